@@ -19,12 +19,10 @@ GATES = 24 + 2 * 12
 PAIRS = 128 * 129 // 2 + 384 * 128 + 512 * 513 // 2
 """The first layer sees 128 tokens, the last one the whole context."""
 DEPTH_2_FLOPS_PER_TOKEN = 6 * (1_441_792 + GATES) + 12 * 128 * PAIRS / 512
-MUON = 2 * 5 * (4 * 6 * 128**3 + 2 * (4 * 128**2 * 512 + 2 * 128**3))
-"""Of a step: two blocks, five iterations, four square matrices and two of 128 by 512."""
 
 
 def test_a_cell_costs_its_budget() -> None:
-    budgets = (5e12, 3e13, 1e15)
+    budgets = (1e12, 3e13, 1e15)
     plan = make_plan(RECIPE, budgets, ["2x128", "4", "4x320"])
     assert [(cell.budget, cell.size) for cell in plan.cells] == [
         (budget, size) for size in ("2x128", "4", "4x320") for budget in budgets
@@ -34,7 +32,7 @@ def test_a_cell_costs_its_budget() -> None:
         assert cell.tokens == cell.steps * cell.batch_tokens
     for cell in plan.cells[:3]:
         assert cell.parameters == DEPTH_2_PARAMETERS
-        assert cell.flops == cell.tokens * DEPTH_2_FLOPS_PER_TOKEN + cell.steps * MUON
+        assert cell.flops == cell.tokens * DEPTH_2_FLOPS_PER_TOKEN
 
 
 def test_the_recipe_of_a_cell_has_its_size_and_length() -> None:
@@ -57,7 +55,7 @@ def test_a_budget_that_no_number_of_steps_costs_is_named() -> None:
     plan = make_plan(fixed, [1e12, 1e15], ["2x128"])
     assert [cell.budget for cell in plan.cells] == [1e15]
     assert len(plan.refused) == 1
-    assert plan.refused[0].startswith("1e+12 FLOPs, size 2x128: 2 steps of 65,536 tokens miss the budget by 21.1 %")
+    assert plan.refused[0].startswith("1e+12 FLOPs, size 2x128: 2 steps of 65,536 tokens miss the budget by 20.8 %")
     assert "a smaller --train.batch-tokens" in plan.refused[0]
     assert "1 steps of 512 tokens miss the budget" in make_plan(RECIPE, [1e9], ["2"]).refused[0]
 

@@ -71,9 +71,9 @@ class FakeTrainer(Base):
         self.trained += 1
         on_step(train.steps, 1.0)
         tokens, kaplan = train.steps * train.batch_tokens, counts.kaplan
-        noise = np.random.default_rng([seed, data_seed, kaplan, tokens, 1]).normal(0, NOISE)
+        noise = np.random.default_rng([seed, data_seed, kaplan, tokens]).normal(0, NOISE)
         bpb = None if factor is None else float(TRUE.loss(kaplan, tokens) * np.exp(noise)) * factor
-        flops = train.steps * counter.step(train.batch_tokens).total
+        flops = train.steps * counter.step(train.batch_tokens).model
         return Trial(name, seed, bpb, tokens, flops, 1000.0, asdict(counts))
 
 

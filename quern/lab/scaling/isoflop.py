@@ -52,7 +52,7 @@ class Cell:
         depth, width: Of the model.
         steps: Optimizer steps.
         batch_tokens: Tokens of a step.
-        flops: What the run will cost.
+        flops: FLOPs of the model alone: the update's share falls as batches grow, which would bend the law.
         parameters: By the conventions.
         seconds: Estimated time in steps; None without a measured speed.
     """
@@ -133,7 +133,7 @@ def make_plan(
         for budget in sorted(set(budgets)):
             try:
                 steps, batch_tokens = _length(recipe.train.batch_tokens, budget, counter, model.context)
-                flops = steps * counter.step(batch_tokens).total
+                flops = steps * counter.step(batch_tokens).model
                 parameters = {name: getattr(counts, one.field) for name, one in CONVENTIONS.items()}
                 one = Cell(budget, size, 0, model.depth, model.width, steps, batch_tokens, flops, parameters)
                 resolve(one.recipe(recipe))
@@ -184,7 +184,7 @@ def _length(fixed_batch: int | None, budget: float, counter: FlopCounter, contex
     """The steps, and the tokens of each, that cost the budget."""
     batch = fixed_batch or batch_rule(budget / counter.per_token(), context)
     while True:
-        each = counter.step(batch).total
+        each = counter.step(batch).model
         steps = max(1, round(budget / each))
         error = steps * each / budget - 1
         if abs(error) <= TOLERANCE:

@@ -148,6 +148,11 @@ def _key(line: dict[str, Any]) -> tuple[float, str, int]:
     return line["budget"], line["size"], line["seed"]
 
 
+def _flops(line: dict[str, Any]) -> float:
+    """FLOPs of the model alone, as the budgets have them."""
+    return float(line["flops"] - line.get("flops_parts", {}).get("update", 0))
+
+
 def _train(options: ScalingOptions, plan: Plan, trainer: Trainer, log: Callable[[str], None]) -> list[Cell]:
     """Trains the cells that have no line yet. Returns those that failed."""
     path = options.folder / CELLS
@@ -220,14 +225,13 @@ def fit_study(
         "diverged": [cells[key].name for key, line in finished.items() if line["bpb"] is None],
         "missing": [cell.name for key, cell in cells.items() if key not in finished] + list(plan.refused),
         "off_budget": [
-            f"{cells[_key(line)].name}: {100 * (line['flops'] / line['budget'] - 1):+.1f} %"
+            f"{cells[_key(line)].name}: {100 * (_flops(line) / line['budget'] - 1):+.1f} %"
             for line in usable
-            if abs(line["flops"] / line["budget"] - 1) > TOLERANCE
+            if abs(_flops(line) / line["budget"] - 1) > TOLERANCE
         ],
     }
-    budget, flops, tokens, loss = (
-        np.array([line[name] for line in usable], float) for name in ("budget", "flops", "tokens", "bpb")
-    )
+    flops = np.array([_flops(line) for line in usable])
+    budget, tokens, loss = (np.array([line[name] for line in usable], float) for name in ("budget", "tokens", "bpb"))
     envelopes, surfaces, labels = {}, {}, [cells[_key(line)].name for line in usable]
     for name, convention in CONVENTIONS.items():
         sizes = np.array([line["parameters"][convention.field] for line in usable], float)
