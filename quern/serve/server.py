@@ -37,7 +37,7 @@ from quern.serve.routes import add_routes
 from quern.serve.worker import Limits
 
 TRIM_SECONDS = 5.0
-TOKENIZING_THREADS = 2  # each keeps memory of its longest text
+TOKENIZING_THREADS = 1  # each keeps memory of its longest text
 DRAIN_SECONDS = 30
 """Replies that are being written when the server is asked to stop have so long to end."""
 WARM_ROWS = (1, 8, 32)

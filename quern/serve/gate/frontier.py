@@ -23,6 +23,7 @@ from quern.serve.answers import error_response
 from quern.serve.gate.hosts import Hosts
 from quern.serve.page import page_paths
 from quern.serve.requests.errors import ApiError
+from quern.serve.routes import MAX_BODY_BYTES
 
 SECURITY_HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -33,8 +34,9 @@ PUBLIC = {"/health", *page_paths()}
 """Paths that need no key, if the server has keys."""
 MOST_CLIENTS = 10_000  # whose rates are remembered
 PACE, BURST = 250, 50
-"""Requests of one client that are begun in a second, and how many may come at once before. Each takes the interpreter
-from the engine for a moment; further ones wait."""
+"""Requests of one client that are begun in a second, and how many may come at once before; `UNIT_BYTES` of a body count
+as one more. Each takes the interpreter from the engine for a moment; further ones wait."""
+UNIT_BYTES = 1 << 14
 
 
 class Keys:
@@ -134,11 +136,11 @@ class Pace:
         self._clock = clock
         self._next: dict[str, float] = {}  # client → when its next request may begin, without its burst
 
-    def wait(self, client: str) -> float:
+    def wait(self, client: str, body_bytes: int = 0) -> float:
         """Counts a request, and returns the seconds after which it may begin."""
         now = self._clock()
         at = max(self._next.pop(client, 0.0), now - BURST / PACE)
-        self._next[client] = at + 1 / PACE
+        self._next[client] = at + (1 + body_bytes // UNIT_BYTES) / PACE
         if len(self._next) > MOST_CLIENTS:
             self._next.pop(next(iter(self._next)))
         return max(0.0, at - now)
@@ -185,7 +187,9 @@ class Frontier:
         client = holder or (scope["client"] or ("",))[0]
         counted = False
         try:
-            if seconds := self._pace.wait(client):
+            length = headers.get("content-length", "0")
+            known = length.isdecimal() and len(length) < 10 and "transfer-encoding" not in headers
+            if seconds := self._pace.wait(client, min(int(length), MAX_BODY_BYTES) if known else MAX_BODY_BYTES):
                 await asyncio.sleep(seconds)
             refusal = self._refusal(headers.get("host", ""), scope["path"], holder, scope["method"])
             if refusal is None and scope["method"] == "POST":
