@@ -9,14 +9,13 @@ import logging
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch._compile import _disable_dynamo  # pyright: ignore[reportPrivateUsage]
-from torch._library.custom_ops import CustomOpDef
 
 from quern.waits.waiting import waiting
 
@@ -25,10 +24,6 @@ R = TypeVar("R")
 _lock = threading.Lock()
 _eager: dict[int | None, bool] = {None: False}
 """Whether code runs as it is written, by thread inside `eager`; None: in all other threads."""
-
-
-_operators: list[Callable[[bool], None]] = []
-"""For each custom operator: chooses its kernel, by whether anything may be compiled."""
 
 
 def is_eager() -> bool:
@@ -63,8 +58,6 @@ def _set(thread: int | None, eager: bool | None) -> None:
             del _eager[thread]
         else:
             _eager[thread] = eager
-        for choose_kernel in _operators:
-            choose_kernel(not all(_eager.values()))
         if "torch._dynamo" in sys.modules:  # else nothing is compiled yet
             inside = [own for key, own in _eager.items() if key is not None]
             torch.compiler.set_stance("force_eager" if any(inside or [_eager[None]]) else "default")
@@ -92,27 +85,6 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     Like torch.compiler.disable, which imports the compiler at once.
     """
     return _disable_dynamo(function)
-
-
-def operator(name: str, mutates_args: Iterable[str] = ()) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """Makes a custom operator of a function, as `torch.library.custom_op` does, whose calls import the compiler.
-
-    These do not, while everything is eager.
-
-    Args:
-        name: "quern::NAME".
-        mutates_args: Arguments that the function changes.
-    """
-
-    def make(function: Callable[..., Any]) -> CustomOpDef:
-        made = torch.library.custom_op(name, function, mutates_args=mutates_args)
-        kernels: Any = made._backend_fns  # pyright: ignore[reportPrivateUsage]
-        # The operator's own kernel keeps the compiler, which it imports, from tracing the function.
-        untraced_function = kernels[None]
-        _operators.append(lambda traced: kernels.update({None: untraced_function if traced else function}))
-        return made
-
-    return make
 
 
 @cache

@@ -53,7 +53,7 @@ def _ladder(rest: list[str], help_text: str) -> int:
 
 
 def _calibrate(rest: list[str], help_text: str) -> int:
-    """Trains the ideas of known outcome (`quern lab calibrate BASELINE ANSWERS.json`), which lie beside that file."""
+    """Trains ideas whose outcome is known (`quern lab calibrate BASELINE ANSWERS.json`); they lie beside that file."""
     if {"-h", "--help"} & set(rest):
         return _compare(rest, help_text, "calibrate")
     if len(rest) < 2 or rest[1].startswith("-"):

@@ -239,7 +239,7 @@ def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
 COMPILED = ChunkPath(_losses, _gradient, CHUNK_TOKENS, CHUNK_LOGITS)
 
 
-@compiler.operator("quern::cross_entropy", mutates_args=("logits_NV",))
+@torch.library.custom_op("quern::cross_entropy", mutates_args=("logits_NV",))
 def _operator(
     logits_NV: Tensor, targets_N: Tensor, scale_N: Tensor, height: float | None, divisor: float, gradient: bool
 ) -> tuple[Tensor, Tensor]:

@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quern.compiler import operator
-
 
 def embed(tokens_BT: Tensor, weight_VD: Tensor) -> Tensor:
     """Returns rows of the weight: (B, T) integers → (B, T, D)."""
@@ -26,7 +24,7 @@ def embed(tokens_BT: Tensor, weight_VD: Tensor) -> Tensor:
     return _embed(tokens_BT, weight_VD)
 
 
-@operator("quern::embed")
+@torch.library.custom_op("quern::embed", mutates_args=())
 def _embed(tokens: Tensor, weight: Tensor) -> Tensor:
     return F.embedding(tokens, weight)
 
@@ -36,7 +34,7 @@ def _(tokens: Tensor, weight: Tensor) -> Tensor:
     return weight.new_empty(*tokens.shape, weight.size(1))
 
 
-@operator("quern::embed_backward")
+@torch.library.custom_op("quern::embed_backward", mutates_args=())
 def _embed_backward(grad: Tensor, tokens: Tensor, rows: int) -> Tensor:
     if grad.dtype == torch.float32:
         return torch.ops.aten.embedding_dense_backward(grad, tokens, rows, -1, False)

@@ -80,7 +80,7 @@ def product(a_MK: Quantised, b_NK: Quantised, dtype: torch.dtype, *, fast: bool 
     return _product(a_MK.values, b_NK.values, a_MK.scale, b_NK.scale, dtype, fast, emulated)
 
 
-@compiler.operator("quern::fp8_product")
+@torch.library.custom_op("quern::fp8_product", mutates_args=())
 def _product(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool, emulated: bool
 ) -> Tensor:

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quern.compiler import operator
 from quern.kernels.triton_found import TRITON_FOUND
 
 EPS = 1e-6
@@ -45,7 +44,7 @@ def _angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-_rotary_angles = operator("quern::rotary_angles")(_angles)
+_rotary_angles = torch.library.custom_op("quern::rotary_angles", mutates_args=())(_angles)
 
 
 @_rotary_angles.register_fake
@@ -78,7 +77,7 @@ def rotate_normed_plain(x_BTHE: Tensor, cos: Tensor, sin: Tensor, gain: float) -
     return F.rms_norm(turned.float(), (turned.size(-1),), eps=EPS).to(turned.dtype) * gain
 
 
-@operator("quern::rotate")
+@torch.library.custom_op("quern::rotate", mutates_args=())
 def rotate_operator(x_BTHE: Tensor, cos: Tensor, sin: Tensor, gain: float | None, back: bool) -> Tensor:
     """Returns a contiguous tensor. gain: root mean square of each head, None for no norm; back: counterclockwise."""
     from quern.kernels.rope_triton import turn
@@ -92,7 +91,7 @@ def _(x_BTHE: Tensor, *others: Any) -> Tensor:
     return x_BTHE.new_empty(x_BTHE.shape)
 
 
-@operator("quern::rotate_normed_backward")
+@torch.library.custom_op("quern::rotate_normed_backward", mutates_args=())
 def rotate_normed_backward(grad_BTHE: Tensor, x_BTHE: Tensor, cos: Tensor, sin: Tensor, gain: float) -> Tensor:
     """dx, contiguous; recomputes the norm from x."""
     from quern.kernels.rope_triton import turn_back_normed

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quern.compiler import operator
 from quern.kernels.triton_found import TRITON_FOUND
 
 
@@ -34,7 +33,7 @@ def symmetric_product_plain(
     return torch.baddbmm(a_NRR, x_NRC, x_NRC.mT, beta=beta, alpha=alpha)
 
 
-@operator("quern::symmetric_product")
+@torch.library.custom_op("quern::symmetric_product", mutates_args=())
 def symmetric_product_operator(x_NRC: Tensor, a_NRR: Tensor | None, beta: float, alpha: float) -> Tensor:
     from quern.kernels.symmetric_triton import product
 

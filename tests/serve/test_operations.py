@@ -1,6 +1,7 @@
 """What someone who runs the server relies on: rates, time limits, CORS, HTTPS, several models, newer checkpoints."""
 
 import asyncio
+import gc
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -25,7 +27,7 @@ from quern.cli.verbs import parse
 from quern.generate.engine import Engine
 from quern.serve.gate.frontier import BURST, PACE, UNIT_BYTES, Gate, Pace, Rates
 from quern.serve.models import Models
-from quern.serve.server import LOOPBACK, create_app, listen, serve
+from quern.serve.server import LOOPBACK, create_app, listen, prepare_process, serve
 from quern.serve.worker import Limits
 from quern.text.tokenizer import Tokenizer
 from tests.support.http_server import running
@@ -105,6 +107,25 @@ def test_a_client_gains_requests_as_time_passes() -> None:
     assert rates.enter("b") is None
     now[0] = 1e6  # an hour of silence is worth a minute of requests
     assert [rates.enter("c") is None for _ in range(3)] == [True, True, False]
+
+
+def test_what_is_loaded_is_not_searched_for_garbage_and_a_replaced_model_is_freed() -> None:
+    """Searching the whole heap stops all streams for some 0.2 s."""
+    engine = toy_engine(context=256)
+    old = weakref.ref(engine)
+    models = Models({"toy": engine}, Limits())
+    interval = sys.getswitchinterval()
+    try:
+        prepare_process()
+        assert gc.get_freeze_count() > 0.9 * len(gc.get_objects(2)) and gc.get_freeze_count() > 10_000
+        del engine
+        models.thread.start()
+        asyncio.run(models.replace("toy", toy_engine(context=256, seed=1)))
+        assert old() is None and gc.get_freeze_count() > 10_000
+    finally:
+        models.thread.stop()
+        gc.unfreeze()
+        sys.setswitchinterval(interval)
 
 
 def test_a_client_that_hurries_waits_and_delays_nobody_else() -> None:

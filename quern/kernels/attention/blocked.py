@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quern.compiler import operator
-
 
 @dataclass(frozen=True)
 class _Block:
@@ -103,7 +101,7 @@ def _now(window: int, varying: Tensor | None, T: int) -> int:
     return value if value < T else 0
 
 
-@operator("quern::attend_blocked")
+@torch.library.custom_op("quern::attend_blocked", mutates_args=())
 def attend_blocked(
     q_BHTE: Tensor,
     k_BKTE: Tensor,
@@ -146,7 +144,7 @@ def _(q_BHTE: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return q_BHTE.new_empty(q_BHTE.shape), q_BHTE.new_empty(others[-1])
 
 
-@operator("quern::attend_blocked_backward")
+@torch.library.custom_op("quern::attend_blocked_backward", mutates_args=())
 def attend_blocked_backward(
     grad_BHTE: Tensor,
     q_BHTE: Tensor,

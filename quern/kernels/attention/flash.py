@@ -19,8 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quern.compiler import operator
-
 HEAD_DIMS = (16, 32, 64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -102,7 +100,7 @@ def _readable(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-@operator("quern::flash_attention")
+@torch.library.custom_op("quern::flash_attention", mutates_args=())
 def forward_operator(
     q_BTHE: Tensor,
     k_BTKE: Tensor,
@@ -126,7 +124,7 @@ def _(q_BTHE: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return q_BTHE.new_empty(q_BTHE.shape), q_BTHE.new_empty((B, H, T), dtype=torch.float32)
 
 
-@operator("quern::flash_attention_backward")
+@torch.library.custom_op("quern::flash_attention_backward", mutates_args=())
 def backward_operator(
     grad_BTHE: Tensor,
     q_BTHE: Tensor,

@@ -35,7 +35,7 @@ PARTS = 4
 WARMUP_STEPS = 3
 """Steps of each arm that are not timed: the first ones compile."""
 LEAST_PAIRS = 6
-"""Pairs in each part before the error is looked at; the next looks are a quarter later each."""
+"""Pairs in each part before the first estimate of the error; each later estimate has a quarter more pairs."""
 TURN_SECONDS = 0.2
 """Least time of the steps that an arm takes before the other one follows."""
 RESAMPLES = 500

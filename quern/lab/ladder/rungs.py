@@ -45,7 +45,7 @@ UNRELATED = ("schema", "name", "data", "val", "conversations", "sft", "rl", "sha
 
 
 def at_rung(recipe: Recipe, rung: Rung) -> Recipe:
-    """Returns the recipe at the size and the length of a rung; what the recipe itself sets stays, but for its depth.
+    """Returns the recipe at a rung's size and length. The rung sets the depth; other settings of the recipe stay.
 
     Raises:
         ValueError: Recipe and rung both set the width: the recipe is an idea about one size.

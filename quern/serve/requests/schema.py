@@ -28,7 +28,8 @@ MAX_STOP_CHARACTERS = 200
 MAX_TOP_LOGPROBS = 20
 MAX_PROMPTS = 32
 MAX_TOKENS = 1 << 16
-MOST_ERRORS = 100  # of a request that are looked at
+MOST_ERRORS = 100
+"""The errors of a request among which the one to report is searched: pydantic may find thousands."""
 INSTEAD = {
     "messages": 'send at least one message, [{"role": "user", "content": "…"}]',
     "stop": f"give a text or up to {MAX_STOPS} of them, each of 1 to {MAX_STOP_CHARACTERS} characters",
