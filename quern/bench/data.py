@@ -66,7 +66,7 @@ class Setup(Bench):
         if data is None:
             return list(corpus.documents(self.seed, megabytes))
         texts, size = list[str](), 0
-        for text, _ in read(data):
+        for text in read(data):
             texts.append(text)
             size += len(text)
             if size >= megabytes * 1e6:
@@ -126,9 +126,7 @@ def prepare(setup: Setup) -> Iterator[Figure]:
 
     def documents(workers: int) -> Iterator[str]:
         for _ in range(passes):
-            yield from (
-                setup.texts if data is None else (text for text, _ in itertools.islice(read(data), len(setup.texts)))
-            )
+            yield from (setup.texts if data is None else itertools.islice(read(data), len(setup.texts)))
         children[workers] = children_peak_bytes()
 
     def write(workers: int) -> None:

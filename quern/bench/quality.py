@@ -72,7 +72,7 @@ def _trained(setup: Setup, recipe: Recipe, flags: str, name: str, ending: str) -
     }
     setup.settings.update({name + ending: value for name, value in settings.items()}, depth=given.depth)
     if recipe.val:
-        whole = sum(len(well_formed(text).encode("utf-8")) for text, _ in read(Path(recipe.val)))
+        whole = sum(len(well_formed(text).encode("utf-8")) for text in read(Path(recipe.val)))
         setup.settings["validation_bytes_of_text"] = whole
     lines = read_metrics(run_dir.stage("pretrain") / "metrics.jsonl")
     spent, tokens, flops = (max(line.get(key, 0) for line in lines) for key in ("seconds", "tokens", "flops"))

@@ -9,13 +9,10 @@ Source: Cobbe et al., 2021, "Training Verifiers to Solve Math Word Problems", ht
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 from quern.eval.task import Item, question
-from quern.text.formats import converted
 from quern.text.printable import ascii_signs
 
 _NUMBER = re.compile(r"(?<![\d.])-?\$?(?:\d{1,3}(?:[,\u2009\u202f]\d{3})+(?!\d)|\d+)?(?:\.\d+|(?<=\d))")
@@ -43,41 +40,3 @@ def problem(row: Any) -> Item:
     if not mark or last_number(answer) is None:
         raise ValueError("no number after ####")
     return question(row["question"], answer, kind="gsm8k")
-
-
-def _problem(row: Any, path: Path) -> Item:
-    try:
-        return problem(row)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f'each line is {{"question": …, "answer": "… #### 12"}} ({error})') from error
-
-
-def find_gsm8k(folder: Path, split: str) -> Path:
-    """The file of a split, "train" or "test": <split>.jsonl or <split>.jsonl.gz, anywhere below the folder.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: There are several.
-    """
-    names = {f"{split}.jsonl", f"{split}.jsonl.gz"}
-    paths = sorted(path for path in folder.rglob(f"{split}.jsonl*") if path.name in names)
-    if not paths:
-        raise FileNotFoundError(f"{folder} has no GSM8K file {split}.jsonl or {split}.jsonl.gz: name its folder")
-    if len(paths) > 1:
-        raise ValueError(f"{folder} has several files {split}.jsonl: {', '.join(map(str, paths))}; name one's folder")
-    return paths[0]
-
-
-def read_gsm8k(folder: Path, split: str, log: Callable[[str], None] | None = None) -> list[Item]:
-    """The problems of a split. log: takes lines on malformed lines that are skipped; see `converted`.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: There are several, or too many lines are no problem.
-        OSError: The file cannot be read to its end.
-    """
-    path = find_gsm8k(folder, split)
-    items = [item for item, _, _ in converted([path], ("question", "answer"), _problem, log)]
-    if not items:
-        raise ValueError(f"{path} has no problems")
-    return items

@@ -20,10 +20,10 @@ from quern.terminal import Meter
 from quern.text import conversations, data_sets, tinyworld
 from quern.text.chat import Message
 from quern.text.content import content_fingerprint
-from quern.text.documents import CONVERSATION_FORMATS, Conversation, conversation_rows
+from quern.text.documents import Conversation, conversation_rows
 from quern.text.hub import Fetched
 from quern.text.repository import PREFIX, local_copy
-from quern.text.sources import Where, format_of, list_source
+from quern.text.sources import OF_ROWS, Where, format_of, list_source
 from quern.text.tinyworld import chat, corpus, skills
 from quern.text.tinyworld.prose import Pen
 
@@ -116,7 +116,7 @@ def _of_files(
     asked: ConversationSource, splits: Mapping[str, Where], out: Path, log: Log, public: bool = False
 ) -> OpenSource:
     """splits: split → its files."""
-    listed = [file for where in splits.values() for file in list_source(where, CONVERSATION_FORMATS).read]
+    listed = [file for where in splits.values() for file in list_source(where, OF_ROWS).read]
     with Meter("looking for changes in the conversations", sum(file.size for file in listed) / 1e6, "MB") as meter:
         cache, paths = out / "data" / "digests.json", [file.path for file in listed]
         content = content_fingerprint(paths, cache, lambda done: meter.at(done / 1e6))

@@ -18,9 +18,8 @@ from typing import Any
 
 from quern.mixture.questions import multiple_choice
 from quern.text.chat import Message, parts
-from quern.text.documents import CONVERSATION_FORMATS
-from quern.text.formats import MissingColumns, place, records
-from quern.text.sources import list_source
+from quern.text.formats import converted, place
+from quern.text.sources import OF_ROWS, list_source
 from quern.text.tinyworld import corpus
 
 SHORTEST = 8
@@ -68,15 +67,12 @@ class TaskRows:
             FileNotFoundError: There is no such folder, or it has no file that can be read.
             ValueError: A file is damaged, or a row has no question.
         """
-        for path in list_source(folder, CONVERSATION_FORMATS).files:
+        for path in list_source(folder, OF_ROWS).files:
             if TRAINING_FILE.search(path.name.lower()):
                 continue
-            try:
-                for value, record in records(path, 0, (*QUESTION_KEYS, "choices")):
-                    for question in _questions(value, place(path, record)):
-                        self.add(question, f"{place(path, record)} ({task})")
-            except MissingColumns as error:
-                raise ValueError(f"{path}: no test rows: {error}, none of {', '.join(QUESTION_KEYS)}") from error
+            for found, _, record in converted([path], (*QUESTION_KEYS, "choices"), lambda row: [*_questions(row)]):
+                for question in found:
+                    self.add(question, f"{place(path, record)} ({task})")
 
     def find(self, messages: Sequence[Message]) -> str | None:
         """The test row that a conversation holds; None if it holds none."""
@@ -99,7 +95,7 @@ def built_in_rows(rows: TaskRows, seed: int) -> None:
             rows.add(str(question.messages[-1]["content"]), f"question {number + 1} of tinyworld/{kind}")
 
 
-def _questions(value: Any, where: str) -> Iterator[str]:
+def _questions(value: Any) -> Iterator[str]:
     found = next((value[key] for key in QUESTION_KEYS if value.get(key)), None) if isinstance(value, Mapping) else None
     if isinstance(found, str):
         options = value.get("choices")
@@ -113,7 +109,7 @@ def _questions(value: Any, where: str) -> Iterator[str]:
             if isinstance(content, str) and (content is one or len(_words(content)) >= SHORTEST):
                 yield content
     else:
-        raise ValueError(f"{where}: no test row: it has none of {', '.join(QUESTION_KEYS)}")
+        raise ValueError(f"no test row: it has none of {', '.join(QUESTION_KEYS)}")
 
 
 def _words(text: str) -> list[str]:

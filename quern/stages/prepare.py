@@ -158,8 +158,7 @@ def _of_files(recipe: Recipe, out: Path, log: Callable[[str], None]) -> Source:
     once = cache(lambda line: log(f"text: {line}"))  # the text is read several times
 
     def texts(source: Where) -> Iterator[str]:
-        found = read(source, column=recipe.text.column, log=once, separator=separator)
-        return (text for text, _ in found)
+        return read(source, recipe.text.column, once, separator)
 
     def whole() -> Iterator[str]:
         return (text for file in public.training_files() for text in texts(file)) if public else texts(train)

@@ -1,6 +1,6 @@
 """Reads documents and conversations from files.
 
-Documents are an iterator of (text, position of the next document). A source is a file or a folder (sources.py) of
+A source is a file or a folder (sources.py) of
 
     .txt .md            one document, or several with marks between them; a long one becomes several
     .csv .tsv .parquet  one document per row, in the column "text" or another one
@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quern.text.chat import Message, parts
-from quern.text.conversations import KEYS, no_shape, to_messages
-from quern.text.formats import MissingColumns, converted, place, records
-from quern.text.sources import Where, files, format_of, list_source
+from quern.text.conversations import KEYS, to_messages
+from quern.text.formats import converted, place
+from quern.text.sources import OF_ROWS, Where, files, format_of, list_source
 
-CONVERSATION_FORMATS = (".jsonl", ".json", ".parquet")
 NAMES_SHOWN, NAME_CHARACTERS = 12, 40
 MARK = re.compile(r"(<\|end_?of_?text\|>)|^[ \t]*(<\|\w+\|>|</?s>|<eos>|\[EOS\])[ \t]*$", re.MULTILINE | re.IGNORECASE)
 """A mark that ends documents: as text, a model would learn to write it."""
@@ -38,57 +37,31 @@ class Conversation(NamedTuple):
     place: str
 
 
-class Position(NamedTuple):
-    """The next document to read: the file's index in `files(source)`, and the record in it.
-
-    A record is a row (.parquet, .csv, .tsv), a line (.jsonl), an element (.json) or a piece (.txt, .md), from 0.
-    """
-
-    file: int
-    record: int
-
-
-START = Position(0, 0)
-
-
 def read(
-    source: Where,
-    start: Position = START,
-    column: str = "text",
-    log: Callable[[str], None] | None = None,
-    separator: str | None = None,
-) -> Iterator[tuple[str, Position]]:
-    """Reads documents, starting at any position.
+    source: Where, column: str = "text", log: Callable[[str], None] | None = None, separator: str | None = None
+) -> Iterator[str]:
+    """Reads documents.
 
     Args:
         source: A file, a folder, or several of these.
-        start: The first document to read.
         column: The column (.parquet, .csv, .tsv) or key (.jsonl, .json) of the text.
         log: Called with a line on malformed records that are skipped; see `converted`.
         separator: The mark that ends a document (.txt, .md); None makes a file one document.
-
-    Yields:
-        (text, position of the next document).
 
     Raises:
         ValueError: A file or a record cannot be read as text; the message names it.
         OSError: A file is missing or cut short.
     """
-    try:
-        of_column = partial(_text, column=column)
-        for text, index, record in converted(files(source), (column,), of_column, log, start, separator):
-            if text:
-                yield text, Position(index, record + 1)
-    except MissingColumns as error:
-        raise ValueError(f"{error.path}: {_no_column(column, error.names)}") from error
+    found = converted(files(source), (column,), partial(_text, column=column), log, separator)
+    return (text for text, _, _ in found if text)
 
 
-def _text(value: Any, path: Path, column: str) -> str:
+def _text(value: Any, column: str) -> str:
     if isinstance(value, dict):
         if column not in value:
             raise ValueError(_no_column(column, list(value)))
         value = value[column]
-    elif not isinstance(value, str) or format_of(path) == ".jsonl":
+    elif not isinstance(value, str):
         raise ValueError(f'expected an object such as {{"{column}": …}}')
     if value is None:
         return ""
@@ -120,7 +93,7 @@ def mark_in(paths: Sequence[Path]) -> tuple[str, Path] | None:
     """
     text_files = (path for path in paths if format_of(path) in (".txt", ".md") and path.exists())
     for path in islice(text_files, MARKED_FILES):
-        for text, _ in islice(records(path, 0, ()), 1):
+        for text, _, _ in islice(converted([path], (), str), 1):
             if found := MARK.search(text):
                 return found[1] or found[2], path
     return None
@@ -152,13 +125,13 @@ def conversation_rows(
             and the record.
         OSError: A file is missing or cut short.
     """
-    found = list_source(source, CONVERSATION_FORMATS)
+    found = list_source(source, OF_ROWS)
     if log is not None:
         for line in found.lines("conversations"):
             log(line)
     skipped, count, first, ignored = 0, 0, "", Counter[str]()
 
-    def messages_of(value: Any, path: Path) -> list[Message]:
+    def messages_of(value: Any) -> list[Message]:
         try:
             messages = convert(value, ignored)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
@@ -167,18 +140,15 @@ def conversation_rows(
         return messages
 
     said = log and (lambda line: log(f"conversations: {line}"))
-    try:
-        for messages, index, record in converted(found.files, keys, messages_of, said):
-            if limit is not None and count >= limit:
-                break
-            if any(_learned(message) for message in messages):
-                count += 1
-                yield Conversation(messages, place(found.files[index], record))
-            else:
-                skipped += 1
-                first = first or place(found.files[index], record)
-    except MissingColumns as error:
-        raise ValueError(f"{error.path}: not a conversation: {no_shape(error.names)}") from error
+    for messages, path, record in converted(found.files, keys, messages_of, said):
+        if limit is not None and count >= limit:
+            break
+        if any(_learned(message) for message in messages):
+            count += 1
+            yield Conversation(messages, place(path, record))
+        else:
+            skipped += 1
+            first = first or place(path, record)
     if skipped and not count:
         raise ValueError(
             f"{first}: there is no assistant's turn, nor in any other conversation of the source: fine-tuning "

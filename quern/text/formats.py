@@ -1,4 +1,4 @@
-"""Reads the records of one file.
+"""Reads the records of files.
 
     .txt .md      text, or the texts between separators; a longer one than TEXT_PIECE_CHARACTERS becomes several
                   records, cut at line ends
@@ -30,21 +30,16 @@ TEXT_PIECE_CHARACTERS = 1 << 20
 PARQUET_BATCH_ROWS = 256
 JSON_BYTES = 1 << 29
 CSV_FIELD_CHARACTERS = 1 << 28
-
-
 FEW_RECORDS = 1000
 """A larger source may have one malformed record in so many."""
+MOST_AT_ONCE = 10
+"""More malformed records above that share end the reading at once, not at the end of the source."""
 UNREAD: Any = ...
 """The value of a table's column that is not read."""
 Found = TypeVar("Found")
-
-
-class MissingColumns(ValueError):
-    """A table has none of the wanted columns, only `names`."""
-
-    def __init__(self, path: Path, names: Sequence[str]) -> None:
-        super().__init__(f"only {', '.join(names)}")
-        self.path, self.names = path, list(names)
+Records = Iterator[tuple[Any, int]]
+"""Values and their numbers in the file, from 0: text (.txt, .md), JSON values (.jsonl, .json), or objects with all
+columns (.csv, .tsv, .parquet); `Malformed` in the place of a malformed record."""
 
 
 class Malformed(ValueError):
@@ -58,12 +53,11 @@ class Malformed(ValueError):
 def converted(
     paths: Sequence[Path],
     wanted: Sequence[str],
-    convert: Callable[[Any, Path], Found],
+    convert: Callable[[Any], Found],
     log: Callable[[str], None] | None = None,
-    start: tuple[int, int] = (0, 0),
     separator: str | None = None,
-) -> Iterator[tuple[Found, int, int]]:
-    """Reads and converts the records of a source. The odd malformed record does not stop a large source.
+) -> Iterator[tuple[Found, Path, int]]:
+    """Reads and converts the records of a source. With a log, the odd malformed record does not stop a large source.
 
     A record is malformed if it is not of its format, or if it cannot be converted. Of a source with over `FEW_RECORDS`
     records, one in so many may be: they are skipped, counted, and the first is named. A source whose first records are
@@ -71,85 +65,87 @@ def converted(
 
     Args:
         paths: The files.
-        wanted: As for `records`.
-        convert: Takes a value of `records` and its file. Raises ValueError, TypeError, KeyError or AttributeError.
-        log: Takes a line when the first record is skipped, and one when all are read.
-        start: The first record to read: the index of its file, and its number there.
+        wanted: The columns to read from a table; the others are `UNREAD`.
+        convert: Takes a value. Raises ValueError, TypeError, KeyError, IndexError or AttributeError.
+        log: Takes a line when the first record is skipped, and one when all are read. None: no record is skipped.
         separator: The mark between the records of text (.txt, .md); None makes the file one record.
 
     Yields:
-        (what `convert` returned, index of the file, number of the record in it).
+        (what `convert` returned, its file, its number there), see `place`.
 
     Raises:
-        ValueError: Too many records are malformed; the message names the first.
-        MissingColumns, OSError: As `records`.
+        ValueError: A file is damaged, or too many records are malformed; the message names the first.
+        OSError: A file cannot be read to its end.
     """
-    first, odd, seen, counted = "", 0, 0, 0
-    ahead = (1 for path in paths for _ in _read(path, 0, wanted))  # read only if a record is malformed, and so far
-    for index, path in enumerate(paths[start[0] :], start[0]):
-        for value, record in _read(path, start[1] if index == start[0] else 0, wanted, separator):
+    first, odd, seen = "", 0, 0
+
+    def refusal() -> str:
+        return first + (
+            f"; {odd:,} of {seen:,} records are malformed, and 1 in {FEW_RECORDS:,} may be" if odd > 1 else ""
+        )
+
+    for path in paths:
+        for value, record in _records(path, wanted, separator):
             seen += 1
             try:
                 if isinstance(value, Malformed):
                     raise value
-                found = convert(value, path)
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                found = convert(value)
+            except (ValueError, TypeError, LookupError, AttributeError) as error:
                 odd += error.lines if isinstance(error, Malformed) else 1
                 reason = str(error) if error is value else f"{place(path, record)}: {error}"
-                needed = max(FEW_RECORDS + 1, FEW_RECORDS * odd)
-                if seen < needed:
-                    counted += sum(islice(ahead, max(0, needed - counted)))
-                if max(seen, counted) < needed or seen == odd > 1:
-                    more = f"; {odd:,} of {seen:,} records are malformed, and 1 in {FEW_RECORDS:,} may be"
-                    raise ValueError((first or reason) + (more if odd > 1 else "")) from error
                 if not first and log is not None:
                     log(f"skipping malformed records, of which 1 in {FEW_RECORDS:,} may be; the first is {reason}")
                 first = first or reason
+                if log is None or odd >= seen > 1 or odd > MOST_AT_ONCE + seen // FEW_RECORDS:
+                    raise ValueError(refusal()) from error
                 continue
-            yield found, index, record
+            yield found, path, record
+    if odd and seen < max(FEW_RECORDS + 1, FEW_RECORDS * odd):
+        raise ValueError(refusal())
     if odd and log is not None:
         log(f"skipped {odd:,} malformed of {seen:,} records")
 
 
-def records(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple[Any, int]]:
-    """Reads the records of a file.
+def read_rows(
+    path: Path,
+    what: str,
+    columns: Sequence[str],
+    convert: Callable[[Any], Found],
+    log: Callable[[str], None] | None = None,
+) -> list[Found]:
+    """Reads a whole file of rows, such as the questions of a task.
 
     Args:
-        path: A file with one of `sources.FORMATS`.
-        first: The first record to read, from 0.
-        wanted: The columns to read from a table.
-
-    Yields:
-        (value, number of the record). A value is text (.txt, .md), a JSON value (.jsonl, .json), or an object with the
-        wanted columns that exist (.csv, .tsv, .parquet).
+        path: The file.
+        what: The rows, for messages.
+        columns: The columns to read from a table.
+        convert: Takes a row, an object. Raises as for `converted`.
+        log: As for `converted`.
 
     Raises:
-        ValueError: The file is damaged or not UTF-8; the message names the file and the line or the record.
+        ValueError: A row cannot be converted, or there is none; the message names the file and the row.
         OSError: The file cannot be read to its end.
-        MissingColumns: The table has none of the columns.
     """
-    for value, record in _read(path, first, wanted):
-        if isinstance(value, Malformed):
-            raise value
-        yield value, record
+
+    def row(value: Any) -> Found:
+        try:
+            if not isinstance(value, dict):
+                raise ValueError("it is no object")
+            return convert(value)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            reason = f"it has no {error}" if isinstance(error, KeyError) else error
+            raise ValueError(f"no row of {what}: {reason}") from error
+
+    rows = [found for found, _, _ in converted([path], columns, row, log)]
+    if not rows:
+        raise ValueError(f"{path} has no rows of {what}: take the whole file")
+    return rows
 
 
-def _read(path: Path, first: int, wanted: Sequence[str], separator: str | None = None) -> Iterator[tuple[Any, int]]:
-    """Reads like `records`, but yields `Malformed` in the place of a malformed record."""
-    readers: dict[str, Callable[[Path, int, Sequence[str]], Iterator[tuple[Any, int]]]] = {
-        ".txt": _text_pieces,
-        ".md": _text_pieces,
-        ".jsonl": _json_lines,
-        ".json": _json_values,
-        ".csv": _rows,
-        ".tsv": _rows,
-        ".parquet": _parquet_rows,
-    }
-    reader = readers[format_of(path)]
-    if separator is None or reader is not _text_pieces:
-        return reader(path, first, wanted)
-    texts = ((text, record) for record, text in enumerate(_separated(path, separator)))
-    return islice(texts, first, None)
+def place(path: Path, record: int) -> str:
+    """The file and the record, counted from 1, for messages."""
+    return f"{path}, {'line' if format_of(path) == '.jsonl' else 'record'} {record + 1}"
 
 
 def text_megabytes(listing: Listing, column: str) -> float | None:
@@ -167,7 +163,6 @@ def text_megabytes(listing: Listing, column: str) -> float | None:
 
 
 def _text_bytes(path: Path, column: str) -> int | None:
-    """About how many bytes of text a file has in a column, without reading it; None for a compressed file."""
     if format_of(path) != ".parquet":
         return None if path.suffix.lower() in COMPRESSED else path.stat().st_size
     try:
@@ -179,18 +174,21 @@ def _text_bytes(path: Path, column: str) -> int | None:
     return sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == column)
 
 
-def place(path: Path, record: int) -> str:
-    """The file and the record, counted from 1, for messages."""
-    return f"{path}, {'line' if format_of(path) == '.jsonl' else 'record'} {record + 1}"
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    """The raw lines of a file, decompressed according to its name."""
-    try:
-        with _open(path) as stream:
-            yield from stream
-    except OSError as error:
-        raise _unreadable(path, error) from error
+def _records(path: Path, wanted: Sequence[str], separator: str | None) -> Records:
+    match format_of(path):
+        case ".txt" | ".md" if separator is not None:
+            values = _separated(path, separator)
+        case ".txt" | ".md":
+            values = _text_pieces(path)
+        case ".jsonl":
+            return _json_lines(path)
+        case ".json":
+            values = _json_values(path)
+        case ".parquet":
+            values = _parquet_rows(path, wanted)
+        case _:
+            values = _table_rows(path, wanted)
+    return ((value, record) for record, value in enumerate(values))
 
 
 def _unreadable(path: Path, error: Exception) -> OSError:
@@ -205,6 +203,15 @@ def _open(path: Path) -> BinaryIO:
     return io.BufferedReader(cast(io.RawIOBase, stream), 1 << 20)
 
 
+def _lines(path: Path) -> Iterator[bytes]:
+    """The raw lines of a file, decompressed according to its name."""
+    try:
+        with _open(path) as stream:
+            yield from stream
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
 def _decode(raw: bytes, path: Path, line: int) -> str:
     """Decodes lines; line: the number of the first one, from 0."""
     try:
@@ -217,25 +224,23 @@ def _decode(raw: bytes, path: Path, line: int) -> str:
         ) from error
 
 
-def _text_pieces(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple[str, int]]:
+def _text_pieces(path: Path) -> Iterator[str]:
     piece: list[str] = []
-    size = record = 0
+    size = 0
     for line, raw in enumerate(_lines(path)):
-        text = _decode(raw, path, line)
-        piece.append(text)
-        size += len(text)
+        piece.append(_decode(raw, path, line))
+        size += len(piece[-1])
         if size >= TEXT_PIECE_CHARACTERS:
-            if record >= first:
-                yield "".join(piece), record
-            piece, size, record = [], 0, record + 1
-    if piece and record >= first:
-        yield "".join(piece), record
+            yield "".join(piece)
+            piece, size = [], 0
+    if piece:
+        yield "".join(piece)
 
 
 def _separated(path: Path, separator: str) -> Iterator[str]:
     """The texts between separators, without line ends around them; a text longer than a piece becomes several."""
     rest = ""
-    for piece, _ in _text_pieces(path, 0, ()):
+    for piece in _text_pieces(path):
         *whole, rest = (rest + piece).split(separator)
         yield from (text.strip("\r\n") for text in whole)
         if len(rest) >= TEXT_PIECE_CHARACTERS:
@@ -246,9 +251,9 @@ def _separated(path: Path, separator: str) -> Iterator[str]:
     yield rest.strip("\r\n")
 
 
-def _json_lines(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple[Any, int]]:
+def _json_lines(path: Path) -> Records:
     for line, raw in enumerate(_lines(path)):
-        if line < first or not raw.strip():
+        if not raw.strip():
             continue
         try:
             text = _decode(raw, path, line)
@@ -262,7 +267,7 @@ def _json_lines(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple
         yield value, line
 
 
-def _json_values(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple[Any, int]]:
+def _json_values(path: Path) -> list[Any]:
     try:
         with _open(path) as stream:
             pieces = iter(lambda: stream.read(1 << 20), b"")  # a larger one would be allocated at once
@@ -275,44 +280,34 @@ def _json_values(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tupl
             "for example with jq -c '.[]'"
         )
     text = _decode(raw, path, 0)
-    if not text.strip():
-        return
     try:
-        value = json.loads(text)
+        value = json.loads(text) if text.strip() else []
     except (ValueError, RecursionError) as error:
         lines = "; if each line is a JSON value of its own, rename it to .jsonl" if "Extra data" in str(error) else ""
         raise ValueError(f"{path}: not JSON ({error}){lines}") from error
-    for record, item in enumerate(value if isinstance(value, list) else [value]):
-        if record >= first:
-            yield item, record
+    return value if isinstance(value, list) else [value]
 
 
-def _rows(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple[dict[str, str] | Malformed, int]]:
+def _table_rows(path: Path, wanted: Sequence[str]) -> Iterator[dict[str, Any] | Malformed]:
     csv.field_size_limit(CSV_FIELD_CHARACTERS)  # process-wide; the default limit is 128 KiB
     lines = (_decode(raw, path, line) for line, raw in enumerate(_lines(path)))
     reader = csv.reader(lines, delimiter="\t" if format_of(path) == ".tsv" else ",", strict=True)
     try:
-        names = next(reader, None)
-        if names is None:
-            return
+        names = next(reader, [])
         columns = {name: names.index(name) for name in wanted if name in names}
-        if not columns:
-            raise MissingColumns(path, names)
         if twice := [name for name in columns if names.count(name) > 1]:
             raise ValueError(f"{path}, line 1: two columns are named {twice[0]!r}: rename one of them")
-        end = reader.line_num
-        for record, row in enumerate(row for row in reader if row):
+        unread, end = dict.fromkeys(names, UNREAD), reader.line_num
+        for row in filter(None, reader):
             begin, end = end, reader.line_num
-            if record < first:
-                continue
             if len(row) == len(names):
-                yield {name: row[index] for name, index in columns.items()}, record
+                yield {**unread, **{name: row[index] for name, index in columns.items()}}
                 continue
             reason = (
                 f"{path}, line {end}: the row has {len(row)} fields, but the first row names "
                 f"{len(names)} columns: quote the fields that hold a separator, a quote or a line end"
             )
-            yield Malformed(reason, end - begin), record
+            yield Malformed(reason, end - begin)
     except csv.Error as error:
         raise ValueError(
             f"{path}, line {reader.line_num}: cannot be read as {format_of(path)} ({error}): quote the fields that "
@@ -320,24 +315,14 @@ def _rows(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple[dict[
         ) from error
 
 
-def _parquet_rows(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple[dict[str, Any], int]]:
+def _parquet_rows(path: Path, wanted: Sequence[str]) -> Iterator[dict[str, Any]]:
     try:
         with pq.ParquetFile(path, pre_buffer=False) as file:
             names = file.schema_arrow.names
-            columns = [name for name in wanted if name in names]
-            if not columns:
-                raise MissingColumns(path, names)
+            columns = [name for name in wanted if name in names] or names[:1]
             unread = {name: UNREAD for name in names if name not in columns}
-            record = 0
             for group in range(file.num_row_groups):
-                rows = file.metadata.row_group(group).num_rows
-                if record + rows <= first:
-                    record += rows
-                    continue
                 for batch in file.iter_batches(PARQUET_BATCH_ROWS, row_groups=[group], columns=columns):
-                    for value in batch.to_pylist():
-                        if record >= first:
-                            yield {**value, **unread}, record
-                        record += 1
+                    yield from ({**value, **unread} for value in batch.to_pylist())
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read {path}, it may be cut short or damaged: {error}") from error

@@ -17,6 +17,9 @@ from quern.terminal import human_size
 COMPRESSED = (".gz", ".zst")
 FORMATS = (".txt", ".md", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
 NOTES = (".sha256.json", ".part.json")  # hub.py keeps them beside the files that it fetches
+OF_ROWS = (".jsonl", ".json", ".parquet")
+OTHER_PROMPTS = "api_compatible_gauntlet"
+"""A folder of LLM Foundry whose files have the names of others and other rows."""
 KINDS_SHOWN = 8
 Where = str | Path | Sequence[Path]
 """A source."""
@@ -83,6 +86,34 @@ def list_source(source: Where, formats: Sequence[str] = FORMATS) -> Listing:
         there_are = f" (it holds {_counts(ignored)})" if ignored else ""
         raise FileNotFoundError(f"nothing to read in {source}{there_are}: no file ends in {_accepted(formats)}")
     return Listing(read, ignored)
+
+
+def find_file(folder: Path, *stems: str, inside: Sequence[str] = ()) -> Path | None:
+    """Finds a file of rows (.jsonl, .json, .parquet) by its name, anywhere in a folder.
+
+    Args:
+        folder: The folder. Upper case counts as lower case in it, and "-" as "_".
+        stems: The names that the file may have, without the ending.
+        inside: Names of folders in which every file that begins with "test" counts.
+
+    Returns:
+        The file; None if there is none.
+
+    Raises:
+        FileNotFoundError: There is no such folder, or it has no file of these formats.
+        ValueError: Several files have such a name.
+    """
+    found = []
+    for path in list_source(folder, OF_ROWS).files:
+        *parents, file = path.relative_to(folder.parent).as_posix().lower().replace("-", "_").split("/")
+        stem = file.partition(format_of(path))[0]
+        fits = stem in stems or stem.startswith("test") and any(parent in inside for parent in parents)
+        if fits and OTHER_PROMPTS not in parents:
+            found.append(path)
+    if len(found) > 1:
+        shown = ", ".join(map(str, found[:3])) + (", …" if len(found) > 3 else "")
+        raise ValueError(f"{stems[0]} has several files, leave one: {shown}")
+    return found[0] if found else None
 
 
 def entry_of(path: Path, size: int) -> Entry:

@@ -17,7 +17,7 @@ import torch
 
 from quern.cli import main
 from quern.eval.answers import item_hash
-from quern.eval.chat.files import ProgramItem, find_file, read_items
+from quern.eval.chat.files import ProgramItem, read_items
 from quern.eval.chat.humaneval import program_of, sampled_scores
 from quern.eval.chat.run import PARTS, TASKS, Asked, chat_core, find_chat_tasks, make_task, run_chat
 from quern.eval.contamination import passage
@@ -117,7 +117,6 @@ def asked_of(folder: Path, *names: str, limit: int | None = None) -> list[Asked]
 @pytest.mark.parametrize("name", ["arc_easy.jsonl", "arc_easy.jsonl.gz", "ARC-Easy/test-00000-of-00001.parquet"])
 def test_multiple_choice_in_every_form(tmp_path: Path, row: dict[str, Any], name: str) -> None:
     path = write(tmp_path / name, [row])
-    assert find_file(tmp_path, "arc_easy") == path
     (item,) = read_items(path, "arc_easy")
     assert item.question.startswith("Which grows?\nA) rye\nB) tin") and item.answer == "B"
     assert item.choices == tuple("ABC"[: item.question.count(")")])
@@ -156,7 +155,7 @@ def test_files_are_found_and_missing_ones_are_named(folder: Path, tmp_path: Path
 def test_a_damaged_row_is_named_with_its_line(tmp_path: Path, name: str, row: Any, message: str) -> None:
     good = {"mmlu": MMLU, "arc_easy": ARC, "gsm8k": GSM8K, "humaneval": CODE}[name]
     path = write(tmp_path / f"{name}.jsonl", [good, row])
-    with pytest.raises(ValueError, match=f"{name}.jsonl, line 2, is no row of {name}: .*{message}"):
+    with pytest.raises(ValueError, match=f"{name}.jsonl, line 2: no row of {name}: .*{message}"):
         read_items(path, name)
 
 
@@ -167,7 +166,7 @@ def test_files_cut_short_or_empty_are_refused(tmp_path: Path) -> None:
         read_items(path, "mmlu")
     with pytest.raises(ValueError, match="has no rows of gsm8k"):
         read_items(write(tmp_path / "gsm8k.jsonl", []), "gsm8k")
-    with pytest.raises(ValueError, match="is no file of gsm8k"):
+    with pytest.raises(ValueError, match="no row of gsm8k: it has no .answer."):
         read_items(write(tmp_path / "gsm8k.parquet", [{"other": 1}]), "gsm8k")
 
 
@@ -323,8 +322,7 @@ def test_the_published_files_are_read() -> None:
     if data is None:
         pytest.skip("no folder shared/data above this one")
     counts = {"arc_easy": 2376, "arc_challenge": 1172, "gsm8k": 1319, "humaneval": 164}
-    found = {name: find_file(data, name) for name in counts}
-    items = {name: read_items(path, name) for name, path in found.items() if path}
+    items = {asked.task.name: asked.items for asked in find_chat_tasks(data, data, list(counts), None, print)}
     assert {name: len(own) for name, own in items.items()} == counts
     assert not any(item.question.startswith("Question:") for item in items["arc_easy"])
     programs = [program_of(item, item.question + item.answer) for item in items["humaneval"][::8]]

@@ -117,7 +117,7 @@ def test_what_does_not_fit_is_refused_in_one_line(out: Path, capsys: pytest.Capt
         ([*plain[:-2], "--stage", "rl", "--tasks", "core"], "run 'first' has no stage 'rl' yet: `quern rl --run first"),
         ([*plain, "--tasks", str(out / "a.py"), str(out / "b.py")], "two tasks have the name 'same': "),
         ([*plain, "--tasks", "chat/counting", "--samples", "3"], "--samples is for HumanEval: add --tasks chat/human"),
-        ([*plain, "--tasks", "core", "--bundle", str(out / "none")], "none has no file for any task of CORE"),
+        ([*plain, "--tasks", "core", "--bundle", str(out / "none")], "there is no file or folder"),
         ([*plain, "--run", "none"], "there is no run 'none' under"),
     ):
         assert main.main(arguments) == 1

@@ -302,5 +302,5 @@ def test_the_column_of_the_messages_is_named(tmp_path: Path) -> None:
     table = tmp_path / "talks.parquet"
     pq.write_table(pa.Table.from_pylist([{"id": 1, "chat": row} for row in rows]), table)
     assert texts(prepared(f"{table},column=chat", tmp_path / "out").train) == texts(mixture.train)
-    with pytest.raises(ValueError, match="talks.parquet: not a conversation: it has only 'id', 'chat'"):
+    with pytest.raises(ValueError, match="talks.parquet, record 1: not a conversation: it has no column or key 'talk'"):
         prepared(f"{table},column=talk", tmp_path / "out")

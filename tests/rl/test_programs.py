@@ -80,7 +80,7 @@ def test_the_program_of_a_reply(reply: str, program: str) -> None:
 def test_files_that_are_missing_or_damaged(tmp_path: Path, lines: list[str]) -> None:
     with pytest.raises(ValueError, match="name the folder with programs.jsonl by --rl.data"):
         load_environment("programs", tmp_path)
-    with pytest.raises(ValueError, match="line 1: (each line is|not a line of JSON)|has no exercises"):
+    with pytest.raises(ValueError, match="line 1: (no row of programs|not a line of JSON)|has no rows of programs"):
         load_environment("programs", write(tmp_path, lines))
 
 
@@ -88,4 +88,7 @@ def test_only_a_line_feed_ends_a_line_and_an_odd_line_is_told(tmp_path: Path) ->
     lines = [json.dumps({"prompt": f"Print \u2028 {n}.", "check": "x\x85"}, ensure_ascii=False) for n in range(1200)]
     environment = load_environment("programs", write(tmp_path, [*lines, '{"prompt": "no check"}']))
     assert environment.ask("seed").answer == "x\x85" and "\u2028" in environment.ask("seed").question
-    assert "line 1201: each line is" in environment.notes[0] and "skipped 1 malformed of 1,201" in environment.notes[1]
+    assert (
+        "line 1201: no row of programs" in environment.notes[0]
+        and "skipped 1 malformed of 1,201" in environment.notes[1]
+    )

@@ -68,7 +68,7 @@ def corpora(bench: GpuBench) -> tuple[Corpus, Corpus, np.ndarray]:
         recipe = replace(recipe_of(bench, 1, 512), data=bench.data, text=TextRecipe(tokenizer=bench.tokenizer))
         tokenizer, train, val = open_tokens(recipe)
         return train, val, tokenizer.token_bytes()
-    encoded = (np.frombuffer(text.encode("utf-8"), np.uint8) for text, _ in read(bench.data))
+    encoded = (np.frombuffer(text.encode("utf-8"), np.uint8) for text in read(bench.data))
     train = [np.concatenate([[BYTE_BOS], ids]).astype(np.int32) for ids in encoded]
     held_out = slice(HELD_OUT_EVERY // 2, None, HELD_OUT_EVERY)
     val = train[held_out]

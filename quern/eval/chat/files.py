@@ -18,14 +18,10 @@ from string import ascii_uppercase
 from types import MappingProxyType
 from typing import Any
 
-from quern.eval.answers import ENDING
-from quern.eval.core.tasks import OTHER_PROMPTS
 from quern.eval.gsm8k import problem
 from quern.eval.task import Item, question
 from quern.mixture.questions import multiple_choice
-from quern.text.documents import CONVERSATION_FORMATS
-from quern.text.formats import MissingColumns, place, records
-from quern.text.sources import list_source
+from quern.text.formats import read_rows
 
 COLUMNS = ("question", "query", "choices", "answerKey", "answer", "gold", "prompt", "entry_point", "test")
 COLUMNS = (*COLUMNS, "task_id", "canonical_solution")
@@ -42,53 +38,9 @@ class ProgramItem(Item):
     test: str = ""
 
 
-def find_file(folder: Path, name: str) -> Path | None:
-    """The test file of a task, anywhere in a folder; None if it is missing.
-
-    It is NAME.jsonl, NAME_test.jsonl or NAME/…/test*.jsonl, also as .json, .parquet or compressed; upper case counts as
-    lower case, and "-" as "_".
-
-    Raises:
-        FileNotFoundError: There is no such folder, or it has no file of these formats.
-        ValueError: Several files have such a name.
-    """
-    found = []
-    for path in list_source(folder, CONVERSATION_FORMATS).files:
-        *parents, file = path.relative_to(folder).as_posix().lower().replace("-", "_").split("/")
-        stem = file.split(".")[0]
-        named = any(parent in (name, f"openai_{name}") for parent in (*parents, folder.name.lower().replace("-", "_")))
-        fits = stem in (name, f"{name}_test") or named and stem.startswith("test")
-        if fits and OTHER_PROMPTS not in parents and not file.endswith(ENDING):
-            found.append(path)
-    if len(found) > 1:
-        shown = ", ".join(map(str, found[:3])) + (", …" if len(found) > 3 else "")
-        raise ValueError(f"{name} has several files, leave one: {shown}")
-    return found[0] if found else None
-
-
 def read_items(path: Path, name: str) -> list[Item]:
-    """The items of a task's file, in the file's order.
-
-    Raises:
-        ValueError: A row is none of this task, or there are no rows.
-        OSError: The file cannot be read to its end.
-    """
-    convert = READERS.get(name, _choice)
-    items = []
-    try:
-        for row, number in records(path, 0, COLUMNS):
-            try:
-                if not isinstance(row, Mapping):
-                    raise ValueError("it is no object")
-                items.append(convert(name, row))
-            except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-                why = f"it has no {error}" if isinstance(error, KeyError) else error
-                raise ValueError(f"{place(path, number)}, is no row of {name}: {why}") from error
-    except MissingColumns as error:
-        raise ValueError(f"{path} is no file of {name}: {error}") from error
-    if not items:
-        raise ValueError(f"{path} has no rows of {name}: take the whole file")
-    return items
+    """Reads the items of a task's file, in the file's order. Raises as `read_rows`."""
+    return read_rows(path, name, COLUMNS, lambda row: READERS.get(name, _choice)(name, row))
 
 
 def _choice(name: str, row: Any) -> Item:

@@ -17,7 +17,7 @@ from typing import Any
 
 from quern.eval import gsm8k
 from quern.eval.answers import ENDING, write_answers, write_items
-from quern.eval.chat.files import find_file, read_items
+from quern.eval.chat.files import read_items
 from quern.eval.chat.humaneval import BASE_STOP, RunPrograms, passed, sampled_scores
 from quern.eval.on_ranks import is_main
 from quern.eval.run_task import prompt_ids, run_task
@@ -29,6 +29,7 @@ from quern.generate.sandbox import Sandbox, SandboxError
 from quern.mesh import ProcessGroup
 from quern.runs.public_data import fetch_tests
 from quern.terminal import counted
+from quern.text.sources import find_file
 from quern.text.tinyworld.corpus import questions
 
 CHAT = "chat"
@@ -99,7 +100,7 @@ def find_chat_tasks(
     wanted = [task for task in TASKS if task.name in names or not names]
     with_files = [task.name for task in wanted if task.has_file]
     folder = folder or fetch_tests(with_files, out)
-    paths = {name: find_file(folder, name) for name in with_files}
+    paths = {name: find_file(folder, name, f"{name}_test", inside=(name, f"openai_{name}")) for name in with_files}
     absent = [name for name, path in paths.items() if path is None]
     if absent and names:
         raise ValueError(f"{folder} has no file for {', '.join(absent)}: give its folder, or leave the task out")

@@ -14,7 +14,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from quern.text.formats import place, records
+from quern.text import formats
+from quern.text.sources import find_file
 
 Kind = Literal["choice", "schema", "language"]
 FIELDS: Mapping[Kind, tuple[str, ...]] = MappingProxyType(
@@ -26,8 +27,6 @@ FIELDS: Mapping[Kind, tuple[str, ...]] = MappingProxyType(
 )
 """The keys of a row, by the kind of its task."""
 OPTIONS = ("choices", "context_options")
-OTHER_PROMPTS = "api_compatible_gauntlet"
-"""A folder of LLM Foundry whose files have the same names and other rows."""
 ANSWER = "\nAnswer: "
 VERSIONS = ("v1", "v2")
 
@@ -93,19 +92,6 @@ TASKS: tuple[CoreTask, ...] = (
 BY_NAME: Mapping[str, CoreTask] = MappingProxyType({task.name: task for task in TASKS})
 
 
-def find_file(folder: Path, task: CoreTask) -> Path | None:
-    """The file of a task anywhere in a folder: .jsonl, also gzipped; None if it is missing.
-
-    Raises:
-        ValueError: Several files have the name.
-    """
-    names = (f"{task.file}.jsonl", f"{task.file}.jsonl.gz")
-    found = sorted(path for name in names for path in folder.rglob(name) if OTHER_PROMPTS not in path.parts)
-    if len(found) > 1:
-        raise ValueError(f"{task.name} has several files, leave one: {', '.join(map(str, found))}")
-    return found[0] if found else None
-
-
 def find_tasks(folder: Path, names: Sequence[str] = ()) -> list[tuple[CoreTask, Path]]:
     """Tasks with their files.
 
@@ -120,7 +106,7 @@ def find_tasks(folder: Path, names: Sequence[str] = ()) -> list[tuple[CoreTask, 
     if unknown:
         raise ValueError(f"CORE has no task '{unknown[0]}': use {', '.join(BY_NAME)}")
     wanted = [BY_NAME[name] for name in dict.fromkeys(names)] or list(TASKS)
-    found = [(task, find_file(folder, task)) for task in wanted]
+    found = [(task, find_file(folder, task.file)) for task in wanted]
     there = [(task, path) for task, path in found if path is not None]
     if not there or (names and len(there) < len(found)):
         absent = [task.name for task, path in found if path is None] if names else ["any task of CORE"]
@@ -134,11 +120,7 @@ def read_rows(path: Path, task: CoreTask) -> list[dict[str, Any]]:
     Raises:
         ValueError: A line is not a row of this kind of task, or there are too few rows for the shots.
     """
-    rows = []
-    for row, number in records(path, 0, ()):
-        if problem := _problem(row, task):
-            raise ValueError(f"{place(path, number)} is no row of {task.name}: {problem}")
-        rows.append(row)
+    rows = formats.read_rows(path, task.name, FIELDS[task.kind], lambda row: _checked(row, task))
     if len(rows) <= task.shots:
         raise ValueError(
             f"{path} has {len(rows)} rows, and {task.name} needs more than its {task.shots} shots: "
@@ -147,18 +129,15 @@ def read_rows(path: Path, task: CoreTask) -> list[dict[str, Any]]:
     return rows
 
 
-def _problem(row: Any, task: CoreTask) -> str | None:
-    if not isinstance(row, dict):
-        return "it is no object"
+def _checked(row: dict[str, Any], task: CoreTask) -> dict[str, Any]:
     if missing := [field for field in FIELDS[task.kind] if field not in row]:
-        return f"it has no {', '.join(missing)}"
-    options = [row[field] for field in FIELDS[task.kind] if field in OPTIONS]
+        raise ValueError(f"it has no {', '.join(missing)}")
     texts = [row[field] for field in FIELDS[task.kind] if field not in (*OPTIONS, "gold")]
     if not all(isinstance(text, str) for text in texts) or row.get("continuation") == "":
-        return "a text of it is empty, or no text"
-    for texts in options:
-        if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-            return "its options are no list of texts"
-        if type(row["gold"]) is not int or not (len(texts) > 1 and 0 <= row["gold"] < len(texts)):
-            return f"gold {row['gold']!r} is none of its {len(texts)} options"
-    return None
+        raise ValueError("a text of it is empty, or no text")
+    for options in (row[field] for field in FIELDS[task.kind] if field in OPTIONS):
+        if not isinstance(options, list) or not all(isinstance(text, str) and text for text in options):
+            raise ValueError("its options are no list of texts")
+        if type(row["gold"]) is not int or not (len(options) > 1 and 0 <= row["gold"] < len(options)):
+            raise ValueError(f"gold {row['gold']!r} is none of its {len(options)} options")
+    return row

@@ -6,9 +6,11 @@ import random
 from functools import partial
 from pathlib import Path
 
-from quern.eval.gsm8k import find_gsm8k, is_right, read_gsm8k
+from quern.eval.gsm8k import is_right, problem
 from quern.eval.task import Item
 from quern.rl.environment import Environment
+from quern.text.formats import read_rows
+from quern.text.sources import find_file
 
 NAMES = ("gsm8k",)
 
@@ -18,8 +20,11 @@ def environment(name: str, folder: Path | None) -> Environment:
     if folder is None:
         raise ValueError(f"rl.rewards {name}: name the folder with its train.jsonl by --rl.data")
     notes: list[str] = []
-    items = read_gsm8k(folder, "train", notes.append)
-    return Environment(name, partial(_ask, items), _reward, (find_gsm8k(folder, "train"),), tuple(notes))
+    path = find_file(folder, "train")
+    if path is None:
+        raise FileNotFoundError(f"{folder} has no GSM8K file train.jsonl: name its folder")
+    items = read_rows(path, NAMES[0], ("question", "answer"), problem, notes.append)
+    return Environment(name, partial(_ask, items), _reward, (path,), tuple(notes))
 
 
 def _ask(items: list[Item], seed: str) -> Item:

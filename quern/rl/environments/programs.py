@@ -19,7 +19,7 @@ from markdown_it.token import Token
 from quern.eval.task import Item, question
 from quern.generate.sandbox import Limits, Program, Sandbox
 from quern.rl.environment import Environment
-from quern.text.formats import converted
+from quern.text.formats import read_rows
 
 NAMES = ("programs",)
 FILE = "programs.jsonl"
@@ -38,15 +38,11 @@ def environment(name: str, folder: Path | None) -> Environment:
     if path is None or not path.is_file():
         raise ValueError(f"rl.rewards {name}: name the folder with {FILE} by --rl.data")
     notes: list[str] = []
-    exercises = [found for found, _, _ in converted([path], ("prompt", "check"), _exercise, notes.append)]
-    if not exercises:
-        raise ValueError(f"{path} has no exercises")
+    exercises = read_rows(path, NAMES[0], ("prompt", "check"), _exercise, notes.append)
     return Environment(name, partial(_ask, exercises), _reward, (path,), tuple(notes))
 
 
-def _exercise(row: Any, path: Path) -> tuple[str, str]:
-    if not isinstance(row, dict) or not {"prompt", "check"} <= row.keys():
-        raise ValueError('each line is {"prompt": …, "check": …}')
+def _exercise(row: Any) -> tuple[str, str]:
     return str(row["prompt"]), str(row["check"])
 
 
