@@ -36,6 +36,10 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else plural}"
 
 
+def silent(line: str) -> None:
+    """Takes lines that nobody reads."""
+
+
 class Meter:
     """A progress bar: `with Meter("tokenizing", total, "documents") as meter: meter.at(n, "…")`."""
 

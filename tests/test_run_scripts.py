@@ -24,7 +24,7 @@ from quern.data.loader import Loader
 from quern.data.shards import Corpus
 from quern.parallel.layout import lay_out
 from quern.resolve import resolve
-from quern.stages.pretrain import make_batches
+from quern.runs.training import make_batches
 from quern.stages.sft import fit_to_conversations, sft_recipe
 from tests.eval.test_core import rows_of
 from tests.parallel.test_faults import lines_with

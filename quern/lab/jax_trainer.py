@@ -19,9 +19,9 @@ from quern.model.base import KINDS
 from quern.model.count import Counts, Flops, of_kinds
 from quern.recipe import Recipe
 from quern.records import Nowhere
+from quern.runs.training import make_batches
 from quern.stages.jax.train import core_of
 from quern.stages.prepare import Prepared
-from quern.stages.pretrain import make_batches
 
 
 class JaxTrainer(Trainer):

@@ -20,9 +20,9 @@ from quern.recipe import Recipe
 from quern.records import Nowhere, typed
 from quern.resolve import resolve
 from quern.runs.public_data import shards_used
+from quern.runs.training import fit_to_text, make_batches, set_up_training, validation
 from quern.stages.prepare import Prepared, prepare
-from quern.stages.pretrain import fit_to_text, make_batches, validation
-from quern.stages.session import set_up_training, silent
+from quern.terminal import silent
 from quern.text.tokenizer import Tokenizer
 from quern.train import loop
 from quern.train.guard import EXIT_DIVERGED, EXIT_DONE
@@ -145,7 +145,7 @@ class Trainer:
             raise ValueError("a trial trains for steps, so that trials are comparable: give --train.steps")
         reset_peak_memory(self.machine.device)
         prepared = self._data(recipe)
-        recipe = fit_to_text(resolve(recipe), prepared)
+        recipe = fit_to_text(resolve(recipe), prepared.tokenizer, prepared.train)
         recipe = replace(recipe, seed=seed, data_seed=data_seed)
         assert recipe.train.steps
         curve: list[Point] = []
@@ -184,7 +184,7 @@ class Trainer:
         model, counts = self._ready_model(recipe, prepared.tokenizer)
         model.initialize(recipe.seed)
         state = build_state(recipe, self.machine, model)
-        score = validation(recipe, prepared, self.machine)
+        score = validation(recipe, prepared.tokenizer, prepared.val, self.machine)
 
         def evaluate(state: TrainState) -> dict[str, Any]:
             return note(state, score(state))

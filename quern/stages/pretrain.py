@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from quern.constructors import code_path, imported
+from quern.constructors import code_path
 from quern.data import shards
-from quern.data.batch import GROUP_SIZE, Batch, Batches, groups_of
-from quern.data.loader import Loader, windows
 from quern.data.shards import Corpus
-from quern.data.stream_loader import StreamLoader
-from quern.eval.bits_per_byte import bits_per_byte
-from quern.machine import Machine
-from quern.mesh import Mesh, ProcessGroup
+from quern.mesh import Mesh
 from quern.model.count import count
 from quern.optim.schedule import Multipliers
 from quern.parallel.plan import shard_model
 from quern.recipe import FOR_FINE_TUNING, FOR_RL, Recipe
 from quern.records import read_json
-from quern.resolve import batch_rule, resolve, table_decay_rule
+from quern.resolve import batch_rule, resolve
 from quern.runs.origin import (
     read_origin,
     refuse_other_order,
@@ -35,11 +29,12 @@ from quern.runs.origin import (
 )
 from quern.runs.public_data import with_shards
 from quern.runs.saved import Start, changes, warmdown_start
+from quern.runs.training import fit_to_text, make_batches, set_up_training, validation
 from quern.stages.early_start import EarlyStart
 from quern.stages.memory_check import memory_check
 from quern.stages.open_data import make_origin, open_data
 from quern.stages.prepare import Prepared, facts_of, prepare
-from quern.stages.session import Session, main_first, set_up_training
+from quern.stages.session import Session, main_first
 from quern.terminal import counted, duration, human_size
 from quern.text.tokenizer import Tokenizer
 from quern.train import loop
@@ -115,7 +110,7 @@ def _run(asked: Recipe, session: Session, early: EarlyStart, check: Check) -> in
             refuse_second_tokenizer(run_dir, prepared.tokenizer)
     asked, recipe = (with_shards(one, prepared.public) for one in (asked, recipe))
     group_size = session.division.group_size
-    recipe = fit_to_text(recipe, prepared, group_size)
+    recipe = fit_to_text(recipe, prepared.tokenizer, prepared.train, group_size)
     check(recipe, prepared.tokenizer)
     model = build_model(recipe, machine, recipe.seed)
     counts = count(model)
@@ -123,7 +118,8 @@ def _run(asked: Recipe, session: Session, early: EarlyStart, check: Check) -> in
     precision = set_up_training(recipe, model, prepared.tokenizer, machine, log)
     if recipe.train.minutes is not None:
         steps = fit_minutes(recipe, asked, session, model, prepared.train)
-        recipe = fit_to_text(resolve(replace(asked, train=replace(asked.train, **steps))), prepared, group_size)
+        asked = replace(asked, train=replace(asked.train, **steps))
+        recipe = fit_to_text(resolve(asked), prepared.tokenizer, prepared.train, group_size)
         model.initialize(recipe.seed)
     changed = changes(recipe, session.folder, besides=(*FOR_FINE_TUNING, *FOR_RL)) if session.resume else []
     _refuse_other_length(recipe, changed, run_dir.run)
@@ -140,7 +136,7 @@ def _run(asked: Recipe, session: Session, early: EarlyStart, check: Check) -> in
         origin,
         steps=recipe.train.steps,
         schedule=recipe.make_schedule(recipe.train),
-        evaluator=validation(recipe, prepared, machine),
+        evaluator=validation(recipe, prepared.tokenizer, prepared.val, machine),
         lower_rates=f"--optim.lr-scale {recipe.optim.lr_scale / 2:.3g}",
         keep_step=warmdown_start(recipe.train.steps, recipe.train.warmdown_share),
     )
@@ -201,67 +197,6 @@ def load_start(state: TrainState, start: Start, log: Callable[[str], None]) -> d
     moments = "with its optimizer state" if fits else "without its optimizer state, since the optimizer is another one"
     log(f"weights: step {base['step']:,} of {base['stage']} in run '{base['run']}'; {moments}")
     return base
-
-
-def fit_to_text(recipe: Recipe, prepared: Prepared, group_size: int = GROUP_SIZE) -> Recipe:
-    """Fills the fields of a recipe that depend on its text.
-
-    These are the BOS, the vocabulary, and the decay of the head and the value embeddings. A tokenizer of another size
-    than the recipe's is one that came with the text, or one that a small text kept below the size that was asked for:
-    its vocabulary is filled up to a multiple (`LanguageModel.vocabulary_multiple`).
-
-    Args:
-        recipe: Resolved.
-        prepared: The text. A text of several groups counts as read once, because training may start before its size
-            is known (early_start.py).
-        group_size: See `Batches`.
-    """
-    tokenizer, optim = prepared.tokenizer, recipe.optim
-    if optim.table_decay_scale is None and "optim.table_decay_scale" not in recipe.unused:
-        one_group = groups_of(prepared.train, group_size) == 1
-        scale = table_decay_rule(recipe, prepared.train.num_tokens) if one_group else 1.0
-        optim = replace(optim, table_decay_scale=scale)
-    size = tokenizer.vocab_size
-    if size != recipe.model.vocab_size:
-        multiple = getattr(imported(recipe.make_model), "vocabulary_multiple", 1)
-        size = -(-size // multiple) * multiple
-    model = replace(recipe.model, vocab_size=size, bos=tokenizer.bos)
-    return replace(recipe, model=model, optim=optim)
-
-
-def make_batches(recipe: Recipe, corpus: Corpus, rows: int | None = None, group_size: int = GROUP_SIZE) -> Batches:
-    """The recipe's batches; of `rows` rows, in the default order, where that is given."""
-    context, batch_tokens = recipe.model.context, recipe.train.batch_tokens
-    assert context and batch_tokens
-    if recipe.make_batches is not None and rows is None:
-        return recipe.make_batches(recipe, corpus)
-    rows = rows or max(1, batch_tokens // context)
-    seed = recipe.seed if recipe.data_seed is None else recipe.data_seed
-    if recipe.train.packing == "stream":
-        return StreamLoader(corpus, context, rows, seed, group_size=group_size)
-    return Loader(corpus, context, rows, seed, recipe.train.packing, group_size=group_size)
-
-
-def validation(recipe: Recipe, prepared: Prepared, machine: Machine) -> loop.Evaluator:
-    """Bits per byte on the fixed validation set, every byte once; the replicas share its batches."""
-    token_bytes = prepared.tokenizer.token_bytes()
-    context, rows = recipe.model.context, recipe.micro_batch_rows
-    assert context
-
-    def evaluate(state: TrainState) -> dict[str, Any]:
-        replicas = state.optimizer.mesh.data
-        batches = _shared_out(windows(prepared.val, context, rows=rows), replicas)
-        score = bits_per_byte(state.model, batches, token_bytes, machine, replicas)
-        return {"val_bpb": score.bpb, "val_loss": score.nats_per_token}
-
-    return evaluate
-
-
-def _shared_out(batches: Iterator[Batch], replicas: ProcessGroup) -> Iterator[Batch]:
-    """This replica's batches; one without targets where others have one more, so that all run equally many passes."""
-    while several := list(islice(batches, replicas.size)):
-        empty = replace(several[0], mask=np.zeros_like(several[0].mask))
-        yield (several + [empty] * replicas.size)[replicas.rank]
 
 
 def fit_minutes(recipe: Recipe, asked: Recipe, session: Session, model: Any, corpus: Corpus) -> dict[str, int]:

@@ -17,7 +17,6 @@ from quern.generate.engine import Engine
 from quern.machine import Machine
 from quern.mesh import Mesh
 from quern.model.count import count
-from quern.model.recompute import recompute
 from quern.parallel.plan import shard_model
 from quern.recipe import IN_FINE_TUNING, Recipe, RlRecipe
 from quern.resolve import fine_tuning_rates, resolve
@@ -28,8 +27,9 @@ from quern.rl.rollouts import Rollouts, Tally, divergence
 from quern.runs.beginning import read_beginning
 from quern.runs.origin import Origin
 from quern.runs.saved import Start, changes, open_checkpoint
+from quern.runs.training import set_up_training
 from quern.runs.trust import require_trusted, trust
-from quern.stages.session import Session, lower_precision
+from quern.stages.session import Session
 from quern.stages.sft import rates_fall
 from quern.temporaries import sha256_of
 from quern.terminal import counted
@@ -90,9 +90,7 @@ def _run(asked: Recipe, session: Session) -> int:
     for one in (model, reference):
         shard_model(one, mesh)
     changed = changes(recipe, session.folder) if session.resume else []
-    model.read_vocabulary(first.tokenizer.vocabulary())
-    precision = lower_precision(recipe, model, log)
-    recompute(model, recipe.train.recompute)
+    precision = set_up_training(recipe, model, first.tokenizer, machine, log, compiled=False)
     state = build_state(recipe, machine, model, mesh)
     if first.start is not None and not state.go_on(first.start.tensors, first.start.meta["state"]):
         log("the optimizer begins without the fine-tuned model's state, which is another optimizer's")

@@ -20,10 +20,7 @@ import torch
 from quern.data.batch import BatchSource
 from quern.machine import Machine, measure_peak_flops
 from quern.mesh import FOR_MAIN, Mesh, PeersLostError, alone
-from quern.model.base import LanguageModel
 from quern.model.count import Counts, FlopCounter
-from quern.model.fp8 import use_fp8
-from quern.model.recompute import recompute
 from quern.optim.schedule import Multipliers
 from quern.recipe import Recipe
 from quern.records import MakeTracker, Nowhere, Records, StageFolder, git_hash, read_events
@@ -34,19 +31,15 @@ from quern.runs.saved import Start
 from quern.runs.trust import trust
 from quern.stages.prepare import Division
 from quern.temporaries import write_whole
-from quern.terminal import Meter, counted
+from quern.terminal import Meter, counted, silent
 from quern.text.encode.pool import ENOUGH_WORKERS
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint, loop
 from quern.train.guard import EXIT_DONE
-from quern.train.state import TrainState, compile_model
+from quern.train.state import TrainState
 from quern.waits.waiting import to_stderr, waiting
 
 POLL_SECONDS = 0.1
-
-
-def silent(line: str) -> None:
-    """Takes lines that nobody reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,34 +294,6 @@ def describe_run(
             **facts,
         },
     )
-
-
-def set_up_training(
-    recipe: Recipe, model: LanguageModel, tokenizer: Tokenizer, machine: Machine, log: Callable[[str], None]
-) -> dict[str, Any]:
-    """Makes a new model ready to train: its vocabulary, FP8, compilation and recomputation, as recipe and machine say.
-
-    Returns:
-        Facts for the records.
-    """
-    model.read_vocabulary(tokenizer.vocabulary())
-    facts = lower_precision(recipe, model, log)
-    compile_model(model, machine)
-    recompute(model, recipe.train.recompute)
-    return facts
-
-
-def lower_precision(recipe: Recipe, model: Any, log: Callable[[str], None]) -> dict[str, Any]:
-    """Makes the model train in FP8 if the recipe says so. Call it before compilation.
-
-    Returns:
-        Facts for the records.
-    """
-    if recipe.train.fp8 == "off":
-        return {}
-    report = use_fp8(model, head_only=recipe.train.fp8 == "head")
-    log(str(report))
-    return {"fp8": report.to_json()}
 
 
 def show_training(

@@ -35,7 +35,8 @@ from quern.runs.origin import (
 from quern.runs.public_data import fetch_conversations
 from quern.runs.run_dir import RunDir
 from quern.runs.saved import changes
-from quern.stages.session import Session, main_first, set_up_training
+from quern.runs.training import set_up_training
+from quern.stages.session import Session, main_first
 from quern.terminal import counted
 from quern.text.tokenizer import Tokenizer
 from quern.train import loop, manifest

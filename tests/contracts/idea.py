@@ -14,7 +14,7 @@ from quern.flags.recipe_file import read_recipe_file
 from quern.mesh import Mesh
 from quern.recipe import Recipe
 from quern.resolve import resolve
-from quern.stages.pretrain import make_batches
+from quern.runs.training import make_batches
 from quern.train.state import TrainState, build_model, build_state
 from quern.train.step import train_step
 from tests.support.deviation import deviation

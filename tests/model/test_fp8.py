@@ -16,7 +16,7 @@ from quern.recipes.gpt import RECIPE as gpt
 from quern.recipes.llama import RECIPE as llama
 from quern.recipes.unet import RECIPE as unet
 from quern.resolve import resolve
-from quern.stages.session import lower_precision
+from quern.runs.training import lower_precision
 from quern.train.step import to_device
 from tests.support import fp8_oracle as oracle
 from tests.support.fp8_oracle import through

@@ -18,7 +18,7 @@ from quern.model.unet import UNet, value_embedding_of, without_attention
 from quern.recipe import ModelRecipe, Recipe
 from quern.recipes.unet import RECIPE
 from quern.resolve import resolve
-from quern.stages.pretrain import make_batches
+from quern.runs.training import make_batches
 from quern.train.state import TrainState, build_state
 from quern.train.step import accumulate, send_batch, train_step
 from tests.support.toy_training import CPU

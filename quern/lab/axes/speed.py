@@ -25,9 +25,9 @@ import torch
 from quern.machine import Machine
 from quern.recipe import Recipe
 from quern.resolve import resolve
+from quern.runs.training import fit_to_text, make_batches, set_up_training
 from quern.stages.prepare import prepare
-from quern.stages.pretrain import fit_to_text, make_batches
-from quern.stages.session import set_up_training, silent
+from quern.terminal import silent
 from quern.train.state import build_model, build_state
 from quern.train.step import train_step
 
@@ -144,7 +144,7 @@ class _Arm:
         if isinstance(recipe.make_model, type) and not issubclass(recipe.make_model, torch.nn.Module):
             raise ValueError(f"{recipe.name} is no model of PyTorch, whose speed alone is measured")
         prepared = prepare(resolve(recipe), out, log)
-        self.recipe, self.machine = fit_to_text(resolve(recipe), prepared), machine
+        self.recipe, self.machine = fit_to_text(resolve(recipe), prepared.tokenizer, prepared.train), machine
         model = build_model(self.recipe, machine, self.recipe.seed)
         set_up_training(self.recipe, model, prepared.tokenizer, machine, log)
         self.state = build_state(self.recipe, machine, model)

@@ -28,9 +28,9 @@ from quern.lab.options import CompareOptions
 from quern.lab.verdict import Rules, check_reach, reach
 from quern.recipe import Recipe
 from quern.resolve import resolve
+from quern.runs.training import fit_to_text, make_batches
 from quern.stages.open_data import SHOWN
 from quern.stages.prepare import Prepared, prepare
-from quern.stages.pretrain import fit_to_text, make_batches
 
 SET_BY_RUNGS = ("depth", "model.width", "model.head_dim", "model.context", "text.vocab_size", "train.steps")
 
@@ -174,7 +174,7 @@ def _count_ngrams(study: Study, rung: int, recipe: Recipe, prepared: Prepared) -
 
 def _ngrams(recipe: Recipe, prepared: Prepared) -> dict[str, float]:
     """The bits per byte of the n-grams, by order as text."""
-    recipe = fit_to_text(recipe, prepared)
+    recipe = fit_to_text(recipe, prepared.tokenizer, prepared.train)
     batches, steps, context = make_batches(recipe, prepared.train), recipe.train.steps, recipe.model.context
     assert steps and context
     tokenizer = prepared.tokenizer

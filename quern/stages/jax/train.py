@@ -38,10 +38,10 @@ from quern.runs.public_data import with_shards
 from quern.runs.run_dir import RunDir
 from quern.runs.run_lock import run_lock
 from quern.runs.saved import changes
+from quern.runs.training import fit_to_text, make_batches
 from quern.runs.trust import trust
 from quern.stages.open_data import data_of_run, make_origin, open_data
 from quern.stages.prepare import Prepared, prepare
-from quern.stages.pretrain import fit_to_text, make_batches
 from quern.stages.session import loss_and_speed
 from quern.temporaries import write_whole
 from quern.terminal import Meter, counted
@@ -123,7 +123,7 @@ def run(
             else:
                 prepared = prepare(recipe, run_dir.out, log)
                 refuse_second_tokenizer(run_dir, prepared.tokenizer)
-        recipe = fit_to_text(with_shards(recipe, prepared.public), prepared)
+        recipe = fit_to_text(with_shards(recipe, prepared.public), prepared.tokenizer, prepared.train)
         check_rows(mesh, recipe.micro_batch_rows)
         changed = changes(recipe, path) if resume else []
         if first and origin is None:

@@ -1,0 +1,118 @@
+"""From a resolved recipe and prepared text to the batches, the model and the evaluator of the training loop.
+
+Pretraining, fine-tuning, the JAX stage and the lab's trials all take them from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from quern.constructors import imported
+from quern.data.batch import GROUP_SIZE, Batch, Batches, groups_of
+from quern.data.loader import Loader, windows
+from quern.data.shards import Corpus
+from quern.data.stream_loader import StreamLoader
+from quern.eval.bits_per_byte import bits_per_byte
+from quern.machine import Machine
+from quern.mesh import ProcessGroup
+from quern.model.base import LanguageModel
+from quern.model.fp8 import use_fp8
+from quern.model.recompute import recompute
+from quern.recipe import Recipe
+from quern.resolve import table_decay_rule
+from quern.text.tokenizer import Tokenizer
+from quern.train import loop
+from quern.train.state import TrainState, compile_model
+
+
+def fit_to_text(recipe: Recipe, tokenizer: Tokenizer, corpus: Corpus, group_size: int = GROUP_SIZE) -> Recipe:
+    """Fills the fields of a recipe that depend on its text: BOS, vocabulary, decay of the head and value embeddings.
+
+    A tokenizer of another size than the recipe's is one that came with the text, or one that a small text kept below
+    the size that was asked for: its vocabulary is filled up to a multiple (`LanguageModel.vocabulary_multiple`).
+
+    Args:
+        recipe: Resolved.
+        tokenizer: The text's.
+        corpus: The training tokens. A text of several groups counts as read once, because training may start before
+            its size is known (stages/early_start.py).
+        group_size: See `Batches`.
+    """
+    optim, size = recipe.optim, tokenizer.vocab_size
+    if optim.table_decay_scale is None and "optim.table_decay_scale" not in recipe.unused:
+        one_group = groups_of(corpus, group_size) == 1
+        optim = replace(optim, table_decay_scale=table_decay_rule(recipe, corpus.num_tokens) if one_group else 1.0)
+    if size != recipe.model.vocab_size:
+        multiple = getattr(imported(recipe.make_model), "vocabulary_multiple", 1)
+        size = -(-size // multiple) * multiple
+    return replace(recipe, model=replace(recipe.model, vocab_size=size, bos=tokenizer.bos), optim=optim)
+
+
+def make_batches(recipe: Recipe, corpus: Corpus, rows: int | None = None, group_size: int = GROUP_SIZE) -> Batches:
+    """The recipe's batches; of `rows` rows, in the default order, where that is given."""
+    context, batch_tokens = recipe.model.context, recipe.train.batch_tokens
+    assert context and batch_tokens
+    if recipe.make_batches is not None and rows is None:
+        return recipe.make_batches(recipe, corpus)
+    rows = rows or max(1, batch_tokens // context)
+    seed = recipe.seed if recipe.data_seed is None else recipe.data_seed
+    if recipe.train.packing == "stream":
+        return StreamLoader(corpus, context, rows, seed, group_size=group_size)
+    return Loader(corpus, context, rows, seed, recipe.train.packing, group_size=group_size)
+
+
+def set_up_training(
+    recipe: Recipe,
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    machine: Machine,
+    log: Callable[[str], None],
+    *,
+    compiled: bool = True,
+) -> dict[str, Any]:
+    """Makes a new model ready to train: its vocabulary, FP8, compilation and recomputation, as recipe and machine say.
+
+    Returns:
+        Facts for the records.
+    """
+    model.read_vocabulary(tokenizer.vocabulary())
+    facts = lower_precision(recipe, model, log)
+    if compiled:
+        compile_model(model, machine)
+    recompute(model, recipe.train.recompute)
+    return facts
+
+
+def lower_precision(recipe: Recipe, model: Any, log: Callable[[str], None]) -> dict[str, Any]:
+    """Makes the model train in FP8 if the recipe says so, and returns facts for the records. Call before compiling."""
+    if recipe.train.fp8 == "off":
+        return {}
+    report = use_fp8(model, head_only=recipe.train.fp8 == "head")
+    log(str(report))
+    return {"fp8": report.to_json()}
+
+
+def validation(recipe: Recipe, tokenizer: Tokenizer, corpus: Corpus, machine: Machine) -> loop.Evaluator:
+    """Bits per byte on the fixed validation set, every byte once; the replicas share its batches."""
+    token_bytes, context, rows = tokenizer.token_bytes(), recipe.model.context, recipe.micro_batch_rows
+    assert context
+
+    def evaluate(state: TrainState) -> dict[str, Any]:
+        replicas = state.optimizer.mesh.data
+        batches = _shared_out(windows(corpus, context, rows=rows), replicas)
+        score = bits_per_byte(state.model, batches, token_bytes, machine, replicas)
+        return {"val_bpb": score.bpb, "val_loss": score.nats_per_token}
+
+    return evaluate
+
+
+def _shared_out(batches: Iterator[Batch], replicas: ProcessGroup) -> Iterator[Batch]:
+    """This replica's batches; one without targets where others have one more, so that all run equally many passes."""
+    while several := list(islice(batches, replicas.size)):
+        empty = replace(several[0], mask=np.zeros_like(several[0].mask))
+        yield (several + [empty] * replicas.size)[replicas.rank]
