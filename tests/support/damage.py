@@ -4,7 +4,7 @@
 
 Every trial runs a command of `quern` in a forked child on its own copy of the files, with limits: SECONDS of time and
 MEGABYTES of memory beyond those of the parent. An outcome is "read" (the command took the file as it is), "refused"
-(one clear line), or a failure: the traceback's last line, a hang, too much memory or a death.
+(one clear line, nothing published), or a failure: the traceback's last line, a hang, too much memory or a death.
 """
 
 import base64
@@ -37,6 +37,8 @@ import pyarrow.parquet as pq
 import torch
 
 from quern.cli.main import main
+from quern.lab.ladder.study import FILES as STUDY
+from quern.serve.gate.frontier import Keys
 from quern.text.tinyworld import corpus
 from tests.support.small_text import write_text
 
@@ -47,8 +49,7 @@ TRAIN = """--data text.jsonl --depth 2 --text.vocab-size 320 --model.width 32 --
  --train.log-every 1 --train.save-every 2""".split()
 ODD: Sequence[Any] = (
     None, True, -1, 0, 1.5, 10**7, 2**63, 10**30, 1e308, "", "x", "../../x", "/etc/passwd", "/dev/zero", "\ud800", [],
-    {},
-    [None], {"x": {}}, [[1]],
+    {}, [None], {"x": {}}, [[1]], "(a*)*b", "[",
 )  # fmt: skip
 """Values of a wrong type or size for a JSON leaf."""
 
@@ -62,7 +63,15 @@ class Kind:
 
 
 def run(*arguments: str) -> int:
-    return main([*arguments])
+    """Runs a command; "keys" reads the file of a server's keys, as `quern serve` does before it loads the model."""
+    if arguments[0] != "keys":
+        return main([*arguments])
+    try:
+        Keys.read(Path(arguments[1]))
+    except ValueError as error:
+        print(f"quern serve: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 COMPLETE = ["complete", "-p", "a", "--max-tokens", "1", "--run", "r", *EAGER]
@@ -70,6 +79,20 @@ RESUME = ["pretrain", "--resume", "--run", "r", "--train.steps", "5", *EAGER]
 REPORT = ["report", "--run", "r"]
 IMPORT = ["import", "hf", "--run", "new"]
 SFT = ["sft", "--run", "r", "--sft.steps", "1", "--sft.batch-tokens", "192", *EAGER, "--conversations"]
+RL = "rl --run tuned --rl.steps 1 --rl.samples 2 --rl.groups 1 --rl.val-questions 1 --rl.max-tokens 2".split() + EAGER
+COMPARE = [
+    "lab",
+    "compare",
+    "experiments/base.py",
+    "experiments/idea.py",
+    "--study",
+    "s",
+    "--most-pairs",
+    "3",
+    "--any-delta",
+    *TRAIN[:-4],
+    *EAGER,
+]
 FORMATS = ("jsonl", "json", "csv", "tsv", "parquet", "txt", "jsonl.gz", "jsonl.zst", "csv.gz")
 
 
@@ -101,9 +124,14 @@ def kinds(folder: Path) -> list[Kind]:
         found.append(Kind(texts, [["prepare", "--data", texts, "--text.vocab-size", "300", "--workers", "1"]]))
         if not ending.startswith(("csv", "tsv", "txt")):
             found.append(Kind(talks, [[*SFT, talks]]))
-    found.append(
-        Kind("core/copa.jsonl", [["evaluate", "--run", "r", "--tasks", "core/copa", "--bundle", "core", *EAGER]])
-    )
+    asked = ["evaluate", "--run", "r", "--limit", "1", *EAGER, "--tasks"]
+    found += [
+        Kind("core/copa.jsonl", [[*asked, "core/copa", "--bundle", "core"]]),
+        Kind("chat/gsm8k_test.jsonl", [[*asked, "chat/gsm8k", "--chat-data", "chat"]]),
+        Kind("problems/train.jsonl", [[*RL, "--rl.rewards", "gsm8k", "--rl.data", "problems"]]),
+        Kind("keys.txt", [["keys", "keys.txt"]]),
+        *(Kind(f"out/lab/s/{name}", [["lab", "log", "--study", "s"]]) for name in STUDY),
+    ]
     return found
 
 
@@ -115,10 +143,18 @@ def build(folder: Path) -> None:
     assert run("pretrain", "llama", "--run", "r", *TRAIN, *EAGER) == 0
     assert run("evaluate", "--run", "r", "--questions", "2", *EAGER) in (0, 1)
     assert run("export", "--run", "r", "--dir", "hf") == 0
+    shutil.copytree("out/runs/r", "out/runs/tuned")
+    assert run(*[word if word != "r" else "tuned" for word in SFT], "talks.jsonl") == 0
     shutil.copytree("hf", "split")
     weights = torch_names(folder / "hf/model.safetensors")
     shutil.copy("hf/model.safetensors", "split/one.safetensors")
     (folder / "split/model.safetensors").unlink()
+    (folder / "experiments").mkdir()
+    for name in ("base", "idea"):
+        (folder / f"experiments/{name}.py").write_text(
+            "from quern.recipes.gpt import RECIPE as BASE\n\nRECIPE = BASE\n", encoding="utf-8"
+        )
+    assert run(*COMPARE) == 0
     index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "one.safetensors")}
     (folder / "split/model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     shutil.copy("out/runs/r/tokenizer.json", "vocabulary.json")
@@ -160,6 +196,11 @@ def _write_formats(folder: Path) -> None:
     (folder / "core").mkdir()
     rows = [{"query": f"it rains {n}", "choices": ["so", "but"], "gold": n % 2} for n in range(4)]
     (folder / "core/copa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    problems = [{"question": f"What is {n} plus {n}?", "answer": f"It is {2 * n}. #### {2 * n}"} for n in range(9)]
+    for name in ("chat/gsm8k_test.jsonl", "problems/train.jsonl"):
+        (folder / name).parent.mkdir()
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in problems), encoding="utf-8")
+    (folder / "keys.txt").write_text(f"# of a server\n{'0a' * 32} anna\n{'1b' * 32} ben\n", encoding="utf-8")
 
 
 # Damage -----------------------------------------------------------------------------------------------------
@@ -208,7 +249,7 @@ def damaged_bytes(content: bytes, rng: random.Random) -> tuple[str, bytes]:
     how = rng.choice(["flipped", "cut", "zeroed", "inserted", "removed", "empty", "noise", "numbers", "head"])
     size = len(content)
     at = rng.choice([rng.randrange(max(1, size)), rng.randrange(max(1, min(size, 64)))])
-    if how == "flipped":
+    if how == "flipped" and size:
         changed = bytearray(content)
         changed[at] ^= 1 << rng.randrange(8)
         content = bytes(changed)
@@ -302,7 +343,7 @@ def child(arguments: Sequence[str], answer: int) -> None:
     said, code, failure = io.StringIO(), 99, ""
     sys.stdout, sys.stderr = io.StringIO(), said
     try:
-        code = main([*arguments])
+        code = run(*arguments)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException as error:
@@ -378,7 +419,10 @@ def trials(folder: Path, seed: int, count: int, only: str = "") -> Iterator[dict
         with copied(folder) as copy:
             done = damage(copy / kind.path, rng)
             command = rng.choice(list(kind.commands))
-            yield {"kind": kind.path, "damage": done, "command": command[0], **trial(command)}
+            found = trial(command)
+            if found["outcome"] == "refused" and (copy / "experiments/records/s").exists():
+                found["outcome"] = "published"
+            yield {"kind": kind.path, "damage": done, "command": command[0], **found}
 
 
 def apart(function: Callable[[], object]) -> None:
@@ -397,7 +441,7 @@ def warm(folder: Path) -> None:
     names = set[str]()
     for command in {tuple(command) for kind in kinds(folder) for command in kind.commands}:
         with copied(folder):
-            assert main([*command]) in (0, 75), command
+            assert run(*command) in (0, 75), command
         names |= sys.modules.keys()
     folder.with_name("modules").write_text("\n".join(sorted(names)), encoding="utf-8")
 

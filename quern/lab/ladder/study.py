@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from quern.lab.ladder.rungs import Rung
 from quern.records import append_synced, drop_torn_end, read_json, read_lines, typed
@@ -123,6 +123,20 @@ class TrialRecord:
     error: str = ""
 
 
+class SpeedRecord(TypedDict):
+    """How fast an idea is on a rung, as `lab.axes.speed.Speed`."""
+
+    recipe: str
+    rung: int
+    ratio: float
+    error: float
+    seconds: float
+    pairs: int
+
+
+Ngrams = TypedDict("Ngrams", {"rung": int, "1": float, "2": float, "3": float})
+"""Bits per byte of the n-grams that count the baseline's tokens on a rung, by order."""
+
 Key = tuple[str, int, float | None]
 """Arm, rung, value of the tuned field."""
 
@@ -146,8 +160,10 @@ class Study:
         self.trials: dict[Key, dict[int, TrialRecord]] = {}
         for trial in read_lines(self.folder / TRIALS, TrialRecord):
             self.trials.setdefault((trial.recipe, trial.rung, trial.value), {}).setdefault(trial.seed, trial)
-        self.speeds = {(one["recipe"], one["rung"]): one for one in read_lines(self.folder / SPEEDS)}
-        self.ngrams = {one["rung"]: one for one in read_lines(self.folder / BASELINES)}
+        speeds: list[SpeedRecord] = read_lines(self.folder / SPEEDS, SpeedRecord)
+        self.speeds = {(one["recipe"], one["rung"]): one for one in speeds}
+        ngrams: list[Ngrams] = read_lines(self.folder / BASELINES, Ngrams)
+        self.ngrams = {one["rung"]: one for one in ngrams}
 
     @property
     def ideas(self) -> list[str]:
@@ -156,6 +172,12 @@ class Study:
     def runs(self, arm: str, rung: int, value: float | None = None) -> Mapping[int, TrialRecord]:
         """The finished trials of an arm at a rung, by seed."""
         return self.trials.get((arm, rung, value), {})
+
+    def counted(self, rung: int) -> Ngrams:
+        """The n-grams of a rung. Raises ValueError if they are not there."""
+        if rung not in self.ngrams:
+            raise ValueError(f"{self.folder / BASELINES} has no rung {rung}: run the study again, which counts it")
+        return self.ngrams[rung]
 
     def add(self, file: str, body: Mapping[str, Any]) -> None:
         """Appends a line to one of the study's files, under its lock, and reads it back."""

@@ -280,7 +280,7 @@ def tuned_values(study: Study, recipe: Recipe) -> list[float]:
 
 def proxy_line(study: Study, rung: int) -> str:
     """The bits per byte of the n-grams that count the baseline's tokens at a rung, and the baseline's own."""
-    known, scores = study.ngrams[rung], _finished(study, rung)
+    known, scores = study.counted(rung), _finished(study, rung)
     told = f"unigram {known['1']:.3f}, bigram {known['2']:.3f}, trigram {known['3']:.3f} bits per byte"
     if not scores:
         return told
@@ -296,7 +296,7 @@ def check_proxy(study: Study, rung: int) -> None:
     """
     scores = _finished(study, rung)
     error = statistics.stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else 0.0
-    most = study.ngrams[rung]["3"] - max(LEAST_MARGIN, 3 * error)
+    most = study.counted(rung)["3"] - max(LEAST_MARGIN, 3 * error)
     if study.plan.ladder and scores and statistics.fmean(scores) > most:
         raise ValueError(
             f"rung {rung}: {proxy_line(study, rung)}: the baseline is not clearly below the trigram, so the rung is no "

@@ -50,7 +50,9 @@ def run(options: LogOptions, log: Callable[[str], None]) -> int:
         raise FileNotFoundError(f"{records} has no published study: name one of {options.out / 'lab'} with --study")
     for name in options.study:
         source = options.out / "lab" / name
-        texts = _public(source, _kind(source), options.folder)
+        kind = _kind(source)
+        kind.read(source)  # a damaged study leaves what was published as it is
+        texts = _public(source, kind, options.folder)
         (records / name).mkdir(parents=True, exist_ok=True)
         for file, text in texts.items():
             write_whole(records / name / file, text)
