@@ -203,13 +203,10 @@ def verb_evaluate(verb: str, rest: list[str]) -> int:
     if options.against is not None:
         compare_runs(where.run_dir, options.against, options.tasks, options.stage, log)
         return 0
+    names = "questions tasks stage bundle limit harness chat_data samples contamination".split()
+    asked = evaluate.Questions(**{name: getattr(options, name) for name in names})
     if options.check:
-        named = (options.tasks, options.bundle, options.limit, options.chat_data, options.samples)
-        evaluate.find_tasks_named(where.run_dir, alone(), log, *named, bool(options.harness))
-        if options.harness:
-            from quern.eval.harness import find_harness_tasks
-
-            find_harness_tasks(options.harness)
+        asked.find(where.run_dir.out, alone(), log)
         return 0
     where.run_dir.require_trained(options.stage)
     if options.ranks > 1 and here.ranks == 1:
@@ -218,9 +215,7 @@ def verb_evaluate(verb: str, rest: list[str]) -> int:
     with launch.joined(
         "quern evaluate", 1, lambda threads: where.machine(threads, rank_log), where.threads, PEER_SECONDS
     ) as (machine, mesh):
-        names = "questions tasks stage bundle limit harness chat_data samples contamination".split()
-        how = {name: getattr(options, name) for name in names}
-        evaluate.run(where.run_dir, machine, log=rank_log, mesh=mesh, **how)
+        evaluate.run(where.run_dir, machine, asked, rank_log, mesh=mesh)
         return launch.finish(0)
 
 

@@ -12,19 +12,24 @@ Source: The Pile (Gao et al., 2020, arXiv 2101.00027, section 3.1).
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from quern import compiler
-from quern.data.loader import Batch
+from quern.data.loader import Batch, windows
+from quern.data.shards import Corpus
+from quern.eval.on_ranks import own_part
 from quern.eval.score import Score
 from quern.machine import Machine
 from quern.mesh import ProcessGroup
 from quern.model.base import LanguageModel
 from quern.model.loss import token_losses
+from quern.text.tokenizer import Tokenizer
+
+VALIDATION, TRAIN = "validation", "train"
 
 
 @dataclass(frozen=True)
@@ -53,10 +58,6 @@ class BitsPerByte:
     def uniform_bpb(self, vocab_size: int) -> float:
         """The score of a uniform guess over the vocabulary on the same targets."""
         return self.tokens * math.log2(vocab_size) / self.bytes
-
-    def score(self, task: str, vocab_size: int) -> Score:
-        """The line for evaluate.jsonl; `chance` is the uniform guess, and `count` the bytes."""
-        return Score(task, "bpb", self.bpb, None, None, self.bytes, self.uniform_bpb(vocab_size), bos=True)
 
 
 def bits_per_byte(
@@ -104,3 +105,66 @@ def batch_losses(model: LanguageModel, tokens_BT: np.ndarray, targets_BT: np.nda
         context = model.context(tokens).with_backend(machine.attention, tokens, model.windows)
         losses = token_losses(model, model(tokens, context), targets, context)
     return losses.float().cpu().numpy().astype(np.float64)
+
+
+def text_scores(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    machine: Machine,
+    val: Corpus,
+    train: Corpus | None = None,
+    *,
+    kinds: Sequence[str] = (),
+    context: int,
+    rows: int,
+    group: ProcessGroup | None = None,
+) -> list[Score]:
+    """Measures a model's texts. The validation text is read once, kind by kind, and its score is of their sum.
+
+    Args:
+        model: In evaluation mode.
+        tokenizer: Its tokenizer.
+        machine: The machine that computes.
+        val: The validation text.
+        train: Training text, as from `sample`; None: not measured.
+        kinds: The kind of each document of `val`; "" has no score of its own. Empty: no kinds.
+        context: The most targets of a window.
+        rows: Windows in a batch.
+        group: The ranks that measure some batches each; None is a single process.
+
+    Returns:
+        Scores named validation, train, and validation/KIND for each kind.
+    """
+
+    def measure(corpus: Corpus) -> BitsPerByte:
+        batches = own_part(windows(corpus, context, rows=rows), group)
+        return bits_per_byte(model, batches, tokenizer.token_bytes(), machine, group)
+
+    names = np.array(kinds or [""] * val.num_documents, dtype=object)
+    parts = {kind: measure(val.part(np.flatnonzero(names == kind))) for kind in dict.fromkeys(names)}
+    nats = sum(part.nats_per_token * part.tokens for part in parts.values())
+    tokens, size = (sum(getattr(part, name) for part in parts.values()) for name in ("tokens", "bytes"))
+    found = {VALIDATION: BitsPerByte.of(nats, tokens, size)}
+    if train is not None:
+        found[TRAIN] = measure(train)
+    found |= {f"{VALIDATION}/{kind}": parts[kind] for kind in sorted(parts) if kind}
+    guess = {name: one.uniform_bpb(tokenizer.vocab_size) for name, one in found.items()}
+    return [Score(name, "bpb", one.bpb, None, None, one.bytes, guess[name], bos=True) for name, one in found.items()]
+
+
+def sample(corpus: Corpus, tokens: int) -> Corpus:
+    """Documents from all over a corpus, always the same ones, of `tokens` tokens at most. The last one may be cut."""
+    count = max(1, min(corpus.num_documents, corpus.num_documents * tokens // corpus.num_tokens))
+    chosen = corpus.part(np.linspace(0, corpus.num_documents - 1, count).astype(np.int64))
+    before = np.cumsum(chosen.lengths) - chosen.lengths
+    lengths = np.clip(tokens - before, 0, chosen.lengths)
+    kept = chosen.part(np.flatnonzero(lengths > 1))
+    kept.lengths[:] = lengths[lengths > 1]
+    return kept
+
+
+def kinds_of_documents(corpus: Corpus, tokenizer: Tokenizer, known: Iterable[tuple[str, str]]) -> list[str]:
+    """The kind of each document of a corpus; "" for one that is not among the known (kind, text)."""
+    by_text = {text: kind for kind, text in known}
+    texts = (tokenizer.decode(corpus.gather(number, 1).tolist()) for number in range(corpus.num_documents))
+    return [by_text.get(text, "") for text in texts]

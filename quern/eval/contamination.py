@@ -17,17 +17,11 @@ from quern.text.clean.word_runs import WORDS, digest, passage_runs, runs, split_
 _OPTION = re.compile(r"^([A-Z])\) (.*)$", re.MULTILINE)
 
 
-def find_contaminated(questions: Sequence[str], documents: Iterable[str], words: int = WORDS) -> list[bool]:
-    """Whether each question shares a run of `words` words with a document.
-
-    Args:
-        questions: The text of each question, with its answer.
-        documents: The training text; read once.
-        words: Length of a run.
-    """
+def find_contaminated(questions: Sequence[str], documents: Iterable[str]) -> list[bool]:
+    """Whether each question, a text with its answer, shares a run of `WORDS` words with a document."""
     wanted: dict[int, dict[bytes, list[int]]] = defaultdict(lambda: defaultdict(list))
     for number, question in enumerate(questions):
-        for size, mark in passage_runs(question, words):
+        for size, mark in passage_runs(question, WORDS):
             wanted[size][mark].append(number)
     found = [False] * len(questions)
     for document in documents:

@@ -1,8 +1,8 @@
 """A quern model for lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness).
 
 `LM("out/runs/first")` is the model of `lm_eval.simple_evaluate(model=…, tasks=[…])`; `run_harness` is `quern evaluate
---harness`. Requests are scored by CORE's batched scorer: those under one context share its cache. Prompts begin with
-BOS, and one that is too long is cut from the left. Tasks from the hub need the network. Units: nats.
+--harness`. Requests are scored by CORE's scorer: those under one context share its cache. Prompts begin with BOS, and
+one that is too long is cut from the left. Tasks from the hub need the network. Units: nats.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quern.eval.likelihood import Example, fit, score_examples
-from quern.eval.score import CONFIDENT, Score
+from quern.eval.score import Score, interval
 from quern.generate.engine import Engine
 from quern.generate.sampling import GREEDY, Sampling
 from quern.machine import Machine, detect
@@ -34,7 +34,7 @@ except ImportError as error:
 Pair = tuple[Any, list[int], list[int]]
 """A request as lm-eval encodes it: its texts or None, the ids of the context, the ids of the continuation."""
 MAX_TOKENS = 256
-"""Of a generated answer whose task names no number; lm-eval's default."""
+"""The length of a generated answer whose task names no number; lm-eval's default."""
 
 
 class LM(TemplateLM):
@@ -43,7 +43,7 @@ class LM(TemplateLM):
     Args:
         run: The folder of a run (out/runs/NAME), or a loaded model.
         machine: The machine that computes. Default: as `detect` decides, without compilation.
-        stage: Of a run's folder: pretrain, sft or rl. Default: the last one.
+        stage: The stage of a run's folder: pretrain, sft or rl. Default: the last one.
     """
 
     def __init__(self, run: str | Path | LoadedModel, machine: Machine | None = None, stage: str | None = None) -> None:
@@ -76,16 +76,16 @@ class LM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """The log-probability of each continuation, and whether each of its tokens is the likeliest one."""
         groups = [list(group) for _, group in itertools.groupby(requests, key=lambda request: request[1])]
-        examples = [self._example(number, group) for number, group in enumerate(groups)]
+        examples = [self._example(group) for group in groups]
         with Meter("lm-eval", len(examples), "questions") as meter:
             answers = score_examples(self.model, examples, self.machine, self.text.vocab_size, meter.at)
         return [
-            (-loss * (len(row) - start), greedy)
+            (-float(loss), greedy)
             for example, answer in zip(examples, answers, strict=True)
-            for row, start, loss, greedy in zip(example.rows, example.starts, answer.losses, answer.greedy, strict=True)
+            for loss, greedy in zip(answer.nats(example), answer.greedy, strict=True)
         ]
 
-    def _example(self, number: int, group: Sequence[Pair]) -> Example:
+    def _example(self, group: Sequence[Pair]) -> Example:
         """Requests under one context, as the rows of one example."""
         for request, _, continuation in group:
             if not 0 < len(continuation) <= self.context:
@@ -94,7 +94,7 @@ class LM(TemplateLM):
                     f"task, or take a model with a longer context ({str(request)[:80]})"
                 )
         rows = [(*context, *continuation) for _, context, continuation in group]
-        example = fit(number, rows, [len(context) for _, context, _ in group], 0, self.context)
+        example = fit(rows, [len(context) for _, context, _ in group], 0, self.context)
         assert example is not None  # every continuation fits
         return example
 
@@ -152,10 +152,10 @@ def find_harness_tasks(names: Sequence[str]) -> tuple[TaskManager, list[str]]:
     """lm-eval's tasks.
 
     Args:
-        names: Of lm-eval's tasks, groups or tags, or files NAME.yaml that define the task NAME.
+        names: lm-eval's names of tasks, groups or tags, or files NAME.yaml that define the task NAME.
 
     Returns:
-        What loads the tasks, and their names.
+        The loader of the tasks, and their names.
 
     Raises:
         ValueError: There is no such file or task.
@@ -189,9 +189,8 @@ def run_harness(
             if not kind or metric.endswith("_stderr") or not isinstance(value, (int, float)):
                 continue
             error = values.get(f"{metric}_stderr,{kind}")
-            known = isinstance(error, float)
-            low, high = (value - CONFIDENT * error, value + CONFIDENT * error) if known else (None, None)
+            ends = interval(value, error) if isinstance(error, float) else (None, None)
             shots = int(results.get("n-shot", {}).get(task, 0))
             label = metric if kind == "none" else f"{metric} ({kind})"
-            scores.append(Score(f"lm-eval/{task}", label, float(value), low, high, count, None, shots=shots))
+            scores.append(Score(f"lm-eval/{task}", label, float(value), *ends, count, None, shots=shots))
     return scores

@@ -1,12 +1,8 @@
-"""Scores by likelihood: examples of several rows in batches, and multiple choice, the continuation of smallest loss.
+"""Scores by likelihood: the one scorer of CORE, of multiple choice, and of lm-eval's requests.
 
 The shared beginning of each example goes through the model once and fills a key-value cache (generate/cache.py); its
 rows continue from copies of it. Rows are padded on the right, which changes no prediction. Logits are computed for the
 scored tokens only. Nothing is sampled. Units: nats.
-
-In multiple choice the loss of a continuation is summed given its prompt, then divided by a length: 1 for letters, bytes
-or tokens for phrases, because a longer phrase always costs more.
-Source: GPT-3 (Brown et al., 2020, arXiv 2005.14165, section 2.4).
 """
 
 from __future__ import annotations
@@ -20,13 +16,11 @@ import torch
 from torch import Tensor
 
 from quern import compiler
-from quern.eval.on_ranks import is_main, on_ranks
-from quern.eval.score import Score, accuracy
+from quern.eval.on_ranks import on_ranks
 from quern.generate.cache import KVCache, PrefillContext, pad
 from quern.machine import Machine
 from quern.mesh import ProcessGroup
 from quern.model.base import LanguageModel
-from quern.terminal import Meter
 
 BATCH_TOKENS = 8192
 """Tokens in one forward pass, padding included."""
@@ -36,19 +30,17 @@ CACHED_TOKENS = 4 * BATCH_TOKENS
 
 @dataclass(frozen=True)
 class Example:
-    """One item.
+    """One question.
 
     Args:
-        item: Its number in the shuffled order.
         rows: Token ids of each option, from BOS on; one row in language modelling.
         starts: For each row, the index of the first token that is scored; the span ends with the row.
         gold: The right option; 0 in language modelling.
         shared: Leading tokens that all rows share, which are read once; 0 for a single row. The token before the first
             scored one is not among them, because that one is predicted from it.
-        cropped: Whether tokens were cut from the left.
+        cropped: Whether tokens were cut.
     """
 
-    item: int
     rows: tuple[tuple[int, ...], ...]
     starts: tuple[int, ...]
     gold: int
@@ -56,44 +48,73 @@ class Example:
     cropped: bool
 
 
-def common(rows: Sequence[tuple[int, ...]]) -> int:
-    """The length of the longest beginning that all rows share."""
-    return len(os.path.commonprefix(rows))
-
-
-def fit(item: int, rows: Sequence[tuple[int, ...]], starts: Sequence[int], gold: int, context: int) -> Example | None:
-    """An example whose rows are cut from the left to what the model reads.
-
-    The last token of a row is predicted and not read, so a row may have context + 1 tokens. Rows that lose unequal
-    numbers of tokens have different contexts: what they still share is read once, most often nothing.
-    """
-    starts = [max(1, min(start, len(row) - 1)) for start, row in zip(starts, rows, strict=True)]
-    cuts = [max(0, len(row) - (context + 1)) for row in rows]
-    first = tuple(start - cut for start, cut in zip(starts, cuts, strict=True))
-    if min(first) < 1:
-        return None
-    kept = tuple(row[cut:] for row, cut in zip(rows, cuts, strict=True))
-    shared = min(common(kept), min(first) - 1) if len(kept) > 1 else 0
-    return Example(item, kept, first, gold, shared, max(cuts) > 0)
-
-
 @dataclass(frozen=True)
 class Answer:
-    """What the model answers to an example.
+    """The model's answer to an example.
 
     Args:
-        item: The example's number.
         losses: Mean loss of the scored tokens of each row, in nats.
         pick: The row with the lowest loss, the first of equal ones.
         correct: Whether that is the right one; in language modelling, whether every scored token is the likeliest.
         greedy: For each row, whether every scored token is the likeliest one.
     """
 
-    item: int
     losses: tuple[float, ...]
     pick: int
     correct: bool
     greedy: tuple[bool, ...]
+
+    def nats(self, example: Example) -> np.ndarray:
+        """The summed loss of the scored tokens of each row."""
+        spans = [len(row) - start for row, start in zip(example.rows, example.starts, strict=True)]
+        return np.array(self.losses) * spans
+
+
+def common(rows: Sequence[tuple[int, ...]]) -> int:
+    """The length of the longest beginning that all rows share."""
+    return len(os.path.commonprefix(rows))
+
+
+def fit(rows: Sequence[Sequence[int]], starts: Sequence[int], gold: int, context: int, keep: int = 0) -> Example | None:
+    """An example whose rows are cut to what the model reads.
+
+    The last token of a row is predicted and not read, so a row may have context + 1 tokens. Rows that lose unequal
+    numbers of tokens have different contexts: what they still share is read once, most often nothing.
+
+    Args:
+        rows, starts, gold: As of `Example`.
+        context: The most tokens that the model reads.
+        keep: Leading tokens that stay: the cut is behind them. 0 cuts from the left.
+
+    Returns:
+        The example; None if a scored span, with one token before it, does not fit.
+    """
+    starts = [max(1, min(start, len(row) - 1)) for start, row in zip(starts, rows, strict=True)]
+    cuts = [max(0, len(row) - (context + 1)) for row in rows]
+    first = tuple(start - cut for start, cut in zip(starts, cuts, strict=True))
+    if min(first) < 1:
+        return None
+    kept = tuple((*row[:keep], *row[keep + cut :]) for row, cut in zip(rows, cuts, strict=True))
+    shared = min(common(kept), min(first) - 1) if len(kept) > 1 else 0
+    return Example(kept, first, gold, shared, max(cuts) > 0)
+
+
+def choice_example(prompt: Sequence[int], continuations: Sequence[Sequence[int]], gold: int, context: int) -> Example:
+    """The continuations of a prompt that begins with BOS. One that does not fit costs the prompt its middle.
+
+    Raises:
+        ValueError: A continuation does not fit the context, or is empty.
+    """
+    if not prompt or not all(continuations):
+        raise ValueError("a prompt needs at least one token (BOS), and so does each of its continuations")
+    rows = [(*prompt, *ids) for ids in continuations]
+    example = fit(rows, [len(prompt)] * len(rows), gold, context, keep=1)
+    if example is None:
+        raise ValueError(
+            f"a continuation of {max(map(len, continuations))} tokens does not fit a context of {context}; "
+            "use a model with a longer context or leave the question out"
+        )
+    return example
 
 
 def score_examples(
@@ -119,18 +140,7 @@ def score_examples(
     """
 
     def compute(batch: Sequence[int]) -> list[Answer]:
-        chosen = [examples[at] for at in batch]
-        losses, right = _score(model, chosen, machine, vocab_size)
-        answers, first = [], 0
-        for example in chosen:
-            last = first + len(example.rows)
-            own = losses[first:last]
-            pick = int(np.argmin(own))
-            correct = pick == example.gold if len(example.rows) > 1 else bool(right[first])
-            greedy = tuple(map(bool, right[first:last]))
-            answers.append(Answer(example.item, tuple(map(float, own)), pick, correct, greedy))
-            first = last
-        return answers
+        return _score(model, [examples[at] for at in batch], machine, vocab_size)
 
     with torch.inference_mode(), compiler.eager():
         return on_ranks(list(_batches(examples)), compute, group, progress)
@@ -160,10 +170,8 @@ def _too_large(examples: int, rows: int, widest: int, longest: int) -> bool:
     return passes > BATCH_TOKENS or widest * rows > CACHED_TOKENS
 
 
-def _score(
-    model: LanguageModel, examples: Sequence[Example], machine: Machine, vocab_size: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """The mean loss of each row's span, and whether every token of it is the likeliest one."""
+def _score(model: LanguageModel, examples: Sequence[Example], machine: Machine, vocab_size: int) -> list[Answer]:
+    """Scores a batch in one forward pass."""
     device = model.embedding.weight.device
     shared = [example.shared for example in examples]
     rows = [row[own:] for example, own in zip(examples, shared, strict=True) for row in example.rows]
@@ -187,8 +195,16 @@ def _score(
     targets_N = torch.tensor([id for row, start in zip(rows, starts, strict=True) for id in row[start:]], device=device)
     nats_N, likeliest_N = _token_scores(model, x_BTD[row_N, place_N.to(device)], targets_N, vocab_size)
     cuts = np.cumsum(spans)[:-1]
-    losses = np.array([part.mean() for part in np.split(nats_N, cuts)])
-    return losses, np.array([part.all() for part in np.split(likeliest_N, cuts)])
+    losses = [float(part.mean()) for part in np.split(nats_N, cuts)]
+    greedy = [bool(part.all()) for part in np.split(likeliest_N, cuts)]
+    answers, first = [], 0
+    for example in examples:
+        last = first + len(example.rows)
+        pick = int(np.argmin(losses[first:last]))
+        correct = pick == example.gold if len(example.rows) > 1 else greedy[first]
+        answers.append(Answer(tuple(losses[first:last]), pick, correct, tuple(greedy[first:last])))
+        first = last
+    return answers
 
 
 def _token_scores(
@@ -201,109 +217,3 @@ def _token_scores(
         nats.append(torch.nn.functional.cross_entropy(logits_MV, targets_M, reduction="none"))
         likeliest.append(logits_MV.argmax(-1) == targets_M)
     return torch.cat(nats).cpu().double().numpy(), torch.cat(likeliest).cpu().numpy()
-
-
-@dataclass(frozen=True)
-class MultipleChoice:
-    """A prompt (token ids), its continuations as text and as ids, and the index of the right one."""
-
-    kind: str
-    prompt: list[int]
-    choices: tuple[str, ...]
-    continuations: tuple[list[int], ...]
-    correct: int
-
-
-def whole(text: str, ids: Sequence[int]) -> float:
-    """No normalisation: right for letters, or when the choices are equally long."""
-    return 1.0
-
-
-def per_byte(text: str, ids: Sequence[int]) -> float:
-    """The loss per UTF-8 byte, which does not depend on how the tokenizer splits the phrase."""
-    return float(len(text.encode("utf-8")))
-
-
-def choice_nats(
-    model: LanguageModel,
-    questions: Sequence[MultipleChoice],
-    machine: Machine,
-    *,
-    task: str,
-    context: int,
-    vocab_size: int,
-    group: ProcessGroup | None = None,
-) -> list[np.ndarray]:
-    """Returns the loss in nats of each continuation of each question.
-
-    Args:
-        model: In evaluation mode.
-        questions: Their prompts begin with BOS. A prompt that does not fit before a continuation loses its middle: BOS
-            and its end stay.
-        machine: The machine that computes.
-        task: A name for the progress.
-        context: The most tokens that the model reads.
-        vocab_size: Tokens of the tokenizer.
-        group: The ranks that compute some batches each; None is a single process.
-
-    Raises:
-        ValueError: A continuation does not fit the context, or is empty.
-    """
-    examples = [_example(at, question, context) for at, question in enumerate(questions)]
-    with Meter(task, len(examples), "questions", silent=not is_main(group)) as meter:
-        answers = score_examples(model, examples, machine, vocab_size, meter.at, group)
-    return [
-        np.array([mean * len(ids) for mean, ids in zip(answer.losses, question.continuations, strict=True)])
-        for answer, question in zip(answers, questions, strict=True)
-    ]
-
-
-def multiple_choice(
-    model: LanguageModel,
-    questions: Sequence[MultipleChoice],
-    machine: Machine,
-    *,
-    task: str,
-    bos: int,
-    context: int,
-    vocab_size: int,
-    length: Callable[[str, Sequence[int]], float] = whole,
-    group: ProcessGroup | None = None,
-) -> tuple[Score, list[int]]:
-    """The accuracy, and the index picked for each question (the first of equal ones). Arguments: see `choice_nats`."""
-    nats = choice_nats(model, questions, machine, task=task, context=context, vocab_size=vocab_size, group=group)
-    picks = []
-    for item, losses in zip(questions, nats, strict=True):
-        lengths = [length(text, ids) for text, ids in zip(item.choices, item.continuations, strict=True)]
-        picks.append(int(np.argmin(losses / lengths)))
-    pairs = [(item.prompt, ids) for item in questions for ids in item.continuations]
-    score = accuracy(
-        task,
-        [pick == item.correct for pick, item in zip(picks, questions, strict=True)],
-        [1 / len(item.choices) for item in questions],
-        [[*prompt, *ids] for prompt, ids in pairs],
-        bos=bos,
-        cropped=sum(len(prompt) + len(ids) > context + 1 for prompt, ids in pairs),
-    )
-    return score, picks
-
-
-def _example(number: int, question: MultipleChoice, context: int) -> Example:
-    rows = [tuple(_fit(question.prompt, ids, context)) for ids in question.continuations]
-    starts = [len(row) - len(ids) for row, ids in zip(rows, question.continuations, strict=True)]
-    example = fit(number, rows, starts, question.correct, context)
-    assert example is not None  # every continuation fits
-    return example
-
-
-def _fit(prompt: Sequence[int], continuation: Sequence[int], context: int) -> list[int]:
-    if not prompt or not continuation:
-        raise ValueError("a prompt needs at least one token (BOS), and so does each of its continuations")
-    excess = len(prompt) + len(continuation) - (context + 1)
-    if excess >= len(prompt):
-        raise ValueError(
-            f"a continuation of {len(continuation)} tokens does not fit a context of {context}; "
-            "use a model with a longer context or leave the question out"
-        )
-    kept = [*prompt[:1], *prompt[1 + excess :]] if excess > 0 else list(prompt)
-    return [*kept, *continuation]

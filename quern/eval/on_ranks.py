@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from quern.mesh import ProcessGroup
 
@@ -20,24 +20,9 @@ def own_part(work: Sequence[Result] | Iterator[Result], group: ProcessGroup | No
     return islice(work, 0 if group is None else group.rank, None, 1 if group is None else group.size)
 
 
-def batched(items: Sequence[int], size: int) -> list[Sequence[int]]:
-    """The items in batches of `size`; the last one may be smaller."""
-    return [items[first : first + size] for first in range(0, len(items), size)]
-
-
 def is_main(group: ProcessGroup | None) -> bool:
     """Whether this rank writes and prints."""
     return group is None or group.rank == 0
-
-
-def refuse_unequal(model: dict[str, Any], group: ProcessGroup | None) -> None:
-    """Raises ValueError, on every rank, if the ranks have loaded different models. model: what names this rank's."""
-    found = [] if group is None else group.gather_objects(model)
-    if any(one != found[0] for one in found):
-        raise ValueError(
-            f"the ranks loaded different checkpoints of stage {model['stage']}: evaluate again when nothing trains in "
-            "the run"
-        )
 
 
 def on_ranks(

@@ -1,18 +1,18 @@
-"""A score, with the settings that reproduce it: a line of evaluate.jsonl.
+"""A score, with the settings that reproduce it: a line of evaluate.jsonl. The sampling errors of all scores are here.
 
-A score moves with the prompt's wording, the BOS, the number of shots and the number of questions, so each is
-written beside it. Intervals are Wilson's, which hold near 0% and 100% and at small counts, where the usual
-normal interval leaves the unit range.
-What it is not: a reader or writer of files. Units: `value`, `low`, `high`, `chance` are in the metric's own
-unit (a share from 0 to 1 for accuracy, bits per byte for bpb).
+A score moves with the prompt's wording, the BOS, the number of shots and the number of questions, so each is written
+beside it. Intervals of accuracies are Wilson's, which hold near 0% and 100% and at small counts, where the usual normal
+interval leaves the unit range. Values, intervals and chances are in the metric's own unit: a share from 0 to 1 for
+accuracy, bits per byte for bpb.
 Source: Wilson (1927), "Probable inference, the law of succession, and statistical inference", JASA 22.
 """
 
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
@@ -24,12 +24,17 @@ CONFIDENT = NormalDist().inv_cdf(0.975)
 
 @dataclass(frozen=True)
 class Score:
-    """`count` is the questions asked (bytes for bpb); `chance` is what guessing scores on the same questions.
+    """The value of a metric on the questions of a task.
 
-    prompt_hash: of the token ids the model was given; equal hashes mean the same questions, in the same
-    words, through the same tokenizer. bos: every prompt began with it. cropped: prompts cut to fit the
-    context. skipped: questions that did not fit and were not asked; where that is all of them, there is no value.
-    contaminated: the share of the questions that are in the training text (quern.eval.contamination); None: unknown.
+    Args:
+        count: Questions asked; bytes for bpb.
+        chance: The score of guessing on the same questions.
+        prompt_hash: Hash of the token ids that the model was given; equal hashes mean the same questions, in the same
+            words, through the same tokenizer.
+        bos: Whether every prompt began with it.
+        cropped: Prompts cut to fit the context.
+        skipped: Questions that did not fit and were not asked; where that is all of them, there is no value.
+        contaminated: The share of the questions that are in the training text (quern.eval.contamination).
     """
 
     task: str
@@ -45,9 +50,6 @@ class Score:
     cropped: int = 0
     skipped: int = 0
     contaminated: float | None = None
-
-    def to_json(self) -> dict[str, str | int | float | bool | None]:
-        return asdict(self)
 
     def described(self, context: int) -> str:
         """The score as text. context: the model's, in tokens."""
@@ -74,39 +76,40 @@ def wilson(correct: int, count: int) -> tuple[float, float]:
     return (0.0 if correct == 0 else max(0.0, centre - half)), (1.0 if correct == count else min(1.0, centre + half))
 
 
-def accuracy(
-    task: str,
-    correct: Sequence[bool],
-    chances: Sequence[float],
-    prompts: Sequence[Sequence[int]],
-    *,
-    bos: int,
-    shots: int = 0,
-    cropped: int = 0,
-) -> Score:
-    """The share of `correct`, its 95% interval, the mean chance, and the hash of the prompts (token ids)."""
+def interval(value: float, error: float) -> tuple[float, float]:
+    """The 95% interval (low, high) of a value with a standard error."""
+    return value - CONFIDENT * error, value + CONFIDENT * error
+
+
+def accuracy(task: str, correct: Sequence[bool], chances: Sequence[float], **settings: Any) -> Score:
+    """The share of `correct` with its interval and the mean chance. Without questions it has no value."""
     if not correct:
-        raise ValueError(f"{task}: no questions to score; ask for at least one")
+        return Score(task, "accuracy", None, None, None, 0, None, **settings)
     right, count = sum(map(bool, correct)), len(correct)
-    low, high = wilson(right, count)
-    return Score(
-        task=task,
-        metric="accuracy",
-        value=right / count,
-        low=low,
-        high=high,
-        count=count,
-        chance=sum(chances) / count,
-        prompt_hash=prompt_hash(prompts),
-        bos=all(len(ids) > 0 and ids[0] == bos for ids in prompts),
-        shots=shots,
-        cropped=cropped,
-    )
+    return Score(task, "accuracy", right / count, *wilson(right, count), count, sum(chances) / count, **settings)
 
 
-def none_asked(task: str, skipped: int) -> Score:
-    """The score of a task if no question fits the context."""
-    return Score(task, "accuracy", None, None, None, 0, None, skipped=skipped)
+def mean_score(name: str, parts: Sequence[tuple[Score, float]]) -> Score:
+    """The mean of the centred accuracies (p − b) / (1 − b) of tasks.
+
+    The interval takes the tasks as independent, although two of CORE's ask the same questions, with and without shots.
+
+    Args:
+        name: The score's name.
+        parts: Accuracies p with their baselines b. Those without a value do not count.
+    """
+    known = [(score.value, score.count, base) for score, base in parts if score.value is not None]
+    if not known:
+        return Score(name, "centred accuracy", None, None, None, 0, None)
+    mean = sum((p - base) / (1 - base) for p, _, base in known) / len(known)
+    error = math.sqrt(sum(p * (1 - p) / count / (1 - base) ** 2 for p, count, base in known)) / len(known)
+    return Score(name, "centred accuracy", mean, *interval(mean, error), sum(count for _, count, _ in known), 0.0)
+
+
+def prompt_settings(prompts: Iterable[Sequence[int]], bos: int) -> dict[str, Any]:
+    """What a score says about its prompts (token ids)."""
+    prompts = list(prompts)
+    return {"prompt_hash": prompt_hash(prompts), "bos": all(len(ids) > 0 and ids[0] == bos for ids in prompts)}
 
 
 def prompt_hash(prompts: Iterable[Sequence[int]]) -> str:

@@ -8,9 +8,11 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from quern.eval.likelihood import per_byte
 from quern.recipe import Recipe
 from quern.text.chat import Message
+
+CHAT_STAGES = ("sft", "rl")
+"""The stages after which a model answers."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Item:
         kind: Items of one kind share a score, which is named "<task>/<kind>".
         messages: The conversation so far. It ends in the user's question.
         answer: The reference answer. With `choices`, it is one of them.
-        choices: The options, of which the model picks the likeliest. None: the model answers in its own words.
+        choices: The options, of which the model picks the one of least loss per byte. None: the model answers in its
+            own words.
         chance: The accuracy of the best blind guess. With `choices`, the score uses 1 / len(choices) instead.
     """
 
@@ -51,10 +54,6 @@ def question_and_answer(item: Item) -> str:
     return f"Question: {item.question}\nAnswer:"
 
 
-CHAT_STAGES = ("sft", "rl")
-"""The stages after which a model answers."""
-
-
 def any_stage(recipe: Recipe, stage: str) -> bool:
     return True
 
@@ -68,7 +67,6 @@ class Task:
         items: (seed, count) → the items, at most `count` of each kind. A kind has choices in all its items or in none.
         grade: (item, reply) → whether the text of a reply is right. Not used for items with choices.
         base_prompt: The text that a base model continues to answer the item.
-        length: (text, token ids) → the number that the loss of a choice is divided by (see quern.eval.likelihood).
         max_tokens: The largest number of tokens of a reply.
         suits: Whether `quern evaluate` asks this stage of this recipe by default. Built-in tasks only.
         base_stop: A base model's reply ends before any of these texts.
@@ -80,7 +78,6 @@ class Task:
     items: Callable[[int, int], Sequence[Item]]
     grade: Callable[[Item, str], bool] = contains_answer
     base_prompt: Callable[[Item], str] = question_and_answer
-    length: Callable[[str, Sequence[int]], float] = per_byte
     max_tokens: int = 96
     suits: Callable[[Recipe, str], bool] = any_stage
     base_stop: tuple[str, ...] = ("\n",)

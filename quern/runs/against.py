@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from quern.eval.compare import Answers, Comparison, compare, read_answers
+from quern.eval.answers import Answers, Comparison, compare, read_answers
 from quern.records import drop_torn_end
 from quern.runs.run_dir import STAGES, RunDir
 from quern.terminal import grid

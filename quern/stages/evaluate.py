@@ -10,23 +10,20 @@ from typing import Any
 
 from quern.data.shards import Corpus
 from quern.eval.answers import write_answers
-from quern.eval.chat.run import CHAT, Asked, find_chat_tasks, run_chat
+from quern.eval.bits_per_byte import kinds_of_documents, sample, text_scores
+from quern.eval.chat import CHAT, Asked, find_chat_tasks, run_chat
 from quern.eval.contamination import WORDS, contaminated_shares, passage
 from quern.eval.core.bundle import core_bundle
-from quern.eval.core.prompts import core_passages
-from quern.eval.core.run import Subject, run_core
-from quern.eval.core.tasks import CoreTask, find_tasks
-from quern.eval.generative import Answered
-from quern.eval.on_ranks import refuse_unequal
-from quern.eval.run_task import run_task
+from quern.eval.core.run import run_core
+from quern.eval.core.tasks import CoreTask, core_passages, find_tasks
+from quern.eval.run_task import Answered, run_task
 from quern.eval.score import Score
 from quern.eval.task import CHAT_STAGES, Task
 from quern.eval.tasks import load_task, task_names
-from quern.eval.texts import kinds_of_documents, sample, text_scores
 from quern.generate.engine import Engine
 from quern.generate.sampling import GREEDY, Sampling
 from quern.machine import Machine
-from quern.mesh import EVALUATING, Mesh, alone
+from quern.mesh import EVALUATING, Mesh, ProcessGroup, alone
 from quern.mixture.sources import own_files, read_rows
 from quern.recipe import Recipe
 from quern.records import drop_torn_end
@@ -53,72 +50,26 @@ CHATS: tuple[tuple[str, ...], ...] = (
     ("Tell me a story about Agatha.",),
 )
 SHOWN_CHATS = len(CHATS)
+Log = Callable[[str], None]
+Lines = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The tasks that the user named: those of CORE with their files, chat tasks, lm-eval's, and others."""
+
+    core: Sequence[tuple[CoreTask, Path]]
+    chat: Sequence[Asked]
+    harness: Callable[[LoadedModel, Machine], list[Score]] | None
+    chosen: Sequence[Task]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Evaluation:
-    """What every stage of a run is asked, and where.
-
-    Args:
-        run_dir, machine, mesh, log, questions, limit, samples: As in `run`.
-        chosen: The tasks that the user named. None of them: those that suit the recipe.
-        core, chat: The tasks of CORE with their files, and the chat tasks.
-        harness: Asks a model the tasks of lm-evaluation-harness.
-        stage: The stage that the user named.
-    """
-
-    run_dir: RunDir
-    machine: Machine
-    mesh: Mesh
-    log: Callable[[str], None]
-    questions: int
-    limit: int | None
-    samples: int
-    chosen: Sequence[Task]
-    core: Sequence[tuple[CoreTask, Path]]
-    chat: Sequence[Asked]
-    harness: Callable[[LoadedModel], list[Score]] | None
-    stage: str | None
-
-    def suiting(self, recipe: Recipe, stage: str) -> Sequence[Task]:
-        return self.chosen or [task for task in map(load_task, task_names()) if task.suits(recipe, stage)]
-
-    def tasks(self, loaded: LoadedModel) -> Sequence[Task]:
-        """The tasks besides those of CORE, chat and lm-eval. A run should not take longer for scores of a model that
-        was never taught to answer."""
-        left_out = self.core or self.chat or self.harness or loaded.stage == "pretrain" and not self.stage
-        return [] if left_out and not self.chosen else self.suiting(loaded.recipe, loaded.stage)
-
-    def append(self, name: str, lines: list[dict[str, Any]]) -> None:
-        if self.mesh.main:
-            self.run_dir.append(name, lines)
-
-
-def run(
-    run_dir: RunDir,
-    machine: Machine,
-    *,
-    questions: int,
-    log: Callable[[str], None],
-    callables: Mapping[str, Callable[..., Any]] | None = None,
-    tasks: Sequence[str] = (),
-    stage: str | None = None,
-    bundle: Path | None = None,
-    limit: int | None = None,
-    harness: Sequence[str] = (),
-    chat_data: Path | None = None,
-    samples: int = 1,
-    contamination: bool = False,
-    mesh: Mesh | None = None,
-) -> list[dict[str, Any]]:
-    """Scores the stages of a run, logs a table, and appends to evaluate.jsonl and samples.jsonl.
-
-    The answers to the questions are in answers/STAGE/ and core/STAGE/ in the run's folder. On a mesh every rank calls
-    this, computes some of the batches, and gets all scores; rank 0 writes.
+class Questions:
+    """What is asked.
 
     Args:
         questions: The number of questions of each kind.
-        callables: The callables of the recipe, if the user named the recipe's file.
         tasks: Names of built-in tasks, paths of task files, core or core/TASK, chat or chat/TASK. Empty: the built-in
             tasks that suit the recipe.
         stage: The only stage to evaluate. None: the untrained model and every stage of the run.
@@ -128,17 +79,82 @@ def run(
         chat_data: The folder with the files of the chat tasks. None: they are downloaded.
         samples: Replies to each problem of HumanEval for pass@k.
         contamination: Also look for the questions in the training text.
+    """
+
+    questions: int
+    tasks: Sequence[str] = ()
+    stage: str | None = None
+    bundle: Path | None = None
+    limit: int | None = None
+    harness: Sequence[str] = ()
+    chat_data: Path | None = None
+    samples: int = 1
+    contamination: bool = False
+
+    def find(self, out: Path, mesh: Mesh, log: Log) -> _Found:
+        """Finds the tasks that are named; needs no model.
+
+        Raises:
+            ValueError: A task does not exist, its file fails, or flags do not fit.
+            OSError: A file cannot be downloaded.
+            ImportError: lm-evaluation-harness is not installed.
+        """
+        harness = self._lm_eval(mesh)
+        core, chat = _named(self.tasks, CORE), _named(self.tasks, CHAT)
+        chosen = [load_task(name) for name in dict.fromkeys(self.tasks) if name not in (*core, *chat)]
+        for number, task in enumerate(chosen):
+            if task.name in [other.name for other in chosen[:number]]:
+                raise ValueError(f"two tasks have the name '{task.name}': their answers would share a file; rename one")
+        bundle = self.bundle
+        if not core and (bundle is not None or self.limit is not None and not self.harness and not chat):
+            raise ValueError("--bundle and --limit are for CORE: add --tasks core")
+        if not chat and (self.chat_data is not None or self.samples > 1):
+            raise ValueError("--chat-data and --samples are for the chat tasks: add --tasks chat")
+        if self.samples > 1 and not {CHAT, f"{CHAT}/humaneval"} & set(chat):
+            raise ValueError("--samples is for HumanEval: add --tasks chat/humaneval")
+        with main_first(mesh):
+            if core and (bundle is None or bundle == Path(CORE) and not bundle.is_dir()):
+                bundle = core_bundle(out, log)
+            asked = find_chat_tasks(self.chat_data, out, _parts(chat, CHAT), self.limit, log) if chat else []
+        return _Found(find_tasks(bundle, _parts(core, CORE)) if bundle else [], asked, harness, chosen)
+
+    def _lm_eval(self, mesh: Mesh) -> Callable[[LoadedModel, Machine], list[Score]] | None:
+        """The function that asks a model the tasks of lm-eval. Fails now if a task or lm-eval itself is missing."""
+        if not self.harness:
+            return None
+        if mesh.world.size > 1:
+            raise ValueError("--harness runs in one process: leave --ranks out, or ask its tasks separately")
+        from quern.eval.harness import find_harness_tasks, run_harness
+
+        manager, tasks = find_harness_tasks(self.harness)
+        return lambda loaded, machine: run_harness(loaded, machine, manager, tasks, self.limit)
+
+
+def run(
+    run_dir: RunDir,
+    machine: Machine,
+    asked: Questions,
+    log: Log,
+    callables: Mapping[str, Callable[..., Any]] | None = None,
+    mesh: Mesh | None = None,
+) -> None:
+    """Scores the stages of a run, logs a table, and appends to evaluate.jsonl and samples.jsonl.
+
+    The answers to the questions are in answers/STAGE/ and core/STAGE/ in the run's folder. On a mesh every rank calls
+    this and computes some of the batches; rank 0 writes. The base model (stage pretrain) answers questions only if a
+    task or the stage is named.
+
+    Args:
+        run_dir: The run.
+        machine: The machine that computes.
+        asked: The questions.
+        log: Takes lines for the user.
+        callables: The callables of the recipe, if the user named the recipe's file.
         mesh: The ranks. None is a single process.
-
-    The base model (stage pretrain) answers questions only if `tasks` or `stage` names a task or the stage.
-
-    Returns:
-        The lines of evaluate.jsonl.
 
     Raises:
         FileNotFoundError: The run has no model to evaluate, or not this stage.
-        ValueError: A task does not exist, or its file fails.
-        ImportError: lm-evaluation-harness is not installed.
+        ValueError, OSError, ImportError: As from `Questions.find`.
     """
     mesh = mesh or alone()
     mesh.progress.begin_stage(EVALUATING)
@@ -146,75 +162,25 @@ def run(
     stages = [name for name in STAGES if run_dir.has_trained(name)]
     if not stages:
         raise FileNotFoundError(run_dir.has_no("model to evaluate"))
-    if stage is not None and stage not in stages:
-        raise FileNotFoundError(run_dir.has_no(f"stage '{stage}'", stage))
-    core, chat, chosen = find_tasks_named(run_dir, mesh, log, tasks, bundle, limit, chat_data, samples, bool(harness))
-    evaluation = _Evaluation(
-        run_dir=run_dir,
-        machine=machine,
-        mesh=mesh,
-        log=log,
-        questions=questions,
-        limit=limit,
-        samples=samples,
-        chosen=chosen,
-        core=core,
-        chat=chat,
-        harness=_harness(machine, harness, limit, mesh) if harness else None,
-        stage=stage,
-    )
+    if asked.stage is not None and asked.stage not in stages:
+        raise FileNotFoundError(run_dir.has_no(f"stage '{asked.stage}'", asked.stage))
+    evaluation = _Evaluation(run_dir, machine, mesh, log, asked, asked.find(run_dir.out, mesh, log))
     for file in ("evaluate.jsonl", "samples.jsonl") if mesh.main else ():
         drop_torn_end(run_dir.folder / file)  # of an evaluation that was killed
     texts: _Texts | None = None
     shares: dict[str, float] | None = None
-    lines: list[dict[str, Any]] = []
-    for name in [stage] if stage else ["untrained", *stages]:
+    for name in [asked.stage] if asked.stage else ["untrained", *stages]:
         loaded = load(run_dir, machine, log, stages[0] if name == "untrained" else name, callables)
         texts = texts or _open_texts(loaded.recipe, run_dir, mesh)
         if name == "untrained":
             fresh = build_model(loaded.recipe, machine, loaded.recipe.seed).eval()
             loaded = LoadedModel(fresh, loaded.tokenizer, loaded.recipe, name, 0)
-        of_stage = _score(evaluation, loaded, texts)
-        if contamination and name != "untrained":
-            shares = shares if shares is not None else _contamination(evaluation, loaded.recipe, texts.prepared)
-            of_stage = _with_shares(of_stage, shares, name, log)
-        evaluation.append("evaluate.jsonl", of_stage)
-        lines += of_stage
-    return lines
-
-
-def find_tasks_named(
-    run_dir: RunDir,
-    mesh: Mesh,
-    log: Callable[[str], None],
-    tasks: Sequence[str],
-    bundle: Path | None,
-    limit: int | None,
-    chat_data: Path | None,
-    samples: int,
-    harness: bool,
-) -> tuple[list[tuple[CoreTask, Path]], list[Asked], list[Task]]:
-    """The tasks of CORE, the chat tasks, and the others that the user named. Raises what `run` raises for them."""
-    core, chat = _named(tasks, CORE), _named(tasks, CHAT)
-    chosen = [load_task(name) for name in dict.fromkeys(tasks) if name not in (*core, *chat)]
-    for number, task in enumerate(chosen):
-        if task.name in [other.name for other in chosen[:number]]:
-            raise ValueError(f"two tasks have the name '{task.name}': their answers would share a file; rename one")
-    if not core and (bundle is not None or limit is not None and not harness and not chat):
-        raise ValueError("--bundle and --limit are for CORE: add --tasks core")
-    if not chat and (chat_data is not None or samples > 1):
-        raise ValueError("--chat-data and --samples are for the chat tasks: add --tasks chat")
-    if samples > 1 and not {CHAT, f"{CHAT}/humaneval"} & set(chat):
-        raise ValueError("--samples is for HumanEval: add --tasks chat/humaneval")
-    with main_first(mesh):
-        if core and (bundle is None or bundle == Path(CORE) and not bundle.is_dir()):
-            bundle = core_bundle(run_dir.out, log)
-        asked = find_chat_tasks(chat_data, run_dir.out, _parts(chat, CHAT), limit, log) if chat else []
-    return (
-        find_tasks(bundle, _parts(core, CORE)) if bundle else [],
-        asked,
-        chosen,
-    )
+        lines = evaluation.score(loaded, texts)
+        if asked.contamination and name != "untrained":
+            if shares is None:
+                shares = evaluation.contamination(loaded.recipe, texts.prepared)
+            lines = _with_shares(lines, shares, name, log)
+        evaluation.append("evaluate.jsonl", lines)
 
 
 @dataclass(frozen=True)
@@ -236,55 +202,119 @@ def _open_texts(recipe: Recipe, run_dir: RunDir, mesh: Mesh) -> _Texts:
     return _Texts(prepared, kinds, sample(prepared.train, val.num_tokens))
 
 
-def _score(evaluation: _Evaluation, loaded: LoadedModel, texts: _Texts) -> list[dict[str, Any]]:
-    """Scores one stage, and returns its lines of evaluate.jsonl."""
-    name, log, run_dir = loaded.stage, evaluation.log, evaluation.run_dir
-    machine, mesh = evaluation.machine, evaluation.mesh
-    engine, answers = Engine(loaded.model, loaded.tokenizer, machine), run_dir.folder / ANSWERS / name
-    identity = {"run": run_dir.folder.name, "stage": name, "step": loaded.step, "weights": loaded.weights()}
-    refuse_unequal(identity, mesh.world)
-    log(f"evaluating: {name}")
-    scores = _text_scores(evaluation, loaded, texts)
-    samples: list[dict[str, Any]] = []
-    count = min(evaluation.questions, UNTRAINED_QUESTIONS) if name == "untrained" else evaluation.questions
-    for task in evaluation.tasks(loaded):
-        graded = run_task(engine, task, count=count, base=name == "pretrain", group=mesh.world)
-        scores += graded.scores
-        if mesh.main:
-            write_answers(answers, task.name, identity, graded.replies)
-        if name in CHAT_STAGES:
-            samples += _shown_replies(name, graded.replies)
-    evaluation.append("samples.jsonl", samples + (_samples(engine, name, loaded.recipe) if mesh.main else []))
-    lines = _lines(loaded, scores, log)
-    if name == "untrained":
+@dataclass(frozen=True)
+class _Evaluation:
+    """What every stage of a run is asked, and where."""
+
+    run_dir: RunDir
+    machine: Machine
+    mesh: Mesh
+    log: Log
+    asked: Questions
+    found: _Found
+
+    def append(self, name: str, lines: Lines) -> None:
+        if self.mesh.main:
+            self.run_dir.append(name, lines)
+
+    def suiting(self, recipe: Recipe, stage: str) -> Sequence[Task]:
+        return self.found.chosen or [task for task in map(load_task, task_names()) if task.suits(recipe, stage)]
+
+    def tasks(self, loaded: LoadedModel) -> Sequence[Task]:
+        """The tasks besides those of CORE, chat and lm-eval. A run should not take longer for scores of a model that
+        was never taught to answer."""
+        found = self.found
+        left_out = found.core or found.chat or found.harness or loaded.stage == "pretrain" and not self.asked.stage
+        return [] if left_out and not found.chosen else self.suiting(loaded.recipe, loaded.stage)
+
+    def score(self, loaded: LoadedModel, texts: _Texts) -> Lines:
+        """Scores one stage, and returns its lines of evaluate.jsonl."""
+        name, log, found, world = loaded.stage, self.log, self.found, self.mesh.world
+        folder, chats = self.run_dir.folder, name in CHAT_STAGES
+        engine, answers = Engine(loaded.model, loaded.tokenizer, self.machine), folder / ANSWERS / name
+        identity = {"run": folder.name, "stage": name, "step": loaded.step, "weights": loaded.weights()}
+        refuse_unequal(identity, world)
+        log(f"evaluating: {name}")
+        scores = [] if chats else self._text_scores(loaded, texts)  # bits per byte say little about a chat model
+        samples: Lines = []
+        count = min(self.asked.questions, UNTRAINED_QUESTIONS) if name == "untrained" else self.asked.questions
+        for task in self.tasks(loaded):
+            graded = run_task(engine, task, count=count, base=name == "pretrain", group=world)
+            scores += graded.scores
+            if self.mesh.main:
+                write_answers(answers, task.name, identity, graded.replies)
+            if chats:
+                samples += _shown_replies(name, graded.replies)
+        self.append("samples.jsonl", samples + (_samples(engine, name, loaded.recipe) if self.mesh.main else []))
+        lines = _lines(loaded, scores, log)
+        if name == "untrained":
+            return lines
+        if found.core:
+            log(f"CORE: {name}")
+            how = {"limit": self.asked.limit, "group": world}
+            scores = run_core(engine, found.core, folder / CORE / name, identity, log, **how)
+            lines += _lines(loaded, scores, lambda line: None)
+        if found.chat:
+            log(f"chat tasks: {name}")
+            how = {"base": not chats, "samples": self.asked.samples, "group": world}
+            lines += _lines(loaded, run_chat(engine, found.chat, answers, identity, **how), log)
+        if found.harness:
+            log(f"lm-evaluation-harness: {name}")
+            lines += _lines(loaded, found.harness(loaded, self.machine), log)
         return lines
-    if evaluation.core:
-        log(f"CORE: {name}")
-        subject = Subject(loaded.model, loaded.tokenizer, machine, identity, mesh.world)
-        found = run_core(subject, evaluation.core, run_dir.folder / CORE / name, log, limit=evaluation.limit)
-        lines += _lines(loaded, found, lambda line: None)
-    if evaluation.chat:
-        log(f"chat tasks: {name}")
-        how: dict[str, Any] = {"base": name not in CHAT_STAGES, "samples": evaluation.samples, "group": mesh.world}
-        lines += _lines(loaded, run_chat(engine, evaluation.chat, answers, identity, **how), log)
-    if evaluation.harness:
-        log(f"lm-evaluation-harness: {name}")
-        lines += _lines(loaded, evaluation.harness(loaded), log)
-    return lines
+
+    def _text_scores(self, loaded: LoadedModel, texts: _Texts) -> list[Score]:
+        recipe = loaded.recipe
+        assert recipe.model.context
+        return text_scores(
+            loaded.model,
+            loaded.tokenizer,
+            self.machine,
+            texts.prepared.val,
+            None if loaded.stage == "untrained" else texts.sample,
+            kinds=texts.kinds,
+            context=recipe.model.context,
+            rows=recipe.micro_batch_rows,
+            group=self.mesh.world,
+        )
+
+    def contamination(self, recipe: Recipe, prepared: Prepared) -> dict[str, float]:
+        """The share of each task's questions that are in the training text."""
+        train, tokenizer, group = prepared.train, prepared.tokenizer, self.mesh.world
+
+        def documents() -> Iterator[str]:
+            silent = not self.mesh.main
+            with Meter("reading the training text", train.num_documents, "documents", silent) as meter:
+                for number in range(group.rank, train.num_documents, group.size):
+                    yield tokenizer.decode(train.gather(number, 1).tolist())
+                    meter.at(number + 1)
+
+        return contaminated_shares(self._passages(recipe), documents(), group)
+
+    def _passages(self, recipe: Recipe) -> dict[str, list[str]]:
+        """The texts of the questions of each score."""
+        texts: dict[str, list[str]] = {}
+        suiting = self.suiting(recipe, CHAT_STAGES[0])
+        items = [(f"{task.name}/{item.kind}", item) for task in suiting for item in task.items(0, self.asked.questions)]
+        items += [(f"{CHAT}/{asked.task.name}", item) for asked in self.found.chat for item in asked.items]
+        for name, item in items:
+            texts.setdefault(name, []).append(passage(item))
+        for task, path in self.found.core:
+            texts[f"{CORE}/{task.name}"] = core_passages(task, path, self.asked.limit)
+        return texts
 
 
-def _text_scores(evaluation: _Evaluation, loaded: LoadedModel, texts: _Texts) -> list[Score]:
-    """Bits per byte, which say little about a chat model."""
-    recipe, machine, val = loaded.recipe, evaluation.machine, texts.prepared.val
-    if loaded.stage in CHAT_STAGES:
-        return []
-    assert recipe.model.context
-    how: dict[str, Any] = {"context": recipe.model.context, "rows": recipe.micro_batch_rows, "kinds": texts.kinds}
-    train = None if loaded.stage == "untrained" else texts.sample
-    return text_scores(loaded.model, loaded.tokenizer, machine, val, train, group=evaluation.mesh.world, **how)
+def refuse_unequal(model: dict[str, Any], group: ProcessGroup) -> None:
+    """Raises ValueError, on every rank, if the ranks have loaded different models. model: what names this rank's."""
+    found = group.gather_objects(model)
+    if any(one != found[0] for one in found):
+        raise ValueError(
+            f"the ranks loaded different checkpoints of stage {model['stage']}: evaluate again when nothing trains in "
+            "the run"
+        )
 
 
-def _lines(loaded: LoadedModel, scores: Sequence[Score], log: Callable[[str], None]) -> list[dict[str, Any]]:
+def _lines(loaded: LoadedModel, scores: Sequence[Score], log: Log) -> Lines:
     """The scores of a stage as lines of evaluate.jsonl, which it logs too."""
     for score in scores:
         log(f"  {score.task:28} {score.described(loaded.recipe.model.context or 0)}")
@@ -300,36 +330,7 @@ def _parts(names: Sequence[str], room: str) -> list[str]:
     return [] if room in names else [name.partition("/")[2] for name in names]
 
 
-def _passages(evaluation: _Evaluation, recipe: Recipe) -> dict[str, list[str]]:
-    """The texts of the questions of each score."""
-    texts: dict[str, list[str]] = {}
-    suiting = evaluation.suiting(recipe, CHAT_STAGES[0])
-    items = [(f"{task.name}/{item.kind}", item) for task in suiting for item in task.items(0, evaluation.questions)]
-    items += [(f"{CHAT}/{asked.task.name}", item) for asked in evaluation.chat for item in asked.items]
-    for name, item in items:
-        texts.setdefault(name, []).append(passage(item))
-    for task, path in evaluation.core:
-        texts[f"{CORE}/{task.name}"] = core_passages(task, path, evaluation.limit)
-    return texts
-
-
-def _contamination(evaluation: _Evaluation, recipe: Recipe, prepared: Prepared) -> dict[str, float]:
-    """The share of each task's questions that are in the training text."""
-    train, tokenizer, group = prepared.train, prepared.tokenizer, evaluation.mesh.world
-
-    def documents() -> Iterator[str]:
-        silent = not evaluation.mesh.main
-        with Meter("reading the training text", train.num_documents, "documents", silent) as meter:
-            for number in range(group.rank, train.num_documents, group.size):
-                yield tokenizer.decode(train.gather(number, 1).tolist())
-                meter.at(number + 1)
-
-    return contaminated_shares(_passages(evaluation, recipe), documents(), group)
-
-
-def _with_shares(
-    lines: list[dict[str, Any]], shares: Mapping[str, float], stage: str, log: Callable[[str], None]
-) -> list[dict[str, Any]]:
+def _with_shares(lines: Lines, shares: Mapping[str, float], stage: str, log: Log) -> Lines:
     """The lines with the share of their questions that the training text has, which it logs too."""
     log(f"questions of {stage} with {WORDS} words in a row that the training text has too:")
     for line in (line for line in lines if line["task"] in shares):
@@ -338,42 +339,28 @@ def _with_shares(
     return [line | {"contaminated": shares.get(line["task"])} for line in lines]
 
 
-def _harness(
-    machine: Machine, names: Sequence[str], limit: int | None, mesh: Mesh | None = None
-) -> Callable[[LoadedModel], list[Score]]:
-    """What asks a model the tasks of lm-eval. Fails now if a task or lm-eval itself is missing."""
-    if mesh is not None and mesh.world.size > 1:
-        raise ValueError("--harness runs in one process: leave --ranks out, or ask its tasks separately")
-    from quern.eval.harness import find_harness_tasks, run_harness
-
-    manager, tasks = find_harness_tasks(names)
-    return lambda loaded: run_harness(loaded, machine, manager, tasks, limit)
-
-
-def _chat(name: str, messages: list[Message]) -> dict[str, Any]:
+def _chat(name: str, messages: Sequence[Message]) -> dict[str, Any]:
     return {"stage": name, "kind": "chat", "messages": messages}
 
 
-def _shown_replies(name: str, replies: Sequence[Answered]) -> list[dict[str, Any]]:
+def _shown_replies(name: str, replies: Sequence[Answered]) -> Lines:
     """One reply of each kind, as samples."""
     shown = {reply.item.kind: reply for reply in replies}.values()
     return [_chat(name, [*reply.item.messages, {"role": "assistant", "content": reply.parts}]) for reply in shown]
 
 
-def _samples(engine: Engine, name: str, recipe: Recipe) -> list[dict[str, Any]]:
+def _samples(engine: Engine, name: str, recipe: Recipe) -> Lines:
     """Completions of a base model, or conversations with a chat model, for prompts that fit the context."""
-    if name not in CHAT_STAGES:
-        ids = {text: render_text(engine.tokenizer, text) for text in OPENINGS}
-        prompts = {text: prompt for text, prompt in ids.items() if len(prompt) < engine.context}
-        done = engine.generate(
-            list(prompts.values()), max_tokens=64, sampling=Sampling(0.8, 50), seed=recipe.seed, plain=True
-        )
-        return [
-            {"stage": name, "kind": "completion", "prompt": prompt, "text": row[0].text}
-            for prompt, row in zip(prompts, done, strict=True)
-        ]
-    talks = (converse(engine, chat) for chat in chats(recipe))
-    return [_chat(name, messages) for messages in talks if messages]
+    if name in CHAT_STAGES:
+        return [_chat(name, messages) for chat in chats(recipe) if (messages := converse(engine, chat))]
+    ids = {text: render_text(engine.tokenizer, text) for text in OPENINGS}
+    prompts = {text: prompt for text, prompt in ids.items() if len(prompt) < engine.context}
+    how = {"max_tokens": 64, "sampling": Sampling(0.8, 50), "seed": recipe.seed, "plain": True}
+    done = engine.generate(list(prompts.values()), **how)
+    return [
+        {"stage": name, "kind": "completion", "prompt": prompt, "text": row[0].text}
+        for prompt, row in zip(prompts, done, strict=True)
+    ]
 
 
 def chats(recipe: Recipe) -> Sequence[tuple[str, ...]]:

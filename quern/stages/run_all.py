@@ -75,7 +75,8 @@ def _run(recipe: Recipe, session: Session, questions: int, fine_tune: bool) -> i
         log(f"evaluated already: `quern evaluate {run_dir.flags}` evaluates it again")
     else:
         callables = recipe.callables() if source else None
-        evaluate.run(run_dir, session.machine, questions=questions, log=log, callables=callables, mesh=mesh)
+        asked = evaluate.Questions(questions=questions)
+        evaluate.run(run_dir, session.machine, asked, log, callables, mesh)
     if mesh.main:
         for path in build(run_dir.folder):
             log(f"report: {path}")

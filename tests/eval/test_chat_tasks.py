@@ -17,9 +17,18 @@ import torch
 
 from quern.cli import main
 from quern.eval.answers import item_hash
-from quern.eval.chat.files import ProgramItem, read_items
-from quern.eval.chat.humaneval import program_of, sampled_scores
-from quern.eval.chat.run import PARTS, TASKS, Asked, chat_core, find_chat_tasks, make_task, run_chat
+from quern.eval.chat import (
+    PARTS,
+    TASKS,
+    Asked,
+    ProgramItem,
+    chat_core,
+    find_chat_tasks,
+    program_of,
+    read_items,
+    run_chat,
+    sampled_scores,
+)
 from quern.eval.contamination import passage
 from quern.eval.score import Score
 from quern.eval.task import Item
@@ -98,6 +107,13 @@ def folder(tmp_path: Path) -> Path:
     write(data / "gsm8k/train.jsonl", [GSM8K])
     write(data / "HumanEval.jsonl", [CODE])
     return data
+
+
+@pytest.fixture
+def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The programs of this file run without a sandbox, which may not work on this machine."""
+    monkeypatch.setattr("quern.eval.chat.run_programs", trusting)
+    monkeypatch.setattr("quern.eval.chat._sandbox", lambda: None)
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +216,7 @@ def test_a_reply_is_a_body_or_a_whole_function(tmp_path: Path, reply: str, right
         pytest.skip("no sandbox works on this machine")
 
 
+@pytest.mark.usefixtures("trusted")
 def test_random_weights_score_chance(tmp_path: Path, tokenizer: Tokenizer) -> None:
     for name in ("arc_easy", "arc_challenge", "mmlu"):
         write(tmp_path / f"{name}.jsonl", choice_rows(200))
@@ -209,10 +226,10 @@ def test_random_weights_score_chance(tmp_path: Path, tokenizer: Tokenizer) -> No
     write(tmp_path / "humaneval.jsonl", [CODE])
     engine = engine_of(tiny_model(tokenizer.vocab_size, 256, seed=4), tokenizer)
     asked = [
-        Asked(replace(one.task, max_tokens=16), one.items, one.whole)
+        replace(one, task=replace(one.task, how={**one.task.how, "max_tokens": 16}))
         for one in asked_of(tmp_path, *(task.name for task in PARTS))
     ]
-    *scores, mean = run_chat(engine, asked, tmp_path / "answers", {}, base=False, programs=trusting)
+    *scores, mean = run_chat(engine, asked, tmp_path / "answers", {}, base=False)
     for score in scores:
         chance = 0.25 if "arc" in score.task or "mmlu" in score.task else 0.0
         assert score.chance == chance
@@ -250,6 +267,7 @@ def learn(model: GPT, tokenizer: Tokenizer, conversations: Sequence[list[Message
     raise AssertionError(f"the model did not learn: loss {loss:.3f}")
 
 
+@pytest.mark.usefixtures("trusted")
 def test_a_model_that_knows_the_answers_scores_one_on_every_task(
     folder: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
@@ -258,7 +276,7 @@ def test_a_model_that_knows_the_answers_scores_one_on_every_task(
     model.initialize(0)
     learn(model, tokenizer, [conversation(item) for one in asked for item in one.items])
     engine = engine_of(model, tokenizer)
-    scores = run_chat(engine, asked, tmp_path / "answers", {"step": 3}, base=False, samples=2, programs=trusting)
+    scores = run_chat(engine, asked, tmp_path / "answers", {"step": 3}, base=False, samples=2)
     assert {score.task: score.value for score in scores if score.value != 1.0 and score.metric != "pass@1"} == {}
     assert [score.task for score in scores[-2:]] == ["chat/humaneval", "ChatCORE"]
     assert [score.task for score in scores[:7]] == [f"chat/{task.name}" for task in TASKS]
@@ -272,15 +290,17 @@ def test_a_model_that_knows_the_answers_scores_one_on_every_task(
     assert "<<" not in lines[1]["answer"] and (tmp_path / "answers/chat/humaneval.samples.answers.jsonl").is_file()
 
 
-def test_pass_at_k_is_the_estimate_of_many_samples(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_pass_at_k_is_the_estimate_of_many_samples(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against every way to draw k of n replies: which replies pass is decided here."""
     items = read_items(write(tmp_path / "humaneval.jsonl", [CODE, CODE]), "humaneval")
+    task = replace(TASKS[4].task(items), max_tokens=2)
     engine = engine_of(tiny_model(tokenizer.vocab_size, 64), tokenizer)
     passes = iter([[True] * 3 + [False] * 9, [False] * 12])
     prompt = [tokenizer.bos, *tokenizer.encode("def")]
-    scores, right = sampled_scores(
-        engine, items, [prompt, prompt], 12, run=lambda programs: next(passes), task="t", max_tokens=2, stop=("\n",)
-    )
+    monkeypatch.setattr("quern.eval.chat.run_programs", lambda programs: next(passes))
+    scores, right = sampled_scores(engine, task, [(item, prompt) for item in items], 12, base=True)
     assert right == [3, 0] and [score.metric for score in scores] == ["pass@1", "pass@10"]
     missed = math.comb(9, 10) / math.comb(12, 10)
     assert [score.value for score in scores] == pytest.approx([3 / 12 / 2, (1 - missed) / 2])
@@ -305,10 +325,10 @@ def test_only_all_questions_of_all_tasks_are_chatcore() -> None:
     assert chat_core([Asked(TASKS[5], [], True)], {"spelling": scores["mmlu"]}) is None
 
 
+@pytest.mark.usefixtures("trusted")
 def test_a_base_model_continues_text(folder: Path) -> None:
-    code = make_task(asked_of(folder, "humaneval")[0], trusting)
+    code, mmlu = (one.task.task(one.items) for one in asked_of(folder, "humaneval", "mmlu")[::-1])
     assert code.base_prompt(code.items(0, 1)[0]) == CODE["prompt"] and "\ndef" in code.base_stop
-    mmlu = make_task(asked_of(folder, "mmlu")[0], trusting)
     assert mmlu.base_prompt(mmlu.items(0, 1)[0]).endswith("\nC) oak\nAnswer:")
 
 

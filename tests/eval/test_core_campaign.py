@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from quern.eval.core.prompts import make_example, shuffled
-from quern.eval.core.run import Subject, run_core
-from quern.eval.core.tasks import CoreTask, find_tasks, read_rows
+from quern.eval.core.run import run_core
+from quern.eval.core.tasks import CoreTask, find_tasks, make_example, read_rows
 from quern.eval.likelihood import score_examples
+from quern.generate.engine import Engine
 from quern.runs.load import LoadedModel, load
 from quern.runs.run_dir import RunDir
 from quern.text.tokenizer import Tokenizer
@@ -141,8 +141,8 @@ def test_every_item_is_as_lm_eval_and_as_one_row_at_a_time(
     pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
     task, path = find_tasks(data, [name])[0]
     context = loaded.recipe.model.context or 0
-    subject = Subject(loaded.model, loaded.tokenizer, CPU, {"step": loaded.step})
-    score = run_core(subject, [(task, path)], tmp_path, lambda line: None, limit=ITEMS)[0]
+    engine = Engine(loaded.model, loaded.tokenizer, CPU)
+    score = run_core(engine, [(task, path)], tmp_path, {"step": loaded.step}, lambda line: None, limit=ITEMS)[0]
     lines = (tmp_path / f"{name}.answers.jsonl").read_text(encoding="utf-8").splitlines()[1:]
     ours = {line["item"]: line for line in map(json.loads, lines)}
     all_asked = questions(path, task, loaded.tokenizer, ITEMS)
@@ -173,7 +173,7 @@ def test_faster_than_one_example_per_forward_pass(loaded: LoadedModel, data: Pat
     total = {"batched": 0.0, "alone": 0.0}
     for name in SPEED:
         task, path = find_tasks(data, [name])[0]
-        rows, spent = shuffled(read_rows(path, task)), {"batched": 0.0, "alone": 0.0}
+        rows, spent = read_rows(path, task), {"batched": 0.0, "alone": 0.0}
         made = [make_example(task, rows, item, loaded.tokenizer, context) for item in range(min(len(rows), ITEMS))]
         examples = [example for example in made if example]
         step = -(-len(examples) // 3)

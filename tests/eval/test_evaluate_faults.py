@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,15 +11,13 @@ from pathlib import Path
 import pytest
 
 from quern.cli import main
-from quern.eval.compare import read_answers
-from quern.eval.on_ranks import refuse_unequal
+from quern.eval.answers import read_answers
 from quern.mesh import Mesh, ProcessGroup, alone
 from quern.runs.run_dir import RunDir
-from quern.stages.evaluate import _harness
+from quern.stages.evaluate import Questions, refuse_unequal
 from quern.train import checkpoint, manifest
 from tests.support.llama_run import llama_recipe, random_state, write_run
 from tests.support.small_text import write_text
-from tests.support.tiny_model import CPU
 
 PLAIN = "--no-compile --dtype fp32 --threads 1 --device cpu --stage pretrain".split()
 TASK = """
@@ -126,7 +125,7 @@ def test_what_does_not_fit_is_refused_in_one_line(out: Path, capsys: pytest.Capt
     assert not (out / "downloads").exists()
     group = ProcessGroup("world", 2, 0)
     with pytest.raises(ValueError, match="--harness runs in one process: leave --ranks out"):
-        _harness(CPU, ["copa"], None, Mesh(2, 1, 0, group, alone().model, group, group))
+        Questions(questions=1, harness=["copa"]).find(out, Mesh(2, 1, 0, group, alone().model, group, group), print)
 
 
 def test_a_task_without_questions_is_named(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,6 +152,13 @@ def test_runs_on_other_data_are_not_compared(out: Path, capsys: pytest.CaptureFi
     assert "core/copa: first/pretrain and second/pretrain were asked from files that differ" in capsys.readouterr().err
 
 
+def test_without_lm_eval_the_message_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "quern.eval.harness", raising=False)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(ImportError, match=r"lm-evaluation-harness needs extra .*pip install -e '\.\[eval\]'$"):
+        Questions(questions=1, harness=["arc_easy"]).find(tmp_path, alone(), print)
+
+
 class Gathered(ProcessGroup):
     """A group whose other rank has loaded another step."""
 
@@ -163,6 +169,6 @@ class Gathered(ProcessGroup):
 def test_ranks_with_different_models_are_refused() -> None:
     model = {"stage": "sft", "step": 3}
     refuse_unequal(model, Gathered("world", 2, 1))
-    refuse_unequal(model | {"step": 4}, None)
+    refuse_unequal(model | {"step": 4}, alone().world)
     with pytest.raises(ValueError, match="the ranks loaded different checkpoints of stage sft: evaluate again when"):
         refuse_unequal(model | {"step": 4}, Gathered("world", 2, 1))

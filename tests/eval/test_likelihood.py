@@ -1,4 +1,4 @@
-"""Multiple choice: losses against a plain computation, lengths, cropping, and the choice itself."""
+"""The losses of choices against a plain computation, in any batch; cropping, and what is refused."""
 
 from collections.abc import Sequence
 
@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from quern.eval import likelihood
-from quern.eval.likelihood import MultipleChoice, choice_nats, multiple_choice, per_byte, whole
+from quern.eval.likelihood import choice_example, score_examples
 from quern.model.context import CausalContext
 from tests.support.tiny_model import CPU, tiny_model
 
 BOS = 99
 CONTEXT = 32
-HOW = {"task": "toy", "context": CONTEXT, "vocab_size": 100}
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +39,10 @@ def pairs(count: int, seed: int = 0) -> list[tuple[list[int], list[int]]]:
     ]
 
 
-def items(questions: Sequence[tuple[list[int], Sequence[list[int]]]]) -> list[MultipleChoice]:
-    return [MultipleChoice("toy", prompt, tuple("x" for _ in ids), tuple(ids), 0) for prompt, ids in questions]
+def nats_of(model, asked: Sequence[tuple[list[int], Sequence[list[int]]]]) -> list[np.ndarray]:
+    examples = [choice_example(prompt, ids, 0, CONTEXT) for prompt, ids in asked]
+    answers = score_examples(model, examples, CPU, 100)
+    return [answer.nats(example) for answer, example in zip(answers, examples, strict=True)]
 
 
 @pytest.mark.parametrize("batch_tokens", [8, 100, 8192])
@@ -49,14 +50,14 @@ def test_losses_equal_the_plain_ones_in_any_batch(model, batch_tokens: int, monk
     """Also of letters: continuations of one token. The first prompt is BOS alone."""
     monkeypatch.setattr(likelihood, "BATCH_TOKENS", batch_tokens)
     asked = [([BOS], [[4, 5], [6]]), *((prompt, [ids, ids[:1], [3]]) for prompt, ids in pairs(13))]
-    measured = choice_nats(model, items(asked), CPU, **HOW)
+    measured = nats_of(model, asked)
     for (prompt, continuations), nats in zip(asked, measured, strict=True):
         np.testing.assert_allclose(nats, [plain_nats(model, prompt, ids) for ids in continuations], rtol=2e-6)
 
 
 def test_a_long_prompt_keeps_its_bos_and_its_end(model):
     prompt, continuations = [BOS, *range(60)], ([7, 8], [9], [1, 2, 3])
-    measured = choice_nats(model, items([(prompt, continuations)]), CPU, **HOW)[0]
+    measured = nats_of(model, [(prompt, continuations)])[0]
     for ids, nats in zip(continuations, measured, strict=True):
         cropped = [BOS, *prompt[-(CONTEXT - len(ids)) :]]
         assert len(cropped) + len(ids) == CONTEXT + 1
@@ -65,32 +66,8 @@ def test_a_long_prompt_keeps_its_bos_and_its_end(model):
 
 def test_what_cannot_be_scored_is_refused(model):
     with pytest.raises(ValueError, match="does not fit a context of 32"):
-        choice_nats(model, items([([BOS], [list(range(33))])]), CPU, **HOW)
-    assert choice_nats(model, items([([BOS], [list(range(32))])]), CPU, **HOW)[0] > 0
+        nats_of(model, [([BOS], [list(range(33))])])
+    assert nats_of(model, [([BOS], [list(range(32))])])[0] > 0
     for question in (([], [[1]]), ([BOS], [[]])):
         with pytest.raises(ValueError, match="at least one token"):
-            choice_nats(model, items([question]), CPU, **HOW)
-
-
-def per_token(text: str, ids: Sequence[int]) -> float:
-    return float(len(ids))
-
-
-def test_choice_interval_chance_and_lengths(model):
-    rng = np.random.default_rng(3)
-    asked = []
-    for _ in range(12):
-        texts = tuple("x" * int(n) for n in rng.integers(1, 7, 4))
-        ids = tuple(rng.integers(0, 99, len(text)).tolist() for text in texts)
-        asked.append(MultipleChoice("toy", [BOS, *rng.integers(0, 99, 5).tolist()], texts, ids, int(rng.integers(4))))
-    picks = {}
-    for length in (whole, per_token):
-        score, picks[length] = multiple_choice(model, asked, CPU, bos=BOS, length=length, **HOW)
-        for item, pick in zip(asked, picks[length], strict=True):
-            costs = [plain_nats(model, item.prompt, ids) / length("", ids) for ids in item.continuations]
-            assert pick == int(np.argmin(costs))
-        hits = sum(pick == item.correct for pick, item in zip(picks[length], asked, strict=True))
-        assert (score.value, score.count, score.chance) == (hits / 12, 12, 0.25)
-        assert score.bos and score.prompt_hash and score.cropped == 0
-    assert picks[whole] != picks[per_token]
-    assert per_byte("é", [1, 2, 3]) == 2.0
+            nats_of(model, [question])

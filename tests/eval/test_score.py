@@ -1,11 +1,12 @@
 """Wilson's interval against SciPy's, and what identifies an evaluation."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 from scipy.stats import binomtest
 
-from quern.eval.score import Score, accuracy, prompt_hash, wilson
+from quern.eval.score import Score, accuracy, prompt_hash, prompt_settings, wilson
 
 
 @pytest.mark.parametrize(("correct", "count"), [(0, 1), (1, 1), (0, 200), (200, 200), (3, 7), (91, 200), (5, 1000)])
@@ -22,13 +23,13 @@ def test_wilson_of_nothing_and_of_nonsense():
 
 
 def test_accuracy_says_what_was_asked():
-    score = accuracy("sums", [True, False, True, True], [0.0, 0.5, 0.25, 0.25], [[9, 1], [9, 2]], bos=9, shots=2)
+    settings = prompt_settings([[9, 1], [9, 2]], bos=9)
+    score = accuracy("sums", [True, False, True, True], [0.0, 0.5, 0.25, 0.25], shots=2, **settings)
     assert (score.value, score.count, score.chance, score.bos, score.shots) == (0.75, 4, 0.25, True, 2)
     assert score.low is not None and score.high is not None and score.low < 0.75 < score.high
-    assert not accuracy("sums", [True], [0.0], [[1, 9]], bos=9).bos
-    assert Score(**json.loads(json.dumps(score.to_json()))) == score
-    with pytest.raises(ValueError, match="no questions"):
-        accuracy("sums", [], [], [], bos=9)
+    assert not prompt_settings([[1, 9]], bos=9)["bos"]
+    assert Score(**json.loads(json.dumps(asdict(score)))) == score
+    assert accuracy("sums", [], [], skipped=3) == Score("sums", "accuracy", None, None, None, 0, None, skipped=3)
 
 
 def test_prompt_hash_tells_prompts_apart():

@@ -9,8 +9,7 @@ import pytest
 from quern.cli import main
 from quern.data.loader import windows
 from quern.data.shards import Corpus
-from quern.eval.bits_per_byte import bits_per_byte
-from quern.eval.texts import kinds_of_documents, sample, text_scores
+from quern.eval.bits_per_byte import bits_per_byte, kinds_of_documents, sample, text_scores
 from quern.text.tinyworld.corpus import KINDS_OF_TEXT, documents, documents_of_kinds
 from tests.support.llama_run import llama_recipe, write_run
 from tests.support.tiny_model import CPU, TEXTS, plain_bits_per_byte, tiny_model, tiny_tokenizer

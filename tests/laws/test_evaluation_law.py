@@ -18,7 +18,7 @@ from quern.data.loader import Batch, windows
 from quern.data.shards import Corpus
 from quern.eval import likelihood
 from quern.eval.bits_per_byte import bits_per_byte
-from quern.eval.likelihood import MultipleChoice, choice_nats, multiple_choice
+from quern.eval.likelihood import choice_example, score_examples
 from quern.eval.run_task import run_task
 from quern.eval.tasks.tinyworld import TASK
 from quern.generate.engine import Engine
@@ -74,46 +74,49 @@ def test_bits_per_byte_can_fail(tokenizer, model):
     assert abs(wrong.bpb / plain.bpb - 1) > 1e-3
 
 
+def choices_scored(model, vocab_size: int, asked) -> tuple[np.ndarray, list[int]]:
+    """The losses of all choices, and the picks."""
+    examples = [choice_example(prompt, continuations, 0, CONTEXT) for prompt, continuations in asked]
+    answers = score_examples(model, examples, CPU, vocab_size)
+    nats = [answer.nats(example) for answer, example in zip(answers, examples, strict=True)]
+    return np.concatenate(nats), [int(one.argmin()) for one in nats]
+
+
 def test_multiple_choice(tokenizer, model, law, monkeypatch):
     rng = np.random.default_rng(0)
-    items = [
-        MultipleChoice(
-            kind="toy",
-            prompt=[tokenizer.bos, *rng.integers(0, 256, rng.integers(1, 20)).tolist()],
-            choices=("a", "b", "c"),
-            continuations=tuple(rng.integers(0, 256, rng.integers(1, 5)).tolist() for _ in range(3)),
-            correct=int(rng.integers(3)),
-        )
-        for _ in range(20)
-    ]
-    how = {"task": "toy", "context": CONTEXT, "vocab_size": tokenizer.vocab_size}
-    nats, results = [], []
+    asked = []
+    for _ in range(20):
+        prompt = [tokenizer.bos, *rng.integers(0, 256, rng.integers(1, 20)).tolist()]
+        asked.append((prompt, [rng.integers(0, 256, rng.integers(1, 5)).tolist() for _ in range(3)]))
+    nats, picks = [], []
     for batch_tokens in (8, 100, 8192):
         monkeypatch.setattr(likelihood, "BATCH_TOKENS", batch_tokens)
-        nats.append(np.concatenate(choice_nats(model, items, CPU, **how)))
-        results.append(multiple_choice(model, items, CPU, bos=tokenizer.bos, **how))
+        losses, picked = choices_scored(model, tokenizer.vocab_size, asked)
+        nats.append(losses)
+        picks.append(picked)
     deviation = max(float(np.abs(one / nats[0] - 1).max()) for one in nats)
     law("likelihood of a choice at batch 1 = at batch N", deviation, "≤ 1e-5 relative, choices equal")
     assert deviation <= 1e-5
-    assert all(result == results[0] for result in results)
+    assert all(picked == picks[0] for picked in picks)
 
 
 def test_multiple_choice_can_fail(tokenizer, model):
     """Padding on the left, the known mistake, moves every position and shows."""
     ids = tokenizer.encode("the corn")
-    pair = ([tokenizer.bos, *ids[:-1]], ids[-1:])
-    padded = ([tokenizer.bos] * 5 + pair[0], pair[1])
-    items = [MultipleChoice("toy", prompt, ("x",), (ids,), 0) for prompt, ids in (pair, padded)]
-    nats = choice_nats(model, items, CPU, task="toy", context=CONTEXT, vocab_size=tokenizer.vocab_size)
-    assert abs(nats[1][0] / nats[0][0] - 1) > 1e-3
+    pair = ([tokenizer.bos, *ids[:-1]], [ids[-1:]])
+    nats, _ = choices_scored(model, tokenizer.vocab_size, [pair, ([tokenizer.bos] * 5 + pair[0], pair[1])])
+    assert abs(nats[1] / nats[0] - 1) > 1e-3
 
 
-def test_generated_answers(tokenizer, law):
+def test_generated_answers(tokenizer, law, monkeypatch):
     engine = Engine(tiny_model(tokenizer.vocab_size, 256), tokenizer, CPU)
     asked = [item for item in TASK.items(1, 6) if item.kind in ("facts", "counting")]
     task = replace(TASK, items=lambda seed, count: asked, max_tokens=24)
-    graded = [run_task(engine, task, base=base, batch_rows=rows) for rows in BATCHES for base in (False, True)]
-    graded, of_base = graded[0::2], graded[1::2]
+    graded, of_base = [], []
+    for rows in BATCHES:
+        monkeypatch.setattr("quern.eval.run_task.BATCH_ROWS", rows)
+        graded.append(run_task(engine, task))
+        of_base.append(run_task(engine, task, base=True))
     equal = all(one == graded[0] for one in graded) and all(one == of_base[0] for one in of_base)
     assert len({reply.text for reply in graded[0].replies}) > 1 and graded[0].replies != of_base[0].replies
     law("generated answers at batch 1 = at batch N", equal, "equal")

@@ -23,8 +23,7 @@ import pytest
 
 from quern.cli import main
 from quern.data.shards import Corpus
-from quern.eval.chat.files import read_items
-from quern.eval.chat.run import TASKS, find_chat_tasks
+from quern.eval.chat import TASKS, find_chat_tasks, read_items
 from quern.machine import Machine
 from quern.mixture.prepare import prepare_mixture
 from quern.recipe import Recipe, TextRecipe
@@ -189,7 +188,7 @@ def test_the_files_of_chat_tasks_are_downloaded_by_name(
     write_run(tmp_path, replace(llama_recipe(context=128), data=str(tmp_path / "text.txt")))
     (tmp_path / "text.txt").write_text("The grain and the bread.\n" * 400, encoding="utf-8")
     names = of_kind("questions", "tests")
-    assert sorted(names) == sorted(task.name for task in TASKS if task.has_file)
+    assert sorted(names) == sorted(task.name for task in TASKS if task.read)
     flags = ["--out", str(tmp_path), *PLAIN, "--stage", "pretrain", "--limit", "3", "--tasks"]
     readable = [name for name in names if name != "humaneval"]  # its programs need a sandbox
     assert main.main(["evaluate", *flags, *(f"chat/{name}" for name in readable)]) == 0

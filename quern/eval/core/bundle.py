@@ -7,7 +7,6 @@ file, tasks are found by the names of their files. Nothing else of the zip is un
 from __future__ import annotations
 
 import re
-import shutil
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -62,11 +61,7 @@ def _unpack(archive: Path, target: Path) -> None:
     try:
         with zipfile.ZipFile(archive) as opened:
             for name in _wanted(opened, archive):
-                path = temporary.path / target.name / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with opened.open(name) as source, path.open("wb") as copy:
-                    shutil.copyfileobj(source, copy)
-                sync_path(path)
+                sync_path(Path(opened.extract(name, temporary.path / target.name)))
         (temporary.path / target.name).rename(target)
         sync_path(target.parent)
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:

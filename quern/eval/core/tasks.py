@@ -1,23 +1,33 @@
-"""The 22 tasks of CORE: files, shots, delimiters and baselines, and the reader of their files.
+"""The 22 tasks of CORE: one entry each, the rows of their files, and their prompts.
 
-Two versions of the baselines exist. v1 is that of the paper and of most published numbers, GPT-2's 0.2565 among
-them; v2 corrects three tasks. Both are always reported, with the version's name.
+Two versions of the baselines exist. v1 is that of the paper and of most published numbers, GPT-2's 0.2565 among them;
+v2 corrects three tasks. Both are always reported, with the version's name.
 
-Source: DCLM (Li et al., 2024, arXiv 2406.11794), its evaluation code of 2025-09, and the data of LLM Foundry.
+A prompt is solved examples, then the question, as rows of token ids with the span that is scored. The shots of item i
+are drawn from all other rows by `random.Random(1234 + i)`, where i is the item's number in the order of
+`random.Random(1337)`. Every row begins with BOS. A row that does not fit is cut from its left, by itself, as nanochat
+and lm-evaluation-harness do.
+
+Source: DCLM (Li et al., 2024, arXiv 2406.11794) and nanochat, whose evaluation code defines delimiters, seeds and
+spans; the data of LLM Foundry.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+from quern.eval.likelihood import Example, common, fit
 from quern.text import formats
 from quern.text.sources import find_file
+from quern.text.tokenizer import Tokenizer
 
 Kind = Literal["choice", "schema", "language"]
+Row = dict[str, Any]
 FIELDS: Mapping[Kind, tuple[str, ...]] = MappingProxyType(
     {
         "choice": ("query", "choices", "gold"),
@@ -29,6 +39,7 @@ FIELDS: Mapping[Kind, tuple[str, ...]] = MappingProxyType(
 OPTIONS = ("choices", "context_options")
 ANSWER = "\nAnswer: "
 VERSIONS = ("v1", "v2")
+ORDER_SEED, SHOTS_SEED = 1337, 1234
 
 
 @dataclass(frozen=True)
@@ -41,7 +52,7 @@ class CoreTask:
         kind: choice: one context, the likeliest of several continuations. schema: several contexts, the one under which
             the continuation is likeliest. language: every token of the continuation is the likeliest one.
         shots: Solved examples before the question.
-        delimiter: Between a question and its answer.
+        delimiter: The text between a question and its answer.
         v1, v2: The accuracy that counts as 0, by version.
     """
 
@@ -56,38 +67,40 @@ class CoreTask:
     def baseline(self, version: str) -> float:
         return self.v1 if version == "v1" else self.v2
 
-    def centred(self, accuracy: float, version: str) -> float:
-        """The accuracy as a share of the way from the baseline to 1."""
-        return (accuracy - self.baseline(version)) / (1 - self.baseline(version))
+
+def _choice(
+    name: str, shots: int, v1: float, v2: float | None = None, delimiter: str = " ", file: str = ""
+) -> CoreTask:
+    return CoreTask(name, file or name, "choice", shots, delimiter, v1, v1 if v2 is None else v2)
 
 
-def _choice(name: str, file: str, shots: int, v1: float, v2: float | None = None, delimiter: str = " ") -> CoreTask:
-    return CoreTask(name, file, "choice", shots, delimiter, v1, v1 if v2 is None else v2)
+def _language(name: str, shots: int, delimiter: str = " ", file: str = "") -> CoreTask:
+    return CoreTask(name, file or name, "language", shots, delimiter)
 
 
 TASKS: tuple[CoreTask, ...] = (
-    _choice("hellaswag_zeroshot", "hellaswag", 0, 0.25),
-    CoreTask("jeopardy", "jeopardy_all", "language", 10, ANSWER),
-    CoreTask("bigbench_qa_wikidata", "bigbench_qa_wikidata", "language", 10),
-    _choice("arc_easy", "arc_easy", 10, 0.25, delimiter=ANSWER),
-    _choice("arc_challenge", "arc_challenge", 10, 0.25, delimiter=ANSWER),
-    _choice("copa", "copa", 0, 0.5),
-    _choice("commonsense_qa", "commonsense_qa", 10, 0.2, 0.403),
-    _choice("piqa", "piqa", 10, 0.5, delimiter=ANSWER),
-    _choice("openbook_qa", "openbook_qa", 0, 0.25),
-    CoreTask("lambada_openai", "lambada_openai", "language", 0),
-    _choice("hellaswag", "hellaswag", 10, 0.25),
+    _choice("hellaswag_zeroshot", 0, 0.25, file="hellaswag"),
+    _language("jeopardy", 10, ANSWER, file="jeopardy_all"),
+    _language("bigbench_qa_wikidata", 10),
+    _choice("arc_easy", 10, 0.25, delimiter=ANSWER),
+    _choice("arc_challenge", 10, 0.25, delimiter=ANSWER),
+    _choice("copa", 0, 0.5),
+    _choice("commonsense_qa", 10, 0.2, 0.403),
+    _choice("piqa", 10, 0.5, delimiter=ANSWER),
+    _choice("openbook_qa", 0, 0.25),
+    _language("lambada_openai", 0),
+    _choice("hellaswag", 10, 0.25),
     CoreTask("winograd", "winograd_wsc", "schema", 0, v1=0.5, v2=0.5),
     CoreTask("winogrande", "winogrande", "schema", 0, v1=0.5, v2=0.5),
-    CoreTask("bigbench_dyck_languages", "bigbench_dyck_languages", "language", 10),
-    _choice("agi_eval_lsat_ar", "agi_eval_lsat_ar", 3, 0.2, 0.25),
-    CoreTask("bigbench_cs_algorithms", "bigbench_cs_algorithms", "language", 10),
-    CoreTask("bigbench_operators", "bigbench_operators", "language", 10),
-    CoreTask("bigbench_repeat_copy_logic", "bigbench_repeat_copy_logic", "language", 10),
-    CoreTask("squad", "squad", "language", 10),
-    CoreTask("coqa", "coqa", "language", 0),
-    _choice("boolq", "boolq", 10, 0.62, delimiter=ANSWER),
-    _choice("bigbench_language_identification", "bigbench_language_identification", 10, 0.091, 0.25),
+    _language("bigbench_dyck_languages", 10),
+    _choice("agi_eval_lsat_ar", 3, 0.2, 0.25),
+    _language("bigbench_cs_algorithms", 10),
+    _language("bigbench_operators", 10),
+    _language("bigbench_repeat_copy_logic", 10),
+    _language("squad", 10),
+    _language("coqa", 0),
+    _choice("boolq", 10, 0.62, delimiter=ANSWER),
+    _choice("bigbench_language_identification", 10, 0.091, 0.25),
 )
 BY_NAME: Mapping[str, CoreTask] = MappingProxyType({task.name: task for task in TASKS})
 
@@ -100,6 +113,7 @@ def find_tasks(folder: Path, names: Sequence[str] = ()) -> list[tuple[CoreTask, 
         names: Tasks by name; none are all that the folder has.
 
     Raises:
+        FileNotFoundError: There is no such folder, or it has no file of rows.
         ValueError: A task does not exist, or has no file or several.
     """
     unknown = [name for name in names if name not in BY_NAME]
@@ -114,30 +128,86 @@ def find_tasks(folder: Path, names: Sequence[str] = ()) -> list[tuple[CoreTask, 
     return there
 
 
-def read_rows(path: Path, task: CoreTask) -> list[dict[str, Any]]:
-    """The rows of a task's file, in the file's order.
+def read_rows(path: Path, task: CoreTask) -> list[Row]:
+    """The rows of a task's file, in the order in which they are numbered and asked.
 
     Raises:
         ValueError: A line is not a row of this kind of task, or there are too few rows for the shots.
     """
-    rows = formats.read_rows(path, task.name, FIELDS[task.kind], lambda row: _checked(row, task))
+    rows = formats.read_rows(path, task.name, FIELDS[task.kind], lambda row: _checked(row, task.kind))
     if len(rows) <= task.shots:
         raise ValueError(
             f"{path} has {len(rows)} rows, and {task.name} needs more than its {task.shots} shots: "
             "take the whole file, or leave the task out"
         )
+    random.Random(ORDER_SEED).shuffle(rows)
     return rows
 
 
-def _checked(row: dict[str, Any], task: CoreTask) -> dict[str, Any]:
-    if missing := [field for field in FIELDS[task.kind] if field not in row]:
+def _checked(row: Row, kind: Kind) -> Row:
+    if missing := [field for field in FIELDS[kind] if field not in row]:
         raise ValueError(f"it has no {', '.join(missing)}")
-    texts = [row[field] for field in FIELDS[task.kind] if field not in (*OPTIONS, "gold")]
+    texts = [row[field] for field in FIELDS[kind] if field not in (*OPTIONS, "gold")]
     if not all(isinstance(text, str) for text in texts) or row.get("continuation") == "":
         raise ValueError("a text of it is empty, or no text")
-    for options in (row[field] for field in FIELDS[task.kind] if field in OPTIONS):
+    for options in (row[field] for field in FIELDS[kind] if field in OPTIONS):
         if not isinstance(options, list) or not all(isinstance(text, str) and text for text in options):
             raise ValueError("its options are no list of texts")
         if type(row["gold"]) is not int or not (len(options) > 1 and 0 <= row["gold"] < len(options)):
             raise ValueError(f"gold {row['gold']!r} is none of its {len(options)} options")
     return row
+
+
+def make_example(task: CoreTask, rows: Sequence[Row], item: int, tokenizer: Tokenizer, context: int) -> Example | None:
+    """Builds one item.
+
+    Args:
+        task: The task.
+        rows: All rows, in order.
+        item: Index of the item.
+        tokenizer: The model's.
+        context: The most tokens that the model reads.
+
+    Returns:
+        The example; None if a scored span, with one token before it, does not fit the context.
+    """
+    drawn = random.Random(SHOTS_SEED + item).sample(range(len(rows) - 1), task.shots)
+    shots = [rows[at + (at >= item)] for at in drawn]  # of all rows but this one
+    before = "".join(f"{task.delimiter.join(_parts(task, shot))}\n\n" for shot in shots)
+    row = rows[item]
+
+    def ids(text: str) -> tuple[int, ...]:
+        return (tokenizer.bos, *tokenizer.encode(text))
+
+    if task.kind == "language":
+        asked, ending = _parts(task, row)
+        prompt, whole = ids(f"{before}{asked}{task.delimiter}".strip()), ids(f"{before}{asked}{task.delimiter}{ending}")
+        return fit([whole], [common([prompt, whole])], 0, context)
+    if task.kind == "choice":
+        options = [ids(f"{before}{row['query']}{task.delimiter}{choice}") for choice in row["choices"]]
+        # Of two options that begin alike, one may end where the other goes on: its last token is still scored.
+        start = min(common(options), min(map(len, options)) - 1)
+        return fit(options, [start] * len(options), row["gold"], context)
+    options = [ids(f"{before}{begin}{task.delimiter}{row['continuation']}") for begin in row["context_options"]]
+    ending = common([option[::-1] for option in options])
+    return fit(options, [len(option) - ending for option in options], row["gold"], context)
+
+
+def _parts(task: CoreTask, row: Row) -> tuple[str, str]:
+    """The question of a row and its right answer."""
+    if task.kind == "choice":
+        return row["query"], row["choices"][row["gold"]]
+    if task.kind == "schema":
+        return row["context_options"][row["gold"]], row["continuation"]
+    return row["context"].strip(), row["continuation"]
+
+
+def core_passages(task: CoreTask, path: Path, limit: int | None = None) -> list[str]:
+    """The texts of a task's questions, with their answers, that are looked for in the training text.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
+    parts = [_parts(task, row) for row in read_rows(path, task)[:limit]]
+    label = "Question: " if task.kind == "choice" else ""
+    return [f"{asked.removeprefix(label)} {answer}" for asked, answer in parts]

@@ -1,0 +1,356 @@
+"""Chat tasks: ARC, MMLU, GSM8K, HumanEval, spelling and counting, and ChatCORE, the mean of the first five.
+
+Each is one entry of TASKS. Their files, or those of CORE with the same questions, have rows such as
+
+    choice     {"question": …, "choices": {"text": […], "label": […]}, "answerKey": "B"}     ARC
+               {"question": …, "choices": […], "answer": 2}                                  MMLU
+               {"query": …, "choices": […], "gold": 2}                                       CORE's files
+    gsm8k      {"question": …, "answer": "… #### 12"}
+    humaneval  {"task_id": …, "prompt": …, "entry_point": …, "canonical_solution": …, "test": …}
+
+Options get the letters A, B, …, and the answer is a letter, as `quern sft` teaches it.
+
+ChatCORE is the mean of the centred accuracies (p − b) / (1 − b) of ARC-Easy, ARC-Challenge, MMLU (b = 0.25), GSM8K and
+HumanEval (b = 0), as in nanochat. It has the name only if all questions of the five tasks were asked.
+
+Source of HumanEval: Chen et al., 2021, "Evaluating Large Language Models Trained on Code",
+https://arxiv.org/abs/2107.03374.
+"""
+
+from __future__ import annotations
+
+import atexit
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from string import ascii_uppercase
+from typing import Any
+
+import numpy as np
+
+from quern.eval import gsm8k
+from quern.eval.answers import ENDING, write_answers, write_items
+from quern.eval.on_ranks import is_main, on_ranks
+from quern.eval.run_task import fitting, run_task
+from quern.eval.score import Score, interval, mean_score, prompt_settings
+from quern.eval.task import Item, Task, question
+from quern.eval.tasks import tinyworld
+from quern.generate.engine import Engine
+from quern.generate.sampling import Sampling
+from quern.generate.sandbox import Program, Sandbox, SandboxError
+from quern.mesh import ProcessGroup
+from quern.mixture.questions import multiple_choice
+from quern.rl.advantages import pass_at_k
+from quern.rl.environments.programs import program_in
+from quern.runs.public_data import fetch_tests
+from quern.terminal import Meter, counted
+from quern.text.formats import read_rows
+from quern.text.sources import find_file
+from quern.text.tinyworld.corpus import questions
+
+CHAT = "chat"
+COLUMNS = "question query choices answerKey answer gold prompt entry_point test task_id canonical_solution".split()
+LABEL = "Question: "
+"""CORE's files begin their questions with it."""
+GENERATED = 256
+"""Questions of spelling and of counting, without a limit."""
+ORDER_SEED = 1337
+BASE_STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
+"""A base model's function ends before these, as in the paper."""
+SAMPLING = Sampling(temperature=0.8, top_p=0.95)
+"""The sampling of pass@k, as in the paper for many samples."""
+K = (1, 10, 100)
+
+
+@dataclass(frozen=True)
+class ProgramItem(Item):
+    """A function to write. answer: a right body; question: the beginning, with the docstring; entry_point: the
+    function's name; test: source that defines `check(function)`."""
+
+    entry_point: str = ""
+    test: str = ""
+
+
+def _choice(name: str, row: Mapping[str, Any]) -> Item:
+    asked = row["question"] if row.get("question") is not None else row["query"]
+    choices = row["choices"]
+    if isinstance(choices, Mapping):
+        options, labels, key = choices["text"], list(choices["label"]), row["answerKey"]
+        if key not in labels:
+            raise ValueError(f"answerKey {key!r} is none of its labels, {', '.join(map(str, labels))}")
+        gold = labels.index(key)
+    else:
+        options, gold = choices, row["gold"] if row.get("gold") is not None else row["answer"]
+        if isinstance(gold, str) and len(gold) == 1:
+            gold = ascii_uppercase.find(gold)
+    if not isinstance(options, list) or not all(isinstance(text, str) and text for text in (asked, *options)):
+        raise ValueError("its question or an option is no text, or empty")
+    if type(gold) is not int or not (2 <= len(options) <= len(ascii_uppercase) and 0 <= gold < len(options)):
+        raise ValueError(f"the answer {gold!r} is none of its {len(options)} options")
+    letters = tuple(ascii_uppercase[: len(options)])
+    return question(multiple_choice(asked.removeprefix(LABEL), options), letters[gold], letters, name)
+
+
+def _problem(name: str, row: Mapping[str, Any]) -> Item:
+    return gsm8k.problem(row)
+
+
+def _program(name: str, row: Mapping[str, Any]) -> Item:
+    texts = [row[key] for key in ("prompt", "canonical_solution", "entry_point", "test")]
+    if not all(isinstance(text, str) for text in texts) or not texts[2].isidentifier():
+        raise ValueError("its prompt, canonical_solution or test is no text, or its entry_point no name")
+    prompt, solution, entry_point, test = texts
+    return ProgramItem(name, [{"role": "user", "content": prompt}], solution, entry_point=entry_point, test=test)
+
+
+def program_of(item: Item, reply: str) -> Program:
+    """The program of a reply, with its check.
+
+    The program (`program_in`) is a whole function, or a body that continues the prompt. In both cases the prompt is
+    before it, which has imports and functions that the tests use.
+    """
+    assert isinstance(item, ProgramItem)
+    code, name = program_in(reply), item.entry_point
+    whole = re.search(rf"^def {re.escape(name)}\b", code, re.MULTILINE)
+    check = f"{item.question}\n{name} = program.{name}\n{item.test}\ncheck({name})"
+    return Program(f"{item.question}\n{code}" if whole else item.question + code, check)
+
+
+@cache
+def _sandbox() -> Sandbox:
+    sandbox = Sandbox(workers=2)
+    atexit.register(sandbox.close)
+    return sandbox
+
+
+def run_programs(programs: Sequence[Program]) -> list[bool]:
+    """Whether each program passes its check, in the sandbox."""
+    return [outcome.passed for outcome in _sandbox().run(programs)]
+
+
+def _passed(items: Sequence[Item], replies: Sequence[str]) -> list[bool]:
+    return run_programs([program_of(item, reply) for item, reply in zip(items, replies, strict=True)])
+
+
+@dataclass(frozen=True)
+class ChatTask:
+    """One entry.
+
+    Args:
+        name: Its score is "chat/NAME".
+        read: (name, row of its file) → an item. None: its questions are made.
+        baseline: The accuracy that counts as 0 in ChatCORE; None: the task is no part of it.
+        how: How it is asked: arguments of `Task`.
+    """
+
+    name: str
+    read: Callable[[str, Mapping[str, Any]], Item] | None
+    baseline: float | None
+    how: Mapping[str, Any]
+
+    def task(self, items: Sequence[Item]) -> Task:
+        """The task with these items."""
+        return Task(CHAT, lambda seed, count: items, **self.how)
+
+
+_LETTERS = {"base_prompt": lambda item: f"{item.question}\nAnswer:"}
+_WORDS = {"grade": tinyworld.grade, "base_prompt": tinyworld.base_prompt}
+_NUMBER = {"max_tokens": 512, "grade": gsm8k.is_right, "base_stop": ("\nQuestion:",)}
+_CODE = {
+    "max_tokens": 512,
+    "grade_all": _passed,
+    "base_prompt": lambda item: item.question,
+    "base_stop": BASE_STOP,
+}
+TASKS = (
+    ChatTask("arc_easy", _choice, 0.25, _LETTERS),
+    ChatTask("arc_challenge", _choice, 0.25, _LETTERS),
+    ChatTask("mmlu", _choice, 0.25, _LETTERS),
+    ChatTask("gsm8k", _problem, 0.0, _NUMBER),
+    ChatTask("humaneval", _program, 0.0, _CODE),
+    ChatTask("spelling", None, None, _WORDS),
+    ChatTask("counting", None, None, _WORDS),
+)
+BY_NAME = {task.name: task for task in TASKS}
+PARTS = [task for task in TASKS if task.baseline is not None]
+"""The parts of ChatCORE."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A task with its items in the order in which they are asked. whole: they are all that the task has."""
+
+    task: ChatTask
+    items: list[Item]
+    whole: bool
+
+
+def read_items(path: Path, name: str) -> list[Item]:
+    """The items of a task's file, in the file's order. Raises as `read_rows`."""
+    read = BY_NAME[name].read or _choice
+    return read_rows(path, name, COLUMNS, lambda row: read(name, row))
+
+
+def find_chat_tasks(
+    folder: Path | None, out: Path, names: Sequence[str], limit: int | None, log: Callable[[str], None]
+) -> list[Asked]:
+    """Tasks with their items.
+
+    Args:
+        folder: Has the files, also in its subfolders. None: they are downloaded.
+        out: The output folder, for downloads.
+        names: Tasks by name; none are all that can be asked. Those that cannot are logged.
+        limit: The most items of each task: the first ones of an order that is always the same.
+        log: Takes lines for the user.
+
+    Raises:
+        ValueError: A task does not exist, has no file or several, or its file is damaged.
+        OSError: A file cannot be downloaded.
+        SandboxError: HumanEval is named, and no sandbox works on this machine.
+    """
+    unknown = [name for name in names if name not in BY_NAME]
+    if unknown:
+        raise ValueError(f"chat has no task '{unknown[0]}': use {', '.join(BY_NAME)}")
+    wanted = [task for task in TASKS if task.name in names or not names]
+    with_files = [task.name for task in wanted if task.read]
+    folder = folder or fetch_tests(with_files, out)
+    paths = {name: find_file(folder, name, f"{name}_test", inside=(name, f"openai_{name}")) for name in with_files}
+    absent = [name for name, path in paths.items() if path is None]
+    if absent and names:
+        raise ValueError(f"{folder} has no file for {', '.join(absent)}: give its folder, or leave the task out")
+    if paths.get("humaneval") is not None:
+        try:
+            _sandbox()
+        except SandboxError as error:
+            if names:
+                raise
+            absent.append("humaneval")
+            log(f"no programs are run: {error}")
+    if absent:
+        log(f"not asked: {', '.join(f'{CHAT}/{name}' for name in absent)}")
+    return [_asked(task, paths.get(task.name), limit) for task in wanted if task.name not in absent]
+
+
+def _asked(task: ChatTask, path: Path | None, limit: int | None) -> Asked:
+    if path is None:
+        count = GENERATED if limit is None else min(limit, GENERATED)
+        return Asked(task, [Item(**vars(one)) for one in questions(0, task.name, count)], count == GENERATED)
+    items = read_items(path, task.name)
+    random.Random(ORDER_SEED).shuffle(items)
+    return Asked(task, items[:limit], limit is None or limit >= len(items))
+
+
+def run_chat(
+    engine: Engine,
+    tasks: Sequence[Asked],
+    records: Path,
+    identity: dict[str, Any],
+    *,
+    base: bool,
+    samples: int = 1,
+    group: ProcessGroup | None = None,
+) -> list[Score]:
+    """Asks chat tasks.
+
+    Args:
+        engine: The model.
+        tasks: As from `find_chat_tasks`.
+        records: A folder for the answers.
+        identity: What the answers' files say about the model.
+        base: The model was not fine-tuned.
+        samples: Replies to each problem of HumanEval, from which pass@k is estimated; 1: none besides the greedy one.
+        group: The ranks that ask some batches each; rank 0 writes. None is a single process.
+
+    Returns:
+        A score for each task, then the mean of ChatCORE's tasks, if there is one.
+    """
+    scores: dict[str, Score] = {}
+    sampled: list[Score] = []
+    for asked in tasks:
+        name, task = asked.task.name, asked.task.task(asked.items)
+        graded = run_task(engine, task, count=len(asked.items), base=base, group=group)
+        scores[name] = graded.scores[0]
+        if is_main(group):
+            write_answers(records, CHAT, identity, graded.replies)
+        if name != "humaneval" or samples == 1:
+            continue
+        fits = fitting(engine, task, asked.items, base)
+        found, right = sampled_scores(engine, task, fits, samples, base=base, group=group)
+        if fits and is_main(group):
+            header = {**identity, "task": f"{CHAT}/{name}, pass@1 of {samples} samples"}
+            scored = [(item, f"{n} of {samples}", n / samples) for (item, _), n in zip(fits, right, strict=True)]
+            write_items(records / CHAT / f"{name}.samples{ENDING}", header, scored)
+        sampled += [replace(score, skipped=len(asked.items) - len(fits)) for score in found]
+    mean = chat_core(tasks, scores)
+    return [*scores.values(), *sampled, *([mean] if mean else [])]
+
+
+def sampled_scores(
+    engine: Engine,
+    task: Task,
+    asked: Sequence[tuple[Item, list[int]]],
+    samples: int,
+    *,
+    base: bool,
+    group: ProcessGroup | None = None,
+) -> tuple[list[Score], list[int]]:
+    """pass@k of sampled programs, for each k of `K` up to their number, without bias.
+
+    Args:
+        engine: The model.
+        task: HumanEval's.
+        asked: The problems, each with the token ids of its prompt, from BOS on.
+        samples: Replies to each problem.
+        base: The prompts are plain text, which the model continues.
+        group: The ranks that ask some problems each; None is a single process.
+
+    Returns:
+        The scores, with intervals of 1.96 standard errors over the problems; the number of right replies to each.
+    """
+    if not asked:
+        return [], []
+    prompts, name = [ids for _, ids in asked], f"{CHAT}/{asked[0][0].kind}"
+
+    def compute(batch: Sequence[int]) -> list[int]:
+        (at,) = batch
+        stop = task.base_stop if base else ()
+        how = {"max_tokens": task.max_tokens, "sampling": SAMPLING, "stop": stop, "plain": base}
+        (replies,) = engine.generate([prompts[at]], samples=samples, **how)
+        return [sum(_passed([asked[at][0]] * samples, [reply.text for reply in replies]))]
+
+    with Meter(f"{name}, {samples} samples", len(asked), "problems", silent=not is_main(group)) as meter:
+        right = on_ranks([[at] for at in range(len(asked))], compute, group, meter.at)
+    scores = []
+    for k in (k for k in K if k <= samples):
+        shares = np.array([pass_at_k(one, samples, k) for one in right])
+        mean, error = float(shares.mean()), float(shares.std()) / max(1, len(shares) - 1) ** 0.5
+        low, high = interval(mean, error)
+        # Equal shares, such as all 0, say nothing about the spread.
+        ends = (max(0.0, low), min(1.0, high)) if error else (None, None)
+        settings = prompt_settings(prompts, engine.tokenizer.bos)
+        scores.append(Score(name, f"pass@{k}", mean, *ends, len(asked), 0.0, **settings))
+    return scores, right
+
+
+def chat_core(tasks: Sequence[Asked], scores: Mapping[str, Score]) -> Score | None:
+    """The mean of the centred accuracies. It is called ChatCORE only if all questions of its tasks were asked.
+
+    Args:
+        tasks: The tasks that were asked.
+        scores: Their scores by name.
+    """
+    there = {task.name: (scores[task.name], task.baseline or 0.0) for task in PARTS if task.name in scores}
+    parts = {name: part for name, part in there.items() if part[0].value is not None}
+    if not parts:
+        return None
+    skipped = sum(score.skipped for score, _ in there.values())
+    whole = parts.keys() <= {asked.task.name for asked in tasks if asked.whole}
+    name = "ChatCORE"
+    if len(parts) < len(PARTS) or skipped or not whole:
+        name = f"mean of {len(parts)} of ChatCORE's {len(PARTS)} tasks"
+        name += "" if whole else ", not all questions"
+        name += f", {counted(skipped, 'question')} left out" if skipped else ""
+    return mean_score(name, list(parts.values()))
