@@ -296,7 +296,7 @@ def test_the_trend_of_a_multiplier_that_holds_is_rarely_called_another() -> None
 def test_a_measured_speed_gives_a_multiplier_by_seconds_with_its_error(tmp_path: Path) -> None:
     study, _ = climb(tmp_path / "study", rungs=(0, 1), every=True)
     for idea, error in (("steady", 0.001), ("idles", 0.05)):
-        study.add(SPEEDS, {"recipe": idea, "rung": 1, "ratio": 1.25, "error": error})
+        study.add(SPEEDS, {"recipe": idea, "rung": 1, "ratio": 1.25, "error": error, "seconds": 0.1, "pairs": 9})
     found = {row.idea: (told(row.flops[1]), told(row.seconds[1])) for row in rows(study) if row.seconds}
     assert found.keys() == {"steady", "idles"}
     for idea, (flops, seconds) in found.items():
