@@ -20,9 +20,9 @@ from quern.terminal import Meter
 from quern.text import conversations, data_sets, tinyworld
 from quern.text.chat import Message
 from quern.text.content import content_fingerprint
+from quern.text.data_sets import Fetched
 from quern.text.documents import Conversation, conversation_rows
-from quern.text.hub import Fetched
-from quern.text.repository import PREFIX, local_copy
+from quern.text.repositories import PREFIX, local_copy
 from quern.text.sources import OF_ROWS, Where, format_of, list_source
 from quern.text.tinyworld import chat, corpus, skills
 from quern.text.tinyworld.prose import Pen

@@ -1,11 +1,12 @@
-"""Public data sets of a run: a name → local files under out/downloads/, downloaded unless they are there.
+"""Public data sets of a run: a name → local files in out/downloads/NAME/{train,val}, downloaded unless they are there.
 
 A name is one of text/data_sets.py's, or hf:OWNER/NAME[:CONFIG][@REVISION] for any data set of the Hugging Face Hub. The
-files of the latter are listed once: the list, with its commit, is kept in the folder, so a run that is continued reads
-the same text although the repository has changed. HF_ENDPOINT names a mirror of the Hub.
+files of its repository are listed once: the list, with its commit, is kept in the folder, so a run that is continued
+reads the same text although the repository has changed. The validation files do not depend on the number of training
+files, so scores stay comparable.
 
-Text whose digests a listing states is downloaded while it is read, file by file: its fingerprint is known before, so
-training can begin early. Other sets are downloaded whole first.
+Text whose digests the listing states is downloaded while it is read, file by file: its fingerprint is known before, so
+training can begin early. Other files are downloaded first.
 """
 
 from __future__ import annotations
@@ -20,34 +21,51 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from quern.child import environment, set_child_env
 from quern.data.prefetch import prefetch_items
 from quern.recipe import ConversationSource, Recipe
 from quern.records import read_json
-from quern.temporaries import write_whole
+from quern.temporaries import alone_in, write_whole
 from quern.terminal import Meter
-from quern.text import data_sets, hub
-from quern.text.data_sets import DataSet
-from quern.text.repository import PREFIX, HubName, Repository, data_set, pinned, repository_of
-from quern.text.sources import Listing, entry_of, list_source
+from quern.text import data_sets, downloads
+from quern.text.data_sets import DataSet, Fetched
+from quern.text.repositories import PREFIX, HubName, Repository, data_set
+from quern.text.sources import Listing, entry_of
 
 LISTING = "listing.json"
 FOR_DATA = ("documents", "tokens")
 """Kinds of sets to pretrain on."""
-QUIET_HUB = {"HF_HUB_DISABLE_TELEMETRY": "1"}
-"""The Hub's library reads it when it is imported. Without it, the library asks the Hub for a list of programs, of which
-it would report this one, and keeps the list in the home folder."""
 WAIT_SECONDS = 20.0
 """Between two lines on a file that is waited for."""
+
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class _Known:
-    """A data set, its folder, and what its server is sent."""
+    """A data set, the listing of its repository, and its folder."""
 
     files: DataSet
+    listed: Repository
     folder: Path
-    headers: Mapping[str, str]
+
+    def local(self, shards: int | None) -> Fetched:
+        tokenizer = self.files.tokenizer and self.folder / self.files.tokenizer[0].rpartition("/")[2]
+        train = (self.folder / "train" / file for file in self.files.train[:shards])
+        return Fetched(tuple(train), tuple(self.folder / "val" / file for file in self.files.val), tokenizer)
+
+    def stated(self, file: str) -> tuple[int, str | None]:
+        """The size of a file in bytes, and its SHA-256 (hex) where it is known."""
+        return self.listed.files.get(self.files.path(file), (0, None))
+
+    def download(self, paths: Iterable[Path], progress: downloads.Progress, log: Log) -> None:
+        """Downloads local files, unless they are there. One process at a time does; the others wait for it."""
+        with alone_in(self.folder, log):
+            for path in paths:
+                if self.files.tokenizer and path.parent == self.folder:
+                    downloads.retrieve(*self.files.tokenizer, path, progress)
+                else:
+                    file = self.files.path(path.relative_to(self.folder).as_posix().partition("/")[2])
+                    downloads.download(self.listed, file, path, progress)
 
 
 @dataclass(frozen=True)
@@ -56,19 +74,21 @@ class PublicData:
 
     Args:
         name: For file names.
-        files: The local files; of those for training, the ones with a digest may not be there yet.
+        files: The local files; training files with a digest may not be there yet.
         available: The number of training files that the set has.
-        digests: The SHA-256 (hex) of each training file that `training_files` downloads; empty if all are there.
-        known: The set that `training_files` downloads from; None if all files are there.
-        log: Called with a line while `training_files` waits for one.
+        digests: The SHA-256 (hex) of each training file that `training_files` downloads.
+        sizes: The size of each training file in bytes.
+        known: The set.
+        log: Called with a line while `training_files` waits for a file.
     """
 
     name: str
-    files: hub.Fetched
+    files: Fetched
     available: int
-    digests: Mapping[Path, str] = field(default_factory=dict)
-    known: _Known | None = field(default=None, repr=False)
-    log: Callable[[str], None] = field(default=lambda line: None, repr=False, compare=False)
+    digests: Mapping[Path, str]
+    sizes: Mapping[Path, int]
+    known: _Known = field(repr=False, compare=False)
+    log: Log = field(repr=False, compare=False)
 
     @property
     def shards(self) -> int:
@@ -76,10 +96,7 @@ class PublicData:
 
     def listing(self) -> Listing:
         """The training files with their sizes in bytes, as `list_source` lists files."""
-        if self.known is None:
-            return list_source(self.files.train)
-        sizes = [self.known.files.sizes[file] for file in self.known.files.train]
-        return Listing(tuple(map(entry_of, self.files.train, sizes)), ())
+        return Listing(tuple(map(entry_of, self.files.train, self.sizes.values())), ())
 
     def training_files(self) -> Generator[Path, None, None]:
         """Downloads the training files in order. After the first one, a thread downloads up to two files ahead.
@@ -90,11 +107,7 @@ class PublicData:
         Raises:
             OSError: A file cannot be downloaded; the message says what to do.
         """
-        if self.known is None:
-            yield from self.files.train
-            return
-        own = replace(self.known, files=replace(self.known.files, val=()))
-        dropped, at = threading.Event(), ""
+        dropped, at, asked, said = threading.Event(), "", 1, time.monotonic()
 
         def progress(file: str, done: int, total: int) -> None:
             nonlocal at
@@ -102,12 +115,10 @@ class PublicData:
             if dropped.is_set():
                 raise _Dropped
 
-        def fetched(known: _Known) -> Iterator[Path]:
-            for file in known.files.train[1:]:
-                yield _download(replace(known, files=replace(known.files, train=(file,))), None, progress).train[0]
-
-        asked = 1
-        said = time.monotonic()
+        def rest() -> Iterator[Path]:
+            for path in self.files.train[1:]:
+                self.known.download([path], progress, lambda line: None)
+                yield path
 
         def waiting() -> bool:
             nonlocal said
@@ -116,8 +127,9 @@ class PublicData:
                 self.log(f"fetching {self.name}: file {asked + 1:,} of {self.shards:,}, {at}")
             return False
 
-        yield _fetch(self.name, own, 1).train[0]
-        later = prefetch_items(fetched(own), ahead=1, give_up=waiting)
+        _fetch(self.name, self.known, self.files.train[:1])
+        yield from self.files.train[:1]
+        later = prefetch_items(rest(), ahead=1, give_up=waiting)
         try:
             for path in later:
                 yield path
@@ -131,7 +143,7 @@ class _Dropped(Exception):
     """Ends a download whose reader has stopped. The part that has arrived is kept."""
 
 
-def public_data(recipe: Recipe, out: Path, log: Callable[[str], None] = lambda line: None) -> PublicData | None:
+def public_data(recipe: Recipe, out: Path, log: Log = lambda line: None) -> PublicData | None:
     """The files of the recipe's data; None for tinyworld and for a file or a folder.
 
     Args:
@@ -150,14 +162,13 @@ def public_data(recipe: Recipe, out: Path, log: Callable[[str], None] = lambda l
     name, available, shards = recipe.data, len(known.files.train), _shards(recipe, known.files)
     if shards < available:
         log(f"{name}: {shards:,} of {available:,} training files are used; --shards N asks for another number")
-    known, file_name = _pinned(name, known, log), re.sub(r"[^\w.]+", "-", name)
-    used = known.files.train[:shards]
-    if known.files.kind != "documents" or not all(map(known.files.sha256.get, used)):
-        return PublicData(file_name, _fetch(name, known, shards), available)
-    files = replace(_fetch(name, known, 0), train=tuple(known.folder / "train" / file for file in used))
-    digests = {path: known.files.sha256[file] for path, file in zip(files.train, used, strict=True)}
-    known = replace(known, files=replace(known.files, train=used))
-    return PublicData(file_name, files, available, digests, known, log)
+    files = known.local(shards)
+    stated = {path: known.stated(file) for path, file in zip(files.train, known.files.train, strict=False)}
+    digests = {path: digest for path, (_, digest) in stated.items() if digest and known.files.kind == "documents"}
+    first = [path for path in files.train if path not in digests]
+    _fetch(name, known, [*filter(None, [files.tokenizer]), *files.val, *first])
+    sizes = {path: size for path, (size, _) in stated.items()}
+    return PublicData(re.sub(r"[^\w.]+", "-", name), files, available, digests, sizes, known, log)
 
 
 def shards_used(recipe: Recipe, out: Path) -> int | None:
@@ -182,11 +193,12 @@ def _data(recipe: Recipe, out: Path) -> _Known | None:
             f"{', '.join(key for key, known in data_sets.DATASETS.items() if known.kind in FOR_DATA)}, or "
             "hf:OWNER/NAME for one of the Hugging Face Hub"
         )
-    known = _find(name, out, recipe.text.split, "documents")
-    if known.files.kind not in FOR_DATA:
+    if name in data_sets.DATASETS and data_sets.DATASETS[name].kind not in FOR_DATA:
         raise ValueError(
-            f"--data {name}: the set holds {known.files.kind} to fine-tune on, no text: give it to --conversations"
+            f"--data {name}: the set holds {data_sets.DATASETS[name].kind} to fine-tune on, no text: give it to "
+            "--conversations"
         )
+    known = _find(name, out, recipe.text.split, "documents")
     return known if recipe.val is None else replace(known, files=replace(known.files, val=()))
 
 
@@ -197,17 +209,17 @@ def _shards(recipe: Recipe, files: DataSet) -> int:
     return min(len(files.train), recipe.shards or needed)
 
 
-def fetch_conversations(asked: ConversationSource, out: Path) -> hub.Fetched:
+def fetch_conversations(asked: ConversationSource, out: Path) -> Fetched:
     """The files of a public set of conversations or questions; of those, as many as `limit` needs.
 
     Raises:
         ValueError, OSError: As `public_data`.
     """
     known = _find(asked.source, out, asked.split, "conversations")
-    shards = None
-    if asked.limit is not None and known.files.file_rows:
-        shards = math.ceil(asked.limit / known.files.file_rows)
-    return _fetch(asked.source, known, shards)
+    rows = known.files.file_rows
+    files = known.local(math.ceil(asked.limit / rows) if asked.limit is not None and rows else None)
+    _fetch(asked.source, known, [*files.val, *files.train])
+    return files
 
 
 def fetch_tests(names: Iterable[str], out: Path) -> Path:
@@ -218,65 +230,30 @@ def fetch_tests(names: Iterable[str], out: Path) -> Path:
     """
     try:
         for name in names:
-            _fetch(name, _find(name, out, "test", "conversations"), 0)
+            known = _find(name, out, "test", "conversations")
+            _fetch(name, known, known.local(0).val)
     except OSError as error:
         raise OSError(f"{error}; or name a folder with the files of the tests with --chat-data") from error
     return out / "downloads"
 
 
-def _fetch(name: str, known: _Known, shards: int | None) -> hub.Fetched:
+def _fetch(name: str, known: _Known, paths: Iterable[Path]) -> None:
     with Meter(f"fetching {name}", None, "MB of this file") as meter:
-        return _download(known, shards, lambda file, done, total: meter.at(done / 1e6, file), meter.log)
-
-
-def _download(
-    known: _Known, shards: int | None, progress: hub.Progress, log: Callable[[str], None] = lambda line: None
-) -> hub.Fetched:
-    return hub.fetch(
-        known.files,
-        known.folder,
-        progress,
-        shards=shards,
-        endpoint=_endpoint(),
-        headers=known.headers,
-        log=log,
-    )
+        known.download(paths, lambda file, done, total: meter.at(done / 1e6, file), meter.log)
 
 
 def _find(name: str, out: Path, split: str, kind: Literal["documents", "conversations"]) -> _Known:
-    if not name.startswith(PREFIX):
-        return _Known(data_sets.DATASETS[name], out / "downloads" / name, {})
-    parsed = HubName.parse(name)
-    set_child_env(QUIET_HUB)
-    folder = out / "downloads" / parsed.folder
-    files = data_set(_listed(parsed, folder), parsed, split, kind)
-    if kind == "conversations":  # the first of them are held out, as of every other source without a split for it
-        files = replace(files, val=())
-    return _Known(files, folder, hub.hub_headers())
-
-
-def _pinned(name: str, known: _Known, log: Callable[[str], None]) -> _Known:
-    """A set of text that quern knows by name, at the commit that its repository had when it was first asked for."""
-    listing, here = known.folder / LISTING, known.folder / "train"
-    if name not in data_sets.DATASETS or known.files.kind != "documents" or here.exists() and not listing.exists():
-        return known
-    try:
-        set_child_env(QUIET_HUB)
-        return replace(known, files=pinned(known.files, _listed(repository_of(known.files), known.folder)))
-    except OSError as error:
-        log(f"{name}: all of its files are downloaded before they are read, since {error}")
-        return known
-
-
-def _listed(name: HubName, folder: Path) -> Repository:
-    """The list of a repository's files, asked for once."""
+    files = data_sets.DATASETS.get(name)
+    asked = HubName.parse(name) if files is None else HubName(files.repository)
+    folder = out / "downloads" / (asked.folder if files is None else name)
     path = folder / LISTING
     if path.exists():
-        return read_json(path, Repository, "remove it, and the files are listed again")
-    listed = hub.list_repository(name, _endpoint())
-    write_whole(path, json.dumps(asdict(listed), indent=1))
-    return listed
-
-
-def _endpoint() -> str:
-    return (environment().get("HF_ENDPOINT") or data_sets.HUGGING_FACE).rstrip("/")
+        listed = read_json(path, Repository, "remove it, and the files are listed again")
+    else:
+        listed = downloads.list_repository(asked)
+        write_whole(path, json.dumps(asdict(listed), indent=1))
+    if files is None:
+        files = data_set(listed, asked, split, kind)
+        if kind == "conversations":  # the first of them are held out, as of every other source without a split for it
+            files = replace(files, val=())
+    return _Known(files, listed, folder)

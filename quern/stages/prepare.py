@@ -34,7 +34,7 @@ from quern.text.encode.pool import UNIT_CHARACTERS, StartWorkers, on_processes
 from quern.text.encode.sample import sampled
 from quern.text.encode.write import never, write_shards
 from quern.text.formats import text_megabytes
-from quern.text.repository import TRAIN, local_copy
+from quern.text.repositories import TRAIN, local_copy
 from quern.text.sources import Listing, Where, format_of, list_source
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import Tokenizer, compression_report, split_pattern

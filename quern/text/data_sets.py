@@ -1,59 +1,69 @@
-"""The public data sets that quern knows by name: the locations and hashes of their files.
+"""The public data sets that quern knows by name: the locations of their files.
 
 Sizes of training files are estimates, those of text at 4 bytes a token: they decide how many files a run fetches.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
-
-HUGGING_FACE = "https://huggingface.co"
-HUB = f"{HUGGING_FACE}/datasets"
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """The files of a data set, relative to `base`.
+    """The files of a data set of the Hugging Face Hub, relative to `folder`.
 
     Args:
         about: A line for the user.
-        base: The address of their folder.
+        repository: OWNER/NAME.
+        folder: The folder that holds them there; "" for the root.
         train: The training files, in reading order.
         val: The files for validation; of conversations and questions, the test split.
         kind: The reader for them; tests are questions to evaluate with, never to train on.
-        sha256: File name → hex digest.
-        sizes: File name → size in bytes, where a repository's listing states it.
         file_tokens: Tokens in a training file, of documents and tokens.
         file_rows: Rows in a training file, of conversations.
-        tokenizer: Of tokens, the address of the vocabulary that made them.
+        tokenizer: Of tokens, the address and the SHA-256 (hex) of the vocabulary that made them.
     """
 
     about: str
-    base: str
+    repository: str
+    folder: str
     train: tuple[str, ...]
     val: tuple[str, ...]
     kind: Literal["documents", "conversations", "questions", "tests", "tokens"] = "documents"
-    sha256: Mapping[str, str] = field(default_factory=dict)
-    sizes: Mapping[str, int] = field(default_factory=dict)
     file_tokens: int = 0
     file_rows: int = 0
-    tokenizer: str = ""
+    tokenizer: tuple[str, str] | None = None
+
+    def path(self, file: str) -> str:
+        """The path of a file in the repository."""
+        return f"{self.folder}/{file}".lstrip("/")
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """The local files of a data set: training files, those for validation, and the vocabulary of tokens."""
+
+    train: tuple[Path, ...]
+    val: tuple[Path, ...]
+    tokenizer: Path | None = None
 
 
 def _numbered(template: str, count: int, first: int = 0) -> tuple[str, ...]:
     return tuple(template.format(index) for index in range(first, first + count))
 
 
-def _tests(about: str, base: str) -> DataSet:
-    return DataSet(about, base, (), ("test-00000-of-00001.parquet",), kind="tests")
+def _tests(about: str, repository: str, folder: str) -> DataSet:
+    return DataSet(about, repository, folder, (), ("test-00000-of-00001.parquet",), kind="tests")
 
 
 DATASETS: Mapping[str, DataSet] = MappingProxyType(
     {
         "tinystories": DataSet(
             "Short stories in a small child's words (0.5M rows a shard, 250 MB)",
-            f"{HUB}/roneneldan/TinyStories/resolve/main/data",
+            "roneneldan/TinyStories",
+            "data",
             (
                 "train-00000-of-00004-2d5a1467fff1081b.parquet",
                 "train-00001-of-00004-5852b56a2bd28fd9.parquet",
@@ -61,58 +71,57 @@ DATASETS: Mapping[str, DataSet] = MappingProxyType(
                 "train-00003-of-00004-d243063613e5a057.parquet",
             ),
             ("validation-00000-of-00001-869c898b519ad725.parquet",),
-            sha256=MappingProxyType(
-                {
-                    "validation-00000-of-00001-869c898b519ad725.parquet": (
-                        "33406a6206554cfc279c29c11f4df51528af487aa1a602b075566fc83c49dcab"
-                    )
-                }
-            ),
             file_tokens=110_000_000,
         ),
         "wikitext": DataSet(
             "WikiText-103: Wikipedia's good articles, a paragraph or heading in each row (270 MB a shard)",
-            f"{HUB}/Salesforce/wikitext/resolve/main/wikitext-103-raw-v1",
+            "Salesforce/wikitext",
+            "wikitext-103-raw-v1",
             _numbered("train-{:05d}-of-00002.parquet", 2),
             ("validation-00000-of-00001.parquet",),
             file_tokens=65_000_000,
         ),
         "fineweb-edu": DataSet(
             "Educational web pages, 100B tokens, shuffled (100 MB a shard)",
-            f"{HUB}/karpathy/fineweb-edu-100b-shuffle/resolve/main",
+            "karpathy/fineweb-edu-100b-shuffle",
+            "",
             _numbered("shard_{:05d}.parquet", 1822),
             ("shard_01822.parquet",),
             file_tokens=60_000_000,
         ),
         "fineweb-edu-10b": DataSet(
             "Educational web pages, the 10B token sample (2 GB a shard)",
-            f"{HUB}/HuggingFaceFW/fineweb-edu/resolve/main/sample/10BT",
+            "HuggingFaceFW/fineweb-edu",
+            "sample/10BT",
             _numbered("{:03d}_00000.parquet", 13),
             ("013_00000.parquet",),
             file_tokens=700_000_000,
         ),
         "climbmix": DataSet(
             "Clustered web mixture, 400B tokens, shuffled, as nanochat trains on (90 MB a shard)",
-            f"{HUB}/karpathy/climbmix-400b-shuffle/resolve/main",
+            "karpathy/climbmix-400b-shuffle",
+            "",
             _numbered("shard_{:05d}.parquet", 6542),
             ("shard_06542.parquet",),
             file_tokens=60_000_000,
         ),
         "fineweb-gpt2": DataSet(
             "FineWeb 10B as GPT-2 tokens, as modded-nanogpt trains on (100M tokens, 200 MB a shard)",
-            f"{HUB}/kjj0/fineweb10B-gpt2/resolve/main",
+            "kjj0/fineweb10B-gpt2",
+            "",
             _numbered("fineweb_train_{:06d}.bin", 103, first=1),
             ("fineweb_val_000000.bin",),
             kind="tokens",
-            sha256=MappingProxyType(
-                {"r50k_base.tiktoken": "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"}
-            ),
             file_tokens=100_000_000,
-            tokenizer="https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken",
+            tokenizer=(
+                "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken",
+                "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
+            ),
         ),
         "smol-smoltalk": DataSet(
             "Conversations for small assistants (115,000 a shard, 230 MB)",
-            f"{HUB}/HuggingFaceTB/smol-smoltalk/resolve/main/data",
+            "HuggingFaceTB/smol-smoltalk",
+            "data",
             _numbered("train-{:05d}-of-00004.parquet", 4),
             ("test-00000-of-00001.parquet",),
             kind="conversations",
@@ -120,7 +129,8 @@ DATASETS: Mapping[str, DataSet] = MappingProxyType(
         ),
         "smoltalk": DataSet(
             "Conversations for assistants, the full mixture (115,000 a shard, 220 MB)",
-            f"{HUB}/HuggingFaceTB/smoltalk/resolve/main/data/all",
+            "HuggingFaceTB/smoltalk",
+            "data/all",
             _numbered("train-{:05d}-of-00009.parquet", 9),
             ("test-00000-of-00001.parquet",),
             kind="conversations",
@@ -128,25 +138,26 @@ DATASETS: Mapping[str, DataSet] = MappingProxyType(
         ),
         "gsm8k": DataSet(
             "Grade-school word problems with worked answers (columns question, answer)",
-            f"{HUB}/openai/gsm8k/resolve/main/main",
+            "openai/gsm8k",
+            "main",
             ("train-00000-of-00001.parquet",),
             ("test-00000-of-00001.parquet",),
             kind="questions",
         ),
         "mmlu": DataSet(
             "Multiple-choice questions of school and university (columns question, choices, answer); 47 MB",
-            f"{HUB}/cais/mmlu/resolve/main/all",
+            "cais/mmlu",
+            "all",
             ("auxiliary_train-00000-of-00001.parquet",),
             ("test-00000-of-00001.parquet",),
             kind="questions",
         ),
-        "arc_easy": _tests("Science questions of grade school", f"{HUB}/allenai/ai2_arc/resolve/main/ARC-Easy"),
-        "arc_challenge": _tests(
-            "Those that simple methods get wrong", f"{HUB}/allenai/ai2_arc/resolve/main/ARC-Challenge"
-        ),
+        "arc_easy": _tests("Science questions of grade school", "allenai/ai2_arc", "ARC-Easy"),
+        "arc_challenge": _tests("Those that simple methods get wrong", "allenai/ai2_arc", "ARC-Challenge"),
         "humaneval": _tests(
             "Functions to write from their docstrings, with tests",
-            f"{HUB}/openai/openai_humaneval/resolve/main/openai_humaneval",
+            "openai/openai_humaneval",
+            "openai_humaneval",
         ),
     }
 )

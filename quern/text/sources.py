@@ -16,7 +16,6 @@ from quern.terminal import human_size
 
 COMPRESSED = (".gz", ".zst")
 FORMATS = (".txt", ".md", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
-NOTES = (".sha256.json", ".part.json")  # hub.py keeps them beside the files that it fetches
 OF_ROWS = (".jsonl", ".json", ".parquet")
 OTHER_PROMPTS = "api_compatible_gauntlet"
 """A folder of LLM Foundry whose files have the names of others and other rows."""
@@ -78,8 +77,7 @@ def list_source(source: Where, formats: Sequence[str] = FORMATS) -> Listing:
         return Listing((entry_of(source, source.stat().st_size),), ())
     if not source.is_dir():
         raise FileNotFoundError(f"there is no file or folder {source}")
-    found = [entry for entry in _walk(source) if not entry.path.name.lower().endswith(NOTES)]
-    found.sort(key=lambda entry: entry.path.relative_to(source).as_posix())
+    found = sorted(_walk(source), key=lambda entry: entry.path.relative_to(source).as_posix())
     read = tuple(entry for entry in found if _is_readable(entry, formats))
     ignored = tuple(entry for entry in found if not _is_readable(entry, formats))
     if not read:

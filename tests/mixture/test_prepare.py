@@ -25,8 +25,8 @@ from quern.runs.origin import corpus_fingerprint
 from quern.stages.evaluate import chats
 from quern.text import content
 from quern.text.chat import render
+from quern.text.data_sets import Fetched
 from quern.text.documents import read_conversations
-from quern.text.hub import Fetched
 from quern.text.tinyworld import corpus as tinyworld
 from quern.text.tokenizer import Tokenizer
 

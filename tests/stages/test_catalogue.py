@@ -5,10 +5,9 @@ The files are small, made here, and have the columns and names of the published 
 
 import base64
 import hashlib
-import http.server
+import io
 import math
 import os
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -37,8 +36,9 @@ from quern.stages.prepare import prepare, text_fingerprint
 from quern.stages.prepare_tokens import is_tokens
 from quern.stages.session import Session
 from quern.text import data_sets
-from quern.text.data_sets import DATASETS, HUGGING_FACE, DataSet
+from quern.text.data_sets import DATASETS, DataSet
 from quern.text.tokenizer import Tokenizer
+from tests.support.hub_server import Hub, hub_server
 from tests.support.llama_run import llama_recipe, write_run
 from tests.support.toy_training import CPU
 
@@ -85,48 +85,27 @@ def vocabulary() -> bytes:
 
 
 @pytest.fixture(scope="module")
-def mirror(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, str]]]:
-    """The address of a mirror with the first files of every set, and the SHA-256 of each file by its name."""
-    root, digests = tmp_path_factory.mktemp("mirror"), {}
-    for name, dataset in DATASETS.items():
-        folder = root / dataset.base.removeprefix(HUGGING_FACE + "/")
-        folder.mkdir(parents=True)
-        for file in (*dataset.train[:FILES], *dataset.val):
-            if dataset.kind == "tokens":
-                (folder / file).write_bytes(token_shard(file))
-            else:
-                pq.write_table(pa.Table.from_pylist(rows(name, dataset, file)), folder / file)
-            digests[file] = hashlib.sha256((folder / file).read_bytes()).hexdigest()
-    (root / "r50k_base.tiktoken").write_bytes(vocabulary())
-    digests["r50k_base.tiktoken"] = hashlib.sha256(vocabulary()).hexdigest()
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(root)))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", digests
-    server.shutdown()
-    thread.join(10)
-    server.server_close()
+def hub() -> Iterator[Hub]:
+    """A hub with the first files of every set."""
+    with hub_server() as hub:
+        for name, dataset in DATASETS.items():
+            held = hub.sets.setdefault(dataset.repository, {})
+            for file in (*dataset.train[:FILES], *dataset.val):
+                buffer = io.BytesIO(token_shard(file) if dataset.kind == "tokens" else b"")
+                if dataset.kind != "tokens":
+                    pq.write_table(pa.Table.from_pylist(rows(name, dataset, file)), buffer)
+                held[dataset.path(file)] = buffer.getvalue()
+        hub.others = {"r50k_base.tiktoken": vocabulary()}
+        yield hub
 
 
 @pytest.fixture
-def served(mirror: tuple[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The catalogue with the hashes of the made files; the server is a mirror of the Hub for the whole of quern."""
-    url, digests = mirror
-    monkeypatch.setenv("no_proxy", "*")
-    monkeypatch.setenv("HF_ENDPOINT", url)
-    made = {
-        name: replace(
-            dataset,
-            sha256={file: digests[file] for file in dataset.sha256},
-            tokenizer=dataset.tokenizer and f"{url}/r50k_base.tiktoken",
-        )
-        for name, dataset in DATASETS.items()
-    }
+def served(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The hub is a mirror for the whole of quern."""
+    for name, value in {"no_proxy": "*", "HF_ENDPOINT": hub.url, "HF_TOKEN_PATH": str(tmp_path / "none")}.items():
+        monkeypatch.setenv(name, value)
+    own = (f"{hub.url}/r50k_base.tiktoken", hashlib.sha256(vocabulary()).hexdigest())
+    made = {name: replace(dataset, tokenizer=dataset.tokenizer and own) for name, dataset in DATASETS.items()}
     monkeypatch.setattr(data_sets, "DATASETS", MappingProxyType(made))
 
 
@@ -200,9 +179,7 @@ def test_the_files_of_chat_tasks_are_downloaded_by_name(
     assert len(items) == 40 and items[7].answer == "    return 7\n"
     assert not list(tmp_path.glob("downloads/*/train"))
     monkeypatch.setenv("HF_ENDPOINT", f"{os.environ['HF_ENDPOINT']}/none")
-    with pytest.raises(
-        OSError, match="cannot fetch .*humaneval.*; or name a folder with the files .* with --chat-data"
-    ):
+    with pytest.raises(OSError, match="cannot list .*humaneval.*; or name a folder with the files .* with --chat-data"):
         fetch_tests(["humaneval"], tmp_path / "other")
 
 

@@ -3,11 +3,8 @@
 Real commands over gloo; the data set is on a loopback server.
 """
 
-import http.server
-import threading
-from collections import Counter
+import io
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +16,18 @@ from quern.records import read_events
 from quern.train import manifest
 from tests.parallel.test_faults import PRETRAIN, SHORT, lines_with
 from tests.support.faulty_ranks import FaultyRanks
+from tests.support.hub_server import Hub, hub_server
 
 RECIPE = """
+import os
 from dataclasses import replace
 from quern.mixture import prepare
 from quern.recipes.gpt import RECIPE as BASELINE
 from quern.text import data_sets
 
 names = ("train.parquet",), ("test.parquet",)
-data_sets.DATASETS = {{"gsm8k": data_sets.DataSet("planted", "{url}", *names, kind="questions")}}
+data_sets.DATASETS = {{"gsm8k": data_sets.DataSet("planted", "mill/sums", "", *names, kind="questions")}}
+os.environ.update(HF_ENDPOINT="{url}", HF_TOKEN_PATH="none", no_proxy="*")
 tokenize = prepare._tokenize
 
 def counted(*arguments):
@@ -45,38 +45,30 @@ PLAIN = "--out out --run cold --no-compile --dtype fp32 --threads 1 --sft.steps 
 MIXTURE = ("--conversations", "gsm8k,repeats=2")
 
 
+def parquet(rows: list[dict[str, Any]]) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), buffer)
+    return buffer.getvalue()
+
+
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[tuple[str, Counter[str]]]:
-    """The address of a folder with a small question set, and how often each file was asked for."""
+def hub() -> Iterator[Hub]:
+    """A hub with a small question set."""
     rows = [{"question": f"{n} and {n}?", "answer": f"<<{n}+{n}={2 * n}>>{2 * n}\n#### {2 * n}"} for n in range(60)]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
-    pq.write_table(pa.Table.from_pylist([{"question": "7 and 7?", "answer": "#### 14"}]), tmp_path / "test.parquet")
-    asked: Counter[str] = Counter()
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, format: str, *args: Any) -> None:
-            asked[self.path] += 1
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(tmp_path)))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", asked
-    server.shutdown()
-    thread.join(10)
-    server.server_close()
+    test = [{"question": "7 and 7?", "answer": "#### 14"}]
+    with hub_server() as hub:
+        hub.sets = {"mill/sums": {"train.parquet": parquet(rows), "test.parquet": parquet(test)}}
+        yield hub
 
 
-def test_one_rank_fetches_and_the_other_waits(
-    faulty_server: FaultyRanks, served: tuple[str, Counter[str]], tmp_path: Path
-) -> None:
-    url, asked = served
+def test_one_rank_fetches_and_the_other_waits(faulty_server: FaultyRanks, hub: Hub, tmp_path: Path) -> None:
     path = tmp_path / "cold.py"
-    path.write_text(RECIPE.format(url=url), encoding="utf-8")
+    path.write_text(RECIPE.format(url=hub.url), encoding="utf-8")
     found = faulty_server(["pretrain", str(path), *PRETRAIN[1:], *SHORT, "--run", "cold"])
     assert found["result"] == 0, found["said"]
     found = faulty_server(["sft", *PLAIN, *MIXTURE])
     assert found["exits"] == [[0, 0]] and found["result"] == 0, found["said"]
-    assert asked == {"/train.parquet": 1, "/test.parquet": 1}
+    assert sorted(hub.files_asked()) == ["mill/sums/test.parquet", "mill/sums/train.parquet"]
     assert len(lines_with("tokenized", found["said"])) == 1, found["said"]
     stage = faulty_server.folder / "out/runs/cold/sft"
     assert manifest.steps(stage / "checkpoints")

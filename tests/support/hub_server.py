@@ -3,6 +3,8 @@
 import hashlib
 import http.server
 import json
+import socket
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,30 +22,48 @@ class Hub:
     Args:
         url: Its address.
         sets: OWNER/NAME → path → bytes.
+        others: Path → bytes that are no data set's.
         cards: OWNER/NAME → the list `configs` of the card.
         revisions: Those that exist besides the default one.
         token: Needed for every set, if it is not empty.
         digests: Whether the listing has the SHA-256 of files.
-        cut: The first answer of a file breaks off after so many bytes; 0 for never.
+        sent: OWNER/NAME/PATH → other bytes than those that are listed.
+        statuses: The answers to the next requests for files, instead of the file.
+        cuts: The next answers of files break off after so many bytes; None for a whole one.
+        reset: They end by a reset, not by an orderly close.
+        ranges: Whether a part of a file can be asked for.
         held: OWNER/NAME/PATH of a file whose second half trickles until `released` is set.
         released: Lets the second half through.
-        asked: (path, authorization) of each request.
+        asked: (path, authorization, range) of each request.
     """
 
     url: str
     sets: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    others: dict[str, bytes] = field(default_factory=dict)
     cards: dict[str, list[Any]] = field(default_factory=dict)
     revisions: tuple[str, ...] = ()
     token: str = ""
     digests: bool = True
-    cut: int = 0
+    sent: dict[str, bytes] = field(default_factory=dict)
+    statuses: list[int] = field(default_factory=list)
+    cuts: list[int | None] = field(default_factory=list)
+    reset: bool = False
+    ranges: bool = True
     held: str = ""
     released: threading.Event = field(default_factory=threading.Event)
-    asked: list[tuple[str, str | None]] = field(default_factory=list)
+    asked: list[tuple[str, str | None, str | None]] = field(default_factory=list)
 
     def files_asked(self) -> list[str]:
         """The paths of the files that were sent, in order."""
-        return [path.partition("/cdn/")[2] for path, _ in self.asked if path.startswith("/cdn/")]
+        return [path.partition("/cdn/")[2] for path, _, _ in self.asked if path.startswith("/cdn/")]
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    def shutdown_request(self, request: socket.socket) -> None:  # type: ignore[override]
+        self.close_request(request)  # no orderly shutdown first, so that SO_LINGER 0 sends a reset
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        pass  # connections break on purpose here
 
 
 @contextmanager
@@ -64,55 +84,59 @@ def hub_server() -> Iterator[Hub]:
 
         def do_GET(self) -> None:
             path, authorization = unquote(urlsplit(self.path).path), self.headers.get("Authorization")
-            hub.asked.append((path, authorization))
+            hub.asked.append((path, authorization, self.headers.get("Range")))
             root, *parts = path.strip("/").split("/")
+            name = "/".join(parts[1:3]) if root == "api" else "/".join(parts[:2])
             if root == "cdn":
-                return self.file(hub.sets["/".join(parts[:2])]["/".join(parts[2:])], "/".join(parts) == hub.held)
+                file = "/".join(parts)
+                body = hub.sets[name]["/".join(parts[2:])]
+                return self.file(hub.sent.get(file, body), file == hub.held)
+            if path.strip("/") in hub.others:
+                return self.file(hub.others[path.strip("/")], False)
             if hub.token and authorization != f"Bearer {hub.token}":
                 return self.answer(401, b"{}", X_Error_Code="GatedRepo", X_Error_Message="the set is gated")
-            name = "/".join(parts[1:3]) if root == "api" else "/".join(parts[:2])
             if root not in ("api", "datasets") or name not in hub.sets:
                 return self.answer(404, b"{}", X_Error_Code="RepoNotFound")
             if root == "datasets":  # datasets/OWNER/NAME/resolve/COMMIT/PATH
-                file = "/".join(parts[4:])
-                digest = hashlib.sha256(hub.sets[name][file]).hexdigest()
                 host = f"http://localhost:{urlsplit(hub.url).port}"
-                return self.answer(302, b"", Location=f"{host}/cdn/{name}/{file}", X_Linked_Etag=f'"{digest}"')
+                return self.answer(302, b"", Location=f"{host}/cdn/{name}/{'/'.join(parts[4:])}")
             if parts[3:4] == ["revision"] and "/".join(parts[4:]) not in hub.revisions:
                 return self.answer(404, b"{}", X_Error_Code="RevisionNotFound")
             return self.answer(200, json.dumps(self.listing(name)).encode())
 
         def listing(self, name: str) -> dict[str, Any]:
-            files = [{"rfilename": "README.md", "size": 9, "blobId": "0" * 40}]
+            files: list[dict[str, Any]] = [{"rfilename": "README.md", "size": 9, "blobId": "0" * 40}]
             for file, body in hub.sets[name].items():
                 lfs = {"sha256": hashlib.sha256(body).hexdigest(), "size": len(body), "pointerSize": 130}
-                files.append({"rfilename": file, "size": len(body), "blobId": "1" * 40, "lfs": lfs})
-                if not hub.digests:
-                    del files[-1]["lfs"]
+                listed = {"rfilename": file, "size": len(body), "blobId": "1" * 40}
+                files.append({**listed, "lfs": lfs} if hub.digests else listed)
             card = {"configs": hub.cards[name]} if name in hub.cards else {}
             return {"id": name, "sha": COMMIT, "siblings": files, "cardData": card, "tags": [], "private": False}
 
         def file(self, body: bytes, held: bool) -> None:
-            wanted = self.headers.get("Range")
+            if hub.statuses and (status := hub.statuses.pop(0)) != 200:
+                return self.answer(status, b"{}")
+            wanted = self.headers.get("Range") if hub.ranges else None
             start = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted else 0
             self.send_response(206 if start else 200)
             if start:
                 self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
             self.send_header("Content-Length", str(len(body) - start))
-            self.send_header("ETag", '"one"')
             self.end_headers()
-            end = len(body) if start or not hub.cut else hub.cut
+            cut = hub.cuts.pop(0) if hub.cuts else None
             if held:
                 with suppress(OSError):  # the client has gone
-                    while start < end and not hub.released.is_set():
+                    while start < len(body) and not hub.released.is_set():
                         step = max(1, len(body) // 2 - start)
                         self.wfile.write(body[start : start + step])
                         start += step
                         hub.released.wait(0.02)
             with suppress(OSError):
-                self.wfile.write(body[start:end])
+                self.wfile.write(body[start:][:cut])
+            if cut is not None and hub.reset:
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = _Server(("127.0.0.1", 0), Handler)
     hub.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()

@@ -13,29 +13,25 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 from quern.eval.core.tasks import TASKS
-from quern.temporaries import TemporaryFolder, remove_abandoned, sync_path
+from quern.temporaries import TemporaryFolder, alone_in, remove_abandoned, sync_path
 from quern.terminal import Meter
-from quern.text import hub
-from quern.text.data_sets import DataSet
+from quern.text.downloads import retrieve
 
 ARCHIVE, CONFIG = "eval_bundle.zip", "core.yaml"
-BUNDLE = DataSet(
-    "The files of CORE's 22 tasks",
-    "https://karpathy-public.s3.us-west-2.amazonaws.com",
-    train=(),
-    val=(ARCHIVE,),
-    kind="questions",
-    sha256={ARCHIVE: "90a7c19e28ee7a52b4f6e1f87658deb9fde7f63deba2379045bdb1fe9ea5d200"},
+BUNDLE = (
+    f"https://karpathy-public.s3.us-west-2.amazonaws.com/{ARCHIVE}",
+    "90a7c19e28ee7a52b4f6e1f87658deb9fde7f63deba2379045bdb1fe9ea5d200",
 )
+"""The address of the files of CORE's 22 tasks, and the SHA-256 of what is there."""
 
 
-def core_bundle(out: Path, log: Callable[[str], None], bundle: DataSet = BUNDLE) -> Path:
+def core_bundle(out: Path, log: Callable[[str], None], bundle: tuple[str, str] = BUNDLE) -> Path:
     """The folder with the files of CORE's tasks; downloads and unpacks the bundle if the folder is not there.
 
     Args:
         out: The output folder.
         log: Called with a line when this process waits for another one's download.
-        bundle: What is downloaded.
+        bundle: The address and the SHA-256 of what is downloaded.
 
     Raises:
         OSError: The bundle cannot be downloaded; the message says what to do.
@@ -46,11 +42,11 @@ def core_bundle(out: Path, log: Callable[[str], None], bundle: DataSet = BUNDLE)
     if unpacked.is_dir():
         return unpacked
     try:
-        with Meter("fetching the evaluation bundle", None, "MB of this file") as meter:
-            hub.fetch(bundle, folder, lambda file, done, total: meter.at(done / 1e6, file), log=log)
+        with alone_in(folder, log), Meter("fetching the evaluation bundle", None, "MB of this file") as meter:
+            retrieve(*bundle, folder / ARCHIVE, lambda file, done, total: meter.at(done / 1e6, file))
     except OSError as error:
         raise OSError(f"{error}; or name a folder with CORE's files with --bundle") from error
-    _unpack(folder / "val" / ARCHIVE, unpacked)
+    _unpack(folder / ARCHIVE, unpacked)
     return unpacked
 
 

@@ -3,7 +3,7 @@
 A name is hf:OWNER/NAME[:CONFIG][@REVISION]. The card of a repository (README.md) may list its configs, their splits
 and the files of each; without such a list, a config is a folder, and a split is a word in a file's path. These are the
 rules of Hugging Face's library `datasets`, for files alone. They hold for a local copy of a repository too. This file
-opens no connection; hub.py lists and downloads.
+opens no connection; downloads.py lists and downloads.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from fsspec.utils import glob_translate
 
-from quern.text.data_sets import HUB, DataSet
+from quern.text.data_sets import DataSet
 from quern.text.sources import FORMATS, format_of, list_source
 
 PREFIX = "hf:"
@@ -76,12 +77,14 @@ class Repository:
     """The files of a data set at one commit.
 
     Args:
-        base: The address of the commit's files.
+        name: OWNER/NAME.
+        commit: The commit.
         files: Path → (size in bytes, SHA-256 in hex or None if the server does not state it).
         configs: The list `configs` of the card, as parsed from its YAML.
     """
 
-    base: str
+    name: str
+    commit: str
     files: Mapping[str, tuple[int, str | None]]
     configs: Sequence[Any] = ()
 
@@ -99,16 +102,13 @@ def data_set(repository: Repository, name: HubName, split: str, kind: Literal["d
         raise ValueError(f"{name} has no split '{split}': its splits are {there_are}")
     val = tuple(file for file in _of(splits, "validation") if file not in train)
     size = sum(PLAIN_BYTES.get(f".{file.rpartition('.')[2]}", 1.0) * repository.files[file][0] for file in train)
-    stated = {file: digest for file, (_, digest) in repository.files.items() if digest and file in (*train, *val)}
-    sizes = {file: repository.files[file][0] for file in (*train, *val)}
     return DataSet(
         about=str(name),
-        base=repository.base,
+        repository=name.repository,
+        folder="",
         train=train,
         val=val,
         kind=kind,
-        sha256=stated,
-        sizes=sizes,
         file_tokens=max(1, round(size / BYTES_PER_TOKEN / len(train))),
     )
 
@@ -143,7 +143,7 @@ def local_copy(
     if not files or not keys and not (TRAIN in splits and (len(splits) > 1 or card and all(named))):
         return None
     configs = _configs(folder / CARD, head) if "configs" in keys else ()
-    chosen = data_set(Repository(str(folder), files, configs), _Copy(str(folder)), split, kind)
+    chosen = data_set(Repository(str(folder), "", files, configs), _Copy(str(folder)), split, kind)
     others = len(found) - len(chosen.train) - len(chosen.val)
     log(
         f"{folder} is laid out as a data set of the Hugging Face Hub: '{split}' is {len(chosen.train):,} of its files, "
@@ -160,29 +160,6 @@ def _configs(card: Path, head: str) -> Sequence[Any]:
         raise ValueError(
             f"{card} is damaged ({' '.join(str(error).split())}): correct it, or name the files"
         ) from error
-
-
-def pinned(files: DataSet, repository: Repository) -> DataSet:
-    """The files of a data set that data_sets.py lists, at the commit of a listing, with the digests that it states."""
-    folder = _resolved(files.base)[1]
-    listed = {file: repository.files.get(folder + file, (0, None)) for file in (*files.train, *files.val)}
-    return replace(
-        files,
-        base=f"{repository.base}/{folder}".rstrip("/"),
-        sha256={**{file: digest for file, (_, digest) in listed.items() if digest}, **files.sha256},
-        sizes={file: size for file, (size, _) in listed.items()},
-    )
-
-
-def repository_of(files: DataSet) -> HubName:
-    """The repository of a data set that data_sets.py lists."""
-    return HubName(_resolved(files.base)[0])
-
-
-def _resolved(base: str) -> tuple[str, str]:
-    """The address of a folder in a repository → (OWNER/NAME, the folder with "/" at its end, "" for the root)."""
-    repository, _, folder = base.removeprefix(f"{HUB}/").partition("/resolve/main")
-    return repository, f"{folder.strip('/')}/".lstrip("/")
 
 
 def _of(splits: Mapping[str, tuple[str, ...]], split: str) -> tuple[str, ...]:
@@ -252,13 +229,9 @@ def _by_words(files: Iterable[str], split: str) -> dict[str, tuple[str, ...]]:
 
 def _matching(files: Sequence[str], patterns: Iterable[str]) -> tuple[str, ...]:
     """The files that a pattern names: `*` is within a folder, `**` crosses folders, a folder's name is all in it."""
-    pieces = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    regexes = []
-    for pattern in patterns:
-        split = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]*\])", pattern.removeprefix("./"))
-        regexes.append("".join(pieces.get(s) or (s if s.startswith("[") else re.escape(s)) for s in split))
-    whole = re.compile("|".join(f"(?:{regex})(?:/.*)?" for regex in regexes))
-    return tuple(file for file in files if whole.fullmatch(file))
+    plain = [pattern.removeprefix("./") for pattern in patterns]
+    whole = re.compile("|".join(glob_translate(form) for pattern in plain for form in (pattern, f"{pattern}/**")))
+    return tuple(file for file in files if whole.match(file))
 
 
 def _list(names: Iterable[str]) -> str:

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from quern.text.repository import HubName, Repository, data_set, local_copy
+from quern.text.repositories import HubName, Repository, data_set, local_copy
 
 
 def chosen(files: str, name: str = "hf:a/b", split: str = "train", configs: list | None = None) -> tuple[str, str]:
     """The training and the validation files, each as one text."""
     listed = {file: (1000, "0" * 64) for file in files.split()}
-    found = data_set(Repository("http://x", listed, configs or []), HubName.parse(name), split, "documents")
+    found = data_set(Repository("a/b", "c", listed, configs or []), HubName.parse(name), split, "documents")
     return " ".join(found.train), " ".join(found.val)
 
 
@@ -118,7 +118,7 @@ def test_what_there_is_not(files: str, name: str, split: str, configs: list, mes
 def test_tokens_are_estimated_from_the_sizes() -> None:
     name = HubName("a/b")
     for file, tokens in (("a.jsonl", 250), ("a.parquet", 500), ("a.jsonl.gz", 750)):
-        assert data_set(Repository("", {file: (1000, None)}), name, "train", "documents").file_tokens == tokens
+        assert data_set(Repository("", "", {file: (1000, None)}), name, "train", "documents").file_tokens == tokens
 
 
 CARD = "---\nlicense: mit\ndataset_info:\n  features: []\n---\n# Card\n"

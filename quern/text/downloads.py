@@ -1,0 +1,170 @@
+"""Downloads files: those of the Hugging Face Hub with its own library, others with pooch. Only this file opens outgoing
+connections.
+
+A file gets its final name only when it is whole: its length is that of the repository's listing, and its SHA-256 is the
+listed or the published one. Until then a file of the Hub is `<name>.<commit>.part`, which a later call continues, too.
+HF_ENDPOINT names a mirror of the Hub. Sizes are in bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from quern.child import environment, set_child_env
+from quern.temporaries import sha256_of, sync_path
+from quern.text.repositories import HubName, Repository
+from quern.waits.waiting import waiting
+
+QUIET_HUB = {"HF_HUB_DISABLE_TELEMETRY": "1"}
+"""The Hub's library reads it when it is imported. Without it, the library asks the Hub for a list of programs, of which
+it would report this one, and keeps the list in the home folder."""
+PAUSES = (4.0, 16.0, 60.0)
+"""Seconds before each further try, where the server is busy or what arrived is not the file."""
+LIMIT_SECONDS = 30.0
+Progress = Callable[[str, int, int], None]
+"""(file name, bytes so far, total bytes), called as bytes arrive."""
+
+
+class _Bar:
+    """A progress bar as both libraries drive it, for the bytes of one file: it calls `said(done, total)`."""
+
+    def __init__(self, said: Callable[[int, int], None], total: int = 0, initial: int = 0, **options: object) -> None:
+        self.said, self.total, self.done = said, total, initial
+
+    def update(self, size: float) -> None:
+        self.done += int(size)
+        self.said(self.done, self.total)
+
+    def reset(self) -> None:
+        self.done = 0
+
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def endpoint() -> str:
+    """The address of the Hub, or of its mirror."""
+    return (environment().get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+
+def list_repository(name: HubName) -> Repository:
+    """Lists the files of a data set of the Hugging Face Hub, at the commit that its revision names now.
+
+    Raises:
+        OSError: There is no such data set or revision, it needs a token, or there is no connection.
+    """
+    set_child_env(QUIET_HUB)
+    import huggingface_hub  # late: it reads its settings from the environment when it is imported
+
+    try:
+        found = huggingface_hub.HfApi(endpoint=endpoint()).dataset_info(
+            name.repository, revision=name.revision or None, timeout=LIMIT_SECONDS, files_metadata=True
+        )
+    except (OSError, huggingface_hub.errors.HTTPError) as error:
+        raise OSError(
+            f"cannot list {name} at {endpoint()}: {_reason(error)}; check the name, the connection and, for a set that "
+            "asks for it, the token in the variable HF_TOKEN"
+        ) from error
+    files = {one.rfilename: (one.size or 0, one.lfs.sha256 if one.lfs else None) for one in found.siblings or ()}
+    return Repository(name.repository, found.sha or "", files, (found.card_data or {}).get("configs") or ())
+
+
+def download(repository: Repository, file: str, path: Path, progress: Progress = lambda *step: None) -> None:
+    """Downloads a file of a data set of the Hub, unless it is there, and checks it before it appears at `path`.
+
+    Args:
+        repository: The listing that has the file.
+        file: Its path there.
+        path: Its local path.
+        progress: Called as bytes arrive.
+
+    Raises:
+        OSError: The file cannot be downloaded; the message says what to do.
+    """
+    if file not in repository.files:
+        raise OSError(f"cannot fetch {file}: the data set {repository.name} has no such file; name it as hf:OWNER/NAME")
+    size, sha256 = repository.files[file]
+    if path.exists() and path.stat().st_size == size:
+        return
+    set_child_env(QUIET_HUB)
+    import huggingface_hub
+
+    commit = repository.commit
+    url = huggingface_hub.hf_hub_url(repository.name, file, repo_type="dataset", revision=commit, endpoint=endpoint())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part, host = path.with_name(f"{path.name}.{commit[:8]}.part"), urlsplit(url).netloc
+    tries = farthest = 0
+    while True:
+        try:
+            with waiting(f"bytes of {path.name} from {host}", LIMIT_SECONDS) as arrived:
+
+                def advance(done: int, total: int) -> None:
+                    arrived()
+                    progress(path.name, done, size)
+
+                _transfer(url, part, size, advance)
+            found = sha256_of(part)
+            if sha256 in (None, found):
+                break
+            part.unlink()
+            reason, most = f"its SHA-256 is {found}, expected {sha256}", 1
+        except (OSError, huggingface_hub.errors.HTTPError) as error:
+            status = getattr(getattr(error, "response", None), "status_code", 0)
+            reason = f"the server answers {status}" if status else _reason(error)
+            # A full disk and a missing file do not change. The library has tried again where connections break.
+            most = len(PAUSES) if status >= 500 else int(not isinstance(error, OSError))
+        have = part.stat().st_size if part.exists() else 0
+        if have > farthest:
+            tries, farthest = 0, have
+        if tries >= most:
+            raise OSError(f"cannot fetch {url}: {reason}; run it again to go on from {have:,} of {size:,} bytes")
+        tries += 1
+        with waiting(f"{host} before try {tries + 1} of {most + 1} ({reason})", PAUSES[tries - 1]):
+            time.sleep(PAUSES[tries - 1])
+    os.replace(part, path)
+    sync_path(path.parent)
+
+
+def _transfer(url: str, part: Path, size: int, said: Callable[[int, int], None]) -> None:
+    """Downloads the missing bytes of a part. The library goes on by itself where a connection breaks."""
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers
+
+    with open(part, "ab") as file:
+        have = file.tell() if file.tell() <= size else file.truncate(0)
+        bar: Any = partial(_Bar, said)
+        http_get(url, file, resume_size=have, headers=build_hf_headers(), expected_size=size, tqdm_class=bar)
+        os.fsync(file.fileno())
+
+
+def retrieve(url: str, sha256: str, path: Path, progress: Progress = lambda *step: None) -> None:
+    """Downloads a file of another server, unless it is there. Each call begins anew. Raises OSError as `download`."""
+    import pooch
+
+    pooch.get_logger().setLevel("WARNING")
+    bar: Any = _Bar(lambda done, total: progress(path.name, min(done, total), total))
+    files = pooch.create(
+        path.parent, "", registry={path.name: f"sha256:{sha256}"}, urls={path.name: url}, retry_if_failed=2
+    )
+    try:
+        with waiting(f"bytes of {path.name} from {urlsplit(url).netloc}", LIMIT_SECONDS):
+            http: Any = pooch.HTTPDownloader(bar, 1 << 18, timeout=LIMIT_SECONDS)
+            files.fetch(path.name, downloader=http)
+    except (OSError, ValueError) as error:
+        raise OSError(f"cannot fetch {url}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
