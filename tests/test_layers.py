@@ -52,9 +52,7 @@ MOST_FILES, MOST_LINES = 14, 400
 """Python files in a folder, and lines in a file."""
 # The JAX twin shares torch-free files with the rest and nothing else.
 MAY_IMPORT = {
-    "grug": set(
-        "recipe records temporaries waits text data optim.schedule optim.constants train.guard train.manifest".split()
-    ),
+    "grug": set("recipe records temporaries waits text data optim.schedule optim.constants".split()),
     "__init__": set(),
 }
 # Both trainers, torch's and JAX's, read text and data: NumPy and pyarrow do for these.
@@ -321,8 +319,8 @@ FINE = {
     ),
     "own folder": ("quern/text/chat.py", "from .tokenizer import Tokenizer\nfrom quern.text import hub"),
     "layer 0": ("quern/records.py", "from quern.recipe import Recipe"),
-    "twin": ("quern/grug/train.py", "import jax\nfrom quern.data.loader import Loader"),
-    "twin, one file": ("quern/grug/train.py", "from quern.train.guard import Stop\nfrom quern.optim import schedule"),
+    "twin": ("quern/grug/state.py", "import jax\nfrom quern.data.loader import Loader"),
+    "twin, one file": ("quern/grug/state.py", "from quern.optim import schedule"),
     "verbs over everything": ("quern/cli/main.py", "from quern.estimate import plan\nimport quern.recipes.gpt"),
     "version": ("quern/report/build.py", "from quern import __version__"),
     "child.py reads the environment": ("quern/child.py", "x = os.environ.get('OMP_NUM_THREADS')"),

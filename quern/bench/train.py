@@ -241,7 +241,7 @@ def answers(order: dict[str, Any], requests: Iterator[Any]) -> Iterator[dict[str
     model = build_model(recipe, machine, recipe.seed)
     groups = make_groups(model.parameter_groups(), recipe.make_rules(recipe), model.named_parameters())
     optimizer = DelayedZero2(groups, dtype_ns=machine.dtype, compile=machine.compile, mesh=mesh)
-    state = TrainState(model, optimizer, Guard(recipe.train.max_skips))
+    state = TrainState(model, optimizer, guard=Guard(recipe.train.max_skips))
     compile_model(model, machine)
     rows = slice(mesh.data.rank, None, mesh.data.size)
     for request in requests:

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from quern.grug import train
-from quern.grug.evaluate import flops_per_token, group_sizes, validate
+from quern.grug.evaluate import group_sizes, validate
 from quern.grug.mesh import keep_freed_memory, make_mesh, use_cpu
-from quern.grug.state import JaxTrainState, init_state, step_config
+from quern.grug.state import step_config
 from quern.lab.trainer import Note, Progress, Trainer
 from quern.machine import Machine
 from quern.model.base import KINDS
-from quern.model.count import Counts, Flops, of_kinds
+from quern.model.count import Counts, of_kinds
 from quern.recipe import Recipe
 from quern.records import Nowhere
 from quern.runs.training import make_batches
-from quern.stages.jax.train import core_of
+from quern.stages.jax.backend import JaxBackend, JaxRun, processes
+from quern.stages.jax.train import core_of, fresh_run, make_plan
 from quern.stages.prepare import Prepared
+from quern.train import loop
 
 
 class JaxTrainer(Trainer):
@@ -39,48 +39,16 @@ class JaxTrainer(Trainer):
     ) -> tuple[int, Progress, Counts]:
         cfg = step_config(recipe, str(self.machine.dtype).removeprefix("torch."), core_of(recipe))
         token_bytes, rows = prepared.tokenizer.token_bytes(), recipe.micro_batch_rows
-        counters, settings = train.Counters(), recipe.train
-        assert settings.steps
+
+        def evaluate(run: JaxRun) -> dict[str, Any]:
+            return note(run, validate(run.arrays.params, prepared.val, token_bytes, rows, self._mesh, cfg))
+
         with jax.set_mesh(self._mesh):
-            flops = flops_per_token(cfg)
             kinds: dict[str, int] = dict.fromkeys(KINDS, 0)
             for group, size in group_sizes(cfg).items():
                 kinds[group if group in KINDS else "scalars"] += size
-
-            def evaluate(state: JaxTrainState) -> dict[str, Any]:
-                found = validate(state.params, prepared.val, token_bytes, rows, self._mesh, cfg)
-                return note(_Counted(counters, flops), found)
-
-            plan = train.JaxTrainingPlan(
-                cfg=cfg,
-                mesh=self._mesh,
-                steps=settings.steps,
-                schedule=recipe.make_schedule(settings),
-                micro_batch_rows=rows,
-                max_skips=settings.max_skips,
-                log_every=1,
-                save_every=None,
-                keep=1,
-                flops_per_token=flops,
-                peak_flops=math.inf,
-                evaluators=[(every, evaluate)],
-            )
-            code, _ = train.train(
-                init_state(recipe.seed, cfg),
-                counters,
-                make_batches(recipe, prepared.train),
-                plan,
-                Nowhere(self.out),
-                self.out,
-                self.log,
-                lambda step, line: on_step(step, counters.seconds),
-            )
-        return code, _Counted(counters, flops), Counts(of_kinds(kinds), kv_elements_per_token=0)
-
-
-class _Counted:
-    """The counters of a run, with FLOPs; those of the update are left out."""
-
-    def __init__(self, counters: train.Counters, flops_per_token: float) -> None:
-        self.step, self.tokens, self.seconds = counters.step, counters.tokens, counters.seconds
-        self.flops = Flops(products=counters.positions * flops_per_token)
+            run, plan = fresh_run(recipe, cfg, self._mesh), make_plan(recipe, cfg, [(every, evaluate)])
+            batches, folder = make_batches(recipe, prepared.train), Nowhere(self.out)
+            backend = JaxBackend(run, processes())
+            code = loop.train(backend, batches, plan, folder, self.log, lambda line: on_step(run.step, run.seconds))
+        return code, run, Counts(of_kinds(kinds), kv_elements_per_token=0)

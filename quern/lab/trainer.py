@@ -25,6 +25,7 @@ from quern.stages.prepare import Prepared, prepare
 from quern.terminal import silent
 from quern.text.tokenizer import Tokenizer
 from quern.train import loop
+from quern.train.backend import Evaluator, TorchBackend
 from quern.train.guard import EXIT_DIVERGED, EXIT_DONE
 from quern.train.state import TrainState, build_model, build_state
 
@@ -189,13 +190,12 @@ class Trainer:
         def evaluate(state: TrainState) -> dict[str, Any]:
             return note(state, score(state))
 
-        def advance(state: TrainState, line: dict[str, Any]) -> None:
-            on_step(state.step, state.seconds)
-
         plan = _plan(recipe, self._counter(recipe), evaluate, every)
         try:
             batches = make_batches(recipe, prepared.train)
-            return loop.train(state, batches, plan, self.machine, Nowhere(self.out), self.log, advance), state, counts
+            backend = TorchBackend(state, self.machine, recipe.train.clip_norm, recipe.seed)
+            folder, advance = Nowhere(self.out), lambda line: on_step(state.step, state.seconds)
+            return loop.train(backend, batches, plan, folder, self.log, advance), state, counts
         finally:
             state.optimizer.close()
 
@@ -224,21 +224,19 @@ class Trainer:
         return self._model[1:]
 
 
-def _plan(recipe: Recipe, flops: FlopCounter, evaluate: loop.Evaluator, every: int) -> loop.TrainingPlan:
+def _plan(recipe: Recipe, flops: FlopCounter, evaluate: Evaluator, every: int) -> loop.TrainingPlan:
     train = recipe.train
     assert train.steps
     return loop.TrainingPlan(
         steps=train.steps,
         schedule=recipe.make_schedule(train),
         micro_batch_rows=recipe.micro_batch_rows,
-        clip_norm=train.clip_norm,
         log_every=train.steps,
         save_every=None,
         keep=1,
         flops=flops,
         peak_flops=math.inf,
         evaluators=[(every, evaluate)],
-        meta={"seed": recipe.seed},
     )
 
 

@@ -18,6 +18,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from quern.report.numbers import human, number, percent
 from quern.report.run_records import StageRecords
+from quern.train.metrics import METRICS, RL_METRICS, Curve, curves
 
 # Placeholder colours, and the variables of report.css that replace them.
 INK, MUTED, GRID, ACCENT, FAINT, ALERT = "#010203", "#010204", "#010205", "#010206", "#010207", "#010208"
@@ -55,21 +56,6 @@ PASS = "val_pass_"
 
 
 @dataclass(frozen=True)
-class Curve:
-    """What to draw. points: mark each measurement; smooth: draw a running mean; median: report it, not the last."""
-
-    title: str
-    unit: str
-    key: str
-    against: str
-    points: bool = False
-    smooth: bool = False
-    log: bool = False
-    share: bool = False
-    median: bool = False
-
-
-@dataclass(frozen=True)
 class Panel:
     """A drawn curve. reading: its typical or last value as text; ys: its values; svg: the drawing, an <svg> element."""
 
@@ -79,33 +65,11 @@ class Panel:
     svg: str
 
 
-CURVES = (
-    Curve("Training loss", "nats per token", "loss", "step", smooth=True, log=True),
-    Curve("Training loss", "nats per token", "loss", "seconds", smooth=True, log=True),
-    Curve("Validation", "bits per byte", "val_bpb", "tokens", points=True, log=True),
-    Curve("Validation", "bits per byte", "val_bpb", "seconds", points=True, log=True),
-    Curve("Throughput", "tokens per second", "tokens_per_second", "seconds", median=True),
-    Curve("Model FLOPs utilisation", "of the peak", "mfu", "seconds", share=True, median=True),
-    Curve("Learning rate", "relative to the peak", "lr", "step"),
-    Curve("Gradient norm", "global", "grad_norm", "step", smooth=True, log=True),
-)
-RL_CURVES = (
-    Curve("Reward", "mean of a step's replies", "reward", "step", smooth=True),
-    Curve("Spread of rewards", "standard deviation", "reward_std", "step", smooth=True),
-    Curve("Held-out questions", "pass@1", "val_pass_1", "step", points=True, share=True),
-    Curve("Divergence from the first model", "nats per token", "val_kl", "step", points=True),
-    Curve("Entropy", "nats per token", "entropy", "step", smooth=True),
-    Curve("Length of replies", "tokens", "reply_tokens", "step", smooth=True),
-    Curve("Questions without a difference in reward", "of all", "dropped", "step", smooth=True, share=True),
-    Curve("Replies cut at the limit", "of all", "truncated", "step", smooth=True, share=True),
-    Curve("Gradient norm", "global", "grad_norm", "step", smooth=True, log=True),
-)
-
-
 def panels(stage: StageRecords) -> list[Panel]:
     """The curves for which a stage has at least two measurements."""
     found = []
-    for index, curve in enumerate((*RL_CURVES, *_pass_curves(stage)) if stage.name == "rl" else CURVES):
+    drawn = [*curves(RL_METRICS), *_pass_curves(stage)] if stage.name == "rl" else curves(METRICS)
+    for index, curve in enumerate(drawn):
         xs, ys = stage.column(curve.key, curve.against)
         if len(xs) < 2 or max(xs) <= 0:
             continue
@@ -120,7 +84,7 @@ def _pass_curves(stage: StageRecords) -> list[Curve]:
     keys = dict.fromkeys(key for line in stage.validations for key in line)
     found = [key.removeprefix(PASS) for key in keys if key.startswith(PASS) and key != f"{PASS}1"]
     return [
-        Curve("Held-out questions", f"pass@{name.replace('/', ', ')}", f"{PASS}{name}", "step", True, share=True)
+        Curve("Held-out questions", f"pass@{name.replace('/', ', ')}", key=f"{PASS}{name}", points=True, share=True)
         for name in found
     ]
 

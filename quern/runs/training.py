@@ -26,7 +26,7 @@ from quern.model.recompute import recompute
 from quern.recipe import Recipe
 from quern.resolve import table_decay_rule
 from quern.text.tokenizer import Tokenizer
-from quern.train import loop
+from quern.train.backend import Evaluator
 from quern.train.state import TrainState, compile_model
 
 
@@ -97,7 +97,7 @@ def lower_precision(recipe: Recipe, model: Any, log: Callable[[str], None]) -> d
     return {"fp8": report.to_json()}
 
 
-def validation(recipe: Recipe, tokenizer: Tokenizer, corpus: Corpus, machine: Machine) -> loop.Evaluator:
+def validation(recipe: Recipe, tokenizer: Tokenizer, corpus: Corpus, machine: Machine) -> Evaluator:
     """Bits per byte on the fixed validation set, every byte once; the replicas share its batches."""
     token_bytes, context, rows = tokenizer.token_bytes(), recipe.model.context, recipe.micro_batch_rows
     assert context

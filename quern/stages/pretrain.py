@@ -130,14 +130,13 @@ def _run(asked: Recipe, session: Session, early: EarlyStart, check: Check) -> in
         origin = make_origin(run_dir, prepared, session.source, base, group_size)
     elif session.source is not None:
         origin = replace(origin, source=source_digest(session.source))
-    assert recipe.train.steps and recipe.optim.lr_scale is not None
+    assert recipe.train.steps
     plan = session.plan(
         recipe,
         origin,
         steps=recipe.train.steps,
         schedule=recipe.make_schedule(recipe.train),
         evaluator=validation(recipe, prepared.tokenizer, prepared.val, machine),
-        lower_rates=f"--optim.lr-scale {recipe.optim.lr_scale / 2:.3g}",
         keep_step=warmdown_start(recipe.train.steps, recipe.train.warmdown_share),
     )
     if recipe.train.minutes is not None:

@@ -33,7 +33,8 @@ from quern.stages.session import Session
 from quern.stages.sft import rates_fall
 from quern.temporaries import sha256_of
 from quern.terminal import counted
-from quern.train import loop, manifest
+from quern.train import manifest
+from quern.train.backend import Evaluator
 from quern.train.state import TrainState, build_model, build_state, weights_of
 
 VALIDATIONS = 4
@@ -111,7 +112,6 @@ def _run(asked: Recipe, session: Session) -> int:
         steps=recipe.rl.steps,
         schedule=rates_fall(recipe.rl.steps, recipe.rl.warmdown_share),
         evaluator=validation(rollouts, mesh),
-        lower_rates=f"--rl.lr-share {recipe.rl.lr_share / 2:.3g}",
     )
     recorded = (1, lambda state: _added_up(rollouts.tally, mesh, machine))
     plan = replace(plan, evaluators=[recorded, *plan.evaluators], row_tokens=recipe.model.context)
@@ -188,7 +188,7 @@ def _check(rl: RlRecipe) -> None:
         )
 
 
-def validation(rollouts: Rollouts, mesh: Mesh) -> loop.Evaluator:
+def validation(rollouts: Rollouts, mesh: Mesh) -> Evaluator:
     """Scores held-out questions of every environment, sampled at temperature 1 as in training.
 
     Records pass@1 and pass@k over all of them and for each environment, the divergence from the model that the stage

@@ -35,6 +35,7 @@ from quern.terminal import Meter, counted, silent
 from quern.text.encode.pool import ENOUGH_WORKERS
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint, loop
+from quern.train.backend import Evaluator, TorchBackend
 from quern.train.guard import EXIT_DONE
 from quern.train.state import TrainState
 from quern.waits.waiting import to_stderr, waiting
@@ -131,8 +132,7 @@ class Session:
         *,
         steps: int | None,
         schedule: Callable[[float], Multipliers],
-        evaluator: loop.Evaluator,
-        lower_rates: str,
+        evaluator: Evaluator,
         keep_step: int | None = None,
     ) -> loop.TrainingPlan:
         """Collects the settings of the loop.
@@ -143,7 +143,6 @@ class Session:
             steps: Optimizer steps.
             schedule: Multipliers by step.
             evaluator: Runs every `train.eval_every` steps.
-            lower_rates: The flag that halves the learning rates, for messages.
             keep_step: A step whose checkpoint is never removed.
         """
         train = recipe.train
@@ -152,7 +151,6 @@ class Session:
             steps=steps,
             schedule=schedule,
             micro_batch_rows=recipe.micro_batch_rows,
-            clip_norm=train.clip_norm,
             log_every=train.log_every,
             save_every=train.save_every,
             keep=train.keep,
@@ -161,8 +159,6 @@ class Session:
             peak_flops=measure_peak_flops(self.machine) * self.mesh.world.size,
             evaluators=[(train.eval_every, evaluator)],
             keep_step=keep_step,
-            go_on=self.resume_command,
-            lower_rates=lower_rates,
             meta={
                 "recipe": recipe.to_json(),
                 "tokenizer": origin.tokenizer,
@@ -213,7 +209,8 @@ class Session:
         Raises:
             ValueError: The run is beyond the plan's steps, or has lost the weights that it began with.
         """
-        resumed = self._resume(state, plan, origin, words[1], changed)
+        backend = TorchBackend(state, self.machine, recipe.train.clip_norm, recipe.seed)
+        resumed = self._resume(backend, plan, origin, words[1], changed)
         end = state.plans[-1][1] if state.plans else plan.steps
         if resumed and state.step == end and not changed and self._has_finished():
             with open_folder(self.folder, recipe, source, mesh=self.mesh, origin=origin):
@@ -237,10 +234,27 @@ class Session:
             for line in (*changed, *lines):
                 self.log(line)
             with Meter(words[0], plan.steps, "steps", silent=not self.mesh.main) as meter:
-                code = loop.train(state, batches, plan, self.machine, folder, meter.log, show_training(meter, shown))
+
+                def advance(line: dict[str, Any]) -> None:
+                    meter.total = state.plans[-1][1] if state.plans else plan.steps
+                    meter.at(state.step, (shown or loss_and_speed)(line))
+
+                def explain(outcome: loop.Outcome) -> str:
+                    return outcome.advice(self.resume_command, self._lower_rates(recipe))
+
+                code = loop.train(backend, batches, plan, folder, meter.log, advance, explain)
         if code == EXIT_DONE:
             self.log(f"{words[1]} on {state.tokens:,} tokens in {state.seconds:,.0f} s of steps → {self.folder}")
         return code
+
+    def _lower_rates(self, recipe: Recipe) -> str:
+        """The flag that halves the stage's rates, for messages."""
+        flag, value = {
+            "pretrain": ("optim.lr-scale", recipe.optim.lr_scale),
+            "sft": ("sft.lr-share", recipe.sft.lr_share),
+            "rl": ("rl.lr-share", recipe.rl.lr_share),
+        }[self.stage]
+        return f"--{flag} {(value or 0) / 2:.3g}"
 
     def _has_finished(self) -> bool:
         """Whether the stage's last event is its end. A process that is killed after the last save leaves none."""
@@ -248,12 +262,13 @@ class Session:
         return self.mesh.world.broadcast_object(bool(events) and events[-1]["kind"] == "finish")
 
     def _resume(
-        self, state: TrainState, plan: loop.TrainingPlan, origin: Origin, trained: str, changed: Sequence[str]
+        self, backend: TorchBackend, plan: loop.TrainingPlan, origin: Origin, trained: str, changed: Sequence[str]
     ) -> bool:
         """Restores the newest good checkpoint, if `resume` asks for it. Returns whether there was one."""
         name, steps = self.run_dir.run, f"{'train' if self.stage == 'pretrain' else self.stage}.steps"
+        state = backend.run
         resumed = self.resume and loop.resume(
-            state, self.folder / "checkpoints", self.log, lambda meta, path: require_same(meta, origin, path)
+            backend, self.folder / "checkpoints", self.log, lambda meta, path: require_same(meta, origin, path)
         )
         ended = bool(state.plans) and state.step == state.plans[-1][1]
         if ended and plan.budget_seconds is not None and any(line.startswith("train.minutes") for line in changed):
@@ -294,19 +309,6 @@ def describe_run(
             **facts,
         },
     )
-
-
-def show_training(
-    meter: Meter, shown: Callable[[dict[str, Any]], str] | None = None
-) -> Callable[[TrainState, dict[str, Any]], None]:
-    """A progress function for the loop."""
-
-    def advance(state: TrainState, line: dict[str, Any]) -> None:
-        if state.plans:
-            meter.total = state.plans[-1][1]
-        meter.at(state.step, (shown or loss_and_speed)(line))
-
-    return advance
 
 
 def loss_and_speed(line: dict[str, Any]) -> str:

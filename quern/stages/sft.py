@@ -39,7 +39,8 @@ from quern.runs.training import set_up_training
 from quern.stages.session import Session, main_first
 from quern.terminal import counted
 from quern.text.tokenizer import Tokenizer
-from quern.train import loop, manifest
+from quern.train import manifest
+from quern.train.backend import Evaluator
 from quern.train.state import TrainState, build_model, build_state, weights_of
 from quern.validate import check_rows
 
@@ -99,7 +100,6 @@ def _run(asked: Recipe, session: Session) -> int:
         steps=recipe.sft.steps,
         schedule=rates_fall(recipe.sft.steps, recipe.sft.warmdown_share),
         evaluator=lessons.evaluator,
-        lower_rates=f"--sft.lr-share {recipe.sft.lr_share / 2:.3g}",
     )
     report = batches.report()
     talked = counted(talks.train.num_documents, "conversation")
@@ -134,7 +134,7 @@ class Lessons:
 
     recipe: Recipe
     batches: Loader
-    evaluator: loop.Evaluator
+    evaluator: Evaluator
     talks: Mixture
 
 
@@ -246,7 +246,7 @@ def require_same_conversations(recipe: Recipe, run_dir: RunDir) -> None:
         refuse_other_conversations(run_dir, origin, found)
 
 
-def held_out_loss(corpus: Corpus, recipe: Recipe, machine: Machine) -> loop.Evaluator:
+def held_out_loss(corpus: Corpus, recipe: Recipe, machine: Machine) -> Evaluator:
     """Mean loss over the assistant's tokens of held-out conversations."""
     assert recipe.model.context
     rows = recipe.micro_batch_rows

@@ -22,7 +22,7 @@ import re
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save as serialized
 
-from quern.mesh import Mesh, alone
+from quern.mesh import Mesh, ProcessGroup, alone
 from quern.parallel.sharding import Slice
 from quern.temporaries import sync_path
 from quern.train.manifest import (
@@ -50,26 +50,28 @@ from quern.train.manifest import (
 OFFSETS = "DCP_SHARDING_INFO"
 """In the header of a safetensors file: JSON, name → saved_offsets."""
 _TRASH = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]+")
+Tensors = Mapping[str, torch.Tensor | Slice]
 
 
 def save(
     folder: Path,
     step: int,
-    tensors: Mapping[str, torch.Tensor | Slice],
+    tensors: Tensors | Sequence[Tensors],
     meta: dict[str, Any],
     keep: int,
-    at: Callable[[str], None] = lambda point: None,
     mesh: Mesh | None = None,
 ) -> Path:
     """Writes a checkpoint, which is durable when this returns. Every rank of the mesh calls this.
 
     Args:
-        tensors: Of any dtype, shape and device, saved bit for bit; shared storage is written once per name. On a mesh,
-            the slices that this rank holds.
+        folder: The checkpoints.
+        step: The step of this one.
+        tensors: Any dtype, shape and device, saved bit for bit; shared storage is written once per name. On a mesh,
+            the slices that this rank holds; in a sequence, those of each file.
         meta: Plain JSON (string keys, lists not tuples, finite numbers), so that it reads back equal; rank 0's is
             saved. With a true `kept`, this checkpoint is never removed, and later saves do not count it.
         keep: Number of complete checkpoints to leave, this one included. They are verified before any is removed.
-        at: Called with a name before each change of the disk; tests stop the process there.
+        mesh: The ranks; None for one process.
 
     Returns:
         The path of the checkpoint.
@@ -81,36 +83,36 @@ def save(
         raise ValueError(f"keep must be at least 1 and step at least 0, got keep={keep}, step={step}")
     require_plain_json(meta)
     mesh = mesh or alone()
-    final = folder / f"step-{step:08d}"
-    temporary = folder / mesh.files.broadcast_object(f"{final.name}.tmp-{uuid.uuid4().hex}")
-    needed = sum(tensor.nbytes for tensor in _owned(tensors, mesh).values())
-    with _failing_together(mesh, folder, step, needed):
+    files, final = mesh.files, folder / f"step-{step:08d}"
+    temporary = folder / files.broadcast_object(f"{final.name}.tmp-{uuid.uuid4().hex}")
+    parts = [_owned(part, mesh.main) for part in ([tensors] if isinstance(tensors, Mapping) else tensors)]
+    needed = sum(part.tensor.nbytes for own in parts for part in own.values())
+
+    def refused(error: OSError) -> str:
+        return _write_error(folder, step, needed, error)
+
+    with _failing_together(files, refused):
         if mesh.main:
-            at("make folder")
             folder.mkdir(parents=True, exist_ok=True)
-            _clean(folder, at)
+            _clean(folder)
             temporary.mkdir()
     try:
-        with _failing_together(mesh, folder, step, needed):
-            at("write tensors")
-            _write_tensors(temporary, tensors, mesh)
-        with _failing_together(mesh, folder, step, needed):
-            found = mesh.files.gather_objects(_settle(temporary, mesh, at))
+        with _failing_together(files, refused):
+            for number, own in enumerate(parts, start=1):
+                name = f"shard-{files.rank + 1:05d}-model-{number:05d}-of-{len(parts):05d}.safetensors"
+                _write_tensors(temporary / name, own)
+        with _failing_together(files, refused):
+            found = files.gather_objects(_settle(temporary, files))
             if mesh.main:
-                files = {name: facts for part in found for name, facts in part.items()}
-                write_manifest(temporary, step, dict(sorted(files.items())), meta, {"torch": torch.__version__}, at)
-                _put_in_place(temporary, final, at)
+                facts = dict(sorted((name, one) for part in found for name, one in part.items()))
+                write_manifest(temporary, step, facts, meta, {"torch": torch.__version__})
+                _put_in_place(temporary, final)
     except CheckpointError:
         shutil.rmtree(temporary, ignore_errors=True)  # best effort: the next save cleans up too
         raise
-    problem = None
-    if mesh.main:
-        try:
-            _prune(folder, final, keep, at)
-        except OSError as error:
-            problem = f"{final} was saved, but an older one cannot be removed: {error}"
-    if (problem := mesh.files.broadcast_object(problem)) is not None:
-        raise CheckpointError(problem)
+    with _failing_together(files, lambda error: f"{final} was saved, but an older one cannot be removed: {error}"):
+        if mesh.main:
+            _prune(folder, final, keep)
     return final
 
 
@@ -118,6 +120,7 @@ def load(path: Path, *, verified: bool = False) -> tuple[dict[str, torch.Tensor]
     """Returns (whole tensors on the CPU, meta) of a checkpoint. Raises CheckpointError.
 
     Args:
+        path: The checkpoint.
         verified: Whether another rank has just checked the hashes.
     """
     manifest = read_manifest(path) if verified else verify(path)
@@ -159,112 +162,100 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def _failing_together(mesh: Mesh, folder: Path, step: int, needed: int) -> Iterator[None]:
+def _failing_together(files: ProcessGroup, describe: Callable[[OSError], str]) -> Iterator[None]:
     """Turns an OSError of any rank into a CheckpointError on all, so that no rank waits for the one that failed."""
     failure: OSError | None = None
     try:
         yield
     except OSError as error:
         failure = error
-    said = str(_write_error(folder, step, needed, failure)) if failure is not None else None
-    messages = [message for message in mesh.files.gather_objects(said) if message is not None]
-    if messages:
-        raise CheckpointError(messages[0]) from failure
+    messages = files.gather_objects(None if failure is None else describe(failure))
+    if said := [message for message in messages if message is not None]:
+        raise CheckpointError(said[0]) from failure
 
 
-def _settle(temporary: Path, mesh: Mesh, at: Callable[[str], None]) -> dict[str, dict[str, Any]]:
+def _settle(temporary: Path, files: ProcessGroup) -> dict[str, dict[str, Any]]:
     """Fsyncs and describes this rank's share of the files that all ranks wrote."""
-    files = {}
-    for file in sorted(temporary.iterdir())[mesh.files.rank :: mesh.files.size]:
-        at(f"fsync {file.name}")
+    found = {}
+    for file in sorted(temporary.iterdir())[files.rank :: files.size]:
         sync_path(file)
-        files[file.name] = describe(file)
-    return files
+        found[file.name] = describe(file)
+    return found
 
 
-def _owned(tensors: Mapping[str, torch.Tensor | Slice], mesh: Mesh) -> dict[str, torch.Tensor]:
-    """Returns the tensors that this rank writes; rank 0 writes those that every rank has whole."""
-    saved = {name: part for name, part in tensors.items() if (part.saved if isinstance(part, Slice) else mesh.main)}
-    return {name: part.tensor if isinstance(part, Slice) else part for name, part in saved.items()}
+def _owned(tensors: Tensors, main: bool) -> dict[str, Slice]:
+    """The slices that this rank writes; rank 0 writes tensors that every rank has whole."""
+    slices = {
+        name: one if isinstance(one, Slice) else Slice(one, (0,) * one.ndim, tuple(one.shape), saved=main)
+        for name, one in tensors.items()
+    }
+    return {name: part for name, part in slices.items() if part.saved}
 
 
-def _write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor | Slice], mesh: Mesh) -> None:
-    """Writes this rank's file. Its header has the offsets of the slices."""
+def _write_tensors(file: Path, slices: Mapping[str, Slice]) -> None:
+    """Writes a file of this rank, unless it has nothing to write. Its header has the offsets of the slices."""
     written: dict[str, torch.Tensor] = {}
-    offsets: dict[str, Any] = {}
     storages: set[int] = set()
-    for name, tensor in _owned(tensors, mesh).items():
-        value = tensor.detach().cpu().contiguous()
+    for name, part in slices.items():
+        value = part.tensor.detach().cpu().contiguous()
         address = value.untyped_storage().data_ptr()
         written[name] = value.clone() if address in storages else value  # safetensors refuses shared memory
         storages.add(address)
-        part = tensors[name]
-        offsets[name] = {"saved_offsets": list(part.offsets) if isinstance(part, Slice) else [0] * value.ndim}
     if written:
-        header = {"format": "pt", "DCP_VERSION": "1.0", OFFSETS: json.dumps(offsets)}
-        file = folder / f"shard-{mesh.files.rank + 1:05d}-model-00001-of-00001.safetensors"
-        file.write_bytes(serialized(written, header))
+        offsets = {name: {"saved_offsets": list(part.offsets)} for name, part in slices.items()}
+        file.write_bytes(serialized(written, {"format": "pt", "DCP_VERSION": "1.0", OFFSETS: json.dumps(offsets)}))
 
 
-def _put_in_place(temporary: Path, final: Path, at: Callable[[str], None]) -> None:
+def _put_in_place(temporary: Path, final: Path) -> None:
     """Renames into place. One rename cannot replace a folder, so an earlier save of this step is renamed first."""
     aside = final.with_name(f"{final.name}.old-{uuid.uuid4().hex}")
     if final.exists():
-        at("move earlier save of this step aside")
         os.rename(final, aside)
-    at("rename")
     os.rename(temporary, final)
-    at("fsync parent")
     sync_path(final.parent)
     if aside.exists():
-        at("remove earlier save of this step")
-        _remove(aside, at)
+        _remove(aside)
 
 
-def _prune(folder: Path, saved: Path, keep: int, at: Callable[[str], None]) -> None:
+def _prune(folder: Path, saved: Path, keep: int) -> None:
     """Removes checkpoints older than the newest `keep` complete ones; `saved` counts and is never removed."""
     complete = {step: path for step, path in candidates(folder).items() if path == saved or not is_kept(path)}
     if len(complete) <= keep:
         return
-    others = [complete[step] for step in sorted(complete, reverse=True) if complete[step] != saved]
     whole = 1
-    for path in others:
+    for path in (complete[step] for step in sorted(complete, reverse=True) if complete[step] != saved):
         if whole >= keep:
-            at(f"prune {path.name}")
-            _remove(path, at)
+            _remove(path)
         elif is_whole(path):
             whole += 1
 
 
-def _remove(path: Path, at: Callable[[str], None]) -> None:
+def _remove(path: Path) -> None:
     """Removes a checkpoint. One rename hides it first, so that a partly removed one is never visible."""
     trash = path.with_name(f"{path.name.partition('.')[0]}.tmp-{uuid.uuid4().hex}")
     os.rename(path, trash)
-    at(f"remove {trash.name}")
     shutil.rmtree(trash, ignore_errors=True)  # the next save removes files that a network file system still holds
 
 
-def _clean(folder: Path, at: Callable[[str], None]) -> None:
+def _clean(folder: Path) -> None:
     """Removes the remains of crashed saves, and restores an earlier save whose replacement is missing."""
     for path in sorted(folder.iterdir()):
         if _TRASH.fullmatch(path.name):
-            at(f"clean {path.name}")
             shutil.rmtree(path, ignore_errors=True)
             continue
         match = FOLDER.fullmatch(path.name)
         if match and match["old"]:
-            at(f"settle {path.name}")
             final = path.with_name(path.name.partition(".")[0])
             if final.exists():
-                _remove(path, at)
+                _remove(path)
             else:
                 os.rename(path, final)
 
 
-def _write_error(folder: Path, step: int, needed: int, error: OSError) -> CheckpointError:
+def _write_error(folder: Path, step: int, needed: int, error: OSError) -> str:
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
-    return CheckpointError(
+    return (
         f"cannot write the checkpoint of step {step} to {folder}: {error.strerror or error}. It needs about "
         f"{needed:,} bytes, {free:,} are free there. Those before it are intact: make room, then resume."
     )

@@ -1,8 +1,8 @@
 """The manifest of a checkpoint: its format, and how it is written and read. The checkpoints of a folder.
 
 JSON: schema version, step, version of the library that wrote it, the caller's JSON (`meta`), size in bytes and SHA-256
-of each file, and the SHA-256 of all that. PyTorch (checkpoint.py) and JAX (grug/checkpoint.py) both use it, so this
-file imports neither and knows nothing of tensors.
+of each file, and the SHA-256 of all that. This file
+knows nothing of tensors.
 """
 
 from __future__ import annotations
@@ -43,12 +43,7 @@ class NewerCheckpointError(CheckpointError):
 
 
 def write_manifest(
-    temporary: Path,
-    step: int,
-    files: dict[str, dict[str, Any]],
-    meta: dict[str, Any],
-    library: dict[str, str],
-    at: Callable[[str], None] = lambda point: None,
+    temporary: Path, step: int, files: dict[str, dict[str, Any]], meta: dict[str, Any], library: dict[str, str]
 ) -> None:
     """Writes and syncs the manifest, then syncs the folder.
 
@@ -58,16 +53,12 @@ def write_manifest(
         files: `describe` of each file, by name.
         meta: The caller's JSON.
         library: Name and version of the library that wrote the files.
-        at: Called with a name before each change of the disk.
     """
     content = {"schema": SCHEMA, "step": step, **library, "files": files, "meta": meta}
     manifest = temporary / MANIFEST
-    at("write manifest")
     text = json.dumps(content | {"sha256": _content_hash(content)}, indent=1, allow_nan=False)
     manifest.write_text(text + "\n", encoding="utf-8")
-    at("fsync manifest")
     sync_path(manifest)
-    at("fsync temporary folder")
     sync_path(temporary)
 
 

@@ -1,75 +1,65 @@
-"""Saves the checkpoint of a step, at once or in the background while training continues.
+"""Saves a run's checkpoints, at once or in the background while training continues.
 
 In the background the rank's slices are copied first. A thread then saves them through collectives of its own
-(`Mesh.files`), so the checkpoint is the same, byte for byte. At most one save runs at a time; the next save waits for
-it. Its error is raised at the next save or at the end, on all ranks. The copies take as much memory as the rank's
-masters and moments.
+(`Mesh.files`), so the checkpoint is the same, byte for byte. At most one save runs at a time, and the next one, or the
+end, raises its error on all ranks. The copies take as much memory as the rank's masters and moments.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from dataclasses import replace
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from quern.records import Records
 from quern.train import checkpoint
-from quern.train.state import TrainState
+from quern.train.backend import Backend
 
 
 class Saver:
-    """Saves into a folder. Call `settle` when training ends.
+    """Saves below the folder of the records. Call `settle` when training ends.
 
-    Args:
-        keep: See `checkpoint.save`.
+    Attributes:
+        step: The step that was saved last.
     """
 
-    def __init__(self, folder: Path, records: Records, keep: int, in_background: bool = False) -> None:
-        self.folder, self.records, self.keep, self.in_background = folder, records, keep, in_background
-        self._thread: threading.Thread | None = None
+    def __init__(self, backend: Backend, records: Records, keep: int, background: bool, meta: dict[str, Any]) -> None:
+        self.step = backend.run.step
+        self._backend, self._records, self._keep, self._meta = backend, records, keep, meta
+        self._pool = ThreadPoolExecutor(1, "saver") if background else None
+        self._pending: Future[Path] | None = None
         self._facts: dict[str, Any] = {}
-        self._error: Exception | None = None
 
-    def save(self, state: TrainState, meta: dict[str, Any]) -> None:
+    def save(self, kept: bool) -> None:
         """Saves the state. Raises CheckpointError for this save, or for the earlier save in the background."""
         self.settle()
-        start, mesh, slices = time.perf_counter(), state.optimizer.mesh, state.slices()
-        meta = {**meta, "state": state.meta()}
-        if not self.in_background:
-            path = checkpoint.save(self.folder, state.step, slices, meta, self.keep, mesh=mesh)
-            self._record(step=state.step, path=path.name, seconds=time.perf_counter() - start)
-            return
-        copies = {
-            name: replace(part, tensor=part.tensor.detach().to("cpu", copy=True))
-            for name, part in slices.items()
-            if part.saved
-        }
-        step, stood_still = state.step, time.perf_counter() - start
+        backend, start = self._backend, time.perf_counter()
+        with backend.mesh.progress.during("saving"):
+            self.step = step = backend.run.step
+            slices = backend.save(copied=self._pool is not None)
+            meta = self._meta | {"kept": kept, "state": backend.run.meta()}
 
-        def write() -> None:
-            try:
-                path = checkpoint.save(self.folder, step, copies, meta, self.keep, mesh=mesh)
-            except Exception as error:  # of any kind: `settle` raises it in the main thread
-                self._error = error
+            def write() -> Path:
+                folder = self._records.path / "checkpoints"
+                path = checkpoint.save(folder, step, slices, meta, self._keep, backend.mesh)
+                self._facts["seconds"] = time.perf_counter() - start
+                return path
+
+            self._facts = {"step": step}
+            if self._pool is None:
+                self._record(write())
             else:
-                took = time.perf_counter() - start
-                self._facts = {"step": step, "path": path.name, "seconds": took, "stood_still": stood_still}
-
-        self._thread = threading.Thread(target=write, name="saver")
-        self._thread.start()
+                self._facts["stood_still"] = time.perf_counter() - start
+                self._pending = self._pool.submit(write)
 
     def settle(self) -> None:
         """Waits for the save in the background, if there is one, and raises its error."""
-        if self._thread is None:
-            return
-        self._thread.join()
-        self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-        self._record(**self._facts)
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            with self._backend.mesh.progress.during("saving"):
+                self._record(pending.result())
 
-    def _record(self, **facts: Any) -> None:
-        self.records.event("save", **{k: round(v, 3) if isinstance(v, float) else v for k, v in facts.items()})
+    def _record(self, path: Path) -> None:
+        facts = {name: round(value, 3) for name, value in self._facts.items()}
+        self._records.event("save", path=path.name, **facts)

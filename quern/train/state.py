@@ -6,7 +6,7 @@ function of (seed, step), so the position in the data is the step.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -23,34 +23,56 @@ from quern.recipe import Recipe
 from quern.train.guard import Guard
 
 
-@dataclass
-class TrainState:
-    """step: updates done, skipped or empty; empty_steps: those without a target; tokens: targets trained on; flops:
-    of all positions; seconds: time spent in steps.
+@dataclass(kw_only=True)
+class Counters:
+    """How far a run is; every checkpoint holds it beside the tensors."""
 
-    unlogged_nats, unlogged_tokens: loss since the last logging line, kept here so that a resumed run logs what the
-    uninterrupted one would.
-    earlier_updates: made by the stage whose optimizer state this one goes on with. AdamW's bias corrections count them.
-    plans: of a run that trains for a time (horizon.py).
-    """
-
-    model: Any
-    optimizer: Zero2
     guard: Guard
     step: int = 0
+    """Updates done, skipped or empty."""
     empty_steps: int = 0
+    """Steps without a target."""
     tokens: int = 0
+    """Targets trained on."""
     flops: Flops = Flops()
+    """FLOPs of all positions."""
     seconds: float = 0.0
+    """Time spent in steps."""
     unlogged_nats: float = 0.0
     unlogged_tokens: int = 0
+    """Loss since the last line of the log: a resumed run logs what the uninterrupted one would."""
     earlier_updates: int = 0
+    """Made by the stage whose optimizer state this one goes on with. AdamW's bias corrections count them."""
     plans: list[tuple[int, int]] = field(default_factory=list)
+    """Plans of a run that trains for a time (horizon.py)."""
 
     @property
     def updates(self) -> int:
         """The optimizer's updates so far, of earlier stages too."""
         return _updates(self.meta())
+
+    def meta(self) -> dict[str, Any]:
+        """Returns JSON for a checkpoint."""
+        counts = {one.name: getattr(self, one.name) for one in fields(Counters)}
+        plans = [list(plan) for plan in self.plans]
+        return counts | {"flops": asdict(self.flops), "plans": plans, "guard": self.guard.state()}
+
+    def count_from(self, meta: dict[str, Any]) -> None:
+        """Puts the counters where `meta` left them."""
+        self.guard.load_state(meta["guard"])
+        self.step, self.tokens, self.seconds = meta["step"], meta["tokens"], meta["seconds"]
+        self.flops = Flops(**meta.get("flops", {}))
+        self.empty_steps, self.earlier_updates = meta.get("empty_steps", 0), meta.get("earlier_updates", 0)
+        self.unlogged_nats, self.unlogged_tokens = meta["unlogged_nats"], meta["unlogged_tokens"]
+        self.plans = [(step, steps) for step, steps in meta.get("plans", [])]
+
+
+@dataclass
+class TrainState(Counters):
+    """The state of a run in PyTorch."""
+
+    model: Any
+    optimizer: Zero2
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """By logical name; views of live memory. On one process only."""
@@ -60,30 +82,10 @@ class TrainState:
         """The part of `tensors` that this rank holds."""
         return self.optimizer.slices()
 
-    def meta(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "empty_steps": self.empty_steps,
-            "tokens": self.tokens,
-            "flops": asdict(self.flops),
-            "seconds": self.seconds,
-            "unlogged_nats": self.unlogged_nats,
-            "unlogged_tokens": self.unlogged_tokens,
-            "earlier_updates": self.earlier_updates,
-            "plans": [list(plan) for plan in self.plans],
-            "guard": self.guard.state(),
-        }
-
     def restore(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
         """Bit for bit what `tensors` and `meta` gave."""
         self.optimizer.load_state_tensors(tensors)
-        self.guard.load_state(meta["guard"])
-        self.step, self.tokens, self.seconds = meta["step"], meta["tokens"], meta["seconds"]
-        self.flops = Flops(**meta.get("flops", {}))
-        self.empty_steps = meta.get("empty_steps", 0)
-        self.unlogged_nats, self.unlogged_tokens = meta["unlogged_nats"], meta["unlogged_tokens"]
-        self.earlier_updates = meta.get("earlier_updates", 0)
-        self.plans = [(step, steps) for step, steps in meta.get("plans", [])]
+        self.count_from(meta)
 
     def go_on(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> bool:
         """Takes the weights of another stage, and its optimizer's state where it fits; the steps begin at 0.
@@ -149,7 +151,7 @@ def build_state(recipe: Recipe, machine: Machine, model: Any, mesh: Mesh | None 
     optimizer = (partial(Zero3, model) if mesh is not None and mesh.zero == 3 else Zero2)(
         groups, dtype_ns=machine.dtype, compile=machine.compile, mesh=mesh, fp32_gradients=fp32, on_cpu=on_cpu
     )
-    return TrainState(model, optimizer, Guard(recipe.train.max_skips))
+    return TrainState(model, optimizer, guard=Guard(recipe.train.max_skips))
 
 
 def weights_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -76,7 +76,7 @@ def test_a_reader_that_leaves_ends_help_quietly_also_where_no_extra_is_installed
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = [row for name, rows in project["optional-dependencies"].items() if name != "dev" for row in rows]
     own, more = ({re.split("[<>=;]", row)[0] for row in rows} for rows in (project["dependencies"], extras))
-    missing = {"orbax-checkpoint": "orbax", "pyyaml": "yaml"}
+    missing = {"pyyaml": "yaml"}
     packages = " ".join(missing.get(name, name.replace("-", "_")) for name in more - own)
     commands = [f"1 {verb} --help" for verb in HELP] + ["2", "2 nosuch", "2 serve --help", "2 pretrain --nosuch"]
     done = subprocess.run(

@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors import safe_open
 
-from quern.grug import checkpoint
 from quern.grug.attention import (
     AttentionMask,
     attention,
@@ -32,7 +31,10 @@ from quern.grug.mesh import BATCH, place
 from quern.grug.model import Params, forward, layout, logits
 from quern.grug.state import JaxTrainState, device_batch, init_state, step_config, train_step
 from quern.optim.schedule import Multipliers
+from quern.stages.jax.backend import arrays_of
+from quern.train import checkpoint, manifest
 from tests.grug.parity import batch_of, deviation, mesh_of, recipe_of, relative, state_on, weights_of
+from tests.grug.two_processes import save
 from tests.support.toy_training import CPU, ROWS, toy_corpus, toy_loader, toy_schedule, toy_state
 
 # Masks ------------------------------------------------------------------------------------------------------
@@ -296,23 +298,22 @@ def checkpoints() -> dict[str, Any]:
     said: list[str] = []
     found: dict[str, Any] = {}
     mesh = mesh_of("replica")
-    with jax.set_mesh(mesh), checkpoint.JaxSaver(folder, keep=2) as saver:
+    with jax.set_mesh(mesh):
         state = state_on(weights_of(toy_state(recipe)), cfg, mesh)
         kept = {}
         for step in range(4):
             batch = device_batch(toy_loader().batch(step), ROWS, mesh)
             state, _ = train_step(state, batch, schedule(step), cfg)
             kept[step] = host(state)
-            saver.save(step, state, {"counters": {"step": step}})  # the next step donates what is being written
-        saver.wait()
-    found["kept"] = checkpoint.steps(folder)
+            save(folder, step, state, cfg, mesh, {"counters": {"step": step}})
+    found["kept"] = manifest.steps(folder)
     for name in ("replica", "one", "model", "data"):
         other = mesh_of(name)
         with jax.set_mesh(other):
             like = jax.eval_shape(lambda: init_state(0, cfg))
-            newest = checkpoint.latest(folder, said.append)
+            newest = manifest.latest(folder, said.append)
             assert newest is not None
-            restored = checkpoint.load(newest[0], like, other)
+            restored = arrays_of(checkpoint.load(newest[0])[0], like, other)
             found[f"bit for bit on {name}"] = all(
                 a.tobytes() == b.tobytes() for a, b in zip(host(restored), kept[3], strict=True)
             )
@@ -336,19 +337,19 @@ def damage(folder: Path, said: list[str]) -> dict[str, Any]:
         if content:
             at = len(content) // 2
             file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-            found = checkpoint.latest(folder, said.append)
+            found = manifest.latest(folder, said.append)
             if found is None or found[0].name != "step-00000002":
                 missed.append(str(file.relative_to(newest)))
         file.unlink()
-        found = checkpoint.latest(folder, said.append)
+        found = manifest.latest(folder, said.append)
         if found is None or found[0].name != "step-00000002":
             missed.append(f"without {file.relative_to(newest)}")
         file.write_bytes(content)
     (newest / "foreign").write_text("x", encoding="utf-8")
-    found = checkpoint.latest(folder, said.append)
+    found = manifest.latest(folder, said.append)
     missed += [] if found is not None and found[0].name == "step-00000002" else ["foreign"]
     (newest / "foreign").unlink()
-    good = checkpoint.latest(folder, said.append)
+    good = manifest.latest(folder, said.append)
     return {"missed": missed, "named": "step 3" in said[-1], "whole again": good is not None and good[0] == newest}
 
 

@@ -4,7 +4,7 @@
 
 A request holds `arguments` (of `quern grug train`), `kill`: null, or the number of the event before which the child
 kills itself with SIGKILL, and `counted`: whether events are counted that kill nothing. Events are the calls of Python
-and C functions in quern.grug's loop and checkpoints and in records.py, in any thread. An answer holds `status` (the
+and C functions in the loop, its backend, checkpoints and records.py, in any thread. An answer holds `status` (the
 exit code, or minus the signal) and `events`.
 """
 
@@ -17,16 +17,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import orbax.checkpoint
-
 from quern.cli import main
-from quern.grug import checkpoint, train
+from quern.stages.jax import backend
 from quern.stages.jax import train as jax_train
+from quern.train import checkpoint, loop, saver
 
-COUNTED = tuple(str(Path(module.__file__ or "")) for module in (checkpoint, train)) + (
+COUNTED = tuple(str(Path(module.__file__ or "")) for module in (backend, checkpoint, loop, saver)) + (
     str(Path(main.__file__).parents[1] / "records.py"),
 )
-assert orbax.checkpoint  # slow to import, so imported once
 
 
 class Events:

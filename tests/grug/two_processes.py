@@ -15,7 +15,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from quern.data.batch import Batch
-from quern.grug import checkpoint
 from quern.grug.bridge import to_torch
 from quern.grug.gauntlet import moved
 from quern.grug.mesh import anywhere, first_process_first, join_processes, make_mesh, same_everywhere
@@ -23,6 +22,9 @@ from quern.grug.state import JaxTrainState, StepConfig, device_batch, init_state
 from quern.recipe import ModelRecipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
+from quern.stages.jax.backend import JaxBackend, JaxRun, arrays_of, processes
+from quern.train import checkpoint, manifest
+from quern.train.guard import Guard
 
 ROWS = 8
 
@@ -33,7 +35,7 @@ def config() -> StepConfig:
     return step_config(resolve(replace(RECIPE, depth=1, model=shape, train=train)), "float32")
 
 
-def steps(mesh: Mesh, cfg: StepConfig, saver: checkpoint.JaxSaver | None) -> tuple[JaxTrainState, list[float]]:
+def steps(mesh: Mesh, cfg: StepConfig, folder: Path | None) -> tuple[JaxTrainState, list[float]]:
     """Returns the state after one step, which is saved, and the losses of two steps.
 
     The weights are perturbed, as in the laws: initially some gradients are nearly singular, and Muon amplifies
@@ -49,9 +51,14 @@ def steps(mesh: Mesh, cfg: StepConfig, saver: checkpoint.JaxSaver | None) -> tup
         losses.append(float(metrics["loss"]))
         if step == 0:
             first = jax.tree.map(jnp.copy, state)
-            if saver is not None:
-                saver.save(1, state, {"step": 1})
+            if folder is not None:
+                save(folder, 1, state, cfg, mesh, {"step": 1})
     return first, losses
+
+
+def save(folder: Path, step: int, state: JaxTrainState, cfg: StepConfig, mesh: Mesh, meta: dict[str, Any]) -> None:
+    backend = JaxBackend(JaxRun(state, cfg, mesh, guard=Guard(0)), processes())
+    checkpoint.save(folder, step, backend.save(copied=True), meta, 2, backend.mesh)
 
 
 def main(coordinator: str, process: int, folder: Path) -> None:
@@ -66,9 +73,8 @@ def main(coordinator: str, process: int, folder: Path) -> None:
             refusal = "the body ran on process 1"
     except (FileNotFoundError, ValueError) as error:
         refusal = str(error)
-    with jax.set_mesh(mesh), checkpoint.JaxSaver(folder, keep=2) as saver:
-        _, losses = steps(mesh, cfg, saver)
-        saver.wait()
+    with jax.set_mesh(mesh):
+        _, losses = steps(mesh, cfg, folder)
         found = {
             "losses": losses,
             "named alike": same_everywhere(f"name-{process}"),
@@ -84,9 +90,9 @@ def expected(folder: str) -> dict[str, Any]:
     cfg, mesh = config(), make_mesh(devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
         state, losses = steps(mesh, cfg, None)
-        newest = checkpoint.latest(Path(folder), print)
+        newest = manifest.latest(Path(folder), print)
         assert newest is not None
-        saved: JaxTrainState = checkpoint.load(newest[0], state, mesh)
+        saved: JaxTrainState = arrays_of(checkpoint.load(newest[0])[0], state, mesh)
     ours, theirs = to_torch(state.params), to_torch(saved.params)
     gaps = [np.linalg.norm(theirs[name] - value) / np.linalg.norm(value) for name, value in ours.items()]
     return {"losses": losses, "weights": float(max(gaps)), "step": newest[1]["step"]}

@@ -89,13 +89,13 @@ def chain() -> dict[str, Any]:
         tokens = np.random.default_rng(0).integers(0, 320, (8, 32)).astype(np.int32)
         twice = jax_stage.load(back, mesh, "float32", print)
         with jax.set_mesh(mesh):
-            params, shape = twice.state.params, twice.cfg.model
+            params, shape = twice.run.arrays.params, twice.run.cfg.model
             run = jax.jit(lambda params, tokens: logits(params, forward(params, tokens, shape), shape))
             ours = run(params, place(tokens, P(BATCH, None), mesh))
         with torch.no_grad():
             inputs = torch.from_numpy(tokens.astype(np.int64))
             theirs = loaded.model.logits(loaded.model(inputs, loaded.model.context(inputs))).numpy()
-        found["imported step"], found["logits"] = twice.counters.step, relative(ours, theirs)
+        found["imported step"], found["logits"] = twice.run.step, relative(ours, theirs)
         found |= refusals(back)
     return found
 
@@ -114,8 +114,8 @@ def from_a_file() -> dict[str, Any]:
         Path(file).unlink()  # the run has a copy
         found["verbs"] += [verb("eval", "--run", "idea")]
         loaded = jax_stage.load(run_dir, mesh, "float32", print)
-        found["trained"] = [loaded.counters.step, loaded.recipe.name, loaded.cfg.core.__name__]
-        block: Any = loaded.state.params.blocks[0]
+        found["trained"] = [loaded.run.step, loaded.recipe.name, loaded.run.cfg.core.__name__]
+        block: Any = loaded.run.arrays.params.blocks[0]
         found["sinks move"] = bool(np.any(np.asarray(block.sinks)))
         found["export"] = verb("export", "--run", "idea")
         lines = read_metrics(run_dir.stage(jax_stage.STAGE) / "metrics.jsonl")

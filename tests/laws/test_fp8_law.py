@@ -24,6 +24,7 @@ from quern.machine import Machine
 from quern.model.fp8 import Fp8Linear, use_fp8
 from quern.model.loss import loss_sum, token_losses
 from quern.records import StageFolder, read_metrics
+from quern.train.backend import TorchBackend
 from quern.train.loop import resume, train
 from quern.train.state import TrainState, build_model, weights_of
 from quern.train.step import to_device, train_step
@@ -234,8 +235,8 @@ def test_resumed_is_uninterrupted_in_fp8(tmp_path: Path, law: Law) -> None:
                 state = fp8_state(machine)
                 plan = toy_plan(stop, schedule=toy_schedule(12), save_every=20)
                 with StageFolder(path) as folder:
-                    resume(state, folder.path / "checkpoints", print)
-                    train(state, toy_loader(), plan, machine, folder, print)
+                    resume(TorchBackend(state, machine), folder.path / "checkpoints", print)
+                    train(TorchBackend(state, machine), toy_loader(), plan, folder, print)
             lines = [{k: line[k] for k in ("step", "loss", "grad_norm")} for line in read_metrics(path)]
             runs.append((copy_of(state.tensors()), lines))
         (tensors, lines), (others, other_lines) = runs

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file
 
-from quern.grug import checkpoint
 from quern.records import read_metrics
+from quern.train import manifest
 from tests.support.jax_process import environment
 from tests.support.small_text import write_text
 
@@ -68,10 +69,10 @@ class Bench:
         """Logged lines without times, and the bytes of the newest state with its counters."""
         stage = self.folder / "out" / "runs" / name / "grug"
         lines = [{k: v for k, v in line.items() if k not in TIMED} for line in read_metrics(stage)]
-        newest = checkpoint.latest(stage / "checkpoints", pytest.fail)
+        newest = manifest.latest(stage / "checkpoints", pytest.fail)
         assert newest is not None
         meta = newest[1]["meta"]
-        meta["counters"].pop("seconds")
+        meta["state"].pop("seconds")
         return {"lines": lines, "meta": meta, "state": state_bytes(newest[0])}
 
     def close(self) -> None:
@@ -82,15 +83,9 @@ class Bench:
 
 
 def state_bytes(path: Path) -> dict[str, bytes]:
-    """Every array of a checkpoint's state by name, read with TensorStore, without JAX or orbax."""
-    import tensorstore
-
-    driver = {"driver": "ocdbt", "base": f"file://{path}/state/"}
-    keys = tensorstore.KvStore.open(driver).result().list().result()
-    names = sorted({key.decode().removesuffix("/.zarray") for key in keys if key.decode().endswith("/.zarray")})
-    spec = {"driver": "zarr", "kvstore": driver}
-    arrays = {name: tensorstore.open(spec | {"path": name}, open=True).result().read().result() for name in names}
-    return {name: array.tobytes() for name, array in arrays.items()}
+    """Every array of a checkpoint's state by name, as safetensors itself reads them."""
+    (file,) = path.glob("*.safetensors")
+    return {name: array.tobytes() for name, array in load_file(file).items()}
 
 
 @pytest.fixture(scope="module")
@@ -183,5 +178,5 @@ def test_a_signal_saves_and_stops(bench: Bench) -> None:
         process.send_signal(signal.SIGTERM)
         rest = process.stdout.read()
     assert process.returncode == 75, rest
-    assert "saved: continue with --resume" in rest
-    assert checkpoint.latest(events.parent / "checkpoints", pytest.fail) is not None
+    assert "saved: continue with `--resume`" in rest
+    assert manifest.latest(events.parent / "checkpoints", pytest.fail) is not None

@@ -25,6 +25,7 @@ from tests.support.toy_training import (
     differing,
     eager,
     snapshot,
+    toy_backend,
     toy_loader,
     toy_plan,
     toy_recipe,
@@ -81,7 +82,8 @@ def spent(path: Path, machine: str, plan: TrainingPlan) -> tuple[float, TrainSta
     _dice.seed(1)
     state = toy_state(SMALL)
     with StageFolder(path) as folder:
-        assert train(state, toy_loader(), plan, CPU, folder, print, clock=clock_of(MACHINES[machine])) == EXIT_DONE
+        code = train(toy_backend(state), toy_loader(), plan, folder, print, clock=clock_of(MACHINES[machine]))
+        assert code == EXIT_DONE
     return state.seconds / STEPS, state
 
 
@@ -92,7 +94,7 @@ def test_the_time_spent_is_the_time_asked_for(machine: str, tmp_path: Path, law:
     assert 0.95 <= ratio <= 1.05
     lines = read_metrics(tmp_path)
     assert [line["step"] for line in lines] == list(range(1, state.step + 1))
-    rates = [line["lr"] for line in lines[STEPS // 20 :]]
+    rates = [line["lr_multiplier"] for line in lines[STEPS // 20 :]]
     assert rates == sorted(rates, reverse=True), "the warm-down goes on from where it was"
     assert rates[-1] <= toy_schedule(STEPS)(STEPS - 6).lr, "the run ends at the end of its schedule"
     assert recorded_plans(tmp_path) == state.plans
@@ -116,7 +118,7 @@ def on_a_rank(mesh: Mesh) -> tuple[Any, ...]:
     state = build_state(SMALL, CPU, build_model(SMALL, CPU, 0), mesh)
     slow = 3.0 * mesh.rank
     clock = clock_of(lambda share: slow + MACHINES["halves at 50 %"](share))
-    assert train(state, toy_loader(), budgeted(), CPU, Nowhere(Path()), print, clock=clock) == EXIT_DONE
+    assert train(toy_backend(state), toy_loader(), budgeted(), Nowhere(Path()), print, clock=clock) == EXIT_DONE
     return state.plans, state.seconds / STEPS, state.step, float(state.model.head.weight.double().sum())
 
 
@@ -141,11 +143,11 @@ def test_a_resumed_run_repeats_the_plans_that_it_recorded(tmp_path: Path, law: L
     for plans in (recorded, []):
         state = toy_state(SMALL)
         with StageFolder(tmp_path / "killed") as folder:
-            assert resume(state, folder.path / "checkpoints", print)
+            assert resume(toy_backend(state), folder.path / "checkpoints", print)
             assert 0 < state.step < recorded[-1][0], "it repeats steps at which it planned"
             clock = clock_of(lambda share: 0.25)
             again = replace(plan, recorded=plans, save_every=None)
-            assert train(state, toy_loader(), again, CPU, folder, print, clock=clock) == EXIT_DONE
+            assert train(toy_backend(state), toy_loader(), again, folder, print, clock=clock) == EXIT_DONE
         ends.append(differing(snapshot(state), snapshot(whole)))
     law("resumed = uninterrupted: train.minutes, on a machine of another speed", len(ends[0]), "0")
     assert ends[0] == [] and ends[1] != [], "without the record, the steps that it repeats are others"

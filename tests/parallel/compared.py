@@ -118,7 +118,7 @@ def _state(model: Any, architecture: str, mesh: Mesh) -> TrainState:
     rules = RECIPES[architecture].make_rules(replace(RECIPES[architecture], optim=optim))
     groups = make_groups(model.parameter_groups(), rules, model.named_parameters())
     optimizer = Zero3(model, groups, mesh=mesh) if mesh.zero == 3 else Zero2(groups, mesh=mesh)
-    return TrainState(model, optimizer, Guard(1))
+    return TrainState(model, optimizer, guard=Guard(1))
 
 
 def gather(state: TrainState) -> None:

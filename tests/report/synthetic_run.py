@@ -173,7 +173,7 @@ def _stage(folder: Path, rng: random.Random, steps: int, start: float, end: floa
                 "flops": step * 8192 * 37_748_736,
                 "seconds": seconds,
                 "loss": loss,
-                "lr": lr,
+                "lr_multiplier": lr,
                 "tokens_per_second": speed,
                 "mfu": speed * 37_748_736 / 9.6e11,
                 "grad_norm": 0.4 + 2 * math.exp(-8 * share) + abs(rng.gauss(0, 0.05)),

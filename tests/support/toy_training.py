@@ -17,6 +17,7 @@ from quern.optim.schedule import Multipliers, multipliers
 from quern.recipe import ModelRecipe, OptimRecipe, Recipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
+from quern.train.backend import TorchBackend
 from quern.train.loop import TrainingPlan
 from quern.train.state import TrainState, build_model, build_state
 
@@ -72,6 +73,10 @@ def toy_state(recipe: Recipe | None = None, machine: Machine = CPU, moved: float
     return build_state(recipe, machine, model)
 
 
+def toy_backend(state: TrainState) -> TorchBackend:
+    return TorchBackend(state, CPU)
+
+
 def toy_schedule(steps: int, **options: Any) -> Any:
     def schedule(step: int) -> Multipliers:
         return multipliers(step, steps, **{"warmup_steps": 2, **options})
@@ -94,7 +99,6 @@ def toy_plan(steps: int = 12, **changes: Any) -> TrainingPlan:
         steps=steps,
         schedule=toy_schedule(steps),
         micro_batch_rows=3,
-        clip_norm=None,
         log_every=1,
         save_every=4,
         keep=2,

@@ -18,6 +18,7 @@ from quern.recipe import Recipe
 from quern.recipes import gpt, llama, unet
 from quern.records import StageFolder
 from quern.train import loop
+from quern.train.backend import TorchBackend
 from quern.train.state import TrainState, build_model, build_state
 from tests.support.toy_engine import toy_tokenizer
 from tests.support.toy_training import CONTEXT, ROWS, toy_loader, toy_plan, toy_recipe
@@ -87,7 +88,7 @@ def test_nothing_is_compiled_after_the_first_step(source: Recipe, most: int, tmp
         6, micro_batch_rows=ROWS // 2, evaluators=[(1, evaluate)], schedule=recipe.make_schedule(recipe.train)
     )
     with StageFolder(tmp_path) as folder:
-        assert loop.train(state, toy_loader(), plan, MACHINE, folder, pytest.fail) == 0
+        assert loop.train(TorchBackend(state, MACHINE), toy_loader(), plan, folder, pytest.fail) == 0
     assert seen == [seen[0]] * 6 and counter.graphs == seen[0], "something was compiled after the first step"
     assert 0 < seen[0] <= most
 

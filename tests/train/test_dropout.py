@@ -23,6 +23,7 @@ from tests.support.toy_training import (
     differing,
     eager,
     snapshot,
+    toy_backend,
     toy_corpus,
     toy_loader,
     toy_plan,
@@ -39,11 +40,13 @@ def dropping(dropout: float = 0.2) -> TrainState:
     return build_state(recipe, CPU, build_model(recipe, CPU, 0))
 
 
-def go(path: Path, state: TrainState, plan: TrainingPlan, loader: Loader | None = None, again: bool = False) -> None:
+def go(
+    path: Path, state: TrainState, plan: TrainingPlan, loader: Loader | None = None, again: bool = False, seed: int = 0
+) -> None:
     with StageFolder(path) as folder:
         if again:
-            assert resume(state, folder.path / "checkpoints", print)
-        train(state, loader or toy_loader(), plan, CPU, folder, print)
+            assert resume(toy_backend(state), folder.path / "checkpoints", print)
+        train(replace(toy_backend(state), seed=seed), loader or toy_loader(), plan, folder, print)
 
 
 def test_a_resumed_run_drops_what_the_uninterrupted_one_does(tmp_path: Path) -> None:
@@ -68,8 +71,8 @@ def test_every_step_and_every_seed_draws_anew(tmp_path: Path) -> None:
 
     def losses(dropout: float, seed: int) -> list[float]:
         path = tmp_path / f"{dropout}-{seed}"
-        plan = toy_plan(4, schedule=lambda step: Multipliers(lr=0.0), meta={"seed": seed})
-        go(path, dropping(dropout), plan, OneBatch(toy_corpus(), CONTEXT, 8, 0))
+        plan = toy_plan(4, schedule=lambda step: Multipliers(lr=0.0))
+        go(path, dropping(dropout), plan, OneBatch(toy_corpus(), CONTEXT, 8, 0), seed=seed)
         return [line["loss"] for line in read_metrics(path)]
 
     assert len(set(losses(0.0, seed=0))) == 1

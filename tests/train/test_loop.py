@@ -16,7 +16,7 @@ from quern.data.loader import Batch, Loader
 from quern.records import StageFolder, read_events, read_metrics
 from quern.train import checkpoint, manifest
 from quern.train.guard import EXIT_DIVERGED, EXIT_DONE, EXIT_NOT_SAVED, EXIT_STOPPED
-from quern.train.loop import TrainingPlan, resume, train
+from quern.train.loop import Outcome, TrainingPlan, resume, train
 from quern.train.state import TrainState
 from quern.train.step import train_step
 from tests.support.toy_training import (
@@ -25,6 +25,7 @@ from tests.support.toy_training import (
     eager,
     poisoned_loader,
     snapshot,
+    toy_backend,
     toy_loader,
     toy_plan,
     toy_recipe,
@@ -38,6 +39,10 @@ pytestmark = pytest.mark.usefixtures("eager")
 TIMED = {"seconds", "tokens_per_second", "mfu"}
 
 
+def explain(outcome: Outcome) -> str:
+    return outcome.advice("--resume", "--optim.lr-scale")
+
+
 def go(
     path: Path, state: TrainState, plan: TrainingPlan | None = None, loader: Loader | None = None, again: bool = False
 ) -> tuple[int, list[str]]:
@@ -45,8 +50,10 @@ def go(
     said: list[str] = []
     with StageFolder(path) as folder:
         if again:
-            resume(state, folder.path / "checkpoints", said.append)
-        code = train(state, loader or toy_loader(), plan or toy_plan(), CPU, folder, said.append)
+            resume(toy_backend(state), folder.path / "checkpoints", said.append)
+        code = train(
+            toy_backend(state), loader or toy_loader(), plan or toy_plan(), folder, said.append, explain=explain
+        )
     return code, said
 
 
@@ -77,7 +84,7 @@ def test_each_line_is_the_mean_over_the_targets_since_the_last_one(tmp_path: Pat
         assert line["loss"] == pytest.approx(mean, rel=1e-12)
         assert line["grad_norm"] == part[-1].grad_norm
         assert line["tokens"] == sum(r.tokens for r in results[: line["step"]])
-        assert line["lr"] == plan.schedule(line["step"] - 1).lr
+        assert line["lr_multiplier"] == plan.schedule(line["step"] - 1).lr
     assert found[-1]["tokens_per_second"] > 0 and found[-1]["mfu"] >= 0
 
 

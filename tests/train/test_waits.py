@@ -22,6 +22,7 @@ from quern.machine import Machine
 from quern.mesh import Mesh, alone
 from quern.records import Nowhere
 from quern.train import loop
+from quern.train.backend import TorchBackend
 from quern.train.state import build_model, build_state
 from tests.support.ranks import Ranks
 from tests.support.toy_training import toy_loader, toy_plan, toy_recipe
@@ -82,13 +83,12 @@ def waits(mesh: Mesh) -> list[list[str]]:
         state = build_state(recipe, machine, build_model(recipe, machine, 0), mesh)
         ends: list[int] = []
         loop.train(
-            state,
+            TorchBackend(state, machine),
             toy_loader(masked=True, rows=7),  # one of two replicas has more micro-batches
             toy_plan(STEPS, save_every=None),
-            machine,
             Nowhere(Path("unused")),
             lambda line: None,
-            lambda state, line: ends.append(len(machine.waits)),
+            lambda line: ends.append(len(machine.waits)),
         )
     assert len(ends) == STEPS
     return [machine.waits[first:last] for first, last in zip(ends[1:], ends[2:], strict=False)]

@@ -6,7 +6,6 @@ Weights are copied, optimizer state is not: training continues with fresh moment
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,12 @@ import numpy as np
 import torch
 from jax.sharding import Mesh
 
-from quern.grug import checkpoint as jax_checkpoint
 from quern.grug.bridge import from_torch, to_torch, write_weights
 from quern.grug.state import Grug, state_of, step_config
-from quern.grug.train import Counters
 from quern.recipe import Recipe
 from quern.recipes.gpt import RECIPE
 from quern.runs.run_dir import STAGES, RunDir
+from quern.stages.jax.backend import JaxBackend, JaxRun, processes
 from quern.stages.jax.train import STAGE, checkpoint_meta, load
 from quern.train import checkpoint, manifest
 from quern.train.guard import Guard
@@ -44,7 +42,7 @@ def export(run_dir: RunDir, mesh: Mesh, log: Callable[[str], None]) -> Path:
     """
     target = run_dir.checkpoints("pretrain")
     loaded = load(run_dir, mesh, "float32", log)
-    if loaded.cfg.core is not Grug:
+    if loaded.run.cfg.core is not Grug:
         raise ValueError(
             f"the model of run '{run_dir.run}' comes from a file ('{loaded.recipe.name}'), which PyTorch cannot read: "
             "export a run of the `gpt` recipe (`quern grug train` without a file)"
@@ -55,18 +53,14 @@ def export(run_dir: RunDir, mesh: Mesh, log: Callable[[str], None]) -> Path:
             f"run '{run_dir.run}' has a base model that PyTorch trained ({known[0]}): move it away, or train the JAX "
             "model under another name (--run)"
         )
-    counters, recipe = loaded.counters, loaded.recipe
-    meta = checkpoint_meta(recipe, loaded.tokenizer)
-    weights = to_torch(loaded.state.params)
+    run, meta = loaded.run, checkpoint_meta(loaded.recipe, loaded.tokenizer)
+    weights = to_torch(run.arrays.params)
     file = run_dir.stage(STAGE) / "weights.safetensors"
-    facts = {"recipe": meta["recipe"], "tokenizer": meta["tokenizer"], "step": counters.step}
-    write_weights(file, weights, facts)
-    names = ("step", "tokens", "seconds", "unlogged_nats", "unlogged_tokens")
-    state = {name: getattr(counters, name) for name in names} | {"guard": Guard(recipe.train.max_skips).state()}
+    write_weights(file, weights, {"recipe": meta["recipe"], "tokenizer": meta["tokenizer"], "step": run.step})
     tensors = {f"master.{name}": torch.from_numpy(np.array(value)) for name, value in weights.items()}
-    meta |= {"state": state, "trained_by": STAGE}
-    path = checkpoint.save(target, counters.step, tensors, meta, recipe.train.keep)
-    log(f"exported step {counters.step:,} → {file} and {path}")
+    meta |= {"state": run.meta(), "trained_by": STAGE}
+    path = checkpoint.save(target, run.step, tensors, meta, loaded.recipe.train.keep)
+    log(f"exported step {run.step:,} → {file} and {path}")
     return path
 
 
@@ -87,7 +81,7 @@ def bring_over(run_dir: RunDir, mesh: Mesh, stage: str | None, log: Callable[[st
         ValueError: The model has another architecture, or the run has a JAX model already.
     """
     target = run_dir.checkpoints(STAGE)
-    if jax_checkpoint.steps(target):
+    if manifest.steps(target):
         raise ValueError(f"run '{run_dir.run}' has a JAX model already: move {run_dir.stage(STAGE)} away first")
     for name in [stage] if stage else reversed(STAGES):
         if (found := manifest.latest(run_dir.checkpoints(name), log)) is not None:
@@ -96,15 +90,14 @@ def bring_over(run_dir: RunDir, mesh: Mesh, stage: str | None, log: Callable[[st
         raise FileNotFoundError(run_dir.has_no("PyTorch model", "pretrain"))
     tensors, meta = checkpoint.load(found[0])
     recipe = _gpt_recipe(meta["recipe"])
-    step, tokens = meta["state"]["step"], meta["state"]["tokens"]
     with jax.set_mesh(mesh):
         weights = {name: tensor.float().numpy() for name, tensor in weights_of(tensors).items()}
-        params = from_torch(weights, recipe.model, mesh)
-        state = state_of(params, jax.random.key(recipe.seed), step_config(recipe, "float32"))
-        counters = asdict(Counters(step=step, tokens=tokens))
-        with jax_checkpoint.JaxSaver(target, recipe.train.keep) as saver:
-            saver.save(step, state, checkpoint_meta(recipe, run_dir.tokenizer()) | {"counters": counters})
-    log(f"imported step {step:,} of {found[0].parent.parent.name} → {target}")
+        cfg = step_config(recipe, "float32")
+        arrays = state_of(from_torch(weights, recipe.model, mesh), jax.random.key(recipe.seed), cfg)
+    run = JaxRun(arrays, cfg, mesh, guard=Guard(0), step=meta["state"]["step"], tokens=meta["state"]["tokens"])
+    meta, ranks = checkpoint_meta(recipe, run_dir.tokenizer()) | {"state": run.meta()}, processes()
+    checkpoint.save(target, run.step, JaxBackend(run, ranks).save(copied=True), meta, recipe.train.keep, ranks)
+    log(f"imported step {run.step:,} of {found[0].parent.parent.name} → {target}")
     return target
 
 

@@ -155,7 +155,7 @@ def main(arguments: list[str], log: Callable[[str], None]) -> int:
 def _need_jax() -> None:
     """Raises ImportError naming the extra. Called after the flags are read: help needs no extra."""
     try:
-        for package in ("jax", "optax", "orbax.checkpoint"):
+        for package in ("jax", "optax"):
             import_module(package)
     except ImportError as error:
         raise ImportError(f"the JAX twin needs extra packages ({error}): {install('jax')}") from error

@@ -18,16 +18,15 @@ import jax
 from jax.sharding import Mesh
 
 from quern.constructors import code_path
-from quern.grug import checkpoint, train
 from quern.grug.evaluate import flops_per_token, measure_peak_flops, validate
 from quern.grug.mesh import batch_shards, check_model_axis, check_rows, first_process_first
-from quern.grug.state import Grug, JaxTrainState, StepConfig, init_state, step_config
+from quern.grug.state import Grug, StepConfig, init_state, step_config
+from quern.model.count import Flops
 from quern.recipe import Recipe
 from quern.recipes import gpt
-from quern.records import MakeTracker, StageFolder, git_hash, read_json
+from quern.records import MakeTracker, git_hash, read_json
 from quern.resolve import resolve
 from quern.runs.origin import (
-    FILE,
     read_origin,
     refuse_other_order,
     refuse_second_tokenizer,
@@ -39,14 +38,16 @@ from quern.runs.run_dir import RunDir
 from quern.runs.run_lock import run_lock
 from quern.runs.saved import changes
 from quern.runs.training import fit_to_text, make_batches
-from quern.runs.trust import trust
+from quern.stages.jax.backend import JaxBackend, JaxRun, arrays_of, processes
 from quern.stages.open_data import data_of_run, make_origin, open_data
-from quern.stages.prepare import Prepared, prepare
-from quern.stages.session import loss_and_speed
+from quern.stages.prepare import prepare
+from quern.stages.session import loss_and_speed, open_folder
 from quern.temporaries import write_whole
 from quern.terminal import Meter, counted
 from quern.text.tokenizer import Tokenizer
-from quern.train.guard import EXIT_DONE
+from quern.train import checkpoint, loop, manifest
+from quern.train.backend import Evaluator
+from quern.train.guard import EXIT_DONE, Guard
 from quern.validate import check_body
 
 STAGE = "grug"
@@ -58,11 +59,9 @@ OF_TEXT = ("data", "val", "shards")
 class LoadedJax:
     """A run's newest JAX state on a mesh, with the recipe and the tokenizer it was trained with."""
 
-    state: JaxTrainState
+    run: JaxRun
     recipe: Recipe
-    cfg: StepConfig
     tokenizer: Tokenizer
-    counters: train.Counters
 
 
 def run(
@@ -99,14 +98,14 @@ def run(
         ValueError: The run exists and `resume` is false; or its recipe, text or tokenizer differs; or the recipe does
             not fit the mesh. A refusal on process 0 is raised on every process.
     """
-    path, first = run_dir.stage(STAGE), jax.process_index() == 0
+    path, ranks = run_dir.stage(STAGE), processes()
     recipe, core = resolve(with_absolute_paths(recipe)), core_of(recipe)
     check_model_axis(recipe.model, mesh)
     with ExitStack() as stack:
         with first_process_first():
-            if first:
+            if ranks.main:
                 stack.enter_context(run_lock(run_dir, command))
-            if checkpoint.steps(path / "checkpoints") and not resume:
+            if manifest.steps(path / "checkpoints") and not resume:
                 raise ValueError(
                     f"run '{run_dir.run}' has been trained already: continue with --resume, or name another with --run"
                 )
@@ -126,51 +125,74 @@ def run(
         recipe = fit_to_text(with_shards(recipe, prepared.public), prepared.tokenizer, prepared.train)
         check_rows(mesh, recipe.micro_batch_rows)
         changed = changes(recipe, path) if resume else []
-        if first and origin is None:
+        if ranks.main and origin is None:
             run_dir.folder.mkdir(parents=True, exist_ok=True)
             prepared.tokenizer.save(run_dir.folder / "tokenizer.json")
-        records = path if first else path / f"process-{jax.process_index()}"
         stack.enter_context(jax.set_mesh(mesh))
-        folder = stack.enter_context(StageFolder(records, [make(records, recipe.to_json()) for make in trackers]))
         if origin is None:
             origin = make_origin(run_dir, prepared, source)
         elif source is not None:
             origin = replace(origin, source=source_digest(source))
-        write_whole(records / FILE, json.dumps(origin.to_json(), indent=2) + "\n")
-        folder.write_recipe(recipe.to_json(), source)
-        trust(run_dir.out, source_digest(source))
+        folder = stack.enter_context(open_folder(path, recipe, source, trackers, ranks, origin))
         for line in changed:
             log(line)
-        plan = _plan(recipe, prepared, step_config(recipe, dtype, core), mesh)
-        _write_facts(records, plan, command)
-        return _train(recipe, prepared, plan, path / "checkpoints", folder, resume, log)
+        cfg = step_config(recipe, dtype, core)
+        token_bytes, rows = prepared.tokenizer.token_bytes(), _eval_rows(recipe, mesh)
+
+        def validation(run: JaxRun) -> dict[str, Any]:
+            return validate(run.arrays.params, prepared.val, token_bytes, rows, mesh, cfg)
+
+        plan = replace(
+            make_plan(recipe, cfg, [(recipe.train.eval_every or 1, validation)]),
+            save_every=recipe.train.save_every,
+            peak_flops=measure_peak_flops(cfg.dtype, mesh),
+            meta=checkpoint_meta(recipe, prepared.tokenizer),
+        )
+        if ranks.main:
+            _write_facts(path, cfg, mesh, command)
+        backend = JaxBackend(fresh_run(recipe, cfg, mesh), ranks)
+        run = backend.run
+        if resume and loop.resume(backend, path / "checkpoints", log):
+            log(f"resumed at step {run.step:,}")
+        devices = describe(mesh)
+        log(f"training: {counted(plan.steps, 'step')} of {recipe.train.batch_tokens:,} tokens in {dtype} on {devices}")
+        with Meter("training", plan.steps, "steps", silent=not ranks.main) as meter:
+
+            def advance(line: dict[str, Any]) -> None:
+                perplexity = math.exp(min(line["loss"], 700))  # e^710 exceeds a float
+                meter.at(run.step, f"{loss_and_speed(line)}, perplexity {perplexity:,.1f}")
+
+            def explain(outcome: loop.Outcome) -> str:
+                return outcome.advice("--resume", "--optim.lr-scale")
+
+            batches = make_batches(recipe, prepared.train)
+            code = loop.train(backend, batches, plan, folder, meter.log, advance, explain)
+        if code == EXIT_DONE:
+            log(f"trained on {run.tokens:,} tokens in {run.seconds:,.0f} s of steps → {path}")
+        return code
 
 
-def _train(
-    recipe: Recipe,
-    prepared: Prepared,
-    plan: train.JaxTrainingPlan,
-    checkpoints: Path,
-    folder: StageFolder,
-    resume: bool,
-    log: Callable[[str], None],
-) -> int:
-    state, counters = init_state(recipe.seed, plan.cfg), train.Counters()
-    if resume and (found := train.resume(checkpoints, state, plan.mesh, log)):
-        state, counters = found
-        log(f"resumed at step {counters.step:,}")
-    tokens, devices = recipe.train.batch_tokens, describe(plan.mesh)
-    log(f"training: {counted(plan.steps, 'step')} of {tokens:,} tokens in {plan.cfg.dtype} on {devices}")
-    with Meter("training", plan.steps, "steps", silent=jax.process_index() > 0) as meter:
-        loader = make_batches(recipe, prepared.train)
+def fresh_run(recipe: Recipe, cfg: StepConfig, mesh: Mesh) -> JaxRun:
+    """A state at step 0, on the current mesh."""
+    return JaxRun(init_state(recipe.seed, cfg), cfg, mesh, guard=Guard(recipe.train.max_skips))
 
-        def show(step: int, line: dict[str, Any]) -> None:
-            meter.at(step, f"{loss_and_speed(line)}, perplexity {line['perplexity']:,.1f}")
 
-        code, _ = train.train(state, counters, loader, plan, folder, checkpoints, meter.log, show)
-    if code == EXIT_DONE:
-        log(f"trained on {counters.tokens:,} tokens in {counters.seconds:,.0f} s of steps → {checkpoints.parent}")
-    return code
+def make_plan(recipe: Recipe, cfg: StepConfig, evaluators: Sequence[tuple[int, Evaluator]]) -> loop.TrainingPlan:
+    """The settings of the loop, without checkpoints. A mesh must be set."""
+    settings, each = recipe.train, flops_per_token(cfg)
+    assert settings.steps
+    return loop.TrainingPlan(
+        steps=settings.steps,
+        schedule=recipe.make_schedule(settings),
+        micro_batch_rows=recipe.micro_batch_rows,
+        log_every=settings.log_every,
+        save_every=None,
+        keep=settings.keep,
+        flops=lambda batch, progress: Flops(products=batch.tokens.size * each),
+        peak_flops=math.inf,
+        evaluators=evaluators,
+        save_in_background=True,
+    )
 
 
 def evaluate(run_dir: RunDir, mesh: Mesh, *, dtype: str, log: Callable[[str], None]) -> dict[str, Any]:
@@ -189,13 +211,14 @@ def evaluate(run_dir: RunDir, mesh: Mesh, *, dtype: str, log: Callable[[str], No
     prepared = data_of_run(loaded.recipe, run_dir, lambda line: None, STAGE)
     with jax.set_mesh(mesh):
         rows = _eval_rows(loaded.recipe, mesh)
-        score = validate(loaded.state.params, prepared.val, loaded.tokenizer.token_bytes(), rows, mesh, loaded.cfg)
-    line = {"stage": STAGE, "step": loaded.counters.step, "task": "validation", "metric": "bpb"}
+        params, token_bytes = loaded.run.arrays.params, loaded.tokenizer.token_bytes()
+        score = validate(params, prepared.val, token_bytes, rows, mesh, loaded.run.cfg)
+    line = {"stage": STAGE, "step": loaded.run.step, "task": "validation", "metric": "bpb"}
     if jax.process_index() == 0:
         run_dir.append("evaluate.jsonl", [line | {"value": score["val_bpb"]}])
     nats = score["val_loss"]
     log(
-        f"step {loaded.counters.step:,}: {score['val_bpb']:.4f} bits per byte, {nats:.4f} nats per token, "
+        f"step {loaded.run.step:,}: {score['val_bpb']:.4f} bits per byte, {nats:.4f} nats per token, "
         f"perplexity {math.exp(nats):,.2f}"
     )
     return score
@@ -209,22 +232,24 @@ def load(run_dir: RunDir, mesh: Mesh, dtype: str, log: Callable[[str], None]) ->
         ValueError: The model was trained with another tokenizer than the run's.
     """
     tokenizer = run_dir.tokenizer()
-    found = checkpoint.latest(run_dir.checkpoints(STAGE), log)
+    found = manifest.latest(run_dir.checkpoints(STAGE), log)
     if found is None:
         raise FileNotFoundError(
             f"run '{run_dir.run}' has no JAX model under {run_dir.out}: make one with `quern grug train`, or bring a "
             "PyTorch one over with `quern grug import`"
         )
-    path, manifest = found
-    meta = manifest["meta"]
+    path, meta = found[0], found[1]["meta"]
     if meta["tokenizer"] != tokenizer.fingerprint:
         raise ValueError(f"{path} was trained with another tokenizer than {run_dir.folder / 'tokenizer.json'}")
     origin = read_origin(run_dir.stage(STAGE))
     recipe = run_dir.read_recipe(meta["recipe"], STAGE, origin and origin.source)
     cfg = step_config(recipe, dtype, core_of(recipe))
+    tensors, _ = checkpoint.load(path, verified=True)
     with jax.set_mesh(mesh):
-        state = checkpoint.load(path, jax.eval_shape(lambda: init_state(recipe.seed, cfg)), mesh)
-    return LoadedJax(state, recipe, cfg, tokenizer, train.Counters(**meta["counters"]))
+        arrays = arrays_of(tensors, jax.eval_shape(lambda: init_state(recipe.seed, cfg)), mesh)
+    run = JaxRun(arrays, cfg, mesh, guard=Guard(recipe.train.max_skips))
+    run.count_from(meta["state"])
+    return LoadedJax(run, recipe, tokenizer)
 
 
 def core_of(recipe: Recipe) -> type[Grug]:
@@ -252,47 +277,22 @@ def describe(mesh: Mesh) -> str:
     return f"{mesh.devices.size} x {kind}" + (f" ({axes})" if axes else "")
 
 
-def _plan(recipe: Recipe, prepared: Prepared, cfg: StepConfig, mesh: Mesh) -> train.JaxTrainingPlan:
-    settings = recipe.train
-    assert settings.steps and settings.save_every and settings.eval_every
-    token_bytes, eval_rows = prepared.tokenizer.token_bytes(), _eval_rows(recipe, mesh)
-
-    def validation(state: JaxTrainState) -> dict[str, Any]:
-        return validate(state.params, prepared.val, token_bytes, eval_rows, mesh, cfg)
-
-    return train.JaxTrainingPlan(
-        cfg=cfg,
-        mesh=mesh,
-        steps=settings.steps,
-        schedule=recipe.make_schedule(settings),
-        micro_batch_rows=recipe.micro_batch_rows,
-        max_skips=settings.max_skips,
-        log_every=settings.log_every,
-        save_every=settings.save_every,
-        keep=settings.keep,
-        flops_per_token=flops_per_token(cfg),
-        peak_flops=measure_peak_flops(cfg.dtype, mesh),
-        evaluators=[(settings.eval_every, validation)],
-        meta=checkpoint_meta(recipe, prepared.tokenizer),
-    )
-
-
 def _eval_rows(recipe: Recipe, mesh: Mesh) -> int:
     """Rows of a validation batch: about a micro-batch, and a multiple of its shards."""
     shards = batch_shards(mesh)
     return max(1, recipe.micro_batch_rows // shards) * shards
 
 
-def _write_facts(path: Path, plan: train.JaxTrainingPlan, command: str) -> None:
+def _write_facts(path: Path, cfg: StepConfig, mesh: Mesh, command: str) -> None:
     """Writes machine.json: the command, the devices, the versions."""
     body = {
         "command": command,
         "git": git_hash(Path(__file__).parent),
-        "devices": describe(plan.mesh),
+        "devices": describe(mesh),
         "processes": jax.process_count(),
-        "mesh": dict(plan.mesh.shape),
-        "dtype": plan.cfg.dtype,
-        "flops_per_token": plan.flops_per_token,
+        "mesh": dict(mesh.shape),
+        "dtype": cfg.dtype,
+        "flops_per_token": flops_per_token(cfg),
         "versions": {"python": platform.python_version(), "jax": jax.__version__},
     }
     write_whole(path / "machine.json", json.dumps(body, indent=2) + "\n")

@@ -1,0 +1,136 @@
+"""The training loop's backend in JAX: grug's steps, and its state in the checkpoints' one format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh as Devices
+from jax.sharding import PartitionSpec as P
+
+from quern.data.batch import Batch
+from quern.grug.mesh import place
+from quern.grug.state import JaxTrainState, StepConfig, device_batch, train_step
+from quern.mesh import Mesh, ProcessGroup, alone
+from quern.model.count import Flops
+from quern.optim.schedule import Multipliers
+from quern.parallel.sharding import Slice
+from quern.train.backend import Evaluator, Told
+from quern.train.state import Counters
+from quern.train.step import StepResult
+
+STORE_MILLISECONDS = 20 * 60 * 1000
+
+
+class Processes(ProcessGroup):
+    """JAX's processes. Values pass through its coordinator, so a thread may send them beside the steps."""
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        if self.size == 1:
+            return [value]
+        from jax._src.distributed import global_state
+
+        store: Any = global_state.client
+        self.traffic.calls["values"] += 1
+        key = f"quern/{self.name}/{self.traffic.calls['values']}"
+        store.key_value_set(f"{key}/{self.rank}", json.dumps(value))
+        return [
+            json.loads(store.blocking_key_value_get(f"{key}/{rank}", STORE_MILLISECONDS)) for rank in range(self.size)
+        ]
+
+    def broadcast_object(self, value: Any) -> Any:
+        return self.gather_objects(value)[0]
+
+
+def processes() -> Mesh:
+    """JAX's processes as ranks that take whole batches."""
+    rank, size = jax.process_index(), jax.process_count()
+    world, files = (Processes(name, size, rank) for name in ("world", "files"))
+    return replace(alone(), rank=rank, world=world, files=files)
+
+
+@dataclass
+class JaxRun(Counters):
+    """The state of a run in JAX. devices: the mesh that holds the arrays."""
+
+    arrays: JaxTrainState
+    cfg: StepConfig
+    devices: Devices
+
+
+@dataclass
+class JaxBackend:
+    """A state of JAX, on the current mesh of devices."""
+
+    run: JaxRun
+    mesh: Mesh
+
+    def begin(self) -> None:
+        pass
+
+    def send(self, batch: Batch, rows: int, flops: Flops) -> tuple[Any, int, int, Flops]:
+        placed = device_batch(batch, rows, self.run.devices)
+        return placed, int(batch.mask.sum()), batch.tokens.size, flops
+
+    def step(
+        self, sent: tuple[Any, int, int, Flops], multipliers: Multipliers, tell: Sequence[float]
+    ) -> tuple[StepResult, Told]:
+        (batch, tokens, positions, flops), run, heard = sent, self.run, list[list[float]]()
+        if self.mesh.world.size > 1:
+            heard = multihost_utils.process_allgather(np.asarray(tell, np.float32)).tolist()
+        run.arrays, found = train_step(run.arrays, batch, multipliers, run.cfg)
+        loss, norm = float(found["loss"]), float(found["grad_norm"])  # waits until the step is done
+        run.step += 1
+        run.tokens += tokens
+        verdict = run.guard.observe(bool(np.isfinite(loss) and np.isfinite(norm)))
+        return StepResult(loss, norm, tokens, positions, flops, verdict), heard
+
+    def evaluate(self, evaluator: Evaluator) -> dict[str, Any]:
+        return evaluator(self.run)
+
+    def save(self, copied: bool) -> list[dict[str, Slice]]:
+        """Copies always: the next step donates the arrays. A device's shards have a file of their own."""
+        parts: dict[Any, dict[str, Slice]] = {device: {} for device in jax.local_devices()}
+        for path, array in jax.tree_util.tree_leaves_with_path(self.run.arrays):
+            for shard in array.addressable_shards:
+                if shard.replica_id == 0:
+                    begin = tuple(part.start or 0 for part in shard.index)
+                    tensor = torch.from_numpy(np.array(shard.data))
+                    parts[shard.device][_name(path)] = Slice(tensor, begin, array.shape)
+        return list(parts.values())
+
+    def restore(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
+        self.run.arrays = arrays_of(tensors, self.run.arrays, self.run.devices)
+        self.run.count_from(meta)
+
+
+def arrays_of(tensors: Mapping[str, torch.Tensor], like: Any, devices: Devices) -> Any:
+    """Places a checkpoint's tensors on a mesh.
+
+    Args:
+        tensors: Whole, by name.
+        like: A pytree of arrays or `jax.ShapeDtypeStruct` that gives names, shapes and sharding.
+        devices: The mesh.
+
+    Raises:
+        ValueError: The tensors are those of another state.
+    """
+    expected = {_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(like)}
+    if wrong := sorted(name for name, _ in expected.items() ^ {n: tuple(t.shape) for n, t in tensors.items()}.items()):
+        raise ValueError(f"the checkpoint is of another model: {wrong[0]} is missing or has another shape")
+
+    def one(path: Any, leaf: Any) -> jax.Array:
+        spec = P() if leaf.sharding is None else leaf.sharding.spec  # tracing omits that of replicated arrays
+        return place(tensors[_name(path)].numpy(), spec, devices)
+
+    return jax.tree_util.tree_map_with_path(one, like)
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
