@@ -123,12 +123,6 @@ def join_processes(coordinator: str | None, processes: int | None, process_id: i
         raise ValueError(f"cannot join the other processes ({error}): give coordinator, processes and id") from error
 
 
-def wait_for_all(point: str) -> None:
-    """Waits until every process has reached this point."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(point)
-
-
 def same_everywhere(text: str) -> str:
     """Returns process 0's text in every process, up to TEXT_BYTES bytes of it."""
     if jax.process_count() == 1:

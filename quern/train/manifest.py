@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -96,45 +96,6 @@ def describe(file: Path) -> dict[str, Any]:
     return {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
 
 
-def check_files(path: Path, manifest: dict[str, Any]) -> None:
-    """Compares size and hash of each file with the manifest. Raises CheckpointError."""
-    for name, expected in manifest["files"].items():
-        try:
-            info = (path / name).stat()
-            if not stat.S_ISREG(info.st_mode) or info.st_size != expected["bytes"]:
-                raise CheckpointError(f"{path / name} is no file of {expected['bytes']:,} bytes")
-            if (found := sha256_of(path / name)) != expected["sha256"]:
-                raise CheckpointError(f"{path / name} has sha256 {found}, not {expected['sha256']}")
-        except OSError as error:
-            raise CheckpointError(f"{path / name} cannot be read: {error.strerror or error}") from error
-
-
-def newest_good(
-    paths: Mapping[int, Path], verify: Callable[[Path], dict[str, Any]], report: Callable[[str], None]
-) -> tuple[Path, dict[str, Any]] | None:
-    """Finds the newest checkpoint that verifies.
-
-    Args:
-        paths: Checkpoints by step.
-        verify: Returns a checkpoint's manifest; raises CheckpointError where it is damaged.
-        report: Called with a line for each damaged checkpoint.
-
-    Returns:
-        Path and manifest, or None where no checkpoint verifies.
-
-    Raises:
-        NewerCheckpointError: A checkpoint is intact, but this version cannot read it.
-    """
-    for step in sorted(paths, reverse=True):
-        try:
-            return paths[step], verify(paths[step])
-        except NewerCheckpointError:
-            raise
-        except CheckpointError as error:
-            report(f"step {step} is damaged and is skipped: {error}")
-    return None
-
-
 def require_plain_json(meta: dict[str, Any]) -> None:
     """Raises ValueError unless `meta` reads back equal."""
     try:
@@ -144,8 +105,6 @@ def require_plain_json(meta: dict[str, Any]) -> None:
     if not same:
         raise ValueError("meta must read back equal: use string keys and lists, not tuples or numbers as keys")
 
-
-# Folders of checkpoints that PyTorch wrote
 
 # `.old-` exists only between the two renames that replace a step by a new save of the same step.
 FOLDER = re.compile(r"step-(\d{8,})(?P<old>\.old-[0-9a-f]+)?")
@@ -173,12 +132,20 @@ def latest(folder: Path, report: Callable[[str], None]) -> tuple[Path, dict[str,
     """Returns (path, manifest) of the newest checkpoint that verifies; None when there is none.
 
     Args:
+        folder: The checkpoints.
         report: Takes a line for each damaged checkpoint that is skipped.
 
     Raises:
         NewerCheckpointError: for a complete checkpoint that this version cannot read.
     """
-    return newest_good(candidates(folder), verify, report)
+    for step, path in sorted(candidates(folder).items(), reverse=True):
+        try:
+            return path, verify(path)
+        except NewerCheckpointError:
+            raise
+        except CheckpointError as error:
+            report(f"step {step} is damaged and is skipped: {error}")
+    return None
 
 
 def verify(path: Path) -> dict[str, Any]:
@@ -191,7 +158,15 @@ def verify(path: Path) -> dict[str, Any]:
     foreign = {file.name for file in path.glob("*.safetensors")} - set(manifest["files"])
     if foreign:
         raise CheckpointError(f"{path} holds {sorted(foreign)}, which its manifest does not list: remove them")
-    check_files(path, manifest)
+    for name, expected in manifest["files"].items():
+        try:
+            info = (path / name).stat()
+            if not stat.S_ISREG(info.st_mode) or info.st_size != expected["bytes"]:
+                raise CheckpointError(f"{path / name} is no file of {expected['bytes']:,} bytes")
+            if (found := sha256_of(path / name)) != expected["sha256"]:
+                raise CheckpointError(f"{path / name} has sha256 {found}, not {expected['sha256']}")
+        except OSError as error:
+            raise CheckpointError(f"{path / name} cannot be read: {error.strerror or error}") from error
     return manifest
 
 

@@ -1,9 +1,13 @@
 """What is whole on disk, told by the safetensors package alone, never by the manifest that is under test."""
 
+import os
+import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,12 +25,30 @@ def fast_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
+@contextmanager
+def watched(at: Callable[[str], None]) -> Iterator[None]:
+    """Calls `at` with the name of each change of the disk before it happens."""
+
+    def announced(name: str, change: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            at(name)
+            return change(*arguments, **options)
+
+        return call
+
+    changes = {os: ("rename", "fsync"), shutil: ("rmtree",), Path: ("mkdir", "write_bytes", "write_text")}
+    with ExitStack() as stack:
+        for owner, name in ((owner, name) for owner, names in changes.items() for name in names):
+            stack.enter_context(patch.object(owner, name, announced(name, getattr(owner, name))))
+        yield
+
+
 def tensors_of(identity: int) -> dict[str, torch.Tensor]:
     return {"x": torch.full((2000,), identity)}
 
 
-def put(folder: Path, step: int, identity: int, keep: int = 10, **more: Any) -> Path:
-    return save(folder, step, tensors_of(identity), {"id": identity}, keep, **more)
+def put(folder: Path, step: int, identity: int, keep: int = 10) -> Path:
+    return save(folder, step, tensors_of(identity), {"id": identity}, keep)
 
 
 def identity_of(path: Path) -> int | None:
