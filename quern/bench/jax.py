@@ -23,7 +23,7 @@ import jax
 
 from quern.bench.batches import random_batch
 from quern.child import serve, start
-from quern.grug.dtype import choose_dtype
+from quern.grug.evaluate import choose_dtype
 from quern.grug.loss import BLOCK_TOKENS
 from quern.grug.mesh import keep_freed_memory, make_mesh, use_cpu
 from quern.grug.model import init_parameters

@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from quern.grug.mesh import place
 from quern.grug.model import JaxBlock, Params, layout
 from quern.recipe import ModelRecipe
-from quern.temporaries import TemporaryFolder, remove_abandoned, sync_path
+from quern.temporaries import whole_file
 
 _IN_BLOCK = {
     "query": "attention.query.weight",
@@ -79,15 +79,6 @@ def _problems(expected: Mapping[str, Any], found: Mapping[str, np.ndarray]) -> I
 
 def write_weights(path: Path, tensors: Mapping[str, np.ndarray], facts: dict[str, Any]) -> None:
     """Writes one safetensors file, completely or not at all. facts: JSON for its header (recipe, tokenizer, step)."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    remove_abandoned(path.parent, path.name)
-    temporary = TemporaryFolder(path)
-    try:
-        part = temporary.path / path.name
-        arrays = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
-        save_file(arrays, part, {"quern": json.dumps(facts)})
-        sync_path(part)
-        part.replace(path)
-        sync_path(path.parent)
-    finally:
-        temporary.remove()
+    arrays = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
+    with whole_file(path) as part:
+        part.write_bytes(save(arrays, {"quern": json.dumps(facts)}))

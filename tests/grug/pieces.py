@@ -26,7 +26,7 @@ from quern.grug.attention import (
     splash_attention,
 )
 from quern.grug.bridge import from_torch, to_torch, write_weights
-from quern.grug.evaluate import flops_per_token, matmul_flops, validate
+from quern.grug.evaluate import choose_dtype, flops_per_token, is_faster, matmul_flops, probe, validate
 from quern.grug.mesh import BATCH, place
 from quern.grug.model import Params, forward, layout, logits
 from quern.grug.state import JaxTrainState, device_batch, init_state, step_config, train_step
@@ -277,6 +277,13 @@ def flops() -> list[float]:
         return [flops_per_token(step_config(recipe, "float32")), FlopCounter(recipe).per_token()]
 
 
+assert choose_dtype and is_faster  # called by name
+
+
+def rates() -> dict[str, list[float]]:
+    return probe(jax.devices()[0])
+
+
 def peak() -> float:
     """The MFU's denominator, measured while a mesh of several devices is set, as in training."""
     with jax.set_mesh(mesh_of("replica")):
@@ -345,10 +352,10 @@ def damage(folder: Path, said: list[str]) -> dict[str, Any]:
         if found is None or found[0].name != "step-00000002":
             missed.append(f"without {file.relative_to(newest)}")
         file.write_bytes(content)
-    (newest / "foreign").write_text("x", encoding="utf-8")
+    (newest / "foreign.safetensors").write_text("x", encoding="utf-8")
     found = manifest.latest(folder, said.append)
     missed += [] if found is not None and found[0].name == "step-00000002" else ["foreign"]
-    (newest / "foreign").unlink()
+    (newest / "foreign.safetensors").unlink()
     good = manifest.latest(folder, said.append)
     return {"missed": missed, "named": "step 3" in said[-1], "whole again": good is not None and good[0] == newest}
 

@@ -23,17 +23,17 @@ from tests.support.jax_process import Grug
 def test_bf16_must_be_clearly_faster_round_by_round(
     grug: Grug, bf16: list[float], fp32: list[float], faster: bool
 ) -> None:
-    assert grug("dtypes:is_faster", narrow=bf16, wide=fp32) is faster
+    assert grug("pieces:is_faster", narrow=bf16, wide=fp32) is faster
 
 
 def test_the_probe_measures_both_in_every_round(grug: Grug) -> None:
-    rates = grug("dtypes:rates")
+    rates = grug("pieces:rates")
     assert list(rates) == ["bfloat16", "float32"]
     assert len(rates["bfloat16"]) == len(rates["float32"]) > 4
     assert all(math.isfinite(rate) and rate > 0 for values in rates.values() for rate in values)
 
 
 def test_what_is_asked_for_is_taken(grug: Grug) -> None:
-    assert grug("dtypes:choose_dtype", dtype="fp32") == "float32"
-    assert grug("dtypes:choose_dtype", dtype="bf16") == "bfloat16"
-    assert grug("dtypes:choose_dtype", dtype=None) in ("float32", "bfloat16")
+    assert grug("pieces:choose_dtype", dtype="fp32") == "float32"
+    assert grug("pieces:choose_dtype", dtype="bf16") == "bfloat16"
+    assert grug("pieces:choose_dtype", dtype=None) in ("float32", "bfloat16")

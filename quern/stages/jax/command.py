@@ -170,7 +170,7 @@ def _train(rest: list[str], log: Callable[[str], None]) -> int:
     _need_jax()
     import jax
 
-    from quern.grug.dtype import choose_dtype
+    from quern.grug.evaluate import choose_dtype
     from quern.stages.jax import train
 
     recipe, run_dir = options.recipe, RunDir(options.where.out, options.where.run)
@@ -202,7 +202,7 @@ def training(arguments: list[str], recipe: Recipe) -> JaxTrainOptions:
 
 def _move(verb: str, options: JaxMoveOptions, log: Callable[[str], None]) -> int:
     _need_jax()
-    from quern.grug.dtype import choose_dtype
+    from quern.grug.evaluate import choose_dtype
     from quern.stages.jax import bridge, train
 
     assert options.stage is None or options.stage in STAGES
