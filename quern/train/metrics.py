@@ -1,4 +1,4 @@
-"""The values of the log, each defined once: its name, how a line has it, and how a report draws it.
+"""The values of the log, each defined once: its name, how it is computed, and how a report draws it.
 
 Validation and reinforcement learning log values of their own (`Evaluator` in loop.py); here they only have curves. The
 file imports no tensors, so a report reads it without them.
