@@ -20,9 +20,9 @@ from typing import Any
 from quern.cli import main
 from quern.stages.jax import backend
 from quern.stages.jax import train as jax_train
-from quern.train import checkpoint, loop, saver
+from quern.train import checkpoint, loop
 
-COUNTED = tuple(str(Path(module.__file__ or "")) for module in (backend, checkpoint, loop, saver)) + (
+COUNTED = tuple(str(Path(module.__file__ or "")) for module in (backend, checkpoint, loop)) + (
     str(Path(main.__file__).parents[1] / "records.py"),
 )
 
