@@ -126,11 +126,9 @@ def blocked_with_totals(q: jax.Array, k: jax.Array, v: jax.Array, mask: Attentio
 
 @jax.custom_vjp
 def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> tuple[jax.Array, jax.Array]:
-    """q (B, K, T · G, E), k and v (B, K, T, E) → (B, K, T · G, E), and the log totals (B, K, T · G, 1) in fp32.
-
-    It has a custom gradient: autodiff's stores fp32 scores and reads them more often, and took more than twice as long
-    on a CPU. The forward pass stores each block's exp(score - maximum) in the inputs' dtype and its inverse row sums.
-    """
+    """q (B, K, T · G, E), k and v (B, K, T, E) → (B, K, T · G, E), and the log totals (B, K, T · G, 1) in fp32."""
+    # Autodiff's gradient stores fp32 scores and reads them more often: more than twice as long on a CPU. This one's
+    # forward pass stores each block's exp(score - maximum) in the inputs' dtype and its inverse row sums.
     return _blocked_forward(q, k, v, mask)[0]
 
 

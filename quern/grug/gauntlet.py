@@ -164,15 +164,11 @@ def pointed(k: jax.Array, heads: int, window: int) -> jax.Array:
 def bounds(
     q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, mask: AttentionMask, scaled: bool
 ) -> list[jax.Array]:
-    """Returns what rounding may change in each element of the output, and of the gradients of q, k and v.
+    """Returns what rounding may change in each element of the output, and of the gradients of q, k and v, in one layer
+    with this mask; g is the cotangent of the output, and q is rounded once more after the scale if `scaled` (splash).
 
     Each product is replaced by that of absolute values, each weight by its largest error. A weight's relative error is
     ROUNDINGS · u, with u half an ulp of the dtype, plus the error of its score and the mean error of its row's scores.
-
-    Args:
-        q, k, v, g: Of one layer; g is the cotangent of the output.
-        mask: Of that layer.
-        scaled: Whether q is rounded once more, after the scale; splash takes it so.
     """
     (T, E), info = (q.shape[1], q.shape[-1]), jnp.finfo(q.dtype)
     u, least = float(info.eps) / 2, float(info.smallest_subnormal)

@@ -11,14 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 
 def product(subscripts: str, x: jax.Array, y: jax.Array, spec: P, dtype: Any = None) -> jax.Array:
-    """Computes einsum(subscripts, x, y), accumulated in fp32.
+    """Computes einsum(subscripts, x, y), sharded by `spec`, accumulated in fp32; its dtype is x's by default.
 
-    Args:
-        subscripts: Each letter is in at least two of the three terms, so the gradients are einsums of the same letters.
-        x: The first operand.
-        y: The second operand.
-        spec: How the result is sharded.
-        dtype: Of the result; by default that of x.
+    Each letter is in at least two of the three terms, so the gradients are einsums of the same letters.
     """
     return cast(jax.Array, _product(subscripts, x, y, spec, dtype or x.dtype))
 

@@ -93,18 +93,10 @@ def state_of(params: Params, rng: jax.Array, cfg: StepConfig) -> JaxTrainState:
 
 
 def device_batch(batch: HostBatch, micro_rows: int, mesh: Mesh) -> Batch:
-    """Places a batch on the devices, its rows sharded over the batch axes.
+    """Places a global batch on the devices, its rows sharded over the batch axes.
 
-    Args:
-        batch: The global batch.
-        micro_rows: Rows of a micro-batch. Masked rows fill the last one.
-        mesh: The mesh.
-
-    Returns:
-        tokens and targets (int32) and scale (fp32), each (micro-batches, micro_rows, T).
-
-    Raises:
-        ValueError: The batch has no valid target.
+    Returns tokens and targets (int32) and scale (fp32), each (micro-batches, micro_rows, T); masked rows fill the last
+    micro-batch. Raises ValueError where the batch has no valid target.
     """
     valid = int(batch.mask.sum())
     if valid == 0:

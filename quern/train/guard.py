@@ -61,12 +61,6 @@ class Guard:
 class Stop:
     """While open, the first SIGTERM, SIGINT or SIGHUP sets `requested`; a second SIGTERM or SIGINT ends the process.
 
-        with Stop() as stop:
-            for step in ...:
-                ...
-                if stop.requested:
-                    ...save, and end with EXIT_STOPPED
-
     After the first SIGTERM or SIGINT, both signals get the kernel's default action. So the second one works even while
     Python is blocked in a native call, and the shell sees a death by signal. Checkpoints and records survive it.
     Signals that arrive together, during one native call, count as one. On exit, the earlier handlers are restored.
@@ -75,14 +69,12 @@ class Stop:
     SIGHUP means that the terminal is gone. The kernel and the shell may each send it, so it never counts as the second
     signal. If it is ignored at the start (nohup), it stays ignored. While this is open, output to a terminal or pipe
     without a reader is dropped and raises nothing.
+
+    alone: False on one of several ranks. Then rank 0 reports the stop, once all ranks know of it, and later signals are
+    ignored: the scheduler and the launcher may each send one, and the launcher uses SIGKILL.
     """
 
     def __init__(self, alone: bool = True) -> None:
-        """
-        Args:
-            alone: False on one of several ranks. Then rank 0 reports the stop, once all ranks know of it, and later
-                signals are ignored: the scheduler and the launcher may each send one, and the launcher uses SIGKILL.
-        """
         self.alone = alone
         self.signal: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}

@@ -36,6 +36,8 @@ STALE_BEATS = 4
 GRACE_SECONDS = 10.0
 """Seconds in which this rank may notice the failure of a peer by itself."""
 STORE_TIMEOUT = timedelta(seconds=10)
+SLOW = 1.5
+"""A slow rank takes this many times the median of the other ranks."""
 
 
 class Failure(NamedTuple):
@@ -206,15 +208,10 @@ def exit_now(code: int) -> NoReturn:
 
 
 class StragglerDetector:
-    """Names the ranks that hold the others up, from each rank's own computing time. Gives the same on all ranks.
+    """Names the ranks that hold the others up, from each rank's own computing time. Gives the same on all ranks."""
 
-    Args:
-        slow: How many times the median of the other ranks a slow rank takes.
-        window_steps: Steps that are summed, since single steps differ for many reasons.
-    """
-
-    def __init__(self, slow: float = 1.5, window_steps: int = 20) -> None:
-        self.slow, self.window_steps = slow, window_steps
+    def __init__(self, window_steps: int = 20) -> None:
+        self.window_steps = window_steps  # summed, since single steps differ for many reasons
         self._steps: list[Sequence[float]] = []
         self._named: set[int] = set()
 
@@ -229,7 +226,7 @@ class StragglerDetector:
             return None
         sums, self._steps = [sum(own) for own in zip(*self._steps, strict=True)], []
         times = [own / median(sums[:rank] + sums[rank + 1 :]) for rank, own in enumerate(sums)]
-        before, self._named = self._named, {rank for rank, ratio in enumerate(times) if ratio > self.slow}
+        before, self._named = self._named, {rank for rank, ratio in enumerate(times) if ratio > SLOW}
         lines = [
             f"rank {rank} is slow: over {self.window_steps} steps it computed {times[rank]:.1f} times as long as the "
             "other ranks' median, and they wait for it: look what else runs there"

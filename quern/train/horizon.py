@@ -27,14 +27,10 @@ TIMED_SHARE = 0.05
 
 
 class Horizon:
-    """The length of a run.
+    """The length of a run. Schedules, `every` and marks count in steps of its first plan; `decide` appends later plans.
 
-    Args:
-        first: Steps of the first plan. Schedules, `every` and marks count in its steps.
-        plans: Later plans, the oldest first; `decide` appends to them.
-        budget: Seconds that the run may take; None keeps the first plan.
-        spent: Seconds that it has taken.
-        recorded: Plans that this run made before it was interrupted.
+    budget: seconds that the run may take (None keeps the first plan), of which it has spent some. recorded: plans that
+    it made before it was interrupted.
     """
 
     def __init__(

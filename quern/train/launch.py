@@ -189,10 +189,8 @@ def _supervise(agent: Any, restarts: int, nodes: int) -> str:
 
 @contextmanager
 def _forwarding(agent: Any) -> Iterator[list[signal.Signals]]:
-    """Forwards signals to the agent's ranks, and yields the list of those that were forwarded.
-
-    A thread forwards them, because a handler may interrupt the agent while it holds a lock of the rendezvous.
-    """
+    """Forwards signals to the agent's ranks, and yields the list of those that were forwarded."""
+    # In a thread: a handler may interrupt the agent while it holds a lock of the rendezvous.
     received: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
     forwarded: list[signal.Signals] = []
     before = {which: signal.signal(which, lambda number, _: received.put(signal.Signals(number))) for which in heeded()}

@@ -25,9 +25,6 @@ def refuse_unequal_replicas(state: TrainState) -> None:
 
     The optimizer state that only one rank owns has no second copy to compare. Every rank of the mesh calls this.
 
-    Args:
-        state: The state that training starts from, after a resume if there is one.
-
     Raises:
         ValueError: on every rank, when the ranks differ. The message names the ranks and a tensor.
     """

@@ -28,27 +28,22 @@ from quern.train.state import TrainState
 
 @dataclass(frozen=True)
 class DeviceBatch:
-    """This replica's rows of a global batch, on the device.
-
-    Attributes:
-        micros: Tokens, targets and scale (`to_device`) of each forward pass.
-        counts: Returns, once they have reached the host, over all replicas: the valid targets, the positions, the FLOPs
-            of products and of attention, and the forward passes that a replica must make.
-        weighted: Whether the targets have weights.
-        update_flops: FLOPs of the update.
-    """
+    """This replica's rows of a global batch, on the device."""
 
     micros: list[tuple[Tensor, Tensor, Tensor]]
+    """Tokens, targets and scale (`to_device`) of each forward pass."""
     counts: Callable[[], list[int]]
+    """Returns, once they have reached the host, over all replicas: the valid targets, the positions, the FLOPs of
+    products and of attention, and the forward passes that a replica must make."""
     weighted: bool
+    """Whether the targets have weights."""
     update_flops: float
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """loss: nats per valid target; grad_norm: global, before clipping; tokens: valid targets; positions: all
-    that were computed, masked ones too; flops: without a skipped
-    update; verdict: the guard's."""
+    """What a step gives. loss: nats per valid target; grad_norm: global, before clipping; tokens: valid targets;
+    positions: all that were computed, masked ones too; flops: without a skipped update; verdict: the guard's."""
 
     loss: float
     grad_norm: float
@@ -76,13 +71,6 @@ def train_on(
     state: TrainState, batch: DeviceBatch, multipliers: Multipliers, machine: Machine, clip_norm: float | None = None
 ) -> StepResult:
     """Runs one step and advances `state`.
-
-    Args:
-        state: Model and optimizer.
-        batch: This replica's rows of the global batch.
-        multipliers: The schedule's values for this step.
-        machine: The machine.
-        clip_norm: Global gradient norm to clip to.
 
     Returns:
         The result. Its verdict ("step", "skip", "stop", or "empty" for weighted targets of which there are none) is the
@@ -114,9 +102,7 @@ def train_on(
 
 
 def accumulate(state: TrainState, batch: DeviceBatch, machine: Machine, progress: float = 1.0) -> Tensor:
-    """Leaves the gradients in the optimizer's buffers.
-
-    Gradients are summed over the replicas while the backward pass of the last micro-batch runs.
+    """Leaves the gradients in the optimizer's buffers; the last backward pass sums them over the replicas.
 
     Returns:
         This replica's part of the mean loss, a 0-dim tensor on the device.
@@ -137,16 +123,9 @@ def accumulate(state: TrainState, batch: DeviceBatch, machine: Machine, progress
 def send_batch(
     batch: Batch, mesh: Mesh, machine: Machine, micro_batch_rows: int, flops: Flops | None = None
 ) -> DeviceBatch:
-    """Starts to copy a batch to the device and to count its targets over the replicas. On GPUs the host does not wait.
+    """Starts to copy this replica's rows and to count the targets of all replicas. On GPUs the host does not wait.
 
     Replicas that share parameters gather them in equally many passes, so those with fewer micro-batches add empty ones.
-
-    Args:
-        batch: This replica's rows of the global batch.
-        mesh: The ranks; all of them call this.
-        machine: The machine.
-        micro_batch_rows: Rows in one forward pass.
-        flops: Of this batch; None counts nothing.
     """
     flops = flops or Flops()
     parts = list(batch.split(micro_batch_rows))
@@ -161,11 +140,7 @@ def send_batch(
 
 
 def to_device(batch: Batch, valid_targets: int | Tensor, machine: Machine) -> tuple[Tensor, Tensor, Tensor]:
-    """Starts to copy a micro-batch to the device.
-
-    Returns:
-        tokens, targets (B, T) int64 and scale (B, T) fp32 = mask · weight / valid_targets.
-    """
+    """Starts to copy tokens, targets (B, T) int64 and scale (B, T) fp32 = mask · weight / valid_targets."""
     scale = batch.mask.astype(np.float32)
     if batch.weight is not None:
         scale *= batch.weight

@@ -234,7 +234,7 @@ def test_fault_many_times(name: str, runs: Runs, events: list[dict[str, Any]], l
 
 
 def test_only_a_rank_that_stays_slow_is_named_and_once() -> None:
-    detector = StragglerDetector(slow=1.5, window_steps=3)
+    detector = StragglerDetector(window_steps=3)
     said = [detector.observe(seconds) for seconds in [(1, 2, 1)] + [(1, 1, 1)] * 2 + [(1, 3, 1)] * 6]
     assert [number for number, line in enumerate(said) if line] == [5]
     assert said[5] is not None and "rank 1" in said[5] and "3.0 times" in said[5]

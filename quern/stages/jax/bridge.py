@@ -29,11 +29,6 @@ from quern.train.state import weights_of
 def export(run_dir: RunDir, mesh: Mesh, log: Callable[[str], None]) -> Path:
     """Writes the newest JAX state as weights.safetensors, and as a base model that the other verbs find.
 
-    Args:
-        run_dir: The run.
-        mesh: The mesh to load the state on.
-        log: Called with lines for the user.
-
     Returns:
         The path of the base model's checkpoint.
 
@@ -65,13 +60,7 @@ def export(run_dir: RunDir, mesh: Mesh, log: Callable[[str], None]) -> Path:
 
 
 def bring_over(run_dir: RunDir, mesh: Mesh, stage: str | None, log: Callable[[str], None]) -> Path:
-    """Writes the newest PyTorch model as a JAX checkpoint with fresh moments.
-
-    Args:
-        run_dir: The run.
-        mesh: The mesh to place the state on.
-        stage: The PyTorch stage; None takes the last stage that has a model.
-        log: Called with lines for the user.
+    """Writes the newest PyTorch model, by default that of the last stage, as a JAX checkpoint with fresh moments.
 
     Returns:
         The folder of the JAX checkpoints.

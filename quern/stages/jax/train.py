@@ -196,17 +196,8 @@ def make_plan(recipe: Recipe, cfg: StepConfig, evaluators: Sequence[tuple[int, E
 
 
 def evaluate(run_dir: RunDir, mesh: Mesh, *, dtype: str, log: Callable[[str], None]) -> dict[str, Any]:
-    """Measures bits per byte of the run's newest JAX state and appends them to evaluate.jsonl.
-
-    Args:
-        run_dir: The run.
-        mesh: The devices.
-        dtype: "float32" or "bfloat16".
-        log: Called with lines for the user.
-
-    Returns:
-        `val_bpb` and `val_loss` (nats per token).
-    """
+    """Measures `val_bpb` and `val_loss` (nats per token) of the run's newest JAX state, and appends the first to
+    evaluate.jsonl."""
     loaded = load(run_dir, mesh, dtype, log)
     prepared = data_of_run(loaded.recipe, run_dir, lambda line: None, STAGE)
     with jax.set_mesh(mesh):
