@@ -212,7 +212,7 @@ def test_damaged_lines_are_left_out_and_said(tmp_path):
 
 
 def test_odd_numbers_do_not_break_the_curves(tmp_path):
-    records = [{"step": step, "loss": value, "lr": 1} for step, value in enumerate(
+    records = [{"step": step, "loss": value, "lr_multiplier": 1} for step, value in enumerate(
         [math.nan, 9.0, None, math.inf, "x", 10**400, True, 3.0, 3.0], start=1
     )]  # fmt: skip
     lines(tmp_path / "pretrain" / "metrics.jsonl", [*records, {"step": None, "val_bpb": 1.0}])
@@ -350,7 +350,9 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp
 
 
 def test_a_long_run_makes_a_light_page(tmp_path):
-    metrics = [{"step": i, "tokens": i, "seconds": i, "loss": 3 + math.sin(i), "lr": 1.0} for i in range(1, 20_001)]
+    metrics = [
+        {"step": i, "tokens": i, "seconds": i, "loss": 3 + math.sin(i), "lr_multiplier": 1.0} for i in range(1, 20_001)
+    ]
     lines(tmp_path / "pretrain" / "metrics.jsonl", metrics)
     build(tmp_path)
     assert (tmp_path / "report.html").stat().st_size < 1_000_000
