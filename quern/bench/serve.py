@@ -21,7 +21,8 @@ from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from fastapi import Request
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 
 from quern import child
 from quern.bench.data import Setup
@@ -216,13 +217,13 @@ def main() -> None:
         app = server.create_app({NAME: engine})
         worker = app.state.models.find(NAME).worker
 
-        async def offline(request: Request) -> dict[str, float]:
+        async def offline(request: Request) -> JSONResponse:
             arguments = await request.json()
-            return {"rate": await worker.call(lambda: offline_rate(engine, **arguments))}
+            return JSONResponse({"rate": await worker.call(lambda: offline_rate(engine, **arguments))})
 
-        app.add_api_route(OFFLINE, offline, methods=["POST"])
+        app.add_route(OFFLINE, offline, methods=["POST"])
         reply({"port": listener.getsockname()[1], "warm_up_seconds": seconds})
-        server.serve(app, [listener], app.state.models.thread)
+        server.serve(app, [listener])
 
 
 if __name__ == "__main__":

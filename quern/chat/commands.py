@@ -1,4 +1,7 @@
-"""The commands of `quern chat`: one table from a name to a function and a line of help."""
+"""The loop of `quern chat`: reads an entry, runs a command or asks the model, and reports errors.
+
+The commands are one table from a name to a function and a line of help.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quern.chat.conversation import Conversation
-from quern.chat.lines import QUOTES
+from quern.chat.lines import QUOTES, Read, next_entry
 from quern.chat.xray import xray
 from quern.generate.sampling import Sampling
 from quern.ranges import Count, Seed, annotations_of, refuse_outside
@@ -31,6 +34,38 @@ Ctrl-C ends a reply, or at the prompt the chat."""
 NO_SYSTEM = '""'
 
 
+def talk(conversation: Conversation, read: Read, interactive: bool) -> None:
+    """Handles entries until an empty line, the end of input or Ctrl-C; during a reply, Ctrl-C ends only the reply.
+
+    Args:
+        conversation: Where it begins.
+        read: Returns the next line.
+        interactive: There is a terminal: print a greeting, and end the last prompt's line.
+    """
+    put = conversation.put
+    if interactive:
+        put(greeting(conversation))
+    while True:
+        try:
+            text, quoted = next_entry(read)
+        except (EOFError, KeyboardInterrupt):
+            if interactive:
+                put("\n")
+            return
+        if not text.strip() and not quoted:
+            return
+        try:
+            if not quoted and text.lstrip().startswith("/"):
+                run_command(conversation, text.strip())
+            elif text.strip():
+                conversation.enter(text)
+        except (ValueError, OSError) as error:
+            reason = str(error)
+            if isinstance(error, OSError) and error.strerror is not None and error.filename is not None:
+                reason = f"{error.filename}: {error.strerror}"
+            put(f"({printable(reason)})\n")
+
+
 class Command(NamedTuple):
     """run: called with the conversation and the text after the command's name. takes: that text, for the help."""
 
@@ -40,12 +75,7 @@ class Command(NamedTuple):
 
 
 def run_command(conversation: Conversation, line: str) -> None:
-    """Runs a line that begins with "/".
-
-    Raises:
-        ValueError: There is no such command, or its text is wrong.
-        OSError: A file cannot be read or written.
-    """
+    """Runs a line that begins with "/". Raises ValueError or OSError where it cannot."""
     name, *rest = line.split(maxsplit=1)
     text = rest[0] if rest else ""
     command = COMMANDS.get(name.replace("-", "_"))
@@ -83,7 +113,6 @@ def new(conversation: Conversation, text: str) -> None:
 
 
 def system(conversation: Conversation, text: str) -> None:
-    """Shows the system message, or replaces it; the conversation goes on."""
     if text:
         conversation.system = "" if text == NO_SYSTEM else text
     shown = printable(conversation.system) if conversation.system else "none"
@@ -137,7 +166,10 @@ def show_xray(conversation: Conversation, text: str) -> None:
 def change(conversation: Conversation, text: str, name: str) -> None:
     """Sets a number, if there is one, and shows all numbers that can be set."""
     if text:
-        value = _number(text)
+        try:
+            value = float(text) if set(text) & set(".eEiInN") else int(text)
+        except ValueError:
+            value = text  # for the message of its refusal
         refuse_outside(OF_CONVERSATION.get(name, annotations_of(Sampling).get(name)), value, name)
         if name in OF_SAMPLING:
             conversation.sampling = replace(conversation.sampling, **{name: value})
@@ -146,16 +178,6 @@ def change(conversation: Conversation, text: str, name: str) -> None:
     values = [(n, getattr(conversation.sampling, n)) for n in OF_SAMPLING]
     values += [(n, getattr(conversation, n)) for n in OF_CONVERSATION]
     conversation.put(f"({', '.join(f'{n} {v:g}' if isinstance(v, float) else f'{n} {v}' for n, v in values)})\n")
-
-
-def _number(text: str) -> int | float | str:
-    """The number that a text spells; other texts are returned, for the message of their refusal."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def _path(text: str, command: str) -> Path:

@@ -2,48 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quern.chat.ask import ask
 from quern.generate.engine import Engine
-from quern.generate.reply import Completion
+from quern.generate.reply import Completion, Delta
 from quern.generate.sampling import Sampling
 from quern.stages.complete import complete
 from quern.text.chat import Message, render_prompt
+from quern.text.printable import printable
 
 TOP = 4
 """The likeliest tokens that are kept for each token of the last reply."""
 
 
-@dataclass
-class Conversation:
-    """A conversation in the terminal.
+def ask(engine: Engine, messages: Sequence[Message], put: Callable[[str], None], **options: Any) -> Completion:
+    """Streams the reply to `messages`, with tool calls and outputs in brackets, and returns it.
 
     Args:
         engine: Engine of the model that replies.
-        sampling: How a token is chosen.
-        max_tokens: The most tokens in a reply.
-        seed: Seed of the next reply; each reply adds 1.
-        put: Receives each piece of output as soon as it is final.
-        completing: Entries are texts to continue, not questions.
-        system: The system message; empty for none.
-        messages: Questions and replies in turn.
-        text: The last text that was continued.
-        last: The last reply or continuation; None if its messages are gone.
+        messages: A conversation that ends with a question.
+        put: Receives each piece as soon as it is final.
+        options: Those of `Engine.submit`.
+
+    Raises:
+        ContextOverflow: The messages leave no room for a reply in the model's context.
     """
+    kind = "text"
+    for event in engine.events([render_prompt(engine.tokenizer, messages)], **options):
+        if isinstance(event.value, Delta):
+            put(_between(kind, event.value.kind) + printable(event.value.text))
+            kind = event.value.kind
+        elif isinstance(event.value, Completion):
+            put(_between(kind, "text"))
+            return event.value
+    raise RuntimeError("the engine's events ended without a completion")
+
+
+def _between(kind: str, following: str) -> str:
+    """The brackets between two pieces of a reply; pieces of one kind belong to one part."""
+    if kind == following:
+        return ""
+    return ("] " if kind != "text" else "") + (f"[{following}: " if following != "text" else "")
+
+
+@dataclass
+class Conversation:
+    """A conversation in the terminal."""
 
     engine: Engine
+    """Engine of the model that replies."""
     sampling: Sampling
     max_tokens: int
+    """The most tokens in a reply."""
     seed: int
+    """Seed of the next reply; each reply adds 1."""
     put: Callable[[str], None]
+    """Receives each piece of output as soon as it is final."""
     completing: bool = False
+    """Entries are texts to continue, not questions."""
     system: str = ""
+    """The system message; empty for none."""
     messages: list[Message] = field(default_factory=list)
+    """Questions and replies in turn."""
     text: str | None = None
+    """The last text that was continued."""
     last: Completion | None = None
+    """The last reply or continuation; None if its messages are gone."""
 
     def begin(self, messages: list[Message]) -> None:
         """Replaces the questions and replies."""
@@ -54,31 +80,32 @@ class Conversation:
         return [{"role": "system", "content": self.system}, *messages] if self.system else messages
 
     def enter(self, text: str) -> None:
-        """Asks a question or continues a text. Arguments and errors are those of `answer`."""
+        """Asks a question or continues a text. Raises ContextOverflow if it leaves no room for a token."""
         if self.completing:
-            self.extend(text)
+            self._extend(text)
         else:
-            self.answer(self.messages, {"role": "user", "content": text.strip()})
+            self._answer(self.messages, {"role": "user", "content": text.strip()})
 
-    def answer(self, earlier: list[Message], question: Message) -> None:
-        """Asks a question and keeps it with its reply. Without a reply, the conversation stays as it was.
+    def regenerate(self) -> None:
+        """Answers the last question, or continues the last text, again. Raises ValueError if there is none."""
+        if self.completing and self.text is not None:
+            self._extend(self.text)
+        elif not self.completing and self.messages:
+            self._answer(self.messages[:-2], self.messages[-2])
+        else:
+            raise ValueError(f"there is no {'text' if self.completing else 'reply'} yet: enter something first")
+
+    def _answer(self, earlier: list[Message], question: Message) -> None:
+        """Asks a question after others, and keeps it with its reply. Without one, the conversation stays as it was.
 
         A conversation that exceeds the context starts over with this question. Ctrl-C ends only the reply.
-
-        Args:
-            earlier: The questions and replies before the question.
-            question: The question.
-
-        Raises:
-            ContextOverflow: The question alone leaves no room for a reply.
         """
         asked = [*earlier, question]
         if earlier and not self._fits(asked):
             asked = [question]
             if self._fits(asked):
-                self.put(
-                    f"(the conversation is longer than the model's {self.engine.context} tokens: it starts over)\n"
-                )
+                most = self.engine.context
+                self.put(f"(the conversation is longer than the model's {most} tokens: it starts over)\n")
         try:
             self.last = ask(self.engine, self.with_system(asked), **self._options())
             self.messages = [*asked, {"role": "assistant", "content": list(self.last.parts)}]
@@ -86,30 +113,13 @@ class Conversation:
             self.put(" (stopped; the conversation stays as it was before)")
         self.put("\n")
 
-    def extend(self, text: str) -> None:
-        """Continues a text. Ctrl-C ends only the continuation.
-
-        Raises:
-            ContextOverflow: The text leaves no room for a token.
-        """
+    def _extend(self, text: str) -> None:
+        """Continues a text. Ctrl-C ends only the continuation."""
         try:
             [self.last] = complete(self.engine, text, **self._options())
             self.text = text
         except KeyboardInterrupt:
             self.put("(stopped)\n")
-
-    def regenerate(self) -> None:
-        """Answers the last question, or continues the last text, again.
-
-        Raises:
-            ValueError: There is none.
-        """
-        if self.completing and self.text is not None:
-            self.extend(self.text)
-        elif not self.completing and self.messages:
-            self.answer(self.messages[:-2], self.messages[-2])
-        else:
-            raise ValueError(f"there is no {'text' if self.completing else 'reply'} yet: enter something first")
 
     def _fits(self, messages: list[Message]) -> bool:
         return len(render_prompt(self.engine.tokenizer, self.with_system(messages))) < self.engine.context
@@ -117,10 +127,5 @@ class Conversation:
     def _options(self) -> dict[str, Any]:
         """How the next reply is made."""
         seed, self.seed = self.seed, self.seed + 1
-        return {
-            "max_tokens": self.max_tokens,
-            "sampling": self.sampling,
-            "seed": seed,
-            "put": self.put,
-            "logprobs": TOP,
-        }
+        how = {"max_tokens": self.max_tokens, "sampling": self.sampling, "seed": seed}
+        return {**how, "put": self.put, "logprobs": TOP}

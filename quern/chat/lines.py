@@ -7,6 +7,7 @@ next line that ends with """. Such a text is never a command.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -29,30 +30,20 @@ class Entry(NamedTuple):
 
 def next_entry(read: Read) -> Entry:
     """Reads one entry. The end of the input completes an unfinished entry; before an entry it raises EOFError."""
-    line = read(PROMPT)
-    if line.lstrip().startswith(QUOTES):
-        return Entry(_quoted(line.lstrip().removeprefix(QUOTES), read), quoted=True)
-    lines = [line]
-    while lines[-1].endswith("\\"):
-        lines[-1] = lines[-1].removesuffix("\\")
-        try:
+    lines = [read(PROMPT)]
+    quoted = lines[0].lstrip().startswith(QUOTES)
+    if quoted:
+        lines[0] = lines[0].lstrip().removeprefix(QUOTES)
+    with suppress(EOFError):
+        while not lines[-1].rstrip().endswith(QUOTES) if quoted else lines[-1].endswith("\\"):
+            if not quoted:
+                lines[-1] = lines[-1].removesuffix("\\")
             lines.append(read(MORE))
-        except EOFError:
-            break
-    return Entry("\n".join(lines))
-
-
-def _quoted(line: str, read: Read) -> str:
-    """The text from its first line, without the opening quotes, to the closing quotes."""
-    lines = []
-    while not line.rstrip().endswith(QUOTES):
-        lines.append(line)
-        try:
-            line = read(MORE)
-        except EOFError:
-            line = QUOTES
-    lines.append(line.rstrip().removesuffix(QUOTES))
-    return "\n".join(lines).removeprefix("\n").removesuffix("\n")
+    if not quoted:
+        return Entry("\n".join(lines))
+    if lines[-1].rstrip().endswith(QUOTES):  # and not the end of the input
+        lines[-1] = lines[-1].rstrip().removesuffix(QUOTES)
+    return Entry("\n".join(lines).removeprefix("\n").removesuffix("\n"), quoted=True)
 
 
 def of_pipe(stdin: TextIO | None) -> Read:
@@ -78,17 +69,16 @@ def of_pipe(stdin: TextIO | None) -> Read:
 
 
 class Terminal:
-    """Reads lines from the terminal, with line editing and the lines of earlier chats if Python has readline."""
+    """Reads lines from the terminal, with line editing and the lines of earlier chats if Python has readline.
+
+    Args:
+        history: The file that keeps the lines; its folder is created with the first one.
+        log: Called with lines for the user.
+    """
 
     def __init__(self, history: Path, log: Callable[[str], None]) -> None:
-        """Reads the history.
-
-        Args:
-            history: The file that keeps the lines; its folder is created with the first one.
-            log: Called with lines for the user.
-        """
-        self.history, self.log = history, log
-        self.keeps = False
+        self._history, self._log = history, log
+        self._keeps = False
         try:
             import readline  # changes how Python's `input` reads
         except ImportError:
@@ -96,35 +86,32 @@ class Terminal:
         try:
             for line in recall(history):
                 readline.add_history(line)
-            self.keeps = True
+            self._keeps = True
         except OSError as error:
             log(f"the history is neither read nor kept: {error}")
 
     def __call__(self, prompt: str) -> str:
-        line = self._line(prompt)
-        if self.keeps and line.strip():
-            try:
-                remember(self.history, line)
-            except OSError as error:
-                self.keeps = False
-                self.log(f"the history is not kept: {error}")
-        return line
-
-    def _line(self, prompt: str) -> str:
         while True:
             try:
-                return input(prompt)
+                line = input(prompt)
+                break
             except UnicodeDecodeError as error:
-                self.log(f"this line does not have the terminal's encoding ({error}): type it again")
+                self._log(f"this line does not have the terminal's encoding ({error}): type it again")
+        if self._keeps and line.strip():
+            try:
+                remember(self._history, line)
+            except OSError as error:
+                self._keeps = False
+                self._log(f"the history is not kept: {error}")
+        return line
 
 
 def recall(history: Path) -> list[str]:
     """The lines of the history, oldest first."""
     try:
-        lines = history.read_text(encoding="utf-8", errors="replace").split("\n")
+        return [line for line in history.read_text(encoding="utf-8", errors="replace").split("\n") if line]
     except FileNotFoundError:
         return []
-    return [line for line in lines if line]
 
 
 def remember(history: Path, line: str) -> None:

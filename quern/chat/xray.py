@@ -21,12 +21,7 @@ HEAD = ("token", "probability", "likeliest other tokens")
 def xray(tokenizer: Tokenizer, reply: Completion) -> str:
     """A table with a line for each token, in colours if standard output is a terminal.
 
-    Args:
-        tokenizer: The model's tokenizer.
-        reply: A reply with log-probabilities (temperature 1, before top-k, top-p, min-p and penalties).
-
-    Raises:
-        ValueError: The reply has no log-probabilities.
+    Probabilities are those at temperature 1, before top-k, top-p, min-p and penalties.
     """
     if not reply.logprobs:
         raise ValueError("the reply has no probabilities")

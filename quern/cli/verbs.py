@@ -264,10 +264,9 @@ def verb_chat(verb: str, rest: list[str]) -> int:
     if options.complete and options.stage is None:
         options.stage = "pretrain"
     engine, loaded = open_engine(options, log_to_stderr)
-    from quern.chat.ask import ask
-    from quern.chat.conversation import Conversation
+    from quern.chat.commands import talk
+    from quern.chat.conversation import Conversation, ask
     from quern.chat.lines import Terminal, of_pipe
-    from quern.chat.talk import talk
     from quern.stages.complete import complete
 
     how = {"sampling": options.sampling, "max_tokens": options.max_tokens, "seed": options.seed, "put": put}

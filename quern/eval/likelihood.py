@@ -184,7 +184,7 @@ def _score(model: LanguageModel, examples: Sequence[Example], machine: Machine, 
         prefixes, prefix_lengths = pad(
             [example.rows[0][:own] for example, own in zip(examples, shared, strict=True)], 0, device
         )
-        cache = KVCache.for_model(model, len(examples), prefixes.size(1) + tokens_BT.size(1))
+        cache = KVCache(model, len(examples), prefixes.size(1) + tokens_BT.size(1))
         cache.prefill(model, prefixes, prefix_lengths, machine.attention)
         owner = [at for at, example in enumerate(examples) for _ in example.rows]
         cache = cache.take(torch.tensor(owner, device=device))

@@ -11,7 +11,8 @@ Shapes: B rows, T new tokens, R ring slots, H query heads, K key/value heads, E 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -24,59 +25,42 @@ from quern.model.base import LanguageModel
 
 
 class KVCache:
-    """The cache of B rows. `take` copies rows, to sample a prompt several times or to drop finished rows."""
+    """An empty cache of B rows in the dtype and on the device of the model's parameters.
 
-    def __init__(
-        self,
-        windows: list[int | None],
-        attention_layers: list[int],
-        kv_heads: int,
-        head_dim: int,
-        rows: int,
-        max_tokens: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        lookback: int = 0,
-        remembered: Mapping[str, int] | None = None,
-    ):
-        """windows, attention_layers, lookback, remembered: of the `LanguageModel`; max_tokens: the most in a row."""
+    Args:
+        model: The model.
+        rows: B.
+        max_tokens: The most tokens in a row.
+    """
+
+    def __init__(self, model: LanguageModel, rows: int, max_tokens: int):
+        shape, weight = model.shape, model.embedding.weight
+        assert shape.kv_heads and shape.head_dim
+        dtype, device = weight.dtype, weight.device
         self.max_tokens = max_tokens
         self.rings = [
-            min(window or max_tokens, max_tokens) if layer in attention_layers else 0
-            for layer, window in enumerate(windows)
+            min(window or max_tokens, max_tokens) if layer in model.attention_layers else 0
+            for layer, window in enumerate(model.windows)
         ]
-        self.keys_BKRE = [torch.zeros(rows, kv_heads, r, head_dim, dtype=dtype, device=device) for r in self.rings]
+        sizes = [(rows, shape.kv_heads // model.shards, ring, shape.head_dim) for ring in self.rings]
+        self.keys_BKRE = [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
         self.values_BKRE = [torch.zeros_like(keys) for keys in self.keys_BKRE]
-        self.last = {name: torch.zeros(rows, n, dtype=dtype, device=device) for name, n in (remembered or {}).items()}
+        self.last = {name: torch.zeros(rows, n, dtype=dtype, device=device) for name, n in model.remembered.items()}
         self.positions_B = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.recent_BN = torch.full((rows, lookback), -1, dtype=torch.int64, device=device)  # the newest N tokens
+        self.recent_BN = torch.full((rows, model.lookback), -1, dtype=torch.int64, device=device)  # the newest N tokens
         self.filled = 0  # an upper bound of the tokens in any row
 
-    @classmethod
-    def for_model(cls, model: LanguageModel, rows: int, max_tokens: int) -> KVCache:
-        """An empty cache in the dtype and on the device of the model's parameters."""
-        weight = model.embedding.weight
-        shape = model.shape
-        assert shape.kv_heads and shape.head_dim
-        return cls(
-            list(model.windows),
-            list(model.attention_layers),
-            shape.kv_heads // model.shards,
-            shape.head_dim,
-            rows,
-            max_tokens,
-            weight.dtype,
-            weight.device,
-            model.lookback,
-            model.remembered,
-        )
+    def take(self, rows: Tensor, length: int | None = None) -> KVCache:
+        """A new cache whose row i is a copy of this one's row rows[i].
 
-    def take(self, rows: Tensor) -> KVCache:
-        """A new cache whose row i is a copy of this one's row rows[i]."""
-        taken = object.__new__(KVCache)
-        taken.max_tokens, taken.rings, taken.filled = self.max_tokens, self.rings, self.filled
-        taken.keys_BKRE = [keys[rows] for keys in self.keys_BKRE]
-        taken.values_BKRE = [values[rows] for values in self.values_BKRE]
+        length: The tokens of these rows; the copy has room for no more. None keeps the room.
+        """
+        taken = copy.copy(self)
+        if length is not None:
+            taken.max_tokens = taken.filled = length
+            taken.rings = [min(ring, length) for ring in self.rings]
+        taken.keys_BKRE = [keys[rows, :, :length] for keys in self.keys_BKRE]
+        taken.values_BKRE = [values[rows, :, :length] for values in self.values_BKRE]
         taken.last = {name: last_BD[rows] for name, last_BD in self.last.items()}
         taken.positions_B, taken.recent_BN = self.positions_B[rows], self.recent_BN[rows]
         return taken
@@ -92,18 +76,6 @@ class KVCache:
         self.positions_B[row], self.recent_BN[row] = length, other.recent_BN[theirs]
         self.filled = max(self.filled, length)
 
-    def copy_of(self, row: int, length: int) -> KVCache:
-        """A cache of one row with the `length` tokens of this row, and no room for more."""
-        copied = object.__new__(KVCache)
-        copied.max_tokens = copied.filled = length
-        copied.rings = [min(ring, length) for ring in self.rings]
-        copied.keys_BKRE = [keys[row : row + 1, :, :length].clone() for keys in self.keys_BKRE]
-        copied.values_BKRE = [values[row : row + 1, :, :length].clone() for values in self.values_BKRE]
-        copied.last = {name: last_BD[row : row + 1].clone() for name, last_BD in self.last.items()}
-        copied.positions_B = self.positions_B.new_full((1,), length)
-        copied.recent_BN = self.recent_BN[row : row + 1].clone()
-        return copied
-
     def grow(self, max_tokens: int, windows: Sequence[int | None]) -> None:
         """Makes room for `max_tokens` tokens in each row. windows: of the model."""
         for layer, (ring, window) in enumerate(zip(self.rings, windows, strict=True)):
@@ -117,17 +89,10 @@ class KVCache:
     @property
     def bytes(self) -> int:
         """Memory of the keys and values."""
-        return sum(stored.numel() * stored.element_size() for stored in self._stored())
+        return sum(stored.nbytes for stored in self._stored())
 
     def _stored(self) -> list[Tensor]:
         return [*self.keys_BKRE, *self.values_BKRE]
-
-    def before(self, tokens_BT: Tensor, n: int) -> Tensor:
-        """The ids (B, T) that are n tokens before each of the new tokens; -1 before a row's first token."""
-        lookback, T = self.recent_BN.size(1), tokens_BT.size(1)
-        if n > lookback:
-            raise ValueError(f"the model looks {n} tokens back and declares {lookback}: set its `lookback`")
-        return torch.cat([self.recent_BN, tokens_BT], dim=1)[:, lookback - n : lookback - n + T]
 
     def remembered(self, name: str) -> Tensor:
         """The value that `previous` received for the last token, (B, D)."""
@@ -147,16 +112,10 @@ class KVCache:
     def append(
         self, model: LanguageModel, tokens_BT: Tensor, lengths_B: Tensor, attention: Attention | None = None
     ) -> Tensor:
-        """Appends tokens to the rows; a long prompt may be split over several calls.
+        """Appends tokens, padded on the right; returns their hidden states (B, T, D), undefined for padding.
 
-        Args:
-            model: The model of the cache.
-            tokens_BT: Tokens, padded on the right.
-            lengths_B: The number of tokens in each row without padding.
-            attention: The attention for empty rows (`Machine.attention`); None is the portable path.
-
-        Returns:
-            The hidden states (B, T, D) of these tokens; undefined for padding.
+        A long prompt may be split over several calls. lengths_B: tokens of each row without padding; attention: the one
+        for empty rows (`Machine.attention`), None for the portable path.
         """
         longest = int((self.positions_B + lengths_B).max())
         if longest > self.max_tokens:
@@ -169,13 +128,34 @@ class KVCache:
         return x_BTD
 
 
-class PrefillContext:
-    """The context of a prefill: many tokens at once, appended to rows that may already hold tokens."""
+class _CacheContext:
+    """The context of tokens that follow those in a cache."""
 
     continues = True
 
-    def __init__(self, cache: KVCache, lengths_B: Tensor, attention: Attention | None = None):
+    def __init__(self, cache: KVCache):
         self._cache = cache
+
+    def horizon(self, x_BTD: Tensor) -> int:
+        return self._cache.max_tokens
+
+    def windows(self, full: Sequence[int | None]) -> Sequence[int | None]:
+        return full
+
+    def previous_tokens(self, tokens_BT: Tensor, n: int) -> Tensor:
+        """The ids (B, T) that are n tokens before each of the new tokens; -1 before a row's first token."""
+        recent_BN, T = self._cache.recent_BN, tokens_BT.size(1)
+        lookback = recent_BN.size(1)
+        if n > lookback:
+            raise ValueError(f"the model looks {n} tokens back and declares {lookback}: set its `lookback`")
+        return torch.cat([recent_BN, tokens_BT], dim=1)[:, lookback - n : lookback - n + T]
+
+
+class PrefillContext(_CacheContext):
+    """The context of a prefill: many tokens at once, appended to rows that may already hold tokens."""
+
+    def __init__(self, cache: KVCache, lengths_B: Tensor, attention: Attention | None = None):
+        super().__init__(cache)
         self._lengths_B = lengths_B
         self._fresh = cache.filled == 0
         self._attend: Callable[..., Tensor] = attention or attend
@@ -185,12 +165,6 @@ class PrefillContext:
     def positions(self, x_BTD: Tensor) -> Tensor:
         return self._cache.positions_B[:, None] + torch.arange(x_BTD.size(1), device=x_BTD.device)
 
-    def horizon(self, x_BTD: Tensor) -> int:
-        return self._cache.max_tokens
-
-    def windows(self, full: Sequence[int | None]) -> Sequence[int | None]:
-        return full
-
     def previous(self, x_BTD: Tensor, name: str) -> Tensor:
         last_BD = self._cache.remembered(name)
         shifted = torch.cat([last_BD[:, None], x_BTD[:, :-1]], dim=1)
@@ -198,55 +172,28 @@ class PrefillContext:
         self._cache.last[name] = torch.where(self._lengths_B[:, None] > 0, newest_BD, last_BD)
         return shifted
 
-    def previous_tokens(self, tokens_BT: Tensor, n: int) -> Tensor:
-        return self._cache.before(tokens_BT, n)
-
     def attend(
-        self,
-        layer: int,
-        q_BTHE: Tensor,
-        k_BTKE: Tensor,
-        v_BTKE: Tensor,
-        window: int | None,
-        scale: float | None = None,
+        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: int | None, scale: float | None = None
     ) -> Tensor:
         """Padding needs no mask: it is to the right of all real tokens, which do not see it."""
-        cache = self._cache
-        keys, values = cache.keys_BKRE[layer], cache.values_BKRE[layer]
-        T, ring = q_BTHE.size(1), keys.size(2)
-        if self._fresh or ring == cache.max_tokens:  # no new token replaces one that is seen
-            self._store(keys, k_BTKE)
-            self._store(values, v_BTKE)
+        keys, values = self._cache.keys_BKRE[layer], self._cache.values_BKRE[layer]
         if self._fresh:
-            return self._attend(q_BTHE, k_BTKE, v_BTKE, MaskSpec(window), scale)
-        if ring == cache.max_tokens:  # a slot is a position
-            used = min(ring, cache.filled + T)
-            mask_BTR = self._masked(lambda: self._upto(T, used, window), used, window)
-            return attend_masked(q_BTHE, keys[:, :, :used], values[:, :, :used], mask_BTR, scale)
-        used = min(ring, cache.filled)
-        y_BTHE = attend_masked(
-            q_BTHE,
-            torch.cat([keys[:, :, :used], k_BTKE.transpose(1, 2)], dim=2),
-            torch.cat([values[:, :, :used], v_BTKE.transpose(1, 2)], dim=2),
-            self._masked(lambda: self._visible(T, ring, used, window), ring, used, window),
-            scale,
-        )
+            y_BTHE = self._attend(q_BTHE, k_BTKE, v_BTKE, MaskSpec(window), scale)
+        else:
+            T, ring = q_BTHE.size(1), keys.size(2)
+            used = min(ring, self._cache.filled)
+            if (ring, used, window) not in self._masks:  # which layers of one kind share
+                self._masks[ring, used, window] = self._visible(T, ring, used, window)
+            y_BTHE = attend_masked(
+                q_BTHE,
+                torch.cat([keys[:, :, :used], k_BTKE.transpose(1, 2)], dim=2),
+                torch.cat([values[:, :, :used], v_BTKE.transpose(1, 2)], dim=2),
+                self._masks[ring, used, window],
+                scale,
+            )
         self._store(keys, k_BTKE)
         self._store(values, v_BTKE)
         return y_BTHE
-
-    def _masked(self, make: Callable[[], Tensor], *key: int | None) -> Tensor:
-        """A mask that layers of one kind share."""
-        if key not in self._masks:
-            self._masks[key] = make()
-        return self._masks[key]
-
-    def _upto(self, T: int, used: int, window: int | None) -> Tensor:
-        """Mask (B, T, used): which positions each new token sees."""
-        slots_R = torch.arange(used, device=self._lengths_B.device)
-        query_BT1 = (self._cache.positions_B[:, None] + torch.arange(T, device=slots_R.device))[:, :, None]
-        visible = slots_R <= query_BT1
-        return visible if window is None else visible & (slots_R > query_BT1 - window)
 
     def _visible(self, T: int, ring: int, used: int, window: int | None) -> Tensor:
         """Mask (B, T, used + T): which of the first `used` slots and of the T new tokens each new token sees."""
@@ -279,26 +226,18 @@ class PrefillContext:
         slots_BKRE[rows_N, :, slots_N] = new_BTKE[rows_N, tokens_N]
 
 
-class DecodeContext:
+class DecodeContext(_CacheContext):
     """The context of a decode step: one new token per row. Only S is dynamic, so the step compiles once.
 
     slots_S: arange(S), where S exceeds the position of every live row: long layers read their first S slots only.
     """
 
-    continues = True
-
     def __init__(self, cache: KVCache, slots_S: Tensor):
-        self._cache = cache
+        super().__init__(cache)
         self._slots_S = slots_S
 
     def positions(self, x_BTD: Tensor) -> Tensor:
         return self._cache.positions_B[:, None]
-
-    def horizon(self, x_BTD: Tensor) -> int:
-        return self._cache.max_tokens
-
-    def windows(self, full: Sequence[int | None]) -> Sequence[int | None]:
-        return full
 
     def previous(self, x_BTD: Tensor, name: str) -> Tensor:
         last_BD = self._cache.remembered(name)
@@ -306,17 +245,8 @@ class DecodeContext:
         last_BD.copy_(x_BTD[:, 0])
         return before_B1D
 
-    def previous_tokens(self, tokens_BT: Tensor, n: int) -> Tensor:
-        return self._cache.before(tokens_BT, n)
-
     def attend(
-        self,
-        layer: int,
-        q_BTHE: Tensor,
-        k_BTKE: Tensor,
-        v_BTKE: Tensor,
-        window: int | None,
-        scale: float | None = None,
+        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: int | None, scale: float | None = None
     ) -> Tensor:
         cache = self._cache
         keys, values, ring = cache.keys_BKRE[layer], cache.values_BKRE[layer], cache.rings[layer]
@@ -333,9 +263,7 @@ class DecodeContext:
         return attend_masked(q_BTHE, keys, values, (slots <= cache.positions_B[:, None])[:, None], scale)
 
 
-def attend_masked(
-    q_BTHE: Tensor, k_BKRE: Tensor, v_BKRE: Tensor, visible_BTR: Tensor, scale: float | None = None
-) -> Tensor:
+def attend_masked(q_BTHE: Tensor, k_BKRE: Tensor, v_BKRE: Tensor, visible_BTR: Tensor, scale: float | None) -> Tensor:
     """Attention of each query over its visible keys. Returns (B, T, H, E); scale None is E^-1/2."""
     grouped = q_BTHE.size(2) != k_BKRE.size(1)
     y_BHTE = F.scaled_dot_product_attention(

@@ -47,11 +47,7 @@ class FewRows(TorchFunctionMode):
         self._last: tuple[Tensor, Tensor, Tensor] | None = None
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is F.linear and not kwargs and (len(args) == 2 or args[2] is None):
             x, weight = args[:2]
@@ -87,21 +83,15 @@ def _attend_one(
     return y_BKGE.reshape(B, H, 1, E).to(q_BH1E.dtype)
 
 
-def decode_few(
-    model: LanguageModel, cache: KVCache, tokens_B: Tensor, slots_S: Tensor, owner: int, turned: bool
+def _step(
+    model: LanguageModel, cache: KVCache, tokens_B: Tensor, slots_S: Tensor, owner: int, turned: bool | None
 ) -> Tensor:
-    """`decode` under `FewRows`. owner: identifies the compiled version's `CompiledDecode`."""
+    """`decode`, under `FewRows` unless turned is None. owner: identifies the compiled version's `CompiledDecode`."""
     assert owner >= 0  # reading it makes the compiler guard on it
+    if turned is None:
+        return decode(model, cache, tokens_B, slots_S)
     with FewRows(cache.max_tokens <= SHORT, turned):
         return decode(model, cache, tokens_B, slots_S)
-
-
-def decode_many(
-    model: LanguageModel, cache: KVCache, tokens_B: Tensor, slots_S: Tensor, owner: int, turned: bool
-) -> Tensor:
-    """`decode` unchanged. owner: as in `decode_few`."""
-    assert owner >= 0
-    return decode(model, cache, tokens_B, slots_S)
 
 
 def turned_is_faster(model: nn.Module, rows: int, rounds: int = 4) -> bool:
@@ -123,46 +113,31 @@ def turned_is_faster(model: nn.Module, rows: int, rounds: int = 4) -> bool:
 class CompiledPart(nn.Module):
     """A range of columns of a product that several layers share."""
 
-    merged: Tensor
-
-    def __init__(self, merged: Tensor, first: int, last: int):
+    def __init__(self, merged: Tensor, columns: slice):
         super().__init__()
         self.register_buffer("merged", merged, persistent=False)
-        self._first, self._last = first, last
+        self._columns = columns
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.merged)[..., self._first : self._last]
+        return F.linear(x, cast(Tensor, self.merged))[..., self._columns]
 
 
-class SideBySide:
+def _side_by_side(model: LanguageModel) -> tuple[LanguageModel, list[tuple[Tensor, Tensor]]]:
     """A copy of a model that shares its parameters and computes query, key and value as one product.
 
-    The merged weights take additional memory. Layers without these three projections stay unchanged.
+    Also returns the merged weights with the original ones. They take additional memory.
     """
-
-    def __init__(self, model: LanguageModel):
-        given = cast(nn.Module, model)
-        own = copy.deepcopy(given, {id(p): p for p in given.parameters()})
-        self.model = cast(LanguageModel, own)
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        for module in list(own.modules()):
-            linears = [getattr(module, name, None) for name in PROJECTIONS]
-            if all(type(linear) is nn.Linear and linear.bias is None for linear in linears):
-                self._join(module, cast(list[nn.Linear], linears))
-
-    def _join(self, module: nn.Module, linears: list[nn.Linear]) -> None:
-        merged = torch.cat([linear.weight.detach() for linear in linears])
-        first = 0
-        for name, linear in zip(PROJECTIONS, linears, strict=True):
-            last = first + linear.out_features
-            self._copies.append((merged[first:last], linear.weight))
-            setattr(module, name, CompiledPart(merged, first, last))
-            first = last
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        for mine, original in self._copies:
-            mine.copy_(original)
+    given, copies = cast(nn.Module, model), list[tuple[Tensor, Tensor]]()
+    own = copy.deepcopy(given, {id(p): p for p in given.parameters()})
+    for module in list(own.modules()):
+        linears: list[Any] = [getattr(module, name, None) for name in PROJECTIONS]
+        if all(type(linear) is nn.Linear and linear.bias is None for linear in linears):
+            merged, first = torch.cat([linear.weight.detach() for linear in linears]), 0
+            for name, linear in zip(PROJECTIONS, linears, strict=True):
+                columns = slice(first, first := first + linear.out_features)
+                copies.append((merged[columns], linear.weight))
+                setattr(module, name, CompiledPart(merged, columns))
+    return cast(LanguageModel, own), copies
 
 
 def _of_arguments(guards: Sequence[Any]) -> list[bool]:
@@ -179,19 +154,16 @@ class CompiledDecode:
     def __init__(self, model: LanguageModel, context: int):
         self._on_cpu = on_cpu = model.embedding.weight.device.type == "cpu"
         self.rows: list[int] = []
-        self._turned: dict[int, bool] = {}
+        self._turned: dict[int, bool | None] = {}
         # One slot more than any step reads: the two lengths always differ, so one version serves all.
         self.max_tokens = -(-context // SPAN) * SPAN + 1
-        self._given = model
-        self._own: SideBySide | None = None
+        self._given = self._model = model
+        self._copies: list[tuple[Tensor, Tensor]] = []
         self._owner = secrets.randbits(48)
         # dynamic=False: each number of rows has its own version; only the length that `warm_up` marks is symbolic.
         # On a CPU, the hundred calls between kernels are C++ too: from Python each takes some microseconds.
         self._step = torch.compile(
-            decode_few if on_cpu else decode_many,
-            fullgraph=True,
-            dynamic=False,
-            options={"cpp_wrapper": on_cpu, "guard_filter_fn": _of_arguments},
+            _step, fullgraph=True, dynamic=False, options={"cpp_wrapper": on_cpu, "guard_filter_fn": _of_arguments}
         )
 
     @torch.inference_mode()
@@ -199,8 +171,12 @@ class CompiledDecode:
         """Compiles the step for this number of rows, unless it is compiled already."""
         if rows in self.rows:
             return
-        self._turned[rows] = self._on_cpu and rows > 1 and turned_is_faster(cast(nn.Module, self._given), rows)
-        cache = KVCache.for_model(self._given, rows, self.max_tokens)
+        if self._on_cpu and not self.rows:
+            self._model, self._copies = _side_by_side(self._given)
+        self._turned[rows] = None
+        if self._on_cpu:
+            self._turned[rows] = rows > 1 and turned_is_faster(cast(nn.Module, self._given), rows)
+        cache = KVCache(self._given, rows, self.max_tokens)
         device = cache.positions_B.device
         slots_S = torch.arange(SPAN, device=device)
         torch._dynamo.mark_dynamic(slots_S, 0)
@@ -212,17 +188,11 @@ class CompiledDecode:
         """The smallest compiled number of rows that is at least `rows`; None if there is none."""
         return next((seats for seats in self.rows if seats >= rows), None)
 
-    def _model(self) -> LanguageModel:
-        if not self._on_cpu:
-            return self._given
-        if self._own is None:
-            self._own = SideBySide(self._given)
-        return self._own.model
-
+    @torch.no_grad()
     def refresh(self) -> None:
         """Copies the model's current weights; called before each batch."""
-        if self._own is not None:
-            self._own.refresh()
+        for mine, original in self._copies:
+            mine.copy_(original)
 
     def fits(self, cache: KVCache) -> bool:
         """Whether the step was compiled for this shape of cache."""
@@ -230,4 +200,4 @@ class CompiledDecode:
 
     def __call__(self, cache: KVCache, tokens_B: Tensor, slots_S: Tensor) -> Tensor:
         turned = self._turned[len(tokens_B)]
-        return self._step(self._model(), cache, tokens_B, slots_S, self._owner, turned)
+        return self._step(self._model, cache, tokens_B, slots_S, self._owner, turned)

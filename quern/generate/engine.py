@@ -1,8 +1,4 @@
-"""Generation with one model, for everyone who needs replies: evaluation, reinforcement learning, chat, the server.
-
-All requests share one running batch (scheduler.py). Callers that wait for their replies iterate over `events`; a server
-submits requests and calls `step` itself.
-"""
+"""Generation with one model, for everyone who needs replies: evaluation, reinforcement learning, chat, the server."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -15,8 +11,7 @@ from quern.generate.cache import KVCache
 from quern.generate.compiled import CompiledDecode
 from quern.generate.grammar import Grammar, GrammarError, Grammars
 from quern.generate.prefix import PrefixCache
-from quern.generate.reply import Completion, Delta, Reply, Token
-from quern.generate.rows import Event, Generation, Row
+from quern.generate.reply import Completion, Event, Generation, Reply, Row, Token
 from quern.generate.sample import generator, log_probabilities
 from quern.generate.sampling import Sampling
 from quern.generate.scheduler import INTERLEAVED_TOKENS, Scheduler
@@ -33,12 +28,22 @@ class ContextOverflow(ValueError):
             f"the prompt has {prompt_tokens} tokens and the model's context holds {context}, of which at "
             f"least one is for the answer: shorten the prompt to {context - 1} tokens or fewer"
         )
-        self.prompt_tokens = prompt_tokens
-        self.context = context
 
 
 class Engine:
-    """Generates with one model. Not thread-safe: the server runs it in a single thread (serve/worker.py)."""
+    """Generates with one model. Not thread-safe: the server runs it in a single thread (serve/worker.py).
+
+    All requests share one running batch (scheduler.py). Callers that wait for their replies iterate over `events`; a
+    server submits requests and calls `step` itself.
+
+    Args:
+        model: Its weights may change while no request is open.
+        tokenizer: The model's.
+        machine: Where it runs.
+        max_rows: The most rows in one batch; further rows wait until one of them leaves.
+        prefix_megabytes: Memory for the states of prompts that were read, for later prompts that begin alike. With 0,
+            every prompt is read in full. Call `prefixes.clear` after the weights have changed.
+    """
 
     def __init__(
         self,
@@ -48,25 +53,13 @@ class Engine:
         max_rows: int = 64,
         prefix_megabytes: float = 0,
     ):
-        """An idle engine.
-
-        Args:
-            model: Its weights may change while no request is open.
-            tokenizer: The model's.
-            machine: Where it runs.
-            max_rows: The most rows in one batch; further rows wait until one of them leaves.
-            prefix_megabytes: Memory for the states of prompts that were read, for later prompts that begin alike.
-                With 0, every prompt is read in full. Call `prefixes.clear` after the weights have changed.
-        """
         vocabulary = int(model.shape.vocab_size or 0)
         if vocabulary < tokenizer.vocab_size:
             raise ValueError(
                 f"the tokenizer has {tokenizer.vocab_size} tokens, the model {vocabulary}: they do not "
                 "belong together; use the tokenizer.json of the model's run"
             )
-        self.model = model
-        self.tokenizer = tokenizer
-        self.machine = machine
+        self.model, self.tokenizer, self.machine = model, tokenizer, machine
         self.context = int(model.shape.context or 0)
         self._compiled = CompiledDecode(model, self.context) if machine.compile else None
         self.prefixes = PrefixCache(int(prefix_megabytes * 1e6)) if prefix_megabytes else None
@@ -97,30 +90,26 @@ class Engine:
                 done[event.prompt][event.sample] = event.value
         return done
 
-    def stream(self, prompt: Sequence[int], **options: Any) -> Iterator[str]:
-        """The assistant's text, piece by piece; joined, it is the text of `generate`."""
-        for event in self.events([prompt], **options):
-            if isinstance(event.value, Delta) and event.value.kind == "text":
-                yield event.value.text
-
     def events(self, prompts: Sequence[Sequence[int]], **options: Any) -> Iterator[Event]:
         """Streams generation; closing the iterator stops the work. Arguments and errors are those of `submit`.
 
         Returns:
             The final pieces of every sample; the last event of a sample is its `Completion`.
         """
-        return self._events(self.submit(prompts, **options))
+        generation = self.submit(prompts, **options)
 
-    def _events(self, generation: Generation) -> Iterator[Event]:
-        try:
-            while True:
-                while generation.events:
-                    yield generation.events.popleft()
-                if not generation.unfinished or generation.cancelled:
-                    return
-                self.step()
-        finally:
-            generation.cancel()
+        def produced() -> Iterator[Event]:
+            try:
+                while True:
+                    while generation.events:
+                        yield generation.events.popleft()
+                    if not generation.unfinished or generation.cancelled:
+                        return
+                    self.step()
+            finally:
+                generation.cancel()
+
+        return produced()
 
     def step(self, prefill_tokens: int | None = None) -> None:
         """One token for every running row of every generation. Arguments are those of `Scheduler.step`.
@@ -146,20 +135,16 @@ class Engine:
         """
         if len(prompt) > self.context:
             raise ContextOverflow(len(prompt), self.context)
-        cache = KVCache.for_model(self.model, 1, len(prompt))
+        cache = KVCache(self.model, 1, len(prompt))
         for start in range(0, len(prompt) - 1, part):
-            yield self._score(cache, prompt[start : start + part + 1], top)
-
-    @torch.inference_mode()
-    def _score(self, cache: KVCache, tokens: Sequence[int], top: int) -> list[Token]:
-        """Appends all tokens but the last one to the cache; returns all but the first one, scored."""
-        tokens_BT = torch.tensor([tokens[:-1]], device=self.model.embedding.weight.device)
-        lengths_B = torch.tensor([len(tokens) - 1], device=tokens_BT.device)
-        with compiler.eager():
-            x_BTD = cache.append(self.model, tokens_BT, lengths_B, self.machine.attention)
-            logits_TV = self.model.logits(x_BTD[0])[:, : self.tokenizer.vocab_size]
-        scored = log_probabilities(logits_TV, tokens[1:], top)
-        return [Token(id, value, best, 0) for id, (value, best) in zip(tokens[1:], scored, strict=True)]
+            tokens = prompt[start : start + part + 1]
+            with torch.inference_mode(), compiler.eager():
+                tokens_BT = torch.tensor([tokens[:-1]], device=cache.positions_B.device)
+                lengths_B = torch.tensor([len(tokens) - 1], device=cache.positions_B.device)
+                x_BTD = cache.append(self.model, tokens_BT, lengths_B, self.machine.attention)
+                logits_TV = self.model.logits(x_BTD[0])[:, : self.tokenizer.vocab_size]
+                scored = log_probabilities(logits_TV, tokens[1:], top)
+            yield [Token(id, value, best, 0) for id, (value, best) in zip(tokens[1:], scored, strict=True)]
 
     def submit(
         self,
@@ -224,10 +209,7 @@ class Engine:
             if must_call:
                 _require_ending(calls, "call", room - 1)
             for s in range(samples):
-                reply = Reply(
-                    self.tokenizer, len(prompt), room, stop, plain=plain, stop_ids=stop_ids, form=form, calls=calls,
-                    must_call=must_call,
-                )  # fmt: skip
+                reply = Reply(self.tokenizer, len(prompt), room, stop, plain, stop_ids, form, calls, must_call)
                 random = generator(seeds[p], prompt, s)
                 rows.append(Row(generation, p, s, prompt, reply, random, sampling or Sampling(), bias or {}, top))
         self.scheduler.waiting.extend(rows)

@@ -9,9 +9,8 @@ The search for an ending is greedy, a byte at a time. `Engine.submit` refuses a 
 from __future__ import annotations
 
 import json
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,11 +40,7 @@ class GrammarError(ValueError):
 
 
 class Grammars:
-    """Compiles forms for one tokenizer and keeps the last ones. Safe to use from several threads.
-
-    Raises:
-        ImportError: llguidance is not installed.
-    """
+    """Compiles forms for one tokenizer and keeps the last ones. Several threads may use it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         try:
@@ -56,8 +51,7 @@ class Grammars:
         self._matcher = llguidance.LLMatcher
         self._limits = llguidance.LLParserLimits(step_lexer_fuel=LEXER_FUEL, verbose_errors=False)
         self._tokens = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Vocabulary(tokenizer)))
-        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()
+        self._compiled = lru_cache(KEPT)(self._make)
 
     def json(self, schema: Mapping[str, Any] | bool) -> Grammar:
         """JSON that fits a schema, without white space between its parts. Raises GrammarError."""
@@ -76,20 +70,14 @@ class Grammars:
         return self._compile(self._matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, texts))))
 
     def _compile(self, grammar: str) -> Grammar:
-        with self._lock:
-            kept = self._kept.get(grammar)
-            if kept is not None:
-                self._kept.move_to_end(grammar)
-        if kept is None:
-            kept = self._matcher(self._tokens, grammar, log_level=0, limits=self._limits)
-            if kept.is_error():
-                lines = kept.get_error().strip().splitlines()
-                raise GrammarError(" ".join(lines[:1] + [line for line in lines[1:] if line.startswith("error:")]))
-            with self._lock:
-                self._kept[grammar] = kept
-                if len(self._kept) > KEPT:
-                    self._kept.popitem(last=False)
-        return Grammar(kept, self.tokenizer)
+        return Grammar(self._compiled(grammar), self.tokenizer)
+
+    def _make(self, grammar: str) -> LLMatcher:
+        made = self._matcher(self._tokens, grammar, log_level=0, limits=self._limits)
+        if made.is_error():
+            lines = made.get_error().strip().splitlines()
+            raise GrammarError(" ".join(lines[:1] + [line for line in lines[1:] if line.startswith("error:")]))
+        return made
 
 
 class _Vocabulary:
@@ -141,19 +129,15 @@ class Constraint:
 
     def allowed(self) -> np.ndarray:
         """Which tokens may come next: bool (vocabulary,)."""
-        allowed_V = _mask(self._matcher, self._tokenizer)
-        may_end = allowed_V[self._tokenizer.bos]
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        allowed_V = np.unpackbits(bits, count=self._tokenizer.vocab_size, bitorder="little").astype(bool)
+        may_end = allowed_V[self._tokenizer.bos]  # llguidance knows no other end
         allowed_V[self._tokenizer.bos] = False
         allowed_V[self._end] = may_end or not allowed_V.any()
         return allowed_V
 
     def choose(self, token: int, left: int) -> int:
-        """The token itself, or the first one of the shortest ending.
-
-        Args:
-            token: An allowed token.
-            left: Tokens of the reply that may still come, this one included.
-        """
+        """An allowed token itself, or the first one of the shortest ending. left: tokens that may still come."""
         if token == self._end:
             return token
         self._unchecked += 1
@@ -178,12 +162,6 @@ class Constraint:
     def push(self, token: int) -> None:
         if token != self._end:
             self._matcher.consume_token(token)
-
-
-def _mask(matcher: LLMatcher, tokenizer: Tokenizer) -> np.ndarray:
-    """The tokens that may come next; BOS stands for the end."""
-    bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-    return np.unpackbits(bits, count=tokenizer.vocab_size, bitorder="little").astype(bool)
 
 
 def _ending(matcher: LLMatcher, tokenizer: Tokenizer, most: int) -> list[int] | None:

@@ -9,7 +9,7 @@ prompt in front of different questions is kept from its second use on. The least
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,8 +32,7 @@ class Prefix:
     @property
     def bytes(self) -> int:
         """Memory of keys, values and logits."""
-        logits = 0 if self.logits_V is None else self.logits_V.numel() * self.logits_V.element_size()
-        return self.cache.bytes + logits
+        return self.cache.bytes + (0 if self.logits_V is None else self.logits_V.nbytes)
 
 
 class PrefixCache:
@@ -41,11 +40,8 @@ class PrefixCache:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._prefixes: OrderedDict[bytes, Prefix] = OrderedDict()
-        self._alike: dict[bytes, set[bytes]] = {}  # keys by their first LEAST_TOKENS tokens
-        self.bytes = 0
-        self.queried_tokens = 0
-        self.hit_tokens = 0
+        self._prefixes: OrderedDict[bytes, Prefix] = OrderedDict()  # by their tokens
+        self.bytes = self.queried_tokens = self.hit_tokens = 0
 
     def __len__(self) -> int:
         return len(self._prefixes)
@@ -53,7 +49,7 @@ class PrefixCache:
     def find(self, tokens: Sequence[int]) -> Prefix | None:
         """The longest state that `tokens` begins with. One of all the tokens is of use only with its logits."""
         key = _key(tokens)
-        for known in sorted(self._alike.get(_opening(key), ()), key=len, reverse=True):
+        for known in sorted(self._alike(key), key=len, reverse=True):
             found = self._prefixes[known]
             if key.startswith(known) and (len(known) < len(key) or found.logits_V is not None):
                 self._prefixes.move_to_end(known)
@@ -68,50 +64,37 @@ class PrefixCache:
     def branch(self, tokens: Sequence[int], start: int) -> int | None:
         """Where `tokens` part from the earlier ones that they agree with longest; None unless well after `start`."""
         mine = np.asarray(tokens, dtype=np.int32)
-        alike = self._alike.get(_opening(mine.tobytes()), ())
+        alike = self._alike(mine.tobytes())
         agreed = max((_agreement(mine, np.frombuffer(key, dtype=np.int32)) for key in alike), default=0)
         return agreed if start + LEAST_TOKENS <= agreed < len(tokens) else None
 
     def wants(self, tokens: Sequence[int], logits: bool) -> bool:
         """Whether the state after these tokens is worth keeping and not kept yet. logits: its logits are known."""
-        if len(tokens) < LEAST_TOKENS:
-            return False
         known = self._prefixes.get(_key(tokens))
-        return known is None or (logits and known.logits_V is None)
+        return len(tokens) >= LEAST_TOKENS and (known is None or (logits and known.logits_V is None))
 
     def add(self, tokens: Sequence[int], cache: KVCache, logits_V: Tensor | None = None) -> None:
-        """Keeps a state. cache: one row (`KVCache.copy_of`), not used by others."""
-        key = _key(tokens)
-        self._forget(key)
-        prefix = Prefix(len(tokens), cache, logits_V)
-        if prefix.bytes > self._max_bytes:
-            return
-        self._prefixes[key] = prefix
-        self._alike.setdefault(_opening(key), set()).add(key)
-        self.bytes += prefix.bytes
+        """Keeps a state. cache: one row (`KVCache.take`), not used by others."""
+        key, prefix = _key(tokens), Prefix(len(tokens), cache, logits_V)
+        if (old := self._prefixes.pop(key, None)) is not None:
+            self.bytes -= old.bytes
+        if prefix.bytes <= self._max_bytes:
+            self._prefixes[key] = prefix
+            self.bytes += prefix.bytes
         while self.bytes > self._max_bytes or len(self) > MAX_PREFIXES:
-            self._forget(next(iter(self._prefixes)))
+            self.bytes -= self._prefixes.popitem(last=False)[1].bytes
 
     def clear(self) -> None:
         self._prefixes.clear()
-        self._alike.clear()
         self.bytes = 0
 
-    def _forget(self, key: bytes) -> None:
-        if (old := self._prefixes.pop(key, None)) is not None:
-            self.bytes -= old.bytes
-            alike = self._alike[_opening(key)]
-            alike.remove(key)
-            if not alike:
-                del self._alike[_opening(key)]
+    def _alike(self, key: bytes) -> Iterator[bytes]:
+        """The known keys with the same first tokens."""
+        return (known for known in self._prefixes if known.startswith(key[: 4 * LEAST_TOKENS]))
 
 
 def _key(tokens: Sequence[int]) -> bytes:
     return np.asarray(tokens, dtype=np.int32).tobytes()
-
-
-def _opening(key: bytes) -> bytes:
-    return key[: 4 * LEAST_TOKENS]
 
 
 def _agreement(left: np.ndarray, right: np.ndarray) -> int:

@@ -11,13 +11,14 @@ tools of the caller: the first call ends the reply. With both, the reply is a te
 
 import codecs
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from quern.generate.grammar import Grammar
+from quern.generate.sampling import Sampling
 from quern.generate.tools import CallerTools, Kind, NoTools, ToolState
 from quern.text.chat import ContentPart
 from quern.text.tokenizer import Tokenizer
@@ -47,25 +48,49 @@ class Token(NamedTuple):
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished reply.
-
-    ids: all tokens of the reply, including forced tokens and the end token. text: the assistant's text, without tool
-    calls and outputs; `parts` has them too. finish_reason: "stop" for an end token or a stop string, "length" for
-    max_tokens or the end of the context, "tool_calls" for a call of the caller's tools, "error" for a form that became
-    too complex to follow. sampled: for each token,
-    whether the model chose it (a tool's output is forced, and where a form must end, so is its ending). logprobs: for
-    each token, the log of its probability at temperature 1; empty unless asked for. top_logprobs: for each token, the
-    likeliest tokens in its place with theirs.
-    """
+    """A finished reply."""
 
     ids: list[int]
+    """All tokens of the reply, including forced tokens and the end token."""
     text: str
+    """The assistant's text, without tool calls and outputs; `parts` has them too."""
     finish_reason: FinishReason
+    """"stop" for an end token or a stop string, "length" for max_tokens or the end of the context, "tool_calls" for a
+    call of the caller's tools, "error" for a form that became too complex to follow."""
     parts: list[ContentPart]
     prompt_tokens: int
     sampled: list[bool] = field(default_factory=list)
+    """Whether the model chose each token: a tool's output is forced, and where a form must end, so is its ending."""
     logprobs: list[float] = field(default_factory=list)
+    """The log of each token's probability at temperature 1; empty unless asked for."""
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    """The likeliest tokens in the place of each token, with theirs."""
+
+
+class Event(NamedTuple):
+    """A piece of the reply, or the finished reply, of sample number `sample` of prompt number `prompt`.
+
+    If log-probabilities were asked for, each token comes before the piece that it completes.
+    """
+
+    prompt: int
+    sample: int
+    value: Delta | Token | Completion
+
+
+class Generation:
+    """Rows that were submitted together. `events` holds what they have produced and nobody has taken yet."""
+
+    def __init__(self, rows: int) -> None:
+        self.events: deque[Event] = deque()
+        self.unfinished = rows
+        self.cancelled = False
+        self.cached_tokens = 0
+        """Prompt tokens that were not read again, of the first prompt."""
+
+    def cancel(self) -> None:
+        """The rows leave at the next step, without further events."""
+        self.cancelled = True
 
 
 class Reply:
@@ -83,22 +108,7 @@ class Reply:
         calls: Grammar | None = None,
         must_call: bool = False,
     ):
-        """Starts an empty reply.
-
-        Args:
-            tokenizer: The model's tokenizer. A plain reply needs no special token except BOS.
-            prompt_tokens: Length of the prompt.
-            max_tokens: The most tokens in the reply, including forced tokens.
-            stop: The text ends before any of these strings.
-            plain: Continue a text instead of answering in the chat format.
-            stop_ids: Further tokens that end the reply.
-            form: What the text must look like; special tokens cannot occur in it.
-            calls: What a call of the caller's tools must look like; they replace the calculator.
-            must_call: Begin with a call.
-
-        Raises:
-            ValueError: A stop string is empty.
-        """
+        """Starts an empty reply. Arguments as in `Engine.submit`."""
         if any(not text for text in stop):
             raise ValueError("a stop string is empty: leave it out")
         self.ids: list[int] = []
@@ -111,8 +121,8 @@ class Reply:
         self.max_tokens = max_tokens
         self._stop = tuple(stop)
         self._specials = set(tokenizer.special_ids.values())
-        self._ends = self._specials if plain else {tokenizer.special(name) for name in STOP_TOKENS}
-        self._ends = self._ends | set(stop_ids)
+        ends = self._specials if plain else {tokenizer.special(name) for name in STOP_TOKENS}
+        self._ends = ends | set(stop_ids)
         self._tools = NoTools() if plain else CallerTools(tokenizer) if calls else ToolState(tokenizer)
         self._calls = calls
         self._constraint = form.start(tokenizer.bos if plain else tokenizer.special(STOP_TOKENS[0])) if form else None
@@ -121,7 +131,7 @@ class Reply:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="ignore")
         self._withheld = ""
         self._characters = 0  # of the assistant's text, withheld ones included
-        self._pieces: list[Delta] = []
+        self._parts: list[ContentPart] = []
 
     def allowed(self) -> np.ndarray | None:
         """Which tokens may be sampled next, bool (vocabulary,); None for all."""
@@ -135,9 +145,8 @@ class Reply:
     def choose(self, sampled: int) -> int:
         """The row's next token: the next token of a tool's answer, the sampled one, or one that ends the form."""
         if self._forced:
-            token = self._forced.popleft()
             self.sampled.append(False)
-            return token
+            return self._forced.popleft()
         token = sampled
         if self._constraint is not None and not (self._may_call and sampled == self._tool_start):
             token = self._constraint.choose(sampled, self.max_tokens - len(self.ids))
@@ -161,7 +170,9 @@ class Reply:
             if self._tools.called:
                 self.finish_reason = "tool_calls"
             elif self._calls is not None and self._tools.kind == "tool":
-                self._begin_call()
+                self._constraint = self._calls.start(self._tokenizer.special("<|tool_end|>"))
+                if self._calls.shortest(self.max_tokens - len(self.ids)) is None:  # no call fits any more
+                    self.finish_reason = "length"
         else:
             self._tools.push(token)
             if self._constraint is not None:
@@ -173,7 +184,11 @@ class Reply:
             self.finish_reason = "length"
         if self.finish_reason is not None:
             deltas = [*deltas, *self._release()]
-        self._pieces.extend(deltas)
+        for kind, text in deltas:
+            if self._parts and self._parts[-1]["type"] == kind:
+                self._parts[-1]["text"] += text
+            else:
+                self._parts.append({"type": kind, "text": text})
         return deltas
 
     @property
@@ -185,30 +200,9 @@ class Reply:
         """The finished reply."""
         if self.finish_reason is None:
             raise ValueError("the reply is not finished: push tokens until finish_reason is set")
-        parts: list[ContentPart] = []
-        for kind, text in self._pieces:
-            if parts and parts[-1]["type"] == kind:
-                parts[-1]["text"] += text
-            else:
-                parts.append({"type": kind, "text": text})
-        text = "".join(part["text"] for part in parts if part["type"] == "text")
-        return Completion(
-            self.ids,
-            text,
-            self.finish_reason,
-            parts,
-            self.prompt_tokens,
-            self.sampled,
-            self.logprobs,
-            self.top_logprobs,
-        )
-
-    def _begin_call(self) -> None:
-        """The form of a call begins, if a call still fits."""
-        assert self._calls is not None
-        self._constraint = self._calls.start(self._tokenizer.special("<|tool_end|>"))
-        if self._calls.shortest(self.max_tokens - len(self.ids)) is None:
-            self.finish_reason = "length"
+        text = "".join(part["text"] for part in self._parts if part["type"] == "text")
+        told = self.sampled, self.logprobs, self.top_logprobs
+        return Completion(self.ids, text, self.finish_reason, self._parts, self.prompt_tokens, *told)
 
     def _add(self, text: str) -> list[Delta]:
         """Takes decoded characters of the current part; returns the final pieces."""
@@ -236,3 +230,23 @@ class Reply:
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+@dataclass(eq=False)
+class Row:
+    """One reply in the making. prompt, sample: its place in its generation; tokens: its prompt's ids."""
+
+    generation: Generation
+    prompt: int
+    sample: int
+    tokens: Sequence[int]
+    reply: Reply
+    random: np.random.Generator
+    sampling: Sampling
+    bias: Mapping[int, float]
+    logprobs: int | None
+
+    @property
+    def room(self) -> int:
+        """The most tokens that the row can have, prompt included."""
+        return len(self.tokens) + self.reply.max_tokens

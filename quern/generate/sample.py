@@ -58,16 +58,7 @@ def draw(generators: Sequence[np.random.Generator], vocabulary: int) -> Tensor:
 
 
 def sample(logits_BV: Tensor, sampling: Sampling, uniform_BN: Tensor | None = None) -> Tensor:
-    """Picks one token per row.
-
-    Args:
-        logits_BV: fp32.
-        sampling: How a token is chosen.
-        uniform_BN: Random numbers of `draw`; None is enough at temperature 0.
-
-    Returns:
-        Token ids (B,), int64.
-    """
+    """Picks one token per row, ids (B,), int64. uniform_BN: of `draw`; None is enough at temperature 0."""
     if sampling.temperature == 0:
         return _argmax(logits_BV)
     if uniform_BN is None:
@@ -76,15 +67,11 @@ def sample(logits_BV: Tensor, sampling: Sampling, uniform_BN: Tensor | None = No
         # Below LEAST_TEMPERATURE only the largest logit would have weight, which is already so at that temperature.
         logits_BV = logits_BV / max(sampling.temperature, LEAST_TEMPERATURE)
     weights_BV = torch.softmax(logits_BV, dim=-1)
-    for least_B1 in (_least_of_top(weights_BV, sampling), _least_of_min_p(weights_BV, sampling)):
+    least_of_min_p_B1 = sampling.min_p * weights_BV.amax(-1, keepdim=True) if sampling.min_p > 0 else None
+    for least_B1 in (_least_of_top(weights_BV, sampling), least_of_min_p_B1):
         if least_B1 is not None:
             weights_BV.masked_fill_(weights_BV < least_B1, 0)
     return _race(weights_BV, uniform_BN)
-
-
-def _least_of_min_p(weights_BV: Tensor, sampling: Sampling) -> Tensor | None:
-    """The smallest weight that min-p keeps, (B, 1): min_p · the largest weight; None when min-p is off."""
-    return sampling.min_p * weights_BV.amax(-1, keepdim=True) if sampling.min_p > 0 else None
 
 
 def _least_of_top(weights_BV: Tensor, sampling: Sampling) -> Tensor | None:

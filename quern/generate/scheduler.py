@@ -2,9 +2,9 @@
 
 A step decodes one token for every running row, reads a part of the waiting prompts, and chooses the next tokens.
 Prompts are read in waves, each with a cache of its own, from which finished rows are copied into free seats of the
-running batch (batch.py). With a budget of prompt tokens a step, a wave has as many short prompts as the budget allows,
-in the order of arrival, and a long prompt is read in parts: neither stalls the rows that already answer. Seats have
-room for a whole row, so a row that has joined never has to leave before its end.
+running batch. With a budget of prompt tokens a step, a wave has as many short prompts as the budget allows, in the
+order of arrival, and a long prompt is read in parts: neither stalls the rows that already answer. Seats have room for a
+whole row, so a row that has joined never has to leave before its end.
 
 A row's tokens do not depend on the other rows: it has its own cache, its own random numbers (sample.py), its own bias.
 """
@@ -12,19 +12,17 @@ A row's tokens do not depend on the other rows: it has its own cache, its own ra
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quern import compiler
-from quern.generate.batch import Joining, RunningBatch
-from quern.generate.cache import KVCache, pad
-from quern.generate.compiled import CompiledDecode
-from quern.generate.prefix import PrefixCache
-from quern.generate.reply import Token
-from quern.generate.rows import Event, Row
+from quern.generate.cache import KVCache, decode, pad
+from quern.generate.compiled import SPAN, CompiledDecode
+from quern.generate.prefix import Prefix, PrefixCache
+from quern.generate.reply import Event, Row, Token
 from quern.generate.sample import draw, log_probabilities, penalise, sample
 from quern.generate.sampling import Sampling
 from quern.machine import Machine
@@ -37,11 +35,13 @@ INTERLEAVED_TOKENS = 256
 
 @dataclass(eq=False)
 class Entry:
-    """A prompt of a wave, with its rows. read: tokens in the wave's cache; cut: where its state is kept on the way."""
+    """A prompt that is read, with its rows. Its state is row `at` of the wave's cache."""
 
     rows: list[Row]
-    read: int = 0
-    cut: int | None = None
+    at: int
+    prefix: Prefix | None
+    read: int = 0  # tokens in the cache
+    cut: int | None = None  # where the state is kept on the way
     logits_V: Tensor | None = None
     joined: bool = False
 
@@ -55,25 +55,132 @@ class Entry:
         return self.tokens[self.read : min(end, self.read + most)]
 
 
-@dataclass(eq=False)
-class Wave:
-    """Prompts that are read together."""
+class RunningBatch:
+    """The rows that answer, a seat of one cache for each, and the logits of their next tokens.
 
-    entries: list[Entry]
-    cache: KVCache
+    The decode step computes every seat, taken or not. With a compiled step, there are as many seats as one of the
+    compiled sizes has; otherwise a batch that grows while it runs doubles. Arguments as in `Scheduler`.
+    """
+
+    def __init__(self, model: LanguageModel, vocab_size: int, max_rows: int, compiled: CompiledDecode | None) -> None:
+        self._model, self._vocab_size, self._max_rows, self._compiled = model, vocab_size, max_rows, compiled
+        self._seats: list[Row | None] = []
+        self._cache: KVCache | None = None
+        self._spare: KVCache | None = None  # of the last batch, for the next one
+        self._logits_SV = torch.empty(0)
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        return len(self._seats) - self._seats.count(None)
+
+    @property
+    def taken(self) -> list[int]:
+        """The seats of the rows."""
+        return [seat for seat, row in enumerate(self._seats) if row is not None]
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows, in the order of their seats."""
+        return [row for row in self._seats if row is not None]
+
+    @property
+    def logits_BV(self) -> Tensor:
+        """The logits of each row's next token, fp32."""
+        taken = self.taken
+        return self._logits_SV if len(taken) == len(self._seats) else self._logits_SV[taken]
+
+    @property
+    def cache(self) -> KVCache:
+        """The states of the rows, by seat."""
+        assert self._cache is not None
+        return self._cache
+
+    def leave(self, seats: Collection[int]) -> None:
+        """Frees seats. A batch of a compiled size leaves its cache to the next one."""
+        for seat in seats:
+            self._seats[seat] = None
+        if not len(self):
+            if self._fixed and self._cache is not None:
+                self._spare = self._cache
+            self._seats, self._cache = [], None
+
+    def decode(self, shrink: bool) -> None:
+        """Appends the last token of every row to the cache; computes the next logits.
+
+        shrink: Give up seats that are not needed, because no row waits for one.
+        """
+        size = self._size(len(self))
+        if shrink and size <= len(self._seats) // 2:
+            self._resize(size)
+        cache = self.cache
+        device = cache.positions_B.device
+        if len(self) < len(self._seats):  # empty seats are computed too: they start again at position 0
+            cache.positions_B[[seat for seat, row in enumerate(self._seats) if row is None]] = 0
+        longest = max(len(row.tokens) + len(row.reply.ids) for row in self.rows)
+        tokens_B = torch.tensor([0 if row is None else row.reply.ids[-1] for row in self._seats], device=device)
+        slots_S = torch.arange(min(-(-longest // SPAN) * SPAN, cache.max_tokens), device=device)
+        if self._compiled is not None and self._compiled.fits(cache):
+            logits_SV = self._compiled(cache, tokens_B, slots_S)
+        else:
+            with compiler.eager():
+                logits_SV = decode(self._model, cache, tokens_B, slots_S)
+        self._logits_SV = logits_SV[:, : self._vocab_size]
+
+    def join(self, joining: Sequence[Entry], states: KVCache, room: int) -> None:
+        """Copies rows of prompts that have been read, whose states are in a cache, into free seats.
+
+        room: Tokens of the longest row that is known to come, which a new batch has room for.
+        """
+        rows = [(row, entry) for entry in joining for row in entry.rows]
+        needed = self._size(len(self) + len(rows))
+        if not self._seats:
+            self._open(needed, room)
+        elif needed > len(self._seats):
+            self._resize(needed if self._fixed else max(needed, min(2 * len(self._seats), self._max_rows)))
+        cache = self.cache
+        longest = max(row.room for row, _ in rows)
+        if longest > cache.max_tokens:
+            cache.grow(longest, self._model.windows)
+        free = [seat for seat, row in enumerate(self._seats) if row is None]
+        for (row, entry), seat in zip(rows, free, strict=False):
+            assert entry.logits_V is not None
+            cache.put(seat, states, entry.at, len(row.tokens))
+            self._seats[seat] = row
+            self._logits_SV[seat] = entry.logits_V
+
+    @property
+    def _fixed(self) -> bool:
+        """Whether the decode step is compiled for certain numbers of rows and one length."""
+        return self._compiled is not None and bool(self._compiled.rows)
+
+    def _size(self, rows: int) -> int:
+        """The number of seats that the decode step computes for this number of rows."""
+        seats = None if self._compiled is None else self._compiled.seats(rows)
+        return rows if seats is None else seats
+
+    def _open(self, size: int, room: int) -> None:
+        """Begins a batch of empty seats; the rows that join overwrite what its cache holds."""
+        if self._compiled is not None and self._fixed:
+            self._compiled.refresh()
+            room = self._compiled.max_tokens
+        spare, self._spare = self._spare, None
+        if spare is None or len(spare.positions_B) != size or spare.max_tokens != room:
+            spare = KVCache(self._model, size, room)
+        self._cache, self._seats = spare, [None] * size
+        self._logits_SV = torch.empty((size, self._vocab_size), dtype=torch.float32, device=spare.positions_B.device)
+
+    def _resize(self, size: int) -> None:
+        """Copies the rows into a batch of `size` seats."""
+        taken = self.taken
+        index_S = torch.tensor(taken + taken[:1] * (size - len(taken)), device=self.cache.positions_B.device)
+        self._cache, self._logits_SV = self.cache.take(index_S), self._logits_SV[index_S]
+        self._seats = [self._seats[seat] for seat in taken] + [None] * (size - len(taken))
 
 
 class Scheduler:
     """The running batch, the wave that is being read, and the rows that wait. Not thread-safe.
 
-    Args:
-        model: The model. Its weights may change while nothing runs; `PrefixCache.clear` is then the caller's duty.
-        machine: Where it runs.
-        vocab_size: Tokens of the tokenizer; the model's vocabulary may be padded.
-        filler: A token id for padding.
-        max_rows: The most rows that run or are read; further rows wait, in the order of arrival.
-        compiled: The compiled decode step, if any.
-        prefixes: Where states of prompts are kept; with None, every prompt is read in full.
+    vocab_size: tokens of the tokenizer, the model's vocabulary may be padded; filler: a token id for padding.
     """
 
     def __init__(
@@ -83,39 +190,42 @@ class Scheduler:
         vocab_size: int,
         filler: int,
         max_rows: int,
-        compiled: CompiledDecode | None = None,
-        prefixes: PrefixCache | None = None,
+        compiled: CompiledDecode | None,
+        prefixes: PrefixCache | None,
     ) -> None:
         self.model, self.machine, self.max_rows, self.prefixes = model, machine, max_rows, prefixes
         self._vocab_size, self._filler = vocab_size, filler
         self.waiting: deque[Row] = deque()
-        self._wave: Wave | None = None
+        self._wave: list[Entry] = []  # prompts that are read together
+        self._wave_cache: KVCache | None = None
         self.batch = RunningBatch(model, vocab_size, max_rows, compiled)
 
     def reset(self) -> None:
         """Cancels all generations and forgets their rows."""
-        reading = [] if self._wave is None else [row for entry in self._wave.entries for row in entry.rows]
+        reading = [row for entry in self._wave for row in entry.rows]
         for row in (*self.waiting, *reading, *self.batch.rows):
             row.generation.cancel()
         self.waiting.clear()
-        self._wave = None
+        self._wave, self._wave_cache = [], None
         self.batch.leave(self.batch.taken)
 
     @property
     def running(self) -> int:
-        """Rows that are answering or whose prompts are being read."""
-        reading = sum(len(entry.rows) for entry in self._wave.entries if not entry.joined) if self._wave else 0
-        return len(self.batch) + reading
+        """Rows that are answering or whose prompts are being read. Any thread may ask."""
+        return len(self.batch) + sum(len(entry.rows) for entry in self._wave if not entry.joined)
 
     @torch.inference_mode()
     def step(self, prefill_tokens: int | None = None) -> None:
         """One token for every running row, and prompts of waiting ones.
 
-        Args:
-            prefill_tokens: The most prompt tokens to read beside running rows (`_interleave`). None reads prompts until
-                no seat is free (`_fill_seats`).
+        prefill_tokens: The most prompt tokens to read beside running rows (`_interleave`). None reads prompts until no
+        seat is free (`_fill_seats`).
         """
-        self._drop_cancelled()
+        if any(row.generation.cancelled for row in self.waiting):
+            self.waiting = deque(row for row in self.waiting if not row.generation.cancelled)
+        seats = zip(self.batch.taken, self.batch.rows, strict=True)
+        if gone := [seat for seat, row in seats if row.generation.cancelled]:
+            self.batch.leave(gone)
         busy = len(self.batch) > 0
         if busy:
             self.batch.decode(shrink=not self.waiting)
@@ -128,20 +238,13 @@ class Scheduler:
 
     def _fill_seats(self) -> None:
         """Reads prompts until no seat is free: the highest throughput, when nobody watches."""
-        while self._wave is not None or self._next_wave(PREFILL_TOKENS):
+        while self._wave or self._next_wave(PREFILL_TOKENS):
             self._read(PREFILL_TOKENS)
 
     def _interleave(self, left: int, busy: bool) -> None:
         """Reads at most so many prompt tokens, so that running rows wait little. busy: There are running rows."""
-        while left > 0 and (self._wave is not None or self._next_wave(left)):
+        while left > 0 and (self._wave or self._next_wave(left)):
             left -= self._read(left if busy else PREFILL_TOKENS)
-
-    def _drop_cancelled(self) -> None:
-        if any(row.generation.cancelled for row in self.waiting):
-            self.waiting = deque(row for row in self.waiting if not row.generation.cancelled)
-        rows = zip(self.batch.taken, self.batch.rows, strict=True)
-        if gone := [seat for seat, row in rows if row.generation.cancelled]:
-            self.batch.leave(gone)
 
     def _next_wave(self, budget: int) -> bool:
         """Starts to read the prompts that waited longest, as many as there are free seats. False if there are none.
@@ -149,93 +252,81 @@ class Scheduler:
         A wave has prompts without a known beginning, or only prompts with one, which take different paths. It has one
         prompt, or as many as are read with at most `budget` tokens.
         """
-        entries: list[Entry] = []
-        known = []
+        wave: list[Entry] = []
         widest = rows = 0
         free = self.max_rows - len(self.batch)
         while self.waiting and rows < free:
             row = self.waiting[0]
-            if entries and row.tokens is entries[-1].tokens:
-                entries[-1].rows.append(self.waiting.popleft())
+            if wave and row.tokens is wave[-1].tokens:
+                wave[-1].rows.append(self.waiting.popleft())
                 rows += 1
                 continue
             prefix = None if self.prefixes is None else self.prefixes.find(row.tokens)
             start = 0 if prefix is None else prefix.length
             wider = max(widest, len(row.tokens) - start)
-            if entries and ((start > 0) != (entries[0].read > 0) or (len(entries) + 1) * wider > budget):
+            if wave and ((start > 0) != (wave[0].read > 0) or (len(wave) + 1) * wider > budget):
                 break
-            entry = Entry([self.waiting.popleft()], read=start)
+            wave.append(Entry([self.waiting.popleft()], len(wave), prefix, start))
             if self.prefixes is not None:
                 self.prefixes.count(row.tokens, prefix)
-                entry.cut = self.prefixes.branch(row.tokens, start)
+                wave[-1].cut = self.prefixes.branch(row.tokens, start)
             if row.prompt == 0:
                 row.generation.cached_tokens = start
-            entries.append(entry)
-            known.append(prefix)
             widest, rows = wider, rows + 1
-        if not entries:
-            return False
-        cache = KVCache.for_model(self.model, len(entries), max(len(entry.tokens) for entry in entries))
-        for at, (entry, prefix) in enumerate(zip(entries, known, strict=True)):
-            if prefix is not None:
-                cache.put(at, prefix.cache, 0, prefix.length)
-                entry.logits_V = prefix.logits_V if entry.read == len(entry.tokens) else None
-        self._wave = Wave(entries, cache)
-        return True
+        if wave:
+            self._wave_cache = KVCache(self.model, len(wave), max(len(entry.tokens) for entry in wave))
+            for entry in wave:
+                if (prefix := entry.prefix) is not None:
+                    self._wave_cache.put(entry.at, prefix.cache, 0, prefix.length)
+                    entry.logits_V = prefix.logits_V if entry.read == len(entry.tokens) else None
+            self._wave = wave
+        return bool(wave)
 
     def _read(self, budget: int) -> int:
         """Reads a part of the wave's prompts, at most so many tokens; prompts that are finished join the batch.
 
         Returns the number of tokens that were computed.
         """
-        wave = self._wave
-        assert wave is not None
-        entries, computed = wave.entries, 0
-        unread = sum(entry.read < len(entry.tokens) for entry in entries)
+        wave, cache, computed = self._wave, self._wave_cache, 0
+        assert cache is not None
+        unread = sum(entry.read < len(entry.tokens) for entry in wave)
         if unread:
-            chunks = [entry.chunk(max(1, budget // unread)) for entry in entries]
-            tokens_BT, lengths_B = pad(chunks, self._filler, wave.cache.positions_B.device)
+            chunks = [entry.chunk(max(1, budget // unread)) for entry in wave]
+            tokens_BT, lengths_B = pad(chunks, self._filler, cache.positions_B.device)
             computed = tokens_BT.numel()
             with compiler.eager():  # a model in training is compiled for its training shape
-                x_BD = wave.cache.prefill(self.model, tokens_BT, lengths_B, self.machine.attention)
-            ends = []
-            for at, (entry, chunk) in enumerate(zip(entries, chunks, strict=True)):
+                x_BD = cache.prefill(self.model, tokens_BT, lengths_B, self.machine.attention)
+            ends: list[Entry] = []
+            for entry, chunk in zip(wave, chunks, strict=True):
                 entry.read += len(chunk)
                 if chunk and entry.read == len(entry.tokens):
-                    ends.append(at)
+                    ends.append(entry)
                 elif chunk and entry.read == entry.cut:
-                    self._keep(entry.tokens[: entry.read], wave.cache, at)
+                    self._keep(entry.tokens[: entry.read], cache, entry.at)
             if ends:
-                logits_NV = self.model.logits(x_BD[torch.tensor(ends, device=x_BD.device)])[:, : self._vocab_size]
-                for at, logits_V in zip(ends, logits_NV, strict=True):
-                    entries[at].logits_V = logits_V
+                index_N = torch.tensor([entry.at for entry in ends], device=x_BD.device)
+                logits_NV = self.model.logits(x_BD[index_N])[:, : self._vocab_size]
+                for entry, logits_V in zip(ends, logits_NV, strict=True):
+                    entry.logits_V = logits_V
                     # The cache of a prompt alone is of use to nobody else: it need not be copied.
-                    self._keep(entries[at].tokens, wave.cache, at, logits_V, alone=len(entries) == 1)
-        self._join(wave)
-        if all(entry.joined for entry in entries):
-            self._wave = None
+                    self._keep(entry.tokens, cache, entry.at, logits_V, alone=len(wave) == 1)
+        joining = [entry for entry in wave if entry.logits_V is not None and not entry.joined]
+        if joining:
+            coming = (row for entry in wave for row in entry.rows)
+            self.batch.join(joining, cache, max(row.room for row in (*coming, *self.waiting)))
+            for entry in joining:
+                entry.joined = True
+        if all(entry.joined for entry in wave):
+            self._wave, self._wave_cache = [], None
         return computed
 
     def _keep(
         self, tokens: Sequence[int], cache: KVCache, row: int, logits_V: Tensor | None = None, alone: bool = False
     ) -> None:
         if self.prefixes is not None and self.prefixes.wants(tokens, logits_V is not None):
+            row_1 = torch.tensor([row], device=cache.positions_B.device)
             own = None if logits_V is None else logits_V.clone()
-            self.prefixes.add(tokens, cache if alone else cache.copy_of(row, len(tokens)), own)
-
-    def _join(self, wave: Wave) -> None:
-        """Rows of finished prompts join the batch."""
-        ready = [
-            (at, entry) for at, entry in enumerate(wave.entries) if entry.logits_V is not None and not entry.joined
-        ]
-        joining = []
-        for at, entry in ready:
-            assert entry.logits_V is not None
-            joining += [Joining(row, wave.cache, at, entry.logits_V) for row in entry.rows]
-            entry.joined = True
-        if joining:
-            coming = (row for entry in wave.entries for row in entry.rows)
-            self.batch.join(joining, max(row.room for row in (*coming, *self.waiting)))
+            self.prefixes.add(tokens, cache if alone else cache.take(row_1, len(tokens)), own)
 
     def _choose(self) -> None:
         """The next token of every row that has logits, and what becomes final with it."""

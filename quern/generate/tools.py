@@ -38,11 +38,7 @@ class ToolError(ValueError):
 _ALPHABET = re.compile(r"[0-9.,+\-*/%() \t]+")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _LEADING_ZEROS = re.compile(r"(?<![\d.])0+(?=\d)")
-
-_UNARY: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {
-    ast.UAdd: operator.pos,
-    ast.USub: operator.neg,
-}
+_UNARY: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -50,6 +46,7 @@ _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Div: operator.truediv,
     ast.FloorDiv: lambda left, right: Fraction(left // right),
     ast.Mod: operator.mod,
+    ast.Pow: lambda left, right: _power(left, right),
 }
 
 
@@ -67,11 +64,9 @@ def calculate(expression: str) -> str:
     text = _THOUSANDS.sub(lambda match: match.group().replace(",", ""), text)
     text = _LEADING_ZEROS.sub("", text)
     try:
-        tree = ast.parse(text, mode="eval")
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return _plain(_value(ast.parse(text, mode="eval").body, text, 0))
+    except (SyntaxError, MemoryError, RecursionError):
         raise ToolError("the expression is not well formed") from None
-    try:
-        return _plain(_value(tree.body, text, 0))
     except (ZeroDivisionError, OverflowError):
         raise ToolError("division by zero, or a number too large") from None
 
@@ -84,31 +79,24 @@ def _value(node: ast.expr, text: str, depth: int) -> Fraction:
         return _bounded(Fraction(text[node.col_offset : node.end_col_offset]))
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
         return _UNARY[type(node.op)](_value(node.operand, text, depth + 1))
-    if isinstance(node, ast.BinOp):
+    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
         left, right = _value(node.left, text, depth + 1), _value(node.right, text, depth + 1)
-        if isinstance(node.op, ast.Pow):
-            return _bounded(_power(left, right))
-        if type(node.op) in _BINARY:
-            return _bounded(_BINARY[type(node.op)](left, right))
+        return _bounded(_BINARY[type(node.op)](left, right))
     raise ToolError("the expression is not well formed")
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    whole = exponent.numerator
     if exponent.denominator == 1:
         bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-        if bits > 1 and abs(exponent.numerator) * (bits - 1) > MAX_BITS:
+        if bits > 1 and abs(whole) * (bits - 1) > MAX_BITS:
             raise ToolError("the power is too large")
-        # A base of 0, 1 or -1 needs only the exponent's sign and parity.
-        whole = exponent.numerator if bits > 1 else _small_exponent(exponent.numerator)
+        if bits <= 1 and whole:  # a base of 0, 1 or -1 needs only the exponent's sign and parity
+            whole = (2 - whole % 2) * (1 if whole > 0 else -1)
         return Fraction(base**whole)
     if base < 0:
         raise ToolError("a fractional power of a negative number is not a real number")
     return Fraction(repr(float(base) ** float(exponent)))
-
-
-def _small_exponent(exponent: int) -> int:
-    size = 2 - exponent % 2 if exponent else 0
-    return size if exponent >= 0 else -size
 
 
 def _bounded(value: Fraction) -> Fraction:
@@ -132,21 +120,21 @@ def _plain(value: Fraction) -> str:
 
 
 class NoTools:
-    """`ToolState` for plain text: every token is text, and nothing is forced."""
+    """The state of plain text: every token is text, and nothing is forced."""
 
     kind: Kind = "text"
     called = False
+    """Whether a call of the caller's tools ends the reply."""
 
     def push(self, token: int) -> list[int]:
+        """Takes all tokens of the row in order; returns those that must follow: a tool's answer, or none."""
         return []
 
 
-class CallerTools:
-    """`ToolState` for tools of the caller: the first call ends the reply, and `called` is True then."""
+class CallerTools(NoTools):
+    """The state with tools of the caller: the first call ends the reply."""
 
     def __init__(self, tokenizer: Tokenizer):
-        self.kind: Kind = "text"
-        self.called = False
         self._start, self._end = tokenizer.special("<|tool_start|>"), tokenizer.special("<|tool_end|>")
 
     def push(self, token: int) -> list[int]:
@@ -157,25 +145,17 @@ class CallerTools:
         return []
 
 
-class ToolState:
-    """Tracks which part of the reply each token belongs to, and which tokens a tool's answer forces.
+class ToolState(NoTools):
+    """The state with the calculator: which part of the reply each token belongs to, and what its answers force."""
 
-    `push` takes all tokens of the row in order, sampled and forced.
-    """
-
-    called = False
-
-    def __init__(self, tokenizer: Tokenizer, max_calls: int = MAX_CALLS):
-        self.kind: Kind = "text"
+    def __init__(self, tokenizer: Tokenizer):
         self.calls = 0
         self._tokenizer = tokenizer
-        self._max_calls = max_calls
         self._expression: list[int] = []
         names = ("<|tool_start|>", "<|tool_end|>", "<|output_start|>", "<|output_end|>")
         self._tool_start, self._tool_end, self._output_start, self._output_end = map(tokenizer.special, names)
 
     def push(self, token: int) -> list[int]:
-        """The tokens that must follow `token`: a tool's answer, or none."""
         if self.kind == "text" and token == self._tool_start:
             self.kind, self._expression = "tool", []
         elif self.kind == "tool" and token == self._tool_end:
@@ -189,9 +169,8 @@ class ToolState:
         return []
 
     def _answer(self) -> str:
-        if self.calls > self._max_calls:
-            return ERROR
         try:
-            return calculate(self._tokenizer.decode_bytes(self._expression).decode("utf-8"))
+            text = self._tokenizer.decode_bytes(self._expression).decode("utf-8")
+            return calculate(text) if self.calls <= MAX_CALLS else ERROR
         except (ToolError, UnicodeDecodeError):
             return ERROR

@@ -8,24 +8,23 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from quern.generate.reply import Completion, Delta, Token
-from quern.generate.rows import Event
-from quern.serve.requests.errors import ApiError
+from quern.generate.reply import Completion, Delta, Event, Token
+from quern.serve.errors import ApiError
 from quern.serve.worker import Job
-from quern.text.chat import ContentPart
 from quern.text.tokenizer import Tokenizer
 
 encode = json.JSONEncoder(allow_nan=False).encode
-STREAM_END = "data: [DONE]\n\n"
 UNKNOWN = float("inf")
 """Stands for the log-probability of a token with nothing before it."""
+Piece = tuple[int, Delta | None, list[Token]]
+"""What is new in a choice: its index, the text or None for the end, and the tokens that begin in it."""
 
 
 class JSON(Response):
@@ -52,44 +51,34 @@ class EventStream(StreamingResponse):
 
 
 class Choice:
-    """One reply in the making: its text, its parts, and the tokens whose text has been written.
+    """One reply in the making. calls: tool parts are calls of the caller's tools, which are told complete."""
 
-    calls: whether tool parts are calls of the caller's tools; they are told when they are complete.
-    """
-
-    def __init__(self, calls: bool = False) -> None:
+    def __init__(self, calls: bool) -> None:
         self._calls = calls
-        self.parts: list[ContentPart] = []
         self.tokens: list[Token] = []
         self.completion: Completion | None = None
-        self._waiting: list[Token] = []
+        self._waiting: list[Token] = []  # their text is still to come
         self._written = 0  # characters of text
 
     @property
     def text(self) -> str:
-        return "".join(part["text"] for part in self.parts if part["type"] == "text")
+        return "" if self.completion is None else self.completion.text
 
-    def take(self, event: Event) -> tuple[Delta | None, list[Token]]:
-        """Takes an event; returns the piece that it adds, and the tokens that begin in it."""
-        value = event.value
+    def take(self, value: Delta | Token | Completion) -> tuple[Delta | None, list[Token]] | None:
+        """Takes an event; returns the piece that it adds, if it adds one, and the tokens that begin in it."""
         if isinstance(value, Token):
             if value.start is not None:
                 self._waiting.append(value)
-            return None, []
+            return None
         if isinstance(value, Completion):
             if value.finish_reason == "error":
                 raise ApiError("The form of the reply became too complex to follow: simplify its schema or expression.")
             self.completion = value
-            self.parts = list(value.parts)
             # What a stop string cut off is not told; bytes that are no characters are.
             cut = bool(self._waiting) and value.finish_reason == "stop" and value.ids[-1] == self._waiting[-1].id
             return None, [] if cut else self._told(len(self._waiting))
-        if self.parts and self.parts[-1]["type"] == value.kind:
-            self.parts[-1]["text"] += value.text
-        else:
-            self.parts.append({"type": value.kind, "text": value.text})
         if value.kind == "tool" and self._calls:
-            return None, []
+            return None
         self._written += len(value.text) if value.kind == "text" else 0
         return value, self._told(sum(token.start < self._written for token in self._waiting if token.start is not None))
 
@@ -98,7 +87,7 @@ class Choice:
         """The finished reply's call of one of the caller's tools, if it ends with one."""
         if self.completion is None or self.completion.finish_reason != "tool_calls":
             return []
-        call = json.loads(self.parts[-1]["text"])
+        call = json.loads(self.completion.parts[-1]["text"])
         function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
         return [{"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}]
 
@@ -111,14 +100,8 @@ class Choice:
 class Answer(ABC):
     """The response to one request: subclasses say how its choices look.
 
-    Args:
-        job: Where the events come from.
-        tokenizer: The model's.
-        model: The model's name.
-        samples: Choices of each prompt.
-        prompts: The prompts' token ids.
-        logprobs: Whether log-probabilities are told.
-        calls: Whether the reply may call tools of the caller.
+    tokenizer, model: the model's, and its name; prompts: token ids; samples: choices of each; logprobs: whether
+    log-probabilities are told; calls: whether the reply may call tools of the caller.
     """
 
     whole_kind = chunk_kind = prefix = ""
@@ -138,42 +121,53 @@ class Answer(ABC):
         self.choices = [Choice(calls) for _ in range(len(prompts) * samples)]
         self._identifier, self.created = f"{self.prefix}{uuid.uuid4().hex}", int(time.time())
 
-    def first(self, index: int) -> dict[str, Any] | None:
-        """The content of a choice's first chunk, if there is one before the first piece."""
-        return None
-
-    def first_told(self, index: int) -> Any:
-        """The log-probabilities in a choice's first chunk."""
-        return None
+    @abstractmethod
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The chunk before a choice's first piece, if there is one."""
 
     @abstractmethod
-    def piece(self, index: int, delta: Delta) -> dict[str, Any]:
-        """The content of a chunk that adds a piece; an empty one for the chunk that ends a choice."""
+    def piece(self, index: int, delta: Delta | None) -> dict[str, Any]:
+        """The content of a chunk that adds a piece, or ends a choice."""
 
     @abstractmethod
-    def content(self, index: int, choice: Choice) -> dict[str, Any]:
+    def content(self, index: int, completion: Completion) -> dict[str, Any]:
         """The content of a finished choice."""
 
     @abstractmethod
     def told(self, index: int, tokens: Sequence[Token], from_start: bool) -> Any:
         """The log-probabilities of tokens. from_start: whether they are the first ones of their choice."""
 
+    def take(self, events: Sequence[Event]) -> list[Piece]:
+        """Takes events; returns what they add. Neighbouring pieces of one kind become one."""
+        made: list[Piece] = []
+        last: dict[int, int] = {}
+        for event in events:
+            index = event.prompt * self.samples + event.sample
+            if (added := self.choices[index].take(event.value)) is None:
+                continue
+            delta, tokens = added
+            at = last.get(index, -1)
+            old = made[at][1] if at >= 0 else None
+            if delta is not None and old is not None and old.kind == delta.kind:
+                made[at] = (index, Delta(old.kind, old.text + delta.text), made[at][2] + tokens)
+            else:
+                last[index] = len(made)
+                made.append((index, delta, tokens))
+        return made
+
     async def finish(self) -> None:
         """Takes all events of the job. Raises ApiError if it fails."""
         try:
             async for events in self.job.batches():
-                for event in events:
-                    self._of(event)[1].take(event)
+                self.take(events)
         except Exception as error:
             raise as_api_error(error) from error
 
     async def whole(self) -> str:
         """The complete response as JSON. Raises ApiError if the job fails."""
         await self.finish()
-        if self.logprobs:
-            choices = [await self.job.between(partial(self._finished, index)) for index in range(len(self.choices))]
-        else:
-            choices = [self._finished(index) for index in range(len(self.choices))]
+        made = [partial(self._finished, index) for index in range(len(self.choices))]
+        choices = [await self.job.worker.call(make) if self.logprobs else make() for make in made]
         rest = encode(self._head(self.whole_kind) | {"usage": self.usage()})
         return f'{rest[:-1]}, "choices": [{", ".join(choices)}]}}'
 
@@ -182,7 +176,7 @@ class Answer(ABC):
         choice = self.choices[index]
         assert choice.completion is not None
         told = self.told(index, choice.tokens, True) if self.logprobs else None
-        return encode(_choice(index, self.content(index, choice), told, choice.completion.finish_reason))
+        return encode(_choice(index, self.content(index, choice.completion), told, choice.completion.finish_reason))
 
     async def stream(self, include_usage: bool) -> AsyncIterator[str]:
         """The events of a stream; it always ends with [DONE], after an error event if the job failed."""
@@ -194,40 +188,23 @@ class Answer(ABC):
 
         try:
             for index in range(len(self.choices)):
-                if (content := self.first(index)) is not None:
-                    told = await self.job.between(partial(self.first_told, index)) if self.logprobs else None
-                    yield chunk(_choice(index, content, told))
+                begin = partial(self.opening, index)
+                if (first := await self.job.worker.call(begin) if self.logprobs else begin()) is not None:
+                    yield chunk(first)
             async for events in self.job.batches():
-                written = [chunk(choice) for choice in self._pieces(events)]
-                if written:
-                    yield "".join(written)
+                if written := "".join(map(chunk, self._chunks(self.take(events)))):
+                    yield written
             if include_usage:
                 yield server_sent({**self._head(self.chunk_kind), "choices": [], "usage": self.usage()})
         except Exception as error:
             yield server_sent(as_api_error(error).body)
-        yield STREAM_END
+        yield "data: [DONE]\n\n"
 
-    def _pieces(self, events: Sequence[Event]) -> list[dict[str, Any]]:
-        """The choices of the chunks for these events; neighbouring pieces of one kind become one."""
-        made: list[tuple[int, Delta | None, list[Token]]] = []
-        last: dict[int, int] = {}
-        for event in events:
-            index, choice = self._of(event)
-            delta, tokens = choice.take(event)
-            at = last.get(index)
-            old = made[at][1] if at is not None else None
-            if delta is not None and at is not None and old is not None and old.kind == delta.kind:
-                made[at] = (index, Delta(old.kind, old.text + delta.text), made[at][2] + tokens)
-            elif delta is not None or choice.completion is not None:
-                last[index] = len(made)
-                made.append((index, delta, tokens))
-        found = []
-        for index, delta, tokens in made:
+    def _chunks(self, pieces: Sequence[Piece]) -> Iterator[dict[str, Any]]:
+        for index, delta, tokens in pieces:
             told = self.told(index, tokens, False) if self.logprobs and tokens else None
-            completion = self.choices[index].completion
-            reason = completion.finish_reason if delta is None and completion is not None else None
-            found.append(_choice(index, self.piece(index, delta or Delta("text", "")), told, reason))
-        return found
+            completion = self.choices[index].completion if delta is None else None
+            yield _choice(index, self.piece(index, delta), told, completion and completion.finish_reason)
 
     def usage(self) -> dict[str, Any]:
         """Tokens of the prompts, each counted once, and of all replies together."""
@@ -241,10 +218,6 @@ class Answer(ABC):
             "prompt_tokens_details": {"cached_tokens": 0 if generation is None else generation.cached_tokens},
         }
 
-    def _of(self, event: Event) -> tuple[int, Choice]:
-        index = event.prompt * self.samples + event.sample
-        return index, self.choices[index]
-
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._identifier, "object": kind, "created": self.created, "model": self.model}
 
@@ -254,24 +227,24 @@ class Chat(Answer):
 
     whole_kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def first(self, index: int) -> dict[str, Any]:
-        return {"delta": {"role": "assistant", "content": ""}}
+    def opening(self, index: int) -> dict[str, Any]:
+        return _choice(index, {"delta": {"role": "assistant", "content": ""}})
 
-    def piece(self, index: int, delta: Delta) -> dict[str, Any]:
-        if not delta.text:
+    def piece(self, index: int, delta: Delta | None) -> dict[str, Any]:
+        if delta is None:
             called = [{"index": number, **call} for number, call in enumerate(self.choices[index].called)]
             return {"delta": {"tool_calls": called} if called else {}}
         if delta.kind == "text":
             return {"delta": {"content": delta.text}}
         return {"delta": {"parts": [{"type": delta.kind, "text": delta.text}]}}
 
-    def content(self, index: int, choice: Choice) -> dict[str, Any]:
+    def content(self, index: int, completion: Completion) -> dict[str, Any]:
         """The message; it has `parts` only if the calculator was called."""
-        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
-        if choice.called:
-            return {"message": {**message, "content": choice.text or None, "tool_calls": choice.called}}
-        if any(part["type"] != "text" for part in choice.parts):
-            message["parts"] = choice.parts
+        message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
+        if called := self.choices[index].called:
+            message |= {"content": completion.text or None, "tool_calls": called}
+        elif any(part["type"] != "text" for part in completion.parts):
+            message["parts"] = completion.parts
         return {"message": message}
 
     def told(self, index: int, tokens: Sequence[Token], from_start: bool) -> dict[str, Any]:
@@ -283,35 +256,34 @@ class Text(Answer):
 
     whole_kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
 
-    def __init__(self, *given: Any, echo: Sequence[tuple[str, Sequence[Token]]] | None = None) -> None:
+    def __init__(self, *given: Any, echo: Sequence[tuple[str, Sequence[Token]]] | None) -> None:
         super().__init__(*given)
         self._echo = echo
 
-    def first(self, index: int) -> dict[str, Any] | None:
-        return None if self._echo is None else {"text": self._echo[index // self.samples][0]}
+    def _front(self, index: int) -> tuple[str, Sequence[Token]]:
+        return ("", []) if self._echo is None else self._echo[index // self.samples]
 
-    def first_told(self, index: int) -> Any:
-        return self.told(index, [], True) if self.logprobs else None
+    def opening(self, index: int) -> dict[str, Any] | None:
+        if self._echo is None:
+            return None
+        return _choice(index, {"text": self._front(index)[0]}, self.told(index, [], True) if self.logprobs else None)
 
-    def piece(self, index: int, delta: Delta) -> dict[str, Any]:
-        return {"text": delta.text}
+    def piece(self, index: int, delta: Delta | None) -> dict[str, Any]:
+        return {"text": "" if delta is None else delta.text}
 
-    def content(self, index: int, choice: Choice) -> dict[str, Any]:
-        return {"text": ("" if self._echo is None else self._echo[index // self.samples][0]) + choice.text}
+    def content(self, index: int, completion: Completion) -> dict[str, Any]:
+        return {"text": self._front(index)[0] + completion.text}
 
     def told(self, index: int, tokens: Sequence[Token], from_start: bool) -> dict[str, Any]:
-        front, echoed = ("", []) if self._echo is None else self._echo[index // self.samples]
+        front, echoed = self._front(index)
         told = [*echoed, *tokens] if from_start else list(tokens)
-        starts = [token.start or 0 for token in told]
         own = len(told) - len(tokens)  # the echoed ones come first; the others stand after the prompt's text
-        texts = [_spelled(self.tokenizer, token.id) for token in told]
-        offsets = [start + len(front) * (at >= own) for at, start in enumerate(starts)]
         top = [{_spelled(self.tokenizer, id): value for id, value in reversed(token.top)} for token in told]
         return {
-            "tokens": texts,
+            "tokens": [_spelled(self.tokenizer, token.id) for token in told],
             "token_logprobs": [None if token.logprob == UNKNOWN else token.logprob for token in told],
             "top_logprobs": [one or None for one in top],
-            "text_offset": offsets,
+            "text_offset": [(token.start or 0) + len(front) * (at >= own) for at, token in enumerate(told)],
             "content": _content(self.tokenizer, told),  # as in a chat: OpenAI's shape has neither ids nor bytes
         }
 
@@ -327,20 +299,17 @@ def _spelled(tokenizer: Tokenizer, id: int) -> str:
 
 
 def _content(tokenizer: Tokenizer, tokens: Sequence[Token]) -> list[dict[str, Any]]:
-    """Tokens with their likeliest alternatives, in the shape of a chat's log-probabilities."""
+    """Tokens with their likeliest alternatives: OpenAI's fields, and the tokens' ids."""
+
+    def scored(id: int, logprob: float) -> dict[str, Any]:
+        value = None if logprob == UNKNOWN else logprob
+        own = list(tokenizer.decode_bytes([id]))
+        return {"token": _spelled(tokenizer, id), "logprob": value, "bytes": own, "id": id}
+
     return [
-        {
-            **_scored(tokenizer, token.id, token.logprob),
-            "top_logprobs": [_scored(tokenizer, id, value) for id, value in token.top],
-        }
+        {**scored(token.id, token.logprob), "top_logprobs": [scored(id, value) for id, value in token.top]}
         for token in tokens
     ]
-
-
-def _scored(tokenizer: Tokenizer, id: int, logprob: float) -> dict[str, Any]:
-    """OpenAI's fields, and the token's id."""
-    value = None if logprob == UNKNOWN else logprob
-    return {"token": _spelled(tokenizer, id), "logprob": value, "bytes": list(tokenizer.decode_bytes([id])), "id": id}
 
 
 def _choice(index: int, content: dict[str, Any], told: Any = None, finish_reason: str | None = None) -> dict[str, Any]:

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from quern.generate.engine import Engine
 from quern.machine import Machine
 from quern.runs.load import load
 from quern.runs.run_dir import STAGES, RunDir
-from quern.serve.engine_thread import in_new_thread
 from quern.serve.gate.frontier import Gate
 from quern.serve.models import Models
 from quern.serve.page import read_welcome
@@ -27,10 +26,6 @@ from quern.serve.worker import Limits
 from quern.train import manifest
 
 WAITING_CONNECTIONS = 2048
-
-
-def _numbered(log: Callable[[str], None], number: int, line: str) -> None:
-    log(f"replica {number}: {line}")
 
 
 @dataclass(frozen=True)
@@ -64,23 +59,10 @@ def open_app(
     gate: Gate,
     limits: Limits,
     log: Callable[[str], None],
-    where: str = "",
-    *,
-    watch_seconds: float = 0,
-) -> FastAPI:
-    """The application, its models loaded and compiled.
-
-    Args:
-        sources: The models' sources by the names that requests use.
-        gate: Who may come in.
-        limits: Of each model's requests.
-        log: Takes lines for the user.
-        where: Where the models are served, as the end of such a line.
-        watch_seconds: Time between two looks for newer checkpoints; 0 for never.
-
-    Raises:
-        FileNotFoundError, CheckpointError: As `runs.load.load`.
-    """
+    where: str,
+    watch_seconds: float,
+) -> Starlette:
+    """The application, its models loaded and compiled. where: the end of the line that tells so; others as in `run`."""
     engines = {}
     shown = {name: source.newest() for name, source in sources.items()}
     for name, source in sources.items():
@@ -99,7 +81,9 @@ def open_app(
                     continue
                 shown[name] = newest
                 try:
-                    engine, what = await in_new_thread(lambda source=source: source.open(log))
+                    with ThreadPoolExecutor(1) as threads:  # OpenMP's threads for it end with it
+                        opened = asyncio.get_running_loop().run_in_executor(threads, source.open, log)
+                        engine, what = await opened
                 except Exception as error:  # the server goes on with the model that it has
                     log(f"{name}: the newest checkpoint cannot be served ({error}); going on with the one before")
                     continue
@@ -119,16 +103,20 @@ def run(
     limits: Limits,
     log: Callable[[str], None],
     *,
-    watch_seconds: float = 0,
-    tls: tuple[Path, Path] | None = None,
-    replica: Place | None = None,
+    watch_seconds: float,
+    tls: tuple[Path, Path] | None,
+    replica: Place | None,
 ) -> None:
     """Serves until interrupted.
 
     Args:
-        sources, gate, limits, log, watch_seconds: As in `open_app`.
+        sources: The models' sources by the names that requests use.
         host: The address to listen on.
         port: 0 picks a free one.
+        gate: Who may come in.
+        limits: Limits of each model's requests.
+        log: Takes lines for the user.
+        watch_seconds: Time between two looks for newer checkpoints; 0 for never.
         tls: The files of the certificate and of its key, for HTTPS.
         replica: The place of this process among replicas, whose port it shares; `port` is then unused.
 
@@ -136,15 +124,14 @@ def run(
         OSError: The port is taken, or a file cannot be read.
         FileNotFoundError, CheckpointError: As `runs.load.load`.
     """
-    if replica:
-        log = partial(_numbered, log, replica.number)
+    prefix = f"replica {replica.number}: " if replica else ""
     files = {} if tls is None else {"ssl_certfile": str(tls[0]), "ssl_keyfile": str(tls[1])}
     with listen(host, replica.own_port if replica else port) as own:  # clients that come now wait for the model
         where = f" at http{'s' if tls else ''}://{host}:{own.getsockname()[1]}"
-        app = open_app(sources, gate, limits, log, where, watch_seconds=watch_seconds)
+        app = open_app(sources, gate, limits, lambda line: log(prefix + line), where, watch_seconds)
         listeners = [own]
         if replica:
             listeners.append(listen(host, replica.port, shared=True))
             listeners[1].listen(WAITING_CONNECTIONS)
             replica.report_ready()
-        serve(app, listeners, app.state.models.thread, gate.trusted, **files)
+        serve(app, listeners, gate.trusted, **files)

@@ -10,10 +10,9 @@ from functools import partial
 from typing import Any
 
 from quern.generate.engine import Engine
-from quern.serve.engine_thread import EngineThread
+from quern.serve.errors import ApiError
 from quern.serve.metrics import Metrics
-from quern.serve.requests.errors import ApiError
-from quern.serve.worker import Limits, Worker
+from quern.serve.worker import EngineThread, Limits, Worker
 
 
 class Model:
@@ -21,7 +20,7 @@ class Model:
 
     def __init__(self, name: str, engine: Engine, metrics: Metrics, limits: Limits) -> None:
         self.name, self.engine, self.tokenizer = name, engine, engine.tokenizer
-        self.worker = Worker(engine, metrics.of(name, engine), limits)
+        self.worker = Worker(name, engine, metrics, limits)
         self.created = int(time.time())
         self.held = 0
         """Requests that have found this model and may still submit jobs to it."""
@@ -35,18 +34,12 @@ class Model:
 
     def body(self) -> dict[str, Any]:
         """The model as `/v1/models` shows it."""
-        context = self.engine.context
         head = {"id": self.name, "object": "model", "created": self.created, "owned_by": "quern"}
-        return {**head, "max_model_len": context}
+        return {**head, "max_model_len": self.engine.context}
 
 
 class Models:
-    """Every model of a server.
-
-    Args:
-        engines: Engines by the names that requests use; at least one.
-        limits: Of each model's worker.
-    """
+    """Every model of a server, by the names that requests use."""
 
     def __init__(self, engines: Mapping[str, Engine], limits: Limits) -> None:
         self.metrics, self._limits = Metrics(), limits

@@ -5,13 +5,13 @@ The files are in web/; the table of their paths is built with the application, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from fastapi import FastAPI
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from quern.records import read_lines
 from quern.serve.answers import JSON
@@ -32,35 +32,20 @@ MOST_SUGGESTION_CHARACTERS = 160
 class Welcome:
     """How the page begins. completes: the model continues texts and was never taught to chat."""
 
-    suggestions: Sequence[str] = field(default=())
+    suggestions: Sequence[str] = ()
     completes: bool = False
 
 
 def read_welcome(run: Path, stage: str) -> Welcome:
-    """The first turns of the run's own samples of a stage, which `quern evaluate` keeps; none without them.
-
-    Args:
-        run: The run's folder.
-        stage: The stage whose model is served.
-    """
+    """The first turns of the run's own samples of a stage, which `quern evaluate` keeps; none without them."""
     file, asked = run / "samples.jsonl", dict[str, None]()
     for sample in read_lines(file) if file.exists() else []:
-        text = _opening(sample) if sample.get("stage") == stage else None
+        text = (sample.get("messages") or [{"content": sample.get("prompt")}])[0].get("content")
+        text = text.strip() if isinstance(text, str) and sample.get("stage") == stage else ""
         if text and len(text) <= MOST_SUGGESTION_CHARACTERS and "\n" not in text:
             asked[text] = None
-    return Welcome(_spread(list(asked), MOST_SUGGESTIONS), stage == "pretrain")
-
-
-def _opening(sample: Mapping[str, Any]) -> str | None:
-    turns = sample.get("messages") or [{"content": sample.get("prompt")}]
-    text = turns[0].get("content")
-    return text.strip() if isinstance(text, str) else None
-
-
-def _spread(texts: Sequence[str], most: int) -> tuple[str, ...]:
-    """At most so many of the texts, evenly spread: neighbouring samples are of one kind."""
-    count = min(most, len(texts))
-    return tuple(texts[number * len(texts) // count] for number in range(count))
+    found, count = list(asked), min(MOST_SUGGESTIONS, len(asked))  # evenly spread: neighbours are of one kind
+    return Welcome(tuple(found[number * len(found) // count] for number in range(count)), stage == "pretrain")
 
 
 def page_paths() -> dict[str, Path]:
@@ -69,20 +54,21 @@ def page_paths() -> dict[str, Path]:
     return {"/" if file.name == "index.html" else f"/{file.relative_to(WEB).as_posix()}": file for file in files}
 
 
-def add_page(app: FastAPI, welcome: Welcome) -> None:
-    """Adds a route for each file of web/, and GET /welcome."""
-    for path, file in page_paths().items():
-        send = _sender(file.read_bytes(), MEDIA_TYPES[file.suffix])
-        app.add_api_route(path, send, methods=["GET"], include_in_schema=False)
+def page_routes(welcome: Welcome) -> list[Route]:
+    """A route for each file of web/, and GET /welcome."""
     body = {"suggestions": list(welcome.suggestions), "mode": "text" if welcome.completes else "chat"}
 
-    @app.get("/welcome", include_in_schema=False)
-    async def show_welcome() -> Response:
+    async def show_welcome(_: Request) -> Response:
         return JSON(body)
 
+    def route(path: str, content: bytes, media_type: str) -> Route:
+        async def send(_: Request) -> Response:
+            return Response(content, media_type=media_type, headers={"cache-control": "no-cache"})
 
-def _sender(content: bytes, media_type: str) -> Callable[[], Any]:
-    async def send() -> Response:
-        return Response(content, media_type=media_type, headers={"cache-control": "no-cache"})
+        return Route(path, send, methods=["GET"])
 
-    return send
+    files = page_paths().items()
+    return [
+        Route("/welcome", show_welcome, methods=["GET"]),
+        *(route(path, file.read_bytes(), MEDIA_TYPES[file.suffix]) for path, file in files),
+    ]

@@ -22,7 +22,6 @@ from quern.machine import Machine, worker_variables
 from quern.serve.server import DRAIN_SECONDS, ended_by_signals, listen
 from quern.waits.waiting import waiting
 
-Log = Callable[[str], None]
 PLACE = "QUERN_REPLICA"
 """Variable: the fields of a replica's `Place`."""
 LOOK_SECONDS, RESTART_SECONDS = 0.2, 1.0
@@ -61,8 +60,7 @@ class Replica:
     """One replica, seen from its parent. start: starts its process with a place whose link is given."""
 
     def __init__(self, number: int, start: Callable[[int, int], subprocess.Popen[bytes]]) -> None:
-        self.number, self._start = number, start
-        self._was_ready = False
+        self.number, self._start, self._was_ready = number, start, False
         self._begin()
 
     def _begin(self) -> None:
@@ -71,12 +69,8 @@ class Replica:
         with theirs:
             self.process = self._start(self.number, theirs.fileno())
 
-    def look(self, log: Log) -> None:
-        """Notes that the replica is ready, and starts it again after its death.
-
-        Raises:
-            RuntimeError: It died before it was ready for the first time. The process has said why.
-        """
+    def look(self, log: Callable[[str], None]) -> None:
+        """Notes that it is ready, and starts it again after its death. Raises RuntimeError if it was never ready."""
         with contextlib.suppress(OSError):  # nothing was sent, or the link is closed
             self.ready |= self._link.recv(1) == b"."
         self._was_ready |= self.ready
@@ -97,7 +91,7 @@ class Replica:
             self.process.kill()
 
 
-def run(command: Sequence[str], count: int, host: str, port: int, machine: Machine, log: Log) -> None:
+def run(command: Sequence[str], count: int, host: str, port: int, machine: Machine, log: Callable[[str], None]) -> None:
     """Runs replicas until a signal; SIGTERM and SIGINT let the replies that have begun end.
 
     Args:

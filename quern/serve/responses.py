@@ -1,16 +1,164 @@
-"""`/v1/responses`, for text and calls of functions: the answer of its chat, in the shape of this path.
+"""`/v1/responses`, for text and calls of functions: a request becomes a chat, whose answer gets the shape of this path.
 
 The server keeps no responses: a request brings its whole conversation, and `previous_response_id` is refused. Source:
 https://platform.openai.com/docs/api-reference/responses and /responses-streaming.
 """
 
+import re
 import uuid
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any, Literal
 
-from quern.generate.reply import Completion
+from pydantic import Field
+
 from quern.serve.answers import Chat, as_api_error, encode, server_sent
-from quern.serve.requests.responses import ResponsesRequest
+from quern.serve.errors import Items, Strict
+from quern.serve.forms import MAX_TOOLS, JsonSchema, Name
+from quern.serve.schema import ChatRequest, parse_request
+
+NAMES = {
+    r"^messages$": "input",
+    r"^max_(completion_)?tokens$": "max_output_tokens",
+    r"^response_format(\.json_schema)?": "text.format",
+    r"\.function\b": "",
+    r"\.(tool_call_)?id$": ".call_id",
+}
+"""Fields of a chat, and what they are called here."""
+
+
+class Part(Strict):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: Items[Any] | None = Field(default=None, max_length=0)
+    logprobs: Items[Any] | None = None
+
+
+class _Item(Strict):
+    id: str | None = None
+    status: str | None = None
+
+
+class MessageItem(_Item):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Items[Part]
+    phase: str | None = None
+
+
+class CallItem(_Item):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class OutputItem(_Item):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | Items[Part]
+
+
+class PlainFormat(Strict):
+    type: Literal["text", "json_object"]
+
+
+class SchemaFormat(JsonSchema):
+    type: Literal["json_schema"]
+
+
+class TextOptions(Strict):
+    format: PlainFormat | SchemaFormat | None = None
+
+
+class FunctionTool(Strict):
+    type: Literal["function"]
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedChoice(Strict):
+    type: Literal["function"]
+    name: Name
+
+
+class ResponsesRequest(Strict):
+    """The fields after `tool_choice` are accepted only with their default effect."""
+
+    model: str
+    input: str | Annotated[Items[MessageItem | CallItem | OutputItem], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    text: TextOptions | None = None
+    tools: Items[FunctionTool] | None = Field(default=None, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    include: Items[str] | None = Field(default=None, max_length=0)
+    previous_response_id: None = None
+    user: str | None = None
+
+    def chat(self) -> ChatRequest:
+        """The chat that this asks for. Raises ApiError for a value that a chat cannot have."""
+        body: dict[str, Any] = {"model": self.model, "messages": self._messages()[0]}
+        body |= {"temperature": self.temperature, "top_p": self.top_p, "stream": self.stream}
+        body |= {"max_completion_tokens": self.max_output_tokens, "tool_choice": self.tool_choice}
+        if isinstance(self.tool_choice, NamedChoice):
+            body["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
+        form = None if self.text is None else self.text.format
+        if form is not None:
+            named = isinstance(form, SchemaFormat)
+            own = {"json_schema": {"name": form.name, "schema": form.schema_}} if named else {}
+            body["response_format"] = {"type": form.type, **own}
+        if self.tools:
+            functions = [tool.model_dump(exclude={"type"}) for tool in self.tools]
+            body["tools"] = [{"type": "function", "function": function} for function in functions]
+        return parse_request(ChatRequest, body)
+
+    def name_of(self, param: str) -> str:
+        """This request's name of a parameter of its chat."""
+        sources = self._messages()[1]
+        place = max((one for one in sources if param.startswith(one)), key=len, default="")
+        param = sources.get(place, "") + param[len(place) :]
+        for theirs, own in NAMES.items():
+            param = re.sub(theirs, own, param)
+        return param
+
+    def _messages(self) -> tuple[list[dict[str, Any]], dict[str, str]]:
+        """The messages of the chat, and what each of them and each of their calls comes from."""
+        found: list[dict[str, Any]] = []
+        sources: dict[str, str] = {}
+        if self.instructions is not None:
+            found.append({"role": "system", "content": self.instructions})
+            sources["messages[0]"] = "instructions"
+        if isinstance(self.input, str):
+            return [*found, {"role": "user", "content": self.input}], sources | {f"messages[{len(found)}]": "input"}
+        for number, item in enumerate(self.input):
+            if isinstance(item, CallItem):
+                if not found or found[-1]["role"] != "assistant":
+                    found.append({"role": "assistant", "content": None})
+                calls = found[-1].setdefault("tool_calls", [])
+                sources[f"messages[{len(found) - 1}].tool_calls[{len(calls)}]"] = f"input[{number}]"
+                function = {"name": item.name, "arguments": item.arguments}
+                calls.append({"id": item.call_id, "type": "function", "function": function})
+            elif isinstance(item, OutputItem):
+                found.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            else:
+                found.append({"role": item.role, "content": _text(item.content)})
+            sources.setdefault(f"messages[{len(found) - 1}]", f"input[{number}]")
+        return found, sources
+
+
+def _text(content: str | Sequence[Part]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class Responses:
@@ -32,70 +180,66 @@ class Responses:
         def event(kind: str, **content: Any) -> str:
             nonlocal number
             number += 1
+            kind = f"response.{kind}"
             return f"event: {kind}\n" + server_sent({"type": kind, "sequence_number": number, **content})
 
         place: dict[str, Any] = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
-        text = None
+
+        def begin() -> str:
+            item = self._message("", "in_progress")
+            added = event("output_item.added", output_index=0, item={**item, "content": []})
+            return added + event("content_part.added", **place, part=item["content"][0])
+
+        begun = False
         try:
             started = self._body([], "in_progress")
-            yield event("response.created", response=started) + event("response.in_progress", response=started)
+            yield event("created", response=started) + event("in_progress", response=started)
             async for events in self.job.batches():
-                for own in events:
-                    delta, _ = self._answer.choices[0].take(own)
-                    if delta is None or delta.kind != "text":
-                        continue
-                    if text is None:
-                        text, item = "", self._message("", "in_progress")
-                        yield event("response.output_item.added", output_index=0, item={**item, "content": []})
-                        yield event("response.content_part.added", **place, part=item["content"][0])
-                    text += delta.text
-                    yield event("response.output_text.delta", **place, delta=delta.text, logprobs=[])
+                for _, delta, _ in self._answer.take(events):
+                    if delta is not None and delta.kind == "text":
+                        if not begun:
+                            begun = True
+                            yield begin()
+                        yield event("output_text.delta", **place, delta=delta.text, logprobs=[])
             for index, item in enumerate(items := self._finished()):
                 if item["type"] == "function_call":
                     where = {"item_id": self._call_id, "output_index": index}
-                    begun = {**item, "arguments": "", "status": "in_progress"}
-                    yield event("response.output_item.added", output_index=index, item=begun)
-                    yield event("response.function_call_arguments.delta", **where, delta=item["arguments"])
-                    yield event(
-                        "response.function_call_arguments.done", **where, name=item["name"], arguments=item["arguments"]
-                    )
+                    name, arguments = item["name"], item["arguments"]
+                    empty = {**item, "arguments": "", "status": "in_progress"}
+                    yield event("output_item.added", output_index=index, item=empty)
+                    yield event("function_call_arguments.delta", **where, delta=arguments)
+                    yield event("function_call_arguments.done", **where, name=name, arguments=arguments)
                 else:
-                    if text is None:  # an empty reply
-                        begun = {**item, "content": [], "status": "in_progress"}
-                        yield event("response.output_item.added", output_index=0, item=begun)
-                        yield event("response.content_part.added", **place, part=item["content"][0])
-                    yield event("response.output_text.done", **place, text=item["content"][0]["text"], logprobs=[])
-                    yield event("response.content_part.done", **place, part=item["content"][0])
-                yield event("response.output_item.done", output_index=index, item=item)
+                    if not begun:  # an empty reply
+                        yield begin()
+                    [part] = item["content"]
+                    yield event("output_text.done", **place, text=part["text"], logprobs=[])
+                    yield event("content_part.done", **place, part=part)
+                yield event("output_item.done", output_index=index, item=item)
             body = self._body(items)
-            yield event(f"response.{body['status']}", response=body)
+            yield event(body["status"], response=body)
         except Exception as error:
             failed = {"code": "server_error", "message": as_api_error(error).body["error"]["message"]}
-            yield event("response.failed", response=self._body([], "failed") | {"error": failed})
+            yield event("failed", response=self._body([], "failed") | {"error": failed})
+
+    @property
+    def _status(self) -> str:
+        completion = self._answer.choices[0].completion
+        return "incomplete" if completion is not None and completion.finish_reason == "length" else "completed"
 
     def _finished(self) -> list[dict[str, Any]]:
         choice = self._answer.choices[0]
-        calls = [
-            {**call["function"], "type": "function_call", "id": self._call_id, "call_id": call["id"]}
-            | {"status": "completed"}
-            for call in choice.called
-        ]
-        status = "incomplete" if self._cut(choice.completion) else "completed"
-        return ([self._message(choice.text, status)] if choice.text or not calls else []) + calls
+        shape = {"type": "function_call", "id": self._call_id, "status": "completed"}
+        calls = [{**call["function"], **shape, "call_id": call["id"]} for call in choice.called]
+        return ([self._message(choice.text, self._status)] if choice.text or not calls else []) + calls
 
     def _message(self, text: str, status: str) -> dict[str, Any]:
         part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
         return {"type": "message", "id": self._message_id, "role": "assistant", "status": status, "content": [part]}
 
-    @staticmethod
-    def _cut(completion: Completion | None) -> bool:
-        return completion is not None and completion.finish_reason == "length"
-
     def _body(self, output: list[dict[str, Any]], status: str | None = None) -> dict[str, Any]:
-        request, completion = self._request, self._answer.choices[0].completion
-        cut = self._cut(completion)
-        usage = None
-        if completion is not None:
+        request, usage = self._request, None
+        if self._answer.choices[0].completion is not None:
             counts = self._answer.usage()
             usage = {
                 "input_tokens": counts["prompt_tokens"],
@@ -104,18 +248,17 @@ class Responses:
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": counts["total_tokens"],
             }
-        given = request.model_dump(
-            include={"instructions", "max_output_tokens", "metadata", "temperature", "top_p", "tools"}, by_alias=True
-        )
+        told = {"instructions", "max_output_tokens", "metadata", "temperature", "top_p", "tools"}
+        given, status = request.model_dump(include=told, by_alias=True), status or self._status
         return {
             **given,
             "id": self._id,
             "object": "response",
             "created_at": self._answer.created,
             "model": self._answer.model,
-            "status": status or ("incomplete" if cut else "completed"),
+            "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": output,
             "usage": usage,
             "tools": given["tools"] or [],

@@ -1,34 +1,42 @@
-"""The paths of the API: which request is read there, and what answers it."""
+"""The paths of the API: which request is read there, how it becomes a job of the engine, and what answers it."""
 
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
-from collections.abc import Awaitable, Callable, Coroutine
+import math
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request
-from fastapi.openapi.utils import get_openapi
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from quern import __version__
-from quern.serve import generate
-from quern.serve.answers import JSON, Answer, EventStream, as_api_error, error_response
+from quern.generate.engine import Engine
+from quern.generate.grammar import Grammar
+from quern.generate.reply import Completion, Event, Generation, Token
+from quern.serve.answers import JSON, UNKNOWN, Answer, Chat, EventStream, Text, as_api_error, error_response
+from quern.serve.errors import ApiError, Strict, invalid
+from quern.serve.forms import NamedTool, Tool, calls_of, form_of
 from quern.serve.models import Model, Models
-from quern.serve.requests.errors import ApiError, Strict
-from quern.serve.requests.responses import ResponsesRequest
-from quern.serve.requests.schema import (
+from quern.serve.responses import Responses, ResponsesRequest
+from quern.serve.schema import (
+    ChatMessage,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
     parse_request,
+    turns,
 )
-from quern.serve.responses import Responses
+from quern.text.chat import render_prompt, render_text
+from quern.text.tokenizer import Tokenizer
 
 MAX_BODY_BYTES = 1 << 20
 MAX_MARKS = 1 << 13
@@ -36,93 +44,243 @@ MAX_MARKS = 1 << 13
 validating so many takes some 50 ms, in which no other client is served."""
 SMALL_BYTES = 1 << 12
 """A body up to this size is decoded at once; a larger one between two steps of the engine."""
+DEFAULT_TEXT_TOKENS = 16
+"""Tokens of a completion whose request does not say, as in OpenAI's API."""
 Body = TypeVar("Body", bound=Strict)
-Result = TypeVar("Result")
 
 
-def add_routes(app: FastAPI, models: Models) -> None:
-    """Adds every path but the page's."""
-    app.add_exception_handler(ApiError, on_api_error)
-    app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(Exception, on_failure)
+def routes(models: Models) -> list[Route]:
+    """Every path but the page's."""
+    posts: dict[str, tuple[type[Strict], Callable[..., Awaitable[Response]]]] = {
+        "/v1/chat/completions": (ChatRequest, chat),
+        "/v1/completions": (CompletionRequest, completions),
+        "/v1/responses": (ResponsesRequest, responses),
+        "/tokenize": (TokenizeRequest, tokenize),
+        "/detokenize": (DetokenizeRequest, detokenize),
+    }
 
-    shared: dict[str, Any] = {}  # parts of the bodies, which `parse_request` reads, for /openapi.json
-
-    def post(path: str, kind: type[Body], answer: Callable[[Request, Body, Model], Awaitable[Response]]) -> None:
+    def post(kind: type[Strict], answer: Callable[..., Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
         async def route(http: Request) -> Response:
             body = await read_body(http)
             with models.find(None) as first:
                 read = partial(decode, kind, body)
-                request = await first.worker.call(read) if len(body) > SMALL_BYTES else read()
-            with models.find(getattr(request, "model", None)) as model:
+                request: Any = await first.worker.call(read) if len(body) > SMALL_BYTES else read()
+            with models.find(request.model) as model:
                 return await answer(http, request, model)
 
-        own = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-        own["properties"]["model"] |= {"enum": [model.name for model in models.all()]}
-        shared.update(own.pop("$defs", {}))
-        body = {"required": True, "content": {"application/json": {"schema": own}}}
-        app.add_api_route(path, route, methods=["POST"], response_class=Response, openapi_extra={"requestBody": body})
+        return route
 
-    post("/v1/chat/completions", ChatRequest, chat)
-    post("/v1/completions", CompletionRequest, completions)
-    post("/v1/responses", ResponsesRequest, responses)
-    post("/tokenize", TokenizeRequest, tokenize)
-    post("/detokenize", DetokenizeRequest, detokenize)
-
-    def published() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            app.openapi_schema = get_openapi(title=app.title, version=__version__, routes=app.routes)
-            app.openapi_schema.setdefault("components", {}).setdefault("schemas", {}).update(shared)
-        return app.openapi_schema
-
-    app.openapi = published
-
-    @app.get("/health", response_class=Response)
-    async def health() -> Response:
+    async def health(_: Request) -> Response:
         stopped = [model.name for model in models.all() if not model.worker.alive]
         return JSON({"status": f"the engine of {stopped[0]} has stopped"}, 503) if stopped else JSON({"status": "ok"})
 
-    @app.get("/metrics", response_class=Response)
-    async def show_metrics() -> Response:
-        return Response(models.metrics.page(), media_type=CONTENT_TYPE_LATEST)
+    async def metrics(_: Request) -> Response:
+        return Response(generate_latest(models.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/v1/models", response_class=Response)
-    async def list_models() -> Response:
+    async def list_models(_: Request) -> Response:
         return JSON({"object": "list", "data": [model.body() for model in models.all()]})
 
-    @app.get("/v1/models/{model:path}", response_class=Response)
-    async def one_model(model: str) -> Response:
-        return JSON(models.find(model).body())
+    async def one_model(http: Request) -> Response:
+        return JSON(models.find(http.path_params["model"]).body())
+
+    async def published(_: Request) -> Response:
+        names = [model.name for model in models.all()]
+        return JSON(openapi({path: kind for path, (kind, _) in posts.items()}, names))
+
+    gets = {"/health": health, "/metrics": metrics, "/v1/models": list_models, "/v1/models/{model:path}": one_model}
+    gets["/openapi.json"] = published
+    return [Route(path, route, methods=["GET"]) for path, route in gets.items()] + [
+        Route(path, post(*both), methods=["POST"]) for path, both in posts.items()
+    ]
+
+
+def openapi(posts: dict[str, type[Strict]], models: Sequence[str]) -> dict[str, Any]:
+    """The description of the POST paths in OpenAPI's format."""
+    shared: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
+    for path, kind in posts.items():
+        own = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+        own["properties"]["model"] |= {"enum": models}
+        shared |= own.pop("$defs", {})
+        body = {"required": True, "content": {"application/json": {"schema": own}}}
+        paths[path] = {"post": {"requestBody": body, "responses": {"200": {"description": "The answer."}}}}
+    info = {"title": "quern", "version": __version__}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": shared}}
 
 
 async def chat(http: Request, request: ChatRequest, model: Model) -> Response:
-    return await respond(http, await generate.chat(model, request), request)
+    return await respond(http, await start_chat(model, request), request)
+
+
+async def start_chat(model: Model, request: ChatRequest) -> Chat:
+    """Queues a chat. Raises ApiError if it cannot be served."""
+    engine, samples = model.engine, request.n or 1
+    prompt, options = await asyncio.to_thread(read_chat, engine, request)
+    options["logprobs"] = (request.top_logprobs or 0) if request.logprobs else False
+    job = model.worker.submit(lambda: engine.submit([prompt], **options), samples)
+    return Chat(job, model.tokenizer, model.name, [prompt], samples, bool(request.logprobs), "calls" in options)
+
+
+def read_chat(engine: Engine, request: ChatRequest) -> tuple[list[int], dict[str, Any]]:
+    """The prompt of a chat, and the arguments of `Engine.submit`."""
+    tokenizer, choice = engine.tokenizer, request.tool_choice
+    tools = [] if choice == "none" else request.tools or []
+    prompt = _chat_tokens(tokenizer, request.messages, tools)
+    _require_room(prompt, engine.context, "messages")
+    # The engine also ends the reply at the end of the context.
+    wanted = min(request.max_completion_tokens or request.max_tokens or engine.context, engine.context)
+    options: dict[str, Any] = {"max_tokens": wanted, **_options(engine, request, prompt, wanted)}
+    if choice == "none":
+        options["bias"][tokenizer.special("<|tool_start|>")] = -math.inf
+    if tools or choice not in (None, "auto", "none"):
+        calls = calls_of(engine.grammars, tools, choice)
+        must_call = choice == "required" or isinstance(choice, NamedTool)
+        if must_call:
+            _require_ending(calls, min(wanted, engine.context - len(prompt)) - 1, "tools")
+        options |= {"calls": calls, "must_call": must_call}
+    return prompt, options
 
 
 async def completions(http: Request, request: CompletionRequest, model: Model) -> Response:
-    return await respond(http, await generate.texts(model, request), request)
+    """Answers with the continuation of texts."""
+    engine, tokenizer, samples = model.engine, model.tokenizer, request.n or 1
+    sent = request.prompts()
+    prompts = await asyncio.to_thread(_text_tokens, tokenizer, sent)
+    wanted = DEFAULT_TEXT_TOKENS if request.max_tokens is None else request.max_tokens
+    for prompt in prompts:
+        _require_room(prompt, engine.context + (wanted == 0), "prompt")
+    options = await asyncio.to_thread(_options, engine, request, max(prompts, key=len), wanted)
+    options |= {"max_tokens": min(wanted, engine.context), "plain": True}
+    logprobs = False if request.logprobs is None else request.logprobs
+    both = zip(prompts, sent, strict=True)
+    echo = [await _echo(model, ids, logprobs, own != ids) for ids, own in both] if request.echo else None
+
+    def begin() -> Generation:
+        if wanted:
+            return engine.submit(prompts, logprobs=logprobs, **options)
+        done = Generation(0)
+        for number, prompt in enumerate(prompts):
+            for sample in range(samples):
+                done.events.append(Event(number, sample, Completion([], "", "length", [], len(prompt))))
+        return done
+
+    job = model.worker.submit(begin, len(prompts) * samples)
+    answer = Text(job, tokenizer, model.name, prompts, samples, logprobs is not False, echo=echo)
+    return await respond(http, answer, request)
+
+
+async def _echo(model: Model, prompt: Sequence[int], logprobs: bool | int, from_text: bool) -> tuple[str, list[Token]]:
+    """The text of a prompt and, if they are asked for, its tokens' log-probabilities.
+
+    The BOS in front of a text is no part of it; ids are echoed as they were sent. A part of the prompt is read between
+    two tokens of the replies that are running.
+    """
+    tokenizer = model.tokenizer
+    own = prompt[1:] if from_text else prompt
+    scored: list[Token] = []
+    if logprobs is not False:
+        parts = model.engine.read(prompt, logprobs)
+        while (part := await model.worker.call(lambda: next(parts, None))) is not None:
+            scored += part
+    if not from_text and logprobs is not False:  # nothing stands before its first token
+        scored.insert(0, Token(prompt[0], UNKNOWN, [], 0))
+    text, decoder, placed = "", codecs.getincrementaldecoder("utf-8")("replace"), []
+    for token in scored:
+        placed.append(token._replace(start=len(text)))
+        text += decoder.decode(tokenizer.decode_bytes([token.id]))
+    return tokenizer.decode(own), placed
 
 
 async def responses(http: Request, request: ResponsesRequest, model: Model) -> Response:
     try:
-        answer = Responses(request, await generate.chat(model, await model.worker.call(request.chat)))
+        answer = Responses(request, await start_chat(model, await model.worker.call(request.chat)))
     except ApiError as error:
         raise error.renamed(request.name_of) from None
     return EventStream(answer.job, answer.stream()) if request.stream else await whole(http, answer)
 
 
 async def tokenize(_: Request, request: TokenizeRequest, model: Model) -> Response:
-    tokens = await asyncio.to_thread(generate.tokens_of, model.tokenizer, request)
+    tokens = await asyncio.to_thread(tokens_of, model.tokenizer, request)
     counted = {"count": len(tokens), "max_model_len": model.engine.context}
     return await model.worker.call(lambda: JSON({**counted, "tokens": tokens}))
 
 
+def tokens_of(tokenizer: Tokenizer, request: TokenizeRequest) -> list[int]:
+    """The tokens of a text or of a chat. Raises ApiError unless exactly one of them is given."""
+    if (request.prompt is None) == (request.messages is None):
+        raise ApiError("Send either 'prompt' or 'messages'.", param="prompt", code="invalid_value")
+    if request.messages is not None:
+        return _chat_tokens(tokenizer, request.messages, request.tools or [])
+    text = request.prompt or ""
+    return tokenizer.encode(text) if request.add_special_tokens is False else render_text(tokenizer, text)
+
+
 async def detokenize(_: Request, request: DetokenizeRequest, model: Model) -> Response:
     def read() -> Response:
-        generate.require_tokens(model.tokenizer, request.tokens, "tokens")
+        _require_tokens(model.tokenizer, request.tokens, "tokens")
         return JSON({"prompt": model.tokenizer.decode(request.tokens)})
 
     return await model.worker.call(read)
+
+
+def _require_tokens(tokenizer: Tokenizer, ids: Sequence[int], param: str) -> None:
+    wrong = [token for token in ids if not 0 <= token < tokenizer.vocab_size]
+    if wrong:
+        raise invalid(param, f"{wrong[0]} is no token; ids are 0 to {tokenizer.vocab_size - 1}")
+
+
+def _options(
+    engine: Engine, request: ChatRequest | CompletionRequest, longest: Sequence[int], wanted: int
+) -> dict[str, Any]:
+    """The arguments of `Engine.submit` for the longest prompt and replies of at most `wanted` tokens."""
+    tokenizer = engine.tokenizer
+    form = None
+    if request.bound and wanted:
+        form, param = form_of(engine.grammars, request.response_format, request.structured_outputs)
+        _require_ending(form, min(wanted, engine.context - len(longest)), param)
+    bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
+    _require_tokens(tokenizer, list(bias), "logit_bias")
+    _require_tokens(tokenizer, request.stop_token_ids or [], "stop_token_ids")
+    return {
+        "samples": request.n or 1,
+        "sampling": request.sampling,
+        "seed": secrets.randbits(63) if request.seed is None else request.seed,
+        "stop": [request.stop] if isinstance(request.stop, str) else request.stop or [],
+        "stop_ids": request.stop_token_ids or [],
+        "bias": bias,
+        "form": form,
+    }
+
+
+def _require_ending(form: Grammar, room: int, param: str) -> None:
+    if form.shortest(room) is None:
+        raise invalid(param, f"no such text that ends within {room} tokens was found: allow more, or demand less")
+
+
+def _chat_tokens(tokenizer: Tokenizer, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[int]:
+    try:
+        return render_prompt(tokenizer, turns(messages, tools))
+    except (ValueError, RecursionError) as error:
+        raise invalid("messages", error) from None
+
+
+def _text_tokens(tokenizer: Tokenizer, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+    """Token ids of each prompt. Ids are taken as they are; a text is the beginning of a document."""
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            _require_tokens(tokenizer, prompt, "prompt")
+    return [render_text(tokenizer, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+
+def _require_room(prompt: Sequence[int], context: int, param: str) -> None:
+    if len(prompt) >= context:
+        raise ApiError(
+            f"This model's context holds {context} tokens; '{param}' already takes {len(prompt)}: shorten it.",
+            param=param,
+            code="context_length_exceeded",
+            n_prompt_tokens=len(prompt),
+            n_ctx=context,
+        )
 
 
 async def respond(http: Request, answer: Answer, request: ChatRequest | CompletionRequest) -> Response:
@@ -134,23 +292,16 @@ async def respond(http: Request, answer: Answer, request: ChatRequest | Completi
 
 async def whole(http: Request, answer: Answer | Responses) -> Response:
     """The complete response. The job is cancelled if the client disconnects."""
-    try:
-        body = await unless_gone(http, answer.whole())
-    finally:
-        answer.job.cancel()
-    return Response(status_code=499) if body is None else Response(body, media_type=JSON.media_type)
-
-
-async def unless_gone(http: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """The result of `work`; None if the client disconnects before, which cancels it."""
-    finished = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(disconnected(http))
+    finished, gone = asyncio.ensure_future(answer.whole()), asyncio.ensure_future(disconnected(http))
     try:
         await asyncio.wait({finished, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return finished.result() if finished.done() else None
+        if not finished.done():
+            return Response(status_code=499)
+        return Response(finished.result(), media_type=JSON.media_type)
     finally:
         finished.cancel()
         gone.cancel()
+        answer.job.cancel()
 
 
 async def disconnected(http: Request) -> None:
@@ -195,15 +346,13 @@ def marks(body: bytearray) -> int:
     return strings + sum(map(outside.count, (b"{", b"[", b":")))
 
 
-async def on_api_error(_: Request, error: Exception) -> Response:
-    return error_response(as_api_error(error))
-
-
-async def on_http_error(http: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 500
+async def on_error(http: Request, error: Exception) -> Response:
+    """The response to every exception."""
+    if not isinstance(error, HTTPException):
+        return error_response(as_api_error(error))
     words = {404: "There is nothing at", 405: f"{http.method} is not allowed at"}
+    status = error.status_code
     return error_response(ApiError(f"{words.get(status, 'Error at')} {http.url.path}.", status=status))
 
 
-async def on_failure(_: Request, error: Exception) -> Response:
-    return error_response(as_api_error(error))
+ON_ERROR: Any = dict.fromkeys((ApiError, HTTPException, Exception), on_error)

@@ -2,9 +2,7 @@
 
 `create_app` builds the application, `serve` runs it, by default on loopback. Cross-origin requests fail, unless an
 origin is named: a body must be declared as JSON, which browsers send across origins only with a permission, and a
-request for another host name is refused. What every request passes first is in frontier.py, the paths are in routes.py,
-requests in schema.py, responses in answers.py, what leads from the one to the other in generate.py, the generating
-thread in engine_thread.py.
+request for another host name is refused.
 """
 
 import asyncio
@@ -21,20 +19,19 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from quern.generate.engine import Engine
-from quern.serve.engine_thread import IDLE_SECONDS, EngineThread
 from quern.serve.gate.connections import HEADER_BYTES, Connections
 from quern.serve.gate.frontier import Frontier, Gate
 from quern.serve.gate.hosts import Hosts
 from quern.serve.models import Models
-from quern.serve.page import Welcome, add_page
-from quern.serve.routes import add_routes
-from quern.serve.worker import Limits
+from quern.serve.page import Welcome, page_routes
+from quern.serve.routes import ON_ERROR, routes
+from quern.serve.worker import IDLE_SECONDS, Limits
 
 TRIM_SECONDS = 5.0
 TOKENIZING_THREADS = 1  # each keeps memory of its longest text
@@ -51,13 +48,13 @@ def create_app(
     limits: Limits | None = None,
     watch: Callable[[Models], Awaitable[None]] | None = None,
     welcome: Welcome | None = None,
-) -> FastAPI:
+) -> Starlette:
     """Builds the application.
 
     Args:
         engines: The engines by the names of their models.
         gate: Who may come in; by default everyone who asks for a loopback host.
-        limits: Of each engine's requests.
+        limits: Limits of each engine's requests.
         watch: Runs beside the server, to replace models.
         welcome: How the page begins.
     """
@@ -65,7 +62,7 @@ def create_app(
     gate = gate or Gate(hosts=LOOPBACK)
 
     @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(TOKENIZING_THREADS))
         models.thread.start()
         running = [asyncio.ensure_future(give_memory_back())]
@@ -79,16 +76,13 @@ def create_app(
             await asyncio.gather(*running, return_exceptions=True)
             await asyncio.to_thread(models.thread.stop)
 
-    # The interactive documentation would load scripts from other hosts.
-    app = FastAPI(title="quern", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.state.models = models
+    middleware = [Middleware(Frontier, gate=gate)]
     if gate.origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=gate.origins, allow_methods=["*"], allow_headers=["*"], max_age=600
-        )
-    app.add_middleware(Frontier, gate=gate)
-    add_routes(app, models)
-    add_page(app, welcome or Welcome())
+        named = {"allow_origins": gate.origins, "allow_methods": ["*"], "allow_headers": ["*"], "max_age": 600}
+        middleware.append(Middleware(CORSMiddleware, **named))
+    paths = [*routes(models), *page_routes(welcome or Welcome())]
+    app = Starlette(routes=paths, middleware=middleware, exception_handlers=ON_ERROR, lifespan=lifespan)
+    app.state.models = models
     return app
 
 
@@ -111,13 +105,9 @@ async def give_memory_back() -> None:
 
 
 def configure(app: ASGIApp, trusted: Sequence[str] = (), connections: Connections | None = None, **more: Any) -> Any:
-    """Returns uvicorn's configuration: bounded connections, no proxy believed but those that are named.
+    """Returns uvicorn's configuration for an application, with bounds on its connections and further settings.
 
-    Args:
-        app: The application.
-        trusted: Addresses or networks of proxies whose X-Forwarded-For and X-Forwarded-Proto are believed.
-        connections: The bounds.
-        more: Further settings of uvicorn's Config.
+    trusted: Addresses or networks of proxies whose X-Forwarded-For and X-Forwarded-Proto are believed.
     """
     connections = connections or Connections(trusted)
     http: Any = connections.make
@@ -133,20 +123,13 @@ def configure(app: ASGIApp, trusted: Sequence[str] = (), connections: Connection
     )
 
 
-def serve(
-    app: Starlette,
-    listeners: Sequence[socket.socket],
-    engines: EngineThread | None = None,
-    trusted: Sequence[str] = (),
-    **tls: Any,
-) -> None:
-    """Serves on sockets of `listen` until interrupted. Call it in the main thread.
+def serve(app: Starlette, listeners: Sequence[socket.socket], trusted: Sequence[str] = (), **tls: Any) -> None:
+    """Serves until interrupted. Call it in the main thread, which runs the engines; the event loop has another one.
 
     Args:
-        app: The application.
-        listeners: Where clients connect.
-        engines: What this thread runs meanwhile; the event loop has another thread.
-        trusted: As in `configure`.
+        app: An application of `create_app`.
+        listeners: Sockets of `listen`, where clients connect.
+        trusted: Proxies, as in `configure`.
         tls: `ssl_certfile` and `ssl_keyfile` of uvicorn's Config.
 
     Raises:
@@ -154,22 +137,19 @@ def serve(
     """
     prepare_process()
     config = configure(app, trusted, log_level="warning", timeout_graceful_shutdown=DRAIN_SECONDS, **tls)
-    server = uvicorn.Server(config)
+    server, engines = uvicorn.Server(config), app.state.models.thread
 
     def answer() -> None:
         try:
             server.run(sockets=list(listeners))
         finally:
-            if engines is not None:
-                engines.end()
+            engines.end()
 
     thread = threading.Thread(target=answer, name="quern-http")
     with ended_by_signals(server.handle_exit):
-        if engines is not None:
-            engines.elsewhere = True
+        engines.elsewhere = True
         thread.start()
-        if engines is not None:
-            engines.run()
+        engines.run()
         while thread.is_alive():
             thread.join(IDLE_SECONDS)
 

@@ -1,39 +1,36 @@
-"""An engine, and the requests it works on. engine_thread.py runs it; HTTP is in server.py.
+"""An engine, the requests it works on, and the one thread that runs the engines of all models of a server.
 
 All open requests share the engine's running batch: a request joins it at any token and leaves it at its last one. The
-event loop never waits for the engine: after a step, what the requests produced is sent to the loops of the coroutines
-that read them, in one call. A reader gets the pieces of several steps at once, twenty-five times a second.
+event loop never waits for the engine: after a step, what the requests produced is sent to the coroutines that read
+them, in one call. A reader gets the pieces of several steps at once, twenty-five times a second.
 """
 
 import asyncio
-import queue
+import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import suppress
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from quern.generate.engine import Engine
-from quern.generate.rows import Event, Generation
+from quern.generate.reply import Event, Generation
 from quern.generate.scheduler import INTERLEAVED_TOKENS
-from quern.serve.metrics import ModelMetrics
-from quern.serve.requests.errors import ApiError
+from quern.serve.errors import ApiError
+from quern.serve.metrics import Metrics
 
 STREAM_SECONDS = 0.04
 """The time between two pieces of a stream. The first piece and the end are sent at once. One piece for each token costs
 32 clients a quarter of the throughput (docs/serving.md)."""
-
-Between = Callable[[Callable[[], Any]], Awaitable[Any]]
-
-
-def stopped(why: str) -> ApiError:
-    return ApiError(f"The server is unavailable: {why}.", status=503, kind="server_error")
+STOP_SECONDS = 10.0
+IDLE_SECONDS = 0.5
+"""Python runs the handler of a signal that came just before a wait only after that wait."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one engine's requests."""
+    """Limits of one engine's requests."""
 
     waiting: int = 256
     """Rows that may wait for a seat; further requests are refused."""
@@ -42,25 +39,20 @@ class Limits:
 
 
 class Job:
-    """One request. `submit` starts it in the engine thread; iterate over `batches` to receive its events.
+    """One request for some rows. Iterate over `batches` to receive its events. submit: starts it in the engine."""
 
-    between: runs a function between two steps of the engine (`Worker.call`).
-    """
-
-    def __init__(self, submit: Callable[[], Generation], seconds: float, rows: int, between: Between) -> None:
-        self._submit, self.rows, self.between = submit, rows, between
-        self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(seconds, self._expire, seconds)
-        self._items: list[list[Event] | BaseException | None] = []
-        self._reader: asyncio.Future[None] | None = None
-        self._cancelled = False
+    def __init__(self, submit: Callable[[], Generation], rows: int, worker: "Worker", seconds: float) -> None:
+        self._submit, self.rows, self.worker = submit, rows, worker
+        self.loop = asyncio.get_running_loop()
+        self._timer = self.loop.call_later(seconds, self._expire, seconds)
+        self._items: asyncio.Queue[list[Event] | BaseException | None] = asyncio.Queue()
+        self._ended = self.cancelled = self.started = False
         self.generation: Generation | None = None
         self.arrived = self.latest = time.perf_counter()
-        self.started = False
 
     def cancel(self) -> None:
         """The request leaves the batch at its next token. Harmless after its end. In the event loop or the worker."""
-        self._cancelled = True
+        self.cancelled = True
         if self.generation is not None:
             self.generation.cancel()
 
@@ -71,126 +63,77 @@ class Job:
 
     def put(self, item: list[Event] | BaseException | None) -> None:
         """Hands an item to the reader, in the event loop: events, what ended the request early, or None for its end."""
+        if self._ended:
+            return
         if not isinstance(item, list):
+            self._ended = True
             self._timer.cancel()
-        self._items.append(item)
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-
-    @property
-    def cancelled(self) -> bool:
-        return self._cancelled
+            self.worker.open -= 1
+        self._items.put_nowait(item)
 
     def begin(self) -> bool:
         """Submits the request, in the engine thread. Returns False if nobody waits for it any more."""
-        if not self._cancelled:
+        if not self.cancelled:
             self.generation = self._submit()
-        return not self._cancelled
+        return not self.cancelled
 
     async def batches(self) -> AsyncIterator[list[Event]]:
         """Yields what became final since the previous call, until the end. Raises what ended the request early."""
-        ended = False
-        while not ended:
-            if not self._items:
-                self._reader = self._loop.create_future()
-                await self._reader
-            items, self._items = self._items, []
-            events: list[Event] = []
-            for item in items:
-                if isinstance(item, BaseException):
-                    raise item
-                if item is None:
-                    ended = True
-                else:
-                    events += item
+        item: list[Event] | BaseException | None = []
+        while item is not None:
+            item, events = await self._items.get(), list[Event]()
+            while isinstance(item, list):
+                events += item
+                if self._items.empty():
+                    break
+                item = self._items.get_nowait()
+            if isinstance(item, BaseException):
+                raise item
             if events:
                 yield events
 
 
-class Call:
-    """A function that runs in the engine thread, between two steps. Make it in the event loop that awaits `done`."""
-
-    rows = 0
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._function, self._loop = function, asyncio.get_running_loop()
-        self.done: asyncio.Future[Any] = self._loop.create_future()
-
-    def run(self) -> None:
-        try:
-            self.settle(self._function(), None)
-        except Exception as error:
-            self.settle(None, error)
-
-    def settle(self, result: Any, error: Exception | None) -> None:
-        """Sends a result or an error to the event loop."""
-        with suppress(RuntimeError):  # the loop is closed: nobody waits
-            self._loop.call_soon_threadsafe(_settle, self.done, result, error)
-
-
 class Worker:
-    """Runs requests together.
+    """Runs the requests of one model together. Only the engine thread uses the engine."""
 
-    Args:
-        engine: Used by the engine thread alone once the worker belongs to it.
-        metrics: Counts what happens.
-        limits: How many rows may wait, and how long a request may take.
-    """
-
-    def __init__(self, engine: Engine, metrics: ModelMetrics, limits: Limits) -> None:
-        self.engine, self.metrics = engine, metrics
-        self._limits = limits
-        self._inbox: queue.SimpleQueue[Job | Call] = queue.SimpleQueue()
-        self._calls: deque[Call] = deque()
-        self._open: list[Job] = []
-        # Jobs, the first counted in the event loop alone, the second in the engine thread alone.
-        self._submitted = self._ended = 0
-        self._queued = self._taken = 0  # rows of jobs, counted likewise
-        self._wake: Callable[[], None] | None = None
-        self._stopped = False
+    def __init__(self, name: str, engine: Engine, metrics: Metrics, limits: Limits) -> None:
+        self._name, self.engine, self._metrics, self._limits = name, engine, metrics, limits
+        metrics.watch(name, engine, lambda: self.waiting)
+        self.wake: Callable[[], None] = lambda: None  # wakes the thread that calls `turn`
+        self.alive = True
+        self.open = 0
+        """Requests that are waiting or being answered, counted in the event loop."""
+        self._arrived: deque[Job] = deque()
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._jobs: list[Job] = []  # in the engine
         self._told = 0.0  # when all streams last got their pieces
-
-    def wake_with(self, wake: Callable[[], None]) -> None:
-        """Sets what wakes the thread that calls `turn`. Until then, requests are refused."""
-        self._wake = wake
-
-    @property
-    def alive(self) -> bool:
-        return self._wake is not None and not self._stopped
 
     @property
     def waiting(self) -> int:
         """Rows that have no seat yet."""
-        return self._queued - self._taken + len(self.engine.scheduler.waiting)
+        return sum(job.rows for job in tuple(self._arrived)) + len(self.engine.scheduler.waiting)
 
-    @property
-    def open(self) -> bool:
-        """Whether a request is waiting or being answered."""
-        return self._submitted > self._ended
+    def _require_life(self) -> None:
+        if not self.alive:
+            raise _stopped("the engine is not running")
 
     def submit(self, submit: Callable[[], Generation], rows: int = 1) -> Job:
-        """Queues a request. Must be called in the event loop that reads the job.
+        """Queues a request for so many replies, in the event loop that reads the job. submit: starts it in the engine.
 
-        Args:
-            submit: Starts the request, in the engine thread.
-            rows: The replies that it asks for.
-
-        Raises:
-            ApiError: Too many rows are waiting (429) or more than can wait (400), or the worker has stopped (503).
+        Raises ApiError: too many rows are waiting (429) or more than can wait (400), or the worker has stopped (503).
         """
-        if not self.alive:
-            raise stopped("the engine is not running")
+        self._require_life()
         most = self.engine.scheduler.max_rows + self._limits.waiting
         if rows > most:
             message = f"The request asks for {rows} replies, prompts times 'n'; this server takes up to {most} at once."
             raise ApiError(message, param="n", code="invalid_value")
-        if self.waiting and self.waiting + rows > self._limits.waiting:
-            message = f"The server is busy: {self.waiting} replies are waiting already. Try again later."
+        if (waiting := self.waiting) and waiting + rows > self._limits.waiting:
+            message = f"The server is busy: {waiting} replies are waiting already. Try again later."
             raise ApiError(message, status=429, kind="rate_limit_error")
-        job = Job(submit, self._limits.seconds, rows, self.call)
-        self._submitted += 1
-        self._queued += rows
-        self._put(job)
+        job = Job(submit, rows, self, self._limits.seconds)
+        self.open += 1
+        self._arrived.append(job)
+        self.wake()
         return job
 
     async def call(self, function: Callable[[], Any]) -> Any:
@@ -199,80 +142,55 @@ class Worker:
         What computes for milliseconds in Python belongs here. In another thread it takes longer itself, and each of the
         hundreds of operations of a step then waits for the interpreter.
         """
-        if not self.alive:
-            raise stopped("the engine is not running")
-        call = Call(function)
-        self._put(call)
+        self._require_life()
+        future: Future[Any] = Future()
+        self._calls.append((function, future))
+        self.wake()
         try:
-            return await call.done
+            return await asyncio.wrap_future(future)
         finally:
-            del call  # an error would hold this frame, the call, and in it itself: what it was about stays in memory
-
-    def _put(self, item: Job | Call) -> None:
-        self._inbox.put(item)
-        assert self._wake is not None
-        self._wake()
+            del future  # an error would hold this frame, and in it itself: what it was about stays in memory
 
     def turn(self) -> bool:
-        """Starts the requests that have arrived, runs one call, and takes one step of the engine.
-
-        Returns:
-            Whether there is more to do at once.
-        """
-        if not self._open and not self._calls and self._inbox.empty():
+        """Starts what has arrived, runs one call, and takes one step of the engine. Returns whether more waits."""
+        if not (self._jobs or self._calls or self._arrived):
             return False
-        self._take_new()
+        self._take_arrived()
         if self._calls:
-            self._calls.popleft().run()
-        if self._open:
+            _run(*self._calls.popleft())
+        if self._jobs:
             try:
                 self.engine.step(INTERLEAVED_TOKENS)
             except Exception as error:  # the readers report the error; the worker goes on
-                self._end([(job, error) for job in self._open])
-                self._open = []
+                _send([(job, error) for job in self._jobs])
+                self._jobs = []
             else:
                 self._deliver()
-        if not self._open:  # the rows of clients that have left would keep their seats until the next request
+        if not self._jobs:  # the rows of clients that have left would keep their seats until the next request
             self.engine.scheduler.reset()
-        self.metrics.set_load(self.engine.scheduler.running, self.waiting)
-        return bool(self._open or self._calls)
+        return bool(self._jobs or self._calls)
 
     def stop(self) -> None:
         """Ends all requests with an error, also those that come later. In the engine thread, or after its end."""
-        self._stopped = True
-        error, jobs = stopped("the server is stopping"), list(self._open)
-        for item in (*self._calls, *self._arrived()):
-            if isinstance(item, Job):
-                jobs.append(item)
-            else:
-                item.settle(None, error)
-        self._end([(job, error) for job in jobs])
+        self.alive, error = False, _stopped("the server is stopping")
+        while self._calls:
+            _, future = self._calls.popleft()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+        _send([(job, error) for job in (*self._jobs, *self._arrived)])
 
-    def _take_new(self) -> None:
-        """Starts the requests that have arrived."""
-        for item in self._arrived():
-            if isinstance(item, Call):
-                self._calls.append(item)
-                continue
+    def _take_arrived(self) -> None:
+        ended: list[tuple[Job, Any]] = []
+        while self._arrived:
+            job = self._arrived.popleft()
             try:
-                if item.begin():
-                    self._open.append(item)
+                if job.begin():
+                    self._jobs.append(job)
                 else:
-                    self._end([(item, None)])
+                    ended.append((job, None))
             except Exception as error:
-                self._end([(item, error)])
-
-    def _arrived(self) -> Iterator[Job | Call]:
-        """Empties the inbox."""
-        while not self._inbox.empty():
-            item = self._inbox.get()
-            self._taken += item.rows
-            yield item
-
-    def _end(self, items: list[tuple[Job, Any]]) -> None:
-        """Sends jobs their last item."""
-        self._ended += len(items)
-        _send(items)
+                ended.append((job, error))
+        _send(ended)
 
     def _deliver(self) -> None:
         """Sends the events of the last steps to their readers."""
@@ -281,7 +199,7 @@ class Worker:
         now = time.perf_counter()
         if due := now - self._told >= STREAM_SECONDS:
             self._told = now
-        for job in self._open:
+        for job in self._jobs:
             generation = job.generation
             assert generation is not None
             cancelled = job.cancelled  # which may change at any moment: a request counts as finished or as aborted
@@ -289,40 +207,94 @@ class Worker:
                 events = list(generation.events)
                 generation.events.clear()
                 items.append((job, events))
-                self.metrics.observe(events, now - job.latest, not job.started)
+                self._metrics.observe(self._name, events, now - job.latest, not job.started)
                 job.started, job.latest = True, now
             if generation.unfinished and not cancelled:
                 still_open.append(job)
             else:
                 items.append((job, None))
-                self._ended += 1
-                self.metrics.finish(now - job.arrived, cancelled)
-        self._open = still_open
+                self._metrics.finish(self._name, now - job.arrived, cancelled)
+        self._jobs = still_open
         _send(items)
 
 
-def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    if future.cancelled():
-        return
-    if error is None:
-        future.set_result(result)
-    else:
-        future.set_exception(error)
+def _stopped(why: str) -> ApiError:
+    return ApiError(f"The server is unavailable: {why}.", status=503, kind="server_error")
+
+
+def _run(function: Callable[[], Any], future: Future[Any]) -> None:
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)
+        finally:
+            del future  # as in `Worker.call`
 
 
 def _send(items: list[tuple[Job, Any]]) -> None:
-    """Hands items to their readers, with one call for each event loop."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Job, Any]]] = defaultdict(list)
-    for job, item in items:
-        by_loop[job._loop].append((job, item))
-    for loop, own in by_loop.items():
+    """Hands items to their readers, with one call of their event loop, which is the same for all."""
+    if not items:
+        return
+
+    def put() -> None:
+        for job, item in items:
+            job.put(item)
+
+    try:
+        items[0][0].loop.call_soon_threadsafe(put)
+    except RuntimeError:  # the loop is closed: there is no reader
+        for job, _ in items:
+            job.cancel()
+
+
+class EngineThread:
+    """Runs workers in turn, from `start`, or in the thread that calls `run`, until `stop`.
+
+    One thread, and in `quern serve` the program's first, in which the models were loaded: OpenMP keeps threads for
+    every thread that has computed. Once all of them are more than there are cores, they wait for each other by system
+    calls, and a step takes two to three times as long.
+    """
+
+    def __init__(self) -> None:
+        self._workers: list[Worker] = []
+        self._wake, self._stopping, self._ended = threading.Event(), threading.Event(), threading.Event()
+        self.elsewhere = False
+        """A caller will use `run`: then `start` does nothing."""
+
+    def add(self, worker: Worker) -> None:
+        worker.wake = self._wake.set
+        self._workers.append(worker)
+
+    def remove(self, worker: Worker) -> None:
+        """Stops a worker; what it has not answered ends with an error."""
+        self._workers.remove(worker)
+        worker.stop()
+
+    def start(self) -> None:
+        """Runs the workers in a new thread."""
+        if not self.elsewhere:
+            threading.Thread(target=self.run, name="quern-engines", daemon=True).start()
+
+    def run(self) -> None:
+        """Runs the workers until the end of `stop`."""
         try:
-            loop.call_soon_threadsafe(_put, own)
-        except RuntimeError:  # the loop is closed: there is no reader
-            for job, _ in own:
-                job.cancel()
+            while not self._stopping.is_set():
+                self._wake.clear()  # before looking: what comes later sets it again
+                busy = [worker.turn() for worker in tuple(self._workers)]
+                if not any(busy):
+                    self._wake.wait(IDLE_SECONDS)
+        finally:
+            for worker in self._workers:
+                worker.stop()
+            self._ended.set()
 
+    def end(self) -> None:
+        """Ends all requests at their next token."""
+        self._stopping.set()
+        self._wake.set()
 
-def _put(items: list[tuple[Job, Any]]) -> None:
-    for job, item in items:
-        job.put(item)
+    def stop(self) -> None:
+        """`end`, and waits for it."""
+        self.end()
+        self._ended.wait(STOP_SECONDS)

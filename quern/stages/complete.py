@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TextIO
 
 from quern.generate.engine import Engine
-from quern.generate.reply import Completion, Delta
-from quern.generate.rows import Event
+from quern.generate.reply import Completion, Delta, Event
 from quern.generate.sampling import Sampling
 from quern.text.chat import render_text
 from quern.text.printable import printable

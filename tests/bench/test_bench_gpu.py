@@ -175,7 +175,7 @@ def test_a_decoding_step_reads_weights_once_and_what_each_row_sees() -> None:
 
     recipe = recipe_of(a_bench(), 1)
     model = build_model(recipe, CPU, 0)
-    cache = KVCache.for_model(model, 3, 64)
+    cache = KVCache(model, 3, 64)
     multiplied = sum(p.numel() for name, p in model.named_parameters() if name.startswith("blocks.") and p.dim() == 2)
     head = 512 * 32
     gates = sum(p.numel() for name, p in model.named_parameters() if "value_gate" in name)

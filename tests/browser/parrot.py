@@ -6,8 +6,7 @@ import time
 from typing import Any
 
 from quern.generate.engine import Engine
-from quern.generate.reply import Completion, Delta, Token
-from quern.generate.rows import Event, Generation
+from quern.generate.reply import Completion, Delta, Event, Generation, Token
 from quern.text.tokenizer import Tokenizer
 from tests.browser.chrome import Chrome
 from tests.support.toy_engine import toy_engine

@@ -5,13 +5,11 @@ from typing import Any
 
 import pytest
 
-from quern.chat.ask import ask
 from quern.chat.commands import HELP
-from quern.chat.conversation import Conversation
-from quern.chat.talk import talk as run_talk
+from quern.chat.commands import talk as run_talk
+from quern.chat.conversation import Conversation, ask
 from quern.generate.engine import Engine
-from quern.generate.reply import Completion, Delta
-from quern.generate.rows import Event
+from quern.generate.reply import Completion, Delta, Event
 from quern.generate.sampling import Sampling
 from quern.text.chat import Message, render_prompt
 from quern.text.printable import printable

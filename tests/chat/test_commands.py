@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from quern.chat.commands import COMMANDS
+from quern.chat.commands import COMMANDS, talk
 from quern.chat.conversation import Conversation
-from quern.chat.talk import talk
 from quern.chat.xray import token_name, xray
 from quern.generate.engine import Engine
-from quern.generate.reply import Completion
-from quern.generate.rows import Generation
+from quern.generate.reply import Completion, Generation
 from quern.generate.sampling import Sampling
 from quern.model.context import CausalContext
 from quern.ranges import Seed, annotations_of, refuse_outside

@@ -17,7 +17,7 @@ for line in sys.stdin.read().splitlines():
         main(line.split())
     except SystemExit:
         pass
-    heavy = {"torch", "jax", "transformers", "scipy", "fastapi", "ray"} & set(sys.modules)
+    heavy = {"torch", "jax", "transformers", "scipy", "starlette", "ray"} & set(sys.modules)
     if heavy:
         sys.exit(f"quern {line} imported {heavy}")
 """

@@ -117,7 +117,7 @@ def cached_apart(recipe: Recipe) -> float:
     ids[:, 1:] = ids[:, 1:].clamp(min=1)  # the BOS is 0
     with torch.inference_mode():
         whole = model.logits(model(ids, model.context(ids)))
-        cache = KVCache.for_model(model, len(ids), ids.size(1))
+        cache = KVCache(model, len(ids), ids.size(1))
         found = []
         for part in (ids[:, :5], ids[:, 5:7]):
             x = cache.prefill(model, part, torch.full((len(ids),), part.size(1)))

@@ -44,7 +44,7 @@ def test_compiled_is_plain(engine: Engine, law: Callable[..., None]) -> None:
     for rows in ROWS:
         prompts = [[5] * (2 + 3 * row) for row in range(rows)]
         with torch.inference_mode(), torch.compiler.set_stance("fail_on_recompile"):
-            caches = [KVCache.for_model(engine.model, rows, compiled.max_tokens) for _ in range(2)]
+            caches = [KVCache(engine.model, rows, compiled.max_tokens) for _ in range(2)]
             for cache in caches:
                 cache.prefill(engine.model, *pad(prompts, 0, torch.device("cpu")))
             tokens_B = torch.arange(rows)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quern.generate.tools import ERROR, MAX_CHARACTERS, ToolError, ToolState, calculate
+from quern.generate.tools import ERROR, MAX_CALLS, MAX_CHARACTERS, ToolError, ToolState, calculate
 from tests.support.toy_engine import toy_tokenizer
 
 
@@ -53,8 +53,7 @@ def _join(parts: tuple[str, str, str]) -> str:
 
 
 NUMBERS = st.one_of(
-    st.integers(0, 10**6).map(str),
-    st.decimals(0, 1000, places=2, allow_nan=False).map(lambda d: format(d, "f")),
+    st.integers(0, 10**6).map(str), st.decimals(0, 1000, places=2, allow_nan=False).map(lambda d: format(d, "f"))
 )
 
 
@@ -194,12 +193,12 @@ def test_an_expression_that_cannot_be_computed_is_answered_with_an_error() -> No
 
 
 def test_calls_beyond_the_limit_are_not_computed() -> None:
-    state = ToolState(toy_tokenizer(), max_calls=2)
+    state = ToolState(toy_tokenizer())
     results = []
-    for _ in range(3):
+    for _ in range(MAX_CALLS + 1):
         results.append(push_all(state, call("1 + 1"))[-1])
         push_all(state, results[-1])
-    assert results == [answer("2"), answer("2"), answer(ERROR)]
+    assert results == [answer("2")] * MAX_CALLS + [answer(ERROR)]
 
 
 def test_marks_out_of_place_do_nothing() -> None:

@@ -217,7 +217,7 @@ def test_what_was_trained_in_fp8_evaluates_as_its_weights_do(law: Law) -> None:
 
 def greedy(model: torch.nn.Module, steps: int = 6) -> Tensor:
     """Logits of the tokens that greedy decoding chooses."""
-    cache = KVCache.for_model(model, 2, CONTEXT)  # type: ignore[arg-type]
+    cache = KVCache(model, 2, CONTEXT)  # type: ignore[arg-type]
     x = cache.prefill(model, torch.tensor([[0, 3, 5], [0, 9, 0]]), torch.tensor([3, 2]))  # type: ignore[arg-type]
     logits = [model.logits(x)]  # type: ignore[operator]
     for _ in range(steps):

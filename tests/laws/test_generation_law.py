@@ -13,7 +13,7 @@ import torch
 
 from quern.generate import cache as cache_module
 from quern.generate.cache import DecodeContext, KVCache, PrefillContext, decode, pad
-from quern.generate.reply import Completion
+from quern.generate.reply import Completion, Delta
 from quern.generate.sampling import GREEDY, Sampling
 from quern.model.base import LanguageModel
 from quern.model.context import CausalContext
@@ -81,7 +81,7 @@ def cached(
     model: LanguageModel, prompts: list[list[int]], steps: int, chunk: int | None = None
 ) -> tuple[list[list[int]], torch.Tensor]:
     """The same for all prompts together (B, steps, V), the prompts read in pieces of `chunk` tokens."""
-    cache = KVCache.for_model(model, len(prompts), CONTEXT + 1)
+    cache = KVCache(model, len(prompts), CONTEXT + 1)
     tokens_BT, lengths_B = pad(prompts, 0, torch.device("cpu"))
     chunk = chunk or tokens_BT.size(1)
     x_BD = torch.zeros(len(prompts), model.embedding.weight.size(1))
@@ -137,7 +137,7 @@ def test_a_short_look_at_the_cache_is_enough() -> None:
     with torch.inference_mode():
         results = []
         for span in (12, CONTEXT + 1):
-            cache = KVCache.for_model(model, 1, CONTEXT + 1)
+            cache = KVCache(model, 1, CONTEXT + 1)
             cache.prefill(model, *pad([prompt], 0, torch.device("cpu")))
             results.append([decode(model, cache, torch.tensor([t]), torch.arange(span)) for t in (5, 6, 7)])
     assert max(float((a - b).abs().max()) for a, b in zip(*results, strict=True)) <= BAR
@@ -161,7 +161,9 @@ def test_streamed_is_not_streamed(law: Callable[..., None]) -> None:
     engine = toy_engine()
     for seed, prompt in enumerate(rows((3, 11, 40))):
         [[whole]] = engine.generate([prompt], max_tokens=24, seed=seed, stop=("e", "qu"))
-        assert "".join(engine.stream(prompt, max_tokens=24, seed=seed, stop=("e", "qu"))) == whole.text
+        pieces = [one.value for one in engine.events([prompt], max_tokens=24, seed=seed, stop=("e", "qu"))]
+        shown = [piece.text for piece in pieces if isinstance(piece, Delta) and piece.kind == "text"]
+        assert "".join(shown) == whole.text
     law("streamed = not streamed: text", "equal", "equal")
 
 

@@ -19,10 +19,10 @@ import pytest
 from quern.generate.engine import Engine
 from quern.mixture.prepare import prepare_mixture
 from quern.recipes.gpt import RECIPE
-from quern.serve.generate import _read_chat, tokens_of
-from quern.serve.requests.forms import Tool, calls_of
-from quern.serve.requests.responses import ResponsesRequest
-from quern.serve.requests.schema import ChatRequest, TokenizeRequest, parse_request
+from quern.serve.forms import Tool, calls_of
+from quern.serve.responses import ResponsesRequest
+from quern.serve.routes import read_chat, tokens_of
+from quern.serve.schema import ChatRequest, TokenizeRequest, parse_request
 from quern.text import conversations
 from quern.text.hugging_face import CHAT_TEMPLATE, tokenizer_config, tokenizer_json
 from tests.support.toy_engine import toy_engine
@@ -182,8 +182,8 @@ def served(engine: Engine, messages: list[Row], tools: list[Row]) -> dict[str, l
     responses = parse_request(ResponsesRequest, {"model": "m", "input": as_input(messages), "tools": flat})
     counted = parse_request(TokenizeRequest, {"messages": messages, "tools": tools})
     return {
-        "chat": _read_chat(engine, chat)[0],
-        "responses": _read_chat(engine, responses.chat())[0],
+        "chat": read_chat(engine, chat)[0],
+        "responses": read_chat(engine, responses.chat())[0],
         "tokenize": tokens_of(engine.tokenizer, counted),
     }
 
@@ -296,6 +296,6 @@ def test_another_writing_is_noticed(
         return messages
 
     monkeypatch.setattr(conversations, "to_messages", broken)
-    monkeypatch.setattr("quern.serve.requests.messages.to_messages", sound)
+    monkeypatch.setattr("quern.serve.schema.to_messages", sound)
     with pytest.raises(AssertionError):
         assert differing(engine, path, tmp_path / "out") == 0

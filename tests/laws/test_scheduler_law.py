@@ -16,8 +16,7 @@ import torch
 from experiments.bigram import BigramGPT
 from quern.generate.cache import KVCache
 from quern.generate.engine import Engine
-from quern.generate.reply import Completion
-from quern.generate.rows import Generation
+from quern.generate.reply import Completion, Generation
 from quern.generate.sampling import GREEDY, Sampling
 from quern.model.base import LanguageModel
 from quern.model.llama import Llama

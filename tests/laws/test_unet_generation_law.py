@@ -76,7 +76,7 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 def deviation(model: UNet, steps: int = 11, chunk: int | None = None, oracle: UNet | None = None) -> float:
     """Largest difference of a logit between the two ways; infinite if a greedy token differs."""
     oracle = oracle or model
-    cache = KVCache.for_model(model, len(LENGTHS), CONTEXT + 1)
+    cache = KVCache(model, len(LENGTHS), CONTEXT + 1)
     tokens_BT, lengths_B = pad(prompts(), BOS, torch.device("cpu"))
     chunk = chunk or tokens_BT.size(1)
     x_BD = torch.zeros(len(LENGTHS), 32)

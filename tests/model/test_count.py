@@ -119,7 +119,7 @@ def test_cache_bytes_are_a_real_caches(dtype: torch.dtype) -> None:
     model = GPT(replace(SMALL, windows="L")).to(dtype)
 
     def size(tokens: int) -> int:
-        cache = KVCache.for_model(model, rows=1, max_tokens=tokens)
+        cache = KVCache(model, rows=1, max_tokens=tokens)
         return sum(t.numel() * t.element_size() for t in (*cache.keys_BKRE, *cache.values_BKRE))
 
     assert size(128) - size(64) == 64 * kv_bytes_per_token(of(SMALL), dtype)
@@ -138,7 +138,7 @@ def test_a_layer_that_does_not_attend_needs_no_cache() -> None:
     all_layers, skipping = of(SMALL), of(SMALL, Skipping)
     ratio = kv_bytes_per_token(all_layers, torch.float32) / kv_bytes_per_token(skipping, torch.float32)
     assert ratio == pytest.approx(3 / 2)
-    cache = KVCache.for_model(Skipping(SMALL), rows=2, max_tokens=20)
+    cache = KVCache(Skipping(SMALL), rows=2, max_tokens=20)
     assert [keys.size(2) for keys in cache.keys_BKRE] == [8, 0, 20]
 
 

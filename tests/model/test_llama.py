@@ -155,7 +155,7 @@ def test_the_table_follows_to_a_device_but_not_to_a_dtype() -> None:
 def test_a_table_grown_in_generation_serves_training() -> None:
     model, ids = random_model(replace(SHAPE, context=4)), tokens(1, 1200)
     with torch.inference_mode():
-        cache = KVCache.for_model(model, 1, 1300)
+        cache = KVCache(model, 1, 1300)
         cache.prefill(model, ids, torch.tensor([1200]))
         decode(model, cache, torch.tensor([5]), torch.arange(1300))
     assert len(model.rotary.cos_N1E) >= 1300

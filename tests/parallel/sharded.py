@@ -130,7 +130,7 @@ def generated(mesh: Mesh, architecture: str, broken: str = "") -> float:
 @torch.inference_mode()
 def logits_of(model: Any) -> list[Tensor]:
     tokens_BT, lengths = batch(5)[0], torch.tensor([[9, 1, 4, 7, 2], [3, 8, 0, 9, 5]])
-    cache, found = KVCache.for_model(model, 5, T), []
+    cache, found = KVCache(model, 5, T), []
     for part, own in zip(tokens_BT.split(9, dim=1), lengths, strict=False):
         found.append(model.logits(cache.prefill(model, part, own)[own > 0]))
     return [*found, *(decode(model, cache, tokens_B, torch.arange(32)) for tokens_B in tokens_BT[:, -5:].T)]

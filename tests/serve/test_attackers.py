@@ -38,10 +38,7 @@ from tests.support.run_bench import ROOT
 from tests.support.serve_process import MODEL, Served, serving
 from tests.support.toy_engine import SENTENCES
 
-pytestmark = [
-    pytest.mark.campaign,
-    pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc"),
-]
+pytestmark = [pytest.mark.campaign, pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")]
 VICTIMS = 8
 SECONDS = 6.0
 MOST_LONGER = 0.1

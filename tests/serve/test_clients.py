@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from quern.generate.engine import Engine
-from quern.generate.reply import STOP_TOKENS
-from quern.generate.rows import Generation
+from quern.generate.reply import STOP_TOKENS, Generation
 from quern.serve.server import create_app
 from tests.support.http_server import running
 from tests.support.toy_engine import toy_engine

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -10,13 +9,11 @@ import jsonschema_rs
 import openai
 import pytest
 
-from quern.serve.requests.forms import Tool
-from quern.serve.requests.messages import ChatMessage, turns
-from quern.serve.server import create_app
-from tests.support.http_server import running
-from tests.support.toy_engine import toy_engine, toy_tokenizer
+from quern.serve.forms import Tool
+from quern.serve.schema import ChatMessage, turns
+from tests.serve.conftest import NAME
+from tests.support.toy_engine import toy_tokenizer
 
-NAME = "toy"
 HELLO: list[Any] = [{"role": "user", "content": "Weather in Köln?"}]
 CITY = {
     "type": "object",
@@ -28,19 +25,6 @@ CITY = {
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "Now.", "parameters": CITY}}
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 TOOLS: list[Any] = [WEATHER, CLOCK]
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    engine = toy_engine(context=512)
-    with running(create_app({NAME: engine})) as base:
-        yield base
-
-
-@pytest.fixture(scope="module")
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def test_a_reply_is_json_of_the_schema_whole_and_streamed(client: openai.OpenAI) -> None:
@@ -157,67 +141,3 @@ def test_a_model_that_may_not_call_does_not(client: openai.OpenAI) -> None:
     bound = client.chat.completions.create(**body, logit_bias={start: 100}, tool_choice="none", seed=2)
     assert bound.choices[0].message.tool_calls is None and bound.choices[0].finish_reason != "tool_calls"
     assert not hasattr(bound.choices[0].message, "parts")
-
-
-@pytest.mark.parametrize(
-    ("change", "words", "param"),
-    [
-        ({"response_format": {"type": "xml"}}, "it is {", "response_format.type"),
-        ({"response_format": {"type": "json_schema"}}, "which needs it", "response_format.json_schema"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strin"}}}},
-            "Invalid type: strin",
-            "response_format.json_schema.schema",
-        ),
-        (
-            {
-                "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY}},
-                "max_tokens": 5,
-            },
-            "ends within 5 tokens",
-            "response_format.json_schema.schema",
-        ),
-        ({"structured_outputs": {}}, "exactly one of", "structured_outputs"),
-        ({"structured_outputs": {"regex": "("}}, "unclosed group", "structured_outputs.regex"),
-        ({"tools": [{"type": "function"}]}, "Missing required parameter", "tools[0].function"),
-        ({"tools": [CLOCK, CLOCK]}, "two of them are called 'clock'", "tools"),
-        ({"tools": TOOLS, "tool_choice": "required", "max_tokens": 5}, "ends within 4 tokens", "tools"),
-        ({"tool_choice": "required"}, "there are no tools", "tool_choice"),
-        (
-            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "mill"}}},
-            "'mill' is none of the tools: weather, clock",
-            "tool_choice",
-        ),
-        (
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}]},
-            "Invalid type: x",
-            "tools[0].function.parameters",
-        ),
-        (
-            {"messages": [*HELLO, {"role": "tool", "content": "1", "tool_call_id": "a"}]},
-            "must be the id of a call",
-            "messages[1].tool_call_id",
-        ),
-        (
-            {
-                "messages": [
-                    *HELLO,
-                    {
-                        "role": "assistant",
-                        "tool_calls": [
-                            {"id": "a", "type": "function", "function": {"name": "clock", "arguments": "{"}}
-                        ],
-                    },
-                ]
-            },
-            "it is not JSON",
-            "messages[1].tool_calls[0].function.arguments",
-        ),
-        ({"messages": [*HELLO, {"role": "assistant"}]}, "send a text, or tool_calls", "messages[1].content"),
-    ],
-)
-def test_what_cannot_be_done_is_refused_by_name(url: str, change: dict[str, Any], words: str, param: str) -> None:
-    response = httpx.post(f"{url}/v1/chat/completions", json={"model": NAME, "messages": HELLO, **change})
-    assert response.status_code == 400, response.text
-    error = response.json()["error"]
-    assert words in error["message"] and error["param"] == param, error

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from quern.generate.engine import Engine
-from quern.generate.reply import Completion
 from quern.generate.sampling import Sampling
 from quern.serve.routes import MAX_BODY_BYTES
 from quern.text.chat import render_prompt, render_text
@@ -60,45 +59,41 @@ class Offline:
 
     def __init__(self) -> None:
         self._engine = Engine(model_of(small_recipe()), toy_tokenizer(), FP32)
+        self._tokenizer = self._engine.tokenizer
 
-    def _alone(self, prompt: list[int], max_tokens: int, **options: Any) -> Completion:
-        return self._engine.generate([prompt], max_tokens=max_tokens, **options)[0][0]
+    def _case(
+        self, path: str, body: dict[str, Any], prompt: list[int], sampled: dict[str, Any], **options: Any
+    ) -> Case:
+        most = body.get("max_tokens") or body["max_output_tokens"]
+        if options.get("bias"):
+            body["logit_bias"] = {str(token): bias for token, bias in NO_END.items()}
+        how = {
+            "sampling": Sampling(**{k: v for k, v in sampled.items() if k != "seed"}),
+            "seed": sampled.get("seed", 0),
+        }
+        [[own]] = self._engine.generate([prompt], max_tokens=most, **how, **options)
+        return Case(path, {"model": MODEL, **body, **sampled}, own.text, own.finish_reason, len(own.ids))
 
     def chat(self, said: str, most: int, sampled: dict[str, Any], schema: bool = False, ends: bool = True) -> Case:
         messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": said}]
-        body: dict[str, Any] = {"model": MODEL, "messages": messages, "max_tokens": most, **sampled, **USAGE}
+        body: dict[str, Any] = {"messages": messages, "max_tokens": most, **USAGE}
         if schema:
             body["response_format"] = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}}
-        if not ends:
-            body["logit_bias"] = {str(token): bias for token, bias in NO_END.items()}
-        form = self._engine.grammars.json(SCHEMA) if schema else None
-        prompt = render_prompt(self._engine.tokenizer, messages)
-        own = self._alone(prompt, most, form=form, bias={} if ends else NO_END, **options_of(sampled))
-        return Case(CHAT, body, own.text, own.finish_reason, len(own.ids))
+        form, bias = self._engine.grammars.json(SCHEMA) if schema else None, {} if ends else NO_END
+        return self._case(CHAT, body, render_prompt(self._tokenizer, messages), sampled, form=form, bias=bias)
 
     def text(self, said: str, most: int, sampled: dict[str, Any], pattern: str | None = None) -> Case:
-        body: dict[str, Any] = {"model": MODEL, "prompt": said, "max_tokens": most, **sampled, **USAGE}
-        form = None
-        if pattern is None:
-            body["logit_bias"] = {str(token): bias for token, bias in NO_END.items()}
-        else:
+        body: dict[str, Any] = {"prompt": said, "max_tokens": most, **USAGE}
+        options: dict[str, Any] = {"plain": True, "bias": NO_END}
+        if pattern is not None:
             body["structured_outputs"] = {"regex": pattern}
-            form = self._engine.grammars.regex(pattern)
-        prompt = render_text(self._engine.tokenizer, said)
-        bias = NO_END if pattern is None else {}
-        own = self._alone(prompt, most, plain=True, form=form, bias=bias, **options_of(sampled))
-        return Case(TEXT, body, own.text, own.finish_reason, len(own.ids))
+            options = {"plain": True, "form": self._engine.grammars.regex(pattern)}
+        return self._case(TEXT, body, render_text(self._tokenizer, said), sampled, **options)
 
     def response(self, said: str, most: int) -> Case:
-        body = {"model": MODEL, "input": said, "max_output_tokens": most, "temperature": 0, "stream": True}
-        prompt = render_prompt(self._engine.tokenizer, [{"role": "user", "content": said}])
-        own = self._alone(prompt, most, sampling=Sampling(0))
-        return Case(RESPONSES, body, own.text, own.finish_reason, len(own.ids))
-
-
-def options_of(sampled: dict[str, Any]) -> dict[str, Any]:
-    own = dict(sampled)
-    return {"seed": own.pop("seed", 0), "sampling": Sampling(**own)}
+        body = {"input": said, "max_output_tokens": most, "stream": True}
+        prompt = render_prompt(self._tokenizer, [{"role": "user", "content": said}])
+        return self._case(RESPONSES, body, prompt, {"temperature": 0})
 
 
 def cases(offline: Offline) -> list[Case]:

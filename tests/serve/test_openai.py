@@ -1,32 +1,21 @@
 """What OpenAI accepts is accepted, as the order of roles that models are trained on; errors name what was sent."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import jsonschema_rs
 import pytest
 
-from quern.serve.server import create_app
-from quern.serve.worker import Limits
 from quern.text.chat import render, render_prompt
-from tests.support.http_server import running
-from tests.support.toy_engine import toy_engine, toy_tokenizer
+from tests.serve.conftest import CHAT, RESPONSES, TEXT
+from tests.support.toy_engine import toy_tokenizer
 
-CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 TOKENIZER = toy_tokenizer()
 PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 SCHEMA = {**PARAMETERS, "additionalProperties": False}
 FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
 COUNT = {"type": "function", "function": {"name": "count", "parameters": SCHEMA}}
-IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with running(create_app({"toy": toy_engine(context=512, max_rows=32)}, limits=Limits(waiting=100))) as base:
-        yield base
 
 
 def post(url: str, path: str, body: dict[str, Any]) -> httpx.Response:
@@ -131,68 +120,3 @@ def _reply(response: httpx.Response, stream: bool) -> tuple[str, str, str]:
     calls = [one["function"]["arguments"] for message in told for one in message.get("tool_calls", ())]
     text = "".join(message.get("content") or "" for message in told)
     return text, "".join(calls), choices[-1]["finish_reason"]
-
-
-WRONG_FORM = {"format": {"type": "json_schema", "name": "n", "schema": {"type": "strin"}}}
-ITEM = {"type": "function_call", "call_id": "c", "name": "now", "arguments": "{}"}
-ERRORS: list[tuple[str, dict[str, Any], str, str]] = [
-    (CHAT, {"messages": [said("user", ["?", IMAGE])]}, "Invalid value", "messages[0].content[0]"),
-    (
-        CHAT,
-        {"messages": [said("user", [{"type": "text", "text": "?"}, IMAGE])]},
-        "'image_url' is not supported, use 'text'",
-        "messages[0].content[1].type",
-    ),
-    (CHAT, {"messages": [said("critic", "?")]}, "'critic' is not supported, use 'system'", "messages[0].role"),
-    (CHAT, {"messages": [said("user", {"a": 1})]}, "valid string", "messages[0].content"),
-    (CHAT, {"structured_outputs": {"regex": "a{50}"}, "max_tokens": 5}, "within 5", "structured_outputs.regex"),
-    (TEXT, {"structured_outputs": {"choice": ["a" * 60]}, "max_tokens": 5}, "within 5", "structured_outputs.choice"),
-    (CHAT, {"response_format": {"type": "json_object"}, "max_tokens": 1}, "within 1", "response_format"),
-    (RESPONSES, {"text": WRONG_FORM}, "'text.format.schema': Invalid type: strin", "text.format.schema"),
-    (RESPONSES, {"text": {"format": {**FORM}}}, "Missing required parameter: 'text.format.name'", "text.format.name"),
-    (RESPONSES, {"text": {"format": {"type": "xml"}}}, "'xml' is not supported", "text.format.type"),
-    (RESPONSES, {"input": "x" * 600}, "'input' already takes", "input"),
-    (RESPONSES, {"tools": [COUNT]}, "'tools[0].name'", "tools[0].name"),
-    (RESPONSES, {"tools": [{"type": "web_search"}]}, "'web_search' is not supported, use 'func", "tools[0].type"),
-    (
-        RESPONSES,
-        {"tools": [{"type": "function", "name": "f", "parameters": {"type": "x"}}]},
-        "'tools[0].parameters': Invalid type: x",
-        "tools[0].parameters",
-    ),
-    (RESPONSES, {"input": [said("user", "?"), {**ITEM, "arguments": "{"}]}, "not JSON", "input[1].arguments"),
-    (
-        RESPONSES,
-        {"instructions": "S", "input": [said("user", "?"), ITEM, {**ITEM, "arguments": "{"}]},
-        "'input[2].call_id': another call",
-        "input[2].call_id",
-    ),
-    (RESPONSES, {"input": [said("user", "?"), ITEM, said("user", "?")]}, "has no output yet", "input[2]"),
-    (RESPONSES, {"input": [said("user", "?"), ITEM]}, "Invalid value for 'input': the call 'c'", "input"),
-    (RESPONSES, {"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "Missing", "input[0].arguments"),
-    (
-        RESPONSES,
-        {"instructions": "S", "input": [{"type": "function_call_output", "call_id": "x", "output": "1"}]},
-        "'input[0].call_id'",
-        "input[0].call_id",
-    ),
-    (
-        RESPONSES,
-        {"input": [said("user", [{"type": "input_image", "image_url": "data:,"}])]},
-        "'input_image' is not supported",
-        "input[0].content[0].type",
-    ),
-    (RESPONSES, {"text": {"format": {**WRONG_FORM["format"], "schema": SCHEMA}}, "max_output_tokens": 3}, "within 3",
-     "text.format.schema"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("path", "change", "words", "param"), ERRORS)
-def test_an_error_names_the_field_that_was_sent(
-    url: str, path: str, change: dict[str, Any], words: str, param: str
-) -> None:
-    response = post(url, path, change)
-    error = response.json()["error"]
-    assert response.status_code == 400 and error["param"] == param and words in error["message"], error
-    if path == RESPONSES:
-        assert "messages" not in error["message"] and "response_format" not in error["message"]

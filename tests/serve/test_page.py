@@ -46,6 +46,9 @@ def test_every_file_of_the_page_is_served_and_nothing_else() -> None:
             answer = httpx.get(f"{url}/{path}")
             assert answer.content == file.read_bytes(), path
             assert answer.headers["content-type"].startswith(MEDIA_TYPES[file.suffix].split(";")[0])
+            assert answer.headers["content-security-policy"].startswith("default-src 'self';")
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert answer.headers["x-request-id"].startswith("req_")
             # The page's own files name no other host and set no markup.
             if file.parent == WEB and file.suffix != ".svg":
                 assert "https://" not in answer.text and "innerHTML" not in answer.text, path

@@ -11,7 +11,6 @@ import re
 import signal
 import sys
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +29,7 @@ from quern.text.chat import render_prompt
 from tests.support.llama_run import FP32, model_of
 from tests.support.serve_process import MODEL, Served, serving, small_recipe
 from tests.support.toy_engine import SENTENCES, toy_tokenizer
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="--replicas needs Linux")
 NO_END = {token: -100.0 for token in toy_tokenizer().special_ids.values()}
@@ -146,10 +146,7 @@ def test_a_killed_replica_is_started_again_and_the_other_one_answers(served: Ser
     for _ in range(6):
         assert ask(served, SENTENCES[0]).json()["choices"][0]["message"]["content"] == expected
     assert "replica 0 ended with code -9; it is started again" in served.log()
-    deadline = time.monotonic() + 120
-    while own_ports(served) == ports:
-        assert time.monotonic() < deadline, served.log()
-        time.sleep(0.1)
+    until(lambda: own_ports(served) != ports, 120)
     after = processes(served)
     assert after[0] != before[0] and after[1] == before[1]
     assert httpx.get(f"http://127.0.0.1:{own_ports(served)[0]}/health", timeout=60).json() == {"status": "ok"}

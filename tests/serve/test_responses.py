@@ -1,40 +1,20 @@
 """`/v1/responses` as OpenAI's own client sees it: the chat's answer in another shape, whole = streamed."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import jsonschema_rs
 import openai
 import pytest
 
 from quern.generate.engine import Engine
 from quern.serve.server import create_app
+from tests.serve.conftest import NAME
 from tests.support.http_server import running
-from tests.support.toy_engine import toy_engine
 
-NAME = "toy"
 PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 TOOL: Any = {"type": "function", "name": "count", "parameters": {**PARAMETERS, "additionalProperties": False}}
 FORM = {"type": "json_schema", "name": "n", "schema": {**PARAMETERS, "additionalProperties": False}, "strict": True}
-
-
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    return toy_engine(context=512)
-
-
-@pytest.fixture(scope="module")
-def url(engine: Engine) -> Iterator[str]:
-    with running(create_app({NAME: engine})) as base:
-        yield base
-
-
-@pytest.fixture(scope="module")
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def test_the_text_is_the_chat_s(client: openai.OpenAI) -> None:
@@ -86,24 +66,6 @@ def test_stream_equals_non_stream(client: openai.OpenAI, more: dict[str, Any]) -
         assert client.responses.create(model=NAME, input=items, tools=[TOOL], max_output_tokens=20).output is not None
     elif more:
         jsonschema_rs.validator_for(PARAMETERS).validate(json.loads(text))
-
-
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"input": []}, "input"),
-        ({"temperature": 3.0}, "temperature"),
-        ({"background": True}, "background"),
-        ({"reasoning": {"effort": "low"}}, "reasoning"),
-        ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
-        ({"model": "gpt-4"}, "model"),
-        ({"input": [{"type": "function_call_output", "call_id": "x", "output": "1"}]}, "input[0].call_id"),
-    ],
-)
-def test_what_cannot_be_done_is_refused_by_name(url: str, change: dict[str, Any], param: str) -> None:
-    response = httpx.post(f"{url}/v1/responses", json={"model": NAME, "input": "Hello?", **change})
-    assert response.status_code in (400, 404) and response.json()["error"]["param"] == param, response.text
 
 
 def test_a_failing_engine_ends_a_stream_with_response_failed(engine: Engine) -> None:

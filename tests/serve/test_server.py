@@ -16,45 +16,23 @@ import pytest
 from torch import nn
 
 from quern.generate.engine import Engine
-from quern.generate.reply import Completion, Delta
-from quern.generate.rows import Event, Generation
+from quern.generate.reply import Completion, Delta, Event, Generation
 from quern.generate.sampling import Sampling
 from quern.serve.answers import Chat
 from quern.serve.gate.frontier import Gate, Keys
 from quern.serve.gate.hosts import Hosts, host_name
-from quern.serve.requests.schema import ChatRequest, parse_request
 from quern.serve.routes import MAX_BODY_BYTES, MAX_MARKS, marks
+from quern.serve.schema import ChatRequest, parse_request
 from quern.serve.server import LOOPBACK, create_app, listen
 from quern.serve.worker import Limits
 from quern.text.chat import render_prompt
+from tests.serve.conftest import CHAT, CONTEXT, HELLO, NAME
 from tests.support.http_server import running
 from tests.support.toy_engine import toy_engine, toy_tokenizer
+from tests.support.waiting import until
 
-NAME = "toy"
-HELLO: list[Any] = [{"role": "user", "content": "Grüß dich 👋🏽"}]
-CONTEXT = 256
 NO_END = {str(token): -100 for token in toy_tokenizer().special_ids.values()}
 """Bias of a reply that ends at max_tokens only."""
-
-
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    return toy_engine(context=CONTEXT)
-
-
-@pytest.fixture(scope="module")
-def url(engine: Engine) -> Iterator[str]:
-    with running(create_app({NAME: engine})) as base:
-        yield base
-
-
-@pytest.fixture(scope="module")
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-CHAT = "/v1/chat/completions"
 
 
 def post(url: str, body: Any = None, **more: Any) -> httpx.Response:
@@ -120,14 +98,7 @@ def test_every_field_of_sampling_reaches_the_engine(client: openai.OpenAI, engin
 
 @pytest.mark.parametrize("seed", range(4))
 def test_stream_equals_non_stream(client: openai.OpenAI, seed: int) -> None:
-    body: dict[str, Any] = {
-        "model": NAME,
-        "messages": HELLO,
-        "seed": seed,
-        "max_tokens": 40,
-        "n": 2,
-        "stop": ["e"],
-    }
+    body: dict[str, Any] = {"model": NAME, "messages": HELLO, "seed": seed, "max_tokens": 40, "n": 2, "stop": ["e"]}
     whole = client.chat.completions.create(**body)
     texts, ends, used, identifiers = ["", ""], ["", ""], [], set()
     chunks = list(client.chat.completions.create(**body, stream=True, stream_options={"include_usage": True}))
@@ -186,11 +157,7 @@ def test_seed_and_choices(client: openai.OpenAI) -> None:
 
 def test_an_answer_can_be_sent_back(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model=NAME, messages=HELLO, max_tokens=12)
-    more: list[Any] = [
-        *HELLO,
-        answer.choices[0].message,
-        {"role": "user", "content": [{"type": "text", "text": "?"}]},
-    ]
+    more: list[Any] = [*HELLO, answer.choices[0].message, {"role": "user", "content": [{"type": "text", "text": "?"}]}]
     client.chat.completions.create(model=NAME, messages=more, max_completion_tokens=3)
     system: list[Any] = [{"role": "developer", "content": "Be brief."}, *HELLO]
     client.chat.completions.create(model=NAME, messages=system, max_completion_tokens=3)
@@ -239,86 +206,8 @@ def test_a_prompt_too_long_is_a_400_with_the_numbers(client: openai.OpenAI, stre
     assert body["n_ctx"] == CONTEXT and body["n_prompt_tokens"] > 400
 
 
-@pytest.mark.parametrize(
-    ("change", "words", "param"),
-    [
-        ({"foo": 1}, "Unknown parameter: 'foo'", "foo"),
-        ({"messages": None}, "Invalid value for 'messages'", "messages"),
-        (
-            {"messages": [{"role": "user", "content": 3}]},
-            "Invalid value for 'messages[0].content'",
-            "messages[0].content",
-        ),
-        ({"messages": []}, "send at least one message", "messages"),
-        (
-            {"messages": [{"role": "user"}]},
-            "a user message has 'content'",
-            "messages[0]",
-        ),
-        (
-            {"messages": [{"role": "tool", "content": ""}]},
-            "must be the id of a call",
-            "messages[0].tool_call_id",
-        ),
-        ({"messages": [{"role": "user", "content": "", "x": 1}]}, "Unknown parameter", "messages[0].x"),
-        ({"temperature": 2.5}, "Invalid value for 'temperature'", "temperature"),
-        ({"temperature": "hot"}, "Invalid value for 'temperature'", "temperature"),
-        ({"top_p": -0.1}, "Invalid value for 'top_p'", "top_p"),
-        ({"top_k": -1}, "Invalid value for 'top_k'", "top_k"),
-        ({"min_p": 1.5}, "Invalid value for 'min_p'", "min_p"),
-        ({"max_tokens": 0}, "Invalid value for 'max_tokens'", "max_tokens"),
-        ({"max_tokens": 1.5}, "Invalid value for 'max_tokens'", "max_tokens"),
-        ({"n": 1000}, "Invalid value for 'n'", "n"),
-        ({"stop": ["a", "b", "c", "d", "e"]}, "up to 4 of them", "stop"),
-        ({"stop": ""}, "each of 1 to 200 characters", "stop"),
-        ({"stop": ["a", ""]}, "each of 1 to 200 characters", "stop[1]"),
-        ({"seed": 2**70}, "Invalid value for 'seed'", "seed"),
-        ({"stream": "yes"}, "Invalid value for 'stream'", "stream"),
-        ({"stream_options": {"include_usage": True}}, "only allowed when 'stream' is true", "stream_options"),
-        ({"logprobs": 3}, "Invalid value for 'logprobs'", "logprobs"),
-        ({"top_logprobs": 3}, "only allowed when 'logprobs' is true", "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "Invalid value for 'top_logprobs'", "top_logprobs"),
-        ({"presence_penalty": 2.5}, "Invalid value for 'presence_penalty'", "presence_penalty"),
-        ({"logit_bias": {"x": 1}}, "give token ids with numbers", "logit_bias.x"),
-        ({"logit_bias": {"5": 101}}, "give token ids with numbers", "logit_bias.5"),
-        ({"logit_bias": {"99999": 1}}, "99999 is no token", "logit_bias"),
-        ({"stop_token_ids": [-1]}, "-1 is no token", "stop_token_ids"),
-        ({"model": 5}, "Invalid value for 'model'", "model"),
-        ({"\ud800": 5}, "Unknown parameter: ", "\ud800"),
-    ],
-)
-def test_bad_parameters_are_400s_that_name_them(
-    url: str, change: dict[str, Any], words: str, param: str | None
-) -> None:
-    check_error(post(url, ask(**change)), 400, words, param)
-
-
-def test_a_missing_parameter(url: str) -> None:
-    check_error(post(url, {"messages": HELLO}), 400, "Missing required parameter: 'model'", "model")
-
-
-@pytest.mark.parametrize("known", [{"user": "me"}, {"logit_bias": {}}, {"presence_penalty": 0}, {"stop": None}])
-def test_parameters_that_ask_for_nothing_are_accepted(url: str, known: dict[str, Any]) -> None:
-    assert post(url, ask(**known)).status_code == 200
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"7",
-        b"\xff",
-        b"[" * 200_000,
-        b"[" * 10_000,
-        b'{"temperature": NaN}',
-        b'{"n": ' + b"9" * 5000 + b"}",
-    ],
-)
-def test_bodies_that_are_no_request(url: str, body: bytes) -> None:
-    response = post(url, body)
-    assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
+def test_parameters_that_ask_for_nothing_are_accepted(url: str) -> None:
+    assert post(url, ask(user="me", logit_bias={}, presence_penalty=0, stop=None)).status_code == 200
 
 
 def full(head: str, item: str, tail: str) -> bytes:
@@ -380,21 +269,6 @@ def test_what_takes_long_runs_between_two_steps_of_the_engine(url: str, monkeypa
     assert threads[:1] + threads[-2:] == ["quern-engines"] * 3 and len(threads) == 4
 
 
-def test_wrong_media_types_sizes_paths_and_methods(url: str) -> None:
-    check_error(post(url, ask(), headers={"content-type": "text/plain"}), 415, "as JSON")
-    check_error(post(url, b" " * (MAX_BODY_BYTES + 1)), 413, "larger than")
-    check_error(httpx.get(f"{url}/v1/nothing"), 404, "There is nothing at /v1/nothing")
-    check_error(httpx.get(f"{url}/v1/chat/completions"), 405, "GET is not allowed")
-    for path in (
-        "/../pyproject.toml",
-        "/%2e%2e/server.py",
-        "/..%2fserver.py",
-        "/app.js/../server.py",
-        "/server.py",
-    ):
-        assert httpx.get(url + path).status_code == 404, path
-
-
 def test_no_access_from_other_origins_or_by_other_names(url: str) -> None:
     response = httpx.options(f"{url}/v1/models", headers={"origin": "http://evil.example"})
     assert not [name for name in response.headers if name.startswith("access-control")]
@@ -436,13 +310,7 @@ def test_a_file_without_good_keys_is_refused(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("header", "name"),
-    [
-        ("a.example:80", "a.example"),
-        ("LOCALHOST", "localhost"),
-        ("[::1]:8000", "::1"),
-        ("[::1]", "::1"),
-        ("", ""),
-    ],
+    [("a.example:80", "a.example"), ("LOCALHOST", "localhost"), ("[::1]:8000", "::1"), ("[::1]", "::1"), ("", "")],
 )
 def test_host_names(header: str, name: str) -> None:
     assert host_name(header) == name
@@ -485,16 +353,6 @@ def test_an_address_that_cannot_be_had_names_the_flag() -> None:
             listen("127.0.0.1", port)
 
 
-def test_the_page_and_its_headers(url: str) -> None:
-    for path, media_type in (("/", "text/html"), ("/app.js", "text/javascript"), ("/base.css", "text/css")):
-        response = httpx.get(url + path)
-        assert response.status_code == 200 and response.headers["content-type"].startswith(media_type)
-        assert response.headers["content-security-policy"].startswith("default-src 'self';")
-        assert response.headers["x-content-type-options"] == "nosniff"
-        assert response.headers["x-request-id"].startswith("req_")
-        assert "innerHTML" not in response.text and "https://" not in response.text
-
-
 class Steps:
     """Counts the decode steps of a model, and makes each of them slow enough to be interrupted."""
 
@@ -515,15 +373,6 @@ def slow(engine: Engine) -> Iterator[Steps]:
     steps.handle.remove()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 20) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.01)
-    return False
-
-
 def settled(steps: Steps) -> bool:
     before = steps.count
     time.sleep(0.3)
@@ -537,10 +386,10 @@ def test_a_client_that_leaves_stops_the_generation(url: str, slow: Steps, stream
     with socket.create_connection((host, int(port))) as connection:
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
         connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        assert wait_until(lambda: slow.count > 3)
-    assert wait_until(lambda: settled(slow)), "the engine went on for a client that had left"
+        until(lambda: slow.count > 3)
+    until(lambda: settled(slow))  # it does not go on for a client that has left
     assert slow.count < 150
-    assert wait_until(lambda: 'num_requests_running{model_name="toy"} 0.0' in httpx.get(f"{url}/metrics").text)
+    until(lambda: 'num_requests_running{model_name="toy"} 0.0' in httpx.get(f"{url}/metrics").text)
     assert post(url, ask(max_tokens=2)).status_code == 200
 
 
@@ -553,7 +402,7 @@ def test_the_event_loop_stays_free_and_requests_wait_in_line(url: str, slow: Ste
     threads = [threading.Thread(target=one, args=(seed,)) for seed in range(4)]
     for thread in threads:
         thread.start()
-    assert wait_until(lambda: slow.count > 1)
+    until(lambda: slow.count > 1)
     start = time.monotonic()
     assert httpx.get(f"{url}/health").status_code == 200
     assert time.monotonic() - start < 2
@@ -641,7 +490,7 @@ def test_stopping_the_server_ends_what_is_running(engine: Engine, slow: Steps) -
     with running(app) as base:
         thread = threading.Thread(target=one, args=(base,))
         thread.start()
-        assert wait_until(lambda: slow.count > 2)
+        until(lambda: slow.count > 2)
     thread.join(20)
     assert results and not thread.is_alive()
-    assert wait_until(lambda: threading.active_count() <= threads_before), threading.enumerate()
+    until(lambda: threading.active_count() <= threads_before)

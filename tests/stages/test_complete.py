@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from quern import compiler
-from quern.chat.commands import COMPLETING, HELP
+from quern.chat.commands import COMPLETING, HELP, talk
 from quern.chat.conversation import Conversation
-from quern.chat.talk import talk
 from quern.cli import main
 from quern.generate.engine import Engine
-from quern.generate.rows import Event
+from quern.generate.reply import Event
 from quern.generate.sampling import Sampling
 from quern.model.context import CausalContext
 from quern.stages import evaluate

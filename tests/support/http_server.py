@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from quern.serve.server import configure
 
 
 @contextmanager
-def running(app: FastAPI, **more: Any) -> Iterator[str]:
+def running(app: Starlette, **more: Any) -> Iterator[str]:
     """Yields the base URL, "http://127.0.0.1:PORT"; stops the server afterwards. more: as in `configure`."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

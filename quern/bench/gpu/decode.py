@@ -42,7 +42,7 @@ def decoding(bench: GpuBench) -> Iterator[Figure]:
         bench.check_time()
         if machine.compile:
             compiled.warm_up(rows)
-        cache = KVCache.for_model(model, rows, capacity)
+        cache = KVCache(model, rows, capacity)
         numbers = torch.Generator().manual_seed(bench.seed)
         tokens = torch.randint(model.embedding.num_embeddings, (rows, prompt), generator=numbers).to(machine.device)
         cache.prefill(model, tokens, torch.full((rows,), prompt, device=machine.device), machine.attention)

@@ -1,16 +1,65 @@
-"""The pool of workers, and the choice of the tier."""
+"""The host's side: guest processes, each of which runs one program at a time, and their pool.
+
+Open files and limits go to a guest, a verdict comes back. Texts and output are memory files, whose size RLIMIT_FSIZE
+bounds, so that no pipe can fill up and block the host.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import os
+import platform
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from math import ceil
 from queue import SimpleQueue
-from typing import Self
+from typing import Any, Self
 
-from quern.generate.sandbox.program import Limits, Outcome, Program, SandboxError
-from quern.generate.sandbox.tiers import HOW, TIERS, check_machine
-from quern.generate.sandbox.worker import Worker
+from quern.generate.sandbox.program import Limits, Outcome, Program, Reason, SandboxError
+from quern.generate.sandbox.tiers import ENVIRONMENT, HOW, TIERS
 from quern.ranges import Few, refuse_outside
+
+PATIENCE = 60.0
+"""Seconds for the guest to start, or to end a program."""
+MOST_VERDICT = 1 << 20
+
+PROBE = Program(
+    """
+import os, socket, threading, time
+def start_threads():
+    threading.stack_size(1 << 16)
+    for _ in range(MOST + 1):
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+doors = {
+    "process": lambda: os.fork() or os._exit(0),
+    "socket": socket.socket,
+    "signal": lambda: os.kill(os.getppid(), 0),
+    "file": lambda: open("/etc/passwd"),
+    "new file": lambda: os.open("/", os.O_TMPFILE | os.O_WRONLY),
+    "/proc": lambda: os.listdir("/proc"),
+    "threads": start_threads,
+}
+def is_open(door):
+    try:
+        doors[door]()
+        return True
+    except (OSError, RuntimeError):
+        return False
+def open_doors():
+    return [door for door in doors if is_open(door)]
+""".replace("MOST", str(Limits.threads)),
+    "doors = program.open_doors()\nassert not doors, doors",
+)
+"""A program that finds every door closed in a sandbox that works."""
 
 
 class Sandbox:
@@ -33,15 +82,17 @@ class Sandbox:
         refuse_outside(Few, workers, "workers")
         if tier is not None and tier not in TIERS:
             raise ValueError(f"no tier {tier!r}: the tiers are {', '.join(TIERS)}")
+        if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+            here = f"{sys.platform} {platform.machine()}"  # the guest has no system call numbers for it
+            raise SandboxError(f"the sandbox runs on Linux, x86_64 or aarch64, not on {here}")
         self.limits = limits or Limits()
         # A guest dies with the thread that starts it, and these threads live as long as the sandbox.
         self._threads = ThreadPoolExecutor(workers, "sandbox")
         self._idle: SimpleQueue[Worker] = SimpleQueue()
         self._workers: list[Worker] = []
         try:
-            check_machine()
             self.tier = self._first_that_works([tier] if tier else list(TIERS))
-            for worker in self._threads.map(lambda _: Worker(self.tier, TIERS[self.tier]), range(workers - 1)):
+            for worker in self._threads.map(Worker, [self.tier] * (workers - 1)):
                 self._add(worker)
         except BaseException:
             self.close()
@@ -51,7 +102,7 @@ class Sandbox:
         reasons = []
         for tier in tiers:
             try:
-                self._add(self._threads.submit(Worker, tier, TIERS[tier]).result())
+                self._add(self._threads.submit(Worker, tier).result())
                 return tier
             except SandboxError as error:
                 reasons.append(f"{tier}: {error}")
@@ -87,3 +138,141 @@ class Sandbox:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Worker:
+    """A guest, which dies with the thread that makes the worker. Raises SandboxError for one that does not confine."""
+
+    def __init__(self, tier: str) -> None:
+        self.tier = tier
+        self._start()
+
+    def _start(self) -> None:
+        command = TIERS[self.tier]()
+        self._resources = ExitStack()
+        self._host, guest = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._host.settimeout(PATIENCE)
+        self._resources.callback(self._host.close)
+        self._errors = self._resources.enter_context(_memory_file())
+        with guest:
+            process = subprocess.Popen(
+                command,
+                stdin=guest.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                env=ENVIRONMENT,
+                cwd="/",
+                start_new_session=True,
+            )
+        self._resources.callback(process.wait)
+        self._resources.callback(process.kill)
+        try:
+            self._probe()
+        except BaseException:
+            self.close()
+            raise
+
+    def _probe(self) -> None:
+        try:
+            if self._host.recv(16) != b"ready":
+                raise ConnectionError
+            outcome = self._attempt(PROBE, Limits())
+        except OSError:
+            raise SandboxError(self._last_error()) from None
+        if not outcome.passed:
+            why = " ".join(outcome.stderr.splitlines()[-1:]) or outcome.reason
+            raise SandboxError(f"a program is not confined: {why}")
+
+    def _last_error(self) -> str:
+        lines = os.pread(self._errors, 1 << 20, 0).decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "the guest does not answer"
+
+    def close(self) -> None:
+        """Kills the guest and all that runs in it."""
+        self._resources.close()
+
+    def run(self, program: Program, limits: Limits) -> Outcome:
+        """Runs a program. A guest that is lost is started again, once for each program.
+
+        Raises:
+            SandboxError: The guest does not confine programs, or does not start again.
+        """
+        for _ in range(2):
+            try:
+                return self._attempt(program, limits)
+            except OSError:
+                self.close()
+                self._start()
+        return Outcome(False, "killed", "", "the sandbox's process ended", 0.0, self.tier)
+
+    def _attempt(self, program: Program, limits: Limits) -> Outcome:
+        end = secrets.token_hex(16)
+        with ExitStack() as stack:
+            source, check, stdout, stderr = (stack.enter_context(_memory_file()) for _ in range(4))
+            os.write(source, json.dumps({"source": program.source, "end": end}).encode())
+            os.write(check, json.dumps({"check": program.check, "end": end}).encode())
+            reader, writer = os.pipe()
+            stack.callback(os.close, reader)
+            started = time.monotonic()
+            try:
+                order = json.dumps(asdict(limits)).encode()
+                socket.send_fds(self._host, [order], [source, stdout, stderr, check, writer])
+            finally:
+                os.close(writer)
+            data, in_time = _read(reader, started + limits.seconds)
+            seconds = time.monotonic() - started
+            confined, _, verdict = data.partition(b"\n")
+            found = json.loads(verdict) if verdict.endswith(b"}") and in_time else None
+            ended = self._end("gone" if found and found["reason"] == "gone" else "end")
+            if in_time and confined != b"confined":
+                raise SandboxError(f"the sandbox failed: {self._last_error()}")
+            most = limits.output_kilobytes * 1024
+            printed = max(os.fstat(file).st_size for file in (stdout, stderr))
+            texts = [os.pread(file, most, 0).decode(errors="replace") for file in (stdout, stderr)]
+        reason = "output" if printed > most else _reason(found, ended, limits, in_time)
+        texts[1] += found["text"] if found else ""
+        return Outcome(reason == "passed", reason, texts[0], texts[1], seconds, self.tier)
+
+    def _end(self, word: str) -> Any:
+        """Ends the processes of the program and of the check. Word and answer: see `guest/zygote.py`."""
+        self._host.send(word.encode())
+        answer = self._host.recv(1 << 16)
+        if not answer:
+            raise ConnectionError("the guest ended")
+        return json.loads(answer)
+
+
+def _reason(found: dict[str, Any] | None, ended: Any, limits: Limits, in_time: bool) -> Reason:
+    if found and found["reason"] != "gone":
+        return found["reason"]
+    (code, cpu_seconds), (check_code, check_cpu_seconds) = ended
+    spent = max(cpu_seconds, check_cpu_seconds) >= ceil(limits.cpu_seconds)
+    if not in_time or spent or -signal.SIGXCPU in (code, check_code):
+        return "timeout"
+    if found is None:  # the check's process ended without a verdict
+        return "failed"
+    if code is None:  # it closed its files, and runs on
+        return "exception"
+    return "killed" if code < 0 else "exit"
+
+
+@contextmanager
+def _memory_file() -> Iterator[int]:
+    file = os.memfd_create("sandbox")
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _read(reader: int, deadline: float) -> tuple[bytes, bool]:
+    """Reads a pipe to its end. Returns what came until the deadline, and whether the end did."""
+    poll, data = select.poll(), b""
+    poll.register(reader, select.POLLIN)
+    while (left := deadline - time.monotonic()) > 0 and len(data) < MOST_VERDICT:
+        if poll.poll(1000 * left):
+            part = os.read(reader, 1 << 16)
+            if not part:
+                return data, True
+            data += part
+    return data, False

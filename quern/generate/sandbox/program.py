@@ -26,41 +26,32 @@ class Program:
     the program never sees the check's text. A change that the function makes to an argument does not come back. An
     exception of the function is raised in the check, where `except` finds it by the name of the built-in exception that
     it is or inherits from; to Python's own code, such as a loop, it is not that exception.
-
-    Args:
-        source: Python source. Nobody needs to trust it.
-        check: Python source that raises an exception if the program is wrong: `assert program.add(1, 2) == 3`. An
-            empty check accepts every program that reaches its end. That is the program's own word: a program that
-            looks for the sandbox's code in its own memory can claim its end early. Only a check's verdict is out of
-            its reach.
     """
 
     source: str
+    """Python source. Nobody needs to trust it."""
     check: str = ""
+    """Python source that raises an exception if the program is wrong: `assert program.add(1, 2) == 3`. An empty check
+    accepts every program that reaches its end. That is the program's own word: a program that looks for the sandbox's
+    code in its own memory can claim its end early. Only a check's verdict is out of its reach."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of each program. The check runs under the same limits, in its own process.
-
-    Args:
-        seconds: Wall clock, from the order to the verdict.
-        cpu_seconds: CPU time, rounded up to whole seconds.
-        memory_megabytes: Address space, of which the interpreter has about 30 MB and each thread 8 MB or more.
-        file_megabytes: The largest file, and the size of the program's own /tmp.
-        output_kilobytes: The most that a program may print to each of stdout and stderr.
-        threads: Threads, besides the first. A program cannot start processes.
-
-    Raises:
-        ValueError: A limit is outside its range.
-    """
+    """Limits of each program, and in its own process of the check. Raises ValueError for one outside its range."""
 
     seconds: Amount = 10.0
+    """Wall clock, from the order to the verdict."""
     cpu_seconds: Amount = 5.0
+    """CPU time, rounded up to whole seconds."""
     memory_megabytes: Annotated[int, Interval(ge=32, le=10**6)] = 512
+    """Address space, of which the interpreter has about 30 MB and each thread 8 MB or more."""
     file_megabytes: Annotated[int, Interval(ge=1, le=1000)] = 16
+    """The largest file, and the size of the program's own /tmp."""
     output_kilobytes: Annotated[int, Interval(ge=1, le=1000)] = 64
+    """The most that a program may print to each of stdout and stderr."""
     threads: Annotated[int, Interval(ge=0, le=1000)] = 16
+    """Threads, besides the first. A program cannot start processes."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -69,22 +60,19 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one program.
-
-    Args:
-        passed: The program ran to its end without an exception, and its check raised none.
-        reason: "passed"; "failed": the check raised an exception of its own; "exception": the program raised one;
-            "exit": the program ended itself before its end; "timeout": too much wall clock or CPU time; "memory";
-            "output": it printed too much; "killed": a signal ended it.
-        stdout: The program's output, cut at the limit. The check's is discarded.
-        stderr: The program's output, then the traceback of the program or of its check.
-        seconds: Wall clock.
-        tier: The tier that confined the program.
-    """
+    """The result of one program."""
 
     passed: bool
+    """The program ran to its end without an exception, and its check raised none."""
     reason: Reason
+    """"passed"; "failed": the check raised an exception of its own; "exception": the program raised one; "exit": the
+    program ended itself before its end; "timeout": too much wall clock or CPU time; "memory"; "output": it printed too
+    much; "killed": a signal ended it."""
     stdout: str
+    """The program's output, cut at the limit. The check's is discarded."""
     stderr: str
+    """The program's output, then the traceback of the program or of its check."""
     seconds: float
+    """Wall clock."""
     tier: str
+    """The tier that confined the program."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shutil
 import sys
 from collections.abc import Callable
@@ -21,6 +20,13 @@ PYTHON = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
 ENVIRONMENT = {"PYTHONHASHSEED": "0"}
 """The environment of the guest, and none of its programs: with it, sets have the same order in every run."""
 HOW = "install bubblewrap (Debian: apt install bubblewrap), on Linux 5.13 or later; root without capabilities cannot"
+START = """
+import os, sys
+os.environ.clear()
+sys.path.append(sys.argv[1])
+from guest.zygote import main
+main(*sys.argv[2:])
+"""
 
 
 def libraries() -> list[str]:
@@ -31,22 +37,13 @@ def libraries() -> list[str]:
     return sorted({str(folder) for folder in folders if folder.is_dir()})
 
 
-START = """
-import os, sys
-os.environ.clear()
-sys.path.append(sys.argv[1])
-from guest.zygote import main
-main(*sys.argv[2:])
-"""
-
-
 def _python(tier: str, path: str) -> list[str]:
     """The command of the guest, whose package `guest` is in the folder `path`."""
     return [str(PYTHON), *"-s -S -P -B -u -X utf8 -c".split(), START, path, tier, json.dumps(libraries())]
 
 
 def bubblewrap() -> list[str]:
-    """Command of the tier "bubblewrap". Raises SandboxError if bwrap is not installed."""
+    """The command of the tier "bubblewrap". Raises SandboxError if bwrap is not installed."""
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise SandboxError("bwrap is not installed")
@@ -56,9 +53,8 @@ def bubblewrap() -> list[str]:
     command += ["--cap-add", "CAP_SYS_ADMIN", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     command += [] if os.geteuid() == 0 else ["--unshare-user"]
     bound = {path: path for path in (*libraries(), str(PYTHON))} | {"/sandbox/guest": str(GUEST)}
-    parents = {parent for path in (*bound, "/dev/null") for parent in Path(path).parents}
-    for parent in sorted(parents):  # by itself, bwrap makes them for root alone
-        command += ["--perms", "0755", "--dir", str(parent)]
+    for parent in sorted({parent for path in (*bound, "/dev/null") for parent in Path(path).parents}):
+        command += ["--perms", "0755", "--dir", str(parent)]  # by itself, bwrap makes them for root alone
     for path, source in bound.items():
         command += ["--ro-bind", source, path]
     # Not /dev/urandom, which would be writable: os.urandom is a system call.
@@ -67,14 +63,8 @@ def bubblewrap() -> list[str]:
 
 
 def landlock() -> list[str]:
-    """Command of the tier "landlock". The guest itself finds out whether the kernel has it."""
+    """The command of the tier "landlock". The guest itself finds out whether the kernel has it."""
     return _python("landlock", str(GUEST.parent))
 
 
 TIERS: dict[str, Callable[[], list[str]]] = {"bubblewrap": bubblewrap, "landlock": landlock}
-
-
-def check_machine() -> None:
-    """Raises SandboxError on a machine that the guest has no system call numbers for."""
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
-        raise SandboxError(f"the sandbox runs on Linux, x86_64 or aarch64, not on {sys.platform} {platform.machine()}")

@@ -20,9 +20,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quern.records import read_regular
 from quern.serve.answers import error_response
+from quern.serve.errors import ApiError
 from quern.serve.gate.hosts import Hosts
 from quern.serve.page import page_paths
-from quern.serve.requests.errors import ApiError
 from quern.serve.routes import MAX_BODY_BYTES
 
 SECURITY_HEADERS = {
@@ -60,11 +60,10 @@ class Keys:
         hashes = {}
         for number, line in enumerate(text.splitlines(), 1):
             words = line.partition("#")[0].split()
-            if not words:
-                continue
-            if not re.fullmatch(r"[0-9a-fA-F]{64}", words[0]) or len(words) != 2:
+            if words and (not re.fullmatch(r"[0-9a-fA-F]{64}", words[0]) or len(words) != 2):
                 raise ValueError(f"{path}:{number}: write the SHA-256 hash of a key, then its holder's name")
-            hashes[bytes.fromhex(words[0])] = words[1]
+            if words:
+                hashes[bytes.fromhex(words[0])] = words[1]
         if not hashes:
             raise ValueError(f"{path} has no key: write the SHA-256 hash of a key, then its holder's name")
         return cls(hashes)
@@ -98,76 +97,48 @@ class Gate:
     """Addresses or networks of proxies, whose X-Forwarded-For is believed."""
 
 
-class Rates:
-    """Counts the requests of each client, who gains 1/60 of `per_minute` each second and keeps a minute's worth."""
-
-    def __init__(self, per_minute: int, at_once: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._per_minute, self._at_once, self._clock = per_minute, at_once, clock
-        self._left: dict[str, tuple[float, float]] = {}  # client → requests left, and when
-        self._open: Counter[str] = Counter()
-
-    def enter(self, client: str) -> ApiError | None:
-        """Counts a request in, or says why it has to wait. Call `leave` for one that was let in."""
-        if self._at_once and self._open[client] >= self._at_once:
-            return _too_many(f"{self._at_once} of your requests are open already", 1)
-        if self._per_minute:
-            now = self._clock()
-            left, before = self._left.pop(client, (float(self._per_minute), now))
-            left = min(self._per_minute, left + (now - before) * self._per_minute / 60)
-            self._left[client] = (left - (left >= 1), now)  # the last one: the first has been silent for longest
-            if len(self._left) > MOST_CLIENTS:  # a client that is forgotten has a whole minute's worth again
-                self._left.pop(next(iter(self._left)))
-            if left < 1:
-                wait = math.ceil((1 - left) * 60 / self._per_minute)
-                return _too_many(f"you may make {self._per_minute} requests a minute", wait)
-        self._open[client] += 1
-        return None
-
-    def leave(self, client: str) -> None:
-        self._open[client] -= 1
-        if self._open[client] <= 0:
-            del self._open[client]
-
-
 class Pace:
-    """Spreads the requests of each client over time."""
+    """Spreads the requests of each client over time (the generic cell rate algorithm of ATM).
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    `per_second` of them may begin in a second, and `burst` more at once before.
+    """
+
+    def __init__(self, per_second: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_second, self._burst, self._clock = per_second, burst, clock
         self._next: dict[str, float] = {}  # client → when its next request may begin, without its burst
 
-    def wait(self, client: str, body_bytes: int = 0) -> float:
-        """Counts a request, and returns the seconds after which it may begin."""
+    def wait(self, client: str, cost: int = 1, patient: bool = True) -> float:
+        """Seconds after which a request may begin. It counts, unless it is refused: a client that is not patient."""
         now = self._clock()
-        at = max(self._next.pop(client, 0.0), now - BURST / PACE)
-        self._next[client] = at + (1 + body_bytes // UNIT_BYTES) / PACE
+        at = max(self._next.pop(client, -math.inf), now - self._burst / self._per_second)
+        wait = max(0.0, at - now)
+        # Put last: the first client is the one that has been silent for longest. A forgotten one has its burst again.
+        self._next[client] = at + cost / self._per_second if patient or not wait else at
         if len(self._next) > MOST_CLIENTS:
             self._next.pop(next(iter(self._next)))
-        return max(0.0, at - now)
+        return wait
 
 
 def _too_many(why: str, seconds: int) -> ApiError:
-    return ApiError(
-        f"Too many requests: {why}. Try again in {seconds} s.",
-        status=429,
-        kind="rate_limit_error",
-        code="rate_limit_exceeded",
-        retry_after=seconds,
-    )
+    message = f"Too many requests: {why}. Try again in {seconds} s."
+    code = "rate_limit_exceeded"
+    return ApiError(message, status=429, kind="rate_limit_error", code=code, retry_after=seconds)
 
 
 class Frontier:
     """Middleware. gate: Who may come in."""
 
     def __init__(self, app: ASGIApp, gate: Gate) -> None:
-        self._app, self._keys, self._log, self._hosts = app, gate.keys, gate.log, gate.hosts
-        self._rates, self._pace = Rates(gate.per_minute, gate.at_once), Pace()
+        self._app, self._gate = app, gate
+        self._pace = Pace(PACE, BURST)
+        self._rate = Pace(gate.per_minute / 60, gate.per_minute - 1) if gate.per_minute else None
+        self._open: Counter[str] = Counter()  # POST requests of each client
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        headers = Headers(scope=scope)
-        holder = None if self._keys is None else self._keys.holder(headers.get("authorization", ""))
+        headers, keys = Headers(scope=scope), self._gate.keys
+        holder = None if keys is None else keys.holder(headers.get("authorization", ""))
         line = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "id": f"req_{uuid.uuid4().hex}",
@@ -189,26 +160,38 @@ class Frontier:
         try:
             length = headers.get("content-length", "0")
             known = length.isdecimal() and len(length) < 10 and "transfer-encoding" not in headers
-            if seconds := self._pace.wait(client, min(int(length), MAX_BODY_BYTES) if known else MAX_BODY_BYTES):
+            size = min(int(length), MAX_BODY_BYTES) if known else MAX_BODY_BYTES
+            if seconds := self._pace.wait(client, 1 + size // UNIT_BYTES):
                 await asyncio.sleep(seconds)
             refusal = self._refusal(headers.get("host", ""), scope["path"], holder, scope["method"])
             if refusal is None and scope["method"] == "POST":
-                refusal = self._rates.enter(client)
+                refusal = self._excess(client)
                 counted = refusal is None
+                self._open[client] += counted
             app = self._app if refusal is None else error_response(refusal)
             await app(scope, receive, send_with_headers)
         finally:
             if counted:
-                self._rates.leave(client)
-            if self._log is not None:
-                self._log(json.dumps(line | {"seconds": round(time.perf_counter() - start, 4)}))
+                self._open[client] -= 1
+                if not self._open[client]:
+                    del self._open[client]
+            if self._gate.log is not None:
+                self._gate.log(json.dumps(line | {"seconds": round(time.perf_counter() - start, 4)}))
+
+    def _excess(self, client: str) -> ApiError | None:
+        """Why a client's request has to wait; otherwise it is counted."""
+        if self._gate.at_once and self._open[client] >= self._gate.at_once:
+            return _too_many(f"{self._gate.at_once} of your requests are open already", 1)
+        if self._rate is not None and (wait := self._rate.wait(client, patient=False)):
+            return _too_many(f"you may make {self._gate.per_minute} requests a minute", math.ceil(wait - 1e-6))
+        return None
 
     def _refusal(self, host: str, path: str, holder: str | None, method: str) -> ApiError | None:
-        if self._hosts is not None and host not in self._hosts:
+        if self._gate.hosts is not None and host not in self._gate.hosts:
             message = f"This server does not answer for the host {host!r}: name it with --allowed-hosts."
             return ApiError(message, status=403, code="foreign_host")
         # A browser asks with OPTIONS, without a key, whether a page of another origin may send its request.
-        if self._keys is not None and holder is None and path not in PUBLIC and method != "OPTIONS":
+        if self._gate.keys is not None and holder is None and path not in PUBLIC and method != "OPTIONS":
             message = "The API key is missing or wrong: send 'Authorization: Bearer KEY'."
             return ApiError(message, status=401, code="invalid_api_key", kind="authentication_error")
         return None

@@ -33,10 +33,9 @@ class Hosts:
             return True
         except ValueError:
             pass
-        if not name or name in self._names:
-            return bool(name)
         parents = [name.split(".", number)[number] for number in range(1, name.count(".") + 1)]
-        return "localhost" in parents or bool(self._names & {"*", *(f"*.{parent}" for parent in parents)})
+        patterns = {name, "*", *(f"*.{parent}" for parent in parents)}
+        return bool(name) and ("localhost" in parents or bool(self._names & patterns))
 
 
 def host_name(host: str) -> str:

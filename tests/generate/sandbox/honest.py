@@ -71,10 +71,7 @@ def f(): return astuple(A())
 """,
         "assert program.f() == (1,)",
     ),
-    "annotations": (
-        "def f(x: int = 1): return f.__annotations__['x'] is int",
-        "assert program.f()",
-    ),
+    "annotations": ("def f(x: int = 1): return f.__annotations__['x'] is int", "assert program.f()"),
     "random bytes": (
         "import random, secrets\ndef f(): return secrets.token_bytes(9), random.SystemRandom().random()",
         "assert program.f() != program.f()",

@@ -186,7 +186,7 @@ def test_a_guest_that_is_killed_starts_again(tier: str) -> None:
 
 def test_a_guest_without_protection_is_refused(monkeypatch: pytest.MonkeyPatch, tier: str) -> None:
     """The probe of a start finds each protection that is missing."""
-    unconfined = "import guest.confine as c; c.Confinement.apply = lambda self, limits: None\n"
+    unconfined = "import guest.confine as c; c.apply = lambda ruleset, limits: None\n"
     start = tiers.START.replace("from guest", unconfined + "from guest")
     monkeypatch.setattr(tiers, "START", start)
     with pytest.raises(SandboxError, match=r"a program is not confined: AssertionError: \['process'"):

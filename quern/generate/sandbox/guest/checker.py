@@ -66,11 +66,7 @@ def _compile(check: str) -> ast.Module:
 
 
 class _Lost(BaseException):
-    """The program's process is gone, or does not answer as it should. No `except Exception` catches it.
-
-    Args:
-        verdict: The verdict that follows.
-    """
+    """The program's process is gone, or does not answer as it should. No `except Exception` catches it."""
 
     def __init__(self, verdict: dict[str, str]) -> None:
         self.verdict = verdict
@@ -123,11 +119,8 @@ class Functions:
 def verdict(check: str, end: str, channel: Channel) -> dict[str, str]:
     """Runs the check. Returns the verdict: a reason, and a text for stderr.
 
-    The reason "gone" means that the program's process ended: its exit status says why.
-
-    Args:
-        end: The message of a program that reached its end.
-        channel: Messages of the program.
+    The reason "gone" means that the program's process ended: its exit status says why. end: the message of a program
+    that reached its end.
     """
     program = Functions(channel)
     try:

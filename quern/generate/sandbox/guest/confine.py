@@ -12,7 +12,6 @@ import os
 import resource
 import signal
 import struct
-from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -45,12 +44,8 @@ def _call(name: str, *arguments: Any) -> int:
     return result
 
 
-def _landlock(readable: list[str]) -> int:
-    """Makes a ruleset that lets a process read these folders, and use /dev/null. Returns its file.
-
-    Raises:
-        OSError: The kernel has no Landlock, or it is off.
-    """
+def landlock(readable: list[str]) -> int:
+    """Makes a ruleset that lets a process read these folders, and use /dev/null. Returns its file."""
     try:
         version = _call("syscall", CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     except OSError as error:
@@ -78,81 +73,66 @@ def _tasks_of_user() -> int:
     return count
 
 
-@dataclass(frozen=True)
-class Confinement:
-    """The confinement of every process of a zygote.
-
-    Args:
-        tier: "bubblewrap" or "landlock".
-        ruleset: File of the Landlock ruleset, or None.
-    """
-
-    tier: str
-    ruleset: int | None
-
-    def apply(self, limits: dict[str, Any]) -> None:
-        """Confines this process for good, under the fields of `Limits`. Raises OSError if any part of it fails."""
-        user, is_root, parent = FIRST_USER + os.getpid() % USERS, os.geteuid() == 0, os.getppid()
-        size = limits["file_megabytes"] * MEGABYTE
-        if self.ruleset is None:
-            self._private_tmp(size)
-        if is_root:
-            is_root = self._own_user(user)
-        others = self._own_user_namespace(is_root)
-        for kind, most in (
-            (resource.RLIMIT_AS, limits["memory_megabytes"] * MEGABYTE),
-            (resource.RLIMIT_FSIZE, size),
-            (resource.RLIMIT_NPROC, others + limits["threads"] + 1),
-            (resource.RLIMIT_NOFILE, MOST_FILES),
-            (resource.RLIMIT_CORE, 0),
-        ):
-            resource.setrlimit(kind, (most, most))
-        cpu_seconds = ceil(limits["cpu_seconds"])
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))  # SIGXCPU, then SIGKILL
-        _call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        if self.ruleset is not None:
-            _call("syscall", RESTRICT_SELF, self.ruleset, 0)
-        _call("capset", struct.pack("Ii", CAPABILITY_VERSION, 0), bytes(24))
-        _call("prctl", PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != parent:
-            raise OSError("the zygote ended")
-        code = seccomp.program_filter(os.getpid())
-        buffer = ctypes.create_string_buffer(code, len(code))
-        header = struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer))
-        _call("prctl", PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0)
-
-    def _private_tmp(self, size: int) -> None:
-        _call("unshare", CLONE_NEWNS)
-        _call("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
-        options = f"size={size},nr_inodes={MOST_INODES},mode=1777".encode()
-        _call("mount", b"tmpfs", b"/tmp", b"tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
-        os.chdir("/tmp")
-
-    def _own_user(self, user: int) -> bool:
-        """Makes root another user. Returns False if this user namespace has none: then root is one outside it."""
+def apply(ruleset: int | None, limits: dict[str, Any]) -> None:
+    """Confines this process for good, under the fields of `Limits`. ruleset: of `landlock`; None for namespaces."""
+    user, is_root, parent = FIRST_USER + os.getpid() % USERS, os.geteuid() == 0, os.getppid()
+    size = limits["file_megabytes"] * MEGABYTE
+    if ruleset is None:
+        _private_tmp(size)
+    if is_root:
         # Under Landlock, the files of Python may be root's alone: only the real user changes, whose threads count.
-        kept = 0 if self.ruleset is not None else user
-        try:
-            os.setresgid(user, kept, kept)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            return False
-        os.setgroups([])
-        os.setresuid(user, kept, kept)
-        return True
+        is_root = _own_user(user, user if ruleset is None else 0)
+    others = _own_user_namespace(is_root, ruleset is None)
+    for kind, most in (
+        (resource.RLIMIT_AS, limits["memory_megabytes"] * MEGABYTE),
+        (resource.RLIMIT_FSIZE, size),
+        (resource.RLIMIT_NPROC, others + limits["threads"] + 1),
+        (resource.RLIMIT_NOFILE, MOST_FILES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(kind, (most, most))
+    cpu_seconds = ceil(limits["cpu_seconds"])
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))  # SIGXCPU, then SIGKILL
+    _call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if ruleset is not None:
+        _call("syscall", RESTRICT_SELF, ruleset, 0)
+    _call("capset", struct.pack("Ii", CAPABILITY_VERSION, 0), bytes(24))
+    _call("prctl", PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        raise OSError("the zygote ended")
+    code = seccomp.program_filter(os.getpid())
+    buffer = ctypes.create_string_buffer(code, len(code))
+    header = struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer))
+    _call("prctl", PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0)
 
-    def _own_user_namespace(self, is_root: bool) -> int:
-        """Enters a user namespace, where threads are counted for this process alone. Returns how many others count."""
-        try:
-            _call("unshare", CLONE_NEWUSER)
-        except OSError:
-            if self.ruleset is None:
-                raise
-            return 0 if is_root else _tasks_of_user() - 1
-        return 0
+
+def _private_tmp(size: int) -> None:
+    _call("unshare", CLONE_NEWNS)
+    _call("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
+    options = f"size={size},nr_inodes={MOST_INODES},mode=1777".encode()
+    _call("mount", b"tmpfs", b"/tmp", b"tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
+    os.chdir("/tmp")
 
 
-def prepare(tier: str, readable: list[str]) -> Confinement:
-    """Prepares the confinement of a zygote's processes. Raises OSError if the kernel has no Landlock and needs it."""
-    return Confinement(tier, _landlock(readable) if tier == "landlock" else None)
+def _own_user(real: int, effective: int) -> bool:
+    """Makes root another user. Returns False if this user namespace has none: then root is one outside it."""
+    try:
+        os.setresgid(real, effective, effective)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    os.setgroups([])
+    os.setresuid(real, effective, effective)
+    return True
+
+
+def _own_user_namespace(is_root: bool, required: bool) -> int:
+    """Enters a user namespace, where threads are counted for this process alone. Returns how many others count."""
+    try:
+        _call("unshare", CLONE_NEWUSER)
+    except OSError:
+        if required:
+            raise
+        return 0 if is_root else _tasks_of_user() - 1
+    return 0

@@ -42,12 +42,7 @@ def describe(error: BaseException) -> dict[str, str]:
 
 
 def run_program(source: str, end: str, channel: Channel) -> None:
-    """Runs the source, sends how it ended, and answers the check's calls. Ends with the process.
-
-    Args:
-        end: The message that says that the source reached its end.
-        channel: Messages of the check.
-    """
+    """Runs the source, tells the check its `end` or how it failed, and answers calls. Does not return."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     sys.argv = ["program.py"]

@@ -36,19 +36,14 @@ _ABOVE = 32  # of the numbers that the zygote's files have
 
 
 def main(tier: str, readable: str) -> None:
-    """Runs orders until the host closes its end. The channel is stdin.
-
-    Args:
-        tier: "bubblewrap" or "landlock".
-        readable: JSON list of the folders that programs may read.
-    """
+    """Runs orders until the host closes its end of stdin. readable: JSON list of the folders that programs may read."""
     sys.path.pop()
     for module in PRELOADED.split():
         importlib.import_module(module)
     host = socket.socket(fileno=os.dup(0))
     null = os.open("/dev/null", os.O_RDWR)
     os.dup2(null, 0)
-    confinement = confine.prepare(tier, json.loads(readable))
+    ruleset = confine.landlock(json.loads(readable)) if tier == "landlock" else None
     host.send(b"ready")
     gc.collect()
     gc.freeze()  # a fork then copies fewer pages
@@ -56,10 +51,10 @@ def main(tier: str, readable: str) -> None:
         order, files, _, _ = socket.recv_fds(host, 1 << 16, 5)
         if not order:
             return
-        host.send(json.dumps(_run(json.loads(order), files, null, confinement, host)).encode())
+        host.send(json.dumps(_run(json.loads(order), files, null, ruleset, host)).encode())
 
 
-def _run(limits: dict[str, Any], files: list[int], null: int, confinement: confine.Confinement, host: socket.socket):
+def _run(limits: dict[str, Any], files: list[int], null: int, ruleset: int | None, host: socket.socket):
     """Forks both processes, waits for the host's word, ends them, and returns how they ended.
 
     The word is "end", or "gone" if the program's process seems to end by itself.
@@ -82,7 +77,7 @@ def _run(limits: dict[str, Any], files: list[int], null: int, confinement: confi
         if pid := os.fork():
             return pid
         try:
-            confinement.apply(limits)
+            confine.apply(ruleset, limits)
             _keep(*kept, text)
             order = os.pread(len(kept), os.fstat(len(kept)).st_size, 0)
             os.close(len(kept))
@@ -111,14 +106,11 @@ def _keep(*files: int) -> None:
     os.closerange(len(files), confine.MOST_FILES)
 
 
-def _end(pid: int, seconds: float) -> dict[str, Any]:
-    """Kills a process and waits for it. "code" is None if it still ran after some seconds, negative for a signal."""
+def _end(pid: int, seconds: float) -> tuple[int | None, float]:
+    """Kills a process. Returns its exit code, None if it still ran after some seconds; and its CPU seconds."""
     deadline = time.monotonic() + seconds
     while not (ended := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and time.monotonic() < deadline:
         time.sleep(0.005)
     os.kill(pid, signal.SIGKILL)
     _, status, usage = os.wait4(pid, 0)
-    return {
-        "code": os.waitstatus_to_exitcode(status) if ended else None,
-        "cpu_seconds": usage.ru_utime + usage.ru_stime,
-    }
+    return os.waitstatus_to_exitcode(status) if ended else None, usage.ru_utime + usage.ru_stime

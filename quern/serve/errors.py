@@ -21,13 +21,13 @@ class ApiError(Exception):
         kind: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
-        extra: Mapping[str, Any] | None = None,
         retry_after: int = 1,
+        **extra: Any,
     ):
-        """retry_after: seconds after which a request with status 429 or 503 may be repeated."""
+        """retry_after: seconds after which a request with status 429 or 503 may be repeated; extra: further fields."""
         super().__init__(message)
         self.status, self.retry_after = status, retry_after
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code, **(extra or {})}}
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code, **extra}}
 
     def renamed(self, rename: Callable[[str], str]) -> "ApiError":
         """The error with another name for its parameter."""

@@ -9,8 +9,9 @@ Sources: https://platform.openai.com/docs/api-reference/chat, https://platform.o
 https://docs.vllm.ai/en/stable/serving/openai_compatible_server/ for the additions and for tokenizing.
 """
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
@@ -18,9 +19,10 @@ from pydantic import Field, ValidationError, create_model
 
 from quern.generate.sampling import Sampling
 from quern.ranges import annotations_of
-from quern.serve.requests.errors import ApiError, Items, Strict
-from quern.serve.requests.forms import MAX_TOOLS, ResponseFormat, StructuredOutputs, Tool, ToolChoice
-from quern.serve.requests.messages import ChatMessage
+from quern.serve.errors import ApiError, Items, Strict, invalid
+from quern.serve.forms import MAX_TOOLS, ResponseFormat, StructuredOutputs, Tool, ToolChoice
+from quern.text.chat import Message
+from quern.text.conversations import to_messages
 
 MAX_CHOICES = 128
 MAX_STOPS = 4
@@ -45,6 +47,42 @@ INSTEAD = {
 }
 
 
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class ReplyPart(Strict):
+    type: Literal["text", "tool", "output"]
+    text: str
+
+
+class CalledFunction(Strict):
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+    index: int | None = None
+
+
+class ChatMessage(Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Items[TextPart] | None = None
+    name: str | None = None
+    parts: Items[ReplyPart] | None = None
+    tool_calls: Items[ToolCall] | None = None
+    tool_call_id: str | None = None
+    # Fields of a response message: a client may send it back unchanged.
+    refusal: None = None
+    annotations: Items[Any] | None = Field(default=None, max_length=0)
+    audio: None = None
+    function_call: None = None
+
+
 class StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -53,7 +91,6 @@ class StreamOptions(Strict):
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _Id = Annotated[str, Field(pattern=r"^\d{1,9}$")]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
-
 _OWN = {"temperature": Annotated[float, Field(ge=0, le=2)]}
 """Fields whose range is narrower in OpenAI's API than in `Sampling`."""
 _SAMPLING_FIELDS: dict[str, Any] = {
@@ -63,7 +100,7 @@ _SAMPLING_FIELDS: dict[str, Any] = {
 _SamplingRequest = create_model("_SamplingRequest", __base__=Strict, **_SAMPLING_FIELDS)
 
 
-class _Generating(_SamplingRequest):
+class Generating(_SamplingRequest):
     """The fields that requests for a reply share."""
 
     instead: ClassVar[Mapping[str, str]] = INSTEAD
@@ -85,18 +122,18 @@ class _Generating(_SamplingRequest):
         given = {f.name: getattr(self, f.name) for f in fields(Sampling)}
         return Sampling(**{name: value for name, value in given.items() if value is not None})
 
-    def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
-
-    def bias(self) -> dict[int, float]:
-        return {int(token): value for token, value in (self.logit_bias or {}).items()}
+    @property
+    def bound(self) -> bool:
+        """Whether the text of the reply must have a certain form."""
+        form = self.response_format
+        return self.structured_outputs is not None or (form is not None and form.type != "text")
 
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-class ChatRequest(_Generating):
+class ChatRequest(Generating):
     """A chat. The fields after `tool_choice` are accepted only with their default effect."""
 
     messages: Items[ChatMessage] = Field(min_length=1)
@@ -113,19 +150,11 @@ class ChatRequest(_Generating):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
-    def limit(self, context: int) -> int:
-        """The most tokens in the reply; the engine also ends the reply at the end of the context."""
-        return min(self.max_completion_tokens or self.max_tokens or context, context)
-
-    def top(self) -> int | None:
-        """Number of likeliest tokens to return; None for no log-probabilities at all."""
-        return (self.top_logprobs or 0) if self.logprobs else None
-
 
 _Ids = Annotated[Items[int], Field(min_length=1)]
 
 
-class CompletionRequest(_Generating):
+class CompletionRequest(Generating):
     """A text, or its token ids, to be continued; or a list of them."""
 
     prompt: str | _Ids | Annotated[Items[str | _Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
@@ -137,11 +166,8 @@ class CompletionRequest(_Generating):
     best_of: Literal[1] | None = None
 
     def prompts(self) -> list[str | list[int]]:
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
-            return [[token for token in self.prompt if isinstance(token, int)]]
-        return [one for one in self.prompt if not isinstance(one, int)]
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return cast(Any, [self.prompt] if one else self.prompt)
 
 
 class TokenizeRequest(Strict):
@@ -175,30 +201,20 @@ def parse_request(kind: type[Request], body: Any) -> Request:
         request = kind.model_validate(body)
     except ValidationError as error:
         raise _refusal(error, kind, body) from None
-    if isinstance(request, _Generating) and request.stream_options is not None and not request.stream:
-        raise _only_with("stream_options", "stream")
+    if isinstance(request, Generating) and request.stream_options is not None and not request.stream:
+        raise _only("stream_options", "is only allowed when 'stream' is true")
     if isinstance(request, ChatRequest) and request.top_logprobs is not None and not request.logprobs:
-        raise _only_with("top_logprobs", "logprobs")
+        raise _only("top_logprobs", "is only allowed when 'logprobs' is true")
     if isinstance(request, CompletionRequest) and request.max_tokens == 0 and not request.echo:
-        raise ApiError("'max_tokens' may be 0 only with 'echo'.", param="max_tokens", code="invalid_value")
-    form = request.response_format if isinstance(request, _Generating) else None
+        raise _only("max_tokens", "may be 0 only with 'echo'")
+    form = request.response_format if isinstance(request, Generating) else None
     if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
-        raise ApiError(
-            "'response_format.json_schema' belongs to the type 'json_schema', which needs it.",
-            param="response_format.json_schema",
-            code="invalid_value",
-        )
+        raise _only("response_format.json_schema", "belongs to the type 'json_schema', which needs it")
     return request
 
 
-def bound(request: _Generating) -> bool:
-    """Whether the text of the reply must have a certain form."""
-    form = request.response_format
-    return request.structured_outputs is not None or (form is not None and form.type != "text")
-
-
-def _only_with(name: str, other: str) -> ApiError:
-    return ApiError(f"'{name}' is only allowed when '{other}' is true.", param=name, code="invalid_value")
+def _only(param: str, why: str) -> ApiError:
+    return ApiError(f"'{param}' {why}.", param=param, code="invalid_value")
 
 
 def _unknown(param: str) -> ApiError:
@@ -231,8 +247,83 @@ def _path(body: Any, loc: tuple[int | str, ...]) -> list[int | str]:
     """The keys and indices of an error's place, without the names of a union's branches, which the body lacks."""
     path: list[int | str] = []
     for place in loc:
-        inside = place in body if isinstance(body, dict) else isinstance(body, list) and isinstance(place, int)
-        if inside:
+        if place in body if isinstance(body, dict) else isinstance(body, list) and isinstance(place, int):
             body = cast(Any, body)[place]
             path.append(place)
     return path
+
+
+def turns(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[Message]:
+    """The conversation in the chat format, by the conversion of fine-tuning: a model reads what it was trained on.
+
+    Any order of roles becomes one that is trained. A chat that ends with the assistant's text or a tool's output is
+    continued in the same turn. Raises ApiError for a message that lacks what its role needs, ValueError for others.
+    """
+    open_calls: set[str] = set()  # calls without an output, by id
+    for number, message in enumerate(messages):
+        where = f"messages[{number}]"
+        if message.role == "tool":
+            if message.tool_call_id not in open_calls:
+                raise invalid(f"{where}.tool_call_id", "it must be the id of a call before it, without an output yet")
+            open_calls.remove(message.tool_call_id)
+            continue
+        if open_calls:
+            raise invalid(where, f"the call '{min(open_calls)}' has no output yet")
+        if message.tool_call_id is not None:
+            raise invalid(f"{where}.tool_call_id", "only a tool message has one")
+        if message.role == "assistant":
+            open_calls = _calls(message, where)
+            if message.content is None and not message.parts and not open_calls:
+                raise invalid(f"{where}.content", "send a text, or tool_calls")
+        elif message.content is None or message.tool_calls is not None:
+            raise invalid(where, f"a {message.role} message has 'content' and no 'tool_calls'")
+    if open_calls:
+        raise invalid("messages", f"the call '{min(open_calls)}' has no output yet")
+    record = _in_turns([message.model_dump() for message in messages])
+    return to_messages({"messages": record, "tools": [tool.model_dump() for tool in tools]})
+
+
+def _in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A system message, then the user and the assistant in turn, as models are trained.
+
+    Every system message joins the first one, and a message joins the one before it of the same role, each as a
+    paragraph. An empty message of the user begins a chat in which the user says nothing first.
+    """
+    system: list[dict[str, Any]] = []
+    turns: list[dict[str, Any]] = []
+    for message in messages:
+        message["content"] = message["parts"] or message["content"] or ""
+        if isinstance(message["content"], list) and not message["parts"]:
+            message["content"] = "".join(part["text"] for part in message["content"])
+        into = system if message["role"] in ("system", "developer") else turns
+        before = into[-1] if into else None
+        if before is None or (into is turns and (before["role"] != message["role"] or message["role"] == "tool")):
+            into.append(message)
+        else:
+            before["content"] = _joined(before["content"], message["content"])
+            before["tool_calls"] = message["tool_calls"]  # the one before has none: they would lack their outputs
+    silent = [] if turns and turns[0]["role"] == "user" else [{"role": "user", "content": ""}]
+    return [*system, *silent, *turns]
+
+
+def _joined(one: Any, other: Any) -> Any:
+    """Two contents as paragraphs of one, each a text or a list of parts."""
+    if isinstance(one, str) and isinstance(other, str):
+        return "\n\n".join(filter(None, (one, other)))
+    both = [[{"type": "text", "text": own}] if isinstance(own, str) else own for own in (one, other)]
+    return [*both[0], {"type": "text", "text": "\n\n"}, *both[1]]
+
+
+def _calls(message: ChatMessage, where: str) -> set[str]:
+    """The ids of a message's calls."""
+    ids: set[str] = set()
+    for number, call in enumerate(message.tool_calls or []):
+        param = f"{where}.tool_calls[{number}]"
+        if call.id in ids:
+            raise invalid(f"{param}.id", "another call has it too")
+        try:
+            json.loads(call.function.arguments or "{}")
+        except (ValueError, RecursionError):
+            raise invalid(f"{param}.function.arguments", "it is not JSON") from None
+        ids.add(call.id)
+    return ids

@@ -4,13 +4,13 @@
 system message; a call is one JSON object between the model's own tool tokens, and its form is enforced.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from quern.generate.grammar import Grammar, GrammarError, Grammars
-from quern.serve.requests.errors import Items, Strict, invalid
+from quern.serve.errors import Items, Strict, invalid
 
 MAX_TOOLS = 64
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -65,25 +65,22 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 def form_of(
     grammars: Grammars, response_format: ResponseFormat | None, structured: StructuredOutputs | None
 ) -> tuple[Grammar, str]:
-    """The form of the reply's text, and the field that demands it.
-
-    Raises:
-        ApiError: A schema or an expression cannot be followed.
-    """
+    """The form of the reply's text, and the field that demands it. Raises ApiError for one that cannot be followed."""
     if structured is not None:
-        given = [structured.json_ is not None, structured.regex is not None, structured.choice is not None]
-        if sum(given) != 1 or (response_format is not None and response_format.type != "text"):
+        given = {name: value for name, value in structured if value is not None}
+        if len(given) != 1 or (response_format is not None and response_format.type != "text"):
             raise invalid("structured_outputs", "give exactly one of json, regex and choice, and no response_format")
-        param = f"structured_outputs.{('json', 'regex', 'choice')[given.index(True)]}"
-    else:
-        own = None if response_format is None else response_format.json_schema
-        param = "response_format" if own is None else "response_format.json_schema.schema"
-        structured = StructuredOutputs.model_validate({"json": {"type": "object"} if own is None else own.schema_})
+        [(name, value)] = given.items()
+        name = name.rstrip("_")
+        return _compiled(getattr(grammars, name), value, f"structured_outputs.{name}"), f"structured_outputs.{name}"
+    own = None if response_format is None else response_format.json_schema
+    param = "response_format" if own is None else "response_format.json_schema.schema"
+    return _compiled(grammars.json, {"type": "object"} if own is None else own.schema_, param), param
+
+
+def _compiled(compile: Callable[[Any], Grammar], form: Any, param: str) -> Grammar:
     try:
-        if structured.json_ is not None:
-            return grammars.json(structured.json_), param
-        form = grammars.regex(structured.regex) if structured.regex else grammars.choice(structured.choice or [])
-        return form, param
+        return compile(form)
     except GrammarError as error:
         raise invalid(param, error) from None
 
@@ -95,32 +92,19 @@ def calls_of(grammars: Grammars, tools: Sequence[Tool], choice: ToolChoice | Non
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
         raise invalid("tools", f"two of them are called '{max(names, key=names.count)}'")
-    if isinstance(choice, NamedTool):
-        if choice.function.name not in names:
-            raise invalid("tool_choice", f"'{choice.function.name}' is none of the tools: {', '.join(names)}")
-        tools = [tool for tool in tools if tool.function.name == choice.function.name]
-    for tool in tools:
-        try:
-            grammars.json(tool.function.parameters or NO_ARGUMENTS)
-        except GrammarError as error:
-            raise invalid(f"tools[{names.index(tool.function.name)}].function.parameters", error) from None
+    wanted = choice.function.name if isinstance(choice, NamedTool) else None
+    if wanted is not None and wanted not in names:
+        raise invalid("tool_choice", f"'{wanted}' is none of the tools: {', '.join(names)}")
     calls, definitions = [], {}
     for number, tool in enumerate(tools):
-        place = f"tool{number}"
-        definitions[place] = _moved(tool.function.parameters or NO_ARGUMENTS, f"#/$defs/{place}")
-        properties = {"name": {"const": tool.function.name}, "arguments": {"$ref": f"#/$defs/{place}"}}
-        calls.append(
-            {
-                "type": "object",
-                "properties": properties,
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-        )
-    try:
-        return grammars.json({"anyOf": calls, "$defs": definitions})
-    except GrammarError as error:
-        raise invalid("tools", error) from None
+        if wanted in (None, tool.function.name):
+            arguments = tool.function.parameters or NO_ARGUMENTS
+            _compiled(grammars.json, arguments, f"tools[{number}].function.parameters")
+            place = f"#/$defs/tool{number}"
+            definitions[f"tool{number}"] = _moved(arguments, place)
+            properties = {"name": {"const": tool.function.name}, "arguments": {"$ref": place}}
+            calls.append({**NO_ARGUMENTS, "properties": properties, "required": ["name", "arguments"]})
+    return _compiled(grammars.json, {"anyOf": calls, "$defs": definitions}, "tools")
 
 
 def _moved(schema: Any, place: str) -> Any:

@@ -1,0 +1,174 @@
+"""What cannot be done is a 400 that names the field that the client sent, in the words of its own path."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from quern.serve.routes import MAX_BODY_BYTES
+from tests.serve.conftest import CHAT, CONTEXT, NAME, RESPONSES, TEXT
+
+FIRST: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "?"}]},
+    TEXT: {"prompt": "?"},
+    RESPONSES: {"input": "?"},
+}
+
+
+def said(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def schema(of: Any, kind: str = "json_schema") -> dict[str, Any]:
+    return {"response_format": {"type": kind, "json_schema": {"name": "x", "schema": of}}}
+
+
+def function(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+def called(arguments: str) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"id": "a", **function("clock", arguments=arguments)}]}
+
+
+NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+CLOCK, WRONG = function("clock"), {"type": "strin"}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+FORM = {"type": "json_schema", "name": "n", "schema": WRONG}
+ITEM = {"type": "function_call", "call_id": "c", "name": "now", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "x", "output": "1"}
+NAMED = "Invalid value for '{param}'"
+ERRORS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
+    CHAT: [
+        ({"foo": 1}, "Unknown parameter: 'foo'", "foo"),
+        ({"\ud800": 5}, "Unknown parameter: ", "\ud800"),
+        ({"model": 5}, NAMED, "model"),
+        ({"messages": None}, NAMED, "messages"),
+        ({"messages": []}, "send at least one message", "messages"),
+        ({"messages": [said("user", 3)]}, NAMED, "messages[0].content"),
+        ({"messages": [{"role": "user"}]}, "a user message has 'content'", "messages[0]"),
+        ({"messages": [said("tool", "")]}, "must be the id of a call", "messages[0].tool_call_id"),
+        ({"messages": [{**said("user", ""), "x": 1}]}, "Unknown parameter", "messages[0].x"),
+        ({"messages": [said("user", {"a": 1})]}, "valid string", "messages[0].content"),
+        ({"messages": [said("user", ["?", IMAGE])]}, NAMED, "messages[0].content[0]"),
+        ({"messages": [said("user", [IMAGE])]}, "'image_url' is not supported, use", "messages[0].content[0].type"),
+        ({"messages": [said("critic", "?")]}, "'critic' is not supported, use 'system'", "messages[0].role"),
+        ({"messages": [said("user", ""), {"role": "assistant"}]}, "text, or tool_calls", "messages[1].content"),
+        ({"messages": [called("{")]}, "it is not JSON", "messages[0].tool_calls[0].function.arguments"),
+        ({"messages": [called("{}"), said("user", "?")]}, "has no output yet", "messages[1]"),
+        ({"temperature": 2.5}, NAMED, "temperature"),
+        ({"temperature": "hot"}, NAMED, "temperature"),
+        ({"top_p": -0.1}, NAMED, "top_p"),
+        ({"top_k": -1}, NAMED, "top_k"),
+        ({"min_p": 1.5}, NAMED, "min_p"),
+        ({"presence_penalty": 2.5}, NAMED, "presence_penalty"),
+        ({"max_tokens": 0}, NAMED, "max_tokens"),
+        ({"max_tokens": 1.5}, NAMED, "max_tokens"),
+        ({"n": 1000}, NAMED, "n"),
+        ({"seed": 2**70}, NAMED, "seed"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, "up to 4 of them", "stop"),
+        ({"stop": ""}, "each of 1 to 200 characters", "stop"),
+        ({"stop": ["a", ""]}, "each of 1 to 200 characters", "stop[1]"),
+        ({"stream": "yes"}, NAMED, "stream"),
+        ({"stream_options": {"include_usage": True}}, "only allowed when 'stream' is true", "stream_options"),
+        ({"logprobs": 3}, NAMED, "logprobs"),
+        ({"top_logprobs": 3}, "only allowed when 'logprobs' is true", "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, NAMED, "top_logprobs"),
+        ({"logit_bias": {"x": 1}}, "give token ids with numbers", "logit_bias.x"),
+        ({"logit_bias": {"5": 101}}, "give token ids with numbers", "logit_bias.5"),
+        ({"logit_bias": {"99999": 1}}, "99999 is no token", "logit_bias"),
+        ({"stop_token_ids": [-1]}, "-1 is no token", "stop_token_ids"),
+        ({"response_format": {"type": "xml"}}, "it is {", "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "which needs it", "response_format.json_schema"),
+        (schema(WRONG), "Invalid type: strin", "response_format.json_schema.schema"),
+        (schema(NUMBER) | {"max_tokens": 3}, "ends within 3 tokens", "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_object"}, "max_tokens": 1}, "within 1", "response_format"),
+        ({"structured_outputs": {}}, "exactly one of", "structured_outputs"),
+        ({"structured_outputs": {"regex": "("}}, "unclosed group", "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": "a{50}"}, "max_tokens": 5}, "within 5", "structured_outputs.regex"),
+        ({"tools": [{"type": "function"}]}, "Missing required parameter", "tools[0].function"),
+        ({"tools": [CLOCK, CLOCK]}, "two of them are called 'clock'", "tools"),
+        ({"tools": [CLOCK], "tool_choice": "required", "max_tokens": 5}, "ends within 4 tokens", "tools"),
+        ({"tools": [CLOCK], "tool_choice": function("mill")}, "'mill' is none of the tools: clock", "tool_choice"),
+        ({"tools": [function("f", parameters=WRONG)]}, "Invalid type: strin", "tools[0].function.parameters"),
+        ({"tool_choice": "required"}, "there are no tools", "tool_choice"),
+    ],
+    TEXT: [
+        ({"prompt": []}, NAMED, "prompt"),
+        ({"prompt": [99999]}, "99999 is no token", "prompt"),
+        ({"prompt": "x1 " * 400}, f"context holds {CONTEXT} tokens", "prompt"),
+        ({"max_tokens": 0}, "only with 'echo'", "max_tokens"),
+        ({"suffix": "x"}, "fills no gaps", "suffix"),
+        ({"best_of": 3}, "set 'n'", "best_of"),
+        ({"logprobs": 100}, NAMED, "logprobs"),
+        ({"messages": []}, "Unknown parameter: 'messages'", "messages"),
+        ({"structured_outputs": {"choice": ["a" * 60]}, "max_tokens": 5}, "within 5", "structured_outputs.choice"),
+    ],
+    RESPONSES: [
+        ({"previous_response_id": "resp_1"}, NAMED, "previous_response_id"),
+        ({"input": []}, NAMED, "input"),
+        ({"input": "x" * 600}, "'input' already takes", "input"),
+        ({"temperature": 3.0}, NAMED, "temperature"),
+        ({"background": True}, NAMED, "background"),
+        ({"reasoning": {"effort": "low"}}, "Unknown parameter", "reasoning"),
+        ({"text": {"format": FORM}}, "'text.format.schema': Invalid type: strin", "text.format.schema"),
+        ({"text": {"format": {**FORM, "schema": NUMBER}}, "max_output_tokens": 3}, "within 3", "text.format.schema"),
+        ({"text": {"format": schema(NUMBER)["response_format"]}}, "'text.format.name'", "text.format.name"),
+        ({"text": {"format": {"type": "xml"}}}, "'xml' is not supported", "text.format.type"),
+        ({"tool_choice": {"type": "function", "name": "x"}}, "there are no tools", "tool_choice"),
+        ({"tools": [CLOCK]}, "'tools[0].name'", "tools[0].name"),
+        ({"tools": [{"type": "web_search"}]}, "'web_search' is not supported, use 'func", "tools[0].type"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": WRONG}]}, "type: strin", "tools[0].parameters"),
+        ({"input": [said("user", "?"), {**ITEM, "arguments": "{"}]}, "not JSON", "input[1].arguments"),
+        ({"instructions": "S", "input": [said("user", "?"), ITEM, ITEM]}, "another call", "input[2].call_id"),
+        ({"input": [said("user", "?"), ITEM, said("user", "?")]}, "has no output yet", "input[2]"),
+        ({"input": [said("user", "?"), ITEM]}, "Invalid value for 'input': the call 'c'", "input"),
+        ({"input": [{**ITEM, "arguments": None}]}, NAMED, "input[0].arguments"),
+        ({"instructions": "S", "input": [OUTPUT]}, "'input[0].call_id'", "input[0].call_id"),
+        ({"input": [said("user", [{"type": "input_image"}])]}, "not supported", "input[0].content[0].type"),
+    ],
+    "/tokenize": [({}, "Send either", "prompt"), ({"prompt": "", "messages": [said("user", "?")]}, "either", "prompt")],
+    "/detokenize": [({"tokens": [-1]}, "-1 is no token", "tokens")],
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "words", "param"), [(path, *row) for path, rows in ERRORS.items() for row in rows]
+)
+def test_a_parameter_is_refused_by_name(url: str, path: str, change: dict[str, Any], words: str, param: str) -> None:
+    body = json.dumps({"model": NAME, **FIRST.get(path, {}), **change})
+    response = httpx.post(url + path, content=body, headers={"content-type": "application/json"}, timeout=60)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert set(error) >= {"message", "type", "param", "code"}
+    assert words.replace("{param}", param) in error["message"] and error["param"] == param, error
+    if path == RESPONSES:
+        assert "messages" not in error["message"] and "response_format" not in error["message"]
+
+
+BODIES = [b"", b"{", b"[]", b"7", b"\xff", b"[" * 200_000, b'{"temperature": NaN}', b'{"n": ' + b"9" * 5000 + b"}"]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))
+def test_bodies_that_are_no_request(url: str, body: bytes) -> None:
+    response = httpx.post(url + CHAT, content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_missing_parameter_a_wrong_model_media_type_size_path_and_method(url: str) -> None:
+    def check(response: httpx.Response, status: int, words: str, param: str | None = None) -> None:
+        assert response.status_code == status and words in response.json()["error"]["message"], response.text
+        assert response.json()["error"]["param"] == param
+
+    body = {"model": NAME, **FIRST[CHAT]}
+    check(httpx.post(url + CHAT, json=FIRST[CHAT]), 400, "Missing required parameter: 'model'", "model")
+    for path, first in FIRST.items():
+        check(httpx.post(url + path, json={**first, "model": "gpt-4"}), 404, "this server has 'toy'", "model")
+    check(httpx.post(url + CHAT, json=body, headers={"content-type": "text/plain"}), 415, "as JSON")
+    json_type = {"content-type": "application/json"}
+    check(httpx.post(url + CHAT, content=b" " * (MAX_BODY_BYTES + 1), headers=json_type), 413, "larger than")
+    check(httpx.get(f"{url}/v1/nothing"), 404, "There is nothing at /v1/nothing")
+    check(httpx.get(url + CHAT), 405, "GET is not allowed")
+    for path in ("/../pyproject.toml", "/%2e%2e/server.py", "/..%2fserver.py", "/app.js/../server.py", "/server.py"):
+        assert httpx.get(url + path).status_code == 404, path
