@@ -25,7 +25,6 @@ WAITS = {
     "a lock": "process 7 on elsewhere, which writes to .*, without a time limit",
     "a silent server": rf"bytes of text.txt from 127.0.0.1:\d+, {TIME}",
     "a busy server": rf"127.0.0.1:\d+ before try 2 of 4 \(the server answers 503\), {TIME}",
-    "prepared text": "shard 1 of the text in .*, which another process prepares, without a time limit",
     "a model": "the disk to read .*/checkpoints, without a time limit",
     "replicas": r"the models of replicas \[0\], without a time limit",
     "machines": rf"the machines of --nodes 2 at 127.0.0.1:\d+, {TIME}",

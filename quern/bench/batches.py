@@ -14,7 +14,7 @@ from quern.child import serve
 from quern.data.batch import Batch
 from quern.data.loader import Loader
 from quern.data.shards import Corpus
-from quern.data.token_file import HEADER_BYTES, HEADER_INTS, MAGIC, VERSIONS, describe, write_manifest
+from quern.data.token_file import HEADER_BYTES, VERSIONS, describe, header, write_manifest
 from quern.recipe import Recipe
 from quern.waits.memory import resident
 
@@ -27,8 +27,7 @@ def random_batch(recipe: Recipe, seed: int) -> Batch:
     assert context and batch_tokens and recipe.model.vocab_size
     size = max(1, batch_tokens // context), context + 1
     rows = np.random.default_rng(seed).integers(recipe.model.vocab_size, size=size, dtype=np.int32)
-    tokens, targets = np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
-    return Batch(tokens, targets, targets >= 0)
+    return Batch.of_rows(rows, np.ones((size[0], context), dtype=bool))
 
 
 def write_empty_shards(folder: Path, documents: int, mean_tokens: int, seed: int) -> None:
@@ -49,10 +48,8 @@ def write_empty_shards(folder: Path, documents: int, mean_tokens: int, seed: int
         drawn = numbers.lognormal(np.log(mean_tokens) - 0.5, 1.0, 2 * tokens // mean_tokens + 100)
         starts = np.concatenate([[0], np.cumsum(np.maximum(2, drawn.astype(np.int64)))])
         path = folder / f"train-{len(files):05d}.bin"
-        header = np.zeros(HEADER_INTS, dtype="<i4")
-        header[:3] = MAGIC, 1, tokens
         with open(path, "wb") as file:
-            file.write(header.tobytes())
+            file.write(header(tokens, VERSIONS[1]))
             file.truncate(HEADER_BYTES + tokens * VERSIONS[1].itemsize)
         index = path.with_suffix(".starts.npy")
         np.save(index, starts[starts < tokens], allow_pickle=False)

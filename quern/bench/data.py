@@ -30,8 +30,9 @@ from quern.bench.measure import (
 )
 from quern.bench.options import BenchOptions
 from quern.child import start
-from quern.data.loader import Loader, prefetch
+from quern.data.loader import Loader
 from quern.data.packing import METHODS, pack
+from quern.data.prefetch import prefetch
 from quern.data.shard_writer import ShardWriter
 from quern.data.shards import Corpus
 from quern.temporaries import scratch_folder

@@ -13,7 +13,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -84,12 +84,11 @@ class Batches(ABC):
         context: Targets of a row.
         batch_rows: Rows of a global batch, over all ranks.
         seed: 0 to 2**63 - 1.
-        bos: The tokenizer's BOS, compared with the corpus; None skips the check.
         group_size: Size of the documents that are shuffled together, in tokens + `DOCUMENT_SIZE` for each document;
             None for all documents, which a corpus needs in which one source follows the other.
 
     Raises:
-        ValueError: A value is out of range, or the corpus has another BOS.
+        ValueError: A value is out of range.
     """
 
     ahead = True
@@ -100,7 +99,6 @@ class Batches(ABC):
         context: int,
         batch_rows: int,
         seed: int = 0,
-        bos: int | None = None,
         group_size: int | None = GROUP_SIZE,
     ) -> None:
         if context < 1 or batch_rows < 1:
@@ -109,8 +107,6 @@ class Batches(ABC):
             raise ValueError(f"group_size ({group_size}) must be at least 1")
         if not 0 <= seed < 1 << 63:
             raise ValueError(f"seed {seed} is refused: use a whole number from 0 to 2**63 - 1")
-        if bos is not None and bos != corpus.bos:
-            raise ValueError(f"the corpus starts documents with id {corpus.bos}, the tokenizer's BOS is {bos}")
         self.corpus, self.context, self.batch_rows, self.seed = corpus, context, batch_rows, seed
         self.group_size = group_size
         self._group_order = lru_cache(2)(self._make_group_order)
@@ -153,11 +149,6 @@ class Batches(ABC):
             )
         return self._first_row(step) + np.arange(rank, self.batch_rows, ranks)
 
-    def _last_row(self, step: int) -> int:
-        """The last row of the global batch. Every rank finds it before it reads, so that all of them wait for the same
-        shards: a rank that waits for another one in a collective has a limit, and a preparation has none."""
-        return self._first_row(step) + self.batch_rows - 1
-
     def _first_row(self, step: int) -> int:
         if step < 0:
             raise ValueError(f"step {step} is negative; steps count from 0")
@@ -167,28 +158,22 @@ class Batches(ABC):
         """The first document of a group, and the one after its last."""
         if self.group_size is None:
             return 0, self.corpus.num_documents
-        first, last = (self.corpus.index.at_size(g * self.group_size, DOCUMENT_SIZE) for g in (group, group + 1))
+        first, last = (self.corpus.at_size(g * self.group_size, DOCUMENT_SIZE) for g in (group, group + 1))
         return first, last
 
-    @property
+    @cached_property
     def _groups(self) -> int:
-        """The number of groups of the corpus, of which all shards must be there."""
-        self.corpus.wait()
+        """The number of groups of the corpus."""
         return groups_of(self.corpus, self.group_size)
 
     def _group_of(self, turn: int) -> tuple[int, int]:
-        """(epoch, group) of the group that is read at a turn; turns count over all epochs.
-
-        In the first epoch, it waits for the shards of that group and of those before it, and for no others.
-        """
-        self.corpus.wait(self.group_size and (turn + 1) * self.group_size, DOCUMENT_SIZE)
-        if turn < groups_of(self.corpus, self.group_size):
-            return 0, turn
+        """(epoch, group) of the group that is read at a turn; turns count over all epochs."""
         epoch, place = divmod(turn, self._groups)
         return epoch, int(self._group_order(epoch)[place])
 
     def _make_group_order(self, epoch: int) -> np.ndarray:
-        return self._numbers(epoch, 0, self._groups).permutation(self._groups)
+        order = np.arange(self._groups)
+        return self._numbers(epoch, 0, self._groups).permutation(order) if epoch else order
 
     def _numbers(self, epoch: int, use: int, group: int = 0) -> np.random.Generator:
         """A generator for one use in one group of one epoch; the number after the last group's is for their order."""

@@ -12,16 +12,14 @@ data/openwebtext/prepare.py of github.com/karpathy/nanoGPT.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from quern.data.index import ArrayIndex, Spans
-from quern.data.mapped import MappedFiles
-from quern.data.shards import Corpus
-from quern.data.token_file import HEADER_INTS, MAGIC, InMemory, TokenFile, TokenMap, find, map_tokens
+from quern.data.shards import Corpus, Part
+from quern.data.token_file import header, map_tokens
 from quern.temporaries import TemporaryFolder, remove_abandoned, sync_path
 
 IDS = 1 << 16
@@ -53,35 +51,26 @@ MODDED_NANOGPT = BinFormat("{name}_train_{number:06d}.bin", "{name}_val_{number:
 NANOGPT = BinFormat("train.bin", "val.bin", header=False, begins=False, file_tokens=None)
 
 
-class BinCorpus(Corpus):
-    """The documents of token files. skipped_tokens: those that belong to no document."""
+class _BinPart(Part):
+    """The documents of a token file, which is mapped when it is read.
 
-    def __init__(self, files: Sequence[TokenFile], spans: Sequence[Spans], bos: int, skipped_tokens: int) -> None:
-        """spans: of the documents in each file; starts are counted in the file."""
-        bases = np.cumsum([0] + [file.count for file in files])
-        starts = np.concatenate([start + base for (start, _), base in zip(spans, bases, strict=False)])
-        index = ArrayIndex(starts, np.concatenate([lengths for _, lengths in spans]))
-        super().__init__(MappedFiles(files), index, bos)
-        self.skipped_tokens = skipped_tokens
+    Args:
+        path: The file.
+        starts: (documents + 1,) index in the file of the first token of each document, and of the one after the last.
+        skipped: Tokens before the first document that belong to none.
+    """
 
+    def __init__(self, path: Path, starts: np.ndarray, skipped: int) -> None:
+        self.path, self.skipped, self._tokens = path, skipped, slice(int(starts[0]), int(starts[-1]))
+        self._starts = starts[:-1] - starts[0]
+        self.count, self.documents, self.masked = int(starts[-1] - starts[0]), len(starts) - 1, False
+        self.mapped_bytes = path.stat().st_size
 
-class _BinFile:
-    """A token file of another program, mapped when it is read."""
-
-    masked = False
-
-    def __init__(self, path: Path, bos: int) -> None:
-        tokens = map_tokens(path, headerless=True).tokens
-        self.path, self.count, self.found = path, len(tokens), find(tokens, bos)
-        self.ends_document = bool(tokens[-1] == bos)
-        if not self.found.size:
-            raise ValueError(f"{path} never has id {bos}, so no document starts in it; pass its own bos=…")
-
-    def map(self) -> TokenMap:
-        return map_tokens(self.path, headerless=True)
+    def read(self) -> tuple[np.ndarray, None]:
+        return map_tokens(self.path, headerless=True)[self._tokens], None
 
 
-def read_bin(*paths: str | Path, bos: int = 50256) -> BinCorpus:
+def read_bin(*paths: str | Path, bos: int = 50256) -> Corpus:
     """Opens the files of one text, in order.
 
     Documents end with the delimiter if the text ends with it and does not begin with it; else they begin with it, and
@@ -94,31 +83,28 @@ def read_bin(*paths: str | Path, bos: int = 50256) -> BinCorpus:
     Raises:
         FileNotFoundError, ValueError: A file is missing, empty or damaged, or holds no delimiter.
     """
-    if not paths:
-        raise ValueError("read_bin needs at least one path")
-    files = [_BinFile(Path(path), bos) for path in paths]
-    if files[0].found[0] != 0 and files[-1].ends_document:
-        return _ending(files, bos)
-    spans = [(file.found, np.diff(file.found, append=file.count)) for file in files]
-    return BinCorpus(files, spans, bos, sum(int(file.found[0]) for file in files))
+    files = [(path, *_find(path, bos)) for path in map(Path, paths)]
+    ending = files[0][1][0] != 0 and files[-1][1][-1] == files[-1][2] - 1
+    parts, whole = list[Part](), True
+    for path, found, count in files:
+        first = int(found[0])
+        if ending and first and whole:  # the first document has no delimiter before it
+            tokens = map_tokens(path, headerless=True)[:first]
+            parts.append(Part(np.concatenate([np.array([bos], tokens.dtype), tokens]), np.zeros(1, np.int64)))
+        skipped = 0 if ending and whole else first
+        whole = bool(found[-1] == count - 1)
+        starts = found if ending and whole else np.append(found, count)
+        parts.append(_BinPart(path, starts, skipped))
+    return Corpus(parts, bos)
 
 
-def _ending(files: list[_BinFile], bos: int) -> BinCorpus:
-    """Documents that the delimiter ends. The part of a document that the file before cut off is skipped."""
-    parts, spans, skipped, whole = list[TokenFile](), list[Spans](), 0, True
-    for file in files:
-        first = int(file.found[0])
-        if first and whole:
-            tokens = file.map().tokens[:first]
-            parts.append(InMemory(TokenMap(np.concatenate([np.array([bos], tokens.dtype), tokens]))))
-            spans.append((np.zeros(1, np.int64), np.array([first + 1])))
-        elif first:
-            skipped += first
-        whole = file.ends_document
-        ends = file.found if whole else np.append(file.found, file.count)
-        parts.append(file)
-        spans.append((ends[:-1], np.diff(ends)))
-    return BinCorpus(parts, spans, bos, skipped)
+def _find(path: Path, bos: int, step: int = 1 << 24) -> tuple[np.ndarray, int]:
+    """The places of `bos`, int64, found without a mask of the whole file; and the number of tokens."""
+    tokens = map_tokens(path, headerless=True)
+    found = [np.flatnonzero(tokens[at : at + step] == bos) + at for at in range(0, len(tokens), step)]
+    if not any(map(len, found)):
+        raise ValueError(f"{path} never has id {bos}, so no document starts in it; pass its own bos=…")
+    return np.concatenate(found).astype(np.int64), len(tokens)
 
 
 def write_bin(
@@ -126,7 +112,7 @@ def write_bin(
     folder: Path,
     name: str,
     form: BinFormat,
-    progress: Callable[[int], None] = lambda tokens: None,
+    progress: Callable[[int], None],
 ) -> list[Path]:
     """Writes token files, all of them or none.
 
@@ -153,7 +139,8 @@ def write_bin(
     try:
         for split, corpus in splits.items():
             pattern, first = (form.train, form.first) if split == "train" else (form.val, 0)
-            for number, documents in enumerate(_files(corpus, form), start=first):
+            files = _groups(corpus, slice(0, corpus.num_documents), form.file_tokens or corpus.num_tokens)
+            for number, documents in enumerate(files, start=first):
                 path = temporary.path / pattern.format(name=name, number=number)
                 written += _write_file(
                     path, corpus, documents, form, lambda done, before=written: progress(before + done)
@@ -165,11 +152,6 @@ def write_bin(
     finally:
         temporary.remove()
     return [folder / path.name for path in made]
-
-
-def _files(corpus: Corpus, form: BinFormat) -> Iterator[slice]:
-    """The documents of each file."""
-    yield from _groups(corpus, slice(0, corpus.num_documents), form.file_tokens or corpus.num_tokens)
 
 
 def _groups(corpus: Corpus, documents: slice, tokens: int) -> Iterator[slice]:
@@ -188,9 +170,7 @@ def _write_file(path: Path, corpus: Corpus, documents: slice, form: BinFormat, p
     count = 0
     with open(path, "wb") as file:
         if form.header:
-            header = np.zeros(HEADER_INTS, dtype="<i4")
-            header[:3] = MAGIC, 1, int(corpus.lengths[documents].sum())
-            file.write(header.tobytes())
+            file.write(header(int(corpus.lengths[documents].sum()), np.dtype("<u2")))
         for group in _groups(corpus, documents, BATCH_TOKENS):
             starts, lengths = corpus.starts[group], corpus.lengths[group]
             ends = np.cumsum(lengths)

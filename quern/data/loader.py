@@ -7,7 +7,7 @@ may span two epochs. Rank r of N reads rows r, r + N, … of the global batch. S
 accumulation changes the training data, and resuming needs no state.
 
 Chunks are packed when they are first read (about a million pieces a second). The number of rows of each chunk is kept,
-in a file beside the shards too (row_counts.py): a run that is resumed finds its place in it, and packs one chunk.
+in a file beside the shards too: a run that is resumed finds its place in it, and packs one chunk.
 
 Best-fit keeps the tail of a piece that it cuts, so an epoch shows every token once. With masks it does not,
 because a tail may have no target. With masks, a BOS in mid-document is no target. A BOS that follows a part of
@@ -19,28 +19,31 @@ row has a target, and so has every batch and micro-batch of every rank.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
-import itertools
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator
+import warnings
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
-from quern.data import batch, index, packing, pieces
-from quern.data.batch import GROUP_SIZE, Batch, Batches, BatchSource
+from quern.data import batch, packing, pieces, shards
+from quern.data.batch import GROUP_SIZE, Batch, Batches
 from quern.data.packing import Packer, Packing, pack, packer
-from quern.data.pieces import TOO_LONG, Pieces, cut, make_pieces, narrow
-from quern.data.prefetch import prefetch_items
-from quern.data.row_counts import RowCounts
-from quern.data.shards import Corpus, fingerprint
+from quern.data.pieces import TOO_LONG, Pieces, make_pieces, narrow
+from quern.data.shards import Corpus
+from quern.data.token_file import fingerprint
+from quern.temporaries import whole_file
 from quern.terminal import Meter, counted
 
 CHUNKS_KEPT = 3  # a batch rarely reads more than two; the third is for a second reader, such as prefetch
 GROUPS_KEPT = 2  # a batch may span two
+SAVE_EVERY = 16
+"""Chunks between two versions of the file of row counts: about a second of packing."""
 
 
 @dataclass(frozen=True)
@@ -64,21 +67,83 @@ class _Chunk:
     heads: int
 
 
+class _RowCounts:
+    """The rows of each chunk, in reading order, which find the chunk of any row. Rows are known once a chunk is packed.
+
+    They are kept in a file, so that a resumed run does not pack again what came before it. Where it is missing or not
+    whole, they are found again by packing. Several processes may write it.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._turns, self._ends = _read_counts(path)  # of each chunk: the turn of its group, and the rows to its end
+        self._saved = len(self._ends)
+
+    @property
+    def total(self) -> int:
+        """Rows of all chunks that are known."""
+        return self._ends[-1] if self._ends else 0
+
+    @property
+    def last(self) -> tuple[int, int]:
+        """(turn, chunk in the group) of the last known chunk; (0, -1) before the first."""
+        turn = self._turns[-1] if self._turns else 0
+        return turn, len(self._turns) - bisect_left(self._turns, turn) - 1
+
+    def find(self, row: int) -> tuple[int, int, int, int]:
+        """The chunk of a row below `total`: its turn, its number in the group, its first row, and its end."""
+        at = bisect_right(self._ends, row)
+        turn = self._turns[at]
+        return turn, at - bisect_left(self._turns, turn), self._ends[at - 1] if at else 0, self._ends[at]
+
+    def rows_before(self, turn: int) -> int:
+        """Rows of all turns before this one, whose chunks are all known."""
+        at = bisect_left(self._turns, turn)
+        return self._ends[at - 1] if at else 0
+
+    def append(self, turn: int, rows: int) -> None:
+        """Adds the next chunk."""
+        self._turns.append(turn)
+        self._ends.append(self.total + rows)
+        if self.path is None or len(self._ends) < self._saved + SAVE_EVERY:
+            return
+        self._saved = len(self._ends)
+        body = np.array([self._turns, self._ends], dtype="<i8").tobytes()
+        try:
+            if len(_read_counts(self.path)[1]) < len(self._ends):  # other ranks write it too
+                with whole_file(self.path) as temporary:
+                    temporary.write_bytes(hashlib.sha256(body).digest() + body)
+        except OSError as error:
+            warnings.warn(f"{self.path} cannot be written ({error}): a resumed run packs its text again", stacklevel=2)
+            self.path = None
+
+
+def _read_counts(path: Path | None) -> tuple[list[int], list[int]]:
+    """The turns and the ends in a file; none if it is missing or not whole."""
+    raw = path.read_bytes() if path is not None and path.is_file() else b""
+    if hashlib.sha256(raw[32:]).digest() != raw[:32]:
+        return [], []
+    turns, ends = np.frombuffer(raw[32:], dtype="<i8").reshape(2, -1).tolist()
+    return turns, ends
+
+
 class Loader(Batches):
     """Batches of packed rows.
 
     Args:
-        corpus, context, batch_rows, seed, bos: See `Batches`.
+        corpus, context, batch_rows, seed, group_size: See `Batches`.
         packing: A key of `packing.METHODS`, or a packer.
         too_long: What happens to a document longer than context + 1 tokens: "split" cuts it into pieces (best-fit
             then keeps tails, unless there are masks), "crop" keeps its head, "drop" leaves it out.
-        buffer: See `pack`.
-        chunk_documents: Pieces that are packed together.
-        group_size: See `Batches`.
 
     Raises:
         ValueError: A value is out of range or unknown, or no document has a target.
     """
+
+    chunk_documents = 65536
+    """Pieces that are packed together."""
+    buffer = 1000
+    """Pieces that best-fit chooses from."""
 
     def __init__(
         self,
@@ -87,28 +152,22 @@ class Loader(Batches):
         batch_rows: int,
         seed: int = 0,
         packing: str | Packer = "best-fit",
-        bos: int | None = None,
         *,
         too_long: str = "split",
-        buffer: int = 1000,
-        chunk_documents: int = 65536,
         group_size: int | None = GROUP_SIZE,
     ) -> None:
-        super().__init__(corpus, context, batch_rows, seed, bos, group_size)
+        super().__init__(corpus, context, batch_rows, seed, group_size)
         packer(packing)  # an unknown name is refused here, not at the first batch
-        if chunk_documents < 1:
-            raise ValueError(f"chunk_documents ({chunk_documents}) must be at least 1")
         if too_long not in TOO_LONG:
             raise ValueError(f"unknown too_long {too_long!r}; use one of: {', '.join(TOO_LONG)}")
-        self.packing, self.too_long, self.buffer, self.chunk_documents = packing, too_long, buffer, chunk_documents
+        self.packing, self.too_long = packing, too_long
         self._row_tokens = context + 1
         self._keeps_tails = too_long == "split" and not corpus.masked
         self._pieces = lru_cache(GROUPS_KEPT)(self._make_pieces)
         self._permutation = lru_cache(1)(self._make_permutation)
         self._chunk = lru_cache(CHUNKS_KEPT)(self._make_chunk)
         self._lock = threading.Lock()
-        groups = itertools.takewhile(lambda turn: self._group_of(turn)[0] == 0, itertools.count())
-        first = next((group for group in groups if len(self._pieces(group))), None)
+        first = next((group for group in range(self._groups) if len(self._pieces(group))), None)
         if first is None:
             long = sum(int((self._pieces(group).lengths > self._row_tokens).sum()) for group in range(self._groups))
             raise ValueError(
@@ -116,15 +175,13 @@ class Loader(Batches):
                 f"{self._row_tokens:,} tokens ({long:,} are longer than that and too_long is "
                 f"{too_long!r}); lengthen the context or check the masks"
             )
-        self._first, self._counts = first, RowCounts(self._counts_path())
+        self._first, self._counts = first, _RowCounts(self._counts_path())
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
         wanted = self._rows_of(step, rank, ranks)
         shape = (len(wanted), self._row_tokens)
         tokens = np.full(shape, self.corpus.bos, dtype=np.int32)
         mask = np.zeros(shape, dtype=bool)
-        with self._lock:
-            self._count_to(self._last_row(step), silent=rank != 0)
         done = 0
         while done < len(wanted):
             chunk, base, end = self._find(int(wanted[done]), silent=rank != 0)
@@ -235,7 +292,7 @@ class Loader(Batches):
         """Where row counts are kept: under a name that changes with all that they depend on, the code included."""
         if self.corpus.cache is None or self.corpus.fingerprint is None or not isinstance(self.packing, str):
             return None
-        code = [inspect.getsource(module) for module in (sys.modules[__name__], batch, index, packing, pieces)]
+        code = [inspect.getsource(module) for module in (sys.modules[__name__], batch, packing, pieces, shards)]
         marks = [self.packing, self.too_long, self.seed, self.context, self.buffer, self.chunk_documents]
         marks += [self.group_size, self.corpus.fingerprint, np.__version__, *code]
         return self.corpus.cache / f"{fingerprint(*map(str, marks))[:32]}.rows"
@@ -258,68 +315,7 @@ class Loader(Batches):
         if not self.corpus.masked:
             mask[:] = np.arange(self._row_tokens) < np.add.reduceat(length, before)[:, None]
         else:
-            self.corpus.copy_mask(flat_mask, at, source, length)
+            self.corpus.copy(flat_mask, at, source, length, mask=True)
             flat_mask[at[chunk.resumed[segment]]] = False  # it has the mask of the token that BOS replaced
         following = (at + length)[chunk.broken[segment]]
         flat_mask[following[following % self._row_tokens > 0]] = False
-
-
-def prefetch(
-    loader: BatchSource,
-    start: int,
-    stop: int | None,
-    depth: int = 2,
-    rank: int = 0,
-    ranks: int = 1,
-    give_up: Callable[[], bool] = lambda: False,
-) -> Generator[Batch, None, None]:
-    """Reads batches ahead in a thread, which ends when the iterator is closed or dropped.
-
-    Args:
-        loader: The source.
-        start, stop: First step, and the step after the last; endless if stop is None.
-        depth: Batches that are read ahead.
-        rank, ranks: See `Batches.batch`.
-        give_up: Asked while no batch is ready; if it returns True, there are no more.
-
-    Raises:
-        Exception: An error of the reader, when its batch is asked for.
-    """
-    steps = itertools.count(start) if stop is None else range(start, stop)
-    return prefetch_items((loader.batch(step, rank, ranks) for step in steps), depth, give_up)
-
-
-def windows(corpus: Corpus, context: int, rows: int = 32, multiple: int = 64) -> Iterator[Batch]:
-    """Cuts every document into consecutive windows; each token except the leading BOS is a target once.
-
-    A window has tokens [BOS, t1 … t(n-1)] and targets [t1 … tn], n ≤ context. Windows of similar length share a
-    batch, longest first. Bits per byte is measured on these windows; they need no seed.
-
-    Args:
-        corpus: The documents.
-        context: Most targets of a window.
-        rows: Rows of every batch; unused rows of the last batch are fully masked.
-        multiple: T is the longest window of the batch rounded up to this, at most `context`. It bounds the number
-            of shapes; `context` gives one shape.
-
-    Raises:
-        ValueError: A number is below 1, or no document has a token after BOS.
-    """
-    if context < 1 or rows < 1 or multiple < 1:
-        raise ValueError(f"context ({context}), rows ({rows}) and multiple ({multiple}) must be at least 1")
-    document, offset = cut(corpus.lengths, context)
-    if not document.size:
-        raise ValueError("nothing to evaluate: no document has a token after its BOS")
-    length = np.minimum(context, corpus.lengths[document] - 1 - offset)
-    by_length = np.argsort(-length, kind="stable")
-    for at in range(0, len(by_length), rows):
-        chosen = by_length[at : at + rows]
-        width = min(context, -(-int(length[chosen[0]]) // multiple) * multiple)
-        tokens = np.full((rows, width + 1), corpus.bos, dtype=np.int32)
-        mask = np.zeros((rows, width), dtype=bool)
-        mask[: len(chosen)] = np.arange(width) < length[chosen][:, None]
-        source = corpus.starts[document[chosen]] + 1 + offset[chosen]
-        corpus.copy(tokens.reshape(-1), np.arange(len(chosen)) * (width + 1) + 1, source, length[chosen])
-        if corpus.masked:
-            corpus.copy_mask(mask.reshape(-1), np.arange(len(chosen)) * width, source, length[chosen])
-        yield Batch.of_rows(tokens, mask)

@@ -1,4 +1,4 @@
-"""Pieces: documents of a corpus cut to the length of a row, without those from which nothing is learned.
+"""Pieces: documents of a corpus cut to the length of a row, for training and for validation.
 
 A document longer than a row (context + 1 tokens) is cut into pieces: each is BOS and up to `context` tokens. A
 shorter document is one piece. A piece is a position in the corpus; no token is copied.
@@ -6,10 +6,12 @@ shorter document is one piece. A piece is a position in the corpus; no token is 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
+from quern.data.batch import Batch
 from quern.data.shards import Corpus
 
 MASK_TOKENS = 1 << 18  # of masks that are read at a time
@@ -40,7 +42,7 @@ class Pieces:
 
 def make_pieces(corpus: Corpus, first: int, last: int, context: int, too_long: str) -> Pieces:
     """The pieces of the documents `first` to `last` - 1 that have a target in a row. too_long: see `Loader`."""
-    starts, lengths = corpus.index.span(first, last)
+    starts, lengths = corpus.take(np.arange(first, last))
     row_tokens = context + 1
     long = lengths > row_tokens
     document, offset = cut(lengths, context, whole=too_long != "split")
@@ -81,7 +83,7 @@ def _learns(corpus: Corpus, source: np.ndarray, targets: np.ndarray) -> np.ndarr
             continue
         ends = np.cumsum(targets[some])
         mask = np.empty(int(ends[-1]), dtype=bool)
-        corpus.copy_mask(mask, ends - targets[some], source[some] + 1, targets[some])
+        corpus.copy(mask, ends - targets[some], source[some] + 1, targets[some], mask=True)
         learns[some] = np.logical_or.reduceat(mask, ends - targets[some])
     return learns
 
@@ -89,3 +91,39 @@ def _learns(corpus: Corpus, source: np.ndarray, targets: np.ndarray) -> np.ndarr
 def narrow(indices: np.ndarray) -> np.ndarray:
     """Indices as int32 if they fit, to halve their memory."""
     return indices.astype(np.int32 if not indices.size or indices.max() < 1 << 31 else np.int64)
+
+
+def windows(corpus: Corpus, context: int, rows: int = 32, multiple: int = 64) -> Iterator[Batch]:
+    """Cuts every document into consecutive windows; each token except the leading BOS is a target once.
+
+    A window has tokens [BOS, t1 … t(n-1)] and targets [t1 … tn], n ≤ context. Windows of similar length share a
+    batch, longest first. Bits per byte is measured on these windows; they need no seed.
+
+    Args:
+        corpus: The documents.
+        context: Most targets of a window.
+        rows: Rows of every batch; unused rows of the last batch are fully masked.
+        multiple: T is the longest window of the batch rounded up to this, at most `context`. It bounds the number
+            of shapes; `context` gives one shape.
+
+    Raises:
+        ValueError: A number is below 1, or no document has a token after BOS.
+    """
+    if context < 1 or rows < 1 or multiple < 1:
+        raise ValueError(f"context ({context}), rows ({rows}) and multiple ({multiple}) must be at least 1")
+    document, offset = cut(corpus.lengths, context)
+    if not document.size:
+        raise ValueError("nothing to evaluate: no document has a token after its BOS")
+    length = np.minimum(context, corpus.lengths[document] - 1 - offset)
+    by_length = np.argsort(-length, kind="stable")
+    for at in range(0, len(by_length), rows):
+        chosen = by_length[at : at + rows]
+        width = min(context, -(-int(length[chosen[0]]) // multiple) * multiple)
+        tokens = np.full((rows, width + 1), corpus.bos, dtype=np.int32)
+        mask = np.zeros((rows, width), dtype=bool)
+        mask[: len(chosen)] = np.arange(width) < length[chosen][:, None]
+        source = corpus.starts[document[chosen]] + 1 + offset[chosen]
+        corpus.copy(tokens.reshape(-1), np.arange(len(chosen)) * (width + 1) + 1, source, length[chosen])
+        if corpus.masked:
+            corpus.copy(mask.reshape(-1), np.arange(len(chosen)) * width, source, length[chosen], mask=True)
+        yield Batch.of_rows(tokens, mask)

@@ -2,22 +2,52 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
 from typing import TypeVar
+
+from quern.data.batch import Batch, BatchSource
 
 T = TypeVar("T")
 POLL_SECONDS = 0.5
 
 
+@dataclass
+class _End:
+    """The end of the items, with the error that ended them."""
+
+    error: BaseException | None
+
+
+def prefetch(
+    loader: BatchSource,
+    start: int,
+    stop: int | None,
+    depth: int = 2,
+    rank: int = 0,
+    ranks: int = 1,
+    give_up: Callable[[], bool] = lambda: False,
+) -> Generator[Batch, None, None]:
+    """Reads the batches of steps `start` to `stop` - 1, or without an end, ahead; see `prefetch_items`."""
+    steps = itertools.count(start) if stop is None else range(start, stop)
+    return prefetch_items((loader.batch(step, rank, ranks) for step in steps), depth, give_up)
+
+
 def prefetch_items(
     items: Iterable[T], ahead: int = 2, give_up: Callable[[], bool] = lambda: False
 ) -> Generator[T, None, None]:
-    """Yields the items in order, until the caller gives up while there is none. A thread computes up to `ahead` early.
+    """Computes items in a thread, which ends when the iterator is closed or dropped.
 
-    An error of the iterable is raised where its item would have come. The thread ends when this generator is closed
-    or dropped.
+    Args:
+        items: The items.
+        ahead: How many are computed early.
+        give_up: Asked while no item is ready; if it returns True, there are no more.
+
+    Yields:
+        The items in order. An error of the iterable is raised where its item would have come.
     """
     ready: queue.Queue[T | _End] = queue.Queue(maxsize=max(1, ahead))
     closed = threading.Event()
@@ -58,10 +88,3 @@ def prefetch_items(
     finally:
         closed.set()
         thread.join(timeout=5)
-
-
-class _End:
-    """The end of the items, with the error that ended them."""
-
-    def __init__(self, error: BaseException | None) -> None:
-        self.error = error

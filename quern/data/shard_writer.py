@@ -3,7 +3,7 @@
 A shard is written in a temporary folder, synced, renamed into place, and then listed in the manifest with the hash of
 each of its files. Until the split is whole, the manifest lists it as unfinished, so that no reader opens it. A later
 writer of the same tokens (the fingerprint says so) checks these hashes, keeps the shards, and continues after them.
-shards.py has the format.
+token_file.py has the format.
 """
 
 from __future__ import annotations
@@ -16,19 +16,8 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import DTypeLike
 
-from quern.data.token_file import (
-    HEADER_BYTES,
-    HEADER_INTS,
-    MAGIC,
-    VERSIONS,
-    check,
-    describe,
-    read_manifest,
-    split_files,
-    write_manifest,
-)
+from quern.data.token_file import HEADER_BYTES, check, describe, header, read_manifest, split_files, write_manifest
 from quern.temporaries import TemporaryFolder, remove_abandoned, sync_path
 
 SHARD_TOKENS = 100_000_000
@@ -41,52 +30,35 @@ class ShardWriter:
     Args:
         folder: The folder of the data; created if needed.
         split: Its name, such as "train".
-        dtype: uint16 or uint32; None chooses the smaller one that fits the vocabulary.
         shard_tokens: A file is closed as soon as it has this many tokens.
-        vocab_size: Ids must be below it.
+        vocab_size: Ids must be below it. They are written as uint16 if they fit, else as uint32.
         bos: The id that every document starts with.
-        fingerprint: What the tokens are made from; see `shards.fingerprint`. Equal fingerprints, equal documents.
-
-    Raises:
-        ValueError: A value is out of range.
+        fingerprint: What the tokens are made from; see `token_file.fingerprint`. Equal fingerprints, equal documents.
     """
 
     def __init__(
         self,
         folder: str | Path,
         split: str,
-        dtype: DTypeLike | None = None,
         shard_tokens: int = SHARD_TOKENS,
         *,
         vocab_size: int,
         bos: int,
         fingerprint: str,
     ) -> None:
-        self.dtype = np.dtype(dtype if dtype is not None else np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-        self.dtype = self.dtype.newbyteorder("<")
-        if self.dtype not in VERSIONS.values():
-            raise ValueError(f"shards hold uint16 or uint32, not {self.dtype}")
-        if not 1 <= vocab_size <= 1 << (8 * self.dtype.itemsize):
-            raise ValueError(f"a vocabulary of {vocab_size:,} does not fit {self.dtype}; use uint32")
-        if not 0 <= bos < vocab_size:
-            raise ValueError(f"bos ({bos}) must be an id below the vocabulary size ({vocab_size:,})")
-        if shard_tokens < 1:
-            raise ValueError(f"shard_tokens ({shard_tokens}) must be at least 1")
-        self.folder, self.split = Path(folder), split
+        self.folder, self.split, self.shard_tokens = Path(folder), split, shard_tokens
         self.vocab_size, self.bos, self.fingerprint = vocab_size, bos, fingerprint
-        self.shard_tokens = shard_tokens
+        self.dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_abandoned(self.folder, split)
         self._files = self._finished_files()
-        self.documents, _ = self.finished
+        self.documents = sum(file["documents"] for file in self._files)
         """How many documents the split has so far."""
         self._temporary = TemporaryFolder(self.folder / split)
-        self._work = self._temporary.path
         self._file: BinaryIO | None = None
         self._mask: BinaryIO | None = None
         self._starts = array("q")
         self._tokens = 0
-        self._closed = False
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -94,19 +66,19 @@ class ShardWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         try:
             if kind is None:
-                self.close()
+                self._finish_split()
         finally:
-            self.abandon()
-
-    @property
-    def finished(self) -> tuple[int, int]:
-        """Documents and tokens in the shards that are finished."""
-        return sum(file["documents"] for file in self._files), sum(file["tokens"] for file in self._files)
+            try:
+                for file in (self._file, self._mask):
+                    if file is not None:
+                        file.close()  # flushes the buffer, which fails again on a full disk
+            finally:
+                self._temporary.remove()
 
     @property
     def tokens(self) -> int:
         """How many tokens the split has so far."""
-        return self.finished[1] + self._tokens
+        return sum(file["tokens"] for file in self._files) + self._tokens
 
     def add(self, ids: Sequence[int] | np.ndarray, mask: np.ndarray | None = None) -> None:
         """Appends one document: `add_documents` with this one."""
@@ -124,9 +96,9 @@ class ShardWriter:
             ValueError: An id is not in the vocabulary, a document does not start with BOS, or the mask does not fit.
         """
         ends = np.cumsum(lengths)
-        self._refuse_wrong(ids, lengths, ends)
-        if mask is not None and mask.shape != ids.shape:
-            raise ValueError(self._needs_mask())
+        self._refuse_wrong(ids, ends - lengths, ends)
+        if mask is not None and mask.shape != ids.shape or (mask is None) != (self._mask is None) and self._file:
+            raise ValueError(f"document {self.documents} of {self.split} needs a mask as long as its ids, as all have")
         first = begin = 0
         while first < len(lengths):
             # The document with which the shard reaches its size is its last one.
@@ -139,13 +111,11 @@ class ShardWriter:
                 self._write_manifest(whole=False)
             first, begin = last + 1, end
 
-    def _refuse_wrong(self, ids: np.ndarray, lengths: np.ndarray, ends: np.ndarray) -> None:
-        if not lengths.all() or len(lengths) and (ends[-1] != len(ids) or ids.ndim != 1):
-            number = self.documents + int(np.argmin(lengths))
-            raise ValueError(f"document {number} of {self.split} must start with BOS (id {self.bos})")
-        starts = ids[ends - lengths]
-        if (starts != self.bos).any():
-            number = self.documents + int(np.argmax(starts != self.bos))
+    def _refuse_wrong(self, ids: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
+        empty = starts == ends
+        wrong = empty if empty.any() else ids[starts] != self.bos
+        if wrong.any():
+            number = self.documents + int(np.argmax(wrong))
             raise ValueError(f"document {number} of {self.split} must start with BOS (id {self.bos})")
         if ids.min(initial=0) < 0 or ids.max(initial=0) >= self.vocab_size:
             at = int(np.argmax((ids < 0) | (ids >= self.vocab_size)))
@@ -155,18 +125,13 @@ class ShardWriter:
                 f"{self.vocab_size:,}: was it encoded with another tokenizer?"
             )
 
-    def _needs_mask(self) -> str:
-        return f"document {self.documents} of {self.split} needs a mask as long as its ids, as all have"
-
     def _write(self, ids: np.ndarray, starts: np.ndarray, mask: np.ndarray | None) -> None:
         """Appends documents to the open shard. starts: of the documents in `ids`."""
         if self._file is None:
-            path = self._work / f"{self.split}-{len(self._files):05d}.bin"
+            path = self._temporary.path / f"{self.split}-{len(self._files):05d}.bin"
             self._file = open(path, "wb")  # noqa: SIM115
             self._file.write(bytes(HEADER_BYTES))
             self._mask = None if mask is None else open(path.with_suffix(".mask"), "wb")  # noqa: SIM115
-        if (mask is None) != (self._mask is None):
-            raise ValueError(self._needs_mask())
         if self._tokens + ids.size >= 1 << 31:
             raise ValueError("a shard holds fewer than 2**31 tokens; split the document or lower shard_tokens")
         self._starts.frombytes((self._tokens + starts).astype(np.int64).tobytes())
@@ -179,11 +144,8 @@ class ShardWriter:
     def _finish_shard(self) -> None:
         """Syncs the open shard, and moves its files into the folder."""
         assert self._file is not None
-        header = np.zeros(HEADER_INTS, dtype="<i4")
-        version = next(v for v, dtype in VERSIONS.items() if dtype == self.dtype)
-        header[:3] = MAGIC, version, self._tokens
         self._file.seek(0)
-        self._file.write(header.tobytes())
+        self._file.write(header(self._tokens, self.dtype))
         self._file.close()
         path = Path(self._file.name)
         starts = path.with_suffix(".starts.npy")
@@ -196,21 +158,18 @@ class ShardWriter:
             self._mask.close()
             sync_path(path.with_suffix(".mask"))
             entry["mask"] = describe(path.with_suffix(".mask"))
-        if self.split in self._splits():
+        if self.split in self._manifest()["splits"]:
             # The manifest must not list files while they are replaced: a crash here then reads as "not prepared".
             self._write_manifest(whole=False)
         for file in split_files({"files": [entry]}):
-            os.replace(self._work / file["name"], self.folder / file["name"])
+            os.replace(path.parent / file["name"], self.folder / file["name"])
         sync_path(self.folder)
         self._files.append(entry)
         self._file, self._mask, self._starts, self._tokens = None, None, array("q"), 0
 
-    def close(self) -> None:
-        """Finishes the last shard, and lists the split as whole. Raises ValueError without documents."""
-        if self._closed:
-            return
+    def _finish_split(self) -> None:
+        """Finishes the last shard, and lists the split as whole."""
         if not self.documents:
-            self.abandon()
             raise ValueError(f"no documents for the split {self.split!r}: nothing to write in {self.folder}")
         if self._file is not None:
             self._finish_shard()
@@ -219,17 +178,6 @@ class ShardWriter:
             if old.name not in listed:
                 old.unlink()
         self._write_manifest(whole=True)
-        self.abandon()
-
-    def abandon(self) -> None:
-        """Removes the unfinished shard; finished ones stay."""
-        self._closed = True
-        try:
-            for file in (self._file, self._mask):
-                if file is not None:
-                    file.close()  # flushes the buffer, which fails again on a full disk
-        finally:
-            self._temporary.remove()
 
     # The manifest -------------------------------------------------------------------------------------------------
 
@@ -237,10 +185,7 @@ class ShardWriter:
         try:
             return read_manifest(self.folder)
         except (FileNotFoundError, ValueError):
-            return {}
-
-    def _splits(self) -> dict[str, Any]:
-        return self._manifest().get("splits", {})
+            return {"fingerprint": None, "splits": {}, "unfinished": {}}
 
     def _layout(self) -> dict[str, Any]:
         return {"dtype": self.dtype.name, "vocab_size": self.vocab_size, "bos": self.bos}
@@ -248,14 +193,14 @@ class ShardWriter:
     def _finished_files(self) -> list[dict[str, Any]]:
         """The shards of an earlier writer of the same tokens, up to the first one that is not sound."""
         manifest, files = self._manifest(), []
-        entry = manifest.get("unfinished", {}).get(self.split)
+        entry = manifest["unfinished"].get(self.split)
         same = self._layout() | {"shard_tokens": self.shard_tokens}
         if entry is None or manifest["fingerprint"] != self.fingerprint or not same.items() <= entry.items():
             return []
         for shard in entry["files"]:
             try:
                 for file in split_files({"files": [shard]}):
-                    check(self.folder / file["name"], file, verify=True)
+                    check(self.folder, file, verify=True)
             except (FileNotFoundError, ValueError):
                 break  # it is written again, with those after it
             files.append(shard)
@@ -264,12 +209,12 @@ class ShardWriter:
     def _write_manifest(self, whole: bool) -> None:
         """Lists the finished shards, as a whole split or as an unfinished one."""
         manifest = self._manifest()
-        same = manifest.get("fingerprint") == self.fingerprint
-        splits, unfinished = (manifest.get(key, {}) if same else {} for key in ("splits", "unfinished"))
+        same = manifest["fingerprint"] == self.fingerprint
+        splits, unfinished = (manifest[key] if same else {} for key in ("splits", "unfinished"))
         for entries in (splits, unfinished):
             entries.pop(self.split, None)
-        documents, tokens = self.finished
-        entry = self._layout() | {"documents": documents, "tokens": tokens, "files": self._files}
+        counts = {key: sum(file[key] for file in self._files) for key in ("documents", "tokens")}
+        entry = self._layout() | counts | {"files": self._files}
         if whole:
             splits[self.split] = entry
         else:

@@ -1,131 +1,136 @@
-"""Token shards: documents as token ids on disk, and the Corpus that reads them.
+"""The Corpus: documents of token ids, read from memory-mapped files or from memory.
 
-A folder has, for each split, `<split>-00000.bin`, `<split>-00000.starts.npy`, …, and one `manifest.json` for all. A
-.bin file is 256 int32 (magic 20240520, version, token count), then the tokens: uint16 (version 1, the format of
-llm.c and modded-nanogpt) or uint32 (version 2, for vocabularies above 65,536). The .starts.npy file has the index
-of the first token of each document, int64. A document starts with BOS and is in one file. Where not every token is to
-be learned, .mask has a byte for each token: 1 to learn it, else 0.
-
-shard_writer.py writes them. The manifest has the size and SHA-256 of each file, and a fingerprint of the tokenizer and
-the source, by which `prepared` sees that nothing changed. Errors name the damaged file.
+A corpus has parts, each the tokens of some documents end to end and where they start. Of files, tokens and starts are
+mapped when they are read, so a corpus of 10⁸ documents takes no memory for those that nobody reads. token_file.py has
+the format of prepared shards, bin_files.py reads the files of other programs. Errors name the damaged file.
 """
 
 from __future__ import annotations
 
-import hashlib
-import threading
-from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from quern.data.index import ArrayIndex, FileIndex, Index, Spans
-from quern.data.mapped import MappedFiles
-from quern.data.token_file import (
-    InMemory,
-    ShardFile,
-    TokenMap,
-    read_manifest,
-    split_files,
-)
-from quern.waits.waiting import waiting
+from quern.data.token_file import check, map_tokens, read_manifest
 
+Spans = tuple[np.ndarray, np.ndarray]
+"""(starts, lengths) of some documents, each (documents,) int64; starts are counted over all parts."""
 VERIFIED_BYTES = 1 << 28
 """Bytes that are hashed when a corpus is opened; a large one would take minutes."""
+FAULT_BYTES = 2 << 20
+"""Memory that one access to a map may load at most: Linux maps up to one large folio."""
+FILES_MAPPED = 64
+"""Files that stay mapped. Each needs an open file, of which a process may have about a thousand."""
 
 
-def fingerprint(*parts: str) -> str:
-    """SHA-256 (hex) over strings; the length of each is hashed too, so ("ab", "c") differs from ("a", "bc")."""
-    digest = hashlib.sha256()
-    for part in parts:
-        raw = part.encode("utf-8")
-        digest.update(len(raw).to_bytes(8, "little") + raw)
-    return digest.hexdigest()
+class Part:
+    """Documents end to end in memory; subclasses map files.
+
+    Args:
+        tokens: (count,) ids.
+        starts: (documents,) int64, the index of the first token of each document; 0 is the first.
+        mask: (count,) bool, True where a token is to be learned; None if all are.
+    """
+
+    mapped_bytes = 0
+    """Size of the files that `read` maps."""
+    skipped = 0
+    """Tokens of the file that belong to no document, and are not read."""
+
+    def __init__(self, tokens: np.ndarray, starts: np.ndarray, mask: np.ndarray | None = None) -> None:
+        self._arrays, self._starts = (tokens, mask), starts
+        self.count, self.documents, self.masked = len(tokens), len(starts), mask is not None
+
+    def starts(self) -> np.ndarray:
+        """(documents,) int64, as given."""
+        return self._starts
+
+    def read(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """The tokens and their mask."""
+        return self._arrays
 
 
-def prepared(folder: str | Path, fingerprint: str, splits: Iterable[str] = ("train", "val")) -> bool:
-    """Whether `folder` has these splits with this fingerprint, and every file with its size."""
-    folder = Path(folder)
-    try:
-        manifest = read_manifest(folder)
-    except (FileNotFoundError, ValueError):
-        return False  # absent or unreadable: in both cases prepare it again
-    if manifest["fingerprint"] != fingerprint or not set(splits) <= set(manifest["splits"]):
-        return False
-    return all(_are_there(folder, manifest["splits"][split]) for split in splits)
+class _Shard(Part):
+    """A prepared shard. Each file is checked once, before it is read: the constructor looks at sizes and the header.
 
+    Args:
+        folder, entry, dtype: As the manifest has them.
+        hashed: Whether files are hashed.
+    """
 
-def prepared_in_part(folder: Path, fingerprint: str, split: str) -> tuple[int, int]:
-    """Documents and tokens in the finished shards of a split that is not whole; (0, 0) for another one, or where one
-    of its files is missing."""
-    try:
-        manifest = read_manifest(folder)
-    except (FileNotFoundError, ValueError):
-        return 0, 0
-    entry = manifest["unfinished"].get(split)
-    if manifest["fingerprint"] != fingerprint or entry is None or not _are_there(folder, entry):
-        return 0, 0
-    return entry["documents"], entry["tokens"]
+    def __init__(self, folder: Path, entry: dict[str, Any], dtype: str, hashed: bool) -> None:
+        self.folder, self.entry, self.hashed = folder, entry, hashed
+        self.count, self.documents, self.masked = int(entry["tokens"]), int(entry["documents"]), "mask" in entry
+        self._index, self._tokens = entry["starts"], [entry, *([entry["mask"]] if self.masked else [])]
+        self.mapped_bytes = sum(file["bytes"] for file in self._tokens)
+        self._checked: set[str] = set()
+        for file in (self._index, *self._tokens):
+            check(folder, file, verify=False)
+        tokens = map_tokens(folder / entry["name"])
+        if tokens.dtype.name != dtype or len(tokens) != self.count:
+            raise ValueError(f"{folder / entry['name']} does not match the manifest; prepare it again")
 
+    def starts(self) -> np.ndarray:
+        new = self._index["name"] not in self._checked
+        path = self._check(self._index)
+        try:
+            starts = np.load(path, mmap_mode="r", allow_pickle=False)
+            sound = starts.shape == (self.documents,) and starts.dtype == np.int64
+        except (ValueError, EOFError):
+            starts, sound = np.empty(0), False
+        if new and not (sound and starts[0] == 0 and (np.diff(starts, append=self.count) > 0).all()):
+            self._checked.remove(path.name)
+            raise ValueError(f"{path} does not match {self.entry['name']}; prepare it again")
+        return starts
 
-def _are_there(folder: Path, entry: dict[str, Any]) -> bool:
-    """Whether the folder has every file of a split, with its size."""
-    files = [(folder / file["name"], file["bytes"]) for file in split_files(entry)]
-    return all(path.is_file() and path.stat().st_size == size for path, size in files)
+    def read(self) -> tuple[np.ndarray, np.ndarray | None]:
+        path, *mask = map(self._check, self._tokens)
+        masks = [np.memmap(path, dtype=bool, mode="r").view(np.ndarray) for path in mask]
+        if masks and len(masks[0]) != self.count:
+            raise ValueError(f"{mask[0]} has not one byte for each token; prepare the data again")
+        return map_tokens(path), masks[0] if masks else None
+
+    def _check(self, file: dict[str, Any]) -> Path:
+        """The path of a file whose contents are as they were written."""
+        if file["name"] not in self._checked:
+            check(self.folder, file, self.hashed)
+            self._checked.add(file["name"])
+        return self.folder / file["name"]
 
 
 class Corpus:
-    """Documents of token ids. Files are mapped, and documents looked up, when they are read.
+    """Documents of token ids.
 
     Args:
-        files: The tokens.
-        index: Where the documents are in them.
+        parts: The documents.
         bos: The id that every document starts with.
         fingerprint: Of the shards; None for other sources.
         cache: A folder where a loader may keep what it found out about the documents; None for other sources.
+        spans: The documents of the parts that the corpus has, in their order; None for all.
     """
 
+    resident_bytes = 1 << 30
+    """Most bytes of mapped files that stay in memory (an upper estimate)."""
+
     def __init__(
-        self, files: MappedFiles, index: Index, bos: int, fingerprint: str | None = None, cache: Path | None = None
+        self,
+        parts: Sequence[Part],
+        bos: int,
+        fingerprint: str | None = None,
+        cache: Path | None = None,
+        spans: Spans | None = None,
     ) -> None:
-        self.files, self.index, self.bos, self.masked = files, index, bos, files.masked
-        self.fingerprint, self.cache = fingerprint, cache
-
-    @property
-    def num_documents(self) -> int:
-        return self.index.documents
-
-    @property
-    def num_tokens(self) -> int:
-        return self.index.tokens
-
-    @property
-    def whole(self) -> bool:
-        """Whether all documents are there, so that the numbers above are final."""
-        return True
-
-    def wait(self, size: int | None = None, each: int = 0) -> None:
-        """Returns when the documents that come next are there: those of a whole corpus are.
-
-        Args:
-            size: Tokens that are needed, with `each` for each document; None needs all documents.
-        """
-
-    @cached_property
-    def _spans(self) -> Spans:
-        return self.index.span(0, self.num_documents)
-
-    @property
-    def starts(self) -> np.ndarray:
-        """(documents,) int64, index of the first token of each document, over all files; kept in memory."""
-        return self._spans[0]
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """(documents,) int64, tokens of each document with BOS; kept in memory."""
-        return self._spans[1]
+        self.parts, self.bos, self.fingerprint, self.cache = parts, bos, fingerprint, cache
+        self.masked = all(part.masked for part in parts)
+        self.skipped_tokens = sum(part.skipped for part in parts)
+        self._chosen = spans
+        self._firsts = np.cumsum([0] + [part.documents for part in parts])
+        self._bases = np.cumsum([0] + [part.count for part in parts])
+        self._read = lru_cache(FILES_MAPPED)(lambda number: parts[number].read())
+        self._touched_bytes = 0
 
     @classmethod
     def open(cls, folder: str | Path, split: str, *, fingerprint: str | None = None, verify: bool = True) -> Corpus:
@@ -149,13 +154,12 @@ class Corpus:
             there = ", ".join(manifest["splits"]) or "none"
             raise ValueError(f"{folder} has no split {split!r} (there: {there}); prepare it again")
         entry = manifest["splits"][split]
-        files = [ShardFile(folder, file, entry["dtype"], verify) for file in entry["files"]]
-        hashed = 0
-        for file in files if verify else []:
-            if hashed < VERIFIED_BYTES:
-                hashed += file.verify()
-        cache = folder / f"{split}-rows"
-        return cls(MappedFiles(files), FileIndex(files), entry["bos"], manifest["fingerprint"], cache)
+        parts = [_Shard(folder, file, entry["dtype"], verify) for file in entry["files"]]
+        before = np.cumsum([0] + [part.mapped_bytes for part in parts])
+        for part in parts[: np.searchsorted(before, VERIFIED_BYTES)] if verify else []:
+            part.starts()
+            part.read()
+        return cls(parts, entry["bos"], manifest["fingerprint"], folder / f"{split}-rows")
 
     @classmethod
     def from_arrays(
@@ -174,26 +178,102 @@ class Corpus:
             raise ValueError(f"document {other} starts with id {ids[other][0]}, document 0 with BOS {bos}")
         lengths = np.array([len(document) for document in ids], dtype=np.int64)
         tokens = np.concatenate([np.asarray(document, dtype=np.int32) for document in ids])
-        flat_masks = None if masks is None else np.concatenate([np.asarray(m, dtype=bool) for m in masks])
-        index = ArrayIndex(np.cumsum(lengths) - lengths, lengths)
-        return cls(MappedFiles([InMemory(TokenMap(tokens, mask=flat_masks))]), index, bos)
+        mask = None if masks is None else np.concatenate([np.asarray(m, dtype=bool) for m in masks])
+        return cls([Part(tokens, np.cumsum(lengths) - lengths, mask)], bos)
 
     @classmethod
     def join(cls, corpora: Sequence[Corpus]) -> Corpus:
         """The documents of several corpora of one tokenizer, in order. It shares the tokens."""
-        bases = np.cumsum([0] + [corpus.files.count for corpus in corpora])
-        starts = [corpus.starts + base for corpus, base in zip(corpora, bases, strict=False)]
-        lengths = [corpus.lengths for corpus in corpora]
-        files = MappedFiles([file for corpus in corpora for file in corpus.files.files])
-        return cls(files, ArrayIndex(np.concatenate(starts), np.concatenate(lengths)), corpora[0].bos)
+        bases = np.cumsum([0] + [corpus._bases[-1] for corpus in corpora])
+        starts = np.concatenate([corpus.starts + base for corpus, base in zip(corpora, bases, strict=False)])
+        lengths = np.concatenate([corpus.lengths for corpus in corpora])
+        return cls([part for corpus in corpora for part in corpus.parts], corpora[0].bos, spans=(starts, lengths))
 
     def part(self, documents: np.ndarray) -> Corpus:
         """A corpus of the documents with these indices, each as often as it is named. It shares the tokens."""
-        return Corpus(self.files, ArrayIndex(*self.index.take(documents)), self.bos, self.fingerprint)
+        return Corpus(self.parts, self.bos, self.fingerprint, spans=self.take(documents))
+
+    # Where documents are -------------------------------------------------------------------------------------------
+
+    @property
+    def num_documents(self) -> int:
+        return int(self._sizes[0][-1])
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents, BOS included."""
+        return int(self._sizes[1][-1])
+
+    @property
+    def _sizes(self) -> tuple[np.ndarray, np.ndarray]:
+        """Documents and tokens before each part, and of all. Chosen documents are like one part."""
+        if self._chosen is None:
+            return self._firsts, self._bases
+        return np.array([0, len(self._chosen[1])]), np.array([0, self._chosen[1].sum()])
+
+    def _begins(self, number: int) -> np.ndarray:
+        """Tokens of a part before each of its documents."""
+        if self._chosen is None:
+            return self.parts[number].starts()
+        return np.cumsum(self._chosen[1]) - self._chosen[1]
+
+    @cached_property
+    def _spans(self) -> Spans:
+        return self._chosen or self.take(np.arange(self.num_documents))
+
+    @property
+    def starts(self) -> np.ndarray:
+        """(documents,) int64, index of the first token of each document, over all parts; kept in memory."""
+        return self._spans[0]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(documents,) int64, tokens of each document with BOS; kept in memory."""
+        return self._spans[1]
+
+    def take(self, documents: np.ndarray) -> Spans:
+        """Where the documents with these indices are."""
+        documents = np.asarray(documents, dtype=np.int64)
+        if documents.size and not 0 <= documents.min() <= documents.max() < self.num_documents:
+            raise IndexError(f"the documents are numbered 0 to {self.num_documents - 1:,}")
+        if self._chosen is not None:
+            return self._chosen[0][documents], self._chosen[1][documents]
+        which = np.searchsorted(self._firsts, documents, side="right") - 1
+        order = np.argsort(which, kind="stable")
+        starts, ends = np.empty((2, len(documents)), dtype=np.int64)
+        for at in np.split(order, np.flatnonzero(np.diff(which[order])) + 1) if len(order) else []:
+            number = int(which[at[0]])
+            part, base = self.parts[number], self._bases[number]
+            own, local = part.starts(), documents[at] - self._firsts[number]
+            starts[at] = own[local] + base
+            following = np.minimum(local + 1, part.documents - 1)
+            ends[at] = np.where(local + 1 < part.documents, own[following], part.count) + base
+        return starts, ends - starts
+
+    def tokens_before(self, document: int) -> int:
+        """Tokens of all documents before this one."""
+        firsts, tokens = self._sizes
+        number = int(np.searchsorted(firsts, document, side="right")) - 1
+        local = document - int(firsts[number])
+        return int(tokens[number]) + (int(self._begins(number)[local]) if local else 0)
+
+    def at_size(self, size: int, each: int) -> int:
+        """The first document before which there are `size` tokens, where each document counts as `each` more; the
+        number of documents if there is none."""
+        firsts, tokens = self._sizes
+        before = tokens + each * firsts
+        number = int(np.searchsorted(before, size, side="right")) - 1
+        if number == len(firsts) - 1:
+            return self.num_documents
+        begins = self._begins(number)
+        sizes = begins + each * np.arange(len(begins))
+        return int(firsts[number] + np.searchsorted(sizes, size - before[number], side="left"))
+
+    # Their tokens --------------------------------------------------------------------------------------------------
 
     def gather(self, document: int, start: int = 0, length: int | None = None) -> np.ndarray:
         """`length` tokens of one document from `start` on, int32; to its end without a length."""
-        begin, tokens = self.index.take(np.array([document]))
+        begin, tokens = self.take(np.array([document]))
         rest = int(tokens[0]) - start
         length = rest if length is None else length
         if start < 0 or not 0 <= length <= rest:
@@ -202,78 +282,28 @@ class Corpus:
         self.copy(out, np.zeros(1, np.int64), begin + start, np.array([length]))
         return out
 
-    def copy(self, out: np.ndarray, at: np.ndarray, source: np.ndarray, length: np.ndarray) -> None:
+    def copy(self, out: np.ndarray, at: np.ndarray, source: np.ndarray, length: np.ndarray, mask: bool = False) -> None:
         """Copies many slices: out[at:at + length] = tokens[source:source + length] for each entry.
 
         Args:
-            out: Flat int32.
-            at, source, length: (slices,) int64. `source` is an index over all files; a slice is in one file.
+            out: Flat, int32 for tokens and bool for masks.
+            at, source, length: (slices,) int64. `source` is an index over all parts; a slice is in one part.
+            mask: Copies the mask, True where a token is learned, in place of the tokens. The corpus has masks.
         """
-        self.files.copy("tokens", out, at, source, length)
-
-    def copy_mask(self, out: np.ndarray, at: np.ndarray, source: np.ndarray, length: np.ndarray) -> None:
-        """Copies the mask, like `copy`: True where a token is learned. out: flat bool; the corpus has masks."""
-        self.files.copy("mask", out, at, source, length)
+        numbers = np.searchsorted(self._bases, source, side="right") - 1
+        local = source - self._bases[numbers]
+        mapped, array = -1, out
+        for number, frm, to, count in zip(numbers.tolist(), local.tolist(), at.tolist(), length.tolist(), strict=True):
+            if number != mapped:
+                mapped, array = number, self._read(number)[mask]
+                assert array is not None
+            out[to : to + count] = array[frm : frm + count]
+        self._touched_bytes += len(source) * FAULT_BYTES
+        if self._touched_bytes > self.resident_bytes:
+            self._touched_bytes = 0
+            if sum(part.mapped_bytes for part in self.parts) > self.resident_bytes:
+                self.release()
 
     def release(self) -> None:
-        """Frees the mapped pages, so that a large corpus does not fill the memory. The corpus stays readable."""
-        self.files.release()
-
-
-class GrowingCorpus(Corpus):
-    """A split whose first shards are read while later ones are written.
-
-    Args:
-        folder, split, fingerprint: As given to `ShardWriter`.
-        missing: Called with the number of shards that are there, again and again until a needed one is there too. It
-            waits a moment, or raises the reason why no more will come.
-
-    Raises:
-        ValueError: The folder has another fingerprint, or a shard is damaged.
-    """
-
-    def __init__(self, folder: Path, split: str, fingerprint: str, missing: Callable[[int], object]) -> None:
-        self._folder, self._split, self._expected, self._missing = folder, split, fingerprint, missing
-        self._waiting, self._whole = threading.Lock(), False
-        files, bos = self._next_files(0)
-        self._growing = FileIndex(files)
-        super().__init__(MappedFiles(files), self._growing, bos, fingerprint, folder / f"{split}-rows")
-
-    @property
-    def whole(self) -> bool:
-        return self._whole
-
-    def wait(self, size: int | None = None, each: int = 0) -> None:
-        with self._waiting:
-            while not self._whole and (size is None or self.num_tokens + each * self.num_documents < size):
-                files, _ = self._next_files(len(self.files.files))
-                self.files.extend(files)
-                self._growing.extend(files)
-
-    def _next_files(self, known: int) -> tuple[list[ShardFile], int]:
-        """Waits until there are more shards than those that are known, or the split is whole: the new ones, and BOS."""
-        with waiting(f"shard {known + 1} of the text in {self._folder}, which another process prepares"):
-            while True:
-                entry, self._whole = _listed(self._folder, self._split, self._expected)
-                if entry is not None and (self._whole or len(entry["files"]) > known):
-                    new = [
-                        ShardFile(self._folder, file, entry["dtype"], hashed=True) for file in entry["files"][known:]
-                    ]
-                    return new, entry["bos"]
-                self._missing(known)
-
-
-def _listed(folder: Path, split: str, fingerprint: str) -> tuple[dict[str, Any] | None, bool]:
-    """The split as the manifest lists it now, and whether it is whole; None if no shard is finished.
-
-    Raises:
-        ValueError: The folder has another fingerprint.
-    """
-    try:
-        manifest = read_manifest(folder)
-    except FileNotFoundError:
-        return None, False
-    if manifest["fingerprint"] != fingerprint:
-        raise ValueError(f"{folder} was made from another tokenizer or source; prepare it again")
-    whole = split in manifest["splits"]
-    return (manifest["splits"] if whole else manifest["unfinished"]).get(split), whole
+        """Unmaps the files, so that a large corpus does not fill the memory. It stays readable."""
+        self._read.cache_clear()

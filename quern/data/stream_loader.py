@@ -12,9 +12,7 @@ this loader permutes documents.
 
 from __future__ import annotations
 
-import threading
-from bisect import bisect_right
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -28,7 +26,7 @@ class StreamLoader(Batches):
     """Batches of rows cut from the stream.
 
     Args:
-        corpus, context, batch_rows, seed, bos, group_size: See `Batches`.
+        corpus, context, batch_rows, seed, group_size: See `Batches`.
 
     Raises:
         ValueError: As `Batches`, or the corpus has masks.
@@ -41,39 +39,35 @@ class StreamLoader(Batches):
         batch_rows: int,
         seed: int = 0,
         *,
-        bos: int | None = None,
         group_size: int | None = GROUP_SIZE,
     ) -> None:
-        super().__init__(corpus, context, batch_rows, seed, bos, group_size)
+        super().__init__(corpus, context, batch_rows, seed, group_size)
         if corpus.masked:
             raise ValueError("a stream learns every token: pack a corpus with masks by first-fit-decreasing instead")
-        self._ends: list[int] = []  # of the groups in the stream of the first epoch, as far as it was read
+        self._tokens = corpus.num_tokens
         self._group = lru_cache(GROUPS_KEPT)(self._make_group)
-        self._ordered = lru_cache(GROUPS_KEPT)(self._order_groups)
-        self._lock = threading.Lock()
+        self._ends = lru_cache(GROUPS_KEPT)(self._make_ends)
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
         rows = self._rows_of(step, rank, ranks)
         tokens = np.empty((len(rows), self.context + 1), dtype=np.int32)
-        self._epoch_of((self._last_row(step) + 1) * self.context)  # the last row's last target
         for row, out in zip(rows.tolist(), tokens, strict=True):
             self._fill(row * self.context, out)
         return Batch.of_rows(tokens, np.ones((len(rows), self.context), dtype=bool))
 
     def position(self, step: int) -> tuple[int, int]:
-        epoch, offset = self._epoch_of(self._first_row(step) * self.context)
+        epoch, offset = divmod(self._first_row(step) * self.context, self._tokens)
         return epoch, offset // self.context
 
     @property
     def steps_per_epoch(self) -> int:
-        self.corpus.wait()
-        return -(-self.corpus.num_tokens // (self.batch_rows * self.context))
+        return -(-self._tokens // (self.batch_rows * self.context))
 
     def report(self) -> dict[str, float]:
         """Documents and rows of an epoch (the next epoch may fill the last row), and the shares of `Packing.report`."""
         return {
             "documents": self.corpus.num_documents,
-            "rows": -(-self.corpus.num_tokens // self.context),
+            "rows": -(-self._tokens // self.context),
             "utilisation": 1.0,
             "padding_share": 0.0,
             "cropped_share": 0.0,
@@ -83,9 +77,11 @@ class StreamLoader(Batches):
         """Copies the tokens of the stream from position `start` on."""
         done = 0
         while done < len(out):
-            epoch, offset = self._epoch_of(start + done)
-            number, offset = self._find(epoch, offset)
-            starts, lengths, ends = self._group(epoch, number)
+            epoch, offset = divmod(start + done, self._tokens)
+            group_ends = self._ends(epoch)
+            place = int(np.searchsorted(group_ends, offset, side="right"))
+            offset -= int(group_ends[place - 1]) if place else 0
+            starts, lengths, ends = self._group(epoch, int(self._group_order(epoch)[place]))
             count = min(len(out) - done, int(ends[-1]) - offset)
             # The documents of these tokens, then the part of each: the first and the last may be cut.
             first = int(np.searchsorted(ends, offset, side="right"))
@@ -98,28 +94,18 @@ class StreamLoader(Batches):
             self.corpus.copy(out, at, starts[some] + skipped, length)
             done += count
 
-    def _epoch_of(self, position: int) -> tuple[int, int]:
-        """The epoch of a position in the stream, and the position in the stream of the epoch."""
-        with self._lock:
-            while (not self._ends or self._ends[-1] <= position) and self._group_of(len(self._ends))[0] == 0:
-                _, last = self._documents(len(self._ends))
-                self._ends.append(self.corpus.index.size_before(last))
-        return (0, position) if position < self._ends[-1] else divmod(position, self._ends[-1])
+    @cached_property
+    def _group_tokens(self) -> np.ndarray:
+        ends = [self.corpus.tokens_before(self._documents(group)[1]) for group in range(self._groups)]
+        return np.diff(ends, prepend=0)
 
-    def _find(self, epoch: int, offset: int) -> tuple[int, int]:
-        """The group of a position in the stream of an epoch, and the position in the stream of the group."""
-        order, ends = self._ordered(epoch) if epoch else (range(len(self._ends)), self._ends)
-        place = bisect_right(ends, offset)
-        return order[place], offset - (ends[place - 1] if place else 0)
-
-    def _order_groups(self, epoch: int) -> tuple[list[int], list[int]]:
-        """The groups of an epoch after the first, in order, and their ends in its stream."""
-        order = self._group_order(epoch)
-        return order.tolist(), np.cumsum(np.diff(self._ends, prepend=0)[order]).tolist()
+    def _make_ends(self, epoch: int) -> np.ndarray:
+        """The ends of the groups in the stream of an epoch, in its order."""
+        return np.cumsum(self._group_tokens[self._group_order(epoch)])
 
     def _make_group(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The documents of a group in the order of an epoch: starts, lengths, and ends in the stream of the group."""
         first, last = self._documents(number)
         order = self._numbers(epoch, 0, number).permutation(last - first)
-        starts, lengths = (values[order] for values in self.corpus.index.span(first, last))
+        starts, lengths = (values[order] for values in self.corpus.take(np.arange(first, last)))
         return starts, lengths, np.cumsum(lengths)

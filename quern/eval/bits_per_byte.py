@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from quern import compiler
-from quern.data.loader import Batch, windows
+from quern.data.loader import Batch
+from quern.data.pieces import windows
 from quern.data.shards import Corpus
 from quern.eval.on_ranks import own_part
 from quern.eval.score import Score

@@ -23,7 +23,8 @@ import numpy as np
 
 from quern.data.pieces import make_pieces
 from quern.data.shard_writer import ShardWriter
-from quern.data.shards import Corpus, fingerprint, prepared
+from quern.data.shards import Corpus
+from quern.data.token_file import fingerprint, prepared
 from quern.generate import tools
 from quern.mixture import questions, sources, task_rows
 from quern.mixture.sources import HELD_OUT_EVERY, Fetch, Log, OpenSource, open_source

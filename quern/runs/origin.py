@@ -141,16 +141,15 @@ def require_same(meta: dict[str, Any], origin: Origin, path: Path) -> None:
             )
 
 
-def group_size_of(corpus: Corpus, group_size: int = GROUP_SIZE) -> int | None:
+def group_size_of(corpus: Corpus) -> int | None:
     """The size of the groups in which documents are shuffled; None if all documents are one group."""
-    return group_size if groups_of(corpus, group_size) > 1 else None
+    return GROUP_SIZE if groups_of(corpus) > 1 else None
 
 
-def refuse_other_order(run_dir: RunDir, origin: Origin, corpus: Corpus, group_size: int = GROUP_SIZE) -> None:
+def refuse_other_order(run_dir: RunDir, origin: Origin, corpus: Corpus) -> None:
     """Raises ValueError if documents were shuffled in other groups when the run began: its batches would be others."""
     before, now = (
-        f"in groups of size {size:,}" if size else "all together"
-        for size in (origin.group_size, group_size_of(corpus, group_size))
+        f"in groups of size {size:,}" if size else "all together" for size in (origin.group_size, group_size_of(corpus))
     )
     if before != now:
         raise ValueError(
@@ -175,10 +174,10 @@ def corpus_fingerprint(*corpora: Corpus) -> str:
     digest = hashlib.sha256()
     for corpus in corpora:
         digest.update(corpus.lengths.tobytes())
-        for copy, dtype in ((corpus.copy, np.int32), *([(corpus.copy_mask, np.bool_)] if corpus.masked else [])):
+        for mask in (False, True) if corpus.masked else (False,):
             for at in range(0, corpus.num_documents, HASHED_DOCUMENTS):
-                starts, lengths = corpus.index.span(at, at + HASHED_DOCUMENTS)
-                out = np.empty(int(lengths.sum()), dtype)
-                copy(out, np.cumsum(lengths) - lengths, starts, lengths)
+                starts, lengths = (values[at : at + HASHED_DOCUMENTS] for values in (corpus.starts, corpus.lengths))
+                out = np.empty(int(lengths.sum()), np.bool_ if mask else np.int32)
+                corpus.copy(out, np.cumsum(lengths) - lengths, starts, lengths, mask)
                 digest.update(out.tobytes())
     return digest.hexdigest()

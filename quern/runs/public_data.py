@@ -5,8 +5,8 @@ files of its repository are listed once: the list, with its commit, is kept in t
 reads the same text although the repository has changed. The validation files do not depend on the number of training
 files, so scores stay comparable.
 
-Text whose digests the listing states is downloaded while it is read, file by file: its fingerprint is known before, so
-training can begin early. Other files are downloaded first.
+Text whose digests the listing states is downloaded while it is read, file by file: its fingerprint is known before.
+Other files are downloaded first.
 """
 
 from __future__ import annotations

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from quern.constructors import imported
-from quern.data.batch import GROUP_SIZE, Batch, Batches, groups_of
-from quern.data.loader import Loader, windows
+from quern.data.batch import Batch, Batches, groups_of
+from quern.data.loader import Loader
+from quern.data.pieces import windows
 from quern.data.shards import Corpus
 from quern.data.stream_loader import StreamLoader
 from quern.eval.bits_per_byte import bits_per_byte
@@ -30,7 +31,7 @@ from quern.train.backend import Evaluator
 from quern.train.state import TrainState, compile_model
 
 
-def fit_to_text(recipe: Recipe, tokenizer: Tokenizer, corpus: Corpus, group_size: int = GROUP_SIZE) -> Recipe:
+def fit_to_text(recipe: Recipe, tokenizer: Tokenizer, corpus: Corpus) -> Recipe:
     """Fills the fields of a recipe that depend on its text: BOS, vocabulary, decay of the head and value embeddings.
 
     A tokenizer of another size than the recipe's is one that came with the text, or one that a small text kept below
@@ -39,13 +40,11 @@ def fit_to_text(recipe: Recipe, tokenizer: Tokenizer, corpus: Corpus, group_size
     Args:
         recipe: Resolved.
         tokenizer: The text's.
-        corpus: The training tokens. A text of several groups counts as read once, because training may start before
-            its size is known (stages/early_start.py).
-        group_size: See `Batches`.
+        corpus: The training tokens. A text of several groups counts as read once.
     """
     optim, size = recipe.optim, tokenizer.vocab_size
     if optim.table_decay_scale is None and "optim.table_decay_scale" not in recipe.unused:
-        one_group = groups_of(corpus, group_size) == 1
+        one_group = groups_of(corpus) == 1
         optim = replace(optim, table_decay_scale=table_decay_rule(recipe, corpus.num_tokens) if one_group else 1.0)
     if size != recipe.model.vocab_size:
         multiple = getattr(imported(recipe.make_model), "vocabulary_multiple", 1)
@@ -53,7 +52,7 @@ def fit_to_text(recipe: Recipe, tokenizer: Tokenizer, corpus: Corpus, group_size
     return replace(recipe, model=replace(recipe.model, vocab_size=size, bos=tokenizer.bos), optim=optim)
 
 
-def make_batches(recipe: Recipe, corpus: Corpus, rows: int | None = None, group_size: int = GROUP_SIZE) -> Batches:
+def make_batches(recipe: Recipe, corpus: Corpus, rows: int | None = None) -> Batches:
     """The recipe's batches; of `rows` rows, in the default order, where that is given."""
     context, batch_tokens = recipe.model.context, recipe.train.batch_tokens
     assert context and batch_tokens
@@ -62,8 +61,8 @@ def make_batches(recipe: Recipe, corpus: Corpus, rows: int | None = None, group_
     rows = rows or max(1, batch_tokens // context)
     seed = recipe.seed if recipe.data_seed is None else recipe.data_seed
     if recipe.train.packing == "stream":
-        return StreamLoader(corpus, context, rows, seed, group_size=group_size)
-    return Loader(corpus, context, rows, seed, recipe.train.packing, group_size=group_size)
+        return StreamLoader(corpus, context, rows, seed)
+    return Loader(corpus, context, rows, seed, recipe.train.packing)
 
 
 def set_up_training(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from quern.data.batch import GROUP_SIZE
-from quern.data.shards import Corpus, GrowingCorpus, prepared, prepared_in_part
+from quern.data.shards import Corpus
+from quern.data.token_file import prepared
 from quern.recipe import Recipe
 from quern.runs.origin import SHOWN, Origin, group_size_of, read_origin, require_tokenizer, source_digest
 from quern.runs.run_dir import STAGES, RunDir
-from quern.stages.prepare import Early, Prepared, prepare, text_fingerprint
+from quern.stages.prepare import Prepared, prepare, text_fingerprint
 
 
 def make_origin(
@@ -18,7 +18,6 @@ def make_origin(
     data: Prepared,
     source: str | None,
     base: dict[str, Any] | None = None,
-    group_size: int = GROUP_SIZE,
 ) -> Origin:
     """The origin of a pretraining stage.
 
@@ -27,7 +26,6 @@ def make_origin(
         data: Its prepared text.
         source: The recipe's own Python file, as text.
         base: What the first weights come from, where they are not random.
-        group_size: See `Batches`.
     """
     folder = data.folder
     if folder is not None and folder.is_relative_to(run_dir.out):
@@ -39,7 +37,7 @@ def make_origin(
         shards=None if folder is None else str(folder),
         source=source_digest(source),
         base=base,
-        group_size=group_size_of(data.train, group_size),
+        group_size=group_size_of(data.train),
     )
 
 
@@ -51,7 +49,6 @@ def open_data(
     *,
     named: bool = False,
     workers: int = 1,
-    early: Early | None = None,
 ) -> Prepared:
     """Opens the tokenizer and the shards that a stage began with.
 
@@ -63,7 +60,6 @@ def open_data(
         named: The user named the text in this command, so it must still be the same. Otherwise text that has changed
             is mentioned, and the shards are used.
         workers: Processes that encode text, where shards are missing.
-        early: As for `prepare`.
 
     Raises:
         ValueError: The tokenizer or the text is another one; the message holds both fingerprints and what to do.
@@ -72,10 +68,9 @@ def open_data(
     require_tokenizer(run_dir, tokenizer, origin)
     folder = None if origin.shards is None else run_dir.out / origin.shards
     if folder is None or origin.tokens is None or not prepared(folder, origin.tokens):
-        begun = folder is not None and origin.tokens and any(prepared_in_part(folder, origin.tokens, "train"))
-        data = prepare(recipe, run_dir.out, log, tokenizer, workers, early=early)
+        data = prepare(recipe, run_dir.out, log, tokenizer, workers)
         if origin.text is not None and data.text != origin.text:
-            why = None if folder is None else f"its token shards are {'not whole' if begun else 'gone'}"
+            why = None if folder is None else "its token shards are gone"
             raise ValueError(_other_text(recipe, run_dir, origin, data.text, why))
         return data
     if named:
@@ -88,34 +83,12 @@ def open_data(
 
 
 def data_of_run(recipe: Recipe, run_dir: RunDir, log: Callable[[str], None], *stages: str) -> Prepared:
-    """The run's text for evaluation: the shards that one of these stages (by default all) names, else its text.
-
-    A run that ended before all of its text was prepared (early_start.py) needs no more than there is.
-    """
+    """The run's text for evaluation: the shards that one of these stages (by default all) names, else its text."""
     for stage in stages or STAGES:
         origin = read_origin(run_dir.stage(stage))
         if origin is not None:
-            return _in_part(run_dir, origin) or open_data(recipe, run_dir, origin, log)
+            return open_data(recipe, run_dir, origin, log)
     return prepare(recipe, run_dir.out, log, run_dir.tokenizer())
-
-
-def _in_part(run_dir: RunDir, origin: Origin) -> Prepared | None:
-    """The validation split, and the shards of a training split that is not whole; None where that is not what there
-    is."""
-    folder = None if origin.shards is None else run_dir.out / origin.shards
-    if folder is None or origin.tokens is None or not prepared(folder, origin.tokens, ["val"]):
-        return None
-    if prepared_in_part(folder, origin.tokens, "train") == (0, 0):
-        return None
-    tokenizer = run_dir.tokenizer()
-    require_tokenizer(run_dir, tokenizer, origin)
-
-    def missing(shards: int) -> None:
-        raise FileNotFoundError(f"{folder} has {shards} shards of a text that is not whole: `quern prepare` continues")
-
-    train = GrowingCorpus(folder, "train", origin.tokens, missing)
-    val = Corpus.open(folder, "val", fingerprint=origin.tokens)
-    return Prepared(tokenizer, train, val, {}, origin.text or "", origin.tokens, folder)
 
 
 def _other_text(recipe: Recipe, run_dir: RunDir, origin: Origin, found: str, why: str | None) -> str:

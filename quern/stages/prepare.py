@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from quern.data.batch import GROUP_SIZE
-from quern.data.shard_writer import SHARD_TOKENS
-from quern.data.shards import Corpus, fingerprint, prepared, prepared_in_part
+from quern.data.shards import Corpus
+from quern.data.token_file import fingerprint, prepared
 from quern.recipe import Recipe
 from quern.runs.public_data import PublicData, public_data
 from quern.runs.run_dir import naming, refuse_unwritable
@@ -30,9 +29,9 @@ from quern.terminal import Meter
 from quern.text.clean.records import read_records, recorded
 from quern.text.content import content_fingerprint
 from quern.text.documents import mark_in, read
-from quern.text.encode.pool import UNIT_CHARACTERS, StartWorkers, on_processes
+from quern.text.encode.pool import StartWorkers, on_processes
 from quern.text.encode.sample import sampled
-from quern.text.encode.write import never, write_shards
+from quern.text.encode.write import write_shards
 from quern.text.formats import text_megabytes
 from quern.text.repositories import TRAIN, local_copy
 from quern.text.sources import Listing, Where, format_of, list_source
@@ -77,32 +76,6 @@ class Prepared:
     tokens: str
     folder: Path | None = None
     public: PublicData | None = None
-
-
-@dataclass(frozen=True)
-class Division:
-    """How a large text is divided. shard_tokens: see `ShardWriter`; unit_characters: see `encoded`; group_size: see
-    `Batches`."""
-
-    shard_tokens: int = SHARD_TOKENS
-    unit_characters: int = UNIT_CHARACTERS
-    group_size: int = GROUP_SIZE
-
-
-class Early(Protocol):
-    """How training begins before the text is whole (early_start.py). main: whether this process prepares; the others
-    find the first part."""
-
-    main: bool
-    division: Division
-
-    def enough(self, documents: int, tokens: int) -> bool:
-        """Whether training can begin with so much in finished shards."""
-        ...
-
-    def open(self, recipe: Recipe, out: Path, folder: Path, mark: str, tokenizer: Tokenizer) -> Corpus:
-        """Opens the training split of which enough is there, and has the rest prepared."""
-        ...
 
 
 def open_source(recipe: Recipe, out: Path, log: Callable[[str], None] = lambda line: None) -> Source:
@@ -266,7 +239,6 @@ def prepare(
     tokenizer: Tokenizer | None = None,
     workers: int = 1,
     start_workers: StartWorkers = on_processes,
-    early: Early | None = None,
 ) -> Prepared:
     """Prepares everything that training needs of the text.
 
@@ -277,7 +249,6 @@ def prepare(
         tokenizer: None for the one that the recipe names, else for one trained on the text.
         workers: Processes that encode text.
         start_workers: Where they run.
-        early: Returns before the training split is whole, if it is large; None prepares all of it.
     """
     if is_tokens(recipe.data):
         if recipe.make_documents is not None:
@@ -298,15 +269,15 @@ def prepare(
     folder = known[0] if known else out / "data" / f"{source.name}-{mark[:8]}"
     if known:
         log(f"tokens: {folder} is up to date")
-    elif early is None or early.main:
-        refuse_unwritable(out)
-        division, enough = (Division(), never) if early is None else (early.division, early.enough)
-        write_splits(source, tokenizer, folder, log, division, workers, start_workers, enough)
-    if early is None or prepared(folder, mark):
-        train = Corpus.open(folder, "train", fingerprint=mark)
     else:
-        train = early.open(recipe, out, folder, mark, tokenizer)
-    val = Corpus.open(folder, "val", fingerprint=mark)
+        refuse_unwritable(out)
+        with naming(folder), alone_in(folder, log):
+            for split in (split for split in ("val", "train") if not prepared(folder, mark, [split])):
+                texts = (text for text in recorded(source.read(split), folder, split) if text)
+                megabytes = source.megabytes() if split == "train" else None
+                how: dict[str, Any] = {"workers": workers, "megabytes": megabytes, "start_workers": start_workers}
+                write_shards(texts, tokenizer, folder, split, mark, log, **how)
+    train, val = (Corpus.open(folder, split, fingerprint=mark) for split in ("train", "val"))
     samples = (
         corpus.kinds_of_text(recipe.seed)
         if recipe.data == "tinyworld"
@@ -316,48 +287,6 @@ def prepare(
     if cleaning := read_records(folder):
         facts["data"]["cleaning"] = cleaning
     return Prepared(tokenizer, train, val, facts, source.fingerprint, mark, folder, source.public)
-
-
-def write_splits(
-    source: Source,
-    tokenizer: Tokenizer,
-    folder: Path,
-    log: Callable[[str], None],
-    division: Division,
-    workers: int,
-    start_workers: StartWorkers = on_processes,
-    enough: Callable[[int, int], bool] = never,
-) -> None:
-    """Writes what the splits of a text lack. One process at a time writes a folder; the others wait for it.
-
-    Args:
-        source: The text.
-        tokenizer: Encodes it.
-        folder: Of the shards.
-        log: Takes lines for the user.
-        division: Of the shards.
-        workers, start_workers, enough: As `write_shards`; `enough` is asked of the training split.
-    """
-    mark = source.mark(tokenizer)
-    with naming(folder), alone_in(folder, log):
-        for split in (split for split in ("val", "train") if not prepared(folder, mark, [split])):
-            ends = enough if split == "train" else never
-            if ends(*prepared_in_part(folder, mark, split)):
-                continue
-            write_shards(
-                (text for text in recorded(source.read(split), folder, split) if text),
-                tokenizer,
-                folder,
-                split,
-                mark,
-                log,
-                workers=workers,
-                megabytes=source.megabytes() if split == "train" else None,
-                shard_tokens=division.shard_tokens,
-                unit_characters=division.unit_characters,
-                start_workers=start_workers,
-                enough=ends,
-            )
 
 
 def text_fingerprint(recipe: Recipe, out: Path) -> str:
@@ -372,18 +301,12 @@ def _tokens_fingerprint(recipe: Recipe, out: Path, public: PublicData | None) ->
     return fingerprint(str(recipe.text.val_megabytes), *(_digest(listing, out, public) for listing in listings))
 
 
-def facts_of(corpus: Corpus) -> dict[str, Any]:
-    """The size of a split; `prepared` says that it is of a part."""
-    size = {"documents": corpus.num_documents, "tokens": corpus.num_tokens}
-    return size if corpus.whole else {**size, "prepared": "in part"}
-
-
 def _facts(name: str, samples: Mapping[str, str], tokenizer: Tokenizer, train: Corpus, val: Corpus) -> dict[str, Any]:
     return {
         "data": {
             "source": name,
-            "train": facts_of(train),
-            "validation": facts_of(val),
+            "train": {"documents": train.num_documents, "tokens": train.num_tokens},
+            "validation": {"documents": val.num_documents, "tokens": val.num_tokens},
         },
         "tokenizer": {
             "vocabulary": tokenizer.vocab_size,

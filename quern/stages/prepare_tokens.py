@@ -108,7 +108,7 @@ def _unnamed_tokenizer(recipe: Recipe, files: Sequence[Path]) -> str:
     for path in (files[0].parent / "tokenizer.json", *sorted(files[0].parent.glob("*.tiktoken"))):
         if path.is_file():
             return str(path)
-    ids = map_tokens(files[0], headerless=True).tokens[:LOOKED_AT]
+    ids = map_tokens(files[0], headerless=True)[:LOOKED_AT]
     if ids.max() == GPT2_BOS:  # its delimiter, the last one of its ids
         return "gpt2"
     raise ValueError(

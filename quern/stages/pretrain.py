@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from quern.constructors import code_path
-from quern.data import shards
 from quern.data.shards import Corpus
 from quern.mesh import Mesh
 from quern.model.count import count
@@ -30,10 +28,9 @@ from quern.runs.origin import (
 from quern.runs.public_data import with_shards
 from quern.runs.saved import Start, changes, warmdown_start
 from quern.runs.training import fit_to_text, make_batches, set_up_training, validation
-from quern.stages.early_start import EarlyStart
 from quern.stages.memory_check import memory_check
 from quern.stages.open_data import make_origin, open_data
-from quern.stages.prepare import Prepared, facts_of, prepare
+from quern.stages.prepare import Prepared, prepare
 from quern.stages.session import Session, main_first
 from quern.terminal import counted, duration, human_size
 from quern.text.tokenizer import Tokenizer
@@ -75,42 +72,26 @@ def run(recipe: Recipe, session: Session, check: Check = lambda recipe, tokenize
         f"pretrained already: continue with --resume, train on from its model with `quern pretrain --from {name} "
         "--run NAME`, or name another run with --run"
     )
-    early = EarlyStart(
-        main=session.mesh.main,
-        source=session.source,
-        workers=session.encoders,
-        division=session.division,
-        go_on=session.resume_command,
-        log=session.log,
-    )
-    with session.opened(already), early:
-        code = _run(recipe, session, early, check)
-        if session.mesh.main:
-            _complete_facts(session)
-        return code
+    with session.opened(already):
+        return _run(recipe, session, check)
 
 
-def _run(asked: Recipe, session: Session, early: EarlyStart, check: Check) -> int:
+def _run(asked: Recipe, session: Session, check: Check) -> int:
     machine, run_dir, mesh, log, start = session.machine, session.run_dir, session.mesh, session.log, session.start
     needed = memory_check(asked, machine, mesh, log)
     asked = with_absolute_paths(asked)
     recipe = resolve(asked, mesh.dp)
     origin = read_origin(session.folder) if session.resume else None
-    # Batches of the recipe's own may read the whole index, and code whose file is unknown reaches no other process.
-    own_code = any(not code_path(made).startswith("quern.") for made in recipe.callables().values())
-    whole = recipe.make_batches is not None or (own_code and session.source is None)
-    how: dict[str, Any] = {"early": None if whole else early, "workers": session.encoders}
     with main_first(mesh):
         if origin is not None:
             named = bool({"data", "val", "shards"} & set(session.named))
-            prepared = open_data(recipe, run_dir, origin, log, named=named, **how)
-            refuse_other_order(run_dir, origin, prepared.train, session.division.group_size)
+            prepared = open_data(recipe, run_dir, origin, log, named=named, workers=session.encoders)
+            refuse_other_order(run_dir, origin, prepared.train)
         else:
-            prepared = prepare(recipe, run_dir.out, log, start and start.run_dir.tokenizer(), **how)
+            prepared = prepare(recipe, run_dir.out, log, start and start.run_dir.tokenizer(), session.encoders)
             refuse_second_tokenizer(run_dir, prepared.tokenizer)
     asked, recipe = (with_shards(one, prepared.public) for one in (asked, recipe))
-    group_size = session.division.group_size
-    recipe = fit_to_text(recipe, prepared.tokenizer, prepared.train, group_size)
+    recipe = fit_to_text(recipe, prepared.tokenizer, prepared.train)
     check(recipe, prepared.tokenizer)
     model = build_model(recipe, machine, recipe.seed)
     counts = count(model)
@@ -119,15 +100,15 @@ def _run(asked: Recipe, session: Session, early: EarlyStart, check: Check) -> in
     if recipe.train.minutes is not None:
         steps = fit_minutes(recipe, asked, session, model, prepared.train)
         asked = replace(asked, train=replace(asked.train, **steps))
-        recipe = fit_to_text(resolve(asked), prepared.tokenizer, prepared.train, group_size)
+        recipe = fit_to_text(resolve(asked), prepared.tokenizer, prepared.train)
         model.initialize(recipe.seed)
     changed = changes(recipe, session.folder, besides=(*FOR_FINE_TUNING, *FOR_RL)) if session.resume else []
     _refuse_other_length(recipe, changed, run_dir.run)
-    batches = make_batches(recipe, prepared.train, group_size=group_size)
+    batches = make_batches(recipe, prepared.train)
     state = build_state(recipe, machine, model, mesh)
     base = None if start is None else load_start(state, start, log)
     if origin is None:
-        origin = make_origin(run_dir, prepared, session.source, base, group_size)
+        origin = make_origin(run_dir, prepared, session.source, base)
     elif session.source is not None:
         origin = replace(origin, source=source_digest(session.source))
     assert recipe.train.steps
@@ -162,18 +143,6 @@ def _run(asked: Recipe, session: Session, early: EarlyStart, check: Check) -> in
         source=session.source,
         changed=changed,
     )
-
-
-def _complete_facts(session: Session) -> None:
-    """Writes to run.json how long the text is, if that was not known when the run began and is known now."""
-    facts, origin = session.run_dir.facts(), read_origin(session.folder)
-    known = facts.get("data", {}).get("train", {})
-    if origin is None or origin.shards is None or "prepared" not in known:
-        return
-    folder = session.run_dir.out / origin.shards
-    if shards.prepared(folder, origin.tokens or ""):
-        facts["data"]["train"] = facts_of(Corpus.open(folder, "train", verify=False))
-        session.run_dir.write("run.json", facts)
 
 
 def _refuse_other_length(recipe: Recipe, changed: Sequence[str], run: str) -> None:
@@ -246,7 +215,7 @@ def _time_parts(recipe: Recipe, session: Session, model: Any, corpus: Corpus) ->
     machine, mesh = session.machine, session.mesh
     state = build_state(recipe, machine, model, mesh)
     rows = recipe.micro_batch_rows
-    batches = make_batches(recipe, corpus, rows * mesh.dp, session.division.group_size)
+    batches = make_batches(recipe, corpus, rows * mesh.dp)
     passes, updates = [], []
     for step in range(CALIBRATION_STEPS):
         start = time.perf_counter()
@@ -276,23 +245,19 @@ def overview(
         mesh: The ranks.
 
     Returns:
-        Lines for the user; the last ones say where the text is repeated often, or because few files were fetched. Of a
-        text that is not whole yet, that is not known.
+        Lines for the user; the last ones say where the text is repeated often, or because few files were fetched.
     """
     assert recipe.train.batch_tokens
     tokens = plan.steps * recipe.train.batch_tokens
     epochs = tokens / max(1, data.train.num_tokens)
-    so_far, at_most = ("", "") if data.train.whole else (" so far", "at most ")
     lines = [
-        f"model: {total:,} parameters; text: {data.train.num_tokens:,} tokens to train on{so_far}, "
+        f"model: {total:,} parameters; text: {data.train.num_tokens:,} tokens to train on, "
         f"{data.val.num_tokens:,} to validate on",
-        f"length: {tokens:,} tokens, {at_most}{_digits(epochs)} epochs of the text, {_digits(tokens / total)} tokens "
+        f"length: {tokens:,} tokens, {_digits(epochs)} epochs of the text, {_digits(tokens / total)} tokens "
         "for each parameter",
         f"time: about {duration(tokens * plan.flops.per_token() / (TYPICAL_MFU * plan.peak_flops))} of steps, by this "
         f"machine's speed in matrix products{_room(memory, mesh)}",
     ]
-    if not data.train.whole:
-        return lines
     public = data.public
     if epochs > 1 and public is not None and public.shards < public.available:
         enough = min(public.available, math.ceil(epochs * public.shards))

@@ -29,7 +29,6 @@ from quern.runs.run_dir import STAGES, RunDir, refuse_unwritable
 from quern.runs.run_lock import run_lock
 from quern.runs.saved import Start
 from quern.runs.trust import trust
-from quern.stages.prepare import Division
 from quern.temporaries import write_whole
 from quern.terminal import Meter, counted, silent
 from quern.text.encode.pool import ENOUGH_WORKERS
@@ -63,7 +62,6 @@ class Session:
         locked: The caller holds the run's lock.
         workers: Processes that encode text; None is one for each CPU thread of all ranks of this machine, up to a
             number beyond which more are of no use.
-        division: How a large text is divided; tests divide small ones.
     """
 
     stage: str
@@ -80,7 +78,6 @@ class Session:
     go_on: str = ""
     locked: bool = False
     workers: int | None = None
-    division: Division = Division()
 
     @property
     def resume_command(self) -> str:

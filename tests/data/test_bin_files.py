@@ -37,13 +37,13 @@ def test_files_are_written_as_the_other_programs_write_them(tmp_path: Path) -> N
     """The oracle is what their scripts do: data/fineweb.py and data/openwebtext/prepare.py, each by hand."""
     train, val = documents(40, 0), documents(5, 1)
     splits = {"train": corpus_of(train), "val": corpus_of(val)}
-    (path, other) = write_bin(splits, tmp_path / "modded", "mine", MODDED_NANOGPT)
+    (path, other) = write_bin(splits, tmp_path / "modded", "mine", MODDED_NANOGPT, print)
     assert (path.name, other.name) == ("mine_train_000001.bin", "mine_val_000000.bin")
     header = np.fromfile(path, dtype="<i4", count=256)
     tokens = [token for text in train for token in (EOT, *text)]
     assert header[:3].tolist() == [20240520, 1, len(tokens)] and not header[3:].any()
     assert np.fromfile(path, dtype="<u2", offset=1024).tolist() == tokens
-    (path, other) = write_bin(splits, tmp_path / "nano", "mine", NANOGPT)
+    (path, other) = write_bin(splits, tmp_path / "nano", "mine", NANOGPT, print)
     assert (path.name, other.name) == ("train.bin", "val.bin")
     assert np.fromfile(path, dtype="<u2").tolist() == [token for text in train for token in (*text, EOT)]
 
@@ -90,9 +90,9 @@ def test_both_conventions_are_read(
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     large = Corpus.from_arrays([[EOT, 1], [EOT, 70_000]])
     with pytest.raises(ValueError, match="the text has id 70,000, and these files hold ids below 65,536"):
-        write_bin({"train": corpus_of([[1]]), "val": large}, tmp_path, "x", MODDED_NANOGPT)
+        write_bin({"train": corpus_of([[1]]), "val": large}, tmp_path, "x", MODDED_NANOGPT, print)
     assert list(tmp_path.iterdir()) == []
-    write_bin({"train": corpus_of([[1]])}, tmp_path, "x", NANOGPT)
+    write_bin({"train": corpus_of([[1]])}, tmp_path, "x", NANOGPT, print)
     with pytest.raises(ValueError, match="train.bin is there already: name a new folder"):
-        write_bin({"train": corpus_of([[1]])}, tmp_path, "x", MODDED_NANOGPT)
+        write_bin({"train": corpus_of([[1]])}, tmp_path, "x", MODDED_NANOGPT, print)
     assert os.listdir(tmp_path) == ["train.bin"]

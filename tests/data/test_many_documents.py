@@ -8,14 +8,13 @@ import pytest
 
 from quern.bench.batches import write_empty_shards
 from quern.child import start
-from quern.data.index import ArrayIndex, FileIndex
 from quern.data.loader import Loader
 from quern.data.shard_writer import ShardWriter
 from quern.data.shards import Corpus
 from quern.data.stream_loader import StreamLoader
 
 BOS = 0
-DOCUMENTS, MEAN_TOKENS, CONTEXT, BATCH_ROWS = 1_000_000, 1000, 2048, 32
+DOCUMENTS, MEAN_TOKENS, CONTEXT, BATCH_ROWS = 1_000_000, 100, 2048, 32
 MIDDLE = DOCUMENTS * MEAN_TOKENS // 2 // (CONTEXT + 1) // BATCH_ROWS
 
 
@@ -41,29 +40,27 @@ def shards(folder: Path, count: int, shard_tokens: int, masks: bool = False) -> 
 
 @pytest.mark.parametrize("shard_tokens", [1, 50, 10**6])
 def test_the_index_of_files_is_that_of_arrays(tmp_path: Path, shard_tokens: int) -> None:
-    lengths = np.array([len(document) for document in shards(tmp_path, 25, shard_tokens)])
-    plain, index = ArrayIndex(np.cumsum(lengths) - lengths, lengths), Corpus.open(tmp_path, "train").index
-    assert isinstance(index, FileIndex) and index.documents == plain.documents and index.tokens == plain.tokens
-    many = plain.documents
-    for first in range(many + 1):
-        for last in range(first, many + 1):
-            assert all((a == b).all() for a, b in zip(index.span(first, last), plain.span(first, last), strict=True))
+    docs = shards(tmp_path, 25, shard_tokens)
+    plain, files = Corpus.from_arrays(docs), Corpus.open(tmp_path, "train")
+    chosen = files.part(np.arange(25))
+    assert len(files.parts) == {1: 25, 50: 7, 10**6: 1}[shard_tokens]
     for each in (0, 3):
-        sizes = [sum(plain.lengths[:number]) + each * number for number in range(many + 1)]
+        sizes = [sum(map(len, docs[:number])) + each * number for number in range(26)]
         for size in range(sizes[-1] + 3):
-            expected_at = next((number for number in range(many) if sizes[number] >= size), many)
-            assert index.at_size(size, each) == plain.at_size(size, each) == expected_at
-        assert all(one.size_before(n, each) == size for one in (index, plain) for n, size in enumerate(sizes))
-    chosen = np.random.default_rng(1).integers(0, many, 100)
-    assert np.array_equal(index.take(chosen), plain.take(chosen))
-    for wrong in (-1, many):
-        with pytest.raises(IndexError, match=f"numbered 0 to {many - 1}"):
-            index.take(np.array([0, wrong]))
+            expected = next((number for number in range(25) if sizes[number] >= size), 25)
+            assert [one.at_size(size, each) for one in (plain, files, chosen)] == [expected] * 3
+    for one in (plain, files, chosen):
+        assert [one.tokens_before(number) for number in range(26)] == [sum(map(len, docs[:n])) for n in range(26)]
+    some = np.random.default_rng(1).integers(0, 25, 100)
+    assert np.array_equal(files.take(some), plain.take(some)) and np.array_equal(chosen.take(some), plain.take(some))
+    for wrong in (-1, 25):
+        with pytest.raises(IndexError, match="numbered 0 to 24"):
+            files.take(np.array([0, wrong]))
 
 
 @pytest.mark.parametrize("masks", [False, True])
 def test_more_shards_than_open_files(tmp_path: Path, masks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quern.data.mapped.FILES_MAPPED", 16)
+    monkeypatch.setattr("quern.data.shards.FILES_MAPPED", 16)
     docs = shards(tmp_path, 300, 1, masks)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (160, limits[1]))

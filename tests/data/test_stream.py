@@ -9,7 +9,7 @@ import pytest
 
 from quern.data.batch import Batch
 from quern.data.bin_files import read_bin
-from quern.data.loader import prefetch
+from quern.data.prefetch import prefetch
 from quern.data.shard_writer import ShardWriter
 from quern.data.shards import Corpus
 from quern.data.stream_loader import StreamLoader
@@ -144,8 +144,6 @@ def test_wrong_settings_are_refused() -> None:
     masked = Corpus.from_arrays([[0, 1, 2]], [[False, True, True]])
     with pytest.raises(ValueError, match="learns every token: pack a corpus with masks by first-fit-decreasing"):
         StreamLoader(masked, 8, 1)
-    with pytest.raises(ValueError, match=r"starts documents with id 0, the tokenizer's BOS is 7"):
-        StreamLoader(corpus, 8, 1, bos=7)
     with pytest.raises(ValueError, match=r"context \(0\) and batch_rows \(1\) must be at least 1"):
         StreamLoader(corpus, 0, 1)
     with pytest.raises(ValueError, match="seed -1 is refused"):

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from quern.data.loader import Batch, windows
+from quern.data.loader import Batch
+from quern.data.pieces import windows
 from quern.data.shards import Corpus
 from quern.eval.bits_per_byte import BitsPerByte, bits_per_byte
 from tests.support.tiny_model import CPU, TEXTS, plain_bits_per_byte, tiny_model, tiny_tokenizer

@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from quern.data.loader import Batch, Loader, windows
+from quern.data.loader import Batch, Loader
+from quern.data.pieces import windows
 from quern.data.shards import Corpus
 from quern.lab.axes.ngram import ngram_bits
 

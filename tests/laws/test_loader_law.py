@@ -7,23 +7,20 @@ Each check is shown to catch a loader that breaks it (`Broken…`).
 
 import inspect
 import itertools
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 
-from quern.data import batch, index, packing, pieces
+from quern.data import batch, packing, pieces, shards
 from quern.data.batch import DOCUMENT_SIZE, Batches
-from quern.data.loader import Batch, Loader
+from quern.data.loader import SAVE_EVERY, Batch, Loader
 from quern.data.packing import METHODS
-from quern.data.row_counts import SAVE_EVERY
 from quern.data.shard_writer import ShardWriter
-from quern.data.shards import Corpus, GrowingCorpus
+from quern.data.shards import Corpus
 from quern.data.stream_loader import StreamLoader
 
 BOS = 0
@@ -33,6 +30,11 @@ GROUP = 80_000  # about 78 of the documents below
 FIELDS = ("tokens", "targets", "mask")
 
 Make = Callable[..., Loader]
+
+
+def sized(kind: type[Loader], chunk_documents: int, buffer: int = 1000) -> type[Loader]:
+    """The loader with smaller chunks and buffer."""
+    return type(kind.__name__, (kind,), {"chunk_documents": chunk_documents, "buffer": buffer})
 
 
 def documents() -> list[list[int]]:
@@ -102,8 +104,7 @@ def make(request: pytest.FixtureRequest) -> Make:
     data = corpus(kind_of_corpus)
 
     def build(kind: type[Loader] = Loader, packing: str = "best-fit") -> Loader:
-        options = {"chunk_documents": 40, "buffer": 20, "group_size": group_size}
-        return kind(data, CONTEXT, BATCH_ROWS, SEED, packing, **options)
+        return sized(kind, 40, 20)(data, CONTEXT, BATCH_ROWS, SEED, packing, group_size=group_size)
 
     assert build().position(STEPS - 1)[0] >= 2, "the law must cross epochs"
     return build
@@ -131,7 +132,7 @@ def test_resume(make, packing, law):
 
 def write(folder: Path, docs: list[list[int]], shard_tokens: int = 10**9, vocab_size: int = 500) -> Path:
     options = {"vocab_size": vocab_size, "bos": BOS, "fingerprint": "f"}
-    with ShardWriter(folder, "train", None, shard_tokens, **options) as writer:
+    with ShardWriter(folder, "train", shard_tokens, **options) as writer:
         for document in docs:
             writer.add(document)
     return folder
@@ -154,7 +155,7 @@ def test_shard_files(tmp_path: Path, law, group_size):
 class Counting(Loader):
     """Counts the chunks that it packs."""
 
-    packed = 0
+    packed, chunk_documents, buffer = 0, 4, 20
 
     def _make_chunk(self, turn: int, part: int):
         self.packed += 1
@@ -179,8 +180,7 @@ def test_resume_with_row_counts(tmp_path: Path, law, group_size):
     folder = write(tmp_path, documents())
 
     def make() -> Counting:
-        options = {"chunk_documents": 4, "buffer": 20, "group_size": group_size}
-        return Counting(Corpus.open(folder, "train"), CONTEXT, BATCH_ROWS, SEED, **options)
+        return Counting(Corpus.open(folder, "train"), CONTEXT, BATCH_ROWS, SEED, group_size=group_size)
 
     deviation, most = kept_counts_deviation(make)
     (kept,) = (folder / "train-rows").iterdir()
@@ -197,23 +197,23 @@ def test_resume_with_row_counts(tmp_path: Path, law, group_size):
 
 def test_row_counts_of_other_batches_are_not_used(tmp_path: Path):
     folder, docs = write(tmp_path, documents()), documents()
-    options = {"chunk_documents": 4, "buffer": 20}
     others = [{"seed": SEED + 1}, {"context": CONTEXT + 1}, {"packing": "greedy-pad"}, {"too_long": "crop"}]
     others += [{"buffer": 5}, {"chunk_documents": 5}, {"group_size": GROUP}]
     for other in ({}, *others):
-        chosen = {"context": CONTEXT, "batch_rows": BATCH_ROWS, "seed": SEED, **options, **other}
-        expected = Loader(Corpus.from_arrays(docs), **chosen)
-        loader = Loader(Corpus.open(folder, "train"), **chosen)
+        chosen = {"context": CONTEXT, "batch_rows": BATCH_ROWS, "seed": SEED, **other}
+        kind = sized(Loader, chosen.pop("chunk_documents", 4), chosen.pop("buffer", 20))
+        expected = kind(Corpus.from_arrays(docs), **chosen)
+        loader = kind(Corpus.open(folder, "train"), **chosen)
         assert all(loader.token_hash(step) == expected.token_hash(step) for step in range(20)), other
     assert len(list((folder / "train-rows").iterdir())) == 1 + len(others)
 
 
-@pytest.mark.parametrize("module", [batch, index, packing, pieces])
+@pytest.mark.parametrize("module", [batch, packing, pieces, shards])
 def test_row_counts_of_other_code_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType):
     folder, source = write(tmp_path, documents()), inspect.getsource
     for change in ("", "# a change"):
         monkeypatch.setattr(inspect, "getsource", lambda one, more=change: source(one) + more * (one is module))
-        Loader(Corpus.open(folder, "train"), CONTEXT, BATCH_ROWS, SEED, chunk_documents=4, buffer=20).batch(STEPS)
+        Counting(Corpus.open(folder, "train"), CONTEXT, BATCH_ROWS, SEED).batch(STEPS)
     assert len(list((folder / "train-rows").iterdir())) == 2
 
 
@@ -225,7 +225,8 @@ def test_the_first_steps_need_the_first_shards_only(tmp_path: Path):
     needed = sum(map(len, docs[:78]))
     steps = needed // (CONTEXT + 1) // BATCH_ROWS
     corpus = Corpus.open(tmp_path, "train", verify=False)
-    begins = np.cumsum([file.count for file in corpus.files.files]) - [file.count for file in corpus.files.files]
+    counts = [part.count for part in corpus.parts]
+    begins = np.cumsum(counts) - counts
     late = np.flatnonzero(begins >= needed).tolist()
     assert steps >= 2 and len(late) > 10
     for number in late:
@@ -235,96 +236,6 @@ def test_the_first_steps_need_the_first_shards_only(tmp_path: Path):
     assert all(loader.token_hash(step) == expected.token_hash(step) for step in range(steps))
     with pytest.raises(FileNotFoundError, match=r"train-\d+.*(is missing|does not exist)"):
         loader.batch(3 * steps)
-
-
-@pytest.mark.parametrize("kind", [Loader, StreamLoader])
-def test_early_start(tmp_path: Path, law, kind: type[Batches]):
-    """Shards are written while the batches are read, each only when the reader waits for it."""
-    docs, waited = documents(), list[int]()
-    expected = kind(Corpus.from_arrays(docs), CONTEXT, BATCH_ROWS, SEED, group_size=GROUP)
-    asked = threading.Semaphore(0)
-
-    def prepare(writer: ShardWriter, left: Iterator[list[int]]) -> None:
-        with writer:
-            for number, document in enumerate(left):
-                if number % 20 == 0:
-                    asked.acquire(timeout=5)  # 20 documents may be less than the shard that is waited for
-                writer.add(document)
-
-    def missing(shards: int) -> None:
-        if shards not in waited:
-            asked.release()
-        waited.append(shards)
-        time.sleep(0.005)
-
-    left = iter(docs)
-    writer = ShardWriter(tmp_path, "train", None, 200, vocab_size=500, bos=BOS, fingerprint="f")
-    thread = threading.Thread(target=prepare, args=(writer, left))
-    thread.start()
-    asked.release()
-    growing = kind(GrowingCorpus(tmp_path, "train", "f", missing), CONTEXT, BATCH_ROWS, SEED, group_size=GROUP)
-    known, differ = [], 0
-    for step in range(STEPS):
-        differ += differing(growing.batch(step), expected.batch(step))
-        differ += growing.position(step) != expected.position(step)
-        known.append(growing.corpus.num_documents)
-    thread.join()
-    assert differ == 0
-    assert 78 <= known[0] < 120 and known[-1] == 300 and len(set(known)) > 3, "no batch waits for a later group"
-    assert len(set(waited)) >= 10 and waited == sorted(waited)
-    law(f"batches read while shards are written = all shards prepared: {kind.__name__}", differ, "bit for bit")
-
-
-def test_a_preparation_that_ended_is_not_waited_for(tmp_path: Path):
-    docs = documents()
-
-    def missing(shards: int) -> None:
-        raise RuntimeError(f"there are {shards} shards, and nobody writes more")
-
-    with pytest.raises(RuntimeError, match="there are 0 shards, and nobody writes more"):
-        GrowingCorpus(tmp_path, "train", "f", missing)
-    with (
-        pytest.raises(KeyboardInterrupt),
-        ShardWriter(tmp_path, "train", None, 200, vocab_size=500, bos=BOS, fingerprint="f") as writer,
-    ):
-        for document in docs[:150]:
-            writer.add(document)
-        raise KeyboardInterrupt
-    growing = Loader(GrowingCorpus(tmp_path, "train", "f", missing), CONTEXT, BATCH_ROWS, SEED, group_size=GROUP)
-    expected = Loader(Corpus.from_arrays(docs), CONTEXT, BATCH_ROWS, SEED, group_size=GROUP)
-    assert growing.token_hash(0) == expected.token_hash(0)
-    with pytest.raises(RuntimeError, match=r"there are \d\d? shards, and nobody writes more"):
-        growing.batch(STEPS)
-    with pytest.raises(ValueError, match="another tokenizer or source"):
-        GrowingCorpus(tmp_path, "train", "g", missing)
-
-
-@pytest.mark.parametrize("kind", [Loader, StreamLoader])
-def test_all_ranks_wait_for_the_same_shards(tmp_path: Path, kind: type[Batches]):
-    """A rank that has its own rows waits with the others, not for them in a collective, which has a time limit."""
-
-    def missing(shards: int) -> None:
-        raise RuntimeError
-
-    def first_missing(rank: int) -> int:
-        corpus = GrowingCorpus(tmp_path, "train", "f", missing)
-        loader = kind(corpus, CONTEXT, BATCH_ROWS, SEED, group_size=GROUP)
-        for step in range(STEPS):
-            try:
-                loader.batch(step, rank, BATCH_ROWS)
-            except RuntimeError:
-                return step
-        raise AssertionError
-
-    for documents_there in (100, 180, 260):
-        with (
-            pytest.raises(KeyboardInterrupt),
-            ShardWriter(tmp_path, "train", None, 200, vocab_size=500, bos=BOS, fingerprint="f") as writer,
-        ):
-            for document in documents()[writer.documents : documents_there]:
-                writer.add(document)
-            raise KeyboardInterrupt
-        assert len({first_missing(rank) for rank in range(BATCH_ROWS)}) == 1
 
 
 def test_groups_come_in_order_once_and_then_in_another_order():
@@ -391,8 +302,8 @@ def coverage_deviation(loader: Loader, docs: list[list[int]]) -> int:
 @pytest.mark.parametrize("group_size", [None, GROUP, 1000])
 def test_every_token_once(packing, chunk_documents, group_size, law):
     docs = [*documents(), [BOS, *range(600, 3000)]]
-    options = {"chunk_documents": chunk_documents, "group_size": group_size}
-    loader = Loader(Corpus.from_arrays(docs), CONTEXT, 1, SEED, packing, **options)
+    kind = sized(Loader, chunk_documents)
+    loader = kind(Corpus.from_arrays(docs), CONTEXT, 1, SEED, packing, group_size=group_size)
     deviation = coverage_deviation(loader, docs)
     assert deviation == 0
     law("an epoch holds every token once, however long the documents", deviation, "tokens missing or repeated")
@@ -467,7 +378,7 @@ def test_counts_of_other_rows_are_caught(tmp_path: Path):
     buffers = iter([20] + [1] * STEPS)
 
     def make() -> Counting:
-        return BrokenCounts(data, CONTEXT, BATCH_ROWS, SEED, chunk_documents=4, buffer=next(buffers))
+        return sized(BrokenCounts, 4, next(buffers))(data, CONTEXT, BATCH_ROWS, SEED)  # type: ignore[return-value]
 
     with pytest.raises(ValueError, match="always.rows was made from other rows: remove it"):
         kept_counts_deviation(make)

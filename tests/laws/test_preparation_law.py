@@ -45,7 +45,7 @@ def tokenizer() -> Tokenizer:
 def plain(tokenizer: Tokenizer, folder: Path, shard_tokens: int) -> dict[str, bytes]:
     """The files of the plain twin, by name."""
     vocab_size, bos = tokenizer.vocab_size, tokenizer.bos
-    with ShardWriter(folder, "train", None, shard_tokens, vocab_size=vocab_size, bos=bos, fingerprint="mark") as writer:
+    with ShardWriter(folder, "train", shard_tokens, vocab_size=vocab_size, bos=bos, fingerprint="mark") as writer:
         for text in TEXTS:
             writer.add([tokenizer.bos, *tokenizer.encode(text)])
     return files(folder)

@@ -151,7 +151,7 @@ def trained(engine: Engine, path: Path, out: Path) -> list[tuple[list[int], np.n
         for document in range(corpus.num_documents):
             length = corpus.lengths[document : document + 1]
             mask = np.zeros(length[0], dtype=bool)
-            corpus.copy_mask(mask, np.zeros(1, np.int64), corpus.starts[document : document + 1], length)
+            corpus.copy(mask, np.zeros(1, np.int64), corpus.starts[document : document + 1], length, mask=True)
             found.append((corpus.gather(document).tolist(), mask))
     return found
 

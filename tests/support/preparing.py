@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 import quern
-from quern.data.shards import prepared
+from quern.data.token_file import prepared
 from quern.text.encode.write import write_shards
 from quern.text.tokenizer import Tokenizer
 

@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import huggingface_hub.file_download  # noqa: F401  (slow)
 
 from quern.cli import main, summaries, verbs
-from quern.data.shards import GrowingCorpus
 from quern.machine import detect
 from quern.runs import load as loading
 from quern.runs.run_dir import RunDir
@@ -154,7 +153,6 @@ WAITS = {
     "a lock": lambda folder: locked(folder, lambda: turn(folder)),
     "a silent server": lambda folder: download(folder, SILENT),
     "a busy server": lambda folder: download(folder, BUSY),
-    "prepared text": lambda folder: GrowingCorpus(folder, "train", "mark", lambda known: time.sleep(0.5)),
     "a model": read_model,
     "replicas": lambda folder: replicas(),
     "machines": lambda folder: machines(),

@@ -11,7 +11,7 @@ from typing import Any
 
 from quern import machine as machines
 from quern.cluster.connect import connect
-from quern.data.loader import windows
+from quern.data.pieces import windows
 from quern.flags.recipe_file import map_paths
 from quern.kernels.attention.autotune import select_attention
 from quern.lab.arms import Arm, in_process

@@ -18,11 +18,6 @@ from quern.text.encode.pool import UNIT_CHARACTERS, StartWorkers, encoded, on_pr
 from quern.text.tokenizer import Tokenizer
 
 
-def never(documents: int, tokens: int) -> bool:
-    """`enough` of `write_shards` for a split that is written to its end."""
-    return False
-
-
 def write_shards(
     texts: Iterator[str],
     tokenizer: Tokenizer,
@@ -36,7 +31,6 @@ def write_shards(
     shard_tokens: int = SHARD_TOKENS,
     unit_characters: int = UNIT_CHARACTERS,
     start_workers: StartWorkers = on_processes,
-    enough: Callable[[int, int], bool] = never,
 ) -> None:
     """Writes a split, or what an earlier writer of the same split has left to do.
 
@@ -47,7 +41,6 @@ def write_shards(
         log: Takes lines for the user.
         workers, unit_characters, start_workers: As `encoded`.
         megabytes: The size of the text, for the time left; None if unknown.
-        enough: Takes the documents and tokens in finished shards, and returns whether to end before the split is whole.
 
     Raises:
         ValueError: There are no documents.
@@ -75,13 +68,9 @@ def write_shards(
                 done += unit.text_bytes
                 speed = done / 1e6 / (time.monotonic() - start)
                 meter.at((skipped + done) / 1e6, f"{speed:.1f} MB/s, {writer.tokens / 1e6:.1f}M tokens")
-                if enough(*writer.finished):
-                    writer.abandon()
-                    break
-        writer.close()
     speed = done / 1e6 / (time.monotonic() - start)
-    documents, tokens = writer.finished
-    log(f"tokens: {split} {tokens:,} from {counted(documents, 'document')}, {speed:.1f} MB/s → {folder}")
+    written = f"{writer.tokens:,} from {counted(writer.documents, 'document')}"
+    log(f"tokens: {split} {written}, {speed:.1f} MB/s → {folder}")
 
 
 def _skip(texts: Iterator[str], documents: int, split: str) -> int:
