@@ -37,7 +37,7 @@ from quern.data.shard_writer import ShardWriter
 from quern.data.shards import Corpus
 from quern.temporaries import scratch_folder
 from quern.text.documents import read
-from quern.text.encode.write import write_shards
+from quern.text.encode.pool import write_shards
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import Tokenizer
 

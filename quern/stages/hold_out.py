@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 EVERY = 20
 ENOUGH_BYTES = 1 << 16
@@ -23,45 +22,40 @@ SMALL_VALIDATION_BYTES = 4000
 SPACE = re.compile(r"\s")
 
 
-@dataclass(frozen=True)
-class HoldOut:
-    """texts: opens the documents, as often as it is called. megabytes: the most that is held out, by whole documents.
-    tail: (byte of the text where validation begins, bytes from there on), or None where it is every twentieth document.
-    """
-
-    texts: Callable[[], Iterator[str]]
-    megabytes: float
-    tail: tuple[int, int] | None
-
-    def read(self, split: str) -> Iterator[str]:
-        """The documents of a split, "train" or "val"."""
-        pairs = _by_number(self.texts(), self.megabytes) if self.tail is None else _tail(self.texts(), *self.tail)
-        chosen = (text for held_out, text in pairs if held_out == (split == "val"))
-        return first(chosen, self.megabytes) if split == "val" and self.tail is None else chosen
-
-
-def hold_out(texts: Callable[[], Iterator[str]], megabytes: float) -> HoldOut:
+def hold_out(texts: Callable[[], Iterator[str]], megabytes: float) -> Callable[[str], Iterator[str]]:
     """Decides how to hold out. It reads the documents until every twentieth is enough, or to their end.
 
     Args:
-        texts: Opens the documents.
-        megabytes: How much to hold out at most.
+        texts: Opens the documents, as often as it is called.
+        megabytes: The most that is held out, by whole documents.
 
     Returns:
-        The two splits; together they hold every document.
+        A function that opens a split, "train" or "val"; together they hold every document.
     """
+    tail = _tail_of(texts(), megabytes)
+
+    def read(split: str) -> Iterator[str]:
+        pairs = _by_number(texts(), megabytes) if tail is None else _tail(texts(), *tail)
+        chosen = (text for held_out, text in pairs if held_out == (split == "val"))
+        return first(chosen, megabytes) if split == "val" and tail is None else chosen
+
+    return read
+
+
+def _tail_of(texts: Iterator[str], megabytes: float) -> tuple[int, int] | None:
+    """The byte of the text where validation begins, and the bytes from there on; None for every twentieth document."""
     held = total = 0
-    for held_out, text in _by_number(texts(), megabytes):
+    for held_out, text in _by_number(texts, megabytes):
         size = _size(text)
         total += size
         held += size if held_out else 0
         if held >= min(ENOUGH_BYTES, megabytes * 1e6) and 0 < held <= MOST_SHARE * total:
-            return HoldOut(texts, megabytes, None)
+            return None
     if max(LEAST_SHARE * total, LEAST_BYTES) <= held <= MOST_SHARE * total:
-        return HoldOut(texts, megabytes, None)
+        return None
     wanted = max(TAIL_SHARE * total, min(LEAST_BYTES, MOST_TAIL_SHARE * total))
     wanted = math.ceil(min(wanted, megabytes * 1e6))
-    return HoldOut(texts, megabytes, (total - wanted, wanted))
+    return total - wanted, wanted
 
 
 def first(texts: Iterator[str], megabytes: float) -> Iterator[str]:

@@ -8,9 +8,10 @@ Sources: the built-in tinyworld, a file, a folder, or a public data set (fetched
 from __future__ import annotations
 
 import inspect
+import random
 import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -22,31 +23,38 @@ from quern.data.token_file import fingerprint, prepared
 from quern.recipe import Recipe
 from quern.runs.public_data import PublicData, public_data
 from quern.runs.run_dir import naming, refuse_unwritable
-from quern.stages.hold_out import HoldOut, check_splits, first, hold_out
+from quern.stages.hold_out import check_splits, first, hold_out
 from quern.stages.prepare_tokens import is_tokens, named_tokenizer, open_tokens, sample, token_listings
 from quern.temporaries import alone_in, remove_abandoned
 from quern.terminal import Meter
 from quern.text.clean.records import read_records, recorded
 from quern.text.content import content_fingerprint
 from quern.text.documents import mark_in, read
-from quern.text.encode.pool import StartWorkers, on_processes
-from quern.text.encode.sample import sampled
-from quern.text.encode.write import write_shards
+from quern.text.encode.pool import StartWorkers, on_processes, write_shards
 from quern.text.formats import text_megabytes
 from quern.text.repositories import TRAIN, local_copy
 from quern.text.sources import Listing, Where, format_of, list_source
 from quern.text.tinyworld import corpus
-from quern.text.tokenizer import Tokenizer, compression_report, split_pattern
+from quern.text.tokenizer import Tokenizer, compression_report, split_pattern, training_pieces
 
 HOLD_OUT_VERSION = "2"  # of hold_out.py: another one means other splits of the same text
-SAMPLE_VERSION = "1"  # of text/encode/sample.py: another one means other samples of the same text
+SAMPLE_VERSION = "1"  # of `sampled`: another one means other samples of the same text
+MOST_BYTES = 2_000_000_000
+"""A longer text is sampled up to here: it is read twice."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """name: for file names; fingerprint: changes when the text does; read(split) yields documents; megabytes() of the
-    whole text, None if it is not known before it is read; alike: the text is the same everywhere, as what a program
-    generates, so its beginning is a sample of it; public: its files, where it is a public data set."""
+    """A text that is not tokenized yet.
+
+    Args:
+        name: For file names.
+        fingerprint: Changes when the text does.
+        read: Opens the documents of a split.
+        megabytes: Size of the whole text, None if it is not known before it is read.
+        alike: The text is the same everywhere, as what a program generates, so its beginning is a sample of it.
+        public: Its files, where it is a public data set.
+    """
 
     name: str
     fingerprint: str
@@ -55,17 +63,16 @@ class Source:
     alike: bool = False
     public: PublicData | None = None
 
-    def mark(self, tokenizer: Tokenizer) -> str:
-        """The fingerprint of this text's token shards."""
-        return fingerprint(tokenizer.fingerprint, self.fingerprint)
-
 
 @dataclass(frozen=True)
 class Prepared:
-    """The tokenizer, the two splits, and what the report says of them.
+    """The tokenizer, the two splits, and facts for the report.
 
-    text: fingerprint of the text's content; tokens: of the shards, from tokenizer and text; folder: of the shards, None
-    for data that was tokens already; public: the files of a public data set.
+    Args:
+        text: Fingerprint of the text's content.
+        tokens: Fingerprint of the shards, from tokenizer and text.
+        folder: Of the shards, None for data that was tokens already.
+        public: The files of a public data set.
     """
 
     tokenizer: Tokenizer
@@ -127,7 +134,7 @@ def _of_files(recipe: Recipe, out: Path, log: Callable[[str], None]) -> Source:
             f"warning: {marked[1]} has {marked[0]}, which is read as text: if it ends documents, give "
             f"--text.separator {shlex.quote(marked[0])}"
         )
-    held_out: HoldOut | None = None
+    held_out: Callable[[str], Iterator[str]] | None = None
     once = cache(lambda line: log(f"text: {line}"))  # the text is read several times
 
     def texts(source: Where) -> Iterator[str]:
@@ -141,7 +148,7 @@ def _of_files(recipe: Recipe, out: Path, log: Callable[[str], None]) -> Source:
         if val is not None:
             return whole() if split == "train" else first(texts(val), recipe.text.val_megabytes)
         held_out = held_out or hold_out(whole, recipe.text.val_megabytes)
-        return held_out.read(split)
+        return held_out(split)
 
     name = public.name if public else Path(recipe.data).stem or "data"
     filtered, filter_marks = _filter(recipe, documents)
@@ -150,17 +157,14 @@ def _of_files(recipe: Recipe, out: Path, log: Callable[[str], None]) -> Source:
     marks += ["the first of it"] if val is not None else []
     marks += ["separator", separator] if separator else []
     for what, listing in listings.items():
-        marks += [what, *map(_reader, listing.files), _digest(listing, out, public)]
+        # Another reader finds another text in the same bytes; .md is read as .txt.
+        marks += [what, *(format_of(path).replace(".md", ".txt") for path in listing.files)]
+        marks.append(_digest(listing, out, public))
 
     def megabytes() -> float | None:
         return None if filter_marks else text_megabytes(listings["text"], recipe.text.column)
 
     return Source(name, fingerprint(*marks, *filter_marks), filtered, megabytes, public=public)
-
-
-def _reader(path: Path) -> str:
-    """Name of the reader of a file: another reader finds another text in the same bytes."""
-    return format_of(path).replace(".md", ".txt")
 
 
 def _digest(listing: Listing, out: Path, public: PublicData | None) -> str:
@@ -204,11 +208,21 @@ def train_tokenizer(recipe: Recipe, source: Source, out: Path, log: Callable[[st
     refuse_unwritable(out)
     start = time.monotonic()
     size = text.tokenizer_megabytes
-    with Meter("measuring the text", None, "MB") as meter:
-        texts = _sample(source, size, meter)
+    texts = source.read("train")
+    if not source.alike:  # the seed is of the text: a run's seed does not change its tokens
+        with Meter("measuring the text", None, "MB") as meter:
+            progress = lambda done: meter.at(done / 1e6)  # noqa: E731
+            texts = sampled(lambda: source.read("train"), size, source.fingerprint, progress)
     with Meter("training the tokenizer", size, "MB") as meter:
-        texts = _metered(texts, meter)
-        tokenizer = Tokenizer.train(texts, text.vocab_size, pattern, max_bytes=int(size * 1e6))
+
+        def metered() -> Iterator[str]:
+            done = 0
+            for one in texts:
+                done += len(one)
+                meter.at(done / 1e6)
+                yield one
+
+        tokenizer = Tokenizer.train(metered(), text.vocab_size, pattern, max_bytes=int(size * 1e6))
     for note in tokenizer.notes:
         log(note)
     with naming(path):
@@ -217,19 +231,40 @@ def train_tokenizer(recipe: Recipe, source: Source, out: Path, log: Callable[[st
     return tokenizer
 
 
-def _sample(source: Source, megabytes: float, meter: Meter) -> Iterator[str]:
-    """The text that the tokenizer is trained on. The seed is of the text: a run's seed does not change its tokens."""
-    if source.alike:
-        return source.read("train")
-    return sampled(lambda: source.read("train"), megabytes, source.fingerprint, lambda done: meter.at(done / 1e6))
+def sampled(
+    texts: Callable[[], Iterator[str]], megabytes: float, seed: str, progress: Callable[[int], None]
+) -> Iterator[str]:
+    """Samples a text by reading it twice: to find its size, then to choose pieces of it. It holds one piece in memory.
+
+    Args:
+        texts: Opens the documents.
+        megabytes: The size of the sample, to within a piece and a percent or so. A text that is not larger is
+            returned whole.
+        seed: Equal seeds choose equal pieces.
+        progress: Called with the bytes that the first reading has seen.
+
+    Returns:
+        Documents, or pieces of at most 65,536 characters of long ones, in the order of the text.
+    """
+    total = 0
+    for piece in training_pieces(texts(), MOST_BYTES):
+        total += len(piece.encode("utf-8"))
+        progress(total)
+    if total <= megabytes * 1e6:
+        return texts()
+    return _chosen(training_pieces(texts(), MOST_BYTES), megabytes * 1e6 / total, random.Random(seed))
 
 
-def _metered(texts: Iterable[str], meter: Meter) -> Iterator[str]:
-    size = 0
-    for text in texts:
-        size += len(text)
-        meter.at(size / 1e6)
-        yield text
+def _chosen(pieces: Iterator[str], share: float, chance: random.Random) -> Iterator[str]:
+    """Chooses a share of the bytes. Each piece adds about its share to what is owed, and a chosen one pays for itself.
+    So even a small sample has its size and comes from all of the text, which independent draws would not ensure."""
+    owed = 0.0
+    for piece in pieces:
+        size = len(piece.encode("utf-8"))
+        if owed >= 0:
+            yield piece
+            owed -= size
+        owed += 2 * chance.random() * share * size
 
 
 def prepare(
@@ -264,7 +299,7 @@ def prepare(
         return Prepared(tokenizer, train, val, facts, text, tokens, public=public)
     source = open_source(recipe, out, log)
     tokenizer = named_tokenizer(recipe, tokenizer, log) or train_tokenizer(recipe, source, out, log)
-    mark = source.mark(tokenizer)
+    mark = fingerprint(tokenizer.fingerprint, source.fingerprint)
     known = [found for found in sorted((out / "data").glob(f"*-{mark[:8]}")) if prepared(found, mark)]
     folder = known[0] if known else out / "data" / f"{source.name}-{mark[:8]}"
     if known:

@@ -18,7 +18,7 @@ import pytest
 
 from quern.data.shard_writer import ShardWriter
 from quern.text.encode import pool
-from quern.text.encode.write import write_shards
+from quern.text.encode.pool import write_shards
 from quern.text.tokenizer import Tokenizer
 from tests.support import preparing
 from tests.support.run_bench import ENVIRONMENT, ROOT
@@ -140,11 +140,11 @@ class Preparation:
         return wrong + [f"{different} files differ"] * (different > 0)
 
     def workers_left(self) -> list[str]:
-        """Command lines of workers that are still there, some seconds after their parents were killed."""
+        """The environments of workers that are still there, some seconds after their parents were killed."""
         until = time.monotonic() + 10
         while True:
-            lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if _readable(path)]
-            left = [line.decode() for line in lines if str(self.folder).encode() in line and b"encode.worker" in line]
+            found = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/environ") if _readable(path)]
+            left = [one.decode() for one in found if f"TMPDIR={self.folder}\0".encode() in one]
             if not left or time.monotonic() > until:
                 return left
             time.sleep(0.1)

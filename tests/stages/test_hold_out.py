@@ -10,7 +10,7 @@ from quern.stages.hold_out import hold_out
 
 def split(texts: list[str], megabytes: float = 0.5) -> tuple[list[str], list[str]]:
     held_out = hold_out(lambda: iter(texts), megabytes)
-    train, val = list(held_out.read("train")), list(held_out.read("val"))
+    train, val = list(held_out("train")), list(held_out("val"))
     assert sum(map(len, [*train, *val])) == sum(map(len, texts))
     return train, val
 
@@ -43,7 +43,7 @@ def test_a_large_corpus_is_not_read_to_its_end() -> None:
             assert index < 5200
             yield f"{index} " + "x" * 2000
 
-    held_out = list(hold_out(texts, 0.5).read("val"))
+    held_out = list(hold_out(texts, 0.5)("val"))
     assert held_out[0].startswith("10 ") and 0.5e6 <= size(held_out) < 0.51e6
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import quern
 from quern.data.token_file import prepared
-from quern.text.encode.write import write_shards
+from quern.text.encode.pool import write_shards
 from quern.text.tokenizer import Tokenizer
 
 ROOT = Path(quern.__file__).parent

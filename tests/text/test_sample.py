@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quern.text.encode.sample import sampled
+from quern.stages.prepare import sampled
 
 
 def numbered(count: int, repeats: int = 20) -> Iterator[str]:

@@ -1,26 +1,33 @@
-"""Encodes a stream of documents on several processes, in the order of the stream.
+"""Encodes a stream of documents on several processes, in the order of the stream, and writes them as token shards.
 
 The stream is read in this process and cut into units of about a million characters, wherever the workers are. Each
 worker takes the next unit when it is free. Units wait until those before them were yielded, so the result is the same
 for any number of workers, and at most `AHEAD` units for each worker are in memory.
+
+A writer that was stopped, even by SIGKILL, is continued after its last whole shard. The text before that is read again,
+which takes a few percent of the time of encoding it, but not encoded again.
 """
 
 from __future__ import annotations
 
-import socket
+import os
+import signal
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager, closing, contextmanager
 from itertools import chain, islice
-from queue import SimpleQueue
+from multiprocessing import get_context, parent_process
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from quern.child import Child, start
-from quern.temporaries import scratch_folder
-from quern.text.encode.worker import encode_documents, receive, send
+from quern.data.shard_writer import SHARD_TOKENS, ShardWriter
+from quern.terminal import Meter, counted
 from quern.text.tokenizer import Tokenizer, well_formed
 
 UNIT_CHARACTERS = 1 << 20
@@ -52,45 +59,50 @@ StartWorkers = Callable[[Tokenizer, np.dtype, int], AbstractContextManager[Submi
 
 
 def encode_unit(tokenizer: Tokenizer, unit: list[str], dtype: np.dtype) -> Encoded:
-    """Encodes the documents of one unit on this thread."""
+    """Encodes the documents of one unit one by one: the threads of tiktoken's batches wait for each other at every
+    short document."""
+    documents, bos = [], np.array([tokenizer.bos], dtype=np.uint32)
+    for text in unit:
+        documents += [bos, tokenizer.encode_array(text)]
+    lengths = np.array([len(ids) for ids in documents[1::2]], dtype=np.int64) + 1
     size = sum(len(well_formed(text).encode("utf-8")) for text in unit)
-    return Encoded(*encode_documents(tokenizer, unit, dtype), size)
+    return Encoded(np.concatenate(documents, dtype=dtype, casting="same_kind"), lengths, size)
 
 
 @contextmanager
 def on_processes(tokenizer: Tokenizer, dtype: np.dtype, workers: int) -> Iterator[Submit]:
     """`StartWorkers` on this machine: a unit goes to the next process that is free."""
-    free: SimpleQueue[tuple[Child, socket.socket]] = SimpleQueue()
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin, (tokenizer, dtype))
+    try:
+        yield lambda unit: pool.submit(_encode, unit)
+    except BrokenProcessPool as error:
+        raise RuntimeError("a process that encodes text ended early: see whether memory is short, and give fewer "
+                           "--workers") from error  # fmt: skip
+    finally:
+        pool.shutdown(cancel_futures=True)
 
-    def ask(unit: list[str]) -> Encoded:
-        documents = [well_formed(text).encode("utf-8") for text in unit]
-        payload, lengths = b"".join(documents), np.array([len(document) for document in documents], dtype=np.int64)
-        child, connection = worker = free.get()
-        try:
-            answer = None
-            with suppress(OSError):  # a dead worker; its last lines say why
-                send(connection, lengths, payload)
-                answer = receive(connection)
-            if answer is None:
-                child.answer()
-                raise RuntimeError("the process that encodes text ended early")
-        finally:
-            free.put(worker)
-        return Encoded(np.frombuffer(answer[1], dtype=dtype), answer[0], len(payload))
 
-    with ExitStack() as stack:
-        folder = stack.enter_context(scratch_folder())
-        order = {"tokenizer": str(tokenizer.save(folder / "tokenizer.json")), "dtype": dtype.str}
-        for _ in range(workers):
-            here, there = socket.socketpair()
-            with there:
-                given = {**order, "socket": there.fileno()}
-                child = start("quern.text.encode.worker", "encoding", given, pass_fds=(there.fileno(),))
-                free.put((stack.enter_context(child), here))
-            stack.callback(here.close)  # runs before the child is waited for, and ends it
-        threads = ThreadPoolExecutor(workers, "encode")
-        stack.callback(threads.shutdown, cancel_futures=True)
-        yield lambda unit: threads.submit(ask, unit)
+_worker: list[tuple[Tokenizer, np.dtype]] = []
+"""What a worker encodes with."""
+
+
+def _begin(tokenizer: Tokenizer, dtype: np.dtype) -> None:
+    """Makes this process a worker, which ends with its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which then ends this process
+    _worker.append((tokenizer, dtype))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+    os._exit(1)
+
+
+def _encode(unit: list[str]) -> Encoded:
+    tokenizer, dtype = _worker[0]
+    return encode_unit(tokenizer, unit, dtype)
 
 
 def encoded(
@@ -144,3 +156,62 @@ def _units(texts: Iterable[str], unit_characters: int) -> Iterator[list[str]]:
             unit, size = [], 0
     if unit:
         yield unit
+
+
+def write_shards(
+    texts: Iterator[str],
+    tokenizer: Tokenizer,
+    folder: Path,
+    split: str,
+    fingerprint: str,
+    log: Callable[[str], None],
+    *,
+    workers: int = 1,
+    megabytes: float | None = None,
+    shard_tokens: int = SHARD_TOKENS,
+    unit_characters: int = UNIT_CHARACTERS,
+    start_workers: StartWorkers = on_processes,
+) -> None:
+    """Writes a split, or what an earlier writer of the same split has left to do.
+
+    Args:
+        texts: All documents of the split.
+        tokenizer: Encodes them.
+        folder, split, fingerprint, shard_tokens: As `ShardWriter`.
+        log: Takes lines for the user.
+        workers, unit_characters, start_workers: As `encoded`.
+        megabytes: The size of the text, for the time left; None if unknown.
+
+    Raises:
+        ValueError: There are no documents.
+        RuntimeError: A worker has died.
+        OSError: The shards cannot be written.
+    """
+    known = {"vocab_size": tokenizer.vocab_size, "bos": tokenizer.bos}
+    with ShardWriter(folder, split, shard_tokens, **known, fingerprint=fingerprint) as writer:
+        skipped = _skip(texts, writer.documents, split)
+        if writer.documents:
+            log(f"tokens: {split} continues after {counted(writer.documents, 'document')}, finished before")
+        start, done = time.monotonic(), 0
+        with (
+            Meter(f"tokenizing {split}", megabytes, "MB") as meter,
+            closing(encoded(texts, tokenizer, writer.dtype, workers, unit_characters, start_workers)) as units,
+        ):
+            for unit in units:
+                writer.add_documents(unit.ids, unit.lengths)
+                done += unit.text_bytes
+                speed = done / 1e6 / (time.monotonic() - start)
+                meter.at((skipped + done) / 1e6, f"{speed:.1f} MB/s, {writer.tokens / 1e6:.1f}M tokens")
+    speed = done / 1e6 / (time.monotonic() - start)
+    written = f"{writer.tokens:,} from {counted(writer.documents, 'document')}"
+    log(f"tokens: {split} {written}, {speed:.1f} MB/s → {folder}")
+
+
+def _skip(texts: Iterator[str], documents: int, split: str) -> int:
+    """Reads past the first documents, and returns their size in bytes."""
+    size = 0
+    with Meter(f"reading past finished documents of {split}", documents, "documents") as meter:
+        for number, text in enumerate(islice(texts, documents)):
+            size += len(text.encode("utf-8", "replace"))
+            meter.at(number)
+    return size
