@@ -211,8 +211,7 @@ def train_tokenizer(recipe: Recipe, source: Source, out: Path, log: Callable[[st
     texts = source.read("train")
     if not source.alike:  # the seed is of the text: a run's seed does not change its tokens
         with Meter("measuring the text", None, "MB") as meter:
-            progress = lambda done: meter.at(done / 1e6)  # noqa: E731
-            texts = sampled(lambda: source.read("train"), size, source.fingerprint, progress)
+            texts = sampled(lambda: source.read("train"), size, source.fingerprint, lambda done: meter.at(done / 1e6))
     with Meter("training the tokenizer", size, "MB") as meter:
 
         def metered() -> Iterator[str]:

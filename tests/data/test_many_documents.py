@@ -61,12 +61,12 @@ def test_the_index_of_files_is_that_of_arrays(tmp_path: Path, shard_tokens: int)
 @pytest.mark.parametrize("masks", [False, True])
 def test_more_shards_than_open_files(tmp_path: Path, masks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quern.data.shards.FILES_MAPPED", 16)
-    docs = shards(tmp_path, 300, 1, masks)
+    docs = shards(tmp_path, 120, 1, masks)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (160, limits[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (110, limits[1]))
     try:
         corpus = Corpus.open(tmp_path, "train")
-        assert [corpus.gather(number).tolist() for number in range(300)] == docs
+        assert [corpus.gather(number).tolist() for number in range(120)] == docs
         loaders = [Loader(corpus, 200, 64)] + ([] if masks else [StreamLoader(corpus, 200, 64)])
         for loader in loaders:
             seen = {int(token) for step in range(loader.steps_per_epoch) for token in loader.batch(step).targets.flat}

@@ -2,15 +2,12 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count, islice
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from quern.data.batch import Batch
-from quern.data.bin_files import read_bin
 from quern.data.prefetch import prefetch
-from quern.data.shard_writer import ShardWriter
 from quern.data.shards import Corpus
 from quern.data.stream_loader import StreamLoader
 
@@ -73,19 +70,6 @@ def test_targets_are_the_next_tokens_and_all_count() -> None:
     assert {b.tokens.shape for b in batches} == {(3, 24)}
 
 
-def test_ranks_share_one_global_batch() -> None:
-    loader = StreamLoader(corpus_of(40), 16, 6, seed=1)
-    for step in (0, 5, 31):
-        whole = loader.batch(step)
-        for ranks in (1, 2, 3, 6):
-            for rank in range(ranks):
-                part = StreamLoader(corpus_of(40), 16, 6, seed=1).batch(step, rank, ranks)
-                assert np.array_equal(part.tokens, whole.tokens[rank::ranks])
-                assert np.array_equal(part.targets, whole.targets[rank::ranks])
-    pieces = list(loader.micro_batches(2, 4))
-    assert np.array_equal(np.concatenate([p.tokens for p in pieces]), loader.batch(2).tokens)
-
-
 def test_a_batch_is_a_function_of_seed_and_step() -> None:
     forward = StreamLoader(corpus_of(40), 16, 4, seed=1)
     hashes = [forward.token_hash(step) for step in range(30)]
@@ -103,27 +87,6 @@ def test_positions_and_steps_per_epoch() -> None:
     assert loader.position(0) == (0, 0) and loader.position(2) == (0, 8)
     assert loader.position(per_epoch - 1)[0] == 0 and loader.position(per_epoch)[0] == 1
     assert loader.report()["documents"] == 40 and loader.report()["utilisation"] == 1
-
-
-def write_bin(path: Path, tokens: list[int]) -> Path:
-    """A file in the format of modded-nanogpt: 256 int32 (magic, version 1, count), then uint16."""
-    header = np.zeros(256, dtype="<i4")
-    header[:3] = 20240520, 1, len(tokens)
-    path.write_bytes(header.tobytes() + np.array(tokens, dtype="<u2").tobytes())
-    return path
-
-
-def test_shards_and_speedrun_files_give_the_same_stream(tmp_path: Path) -> None:
-    documents = documents_of(50, longest=30)
-    expected = [StreamLoader(Corpus.from_arrays(documents), 32, 2, seed=4).token_hash(step) for step in range(20)]
-    with ShardWriter(tmp_path, "train", shard_tokens=200, vocab_size=9000, bos=BOS, fingerprint="x") as writer:
-        for ids in documents:
-            writer.add(ids)
-    halves = documents[:25], documents[25:]
-    files = [write_bin(tmp_path / f"{i}.bin", sum(half, [])) for i, half in enumerate(halves)]
-    for corpus in (Corpus.open(tmp_path, "train"), read_bin(*files, bos=BOS)):
-        loader = StreamLoader(corpus, 32, 2, seed=4)
-        assert [loader.token_hash(step) for step in range(20)] == expected
 
 
 def test_one_loader_serves_several_threads_and_prefetch() -> None:

@@ -9,8 +9,10 @@ import inspect
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +31,7 @@ STEPS = 48  # more than two epochs of the corpus below
 GROUP = 80_000  # about 78 of the documents below
 FIELDS = ("tokens", "targets", "mask")
 
-Make = Callable[..., Loader]
+Make = Callable[..., Batches]
 
 
 def sized(kind: type[Loader], chunk_documents: int, buffer: int = 1000) -> type[Loader]:
@@ -388,3 +390,59 @@ def test_the_checks_catch_a_broken_loader(make):
     assert rank_deviation(lambda: make(BrokenRanks), 2) > 0
     assert accumulation_deviation(lambda: make(BrokenAccumulation), 5) > 0
     assert resume_deviation(lambda: make(BrokenResume)) > 0
+
+
+def stream(kind: type[StreamLoader] = StreamLoader, group_size: int | None = None) -> StreamLoader:
+    return kind(corpus("pretraining"), CONTEXT, BATCH_ROWS, SEED, group_size=group_size)
+
+
+def stream_coverage_deviation(make: Callable[[], StreamLoader]) -> int:
+    """Tokens that the first two epochs show as an input too often or too seldom, or after another than their own."""
+    loader, docs = make(), documents()
+    expected: Counter = Counter()
+    for document in docs:
+        expected.update(zip(document, [*document[1:], BOS], strict=True))
+    total = sum(map(len, docs))
+    rows = joined([loader.batch(step) for step in range(STEPS)])
+    tokens, targets = rows.tokens.reshape(-1), rows.targets.reshape(-1)
+    wrong = 0
+    for epoch in range(2):
+        part = slice(epoch * total, (epoch + 1) * total)
+        seen = Counter(zip(tokens[part].tolist(), targets[part].tolist(), strict=True))
+        wrong += (expected - seen).total() + (seen - expected).total()
+    return wrong
+
+
+EQUAL = "every token, target and mask equal"
+STREAM_LAWS: dict[str, tuple[Callable[[Any], int], str]] = {
+    "N ranks read the batch of one rank: stream": (
+        lambda make: sum(rank_deviation(make, ranks) for ranks in (1, 2, 3, 4, 5, 6, 12)),
+        EQUAL,
+    ),
+    "micro-batches of any size make up the batch: stream": (
+        lambda make: sum(accumulation_deviation(make, rows) for rows in (1, 2, 5, 12, 99)),
+        EQUAL,
+    ),
+    "the loader resumed at any step, across epochs = uninterrupted: stream": (resume_deviation, "bit for bit"),
+    "an epoch holds every token once: stream": (stream_coverage_deviation, "tokens missing or repeated"),
+}
+
+
+@pytest.mark.parametrize("name", STREAM_LAWS)
+def test_the_stream(name: str, law: Callable[..., None]) -> None:
+    assert stream().position(STEPS - 1)[0] >= 2, "the law must cross epochs"
+    measure, bar = STREAM_LAWS[name]
+    deviation = sum(measure(partial(stream, group_size=size)) for size in (None, GROUP, 10_000))
+    assert deviation == 0
+    law(name, deviation, bar)
+
+
+class BrokenStart(StreamLoader):
+    """Each row begins a token late."""
+
+    def _fill(self, start: int, out: np.ndarray) -> None:
+        super()._fill(start + start // self.context, out)
+
+
+def test_the_coverage_check_catches_a_broken_stream() -> None:
+    assert stream_coverage_deviation(lambda: stream(BrokenStart)) > 0
