@@ -125,6 +125,21 @@ def test_the_file_for_a_rented_machine_starts_the_whole_way(commands: Commands) 
     assert options.where.run == "speedrun-gpt"
 
 
+def test_a_part_that_fails_or_hangs_does_not_stop_the_next_one(tmp_path: Path) -> None:
+    shutil.copytree(RUNS, tmp_path / "runs")
+    body = 'echo "$@" >> calls; case "$*" in *exactness*) exit 3;; "bench grug"*) sleep 60;; esac'
+    program(tmp_path / "quern", body)
+    env = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SCALE": "0.01", "OUT": "records"}
+    script = [tmp_path / "runs/first-gpu.sh", "texts"]
+    assert subprocess.run(script, env=env, cwd=tmp_path, timeout=60, check=False).returncode == 1
+    parts = [json.loads(line) for line in (tmp_path / "records/parts.jsonl").read_text("utf-8").splitlines()]
+    assert [(one["part"], one["exit"]) for one in parts] == [
+        *(("exact", 3), ("bench", 0), ("ladder", 0), ("ideas", 0), ("jax", 124), ("serve", 0))
+    ]
+    calls = (tmp_path / "calls").read_text(encoding="utf-8").splitlines()
+    assert calls[2].startswith("lab ladder ") and calls[3].startswith("lab compare ") and "--rungs 2 3" in calls[3]
+
+
 @pytest.fixture(scope="module")
 def talks() -> Callable[[int], Corpus]:
     """Makes so many conversations of 600 tokens."""
