@@ -61,7 +61,7 @@ SLOWEST_FIRST = (
     "tests/laws/test_grug_resume_law.py",
     "tests/stages/test_run_ownership.py",
     "tests/generate/sandbox/test_sandbox.py",
-    "tests/parallel/test_memory.py",
+    "tests/estimate/test_memory.py",
     "tests/laws/test_ranks_law.py",
     "tests/bench/test_bench_jax.py",
     "tests/bench/test_bench.py",

@@ -25,13 +25,13 @@ LAYERS = (
     ("text", "data", "flags", "cluster", "kernels", "kernels.attention", "optim"),
     ("text.tinyworld", "text.clean", "text.encode", "model"),
     ("parallel", "generate", "generate.sandbox", "recipes"),
-    ("train", "eval", "grug", "mixture"),
+    ("train", "eval", "grug", "mixture", "estimate"),
     ("rl",),
     ("runs", "eval.core", "eval.tasks", "report", "rl.environments"),
     ("eval.chat", "eval.harness"),
     ("stages", "serve"),
     ("stages.jax", "interop", "chat", "lab.axes"),
-    ("bench", "estimate", "lab"),
+    ("bench", "lab"),
     ("bench.gpu", "lab.board", "lab.ladder", "lab.scaling", "lab.search"),
     ("lab.log",),
     ("cli",),  # verbs over all of the above
@@ -45,7 +45,7 @@ LEAVES = {
     "lab.axes": {"lab", "lab.ladder"},
     "lab.ladder": {"lab.log"},
     "lab.scaling": {"lab.log"},
-    **{room: set() for room in ("bench.gpu", "estimate", "lab.board", "lab.log", "lab.search")},
+    **{room: set() for room in ("bench.gpu", "lab.board", "lab.log", "lab.search")},
 }
 """Rooms that the command line alone imports, and who else may."""
 MOST_FILES, MOST_LINES = 14, 400
@@ -232,7 +232,7 @@ BROKEN = {
     "upwards, subfolder": ("quern/text/chat.py", "from quern.text.tinyworld import facts", "text may not import"),
     "sideways, subfolders": ("quern/kernels/attention/flash.py", "import quern.kernels.rope", "attention may not"),
     "a leaf": ("quern/stages/sft.py", "from quern.report.build import build", "stages may not import"),
-    "a leaf, from a leaf": ("quern/bench/train.py", "from quern.estimate.plan import main", "bench may not import"),
+    "a leaf, from a leaf": ("quern/bench/train.py", "from quern.lab.report import main", "bench may not import"),
     "torch in a subfolder": ("quern/text/tinyworld/facts.py", "import torch", "may not import torch"),
     "no layer": ("quern/utils.py", "", "utils has no layer"),
     "experiments": ("quern/report/build.py", "import experiments.baseline", "may not import experiments"),

@@ -22,7 +22,7 @@ from quern.cli import verbs
 from quern.cli.options import PretrainOptions, RunAllOptions
 from quern.data.loader import Loader
 from quern.data.shards import Corpus
-from quern.parallel.layout import lay_out
+from quern.estimate.layout import lay_out
 from quern.resolve import resolve
 from quern.runs.training import make_batches
 from quern.stages.sft import fit_to_conversations, sft_recipe

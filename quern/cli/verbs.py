@@ -170,17 +170,17 @@ def verb_train(verb: str, rest: list[str]) -> int:
         goes_on = options.resume and where.run_dir.has_trained(verb)
         needed = "sft" if verb == "rl" and not goes_on and options.start is None else None
         (where.run_dir if goes_on else base).require_trained(needed)
-    from quern.runs import saved
+    from quern.runs.load import Start, read_start
     from quern.stages import pretrain, rl, sft
 
     stage = {"pretrain": pretrain.run, "sft": sft.run, "rl": rl.run}[verb]
 
-    def begin(session: Session) -> saved.Start | None:
+    def begin(session: Session) -> Start | None:
         """The checkpoint of another run to start from, unless this run already has its own."""
         if options.start is None or (session.resume and session.run_dir.has_trained(verb)):
             return None
         stages = {"pretrain": ("pretrain",), "sft": ("pretrain", "sft"), "rl": ("sft", "rl")}[verb]
-        return saved.read_start(base, stages, options.from_step, session.log, recipe.callables() if source else None)
+        return read_start(base, stages, options.from_step, session.log, recipe.callables() if source else None)
 
     def run(session: Session) -> int:
         return stage(recipe, replace(session, start=begin(session)))

@@ -2,7 +2,7 @@
 
 For each layout of the ranks as replicas by shards (dp × tp): memory of one GPU by category, bytes sent per step by
 collective, the step's time by part, MFU, and days and cost of the whole run; then the best layout and why the others
-lose. Memory (parallel/memory.py) and bytes (parallel/traffic.py) are counted or traced. Time is a model (predict.py) of
+lose. Memory (memory.py) and bytes (traffic.py) are counted or traced. Time is a model (predict.py) of
 tabulated hardware (hardware.py), not a measurement. GB are 10⁹ bytes, for a GPU's memory too.
 """
 
@@ -18,16 +18,16 @@ import torch
 
 from quern import machine as machines
 from quern.estimate.hardware import NETWORKS, PROCESSORS, cpu_rank
+from quern.estimate.layout import Layout, lay_out
+from quern.estimate.memory import Activations, Memory, activations, memory
+from quern.estimate.memory_check import machine_memory
 from quern.estimate.options import PlanOptions
 from quern.estimate.predict import Cluster, Step, predict
 from quern.flags.check_flags import UNSAID
 from quern.machine import measure_peak_flops
 from quern.model.count import FlopCounter, parameters
-from quern.parallel.layout import Layout, lay_out
-from quern.parallel.memory import Activations, Memory, activations, memory
 from quern.recipe import Recipe
 from quern.resolve import resolve
-from quern.stages.memory_check import machine_memory
 from quern.temporaries import write_whole
 from quern.terminal import grid
 

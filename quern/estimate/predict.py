@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from torch.utils.flop_counter import FlopCounterMode
 
 from quern.estimate.hardware import ATTAINED_BANDWIDTH, HOST_BANDWIDTH, Network, Processor
-from quern.parallel.layout import Layout
-from quern.parallel.memory import Memory, owned_counts, run_update
-from quern.parallel.traffic import bytes_per_step, calls
+from quern.estimate.layout import Layout
+from quern.estimate.memory import Memory, owned_counts, run_update
+from quern.estimate.traffic import bytes_per_step, calls
 
 BACKWARD_SHARE = 2 / 3
 """Share of the backward pass in the time of a micro-batch."""

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from quern.interop.llama_format import shape_from, weights_from
 from quern.machine import Machine, detect
-from quern.model.count import count
 from quern.recipe import Recipe, TextRecipe
 from quern.records import FileName, read_json
 from quern.resolve import resolve
+from quern.runs.origin import Origin
 from quern.runs.run_dir import RunDir
+from quern.runs.training import model_facts
 from quern.stages.session import describe_run, open_folder
 from quern.text.hugging_face import read_tokenizer
 from quern.text.tokenizer import FILE_FORMAT, Tokenizer
@@ -86,14 +87,11 @@ def _write(
     run_dir.folder.mkdir(parents=True)
     tokenizer.save(run_dir.folder / "tokenizer.json")
     command = f"quern import {folder} --run {run_dir.run}"
-    describe_run(recipe, count(state.model), machine, run_dir, {"imported": str(folder)}, command)
-    meta = {
-        "recipe": recipe.to_json(),
-        "tokenizer": tokenizer.fingerprint,
-        "seed": recipe.seed,
-        "state": state.meta(),
-    }
-    with open_folder(run_dir.stage(stage), recipe, None) as records:
+    facts = {"imported": str(folder), "model": model_facts(recipe, state.model, machine)}
+    describe_run(run_dir, machine, command, facts)
+    origin = Origin(tokenizer.fingerprint, recipe=recipe.to_json())
+    meta = origin.meta() | {"state": state.meta()}
+    with open_folder(run_dir.stage(stage), origin, None) as records:
         records.event("import", folder=str(folder))
         checkpoint.save(run_dir.checkpoints(stage), state.step, state.tensors(), meta, keep=1)
 

@@ -1,22 +1,9 @@
-"""Tables of which parameter is cut along which dim, the model that they cut, and the bytes that this costs.
+"""Tables of which parameter is cut along which dim, and the model that they cut.
 
 `shard_model` turns a whole single-device model into this process's shard of it, in place: the same class with the same
 parameter names, attributes and calls. The table holds everything that parallelism needs, so an architecture does not
 know of it. tensor.py and vocabulary.py run the shards. The optimizer and checkpoints read the parameters' `.sharding`.
-
-Bytes that one rank sends through its model group in one training micro-batch (`bytes_sent`), with a ring (mesh.py):
-n shards; N tokens, padded to n·t; width D; R regions; s bytes per element of the parameters' dtype:
-
-    all-gather       (n-1)/n · s·D · (2(R+1) · n·t + M·n)     regions' inputs, the head's input, and backward the
-                                                              gradients of regions' and embedding's outputs
-    reduce-scatter   the same                                 their transposes
-    all-reduce       2(n-1)/n · (8·N + 4·P)                   softmax denominators and targets' logits; summed gradients
-                     and 2(n-1)/n · 4·N                       maxima, if the logits have no cap
-
-with M the shifts by a token (gpt's smear) and P the elements of replicated parameters. This is about 4·R+4 times the
-stream, where data parallelism sends each parameter's gradient and value once per step. A block that runs again in the
-backward pass (model/recompute.py) repeats its collectives up to the last region's product: n·t more rows are gathered
-for each of its regions, and scattered for each but the last, or for all where what the block adds is dropped out.
+What this costs is counted in estimate/traffic.py.
 """
 
 from __future__ import annotations
@@ -154,13 +141,14 @@ def shard_model(model: Any, mesh: Mesh, plan: ShardingPlan | None = None) -> Any
     _make_logits_whole(model, head)
     for name, dropout in dropouts.items():
         model.set_submodule(name, StreamDropout.of(dropout, group))
-    for region in _regions(model, plan):
+    for region in regions_of(model, plan):
         Region(group).wrap(region)
     Stream(group, tuple(_owner(model, name) for name, dim in dims.items() if dim is None)).wrap(model)
     return model
 
 
-def _regions(model: nn.Module, plan: ShardingPlan) -> list[nn.Module]:
+def regions_of(model: nn.Module, plan: ShardingPlan) -> list[nn.Module]:
+    """The modules that run on all tokens with a part of their weights."""
     return [m for name, m in model.named_modules() if any(fnmatchcase(name, p) for p in plan.regions)]
 
 
@@ -195,41 +183,3 @@ def _check_sizes(model: Any, dims: Mapping[str, int | None], shards: int, ranks:
         valid = [size for size in range(1, common + 1) if common % size == 0 and ranks % size == 0]
         counts = ", ".join(f"{size} {what}" for what, size in sizes.items())
         raise ValueError(f"{shards} shards cannot share {counts} evenly: use --tp of one of {valid}")
-
-
-def bytes_sent(model: Any, tokens: int, shards: int, recomputed: int) -> dict[str, int]:
-    """Returns the bytes that a rank sends through its model group in one training micro-batch, by the formula above.
-
-    Args:
-        model: Whole, on any device (also "meta"), in its training dtype.
-        tokens: B·T.
-        recomputed: The first so many blocks run again in the backward pass.
-
-    Returns:
-        Bytes by kind of collective.
-    """
-    plan = plan_of(model)
-    width, itemsize = model.embedding.weight.size(1), model.embedding.weight.itemsize
-    filled = -(-tokens // shards) * shards
-    rows = 2 * (len(_regions(model, plan)) + 1) * filled + plan.shifts * shards
-    gathered, scattered = _repeated(model, plan, recomputed)
-    replicated = sum(p.numel() for name, p in model.named_parameters() if plan.dim_of(name) is None)
-    row_bytes = width * itemsize
-    numbers = (8 if getattr(model.cap, "tanh_form", None) is not None else 12) * tokens + 4 * replicated
-    return {
-        "all_gather": (rows + gathered * filled) * row_bytes * (shards - 1) // shards,
-        "reduce_scatter": (rows + scattered * filled) * row_bytes * (shards - 1) // shards,
-        "all_reduce": 2 * numbers * (shards - 1) // shards,
-    }
-
-
-def _repeated(model: Any, plan: ShardingPlan, recomputed: int) -> tuple[int, int]:
-    """How often the stream is gathered and scattered again by blocks that run again."""
-    gathered = scattered = 0
-    for layer, block in enumerate(model.blocks[:recomputed]):
-        names = (f"blocks.{layer}.{name}" for name, _ in block.named_modules())
-        regions = sum(any(fnmatchcase(name, pattern) for pattern in plan.regions) for name in names)
-        dropped = any(isinstance(module, nn.Dropout) and module.p > 0 for module in block.modules())
-        gathered += regions
-        scattered += regions if dropped else max(0, regions - 1)
-    return gathered, scattered

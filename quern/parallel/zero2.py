@@ -194,37 +194,21 @@ class Zero2:
         return first_copy and (not bucket.replicated or self.mesh.model.rank == 0)
 
     @torch.no_grad()
-    def clip_grads(self, max_norm: float, norm: Tensor | None = None) -> Tensor:
-        """Scales the gradients that this step uses so that their global norm is at most `max_norm`.
-
-        Args:
-            max_norm: The bound.
-            norm: The result of `grad_norm()`, if the caller has it.
-
-        Returns:
-            The norm before.
-        """
-        norm = self.grad_norm() if norm is None else norm
+    def clip_grads(self, max_norm: float, norm: Tensor) -> None:
+        """Scales the gradients that this step uses from their global norm, of `grad_norm()`, to at most `max_norm`."""
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for bucket in self.buckets:
             if bucket.due:
                 bucket.region_grads.mul_(scale)
-        return norm
 
     # Updates --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, step: int, multipliers: Multipliers) -> None:
-        """Updates the groups that are due, and holds the gradients of the others.
+        """Updates the groups that are due, after `step` updates, and holds the gradients of the others.
 
-        The gradients are used up: drop them before the next backward pass.
-
-        Args:
-            step: The number of updates before this one.
-            multipliers: Of the schedule.
-
-        Raises:
-            ValueError: The schedule has a factor for a group that does not exist.
+        The gradients are used up: drop them before the next backward pass. Raises ValueError for a multiplier of a
+        group that does not exist.
         """
         factors = multipliers.groups or {}
         if unknown := factors.keys() - (names := {bucket.group.name for bucket in self.buckets}):

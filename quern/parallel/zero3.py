@@ -139,7 +139,7 @@ class Zero3(Zero2):
     # Parameters -----------------------------------------------------------------------------------------------
 
     def _wrap(self, model: Any, part: Part, own: Gathered) -> Callable[[], None]:
-        """→ what undoes it."""
+        """Wraps a part's module, and returns a function that undoes it."""
         if part.again:
             return wrap_calls(part.module, partial(self._call_block, own))
         if part.module is model.head:  # not called: its weight is used in two methods of the model

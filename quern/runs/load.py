@@ -1,27 +1,75 @@
-"""Loads the trained model of a run for evaluation, chat, the server and export."""
+"""Opens checkpoints of a run: its trained model, or what another stage or run begins with."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+import torch
 
 from quern.machine import Machine
 from quern.recipe import Recipe
-from quern.runs.origin import require_tokenizer
+from quern.records import Natural, typed
+from quern.runs.origin import Origin, read_origin, require_same
 from quern.runs.run_dir import RunDir
-from quern.runs.saved import open_checkpoint
+from quern.runs.saved import BEFORE_WARMDOWN, NEWEST
 from quern.text.tokenizer import Tokenizer
-from quern.train import manifest
+from quern.train import checkpoint, manifest
 from quern.train.manifest import CheckpointError
 from quern.train.replicas import checksum
 from quern.train.state import build_model, weights_of
 from quern.waits.waiting import waiting
 
+Code = Mapping[str, Callable[..., Any]] | None
+"""The code of a recipe (`Recipe.callables`), where the user named its file; None reads the file saved with the run."""
+
+
+class _StateFacts(TypedDict):
+    step: Natural
+    tokens: NotRequired[Natural]
+
+
+class _Meta(TypedDict):
+    """Facts that every checkpoint of a run has beside its tensors."""
+
+    recipe: dict[str, Any]
+    tokenizer: str
+    state: _StateFacts
+
+
+@dataclass(frozen=True)
+class Start:
+    """A loaded checkpoint. tensors: the fp32 masters and moments, unsharded."""
+
+    run_dir: RunDir
+    stage: str
+    recipe: Recipe
+    tensors: dict[str, torch.Tensor]
+    meta: dict[str, Any]
+    origin: Origin
+
+    def origin_in(self, run_dir: RunDir) -> Origin:
+        """The origin of a stage of a run that begins with this checkpoint."""
+        state, own = self.meta["state"], self.run_dir == run_dir
+        before = (self.origin.base or {}).get("tokens", 0) if self.stage == "pretrain" else 0
+        base = {"stage": self.stage, "step": state["step"], "tokens": state["tokens"] + before}
+        return replace(self.origin, base={"run": None if own else self.run_dir.run, **base})
+
+    def facts_in(self, run_dir: RunDir, own: dict[str, Any]) -> dict[str, Any] | None:
+        """The facts for run.json of another run that begins with this checkpoint and prepares no text itself."""
+        if self.run_dir == run_dir:
+            return None
+        known = self.run_dir.facts()
+        return {name: known[name] for name in ("data", "tokenizer", "packing") if name in known} | own
+
 
 @dataclass(frozen=True)
 class LoadedModel:
+    """A trained model, ready to generate."""
+
     model: Any
     tokenizer: Tokenizer
     recipe: Recipe
@@ -35,32 +83,83 @@ class LoadedModel:
 
 
 def load(
-    run_dir: RunDir,
-    machine: Machine,
-    log: Callable[[str], None],
-    stage: str | None = None,
-    callables: Mapping[str, Callable[..., Any]] | None = None,
+    run_dir: RunDir, machine: Machine, log: Callable[[str], None], stage: str | None = None, callables: Code = None
 ) -> LoadedModel:
-    """Loads the newest intact checkpoint.
+    """Loads the newest intact checkpoint of a stage.
 
     Args:
         run_dir: The run.
         machine: The device and dtype of the model.
         log: Called with lines for the user.
-        stage: The stage to load; by default the last one that has an intact checkpoint.
-        callables: The recipe's code (`Recipe.callables`); by default the file saved with the run is used.
+        stage: The stage to load; by default the last one that was trained.
+        callables: The recipe's code.
 
     Raises:
         FileNotFoundError: There is no checkpoint; the message names the command to run first.
-        CheckpointError: All checkpoints are damaged.
+        CheckpointError: All checkpoints of the stage are damaged.
     """
-    trained = run_dir.require_trained(stage)
+    name = run_dir.require_trained(stage)[-1]
     tokenizer = run_dir.tokenizer()
-    for name in reversed(trained):
-        if found := manifest.latest(run_dir.checkpoints(name), log):
-            with waiting(f"the disk to read {found[0]}", log=log):
-                start = open_checkpoint(run_dir, name, found[0], callables)
-            require_tokenizer(run_dir, tokenizer, replace(start.origin, tokenizer=start.meta["tokenizer"]))
-            model = build_model(start.recipe, machine, None, weights_of(start.tensors))
-            return LoadedModel(model.eval(), tokenizer, start.recipe, name, start.meta["state"]["step"])
-    raise CheckpointError(run_dir.no_good_checkpoint(trained[-1]))
+    path = _pick(run_dir, name, NEWEST, log)
+    with waiting(f"the disk to read {path}", log=log):
+        start = open_checkpoint(run_dir, name, path, callables)
+    trained = replace(start.origin, tokenizer=start.meta["tokenizer"])
+    require_same(trained, replace(trained, tokenizer=tokenizer.fingerprint), run_dir, name)
+    model = build_model(start.recipe, machine, None, weights_of(start.tensors))
+    return LoadedModel(model.eval(), tokenizer, start.recipe, name, start.meta["state"]["step"])
+
+
+def read_start(
+    run_dir: RunDir, stages: Sequence[str], at: str, log: Callable[[str], None], callables: Code = None
+) -> Start:
+    """Loads the checkpoint that another run or stage starts from.
+
+    Args:
+        run_dir: The run of the checkpoint.
+        stages: The stages to search; the first one with checkpoints is used.
+        at: NEWEST, BEFORE_WARMDOWN (kept from before the learning rates fell), or a step.
+        log: Called with lines for the user.
+        callables: The recipe's code.
+
+    Raises:
+        FileNotFoundError: There is no such run, or no checkpoint.
+        CheckpointError: The checkpoint is damaged.
+        ValueError: `at` names no checkpoint.
+    """
+    stage = next((name for name in stages if run_dir.has_trained(name)), None)
+    if stage is None:
+        what, verb = ("base model", "pretrain") if "pretrain" in stages else (f"stage '{stages[0]}'", stages[0])
+        raise FileNotFoundError(run_dir.has_no(what, verb))
+    return open_checkpoint(run_dir, stage, _pick(run_dir, stage, at, log), callables)
+
+
+def open_checkpoint(run_dir: RunDir, stage: str, path: Path, callables: Code = None) -> Start:
+    """Loads a checkpoint with its recipe and origin. Raises as `checkpoint.load` and `RunDir.read_recipe`."""
+    tensors, meta = checkpoint.load(path)
+    try:
+        typed(meta, _Meta)
+    except ValueError as error:
+        raise CheckpointError(f"the manifest of {path} is damaged ({error}): remove this checkpoint") from error
+    # The recipe is the checkpoint's; its code may have been named anew since the checkpoint was saved.
+    origin = read_origin(run_dir.stage(stage), meta["recipe"]) or Origin.of_checkpoint(meta)
+    recipe = run_dir.read_recipe(origin.recipe, stage, origin.source, callables)
+    return Start(run_dir, stage, recipe, tensors, meta, origin)
+
+
+def _pick(run_dir: RunDir, stage: str, at: str, log: Callable[[str], None]) -> Path:
+    folder = run_dir.checkpoints(stage)
+    if at == NEWEST:
+        found = manifest.latest(folder, log)
+        if found is None:
+            raise CheckpointError(run_dir.no_good_checkpoint(stage))
+        return found[0]
+    steps = manifest.steps(folder)
+    step = int(at) if at.isdigit() else None
+    if at == BEFORE_WARMDOWN:
+        step = max(manifest.kept_steps(folder), default=None)
+    if step not in steps:
+        raise ValueError(
+            f"--from-step {at}: run '{run_dir.run}' has no such checkpoint; there are {NEWEST} and the steps "
+            f"{', '.join(map(str, steps))}"
+        )
+    return manifest.path_of(folder, step)

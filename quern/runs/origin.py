@@ -1,15 +1,15 @@
-"""The inputs of a stage: `origin.json`, written when the stage begins and checked when it is resumed.
+"""What a stage was made from, in one record: its inputs by fingerprint, the model that it began with, its recipe.
 
-The file names the tokenizer, the text, the token shards and the conversations by fingerprint. A resumed stage uses the
-shards that it began with. If text, conversations or tokenizer have changed, the stage refuses to resume and names both
-fingerprints, because training on other data would silently be wrong.
+A stage writes the record when it begins (origin.json, recipe.json, and both into every checkpoint). A resumed stage is
+compared with it (`compare`): a stage owns its inputs, because training on other data would silently be wrong.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,43 @@ import numpy as np
 from quern.data.batch import GROUP_SIZE, groups_of
 from quern.data.shards import Corpus
 from quern.flags.recipe_file import map_paths
-from quern.recipe import BUILT_IN_CONVERSATIONS, Recipe
+from quern.recipe import BUILT_IN_CONVERSATIONS, OPERATIONAL, Recipe
 from quern.records import read_json, typed
-from quern.runs.run_dir import RunDir
+from quern.runs.run_dir import STAGES, RunDir
 from quern.text.tokenizer import Tokenizer
 from quern.train import manifest
 from quern.train.manifest import CheckpointError, read_manifest
+from quern.validate import flag
 
 FILE = "origin.json"
 HASHED_DOCUMENTS = 256
 SHOWN = 16
 """Number of digits of a fingerprint in messages."""
+COMPARED = {
+    "tokenizer": "the tokenizer has",
+    "text": "the text has",
+    "tokens": "the text has",
+    "conversations": "the conversations have",
+    "rewards": "the files of --rl.rewards or --rl.data have",
+    "group_size": "the order of documents, which follows from quern's version, has",
+}
+CHANGEABLE = OPERATIONAL | {
+    "train.steps",
+    "train.warmup_steps",
+    "train.warmdown_share",
+    "train.final_lr",
+    "train.clip_norm",
+    "sft.steps",
+    "sft.epochs",
+    "sft.lr_share",
+    "sft.warmdown_share",
+    "rl.steps",
+    "rl.lr_share",
+    "rl.warmdown_share",
+}
+"""Fields of the recipe that may change when a stage is resumed, besides every field of `optim`."""
+BY_CONTENT = ("data", "val", "shards", "conversations", "text.tokenizer", "sft.tests")
+"""Fields that name files: the fingerprints of their contents are compared instead."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +71,7 @@ class Origin:
         base: The model that provided the initial weights: run (None for the same run), stage, step, tokens.
         rewards: Fingerprint of the files that questions and rewards of reinforcement learning are read from.
         group_size: Size of the groups in which documents are shuffled; None if all documents are one group.
+        recipe: The resolved recipe as JSON.
     """
 
     tokenizer: str
@@ -56,30 +83,50 @@ class Origin:
     base: dict[str, Any] | None = None
     rewards: str | None = None
     group_size: int | None = None
+    recipe: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """The contents of origin.json: all but the recipe, which has a file of its own."""
+        return {name: value for name, value in vars(self).items() if name != "recipe"}
+
+    def meta(self) -> dict[str, Any]:
+        """The entries of a checkpoint's meta that say what it was made from."""
+        own = {"tokenizer": self.tokenizer, "seed": self.recipe["seed"]}
+        return {"recipe": self.recipe, **own, "origin": self.to_json()}
+
+    @staticmethod
+    def of_checkpoint(meta: dict[str, Any]) -> Origin:
+        """The inverse of `meta`; an imported model's has no more than recipe and tokenizer."""
+        return typed((meta.get("origin") or {}) | {name: meta.get(name) for name in ("tokenizer", "recipe")}, Origin)
 
 
-def source_digest(source: str | None) -> str | None:
-    """SHA-256 (hex) of a recipe file's text."""
-    return None if source is None else hashlib.sha256(source.encode("utf-8")).hexdigest()
+def read_origin(stage: Path, recipe: dict[str, Any] | None = None) -> Origin | None:
+    """Reads the record of a stage folder; a file that is missing is replaced by its copy in the newest checkpoint.
 
-
-def read_origin(stage: Path) -> Origin | None:
-    """Reads origin.json of a stage folder, or its copy in the newest checkpoint if the file is missing.
+    Args:
+        stage: The stage's folder.
+        recipe: The recipe as JSON; None reads recipe.json.
 
     Returns:
-        The origin; None for a stage without one, such as an imported model.
+        The record; None for a stage that has not begun.
 
     Raises:
-        ValueError: The file is damaged.
+        ValueError: A file is damaged.
     """
-    path = stage / FILE
-    if not path.exists():
-        body = newest_meta(stage).get("origin")
-        return typed(body, Origin) if body else None
-    return read_json(path, Origin, "remove it, the run's checkpoints hold the same facts")
+    origin, path = stage / FILE, stage / "recipe.json"
+    if recipe is None and path.exists():
+        recipe = read_json(path, dict[str, Any])
+    meta = {} if origin.exists() and recipe is not None else newest_meta(stage)
+    recipe = recipe or meta.get("recipe")
+    if recipe is None or not (origin.exists() or meta):
+        return None
+    if not origin.exists():
+        return Origin.of_checkpoint(meta | {"recipe": recipe})
+    found = read_json(origin, dict[str, Any], instead := "remove it, the run's checkpoints hold the same facts")
+    try:
+        return typed(found | {"recipe": recipe}, Origin)
+    except ValueError as error:
+        raise ValueError(f"{origin} is damaged ({error}): {instead}") from error
 
 
 def newest_meta(stage: Path) -> dict[str, Any]:
@@ -88,6 +135,98 @@ def newest_meta(stage: Path) -> dict[str, Any]:
         with suppress(CheckpointError):
             return read_manifest(manifest.path_of(stage / "checkpoints", step))["meta"]
     return {}
+
+
+def compare(began: Origin | None, now: Origin, run_dir: RunDir, stage: str, besides: Sequence[str] = ()) -> list[str]:
+    """Compares what a resumed stage is made from with what it began with: its inputs, then its recipe.
+
+    Args:
+        began: The record on disk; None for a stage that begins.
+        now: What the command would train with.
+        run_dir: The run.
+        stage: The stage.
+        besides: Parts and fields of the recipe to ignore.
+
+    Returns:
+        One line "field old → new" for each changed field of the recipe.
+
+    Raises:
+        ValueError: An input or a field changed that must not; the message says what to do instead.
+    """
+    if began is None:
+        return []
+    require_same(began, now, run_dir, stage)
+    old, new = _flat(began.recipe), _flat(now.recipe)
+    prefixes = tuple(f"{name}." for name in (*besides, *BY_CONTENT))
+    known = old.keys() & new.keys()  # ignores fields that an older version did not save
+    names = sorted(name for name in known if old[name] != new[name] and not f"{name}.".startswith(prefixes))
+    lines = {name: f"{flag(name)} {_shown(old[name])} → {_shown(new[name])}" for name in names}
+    refused = [line for name, line in lines.items() if not _changeable(name, old[name], new[name])]
+    if refused:
+        raise ValueError(
+            f"cannot resume {run_dir.stage(stage)}: {'; '.join(refused)} would make it another run. Leave that out, or "
+            "start another run with --run; the rates (optim), train.steps and what only says how training goes may "
+            "change"
+        )
+    return list(lines.values())
+
+
+def require_same(
+    began: Origin, now: Origin, run_dir: RunDir, stage: str, *, what: str = "", instead: str = "put back what it was"
+) -> None:
+    """Raises ValueError for the first input that both records have and that differs.
+
+    Args:
+        began, now: The two records.
+        run_dir: The run.
+        stage: The stage.
+        what: What began with the first record; empty for the run.
+        instead: What to do about an input other than the tokenizer, besides training under another name.
+    """
+    for name, changed in COMPARED.items():
+        before, found = getattr(began, name), getattr(now, name)
+        # All documents are one group where a record of token shards has no size of the groups.
+        both = before is not None and found is not None or (name == "group_size" and began.tokens is not None)
+        if before == found or not both:
+            continue
+        other = f"train on from its model with `quern {stage} --from {run_dir.run} --run NAME`"
+        again = f"{instead}, or {other if stage in STAGES else 'name another run with --run'}"
+        remedy = run_dir.tokenizer_copy(before) if name == "tokenizer" else again
+        marks = f"({str(before)[:SHOWN]}, now {str(found)[:SHOWN]})"
+        raise ValueError(f"{changed} changed since {what or f'run {run_dir.run!r}'} began with it {marks}: {remedy}")
+
+
+def _changeable(name: str, old: Any, new: Any) -> bool:
+    """A run that trains for minutes may get other minutes, or steps; one that trains for steps gets no minutes."""
+    of_minutes = name == "train.minutes" and (old is not None or new is None)
+    return name in CHANGEABLE or name.startswith("optim.") or of_minutes
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _flat(body: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in body.items():
+        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
+    return flat
+
+
+def refuse_second_tokenizer(run_dir: RunDir, tokenizer: Tokenizer) -> None:
+    """Raises ValueError if any stage of the run was trained with another tokenizer."""
+    path = run_dir.folder / "tokenizer.json"
+    trained = sorted(path.parent.name for path in run_dir.folder.glob("*/checkpoints") if manifest.steps(path))
+    if trained and path.exists() and (known := run_dir.tokenizer().fingerprint) != tokenizer.fingerprint:
+        raise ValueError(
+            f"run '{run_dir.run}' holds a model ({', '.join(trained)}) of another tokenizer ({known[:SHOWN]}, this "
+            f"text gives {tokenizer.fingerprint[:SHOWN]}): name another run with --run"
+        )
+
+
+def source_digest(source: str | None) -> str | None:
+    """SHA-256 (hex) of a recipe file's text."""
+    return None if source is None else hashlib.sha256(source.encode("utf-8")).hexdigest()
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
@@ -99,74 +238,9 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     return map_paths(recipe, absolute)
 
 
-def require_tokenizer(run_dir: RunDir, tokenizer: Tokenizer, origin: Origin) -> None:
-    """Raises ValueError if the run's tokenizer.json differs from the tokenizer that a stage was trained with."""
-    if tokenizer.fingerprint == origin.tokenizer:
-        return
-    raise ValueError(
-        f"{run_dir.folder / 'tokenizer.json'} is another tokenizer ({tokenizer.fingerprint[:SHOWN]}) than the one that "
-        f"run '{run_dir.run}' was trained with ({origin.tokenizer[:SHOWN]}): {run_dir.tokenizer_copy(origin.tokenizer)}"
-    )
-
-
-def refuse_second_tokenizer(run_dir: RunDir, tokenizer: Tokenizer) -> None:
-    """Raises ValueError if any stage of the run was trained with another tokenizer."""
-    path = run_dir.folder / "tokenizer.json"
-    trained = sorted(path.parent.name for path in run_dir.folder.glob("*/checkpoints") if manifest.steps(path))
-    if not trained or not path.exists():
-        return
-    known = run_dir.tokenizer().fingerprint
-    if known != tokenizer.fingerprint:
-        raise ValueError(
-            f"run '{run_dir.run}' holds a model ({', '.join(trained)}) of another tokenizer ({known[:SHOWN]}, this "
-            f"text gives {tokenizer.fingerprint[:SHOWN]}): name another run with --run"
-        )
-
-
-def require_same(meta: dict[str, Any], origin: Origin, path: Path) -> None:
-    """Raises CheckpointError if a checkpoint was trained on other inputs.
-
-    Args:
-        meta: The checkpoint's metadata.
-        origin: The inputs of the resumed stage.
-        path: The checkpoint, for the message.
-    """
-    found = typed(meta.get("origin", {}), dict[str, str | int | float | bool | dict[str, Any] | None])
-    for name, what in (("tokenizer", "tokenizer"), ("tokens", "text"), ("conversations", "set of conversations")):
-        before, now = found.get(name), getattr(origin, name)
-        if before is not None and before != now:
-            raise CheckpointError(
-                f"{path} was trained with another {what} ({str(before)[:SHOWN]}) than this run has now "
-                f"({(now or 'none')[:SHOWN]}): put back the files of the run, or name another run with --run"
-            )
-
-
 def group_size_of(corpus: Corpus) -> int | None:
     """The size of the groups in which documents are shuffled; None if all documents are one group."""
     return GROUP_SIZE if groups_of(corpus) > 1 else None
-
-
-def refuse_other_order(run_dir: RunDir, origin: Origin, corpus: Corpus) -> None:
-    """Raises ValueError if documents were shuffled in other groups when the run began: its batches would be others."""
-    before, now = (
-        f"in groups of size {size:,}" if size else "all together" for size in (origin.group_size, group_size_of(corpus))
-    )
-    if before != now:
-        raise ValueError(
-            f"run '{run_dir.run}' was begun by another version of quern, whose batches had another order (documents "
-            f"shuffled {before}, now {now}): train on from its model with `quern pretrain --from {run_dir.run} "
-            "--run NAME`"
-        )
-
-
-def refuse_other_conversations(run_dir: RunDir, origin: Origin, found: str) -> None:
-    """Raises ValueError if the conversations differ from those that fine-tuning began with."""
-    if origin.conversations is not None and origin.conversations != found:
-        raise ValueError(
-            f"the conversations have changed since run '{run_dir.run}' was fine-tuned on them (fingerprint "
-            f"{origin.conversations[:SHOWN]}, now {found[:SHOWN]}): put them back as they were, or fine-tune again "
-            f"under another name with `quern sft --from {run_dir.run} --run NAME`"
-        )
 
 
 def corpus_fingerprint(*corpora: Corpus) -> str:

@@ -32,16 +32,11 @@ from quern.validate import check_body
 
 STAGES = ("pretrain", "sft", "rl")
 SHOWN_RUNS = 5
-
-
-NOT_WRITABLE = "make it readable and writable, or choose another folder with --out"
-FULL = "make room there, or choose another folder with --out"
+OTHER = "or choose another folder with --out"
 INSTEAD = {
     errno.EROFS: "choose a folder of another disk with --out",
-    errno.EACCES: NOT_WRITABLE,
-    errno.EPERM: NOT_WRITABLE,
-    errno.ENOSPC: FULL,
-    errno.EDQUOT: FULL,
+    **dict.fromkeys((errno.EACCES, errno.EPERM), f"make it readable and writable, {OTHER}"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), f"make room there, {OTHER}"),
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
@@ -93,11 +88,7 @@ class RunDir:
         return bool(manifest.steps(self.checkpoints(stage)))
 
     def require_trained(self, stage: str | None = None) -> list[str]:
-        """Returns the stages that have saved a checkpoint; only `stage`, if it is given. Reads no checkpoint.
-
-        Raises:
-            FileNotFoundError: There is none; the message names the existing runs or the command that makes one.
-        """
+        """The stages that have saved a checkpoint; only `stage`, if it is given. Raises FileNotFoundError for none."""
         found = [name for name in ([stage] if stage else STAGES) if self.has_trained(name)]
         if not found:
             raise FileNotFoundError(self.has_no(f"stage '{stage}'" if stage else "model", stage or "run"))
@@ -109,12 +100,7 @@ class RunDir:
         return dict(read_json(path, RunFacts, "put back a copy of it, or remove it")) if path.exists() else {}
 
     def tokenizer(self) -> Tokenizer:
-        """The run's tokenizer.
-
-        Raises:
-            FileNotFoundError: There is no such run or no tokenizer; the message names the existing runs or a copy.
-            ValueError: The file is damaged; the message names a copy.
-        """
+        """The run's tokenizer. Raises FileNotFoundError or ValueError, which names a copy, if it is lost or damaged."""
         path = self.folder / "tokenizer.json"
         if not path.exists() and not any(self.checkpoints(stage).is_dir() for stage in STAGES):
             raise FileNotFoundError(self.has_no("model"))
@@ -173,7 +159,7 @@ class RunDir:
 
         Args:
             body: The recipe as JSON.
-            stage: The stage whose recipe it is; its folder keeps the recipe's own file, if it came from one.
+            stage: The stage, whose folder keeps the recipe's own file, if it came from one.
             digest: SHA-256 of that file when training began (origin.json); a file that differs is not executed.
             callables: The recipe's code, where the user named its file.
 
@@ -250,7 +236,7 @@ def plainly(error: BaseException) -> str:
     if not isinstance(error, OSError) or error.strerror is None or error.errno is None:
         return str(error)
     where = f"{error.filename}: " if error.filename is not None else ""
-    return f"{where}{error.strerror}: {INSTEAD.get(error.errno, 'check the path, or choose another folder with --out')}"
+    return f"{where}{error.strerror}: {INSTEAD.get(error.errno, f'check the path, {OTHER}')}"
 
 
 @contextmanager
@@ -261,6 +247,4 @@ def naming(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.filename is not None or error.strerror is None:
             raise
-        raise OSError(
-            f"cannot write {path} ({error.strerror}): make room there, or choose another folder with --out"
-        ) from error
+        raise OSError(f"cannot write {path} ({error.strerror}): make room there, {OTHER}") from error

@@ -26,15 +26,9 @@ class RunInUseError(ValueError):
 
 @contextmanager
 def run_lock(run_dir: RunDir, command: str, mesh: Mesh | None = None) -> Iterator[None]:
-    """Holds the run's lock while the body runs.
+    """Holds the run's lock while the body runs; on a mesh, rank 0 takes it. Raises RunInUseError if another holds it.
 
-    Args:
-        run_dir: The run.
-        command: The command of this process, for the message that another process gets.
-        mesh: With several ranks, only rank 0 takes the lock.
-
-    Raises:
-        RunInUseError: Another process holds the lock.
+    command: The command of this process, for the message that another process gets.
     """
     if mesh is not None and not mesh.main:
         yield

@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from quern.constructors import imported
 from quern.data.batch import Batch, Batches, groups_of
@@ -20,15 +21,18 @@ from quern.data.shards import Corpus
 from quern.data.stream_loader import StreamLoader
 from quern.eval.bits_per_byte import bits_per_byte
 from quern.machine import Machine
-from quern.mesh import ProcessGroup
+from quern.mesh import Mesh, ProcessGroup
 from quern.model.base import LanguageModel
+from quern.model.count import FlopCounter, count
 from quern.model.fp8 import use_fp8
 from quern.model.recompute import recompute
+from quern.optim.schedule import Multipliers, multipliers
+from quern.parallel.plan import shard_model
 from quern.recipe import Recipe
 from quern.resolve import table_decay_rule
 from quern.text.tokenizer import Tokenizer
 from quern.train.backend import Evaluator
-from quern.train.state import TrainState, compile_model
+from quern.train.state import TrainState, build_model, compile_model
 
 
 def fit_to_text(recipe: Recipe, tokenizer: Tokenizer, corpus: Corpus) -> Recipe:
@@ -65,6 +69,51 @@ def make_batches(recipe: Recipe, corpus: Corpus, rows: int | None = None) -> Bat
     return Loader(corpus, context, rows, seed, recipe.train.packing)
 
 
+def ready_model(
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    machine: Machine,
+    mesh: Mesh,
+    log: Callable[[str], None],
+    *,
+    weights: dict[str, Tensor] | None = None,
+    compiled: bool = True,
+) -> tuple[LanguageModel, dict[str, Any]]:
+    """Makes a model that is ready to train: cut for the mesh, and set up as `set_up_training` says.
+
+    Args:
+        recipe: Resolved, with the tokenizer's vocabulary.
+        tokenizer: The tokenizer.
+        machine: What computes.
+        mesh: The ranks.
+        log: Takes lines for the user.
+        weights: fp32 weights by parameter name; None draws them from the recipe's seed.
+        compiled: Whether the machine may compile it.
+
+    Returns:
+        The model, and facts for run.json: `model`, and how its precision is lowered.
+    """
+    model = build_model(recipe, machine, recipe.seed if weights is None else None, weights)
+    facts = {"model": model_facts(recipe, model, machine)}
+    shard_model(model, mesh)
+    return model, facts | set_up_training(recipe, model, tokenizer, machine, log, compiled=compiled)
+
+
+def precision_of(facts: dict[str, Any]) -> dict[str, Any]:
+    """The facts of `ready_model` that say how the precision is lowered."""
+    return {name: value for name, value in facts.items() if name != "model"}
+
+
+def model_facts(recipe: Recipe, model: LanguageModel, machine: Machine) -> dict[str, Any]:
+    """The size of a whole model, and what a token costs, for run.json."""
+    counts = count(model)
+    return {
+        "parameters": vars(counts.parameters),
+        "flops_per_token": FlopCounter(recipe).per_token(),
+        "kv_bytes_per_token": counts.kv_elements_per_token * machine.dtype.itemsize,
+    }
+
+
 def set_up_training(
     recipe: Recipe,
     model: LanguageModel,
@@ -74,7 +123,7 @@ def set_up_training(
     *,
     compiled: bool = True,
 ) -> dict[str, Any]:
-    """Makes a new model ready to train: its vocabulary, FP8, compilation and recomputation, as recipe and machine say.
+    """Gives a new model its vocabulary, FP8, compilation and recomputation, as recipe and machine say.
 
     Returns:
         Facts for the records.
@@ -115,3 +164,14 @@ def _shared_out(batches: Iterator[Batch], replicas: ProcessGroup) -> Iterator[Ba
     while several := list(islice(batches, replicas.size)):
         empty = replace(several[0], mask=np.zeros_like(several[0].mask))
         yield (several + [empty] * replicas.size)[replicas.rank]
+
+
+def rates_fall(steps: int | None, share: float) -> Callable[[float], Multipliers]:
+    """Rates that fall to zero over this share of the steps; what grows in pretraining (`progress`) has grown."""
+    assert steps
+
+    def schedule(step: float) -> Multipliers:
+        told = multipliers(step, steps, warmup_steps=0, warmdown_share=share, final_lr=0.0)
+        return told._replace(progress=1.0)
+
+    return schedule

@@ -26,27 +26,20 @@ def complete(
     put: Callable[[str], None],
     samples: int = 1,
     stop: Sequence[str] = (),
-    logprobs: bool | int = False,
 ) -> list[Completion]:
     """Streams the prompt and its continuation, and ends with a newline. Returns the completions.
 
     Args:
-        engine: Engine of the model that continues the text.
+        engine, max_tokens, sampling, seed, stop: As `Engine.events` takes them.
         prompt: The beginning of a text; empty for the beginning of a document.
-        max_tokens: The most tokens in a completion; the context may end it earlier.
-        sampling: How a token is chosen.
-        seed: Seed of the sampling.
         put: Receives each piece as soon as it is final.
         samples: Completions of the prompt, separated by a line `---`.
-        stop: A completion ends before any of these strings.
-        logprobs: As in `Engine.submit`.
 
     Raises:
-        ContextOverflow: The prompt fills the context. Nothing was printed.
-        ValueError: A number is out of range, or a stop string is empty. Nothing was printed.
+        ContextOverflow, ValueError: As `Engine.events`, before anything was printed.
     """
     ids = render_text(engine.tokenizer, prompt)
-    options = {"max_tokens": max_tokens, "sampling": sampling, "seed": seed, "stop": stop, "logprobs": logprobs}
+    options = {"max_tokens": max_tokens, "sampling": sampling, "seed": seed, "stop": stop}
     events = engine.events([ids], samples=samples, plain=True, **options)
     done: list[Completion] = []
     shown_prompt = printable(well_formed(prompt))

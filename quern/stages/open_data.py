@@ -3,40 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
 
 from quern.data.shards import Corpus
 from quern.data.token_file import prepared
 from quern.recipe import Recipe
-from quern.runs.origin import SHOWN, Origin, group_size_of, read_origin, require_tokenizer, source_digest
+from quern.runs.origin import Origin, group_size_of, read_origin, require_same
 from quern.runs.run_dir import STAGES, RunDir
 from quern.stages.prepare import Prepared, prepare, text_fingerprint
 
 
-def make_origin(
-    run_dir: RunDir,
-    data: Prepared,
-    source: str | None,
-    base: dict[str, Any] | None = None,
-) -> Origin:
-    """The origin of a pretraining stage.
-
-    Args:
-        run_dir: The run.
-        data: Its prepared text.
-        source: The recipe's own Python file, as text.
-        base: What the first weights come from, where they are not random.
-    """
+def made_from(data: Prepared, out: Path) -> Origin:
+    """The fingerprints of a prepared text. out: the output folder."""
     folder = data.folder
-    if folder is not None and folder.is_relative_to(run_dir.out):
-        folder = folder.relative_to(run_dir.out)
+    if folder is not None and folder.is_relative_to(out):
+        folder = folder.relative_to(out)
     return Origin(
         tokenizer=data.tokenizer.fingerprint,
         text=data.text,
         tokens=data.tokens,
         shards=None if folder is None else str(folder),
-        source=source_digest(source),
-        base=base,
         group_size=group_size_of(data.train),
     )
 
@@ -65,18 +52,17 @@ def open_data(
         ValueError: The tokenizer or the text is another one; the message holds both fingerprints and what to do.
     """
     tokenizer = run_dir.tokenizer()
-    require_tokenizer(run_dir, tokenizer, origin)
+    require_same(origin, Origin(tokenizer.fingerprint), run_dir, "pretrain")
     folder = None if origin.shards is None else run_dir.out / origin.shards
     if folder is None or origin.tokens is None or not prepared(folder, origin.tokens):
         data = prepare(recipe, run_dir.out, log, tokenizer, workers)
-        if origin.text is not None and data.text != origin.text:
-            why = None if folder is None else "its token shards are gone"
-            raise ValueError(_other_text(recipe, run_dir, origin, data.text, why))
+        instead = "put it back as it was" if folder is None else "its token shards are gone: put it back as it was"
+        require_same(origin, replace(origin, text=data.text), run_dir, "pretrain", instead=instead)
         return data
     if named:
-        found = text_fingerprint(recipe, run_dir.out)
-        if found != origin.text:
-            raise ValueError(_other_text(recipe, run_dir, origin, found, None))
+        instead = f"leave --data out (`quern pretrain --resume {run_dir.flags}`)"
+        found = replace(origin, text=text_fingerprint(recipe, run_dir.out))
+        require_same(origin, found, run_dir, "pretrain", instead=instead)
     log(f"tokens: {folder}, as the run began with them")
     train, val = (Corpus.open(folder, split, fingerprint=origin.tokens) for split in ("train", "val"))
     return Prepared(tokenizer, train, val, {}, origin.text or "", origin.tokens, folder)
@@ -89,16 +75,3 @@ def data_of_run(recipe: Recipe, run_dir: RunDir, log: Callable[[str], None], *st
         if origin is not None:
             return open_data(recipe, run_dir, origin, log)
     return prepare(recipe, run_dir.out, log, run_dir.tokenizer())
-
-
-def _other_text(recipe: Recipe, run_dir: RunDir, origin: Origin, found: str, why: str | None) -> str:
-    begun, now = (origin.text or "")[:SHOWN], found[:SHOWN]
-    with_shards = (
-        f"continue with the text as it was, by leaving --data out (`quern pretrain --resume {run_dir.flags}`); or "
-    )
-    return (
-        f"the text at {recipe.data} has changed since run '{run_dir.run}' began (fingerprint {begun}, now {now})"
-        f"{f', and {why}' if why else ''}: {'put it back as it was; or ' if why else with_shards}"
-        f"train on the new text under another name, from this run's model (`quern pretrain --from {run_dir.run} --run "
-        f"NAME --data {recipe.data}`) or from the beginning (`quern run --run NAME --data {recipe.data}`)"
-    )

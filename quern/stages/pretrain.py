@@ -4,49 +4,38 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from quern.data.shards import Corpus
+from quern.estimate.memory_check import memory_check
 from quern.mesh import Mesh
-from quern.model.count import count
 from quern.optim.schedule import Multipliers
-from quern.parallel.plan import shard_model
 from quern.recipe import FOR_FINE_TUNING, FOR_RL, Recipe
-from quern.records import read_json
 from quern.resolve import batch_rule, resolve
-from quern.runs.origin import (
-    read_origin,
-    refuse_other_order,
-    refuse_second_tokenizer,
-    source_digest,
-    with_absolute_paths,
-)
+from quern.runs.load import Start
+from quern.runs.origin import Origin, compare, read_origin, refuse_second_tokenizer, source_digest, with_absolute_paths
 from quern.runs.public_data import with_shards
-from quern.runs.saved import Start, changes, warmdown_start
-from quern.runs.training import fit_to_text, make_batches, set_up_training, validation
-from quern.stages.memory_check import memory_check
-from quern.stages.open_data import make_origin, open_data
+from quern.runs.training import fit_to_text, make_batches, ready_model, validation
+from quern.stages.open_data import made_from, open_data
 from quern.stages.prepare import Prepared, prepare
 from quern.stages.session import Session, main_first
 from quern.terminal import counted, duration, human_size
 from quern.text.tokenizer import Tokenizer
 from quern.train import loop
 from quern.train.horizon import recorded_plans
-from quern.train.state import TrainState, build_model, build_state
+from quern.train.state import TrainState, build_state
 from quern.train.step import accumulate, send_batch
 
 CALIBRATION_STEPS = 8
-
 MANY_EPOCHS = 4
 """Up to about so many passes, repeated text is worth nearly as much as new text (Muennighoff et al., 2023, "Scaling
 data-constrained language models")."""
 TYPICAL_MFU = 0.5
 """Share of the measured matrix-product peak that training reaches, for a first estimate of the time."""
-
 
 Check = Callable[[Recipe, Tokenizer], None]
 """Takes the resolved recipe and the tokenizer, and raises what a later stage would refuse."""
@@ -67,50 +56,43 @@ def run(recipe: Recipe, session: Session, check: Check = lambda recipe, tokenize
         ValueError: The run exists and `resume` was not asked for; or its recipe, text or tokenizer is another one.
         RunInUseError: Another process trains in the run.
     """
-    name = session.run_dir.run
-    already = (
-        f"pretrained already: continue with --resume, train on from its model with `quern pretrain --from {name} "
-        "--run NAME`, or name another run with --run"
-    )
-    with session.opened(already):
+    with session.opened():
         return _run(recipe, session, check)
 
 
 def _run(asked: Recipe, session: Session, check: Check) -> int:
     machine, run_dir, mesh, log, start = session.machine, session.run_dir, session.mesh, session.log, session.start
     needed = memory_check(asked, machine, mesh, log)
+    began = read_origin(session.folder) if session.resume else None
     asked = with_absolute_paths(asked)
-    recipe = resolve(asked, mesh.dp)
-    origin = read_origin(session.folder) if session.resume else None
     with main_first(mesh):
-        if origin is not None:
-            named = bool({"data", "val", "shards"} & set(session.named))
-            prepared = open_data(recipe, run_dir, origin, log, named=named, workers=session.encoders)
-            refuse_other_order(run_dir, origin, prepared.train)
-        else:
-            prepared = prepare(recipe, run_dir.out, log, start and start.run_dir.tokenizer(), session.encoders)
-            refuse_second_tokenizer(run_dir, prepared.tokenizer)
-    asked, recipe = (with_shards(one, prepared.public) for one in (asked, recipe))
-    recipe = fit_to_text(recipe, prepared.tokenizer, prepared.train)
+        prepared = _text(resolve(asked, mesh.dp), session, began)
+    asked = with_shards(asked, prepared.public)
+    recipe = fit_to_text(resolve(asked, mesh.dp), prepared.tokenizer, prepared.train)
     check(recipe, prepared.tokenizer)
-    model = build_model(recipe, machine, recipe.seed)
-    counts = count(model)
-    shard_model(model, mesh)
-    precision = set_up_training(recipe, model, prepared.tokenizer, machine, log)
+    model, facts = ready_model(recipe, prepared.tokenizer, machine, mesh, log)
     if recipe.train.minutes is not None:
-        steps = fit_minutes(recipe, asked, session, model, prepared.train)
+        steps = _fit_minutes(recipe, asked, session, began, model, prepared.train)
         asked = replace(asked, train=replace(asked.train, **steps))
         recipe = fit_to_text(resolve(asked), prepared.tokenizer, prepared.train)
         model.initialize(recipe.seed)
-    changed = changes(recipe, session.folder, besides=(*FOR_FINE_TUNING, *FOR_RL)) if session.resume else []
-    _refuse_other_length(recipe, changed, run_dir.run)
+    first = began or (None if start is None else start.origin_in(run_dir))
+    origin = replace(
+        made_from(prepared, run_dir.out),
+        recipe=recipe.to_json(),
+        source=source_digest(session.source) or (began and began.source),
+        base=first and first.base,
+    )
+    changed = compare(began, origin, run_dir, session.stage, besides=(*FOR_FINE_TUNING, *FOR_RL))
+    if recipe.make_batches is not None and any(line.startswith("train.steps ") for line in changed):
+        raise ValueError(
+            "train.steps cannot change in a run whose recipe makes its own batches, since they may follow the number "
+            f"of steps: train on from its model with `quern pretrain --from {run_dir.run} --run NAME`"
+        )
     batches = make_batches(recipe, prepared.train)
     state = build_state(recipe, machine, model, mesh)
-    base = None if start is None else load_start(state, start, log)
-    if origin is None:
-        origin = make_origin(run_dir, prepared, session.source, base)
-    elif session.source is not None:
-        origin = replace(origin, source=source_digest(session.source))
+    if start is not None:
+        _load_start(state, start, log)
     assert recipe.train.steps
     plan = session.plan(
         recipe,
@@ -118,7 +100,7 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
         steps=recipe.train.steps,
         schedule=recipe.make_schedule(recipe.train),
         evaluator=validation(recipe, prepared.tokenizer, prepared.val, machine),
-        keep_step=warmdown_start(recipe.train.steps, recipe.train.warmdown_share),
+        keep_step=_warmdown_start(recipe.train.steps, recipe.train.warmdown_share),
     )
     if recipe.train.minutes is not None:
         repeats = session.resume and not any(line.startswith("train.minutes") for line in changed)
@@ -126,95 +108,75 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
         plan = replace(plan, budget_seconds=60 * recipe.train.minutes, recorded=recorded)
     made_by = getattr(recipe.make_batches, "__qualname__", None)
     packing = {"method": made_by or recipe.train.packing, **batches.report()}
-    lines = overview(recipe, counts.parameters.total, plan, prepared, needed, mesh)
+    lines = overview(recipe, facts["model"]["parameters"]["total"], plan, prepared, needed, mesh)
     if packing.get("cropped_share", 0) > 0:
         lines.append(f"{packing['cropped_share']:.1%} of the text is in no row: --train.packing best-fit loses none")
-    return session.train(
-        recipe,
-        state,
-        batches,
-        plan,
-        origin,
-        words=("pretraining", "pretrained"),
-        lines=[*lines, f"pretraining: {counted(plan.steps, 'step')} of {recipe.train.batch_tokens:,} tokens"],
-        counts=counts,
-        facts=prepared.facts and {**prepared.facts, **precision, "packing": packing},
-        tokenizer=prepared.tokenizer,
-        source=session.source,
-        changed=changed,
-    )
+    lines.append(f"pretraining: {counted(plan.steps, 'step')} of {recipe.train.batch_tokens:,} tokens")
+    facts = prepared.facts and {**prepared.facts, **facts, "packing": packing}
+    told: dict[str, Any] = {"changed": changed, "lines": lines, "facts": facts}
+    return session.train(recipe, state, batches, plan, origin, prepared.tokenizer, **told)
 
 
-def _refuse_other_length(recipe: Recipe, changed: Sequence[str], run: str) -> None:
-    """Raises ValueError for another number of steps where the recipe makes its own batches."""
-    if recipe.make_batches is not None and any(line.startswith("train.steps ") for line in changed):
-        raise ValueError(
-            "train.steps cannot change in a run whose recipe makes its own batches, since they may follow the number "
-            f"of steps: train on from its model with `quern pretrain --from {run} --run NAME`"
-        )
+def _text(recipe: Recipe, session: Session, began: Origin | None) -> Prepared:
+    """The text that the stage began with, or for a stage that begins, the recipe's."""
+    run_dir, start, workers = session.run_dir, session.start, session.encoders
+    if began is not None:
+        named = bool({"data", "val", "shards"} & set(session.named))
+        return open_data(recipe, run_dir, began, session.log, named=named, workers=workers)
+    prepared = prepare(recipe, run_dir.out, session.log, start and start.run_dir.tokenizer(), workers)
+    refuse_second_tokenizer(run_dir, prepared.tokenizer)
+    return prepared
 
 
-def load_start(state: TrainState, start: Start, log: Callable[[str], None]) -> dict[str, Any]:
-    """Puts the weights, and the optimizer's moments where they fit, of another run's checkpoint into a fresh state.
-
-    Returns:
-        Where they come from, for the record.
-    """
-    base = start.base
+def _load_start(state: TrainState, start: Start, log: Callable[[str], None]) -> None:
+    """Puts the weights, and the optimizer's moments where they fit, of another run's checkpoint into a fresh state."""
     fits = state.go_on(start.tensors, start.meta["state"])
     moments = "with its optimizer state" if fits else "without its optimizer state, since the optimizer is another one"
-    log(f"weights: step {base['step']:,} of {base['stage']} in run '{base['run']}'; {moments}")
-    return base
+    log(f"weights: step {start.meta['state']['step']:,} of {start.stage} in run '{start.run_dir.run}'; {moments}")
 
 
-def fit_minutes(recipe: Recipe, asked: Recipe, session: Session, model: Any, corpus: Corpus) -> dict[str, int]:
-    """Finds the tokens in a step, and a first plan of the steps that fit into `train.minutes` (train/horizon.py). A few
-    steps are timed, which changes the model.
+def _warmdown_start(steps: int, share: float) -> int | None:
+    """The step at which the learning rates begin to fall; None if no step between the first and the last is."""
+    step = round((1 - share) * steps)
+    return step if 0 < step < steps else None
 
-    The batch is the one that was asked for. Else it follows from the horizon, and the horizon from the batch and the
-    speed: iterated until they agree. A resumed run keeps the first plan of its own recipe.
 
-    Args:
-        recipe: Resolved.
-        asked: As the user gave it.
-        session: The session.
-        model: Ready to train.
-        corpus: The training tokens.
+def _fit_minutes(
+    recipe: Recipe, asked: Recipe, session: Session, began: Origin | None, model: Any, corpus: Corpus
+) -> dict[str, int]:
+    """Finds `steps` and `batch_tokens` of `train`: a first plan of what fits into its minutes (train/horizon.py).
 
-    Returns:
-        steps and batch_tokens, fields of `train`.
+    A resumed run keeps its first plan, also where it died before its first checkpoint. Otherwise a few steps are timed,
+    which changes the model. The batch is the one that was asked for. Else it follows from the horizon, and the horizon
+    from the batch and the speed: iterated until they agree.
     """
     mesh = session.mesh
     assert recipe.train.minutes is not None
     if mesh.tp > 1:
         raise ValueError("train.minutes cannot be measured with --tp: give train.steps instead")
-    written = session.folder / "recipe.json"
-    if session.resume and written.exists():  # also where it died before its first checkpoint
-        train = Recipe.from_json(read_json(written, dict[str, Any]), **asked.callables()).train
-        steps, batch_tokens = train.steps or 1, train.batch_tokens or 1
-    else:
-        measured = _time_parts(recipe, session, model, corpus)
-        micro_seconds, update_seconds = mesh.world.broadcast_object(measured)
-        micro_tokens = recipe.micro_batch_rows * (recipe.model.context or 1)
-        steps, batch_tokens = 1, recipe.train.batch_tokens or micro_tokens
-        for _ in range(8):
-            step_seconds = micro_seconds * batch_tokens / (micro_tokens * mesh.dp) + update_seconds
-            steps = max(1, int(recipe.train.minutes * 60 / step_seconds))
-            if asked.train.batch_tokens is not None:
-                break
-            batch_tokens = batch_rule(steps * batch_tokens, recipe.model.context or 1, mesh.dp)
-        session.log(
-            f"{recipe.train.minutes:g} minutes are about {steps:,} steps of {batch_tokens:,} tokens on this machine; "
-            "planned again as they are spent"
-        )
+    if began is not None:
+        return {name: began.recipe["train"][name] for name in ("steps", "batch_tokens")}
+    measured = _time_parts(recipe, session, model, corpus)
+    micro_seconds, update_seconds = mesh.world.broadcast_object(measured)
+    micro_tokens = recipe.micro_batch_rows * (recipe.model.context or 1)
+    steps, batch_tokens = 1, recipe.train.batch_tokens or micro_tokens
+    for _ in range(8):
+        step_seconds = micro_seconds * batch_tokens / (micro_tokens * mesh.dp) + update_seconds
+        steps = max(1, int(recipe.train.minutes * 60 / step_seconds))
+        if asked.train.batch_tokens is not None:
+            break
+        batch_tokens = batch_rule(steps * batch_tokens, recipe.model.context or 1, mesh.dp)
+    session.log(
+        f"{recipe.train.minutes:g} minutes are about {steps:,} steps of {batch_tokens:,} tokens on this machine; "
+        "planned again as they are spent"
+    )
     return {"steps": steps, "batch_tokens": batch_tokens}
 
 
 def _time_parts(recipe: Recipe, session: Session, model: Any, corpus: Corpus) -> tuple[float, float]:
     """Median seconds of one micro-batch forward and backward, and of one optimizer update."""
-    machine, mesh = session.machine, session.mesh
+    machine, mesh, rows = session.machine, session.mesh, recipe.micro_batch_rows
     state = build_state(recipe, machine, model, mesh)
-    rows = recipe.micro_batch_rows
     batches = make_batches(recipe, corpus, rows * mesh.dp)
     passes, updates = [], []
     for step in range(CALIBRATION_STEPS):
@@ -234,31 +196,25 @@ def _time_parts(recipe: Recipe, session: Session, model: Any, corpus: Corpus) ->
 def overview(
     recipe: Recipe, total: int, plan: loop.TrainingPlan, data: Prepared, memory: tuple[float, float] | None, mesh: Mesh
 ) -> list[str]:
-    """Describes a pretraining run before its first step.
+    """Describes a run of so many parameters before its first step; memory: as `memory_check` returns it.
 
-    Args:
-        recipe: Resolved, with the tokenizer's vocabulary.
-        total: Parameters of the model.
-        plan: What the loop will do.
-        data: The prepared text.
-        memory: Bytes that a rank needs and may take, where they are known.
-        mesh: The ranks.
-
-    Returns:
-        Lines for the user; the last ones say where the text is repeated often, or because few files were fetched.
+    The last lines say where the text is repeated often, or because few files were fetched.
     """
     assert recipe.train.batch_tokens
-    tokens = plan.steps * recipe.train.batch_tokens
+    tokens, public = plan.steps * recipe.train.batch_tokens, data.public
     epochs = tokens / max(1, data.train.num_tokens)
+    room = ""
+    if memory is not None:
+        each = " for each rank" if mesh.world.size > 1 else ""
+        room = f"; memory: at most {human_size(memory[0])} of {human_size(memory[1])}{each}"
     lines = [
         f"model: {total:,} parameters; text: {data.train.num_tokens:,} tokens to train on, "
         f"{data.val.num_tokens:,} to validate on",
         f"length: {tokens:,} tokens, {_digits(epochs)} epochs of the text, {_digits(tokens / total)} tokens "
         "for each parameter",
         f"time: about {duration(tokens * plan.flops.per_token() / (TYPICAL_MFU * plan.peak_flops))} of steps, by this "
-        f"machine's speed in matrix products{_room(memory, mesh)}",
+        f"machine's speed in matrix products{room}",
     ]
-    public = data.public
     if epochs > 1 and public is not None and public.shards < public.available:
         enough = min(public.available, math.ceil(epochs * public.shards))
         lines.append(
@@ -272,13 +228,6 @@ def overview(
             f"little: give more text, or --train.steps {fewer}"
         )
     return lines
-
-
-def _room(memory: tuple[float, float] | None, mesh: Mesh) -> str:
-    if memory is None:
-        return ""
-    each = " for each rank" if mesh.world.size > 1 else ""
-    return f"; memory: at most {human_size(memory[0])} of {human_size(memory[1])}{each}"
 
 
 def _digits(value: float) -> str:

@@ -16,7 +16,6 @@ import torch
 from quern.generate.engine import Engine
 from quern.machine import Machine
 from quern.mesh import Mesh
-from quern.model.count import count
 from quern.parallel.plan import shard_model
 from quern.recipe import IN_FINE_TUNING, Recipe, RlRecipe
 from quern.resolve import fine_tuning_rates, resolve
@@ -24,13 +23,11 @@ from quern.rl.advantages import pass_at_k
 from quern.rl.environment import draw_item, fingerprint
 from quern.rl.environments import load_environment
 from quern.rl.rollouts import Rollouts, Tally, divergence
-from quern.runs.beginning import read_beginning
-from quern.runs.origin import Origin
-from quern.runs.saved import Start, changes, open_checkpoint
-from quern.runs.training import set_up_training
+from quern.runs.load import Start, open_checkpoint
+from quern.runs.origin import compare, source_digest
+from quern.runs.training import precision_of, rates_fall, ready_model
 from quern.runs.trust import require_trusted, trust
 from quern.stages.session import Session
-from quern.stages.sft import rates_fall
 from quern.temporaries import sha256_of
 from quern.terminal import counted
 from quern.train import manifest
@@ -59,44 +56,38 @@ def run(recipe: Recipe, session: Session) -> int:
             was not asked for.
         RunInUseError: Another process trains in the run.
     """
-    run_dir = session.run_dir
     if session.mesh.zero == 3:
         raise ValueError("--zero 3 shares the parameters, and each replica samples replies by itself: leave it out")
-    if session.start is None and not run_dir.folder.exists():
-        raise FileNotFoundError(f"there is no run '{run_dir.run}' under {run_dir.out}: {run_dir.known()}")
-    with session.opened(
-        "through reinforcement learning already: continue with --resume, or start again under another name with "
-        f"`quern rl --from {run_dir.run} --run NAME`"
-    ):
+    with session.opened():
         return _run(recipe, session)
 
 
 def _run(asked: Recipe, session: Session) -> int:
     machine, run_dir, mesh, log = session.machine, session.run_dir, session.mesh, session.log
-    first = read_beginning(run_dir, "rl", ("sft",), session.start, log, asked.callables() if session.source else None)
-    recipe = rl_recipe(asked, first.recipe)
+    first, base, tokenizer, start = session.begin(asked, "sft")
+    recipe = rl_recipe(asked, base)
     folder = Path(recipe.rl.data) if recipe.rl.data else None
     for path in (Path(name) for name in recipe.rl.rewards if name.endswith(".py") and Path(name).is_file()):
-        if "rl.rewards" in session.named or (first.start is not None and not (session.folder / "recipe.json").exists()):
+        if "rl.rewards" in session.named or (start is not None and not (session.folder / "recipe.json").exists()):
             trust(run_dir.out, sha256_of(path))  # the user named it just now
         require_trusted(run_dir.out, path)
     environments = [load_environment(name, folder) for name in recipe.rl.rewards]
     for environment in environments:
         for note in environment.notes:
             log(f"{environment.name}: {note}")
-    origin = _with_rewards(first.origin or first.new_origin, fingerprint(environments), session)
-    weights = weights_of((first.start or _kept_start(session)).tensors)
-    model, reference = (build_model(recipe, machine, None, weights) for _ in range(2))
-    counts = count(model)
-    for one in (model, reference):
-        shard_model(one, mesh)
-    changed = changes(recipe, session.folder) if session.resume else []
-    precision = set_up_training(recipe, model, first.tokenizer, machine, log, compiled=False)
+    source = session.source or (start and start.run_dir.kept_source(start.stage))
+    rewards, digest = fingerprint(environments), source_digest(source) or first.source
+    origin = replace(first, recipe=recipe.to_json(), rewards=rewards, source=digest)
+    changed = compare(None if start else first, origin, run_dir, session.stage)
+    weights = weights_of((start or _kept_start(session)).tensors)
+    model, facts = ready_model(recipe, tokenizer, machine, mesh, log, weights=weights, compiled=False)
+    reference = build_model(recipe, machine, None, weights)
+    shard_model(reference, mesh)
     state = build_state(recipe, machine, model, mesh)
-    if first.start is not None and not state.go_on(first.start.tensors, first.start.meta["state"]):
+    if start is not None and not state.go_on(start.tensors, start.meta["state"]):
         log("the optimizer begins without the fine-tuned model's state, which is another optimizer's")
     rollouts = Rollouts(
-        Engine(state.model, first.tokenizer, machine),
+        Engine(state.model, tokenizer, machine),
         environments,
         recipe.rl,
         recipe.seed if recipe.rl.seed is None else recipe.rl.seed,
@@ -112,6 +103,7 @@ def _run(asked: Recipe, session: Session) -> int:
         steps=recipe.rl.steps,
         schedule=rates_fall(recipe.rl.steps, recipe.rl.warmdown_share),
         evaluator=validation(rollouts, mesh),
+        keep_step=0,  # the divergence from the first weights is measured to the end
     )
     recorded = (1, lambda state: _added_up(rollouts.tally, mesh, machine))
     plan = replace(plan, evaluators=[recorded, *plan.evaluators], row_tokens=recipe.model.context)
@@ -120,33 +112,18 @@ def _run(asked: Recipe, session: Session) -> int:
         f"reinforcement learning: {counted(plan.steps, 'step')} of {replies} replies to {recipe.rl.groups} questions "
         f"({', '.join(recipe.rl.rewards)})"
     )
-    return session.train(
+    return replace(session, source=source, shown=lambda line: f"reward {rollouts.tally.means()['reward']:.3f}").train(
         recipe,
         state,
         rollouts,
         plan,
         origin,
-        words=("reinforcement learning", "trained by reinforcement"),
-        lines=[*first.lines, told],
-        counts=counts,
-        facts=first.facts and first.facts | precision,
-        tokenizer=first.tokenizer,
-        source=first.source(session.source),
+        tokenizer,
         changed=changed,
-        data={"environments": list(recipe.rl.rewards)} | precision,
-        shown=lambda line: f"reward {rollouts.tally.means()['reward']:.3f}",
+        lines=[told],
+        facts=start and start.facts_in(run_dir, facts),
+        data={"environments": list(recipe.rl.rewards)} | precision_of(facts),
     )
-
-
-def _with_rewards(origin: Origin, found: str, session: Session) -> Origin:
-    """Raises ValueError where the rewards' files are others than those that the stage began with."""
-    if origin.rewards not in (None, found):
-        raise ValueError(
-            f"the files of --rl.rewards or --rl.data have changed since run '{session.run_dir.run}' practised with "
-            "them: put them back as they were, or begin again under another name with "
-            f"`quern rl --from {session.run_dir.run} --run NAME`"
-        )
-    return replace(origin, rewards=found)
 
 
 def _kept_start(session: Session) -> Start:

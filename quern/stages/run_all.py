@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from quern.mixture.prepare import check_mixture
 from quern.recipe import Recipe
 from quern.records import read_lines
 from quern.report.build import build
 from quern.report.run_records import read_run
-from quern.runs.origin import with_absolute_paths
+from quern.runs.origin import read_origin, require_same, with_absolute_paths
 from quern.runs.public_data import fetch_conversations
 from quern.runs.run_dir import STAGES, RunDir, refuse_unwritable
 from quern.runs.run_lock import run_lock
@@ -48,74 +49,68 @@ def run(recipe: Recipe, session: Session, *, questions: int, fine_tune: bool) ->
 
 
 def _run(recipe: Recipe, session: Session, questions: int, fine_tune: bool) -> int:
-    run_dir, source, log, mesh = session.run_dir, session.source, session.log, session.mesh
+    run_dir, log, mesh = session.run_dir, session.log, session.mesh
+    callables = recipe.callables() if session.source else None
+    stages = ("pretrain", "sft") if fine_tune else ("pretrain",)
     # Whatever fine-tuning would refuse is refused before hours of pretraining, not after: at once what needs no
     # tokenizer, the rest when the text is prepared.
-    chat_recipe = _for_fine_tuning(recipe, run_dir, session.named, source)
+    chat_recipe = _for_fine_tuning(recipe, run_dir, session.named, callables)
 
     def check(base: Recipe, tokenizer: Tokenizer) -> None:
         if fine_tune:
-            sft.prepare_lessons(with_absolute_paths(chat_recipe), base, tokenizer, session)
+            lessons = sft.prepare_lessons(with_absolute_paths(chat_recipe), base, tokenizer, session)
+            if run_dir.has_trained("sft") and (began := read_origin(run_dir.stage("sft"))):
+                require_same(began, replace(began, conversations=lessons.fingerprint), run_dir, "sft")
 
-    steps: dict[str, Callable[[bool], int]] = {
-        "pretrain": lambda resume: pretrain.run(recipe, replace(session, stage="pretrain", resume=resume), check)
-    }
-    if fine_tune:
-        with main_first(mesh):
-            if mesh.main:
-                refuse_conversations(chat_recipe, run_dir, log)
-        steps["sft"] = lambda resume: sft.run(chat_recipe, replace(session, stage="sft", resume=resume))
-    before = {name: max(manifest.steps(run_dir.checkpoints(name)), default=0) for name in steps}
-    for name, step in steps.items():
-        code = step(bool(manifest.steps(run_dir.checkpoints(name))))
+    with main_first(mesh):
+        if mesh.main and fine_tune and not run_dir.has_trained("sft"):
+            check_mixture(chat_recipe, run_dir.out, partial(fetch_conversations, out=run_dir.out))
+            if chat_recipe.conversations is None and chat_recipe.data != "tinyworld":
+                log(
+                    "no --conversations are named: after pretraining, the model is fine-tuned on those of the built-in "
+                    "world, to teach it to chat. --no-sft leaves it a base model"
+                )
+    before = [_newest(run_dir, name) for name in stages]
+    for name, newest in zip(stages, before, strict=True):
+        own = replace(session, stage=name, resume=newest > 0)
+        code = pretrain.run(recipe, own, check) if name == "pretrain" else sft.run(chat_recipe, own)
         if code != EXIT_DONE:
             return code
-    idle = before == {name: max(manifest.steps(run_dir.checkpoints(name))) for name in steps}
+    idle = before == [_newest(run_dir, name) for name in stages]
     if mesh.world.broadcast_object(idle and "questions" not in session.named and _is_evaluated(run_dir)):
         log(f"evaluated already: `quern evaluate {run_dir.flags}` evaluates it again")
     else:
-        callables = recipe.callables() if source else None
-        asked = evaluate.Questions(questions=questions)
-        evaluate.run(run_dir, session.machine, asked, log, callables, mesh)
+        evaluate.run(run_dir, session.machine, evaluate.Questions(questions=questions), log, callables, mesh)
     if mesh.main:
         for path in build(run_dir.folder):
             log(f"report: {path}")
-        log("")
-        for line in sample_chat(run_dir):
+        for line in ("", *sample_chat(run_dir)):
             log(line)
     return EXIT_DONE
+
+
+def _newest(run_dir: RunDir, stage: str) -> int:
+    """The step of a stage's newest checkpoint; 0 if there is none."""
+    return max(manifest.steps(run_dir.checkpoints(stage)), default=0)
 
 
 def _is_evaluated(run_dir: RunDir) -> bool:
     """Whether evaluate.jsonl has scores of the newest checkpoint of every stage."""
     scores = {(line["stage"], line["step"]) for line in read_lines(run_dir.folder / "evaluate.jsonl")}
-    stages = [name for name in STAGES if run_dir.has_trained(name)]
-    return all((name, max(manifest.steps(run_dir.checkpoints(name)))) in scores for name in stages)
+    return all((name, _newest(run_dir, name)) in scores for name in STAGES if run_dir.has_trained(name))
 
 
-def _for_fine_tuning(recipe: Recipe, run_dir: RunDir, named: Collection[str], source: str | None) -> Recipe:
+def _for_fine_tuning(
+    recipe: Recipe, run_dir: RunDir, named: Collection[str], callables: dict[str, Callable[..., Any]] | None
+) -> Recipe:
     """What is asked of fine-tuning, where the recipe may be the one that pretraining saved."""
     if run_dir.has_trained("sft"):
-        saved = read_saved(run_dir, "sft", recipe.callables() if source else None)
+        saved = read_saved(run_dir, "sft", callables)
         return overlay(saved, recipe, named) if saved else recipe
     if not run_dir.has_trained("pretrain"):
         return recipe
     derived = {name: None for name in ("eval_every", "save_every") if f"train.{name}" not in named}
     return replace(recipe, train=replace(recipe.train, **derived))
-
-
-def refuse_conversations(recipe: Recipe, run_dir: RunDir, log: Callable[[str], None]) -> None:
-    """Reads the conversations that fine-tuning will need. Raises what reading them raises, and ValueError where they
-    are others than those that fine-tuning began with."""
-    if run_dir.has_trained("sft"):
-        sft.require_same_conversations(recipe, run_dir)
-        return
-    check_mixture(recipe, run_dir.out, partial(fetch_conversations, out=run_dir.out))
-    if recipe.conversations is None and recipe.data != "tinyworld":
-        log(
-            "no --conversations are named: after pretraining, the model is fine-tuned on those of the built-in world, "
-            "to teach it to chat. --no-sft leaves it a base model"
-        )
 
 
 def sample_chat(run_dir: RunDir) -> list[str]:

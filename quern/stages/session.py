@@ -20,14 +20,15 @@ import torch
 from quern.data.batch import BatchSource
 from quern.machine import Machine, measure_peak_flops
 from quern.mesh import FOR_MAIN, Mesh, PeersLostError, alone
-from quern.model.count import Counts, FlopCounter
+from quern.model.count import FlopCounter
 from quern.optim.schedule import Multipliers
 from quern.recipe import Recipe
 from quern.records import MakeTracker, Nowhere, Records, StageFolder, git_hash, read_events
-from quern.runs.origin import FILE, Origin, require_same, source_digest
+from quern.runs.load import Start, read_start
+from quern.runs.origin import FILE, Origin, read_origin, refuse_second_tokenizer, require_same
 from quern.runs.run_dir import STAGES, RunDir, refuse_unwritable
 from quern.runs.run_lock import run_lock
-from quern.runs.saved import Start
+from quern.runs.saved import NEWEST
 from quern.runs.trust import trust
 from quern.temporaries import write_whole
 from quern.terminal import Meter, counted, silent
@@ -40,6 +41,18 @@ from quern.train.state import TrainState
 from quern.waits.waiting import to_stderr, waiting
 
 POLL_SECONDS = 0.1
+WORDS = {
+    "pretrain": ("pretraining", "pretrained", "train on from its model"),
+    "sft": ("fine-tuning", "fine-tuned", "fine-tune again under another name"),
+    "rl": ("reinforcement learning", "trained by reinforcement", "begin again under another name"),
+}
+"""A stage for the user: the noun, the participle, and what --from does."""
+
+
+def loss_and_speed(line: dict[str, Any]) -> str:
+    """What the progress line says of a step."""
+    speed = f", {line['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in line else ""
+    return f"loss {round(line['loss'], 3) + 0.0:.3f}{speed}"  # + 0.0: no -0.000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +75,7 @@ class Session:
         locked: The caller holds the run's lock.
         workers: Processes that encode text; None is one for each CPU thread of all ranks of this machine, up to a
             number beyond which more are of no use.
+        shown: Takes a step's loss and speed, and returns what the progress line says.
     """
 
     stage: str
@@ -78,6 +92,7 @@ class Session:
     go_on: str = ""
     locked: bool = False
     workers: int | None = None
+    shown: Callable[[dict[str, Any]], str] = loss_and_speed
 
     @property
     def resume_command(self) -> str:
@@ -97,30 +112,51 @@ class Session:
         return self.run_dir.stage(self.stage)
 
     @contextmanager
-    def opened(self, already: str) -> Iterator[None]:
-        """Checks that the stage may train, and holds the run's lock.
-
-        Args:
-            already: What to tell a user who trains the stage a second time without --resume.
-
-        Raises:
-            ValueError: The stage was trained already, or `start` was given for a run that has a model.
-            RunInUseError: Another process trains in the run.
-        """
+    def opened(self) -> Iterator[None]:
+        """Refuses a stage that was trained already, or a start for a run that has a model; holds the run's lock."""
         self.mesh.progress.begin_stage()
         refuse_unwritable(self.run_dir.out)
         with nullcontext() if self.locked else run_lock(self.run_dir, self.command, self.mesh):
             # Behind the lock: while another process trains, that one is named. Rank 0 alone takes the lock.
             done = self.mesh.world.broadcast_object(self.run_dir.has_trained(self.stage))
+            name, (_, participle, again) = self.run_dir.run, WORDS[self.stage]
             if done and not self.resume:
-                raise ValueError(f"run '{self.run_dir.run}' has been {already}")
-            trained = [name for name in STAGES if self.run_dir.has_trained(name)]
+                raise ValueError(
+                    f"run '{name}' has been {participle} already: continue with --resume, or {again} with "
+                    f"`quern {self.stage} --from {name} --run NAME`"
+                )
+            trained = [stage for stage in STAGES if self.run_dir.has_trained(stage)]
             if self.start is not None and not self.resume and trained:
                 raise ValueError(
-                    f"run '{self.run_dir.run}' has a model of its own ({', '.join(trained)}): name a new run with "
-                    "--run, to begin it with the model that --from names"
+                    f"run '{name}' has a model of its own ({', '.join(trained)}): name a new run with --run, to begin "
+                    "it with the model that --from names"
                 )
             yield
+
+    def begin(self, asked: Recipe, before: str) -> tuple[Origin, Recipe, Tokenizer, Start | None]:
+        """Reads what a stage after pretraining continues with, or begins with: `start`, else the stage `before`.
+
+        asked: The recipe of the command, whose code counts where the user named its file.
+
+        Returns:
+            The origin on disk, or for a stage that begins that of its first model; the recipe and the tokenizer of the
+            model; the checkpoint to begin with, None for a stage that continues.
+        """
+        run_dir, callables = self.run_dir, asked.callables() if self.source else None
+        if not run_dir.has_trained(self.stage):
+            start = self.start or read_start(run_dir, (before,), NEWEST, self.log, callables)
+            tokenizer = start.run_dir.tokenizer()
+            refuse_second_tokenizer(run_dir, tokenizer)
+            if start.run_dir != run_dir:
+                step, run = start.meta["state"]["step"], start.run_dir.run
+                self.log(f"weights: step {step:,} of {start.stage} in run '{run}'")
+            return start.origin_in(run_dir), start.recipe, tokenizer, start
+        run_dir.refuse_damaged_recipes()
+        origin, tokenizer = read_origin(self.folder), run_dir.tokenizer()
+        if origin is None:
+            raise FileNotFoundError(f"{self.folder} has no recipe, and its checkpoints cannot be read: remove it")
+        require_same(origin, Origin(tokenizer.fingerprint), run_dir, self.stage)
+        return origin, run_dir.read_recipe(origin.recipe, self.stage, origin.source, callables), tokenizer, None
 
     def plan(
         self,
@@ -134,13 +170,7 @@ class Session:
     ) -> loop.TrainingPlan:
         """Collects the settings of the loop.
 
-        Args:
-            recipe: Resolved.
-            origin: What the stage is made from.
-            steps: Optimizer steps.
-            schedule: Multipliers by step.
-            evaluator: Runs every `train.eval_every` steps.
-            keep_step: A step whose checkpoint is never removed.
+        keep_step: A step whose checkpoint is never removed, 0 for the weights that the stage begins with.
         """
         train = recipe.train
         assert steps and train.save_every and train.eval_every
@@ -156,12 +186,7 @@ class Session:
             peak_flops=measure_peak_flops(self.machine) * self.mesh.world.size,
             evaluators=[(train.eval_every, evaluator)],
             keep_step=keep_step,
-            meta={
-                "recipe": recipe.to_json(),
-                "tokenizer": origin.tokenizer,
-                "seed": recipe.seed,
-                "origin": origin.to_json(),
-            },
+            meta=origin.meta(),
         )
 
     def train(
@@ -171,58 +196,43 @@ class Session:
         batches: BatchSource,
         plan: loop.TrainingPlan,
         origin: Origin,
-        *,
-        words: tuple[str, str],
-        lines: Sequence[str],
-        counts: Counts,
-        facts: dict[str, Any] | None,
         tokenizer: Tokenizer,
-        source: str | None,
+        *,
         changed: Sequence[str],
+        lines: Sequence[str],
+        facts: dict[str, Any] | None,
         data: dict[str, Any] | None = None,
-        shown: Callable[[dict[str, Any]], str] | None = None,
     ) -> int:
-        """Resumes or begins the stage, runs the loop, and logs the result.
+        """Resumes or begins the stage, runs the loop, logs the result, and returns an exit code of `train.guard`.
 
         Args:
-            recipe: Resolved; saved with the stage.
+            recipe: Resolved.
             state: Fresh, with the weights to begin with.
-            batches: What to train on.
-            plan: What the loop does.
-            origin: What the stage is made from.
-            words: The stage for the user as a noun and a participle, such as ("pretraining", "pretrained").
-            lines: For the user, before the first step.
-            counts: Of the model.
-            facts: For run.json. A stage that begins writes it and the tokenizer; None writes neither.
-            tokenizer: The run's tokenizer.
-            source: The recipe's own Python file, saved with the stage.
+            batches, plan: What to train on, and what the loop does.
+            origin, tokenizer: What the stage is made from; saved with it.
             changed: What the user changed in the recipe of a stage that is resumed, as lines.
+            lines: For the user, before the first step.
+            facts: For run.json. A stage that begins writes it and the tokenizer; None writes neither.
             data: Facts on the data, for the stage's events.
-            shown: Takes a step's loss and speed, and returns what the progress line says. Default: both.
-
-        Returns:
-            An exit code of `train.guard`.
-
-        Raises:
-            ValueError: The run is beyond the plan's steps, or has lost the weights that it began with.
         """
+        noun, participle, _ = WORDS[self.stage]
         backend = TorchBackend(state, self.machine, recipe.train.clip_norm, recipe.seed)
-        resumed = self._resume(backend, plan, origin, words[1], changed)
+        resumed = self._resume(backend, plan, origin, changed)
         end = state.plans[-1][1] if state.plans else plan.steps
         if resumed and state.step == end and not changed and self._has_finished():
-            with open_folder(self.folder, recipe, source, mesh=self.mesh, origin=origin):
+            with open_folder(self.folder, origin, self.source, mesh=self.mesh):
                 pass  # the files of the folder that were lost are written again
-            self.log(f"{words[0]}: finished already, after {counted(end, 'step')}")
+            self.log(f"{noun}: finished already, after {counted(end, 'step')}")
             return EXIT_DONE
         if self.mesh.main and facts and not resumed:
-            describe_run(recipe, counts, self.machine, self.run_dir, facts, self.command)
+            describe_run(self.run_dir, self.machine, self.command, facts)
             tokenizer.save(self.run_dir.folder / "tokenizer.json")
-        if (self.start is not None or self.stage == "rl") and not resumed:
-            # The weights of another run are saved first: the run never needs the other one again. Reinforcement
-            # learning keeps its first weights, since it measures its divergence from them to the end.
-            meta = plan.meta | {"state": state.meta(), "kept": self.stage == "rl"}
+        kept = plan.keep_step == 0
+        if (self.start is not None or kept) and not resumed:
+            # The weights of another run are saved first: the run never needs the other one again.
+            meta = plan.meta | {"state": state.meta(), "kept": kept}
             checkpoint.save(self.folder / "checkpoints", 0, state.slices(), meta, plan.keep, mesh=self.mesh)
-        with open_folder(self.folder, recipe, source, self.trackers, self.mesh, origin) as folder:
+        with open_folder(self.folder, origin, self.source, self.trackers, self.mesh) as folder:
             if resumed:
                 self.log(f"resumed at step {state.step:,}")
                 folder.event("command", command=self.command, changed=list(changed))
@@ -230,18 +240,18 @@ class Session:
                 folder.event("data", **data)
             for line in (*changed, *lines):
                 self.log(line)
-            with Meter(words[0], plan.steps, "steps", silent=not self.mesh.main) as meter:
+            with Meter(noun, plan.steps, "steps", silent=not self.mesh.main) as meter:
 
                 def advance(line: dict[str, Any]) -> None:
                     meter.total = state.plans[-1][1] if state.plans else plan.steps
-                    meter.at(state.step, (shown or loss_and_speed)(line))
+                    meter.at(state.step, self.shown(line))
 
                 def explain(outcome: loop.Outcome) -> str:
                     return outcome.advice(self.resume_command, self._lower_rates(recipe))
 
                 code = loop.train(backend, batches, plan, folder, meter.log, advance, explain)
         if code == EXIT_DONE:
-            self.log(f"{words[1]} on {state.tokens:,} tokens in {state.seconds:,.0f} s of steps → {self.folder}")
+            self.log(f"{participle} on {state.tokens:,} tokens in {state.seconds:,.0f} s of steps → {self.folder}")
         return code
 
     def _lower_rates(self, recipe: Recipe) -> str:
@@ -258,15 +268,15 @@ class Session:
         events = read_events(self.folder) if self.mesh.main else []
         return self.mesh.world.broadcast_object(bool(events) and events[-1]["kind"] == "finish")
 
-    def _resume(
-        self, backend: TorchBackend, plan: loop.TrainingPlan, origin: Origin, trained: str, changed: Sequence[str]
-    ) -> bool:
+    def _resume(self, backend: TorchBackend, plan: loop.TrainingPlan, origin: Origin, changed: Sequence[str]) -> bool:
         """Restores the newest good checkpoint, if `resume` asks for it. Returns whether there was one."""
         name, steps = self.run_dir.run, f"{'train' if self.stage == 'pretrain' else self.stage}.steps"
         state = backend.run
-        resumed = self.resume and loop.resume(
-            backend, self.folder / "checkpoints", self.log, lambda meta, path: require_same(meta, origin, path)
-        )
+
+        def check(meta: dict[str, Any], path: Path) -> None:
+            require_same(Origin.of_checkpoint(meta), origin, self.run_dir, self.stage, what=str(path))
+
+        resumed = self.resume and loop.resume(backend, self.folder / "checkpoints", self.log, check)
         ended = bool(state.plans) and state.step == state.plans[-1][1]
         if ended and plan.budget_seconds is not None and any(line.startswith("train.minutes") for line in changed):
             raise ValueError(
@@ -275,8 +285,8 @@ class Session:
             )
         if plan.budget_seconds is None and state.step > plan.steps:
             raise ValueError(
-                f"run '{name}' was {trained} for {state.step:,} steps, so {steps} {plan.steps:,} is behind it: give "
-                f"more steps, or leave --{steps} out"
+                f"run '{name}' was {WORDS[self.stage][1]} for {state.step:,} steps, so {steps} {plan.steps:,} is "
+                f"behind it: give more steps, or leave --{steps} out"
             )
         base = origin.base if origin.base is not None and origin.base["run"] is not None else None
         if not resumed and self.start is None and base is not None:
@@ -287,50 +297,29 @@ class Session:
         return resumed
 
 
-def describe_run(
-    recipe: Recipe, counts: Counts, machine: Machine, run_dir: RunDir, facts: dict[str, Any], command: str
-) -> None:
-    """Writes run.json: how the run was started, on which machine, with which model."""
-    run_dir.write(
-        "run.json",
-        {
-            "command": command,
-            "git": git_hash(Path(__file__).parent),
-            "machine": machine.describe(),
-            "versions": {"python": platform.python_version(), "torch": torch.__version__},
-            "model": {
-                "parameters": vars(counts.parameters),
-                "flops_per_token": FlopCounter(recipe).per_token(),
-                "kv_bytes_per_token": counts.kv_elements_per_token * machine.dtype.itemsize,
-            },
-            **facts,
-        },
-    )
-
-
-def loss_and_speed(line: dict[str, Any]) -> str:
-    speed = f", {line['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in line else ""
-    return f"loss {round(line['loss'], 3) + 0.0:.3f}{speed}"  # + 0.0: no -0.000
+def describe_run(run_dir: RunDir, machine: Machine, command: str, facts: dict[str, Any]) -> None:
+    """Writes run.json: how the run was started, on which machine, and the facts on its model and data."""
+    own = {
+        "command": command,
+        "git": git_hash(Path(__file__).parent),
+        "machine": machine.describe(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+    run_dir.write("run.json", own | facts)
 
 
 @contextmanager
 def open_folder(
-    path: Path,
-    recipe: Recipe,
-    source: str | None,
-    trackers: Sequence[MakeTracker] = (),
-    mesh: Mesh | None = None,
-    origin: Origin | None = None,
+    path: Path, origin: Origin, source: str | None, trackers: Sequence[MakeTracker] = (), mesh: Mesh | None = None
 ) -> Iterator[Records]:
-    """The stage's records, with its recipe and origin written. Only rank 0 writes."""
+    """The stage's records, with its recipe and origin written. Only rank 0 writes. source: the recipe's own file."""
     if mesh is not None and not mesh.main:
         yield Nowhere(path)
         return
-    with StageFolder(path, [make(path, recipe.to_json()) for make in trackers]) as folder:
-        if origin is not None:
-            write_whole(path / FILE, json.dumps(origin.to_json(), indent=2) + "\n")
-        folder.write_recipe(recipe.to_json(), source)
-        trust(path.parents[2], source_digest(source))
+    with StageFolder(path, [make(path, origin.recipe) for make in trackers]) as folder:
+        write_whole(path / FILE, json.dumps(origin.to_json(), indent=2) + "\n")
+        folder.write_recipe(origin.recipe, source)
+        trust(path.parents[2], None if source is None else origin.source)
         yield folder
 
 

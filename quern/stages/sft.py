@@ -5,11 +5,9 @@ Only the batches differ: the mask leaves nothing but the assistant's words and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
-from typing import Any
 
 import numpy as np
 
@@ -18,31 +16,27 @@ from quern.data.shards import Corpus
 from quern.eval.bits_per_byte import batch_losses
 from quern.machine import Machine
 from quern.mixture.prepare import Mixture, prepare_mixture
-from quern.model.count import count
-from quern.optim.schedule import Multipliers, multipliers
-from quern.parallel.plan import shard_model
 from quern.recipe import FOR_RL, IN_FINE_TUNING, Recipe, TrainRecipe
 from quern.resolve import fine_tuning_rates, resolve, sft_batch_rule
-from quern.runs.beginning import read_beginning
 from quern.runs.origin import (
     Origin,
+    compare,
     corpus_fingerprint,
-    read_origin,
-    refuse_other_conversations,
     source_digest,
     with_absolute_paths,
 )
 from quern.runs.public_data import fetch_conversations
 from quern.runs.run_dir import RunDir
-from quern.runs.saved import changes
-from quern.runs.training import set_up_training
+from quern.runs.training import precision_of, rates_fall, ready_model
 from quern.stages.session import Session, main_first
 from quern.terminal import counted
 from quern.text.tokenizer import Tokenizer
 from quern.train import manifest
 from quern.train.backend import Evaluator
-from quern.train.state import TrainState, build_model, build_state, weights_of
+from quern.train.state import TrainState, build_state, weights_of
 from quern.validate import check_rows
+
+VAL_BATCHES = 8
 
 
 def run(recipe: Recipe, session: Session) -> int:
@@ -62,38 +56,30 @@ def run(recipe: Recipe, session: Session) -> int:
         ValueError: The run was fine-tuned and `resume` was not asked for, or its conversations are others now.
         RunInUseError: Another process trains in the run.
     """
-    run_dir = session.run_dir
-    if session.start is None and not run_dir.folder.exists():
-        raise FileNotFoundError(f"there is no run '{run_dir.run}' under {run_dir.out}: {run_dir.known()}")
-    with session.opened(
-        "fine-tuned already: continue with --resume, or fine-tune again under another name with "
-        f"`quern sft --from {run_dir.run} --run NAME`"
-    ):
-        return _run(recipe, session)
+    with session.opened():
+        return _run(with_absolute_paths(recipe), session)
 
 
 def _run(asked: Recipe, session: Session) -> int:
-    machine, run_dir, mesh, log, source = session.machine, session.run_dir, session.mesh, session.log, session.source
-    asked = with_absolute_paths(asked)
-    first = read_beginning(run_dir, "sft", ("pretrain",), session.start, log, asked.callables() if source else None)
-    tokenizer = first.tokenizer
-    lessons = prepare_lessons(asked, first.recipe, tokenizer, session)
+    machine, run_dir, mesh, log = session.machine, session.run_dir, session.mesh, session.log
+    first, base, tokenizer, start = session.begin(asked, "pretrain")
+    lessons = prepare_lessons(asked, base, tokenizer, session)
     recipe, batches, talks = lessons.recipe, lessons.batches, lessons.talks
-    model = build_model(recipe, machine, None, first.start and weights_of(first.start.tensors))
-    counts = count(model)
-    shard_model(model, mesh)
-    changed = changes(recipe, session.folder, FOR_RL) if session.resume else []
-    precision = set_up_training(recipe, model, tokenizer, machine, log)
+    source = session.source or (start and start.run_dir.kept_source(start.stage))
+    origin = replace(
+        first,
+        recipe=recipe.to_json(),
+        conversations=lessons.fingerprint,
+        source=source_digest(source) or first.source,
+    )
+    changed = compare(None if start else first, origin, run_dir, session.stage, FOR_RL)
+    weights = start and weights_of(start.tensors)
+    model, facts = ready_model(recipe, tokenizer, machine, mesh, log, weights=weights)
     state = build_state(recipe, machine, model, mesh)
-    if first.start is not None and not state.go_on(first.start.tensors, first.start.meta["state"]):
+    if start is None:
+        _mention_later_base(first, run_dir, log)
+    elif not state.go_on(start.tensors, start.meta["state"]):
         log("the optimizer begins without the base model's state, which is another optimizer's")
-    found = corpus_fingerprint(talks.train, talks.val)
-    if first.origin is not None:
-        refuse_other_conversations(run_dir, first.origin, found)
-        _mention_later_base(first.origin, run_dir, log)
-    new = first.new_origin
-    new = replace(new, conversations=found, source=source_digest(source) or new.source)
-    origin = first.origin or new
     plan = session.plan(
         recipe,
         origin,
@@ -102,64 +88,59 @@ def _run(asked: Recipe, session: Session) -> int:
         evaluator=lessons.evaluator,
     )
     report = batches.report()
+    rounded = {name: round(value, 5) for name, value in report.items()}
     talked = counted(talks.train.num_documents, "conversation")
     told = f"fine-tuning: {counted(plan.steps, 'step')} on {talked}{_lost(report, recipe)}"
-    return session.train(
+    return replace(session, source=source).train(
         recipe,
         state,
         batches,
         plan,
         origin,
-        words=("fine-tuning", "fine-tuned"),
-        lines=[*first.lines, told, *talks.lines()],
-        counts=counts,
-        facts=first.facts and first.facts | precision,
-        tokenizer=tokenizer,
-        source=first.source(source),
+        tokenizer,
         changed=changed,
-        data={name: round(value, 5) for name, value in report.items()} | precision | {"sources": talks.sources},
+        lines=[told, *talks.lines()],
+        facts=start and start.facts_in(run_dir, facts),
+        data={**rounded, **precision_of(facts), "sources": talks.sources},
     )
 
 
 @dataclass(frozen=True)
 class Lessons:
-    """Conversations that are ready to be trained on.
-
-    Args:
-        recipe: Resolved, with the batch, the rates and the steps that follow from the conversations.
-        batches: Of the training conversations.
-        evaluator: The loss on the held-out ones.
-        talks: Both, and a record of their sources.
-    """
+    """Conversations that are ready to be trained on."""
 
     recipe: Recipe
+    """Resolved, with the batch, the rates and the steps that follow from the conversations."""
     batches: Loader
     evaluator: Evaluator
+    """The loss on the held-out conversations."""
     talks: Mixture
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of the conversations' tokens."""
+        return corpus_fingerprint(self.talks.train, self.talks.val)
 
 
 def prepare_lessons(asked: Recipe, base: Recipe, tokenizer: Tokenizer, session: Session) -> Lessons:
-    """Prepares the conversations, and refuses what fine-tuning on them would refuse.
+    """Prepares the conversations, and refuses what fine-tuning on them would refuse. On a mesh every rank calls this.
 
-    `quern run` calls this before pretraining too. On a mesh every rank calls this.
-
-    Args:
-        asked: What the user asked for.
-        base: The base model's recipe, resolved.
-        tokenizer: The base model's.
-        session: Where.
-
-    Raises:
-        ValueError: A value, a conversation or the number of ranks is wrong, or there is nothing to learn.
-        OSError: A file cannot be read or downloaded.
+    asked: What the user asked for; base, tokenizer: of the base model. `quern run` calls this before pretraining too.
     """
     recipe, out, mesh = sft_recipe(asked, base), session.run_dir.out, session.mesh
     with main_first(mesh):
         talks = prepare_mixture(recipe, tokenizer, out, partial(fetch_conversations, out=out), session.log)
     recipe = fit_to_conversations(recipe, talks.train, mesh.dp)
-    batches = _loader(recipe, talks.train)
-    recipe = _with_steps(recipe, asked, batches.steps_per_epoch)
-    return Lessons(recipe, batches, held_out_loss(talks.val, recipe, session.machine), talks)
+    context, batch_tokens = recipe.model.context, recipe.sft.batch_tokens
+    assert context and batch_tokens
+    rows, too_long = batch_tokens // context, recipe.sft.too_long
+    # All documents in one group, because the sources of a mixture follow each other.
+    how = recipe.seed, "first-fit-decreasing"
+    batches = Loader(talks.train, context, rows, *how, too_long=too_long, group_size=None)
+    steps = recipe.sft.steps or max(1, round(batches.steps_per_epoch * recipe.sft.epochs))
+    every = {name: getattr(asked.train, name) or max(1, steps // 4) for name in ("eval_every", "save_every")}
+    recipe = replace(recipe, sft=replace(recipe.sft, steps=steps), train=replace(recipe.train, **every))
+    return Lessons(recipe, batches, _held_out_loss(talks.val, recipe, session.machine), talks)
 
 
 def fit_to_conversations(recipe: Recipe, corpus: Corpus, replicas: int) -> Recipe:
@@ -205,63 +186,18 @@ def sft_recipe(asked: Recipe, base: Recipe) -> Recipe:
     return resolve(replace(base, text=text, train=train, sft=asked.sft, conversations=asked.conversations))
 
 
-def _loader(recipe: Recipe, corpus: Corpus) -> Loader:
-    context, batch_tokens = recipe.model.context, recipe.sft.batch_tokens
-    assert context and batch_tokens
-    rows, too_long = batch_tokens // context, recipe.sft.too_long
-    # All documents in one group, because the sources of a mixture follow each other.
-    return Loader(corpus, context, rows, recipe.seed, "first-fit-decreasing", too_long=too_long, group_size=None)
-
-
-def _with_steps(recipe: Recipe, asked: Recipe, steps_per_epoch: int) -> Recipe:
-    """The recipe with the length of the run, and four validations and checkpoints unless their number was asked for."""
-    steps = recipe.sft.steps or max(1, round(steps_per_epoch * recipe.sft.epochs))
-    quarter = max(1, steps // 4)
-    train = replace(
-        recipe.train,
-        eval_every=asked.train.eval_every or quarter,
-        save_every=asked.train.save_every or quarter,
-    )
-    return replace(recipe, sft=replace(recipe.sft, steps=steps), train=train)
-
-
-def rates_fall(steps: int | None, share: float) -> Callable[[float], Multipliers]:
-    """Rates that fall to zero over this share of the steps; what grows in pretraining (`progress`) has grown."""
-    assert steps
-
-    def schedule(step: float) -> Multipliers:
-        told = multipliers(step, steps, warmup_steps=0, warmdown_share=share, final_lr=0.0)
-        return told._replace(progress=1.0)
-
-    return schedule
-
-
-def require_same_conversations(recipe: Recipe, run_dir: RunDir) -> None:
-    """Raises ValueError where the conversations are others than those that fine-tuning began with."""
-    origin = read_origin(run_dir.stage("sft"))
-    if origin is not None:
-        fetched = partial(fetch_conversations, out=run_dir.out)
-        talks = prepare_mixture(recipe, run_dir.tokenizer(), run_dir.out, fetched, lambda line: None)
-        found = corpus_fingerprint(talks.train, talks.val)
-        refuse_other_conversations(run_dir, origin, found)
-
-
-def held_out_loss(corpus: Corpus, recipe: Recipe, machine: Machine) -> Evaluator:
-    """Mean loss over the assistant's tokens of held-out conversations."""
+def _held_out_loss(corpus: Corpus, recipe: Recipe, machine: Machine) -> Evaluator:
+    """The mean loss over the assistant's tokens of held-out conversations: of `VAL_BATCHES` batches at most."""
     assert recipe.model.context
-    rows = recipe.micro_batch_rows
-    loader = Loader(corpus, recipe.model.context, rows, 0, "first-fit-decreasing", too_long="crop")
+    loader = Loader(corpus, recipe.model.context, recipe.micro_batch_rows, 0, "first-fit-decreasing", too_long="crop")
 
     def evaluate(state: TrainState) -> dict[str, float]:
         nats, count = 0.0, 0
-        for batch in _once(loader):
+        for step in range(min(VAL_BATCHES, loader.steps_per_epoch)):
+            batch = loader.batch(step)
             losses = batch_losses(state.model, batch.tokens, batch.targets, machine)
             nats += float(losses[batch.mask].sum())
             count += int(np.count_nonzero(batch.mask))
         return {"val_loss": nats / max(1, count)}
 
     return evaluate
-
-
-def _once(loader: Loader) -> Iterator[Any]:
-    return islice((loader.batch(step) for step in range(loader.steps_per_epoch)), 8)

@@ -129,7 +129,7 @@ def test_text_that_changed_is_refused_with_both_fingerprints(bench: Bench) -> No
     bench.run(name, "--resume", "--train.steps", "15", refused=True)
     text.write_text(kept, encoding="utf-8")
     said = (bench.folder / "log.txt").read_text(encoding="utf-8").splitlines()[-1]
-    assert f"has changed since run '{name}' began (fingerprint " in said
+    assert f"has changed since run '{name}' began with it (" in said
     assert bench.outcome(name) == before
     assert (bench.folder / "out" / "runs" / name / "tokenizer.json").read_bytes() == tokenizer
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quern import compiler
+from quern.estimate.traffic import bytes_sent
 from quern.generate.cache import KVCache, decode
 from quern.mesh import Mesh, Pending, ProcessGroup, Traffic
 from quern.model.gpt import GPT
@@ -20,7 +21,7 @@ from quern.model.recompute import recompute
 from quern.model.unet import UNet
 from quern.parallel import plan as plans
 from quern.parallel import tensor, vocabulary
-from quern.parallel.plan import bytes_sent, shard_model
+from quern.parallel.plan import shard_model
 from quern.parallel.sharding import Sharding, sharding_of
 from quern.recipe import ModelRecipe
 from tests.support.deviation import deviation

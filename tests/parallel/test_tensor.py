@@ -73,65 +73,49 @@ def test_what_a_shard_holds() -> None:
 # Refusals ---------------------------------------------------------------------------------------------------
 
 
-def test_heads_that_do_not_divide() -> None:
-    """The number of key-value heads decides; the model is unchanged."""
-    model = whole_model("gpt")
-    shapes = [p.shape for p in model.parameters()]
-    with pytest.raises(
-        ValueError, match=r"8 shards cannot share 8 heads, 4 key-value heads evenly: use --tp of one of \[1, 2, 4\]"
+class Extended(GPT):
+    def __init__(self) -> None:
+        super().__init__(SHAPE)
+        self.temperature = torch.nn.Parameter(torch.ones(1))
+
+
+def test_what_cannot_be_cut_is_refused_and_unchanged() -> None:
+    dropping = whole_model("llama")
+    dropping.blocks[0].mlp.dropout = torch.nn.Dropout(0.1)
+    odd = Llama(replace(SHAPE, mlp_width=86))
+    for model, shards, message in (
+        (
+            whole_model("gpt"),
+            8,
+            r"8 shards cannot share 8 heads, 4 key-value heads evenly: .*one of \[1, 2, 4\]",
+        ),
+        (whole_model("gpt"), 3, r"evenly: use --tp of one of \[1\]$"),  # 2 and 4 divide the heads, but not the ranks
+        (odd, 4, r"86 indices of blocks.0.mlp.gate_up along dim 1 evenly: .*one of \[1, 2\]"),
+        (dropping, 2, "'blocks.0.mlp.dropout' drops some of a shard's channels"),
+        (Extended(), 2, "places 'temperature' 0 times"),
+        (torch.nn.Linear(2, 2), 2, r"no plan says how to cut Linear \(GPT, Llama, UNet have one\): use --tp 1"),
     ):
-        shard_model(model, shard_of(8))
-    with pytest.raises(ValueError, match=r"evenly: use --tp of one of \[1\]$"):
-        shard_model(model, shard_of(3))  # 2 and 4 divide the heads, but not the ranks
-    assert [p.shape for p in model.parameters()] == shapes
+        shapes = [p.shape for p in model.parameters()]
+        with pytest.raises(ValueError, match=message):
+            shard_model(model, shard_of(shards))
+        assert [p.shape for p in model.parameters()] == shapes
+    with pytest.raises(ValueError, match="places 'head.weight' 2 times"):
+        ShardingPlan((), {"head.*": 0}, ()).dim_of("head.weight")
 
 
-def test_channels_that_do_not_divide() -> None:
-    model = Llama(replace(SHAPE, mlp_width=86))
-    with pytest.raises(ValueError, match=r"86 indices of blocks.0.mlp.gate_up along dim 1 evenly: .*one of \[1, 2\]"):
-        shard_model(model, shard_of(4))
-
-
-def test_dropout_of_channels() -> None:
-    model = whole_model("llama")
-    model.blocks[0].mlp.dropout = torch.nn.Dropout(0.1)
-    with pytest.raises(ValueError, match="'blocks.0.mlp.dropout' drops some of a shard's channels"):
-        shard_model(model, shard_of(2))
-
-
-def test_a_parameter_that_the_plan_does_not_know() -> None:
-    class Extended(GPT):
-        def __init__(self) -> None:
-            super().__init__(SHAPE)
-            self.temperature = torch.nn.Parameter(torch.ones(1))
-
-    with pytest.raises(ValueError, match="places 'temperature' 0 times"):
-        shard_model(Extended(), shard_of(2))
+def test_a_parameter_that_an_own_plan_knows_is_cut() -> None:
     known = plan_of(Extended())
     assert known is PLANS[GPT]
     shard_model(Extended(), shard_of(2), replace(known, replicated=(*known.replicated, "temperature")))
 
 
-def test_a_parameter_that_the_plan_knows_twice() -> None:
-    with pytest.raises(ValueError, match="places 'head.weight' 2 times"):
-        ShardingPlan((), {"head.*": 0}, ()).dim_of("head.weight")
-
-
-def test_a_model_without_a_plan() -> None:
-    with pytest.raises(ValueError, match=r"no plan says how to cut Linear \(GPT, Llama, UNet have one\): use --tp 1"):
-        shard_model(torch.nn.Linear(2, 2), shard_of(2))
-
-
-@pytest.mark.parametrize(
-    ("vocabulary", "shards", "rows"), [(1001, 2, 512), (1001, 4, 256), (1024, 4, 256), (300, 18, 17), (50257, 8, 6288)]
-)
-def test_parts_of_the_vocabulary(vocabulary: int, shards: int, rows: int) -> None:
+def test_parts_of_the_vocabulary() -> None:
     """Multiples of 16, unless the last shard would have none."""
-    assert part_rows(vocabulary, shards) == rows
-    assert 0 < vocabulary - rows * (shards - 1) <= rows
-
-
-def test_too_few_tokens_to_share() -> None:
+    for vocabulary, shards, rows in (
+        (1001, 2, 512), (1001, 4, 256), (1024, 4, 256), (300, 18, 17), (50257, 8, 6288),
+    ):  # fmt: skip
+        assert part_rows(vocabulary, shards) == rows
+        assert 0 < vocabulary - rows * (shards - 1) <= rows
     with pytest.raises(ValueError, match="4 shards cannot share a vocabulary of 5"):
         part_rows(5, 4)
 

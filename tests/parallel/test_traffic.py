@@ -9,12 +9,12 @@ import torch
 
 from quern import compiler
 from quern.data.batch import Batch
+from quern.estimate.layout import lay_out
+from quern.estimate.traffic import bytes_per_step, data_bytes
 from quern.mesh import Mesh
 from quern.optim.schedule import Multipliers
 from quern.parallel import buckets
-from quern.parallel.layout import lay_out
 from quern.parallel.plan import shard_model
-from quern.parallel.traffic import bytes_per_step, data_bytes
 from quern.recipe import ModelRecipe, Recipe, TrainRecipe
 from quern.recipes import gpt, llama, llama_adamw, unet
 from quern.resolve import resolve

@@ -52,16 +52,20 @@ def save(run_dir: RunDir, recipe: dict) -> Path:
     return checkpoint.save(run_dir.checkpoints("pretrain"), 1, {"x": torch.zeros(3)}, meta, keep=1)
 
 
-@pytest.mark.parametrize("damage", ["{}", "not JSON", "[]"])
-def test_a_damaged_tokenizer_names_its_copy(run_dir: RunDir, damage: str) -> None:
-    path = run_dir.folder / "tokenizer.json"
-    path.write_text(damage, encoding="utf-8")
-    with pytest.raises(ValueError) as refused:
-        run_dir.tokenizer()
-    copy = run_dir.out / "tokenizers" / "copy-1.json"
-    assert str(refused.value).endswith(f"The run's model needs this tokenizer: restore it with `cp {copy} {path}`")
+def test_a_damaged_tokenizer_names_its_copy_or_which_one_is_missing(run_dir: RunDir) -> None:
+    path, copy = run_dir.folder / "tokenizer.json", run_dir.out / "tokenizers" / "copy-1.json"
+    for damage in ("{}", "not JSON", "[]"):
+        path.write_text(damage, encoding="utf-8")
+        with pytest.raises(ValueError) as refused:
+            run_dir.tokenizer()
+        assert str(refused.value).endswith(f"The run's model needs this tokenizer: restore it with `cp {copy} {path}`")
     shutil.copy(copy, path)
     assert run_dir.tokenizer().merges == (b"ab", b"cd")
+    path.write_text("{}", encoding="utf-8")
+    copy.unlink()
+    mark = json.loads((run_dir.folder / "run.json").read_text(encoding="utf-8"))["tokenizer"]["fingerprint"]
+    with pytest.raises(ValueError, match=f"put back a copy of it .fingerprint {mark}.; .*tokenizers has none"):
+        run_dir.tokenizer()
 
 
 def test_a_missing_run_a_missing_tokenizer_and_an_untrained_run_are_told_apart(run_dir: RunDir) -> None:
@@ -85,62 +89,53 @@ def test_a_missing_run_a_missing_tokenizer_and_an_untrained_run_are_told_apart(r
     assert str(lost.value).endswith(f"The run's model needs this tokenizer: restore it with `cp {copy} {path}`")
 
 
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
+def test_a_damaged_recipe_is_named(run_dir: RunDir) -> None:
+    path = run_dir.stage("pretrain") / "recipe.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(resolve(RECIPE).to_json()), encoding="utf-8")
+    run_dir.refuse_damaged_recipes()
+    for body, expected in (
         ('{"train": {"ste', "Unterminated string"),
         ("[]", "Expected .object., got .array."),
         ('{"train": 3}', "Expected .object., got .int. - at ...train."),
         ('{"train": {"steps": "many"}}', "Expected .int . null., got .str. - at ...train.steps."),
         ('{"train": {"steps": 0}}', "train.steps must be a whole number between .*, not 0"),
-    ],
-)
-def test_a_damaged_recipe_is_named(run_dir: RunDir, body: str, expected: str) -> None:
-    path = run_dir.stage("pretrain") / "recipe.json"
-    path.parent.mkdir()
-    path.write_text(json.dumps(resolve(RECIPE).to_json()), encoding="utf-8")
-    run_dir.refuse_damaged_recipes()
-    path.write_text(body, encoding="utf-8")
-    with pytest.raises(
-        ValueError,
-        match=f"^{path} is damaged .{expected}.*: put back a copy of it, or remove it",
     ):
-        run_dir.refuse_damaged_recipes()
+        path.write_text(body, encoding="utf-8")
+        with pytest.raises(ValueError, match=f"^{path} is damaged .{expected}.*: put back a copy of it, or remove it"):
+            run_dir.refuse_damaged_recipes()
 
 
-@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.ENAMETOOLONG, errno.EIO])
-def test_an_error_of_the_system_names_the_path_and_what_to_do(number: int) -> None:
-    said = plainly(OSError(number, os.strerror(number), "out/x"))
-    assert re.match(f"out/x: {os.strerror(number)}: (choose|make|check) ", said)
+def test_an_error_of_the_system_names_the_path_and_what_to_do(tmp_path: Path) -> None:
+    for number in (errno.EROFS, errno.EACCES, errno.ENOSPC, errno.ENAMETOOLONG, errno.EIO):
+        said = plainly(OSError(number, os.strerror(number), "out/x"))
+        assert re.match(f"out/x: {os.strerror(number)}: (choose|make|check) ", said)
     assert plainly(ValueError("as it is")) == "as it is"
-
-
-def test_a_damaged_tokenizer_without_a_copy_says_which_one_is_missing(run_dir: RunDir) -> None:
-    (run_dir.folder / "tokenizer.json").write_text("{}", encoding="utf-8")
-    (run_dir.out / "tokenizers" / "copy-1.json").unlink()
-    mark = json.loads((run_dir.folder / "run.json").read_text(encoding="utf-8"))["tokenizer"]["fingerprint"]
-    with pytest.raises(ValueError, match=f"put back a copy of it .fingerprint {mark}.; .*tokenizers has none"):
-        run_dir.tokenizer()
+    with pytest.raises(FileNotFoundError) as left, naming(tmp_path):
+        (tmp_path / "a" / "b").write_text("", encoding="utf-8")
+    assert left.value.filename == str(tmp_path / "a" / "b")
 
 
 @pytest.mark.parametrize("use", [open_it, fine_tune])
-def test_where_every_checkpoint_is_damaged_it_is_said_so(run_dir: RunDir, use: Callable[[RunDir], None]) -> None:
-    (save(run_dir, resolve(RECIPE).to_json()) / "manifest.json").write_text("{}", encoding="utf-8")
+def test_a_checkpoint_that_cannot_be_used_is_named(run_dir: RunDir, use: Callable[[RunDir], None]) -> None:
+    body, folder = resolve(replace(RECIPE, name="own")).to_json(), run_dir.checkpoints("pretrain")
+    saved = save(run_dir, body | {"make_model": "mine:Model"})
+    kept = "whose file is not kept with it: put back the file that the run was trained with as .*recipe_source.py$"
+    with pytest.raises(ValueError, match=kept):
+        use(run_dir)
+    (saved / "manifest.json").write_text("{}", encoding="utf-8")
     with pytest.raises(CheckpointError) as refused:
         use(run_dir)
-    folder = run_dir.checkpoints("pretrain")
     assert str(refused.value).startswith(f"none of the checkpoints under {folder} is good: put back a copy of one")
     assert str(refused.value).endswith(f"and run `quern pretrain --run r --out {run_dir.out}` again")
 
 
-@pytest.mark.parametrize("use", [open_it, fine_tune])
-def test_a_run_with_a_recipe_of_its_own_needs_the_kept_file(run_dir: RunDir, use: Callable[[RunDir], None]) -> None:
-    save(run_dir, resolve(replace(RECIPE, name="own")).to_json() | {"make_model": "mine:Model"})
-    with pytest.raises(
-        ValueError,
-        match=r"whose file is not kept with it: put back the file that the run was trained with as .*recipe_source.py$",
-    ):
-        use(run_dir)
+def test_a_fine_tuned_model_that_is_damaged_is_not_replaced_by_its_base_model(run_dir: RunDir) -> None:
+    save(run_dir, resolve(RECIPE).to_json())
+    shutil.copytree(run_dir.stage("pretrain"), run_dir.stage("sft"))
+    (run_dir.checkpoints("sft") / "step-00000001" / "manifest.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(CheckpointError, match=f"none of the checkpoints under {run_dir.checkpoints('sft')} is good"):
+        open_it(run_dir)
 
 
 @pytest.mark.parametrize("verb", ["sft", "rl"])
@@ -157,9 +152,3 @@ def test_nothing_can_be_written_where_the_system_refuses(tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
     with pytest.raises(OSError, match="^--out /proc/out: /proc cannot be written to .*, choose another one$"):
         refuse_unwritable(Path("/proc/out"))
-
-
-def test_an_error_that_has_its_path_keeps_it(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError) as left, naming(tmp_path):
-        (tmp_path / "a" / "b").write_text("", encoding="utf-8")
-    assert left.value.filename == str(tmp_path / "a" / "b")

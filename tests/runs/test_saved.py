@@ -1,6 +1,7 @@
 """A run's saved recipe: which fields may change on a resume, and what a new run takes from it."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from quern.flags.recipe_flags import field_names
 from quern.recipe import FOR_FINE_TUNING, Recipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
-from quern.runs.saved import changes, overlay, to_continue
+from quern.runs.origin import Origin, compare
+from quern.runs.run_dir import RunDir
+from quern.runs.saved import overlay, to_continue
 
 HERE: Recipe = resolve(RECIPE)
 MAY_CHANGE = {
@@ -31,32 +34,31 @@ def with_other(name: str) -> Recipe:
     return replace(HERE, **{part: other}) if part else other
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "recipe.json").write_text(json.dumps(HERE.to_json()), encoding="utf-8")
-    return tmp_path
+def changes(other: Recipe, besides: Sequence[str] = ()) -> list[str]:
+    began = Origin("t", recipe=json.loads(json.dumps(HERE.to_json())))
+    return compare(began, Origin("t", recipe=other.to_json()), RunDir(Path("out"), "r"), "pretrain", besides)
 
 
 @pytest.mark.parametrize("name", list(field_names(HERE)))
-def test_each_field_is_refused_or_may_change(name: str, folder: Path) -> None:
+def test_each_field_is_refused_or_may_change(name: str) -> None:
     """What text and conversations are named is not compared: their content is (test_run_ownership.py)."""
-    assert changes(HERE, folder) == []
+    assert changes(HERE) == []
     other = with_other(name)
     if name in BY_CONTENT:
-        assert changes(other, folder) == []
+        assert changes(other) == []
     elif name in MAY_CHANGE or name.startswith("optim."):
-        (line,) = changes(other, folder)
+        (line,) = changes(other)
         assert line.startswith(f"{name.replace('_', '-')} ") and " → " in line
     else:
         with pytest.raises(ValueError, match=rf"{name.replace('_', '-')} .* → .* would make it another run"):
-            changes(other, folder)
+            changes(other)
 
 
-def test_pretraining_goes_on_whatever_will_be_asked_of_fine_tuning(folder: Path) -> None:
+def test_pretraining_goes_on_whatever_will_be_asked_of_fine_tuning() -> None:
     other = replace(HERE, text=replace(HERE.text, tinyworld_conversations=5))
-    assert changes(other, folder, besides=FOR_FINE_TUNING) == []
+    assert changes(other, besides=FOR_FINE_TUNING) == []
     with pytest.raises(ValueError, match=r"text.tinyworld-conversations 12000 → 5 would make it another run"):
-        changes(other, folder)
+        changes(other)
 
 
 def test_a_new_run_derives_again_what_follows_from_the_fields_it_names() -> None:

@@ -2,7 +2,8 @@
 
 import io
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from quern.generate.reply import Event
 from quern.generate.sampling import Sampling
 from quern.model.context import CausalContext
 from quern.stages import evaluate
-from quern.stages.complete import complete
+from quern.stages.complete import complete, read_prompt
 from quern.text.printable import CONTROL, printable
 from quern.train import checkpoint
 from tests.generate.test_engine import Scripted
@@ -141,28 +142,23 @@ def test_the_base_model_continues_unless_the_stage_says_otherwise(
     flags = ("--temperature", "0", "--max-tokens", "30", "-p", PROMPT)
     assert run(capsys, tuned, *flags) == run(capsys, base, *flags) != run(capsys, tuned, "--stage", "sft", *flags)
     assert run(capsys, tuned, "--complete", *flags, verb="chat") == run(capsys, tuned, *flags)
+    assert run(capsys, base, *flags, verb="chat") == run(capsys, base, *flags)
     assert "no stage 'sft'" in refused(capsys, base, "--stage", "sft", *flags)
 
 
-@pytest.mark.parametrize("special", TOKENIZER.special_tokens)
-def test_every_special_token_ends_the_text_and_none_is_printed(special: str) -> None:
-    engine = scripted(*b"say", special, *b"more")
-    assert "".join(pieces(engine, "I ")) == "I say\n"
-
-
-def test_no_tool_is_called() -> None:
+def test_every_special_token_ends_the_text_and_none_is_printed_or_calls_a_tool() -> None:
+    for special in TOKENIZER.special_tokens:
+        assert "".join(pieces(scripted(*b"say", special, *b"more"), "I ")) == "I say\n", special
     engine = scripted(*b"x", "<|tool_start|>", *b"1+2", "<|tool_end|>", *b"y", "<|assistant_end|>")
     assert "".join(pieces(engine, "I ")) == "I x\n"
-
-
-def test_the_samples_of_an_evaluation_end_at_a_special_token_too() -> None:
-    engine = scripted(*b"x", "<|tool_start|>", *b"1+2", "<|tool_end|>", *b"y", "<|assistant_end|>")
     assert {sample["text"] for sample in evaluate._samples(engine, "pretrain", llama_recipe())} == {"x"}
 
 
-def test_a_character_is_printed_whole_or_not_at_all() -> None:
+def test_a_character_is_printed_whole_or_not_at_all_and_none_steers_the_terminal() -> None:
     shown = pieces(scripted(*"😀é".encode()), "👋🏽 ", max_tokens=17)
     assert shown == ["👋🏽 ", *["😀", "é"] * 2, "😀", "\n"]
+    shown = "".join(pieces(scripted(*b"\x1b[2J\r", "<|bos|>"), "a\x07b\tc\n"))
+    assert shown == "a\ufffdb\tc\n\ufffd[2J\ufffd\n"
 
 
 def test_the_pieces_of_a_random_model_joined_are_its_bytes() -> None:
@@ -177,11 +173,6 @@ def test_the_pieces_of_a_random_model_joined_are_its_bytes() -> None:
         expected = "👋🏽 😀" + CONTROL.sub("\ufffd", written.decode("utf-8", errors="ignore")) + "\n"
         assert "".join(shown) == expected
         assert specials.isdisjoint(done.ids[:-1])
-
-
-def test_a_text_cannot_steer_the_terminal() -> None:
-    shown = "".join(pieces(scripted(*b"\x1b[2J\r", "<|bos|>"), "a\x07b\tc\n"))
-    assert shown == "a\ufffdb\tc\n\ufffd[2J\ufffd\n"
 
 
 def test_stop_strings_end_it_before_them(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,42 +223,23 @@ def test_the_first_sample_is_streamed_and_does_not_wait_for_the_others() -> None
 # Where the prompt comes from -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("content", "prompt"),
-    [(b"The miller\n", PROMPT), (b"The miller", PROMPT), (b"The\nmiller\n\n", "The\nmiller\n"), (b"", "")],
-)
-@pytest.mark.parametrize("flags", [(), ("-p", "-")])
 def test_a_prompt_on_standard_input(
-    content: bytes,
-    prompt: str,
-    flags: Sequence[str],
-    base: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    expected = run(capsys, base, "--max-tokens", "6", "-p", prompt)
-    piped(monkeypatch, content)
-    assert run(capsys, base, "--max-tokens", "6", *flags) == expected
-
-
-def test_a_prompt_that_is_missing_or_unreadable(
     base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    expected = run(capsys, base, "--max-tokens", "6", "-p", PROMPT)
+    piped(monkeypatch, b"The miller\n")
+    assert run(capsys, base, "--max-tokens", "6") == expected
+    for content, prompt in ((b"The miller", PROMPT), (b"The\nmiller\n\n", "The\nmiller\n"), (b"", "")):
+        piped(monkeypatch, content)
+        assert read_prompt("-", sys.stdin) == prompt
     piped(monkeypatch, b"a\xff")
     assert "the prompt on standard input is not UTF-8" in refused(capsys, base)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     assert 'there is no prompt: give one with -p "Once upon"' in refused(capsys, base)
     monkeypatch.setattr("sys.stdin", None)
     assert "there is no prompt" in refused(capsys, base)
-    assert "the text needs -p before it: quern complete -p 'Once upon'" in first_error(capsys, "Once upon")
-
-
-def first_error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main.main(["complete", *arguments]) == 1
-    return capsys.readouterr().err
-
-
-def test_a_prompt_too_long_is_refused_with_the_numbers(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["complete", "Once upon"]) == 1
+    assert "the text needs -p before it: quern complete -p 'Once upon'" in capsys.readouterr().err
     error = refused(capsys, base, "-p", "x" * 500)
     assert re.search(rf"the prompt has \d+ tokens and the model's context holds {CONTEXT}", error)
 
@@ -299,11 +271,6 @@ def test_a_pipe_that_is_closed_or_not_utf_8_ends_the_chat(
     piped(monkeypatch, b"gr\xfc\xdfe\n")
     assert main.main(["chat", "--out", str(base), *FLAGS]) == 1
     assert "quern chat: standard input is not UTF-8" in capsys.readouterr().err
-
-
-def test_one_prompt_to_a_base_model_is_continued(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ("--max-tokens", "9", "-p", PROMPT)
-    assert run(capsys, base, *flags, verb="chat") == run(capsys, base, *flags)
 
 
 def talked(engine: Engine, *lines: str, completing: bool = False) -> list[str]:

@@ -15,7 +15,7 @@ ARGUMENTS = """pretrain --text.tinyworld-megabytes 0.05 --text.val-megabytes 0.0
  --train.save-every 7 --train.warmup-steps 0 --optim.lr-scale 0.01 --run timed""".split()
 
 
-def test_minutes_become_steps_and_nothing_else(tmp_path: Path) -> None:
+def test_minutes_become_steps_and_what_died_before_its_first_checkpoint_keeps_them(tmp_path: Path) -> None:
     assert main.main([*ARGUMENTS, "--out", str(tmp_path)]) == 0
     folder = tmp_path / "runs" / "timed" / "pretrain"
     recipe = json.loads((folder / "recipe.json").read_text(encoding="utf-8"))
@@ -27,12 +27,7 @@ def test_minutes_become_steps_and_nothing_else(tmp_path: Path) -> None:
     readings = train["steps"] * train["batch_tokens"] / text
     expected = max(1, recipe["optim"]["decay_scale"] * min(1, (readings - 1) / 4))
     assert recipe["optim"]["table_decay_scale"] == pytest.approx(expected)
-
-
-def test_what_died_before_its_first_checkpoint_keeps_its_steps(tmp_path: Path) -> None:
-    """A restart resumes with nothing saved yet: measured anew, the steps would be others, and refused."""
-    assert main.main([*ARGUMENTS, "--out", str(tmp_path)]) == 0
-    folder = tmp_path / "runs" / "timed" / "pretrain"
+    # A restart resumes with nothing saved yet: measured anew, the steps would be others, and refused.
     before = (folder / "recipe.json").read_text(encoding="utf-8")
     shutil.rmtree(folder / "checkpoints")
     assert main.main([*ARGUMENTS, "--out", str(tmp_path), "--resume"]) == 0
@@ -43,6 +38,8 @@ def test_minutes_may_change_while_the_run_has_some_left(tmp_path: Path, capsys: 
     many, plain = ["--train.batch-tokens", "256", "--train.keep", "99"], ["--no-compile", "--dtype", "fp32"]
     assert main.main([*ARGUMENTS, *many, "--out", str(tmp_path)]) == 0
     folder = tmp_path / "runs" / "timed" / "pretrain"
+    recipe = json.loads((folder / "recipe.json").read_text(encoding="utf-8"))
+    assert recipe["train"]["batch_tokens"] == 256, "the batch that was asked for"
     resume = ["pretrain", "--resume", "--run", "timed", "--out", str(tmp_path), *plain]
     assert main.main([*resume, "--train.minutes", "0.03"]) == 1
     assert (

@@ -44,7 +44,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     compiler.set_eager(False)
 
 
-def test_every_stage_left_its_records(out: Path) -> None:
+def test_every_stage_left_its_records_and_the_report_stands_alone(out: Path) -> None:
     run = out / "runs" / "toy"
     for stage, steps in (("pretrain", 8), ("sft", 6)):
         events = [event["kind"] for event in read_events(run / stage)]
@@ -60,18 +60,10 @@ def test_every_stage_left_its_records(out: Path) -> None:
     scores = [json.loads(line) for line in (run / "evaluate.jsonl").read_text(encoding="utf-8").splitlines()]
     assert {"facts", "sums"} <= {score["task"].split("/")[-1] for score in scores}
     assert (run / "samples.jsonl").stat().st_size > 0
-
-
-def test_the_report_stands_alone(out: Path) -> None:
-    run = out / "runs" / "toy"
     page = (run / "report.html").read_text(encoding="utf-8")
     assert "<html" in page and "http://" not in page.replace("http://www.w3.org", "")
     assert 'src="http' not in page and 'href="http' not in page
-    text = (run / "report.md").read_text(encoding="utf-8")
-    assert "quern run --depth 2" in text
-
-
-def test_nothing_is_written_beside_out(out: Path) -> None:
+    assert "quern run --depth 2" in (run / "report.md").read_text(encoding="utf-8")
     assert {path.name for path in out.iterdir()} <= {"runs", "tokenizers", "data"}
 
 
@@ -139,9 +131,6 @@ def test_what_exists_is_not_trained_over(out: Path, capsys: pytest.CaptureFixtur
         assert main.main([verb, *flags, "--run", "toy", "--out", str(out)]) == 1
         said = capsys.readouterr().err
         assert f"has been {done} already: continue with --resume, " in said and again[verb] in said
-
-
-def test_fine_tuning_needs_a_base_model(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["sft", *SFT, "--run", "fresh", "--out", str(out)]) == 1
     assert "there is no run 'fresh'" in capsys.readouterr().err
 

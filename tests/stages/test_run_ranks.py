@@ -23,10 +23,10 @@ from dataclasses import replace
 from quern.recipes.gpt import RECIPE as BASELINE
 from quern.stages import sft
 
-def planted(*arguments):
+def planted(*arguments, **options):
     raise ValueError("planted")
 
-sft.set_up_training = planted
+sft.ready_model = planted
 RECIPE = replace(BASELINE, name="planted")
 """
 

@@ -28,8 +28,8 @@ from quern.lab.options import CompareOptions
 from quern.lab.verdict import Rules, check_reach, reach
 from quern.recipe import Recipe
 from quern.resolve import resolve
+from quern.runs.origin import SHOWN
 from quern.runs.training import fit_to_text, make_batches
-from quern.stages.open_data import SHOWN
 from quern.stages.prepare import Prepared, prepare
 
 SET_BY_RUNGS = ("depth", "model.width", "model.head_dim", "model.context", "text.vocab_size", "train.steps")

@@ -23,6 +23,7 @@ from quern.stages.jax.backend import JaxBackend, JaxRun, processes
 from quern.stages.jax.train import STAGE, checkpoint_meta, load
 from quern.train import checkpoint, manifest
 from quern.train.guard import Guard
+from quern.train.manifest import CheckpointError
 from quern.train.state import weights_of
 
 
@@ -67,16 +68,17 @@ def bring_over(run_dir: RunDir, mesh: Mesh, stage: str | None, log: Callable[[st
 
     Raises:
         FileNotFoundError: The run has no PyTorch model.
+        CheckpointError: No checkpoint of the stage is good.
         ValueError: The model has another architecture, or the run has a JAX model already.
     """
     target = run_dir.checkpoints(STAGE)
     if manifest.steps(target):
         raise ValueError(f"run '{run_dir.run}' has a JAX model already: move {run_dir.stage(STAGE)} away first")
-    for name in [stage] if stage else reversed(STAGES):
-        if (found := manifest.latest(run_dir.checkpoints(name), log)) is not None:
-            break
-    else:
+    trained = [name for name in ([stage] if stage else STAGES) if run_dir.has_trained(name)]
+    if not trained:
         raise FileNotFoundError(run_dir.has_no("PyTorch model", "pretrain"))
+    if (found := manifest.latest(run_dir.checkpoints(trained[-1]), log)) is None:
+        raise CheckpointError(run_dir.no_good_checkpoint(trained[-1]))
     tensors, meta = checkpoint.load(found[0])
     recipe = _gpt_recipe(meta["recipe"])
     with jax.set_mesh(mesh):

@@ -24,22 +24,15 @@ from quern.grug.state import Grug, StepConfig, init_state, step_config
 from quern.model.count import Flops
 from quern.recipe import Recipe
 from quern.recipes import gpt
-from quern.records import MakeTracker, git_hash, read_json
+from quern.records import MakeTracker, git_hash
 from quern.resolve import resolve
-from quern.runs.origin import (
-    read_origin,
-    refuse_other_order,
-    refuse_second_tokenizer,
-    source_digest,
-    with_absolute_paths,
-)
+from quern.runs.origin import FILE, compare, read_origin, refuse_second_tokenizer, source_digest, with_absolute_paths
 from quern.runs.public_data import with_shards
 from quern.runs.run_dir import RunDir
 from quern.runs.run_lock import run_lock
-from quern.runs.saved import changes
 from quern.runs.training import fit_to_text, make_batches
 from quern.stages.jax.backend import JaxBackend, JaxRun, arrays_of, processes
-from quern.stages.open_data import data_of_run, make_origin, open_data
+from quern.stages.open_data import data_of_run, made_from, open_data
 from quern.stages.prepare import prepare
 from quern.stages.session import loss_and_speed, open_folder
 from quern.temporaries import write_whole
@@ -109,31 +102,28 @@ def run(
                 raise ValueError(
                     f"run '{run_dir.run}' has been trained already: continue with --resume, or name another with --run"
                 )
-        origin = read_origin(path) if resume else None
-        if origin is not None and (path / "recipe.json").exists():  # the run's own text, unless the user names another
-            body = read_json(path / "recipe.json", dict[str, Any])
+        began = read_origin(path) if resume and (path / FILE).exists() else None  # an imported model has none
+        if began is not None:  # the run's own text, unless the user names another
+            body = began.recipe
             check_body(body)
             recipe = replace(recipe, **{name: body[name] for name in OF_TEXT if name not in named and name in body})
             recipe = replace(recipe, model=replace(recipe.model, vocab_size=body["model"]["vocab_size"]))
         with first_process_first():  # process 0 prepares the text; the others find it prepared
-            if origin is not None:
-                prepared = open_data(recipe, run_dir, origin, log, named=bool({*OF_TEXT} & set(named)))
-                refuse_other_order(run_dir, origin, prepared.train)
+            if began is not None:
+                prepared = open_data(recipe, run_dir, began, log, named=bool({*OF_TEXT} & set(named)))
             else:
                 prepared = prepare(recipe, run_dir.out, log)
                 refuse_second_tokenizer(run_dir, prepared.tokenizer)
         recipe = fit_to_text(with_shards(recipe, prepared.public), prepared.tokenizer, prepared.train)
         check_rows(mesh, recipe.micro_batch_rows)
-        changed = changes(recipe, path) if resume else []
-        if ranks.main and origin is None:
+        source_mark = source_digest(source) or (began and began.source)
+        origin = replace(made_from(prepared, run_dir.out), recipe=recipe.to_json(), source=source_mark)
+        changed = compare(began, origin, run_dir, STAGE)
+        if ranks.main and began is None:
             run_dir.folder.mkdir(parents=True, exist_ok=True)
             prepared.tokenizer.save(run_dir.folder / "tokenizer.json")
         stack.enter_context(jax.set_mesh(mesh))
-        if origin is None:
-            origin = make_origin(run_dir, prepared, source)
-        elif source is not None:
-            origin = replace(origin, source=source_digest(source))
-        folder = stack.enter_context(open_folder(path, recipe, source, trackers, ranks, origin))
+        folder = stack.enter_context(open_folder(path, origin, source, trackers, ranks))
         for line in changed:
             log(line)
         cfg = step_config(recipe, dtype, core)

@@ -15,21 +15,39 @@ back), over the optimizer's buckets of P elements each, padding included (bucket
                                                                               replicas share parameters
     world/all_reduce      2(nm-1)/nm · 4                                      the gradient's norm
     model/all_to_all      s · Σ (H - W + (m-1) W) of stacks of cut matrices   gradients to whole matrices, and back
-    model/…               sent in each micro-batch: plan.py
+    model/…               sent in each micro-batch, see below
 
 E are the elements of a rank's region that other replicas own, O the elements that its replica owns in other regions
 (ownership.py; on average at most 2/n of P). H are the elements that a rank holds of its replica's matrices, W the
 elements of its own matrices (H/m, where they divide by m). So these two kinds differ from rank to rank. A tensor's
 share is rounded down to whole bytes. `Mesh.traffic` measures the same over a step.
+
+Through the model group go in one micro-batch (`bytes_sent`), for N tokens, padded to m·t; width D; R regions
+(parallel/tensor.py):
+
+    all-gather       (m-1)/m · s·D · (2(R+1) · m·t + M·m)     regions' inputs, the head's input, and backward the
+                                                              gradients of regions' and embedding's outputs
+    reduce-scatter   the same                                 their transposes
+    all-reduce       2(m-1)/m · (8·N + 4·P)                   softmax denominators and targets' logits; summed gradients
+                     and 2(m-1)/m · 4·N                       maxima, if the logits have no cap
+
+with M the shifts by a token (gpt's smear) and P the elements of replicated parameters. This is about 4·R+4 times the
+stream, where data parallelism sends each parameter's gradient and value once per step. A block that runs again in the
+backward pass (model/recompute.py) repeats its collectives up to the last region's product: m·t more rows are gathered
+for each of its regions, and scattered for each but the last, or for all where what the block adds is dropped out.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from fnmatch import fnmatchcase
+from typing import Any
 
+from torch import nn
+
+from quern.estimate.layout import Layout
 from quern.parallel.buckets import Bucket
-from quern.parallel.layout import Layout
-from quern.parallel.plan import bytes_sent
+from quern.parallel.plan import ShardingPlan, plan_of, regions_of
 
 COUNT_BYTES = 32
 """Four int64, over the global batch: targets, positions, FLOPs of products and of attention."""
@@ -110,3 +128,35 @@ def exchanged_bytes(layout: Layout) -> dict[str, list[int]]:
 def part(size_in_bytes: int, ranks: int) -> int:
     """Returns (n-1)/n of the size."""
     return size_in_bytes * (ranks - 1) // ranks
+
+
+def bytes_sent(model: Any, tokens: int, shards: int, recomputed: int) -> dict[str, int]:
+    """Bytes that a rank sends through its model group in one training micro-batch of B·T tokens, by kind of collective.
+
+    model: Whole, in its training dtype; recomputed: the first so many blocks run again in the backward pass.
+    """
+    plan = plan_of(model)
+    width, itemsize = model.embedding.weight.size(1), model.embedding.weight.itemsize
+    filled = -(-tokens // shards) * shards
+    rows = 2 * (len(regions_of(model, plan)) + 1) * filled + plan.shifts * shards
+    gathered, scattered = _repeated(model, plan, recomputed)
+    replicated = sum(p.numel() for name, p in model.named_parameters() if plan.dim_of(name) is None)
+    row_bytes = width * itemsize
+    numbers = (8 if getattr(model.cap, "tanh_form", None) is not None else 12) * tokens + 4 * replicated
+    return {
+        "all_gather": (rows + gathered * filled) * row_bytes * (shards - 1) // shards,
+        "reduce_scatter": (rows + scattered * filled) * row_bytes * (shards - 1) // shards,
+        "all_reduce": 2 * numbers * (shards - 1) // shards,
+    }
+
+
+def _repeated(model: Any, plan: ShardingPlan, recomputed: int) -> tuple[int, int]:
+    """How often the stream is gathered and scattered again by blocks that run again."""
+    gathered = scattered = 0
+    for layer, block in enumerate(model.blocks[:recomputed]):
+        names = (f"blocks.{layer}.{name}" for name, _ in block.named_modules())
+        regions = sum(any(fnmatchcase(name, pattern) for pattern in plan.regions) for name in names)
+        dropped = any(isinstance(module, nn.Dropout) and module.p > 0 for module in block.modules())
+        gathered += regions
+        scattered += regions if dropped else max(0, regions - 1)
+    return gathered, scattered

@@ -1,6 +1,6 @@
 """Refuses to start what cannot fit in memory, with the numbers and what to set instead; before any text is prepared.
 
-What a rank will need is worked out from the recipe (parallel/memory.py), and is right to within a tenth; only what does
+What a rank will need is worked out from the recipe (memory.py), and is right to within a tenth; only what does
 not fit even a tenth below it is refused. A GPU has its own memory, CPU ranks share their machine's.
 """
 
@@ -10,15 +10,16 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from quern.child import environment
+from quern.estimate.layout import lay_out
+from quern.estimate.memory import Memory, memory
 from quern.machine import Machine
 from quern.mesh import Mesh
 from quern.model.count import parameters
-from quern.parallel.layout import lay_out
-from quern.parallel.memory import Memory, memory
 from quern.recipe import Recipe
 from quern.resolve import resolve
 from quern.terminal import human_size
@@ -113,45 +114,35 @@ def _remedy(recipe: Recipe, machine: Machine, mesh: Mesh, room: float) -> str:
     def fits(other: Recipe, dp: int = mesh.dp, zero: int = mesh.zero) -> bool:
         return _needed(resolve(other, dp), machine, dp, mesh.tp, zero).peak * (1 + ERROR) <= room
 
-    resolved = resolve(recipe, mesh.dp)
-    train, context, tokens = resolved.train, resolved.model.context, resolved.train.micro_batch_tokens
+    def with_train(other: Recipe, **fields: Any) -> Recipe:
+        return replace(other, train=replace(other.train, **fields))
+
+    resolved, gpu, depth = resolve(recipe, mesh.dp), machine.device.type == "cuda", recipe.depth
+    context, tokens = resolved.model.context, resolved.train.micro_batch_tokens
     assert context and tokens
     while tokens > context:
         tokens = max(context, tokens // 2)
-        if fits(replace(recipe, train=replace(recipe.train, micro_batch_tokens=tokens))):
+        if fits(with_train(recipe, micro_batch_tokens=tokens)):
             return f"set --train.micro-batch-tokens {tokens}"
-    smallest = replace(recipe, train=replace(recipe.train, micro_batch_tokens=context))
-    counts = range(recipe.train.recompute, recipe.depth + 1)
-    enough = bisect_left(counts, True, key=lambda blocks: fits(_running_again(smallest, blocks)))
+    smallest, least = with_train(recipe, micro_batch_tokens=context), f"--train.micro-batch-tokens {context}"
+    counts = range(recipe.train.recompute, depth + 1)
+    enough = bisect_left(counts, True, key=lambda blocks: fits(with_train(smallest, recompute=blocks)))
     if enough < len(counts):
-        return f"set --train.micro-batch-tokens {context} --train.recompute {counts[enough]}"
-    rows = max(1, (train.batch_tokens or 0) // context)
-    if mesh.dp > 1 and mesh.zero == 2 and fits(_running_again(smallest, recipe.depth), zero=3):
-        return f"set --zero 3 --train.micro-batch-tokens {context} --train.recompute {recipe.depth}"
-    away = replace(smallest, train=replace(smallest.train, recompute=recipe.depth, optimizer_memory="cpu"))
-    if machine.device.type == "cuda" and fits(away):
-        return f"set --train.optimizer-memory cpu --train.micro-batch-tokens {context} --train.recompute {recipe.depth}"
-    if machine.device.type == "cuda":  # CPU ranks would share the same memory
-        for times in MORE_RANKS:
-            if mesh.dp * times <= rows and fits(smallest, dp=mesh.dp * times):
-                more = f"--ranks {mesh.world.size * times}"
-                return (
-                    f"train on more GPUs, {more} --train.micro-batch-tokens {context} (quern lab plan says which way)"
-                )
-    step = 2 if recipe.depth % 2 == 0 else 1  # some architectures pair their layers
-    depths = range(step, recipe.depth, step)
-    fitting = bisect_left(depths, True, key=lambda depth: not fits(_shallower(recipe, depth)))
-    if fitting:
-        smaller = _shallower(recipe, depths[fitting - 1])
-        return f"set --depth {smaller.depth} --train.micro-batch-tokens {smaller.train.micro_batch_tokens}"
+        return f"set {least} --train.recompute {counts[enough]}"
+    if mesh.dp > 1 and mesh.zero == 2 and fits(with_train(smallest, recompute=depth), zero=3):
+        return f"set --zero 3 {least} --train.recompute {depth}"
+    if gpu and fits(with_train(smallest, recompute=depth, optimizer_memory="cpu")):
+        return f"set --train.optimizer-memory cpu {least} --train.recompute {depth}"
+    rows = max(1, (resolved.train.batch_tokens or 0) // context)
+    for times in MORE_RANKS if gpu else ():  # CPU ranks would share the same memory
+        if mesh.dp * times <= rows and fits(smallest, dp=mesh.dp * times):
+            more = f"--ranks {mesh.world.size * times}"
+            return f"train on more GPUs, {more} {least} (quern lab plan says which way)"
+    # Micro-batches of one row; some architectures pair their layers.
+    step = 2 if depth % 2 == 0 else 1
+    depths = [replace(recipe, depth=each) for each in range(step, depth, step)]
+    smaller = [with_train(one, micro_batch_tokens=resolve(one).model.context) for one in depths]
+    if fitting := bisect_left(smaller, True, key=lambda one: not fits(one)):
+        found = smaller[fitting - 1]
+        return f"set --depth {found.depth} --train.micro-batch-tokens {found.train.micro_batch_tokens}"
     return "no depth fits: set a smaller --model.context, --text.vocab-size or --model.width"
-
-
-def _running_again(recipe: Recipe, blocks: int) -> Recipe:
-    return replace(recipe, train=replace(recipe.train, recompute=blocks))
-
-
-def _shallower(recipe: Recipe, depth: int) -> Recipe:
-    """With micro-batches of one row."""
-    shallow = replace(recipe, depth=depth)
-    return replace(shallow, train=replace(recipe.train, micro_batch_tokens=resolve(shallow).model.context))

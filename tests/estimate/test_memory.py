@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from quern.estimate.layout import lay_out
+from quern.estimate.memory import memory
 from quern.machine import DTYPES
 from quern.parallel import buckets
-from quern.parallel.layout import lay_out
-from quern.parallel.memory import memory
 from quern.recipe import ModelRecipe, TrainRecipe
 from quern.recipes import llama
 from quern.resolve import resolve
-from tests.parallel.measured import recipe
+from tests.estimate.measured import recipe
 from tests.support.ranks import Ranks
 
 Law = Callable[[str, float | int | str, str], None]
@@ -56,7 +56,7 @@ MORE_CASES = (Case("gpt", 1, 1, "fp32", 4, 4), Case("llama", 1, 1, "fp32", 4, 4,
 def test_the_peak_is_as_predicted(case: Case, ranks: Ranks, law: Law) -> None:
     sizes = {name: getattr(case, name) for name in ("width", "rows", "micro_rows", "recomputed")}
     flags: dict[str, Any] = {"tp": case.tp, "zero": case.zero, "architecture": case.architecture, "dtype": case.dtype}
-    found = ranks(case.dp * case.tp, "tests.parallel.measured:peak", **flags, **sizes)
+    found = ranks(case.dp * case.tp, "tests.estimate.measured:peak", **flags, **sizes)
     layout = lay_out(recipe(case.architecture, **sizes), DTYPES[case.dtype], case.dp, case.tp, case.zero)
     expected = memory(layout, "cpu", compiled=False)
     off = max(found) / expected.peak - 1

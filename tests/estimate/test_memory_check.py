@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from quern.cli import main
+from quern.estimate.layout import lay_out, unconnected
+from quern.estimate.memory import memory
+from quern.estimate.memory_check import memory_check
 from quern.machine import Machine
 from quern.mesh import alone
 from quern.model.gpt import GPT
-from quern.parallel.layout import lay_out, unconnected
-from quern.parallel.memory import memory
 from quern.recipe import ModelRecipe, Recipe, TrainRecipe
 from quern.recipes import gpt, llama, unet
 from quern.resolve import resolve
-from quern.stages.memory_check import memory_check
 
 CPU = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)
 CUDA = Machine(torch.device("cuda"), torch.bfloat16, compile=True, threads=1)

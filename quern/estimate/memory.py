@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from quern import compiler
+from quern.estimate.layout import Layout
 from quern.kernels.attention.attend import MaskSpec, scale_or_default, split_window
 from quern.kernels.attention.blocked import attend_blocked, kept_elements
 from quern.kernels.attention.flash import flash_attention
@@ -42,7 +43,6 @@ from quern.kernels.softcap import has_kernel
 from quern.model.recompute import wrap_calls
 from quern.optim.groups import dry_run
 from quern.parallel.buckets import Bucket
-from quern.parallel.layout import Layout
 
 LOOKUPS = (torch.ops.aten.embedding, torch.ops.aten.index)
 
