@@ -17,8 +17,7 @@ from torch import Tensor
 
 from quern.model.llama import NORM_EPS, mlp_width
 from quern.recipe import ModelRecipe
-from quern.text.byte_characters import merge_pairs, spell
-from quern.text.hugging_face import CHAT_TEMPLATE
+from quern.text.hugging_face import CHAT_TEMPLATE, merge_pairs, spell
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import GPT2_SPLIT_PATTERN, Tokenizer, split_pattern
 

@@ -16,6 +16,7 @@ import json
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -112,60 +113,67 @@ def prepare_mixture(recipe: Recipe, tokenizer: Tokenizer, out: Path, fetch: Fetc
     """
     opened = [open_source(asked, recipe, out, fetch, log) for asked in recipe.conversation_sources]
     rows = _task_rows(recipe, opened, out)
-    folders = [_prepared(source, rows, tokenizer, out) for source in opened]
-    corpora = [
-        [Corpus.open(folder, split, fingerprint=mark) for split in source.splits]
-        for source, (folder, mark) in zip(opened, folders, strict=True)
-    ]
-    hashes = [np.load(folder / HASHES) for folder, _ in folders]
-    learning = [_learning(splits[0], recipe) for splits in corpora]
-    held_out = [
-        np.arange(0) if source.has_val else _held_out(splits[0], some, recipe)
-        for source, splits, some in zip(opened, corpora, learning, strict=True)
-    ]
-    hidden = np.concatenate(
-        [
-            own[splits[0].num_documents :] if source.has_val and not source.built_in else own[held]
-            for source, splits, own, held in zip(opened, corpora, hashes, held_out, strict=True)
-        ]
-    )
+    ready = [_prepared(source, rows, tokenizer, recipe, out) for source in opened]
+    hidden = np.concatenate([one.hidden() for one in ready])
     found, train, val = [], [], []
-    for number, (source, (folder, _), splits, own_hashes, some, held) in enumerate(
-        zip(opened, folders, corpora, hashes, learning, held_out, strict=True)
-    ):
-        copied = np.isin(own_hashes[: splits[0].num_documents], hidden)
+    for number, one in enumerate(ready):
+        whole, asked = one.splits[0], one.source.asked
+        copied = np.isin(one.hashes[: whole.num_documents], hidden)
         learned = np.flatnonzero(~copied)
-        chosen = learned[_repeated(len(learned), source.asked.repeats, (recipe.seed, number))]
-        train.append(splits[0].part(chosen))
-        val.append(splits[1] if source.has_val else splits[0].part(held))
+        train.append(whole.part(learned[_repeated(len(learned), asked.repeats, (recipe.seed, number))]))
+        val.append(one.splits[1] if one.source.has_val else whole.part(one.held))
         found.append(
             {
-                "source": source.asked.source,
-                "repeats": source.asked.repeats,
+                "source": asked.source,
+                "repeats": asked.repeats,
                 "conversations": train[-1].num_documents,
                 "tokens": train[-1].num_tokens,
                 "held_out": val[-1].num_documents,
-                "copies": int(copied.sum()) - len(held),
-                "lost": splits[0].num_documents - len(some),
-                "left_out": read_json(folder / LEFT_OUT, int, "remove its folder"),
+                "copies": int(copied.sum()) - len(one.held),
+                "lost": one.lost,
+                "left_out": one.left_out,
             }
         )
-    counts = [sum(one[name] for one in found) for name in ("conversations", "held_out", "lost")]
-    _refuse_few(recipe, *counts)
+    _refuse_few(recipe, *(sum(one[name] for one in found) for name in ("conversations", "held_out", "lost")))
     return Mixture(Corpus.join(train), Corpus.join(val), found)
 
 
-def _prepared(source: OpenSource, rows: TaskRows, tokenizer: Tokenizer, out: Path) -> tuple[Path, str]:
-    """The folder of a source's shards and its mark; reads and tokenizes the source if the folder is not whole."""
+@dataclass(frozen=True)
+class _Prepared:
+    """A source in shards: its splits, a hash of each conversation, those of its first split that are held out, and the
+    numbers of the lost ones and of the test rows."""
+
+    source: OpenSource
+    splits: list[Corpus]
+    hashes: np.ndarray
+    held: np.ndarray
+    lost: int
+    left_out: int
+
+    def hidden(self) -> np.ndarray:
+        """The hashes of what no source may train on."""
+        if self.source.has_val and not self.source.built_in:
+            return self.hashes[self.splits[0].num_documents :]
+        return self.hashes[self.held]
+
+
+def _prepared(source: OpenSource, rows: TaskRows, tokenizer: Tokenizer, recipe: Recipe, out: Path) -> _Prepared:
+    """Opens the shards of a source; reads and tokenizes the source if they are not whole."""
     modules = (chat, conversations, documents, formats, tools, questions, sources, task_rows)
     code = [inspect.getsource(module) for module in modules]
     marks = (*source.marks, str(source.public), "" if source.built_in else rows.fingerprint)
     mark = fingerprint(tokenizer.fingerprint, *marks, *code)
     folder = out / "data" / f"{source.name}-chat-{mark[:8]}"
-    whole = prepared(folder, mark, source.splits) and all((folder / name).exists() for name in (LEFT_OUT, HASHES))
-    if not whole:
+    if not prepared(folder, mark, source.splits) or not all((folder / name).exists() for name in (LEFT_OUT, HASHES)):
         _tokenize(_Checked(source, rows), tokenizer, folder, mark)
-    return folder, mark
+    splits = [Corpus.open(folder, split, fingerprint=mark) for split in source.splits]
+    assert recipe.model.context
+    # Something is learned from those with a reply in the context.
+    pieces = make_pieces(splits[0], 0, splits[0].num_documents, recipe.model.context, recipe.sft.too_long)
+    held = np.arange(0) if source.has_val else _held_out(splits[0], pieces.document, recipe.model.context)
+    lost = splits[0].num_documents - len(pieces.document)
+    left_out = read_json(folder / LEFT_OUT, int, "remove its folder")
+    return _Prepared(source, splits, np.load(folder / HASHES), held, lost, left_out)
 
 
 def check_mixture(recipe: Recipe, out: Path, fetch: Fetch) -> None:
@@ -228,7 +236,7 @@ def _tokenize(checked: _Checked, tokenizer: Tokenizer, folder: Path, mark: str) 
             Meter(f"tokenizing {source.asked.source}", source.asked.limit, "conversations") as meter,
         ):
             finished = writer.documents  # by a writer that was stopped
-            for number, conversation in enumerate(_chain(first, read)):
+            for number, conversation in enumerate(chain([first], read)):
                 ids, learned = chat.render(tokenizer, conversation.messages)
                 if number >= finished:
                     writer.add(ids, learned)
@@ -239,25 +247,14 @@ def _tokenize(checked: _Checked, tokenizer: Tokenizer, folder: Path, mark: str) 
             np.save(folder / HASHES, np.array(hashes, dtype=np.uint64))  # the shards are not valid yet
 
 
-def _chain(first: Conversation, rest: Iterator[Conversation]) -> Iterator[Conversation]:
-    yield first
-    yield from rest
-
-
 def _hash(ids: np.ndarray) -> int:
     return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little")
 
 
-def _learning(corpus: Corpus, recipe: Recipe) -> np.ndarray:
-    """The conversations from which something is learned: those with a reply in the context."""
-    assert recipe.model.context
-    return make_pieces(corpus, 0, corpus.num_documents, recipe.model.context, recipe.sft.too_long).document
-
-
-def _held_out(corpus: Corpus, learning: np.ndarray, recipe: Recipe) -> np.ndarray:
+def _held_out(corpus: Corpus, learning: np.ndarray, context: int) -> np.ndarray:
     """The conversations of a file that are held out: the first ones of those that fit the context, or where none
     fits, of those that teach something. One conversation alone is trained on."""
-    fitting = learning[corpus.lengths[learning] <= (recipe.model.context or 0) + 1]
+    fitting = learning[corpus.lengths[learning] <= context + 1]
     some = fitting if len(fitting) else learning
     return some[: max(1, len(some) // HELD_OUT_EVERY) if len(learning) > 1 else 0]
 

@@ -20,7 +20,6 @@ from quern.terminal import Meter
 from quern.text import conversations, data_sets, tinyworld
 from quern.text.chat import Message
 from quern.text.content import content_fingerprint
-from quern.text.data_sets import Fetched
 from quern.text.documents import Conversation, conversation_rows
 from quern.text.repositories import PREFIX, local_copy
 from quern.text.sources import OF_ROWS, Where, format_of, list_source
@@ -35,8 +34,8 @@ ALL = "all"
 """The split of a source that has no splits of its own."""
 
 Log = Callable[[str], None]
-Fetch = Callable[[ConversationSource], Fetched]
-"""A public data set → its files, downloaded if needed."""
+Fetch = Callable[[ConversationSource], Mapping[str, Where]]
+"""A public data set → the files of its splits "train" and "val", downloaded if needed."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +99,8 @@ def open_source(asked: ConversationSource, recipe: Recipe, out: Path, fetch: Fet
             f"of conversations; use a path, one of {', '.join((*BUILT_IN_CONVERSATIONS, *sets))}, or hf:OWNER/NAME"
         )
     files = fetch(asked)
-    if known is not None and known.kind == "conversations" and files.val:
-        return _of_files(asked, {"train": files.train, "val": files.val}, out, log, public=True)
-    return _of_files(asked, {ALL: files.train}, out, log, public=True)
+    splits = files if known is not None and known.kind == "conversations" else {ALL: files["train"]}
+    return _of_files(asked, splits, out, log, public=True)
 
 
 def own_files(asked: ConversationSource, log: Log = lambda line: None) -> Where:

@@ -27,7 +27,7 @@ from quern.records import read_json
 from quern.temporaries import alone_in, write_whole
 from quern.terminal import Meter
 from quern.text import data_sets, downloads
-from quern.text.data_sets import DataSet, Fetched
+from quern.text.data_sets import DataSet
 from quern.text.repositories import PREFIX, HubName, Repository, data_set
 from quern.text.sources import Listing, entry_of
 
@@ -48,24 +48,22 @@ class _Known:
     listed: Repository
     folder: Path
 
-    def local(self, shards: int | None) -> Fetched:
-        tokenizer = self.files.tokenizer and self.folder / self.files.tokenizer[0].rpartition("/")[2]
-        train = (self.folder / "train" / file for file in self.files.train[:shards])
-        return Fetched(tuple(train), tuple(self.folder / "val" / file for file in self.files.val), tokenizer)
+    def local(self, kind: str, shards: int | None = None) -> tuple[Path, ...]:
+        """The local files of a kind, "train" or "val"."""
+        return tuple(self.folder / kind / file for file in getattr(self.files, kind)[:shards])
 
-    def stated(self, file: str) -> tuple[int, str | None]:
-        """The size of a file in bytes, and its SHA-256 (hex) where it is known."""
-        return self.listed.files.get(self.files.path(file), (0, None))
+    def stated(self, path: Path) -> tuple[int, str | None]:
+        """The size of a local file in bytes, and its SHA-256 (hex) where it is known."""
+        return self.listed.files.get(self._listed(path), (0, None))
 
     def download(self, paths: Iterable[Path], progress: downloads.Progress, log: Log) -> None:
         """Downloads local files, unless they are there. One process at a time does; the others wait for it."""
         with alone_in(self.folder, log):
             for path in paths:
-                if self.files.tokenizer and path.parent == self.folder:
-                    downloads.retrieve(*self.files.tokenizer, path, progress)
-                else:
-                    file = self.files.path(path.relative_to(self.folder).as_posix().partition("/")[2])
-                    downloads.download(self.listed, file, path, progress)
+                downloads.download(self.listed, self._listed(path), path, progress)
+
+    def _listed(self, path: Path) -> str:
+        return self.files.path(path.relative_to(self.folder).as_posix().partition("/")[2])
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,9 @@ class PublicData:
 
     Args:
         name: For file names.
-        files: The local files; training files with a digest may not be there yet.
+        train: The local training files; those with a digest may not be there yet.
+        val: Those for validation.
+        tokenizer: The vocabulary of tokens.
         available: The number of training files that the set has.
         digests: The SHA-256 (hex) of each training file that `training_files` downloads.
         sizes: The size of each training file in bytes.
@@ -83,7 +83,9 @@ class PublicData:
     """
 
     name: str
-    files: Fetched
+    train: tuple[Path, ...]
+    val: tuple[Path, ...]
+    tokenizer: Path | None
     available: int
     digests: Mapping[Path, str]
     sizes: Mapping[Path, int]
@@ -92,11 +94,11 @@ class PublicData:
 
     @property
     def shards(self) -> int:
-        return len(self.files.train)
+        return len(self.train)
 
     def listing(self) -> Listing:
         """The training files with their sizes in bytes, as `list_source` lists files."""
-        return Listing(tuple(map(entry_of, self.files.train, self.sizes.values())), ())
+        return Listing(tuple(map(entry_of, self.train, self.sizes.values())), ())
 
     def training_files(self) -> Generator[Path, None, None]:
         """Downloads the training files in order. After the first one, a thread downloads up to two files ahead.
@@ -116,7 +118,7 @@ class PublicData:
                 raise _Dropped
 
         def rest() -> Iterator[Path]:
-            for path in self.files.train[1:]:
+            for path in self.train[1:]:
                 self.known.download([path], progress, lambda line: None)
                 yield path
 
@@ -127,8 +129,8 @@ class PublicData:
                 self.log(f"fetching {self.name}: file {asked + 1:,} of {self.shards:,}, {at}")
             return False
 
-        _fetch(self.name, self.known, self.files.train[:1])
-        yield from self.files.train[:1]
+        _fetch(self.name, self.known, self.train[:1])
+        yield from self.train[:1]
         later = prefetch_items(rest(), ahead=1, give_up=waiting)
         try:
             for path in later:
@@ -162,13 +164,16 @@ def public_data(recipe: Recipe, out: Path, log: Log = lambda line: None) -> Publ
     name, available, shards = recipe.data, len(known.files.train), _shards(recipe, known.files)
     if shards < available:
         log(f"{name}: {shards:,} of {available:,} training files are used; --shards N asks for another number")
-    files = known.local(shards)
-    stated = {path: known.stated(file) for path, file in zip(files.train, known.files.train, strict=False)}
-    digests = {path: digest for path, (_, digest) in stated.items() if digest and known.files.kind == "documents"}
-    first = [path for path in files.train if path not in digests]
-    _fetch(name, known, [*filter(None, [files.tokenizer]), *files.val, *first])
-    sizes = {path: size for path, (size, _) in stated.items()}
-    return PublicData(re.sub(r"[^\w.]+", "-", name), files, available, digests, sizes, known, log)
+    train, val, tokenizer = known.local("train", shards), known.local("val"), None
+    sizes = {path: known.stated(path)[0] for path in train}
+    late = train if known.files.kind == "documents" else ()
+    digests = {path: digest for path in late if (digest := known.stated(path)[1])}
+    if known.files.tokenizer is not None:
+        tokenizer = known.folder / known.files.tokenizer[0].rpartition("/")[2]
+        downloads.retrieve(*known.files.tokenizer, tokenizer)
+    _fetch(name, known, (*val, *(path for path in train if path not in digests)))
+    file_name = re.sub(r"[^\w.]+", "-", name)
+    return PublicData(file_name, train, val, tokenizer, available, digests, sizes, known, log)
 
 
 def shards_used(recipe: Recipe, out: Path) -> int | None:
@@ -209,16 +214,14 @@ def _shards(recipe: Recipe, files: DataSet) -> int:
     return min(len(files.train), recipe.shards or needed)
 
 
-def fetch_conversations(asked: ConversationSource, out: Path) -> Fetched:
-    """The files of a public set of conversations or questions; of those, as many as `limit` needs.
-
-    Raises:
-        ValueError, OSError: As `public_data`.
-    """
+def fetch_conversations(asked: ConversationSource, out: Path) -> dict[str, tuple[Path, ...]]:
+    """The files of each split, "train" and "val", of a public set of conversations or questions; of training files, as
+    many as `limit` needs. Raises as `public_data`."""
     known = _find(asked.source, out, asked.split, "conversations")
     rows = known.files.file_rows
-    files = known.local(math.ceil(asked.limit / rows) if asked.limit is not None and rows else None)
-    _fetch(asked.source, known, [*files.val, *files.train])
+    shards = math.ceil(asked.limit / rows) if asked.limit is not None and rows else None
+    files = {"train": known.local("train", shards), "val": known.local("val")}
+    _fetch(asked.source, known, (*files["val"], *files["train"]))
     return files
 
 
@@ -231,7 +234,7 @@ def fetch_tests(names: Iterable[str], out: Path) -> Path:
     try:
         for name in names:
             known = _find(name, out, "test", "conversations")
-            _fetch(name, known, known.local(0).val)
+            _fetch(name, known, known.local("val"))
     except OSError as error:
         raise OSError(f"{error}; or name a folder with the files of the tests with --chat-data") from error
     return out / "downloads"

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from quern.child import environment
 from quern.temporaries import sha256_of
-from quern.text.byte_characters import byte_characters
+from quern.text.hugging_face import byte_characters
 from quern.text.tokenizer import GPT2_SPLIT_PATTERN, Tokenizer
 
 BASE = "https://openaipublic.blob.core.windows.net"

@@ -27,7 +27,7 @@ from quern.stages.hold_out import check_splits, first, hold_out
 from quern.stages.prepare_tokens import is_tokens, named_tokenizer, open_tokens, sample, token_listings
 from quern.temporaries import alone_in, remove_abandoned
 from quern.terminal import Meter
-from quern.text.clean.records import read_records, recorded
+from quern.text.clean.steps import read_records, recorded
 from quern.text.content import content_fingerprint
 from quern.text.documents import mark_in, read
 from quern.text.encode.pool import StartWorkers, on_processes, write_shards
@@ -119,7 +119,7 @@ def _filter(recipe: Recipe, texts: Callable[[str], Iterator[str]]) -> tuple[Call
 def _of_files(recipe: Recipe, out: Path, log: Callable[[str], None]) -> Source:
     public = public_data(recipe, out, log)
     copy = None if public else local_copy(Path(recipe.data), TRAIN, "documents", lambda line: log(f"text: {line}"))
-    train, its_val = copy or (Path(recipe.data), public and public.files.val)
+    train, its_val = copy or (Path(recipe.data), public and public.val)
     val: Where | None = Path(recipe.val) if recipe.val else its_val or None
     listings = {"text": public.listing() if public else list_source(train)}
     if val is not None:

@@ -150,10 +150,10 @@ def _first(corpus: Corpus, documents: np.ndarray, tokens: int) -> np.ndarray:
 
 def token_listings(recipe: Recipe, public: PublicData | None) -> tuple[Listing, Listing | None]:
     """The recipe's token files, and those that are named for validation."""
-    train = list_source(public.files.train, (".bin",)) if public else _listing(recipe.data)
+    train = list_source(public.train, (".bin",)) if public else _listing(recipe.data)
     if recipe.val:
         return train, _listing(recipe.val)
-    return train, list_source(public.files.val, (".bin",)) if public else None
+    return train, list_source(public.val, (".bin",)) if public else None
 
 
 def _listing(data: str) -> Listing:
@@ -191,8 +191,8 @@ def named_tokenizer(
         ValueError: It is no tokenizer, or another one than the run's.
     """
     name = recipe.text.tokenizer
-    if name is None and public is not None and public.files.tokenizer is not None:
-        name = str(public.files.tokenizer)
+    if name is None and public is not None and public.tokenizer is not None:
+        name = str(public.tokenizer)
     if name is None or (own is not None and not Path(name).is_file()):
         return own
     try:

@@ -5,7 +5,6 @@ Sizes of training files are estimates, those of text at 4 bytes a token: they de
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
@@ -39,15 +38,6 @@ class DataSet:
     def path(self, file: str) -> str:
         """The path of a file in the repository."""
         return f"{self.folder}/{file}".lstrip("/")
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """The local files of a data set: training files, those for validation, and the vocabulary of tokens."""
-
-    train: tuple[Path, ...]
-    val: tuple[Path, ...]
-    tokenizer: Path | None = None
 
 
 def _numbered(template: str, count: int, first: int = 0) -> tuple[str, ...]:

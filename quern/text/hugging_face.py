@@ -1,7 +1,7 @@
 """Hugging Face's files of the tokenizer and the chat format: tokenizer.json, its settings, the template; both ways.
 
 The ids of any text are equal, because three things carry over: the split pattern (in Oniguruma's dialect), the rule
-that a piece which is a whole token is not merged, and the merges as pairs (`byte_characters.py`). Tokenizers of others
+that a piece which is a whole token is not merged, and the merges as pairs (`merge_pairs`). Tokenizers of others
 are read if they are byte-level BPE laid out as GPT-2's and Llama 3's: single bytes, merges, special tokens.
 
 Special tokens in text differ: quern never reads them from text, Hugging Face does unless it is called with
@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 import msgspec
 
 from quern.records import read_regular, typed
-from quern.text.byte_characters import byte_characters, merge_pairs, spell
 from quern.text.tokenizer import (
     GPT2_SPLIT_PATTERN,
     GPT4_SPLIT_PATTERN,
@@ -299,3 +300,37 @@ def _library() -> Any:
             f"Hugging Face's tokenizer.json needs an extra package ({error}): {install('export')}"
         ) from error
     return tokenizers
+
+
+@cache
+def byte_characters() -> tuple[str, ...]:
+    """The character for each byte: the byte itself if printable, else the next one above 255 (GPT-2's alphabet)."""
+    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = count(256)
+    return tuple(chr(byte if byte in visible else next(others)) for byte in range(256))
+
+
+def spell(token: bytes) -> str:
+    """The characters of a token's bytes."""
+    characters = byte_characters()
+    return "".join(characters[byte] for byte in token)
+
+
+def merge_pairs(tokenizer: Tokenizer) -> dict[bytes, tuple[bytes, bytes]]:
+    """Token → the pair that forms it, in rank order, without the tokens that merging never forms."""
+    tokens = [*(bytes([byte]) for byte in tokenizer.single_bytes), *tokenizer.merges]
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    found = ((token, _last_pair(token, ranks)) for token in tokenizer.merges)
+    return {token: pair for token, pair in found if pair is not None}
+
+
+def _last_pair(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes] | None:
+    """The last pair that merging by rank joins to form a token; None if merging never forms it."""
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        found = [(ranks[joined], i) for i in range(len(parts) - 1) if (joined := parts[i] + parts[i + 1]) in ranks]
+        if not found:
+            return None
+        at = min(found)[1]
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts[0], parts[1]

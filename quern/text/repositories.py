@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from fsspec.utils import glob_translate
 
 from quern.text.data_sets import DataSet
 from quern.text.sources import FORMATS, format_of, list_source
@@ -229,6 +228,8 @@ def _by_words(files: Iterable[str], split: str) -> dict[str, tuple[str, ...]]:
 
 def _matching(files: Sequence[str], patterns: Iterable[str]) -> tuple[str, ...]:
     """The files that a pattern names: `*` is within a folder, `**` crosses folders, a folder's name is all in it."""
+    from fsspec.utils import glob_translate
+
     plain = [pattern.removeprefix("./") for pattern in patterns]
     whole = re.compile("|".join(glob_translate(form) for pattern in plain for form in (pattern, f"{pattern}/**")))
     return tuple(file for file in files if whole.match(file))

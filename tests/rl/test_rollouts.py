@@ -12,8 +12,8 @@ from quern.mesh import alone
 from quern.rl.environment import Environment, draw_item, fingerprint, is_held_out
 from quern.rl.environments import load_environment
 from quern.rl.rollouts import Rollout
+from quern.text.tinyworld.data import WORDS
 from quern.text.tinyworld.skills import PRACTICE_WORDS
-from quern.text.tinyworld.words import WORDS
 from tests.rl.ranks import LETTERS, NEVER, SETTINGS, advanced, ask, rl_state, rollouts_of
 from tests.support.toy_training import eager
 

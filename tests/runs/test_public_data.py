@@ -61,17 +61,17 @@ def test_files_are_listed_and_downloaded_once(hub: Hub, tmp_path: Path) -> None:
     recipe = recipe_for("hf:mill/words", shards=1)
     found = public_data(recipe, tmp_path)
     assert found is not None and (found.shards, found.available) == (1, 2)
-    assert local(found.files.train, tmp_path) == ["train/data/train-0.parquet"]
-    assert local(found.files.val, tmp_path) == ["val/data/validation-0.parquet"]
-    assert not found.files.train[0].exists() and found.files.val[0].exists()
+    assert local(found.train, tmp_path) == ["train/data/train-0.parquet"]
+    assert local(found.val, tmp_path) == ["val/data/validation-0.parquet"]
+    assert not found.train[0].exists() and found.val[0].exists()
     assert [path.read_bytes() for path in found.training_files()] == [hub.sets["mill/words"]["data/train-0.parquet"]]
     asked = len(hub.asked)
     assert public_data(recipe, tmp_path) == found and len(hub.asked) == asked
-    assert list(found.training_files()) == list(found.files.train) and len(hub.asked) == asked
+    assert list(found.training_files()) == list(found.train) and len(hub.asked) == asked
     hub.sets["mill/words"]["data/train-00.parquet"] = b"new"  # the repository has moved on; this run reads its commit
     more = public_data(replace(recipe, shards=9), tmp_path)
-    assert more is not None and [path.name for path in more.files.train] == ["train-0.parquet", "train-1.parquet"]
-    assert list(more.training_files()) == list(more.files.train)
+    assert more is not None and [path.name for path in more.train] == ["train-0.parquet", "train-1.parquet"]
+    assert list(more.training_files()) == list(more.train)
     assert hub.files_asked() == [f"mill/words/data/{name}.parquet" for name in ("validation-0", "train-0", "train-1")]
     assert any(path == f"/datasets/mill/words/resolve/{COMMIT}/data/train-1.parquet" for path, _, _ in hub.asked)
 
@@ -85,10 +85,8 @@ def test_a_broken_download_goes_on_and_a_wrong_one_is_not_kept(
     found = public_data(recipe, tmp_path)
     assert found is not None
     assert next(found.training_files()).read_bytes() == hub.sets["mill/words"]["data/train-0.parquet"]
-    assert found.files.val == () and len(hub.files_asked()) == 2, (
-        "no validation file, and one more request for the rest"
-    )
-    found.files.train[0].write_bytes(b"damaged")
+    assert found.val == () and len(hub.files_asked()) == 2, "no validation file, and one more request for the rest"
+    found.train[0].write_bytes(b"damaged")
     hub.sent = {"mill/words/data/train-0.parquet": words("data/train-9.parquet")}
     with pytest.raises(OSError, match="its SHA-256 is .*, expected"):
         next(found.training_files())
@@ -139,17 +137,17 @@ def test_revisions_configs_and_splits(hub: Hub, tmp_path: Path) -> None:
     recipe = recipe_for("hf:mill/words:exam@refs/convert/parquet", text=TextRecipe(split="test"))
     assert shards_used(recipe, tmp_path) == 1 and hub.files_asked() == []
     found = public_data(recipe, tmp_path)
-    assert found is not None and [path.name for path in found.files.train] == ["test-0.parquet"]
+    assert found is not None and [path.name for path in found.train] == ["test-0.parquet"]
     talks = fetch_conversations(ConversationSource("hf:mill/words:exam", split="test"), tmp_path)
-    assert [path.name for path in talks.train] == ["test-0.parquet"] and talks.val == ()
+    assert [path.name for path in talks["train"]] == ["test-0.parquet"] and talks["val"] == ()
 
 
 def test_a_size_without_digest_is_enough(hub: Hub, tmp_path: Path) -> None:
     hub.digests = False
     found = public_data(recipe_for("hf:mill/words", shards=2), tmp_path)
-    assert found is not None and found.digests == {} and all(path.exists() for path in found.files.train)
-    assert list(found.training_files()) == list(found.files.train)
-    assert [entry.size for entry in found.listing().read] == [path.stat().st_size for path in found.files.train]
+    assert found is not None and found.digests == {} and all(path.exists() for path in found.train)
+    assert list(found.training_files()) == list(found.train)
+    assert [entry.size for entry in found.listing().read] == [path.stat().st_size for path in found.train]
 
 
 def test_files_are_downloaded_as_they_are_read_and_no_further(hub: Hub, tmp_path: Path) -> None:
@@ -157,7 +155,7 @@ def test_files_are_downloaded_as_they_are_read_and_no_further(hub: Hub, tmp_path
     hub.sets["mill/words"] = files
     said: list[str] = []
     found = public_data(recipe_for("hf:mill/words", shards=6), tmp_path, said.append)
-    assert found is not None and found.files.val == () and hub.files_asked() == []
+    assert found is not None and found.val == () and hub.files_asked() == []
     listed = found.listing()
     assert [entry.size for entry in listed.read] == [len(body) for body in files.values()]
     reading = found.training_files()
@@ -167,7 +165,7 @@ def test_files_are_downloaded_as_they_are_read_and_no_further(hub: Hub, tmp_path
     reading.close()
     assert 2 <= len(hub.files_asked()) <= 4, "two ahead at most"
     assert [path.read_bytes() for path in found.training_files()] == list(files.values())
-    assert found.digests == {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in found.files.train}
+    assert found.digests == {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in found.train}
 
 
 def test_a_download_ends_with_its_reader_and_is_continued_by_the_next(
@@ -181,13 +179,13 @@ def test_a_download_ends_with_its_reader_and_is_continued_by_the_next(
     found = public_data(recipe_for("hf:mill/words", shards=3), tmp_path, said.append)
     assert found is not None
     reading = found.training_files()
-    assert [next(reading), next(reading)] == list(found.files.train[:2])
-    part = found.files.train[2].with_name(f"train-2.parquet.{COMMIT[:8]}.part")
+    assert [next(reading), next(reading)] == list(found.train[:2])
+    part = found.train[2].with_name(f"train-2.parquet.{COMMIT[:8]}.part")
     until(part.exists)
     time.sleep(0.3)  # some of the second half has come
     since = time.monotonic()
     reading.close()
-    assert time.monotonic() - since < 2 and part.exists() and not found.files.train[2].exists()
+    assert time.monotonic() - since < 2 and part.exists() and not found.train[2].exists()
     assert "prefetch" not in [thread.name for thread in threading.enumerate()]
     have = part.stat().st_size
 

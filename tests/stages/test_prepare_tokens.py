@@ -33,9 +33,8 @@ from quern.stages import pretrain
 from quern.stages.prepare import prepare
 from quern.stages.prepare_tokens import is_tokens
 from quern.stages.session import Session
-from quern.text.byte_characters import spell
 from quern.text.chat import render_prompt
-from quern.text.hugging_face import tokenizer_json
+from quern.text.hugging_face import spell, tokenizer_json
 from quern.text.tokenizer import Tokenizer
 from tests.support.toy_training import CPU
 

@@ -56,23 +56,6 @@ def test_only_what_the_assistant_writes_is_learned(tokenizer: Tokenizer) -> None
     )
 
 
-def test_a_gradient_reaches_the_assistants_tokens_only(tokenizer: Tokenizer) -> None:
-    """Cross-entropy with this mask, differentiated by hand: rows of d loss / d logits vanish elsewhere."""
-    ids, mask = render(tokenizer, CONVERSATION)
-    targets, counted = ids[1:], mask[1:]
-    logits = np.random.default_rng(0).normal(size=(len(targets), tokenizer.vocab_size))
-    softmax = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-    softmax[np.arange(len(targets)), targets] -= 1
-    gradient = softmax * counted[:, None] / counted.sum()
-    reached = np.abs(gradient).sum(axis=1) > 0
-    learned = "It is 17*351.Welcome"
-    special = [tokenizer.special(name) for name in ("<|tool_start|>", "<|tool_end|>", "<|assistant_end|>")]
-    plain = [int(token) for token in targets[reached] if token not in special]
-    assert tokenizer.decode(plain) == learned
-    assert set(special) <= set(targets[reached].tolist())
-    assert tokenizer.special("<|output_start|>") not in targets[reached]
-
-
 def test_the_prompt_is_the_start_of_the_rendering(tokenizer: Tokenizer) -> None:
     ids, mask = render(tokenizer, CONVERSATION)
     for turns in (2, 4):

@@ -52,13 +52,6 @@ def test_an_empty_folder_says_what_it_holds(tmp_path: Path) -> None:
         files(tmp_path)
 
 
-def test_what_the_downloads_note_beside_their_files_is_no_text(tmp_path: Path) -> None:
-    for name in ("a.txt", "b.parquet.sha256.json", "c.parquet.part.json"):
-        write(tmp_path / name, "x")
-    listing = list_source(tmp_path)
-    assert [path.name for path in listing.files] == ["a.txt"] and not listing.ignored
-
-
 def test_links_are_followed_once(tmp_path: Path) -> None:
     elsewhere, root = tmp_path / "elsewhere", tmp_path / "root"
     write(elsewhere / "far.txt", "far")

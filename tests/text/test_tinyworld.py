@@ -15,7 +15,7 @@ from quern.text.chat import validate
 from quern.text.tinyworld import corpus
 from quern.text.tinyworld.chat import EXCHANGES
 from quern.text.tinyworld.corpus import KINDS_OF_TEXT, QUESTION_KINDS, Question, check
-from quern.text.tinyworld.data import expand, lines
+from quern.text.tinyworld.data import HELD_OUT_QUESTIONS, QUESTIONS, expand, lines
 from quern.text.tinyworld.facts import CAST, CHARACTERS, RELATIONS, VALUES
 from quern.text.tinyworld.prose import Pen
 from quern.text.tinyworld.skills import (
@@ -28,7 +28,6 @@ from quern.text.tinyworld.skills import (
     is_asked_in_conversations,
     sum_is_held_out,
 )
-from quern.text.tinyworld.wordings import HELD_OUT_QUESTIONS, QUESTIONS
 
 
 def sentences(text: str) -> set[str]:

@@ -1,21 +1,28 @@
 """Steps that remove documents, and `Cleaned`, which applies them in order and counts what each removed.
 
 A step looks at one document at a time and may remember those before it. So the result depends on the order of the
-documents, which is that of the source, and nothing is read twice.
+documents, which is that of the source, and nothing is read twice. The counts are in a file beside the token shards of
+each split, from which the report has them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypedDict
 
+from quern.records import read_json
+from quern.temporaries import write_whole
 from quern.text.clean.word_runs import WORDS, digest, passage_runs, runs, split_words
 from quern.validate import install
 
 SHINGLE_WORDS = 5
 """Near duplicates share most of their runs of so many words."""
+SPLITS = ("train", "val")
 STOP_WORDS = frozenset("the be to of and that have with".split())
 
 
@@ -55,6 +62,33 @@ class Cleaned(Iterator[str]):
                 return text
             self.removed[step.name] += 1
         raise StopIteration
+
+
+def recorded(texts: Iterator[str], folder: Path, split: str) -> Iterator[str]:
+    """Yields the documents, and writes the counts when all of them were read. Other texts than `Cleaned` have none."""
+    yield from texts
+    if isinstance(texts, Cleaned):
+        steps = [{"step": name, "removed": count} for name, count in texts.removed.items()]
+        write_whole(_path(folder, split), json.dumps({"documents": texts.documents, "steps": steps}, indent=1))
+
+
+class _Counts(TypedDict):
+    documents: int
+    steps: list[dict[str, Any]]
+
+
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """For each split and step the documents that it removed, and those that the split had before its first step."""
+    rows = []
+    for split in SPLITS:
+        if _path(folder, split).exists():
+            found = read_json(_path(folder, split), _Counts, "prepare the data again")
+            rows += [{"split": split, "documents": found["documents"], **step} for step in found["steps"]]
+    return rows
+
+
+def _path(folder: Path, split: str) -> Path:
+    return folder / f"cleaning-{split}.json"
 
 
 def length(least: int, most: int | None = None) -> Step:

@@ -8,11 +8,10 @@ from collections.abc import Callable
 
 from quern.text.chat import ContentPart, Message
 from quern.text.tinyworld import drills, plots
-from quern.text.tinyworld.data import wordings
+from quern.text.tinyworld.data import CLOSINGS, FOLLOW_UPS, OPENINGS, TAILS, wordings
 from quern.text.tinyworld.facts import CAST, FIELDS, HOMES, RELATIONS, Character
 from quern.text.tinyworld.prose import Pen, joined, story
 from quern.text.tinyworld.skills import EXERCISES, Exchange, Exercise, exchange, is_asked_in_conversations
-from quern.text.tinyworld.wordings import CLOSINGS, FOLLOW_UPS, OPENINGS, TAILS
 
 _W = wordings("chat")
 

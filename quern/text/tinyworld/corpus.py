@@ -20,9 +20,9 @@ from quern.text.chat import Message
 from quern.text.printable import ascii_signs
 from quern.text.tinyworld import lessons, prose, skills
 from quern.text.tinyworld.chat import conversation
+from quern.text.tinyworld.data import HELD_OUT_QUESTIONS
 from quern.text.tinyworld.facts import CHARACTERS, FIELDS, RELATIONS, VALUES, blind_guess, upper_first
 from quern.text.tinyworld.prose import Pen
-from quern.text.tinyworld.wordings import HELD_OUT_QUESTIONS
 
 SPLITS = ("train", "val")
 QUESTION_KINDS = ("facts", "sums", "word_problems", "spelling", "counting", "choice")

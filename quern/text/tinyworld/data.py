@@ -1,7 +1,13 @@
-"""Reads the TOML files of this folder: the facts, words, wordings and plots of the tinyworld."""
+"""Reads the TOML files of this folder: the facts, words, wordings and plots of the tinyworld.
+
+The dictionary (words.toml) is vocabulary beyond the facts of the characters. The wordings of each relation
+(wordings.toml) say how a fact is asked for, answered and told: training text contains QUESTIONS only, and
+HELD_OUT_QUESTIONS are for the evaluation.
+"""
 
 import re
 import tomllib
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,3 +49,22 @@ def expand(template: str) -> list[str]:
 def lines(block: str) -> tuple[str, ...]:
     """All readings of a block of templates, one template a line."""
     return tuple(reading for line in block.splitlines() if line for reading in expand(line))
+
+
+_TABLE = table("words")
+WORDS, THINGS, ADJECTIVES, MOODS = (words(_TABLE[key]) for key in ("words", "things", "adjectives", "moods"))
+DOINGS = lines(_TABLE["doings"])
+OPPOSITES = tuple(tuple(pair.split("/")) for pair in words(_TABLE["opposites"]))
+CATALOGUE: dict[str, tuple[str, ...]] = {category: words(block) for category, block in _TABLE["catalogue"].items()}
+
+Wordings = Mapping[str, tuple[str, ...]]
+QUESTIONS: Wordings = wordings("wordings")["questions"]
+HELD_OUT_QUESTIONS: Wordings = wordings("wordings")["held_out_questions"]
+ANSWERS: Wordings = wordings("wordings")["answers"]
+STATEMENTS: Wordings = wordings("wordings")["statements"]
+SELF_STATEMENTS: Wordings = wordings("wordings")["self_statements"]
+DIRECT_QUESTIONS: Wordings = wordings("wordings")["direct_questions"]
+TAILS: Wordings = wordings("wordings")["tails"]
+FOLLOW_UPS: Wordings = wordings("wordings")["follow_ups"]
+OPENINGS: list[str] = table("wordings")["openings"]
+CLOSINGS: list[str] = table("wordings")["closings"]

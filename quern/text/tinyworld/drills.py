@@ -7,7 +7,7 @@
   category. One list gives several targets; a single question gives one.
 """
 
-from quern.text.tinyworld.data import wordings
+from quern.text.tinyworld.data import WORDS, wordings
 from quern.text.tinyworld.facts import CAST, RELATIONS, VALUES
 from quern.text.tinyworld.prose import Pen, joined
 from quern.text.tinyworld.skills import (
@@ -22,7 +22,6 @@ from quern.text.tinyworld.skills import (
     line_of,
     sentence,
 )
-from quern.text.tinyworld.words import WORDS
 
 _W = wordings("drills")
 Asked = tuple[str, str]

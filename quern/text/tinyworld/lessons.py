@@ -6,10 +6,9 @@ errands, lettered lists that are read twice, and facts about quern.
 """
 
 from quern.text.tinyworld import drills, plots, skills
-from quern.text.tinyworld.data import table, wordings
+from quern.text.tinyworld.data import ADJECTIVES, CATALOGUE, DOINGS, OPPOSITES, THINGS, WORDS, table, wordings
 from quern.text.tinyworld.facts import CAST, FIELDS, HOMES, RELATIONS, VALUES, a, upper_first
 from quern.text.tinyworld.prose import Pen, joined
-from quern.text.tinyworld.words import ADJECTIVES, CATALOGUE, DOINGS, OPPOSITES, THINGS, WORDS
 
 _W, _T = wordings("lessons"), table("lessons")
 

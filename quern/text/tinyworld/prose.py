@@ -9,10 +9,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from quern.text.tinyworld import plots
-from quern.text.tinyworld.data import table, wordings
+from quern.text.tinyworld.data import (
+    ADJECTIVES,
+    ANSWERS,
+    DIRECT_QUESTIONS,
+    MOODS,
+    QUESTIONS,
+    SELF_STATEMENTS,
+    STATEMENTS,
+    TAILS,
+    table,
+    wordings,
+)
 from quern.text.tinyworld.facts import CAST, CHARACTERS, FIELDS, HOMES, OTHER_FIELDS, RELATIONS, Character, a
-from quern.text.tinyworld.wordings import ANSWERS, DIRECT_QUESTIONS, QUESTIONS, SELF_STATEMENTS, STATEMENTS, TAILS
-from quern.text.tinyworld.words import ADJECTIVES, MOODS
 
 _W = wordings("prose")
 

@@ -22,11 +22,9 @@ from functools import cache
 
 from quern.text.chat import ContentPart, Message
 from quern.text.tinyworld import facts, plots
-from quern.text.tinyworld.data import table, wordings
+from quern.text.tinyworld.data import CATALOGUE, HELD_OUT_QUESTIONS, QUESTIONS, THINGS, WORDS, table, wordings
 from quern.text.tinyworld.facts import FIELDS, OTHER_FIELDS, RELATIONS, VALUES, a
 from quern.text.tinyworld.prose import Pen
-from quern.text.tinyworld.wordings import HELD_OUT_QUESTIONS, QUESTIONS
-from quern.text.tinyworld.words import CATALOGUE, THINGS, WORDS
 
 _W = wordings("skills")
 LETTERS = ("A", "B", "C", "D")
