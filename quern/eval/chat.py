@@ -19,12 +19,10 @@ https://arxiv.org/abs/2107.03374.
 
 from __future__ import annotations
 
-import atexit
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
@@ -40,11 +38,11 @@ from quern.eval.task import Item, Task, question
 from quern.eval.tasks import tinyworld
 from quern.generate.engine import Engine
 from quern.generate.sampling import Sampling
-from quern.generate.sandbox import Program, Sandbox, SandboxError
+from quern.generate.sandbox import Program, SandboxError
 from quern.mesh import ProcessGroup
 from quern.mixture.questions import multiple_choice
 from quern.rl.advantages import pass_at_k
-from quern.rl.environments.programs import program_in
+from quern.rl.environments.programs import open_sandbox, program_in
 from quern.runs.public_data import fetch_tests
 from quern.terminal import Meter, counted
 from quern.text.formats import read_rows
@@ -119,16 +117,9 @@ def program_of(item: Item, reply: str) -> Program:
     return Program(f"{item.question}\n{code}" if whole else item.question + code, check)
 
 
-@cache
-def _sandbox() -> Sandbox:
-    sandbox = Sandbox(workers=2)
-    atexit.register(sandbox.close)
-    return sandbox
-
-
 def run_programs(programs: Sequence[Program]) -> list[bool]:
     """Whether each program passes its check, in the sandbox."""
-    return [outcome.passed for outcome in _sandbox().run(programs)]
+    return [outcome.passed for outcome in open_sandbox(workers=2).run(programs)]
 
 
 def _passed(items: Sequence[Item], replies: Sequence[str]) -> list[bool]:
@@ -223,7 +214,7 @@ def find_chat_tasks(
         raise ValueError(f"{folder} has no file for {', '.join(absent)}: give its folder, or leave the task out")
     if paths.get("humaneval") is not None:
         try:
-            _sandbox()
+            open_sandbox(workers=2)
         except SandboxError as error:
             if names:
                 raise
@@ -299,16 +290,7 @@ def sampled_scores(
 ) -> tuple[list[Score], list[int]]:
     """pass@k of sampled programs, for each k of `K` up to their number, without bias.
 
-    Args:
-        engine: The model.
-        task: HumanEval's.
-        asked: The problems, each with the token ids of its prompt, from BOS on.
-        samples: Replies to each problem.
-        base: The prompts are plain text, which the model continues.
-        group: The ranks that ask some problems each; None is a single process.
-
-    Returns:
-        The scores, with intervals of 1.96 standard errors over the problems; the number of right replies to each.
+    Intervals are of 1.96 standard errors over the problems. Also returns the number of right replies to each problem.
     """
     if not asked:
         return [], []
@@ -336,12 +318,7 @@ def sampled_scores(
 
 
 def chat_core(tasks: Sequence[Asked], scores: Mapping[str, Score]) -> Score | None:
-    """The mean of the centred accuracies. It is called ChatCORE only if all questions of its tasks were asked.
-
-    Args:
-        tasks: The tasks that were asked.
-        scores: Their scores by name.
-    """
+    """The mean of the centred accuracies. It is called ChatCORE only if all questions of its tasks were asked."""
     there = {task.name: (scores[task.name], task.baseline or 0.0) for task in PARTS if task.name in scores}
     parts = {name: part for name, part in there.items() if part[0].value is not None}
     if not parts:

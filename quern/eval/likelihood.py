@@ -76,18 +76,11 @@ def common(rows: Sequence[tuple[int, ...]]) -> int:
 
 
 def fit(rows: Sequence[Sequence[int]], starts: Sequence[int], gold: int, context: int, keep: int = 0) -> Example | None:
-    """An example whose rows are cut to what the model reads.
+    """An example whose rows are cut to what the model reads, behind their first `keep` tokens.
 
     The last token of a row is predicted and not read, so a row may have context + 1 tokens. Rows that lose unequal
-    numbers of tokens have different contexts: what they still share is read once, most often nothing.
-
-    Args:
-        rows, starts, gold: As of `Example`.
-        context: The most tokens that the model reads.
-        keep: Leading tokens that stay: the cut is behind them. 0 cuts from the left.
-
-    Returns:
-        The example; None if a scored span, with one token before it, does not fit.
+    numbers of tokens have different contexts: what they still share is read once, most often nothing. None if a scored
+    span, with one token before it, does not fit.
     """
     starts = [max(1, min(start, len(row) - 1)) for start, row in zip(starts, rows, strict=True)]
     cuts = [max(0, len(row) - (context + 1)) for row in rows]
@@ -100,11 +93,7 @@ def fit(rows: Sequence[Sequence[int]], starts: Sequence[int], gold: int, context
 
 
 def choice_example(prompt: Sequence[int], continuations: Sequence[Sequence[int]], gold: int, context: int) -> Example:
-    """The continuations of a prompt that begins with BOS. One that does not fit costs the prompt its middle.
-
-    Raises:
-        ValueError: A continuation does not fit the context, or is empty.
-    """
+    """The continuations of a prompt that begins with BOS. One that does not fit costs the prompt its middle."""
     if not prompt or not all(continuations):
         raise ValueError("a prompt needs at least one token (BOS), and so does each of its continuations")
     rows = [(*prompt, *ids) for ids in continuations]
@@ -125,7 +114,7 @@ def score_examples(
     progress: Callable[[int], None] = lambda done: None,
     group: ProcessGroup | None = None,
 ) -> list[Answer]:
-    """Scores examples.
+    """The answers to examples, in their order.
 
     Args:
         model: In evaluation mode.
@@ -134,9 +123,6 @@ def score_examples(
         vocab_size: Tokens of the tokenizer; the model's vocabulary may be padded.
         progress: Called with the number of examples that are scored.
         group: The ranks that score some batches each; None is a single process.
-
-    Returns:
-        The answers, in the order of the examples.
     """
 
     def compute(batch: Sequence[int]) -> list[Answer]:

@@ -31,16 +31,13 @@ def on_ranks(
     group: ProcessGroup | None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[Result]:
-    """Computes the results of numbered items, each batch on one rank.
+    """Computes the results of numbered items, each batch on one rank. All ranks call this, and get all results.
 
     Args:
         batches: The numbers of the items; each from 0 on is in one batch. Equal on all ranks.
         compute: Takes a batch, and returns a result for each of its items.
-        group: The ranks; None is a single process. All of them call this function.
+        group: The ranks; None is a single process.
         progress: Called with about how many items all ranks have done.
-
-    Returns:
-        The results by number, on every rank.
     """
     found: list[tuple[int, Result]] = []
     total, ranks = sum(map(len, batches)), 1 if group is None else group.size

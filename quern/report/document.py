@@ -1,4 +1,4 @@
-"""The report as data: sections of titled groups of blocks. markdown.py and report.html.jinja render it.
+"""The report as data: sections of titled groups of blocks. build.py and report.html.jinja render it.
 
 A block is a dataclass; the template has a macro with the same name. Parts without records are left out.
 """
@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from quern.report.numbers import duration, human, human_flops, number, percent
+from quern.recipe import BUILT_IN_CONVERSATIONS
 from quern.report.plots import Panel, panels
-from quern.report.run_records import STAGE_TITLES, RunRecords, StageRecords, as_object, finite
-from quern.report.score_plot import ScorePlot, score_plot
-from quern.report.scores import ScoreTable, score_settings, score_tables
-from quern.report.summary import summary
-from quern.report.values import Pairs, Table, flatten, plain, tables
+from quern.report.records import STAGE_TITLES, Record, RunRecords, StageRecords, as_object, finite
+from quern.report.scores import ScorePlot, ScoreTable, score_rows, score_settings, score_stages, score_tables
+from quern.report.values import Pairs, Table, duration, flatten, human, human_flops, number, percent, plain, tables
 
 EVENT_HEADER = ["time (UTC)", "event", "step", "details"]
 
@@ -29,8 +27,6 @@ class Facts:
 
 @dataclass(frozen=True)
 class Command:
-    """A command line."""
-
     text: str
 
 
@@ -101,7 +97,7 @@ def document(run: RunRecords) -> Document:
         ("reproduction", "Reproduction", _reproduction(run)),
     )
     found = [Section(key, title, list(groups)) for key, title, groups in sections]
-    return Document(run.name, summary(run), _tiles(run), run.notes, [section for section in found if section.groups])
+    return Document(run.name, _summary(run), _tiles(run), run.notes, [section for section in found if section.groups])
 
 
 def _tiles(run: RunRecords) -> Pairs:
@@ -152,7 +148,7 @@ def _training(run: RunRecords) -> Iterable[Group]:
         yield from _facts(stage.title, [*_shown(done), *_length(run, stage, asked), *flatten(planned)])
 
 
-def _length(run: RunRecords, stage: StageRecords, asked: dict[str, Any]) -> Pairs:
+def _length(run: RunRecords, stage: StageRecords, asked: Record) -> Pairs:
     """Tokens per parameter (of the matrices and the head), or epochs of conversations."""
     if stage.name == "rl":
         return []
@@ -171,7 +167,7 @@ def _length(run: RunRecords, stage: StageRecords, asked: dict[str, Any]) -> Pair
     return [("conversations, about", f"{seen:,.0f}"), ("epochs", f"{seen / usable:.2g}")]
 
 
-def _data_event(stage: StageRecords) -> dict[str, Any]:
+def _data_event(stage: StageRecords) -> Record:
     return next((event for event in reversed(stage.events) if event.get("kind") == "data"), {})
 
 
@@ -196,28 +192,27 @@ def _curves(run: RunRecords) -> Iterable[Group]:
 
 
 def _evaluation(run: RunRecords) -> list[Group]:
-    found, plot = score_tables(run), score_plot(run)
-    blocks = [*([plot] if plot else []), *found]
-    return [Group("", blocks), Group("Evaluation settings", [score_settings(run)], folded=True)] if found else []
+    found = score_tables(run)
+    return [Group("", found), Group("Evaluation settings", [score_settings(run)], folded=True)] if found else []
 
 
 def _samples(run: RunRecords) -> Iterable[Group]:
     """The latest stage first. Samples of the untrained model are folded beside those of another stage."""
     stages = list(dict.fromkeys(str(sample.get("stage", "")) for sample in run.samples))[::-1]
     for stage in stages:
-        for name, kind, block in (("conversations", "chat", _talk), ("continuations", "completion", _continuation)):
-            wanted = (stage, kind)
-            own = [s for s in run.samples if (str(s.get("stage", "")), s.get("kind")) == wanted]
-            if own:
+        own = [sample for sample in run.samples if str(sample.get("stage", "")) == stage]
+        texts = [s for s in own if s.get("kind") == "completion"]
+        parts = {
+            "conversations": [_talk(sample) for sample in own if sample.get("kind") == "chat"],
+            "continuations": [Continuation(str(s.get("prompt", "")), str(s.get("text", ""))) for s in texts],
+        }
+        for name, blocks in parts.items():
+            if blocks:
                 title = f"{STAGE_TITLES.get(stage, stage)}: {name}"
-                yield Group(title, list(map(block, own)), folded=stage == "untrained" and len(stages) > 1)
+                yield Group(title, blocks, folded=stage == "untrained" and len(stages) > 1)
 
 
-def _continuation(sample: dict[str, Any]) -> Continuation:
-    return Continuation(str(sample.get("prompt", "")), str(sample.get("text", "")))
-
-
-def _talk(sample: dict[str, Any]) -> Conversation:
+def _talk(sample: Record) -> Conversation:
     messages = sample.get("messages")
     turns = [turn for turn in messages if isinstance(turn, dict)] if isinstance(messages, list) else []
     return Conversation([(str(turn.get("role")), _parts(turn.get("content"))) for turn in turns])
@@ -253,3 +248,61 @@ def _reproduction(run: RunRecords) -> list[Group]:
     found = flatten(facts | run.part("machine") | run.part("versions"))
     blocks: list[Block] = [Command(str(run.run["command"]))] if run.run.get("command") else []
     return [Group("", [*blocks, Facts(found)])] if blocks or found else []
+
+
+def _summary(run: RunRecords) -> str:
+    """Two sentences at most, from the facts that are recorded."""
+    model, stage = as_object(run.recipe.get("model")), run.main_stage
+    depth, width, parameters = finite(model.get("depth")), finite(model.get("width")), run.parameters("total")
+    tokens, seconds = (stage.last("tokens"), stage.last("seconds")) if stage else (None, None)
+    text = "A model"
+    if depth is not None and width is not None:
+        text += f" of {depth:,.0f} layers, {width:,.0f} wide"
+    if parameters is not None:
+        text += f", with {human(parameters)} parameters"
+    text += f", trained on {human(tokens)} tokens" if tokens is not None else ", not trained yet"
+    data = run.recipe.get("data")
+    if isinstance(data, str):
+        text += f" of {data.rstrip('/').rsplit('/', 1)[-1]}"
+    if seconds is not None:
+        text += f" in {duration(seconds)}"
+    return text + "." + ((_average_accuracy(run) if _trained_on_tinyworld(run) else "") or _bits_per_byte(run))
+
+
+def _trained_on_tinyworld(run: RunRecords) -> bool:
+    """Whether the run learned from the built-in world. Its questions measure nothing otherwise."""
+    if run.recipe.get("data", "tinyworld") == "tinyworld":
+        return True
+    sft = run.stage("sft")
+    if sft is None:
+        return False
+    talks = sft.recipe.get("conversations")
+    sources = [as_object(one).get("source") for one in talks] if isinstance(talks, list) else [talks]
+    return talks is None or any(source in BUILT_IN_CONVERSATIONS for source in sources)
+
+
+def _bits_per_byte(run: RunRecords) -> str:
+    row = next((row for row in score_rows(run) if row.metric == "bpb"), None)
+    scores = zip(score_stages(run), row.scores, strict=True) if row else ()
+    known = {name: score.value for name, score in scores if score is not None}
+    untrained = known.pop("untrained", None)
+    value = list(known.values())[-1] if known else run.main_stage.last("val_bpb") if run.main_stage else None
+    before = f", {untrained:.3f} before training" if untrained is not None else ""
+    return "" if value is None else f" It predicts held-out text at {value:.3f} bits per byte{before}."
+
+
+def _average_accuracy(run: RunRecords) -> str:
+    """The mean over all tasks, so that the summary does not pick the best one."""
+    stages = score_stages(run)
+    if not stages or stages[-1] == "untrained":
+        return ""
+    scores = [row.scores[-1] for row in score_rows(run) if row.metric == "accuracy"]
+    known = [score for score in scores if score is not None]
+    if not known or len(known) < len(scores):
+        return ""
+    tasks = f"{len(known)} kinds of held-out question" if len(known) > 1 else "held-out questions"
+    text = f" Over {tasks} it is right {percent(statistics.mean(score.value for score in known))} of the time"
+    chances = [score.chance for score in known if score.chance is not None]
+    if len(chances) == len(known):
+        text += f", where guessing would be {percent(statistics.mean(chances))} of the time"
+    return f"{text}."

@@ -16,27 +16,18 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from quern.report.numbers import human, number, percent
-from quern.report.run_records import StageRecords
+from quern.report.records import StageRecords
+from quern.report.values import human, number, percent
 from quern.train.metrics import METRICS, RL_METRICS, Curve, curves
 
 # Placeholder colours, and the variables of report.css that replace them.
-INK, MUTED, GRID, ACCENT, FAINT, ALERT = "#010203", "#010204", "#010205", "#010206", "#010207", "#010208"
-VARIABLES = {
-    INK: "var(--ink)",
-    MUTED: "var(--muted)",
-    GRID: "var(--line)",
-    ACCENT: "var(--accent)",
-    FAINT: "var(--accent-faint)",
-    ALERT: "var(--alert)",
-}
+MUTED, GRID, ACCENT, FAINT, ALERT = "#010204", "#010205", "#010206", "#010207", "#010208"
+VARIABLES = {MUTED: "muted", GRID: "line", ACCENT: "accent", FAINT: "accent-faint", ALERT: "alert"}
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "quern",
     "font.size": 8.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
+    **{f"axes.spines.{side}": False for side in ("top", "right", "left")},
     "axes.edgecolor": MUTED,
     "axes.linewidth": 0.6,
     "axes.grid": True,
@@ -90,17 +81,17 @@ def _pass_curves(stage: StageRecords) -> list[Curve]:
 
 
 def draw(curve: Curve, xs: list[float], ys: list[float], stage: StageRecords, name: str) -> str:
-    """One curve as an <svg> element whose ids start with `name`. Vertical lines mark resumed and skipped steps."""
+    """An <svg> element whose ids start with `name`. Vertical lines mark resumed and skipped steps."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(4.3, 2.25), layout="constrained")
         figure.patch.set_visible(False)
         axes = figure.add_subplot()
         axes.patch.set_visible(False)
         smooth = running_mean(ys) if curve.smooth else ys
-        x_name = {"seconds": "training time"}.get(curve.against, curve.against)
+        x_name = curve.against
         if curve.against == "seconds":
             size, unit = (1, "s") if max(xs) < 300 else (60, "min") if max(xs) < 18_000 else (3600, "h")
-            xs, x_name = [x / size for x in xs], f"{x_name}, {unit}"
+            xs, x_name = [x / size for x in xs], f"training time, {unit}"
         if curve.smooth and len(ys) > 12:
             axes.plot(*thin(xs, ys), color=FAINT, linewidth=1)
             axes.plot(*thin(xs, smooth), color=ACCENT, linewidth=1.6)
@@ -160,5 +151,5 @@ def _svg(figure: Figure, name: str, label: str) -> str:
     text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", text)
     text = re.sub(r"font-family: [^;\"]*;?", "", text)
     for colour, variable in VARIABLES.items():
-        text = text.replace(colour, variable)
+        text = text.replace(colour, f"var(--{variable})")
     return text.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1).strip()

@@ -1,11 +1,11 @@
-"""The scores of a run as tables: one row per task and metric, one column per evaluated stage."""
+"""The scores of a run as tables, one row per task and metric, one column per evaluated stage, and as a plot."""
 
-from dataclasses import dataclass, replace
-from typing import Any
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from quern.report.numbers import number, percent
-from quern.report.run_records import STAGE_TITLES, RunRecords, finite, stage_order
-from quern.report.values import Table, plain
+from quern.report.records import STAGE_TITLES, Record, RunRecords, finite, stage_order
+from quern.report.values import Table, number, percent, plain
 
 INTRODUCTION = (
     "Share of held-out questions answered correctly, with 95% confidence intervals (Wilson). In a chart, the line on a "
@@ -39,16 +39,46 @@ class ScoreRow:
     detail: str
     scores: list[Score | None]
 
+    @property
+    def chance(self) -> float | None:
+        """The share that guessing reaches, of the last stage that has it."""
+        return next((score.chance for score in reversed(self.scores) if score and score.chance is not None), None)
+
 
 @dataclass(frozen=True)
 class ScoreTable:
-    """chart: whether the scores are shares between 0 and 1, which the page draws as bars."""
+    """Scores of the stages (name, title). chart: whether they are shares, which the page draws as bars."""
 
     title: str
     introduction: str
-    stages: list[str]
+    stages: list[tuple[str, str]]
     rows: list[ScoreRow]
     chart: bool
+
+
+@dataclass(frozen=True)
+class ScorePlot:
+    """The scores of a table on an axis from `left` to 1: one row per task, a mark with its interval per stage."""
+
+    table: ScoreTable
+    left: float
+
+    def at(self, value: float) -> float:
+        """The place of a value, as a share of the width."""
+        return min(1.0, max(0.0, (value - self.left) / (1 - self.left)))
+
+    def ticks(self) -> list[tuple[float, str]]:
+        """(share of the width, text) on the axis."""
+        steps = [self.left + 0.25 * step for step in range(round(4 * (1 - self.left)) + 1)]
+        return [(self.at(step), percent(step)) for step in steps]
+
+    def label(self, row: ScoreRow) -> str:
+        """The scores of a row as text, for those who do not see it."""
+        titles = [title for _, title in self.table.stages]
+        pairs = zip(titles, row.scores, strict=True)
+        said = [f"{title} {score.text} {score.detail}".strip() for title, score in pairs if score]
+        said += [f"guessing {percent(row.chance)}"] if row.chance is not None else []
+        return f"{row.task}: {', '.join(said)}"
 
 
 def score_stages(run: RunRecords) -> list[str]:
@@ -56,9 +86,9 @@ def score_stages(run: RunRecords) -> list[str]:
     return sorted({str(line.get("stage", "")) for line in run.scores}, key=stage_order)
 
 
-def _evaluated(run: RunRecords) -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
+def _evaluated(run: RunRecords) -> dict[tuple[str, str], dict[str, Record]]:
     """(task, metric) → stage → record, without tasks that no trained stage was asked."""
-    groups: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    groups: dict[tuple[str, str], dict[str, Record]] = {}
     for line in run.scores:
         key = (str(line.get("task", "")), str(line.get("metric", "")))
         groups.setdefault(key, {})[str(line.get("stage", ""))] = line
@@ -72,7 +102,7 @@ def score_rows(run: RunRecords) -> list[ScoreRow]:
     for (task, metric), lines in _evaluated(run).items():
         last = next(lines[name] for name in reversed(stages) if name in lines)
         count, chance = finite(last.get("count")), finite(last.get("chance"))
-        unit = " bytes" if metric == "bpb" else " questions" if of_questions(metric) else ""
+        unit = " bytes" if metric == "bpb" else " questions" if _of_questions(metric) else ""
         details = [f"{count:,.0f}{unit}" if count is not None else ""]
         if chance is not None and metric != MEAN:
             details.append(f"guessing {percent(chance) if _share(metric) else number(chance)}")
@@ -82,33 +112,31 @@ def score_rows(run: RunRecords) -> list[ScoreRow]:
     return rows
 
 
-def score_tables(run: RunRecords) -> list[ScoreTable]:
-    """The accuracies with their means, bits per byte, then other measures. Stages without a score in a table get no
-    column."""
-    rows = score_rows(run)
-    texts = [row for row in rows if row.metric == "bpb"]
-    others = [row for row in rows if row.metric != "bpb" and not of_questions(row.metric)]
-    tasks = ("Task", INTRODUCTION, question_rows(run), True)
-    parts = (tasks, ("Text", TEXTS, texts, False), ("Measure", "", others, False))
-    found = []
-    for title, introduction, rows, chart in parts:
-        stages, rows = without_empty_stages(run, rows)
-        if rows:
-            titles = [STAGE_TITLES.get(stage, stage) for stage in stages]
-            found.append(ScoreTable(title, introduction, titles, rows, chart))
-    return found
+def score_tables(run: RunRecords) -> list[ScoreTable | ScorePlot]:
+    """The accuracies with their means as a plot and a table, bits per byte, then other measures.
+
+    Stages without a score in a table get no column.
+    """
+    stages, rows = score_stages(run), score_rows(run)
+
+    def table(title: str, introduction: str, wanted: Callable[[str], bool]) -> list[ScoreTable]:
+        own = sorted((row for row in rows if wanted(row.metric)), key=lambda row: row.metric == MEAN)
+        shown = [at for at in range(len(stages)) if any(row.scores[at] for row in own)]
+        own = [ScoreRow(row.task, row.metric, row.detail, [row.scores[at] for at in shown]) for row in own]
+        titles = [(stages[at], STAGE_TITLES.get(stages[at], stages[at])) for at in shown]
+        return [ScoreTable(title, introduction, titles, own, wanted is _of_questions)] if own else []
+
+    tasks = table("Task", INTRODUCTION, _of_questions)
+    texts = table("Text", TEXTS, lambda metric: metric == "bpb")
+    others = table("Measure", "", lambda metric: metric != "bpb" and not _of_questions(metric))
+    return [*(plot for one in tasks for plot in _plot(one)), *tasks, *texts, *others]
 
 
-def question_rows(run: RunRecords) -> list[ScoreRow]:
-    """The rows of questions, then those of their means."""
-    return sorted((row for row in score_rows(run) if of_questions(row.metric)), key=lambda row: row.metric == MEAN)
-
-
-def without_empty_stages(run: RunRecords, rows: list[ScoreRow]) -> tuple[list[str], list[ScoreRow]]:
-    """The stages that have a score in these rows, and the rows with the scores of these stages."""
-    stages = score_stages(run)
-    shown = [i for i in range(len(stages)) if any(row.scores[i] for row in rows)]
-    return [stages[i] for i in shown], [replace(row, scores=[row.scores[i] for i in shown]) for row in rows]
+def _plot(table: ScoreTable) -> list[ScorePlot]:
+    known = [score for row in table.rows for score in row.scores if score is not None]
+    ends = [end for score in known for end in (score.value, *(score.interval or ()))]
+    # A centred accuracy below guessing is negative.
+    return [ScorePlot(table, min(0.0, math.floor(4 * max(-1.0, min(ends))) / 4))] if ends else []
 
 
 def _share(metric: str) -> bool:
@@ -116,7 +144,7 @@ def _share(metric: str) -> bool:
     return metric == "accuracy" or metric.startswith("pass@")
 
 
-def of_questions(metric: str) -> bool:
+def _of_questions(metric: str) -> bool:
     """Whether a metric is of questions: such a share, or a mean of them."""
     return _share(metric) or metric == MEAN
 
@@ -139,7 +167,7 @@ def score_settings(run: RunRecords) -> Table:
     return Table(["stage", "task", "count", "prompts", "BOS", "shots", "skipped"], rows)
 
 
-def _score(line: dict[str, Any], metric: str, usual_count: float | None, chance: float | None) -> Score | None:
+def _score(line: Record, metric: str, usual_count: float | None, chance: float | None) -> Score | None:
     value, low, high, count = (finite(line.get(key)) for key in ("value", "low", "high", "count"))
     if value is None:
         return None

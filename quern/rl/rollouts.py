@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,6 @@ from quern.eval.task import Item
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion
 from quern.generate.sampling import Sampling
-from quern.machine import Machine
 from quern.mesh import ProcessGroup, alone
 from quern.model.base import LanguageModel
 from quern.model.loss import loss_sum
@@ -48,7 +47,7 @@ class Rollout:
         ids: Token ids of the reply.
         sampled: Whether the model chose the token; a tool's output is forced.
         logprobs: Log-probabilities in sampling; after `Rollouts` kept it for several updates, in training.
-        reward: Of the environment, minus the penalty for its length.
+        reward: The environment's reward, minus the penalty for its length.
         right: Whether the environment's reward is at least 1.
         truncated: Whether max_tokens or the context ended it.
         weights: Advantages.
@@ -64,6 +63,11 @@ class Rollout:
     truncated: bool
     weights: list[float] = field(default_factory=list)
 
+    @property
+    def span(self) -> slice:
+        """The places of the row's targets that are the reply."""
+        return slice(len(self.prompt) - 1, len(self.prompt) - 1 + len(self.ids))
+
 
 class Tally:
     """Sums over rollouts, which ranks add up."""
@@ -71,27 +75,24 @@ class Tally:
     NAMES = ("replies", "reward", "squares", "right", "truncated", "tokens", "logprob", "groups", "dropped", "too_long")
 
     def __init__(self) -> None:
-        self.sums = dict.fromkeys(self.NAMES, 0.0)
+        self.sums: dict[str, float] = dict.fromkeys(self.NAMES, 0.0)
 
     def add(self, group: Sequence[Rollout]) -> None:
         """Adds the replies to a question; without replies, the question was too long for the context."""
-        sums = self.sums
         if not group:
-            sums["too_long"] += 1
+            self.sums["too_long"] += 1
             return
-        for one in group:
-            sums["replies"] += 1
-            sums["reward"] += one.reward
-            sums["squares"] += one.reward**2
-            sums["right"] += one.right
-            sums["truncated"] += one.truncated
-            sums["tokens"] += sum(one.sampled)
-            sums["logprob"] += sum(value for value, own in zip(one.logprobs, one.sampled, strict=True) if own)
-        sums["groups"] += 1
-        sums["dropped"] += is_uniform(np.array([one.reward for one in group]))
+        rewards = [one.reward for one in group]
+        own = [value for one in group for value, own in zip(one.logprobs, one.sampled, strict=True) if own]
+        found = (
+            *(len(group), sum(rewards), sum(reward**2 for reward in rewards), sum(one.right for one in group)),
+            *(sum(one.truncated for one in group), len(own), sum(own), 1, is_uniform(np.array(rewards)), 0),
+        )
+        for name, value in zip(self.NAMES, found, strict=True):
+            self.sums[name] += value
 
     def means(self, sums: Sequence[float] | None = None) -> dict[str, float]:
-        """What is recorded. sums: those of all ranks, in the order of NAMES; by default this rank's."""
+        """The recorded means. sums: those of all ranks, in the order of NAMES; by default this rank's."""
         total = dict(zip(self.NAMES, sums, strict=True)) if sums is not None else self.sums
         replies, tokens = max(1.0, total["replies"]), max(1.0, total["tokens"])
         mean = total["reward"] / replies
@@ -111,7 +112,7 @@ class Tally:
 class _Kept:
     """The file that keeps a round's replies."""
 
-    tally: dict[Any, float]
+    tally: dict[str, float]
     rollouts: list[Rollout]
 
 
@@ -122,7 +123,7 @@ class Rollouts:
         engine: Generates with the model in training.
         environments: Where questions come from; they take turns.
         settings: Numbers of groups and samples, penalties, updates.
-        seed: Of questions and replies.
+        seed: The seed of questions and replies.
         micro_batch_rows: Rows of a whole context in one forward pass.
         reference: The model that the divergence is measured from; needed if `settings.kl` is above 0.
         folder: Where the replies of a round are kept, if several updates use them.
@@ -187,35 +188,19 @@ class Rollouts:
         """
         prompts = [render_prompt(self.engine.tokenizer, item.messages) for _, item in items]
         fits = [number for number, prompt in enumerate(prompts) if len(prompt) < self.engine.context]
-        settings = self.settings
-        model = self.engine.model
-        training = model.training
-        model.eval()
-        done = self.engine.generate(
-            [prompts[number] for number in fits],
-            samples=samples,
-            max_tokens=settings.max_tokens,
-            sampling=Sampling(),
-            seed=[_number(seeds[at]) for at in fits],
-            logprobs=True,
-        )
-        model.train(training)
+        most, overlong = self.settings.max_tokens, self.settings.overlong_tokens
+        how = {"samples": samples, "max_tokens": most, "sampling": Sampling(), "logprobs": True}
+        with _evaluating(self.engine.model):
+            own = [_number(seeds[at]) for at in fits]
+            done = self.engine.generate([prompts[number] for number in fits], seed=own, **how)
         groups: list[list[Rollout]] = [[] for _ in items]
         rewards = self._rewards([items[number] for number in fits], done)
         for number, replies, rewarded in zip(fits, done, rewards, strict=True):
             for reply, reward in zip(replies, rewarded, strict=True):
-                penalty = overlong_penalty(len(reply.ids), settings.max_tokens, settings.overlong_tokens)
-                one = Rollout(
-                    number,
-                    prompts[number],
-                    reply.ids,
-                    reply.sampled,
-                    reply.logprobs,
-                    reward - penalty,
-                    reward >= 1,
-                    reply.finish_reason == "length",
-                )
-                groups[number].append(one)
+                net = reward - overlong_penalty(len(reply.ids), most, overlong)
+                cut = reply.finish_reason == "length"
+                known = (reply.ids, reply.sampled, reply.logprobs)
+                groups[number].append(Rollout(number, prompts[number], *known, net, reward >= 1, cut))
         return groups
 
     def _rewards(
@@ -235,37 +220,37 @@ class Rollouts:
 
     def logprobs(self, rows: Sequence[Rollout], model: LanguageModel | None = None) -> list[np.ndarray]:
         """Log-probabilities of the replies' tokens, computed as in training. model: by default the one in training."""
-        model = model or self.engine.model
-        machine: Machine = self.engine.machine
-        training = model.training
-        model.eval()
+        model, machine = model or self.engine.model, self.engine.machine
         found: list[np.ndarray] = []
         batch = self._batch(rows)
-        for micro in batch.split(self.micro_batch_rows * max(1, self.engine.context // batch.tokens.shape[1])):
-            tokens, targets = (torch.from_numpy(a).long().to(machine.device) for a in (micro.tokens, micro.targets))
-            with torch.no_grad():
+        with _evaluating(model), torch.no_grad():
+            for micro in batch.split(self.micro_batch_rows * max(1, self.engine.context // batch.tokens.shape[1])):
+                tokens, targets = (torch.from_numpy(a).long().to(machine.device) for a in (micro.tokens, micro.targets))
                 zeros = torch.zeros(targets.shape, device=machine.device)
                 nats = loss_sum(model, tokens, targets, zeros, attention=machine.attention)[1]
-            found += list(-nats.float().cpu().numpy())
-        model.train(training)
-        spans = ((len(one.prompt) - 1, len(one.prompt) - 1 + len(one.ids)) for one in rows)
-        return [values[first:last] for values, (first, last) in zip(found, spans, strict=False)]
+                found += list(-nats.float().cpu().numpy())
+        return [values[one.span] for values, one in zip(found, rows, strict=False)]
 
     def _collect(self, number: int, rank: int, ranks: int) -> list[Rollout]:
         """Samples this rank's groups of a round. A group's question and replies do not depend on the rank."""
         settings = self.settings
         self.tally = Tally()
-        waiting, kept = list(range(rank, settings.groups, ranks)), {}
+        waiting, kept = list(range(rank, settings.groups, ranks)), dict[int, list[Rollout]]()
         for attempt in range(settings.resample + 1):
+            if not waiting:
+                break
             seeds = [f"{self.seed}:{number}:{attempt}:{slot}" for slot in waiting]
             asked = [self._question(number, slot, seed) for slot, seed in zip(waiting, seeds, strict=True)]
             for slot, group in zip(waiting, self.ask(asked, settings.samples, seeds), strict=True):
                 self.tally.add(group)
-                if group and not is_uniform(np.array([one.reward for one in group])):
-                    kept[slot] = self._weighted(slot, group)
+                rewards = np.array([one.reward for one in group])
+                if group and not is_uniform(rewards):
+                    values = advantages(rewards[None], settings.normalize)[0]
+                    kept[slot] = [
+                        replace(one, slot=slot, weights=[float(value)] * len(one.ids))
+                        for one, value in zip(group, values, strict=True)
+                    ]
             waiting = [slot for slot in waiting if slot not in kept]
-            if not waiting:
-                break
         rows = [one for slot in sorted(kept) for one in kept[slot]]
         if settings.kl and rows:
             rows = self._with_divergence(rows)
@@ -278,13 +263,6 @@ class Rollouts:
     def _question(self, number: int, slot: int, seed: str) -> tuple[Environment, Item]:
         environment = self.environments[(number * self.settings.groups + slot) % len(self.environments)]
         return environment, draw_item(environment, seed)
-
-    def _weighted(self, slot: int, group: Sequence[Rollout]) -> list[Rollout]:
-        values = advantages(np.array([[one.reward for one in group]]), self.settings.normalize)[0]
-        return [
-            replace(one, slot=slot, weights=[float(value)] * len(one.ids))
-            for one, value in zip(group, values, strict=True)
-        ]
 
     def _with_divergence(self, rows: Sequence[Rollout]) -> list[Rollout]:
         """Adds the gradient of the divergence from the reference (`divergence`) to the weights."""
@@ -305,16 +283,15 @@ class Rollouts:
     def _batch(self, rows: Sequence[Rollout]) -> Batch:
         """(B, T) arrays with one reply in each row."""
         context, bos = self.engine.context, self.engine.tokenizer.bos
-        longest = max((len(one.prompt) + len(one.ids) - 1 for one in rows), default=1)
+        longest = max((one.span.stop for one in rows), default=1)
         width = min(context, -(-longest // MULTIPLE) * MULTIPLE)
         ids = np.full((max(1, len(rows)), width + 1), bos, dtype=np.int32)
         mask = np.zeros((len(ids), width), dtype=bool)
         weight = np.zeros((len(ids), width), dtype=np.float32)
         for row, one in enumerate(rows):
-            first, last = len(one.prompt) - 1, len(one.prompt) - 1 + len(one.ids)
-            ids[row, : last + 1] = one.prompt + one.ids
-            mask[row, first:last] = one.sampled
-            weight[row, first:last] = one.weights or 0.0
+            ids[row, : one.span.stop + 1] = one.prompt + one.ids
+            mask[row, one.span] = one.sampled
+            weight[row, one.span] = one.weights or 0.0
         return replace(Batch.of_rows(ids, mask), weight=weight)
 
     def _path(self, number: int, rank: int, ranks: int) -> Path:
@@ -340,6 +317,15 @@ class Rollouts:
         body = read_json(self._path(number, rank, ranks), _Kept, "continue from an earlier checkpoint")
         self.tally.sums = body.tally
         return body.rollouts
+
+
+@contextmanager
+def _evaluating(model: LanguageModel) -> Iterator[None]:
+    """Without dropout; the model is in its mode again afterwards."""
+    training = model.training
+    model.eval()
+    yield
+    model.train(training)
 
 
 def _number(seed: str) -> int:

@@ -16,7 +16,7 @@ from quern.eval.contamination import WORDS, contaminated_shares, passage
 from quern.eval.core.bundle import core_bundle
 from quern.eval.core.run import run_core
 from quern.eval.core.tasks import CoreTask, core_passages, find_tasks
-from quern.eval.run_task import Answered, run_task
+from quern.eval.run_task import run_task
 from quern.eval.score import Score
 from quern.eval.task import CHAT_STAGES, Task
 from quern.eval.tasks import load_task, task_names
@@ -235,7 +235,12 @@ class _Evaluation:
         identity = {"run": folder.name, "stage": name, "step": loaded.step, "weights": loaded.weights()}
         refuse_unequal(identity, world)
         log(f"evaluating: {name}")
-        scores = [] if chats else self._text_scores(loaded, texts)  # bits per byte say little about a chat model
+        scores = list[Score]()
+        if not chats:  # bits per byte say little about a chat model
+            how = {"context": engine.context, "rows": loaded.recipe.micro_batch_rows, "kinds": texts.kinds}
+            train = None if name == "untrained" else texts.sample
+            val = texts.prepared.val
+            scores = text_scores(loaded.model, loaded.tokenizer, self.machine, val, train, group=world, **how)
         samples: Lines = []
         count = min(self.asked.questions, UNTRAINED_QUESTIONS) if name == "untrained" else self.asked.questions
         for task in self.tasks(loaded):
@@ -243,8 +248,10 @@ class _Evaluation:
             scores += graded.scores
             if self.mesh.main:
                 write_answers(answers, task.name, identity, graded.replies)
-            if chats:
-                samples += _shown_replies(name, graded.replies)
+            if chats:  # one reply of each kind
+                shown = {reply.item.kind: reply for reply in graded.replies}.values()
+                talks = [[*reply.item.messages, {"role": "assistant", "content": reply.parts}] for reply in shown]
+                samples += [_chat(name, talk) for talk in talks]
         self.append("samples.jsonl", samples + (_samples(engine, name, loaded.recipe) if self.mesh.main else []))
         lines = _lines(loaded, scores, log)
         if name == "untrained":
@@ -262,21 +269,6 @@ class _Evaluation:
             log(f"lm-evaluation-harness: {name}")
             lines += _lines(loaded, found.harness(loaded, self.machine), log)
         return lines
-
-    def _text_scores(self, loaded: LoadedModel, texts: _Texts) -> list[Score]:
-        recipe = loaded.recipe
-        assert recipe.model.context
-        return text_scores(
-            loaded.model,
-            loaded.tokenizer,
-            self.machine,
-            texts.prepared.val,
-            None if loaded.stage == "untrained" else texts.sample,
-            kinds=texts.kinds,
-            context=recipe.model.context,
-            rows=recipe.micro_batch_rows,
-            group=self.mesh.world,
-        )
 
     def contamination(self, recipe: Recipe, prepared: Prepared) -> dict[str, float]:
         """The share of each task's questions that are in the training text."""
@@ -341,12 +333,6 @@ def _with_shares(lines: Lines, shares: Mapping[str, float], stage: str, log: Log
 
 def _chat(name: str, messages: Sequence[Message]) -> dict[str, Any]:
     return {"stage": name, "kind": "chat", "messages": messages}
-
-
-def _shown_replies(name: str, replies: Sequence[Answered]) -> Lines:
-    """One reply of each kind, as samples."""
-    shown = {reply.item.kind: reply for reply in replies}.values()
-    return [_chat(name, [*reply.item.messages, {"role": "assistant", "content": reply.parts}]) for reply in shown]
 
 
 def _samples(engine: Engine, name: str, recipe: Recipe) -> Lines:

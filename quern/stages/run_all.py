@@ -15,7 +15,7 @@ from quern.mixture.prepare import check_mixture
 from quern.recipe import Recipe
 from quern.records import read_lines
 from quern.report.build import build
-from quern.report.run_records import read_run
+from quern.report.records import read_run
 from quern.runs.origin import read_origin, require_same, with_absolute_paths
 from quern.runs.public_data import fetch_conversations
 from quern.runs.run_dir import STAGES, RunDir, refuse_unwritable

@@ -1,6 +1,4 @@
-"""Bits per byte against a second implementation, and on what must not count."""
-
-import math
+"""Bits per byte: what counts, and the scores of each kind of text and of a sample of the training text."""
 
 import numpy as np
 import pytest
@@ -8,8 +6,59 @@ import pytest
 from quern.data.loader import Batch
 from quern.data.pieces import windows
 from quern.data.shards import Corpus
-from quern.eval.bits_per_byte import BitsPerByte, bits_per_byte
+from quern.eval.bits_per_byte import bits_per_byte, kinds_of_documents, sample, text_scores
+from quern.text.tinyworld.corpus import KINDS_OF_TEXT, documents, documents_of_kinds
 from tests.support.tiny_model import CPU, TEXTS, plain_bits_per_byte, tiny_model, tiny_tokenizer
+
+KINDS = ["mill", "other", "other", "mill", "", "mill", "other"]
+
+
+def corpus_of(tokenizer, texts: list[str]) -> Corpus:
+    return Corpus.from_arrays([[tokenizer.bos, *tokenizer.encode(text)] for text in texts])
+
+
+def test_each_kind_has_the_score_of_its_documents_and_the_whole_that_of_all() -> None:
+    tokenizer = tiny_tokenizer()
+    model, val = tiny_model(tokenizer.vocab_size), corpus_of(tokenizer, TEXTS)
+    train = corpus_of(tokenizer, TEXTS[::-1])
+    found = text_scores(model, tokenizer, CPU, val, train, kinds=KINDS, context=16, rows=4)
+    assert [score.task for score in found] == ["validation", "train", "validation/mill", "validation/other"]
+    for score in found:
+        kind = score.task.rpartition("/")[2]
+        texts = [text for text, own in zip(TEXTS, KINDS, strict=True) if kind in ("validation", "train", own)]
+        plain = plain_bits_per_byte(model, tokenizer, texts, 16)
+        assert score.value == pytest.approx(plain.bpb, rel=1e-6) and score.count == plain.bytes
+        assert score.chance == pytest.approx(plain.uniform_bpb(tokenizer.vocab_size))
+    whole = bits_per_byte(model, windows(val, 16), tokenizer.token_bytes(), CPU)
+    assert found[0].value == pytest.approx(whole.bpb, rel=1e-6)
+    (only,) = text_scores(model, tokenizer, CPU, val, context=16, rows=4)
+    assert only.task == "validation" and only.value == pytest.approx(whole.bpb, rel=1e-6)
+
+
+@pytest.mark.parametrize(("tokens", "lengths"), [(1000, 300), (7, 1), (40, 300), (10**6, 3), (500, 1)])
+def test_a_sample_is_all_over_the_text_and_no_larger_than_asked(tokens: int, lengths: int) -> None:
+    draw = np.random.default_rng(0)
+    corpus = Corpus.from_arrays([[0, *range(1, 2 + draw.integers(lengths))] for _ in range(400)])
+    first, second = sample(corpus, tokens), sample(corpus, tokens)
+    assert first.num_tokens <= tokens and first.num_tokens >= min(0.5 * tokens, 0.98 * corpus.num_tokens)
+    assert (first.starts == second.starts).all() and (first.lengths == second.lengths).all()
+    assert set(first.starts) <= set(corpus.starts) and corpus.num_tokens == sample(corpus, 10**6).num_tokens
+    if tokens == 1000:
+        assert first.starts.max() > 0.7 * corpus.starts.max()
+
+
+def test_one_long_document_is_cut() -> None:
+    part = sample(Corpus.from_arrays([[0, *range(1, 500)]]), 60)
+    assert part.gather(0).tolist() == list(range(60))
+
+
+def test_documents_of_the_world_are_known_by_their_text() -> None:
+    pairs, tokenizer = list(documents_of_kinds(3, 0.02, "val")), tiny_tokenizer()
+    assert [text for _, text in pairs] == list(documents(3, 0.02, "val"))
+    assert {kind for kind, _ in pairs} <= set(KINDS_OF_TEXT)
+    texts = [text for _, text in pairs[:6]]
+    corpus = corpus_of(tokenizer, [*texts, "changed"])
+    assert kinds_of_documents(corpus, tokenizer, pairs) == [*(kind for kind, _ in pairs[:6]), ""]
 
 
 @pytest.fixture(scope="module")
@@ -17,32 +66,9 @@ def tokenizer():
     return tiny_tokenizer()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model(tokenizer):
     return tiny_model(tokenizer.vocab_size)
-
-
-def corpus(tokenizer) -> Corpus:
-    return Corpus.from_arrays([[tokenizer.bos, *tokenizer.encode(text)] for text in TEXTS])
-
-
-@pytest.mark.parametrize("context", [32, 7, 1])
-def test_equals_the_plain_scorer_and_counts_every_byte_once(tokenizer, model, context):
-    measured = bits_per_byte(model, windows(corpus(tokenizer), context), tokenizer.token_bytes(), CPU)
-    plain = plain_bits_per_byte(model, tokenizer, TEXTS, context)
-    assert measured.bytes == plain.bytes == sum(len(text.encode()) for text in TEXTS)
-    assert measured.tokens == plain.tokens
-    assert measured.bpb == pytest.approx(plain.bpb, rel=1e-6)
-    assert measured.nats_per_token == pytest.approx(plain.nats_per_token, rel=1e-6)
-
-
-def test_bytes_of_printed_tokens_would_be_wrong(tokenizer):
-    """The texts hold tokens that are no valid UTF-8; counting their printed form (the known mistake)
-    shows.
-    """
-    ids = [token for text in TEXTS for token in tokenizer.encode(text)]
-    printed = sum(len(tokenizer.decode([token]).encode("utf-8")) for token in ids)
-    assert int(tokenizer.token_bytes()[ids].sum()) == sum(len(text.encode()) for text in TEXTS) != printed
 
 
 def test_special_tokens_and_masked_targets_count_on_neither_side(tokenizer, model):
@@ -81,16 +107,10 @@ def test_nothing_to_measure_is_refused(tokenizer, model):
             bits_per_byte(model, batches, tokenizer.token_bytes(), CPU)
 
 
-def test_uniform_guess_and_score():
-    measured = BitsPerByte.of(nats=100 * math.log(256), tokens=100, num_bytes=100)
-    assert measured.bpb == pytest.approx(8.0)
-    assert measured.uniform_bpb(256) == pytest.approx(8.0)
-
-
 def test_the_model_is_left_as_it_was(tokenizer, model):
     model.train()
     before = [parameter.clone() for parameter in model.parameters()]
-    bits_per_byte(model, windows(corpus(tokenizer), 16), tokenizer.token_bytes(), CPU)
+    bits_per_byte(model, windows(corpus_of(tokenizer, TEXTS), 16), tokenizer.token_bytes(), CPU)
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all((a == b).all() for a, b in zip(before, model.parameters(), strict=True))

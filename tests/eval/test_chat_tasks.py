@@ -113,7 +113,7 @@ def folder(tmp_path: Path) -> Path:
 def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The programs of this file run without a sandbox, which may not work on this machine."""
     monkeypatch.setattr("quern.eval.chat.run_programs", trusting)
-    monkeypatch.setattr("quern.eval.chat._sandbox", lambda: None)
+    monkeypatch.setattr("quern.eval.chat.open_sandbox", lambda workers: None)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from quern.eval.score import interval
+
 RECIPE = {
     "schema": 1,
     "name": "gpt",
@@ -15,69 +17,29 @@ RECIPE = {
     "seed": 7,
     "make_model": "quern.model.gpt:GPT",
     "text": {"vocab_size": 8192, "digits": 2, "tokenizer_megabytes": 16.0},
-    "model": {
-        "depth": 4,
-        "width": 256,
-        "head_dim": 64,
-        "heads": 4,
-        "kv_heads": 4,
-        "context": 512,
-        "vocab_size": 8192,
-        "windows": "SSSL",
-        "rope_base": 100000.0,
-        "softcap": 15.0,
-    },
-    "train": {
-        "steps": 1500,
-        "batch_tokens": 8192,
-        "warmup_steps": 40,
-        "warmdown_share": 0.65,
-        "packing": "best-fit",
-        "clip_norm": None,
-        "max_skips": 10,
-    },
+    "model": {"depth": 4, "width": 256, "head_dim": 64, "kv_heads": 4, "context": 512, "windows": "SSSL"},
+    "train": {"steps": 1500, "batch_tokens": 8192, "warmdown_share": 0.65, "packing": "best-fit", "clip_norm": None},
     "sft": {"epochs": 2.0, "steps": 300, "batch_tokens": 8192, "lr_share": 0.3, "too_long": "crop"},
 }
 
 RUN = {
     "command": "quern run --data tinyworld --depth 4 --seed 7 --name first-light",
     "git": "3f9c2d1",
-    "machine": {
-        "processor": "Intel(R) Xeon(R) Processor @ 2.10GHz",
-        "device": "cpu",
-        "dtype": "bfloat16",
-        "threads": 2,
-        "compiled": True,
-        "system": "Linux x86_64",
-        "python": "3.12.3",
-        "torch": "2.13.0",
-    },
+    "machine": {"processor": "Intel(R) Xeon(R) Processor @ 2.10GHz", "dtype": "bfloat16", "compiled": True},
     "versions": {"torch": "2.13.0", "numpy": "2.2.1", "quern": "0.1.0"},
     "model": {
         "parameters": {"total": 9437184, "transformer": 3145728, "embeddings": 6291456},
         "flops_per_token": 37748736,
         "kv_bytes_per_token": 4096,
     },
-    "data": {
-        "documents": 41233,
-        "bytes": 24_000_118,
-        "fingerprint": "5d41402a",
-        "train": {"documents": 40411, "tokens": 6_122_334},
-        "val": {"documents": 822, "tokens": 255_120, "bytes": 1_001_346},
-    },
-    "packing": {
-        "method": "best-fit",
-        "utilisation": 0.9991,
-        "cropped_share": 0.0231,
-        "padding_share": 0.0009,
-    },
+    "data": {"documents": 41233, "bytes": 24_000_118, "val": {"documents": 822, "bytes": 1_001_346}},
+    "packing": {"method": "best-fit", "utilisation": 0.9991, "cropped_share": 0.0231},
     "tokenizer": {
         "vocabulary": 8192,
         "fingerprint": "a94a8fe5",
         "compression": [
             {"kind": "stories", "bytes": 120_433, "tokens": 26_018, "bytes_per_token": 4.6288},
             {"kind": "arithmetic", "bytes": 80_112, "tokens": 41_977, "bytes_per_token": 1.9085},
-            {"kind": "multilingual", "bytes": 9_800, "tokens": 5_120, "bytes_per_token": 1.9141},
         ],
     },
 }
@@ -192,13 +154,9 @@ def _stage(folder: Path, rng: random.Random, steps: int, start: float, end: floa
         {"kind": "save", "time": f"2026-03-01T10:0{i}:00Z", "step": 150 * i, "seconds": 0.4} for i in range(1, 5)
     ]
     if val:
+        bad = {"step": 655, "reason": "the gradient is not finite"}
         events += [
-            {
-                "kind": "skip",
-                "time": "2026-03-01T10:04:30Z",
-                "step": 655,
-                "reason": "the gradient is not finite",
-            },
+            {"kind": "skip", "time": "2026-03-01T10:04:30Z", **bad},
             {"kind": "stop", "time": "2026-03-01T10:05:00Z", "step": 730, "reason": "SIGTERM"},
             {"kind": "resume", "time": "2026-03-01T10:09:00Z", "step": 730},
         ]
@@ -211,71 +169,29 @@ def _scores(sft: bool) -> list[dict[str, Any]]:
     names = ["untrained", "pretrain", *(["sft"] if sft else [])]
     for index, stage in enumerate(names):
         bpb = {"untrained": 3.324, "pretrain": 0.543, "sft": 0.611}[stage]
-        found.append(
-            {
-                "stage": stage,
-                "task": "validation",
-                "metric": "bpb",
-                "value": bpb,
-                "low": None,
-                "high": None,
-                "count": 1_001_346,
-                "chance": 3.333,
-                "prompt_hash": None,
-                "bos": True,
-                "shots": 0,
-            }
-        )
+        text = {"task": "validation", "metric": "bpb", "value": bpb, "low": None, "high": None, "prompt_hash": None}
+        found.append({"stage": stage, **text, "count": 1_001_346, "chance": 3.333, "bos": True, "shots": 0})
         for task, values in SCORES.items():
             value, count = values[1 + index], 200
-            half = 1.96 * math.sqrt(max(value * (1 - value), 0.004) / count)
-            found.append(
-                {
-                    "stage": stage,
-                    "task": task,
-                    "metric": "accuracy",
-                    "value": value,
-                    "low": max(0.0, value - half),
-                    "high": min(1.0, value + half),
-                    "count": count,
-                    "chance": values[0],
-                    "prompt_hash": "9b74c9897bac770f",
-                    "bos": True,
-                    "shots": 0,
-                    "cropped": 0,
-                }
-            )
+            low, high = interval(value, math.sqrt(max(value * (1 - value), 0.004) / count))
+            score = {"task": task, "metric": "accuracy", "value": value, "low": max(0.0, low), "high": min(1.0, high)}
+            how = {"prompt_hash": "9b74c9897bac770f", "bos": True, "shots": 0, "cropped": 0}
+            found.append({"stage": stage, **score, "count": count, "chance": values[0], **how})
     return found
 
 
 def _samples(sft: bool) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [
         {"stage": "pretrain", "kind": "completion", "prompt": "Mira the otter", "text": STORY},
-        {
-            "stage": "pretrain",
-            "kind": "completion",
-            "prompt": "12 + 30 =",
-            "text": " 42\n7 + 15 = 22\n60 - 4 = 56",
-        },
+        {"stage": "pretrain", "kind": "completion", "prompt": "12 + 30 =", "text": " 42\n7 + 15 = 22\n60 - 4 = 56"},
     ]
     if sft:
-        found += [
-            {"stage": "sft", "kind": "chat", "messages": [*QUESTION, {"role": "assistant", "content": PARTS}]},
-            {
-                "stage": "sft",
-                "kind": "chat",
-                "messages": [
-                    {"role": "user", "content": "Who are you?"},
-                    {
-                        "role": "assistant",
-                        "content": "I am quern, a small model that grew up in a little world.",
-                    },
-                    {"role": "user", "content": "And who is Odo?"},
-                    {
-                        "role": "assistant",
-                        "content": "Odo is a heron. He lives on the roof of the mill and likes frogs and long stories.",
-                    },
-                ],
-            },
+        talk = [
+            {"role": "user", "content": "Who are you?"},
+            {"role": "assistant", "content": "I am quern, a small model that grew up in a little world."},
+            {"role": "user", "content": "And who is Odo?"},
+            {"role": "assistant", "content": "Odo is a heron. He lives on the roof of the mill and likes frogs."},
         ]
+        shown = ([*QUESTION, {"role": "assistant", "content": PARTS}], talk)
+        found += [{"stage": "sft", "kind": "chat", "messages": messages} for messages in shown]
     return found

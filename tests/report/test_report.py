@@ -10,11 +10,10 @@ from typing import Any
 import jinja2
 import pytest
 
-from quern.report.build import build
-from quern.report.markdown import fenced, inline, sparkline
-from quern.report.numbers import duration, human, human_bytes, human_flops, number, percent
+from quern.report.build import build, fenced, inline, sparkline
 from quern.report.plots import running_mean, thin
-from quern.report.run_records import read_run
+from quern.report.records import read_run
+from quern.report.values import duration, human, human_bytes, human_flops, number, percent
 from quern.runs.run_dir import RunDir
 from quern.stages.run_all import sample_chat
 from quern.text.printable import CONTROL
@@ -60,8 +59,15 @@ def report(folder: Path) -> tuple[str, Page]:
     return markdown.read_text(encoding="utf-8"), Page(html.read_text(encoding="utf-8"))
 
 
-def test_everything_is_there(tmp_path):
-    markdown, page = report(write_run(tmp_path))
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    """A run with all records; its report."""
+    folder = write_run(tmp_path_factory.mktemp("runs") / "full")
+    return folder, *report(folder)
+
+
+def test_everything_is_there(full):
+    _, markdown, page = full
     for text in (markdown.replace("\\", ""), page.text):
         for expected in (
             "9,437,184", "464 TFLOP", "12,288,000", "99.9%", "2.3%", "24 MB", "4.629", "a94a8fe5",
@@ -79,9 +85,9 @@ def test_everything_is_there(tmp_path):
     assert "width:91.00%" in widths and "width:21.00%" in widths
 
 
-def test_the_page_needs_nothing_from_outside_and_runs_nothing(tmp_path):
-    _, page = report(write_run(tmp_path))
-    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+def test_the_page_needs_nothing_from_outside_and_runs_nothing(full):
+    folder, _, page = full
+    text = (folder / "report.html").read_text(encoding="utf-8")
     assert not re.search(r"https?:|//\w+\.\w|@import|javascript:", text)
     assert not {"script", "link", "img", "iframe", "object", "embed", "form", "base"} & set(page.tags)
     for tag, name, value in page.attributes:
@@ -134,10 +140,9 @@ def hostile_run(folder: Path) -> Path:
     return folder
 
 
-def test_hostile_text_stays_text(tmp_path):
+def test_hostile_text_stays_text(tmp_path, full):
     markdown, page = report(hostile_run(tmp_path))
-    clean = Page((build(write_run(tmp_path / "clean"))[1]).read_text(encoding="utf-8"))
-    assert set(page.tags) <= set(clean.tags)
+    assert set(page.tags) <= set(full[2].tags)
     assert not any(name.startswith("on") or name == "src" for _, name, _ in page.attributes)
     assert page.text.count("<script>alert(1)</script>") > 20
     assert not re.search(CONTROL, page.text + markdown)
@@ -164,15 +169,7 @@ def test_escaping_is_what_makes_it_safe(tmp_path, monkeypatch):
     assert "<script>alert(1)" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        {"sft": False},
-        {"scores": False},
-        {"samples": False},
-        {"sft": False, "scores": False, "samples": False},
-    ],
-)
+@pytest.mark.parametrize("parts", [{"sft": False, "samples": False}, {"scores": False}])
 def test_a_run_that_stopped_on_the_way(tmp_path, parts):
     markdown, page = report(write_run(tmp_path, **parts))
     assert ("Evaluation" in page.text) == ("## Evaluation" in markdown) == parts.get("scores", True)
@@ -180,17 +177,12 @@ def test_a_run_that_stopped_on_the_way(tmp_path, parts):
     assert ("Fine-tuning" in page.text) == parts.get("sft", True)
 
 
-@pytest.mark.parametrize(
-    "keep",
-    ["run.json", "pretrain/metrics.jsonl", "pretrain/events.jsonl", "evaluate.jsonl", "samples.jsonl"],
-)
-def test_a_single_record_is_enough(tmp_path, keep):
-    full = write_run(tmp_path / "full")
-    target = tmp_path / "part" / keep
-    target.parent.mkdir(parents=True)
-    target.write_bytes((full / keep).read_bytes())
-    markdown, _ = report(tmp_path / "part")
-    assert len(markdown) > 100
+def test_a_single_record_is_enough(tmp_path, full):
+    for name in ("run.json", "pretrain/metrics.jsonl", "pretrain/events.jsonl", "evaluate.jsonl", "samples.jsonl"):
+        target = tmp_path / name.replace(".", "-") / name
+        target.parent.mkdir(parents=True)
+        target.write_bytes((full[0] / name).read_bytes())
+        assert len(report(tmp_path / name.replace(".", "-"))[0]) > 100
 
 
 def test_no_records_at_all(tmp_path):
@@ -236,23 +228,18 @@ def test_validation_lines_take_time_and_tokens_from_their_neighbours(tmp_path):
     assert stage.column("val_bpb", "tokens")[0] == [50.0, 150.0, 200.0, 200.0]
 
 
-def test_the_latest_evaluation_counts(tmp_path):
+def test_only_the_latest_evaluation_and_answer_to_a_prompt_are_shown(tmp_path):
     line = {"stage": "sft", "task": "t", "metric": "accuracy", "value": 0.25, "count": 8}
     lines(tmp_path / "evaluate.jsonl", [line, line | {"value": 0.75}])
-    markdown, page = report(tmp_path)
-    assert "75%" in markdown and "25%" not in markdown
-    assert "75%" in page.text
-
-
-def test_only_the_latest_answer_to_a_prompt_is_shown(tmp_path):
     asked = {"role": "user", "content": "Who are you?"}
     samples = [
         {"stage": "sft", "kind": "chat", "messages": [asked, {"role": "assistant", "content": answer}]}
         for answer in ("An older answer.", "A newer answer.")
     ]
     lines(tmp_path / "samples.jsonl", [*samples, samples[1] | {"stage": "pretrain"}, {"messages": [1]}])
-    _, page = report(tmp_path)
+    markdown, page = report(tmp_path)
     assert page.text.count("A newer answer.") == 2 and "older" not in page.text
+    assert "75%" in markdown and "25%" not in markdown and "75%" in page.text
 
 
 def test_how_long_it_was_is_what_was_done_not_what_the_recipe_asked_for(tmp_path):
@@ -289,12 +276,7 @@ def test_each_source_of_conversations_has_a_row(tmp_path):
     [
         ("tinyworld", None, True, "Over 2 kinds of held-out question it is right 55% of the time"),
         ("texts/", None, True, "Over 2 kinds of held-out question it is right 55% of the time"),
-        (
-            "texts/",
-            [{"source": "a"}, {"source": "tinyworld"}],
-            True,
-            "Over 2 kinds of held-out question it is right 55%",
-        ),
+        ("texts/", [{"source": "a"}, {"source": "tinyworld"}], True, "Over 2 kinds of held-out question it is right"),
         ("texts/", [{"source": "talks.jsonl"}], True, "It predicts held-out text at 1.250 bits per byte, 2.500 before"),
         ("texts/", "talks.jsonl", True, "It predicts held-out text at 1.250 bits per byte, 2.500 before training."),
         ("texts/", None, False, "It predicts held-out text at 1.250 bits per byte, 2.500 before training."),
@@ -302,8 +284,9 @@ def test_each_source_of_conversations_has_a_row(tmp_path):
     ],
 )
 def test_the_headline_is_about_what_the_run_learned(tmp_path, data, conversations, sft, headline):
-    folder = write_run(tmp_path / "run", sft=sft)
+    folder = tmp_path / "run"
     for stage in ("pretrain", "sft")[: 1 + sft]:
+        lines(folder / stage / "events.jsonl", [{"kind": "start"}])
         recipe = {"data": data, "conversations": conversations}
         (folder / stage / "recipe.json").write_text(json.dumps(recipe), encoding="utf-8")
     scores = [
@@ -330,17 +313,13 @@ def test_a_stage_without_questions_gets_no_column_of_dashes(tmp_path):
 
 
 def test_only_a_resumption_that_trained_is_marked(tmp_path):
-    folder = write_run(tmp_path)
-    stage = next(stage for stage in read_run(folder).stages if stage.name == "pretrain")
-    end, before = int(stage.last("step") or 0), stage.resumed_at()
-    with (folder / "pretrain" / "events.jsonl").open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps({"kind": "resume", "step": step}) + "\n" for step in (end // 2, end))
-    [again] = [stage for stage in read_run(folder).stages if stage.name == "pretrain"]
-    assert again.resumed_at() == [*before, end // 2]
+    lines(tmp_path / "pretrain" / "metrics.jsonl", [{"step": 9, "loss": 1.0}])
+    lines(tmp_path / "pretrain" / "events.jsonl", [{"kind": "resume", "step": step} for step in (4, 9)])
+    assert read_run(tmp_path).stages[0].resumed_at() == [4]
 
 
 def test_a_report_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_path):
-    folder = write_run(tmp_path)
+    folder = write_run(tmp_path, sft=False)
     before = build(folder)[0].read_bytes()
     (folder / "report.html").unlink()
     (folder / "report.html").mkdir()
@@ -358,10 +337,9 @@ def test_a_long_run_makes_a_light_page(tmp_path):
     assert (tmp_path / "report.html").stat().st_size < 1_000_000
 
 
-def test_two_builds_are_the_same_bytes(tmp_path):
-    write_run(tmp_path)
-    first = [path.read_bytes() for path in build(tmp_path)]
-    assert [path.read_bytes() for path in build(tmp_path)] == first
+def test_two_builds_are_the_same_bytes(full):
+    first = [(full[0] / name).read_bytes() for name in ("report.md", "report.html")]
+    assert [path.read_bytes() for path in build(full[0])] == first
 
 
 def test_markdown_escapes():

@@ -6,9 +6,13 @@ from pathlib import Path
 import pytest
 
 from quern.report.build import build
-from quern.report.run_records import read_run
-from quern.report.score_plot import score_plot
+from quern.report.records import read_run
+from quern.report.scores import ScorePlot, score_tables
 from tests.report.synthetic_run import add_rl, lines, write_run
+
+
+def plot_of(folder: Path) -> ScorePlot | None:
+    return next((one for one in score_tables(read_run(folder)) if isinstance(one, ScorePlot)), None)
 
 
 @pytest.fixture(scope="module")
@@ -33,21 +37,17 @@ def test_base_fine_tuned_and_rl_are_side_by_side(folder: Path) -> None:
 
 
 def test_marks_are_where_the_scores_are(folder: Path) -> None:
-    plot = score_plot(read_run(folder))
-    assert plot is not None and [stage for stage, _ in plot.stages] == ["untrained", "pretrain", "sft", "rl"]
-    assert [text for _, text in plot.ticks] == ["-25%", "0%", "25%", "50%", "75%", "100%"]
-    rows = {row.task: row for row in plot.rows}
+    plot = plot_of(folder)
+    assert plot is not None and [stage for stage, _ in plot.table.stages] == ["untrained", "pretrain", "sft", "rl"]
+    assert [text for _, text in plot.ticks()] == ["-25%", "0%", "25%", "50%", "75%", "100%"]
+    rows = {row.task: row for row in plot.table.rows}
     facts, core = rows["tinyworld/facts"], rows["CORE v2, centred accuracy"]
-    assert [mark and mark.at for mark in facts.marks] == pytest.approx(
-        [(v + 0.25) / 1.25 for v in (0, 0.21, 0.91, 0.97)]
-    )
-    assert facts.chance == pytest.approx((0.08 + 0.25) / 1.25)
-    sft = facts.marks[2]
-    assert sft and sft.low and sft.high and sft.low < sft.at < sft.high
-    assert core.marks[0] is None and core.marks[3] and core.marks[3].at == pytest.approx(0.22 / 1.25)
-    assert core.chance == pytest.approx(0.2)
-    assert facts.label.startswith("tinyworld/facts: Untrained 0% 0–1, Pretraining 21% 15–27, Fine-tuning 91%")
-    assert facts.label.endswith("guessing 8.0%")
+    places = [score and plot.at(score.value) for score in facts.scores]
+    assert places == pytest.approx([(v + 0.25) / 1.25 for v in (0, 0.21, 0.91, 0.97)])
+    assert (facts.chance, core.chance) == (0.08, 0.0) and core.scores[0] is None
+    label = plot.label(facts)
+    assert label.startswith("tinyworld/facts: Untrained 0% 0–1, Pretraining 21% 15–27, Fine-tuning 91%")
+    assert label.endswith("guessing 8.0%")
 
 
 def test_the_page_draws_every_mark_and_interval(folder: Path) -> None:
@@ -73,12 +73,9 @@ def test_rl_has_its_curves(folder: Path) -> None:
 
 def test_scores_without_questions_have_no_plot_and_odd_values_stay_inside(tmp_path: Path) -> None:
     lines(tmp_path / "a/evaluate.jsonl", [{"stage": "pretrain", "task": "validation", "metric": "bpb", "value": 1.0}])
-    assert score_plot(read_run(tmp_path / "a")) is None
+    assert plot_of(tmp_path / "a") is None
     odd = {"stage": "x", "task": "t", "metric": "accuracy", "value": 1e300, "low": -7, "high": 9e9, "chance": -5}
     lines(tmp_path / "b/evaluate.jsonl", [odd])
-    plot = score_plot(read_run(tmp_path / "b"))
-    assert plot is not None
-    (row,) = plot.rows
-    (mark,) = row.marks
-    assert mark is not None and (mark.at, mark.low, mark.high, row.chance) == (1.0, 0.0, 1.0, 0.0)
+    plot = plot_of(tmp_path / "b")
+    assert plot is not None and list(map(plot.at, (1e300, -7, 9e9, -5))) == [1.0, 0.0, 1.0, 0.0]
     build(tmp_path / "b")

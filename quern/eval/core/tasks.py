@@ -159,18 +159,8 @@ def _checked(row: Row, kind: Kind) -> Row:
 
 
 def make_example(task: CoreTask, rows: Sequence[Row], item: int, tokenizer: Tokenizer, context: int) -> Example | None:
-    """Builds one item.
-
-    Args:
-        task: The task.
-        rows: All rows, in order.
-        item: Index of the item.
-        tokenizer: The model's.
-        context: The most tokens that the model reads.
-
-    Returns:
-        The example; None if a scored span, with one token before it, does not fit the context.
-    """
+    """The item with an index in a task's rows; None if a scored span, with one token before it, does not fit the
+    context (tokens that the model reads)."""
     drawn = random.Random(SHOTS_SEED + item).sample(range(len(rows) - 1), task.shots)
     shots = [rows[at + (at >= item)] for at in drawn]  # of all rows but this one
     before = "".join(f"{task.delimiter.join(_parts(task, shot))}\n\n" for shot in shots)
@@ -203,11 +193,7 @@ def _parts(task: CoreTask, row: Row) -> tuple[str, str]:
 
 
 def core_passages(task: CoreTask, path: Path, limit: int | None = None) -> list[str]:
-    """The texts of a task's questions, with their answers, that are looked for in the training text.
-
-    Raises:
-        ValueError: The file is damaged.
-    """
+    """The texts of a task's questions, with their answers, that are looked for in the training text."""
     parts = [_parts(task, row) for row in read_rows(path, task)[:limit]]
     label = "Question: " if task.kind == "choice" else ""
     return [f"{asked.removeprefix(label)} {answer}" for asked, answer in parts]

@@ -67,11 +67,12 @@ def _ask(exercises: list[tuple[str, str]], seed: str) -> Item:
 
 
 def _reward(item: Item, reply: str) -> float:
-    return float(_sandbox().run([Program(program_in(reply), item.answer)])[0].passed)
+    return float(open_sandbox(1, LIMITS).run([Program(program_in(reply), item.answer)])[0].passed)
 
 
 @cache
-def _sandbox() -> Sandbox:
-    sandbox = Sandbox(workers=1, limits=LIMITS)
+def open_sandbox(workers: int, limits: Limits | None = None) -> Sandbox:
+    """This process's sandbox with these limits; it is closed at exit. Raises SandboxError where none works."""
+    sandbox = Sandbox(workers=workers, limits=limits)
     atexit.register(sandbox.close)
     return sandbox

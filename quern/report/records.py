@@ -8,7 +8,7 @@ a kill is skipped and reported in `RunRecords.notes`. `seconds` counts time in t
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import numpy as np
 
 from quern.records import read_regular
 
+Record = dict[str, Any]
+"""A line of a record, or a whole file of JSON."""
 STAGE_TITLES = {
     "untrained": "Untrained",
     "pretrain": "Pretraining",
@@ -29,10 +31,10 @@ class StageRecords:
     """The records of one stage. metrics: lines of training steps; validations: lines of evaluators; both by step."""
 
     name: str
-    recipe: dict[str, Any]
-    metrics: list[dict[str, Any]]
-    validations: list[dict[str, Any]]
-    events: list[dict[str, Any]]
+    recipe: Record
+    metrics: list[Record]
+    validations: list[Record]
+    events: list[Record]
 
     @property
     def title(self) -> str:
@@ -44,25 +46,16 @@ class StageRecords:
         return values[-1] if values else None
 
     def column(self, key: str, against: str = "step") -> tuple[list[float], list[float]]:
-        """The values of one metric.
-
-        Args:
-            key: The metric; names that start with `val_` are read from the validations.
-            against: The metric for x. A validation line without it gets the value interpolated at its step.
-
-        Returns:
-            (x, y) of the lines in which `key` is finite.
-        """
-        xs: list[float] = []
-        ys: list[float] = []
+        """(x, y) of the lines in which a metric is finite: against another one. Names with `val_` are of validations,
+        whose lines get an x that they lack by interpolation at their step."""
+        points: list[tuple[float, float]] = []
         for line in self.validations if key.startswith("val_") else self.metrics:
             x, y = finite(line.get(against)), finite(line.get(key))
             if x is None:
                 x = self._at_step(against, finite(line.get("step")))
             if x is not None and y is not None:
-                xs.append(x)
-                ys.append(y)
-        return xs, ys
+                points.append((x, y))
+        return [x for x, _ in points], [y for _, y in points]
 
     def _at_step(self, key: str, step: float | None) -> float | None:
         """Linear interpolation between training lines, from zero at step zero; constant after the last line."""
@@ -89,12 +82,12 @@ class RunRecords:
     """scores: the latest line of each (stage, task, metric); samples: the latest line of each (stage, prompt)."""
 
     name: str
-    run: dict[str, Any]
-    recipe: dict[str, Any]
+    run: Record
+    recipe: Record
     stages: list[StageRecords]
-    scores: list[dict[str, Any]]
-    samples: list[dict[str, Any]]
-    notes: list[str] = field(default_factory=list)
+    scores: list[Record]
+    samples: list[Record]
+    notes: list[str]
 
     def stage(self, name: str) -> StageRecords | None:
         return next((stage for stage in self.stages if stage.name == name), None)
@@ -104,7 +97,7 @@ class RunRecords:
         """Pretraining, or else the first stage."""
         return self.stage("pretrain") or (self.stages[0] if self.stages else None)
 
-    def part(self, key: str) -> dict[str, Any]:
+    def part(self, key: str) -> Record:
         """An object in run.json."""
         return as_object(self.run.get(key))
 
@@ -115,25 +108,20 @@ class RunRecords:
 
 def read_run(folder: Path) -> RunRecords:
     """Reads every record of a run. Raises FileNotFoundError when the folder holds none."""
-    notes: list[str] = []
-    stages = [_read_stage(path, folder, notes) for path in _stage_folders(folder)]
-    run = _read_object(folder / "run.json", folder, notes)
-    scores = _read_lines(folder / "evaluate.jsonl", folder, notes)
-    samples = _read_lines(folder / "samples.jsonl", folder, notes)
+    reader = _Reader(folder)
+    found = {path.parent for name in ("metrics", "events") for path in folder.glob(f"*/{name}.jsonl")}
+    stages = [reader.stage(path.name) for path in sorted(found, key=lambda path: stage_order(path.name))]
+    run, scores, samples = reader.object("run.json"), reader.lines("evaluate.jsonl"), reader.lines("samples.jsonl")
     if not (stages or run or scores or samples):
         raise FileNotFoundError(
             f"{folder} holds no records of a run; give a run's folder such as out/runs/NAME, "
             "or train one first with `quern run`"
         )
-    return RunRecords(
-        name=folder.resolve().name,
-        run=run,
-        recipe=next((stage.recipe for stage in stages if stage.recipe), {}),
-        stages=stages,
-        scores=list({_identity(score): score for score in scores}.values()),
-        samples=list({_question(sample): sample for sample in samples}.values()),
-        notes=notes,
-    )
+    recipe = next((stage.recipe for stage in stages if stage.recipe), {})
+    identities = (json.dumps([score.get("stage"), score.get("task"), score.get("metric")]) for score in scores)
+    latest = list(dict(zip(identities, scores, strict=True)).values())
+    shown = list({_question(sample): sample for sample in samples}.values())
+    return RunRecords(folder.resolve().name, run, recipe, stages, latest, shown, reader.notes)
 
 
 def finite(value: Any) -> float | None:
@@ -146,7 +134,7 @@ def finite(value: Any) -> float | None:
         return None
 
 
-def as_object(value: Any) -> dict[str, Any]:
+def as_object(value: Any) -> Record:
     """The value if it is a JSON object, else an empty one."""
     return value if isinstance(value, dict) else {}
 
@@ -157,11 +145,7 @@ def stage_order(name: str) -> tuple[int, str]:
     return (known.index(name) if name in known else len(known), name)
 
 
-def _identity(score: dict[str, Any]) -> str:
-    return json.dumps([score.get("stage"), score.get("task"), score.get("metric")])
-
-
-def _question(sample: dict[str, Any]) -> str:
+def _question(sample: Record) -> str:
     """Identifies the prompt of a sample: a run can be evaluated more than once."""
     asked = sample.get("messages")
     if isinstance(asked, list) and all(isinstance(message, dict) for message in asked):
@@ -169,46 +153,40 @@ def _question(sample: dict[str, Any]) -> str:
     return json.dumps([sample.get("stage"), sample.get("kind"), sample.get("prompt"), asked])
 
 
-def _stage_folders(folder: Path) -> list[Path]:
-    found = {path.parent for name in ("metrics", "events") for path in folder.glob(f"*/{name}.jsonl")}
-    return sorted(found, key=lambda path: stage_order(path.name))
+class _Reader:
+    """Reads files of a run that may be missing or damaged, and notes what it skipped."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.notes = folder, list[str]()
+
+    def stage(self, name: str) -> StageRecords:
+        lines = self.lines(f"{name}/metrics.jsonl")
+        lines.sort(key=lambda line: finite(line.get("step")) or 0.0)
+        validations = [line for line in lines if any(key.startswith("val_") for key in line)]
+        metrics = [line for line in lines if "loss" in line or line not in validations]
+        recipe, events = self.object(f"{name}/recipe.json"), self.lines(f"{name}/events.jsonl")
+        return StageRecords(name, recipe, metrics, validations, events)
+
+    def object(self, name: str) -> Record:
+        found = _parse(self._text(name)) if (self.folder / name).exists() else {}
+        if found is None:
+            self.notes.append(f"{name} is not a JSON object and was skipped.")
+        return found or {}
+
+    def lines(self, name: str) -> list[Record]:
+        # Split at "\n" only: str.splitlines would also cut at separators inside a sample's text.
+        lines = [_parse(text) for text in self._text(name).split("\n") if text.strip()]
+        if torn := lines.count(None):
+            plural = "s" if torn > 1 else ""
+            self.notes.append(f"{torn} line{plural} of {name} could not be read (skipped).")
+        return [line for line in lines if line is not None]
+
+    def _text(self, name: str) -> str:
+        path = self.folder / name
+        return read_regular(path).decode("utf-8", errors="replace") if path.exists() else ""
 
 
-def _read_stage(path: Path, folder: Path, notes: list[str]) -> StageRecords:
-    lines = _read_lines(path / "metrics.jsonl", folder, notes)
-    lines.sort(key=lambda line: finite(line.get("step")) or 0.0)
-    validations = [line for line in lines if any(key.startswith("val_") for key in line)]
-    return StageRecords(
-        name=path.name,
-        recipe=_read_object(path / "recipe.json", folder, notes),
-        metrics=[line for line in lines if "loss" in line or line not in validations],
-        validations=validations,
-        events=_read_lines(path / "events.jsonl", folder, notes),
-    )
-
-
-def _read_object(path: Path, folder: Path, notes: list[str]) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    found = _parse(read_regular(path).decode("utf-8", errors="replace"))
-    if found is None:
-        notes.append(f"{path.relative_to(folder)} is not a JSON object and was skipped.")
-    return found or {}
-
-
-def _read_lines(path: Path, folder: Path, notes: list[str]) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    # Split at "\n" only: str.splitlines would also cut at separators inside a sample's text.
-    texts = read_regular(path).decode("utf-8", errors="replace").split("\n")
-    lines = [_parse(text) for text in texts if text.strip()]
-    if torn := lines.count(None):
-        plural = "s" if torn > 1 else ""
-        notes.append(f"{torn} line{plural} of {path.relative_to(folder)} could not be read (skipped).")
-    return [line for line in lines if line is not None]
-
-
-def _parse(text: str) -> dict[str, Any] | None:
+def _parse(text: str) -> Record | None:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
