@@ -18,6 +18,7 @@ from quern.lab.options import BoardOptions, CompareOptions, LogOptions, ScalingO
 from quern.recipes import load_recipe
 from quern.records import read_json
 from quern.stages.prepare_tokens import is_tokens
+from quern.validate import install
 
 if TYPE_CHECKING:
     from quern.lab.trainer import Trainer
@@ -70,8 +71,12 @@ def _calibrate(rest: list[str], help_text: str) -> int:
 def _sweep(rest: list[str], help_text: str) -> int:
     options, source = _options(SweepOptions, "lab sweep", rest, help_text)
     from quern import machine as machines
-    from quern.lab.names import start_facts
-    from quern.lab.search import sweep
+    from quern.lab.study import start_facts
+
+    try:
+        from quern.lab.search import sweep
+    except ImportError as error:
+        raise ImportError(f"sweeps need extra packages ({error}): {install('lab')}") from error
 
     device = options.where.arguments(options.workers)
     machine = machines.detect(**device)
@@ -83,8 +88,8 @@ def _sweep(rest: list[str], help_text: str) -> int:
 
 def _scaling(rest: list[str], help_text: str) -> int:
     options, source = _options(ScalingOptions, "lab scaling", rest, help_text)
-    from quern.lab.names import start_facts
     from quern.lab.scaling import study as scaling
+    from quern.lab.study import start_facts
 
     trainer = _trainer(options, options.where.arguments())
     facts = start_facts(trainer.machine, shlex.join(["quern", "lab", "scaling", *rest]))

@@ -49,13 +49,7 @@ Train = Callable[[Arm, Sequence[Order]], Iterator[Trial]]
 
 
 def in_process(out: Path, machine: Mapping[str, Any], variables: Mapping[str, str] | None = None) -> Train:
-    """Returns what trains orders in a child process of this machine.
-
-    Args:
-        out: The folder of tokenizers and token shards.
-        machine: Arguments of `machine.detect`.
-        variables: Environment variables of the process.
-    """
+    """Returns what trains orders in a child process of this machine."""
 
     def train(arm: Arm, orders: Sequence[Order]) -> Iterator[Trial]:
         order = {

@@ -21,9 +21,6 @@ def on_cluster(out: Path, machine: Mapping[str, Any]) -> Train:
     """Returns what trains orders in a Ray actor, after `connect`.
 
     All trials of a call run on one machine. A machine of the cluster needs quern, and the text at the same path.
-
-    Args:
-        out, machine: As for `arms.in_process`.
     """
 
     def train(arm: Arm, orders: Sequence[Order]) -> Iterator[Trial]:

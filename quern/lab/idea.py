@@ -50,12 +50,7 @@ def read_idea(source: str) -> Idea:
 
 
 def with_verdict(source: str, verdict: str) -> str:
-    """The text of an idea's file with another verdict; unchanged if its docstring has none.
-
-    Args:
-        source: The text of the file.
-        verdict: One line, which is wrapped at 120 columns.
-    """
+    """The text of an idea's file with another verdict; unchanged if its docstring has none."""
     body = ast.parse(source).body
     if not body or not isinstance(body[0], ast.Expr) or ast.get_docstring(ast.parse(source)) is None:
         return source

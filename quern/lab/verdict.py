@@ -137,9 +137,6 @@ def moderate(variances: ArrayLike, degrees: ArrayLike) -> tuple[Floats, Floats]:
     Moments of the log variances (Smyth 2004, section 6.2), with less weight. All differences share the runs of the
     baseline, so their variances correlate by up to 1/4, and K of them know no more than K / (1 + (K - 1)/4)
     independent ones. The factor (K - 3) / (K - 1), as James and Stein's, is for the error of the weight itself.
-
-    Returns:
-        The common variance, and the degrees of freedom with which it adds to each idea's own.
     """
     v, df = np.broadcast_arrays(np.asarray(variances, float), np.asarray(degrees, float))
     known = (v > LEAST_VARIANCE) & (df > 0)
@@ -175,15 +172,7 @@ class Decision(NamedTuple):
 
 
 def decide(difference: ArrayLike, error: ArrayLike, degrees: ArrayLike, looks: ArrayLike, rules: Rules) -> Decision:
-    """Decides on all ideas of a study, which are the last axis of the arrays.
-
-    Args:
-        difference: Estimates of idea - baseline.
-        error: Their standard errors.
-        degrees: Degrees of freedom of these.
-        looks: Pairs of each idea; fewer than `FIRST_LOOK` decide nothing.
-        rules: What was registered.
-    """
+    """Decides on all ideas of a study, which are the last axis of the arrays."""
     m, se, df, n = np.broadcast_arrays(*(np.asarray(value, float) for value in (difference, error, degrees, looks)))
     ideas = m.shape[-1]
     ready = (n >= FIRST_LOOK) & (df > 0) & np.isfinite(m)
@@ -360,14 +349,7 @@ class Reach(NamedTuple):
 
 
 def reach(sd: float, rules: Rules, ideas: int, baseline_seeds: int = 1) -> Reach:
-    """Computes what a study can find by its most pairs.
-
-    Args:
-        sd: Standard deviation of a pair's difference, bits per byte; where pairs do not correlate, √2 that of a run.
-        rules: What is registered.
-        ideas: Number of ideas.
-        baseline_seeds: Seeds of the baseline for each pair.
-    """
+    """Computes what a study can find by its most pairs."""
     n, power = rules.most_pairs, 0.8
     _, weight = moderate(np.ones(ideas), n - 1)
     degrees = n - 1 + float(weight[0])
@@ -380,19 +362,3 @@ def reach(sd: float, rules: Rules, ideas: int, baseline_seeds: int = 1) -> Reach
         error * (score(rules.alpha / ideas) + special.ndtri(power)),
         error * (score(2 * power * rules.alpha) + special.ndtri((1 + power) / 2)),
     )
-
-
-def check_reach(sd: float, rules: Rules, ideas: int, baseline_seeds: int = 1) -> Reach:
-    """Returns what a study can find.
-
-    Raises:
-        ValueError: delta is out of reach.
-    """
-    found = reach(sd, rules, ideas, baseline_seeds)
-    if found.delta > rules.delta:
-        raise ValueError(
-            f"{rules.most_pairs} pairs whose differences have a standard deviation of {sd:.2g} cannot show that an "
-            f"idea changes less than {rules.delta:g} bits per byte: give at least --delta {found.delta:.2g}, or "
-            "more pairs with --most-pairs"
-        )
-    return found

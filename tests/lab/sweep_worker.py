@@ -21,11 +21,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quern.lab.options import SweepOptions
 from quern.lab.search import results  # noqa: F401  (the forked processes need not import it again)
 from quern.lab.search.sweep import run
+from quern.lab.trainer import Trainer
 from quern.recipe import Recipe
 
 SPACE = ("optim.matrix-lr=0.001..0.1:log", "train.warmdown-share=0.3..0.9")
@@ -53,16 +54,10 @@ class FakeRun:
         return asdict(self)
 
 
-if TYPE_CHECKING:
-    from quern.lab.trainer import Trainer as Base
-else:
-    Base = object
-
-
-class FakeTrainer(Base):
+class FakeTrainer(Trainer):
     """Appends a line for each finished run to `ran`."""
 
-    def __init__(self, ran: Path | None = None) -> None:
+    def __init__(self, ran: Path | None = None) -> None:  # pyright: ignore[reportMissingSuperCall]
         self.ran = ran
 
     def train(  # pyright: ignore[reportIncompatibleMethodOverride]

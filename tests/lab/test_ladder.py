@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 from quern.lab.arms import Arm, Order
-from quern.lab.ladder.code import code_fingerprint
 from quern.lab.ladder.multiplier import Curve, Difference, Mean, course, multiplier, told
 from quern.lab.ladder.report import calibration, predictions, rows, study_lines
-from quern.lab.ladder.rungs import RUNGS, Rung, at_rung, numbers
-from quern.lab.ladder.study import BASELINES, SPEEDS, ArmRecord, Plan, Study, open_study
+from quern.lab.ladder.rungs import RUNGS, Rung, at_rung, code_fingerprint, numbers
+from quern.lab.ladder.study import BASELINES, SPEEDS, TRIALS, ArmRecord, Comparison, Plan
 from quern.lab.ladder.work import TUNE_SEEDS, Options, Worker, chosen, judged, proxy_line
 from quern.lab.trainer import Trial
 from quern.recipe import TrainRecipe
@@ -55,7 +54,7 @@ class Drawn:
             yield Trial(arm.name, 10, order.seed, order.data_seed, 10, SIZES[rung], seconds, bpb, 1.0, 1, {}, ())
 
 
-def make(folder: Path, arms: list[str], most_pairs: int = 8, tune: str = "") -> tuple[Study, dict[str, Arm]]:
+def make(folder: Path, arms: list[str], most_pairs: int = 8, tune: str = "") -> tuple[Comparison, dict[str, Arm]]:
     recipes = {name: Arm(name, replace(RECIPE, name=name)) for name in arms}
     plan = Plan(
         base=arms[0],
@@ -71,7 +70,7 @@ def make(folder: Path, arms: list[str], most_pairs: int = 8, tune: str = "") -> 
         ladder=True,
         facts={},
     )
-    study = open_study(folder, plan, [ArmRecord(name, "", None, "", {}, "") for name in arms])
+    study = Comparison.of(folder, plan, [ArmRecord(name, "", None, "", {}, "") for name in arms])
     for rung in SIZES:
         if rung not in study.ngrams:
             study.add(BASELINES, {"rung": rung, "1": 3.0, "2": 2.9, "3": 2.8})
@@ -87,7 +86,7 @@ SAVINGS = {
 }
 
 
-def climb(folder: Path, **options: Any) -> tuple[Study, Drawn]:
+def climb(folder: Path, **options: Any) -> tuple[Comparison, Drawn]:
     study, arms = make(folder, ["base", *SAVINGS])
     drawn = Drawn(SAVINGS)
     Worker(study, arms, drawn, "", lambda line: None).run(
@@ -129,11 +128,26 @@ def test_a_rung_that_gets_known_answers_wrong_is_not_to_be_used(tmp_path: Path) 
     assert "3 of 3 known answers are right: it may judge" in "\n".join(calibration(study, 0, answers))
 
 
-def test_a_prediction_holds_where_the_trend_goes_on(tmp_path: Path) -> None:
-    study, _ = climb(tmp_path / "study", every=True)
-    made = predictions(study, rows(study))
-    assert len(made) == len(SAVINGS)
-    assert sum(one.holds for one in made) >= len(made) - 1
+def test_the_top_rungs_multiplier_is_predicted_for_85_percent_of_ideas(tmp_path: Path) -> None:
+    """From the two rungs below: 120 ideas whose multipliers hold, grow or fade, 5 pairs, a noise of 0.002."""
+    held: list[bool] = []
+    for seed in range(4):
+        rng, lines = np.random.default_rng(seed), list[dict[str, Any]]()
+        start, slope = rng.normal(0, 0.25, 30), rng.normal(0, 0.12, 30)
+        study, _ = make(tmp_path / str(seed), ["base", *map(str, range(30))])
+        for rung, compute in SIZES.items():
+            savings = {"base": 1.0} | {str(k): float(np.exp(start[k] + slope[k] * rung)) for k in range(30)}
+            shared = 0.002 * rng.standard_normal(10)
+            lines += [
+                {"recipe": name, "rung": rung, "seed": at, "steps": 10, "flops": compute, "seconds": compute / 1e11}
+                | {"bpb": loss(compute * saved) + shared[at] + 0.002 * rng.standard_normal()}
+                for name, saved in savings.items()
+                for at in range(10 if name == "base" else 5)
+            ]
+        (study.folder / TRIALS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        study.refresh()
+        held += [one.holds for one in predictions(study, rows(study))]
+    assert len(held) == 120 and np.mean(held) >= 0.85
 
 
 def test_two_workers_share_a_study_and_it_resumes(tmp_path: Path) -> None:
@@ -142,7 +156,7 @@ def test_two_workers_share_a_study_and_it_resumes(tmp_path: Path) -> None:
     drawn, options = Drawn(SAVINGS), Options(rungs=(0,), ideas=list(SAVINGS))
 
     def work() -> None:
-        Worker(Study(folder), arms, drawn, "", lambda line: None).run(options)
+        Worker(Comparison(folder), arms, drawn, "", lambda line: None).run(options)
 
     threads = [threading.Thread(target=work) for _ in range(2)]
     for thread in threads:
@@ -219,15 +233,31 @@ def test_a_baseline_above_the_trigram_is_refused(tmp_path: Path) -> None:
     assert "trigram 2.800" in proxy_line(study, 0)
 
 
+def test_a_margin_out_of_reach_is_refused_before_an_idea_is_trained(tmp_path: Path) -> None:
+    def start(name: str, noise: float, **more: Any) -> tuple[Comparison, list[str]]:
+        study, arms = make(tmp_path / name, ["base", "grows"])
+        lines: list[str] = []
+        Worker(study, arms, Drawn({}, noise), "", lines.append).run(Options((0,), ["grows"], **more))
+        return study, [line for line in lines if "pairs find" in line]
+
+    for name, more in (("quiet", {"noise": 0.001}), ("loud", {"noise": 0.02, "any_delta": True})):
+        study, told = start(name, **more)
+        assert len(told) == 1 and "8 pairs find an effect of 0.0" in told[0] and study.runs("grows", 0)
+    with pytest.raises(ValueError, match=r"cannot show that an idea changes less than 0\.005 .* give --delta 0\.0"):
+        start("refused", 0.02)
+    study = Comparison(tmp_path / "refused")
+    assert study.runs("base", 0) and not study.runs("grows", 0)
+
+
 def test_a_study_refuses_other_rules_and_other_code(tmp_path: Path) -> None:
     make(tmp_path / "study", ["base", "grows"])
     with pytest.raises(ValueError, match="another most_pairs"):
         make(tmp_path / "study", ["base", "grows"], most_pairs=9)
-    study = Study(tmp_path / "study")
+    study = Comparison(tmp_path / "study")
     with pytest.raises(ValueError, match="code that grows trains with has changed"):
-        open_study(study.folder, study.plan, [replace(study.arms["grows"], code="other")])
-    open_study(study.folder, study.plan, [replace(study.arms["grows"], arm="new")])
-    assert "new" in Study(study.folder).arms, "ideas may join"
+        Comparison.of(study.folder, study.plan, [replace(study.arms["grows"], code="other")])
+    Comparison.of(study.folder, study.plan, [replace(study.arms["grows"], arm="new")])
+    assert "new" in Comparison(study.folder).arms, "ideas may join"
 
 
 def test_code_counts_and_docstrings_do_not() -> None:

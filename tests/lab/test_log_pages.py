@@ -7,11 +7,11 @@ import pytest
 
 from quern.lab.log.page import Page
 from quern.lab.log.publish import idea_files, run
-from quern.lab.names import start_facts
 from quern.lab.options import LogOptions
 from quern.lab.scaling.report import check_lines
 from quern.lab.scaling.study import run as run_scaling
 from quern.lab.search.sweep import run as run_sweep
+from quern.lab.study import start_facts
 from tests.lab import test_scaling, test_sweep
 from tests.lab.sweep_worker import FakeTrainer as SweepTrainer
 from tests.support.tiny_model import CPU

@@ -1,22 +1,23 @@
 """The study of `quern lab scaling`, with a trainer whose loss is a known function of size and tokens."""
 
-import fcntl
 import functools
 import json
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
 from quern.flags.recipe_flags import parse
 from quern.lab.options import ScalingOptions
+from quern.lab.scaling import isoflop
 from quern.lab.scaling.parametric import Surface
 from quern.lab.scaling.study import run
+from quern.lab.trainer import Trainer, Trial
 from quern.model.count import FlopCounter, Parameters, parameters
 from quern.recipe import ModelRecipe, Recipe
 from quern.recipes.gpt import RECIPE
@@ -27,20 +28,8 @@ TRUE = Surface(E=0.9, A=300.0, B=400.0, alpha=0.35, beta=0.38)
 BUDGETS = (1e13, 3e13, 1e14, 3e14)
 SIZES = ("2x64", "2", "3", "4", "5", "6", "7")
 NOISE = 1e-3
-
-
-@dataclass(frozen=True)
-class Trial:
-    recipe: str
-    seed: int
-    bpb: float | None
-    tokens: int
-    flops: float
-    tokens_per_second: float
-    parameters: dict[str, int]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+TORN = '{"budget": 1e13, "size": "3", "see'
+"""By a crash."""
 
 
 @functools.cache
@@ -49,13 +38,19 @@ def counted(depth: int, model: ModelRecipe) -> tuple[Parameters, FlopCounter]:
     return parameters(resolved), FlopCounter(resolved)
 
 
-if TYPE_CHECKING:
-    from quern.lab.trainer import Trainer as Base
-else:
-    Base = object
+@pytest.fixture(autouse=True)
+def counts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts each size once for all studies."""
+
+    def count(recipe: Recipe, size: str) -> tuple[Recipe, FlopCounter, Parameters]:
+        resolved = resolve(isoflop._sized(recipe, size))
+        counts, counter = counted(resolved.depth or 0, isoflop._sized(recipe, size).model)
+        return resolved, counter, counts
+
+    monkeypatch.setattr(isoflop, "_count", count)
 
 
-class FakeTrainer(Base):
+class FakeTrainer(Trainer):
     """Bits per byte follow from the size, the tokens and the seeds. `before` may raise or change them."""
 
     def __init__(self, before: Callable[[int, Recipe], float | None] = lambda number, recipe: 1.0) -> None:
@@ -74,7 +69,7 @@ class FakeTrainer(Base):
         noise = np.random.default_rng([seed, data_seed, kaplan, tokens]).normal(0, NOISE)
         bpb = None if factor is None else float(TRUE.loss(kaplan, tokens) * np.exp(noise)) * factor
         flops = train.steps * counter.step(train.batch_tokens).model
-        return Trial(name, seed, bpb, tokens, flops, 1000.0, asdict(counts))
+        return Trial(name, train.steps, seed, data_seed, tokens, flops, 1.0, bpb, 1000.0, 1, asdict(counts), ())
 
 
 def options(out: Path, **changes: Any) -> ScalingOptions:
@@ -125,31 +120,9 @@ def test_a_study_finds_the_law_and_predicts_the_next_budget(tmp_path: Path) -> N
     assert surface["leave_out"][-1]["label"].partition(",")[0] in ("1e+13 FLOPs", "3e+14 FLOPs")  # a corner of the grid
 
 
-def test_an_interrupted_study_repeats_no_finished_run(tmp_path: Path) -> None:
-    def stop_at(number: int, recipe: Recipe) -> float:
-        if number == 5:
-            raise KeyboardInterrupt
-        return 1.0
-
-    whole, given = options(tmp_path / "whole"), options(tmp_path / "stopped")
-    study(whole)
-    with pytest.raises(KeyboardInterrupt):
-        study(given, FakeTrainer(stop_at))
-    assert len(cells(given)) == 5
-    with (given.folder / "cells.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"budget": 1e13, "size": "3", "see')  # torn by a crash
-    rest = FakeTrainer()
-    assert "5 runs are finished, 23 are left" in study(given, rest)[1]
-    assert rest.trained == 23
-    assert cells(given) == cells(whole)
-    assert fits(given) == fits(whole)
-    again = FakeTrainer()
-    study(given, again)
-    assert again.trained == 0
-
-
 def test_a_killed_study_repeats_no_finished_run(tmp_path: Path) -> None:
-    given = options(tmp_path)
+    whole, given = options(tmp_path / "whole"), options(tmp_path / "killed")
+    study(whole)
 
     def kill_at(number: int, recipe: Recipe) -> float:
         if number == 3:
@@ -163,134 +136,83 @@ def test_a_killed_study_repeats_no_finished_run(tmp_path: Path) -> None:
             os._exit(1)  # not killed
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
         assert len(cells(given)) == done
+    with (given.folder / "cells.jsonl").open("a", encoding="utf-8") as file:
+        file.write(TORN)
     rest = FakeTrainer()
-    study(given, rest)
+    assert "6 runs are finished, 22 are left" in study(given, rest)[1]
     assert rest.trained == 22
-    assert len({(line["budget"], line["size"], line["seed"]) for line in cells(given)}) == len(cells(given)) == 28
+    assert cells(given) == cells(whole) and fits(given) == fits(whole)
 
 
 def test_another_plan_in_the_same_folder_is_refused(tmp_path: Path) -> None:
-    given = options(tmp_path)
-    study(given)
-    more = replace(given, budgets=(*BUDGETS, 1e15))
-    with pytest.raises(ValueError, match=r"holds a study with another plan \(budgets, cells differ\): repeat the com"):
-        study(more)
-    other = replace(given, recipe=replace(RECIPE, optim=replace(RECIPE.optim, matrix_lr=0.03)))
-    with pytest.raises(ValueError, match=r"another plan \(recipe.optim.matrix_lr differ\)"):
-        study(other)
-    with pytest.raises(ValueError, match=r"another plan \(source differ\)"):
-        run(given, FakeTrainer(), lambda line: None, source="RECIPE = …")
-    logging = replace(given, recipe=replace(RECIPE, train=replace(RECIPE.train, log_every=99)), tokens_per_second=9.0)
-    trainer = FakeTrainer()
-    study(logging, trainer)  # changes nothing that is learned
-    assert trainer.trained == 0
+    given, trained = options(tmp_path), list[Recipe]()
 
+    def stop(number: int, recipe: Recipe) -> float:
+        trained.append(recipe)
+        raise KeyboardInterrupt
 
-def test_a_study_in_use_is_refused(tmp_path: Path) -> None:
-    given = options(tmp_path)
-    study(given)
-    with (given.folder / ".lock").open(encoding="utf-8") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match="process .* works on the study scaling: wait until it ends"):
-            study(given)
+    def start(**changes: Any) -> None:
+        source = changes.pop("source", None)
+        run(replace(given, **changes), FakeTrainer(stop), lambda line: None, source=source)
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    for changes, named in (
+        ({"budgets": (*BUDGETS, 1e15)}, "budgets, cells"),
+        ({"recipe": replace(RECIPE, optim=replace(RECIPE.optim, matrix_lr=0.03))}, r"recipe\.optim\.matrix_lr"),
+        ({"source": "RECIPE = …"}, "source"),
+    ):
+        with pytest.raises(ValueError, match=f"registered with another {named}, which must not change"):
+            start(**changes)
+    assert len(trained) == 1
+    with pytest.raises(KeyboardInterrupt):  # changes nothing that is learned
+        start(recipe=replace(RECIPE, train=replace(RECIPE.train, log_every=99)), tokens_per_second=9.0)
 
 
 def test_fit_reads_a_study_that_another_process_trains(tmp_path: Path) -> None:
     given = options(tmp_path)
+    with pytest.raises(ValueError, match=r"there is no study in .*: train it first"):
+        study(replace(given, fit=True))
+    assert not list(tmp_path.iterdir())
 
     def look(number: int, recipe: Recipe) -> float:
         if number == 25:
-            assert study(replace(given, fit=True))[0]["runs"]["used"] == 25
+            path, idle = given.folder / "cells.jsonl", FakeTrainer()
+            before = path.read_text(encoding="utf-8")
+            path.write_text(before + TORN, encoding="utf-8")  # by the process that trains
+            body, _ = study(replace(given, fit=True), idle)
+            assert (body["runs"]["used"], len(body["runs"]["missing"]), idle.trained) == (25, 3, 0)
+            assert path.read_text(encoding="utf-8").endswith(TORN)
+            raise KeyboardInterrupt
         return 1.0
 
-    torn = '{"budget": 1e13, "size": "3", "see'
-    study(given, FakeTrainer(look))
-    path = given.folder / "cells.jsonl"
-    with path.open("a", encoding="utf-8") as file:
-        file.write(torn)  # by the process that trains
-    study(replace(given, fit=True))
-    assert path.read_text(encoding="utf-8").endswith(torn)
+    with pytest.raises(KeyboardInterrupt):
+        study(given, FakeTrainer(look))
 
 
-def test_fit_needs_a_study(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there is no study in .*: train it first, without --fit"):
-        study(options(tmp_path, fit=True))
-    assert not list(tmp_path.iterdir())
-
-
-FACTS: dict[str, Any] = {
-    "command": "quern lab scaling",
-    "registered": "2026-01-01T00:00:00+00:00",
-    "quern": "1",
-    "commit": "abc",
-    "machine": {"device": "cpu", "dtype": "float32", "compiled": True, "torch": "2.9"},
-}
-
-
-def test_the_facts_of_the_first_start_are_kept_and_another_device_is_refused(tmp_path: Path) -> None:
-    given, lines = options(tmp_path), []
-
-    def start(facts: dict[str, Any] | None, **changes: Any) -> int:
-        return run(replace(given, **changes), FakeTrainer(), lines.append, facts=facts)
-
-    start(FACTS)
-    start(FACTS | {"registered": "later"})
-    assert not [line for line in lines if line.startswith("warning")]
-    newer = FACTS | {"commit": "def", "machine": FACTS["machine"] | {"torch": "2.10"}}
-    start(newer)
-    assert [line for line in lines if line.startswith("warning")] == [
-        "warning: the study 'scaling' was started by other software: commit abc then, def now; torch 2.9 then, 2.10 now"
-    ]
-    gpu = FACTS | {"machine": FACTS["machine"] | {"device": "cuda", "dtype": "bfloat16"}}
-    with pytest.raises(ValueError, match=r"another --device \(cpu then, cuda now\), --dtype \(float32 then, bfloat16"):
-        start(gpu)
-    start(gpu, fit=True)  # computes nothing on the device
-    plan = json.loads((given.folder / "plan.json").read_text(encoding="utf-8"))
-    assert plan["facts"] == FACTS
-
-
-def test_a_validation_that_is_not_a_number_is_null_in_the_records(tmp_path: Path) -> None:
-    class Diverging(FakeTrainer):
+def test_diverged_failed_and_padded_cells_are_survived_and_named(tmp_path: Path) -> None:
+    class Unlucky(FakeTrainer):
         def train(self, recipe: Recipe, **given: Any) -> Trial:
+            if recipe.depth == 7:
+                raise RuntimeError("not enough memory")
             trial = super().train(recipe, **given)
-            return replace(trial, bpb=float("nan"), tokens_per_second=float("inf")) if recipe.depth == 3 else trial
+            if recipe.depth == 3:
+                return replace(trial, bpb=float("nan"), tokens_per_second=float("inf"))
+            return replace(trial, flops=0.9 * trial.flops) if recipe.depth == 4 else trial
 
-    given = options(tmp_path)
-    body, _ = study(given, Diverging())
-    assert body["runs"]["diverged"] == [
-        f"{flops} FLOPs, size 3, seed 0" for flops in ("1e+13", "3e+13", "1e+14", "3e+14")
-    ]
+    given, lines = options(tmp_path), []
+    assert run(given, Unlucky(), lines.append) == 1
+    found = fits(given)["runs"]
+    assert (found["planned"], found["used"]) == (28, 20)
+    assert found["diverged"] == [f"{flops} FLOPs, size 3, seed 0" for flops in ("1e+13", "3e+13", "1e+14", "3e+14")]
     bad = [line for line in cells(given) if line["size"] == "3"]
     assert len(bad) == 4 and all(line["bpb"] is line["tokens_per_second"] is None for line in bad)
-
-
-def test_diverged_and_failed_cells_are_survived_and_named(tmp_path: Path) -> None:
-    def unlucky(number: int, recipe: Recipe) -> float | None:
-        if recipe.depth == 7:
-            raise RuntimeError("not enough memory")
-        return None if recipe.depth == 5 and number % 2 else 1.0
-
-    given, lines = options(tmp_path), []
-    assert run(given, FakeTrainer(unlucky), lines.append) == 1
-    found = fits(given)["runs"]
-    assert (found["planned"], found["used"]) == (28, 22)
-    assert found["diverged"] == ["3e+13 FLOPs, size 5, seed 0", "3e+14 FLOPs, size 5, seed 0"]
     assert found["missing"] == [f"{flops} FLOPs, size 7, seed 0" for flops in ("1e+13", "3e+13", "1e+14", "3e+14")]
     assert "3e+14 FLOPs, size 7, seed 0 failed and is left out: not enough memory" in lines
+    assert len(found["off_budget"]) == 4 and found["off_budget"][0].startswith("1e+13 FLOPs, size 4, seed 0: -")
     retry = FakeTrainer()
     assert run(given, retry, lines.append) == 0
     assert retry.trained == 4  # the failed ones; one that diverged would diverge again
-
-
-def test_a_run_that_missed_its_budget_is_named(tmp_path: Path) -> None:
-    class Padding(FakeTrainer):
-        def train(self, recipe: Recipe, **given: Any) -> Trial:
-            trial = super().train(recipe, **given)
-            return replace(trial, flops=0.9 * trial.flops) if recipe.depth == 4 else trial
-
-    body, _ = study(options(tmp_path), Padding())
-    assert len(body["runs"]["off_budget"]) == 4
-    assert body["runs"]["off_budget"][0].startswith("1e+13 FLOPs, size 4, seed 0: -")
 
 
 def test_refused_budgets_are_explained(tmp_path: Path) -> None:
@@ -317,16 +239,6 @@ def test_plan_trains_and_writes_nothing(tmp_path: Path) -> None:
     assert run(options(tmp_path, plan=True, tokens_per_second=20_000.0), trainer, lines.append) == 0
     assert trainer.trained == 0 and not list(tmp_path.iterdir())
     assert lines[-1] == "28 runs of 3.08e+15 FLOPs in all, about 77 minutes"
-
-
-def test_fit_uses_the_finished_runs_alone(tmp_path: Path) -> None:
-    given, trainer = options(tmp_path), FakeTrainer()
-    study(given)
-    path = given.folder / "cells.jsonl"
-    path.write_text("".join(path.read_text(encoding="utf-8").splitlines(keepends=True)[:-4]), encoding="utf-8")
-    body, _ = study(replace(given, fit=True), trainer)
-    assert trainer.trained == 0
-    assert (body["runs"]["used"], len(body["runs"]["missing"])) == (24, 4)
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ import optuna
 import pytest
 
 from quern import machine as machines
-from quern.lab.names import compare_facts, start_facts
 from quern.lab.search.results import importances, write_results
 from quern.lab.search.space import read_space
 from quern.lab.search.sweep import run
-from quern.lab.search.trials import fill
+from quern.lab.search.trials import Sweep, fill
+from quern.lab.study import start_facts
 from quern.lab.verdict import WORST
 from quern.recipe import Recipe
 from quern.resolve import resolve
@@ -56,8 +56,11 @@ def test_the_mean_of_some_seeds_is_never_the_best(tmp_path: Path) -> None:
     """Optuna compares a trial that it prunes with the best of the study, which need not be one that counts."""
     space, lines = read_space(SPACE, resolve(RECIPE)), lines_with(pruned=1.4)
     study, other = (fill(optuna.create_study(), one, space) for one in (lines, lines_with(pruned=3.0)))
-    told = write_results(tmp_path, study, lines, space, {"seeds": [[0, 0], [1, 1]]})
-    results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    kept = Sweep.register(tmp_path / "s", {"seeds": [[0, 0], [1, 1]], "facts": None})
+    for line in lines:
+        kept.add("sweep.jsonl", line)
+    told = write_results(kept, study, space)
+    results = json.loads((tmp_path / "s/results.json").read_text(encoding="utf-8"))
     assert (results["best"]["trial"], results["best"]["bpb"]) == (0, 1.5)
     assert results["outcomes"] == {"finished": 30, "pruned": 10}
     assert not [line for line in told if " pruned " in line]
@@ -100,7 +103,7 @@ def test_a_validation_that_is_not_a_number_is_null_in_the_records(tmp_path: Path
 def test_another_source_of_the_recipe_is_another_plan(tmp_path: Path) -> None:
     given = options(tmp_path, trials=2)
     run(given, print, FakeTrainer(), source="RECIPE = …")
-    with pytest.raises(ValueError, match="started with another source"):
+    with pytest.raises(ValueError, match="registered with another source"):
         run(given, print, FakeTrainer(), source="RECIPE = … # edited")
 
 
@@ -124,12 +127,13 @@ def test_the_facts_of_the_first_start_are_kept_and_another_device_is_refused(tmp
     assert results["facts"] == FACTS and results["trials"] == 4
 
 
-def test_facts_of_this_machine_have_what_is_compared() -> None:
+def test_facts_of_this_machine_have_what_is_compared(tmp_path: Path) -> None:
     eager, again = (start_facts(machines.detect("cpu", "fp32", compile=False), "quern lab sweep") for _ in range(2))
     assert json.loads(json.dumps(eager)) == eager
-    assert compare_facts("s", eager, again) is None
+    study = Sweep.register(tmp_path / "s", {"facts": eager})
+    assert study.compare_facts(again) is None
     with pytest.raises(ValueError, match=r"another --compile \(False then, True now\)"):
-        compare_facts("s", eager, eager | {"machine": eager["machine"] | {"compiled": True}})
+        study.compare_facts(eager | {"machine": eager["machine"] | {"compiled": True}})
 
 
 def test_a_trial_that_fails_again_is_finished_and_blocks_no_other(tmp_path: Path) -> None:

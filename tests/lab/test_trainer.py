@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quern.cli import main
 from quern.flags.recipe_file import read_recipe_file
-from quern.lab.ladder.study import Study
+from quern.lab.ladder.study import Comparison
 from quern.lab.trainer import Trainer, Trial
 from quern.model.gpt import GPT
 from quern.recipe import ModelRecipe, Recipe, TextRecipe, TrainRecipe
@@ -144,7 +144,7 @@ def test_a_comparison_from_the_command_line(
     assert main.main(command) == 0
     said = capsys.readouterr().out
     assert "trigram" in said and "multiplier by FLOPs" in said
-    study = Study(Path("out/lab/cap"))
+    study = Comparison(Path("out/lab/cap"))
     assert study.plan.facts["command"].startswith("quern lab compare base.py idea.py")
     assert {(arm, rung, len(runs)) for (arm, rung, _), runs in study.trials.items()} == {
         ("base", 0, 6),

@@ -71,23 +71,7 @@ def measure_speed(
     most_seconds: float = 120.0,
     log: Callable[[str], None] = silent,
 ) -> Speed:
-    """Measures an idea against the baseline until the error of the ratio is small enough, or the time is over.
-
-    Args:
-        base: The baseline, as for `quern pretrain`.
-        idea: The idea, of as many steps.
-        out: The folder of tokenizers and token shards.
-        machine: The machine, attention selected.
-        error: Standard error of ln(ratio) that is enough.
-        most_seconds: Time in undisturbed steps after which the measurement ends anyway.
-        log: Takes lines for the user.
-
-    Returns:
-        The speed, with the error that was reached.
-
-    Raises:
-        ValueError: A recipe trains for minutes.
-    """
+    """Measures an idea against the baseline until the error of the ratio is small enough, or the time is over."""
     if base.train.minutes is not None or idea.train.minutes is not None:
         raise ValueError("the speed of a recipe is that of its steps: give --train.steps, not --train.minutes")
     if machine.compile:

@@ -52,12 +52,7 @@ class Curve:
         self.last: dict[str, Any] = {}
 
     def refresh(self, points: int = 0, every: int | None = None) -> None:
-        """Reads what is new.
-
-        Args:
-            points: Lines to sample from a long file; the file is sampled again if this grows.
-            every: Steps between validations; None if unknown, then their lines are found only where sampled.
-        """
+        """Reads what is new."""
         try:
             with self.path.open("rb", buffering=0) as file:
                 facts = os.fstat(file.fileno())

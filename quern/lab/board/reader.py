@@ -53,16 +53,7 @@ class Board:
             return body | (self._studies[study].tables() if study is not None else {})
 
     def curves(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The points of some entries that the page does not have yet.
-
-        Args:
-            request: x (of `AXES`), y (a metric), points (lines to sample from a long file), study (a name or null), and
-                runs: for each id, the identity of the file and the offset up to which the page has read it.
-
-        Raises:
-            NotFound: The study does not exist. Entries that do not exist are left out of the answer.
-            ValueError: The request is malformed.
-        """
+        """The points of some entries that the page does not have yet."""
         x, y, asked, points = (request.get(name) for name in ("x", "y", "runs", "points"))
         if x not in AXES or not isinstance(y, str) or not isinstance(asked, dict) or not isinstance(points, int):
             raise ValueError(f"send x (one of {', '.join(AXES)}), y, points and runs")

@@ -152,13 +152,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def run(options: BoardOptions, log: Callable[[str], None]) -> int:
-    """Serves the board until Ctrl-C; returns the exit code.
-
-    Raises:
-        FileNotFoundError: There is no output folder.
-        ValueError: The port is out of range.
-        OSError: The address cannot be used.
-    """
+    """Serves the board until Ctrl-C; returns the exit code."""
     refuse_outside(Port, options.port, "--port")
     if not options.out.is_dir():
         raise FileNotFoundError(f"there is no folder {options.out}: name the output folder of your runs with --out")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,15 @@ from quern.flags.recipe_file import map_paths
 from quern.kernels.attention.autotune import select_attention
 from quern.lab.arms import Arm, in_process
 from quern.lab.axes.ngram import ngram_bits
+from quern.lab.axes.speed import measure_speed
 from quern.lab.cluster import on_cluster
-from quern.lab.ladder.code import code_fingerprint
 from quern.lab.ladder.report import calibration, study_lines, write_verdicts
-from quern.lab.ladder.rungs import RUNGS, Rung, at_rung, numbers, one_size
-from quern.lab.ladder.speeds import measure_missing
-from quern.lab.ladder.study import BASELINES, ArmRecord, Plan, Study, open_study
-from quern.lab.ladder.work import WAIT_SECONDS, Options, Worker, proxy_line
-from quern.lab.names import check_name, start_facts
+from quern.lab.ladder.rungs import RUNGS, Rung, at_rung, code_fingerprint, numbers, one_size
+from quern.lab.ladder.study import BASELINES, SPEEDS, ArmRecord, Comparison, Plan
+from quern.lab.ladder.work import Options, Worker, proxy_line
 from quern.lab.options import CompareOptions
-from quern.lab.verdict import Rules, check_reach, reach
+from quern.lab.study import WAIT_SECONDS, check_name, now, start_facts
+from quern.lab.verdict import Rules
 from quern.recipe import Recipe
 from quern.resolve import resolve
 from quern.runs.origin import SHOWN
@@ -41,7 +40,6 @@ def run(
     named: Collection[str],
     command: str,
     log: Callable[[str], None],
-    rungs: Mapping[int, Rung] = RUNGS,
     answers: Mapping[str, Sequence[str]] | None = None,
 ) -> int:
     """Checks the options, and runs the study.
@@ -52,37 +50,17 @@ def run(
         named: The fields that flags name.
         command: The command line.
         log: Takes lines for the user.
-        rungs: The ladder.
         answers: Verdicts that are right, by idea, to test the lowest rung on.
 
     Returns:
-        The exit code.
+        The exit code: 1 if an arm could not be trained.
     """
-    if options.tune and not isinstance(getattr(options.recipe.optim, options.tune, None), float):
-        raise ValueError(f"--tune {options.tune} is no rate: use a field of the optimizer, such as matrix_lr")
-    if options.ladder:
-        if set_by := sorted(set(SET_BY_RUNGS) & set(named)):
-            raise ValueError(f"a rung sets {', '.join(set_by)}: leave it out, or compare at one size without --ladder")
-        if unknown := [str(rung) for rung in options.rungs if rung not in rungs]:
-            raise ValueError(f"there is no rung {', '.join(unknown)}: use {', '.join(map(str, rungs))}")
-    elif resolve(arms[0].recipe).train.steps == 1:
-        raise ValueError("--train.steps must be at least 2, since the first step is not timed")
-    return _run(arms, options, command, answers or {}, rungs if options.ladder else one_size(arms[0].recipe), log)
-
-
-def _run(
-    arms: Sequence[Arm],
-    options: CompareOptions,
-    command: str,
-    answers: Mapping[str, Sequence[str]],
-    rungs: Mapping[int, Rung],
-    log: Callable[[str], None],
-) -> int:
-    base, device = arms[0], options.where.arguments(1 if options.ray else options.workers)
+    base, rungs = arms[0], RUNGS if options.ladder else one_size(arms[0].recipe)
+    _check(base, options, named, rungs)
     name = "ladder" if options.ladder else "-".join(arm.name for arm in arms)[:60]
     folder = options.out / "lab" / check_name(options.study or name)
     rules = Rules(options.delta, options.most_pairs, options.alpha)
-    _say_reach(rungs[min(options.rungs)], rules, len(arms) - 1, options.any_delta, log)
+    device = options.where.arguments(1 if options.ray else options.workers)
     machine = machines.detect(**device)
     if options.ray:
         connect(options.ray)
@@ -103,13 +81,12 @@ def _run(
         ladder=options.ladder,
         facts=facts,
     )
-    now = datetime.now(UTC).isoformat(timespec="seconds")
     records = [
-        ArmRecord(arm.name, now, facts["commit"], code_fingerprint(arm.source), public(arm.recipe), arm.source or "")
+        ArmRecord(arm.name, now(), facts["commit"], code_fingerprint(arm.source), public(arm.recipe), arm.source or "")
         for arm in arms
     ]
-    study = open_study(folder, plan, records)
-    asked = Options(sorted(options.rungs), [arm.name for arm in arms[1:]], options.every)
+    study = Comparison.of(folder, plan, records)
+    asked = Options(sorted(options.rungs), [arm.name for arm in arms[1:]], options.every, options.any_delta)
     for rung in asked.rungs:
         _count_ngrams(study, rung, sized[rung], prepared)
         log(f"rung {rung}: {proxy_line(study, rung)}")
@@ -117,7 +94,7 @@ def _run(
 
     def work(number: int) -> None:
         train = on_cluster(options.out, device) if options.ray else in_process(options.out, device, variables(number))
-        Worker(Study(folder), by_name, train, machine_line(machine), log).run(asked)
+        Worker(Comparison(folder), by_name, train, machine_line(machine), log).run(asked)
 
     if options.workers == 1:
         work(0)
@@ -127,24 +104,23 @@ def _run(
                 done.result()
     study.refresh()
     if options.speeds:
-        measure_missing(study, by_name, asked.ideas, options.out, select_attention(machine), log)
+        _measure_speeds(study, by_name, asked.ideas, options.out, select_attention(machine), log)
     write_verdicts(study)
-    for line in study_lines(study):
-        log(line)
-    for line in calibration(study, min(asked.rungs), answers) if answers else ():
+    for line in [*study_lines(study), *(calibration(study, min(asked.rungs), answers) if answers else ())]:
         log(line)
     return 1 if any(one.error for runs in study.trials.values() for one in runs.values()) else 0
 
 
-def _say_reach(rung: Rung, rules: Rules, ideas: int, any_delta: bool, log: Callable[[str], None]) -> None:
-    """Says what a study can find. Raises ValueError if its delta is out of reach."""
-    if rung.pair_sd is None or not ideas:
-        return
-    found = (reach if any_delta else check_reach)(rung.pair_sd, rules, ideas)
-    log(
-        f"{rules.most_pairs} pairs find an effect of {found.effect:.4f} bits per byte with a probability of 80 %, and "
-        f"can show that an idea changes less than {found.delta:.4f}"
-    )
+def _check(base: Arm, options: CompareOptions, named: Collection[str], rungs: Mapping[int, Rung]) -> None:
+    if options.tune and not isinstance(getattr(options.recipe.optim, options.tune, None), float):
+        raise ValueError(f"--tune {options.tune} is no rate: use a field of the optimizer, such as matrix_lr")
+    if options.ladder:
+        if set_by := sorted(set(SET_BY_RUNGS) & set(named)):
+            raise ValueError(f"a rung sets {', '.join(set_by)}: leave it out, or compare at one size without --ladder")
+        if unknown := [str(rung) for rung in options.rungs if rung not in rungs]:
+            raise ValueError(f"there is no rung {', '.join(unknown)}: use {', '.join(map(str, rungs))}")
+    elif resolve(base.recipe).train.steps == 1:
+        raise ValueError("--train.steps must be at least 2, since the first step is not timed")
 
 
 def machine_line(machine: machines.Machine) -> str:
@@ -161,7 +137,7 @@ def public(recipe: Recipe) -> dict[str, Any]:
     return map_paths(recipe, lambda path: Path(path).name).to_json()
 
 
-def _count_ngrams(study: Study, rung: int, recipe: Recipe, prepared: Prepared) -> None:
+def _count_ngrams(study: Comparison, rung: int, recipe: Recipe, prepared: Prepared) -> None:
     """Counts the n-grams of the tokens that seed 0 of the baseline reads at a rung, once for a study."""
     while rung not in study.ngrams:
         with study.claim(f"ngrams-{rung}") as mine:
@@ -183,3 +159,28 @@ def _ngrams(recipe: Recipe, prepared: Prepared) -> dict[str, float]:
     train = (batches.batch(step) for step in range(steps))
     bits = ngram_bits(train, val, tokenizer.token_bytes(), tokenizer.bos)
     return {str(order): round(value, 4) for order, value in bits.items()}
+
+
+def _measure_speeds(
+    study: Comparison,
+    arms: Mapping[str, Arm],
+    ideas: Sequence[str],
+    out: Path,
+    machine: machines.Machine,
+    log: Callable[[str], None],
+) -> None:
+    """Measures each idea on each rung on which it has a finished trial and no speed."""
+    for number, rung in sorted((int(number), rung) for number, rung in study.plan.rungs.items()):
+        base = at_rung(arms[study.plan.base].recipe, rung)
+        for idea in ideas:
+            with study.claim(f"speed-{number}-{idea}") as mine:
+                runs = study.runs(idea, number).values()
+                if not mine or (idea, number) in study.speeds or all(run.bpb is None for run in runs):
+                    continue
+                try:
+                    speed = measure_speed(base, at_rung(arms[idea].recipe, rung), out, machine)
+                except (ValueError, RuntimeError) as error:
+                    log(f"rung {number}, {idea}: no speed, {error}")
+                    continue
+                study.add(SPEEDS, {"recipe": idea, "rung": number, **asdict(speed)})
+                log(f"rung {number}, {idea}: {speed}")

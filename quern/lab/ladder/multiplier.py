@@ -115,13 +115,7 @@ class Difference:
 
 
 def multiplier(curve: Curve, base: float, own: float, difference: Difference) -> Floats:
-    """ln of an idea's compute multiplier, by draw; the first is the estimate.
-
-    Args:
-        curve: Of the baseline.
-        base, own: Compute of a run of the baseline and of the idea.
-        difference: At equal steps.
-    """
+    """ln of an idea's compute multiplier, by draw; the first is the estimate."""
     degrees = difference.degrees
     generator = np.random.default_rng([SEED, *difference.key.encode()])
     noise = generator.standard_t(min(degrees, 1e6), DRAWS) if degrees > 0 else np.full(DRAWS, math.nan)
@@ -180,11 +174,6 @@ def extrapolate(computes: Sequence[float], logs_RD: Sequence[Floats], to: float,
 
     An idea's slope is shrunk towards 0, the multiplier that holds, as its error is large against the spread of the true
     slopes (a normal prior, wider for an idea that makes a larger difference).
-
-    Args:
-        computes, logs_RD: Of the rungs below.
-        to: The compute at which to predict.
-        spread: Standard deviation of the true slopes over the ideas (`slope_spread`).
     """
     generator = np.random.default_rng(SEED + 2)
     found = _lines(computes, logs_RD)

@@ -25,8 +25,8 @@ from quern.lab.ladder.multiplier import (
     slope_spread,
     told,
 )
-from quern.lab.ladder.study import Study, TrialRecord
-from quern.lab.ladder.work import chosen, judged, proxy_line
+from quern.lab.ladder.study import Comparison
+from quern.lab.ladder.work import finished, judged, proxy_line
 from quern.lab.verdict import Finding, Judgement, Rules, reach
 from quern.records import strict
 from quern.temporaries import write_whole
@@ -57,7 +57,7 @@ class Row:
         return float(self.flops[max(self.flops)][0]) if self.flops else -math.inf
 
 
-def rows(study: Study) -> list[Row]:
+def rows(study: Comparison) -> list[Row]:
     """All ideas of a study, the largest multiplier on its highest rung first."""
     judgements = judgements_of(study)
     flops, seconds = (baseline_curve(study, axis) for axis in ("flops", "seconds"))
@@ -65,7 +65,7 @@ def rows(study: Study) -> list[Row]:
     for idea in study.ideas:
         row = Row(idea, {rung: one.findings[idea] for rung, one in judgements.items() if idea in one.findings})
         for rung, finding in row.findings.items():
-            base, own = _finished(study, study.plan.base, rung), _finished(study, idea, rung)
+            base, own = finished(study, study.plan.base, rung), finished(study, idea, rung)
             if flops is None or finding.pairs < 2:
                 continue
             difference = Difference(finding.difference, finding.error, finding.degrees, f"{idea} {rung}")
@@ -83,27 +83,18 @@ def rows(study: Study) -> list[Row]:
     return sorted(found, key=lambda row: -row.best())
 
 
-def judgements_of(study: Study) -> dict[int, Judgement]:
+def judgements_of(study: Comparison) -> dict[int, Judgement]:
     """The judgement on each rung that has trials of ideas."""
     rungs = {rung for (arm, rung, _) in study.trials if arm != study.plan.base}
     return {rung: judged(study, rung) for rung in sorted(rungs)}
 
 
-def _finished(study: Study, arm: str, rung: int) -> list[TrialRecord]:
-    return [one for one in study.runs(arm, rung, chosen(study, arm)).values() if one.bpb is not None]
-
-
-def baseline_curve(study: Study, axis: str, most: float = math.inf) -> Curve | None:
-    """The baseline's loss over FLOPs or seconds; None for fewer than two rungs with two seeds.
-
-    Args:
-        study: Open.
-        axis: "flops" or "seconds".
-        most: Only the rungs up to this number count.
-    """
+def baseline_curve(study: Comparison, axis: str, most: float = math.inf) -> Curve | None:
+    """The baseline's loss over "flops" or "seconds", on the rungs up to `most`; None for fewer than two rungs with two
+    seeds."""
     means: list[Mean] = []
     for rung in map(int, study.plan.rungs):
-        trials = _finished(study, study.plan.base, rung)
+        trials = finished(study, study.plan.base, rung)
         if len(trials) < 2 or rung > most:
             continue
         scores = [one.bpb for one in trials if one.bpb is not None]
@@ -126,7 +117,7 @@ class Prediction:
         return self.predicted.holds(self.measured)
 
 
-def predictions(study: Study, found: Sequence[Row]) -> list[Prediction]:
+def predictions(study: Comparison, found: Sequence[Row]) -> list[Prediction]:
     """Predicts each idea's multiplier on its highest rung from those below, without a trial of that rung.
 
     The interval is that of the measurement: it has the error of the prediction and that of the measured value.
@@ -158,7 +149,7 @@ Table = tuple[str, list[str], tuple[str, ...], list[list[str]]]
 """Title, lines of text, head and rows."""
 
 
-def study_tables(study: Study) -> list[Table]:
+def study_tables(study: Comparison) -> list[Table]:
     """What a study says: multipliers with their course, verdicts by rung, the test of the predictions."""
     found, judgements = rows(study), judgements_of(study)
     tables: list[Table] = []
@@ -189,7 +180,7 @@ def study_tables(study: Study) -> list[Table]:
     return tables
 
 
-def study_lines(study: Study) -> list[str]:
+def study_lines(study: Comparison) -> list[str]:
     """The tables of a study as lines for the user."""
     return [line for title, told_, head, body in study_tables(study) for line in (title, *told_, *grid(head, body))]
 
@@ -209,7 +200,7 @@ def _cell(finding: Finding | None) -> str:
     return "not measured" if finding is None else f"{finding.difference:+.4f} {interval(finding)}, {finding.verdict}"
 
 
-def write_verdicts(study: Study) -> None:
+def write_verdicts(study: Comparison) -> None:
     """Writes `verdicts.json`, which the board reads. It is derived from the records."""
     body: list[dict[str, Any]] = []
     for row in rows(study):
@@ -222,7 +213,7 @@ def write_verdicts(study: Study) -> None:
 # Calibration ------------------------------------------------------------------------------------------------
 
 
-def calibration(study: Study, rung: int, answers: Mapping[str, Sequence[str]]) -> list[str]:
+def calibration(study: Comparison, rung: int, answers: Mapping[str, Sequence[str]]) -> list[str]:
     """Says how many known answers a rung gets right, its noise, and what it can find."""
     judgement = judged(study, rung)
     lines = list[list[str]]()
@@ -234,7 +225,7 @@ def calibration(study: Study, rung: int, answers: Mapping[str, Sequence[str]]) -
         right += ok
         difference = "" if one is None else f"{one.difference:+.4f}"
         lines.append([idea, " or ".join(expected), got, difference, "right" if ok else "wrong"])
-    scores = [one.bpb for one in _finished(study, study.plan.base, rung) if one.bpb is not None]
+    scores = [one.bpb for one in finished(study, study.plan.base, rung) if one.bpb is not None]
     known = [one.correlation for one in judgement.findings.values() if math.isfinite(one.correlation)]
     usable = "it may judge" if right >= FEWEST_RIGHT * len(answers) else "do not use it"
     spread = f"{statistics.stdev(scores):.4f}" if len(scores) > 1 else "not measured"

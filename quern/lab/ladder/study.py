@@ -1,31 +1,23 @@
-"""A study on the ladder: its rules, arms and trials in one folder, which any number of processes may work on.
-
-`study.json` holds the rules and never changes. `arms.jsonl` has a line for each arm, `trials.jsonl` for each finished
-trial, `speeds.jsonl` for each measured speed, `baselines.jsonl` for the n-grams of each rung. Lines are appended under
-a lock and synced. A process claims what it trains by a lock that the kernel releases when the process ends.
-"""
+"""The records of a comparison, at one size or on the ladder: its rules, arms, trials, speeds and n-grams."""
 
 from __future__ import annotations
 
-import fcntl
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Self, TypedDict
 
 from quern.lab.ladder.rungs import Rung
-from quern.records import append_synced, drop_torn_end, read_json, read_lines, typed
-from quern.temporaries import holder, write_whole
+from quern.lab.study import Study
+from quern.records import read_lines, typed
 
-PLAN, ARMS, TRIALS, SPEEDS, BASELINES = "study.json", "arms.jsonl", "trials.jsonl", "speeds.jsonl", "baselines.jsonl"
-FILES = (PLAN, ARMS, TRIALS, SPEEDS, BASELINES)
+ARMS, TRIALS, SPEEDS, BASELINES = "arms.jsonl", "trials.jsonl", "speeds.jsonl", "baselines.jsonl"
+FILES = (Study.PLAN, ARMS, TRIALS, SPEEDS, BASELINES)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a study fixes before its first run.
+    """What a comparison fixes before its first run.
 
     Args:
         base: Name of the baseline.
@@ -64,7 +56,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class ArmRecord:
-    """An arm when it joined the study. code: see `code.code_fingerprint`; source: text of its file, or ""."""
+    """An arm when it joined the study. code: `rungs.code_fingerprint`; source: text of its file, or ""."""
 
     arm: str
     registered: str
@@ -76,22 +68,14 @@ class ArmRecord:
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """A finished trial.
+    """A finished trial: the fields of `trainer.Trial`, and what it rests on.
 
     Args:
         recipe: Name of the arm.
         rung: Number of the rung.
         seed: Number of the pair: both arms have its seeds of initial weights and data order (`Plan.vary`).
-        value: Of the tuned field; None for the recipe's own.
-        bpb: Final bits per byte; None for a run that failed.
-        steps: Optimizer steps.
-        tokens: Targets trained on.
-        flops: Training FLOPs.
-        seconds: Time in steps, on a machine that may have been busy.
-        tokens_per_second: The same, as a rate.
-        peak_bytes: Peak memory.
-        curve: Validations: step, tokens, FLOPs, seconds, bits per byte.
-        commit: Of the code; changed: tracked files that differed from it.
+        value: The tuned field's; None for the recipe's own.
+        commit: Commit of the code; changed: tracked files that differed from it.
         machine: What trained: device, dtype, compilation, processor, torch.
         time: When the trial ended, as ISO 8601 text.
         text: Fingerprint of the text.
@@ -137,27 +121,36 @@ class SpeedRecord(TypedDict):
 Ngrams = TypedDict("Ngrams", {"rung": int, "1": float, "2": float, "3": float})
 """Bits per byte of the n-grams that count the baseline's tokens on a rung, by order."""
 
-Key = tuple[str, int, float | None]
-"""Arm, rung, value of the tuned field."""
 
-
-class Study:
-    """An open study. `refresh` reads what other processes have added."""
+class Comparison(Study):
+    """An open comparison."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        body = read_json(folder / PLAN, dict[str, Any])
-        self.plan = typed(body, Plan)
-        self.refresh()
+        super().__init__(folder)
+        self.plan = typed(self.body, Plan)
 
-    @property
-    def name(self) -> str:
-        return self.folder.name
+    @classmethod
+    def of(cls, folder: Path, plan: Plan, arms: Sequence[ArmRecord]) -> Self:
+        """Opens a study, new or begun, and adds the arms that it lacks. Raises ValueError if it has other rules, or an
+        arm's code has changed."""
+        study = cls.register(folder, asdict(plan))
+        for file in FILES[1:]:
+            (folder / file).touch()
+        for arm in arms:
+            before = study.arms.get(arm.arm)
+            if before is None:
+                study.add(ARMS, asdict(arm))
+            elif before.code != arm.code:
+                raise ValueError(
+                    f"the code that {arm.arm} trains with has changed since the study {study.name} began (commit "
+                    f"{before.commit}): go back to that commit, or name another study with --study"
+                )
+        return study
 
     def refresh(self) -> None:
-        """Reads all records again."""
         self.arms = {one.arm: one for one in read_lines(self.folder / ARMS, ArmRecord)}
-        self.trials: dict[Key, dict[int, TrialRecord]] = {}
+        self.trials: dict[tuple[str, int, float | None], dict[int, TrialRecord]] = {}
+        """By arm, rung and value of the tuned field: the trials by seed."""
         for trial in read_lines(self.folder / TRIALS, TrialRecord):
             self.trials.setdefault((trial.recipe, trial.rung, trial.value), {}).setdefault(trial.seed, trial)
         speeds: list[SpeedRecord] = read_lines(self.folder / SPEEDS, SpeedRecord)
@@ -178,67 +171,3 @@ class Study:
         if rung not in self.ngrams:
             raise ValueError(f"{self.folder / BASELINES} has no rung {rung}: run the study again, which counts it")
         return self.ngrams[rung]
-
-    def add(self, file: str, body: Mapping[str, Any]) -> None:
-        """Appends a line to one of the study's files, under its lock, and reads it back."""
-        with (self.folder / ".append").open("a", encoding="utf-8") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            drop_torn_end(self.folder / file)
-            append_synced(self.folder / file, dict(body))
-        self.refresh()
-
-    @contextmanager
-    def claim(self, name: str) -> Iterator[bool]:
-        """Holds a claim for the length of the block. Yields whether this process got it."""
-        folder = self.folder / "claims"
-        folder.mkdir(exist_ok=True)
-        with (folder / name).open("a+", encoding="utf-8") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-                return
-            lock.truncate(0)
-            lock.write(holder())
-            lock.flush()
-            self.refresh()
-            yield True
-
-
-def open_study(folder: Path, plan: Plan, arms: Sequence[ArmRecord]) -> Study:
-    """Opens a study, writes its plan if it is new, and adds the arms that it lacks.
-
-    Raises:
-        ValueError: The study has other rules, or an arm's code has changed; the message says what to do.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".append").open("a", encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / PLAN).exists():
-            for file in FILES[1:]:
-                (folder / file).touch()
-            write_whole(folder / PLAN, json.dumps(asdict(plan), indent=1) + "\n")
-    study = Study(folder)
-    ours, theirs = _identity(plan), _identity(study.plan)
-    changed = [name for name in ours if ours[name] != theirs[name]]
-    if changed:
-        raise ValueError(
-            f"the study {folder.name} was registered with another {', '.join(changed)}, which must not change after "
-            "the first run: give the same arguments, or name another study with --study"
-        )
-    for arm in arms:
-        before = study.arms.get(arm.arm)
-        if before is None:
-            study.add(ARMS, asdict(arm))
-        elif before.code != arm.code:
-            raise ValueError(
-                f"the code that {arm.arm} trains with has changed since the study {folder.name} began (commit "
-                f"{before.commit}): go back to that commit, or name another study with --study"
-            )
-    return study
-
-
-def _identity(plan: Plan) -> dict[str, Any]:
-    """What must not change: all but the facts of the start and the noise that was known then."""
-    rungs = {number: {**asdict(rung), "pair_sd": None} for number, rung in plan.rungs.items()}
-    return {name: value for name, value in asdict(plan).items() if name != "facts"} | {"rungs": rungs}

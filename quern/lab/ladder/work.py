@@ -1,22 +1,21 @@
-"""Decides which trials of a study come next, claims them, and trains them, until every idea is judged."""
+"""Decides which trials of a comparison come next, and trains them, until every idea is judged."""
 
 from __future__ import annotations
 
 import math
 import statistics
 import subprocess
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
+
+from scipy import special
 
 from quern.lab.arms import Arm, Order, Train
 from quern.lab.ladder.rungs import at_rung
-from quern.lab.ladder.study import TRIALS, Study, TrialRecord
-from quern.lab.verdict import Finding, Judgement, Rules, judge
-from quern.recipe import Recipe
-from quern.records import strict
+from quern.lab.ladder.study import TRIALS, Comparison, TrialRecord
+from quern.lab.study import now
+from quern.lab.verdict import Finding, Judgement, Rules, judge, reach, score
 
 LOOKS = (3, 5, 8, 12, 16)
 """An idea is judged after so many pairs: they train in one process, which compiles once."""
@@ -28,30 +27,22 @@ CURVE_SEEDS = 3
 """Seeds of the baseline on the rung above the highest one, which its loss over compute needs."""
 EVALUATIONS = 2
 """Validations in a trial, for the curves."""
-KEY = {"recipe", "seed"}
-"""Fields of a record that the study decides."""
 BLOCK = 3
 """Seeds of the baseline that one process trains."""
 LEAST_MARGIN = 0.02
 """Bits per byte by which a baseline must be below the trigram that counts its tokens, and three standard errors."""
+SURE = 0.9
+"""A delta is refused if even the lower limit (one-sided) of the baseline's noise leaves it out of reach."""
 SETTLED = ("worse", "worse, small", "no difference", "fails")
 """Verdicts with which an idea does not go up."""
-WAIT_SECONDS = 2.0
 DIED = "ended with code"
 """In the message of `child.Child.answer` about a process that died."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Trials of one arm at one rung, which one process trains.
-
-    Args:
-        arm: Its name.
-        rung: Number of the rung.
-        seeds: Of the trials that are missing.
-        value: Of the tuned field, or None.
-        block: Number of the block of `BLOCK` seeds, where an arm's seeds are trained by several processes.
-    """
+    """Missing trials of one arm at one rung, which one process trains. value: of the tuned field; block: the number of
+    the `BLOCK` seeds, where several processes train an arm's."""
 
     arm: str
     rung: int
@@ -68,84 +59,82 @@ class Job:
 
 @dataclass(frozen=True)
 class Options:
-    """What a start asks for, which may differ between the starts of a study.
-
-    Args:
-        rungs: Numbers of the rungs, ascending.
-        every: Whether ideas go up whatever their verdict.
-        first_seed: Seed of the first pair.
-        ideas: The ideas that this start works on.
-    """
+    """What a start asks for: rungs, ascending, and ideas; whether ideas go up whatever their verdict, and with a delta
+    that is out of reach."""
 
     rungs: Sequence[int]
     ideas: Sequence[str]
     every: bool = False
-    first_seed: int = 0
+    any_delta: bool = False
 
 
-def judged(study: Study, rung: int) -> Judgement:
+def judged(study: Comparison, rung: int) -> Judgement:
     """The verdicts on all ideas of a study at a rung, at equal steps.
 
     An idea whose runs are those of the baseline, bit for bit, changes nothing, and says nothing of the noise of others.
     """
-    plan, base = study.plan, _scores(study, study.plan.base, rung)
-    rules = Rules(plan.delta, plan.most_pairs, plan.alpha)
+    base = _scores(study, study.plan.base, rung)
     runs = {name: scores for name in study.ideas if (scores := _scores(study, name, rung))}
     same = {name for name, scores in runs.items() if all(base.get(seed, math.nan) == scores[seed] for seed in scores)}
-    found = judge(base, {name: scores for name, scores in runs.items() if name not in same}, rules)
+    found = judge(base, {name: scores for name, scores in runs.items() if name not in same}, _rules(study))
     equal = {
         name: Finding("no difference", len(runs[name]), 0, 0.0, 0.0, math.inf, (0.0, 0.0), math.nan) for name in same
     }
     return replace(found, findings=found.findings | equal)
 
 
-def _scores(study: Study, arm: str, rung: int) -> dict[int, float | None]:
+def _rules(study: Comparison) -> Rules:
+    return Rules(study.plan.delta, study.plan.most_pairs, study.plan.alpha)
+
+
+def _scores(study: Comparison, arm: str, rung: int) -> dict[int, float | None]:
     """The scores of an arm's trials, by seed: None for one that diverged. A trial that ended in an error has none."""
     return {seed: one.bpb for seed, one in study.runs(arm, rung, chosen(study, arm)).items() if not one.error}
 
 
-def chosen(study: Study, arm: str) -> float | None:
+def finished(study: Comparison, arm: str, rung: int) -> list[TrialRecord]:
+    """The trials of an arm, with the tuned field's best value, that have a score."""
+    return [one for one in study.runs(arm, rung, chosen(study, arm)).values() if one.bpb is not None]
+
+
+def chosen(study: Comparison, arm: str) -> float | None:
     """The best value of the tuned field for an arm, by its trials on the lowest rung; None without tuning."""
-    if not study.plan.tune:
-        return None
-    lowest = min(map(int, study.plan.rungs))
-    means: dict[float, float] = {}
-    for (name, rung, value), trials in study.trials.items():
-        scores = [trials[seed].bpb for seed in TUNE_SEEDS if seed in trials]
+    lowest, means = min(map(int, study.plan.rungs)), dict[float, float]()
+    for (name, rung, value), trials in study.trials.items() if study.plan.tune else ():
+        scores = [score(trials[seed].bpb) for seed in TUNE_SEEDS if seed in trials]
         if name == arm and rung == lowest and value is not None and len(scores) == len(TUNE_SEEDS):
-            means[value] = statistics.fmean(8.0 if score is None else score for score in scores)
+            means[value] = statistics.fmean(scores)
     return min(means, key=lambda value: means[value], default=None)
 
 
-def wanted(study: Study, options: Options, values: Mapping[str, Sequence[float]]) -> list[Job]:
-    """The jobs that the study lacks now. An empty list: all ideas of this start are judged."""
-    plan, base, lowest = study.plan, study.plan.base, min(map(int, study.plan.rungs))
-    if plan.tune:
-        jobs = [
-            Job(arm, lowest, missing, value)
-            for arm in (base, *options.ideas)
-            for value in values[arm]
-            if (missing := tuple(seed for seed in TUNE_SEEDS if seed not in study.runs(arm, lowest, value)))
-        ]
-        if jobs:
-            return jobs
-    ideas = list(options.ideas)
+def wanted(study: Comparison, options: Options, values: Mapping[str, Sequence[float]]) -> list[Job]:
+    """The jobs that the study lacks now. An empty list: all ideas of this start are judged.
+
+    values: those of the tuned field that each arm tries.
+    """
+    lowest, ideas = min(map(int, study.plan.rungs)), list(options.ideas)
+    jobs = [
+        Job(arm, lowest, missing, value)
+        for arm in (study.plan.base, *ideas)
+        for value in values[arm]
+        if (missing := tuple(seed for seed in TUNE_SEEDS if seed not in study.runs(arm, lowest, value)))
+    ]
+    if jobs:
+        return jobs
     for rung in options.rungs:
-        if jobs := _at_rung(study, options, rung, ideas):
+        if jobs := _at_rung(study, rung, ideas):
             return jobs
         verdicts = judged(study, rung).findings
         if not options.every:  # an idea that cannot be trained at this rung goes up
             ideas = [name for name in ideas if name not in verdicts or verdicts[name].verdict not in SETTLED]
     above = max(options.rungs) + 1
-    if str(above) in plan.rungs:
-        return _baseline(study, options, above, CURVE_SEEDS)
-    return []
+    return _baseline(study, above, CURVE_SEEDS) if str(above) in study.plan.rungs else []
 
 
-def _at_rung(study: Study, options: Options, rung: int, ideas: Sequence[str]) -> list[Job]:
-    plan = study.plan
-    first = min(LOOKS[0], plan.most_pairs)
-    if jobs := _baseline(study, options, rung, first):
+def _at_rung(study: Comparison, rung: int, ideas: Sequence[str]) -> list[Job]:
+    limit = study.plan.most_pairs
+    first = min(LOOKS[0], limit)
+    if jobs := _baseline(study, rung, first):
         return jobs
     check_proxy(study, rung)
     verdicts = judged(study, rung).findings
@@ -154,72 +143,72 @@ def _at_rung(study: Study, options: Options, rung: int, ideas: Sequence[str]) ->
         runs = study.runs(name, rung, chosen(study, name))
         if any(one.error for one in runs.values()):
             continue
-        found = verdicts.get(name)
-        pairs = len([seed for seed in runs if seed - options.first_seed < plan.most_pairs])
-        if found is not None and pairs >= first and found.verdict != "undecided":
+        pairs = sum(seed < limit for seed in runs)
+        if name in verdicts and pairs >= first and verdicts[name].decided:
             most = max(most, pairs)
             continue
-        goal = next((look for look in (*LOOKS, plan.most_pairs) if look > pairs), plan.most_pairs)
-        goal = min(goal, plan.most_pairs)
+        goal = min(next((look for look in LOOKS if look > pairs), limit), limit)
         most = max(most, goal)
-        if missing := tuple(seed for seed in _seeds(options, goal) if seed not in runs):
+        if missing := tuple(seed for seed in range(goal) if seed not in runs):
             jobs.append(Job(name, rung, missing, chosen(study, name)))
     # Twice the first look's seeds of the baseline: the further ones are compared with the others, an A/A floor.
-    return [*_baseline(study, options, rung, max(most, 2 * first)), *jobs]
+    return [*_baseline(study, rung, max(most, 2 * first)), *jobs]
 
 
-def _baseline(study: Study, options: Options, rung: int, count: int) -> list[Job]:
-    value = chosen(study, study.plan.base)
-    runs = study.runs(study.plan.base, rung, value)
+def _baseline(study: Comparison, rung: int, count: int) -> list[Job]:
+    base, value = study.plan.base, chosen(study, study.plan.base)
     blocks: dict[int, list[int]] = {}
-    for at, seed in enumerate(_seeds(options, count)):
-        if seed not in runs:
-            blocks.setdefault(at // BLOCK, []).append(seed)
-    return [Job(study.plan.base, rung, tuple(seeds), value, block) for block, seeds in blocks.items()]
-
-
-def _seeds(options: Options, count: int) -> range:
-    return range(options.first_seed, options.first_seed + count)
+    for seed in range(count):
+        if seed not in study.runs(base, rung, value):
+            blocks.setdefault(seed // BLOCK, []).append(seed)
+    return [Job(base, rung, tuple(seeds), value, block) for block, seeds in blocks.items()]
 
 
 class Worker:
-    """Trains the jobs of a study, one after another, beside other workers.
+    """Trains the jobs of a comparison, one after another, beside other workers.
 
     Args:
-        study: Open.
-        arms: By name: the recipe of each arm, not sized, with its file.
+        study: The comparison.
+        arms: The recipe of each arm, not sized, with its file, by name.
         train: Trains an arm's orders.
         about: The machine, for the records.
         log: Takes lines for the user.
     """
 
     def __init__(
-        self, study: Study, arms: Mapping[str, Arm], train: Train, about: str, log: Callable[[str], None]
+        self, study: Comparison, arms: Mapping[str, Arm], train: Train, about: str, log: Callable[[str], None]
     ) -> None:
         self.study, self.arms, self.train, self.about, self.log = study, arms, train, about, log
         self.commit, self.changed = _commit()
         self.lost: set[tuple[str, int]] = set()
 
     def run(self, options: Options) -> None:
-        """Works until nothing is wanted, beside other processes."""
-        values = {name: tuned_values(self.study, arm.recipe) for name, arm in self.arms.items()}
-        while jobs := self._left(wanted(self.study, options, values)):
-            for job in jobs:
-                with self.study.claim(job.claim) as mine:
-                    if mine and job in wanted(self.study, options, values):
-                        self._train(job)
-                        break
-            else:
-                time.sleep(WAIT_SECONDS)  # other processes train all of them
-                self.study.refresh()
+        """Works until nothing is wanted."""
+        tune = self.study.plan.tune
+        own = {name: getattr(arm.recipe.optim, tune) if tune else None for name, arm in self.arms.items()}
+        values = {
+            name: [] if one is None else [round(factor * one, 10) for factor in TUNE_FACTORS]
+            for name, one in own.items()
+        }
 
-    def _left(self, jobs: Sequence[Job]) -> list[Job]:
-        return [job for job in jobs if (job.arm, job.rung) not in self.lost]
+        def jobs() -> list[Job]:
+            return [one for one in wanted(self.study, options, values) if (one.arm, one.rung) not in self.lost]
+
+        def do(job: Job) -> None:
+            if (
+                job.arm != self.study.plan.base
+                and job.value is None
+                and (said := check_reach(self.study, job.rung, options))
+            ):
+                self.log(said)
+            self._train(job)
+
+        self.study.work(jobs, lambda job: job.claim, do)
 
     def _train(self, job: Job) -> None:
         self._check_machine(job.rung)
-        arm, rung = self.arms[job.arm], self.study.plan.rungs[str(job.rung)]
-        base = TrialRecord(
+        plan = self.study.plan
+        facts = TrialRecord(
             job.arm,
             job.rung,
             -1,
@@ -227,26 +216,33 @@ class Worker:
             commit=self.commit,
             changed=self.changed,
             machine=self.about,
-            text=self.study.plan.text,
-            numbers=self.study.plan.numbers[str(job.rung)],
+            text=plan.text,
+            numbers=plan.numbers[str(job.rung)],
             code=self.study.arms[job.arm].code,
         )
         try:
-            recipe = at_rung(with_value(arm.recipe, self.study.plan.tune, job.value), rung)
-            orders = [Order(None, *self.study.plan.seeds(seed), evaluations=EVALUATIONS) for seed in job.seeds]
-            for seed, trial in zip(job.seeds, self.train(replace(arm, recipe=recipe), orders), strict=False):
-                body = trial.to_json()
-                found = {name: body[name] for name in TrialRecord.__dataclass_fields__.keys() & body.keys() - KEY}
-                now = datetime.now(UTC).isoformat(timespec="seconds")
-                self._keep(replace(base, seed=seed, time=now, **found))
+            for trial in self._trials(job, facts):
+                self._keep(trial)
         except (RuntimeError, ValueError) as error:
-            if job.arm == self.study.plan.base:
+            if job.arm == plan.base:
                 raise
             if DIED in str(error):  # killed, from outside or for its memory: the next start tries again
                 self.lost.add((job.arm, job.rung))
                 self.log(f"rung {job.rung}, {job.arm}: {error}")
                 return
-            self._keep(replace(base, seed=job.seeds[0], error=str(error)[:300]))
+            self._keep(replace(facts, seed=job.seeds[0], error=str(error)[:300]))
+
+    def _trials(self, job: Job, facts: TrialRecord) -> Iterator[TrialRecord]:
+        plan, arm = self.study.plan, self.arms[job.arm]
+        recipe = arm.recipe
+        if job.value is not None:
+            recipe = replace(recipe, optim=replace(recipe.optim, **{plan.tune: job.value}))
+        sized = replace(arm, recipe=at_rung(recipe, plan.rungs[str(job.rung)]))
+        orders = [Order(None, *plan.seeds(seed), evaluations=EVALUATIONS) for seed in job.seeds]
+        for seed, trial in zip(job.seeds, self.train(sized, orders), strict=False):
+            body = trial.to_json()
+            names = TrialRecord.__dataclass_fields__.keys() & body.keys() - {"recipe", "seed"}
+            yield replace(facts, seed=seed, time=now(), **{name: body[name] for name in names})
 
     def _check_machine(self, rung: int) -> None:
         """Raises ValueError if trials of the rung have another device, dtype or compilation: scores would differ."""
@@ -260,27 +256,15 @@ class Worker:
 
     def _keep(self, trial: TrialRecord) -> None:
         defaults = asdict(TrialRecord("", -1, -1))
-        body = {name: value for name, value in asdict(trial).items() if value != defaults[name]}
-        self.study.add(TRIALS, strict(body))
+        self.study.add(TRIALS, {name: value for name, value in asdict(trial).items() if value != defaults[name]})
         score = trial.error or ("diverged" if trial.bpb is None else f"{trial.bpb:.4f} bits per byte")
         value = "" if trial.value is None else f", {self.study.plan.tune} {trial.value:g}"
         self.log(f"rung {trial.rung}, {trial.recipe}{value}, seed {trial.seed}: {score}, {trial.seconds:,.0f} s")
 
 
-def with_value(recipe: Recipe, field: str, value: float | None) -> Recipe:
-    """The recipe with a value of its optimizer's field; unchanged for None."""
-    return recipe if value is None else replace(recipe, optim=replace(recipe.optim, **{field: value}))
-
-
-def tuned_values(study: Study, recipe: Recipe) -> list[float]:
-    """The values of the tuned field that an arm tries."""
-    own = getattr(recipe.optim, study.plan.tune) if study.plan.tune else None
-    return [] if own is None else [round(factor * own, 10) for factor in TUNE_FACTORS]
-
-
-def proxy_line(study: Study, rung: int) -> str:
+def proxy_line(study: Comparison, rung: int) -> str:
     """The bits per byte of the n-grams that count the baseline's tokens at a rung, and the baseline's own."""
-    known, scores = study.counted(rung), _finished(study, rung)
+    known, scores = study.counted(rung), _base_scores(study, rung)
     told = f"unigram {known['1']:.3f}, bigram {known['2']:.3f}, trigram {known['3']:.3f} bits per byte"
     if not scores:
         return told
@@ -288,13 +272,10 @@ def proxy_line(study: Study, rung: int) -> str:
     return f"{told}; {study.plan.base} {statistics.fmean(scores):.4f}{spread} over {len(scores)} seeds"
 
 
-def check_proxy(study: Study, rung: int) -> None:
-    """Compares the baseline with the trigram that counts the same tokens.
-
-    Raises:
-        ValueError: The baseline is not clearly below it, so verdicts on a rung of the ladder would mean nothing.
-    """
-    scores = _finished(study, rung)
+def check_proxy(study: Comparison, rung: int) -> None:
+    """Compares the baseline with the trigram that counts the same tokens. Raises ValueError if it is not clearly below:
+    verdicts on a rung of the ladder would mean nothing."""
+    scores = _base_scores(study, rung)
     error = statistics.stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else 0.0
     most = study.counted(rung)["3"] - max(LEAST_MARGIN, 3 * error)
     if study.plan.ladder and scores and statistics.fmean(scores) > most:
@@ -304,8 +285,35 @@ def check_proxy(study: Study, rung: int) -> None:
         )
 
 
-def _finished(study: Study, rung: int) -> list[float]:
-    return [one for one in _scores(study, study.plan.base, rung).values() if one is not None]
+def check_reach(study: Comparison, rung: int, options: Options) -> str:
+    """What a study can find at a rung, before its first idea is trained there; "" later.
+
+    The noise is the baseline's: the difference of a pair has at most √2 times its SD, as where pairs do not correlate.
+
+    Raises:
+        ValueError: On the ladder, delta is clearly out of reach, and `Options.any_delta` does not allow that.
+    """
+    scores = _base_scores(study, rung)
+    if len(scores) < 2 or any(study.runs(name, rung, chosen(study, name)) for name in study.ideas):
+        return ""
+    sd, rules, degrees = math.sqrt(2) * statistics.stdev(scores), _rules(study), len(scores) - 1
+    # Fewer than four ideas use pairs alone; for more, the baseline has twice their first look's seeds.
+    found = reach(sd, rules, len(study.ideas), baseline_seeds=2)
+    least = math.sqrt(degrees / special.chdtri(degrees, 1 - SURE))
+    if study.plan.ladder and least * found.delta > rules.delta and not options.any_delta:
+        raise ValueError(
+            f"rung {rung}: {rules.most_pairs} pairs whose differences have a standard deviation of {sd:.2g} cannot "
+            f"show that an idea changes less than {rules.delta:g} bits per byte: give --delta {found.delta:.2g}, "
+            "more pairs with --most-pairs, or --any-delta, in a new study"
+        )
+    return (
+        f"rung {rung}: {rules.most_pairs} pairs find an effect of {found.effect:.4f} bits per byte with a probability "
+        f"of 80 %, and can show that an idea changes less than {found.delta:.4f}, if pairs do not correlate"
+    )
+
+
+def _base_scores(study: Comparison, rung: int) -> list[float]:
+    return [one.bpb for one in finished(study, study.plan.base, rung) if one.bpb is not None]
 
 
 def _commit() -> tuple[str | None, tuple[str, ...]]:

@@ -12,7 +12,7 @@ from quern.lab.idea import Idea, read_idea
 from quern.lab.ladder.multiplier import told
 from quern.lab.ladder.report import Row, interval, judgements_of, rows, study_tables
 from quern.lab.ladder.rungs import at_rung, numbers
-from quern.lab.ladder.study import FILES, Study
+from quern.lab.ladder.study import FILES, Comparison
 from quern.lab.log.figures import intervals, multipliers
 from quern.lab.log.page import HEADER, Page, repeat, table
 from quern.lab.options import CompareOptions
@@ -25,14 +25,14 @@ OLD = "old baseline: "
 
 def read(folder: Path) -> Page:
     """The page of the comparison in a folder of records."""
-    return _Told(Study(folder)).page()
+    return _Told(Comparison(folder)).page()
 
 
 @dataclass(frozen=True)
 class _Told:
     """What a study's pages say."""
 
-    study: Study
+    study: Comparison
 
     @cached_property
     def rows(self) -> list[Row]:

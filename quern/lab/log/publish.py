@@ -36,11 +36,7 @@ INTRODUCTION = (
 
 
 def run(options: LogOptions, log: Callable[[str], None]) -> int:
-    """Publishes studies and renews every page. Returns the exit code.
-
-    Raises:
-        FileNotFoundError: `options.folder` is no project, or there is nothing to publish. Nothing has been written.
-    """
+    """Publishes studies and renews every page. Returns the exit code."""
     records = options.folder / "experiments" / "records"
     if not records.parent.is_dir():
         raise FileNotFoundError(
@@ -130,10 +126,6 @@ def idea_files(studies: Sequence[Page], folder: Path) -> dict[Path, str]:
 
     A file lists every study of its idea, the newest first; those of an idea that has changed since (`Idea.changed`) are
     told apart. The index shows the newest study of the idea as it is now.
-
-    Args:
-        studies: The oldest first.
-        folder: Of the ideas.
     """
     index = folder / "README.md"
     texts = {path: path.read_text(encoding="utf-8") for path in (index, *folder.rglob("*.py")) if path.exists()}

@@ -12,15 +12,15 @@ from matplotlib.figure import Figure
 from quern.lab.log.figures import GREY, STYLE, svg
 from quern.lab.log.page import HEADER, Page, machine_line, repeat
 from quern.lab.scaling.isoflop import CONVENTIONS
-from quern.lab.scaling.study import CELLS, FITS, PLAN
+from quern.lab.scaling.study import CELLS, FITS, Grid
 from quern.records import read_json, read_lines
 
-FILES = (PLAN, CELLS, FITS)
+FILES = (Grid.PLAN, CELLS, FITS)
 
 
 def read(folder: Path) -> Page:
     """The page of the scaling study in a folder of records."""
-    plan, fits = (read_json(folder / file, dict[str, Any]) for file in (PLAN, FITS))
+    plan, fits = (read_json(folder / file, dict[str, Any]) for file in (Grid.PLAN, FITS))
     cells = list(read_lines(folder / CELLS))
     name, facts, recipe = folder.name, plan["facts"], plan["recipe"]
     budgets = ", ".join(f"{budget:.3g}" for budget in plan["budgets"])

@@ -42,13 +42,6 @@ class Estimate:
 def estimate(value: float, samples: Array, level: float, dof: int, inflation: float = 1.0) -> Estimate:
     """The expanded percentile interval of a bootstrap (Hesterberg 2015, arXiv 1411.5279): plain percentiles are too
     narrow for few runs, so the tails are those of Student's t.
-
-    Args:
-        value: From the data themselves.
-        samples: From the resamples. A NaN, where a resample has no optimum, counts as lower and as higher than all.
-        level: Of the interval.
-        dof: Degrees of freedom of the residuals.
-        inflation: Of the standard error.
     """
     lost = float(np.isnan(samples).mean())
     tail = float(special.ndtr(-special.stdtrit(dof, (1 + level) / 2) * inflation)) - lost
@@ -77,11 +70,6 @@ def parabola(x: ArrayLike, loss: ArrayLike, name: str = "size") -> Vertex:
     A maximum is refused, a vertex outside the measured range of x, and fewer than `FEWEST_CELLS` different x. The loss
     of an IsoFLOP budget is a parabola in ln N (arXiv 2203.15556, approach 2); of a sweep, in the logarithm of its
     variable.
-
-    Args:
-        x: Positive values.
-        loss: The loss at each.
-        name: What x is, for the refusal.
     """
     x, loss = np.asarray(x, float), np.asarray(loss, float)
     distinct = len(np.unique(x))

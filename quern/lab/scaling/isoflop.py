@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 TOLERANCE = 0.01
 """Largest share by which the FLOPs of a run differ from its budget."""
+Key = tuple[float, str, int]
+"""Budget, size and seed of a cell."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,10 @@ class Cell:
     seconds: float | None = None
 
     @property
+    def key(self) -> Key:
+        return self.budget, self.size, self.seed
+
+    @property
     def tokens(self) -> int:
         return self.steps * self.batch_tokens
 
@@ -108,19 +114,7 @@ def make_plan(
     seeds: Sequence[int] = (0,),
     tokens_per_second: float | None = None,
 ) -> Plan:
-    """Plans a study.
-
-    Args:
-        recipe: Not resolved. A `train.batch_tokens` that it sets holds for all cells; else the batch follows from each
-            cell's tokens by quern's rule, and is halved where a whole number of steps would miss the budget.
-        budgets: FLOPs.
-        sizes: Such as "4" or "4x320".
-        seeds: Each trains every cell once.
-        tokens_per_second: Measured speed of the recipe itself, at its own depth, for the estimated times.
-
-    Raises:
-        ValueError: A size cannot be read, or the sizes differ in vocabulary or context.
-    """
+    """Plans a study."""
     counted = {size: _count(recipe, size) for size in dict.fromkeys(sizes)}
     _refuse_mixed({size: resolved for size, (resolved, *_) in counted.items()})
     flops_per_second = None

@@ -1,8 +1,8 @@
 """The parametric fit of the loss, L(N, D) = E + A / N^α + B / D^β (arXiv 2203.15556, approach 3).
 
-The objective is the sum of Huber's loss of the errors of ln L, × 10³, with its analytic gradient. Unlike the paper's
-grid of 4,500 starts, the starts come from variable projection: at fixed (α, β) the loss is linear in (E, A, B), which
-non-negative least squares finds. Pure NumPy and SciPy. N: parameters; D: tokens; C: FLOPs.
+The objective is the sum of Huber's loss of the errors of ln L, × 10³, with its analytic gradient, for SciPy's L-BFGS.
+Unlike the paper's grid of 4,500 starts, the starts come from variable projection: at fixed (α, β) the loss is linear in
+(E, A, B), which non-negative least squares finds. N: parameters; D: tokens; C: FLOPs.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def fit_surface(
     least = np.log(LEAST_E * loss.min())
     at_zero, best[0] = best[0] < least, max(best[0], least)  # the resamples start where the gradient does not vanish
     counts = np.random.default_rng(seed).multinomial(runs, np.full(runs, 1 / runs), resamples)
-    samples = problem.constants(problem.descend(np.tile(best, (resamples, 1)), counts.astype(float)))
+    samples = problem.refit(best, counts)
     values = [*whole, surface.beta / (surface.alpha + surface.beta)]
     drawn = [*samples.T, samples[:, 4] / (samples[:, 3] + samples[:, 4])]
     intervals = {
@@ -209,7 +209,7 @@ def _leave_out(
     weights = np.ones((len(dropped), runs))
     for row, left in enumerate(dropped):
         weights[row, left] = 0
-    theta = problem.constants(problem.descend(np.tile(best, (len(dropped), 1)), weights))
+    theta = problem.refit(best, weights)
     fits = [
         LeftOut(name, len(left), float(np.exp(e)), float(alpha), float(beta), float(beta / (alpha + beta)))
         for name, left, (e, _, _, alpha, beta) in zip(names, dropped, theta, strict=True)
@@ -221,8 +221,8 @@ def _leave_out(
 
 @dataclass(frozen=True)
 class _Problem:
-    """The objective over batches of theta (S, 5): ln E, ln A', ln B', α, β. A' and B' are the terms at the means of
-    ln N and ln D, where they depend less on α and β."""
+    """The objective over theta: ln E, ln A', ln B', α, β. A' and B' are the terms at the means of ln N and ln D, where
+    they depend less on α and β."""
 
     x: Array
     y: Array
@@ -235,104 +235,45 @@ class _Problem:
         return _Problem(x - x.mean(), y - y.mean(), np.log(loss), (float(x.mean()), float(y.mean())))
 
     def constants(self, theta: Array) -> Array:
-        """ln E, ln A, ln B, α, β."""
+        """ln E, ln A, ln B, α, β of many theta (S, 5)."""
         shift = np.stack([theta[:, 3] * self.means[0], theta[:, 4] * self.means[1]], axis=1)
         return np.concatenate([theta[:, :1], theta[:, 1:3] + shift, theta[:, 3:]], axis=1)
 
-    def objective(self, theta: Array, weights: Array) -> tuple[Array, Array]:
-        """The value (S,) and the gradient (S, 5). weights: (S, runs)."""
-        e, a, b, alpha, beta = theta.T[:, :, None]
-        terms = np.stack(np.broadcast_arrays(e, a - alpha * self.x, b - beta * self.y))
+    def objective(self, theta: Array, weights: Array | float = 1.0) -> tuple[float, Array]:
+        """The value and the gradient (5,). weights: (runs,)."""
+        e, a, b, alpha, beta = theta
+        terms = np.stack([np.full_like(self.x, e), a - alpha * self.x, b - beta * self.y])
         top = terms.max(0)
         shares = np.exp(terms - top)
         total = shares.sum(0)
-        shares /= total
         error = top + np.log(total) - self.target
         clipped = np.clip(error, -HUBER_DELTA, HUBER_DELTA)
-        value = (weights * clipped * (error - clipped / 2)).sum(1)
-        slopes = weights * clipped * shares
-        sums = slopes.sum(2)
-        gradient = np.stack([*sums, -(slopes[1] @ self.x), -(slopes[2] @ self.y)], axis=1)
-        return SCALE * value, SCALE * gradient
+        slopes = weights * clipped * shares / total
+        gradient = np.array([*slopes.sum(1), -(slopes[1] @ self.x), -(slopes[2] @ self.y)])
+        return SCALE * float((weights * clipped * (error - clipped / 2)).sum()), SCALE * gradient
+
+    def minimum(self, start: Array, weights: Array | float = 1.0) -> optimize.OptimizeResult:
+        """The minimum by L-BFGS from a start."""
+        options = {"maxiter": 5000, "maxfun": 50_000, "maxcor": 30, "ftol": 1e-15, "gtol": 1e-9}
+        return optimize.minimize(self.objective, start, weights, jac=True, method="L-BFGS-B", options=options)
 
     def fit(self) -> tuple[Array, float]:
-        """The optimum over all starts, by L-BFGS, and its value."""
-
-        def single(theta: Array) -> tuple[float, Array]:
-            value, gradient = self.objective(theta[None], np.ones((1, len(self.x))))
-            return float(value[0]), gradient[0]
-
-        options = {"maxiter": 5000, "maxfun": 50_000, "maxcor": 30, "ftol": 1e-15, "gtol": 1e-9}
-        found = [
-            optimize.minimize(single, start, jac=True, method="L-BFGS-B", options=options) for start in self.starts()
-        ]
+        """The optimum over all starts, and its value."""
+        found = [self.minimum(start) for start in self.starts()]
+        found.append(self.minimum(min(found, key=lambda one: one.fun).x))
         best = min(found, key=lambda one: one.fun)
-        again = optimize.minimize(single, best.x, jac=True, method="L-BFGS-B", options=options)
-        return (again if again.fun < best.fun else best).x, float(min(again.fun, best.fun))
+        return best.x, float(best.fun)
 
-    def starts(self) -> Array:
-        """The best starts of variable projection, (STARTS, 5)."""
-        loss, starts = np.exp(self.target), []
+    def starts(self) -> list[Array]:
+        """The best starts of variable projection."""
+        loss, starts = np.exp(self.target), list[Array]()
         for alpha in EXPONENTS:
             for beta in EXPONENTS:
                 design = np.stack([np.ones_like(self.x), np.exp(-alpha * self.x), np.exp(-beta * self.y)], axis=1)
                 solution = optimize.nnls(design / loss[:, None], np.ones_like(loss))[0]
-                starts.append([*np.log(np.maximum(solution, LEAST_E * loss.min())), alpha, beta])
-        values = self.objective(np.array(starts), np.ones((len(starts), len(self.x))))[0]
-        return np.array(starts)[np.argsort(values)[:STARTS]]
+                starts.append(np.array([*np.log(np.maximum(solution, LEAST_E * loss.min())), alpha, beta]))
+        return sorted(starts, key=lambda start: self.objective(start)[0])[:STARTS]
 
-    def descend(self, theta: Array, weights: Array, iterations: int = 300) -> Array:
-        """Minimises many weighted objectives together, each from its own theta, by BFGS.
-
-        The line search is the weak Wolfe bisection of Lewis and Overton (2013), which suits an objective that is
-        almost a sum of absolute values.
-        """
-        theta, alive = theta.copy(), np.arange(len(theta))
-        value, gradient = self.objective(theta, weights)
-        inverse = np.tile(1e-2 * np.eye(5), (len(theta), 1, 1))
-        for _ in range(iterations):
-            here, slope = theta[alive], gradient[alive]
-            step = -np.einsum("sij,sj->si", inverse[alive], slope)
-            new, new_value, new_gradient = self._search(here, value[alive], slope, step, weights[alive])
-            moved, change = new - here, new_gradient - slope
-            gained = value[alive] - new_value
-            theta[alive], value[alive], gradient[alive] = new, new_value, new_gradient
-            inverse[alive] = _updated(inverse[alive], moved, change)
-            alive = alive[gained > 1e-9 * value[alive]]
-            if not len(alive):
-                break
-        return theta
-
-    def _search(
-        self, theta: Array, value: Array, slope: Array, step: Array, weights: Array
-    ) -> tuple[Array, Array, Array]:
-        """The points along `step` that meet the weak Wolfe conditions; the best bracket after 30 halvings."""
-        descent = (step * slope).sum(1)
-        low, high, size = np.zeros(len(theta)), np.full(len(theta), np.inf), np.ones(len(theta))
-        best = theta, value, slope
-        for _ in range(30):
-            new = theta + size[:, None] * step
-            new_value, new_gradient = self.objective(new, weights)
-            enough = new_value <= value + 1e-4 * size * descent
-            flat = (step * new_gradient).sum(1) >= 0.9 * descent
-            better = new_value < best[1]
-            best = (
-                np.where(better[:, None], new, best[0]),
-                np.where(better, new_value, best[1]),
-                np.where(better[:, None], new_gradient, best[2]),
-            )
-            if (enough & flat).all():
-                break
-            high = np.where(enough, high, size)
-            low = np.where(enough & ~flat, size, low)
-            size = np.where(enough & flat, size, np.where(np.isinf(high), 2 * size, (low + high) / 2))
-        return best
-
-
-def _updated(inverse: Array, moved: Array, change: Array) -> Array:
-    """The BFGS update of inverse Hessians (S, 5, 5), where the curvature is positive."""
-    product = (moved * change).sum(1)
-    usable = product > 1e-300
-    rho = np.where(usable, 1 / np.where(usable, product, 1), 0)[:, None, None]
-    left = np.eye(5) - rho * moved[:, :, None] * change[:, None, :]
-    return left @ inverse @ left.transpose(0, 2, 1) + rho * moved[:, :, None] * moved[:, None, :]
+    def refit(self, best: Array, weights: Array) -> Array:
+        """The constants (S, 5) that fit the runs with each of these weights (S, runs), from the optimum of all."""
+        return self.constants(np.array([self.minimum(best, one).x for one in weights]))

@@ -48,14 +48,7 @@ def heading(convention: str) -> str:
 def convention_lines(
     found: Envelope, surface: SurfaceFit, ahead: float, predictions: Mapping[str, Mapping[str, Estimate]]
 ) -> list[str]:
-    """The fits by one convention.
-
-    Args:
-        found: The optima and their laws.
-        surface: The parametric fit.
-        ahead: FLOPs of the predictions.
-        predictions: By method.
-    """
+    """The fits by one convention."""
     lines = [*_budget_rows(found), *_law_lines(found), *_surface_lines(surface)]
     for method, predicted in predictions.items():
         shown = ", ".join(f"{what} {one}" for what, one in predicted.items())
@@ -121,13 +114,7 @@ def is_budget(budget: float, flops: float) -> bool:
 
 
 def check_lines(name: str, predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> list[str]:
-    """Compares the predictions that a study kept with the optima that another one measured at that budget.
-
-    Args:
-        name: Of the study that predicted.
-        predicted: Its fits.json.
-        measured: The fits.json of the study that trained the budget.
-    """
+    """Compares the predictions that a study kept with the optima that another one measured at that budget."""
     flops = predicted["predictions"]["flops"]
     rows = []
     for convention in CONVENTIONS:

@@ -1,8 +1,6 @@
 """`quern lab scaling`: trains an IsoFLOP grid, fits scaling laws to it, and predicts the next budget.
 
-The study's folder has `plan.json`, which never changes: the grid, and the facts of the first start. `cells.jsonl` has
-one line per finished run, synced to the disk; `fits.json` is written again after each session. A killed study
-continues: no finished run is trained again.
+`plan.json` has the grid; `cells.jsonl` one line per finished run; `fits.json` is written again after each session.
 """
 
 from __future__ import annotations
@@ -10,30 +8,38 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from quern.lab.names import check_name, compare_facts, locked
 from quern.lab.options import ScalingOptions
 from quern.lab.scaling.fits import FEWEST_CELLS, envelope
-from quern.lab.scaling.isoflop import CONVENTIONS, TOLERANCE, Cell, Plan, make_plan, most_stable
+from quern.lab.scaling.isoflop import CONVENTIONS, TOLERANCE, Cell, Key, Plan, make_plan, most_stable
 from quern.lab.scaling.parametric import fit_surface
 from quern.lab.scaling.report import check_lines, convention_lines, heading, is_budget, plan_lines, stability_lines
+from quern.lab.study import Study, check_name
+from quern.lab.trainer import Trainer
 from quern.recipe import OPERATIONAL
-from quern.records import append_synced, drop_torn_end, read_json, read_lines, strict
+from quern.records import read_json, read_lines
 from quern.temporaries import write_whole
 from quern.terminal import Meter, duration
 
-if TYPE_CHECKING:
-    from quern.lab.trainer import Trainer
-
-CELLS, FITS, PLAN = "cells.jsonl", "fits.json", "plan.json"
+CELLS, FITS = "cells.jsonl", "fits.json"
 AHEAD = 10
 """The prediction is for a budget that is larger by this factor than the largest of the study."""
+
+
+class Grid(Study):
+    """An open IsoFLOP study."""
+
+    PLAN = "plan.json"
+
+    def refresh(self) -> None:
+        self.finished: dict[Key, dict[str, Any]] = {}
+        for line in read_lines(self.folder / CELLS):
+            self.finished.setdefault((line["budget"], line["size"], line["seed"]), line)
 
 
 def run(
@@ -50,14 +56,10 @@ def run(
         trainer: Trains one run at a time.
         log: Takes lines for the user.
         source: The text of the recipe's file, if it has one.
-        facts: Of this start, as from `names.start_facts`; those of the study's first start are kept.
+        facts: Facts of this start, as from `study.start_facts`.
 
     Returns:
         The exit code: 1 if a run failed. A run that diverged has not failed.
-
-    Raises:
-        ValueError: The options are refused, or the study's folder holds another plan, is in use, or was made on another
-            kind of device.
     """
     check_name(options.study)
     if options.plan and options.fit:
@@ -66,22 +68,23 @@ def run(
         raise ValueError("the budget decides how long a run trains: leave out train.steps and train.minutes")
     if len(set(options.sizes)) < FEWEST_CELLS:
         raise ValueError(f"--sizes needs at least {FEWEST_CELLS} sizes: fewer do not determine a minimum")
-    seeds = range(options.seeds)
-    plan = make_plan(options.recipe, options.budgets, options.sizes, seeds, options.tokens_per_second)
+    plan = make_plan(options.recipe, options.budgets, options.sizes, range(options.seeds), options.tokens_per_second)
     for line in plan_lines(plan):
         log(line)
     if options.plan:
         return 0
-    description = _description(options, plan, source)
+    description = _description(options, plan, source) | {"facts": facts}
     predicted = _predictions(options)
     failed: list[Cell] = []
     if options.fit:
-        _check_plan(options.folder, description)
+        study = Grid(options.folder)
+        study.compare_plan(description)
     else:
-        with locked(options.folder):
-            _keep_plan(options.folder, description, facts, log)
-            failed = _train(options, plan, trainer, log)
-    body, lines = fit_study(plan, read_lines(options.folder / CELLS), options.resamples, options.level)
+        study = Grid.register(options.folder, description)
+        if warning := study.compare_facts(facts):
+            log(warning)
+        failed = _train(study, options, plan, trainer, log)
+    body, lines = fit_study(plan, study.finished, options.resamples, options.level)
     write_whole(options.folder / FITS, json.dumps(body, indent=2, allow_nan=False) + "\n")
     if options.check and predicted:
         lines += ["", *check_lines(options.check, predicted, body)]
@@ -90,13 +93,10 @@ def run(
     return 1 if failed else 0
 
 
-# The study's folder -----------------------------------------------------------------------------------------
-
-
 def _description(options: ScalingOptions, plan: Plan, source: str | None) -> dict[str, Any]:
     recipe = options.recipe.to_json()
     recipe["train"] = {name: value for name, value in recipe["train"].items() if f"train.{name}" not in OPERATIONAL}
-    body = {
+    return {
         "recipe": recipe,
         "source": source,
         "budgets": sorted(set(options.budgets)),
@@ -104,48 +104,6 @@ def _description(options: ScalingOptions, plan: Plan, source: str | None) -> dic
         "seeds": options.seeds,
         "cells": [cell.to_json() for cell in plan.cells],
     }
-    return strict(body)
-
-
-def _keep_plan(
-    folder: Path, description: dict[str, Any], facts: dict[str, Any] | None, log: Callable[[str], None]
-) -> None:
-    """Writes plan.json of a new study. Raises ValueError if the study has another plan, or other facts that matter."""
-    if not (folder / PLAN).exists():
-        body = {**description, "facts": facts}
-        write_whole(folder / PLAN, json.dumps(body, indent=2, allow_nan=False) + "\n")
-    before = _check_plan(folder, description)
-    if warning := compare_facts(folder.name, before, facts):
-        log(warning)
-    drop_torn_end(folder / CELLS)
-
-
-def _check_plan(folder: Path, description: dict[str, Any]) -> dict[str, Any] | None:
-    """Reads plan.json, and raises ValueError if it has another plan. Returns the facts of the study's first start."""
-    if not (folder / PLAN).exists():
-        raise ValueError(f"there is no study in {folder}: train it first, without --fit")
-    old = read_json(folder / PLAN, dict[str, Any])
-    facts = old.pop("facts", None)
-    differences = list(_differences(old, description))
-    if differences:
-        raise ValueError(
-            f"{folder} holds a study with another plan ({', '.join(differences)} differ): repeat the command that "
-            "started it, or name another study with --study"
-        )
-    return facts
-
-
-def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    for name in sorted(old.keys() | new.keys()):
-        before, after = old.get(name), new.get(name)
-        if isinstance(before, dict) and isinstance(after, dict):
-            yield from _differences(before, after, f"{prefix}{name}.")
-        elif before != after:
-            yield prefix + name
-
-
-def _key(line: dict[str, Any]) -> tuple[float, str, int]:
-    return line["budget"], line["size"], line["seed"]
 
 
 def _flops(line: dict[str, Any]) -> float:
@@ -153,19 +111,24 @@ def _flops(line: dict[str, Any]) -> float:
     return float(line["flops"] - line.get("flops_parts", {}).get("update", 0))
 
 
-def _train(options: ScalingOptions, plan: Plan, trainer: Trainer, log: Callable[[str], None]) -> list[Cell]:
+def _train(
+    study: Grid, options: ScalingOptions, plan: Plan, trainer: Trainer, log: Callable[[str], None]
+) -> list[Cell]:
     """Trains the cells that have no line yet. Returns those that failed."""
-    path = options.folder / CELLS
-    finished = {_key(line) for line in read_lines(path)}
-    missing = [cell for cell in plan.cells if (cell.budget, cell.size, cell.seed) not in finished]
-    if finished:
-        log(f"{len(finished)} runs are finished, {len(missing)} are left")
     failed: list[Cell] = []
-    done, total, began = 0.0, sum(cell.flops for cell in missing), time.monotonic()
-    with Meter("scaling", 100, "% of the FLOPs") as meter:
-        for number, cell in enumerate(missing, start=1):
 
-            def progress(step: int, seconds: float, cell: Cell = cell, before: float = done) -> None:
+    def missing() -> list[Cell]:
+        return [cell for cell in plan.cells if cell.key not in study.finished and cell not in failed]
+
+    began, total = time.monotonic(), sum(cell.flops for cell in missing())
+    if study.finished:
+        log(f"{len(study.finished)} runs are finished, {len(missing())} are left")
+    with Meter("scaling", 100, "% of the FLOPs") as meter:
+
+        def train(cell: Cell) -> None:
+            before = total - sum(one.flops for one in missing())
+
+            def progress(step: int, seconds: float) -> None:
                 meter.at(100 * (before + cell.flops * step / cell.steps) / total, cell.name)
 
             recipe, name = cell.recipe(options.recipe), f"{options.recipe.name}-{cell.size}"
@@ -174,13 +137,14 @@ def _train(options: ScalingOptions, plan: Plan, trainer: Trainer, log: Callable[
             except (RuntimeError, MemoryError) as error:  # such as too little memory for this size: others may fit
                 failed.append(cell)
                 log(f"{cell.name} failed and is left out: {error}")
-            else:
-                append_synced(path, strict({"budget": cell.budget, "size": cell.size, **trial.to_json()}))
-                score = "diverged" if trial.bpb is None else f"{trial.bpb:.4f} bits per byte"
-                log(f"run {number} of {len(missing)}, {cell.name}: {score}, {trial.tokens_per_second:,.0f} tokens/s")
-            done += cell.flops
-            meter.at(100 * done / total)
-    if missing:
+                return
+            study.add(CELLS, {"budget": cell.budget, "size": cell.size, **trial.to_json()})
+            score = "diverged" if trial.bpb is None else f"{trial.bpb:.4f} bits per byte"
+            log(f"{cell.name}: {score}, {trial.tokens_per_second:,.0f} tokens/s; {len(missing())} runs are left")
+
+        study.work(missing, lambda cell: cell.name.replace(" ", "-"), train)
+        meter.at(100)
+    if total:
         log(f"trained for {duration(time.monotonic() - began)}")
     return failed
 
@@ -201,40 +165,28 @@ def _predictions(options: ScalingOptions) -> dict[str, Any] | None:
     return fits
 
 
-# Fits -------------------------------------------------------------------------------------------------------
-
-
 def fit_study(
-    plan: Plan, lines: Sequence[dict[str, Any]], resamples: int = 1000, level: float = 0.95
+    plan: Plan, finished: dict[Key, dict[str, Any]], resamples: int, level: float
 ) -> tuple[dict[str, Any], list[str]]:
-    """Fits every convention to the finished runs.
-
-    Args:
-        plan: The plan.
-        lines: Of cells.jsonl.
-        resamples: Of the bootstrap.
-        level: Of the intervals.
-
-    Returns:
-        The body of fits.json, and lines for a terminal.
-    """
-    cells = {(cell.budget, cell.size, cell.seed): cell for cell in plan.cells}
-    finished = {_key(line): line for line in lines if _key(line) in cells}
-    usable = [line for line in finished.values() if line["bpb"] is not None]
+    """Fits every convention to the finished runs. Returns the body of fits.json, and lines for a terminal."""
+    cells = {cell.key: cell for cell in plan.cells}
+    finished = {key: line for key, line in finished.items() if key in cells}
+    usable = {key: line for key, line in finished.items() if line["bpb"] is not None}
+    runs = list(usable.values())
     notes = {
         "diverged": [cells[key].name for key, line in finished.items() if line["bpb"] is None],
         "missing": [cell.name for key, cell in cells.items() if key not in finished] + list(plan.refused),
         "off_budget": [
-            f"{cells[_key(line)].name}: {100 * (_flops(line) / line['budget'] - 1):+.1f} %"
-            for line in usable
+            f"{cells[key].name}: {100 * (_flops(line) / line['budget'] - 1):+.1f} %"
+            for key, line in usable.items()
             if abs(_flops(line) / line["budget"] - 1) > TOLERANCE
         ],
     }
-    flops = np.array([_flops(line) for line in usable])
-    budget, tokens, loss = (np.array([line[name] for line in usable], float) for name in ("budget", "tokens", "bpb"))
-    envelopes, surfaces, labels = {}, {}, [cells[_key(line)].name for line in usable]
+    flops = np.array([_flops(line) for line in runs])
+    budget, tokens, loss = (np.array([line[name] for line in runs], float) for name in ("budget", "tokens", "bpb"))
+    envelopes, surfaces, labels = {}, {}, [cells[key].name for key in usable]
     for name, convention in CONVENTIONS.items():
-        sizes = np.array([line["parameters"][convention.field] for line in usable], float)
+        sizes = np.array([line["parameters"][convention.field] for line in runs], float)
         envelopes[name] = envelope(budget, sizes, tokens, loss, resamples=resamples, level=level)
         surfaces[name] = fit_surface(
             sizes, tokens, loss, budget=budget, flops=flops, labels=labels, resamples=resamples, level=level
@@ -253,12 +205,8 @@ def fit_study(
         "level": level,
         "resamples": resamples,
         "conventions": {
-            name: {
-                "meaning": CONVENTIONS[name].meaning,
-                "envelope": envelopes[name],
-                "surface": surfaces[name],
-            }
-            for name in CONVENTIONS
+            name: {"meaning": one.meaning, "envelope": envelopes[name], "surface": surfaces[name]}
+            for name, one in CONVENTIONS.items()
         },
         "stable": stable,
         "predictions": {"flops": ahead, **predictions},

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from optuna.trial import FrozenTrial, TrialState
 
 from quern.lab.search.space import Dimension, Space
-from quern.lab.search.trials import TRIALS
+from quern.lab.search.trials import TRIALS, Sweep
 from quern.lab.verdict import WORST, score
 from quern.records import strict
 from quern.temporaries import write_whole
@@ -38,33 +38,24 @@ WORST_SHOWN = 0.9
 """Colours of the figure end at this quantile of the values, so that a few bad trials do not hide the others."""
 
 
-def write_results(
-    folder: Path,
-    study: optuna.Study,
-    trials: Sequence[Trial],
-    space: Space,
-    plan: dict[str, Any],
-    start: dict[str, Any] | None = None,
-) -> list[str]:
-    """Writes results.json and the figure. Returns lines for a terminal. start: the facts of the study's first start."""
+def write_results(sweep: Sweep, study: optuna.Study, space: Space) -> list[str]:
+    """Writes results.json and the figure. Returns lines for a terminal. study: Optuna's, of the finished trials."""
+    folder, trials = sweep.folder, sweep.finished
     ranked = sorted((trial for trial in trials if is_whole(trial)), key=_value)
     if not ranked:
         return ["no trial has a value"]
-    weights = importances(study)
-    edges = edge_warnings(space, ranked[0])
-    outcomes = [str(trial["outcome"]) for trial in trials]
-    best = ranked[0]
+    weights, outcomes, best = importances(study), [str(trial["outcome"]) for trial in trials], ranked[0]
     facts = {
-        "plan": plan,
-        "facts": start,
+        "plan": {name: value for name, value in sweep.body.items() if name != "facts"},
+        "facts": sweep.body["facts"],
         "trials": len(trials),
         "outcomes": {name: outcomes.count(name) for name in sorted(set(outcomes))},
         "best": best,
         "against_baseline": against_baseline(best, trials),
         "importances": weights,
-        "edges": edges,
+        "edges": edge_warnings(space, best),
     }
-    write_whole(folder / RESULTS, _json(facts, indent=2) + "\n")
+    write_whole(folder / RESULTS, json.dumps(strict(facts), indent=2, allow_nan=False) + "\n")
     names = sorted(space.texts(), key=lambda name: -weights.get(name, 0.0))[:SHOWN_FIELDS]
     draw_pairs(folder / FIGURE, ranked, [one for name in names for one in space.dimensions if one.name == name])
     return _lines(folder, facts, ranked, names, len(space.dimensions))
@@ -156,10 +147,6 @@ def _lines(folder: Path, facts: dict[str, Any], ranked: Sequence[Trial], names: 
     lines += [f"warning: {line}" for line in facts["edges"]]
     flags = [f"--{name.replace('_', '-')} {_text(value, 6)}" for name, value in facts["best"]["values"].items()]
     return [*lines, f"best: {' '.join(flags)}", f"written: {folder / RESULTS}, {folder / TRIALS}, {folder / FIGURE}"]
-
-
-def _json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(strict(value), indent=indent, allow_nan=False)
 
 
 def _value(trial: Trial) -> float:

@@ -1,0 +1,178 @@
+"""A study on disk: a plan that never changes, records that grow line by line, and claims on the work that is left.
+
+Comparisons, sweeps and IsoFLOP grids keep their records here. Any number of processes may work on one study, also on
+machines that share the folder by a file system with flock. Lines are appended under a lock and synced. A claim is a
+lock that the kernel releases when its process ends, so what a dead process has left is free at once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from quern import __version__
+from quern.records import append_synced, drop_torn_end, git_hash, read_json, strict
+from quern.temporaries import holder, write_whole
+
+if TYPE_CHECKING:
+    from quern.machine import Machine
+
+FIXED = {"device": "--device", "dtype": "--dtype", "compiled": "--compile"}
+"""Facts of the machine that change the numbers, and the flags that set them."""
+WAIT_SECONDS = 1.0
+Job = TypeVar("Job")
+
+
+def check_name(name: str) -> str:
+    """Returns the name of a study, which is also that of its folder. Raises ValueError if it could be a path."""
+    if not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
+        raise ValueError(f"a study cannot be called '{name}': use letters, digits, - _ and .")
+    return name
+
+
+def now() -> str:
+    """The time as ISO 8601 text."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def start_facts(machine: Machine, command: str) -> dict[str, Any]:
+    """The facts of a start, for the records: time, versions, machine. command: the command line."""
+    return {
+        "command": command,
+        "registered": now(),
+        "quern": __version__,
+        "commit": git_hash(Path(__file__).parent),
+        "machine": machine.describe(),
+    }
+
+
+class Study:
+    """An open study."""
+
+    PLAN = "study.json"
+    """The file of the plan: what must not change, and the facts of the first start."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        if not (folder / self.PLAN).is_file():
+            raise ValueError(f"there is no study in {folder}: train it first")
+        self.body = read_json(folder / self.PLAN, dict[str, Any])
+        self.refresh()
+
+    @classmethod
+    def register(cls, folder: Path, plan: Mapping[str, Any]) -> Self:
+        """Opens a study, and writes its plan if it is new. Raises ValueError if it has another plan."""
+        check_name(folder.name)
+        folder.mkdir(parents=True, exist_ok=True)
+        with _alone(folder):
+            if not (folder / cls.PLAN).exists():
+                write_whole(folder / cls.PLAN, json.dumps(strict(plan), indent=1, allow_nan=False) + "\n")
+        study = cls(folder)
+        study.compare_plan(plan)
+        return study
+
+    def compare_plan(self, plan: Mapping[str, Any]) -> None:
+        """Raises ValueError if the study has another plan; the facts of the first start may differ."""
+        if changed := list(_differences(self.body | {"facts": None}, strict(plan) | {"facts": None})):
+            raise ValueError(
+                f"the study {self.name} was registered with another {', '.join(changed)}, which must not change after "
+                "the first run: give the same arguments, or name another study with --study"
+            )
+
+    def compare_facts(self, now: dict[str, Any] | None) -> str | None:
+        """Compares the facts of this start with those of the first one; either may be unknown.
+
+        Returns:
+            A warning if the code or PyTorch have changed.
+
+        Raises:
+            ValueError: The device, the dtype or the use of torch.compile differ.
+        """
+        before = self.body["facts"]
+        if before is None or now is None:
+            return None
+        old, new = before["machine"], now["machine"]
+        fixed = [f"{flag} ({old[key]} then, {new[key]} now)" for key, flag in FIXED.items() if old[key] != new[key]]
+        if fixed:
+            raise ValueError(
+                f"the study '{self.name}' was started with another {', '.join(fixed)}, so its runs could not be "
+                "compared: give the same flags, or name another study with --study"
+            )
+        pairs = [(key, before.get(key), now.get(key)) for key in ("quern", "commit")]
+        pairs.append(("torch", old.get("torch"), new.get("torch")))
+        changed = [f"{key} {one} then, {other} now" for key, one, other in pairs if one != other]
+        text = f"warning: the study '{self.name}' was started by other software: {'; '.join(changed)}"
+        return text if changed else None
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    def refresh(self) -> None:
+        """Reads the records again, which other processes may have extended."""
+
+    def add(self, file: str, body: Mapping[str, Any]) -> None:
+        """Appends a line to one of the study's files, waits until it is on the disk, and reads the records again."""
+        with _alone(self.folder):
+            drop_torn_end(self.folder / file)
+            append_synced(self.folder / file, strict(body))
+        self.refresh()
+
+    @contextmanager
+    def claim(self, name: str) -> Iterator[bool]:
+        """Holds a claim for the length of the block. Yields whether this process got it."""
+        folder = self.folder / "claims"
+        folder.mkdir(exist_ok=True)
+        with (folder / name).open("a+", encoding="utf-8") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            lock.truncate(0)
+            lock.write(holder())
+            lock.flush()
+            self.refresh()
+            yield True
+
+    def work(self, wanted: Callable[[], Sequence[Job]], claim: Callable[[Job], str], do: Callable[[Job], None]) -> None:
+        """Does what is wanted, one job after another, beside other processes, until nothing is.
+
+        Args:
+            wanted: Makes the list of jobs that the records lack now, those that other processes do included.
+            claim: The name of a job's claim.
+            do: Does a job and records it.
+        """
+        while jobs := wanted():
+            for job in jobs:
+                with self.claim(claim(job)) as mine:
+                    if mine and job in wanted():
+                        do(job)
+                        break
+            else:
+                time.sleep(WAIT_SECONDS)  # other processes do all of them
+                self.refresh()
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    with (folder / ".append").open("a", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Dotted names of what differs; a missing value is null."""
+    for name in sorted(old.keys() | new.keys()):
+        before, after = old.get(name), new.get(name)
+        if isinstance(before, dict) and isinstance(after, dict):
+            yield from _differences(before, after, f"{prefix}{name}.")
+        elif before != after:
+            yield prefix + name
