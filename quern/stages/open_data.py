@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from quern.data.shards import Corpus
 from quern.data.token_file import prepared
@@ -12,20 +11,6 @@ from quern.recipe import Recipe
 from quern.runs.origin import Origin, group_size_of, read_origin, require_same
 from quern.runs.run_dir import STAGES, RunDir
 from quern.stages.prepare import Prepared, prepare, text_fingerprint
-
-
-def made_from(data: Prepared, out: Path) -> Origin:
-    """The fingerprints of a prepared text. out: the output folder."""
-    folder = data.folder
-    if folder is not None and folder.is_relative_to(out):
-        folder = folder.relative_to(out)
-    return Origin(
-        tokenizer=data.tokenizer.fingerprint,
-        text=data.text,
-        tokens=data.tokens,
-        shards=None if folder is None else str(folder),
-        group_size=group_size_of(data.train),
-    )
 
 
 def open_data(
@@ -57,7 +42,7 @@ def open_data(
     if folder is None or origin.tokens is None or not prepared(folder, origin.tokens):
         data = prepare(recipe, run_dir.out, log, tokenizer, workers)
         instead = "put it back as it was" if folder is None else "its token shards are gone: put it back as it was"
-        require_same(origin, replace(origin, text=data.text), run_dir, "pretrain", instead=instead)
+        require_same(origin, replace(origin, text=data.origin.text), run_dir, "pretrain", instead=instead)
         return data
     if named:
         instead = f"leave --data out (`quern pretrain --resume {run_dir.flags}`)"
@@ -65,7 +50,7 @@ def open_data(
         require_same(origin, found, run_dir, "pretrain", instead=instead)
     log(f"tokens: {folder}, as the run began with them")
     train, val = (Corpus.open(folder, split, fingerprint=origin.tokens) for split in ("train", "val"))
-    return Prepared(tokenizer, train, val, {}, origin.text or "", origin.tokens, folder)
+    return Prepared(tokenizer, train, val, {}, replace(origin, group_size=group_size_of(train)))
 
 
 def data_of_run(recipe: Recipe, run_dir: RunDir, log: Callable[[str], None], *stages: str) -> Prepared:

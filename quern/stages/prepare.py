@@ -21,6 +21,7 @@ from typing import Any
 from quern.data.shards import Corpus
 from quern.data.token_file import fingerprint, prepared
 from quern.recipe import Recipe
+from quern.runs.origin import Origin, group_size_of
 from quern.runs.public_data import PublicData, public_data
 from quern.runs.run_dir import naming, refuse_unwritable
 from quern.stages.hold_out import check_splits, first, hold_out
@@ -66,22 +67,13 @@ class Source:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The tokenizer, the two splits, and facts for the report.
-
-    Args:
-        text: Fingerprint of the text's content.
-        tokens: Fingerprint of the shards, from tokenizer and text.
-        folder: Of the shards, None for data that was tokens already.
-        public: The files of a public data set.
-    """
+    """The tokenizer, the two splits, facts for the report, their origin, and the files of a public data set."""
 
     tokenizer: Tokenizer
     train: Corpus
     val: Corpus
     facts: dict[str, Any]
-    text: str
-    tokens: str
-    folder: Path | None = None
+    origin: Origin
     public: PublicData | None = None
 
 
@@ -295,7 +287,8 @@ def prepare(
         text = _tokens_fingerprint(recipe, out, public)
         facts = _facts(public.name if public else Path(recipe.data).stem, samples, tokenizer, train, val)
         tokens = fingerprint(tokenizer.fingerprint, text)
-        return Prepared(tokenizer, train, val, facts, text, tokens, public=public)
+        origin = Origin(tokenizer.fingerprint, text, tokens, group_size=group_size_of(train))
+        return Prepared(tokenizer, train, val, facts, origin, public)
     source = open_source(recipe, out, log)
     tokenizer = named_tokenizer(recipe, tokenizer, log) or train_tokenizer(recipe, source, out, log)
     mark = fingerprint(tokenizer.fingerprint, source.fingerprint)
@@ -320,7 +313,9 @@ def prepare(
     facts = _facts(source.name, samples, tokenizer, train, val)
     if cleaning := read_records(folder):
         facts["data"]["cleaning"] = cleaning
-    return Prepared(tokenizer, train, val, facts, source.fingerprint, mark, folder, source.public)
+    shards = str(folder.relative_to(out))
+    origin = Origin(tokenizer.fingerprint, source.fingerprint, mark, shards, group_size=group_size_of(train))
+    return Prepared(tokenizer, train, val, facts, origin, source.public)
 
 
 def text_fingerprint(recipe: Recipe, out: Path) -> str:

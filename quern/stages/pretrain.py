@@ -20,7 +20,7 @@ from quern.runs.load import Start
 from quern.runs.origin import Origin, compare, read_origin, refuse_second_tokenizer, source_digest, with_absolute_paths
 from quern.runs.public_data import with_shards
 from quern.runs.training import fit_to_text, make_batches, ready_model, validation
-from quern.stages.open_data import made_from, open_data
+from quern.stages.open_data import open_data
 from quern.stages.prepare import Prepared, prepare
 from quern.stages.session import Session, main_first
 from quern.terminal import counted, duration, human_size
@@ -78,7 +78,7 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
         model.initialize(recipe.seed)
     first = began or (None if start is None else start.origin_in(run_dir))
     origin = replace(
-        made_from(prepared, run_dir.out),
+        prepared.origin,
         recipe=recipe.to_json(),
         source=source_digest(session.source) or (began and began.source),
         base=first and first.base,

@@ -69,7 +69,7 @@ def test_a_recipe_filters_its_documents_and_makes_another_text(tmp_path: Path) -
     filtered, _ = made(replace(plain, make_documents=every_third), tmp_path / "out")
     found = [texts_of(corpus, filtered.tokenizer) for corpus in (filtered.train, filtered.val)]
     assert sorted(found[0] + found[1]) == sorted(text for text in texts if int(text.split(":")[0]) % 3 == 1)
-    assert filtered.text != everything.text and filtered.folder != everything.folder
+    assert filtered.origin.text != everything.origin.text and filtered.origin.shards != everything.origin.shards
 
 
 FILTER = """
@@ -91,7 +91,7 @@ def test_a_constant_of_the_filter_makes_another_text(tmp_path: Path) -> None:
         path = tmp_path / f"idea{share}.py"
         path.write_text(FILTER.format(share=share), encoding="utf-8")
         idea, _ = read_recipe_file(path)
-        found.append(made(replace(plain, make_documents=idea.make_documents), tmp_path / "out")[0].text)
+        found.append(made(replace(plain, make_documents=idea.make_documents), tmp_path / "out")[0].origin.text)
     assert found[0] == found[2] != found[1]
 
 
@@ -301,8 +301,8 @@ def test_a_half_made_folder_is_not_taken_for_prepared(tmp_path: Path) -> None:
 def test_of_two_processes_with_the_same_text_the_second_waits_and_finds_it_prepared(tmp_path: Path) -> None:
     data, out = write_jsonl(tmp_path / "t.jsonl", documents(60)), tmp_path / "out"
     first, _ = made(recipe_for(data), out)
-    assert first.folder is not None
-    manifest = first.folder / "manifest.json"
+    folder = out / str(first.origin.shards)
+    manifest = folder / "manifest.json"
     whole, said = manifest.read_text(encoding="utf-8"), list[str]()
     manifest.unlink()
 
@@ -313,21 +313,21 @@ def test_of_two_processes_with_the_same_text_the_second_waits_and_finds_it_prepa
             stack.close()
 
     with ExitStack() as stack:
-        stack.enter_context(alone_in(first.folder, said.append))
+        stack.enter_context(alone_in(folder, said.append))
         second = prepare(recipe_for(data), out, log)
-    assert said[-1].startswith(f"waiting for process {os.getpid()} on ") and str(first.folder) in said[-1]
-    assert second.tokens == first.tokens
+    assert said[-1].startswith(f"waiting for process {os.getpid()} on ") and str(folder) in said[-1]
+    assert second.origin.tokens == first.origin.tokens
     assert texts_of(second.val, second.tokenizer) == texts_of(first.val, first.tokenizer)
 
 
 def test_a_preparation_that_was_stopped_in_the_training_text_keeps_the_validation_text(tmp_path: Path) -> None:
     data, out = write_jsonl(tmp_path / "t.jsonl", documents(60)), tmp_path / "out"
     first, _ = made(recipe_for(data), out)
-    assert first.folder is not None
-    before = {path.name: path.stat().st_ino for path in first.folder.iterdir()}
-    (first.folder / "train-00000.bin").unlink()
+    folder = out / str(first.origin.shards)
+    before = {path.name: path.stat().st_ino for path in folder.iterdir()}
+    (folder / "train-00000.bin").unlink()
     again, said = made(recipe_for(data), out)
-    after = {path.name: path.stat().st_ino for path in first.folder.iterdir()}
+    after = {path.name: path.stat().st_ino for path in folder.iterdir()}
     assert "tokens: train" in said and "tokens: val" not in said
     assert {name for name in before if before[name] == after[name]} >= {"val-00000.bin", "val-00000.starts.npy"}
     assert texts_of(again.train, again.tokenizer) == texts_of(first.train, first.tokenizer)
@@ -341,7 +341,7 @@ def test_marks_between_documents_are_warned_of_and_separate_when_asked(tmp_path:
     assert said.count("read as text") == 1
     assert f"{data} has {mark}, which is read as text: if it ends documents, give --text.separator '{mark}'" in said
     split, said = made(recipe_for(data, separator=mark), tmp_path / "out")
-    assert "read as text" not in said and split.text != whole.text
+    assert "read as text" not in said and split.origin.text != whole.origin.text
     assert sorted(texts_of(split.train, split.tokenizer) + texts_of(split.val, split.tokenizer)) == sorted(stories)
     data.write_text("an <s>old</s> mill\nsays end of text, <b>\n" * 400, encoding="utf-8")
     assert "read as text" not in made(recipe_for(data), tmp_path / "out")[1]

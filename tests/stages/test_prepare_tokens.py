@@ -303,7 +303,7 @@ def test_a_tokenizer_json_of_hugging_face_prepares_text_and_need_not_be_there_af
     ids = [prepared.train.gather(i)[1:].tolist() for i in range(prepared.train.num_documents)]
     assert ids == [library.encode(text, add_special_tokens=False).ids for text in read(prepared.train)]
     path.unlink()
-    assert prepare(recipe, tmp_path / "out", print, prepared.tokenizer).tokens == prepared.tokens
+    assert prepare(recipe, tmp_path / "out", print, prepared.tokenizer).origin.tokens == prepared.origin.tokens
     with pytest.raises(FileNotFoundError, match="--text.tokenizer .*tokenizer.json: there is no such file"):
         prepare(recipe, tmp_path / "out", print)
     path.write_text("[1]", encoding="utf-8")

@@ -71,7 +71,7 @@ def run(
         base=base.name,
         rungs={str(rung): one for rung, one in rungs.items()},
         numbers={str(rung): numbers(one) for rung, one in sized.items()},
-        text=prepared.text[:SHOWN],
+        text=(prepared.origin.text or "")[:SHOWN],
         data=Path(base.recipe.data).name,
         delta=rules.delta,
         alpha=rules.alpha,

@@ -32,7 +32,7 @@ from quern.runs.run_dir import RunDir
 from quern.runs.run_lock import run_lock
 from quern.runs.training import fit_to_text, make_batches
 from quern.stages.jax.backend import JaxBackend, JaxRun, arrays_of, processes
-from quern.stages.open_data import data_of_run, made_from, open_data
+from quern.stages.open_data import data_of_run, open_data
 from quern.stages.prepare import prepare
 from quern.stages.session import loss_and_speed, open_folder
 from quern.temporaries import write_whole
@@ -117,7 +117,7 @@ def run(
         recipe = fit_to_text(with_shards(recipe, prepared.public), prepared.tokenizer, prepared.train)
         check_rows(mesh, recipe.micro_batch_rows)
         source_mark = source_digest(source) or (began and began.source)
-        origin = replace(made_from(prepared, run_dir.out), recipe=recipe.to_json(), source=source_mark)
+        origin = replace(prepared.origin, recipe=recipe.to_json(), source=source_mark)
         changed = compare(began, origin, run_dir, STAGE)
         if ranks.main and began is None:
             run_dir.folder.mkdir(parents=True, exist_ok=True)
