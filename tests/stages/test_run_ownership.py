@@ -425,20 +425,15 @@ def test_a_run_that_was_stopped_goes_on_by_the_command_it_names(
 
     waiting = threading.Thread(target=interrupt, daemon=True)
     waiting.start()
-    talks = ["--conversations", str(folder / "talks.jsonl"), *SFT[:4], "--questions", "1"]
+    talks = ["--text.tinyworld-conversations", "60", *SFT[:4], "--questions", "1"]
     flags = [*SHAPE, "--data", str(folder / "text.jsonl"), *talks, "--train.steps", "3000", "--train.log-every", "1"]
     assert quern(folder, "run", *flags, run="halted") == EXIT_STOPPED
     said = capsys.readouterr().out
+    assert "fine-tuned on those of the built-in world" in said
     command = shlex.split(re.findall(r"as asked, and saved: continue with `(.*)`", said)[0])
     own = ["--run", "halted", "--out", str(folder / "out")]
     assert command == ["quern", "run", "--resume", *own, "--questions", "1", *PLAIN]
     assert steps(folder, "pretrain", "halted")
-
-
-def test_fine_tuning_on_the_built_in_world_is_announced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [*SHAPE, *SFT[:4], "--data", str(folder / "text.jsonl"), "--text.tinyworld-conversations", "60"]
-    assert quern(folder, "run", *flags, "--questions", "1", run="told") == 0
-    assert "fine-tuned on those of the built-in world" in capsys.readouterr().out
 
 
 def test_before_training_it_says_what_it_will_do(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
