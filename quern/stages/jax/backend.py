@@ -25,24 +25,20 @@ from quern.train.backend import Evaluator, Told
 from quern.train.state import Counters
 from quern.train.step import StepResult
 
-STORE_MILLISECONDS = 20 * 60 * 1000
-
 
 class Processes(ProcessGroup):
-    """JAX's processes. Values pass through its coordinator, so a thread may send them beside the steps."""
+    """JAX's processes. Values pass through its collectives, so only the thread that takes the steps may send them."""
 
     def gather_objects(self, value: Any) -> list[Any]:
         if self.size == 1:
             return [value]
-        from jax._src.distributed import global_state
-
-        store: Any = global_state.client
         self.traffic.calls["values"] += 1
-        key = f"quern/{self.name}/{self.traffic.calls['values']}"
-        store.key_value_set(f"{key}/{self.rank}", json.dumps(value))
-        return [
-            json.loads(store.blocking_key_value_get(f"{key}/{rank}", STORE_MILLISECONDS)) for rank in range(self.size)
-        ]
+        own = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        sizes = multihost_utils.process_allgather(np.array(own.size)).tolist()
+        padded = np.zeros(max(sizes), np.uint8)
+        padded[: own.size] = own
+        rows = multihost_utils.process_allgather(padded)
+        return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def broadcast_object(self, value: Any) -> Any:
         return self.gather_objects(value)[0]

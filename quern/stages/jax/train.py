@@ -181,7 +181,7 @@ def make_plan(recipe: Recipe, cfg: StepConfig, evaluators: Sequence[tuple[int, E
         flops=lambda batch, progress: Flops(products=batch.tokens.size * each),
         peak_flops=math.inf,
         evaluators=evaluators,
-        save_in_background=True,
+        save_in_background=jax.process_count() == 1,
     )
 
 
