@@ -51,6 +51,12 @@ def test_a_sweep_has_a_page_with_its_best_trials(tmp_path: Path) -> None:
     assert len(rows) == 1 and f"| {best['bpb']:.4f} |" in rows[0]
     assert "24 trials" in page and "](s-pairs.svg)" in page and "against the recipe's own values" in page
     assert f"{best['bpb']:.4f} bits per byte" in files[tmp_path / "project" / "experiments" / "LOG.md"]
+    for key in ("facts", "plan", "best", "importances"):
+        damaged = json.dumps({name: value for name, value in results.items() if name != key})
+        (given.folder / "results.json").write_text(damaged, encoding="utf-8")
+        with pytest.raises(ValueError, match=f"lab/s is damaged .KeyError.'{key}'"):
+            publish(tmp_path / "out", tmp_path / "project", "s")
+    assert all(path.read_text(encoding="utf-8") == text for path, text in files.items())
 
 
 def test_a_folder_without_a_finished_study_is_refused(tmp_path: Path) -> None:

@@ -46,13 +46,12 @@ def run(options: LogOptions, log: Callable[[str], None]) -> int:
         raise FileNotFoundError(f"{records} has no published study: name one of {options.out / 'lab'} with --study")
     for name in options.study:
         source = options.out / "lab" / name
-        kind = _kind(source)
-        kind.read(source)  # a damaged study leaves what was published as it is
-        texts = _public(source, kind, options.folder)
+        _page(source)  # a damaged study leaves what was published as it is
+        texts = _public(source, _kind(source), options.folder)
         (records / name).mkdir(parents=True, exist_ok=True)
         for file, text in texts.items():
             write_whole(records / name / file, text)
-    found = [_kind(path).read(path) for path in records.glob("*") if path.is_dir()]
+    found = [_page(path) for path in records.glob("*") if path.is_dir()]
     studies = sorted(found, key=lambda page: (page.registered, page.name))
     for path, text in pages(studies).items():
         (options.folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -73,6 +72,14 @@ def _kind(folder: Path) -> ModuleType:
         f"there is no finished study in {folder}: `quern lab compare`, `quern lab sweep` and `quern lab scaling` make "
         "one"
     )
+
+
+def _page(folder: Path) -> Page:
+    """The page of the study in a folder. Raises ValueError if its records are not whole."""
+    try:
+        return _kind(folder).read(folder)
+    except (LookupError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ValueError(f"{folder} is damaged ({error!r}): put back a copy of its files, or remove it") from error
 
 
 def _public(source: Path, kind: ModuleType, project: Path) -> dict[str, str]:
