@@ -18,7 +18,7 @@ from quern.model.gpt import GPT
 from quern.model.initialize import Draw
 from quern.optim.groups import GroupRule, table
 from quern.optim.hyperball import AdamH
-from quern.recipe import OptimRecipe, Recipe
+from quern.recipe import OptimRecipe, Resolved
 from quern.recipes.gpt import RECIPE as BASELINE
 
 OWN_INITIAL_VALUES = ("head.weight",)
@@ -38,7 +38,7 @@ class ScaledHeadGPT(GPT):
         return self.head_scale * super().leave(x_BTD, halfway_BTD)
 
 
-def rules(recipe: Recipe) -> dict[str, GroupRule]:
+def rules(recipe: Resolved) -> dict[str, GroupRule]:
     rules = table(recipe)
     return rules | {"head": rules["head"]._replace(rule=AdamH((0.8, 0.96), recipe.optim.eps))}
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quern.optim.groups import GroupRule, table
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
-def rules(recipe: Recipe) -> dict[str, GroupRule]:
+def rules(recipe: Resolved) -> dict[str, GroupRule]:
     """The baseline's rules, those of AdamW on every second step."""
     return {name: rule if rule.rule.stacked else rule._replace(every=2) for name, rule in table(recipe).items()}
 

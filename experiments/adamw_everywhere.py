@@ -12,11 +12,11 @@ from dataclasses import replace
 from quern.optim.adamw import AdamW
 from quern.optim.constants import muon_rate
 from quern.optim.groups import GroupRule, table
-from quern.recipe import OptimRecipe, Recipe
+from quern.recipe import OptimRecipe, Resolved
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
-def rules(recipe: Recipe) -> dict[str, GroupRule]:
+def rules(recipe: Resolved) -> dict[str, GroupRule]:
     lr, decay = muon_rate(recipe.optim)
     width = recipe.optim.width_scale or 1.0
     rule = AdamW((0.9, 0.95), recipe.optim.eps, decay)

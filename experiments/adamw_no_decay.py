@@ -10,11 +10,11 @@ Verdict: not yet measured.
 from dataclasses import replace
 
 from quern.optim.groups import GroupRule, table
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
-def rules(recipe: Recipe) -> dict[str, GroupRule]:
+def rules(recipe: Resolved) -> dict[str, GroupRule]:
     return {
         name: group if group.rule.stacked else group._replace(rule=replace(group.rule, weight_decay=0.0))
         for name, group in table(recipe).items()

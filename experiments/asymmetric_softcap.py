@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quern.model.gpt import GPT
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
@@ -22,7 +22,7 @@ def asymmetric_cap(logits: Tensor) -> Tensor:
 
 
 class AsymmetricCapGPT(GPT):
-    def __init__(self, shape: ModelRecipe) -> None:
+    def __init__(self, shape: ResolvedModel) -> None:
         super().__init__(shape)
         self.cap = asymmetric_cap
 

@@ -12,12 +12,12 @@ It needs at least two layers.
 from dataclasses import replace
 
 from quern.model.gpt import GPT
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
 class LaterBackoutGPT(GPT):
-    def __init__(self, shape: ModelRecipe) -> None:
+    def __init__(self, shape: ResolvedModel) -> None:
         super().__init__(shape)
         depth = len(self.blocks)
         self.backout_layer = min(max(depth // 2, round(0.6 * depth) - 1), depth - 2)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from quern.model.context import Context
 from quern.model.gpt import GPT
 from quern.model.initialize import Draw
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE as BASELINE
 
 ROWS_PER_TOKEN = 5
@@ -32,9 +32,8 @@ class BigramGPT(GPT):
     optimizer_groups: ClassVar = {**GPT.optimizer_groups, "bigrams": "embedding", "bigram_scales": "x0_scales"}
     lookback = 1
 
-    def __init__(self, shape: ModelRecipe) -> None:
+    def __init__(self, shape: ResolvedModel) -> None:
         super().__init__(shape)
-        assert shape.vocab_size and shape.width
         self.bigrams = nn.Embedding(ROWS_PER_TOKEN * shape.vocab_size, shape.width)
 
     def initial_scales(self) -> dict[str, Tensor]:

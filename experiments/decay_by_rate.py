@@ -15,12 +15,12 @@ lettered lists no better than the baseline, at chance.
 from dataclasses import replace
 
 from quern.optim.groups import GroupRule, table
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.recipes.gpt import RECIPE as BASELINE
 from quern.resolve import REFERENCE_BATCH_TOKENS
 
 
-def rules(recipe: Recipe) -> dict[str, GroupRule]:
+def rules(recipe: Resolved) -> dict[str, GroupRule]:
     """The baseline's rules with another decay of the matrices."""
     made, scale, batch_tokens = table(recipe), recipe.optim.lr_scale, recipe.train.batch_tokens
     if scale is None or batch_tokens is None:

@@ -17,16 +17,15 @@ from quern.model.context import Context
 from quern.model.gpt import GPT
 from quern.model.initialize import Draw
 from quern.model.layers import norm
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
 class DenseGPT(GPT):
     optimizer_groups: ClassVar = {**GPT.optimizer_groups, "mixers": "gates"}
 
-    def __init__(self, shape: ModelRecipe) -> None:
+    def __init__(self, shape: ResolvedModel) -> None:
         super().__init__(shape)
-        assert shape.width
         self.kept_layers = set(range(len(self.blocks)))
         self.mixers = nn.ModuleList(nn.Linear(shape.width, layer, bias=False) for layer in range(1, len(self.blocks)))
 

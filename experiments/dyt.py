@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from quern.model.gpt import GPT, GPTBlock
 from quern.model.initialize import Draw
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
@@ -52,9 +52,8 @@ class DyTBlock(GPTBlock):
 class DyTGPT(GPT):
     block_type = DyTBlock
 
-    def __init__(self, shape: ModelRecipe) -> None:
+    def __init__(self, shape: ResolvedModel) -> None:
         super().__init__(shape)
-        assert shape.width
         self.last_dyt = DyT(shape.width)
 
     def leave(self, x_BTD: Tensor, halfway_BTD: Tensor) -> Tensor:

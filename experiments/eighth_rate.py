@@ -9,13 +9,13 @@ Verdict: not yet measured.
 from dataclasses import replace
 
 from quern.optim.groups import GroupRule, table
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.recipes.gpt import RECIPE as BASELINE
 
 FACTOR = 0.125
 
 
-def rules(recipe: Recipe) -> dict[str, GroupRule]:
+def rules(recipe: Resolved) -> dict[str, GroupRule]:
     return {name: group._replace(lr=FACTOR * group.lr) for name, group in table(recipe).items()}
 
 

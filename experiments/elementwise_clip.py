@@ -16,7 +16,7 @@ from torch import Tensor
 from quern.optim.adamw import AdamW
 from quern.optim.groups import GroupRule, table
 from quern.optim.muon import Muon
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.recipes.gpt import RECIPE as BASELINE
 
 LIMIT = 0.25
@@ -32,7 +32,7 @@ class ClippedAdamW(AdamW):
         super().update_(master, grad.clamp(-LIMIT, LIMIT), *rest, **options)
 
 
-def rules(recipe: Recipe) -> dict[str, GroupRule]:
+def rules(recipe: Resolved) -> dict[str, GroupRule]:
     kinds = {Muon: ClippedMuon, AdamW: ClippedAdamW}
     return {
         name: group._replace(rule=kinds[type(group.rule)](**vars(group.rule))) for name, group in table(recipe).items()

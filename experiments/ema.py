@@ -15,7 +15,7 @@ from torch import Tensor
 from quern.optim.adamw import AdamW, Scalar
 from quern.optim.groups import GroupRule, table
 from quern.optim.muon import Muon
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.recipes.gpt import RECIPE as BASELINE
 
 MEMORY_SHARE = 0.02
@@ -60,7 +60,7 @@ class AveragedAdamW(Averaged, AdamW):
     total_steps: int = 1
 
 
-def rules(recipe: Recipe) -> dict[str, GroupRule]:
+def rules(recipe: Resolved) -> dict[str, GroupRule]:
     kinds = {Muon: AveragedMuon, AdamW: AveragedAdamW}
     return {
         name: group._replace(rule=kinds[type(group.rule)](**vars(group.rule), total_steps=recipe.train.steps))

@@ -17,7 +17,7 @@ from quern.model.context import Context
 from quern.model.gpt import GPT
 from quern.model.initialize import Draw
 from quern.model.layers import norm
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE as BASELINE
 
 ROWS_PER_TOKEN = 5
@@ -33,9 +33,8 @@ class EngramGPT(GPT):
     }
     lookback = 1
 
-    def __init__(self, shape: ModelRecipe) -> None:
+    def __init__(self, shape: ResolvedModel) -> None:
         super().__init__(shape)
-        assert shape.vocab_size and shape.width
         self.bigrams = nn.Embedding(ROWS_PER_TOKEN * shape.vocab_size, shape.width)
         self.engram_key = nn.Linear(shape.width, shape.width, bias=False)
         self.engram_value = nn.Linear(shape.width, shape.width, bias=False)

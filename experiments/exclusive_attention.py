@@ -27,7 +27,6 @@ class ExclusiveAttention(CausalSelfAttention):
 
 class ExclusiveGPT(GPT):
     def make_attention(self, layer: int) -> CausalSelfAttention:
-        assert self.shape.depth
         deep = layer >= self.shape.depth - max(2, self.shape.depth // 4)
         self.attention_type = (
             ExclusiveAttention if deep and not self.has_value_embedding(layer) else CausalSelfAttention

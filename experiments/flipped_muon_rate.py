@@ -14,7 +14,7 @@ from torch import Tensor
 from quern.optim.adamw import Scalar
 from quern.optim.groups import GroupRule, table
 from quern.optim.muon import cautious_step_
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
@@ -23,7 +23,7 @@ def flipped_step_(master_NRC: Tensor, update_NRC: Tensor, lr: Scalar, weight_dec
     cautious_step_(master_NRC, update_NRC, lr * (master_NRC.size(-1) / master_NRC.size(-2)) ** 0.5, weight_decay)
 
 
-def rules(recipe: Recipe) -> dict[str, GroupRule]:
+def rules(recipe: Resolved) -> dict[str, GroupRule]:
     rules = table(recipe)
     matrices = rules["matrices"]
     return rules | {"matrices": matrices._replace(rule=replace(matrices.rule, apply_=flipped_step_))}

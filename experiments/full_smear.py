@@ -13,16 +13,15 @@ from typing import ClassVar
 from torch import nn
 
 from quern.model.gpt import GPT
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
 class FullSmearGPT(GPT):
     optimizer_groups: ClassVar = {**GPT.optimizer_groups, "smear_gate": "matrices"}
 
-    def __init__(self, shape: ModelRecipe) -> None:
+    def __init__(self, shape: ResolvedModel) -> None:
         super().__init__(shape)
-        assert shape.width
         self.smear_gate = nn.Linear(shape.width, shape.width, bias=False)
 
 

@@ -15,11 +15,11 @@ of it. The default rises from 0.01 for one reading to this decay for five.
 from dataclasses import replace
 
 from quern.optim.groups import GroupRule, table
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
-def rules(recipe: Recipe) -> dict[str, GroupRule]:
+def rules(recipe: Resolved) -> dict[str, GroupRule]:
     """The baseline's rules with the decay scale of the matrices for all groups that have one."""
     return table(replace(recipe, optim=replace(recipe.optim, table_decay_scale=recipe.optim.decay_scale)))
 

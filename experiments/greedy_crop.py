@@ -12,11 +12,11 @@ from dataclasses import replace
 from quern.data.batch import Batches
 from quern.data.loader import Loader
 from quern.data.shards import Corpus
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
-def make_batches(recipe: Recipe, corpus: Corpus) -> Batches:
+def make_batches(recipe: Resolved, corpus: Corpus) -> Batches:
     context, tokens, seed = recipe.model.context, recipe.train.batch_tokens, recipe.data_seed
     assert context and tokens and seed is not None
     return Loader(corpus, context, tokens // context, seed, "greedy-crop", too_long="crop")

@@ -20,7 +20,7 @@ from quern.data.batch import Batch, Batches
 from quern.data.loader import Loader
 from quern.data.shards import Corpus
 from quern.optim.schedule import Multipliers, warmup_stable_decay
-from quern.recipe import Recipe, TrainRecipe
+from quern.recipe import Resolved, ResolvedTrain
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
@@ -57,7 +57,7 @@ class GrowingBatches(Batches):
         return self.unit.report()
 
 
-def make_batches(recipe: Recipe, corpus: Corpus) -> Batches:
+def make_batches(recipe: Resolved, corpus: Corpus) -> Batches:
     context, tokens, steps, seed = recipe.model.context, recipe.train.batch_tokens, recipe.train.steps, recipe.data_seed
     assert context and tokens and steps and seed is not None
     if tokens // context % 2:
@@ -65,10 +65,9 @@ def make_batches(recipe: Recipe, corpus: Corpus) -> Batches:
     return GrowingBatches(Loader(corpus, context, tokens // context // 2, seed), steps)
 
 
-def schedule(train: TrainRecipe) -> Callable[[int], Multipliers]:
+def schedule(train: ResolvedTrain) -> Callable[[int], Multipliers]:
     """The baseline's schedule, with rates that scale with the batch of the step as the recipe's scale with its own."""
     baseline, steps, exponent = warmup_stable_decay(train), train.steps, BASELINE.optim.batch_exponent
-    assert steps is not None
 
     def told(step: int) -> Multipliers:
         factor = ((1 + sum(since > 0 for since in stages_begun(step + 1, steps))) / 2) ** exponent

@@ -24,7 +24,6 @@ BLOCK = 64
 class GrowingWindowsGPT(GPT):
     def context(self, tokens_BT: Tensor, progress: float = 1.0) -> CausalContext:
         """Every layer's window grows in blocks from one block to its full size, which it has before the end."""
-        assert self.shape.context
         full = [size or self.shape.context for size in self.windows]
         now = {size: min(size, BLOCK * max(1, math.ceil(progress * 1.25 * size / BLOCK))) for size in set(full)}
         tensors = {size: torch.tensor(window) for size, window in now.items()}

@@ -9,14 +9,13 @@ Verdict: not yet measured.
 from dataclasses import replace
 
 from quern.model.gpt import GPT
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
 class HalfWindowsGPT(GPT):
-    def __init__(self, shape: ModelRecipe) -> None:
+    def __init__(self, shape: ResolvedModel) -> None:
         super().__init__(shape)
-        assert shape.context
         self.windows = [None if kind == "L" else max(1, shape.context // 2) for kind in shape.window_kinds()]
 
 

@@ -14,11 +14,11 @@ import math
 from dataclasses import replace
 
 from quern.optim.groups import GroupRule, table
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
-def rules(recipe: Recipe) -> dict[str, GroupRule]:
+def rules(recipe: Resolved) -> dict[str, GroupRule]:
     """The baseline's rules with another rate of the head."""
     made, scale = table(recipe), recipe.optim.lr_scale
     root = 1.0 if scale is None else math.sqrt(scale)

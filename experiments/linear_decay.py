@@ -10,13 +10,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from quern.optim.schedule import Multipliers, warmup_stable_decay
-from quern.recipe import TrainRecipe
+from quern.recipe import ResolvedTrain
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
-def schedule(train: TrainRecipe) -> Callable[[int], Multipliers]:
+def schedule(train: ResolvedTrain) -> Callable[[int], Multipliers]:
     told, steps = warmup_stable_decay(train), train.steps
-    assert steps
     return lambda step: told(step)._replace(decay=1 - min(1.0, step / steps))
 
 

@@ -12,20 +12,19 @@ from dataclasses import replace
 
 from quern.optim.groups import GroupRule, table
 from quern.optim.schedule import Multipliers, warmup_stable_decay
-from quern.recipe import OptimRecipe, Recipe, TrainRecipe
+from quern.recipe import OptimRecipe, Resolved, ResolvedTrain
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
-def rules(recipe: Recipe) -> dict[str, GroupRule]:
+def rules(recipe: Resolved) -> dict[str, GroupRule]:
     rules = table(recipe)
     matrices = rules["matrices"]
     decay = matrices.rule.weight_decay * (12 / recipe.depth) ** 2
     return rules | {"matrices": matrices._replace(rule=replace(matrices.rule, weight_decay=decay))}
 
 
-def schedule(train: TrainRecipe) -> Callable[[int], Multipliers]:
+def schedule(train: ResolvedTrain) -> Callable[[int], Multipliers]:
     told, steps = warmup_stable_decay(train), train.steps
-    assert steps
     return lambda step: told(step)._replace(decay=1 - min(1.0, step / steps))
 
 

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from quern.optim.schedule import Multipliers, warmup_stable_decay
-from quern.recipe import TrainRecipe
+from quern.recipe import ResolvedTrain
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
-def schedule(train: TrainRecipe) -> Callable[[int], Multipliers]:
+def schedule(train: ResolvedTrain) -> Callable[[int], Multipliers]:
     told = warmup_stable_decay(train)
     return lambda step: told(step)._replace(momentum=0.95)
 

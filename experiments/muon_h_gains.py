@@ -19,7 +19,7 @@ from quern.model.initialize import Draw
 from quern.model.layers import SquaredReluMLP
 from quern.optim.groups import GroupRule, table
 from quern.optim.hyperball import MuonH
-from quern.recipe import OptimRecipe, Recipe
+from quern.recipe import OptimRecipe, Resolved
 from quern.recipes.gpt import RECIPE as BASELINE
 
 OWN_INITIAL_VALUES = ("blocks.*.attention.out.weight", "blocks.*.mlp.down.weight")
@@ -60,7 +60,7 @@ class GainGPT(GPT):
     block_type, attention_type, mlp_type = GainBlock, Attention, MLP
 
 
-def rules(recipe: Recipe) -> dict[str, GroupRule]:
+def rules(recipe: Resolved) -> dict[str, GroupRule]:
     rules = table(recipe)
     return rules | {"matrices": rules["matrices"]._replace(rule=MuonH(recipe.optim.muon_steps))}
 

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from quern.optim.groups import GroupRule, table
 from quern.optim.muon import newton_schulz
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
-def rules(recipe: Recipe) -> dict[str, GroupRule]:
+def rules(recipe: Resolved) -> dict[str, GroupRule]:
     rules = table(recipe)
     matrices = rules["matrices"]
     return rules | {"matrices": matrices._replace(rule=replace(matrices.rule, orthogonalize=newton_schulz))}

@@ -16,7 +16,7 @@ from quern.data.batch import Batches
 from quern.data.loader import Loader
 from quern.data.packing import Rows
 from quern.data.shards import Corpus
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
@@ -31,7 +31,7 @@ def next_fit(lengths: np.ndarray, row_tokens: int, buffer: int, keep_tails: bool
     return np.arange(len(lengths)), lengths.astype(np.int64), np.array([*row_offsets, len(lengths)])
 
 
-def make_batches(recipe: Recipe, corpus: Corpus) -> Batches:
+def make_batches(recipe: Resolved, corpus: Corpus) -> Batches:
     context, tokens, seed = recipe.model.context, recipe.train.batch_tokens, recipe.data_seed
     assert context and tokens and seed is not None
     return Loader(corpus, context, tokens // context, seed, next_fit)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from quern.model.gpt import GPT, GPTBlock
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
@@ -28,7 +28,7 @@ class SilentBlock(GPTBlock):
 
 
 class NoAttentionGPT(GPT):
-    def __init__(self, shape: ModelRecipe) -> None:
+    def __init__(self, shape: ResolvedModel) -> None:
         super().__init__(shape)
         self.attention_layers.clear()
 

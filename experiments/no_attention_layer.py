@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from quern.model.gpt import GPT, GPTBlock
 from quern.model.unet import without_attention
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
@@ -29,16 +29,14 @@ class SilentBlock(GPTBlock):
 
 
 class NoAttentionGPT(GPT):
-    def __init__(self, shape: ModelRecipe) -> None:
+    def __init__(self, shape: ResolvedModel) -> None:
         super().__init__(shape)
         self.attention_layers.remove(without_attention(len(self.blocks)))
 
     def has_value_embedding(self, layer: int) -> bool:
-        assert self.shape.depth
         return layer != without_attention(self.shape.depth) and super().has_value_embedding(layer)
 
     def make_block(self, layer: int) -> GPTBlock:
-        assert self.shape.depth
         if layer == without_attention(self.shape.depth):
             return SilentBlock(self.make_mlp(layer))
         return super().make_block(layer)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from quern.optim.groups import GroupRule, table
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
@@ -19,7 +19,7 @@ def unchanged(x_NRC: Tensor) -> Tensor:
     return x_NRC
 
 
-def rules(recipe: Recipe) -> dict[str, GroupRule]:
+def rules(recipe: Resolved) -> dict[str, GroupRule]:
     rules = table(recipe)
     matrices = rules["matrices"]
     return rules | {"matrices": matrices._replace(rule=replace(matrices.rule, prepare=unchanged))}

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from quern.optim.groups import GroupRule, table
 from quern.optim.muon import reduce_variance_
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
-def rules(recipe: Recipe) -> dict[str, GroupRule]:
+def rules(recipe: Resolved) -> dict[str, GroupRule]:
     rules = table(recipe)
     matrices = rules["matrices"]
     return rules | {"matrices": matrices._replace(rule=replace(matrices.rule, normalize_=reduce_variance_))}

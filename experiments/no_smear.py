@@ -16,12 +16,12 @@ from quern.model.context import Context
 from quern.model.gpt import GPT
 from quern.model.initialize import Draw
 from quern.model.layers import norm
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
 class NoSmearGPT(GPT):
-    def __init__(self, shape: ModelRecipe) -> None:
+    def __init__(self, shape: ResolvedModel) -> None:
         super().__init__(shape)
         del self.smear_gate
 

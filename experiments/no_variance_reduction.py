@@ -13,7 +13,7 @@ from torch import Tensor
 from quern.optim.adamw import Scalar
 from quern.optim.groups import GroupRule, table
 from quern.optim.muon import restore_norm
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
@@ -21,7 +21,7 @@ def normalize(x_NRC: Tensor, second: Tensor, beta2: Scalar) -> Tensor:
     return restore_norm(x_NRC)
 
 
-def rules(recipe: Recipe) -> dict[str, GroupRule]:
+def rules(recipe: Resolved) -> dict[str, GroupRule]:
     rules = table(recipe)
     matrices = rules["matrices"]
     return rules | {"matrices": matrices._replace(rule=replace(matrices.rule, normalize_=normalize))}

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from quern.model.context import Context
 from quern.model.gpt import GPT
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
 class OutputSmearGPT(GPT):
-    def __init__(self, shape: ModelRecipe) -> None:
+    def __init__(self, shape: ResolvedModel) -> None:
         super().__init__(shape)
-        assert shape.width
         self.remembered |= {"output": shape.width}
 
     def initial_scales(self) -> dict[str, Tensor]:

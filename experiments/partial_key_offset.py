@@ -16,7 +16,7 @@ from quern.model.attention import CausalSelfAttention
 from quern.model.context import Context
 from quern.model.gpt import GPT
 from quern.model.unet import half_rotary_table
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
@@ -42,9 +42,8 @@ class OffsetAttention(CausalSelfAttention):
 
 
 class OffsetGPT(GPT):
-    def __init__(self, shape: ModelRecipe) -> None:
+    def __init__(self, shape: ResolvedModel) -> None:
         super().__init__(shape)
-        assert shape.kv_heads and shape.head_dim
         long = [layer for layer, window in enumerate(self.windows) if window is None]
         self.remembered |= {f"keys{layer}": shape.kv_heads * shape.head_dim for layer in long}
 

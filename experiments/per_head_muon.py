@@ -17,7 +17,7 @@ from quern.model.attention import CausalSelfAttention
 from quern.model.gpt import GPT
 from quern.optim.groups import GroupRule, table
 from quern.optim.muon import Orthogonalize, polar_express
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
@@ -42,7 +42,7 @@ def by_head(head_dim: int) -> Orthogonalize:
     return orthogonalize
 
 
-def rules(recipe: Recipe) -> dict[str, GroupRule]:
+def rules(recipe: Resolved) -> dict[str, GroupRule]:
     rules, head_dim = table(recipe), recipe.model.head_dim
     assert head_dim
     matrices = rules["matrices"]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quern.optim.adamw import Scalar
 from quern.optim.groups import GroupRule, table
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
@@ -21,7 +21,7 @@ def plain_step_(master_NRC: Tensor, update_NRC: Tensor, lr: Scalar, weight_decay
     master_NRC.mul_(1 - lr * weight_decay).sub_(update_NRC * lr)
 
 
-def rules(recipe: Recipe) -> dict[str, GroupRule]:
+def rules(recipe: Resolved) -> dict[str, GroupRule]:
     rules = table(recipe)
     matrices = rules["matrices"]
     return rules | {"matrices": matrices._replace(rule=replace(matrices.rule, apply_=plain_step_))}

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from quern.optim.groups import GroupRule, table
 from quern.optim.plain_muon import PlainMuon
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
-def rules(recipe: Recipe) -> dict[str, GroupRule]:
+def rules(recipe: Resolved) -> dict[str, GroupRule]:
     rules = table(recipe)
     return rules | {"matrices": rules["matrices"]._replace(rule=PlainMuon(recipe.optim.muon_steps))}
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quern.model.context import CausalContext
 from quern.model.gpt import GPT
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE as BASELINE
 
 WEIGHT = 0.2
@@ -30,9 +30,8 @@ NONE = -1
 class PrefixTokenGPT(GPT):
     prefixes_V: Tensor
 
-    def __init__(self, shape: ModelRecipe) -> None:
+    def __init__(self, shape: ResolvedModel) -> None:
         super().__init__(shape)
-        assert shape.vocab_size
         self.register_buffer("prefixes_V", torch.full((shape.vocab_size,), NONE), persistent=False)
 
     def read_vocabulary(self, tokens: Sequence[bytes]) -> None:

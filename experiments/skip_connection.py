@@ -14,12 +14,12 @@ from torch import Tensor
 
 from quern.model.context import Context
 from quern.model.gpt import GPT
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
 class SkipGPT(GPT):
-    def __init__(self, shape: ModelRecipe) -> None:
+    def __init__(self, shape: ResolvedModel) -> None:
         super().__init__(shape)
         self.skip_from = max(0, len(self.blocks) // 4 - 1)
         self.skip_to = max(len(self.blocks) // 2, self.skip_from + 1)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quern.model.gpt import GPT
 from quern.model.initialize import Draw
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE as BASELINE
 
 STD = 0.8
@@ -25,7 +25,7 @@ STD = 0.8
 class TiedGPT(GPT):
     group_kinds: ClassVar[Mapping[str, str]] = {**GPT.group_kinds, "embedding": "head"}
 
-    def __init__(self, shape: ModelRecipe) -> None:
+    def __init__(self, shape: ResolvedModel) -> None:
         super().__init__(shape)
         self.head.weight = self.embedding.weight
 

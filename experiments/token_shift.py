@@ -15,16 +15,15 @@ from torch import Tensor
 
 from quern.model.context import Context
 from quern.model.gpt import GPT
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
 class ShiftGPT(GPT):
     optimizer_groups: ClassVar = {**GPT.optimizer_groups, "shift_scales": "x0_scales"}
 
-    def __init__(self, shape: ModelRecipe) -> None:
+    def __init__(self, shape: ResolvedModel) -> None:
         super().__init__(shape)
-        assert shape.width
         self.remembered |= {f"stream{layer}": shape.width for layer in range(len(self.blocks))}
 
     def initial_scales(self) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from quern.model.context import Context
 from quern.model.gpt import GPT
 from quern.model.initialize import Draw
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE as BASELINE
 
 ROWS_PER_TOKEN = 5
@@ -32,9 +32,8 @@ class TrigramGPT(GPT):
     }
     lookback = 2
 
-    def __init__(self, shape: ModelRecipe) -> None:
+    def __init__(self, shape: ResolvedModel) -> None:
         super().__init__(shape)
-        assert shape.vocab_size and shape.width
         rows, width = ROWS_PER_TOKEN * shape.vocab_size, shape.width
         self.bigrams = nn.Embedding(rows, width // 2)
         self.trigrams = nn.Embedding(rows, width - width // 2)

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from quern.model.context import Context
 from quern.model.gpt import GPT
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
 class SkipsGPT(GPT):
-    def __init__(self, shape: ModelRecipe) -> None:
+    def __init__(self, shape: ResolvedModel) -> None:
         super().__init__(shape)
         self.kept_layers = {*self.kept_layers, *range(len(self.blocks) // 2)}
 

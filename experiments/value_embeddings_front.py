@@ -15,7 +15,6 @@ from quern.recipes.gpt import RECIPE as BASELINE
 
 class ValueLayersGPT(GPT):
     def has_value_embedding(self, layer: int) -> bool:
-        assert self.shape.depth
         return layer < self.shape.depth // 2
 
 

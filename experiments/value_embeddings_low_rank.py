@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from quern.kernels.embedding import embed
 from quern.model.gpt import GPT
 from quern.model.initialize import Draw
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE as BASELINE
 
 SHARE = 8
@@ -24,9 +24,8 @@ SHARE = 8
 class LowRankValuesGPT(GPT):
     optimizer_groups: ClassVar = {**GPT.optimizer_groups, "value_projections": "matrices"}
 
-    def __init__(self, shape: ModelRecipe) -> None:
+    def __init__(self, shape: ResolvedModel) -> None:
         super().__init__(shape)
-        assert shape.vocab_size and shape.kv_heads and shape.head_dim
         size = shape.kv_heads * shape.head_dim
         layers = list(self.value_embeddings)
         self.value_embeddings = nn.ModuleDict({key: nn.Embedding(shape.vocab_size, size // SHARE) for key in layers})

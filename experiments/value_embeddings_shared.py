@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 from quern.kernels.embedding import embed
 from quern.model.gpt import GPT
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
 class SharedValuesGPT(GPT):
-    def __init__(self, shape: ModelRecipe) -> None:
+    def __init__(self, shape: ResolvedModel) -> None:
         super().__init__(shape)
-        assert shape.vocab_size and shape.kv_heads and shape.head_dim
         table = nn.Embedding(shape.vocab_size, shape.kv_heads * shape.head_dim)
         self.value_embeddings = nn.ModuleDict({"shared": table})
 

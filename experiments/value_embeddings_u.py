@@ -15,20 +15,18 @@ from torch import Tensor, nn
 from quern.kernels.embedding import embed
 from quern.model.gpt import GPT
 from quern.model.unet import VALUE_EMBEDDINGS, value_embedding_of
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
 class ValueEndsGPT(GPT):
-    def __init__(self, shape: ModelRecipe) -> None:
+    def __init__(self, shape: ResolvedModel) -> None:
         super().__init__(shape)
-        assert shape.depth and shape.vocab_size and shape.kv_heads and shape.head_dim
         sizes = shape.vocab_size, shape.kv_heads * shape.head_dim
         tables = range(min(VALUE_EMBEDDINGS, shape.depth // 2))
         self.value_embeddings = nn.ModuleDict({f"shared{table}": nn.Embedding(*sizes) for table in tables})
 
     def has_value_embedding(self, layer: int) -> bool:
-        assert self.shape.depth
         return value_embedding_of(layer, self.shape.depth) is not None
 
     def value_embedding(self, layer: int, tokens_BT: Tensor) -> Tensor | None:

@@ -10,13 +10,13 @@ Verdict: not yet measured.
 from dataclasses import replace
 
 from quern.optim.groups import GroupRule, table
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.recipes.gpt import RECIPE as BASELINE
 
 BETA1 = 0.98
 
 
-def rules(recipe: Recipe) -> dict[str, GroupRule]:
+def rules(recipe: Resolved) -> dict[str, GroupRule]:
     rules = table(recipe)
     x0 = rules["x0_scales"]
     return rules | {"x0_scales": x0._replace(rule=replace(x0.rule, betas=(BETA1, x0.rule.betas[1])))}

@@ -1,4 +1,5 @@
 """Ranges of numbers, in the annotations of fields: `steps: Count`. Flags, recipes, saved files and HTTP read them.
+A source of conversations, the one value of a recipe that has options of its own, is here too.
 
 The ranges exclude values that no run could use (NaN, infinity, values that overflow later); limits that depend on other
 fields are in `validate.py`. A text beside the interval ends the message about a value outside it.
@@ -7,8 +8,9 @@ fields are in `validate.py`. A text beside the interval ends the message about a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -92,3 +94,46 @@ def refuse_outside(annotation: Any, value: Any, shown_name: str) -> None:
         given = given if len(given) <= SHOWN_CHARACTERS else f"{given[:SHOWN_CHARACTERS]}…"
         instead = f": {allowed.instead}" if allowed.instead else ""
         raise ValueError(f"{shown_name} must be {allowed}, not {given}{instead}")
+
+
+@dataclass(frozen=True)
+class ConversationSource:
+    """A source of conversations, and how many of them an epoch has. As text: NAME, NAME,repeats=4 or NAME,limit=1000.
+
+    Args:
+        source: One of `BUILT_IN_CONVERSATIONS`, a public data set, or a file or a folder.
+        repeats: How often an epoch has each conversation; of 2.5, a random half of them has a third turn.
+        limit: Only the first so many conversations are read; None reads all.
+        split: Of a data set of the Hugging Face Hub.
+        column: What holds the list of messages; None for the known shapes.
+    """
+
+    source: str
+    repeats: Annotated[float, Interval(gt=0, le=10**4)] = 1.0
+    limit: Count | None = None
+    split: str = "train"
+    column: str | None = None
+
+    @staticmethod
+    def parse(text: str) -> ConversationSource:
+        """Raises ValueError for an unknown or repeated option, or a wrong value."""
+        values: dict[str, Any] = {}
+        rest = text
+        while match := re.fullmatch(r"(.*),(\w+)=([^,=]*)", rest, re.DOTALL):
+            rest, name, value = match.groups()
+            if name not in SOURCE_OPTIONS or name in values:
+                raise ValueError(f"{text!r} sets {name}: give {', '.join(SOURCE_OPTIONS)} as NAME=VALUE, each once")
+            try:
+                values[name] = SOURCE_OPTIONS[name](value)
+            except ValueError as error:
+                raise ValueError(
+                    f"{text!r}: {name} must be {'a whole number' if name == 'limit' else 'a number'}, not {value!r}"
+                ) from error
+        return ConversationSource(rest, **values)
+
+    def __str__(self) -> str:
+        changed = ((f.name, getattr(self, f.name)) for f in fields(self)[1:] if getattr(self, f.name) != f.default)
+        return self.source + "".join(f",{name}={f'{v:g}' if name == 'repeats' else v}" for name, v in changed)
+
+
+SOURCE_OPTIONS: Mapping[str, Callable[[str], Any]] = {"repeats": float, "limit": int, "split": str, "column": str}

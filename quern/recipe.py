@@ -1,75 +1,49 @@
 """What to train: one frozen Recipe, whose every number follows from `depth` unless it is set.
 
-A Recipe says nothing about where it runs (`machine.py`, `mesh.py`). A field that is None is filled in by `resolve`
-(`resolve.py`), the one place that derives numbers, and checked by `validate.py`. Behaviour is handed over as callables
-(`make_model`, `make_rules`, …), never named by strings. Units stand in the names; token counts are tokens, not bytes.
+A Recipe is what the user said; it says nothing about where it runs (`machine.py`, `mesh.py`). `resolve` (`resolve.py`),
+the one place that derives numbers, makes a Resolved of it, in which no field that follows from others is None.
+`validate.py` checks both. Behaviour is handed over as callables (`make_model`, `make_rules`, …), never named by a text.
+Units stand in the names; token counts are tokens, not bytes.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Never, Self, TypeAlias, TypeVar
 
 from annotated_types import Interval
 
 from quern.constructors import CONSTRUCTORS, Deferred, code_path
-from quern.ranges import Amount, Count, Few, Positive, Rate, Seed, Share
+from quern.ranges import Amount, ConversationSource, Count, Few, Positive, Rate, Seed, Share
 from quern.records import typed
 
 SCHEMA = 1
 
+if TYPE_CHECKING:
+    from typing import Generic
 
-@dataclass(frozen=True)
-class ConversationSource:
-    """A source of conversations, and how many of them an epoch has. As text: NAME, NAME,repeats=4 or NAME,limit=1000.
+    from typing_extensions import TypeVar as TypeVarWithDefault
 
-    Args:
-        source: One of `BUILT_IN_CONVERSATIONS`, a public data set, or a file or a folder.
-        repeats: How often an epoch has each conversation; of 2.5, a random half of them has a third turn.
-        limit: Only the first so many conversations are read; None reads all.
-        split: Of a data set of the Hugging Face Hub.
-        column: What holds the list of messages; None for the known shapes.
-    """
+    Gap = TypeVarWithDefault("Gap", covariant=True, default=None)
+else:  # types only: at run time a field may always be None, and ModelRecipe[Never] is ModelRecipe
 
-    source: str
-    repeats: Annotated[float, Interval(gt=0, le=10**4)] = 1.0
-    limit: Count | None = None
-    split: str = "train"
-    column: str | None = None
+    class Generic:
+        def __class_getitem__(cls, _):
+            return cls
 
-    @staticmethod
-    def parse(text: str) -> ConversationSource:
-        """Raises ValueError for an unknown or repeated option, or a wrong value."""
-        values: dict[str, Any] = {}
-        rest = text
-        while match := re.fullmatch(r"(.*),(\w+)=([^,=]*)", rest, re.DOTALL):
-            rest, name, value = match.groups()
-            if name not in SOURCE_OPTIONS or name in values:
-                raise ValueError(f"{text!r} sets {name}: give {', '.join(SOURCE_OPTIONS)} as NAME=VALUE, each once")
-            try:
-                values[name] = SOURCE_OPTIONS[name](value)
-            except ValueError as error:
-                raise ValueError(
-                    f"{text!r}: {name} must be {'a whole number' if name == 'limit' else 'a number'}, not {value!r}"
-                ) from error
-        return ConversationSource(rest, **values)
+    Gap = None
+"""None in a part that the user gave, Never in a resolved one: `int | Gap` is a number that `resolve` fills in."""
+FOLLOWS: Any = None
 
-    def __str__(self) -> str:
-        changed = ((f.name, getattr(self, f.name)) for f in fields(self)[1:] if getattr(self, f.name) != f.default)
-        return self.source + "".join(f",{name}={f'{v:g}' if name == 'repeats' else v}" for name, v in changed)
-
-
-SOURCE_OPTIONS: Mapping[str, Callable[[str], Any]] = {"repeats": float, "limit": int, "split": str, "column": str}
 BUILT_IN_CONVERSATIONS = ("tinyworld", "spelling")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextRecipe:
+class TextRecipe(Generic[Gap]):
     """How text becomes token ids."""
 
-    vocab_size: Annotated[int, Interval(ge=300, le=2**20)] | None = None
+    vocab_size: Annotated[int, Interval(ge=300, le=2**20)] | Gap = FOLLOWS
     """Tokens in the vocabulary, special ones included."""
     tokenizer: str | None = None
     """A tokenizer that is there already: its file (tokenizer.json, .tiktoken), or gpt2, cl100k_base or o200k_base."""
@@ -92,22 +66,22 @@ class TextRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelRecipe:
+class ModelRecipe(Generic[Gap]):
     """The model's shape."""
 
-    depth: Annotated[int, Interval(ge=1, le=1000)] | None = None
+    depth: Annotated[int, Interval(ge=1, le=1000)] | Gap = FOLLOWS
     """Layers. Set by the recipe's dial."""
-    width: Annotated[int, Interval(ge=12, le=2**17)] | None = None
+    width: Annotated[int, Interval(ge=12, le=2**17)] | Gap = FOLLOWS
     """Residual stream, in whole heads; 64 per layer."""
-    head_dim: Annotated[int, Interval(ge=2, le=2**14)] | None = None
+    head_dim: Annotated[int, Interval(ge=2, le=2**14)] | Gap = FOLLOWS
     """128, or 64 for widths below 512."""
-    heads: Annotated[int, Interval(ge=1, le=2**14)] | None = None
+    heads: Annotated[int, Interval(ge=1, le=2**14)] | Gap = FOLLOWS
     """Query heads: width / head_dim."""
-    kv_heads: Annotated[int, Interval(ge=1, le=2**14)] | None = None
+    kv_heads: Annotated[int, Interval(ge=1, le=2**14)] | Gap = FOLLOWS
     """Key and value heads; fewer than heads is grouped-query attention."""
-    context: Annotated[int, Interval(ge=2, le=2**24)] | None = None
+    context: Annotated[int, Interval(ge=2, le=2**24)] | Gap = FOLLOWS
     """Tokens in a training row."""
-    vocab_size: Annotated[int, Interval(ge=1, le=2**24)] | None = None
+    vocab_size: Annotated[int, Interval(ge=1, le=2**24)] | Gap = FOLLOWS
     """Rows of the embedding; taken from the tokenizer."""
     bos: Annotated[int, Interval(ge=0, le=2**24)] | None = None
     """Id of the token that every document begins with; taken from the tokenizer."""
@@ -124,21 +98,19 @@ class ModelRecipe:
     dropout: Annotated[float, Interval(ge=0, lt=1)] | None = None
     """llama: share of the residual stream's inputs that is dropped in training; none."""
 
-    def window_sizes(self) -> list[int | None]:
+    def window_sizes(self: ResolvedModel) -> list[int | None]:
         """For each layer, the tokens that a query sees, itself included; None is all of them."""
-        assert self.depth is not None and self.context is not None
         short = max(1, self.context // 4)
         return [short if kind == "S" else None for kind in self.window_kinds()]
 
-    def window_kinds(self) -> list[str]:
+    def window_kinds(self: ResolvedModel) -> list[str]:
         """S or L for each layer."""
-        assert self.depth is not None
         kinds = [self.windows[i % len(self.windows)] for i in range(self.depth)]
         return [*kinds[:-1], "L"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimRecipe:
+class OptimRecipe(Generic[Gap]):
     """Learning rates at a batch of 2^19 tokens and a width of 768, and how they scale from there."""
 
     matrix_lr: Rate = 0.02
@@ -153,7 +125,7 @@ class OptimRecipe:
     """Weight decay of the matrices at the reference batch and horizon."""
     batch_exponent: Share = 1 / 3
     """How rates fall with the batch: an exponent of (batch / 2^19)."""
-    lr_scale: Positive | None = None
+    lr_scale: Positive | Gap = FOLLOWS
     """Multiplies every rate: (batch / 2^19)^batch_exponent; gpt: the head's by the root of it."""
     # nanochat leaves the smear's unscaled; at batches of some thousand tokens its loss then spikes, and scaled it
     # measured 0.003 and 0.019 bits per byte better over two seeds.
@@ -162,7 +134,7 @@ class OptimRecipe:
     table_decay_scale: Annotated[float, Interval(ge=0, le=1e12)] | None = None
     """gpt: multiplies the decay of the head and of the value embeddings, 0.01. By default 1 for a text that is read
     once, rising to decay_scale for one that is read five times."""
-    width_scale: Positive | None = None
+    width_scale: Positive | Gap = FOLLOWS
     """Multiplies the embeddings' and the head's rate: sqrt(768 / width)."""
     eps: Annotated[float, Interval(gt=0, le=1)] = 1e-10
     muon_beta2: Annotated[float, Interval(ge=0, lt=1)] = 0.9
@@ -171,21 +143,21 @@ class OptimRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainRecipe:
+class TrainRecipe(Generic[Gap]):
     """The training loop."""
 
-    steps: Count | None = None
+    steps: Count | Gap = FOLLOWS
     """Optimizer steps of pretraining; by default horizon_ratio tokens for each parameter of the matrices and the head.
     Fine-tuning has sft.steps."""
     minutes: Amount | None = None
     """Train for this long instead: time in steps, without compilation, validation and saves. The steps follow."""
     horizon_ratio: Amount = 12.0
     """Tokens for each parameter, where neither steps nor minutes say how long."""
-    batch_tokens: Count | None = None
+    batch_tokens: Count | Gap = FOLLOWS
     """Tokens in one optimizer step."""
-    micro_batch_tokens: Count | None = None
+    micro_batch_tokens: Count | Gap = FOLLOWS
     """Tokens in one forward pass; the rest of the batch is accumulated."""
-    warmup_steps: Annotated[int, Interval(ge=0, le=10**12)] | None = None
+    warmup_steps: Annotated[int, Interval(ge=0, le=10**12)] | Gap = FOLLOWS
     """40, or a twentieth of short runs."""
     warmdown_share: Share = 0.65
     """The rate falls over this share of the steps, the last ones."""
@@ -197,9 +169,9 @@ class TrainRecipe:
     """best-fit, greedy-crop, greedy-pad or first-fit-decreasing; stream cuts rows from documents put end to end."""
     log_every: Count = 10
     """Steps between lines of the log."""
-    eval_every: Count | None = None
+    eval_every: Count | Gap = FOLLOWS
     """Steps between validations; an eighth of the run, in fine-tuning a quarter."""
-    save_every: Count | None = None
+    save_every: Count | Gap = FOLLOWS
     """Steps between checkpoints; a tenth of the run, in fine-tuning a quarter."""
     keep: Few = 2
     """Checkpoints kept."""
@@ -294,17 +266,17 @@ class RlRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(Generic[Gap]):
     """A whole run: data, text, model, optimizer, training. See the parts for their fields."""
 
     make_model: Callable[..., Any]
-    """(ModelRecipe) → the model."""
+    """(ResolvedModel) → the model."""
     make_rules: Callable[..., Any]
-    """(Recipe) → for each optimizer group of the model its rule, peak rate and cadence (`optim.groups.GroupRule`)."""
+    """(Resolved) → for each optimizer group of the model its rule, peak rate and cadence (`optim.groups.GroupRule`)."""
     make_schedule: Callable[..., Any]
-    """(TrainRecipe) → what the update of each step, maybe a fraction, is told (`optim.schedule.Multipliers`)."""
+    """(ResolvedTrain) → what the update of each step, maybe a fraction, is told (`optim.schedule.Multipliers`)."""
     make_batches: Callable[..., Any] | None = None
-    """(Recipe, Corpus) → `data.batch.Batches`; by default rows packed as `train.packing` says."""
+    """(Resolved, Corpus) → `data.batch.Batches`; by default rows packed as `train.packing` says."""
     make_documents: Callable[..., Any] | None = None
     """(texts, split) → texts: filters or mixes the documents of "train" or "val"; by default all, in order."""
     name: str = "gpt"
@@ -322,14 +294,14 @@ class Recipe:
     hf:OWNER/NAME, tinyworld, spelling; each as NAME, NAME,repeats=4 or NAME,limit=1000. By default tinyworld's."""
     seed: Seed = 0
     """Of the first weights, the order of the batches and the built-in world."""
-    data_seed: Seed | None = None
+    data_seed: Seed | Gap = FOLLOWS
     """Of the order of the batches alone; by default the seed."""
     unused: tuple[str, ...] = ()
     """Fields, such as model.softcap, that the callables above do not read: setting one is refused."""
-    text: TextRecipe = field(default_factory=TextRecipe)
-    model: ModelRecipe = field(default_factory=ModelRecipe)
-    optim: OptimRecipe = field(default_factory=OptimRecipe)
-    train: TrainRecipe = field(default_factory=TrainRecipe)
+    text: TextRecipe[Gap] = field(default_factory=TextRecipe)
+    model: ModelRecipe[Gap] = field(default_factory=ModelRecipe)
+    optim: OptimRecipe[Gap] = field(default_factory=OptimRecipe)
+    train: TrainRecipe[Gap] = field(default_factory=TrainRecipe)
     sft: SftRecipe = field(default_factory=SftRecipe)
     rl: RlRecipe = field(default_factory=RlRecipe)
 
@@ -353,12 +325,6 @@ class Recipe:
         """Whether the model is fine-tuned on conversations of the built-in world."""
         return any(one.source in BUILT_IN_CONVERSATIONS for one in self.conversation_sources)
 
-    @property
-    def micro_batch_rows(self) -> int:
-        """Rows in one forward pass. The recipe must be resolved."""
-        assert self.model.context and self.train.micro_batch_tokens
-        return max(1, self.train.micro_batch_tokens // self.model.context)
-
     def callables(self) -> dict[str, Callable[..., Any]]:
         """What is handed over as code, by field: `from_json` needs it back when it lives outside quern."""
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.name.startswith("make_")}
@@ -376,8 +342,8 @@ class Recipe:
                 body[name] = [asdict(one) if isinstance(one, ConversationSource) else one for one in value]
         return {"schema": SCHEMA, **body}
 
-    @staticmethod
-    def from_json(body: dict[str, Any], **callables: Callable[..., Any]) -> Recipe:
+    @classmethod
+    def from_json(cls, body: dict[str, Any], **callables: Callable[..., Any]) -> Self:
         """The inverse of `to_json`; `callables` replace those in the body. Raises ValueError for another schema's."""
         body = {**body, "unused": tuple(body.get("unused", ()))}
         if body.pop("schema", None) != SCHEMA:
@@ -392,9 +358,29 @@ class Recipe:
                     if name not in callables and value not in CONSTRUCTORS:
                         raise ValueError(f"'{value}' lives outside quern: hand over the recipe's Python file as well")
                     body[name] = callables.get(name) or Deferred(value)
-            return Recipe(**body)
+            return cls(**body)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a recipe this version can read: {error}") from error
 
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved(Recipe[Never]):
+    """A recipe of which `resolve` filled in every number that follows from others."""
+
+    @classmethod
+    def of(cls, recipe: Recipe, **values: Any) -> Resolved:
+        """Returns the recipe with these values in its gaps."""
+        return cls(**{f.name: getattr(recipe, f.name) for f in fields(Recipe)} | values)
+
+    @property
+    def micro_batch_rows(self) -> int:
+        """Rows in one forward pass."""
+        return max(1, self.train.micro_batch_tokens // self.model.context)
+
+
+Made = TypeVar("Made", bound=Recipe)
+ResolvedModel: TypeAlias = ModelRecipe[Never]
+ResolvedOptim: TypeAlias = OptimRecipe[Never]
+ResolvedTrain: TypeAlias = TrainRecipe[Never]
 
 PARTS: Mapping[str, Any] = {f.name: f.default_factory for f in fields(Recipe) if f.default_factory is not MISSING}

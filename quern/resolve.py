@@ -7,9 +7,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from quern import validate
-from quern.recipe import ModelRecipe, OptimRecipe, Recipe, TrainRecipe
+from quern.recipe import (
+    Recipe,
+    Resolved,
+    ResolvedModel,
+    ResolvedOptim,
+    ResolvedTrain,
+    TrainRecipe,
+)
 
 # The reference point of the batch, rate and decay rules: depth 12, width 768, vocabulary 32,768, 12 tokens per
 # parameter, at a batch of 2^19 tokens.
@@ -23,8 +31,8 @@ READINGS_OF_FULL_DECAY = 5
 """Readings of the text from which the tables' decay follows batch and horizon as the matrices' decay does."""
 
 
-def resolve(recipe: Recipe, replicas: int = 1) -> Recipe:
-    """Fills every None that follows from `depth`, and checks every value.
+def resolve(recipe: Recipe, replicas: int = 1) -> Resolved:
+    """Returns the recipe with every field filled in that follows from `depth`, and checks every value.
 
     Args:
         recipe: What the user asked for.
@@ -42,68 +50,51 @@ def resolve(recipe: Recipe, replicas: int = 1) -> Recipe:
     head_dim = shape.head_dim or (64 if wanted < 512 else 128)
     width = shape.width or -(-wanted // head_dim) * head_dim  # whole heads, as nanochat rounds it
     heads = shape.heads or max(1, width // head_dim)
-    model = replace(
-        shape,
-        depth=depth,
-        width=width,
-        head_dim=head_dim,
-        heads=heads,
-        kv_heads=shape.kv_heads or heads,
-        context=shape.context or (512 if small else 2048),
-        vocab_size=shape.vocab_size or text.vocab_size,
-    )
+    context = shape.context or (512 if small else 2048)
+    vocab_size = shape.vocab_size or text.vocab_size
+    derived = {"depth": depth, "width": width, "head_dim": head_dim, "heads": heads, "context": context}
+    model: ResolvedModel = _filled(shape, **derived, kv_heads=shape.kv_heads or heads, vocab_size=vocab_size)
     validate.check_shape(model)
-    assert model.context
-    validate.check_rows(recipe.train, recipe.sft, model.context, replicas)
+    validate.check_rows(recipe.train, recipe.sft, context, replicas)
     train = _resolve_train(recipe.train, model, replicas)
-    return replace(
-        recipe,
-        data_seed=recipe.seed if recipe.data_seed is None else recipe.data_seed,
-        text=text,
-        model=model,
-        optim=_resolve_optim(recipe, train, width),
-        train=train,
-    )
+    optim = _resolve_optim(recipe, train, width)
+    seed = recipe.seed if recipe.data_seed is None else recipe.data_seed
+    return Resolved.of(recipe, data_seed=seed, text=text, model=model, train=train, optim=optim)
 
 
-def _resolve_optim(recipe: Recipe, train: TrainRecipe, width: int) -> OptimRecipe:
-    assert train.steps is not None and train.batch_tokens is not None
-    batch = train.batch_tokens / REFERENCE_BATCH_TOKENS
-    root = math.sqrt(batch)
+def _filled(part: Any, **values: Any) -> Any:
+    """The part with the values in its gaps."""
+    return replace(part, **values)
+
+
+def _resolve_optim(recipe: Recipe, train: ResolvedTrain, width: int) -> ResolvedOptim:
+    root = math.sqrt(train.batch_tokens / REFERENCE_BATCH_TOKENS)
     scales = {
-        "lr_scale": batch**recipe.optim.batch_exponent,
+        "lr_scale": (train.batch_tokens / REFERENCE_BATCH_TOKENS) ** recipe.optim.batch_exponent,
         "decay_scale": root * REFERENCE_HORIZON_TOKENS / (train.steps * train.batch_tokens),
         "width_scale": math.sqrt(768 / width),
     }
-    asked = {name: getattr(recipe.optim, name) for name in scales}
-    derived = {
-        name: scale for name, scale in scales.items() if asked[name] is None and f"optim.{name}" not in recipe.unused
-    }
-    return replace(recipe.optim, **derived)
+    missing = {name for name in scales if getattr(recipe.optim, name) is None and f"optim.{name}" not in recipe.unused}
+    return _filled(recipe.optim, **{name: scales[name] for name in missing})
 
 
-def table_decay_rule(recipe: Recipe, text_tokens: int) -> float:
+def table_decay_rule(recipe: Resolved, text_tokens: int) -> float:
     """`optim.table_decay_scale` for a text: decay_scale · (readings - 1) / 4, from 1 to decay_scale.
 
     The tables are the head and the value embeddings, which have a row for each token. A run that reads its text once
     needs no more than nanochat's decay. A run that repeats its text memorises it in the tables, so the best decay grows
     with the number of readings (three studies of 200 steps, at one size).
-
-    Args:
-        recipe: Resolved.
-        text_tokens: Tokens of the training text.
     """
-    assert recipe.train.steps is not None and recipe.train.batch_tokens is not None
     readings = recipe.train.steps * recipe.train.batch_tokens / max(1, text_tokens)
     share = min(1.0, (readings - 1) / (READINGS_OF_FULL_DECAY - 1))
     return max(1.0, (recipe.optim.decay_scale or 0.0) * share)
 
 
-def fine_tuning_rates(recipe: Recipe, share: float, batch_tokens: int) -> Recipe:
+def fine_tuning_rates(recipe: Resolved, share: float, batch_tokens: int) -> Resolved:
     """Rates of fine-tuning and reinforcement learning: a share of sqrt(batch / 2^19), without weight decay.
 
     Args:
-        recipe: Of the base model, resolved.
+        recipe: The base model's.
         share: `sft.lr_share` or `rl.lr_share`.
         batch_tokens: Tokens in one optimizer step.
     """
@@ -112,8 +103,7 @@ def fine_tuning_rates(recipe: Recipe, share: float, batch_tokens: int) -> Recipe
     return replace(recipe, optim=replace(recipe.optim, lr_scale=scale, matrix_decay=0.0, **no_decay))
 
 
-def _resolve_train(train: TrainRecipe, model: ModelRecipe, replicas: int) -> TrainRecipe:
-    assert model.depth and model.width and model.vocab_size and model.context
+def _resolve_train(train: TrainRecipe, model: ResolvedModel, replicas: int) -> ResolvedTrain:
     parameters = 12 * model.depth * model.width**2 + model.vocab_size * model.width
     if train.steps is not None and train.batch_tokens is not None:
         horizon_tokens = float(train.steps * train.batch_tokens)
@@ -121,7 +111,7 @@ def _resolve_train(train: TrainRecipe, model: ModelRecipe, replicas: int) -> Tra
         horizon_tokens = train.horizon_ratio * parameters
     batch_tokens = train.batch_tokens or batch_rule(horizon_tokens, model.context, replicas)
     steps = train.steps or max(1, round(horizon_tokens / batch_tokens))
-    return replace(
+    return _filled(
         train,
         steps=steps,
         batch_tokens=batch_tokens,
@@ -149,19 +139,18 @@ def batch_rule(horizon_tokens: float, context: int, replicas: int = 1) -> int:
     return _whole_rows(min(fitted, horizon_tokens / MINIMUM_STEPS), context, replicas)
 
 
-def sft_batch_rule(recipe: Recipe, conversation_tokens: int, replicas: int = 1) -> int:
+def sft_batch_rule(recipe: Resolved, conversation_tokens: int, replicas: int = 1) -> int:
     """Tokens in a batch of fine-tuning: pretraining's, and few enough for 1,000 steps.
 
     nanochat fine-tunes with pretraining's own batch, on conversations enough for about 1,000 steps of it; fewer
     conversations would leave too few steps to learn in.
 
     Args:
-        recipe: Resolved.
+        recipe: The run's.
         conversation_tokens: Tokens of the conversations, each counted once.
         replicas: Data-parallel ranks.
     """
     context, pretraining = recipe.model.context, recipe.train.batch_tokens
-    assert context and pretraining
     tokens = _whole_rows(recipe.sft.epochs * conversation_tokens / FINE_TUNING_STEPS, context, replicas)
     return max(context * replicas, min(tokens, pretraining // context * context))
 

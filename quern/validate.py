@@ -10,7 +10,7 @@ from typing import Any, TypedDict, get_args, get_origin
 
 from quern.constructors import Deferred
 from quern.ranges import UNIONS, annotations_of, refuse_outside
-from quern.recipe import PARTS, ConversationSource, ModelRecipe, Recipe, SftRecipe, TrainRecipe
+from quern.recipe import PARTS, ConversationSource, Recipe, ResolvedModel, SftRecipe, TrainRecipe
 from quern.records import typed
 
 _OTHERS = {"make": str | None, "conversations": list[ConversationSource] | str | None}  # callables are names
@@ -129,9 +129,8 @@ def _check_sources(recipe: Recipe) -> None:
                 refuse_outside(annotations_of(ConversationSource)[name], value, f"{name} of {one.source}")
 
 
-def check_shape(model: ModelRecipe) -> None:
+def check_shape(model: ResolvedModel) -> None:
     """Checks how the numbers of a resolved model depend on each other."""
-    assert model.heads and model.kv_heads and model.head_dim and model.width and model.context
     _refuse(
         set(model.windows) - set("SL") != set() or not model.windows,
         f"model.windows is a pattern of S (short) and L (long), such as SSSL, not '{model.windows}'",

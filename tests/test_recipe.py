@@ -43,7 +43,7 @@ def changed(part: str, name: str, value: Any) -> Recipe:
 
 
 def through_json(recipe: Recipe) -> Recipe:
-    return Recipe.from_json(json.loads(json.dumps(recipe.to_json(), allow_nan=False)))
+    return type(recipe).from_json(json.loads(json.dumps(recipe.to_json(), allow_nan=False)))
 
 
 # JSON -------------------------------------------------------------------------------------------------------

@@ -14,11 +14,11 @@ from optax import GradientTransformationExtraArgs
 from quern.grug import optim
 from quern.grug.state import Grug
 from quern.optim.constants import AdamWGroup, muon_rate
-from quern.recipe import OptimRecipe
+from quern.recipe import OptimRecipe, ResolvedOptim
 from quern.recipes.gpt import RECIPE as GPT_RECIPE
 
 
-def rules(recipe: OptimRecipe, dtype: jnp.dtype) -> dict[str, GradientTransformationExtraArgs]:
+def rules(recipe: ResolvedOptim, dtype: jnp.dtype) -> dict[str, GradientTransformationExtraArgs]:
     lr, decay = muon_rate(recipe)
     matrices = AdamWGroup(lr * (recipe.width_scale or 1.0), 0.9, 0.95, decay)
     return optim.rules(recipe, dtype) | {"matrices": optim.adamw(matrices, recipe.eps)}

@@ -20,7 +20,7 @@ from quern.grug import model
 from quern.grug.attention import AttentionMask, blocked_with_totals, by_head, by_kv_head, visible
 from quern.grug.optim import group_of
 from quern.grug.state import Grug
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE as GPT_RECIPE
 
 
@@ -30,7 +30,7 @@ class SinkBlock(model.JaxBlock):
     sinks: model.Leaf  # (H,) logits
 
 
-def init_parameters(cfg: ModelRecipe, *, key: jax.Array) -> model.Params:
+def init_parameters(cfg: ResolvedModel, *, key: jax.Array) -> model.Params:
     params = model.init_parameters(cfg, key=key)
     sinks = jax.reshard(jnp.zeros(cfg.heads or 0), P("model"))
     return replace(params, blocks=tuple(SinkBlock(**vars(block), sinks=sinks) for block in params.blocks))
@@ -55,7 +55,7 @@ def reference_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: Attentio
 
 
 def forward(
-    params: Any, tokens: jax.Array, cfg: ModelRecipe, *, attend: Callable[..., jax.Array] = attention
+    params: Any, tokens: jax.Array, cfg: ResolvedModel, *, attend: Callable[..., jax.Array] = attention
 ) -> jax.Array:
     sinks = iter([block.sinks for block in params.blocks])  # the core calls `attend` once in each layer, in order
     return model.forward(params, tokens, cfg, attend=lambda q, k, v, mask: attend(q, k, v, mask, next(sinks)))

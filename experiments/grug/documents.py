@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from quern.grug import model
 from quern.grug.attention import AttentionMask, blocked_attention
 from quern.grug.state import Grug
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE as GPT_RECIPE
 
 
 def forward(
-    params: model.Params, tokens: jax.Array, cfg: ModelRecipe, *, attend: model.Attend = blocked_attention
+    params: model.Params, tokens: jax.Array, cfg: ResolvedModel, *, attend: model.Attend = blocked_attention
 ) -> jax.Array:
     assert cfg.bos is not None, "documents are told apart by their BOS"
     documents = AttentionMask(segment_ids=jnp.cumsum(tokens == cfg.bos, axis=1))

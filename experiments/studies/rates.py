@@ -20,7 +20,7 @@ from quern.optim.adamw import AdamW
 from quern.optim.constants import adamw_groups
 from quern.optim.groups import GroupRule, table
 from quern.optim.schedule import Multipliers, muon_momentum, warmup_stable_decay
-from quern.recipe import OptimRecipe, Recipe, TrainRecipe
+from quern.recipe import OptimRecipe, Resolved, TrainRecipe
 from quern.recipes.gpt import RECIPE as BASELINE
 
 CONSTANTS = ("beta1", "beta2", "weight_decay")
@@ -45,7 +45,7 @@ class Momentum(TrainRecipe):
     momentum_warmup_steps: int = 400
 
 
-def rules(recipe: Recipe) -> dict[str, GroupRule]:
+def rules(recipe: Resolved) -> dict[str, GroupRule]:
     """The baseline's rules with the recipe's constants."""
     found = table(recipe)
     for group in GROUPS:
@@ -59,7 +59,6 @@ def rules(recipe: Recipe) -> dict[str, GroupRule]:
 def schedule(train: Momentum) -> Callable[[int], Multipliers]:
     """The baseline's schedule with the recipe's momentum."""
     baseline, steps = warmup_stable_decay(train), train.steps
-    assert steps is not None
 
     def told(step: int) -> Multipliers:
         momentum = muon_momentum(

@@ -15,16 +15,15 @@ from quern.data.batch import Batch
 from quern.data.loader import Loader
 from quern.data.shards import Corpus
 from quern.data.token_file import HEADER_BYTES, VERSIONS, describe, header, write_manifest
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.waits.memory import resident
 
 SHARD_TOKENS = 100_000_000
 
 
-def random_batch(recipe: Recipe, seed: int) -> Batch:
+def random_batch(recipe: Resolved, seed: int) -> Batch:
     """Returns a global batch of random tokens, in which every target counts."""
     context, batch_tokens = recipe.model.context, recipe.train.batch_tokens
-    assert context and batch_tokens and recipe.model.vocab_size
     size = max(1, batch_tokens // context), context + 1
     rows = np.random.default_rng(seed).integers(recipe.model.vocab_size, size=size, dtype=np.int32)
     return Batch.of_rows(rows, np.ones((size[0], context), dtype=bool))

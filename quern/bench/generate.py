@@ -55,7 +55,6 @@ def decode(setup: Setup) -> Iterator[Figure]:
 
 def _engine(setup: Setup) -> Engine:
     recipe = reference(setup.quick, setup.seed)
-    assert recipe.model.vocab_size
     tokenizer = pair_tokenizer(recipe.model.vocab_size)
     return Engine(talking_model(recipe, tokenizer, setup.machine), tokenizer, setup.machine)
 

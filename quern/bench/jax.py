@@ -30,7 +30,7 @@ from quern.grug.model import init_parameters
 from quern.grug.optim import rules
 from quern.grug.state import device_batch, init_state, step_config, train_step
 from quern.optim.schedule import Multipliers
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 
 if TYPE_CHECKING:
     from quern.bench.data import Setup
@@ -65,7 +65,7 @@ def grug(setup: Setup) -> Iterator[Figure]:
     yield figure("whole / blockwise", "", taken[blocks] / taken[whole])
 
 
-def jax_order(recipe: Recipe, setup: Setup, block_tokens: int | None) -> dict[str, Any]:
+def jax_order(recipe: Resolved, setup: Setup, block_tokens: int | None) -> dict[str, Any]:
     """Returns the order for the JAX process. block_tokens: of the blockwise loss, None for the default."""
     order = {"recipe": recipe.to_json(), "rows": recipe.micro_batch_rows, "block_tokens": block_tokens}
     return order | {"device": setup.machine.device.type, "threads": setup.machine.threads}
@@ -76,7 +76,7 @@ def answers(order: dict[str, Any], requests: Iterator[str]) -> Iterator[dict[str
     if order["device"] == "cpu":
         use_cpu(order["threads"])
     # The twin's callables in place of the named ones, which import torch.
-    recipe = Recipe.from_json(order["recipe"], make_model=init_parameters, make_rules=rules)
+    recipe = Resolved.from_json(order["recipe"], make_model=init_parameters, make_rules=rules)
     dtype = choose_dtype(None)
     cfg = step_config(recipe, dtype)
     sizes = {"whole": None, "blocks": order["block_tokens"] or BLOCK_TOKENS}
@@ -87,7 +87,7 @@ def answers(order: dict[str, Any], requests: Iterator[str]) -> Iterator[dict[str
         yield facts if request == "facts" else {"seconds": jobs[request]()}
 
 
-def _job(recipe: Recipe, cfg: Any, rows: int) -> Callable[[], float]:
+def _job(recipe: Resolved, cfg: Any, rows: int) -> Callable[[], float]:
     """Returns a function that takes some steps on one device and returns their median seconds.
 
     The batches are on the device already, as the prefetch of training leaves them.

@@ -30,7 +30,7 @@ from quern.kernels.attention.autotune import Picked, available, kind_of
 from quern.kernels.attention.backends import BLOCKED, PLAIN, SDPA, Backend, flex
 from quern.kernels.softcap import Cap, TanhCap
 from quern.machine import Machine, detect, machine_flags
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 
 if TYPE_CHECKING:
     from quern.bench.data import Setup  # with packages that `quern bench gpu` does without
@@ -119,7 +119,7 @@ def windows(setup: Setup) -> Iterator[Figure]:
         yield figure(f"{windowed} / {name}", "×", taken[name] / taken[windowed])
 
 
-def _steps(recipe: Recipe, windows: str, machine: Machine) -> Callable[[], float]:
+def _steps(recipe: Resolved, windows: str, machine: Machine) -> Callable[[], float]:
     """Returns a function that trains a new model for two steps and returns the seconds of the faster one."""
     recipe = replace(recipe, model=replace(recipe.model, windows=windows))
     state = training_state(recipe, machine)

@@ -16,7 +16,7 @@ from quern.data.batch import Batch
 from quern.machine import Machine
 from quern.model.gpt import GPT
 from quern.optim.schedule import Multipliers
-from quern.recipe import ModelRecipe, Recipe, TrainRecipe
+from quern.recipe import ModelRecipe, Resolved, TrainRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import MICRO_BATCH_TOKENS, resolve
 from quern.text.tokenizer import SPECIAL_TOKENS, Tokenizer
@@ -24,7 +24,7 @@ from quern.train.state import TrainState, build_model, build_state, compile_mode
 from quern.train.step import train_step
 
 
-def reference(quick: bool, seed: int, batch_tokens: int = MICRO_BATCH_TOKENS) -> Recipe:
+def reference(quick: bool, seed: int, batch_tokens: int = MICRO_BATCH_TOKENS) -> Resolved:
     """Returns the resolved reference recipe, or a tiny one.
 
     Args:
@@ -42,19 +42,19 @@ def reference(quick: bool, seed: int, batch_tokens: int = MICRO_BATCH_TOKENS) ->
     return resolve(replace(RECIPE, name="reference", depth=depth, seed=seed, model=model, train=train))
 
 
-def left_to_itself(recipe: Recipe) -> Recipe:
+def left_to_itself(recipe: Resolved) -> Resolved:
     """Returns the recipe with the batch size and the steps that it derives from its model."""
     return resolve(replace(recipe, train=TrainRecipe(micro_batch_tokens=recipe.train.micro_batch_tokens)))
 
 
-def sizes_of(recipe: Recipe) -> dict[str, Any]:
+def sizes_of(recipe: Resolved) -> dict[str, Any]:
     """Returns the sizes of a resolved recipe for a record."""
     shape = recipe.model
     sizes = {"layers": shape.depth, "width": shape.width, "heads": shape.heads, "vocabulary": shape.vocab_size}
     return sizes | {"context": shape.context, "windows": shape.windows, "batch_tokens": recipe.train.batch_tokens}
 
 
-def training_state(recipe: Recipe, machine: Machine) -> TrainState:
+def training_state(recipe: Resolved, machine: Machine) -> TrainState:
     """Returns a new model and optimizer; the model is compiled where the machine compiles."""
     state = build_state(recipe, machine, build_model(recipe, machine, recipe.seed))
     compile_model(state.model, machine)
@@ -63,7 +63,7 @@ def training_state(recipe: Recipe, machine: Machine) -> TrainState:
 
 def take_step(
     state: TrainState,
-    recipe: Recipe,
+    recipe: Resolved,
     machine: Machine,
     batch: Batch | None = None,
     multipliers: Multipliers | None = None,
@@ -95,7 +95,7 @@ def pair_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 @torch.no_grad()
-def talking_model(recipe: Recipe, tokenizer: Tokenizer, machine: Machine) -> GPT:
+def talking_model(recipe: Resolved, tokenizer: Tokenizer, machine: Machine) -> GPT:
     """Returns a random model that never says a special token: no reply ends early, and none calls a tool.
 
     The logits spread over the whole softcap, and those of the special tokens are zero: the model draws one of them

@@ -53,7 +53,6 @@ def serve(setup: Setup) -> Iterator[Figure]:
     length, reply, seconds = (8, 12, 1.0) if setup.quick else (PROMPT_TOKENS, REPLY_TOKENS, 10.0)
     setup.settings.update(prompt_tokens=length, reply_tokens=reply, clients=ROWS, seconds=seconds)
     recipe = reference(setup.quick, setup.seed)
-    assert recipe.model.vocab_size
     tokenizer = pair_tokenizer(recipe.model.vocab_size)
     context = int(recipe.model.context or 0)
     ordinary = tokenizer.vocab_size - len(tokenizer.special_ids)
@@ -210,7 +209,6 @@ def main() -> None:
     with child.replying() as reply, server.listen("127.0.0.1", 0) as listener:
         machine = select_attention(detect(**order["machine"]))
         recipe = reference(order["quick"], order["seed"])
-        assert recipe.model.vocab_size
         tokenizer = pair_tokenizer(recipe.model.vocab_size)
         engine = Engine(talking_model(recipe, tokenizer, machine), tokenizer, machine, prefix_megabytes=256)
         seconds = seconds_of(lambda: engine.warm_up(server.WARM_ROWS))

@@ -125,7 +125,6 @@ def first_step(bench: Bench, batch_tokens: int, cache: str) -> tuple[float, int 
 
 def ranks(setup: Setup) -> Iterator[Figure]:
     tokens = reference(setup.quick, setup.seed, setup.options.batch_tokens).train.batch_tokens
-    assert tokens
     waits: dict[bool, list[float]] = {True: [], False: []}
     with _crew(setup, 1, threads=RANKS) as one, _crew(setup, RANKS, threads=1) as two:
         for crew in (one, two):

@@ -19,7 +19,7 @@ from quern.optim.groups import make_groups
 from quern.parallel.buckets import Bucket, Settings, make_buckets
 from quern.parallel.plan import shard_model
 from quern.parallel.zero3 import Part, numbers_of, parts_of
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 
 
 class Unconnected(ProcessGroup):
@@ -40,7 +40,7 @@ class Layout:
     """recipe: resolved; whole: the model; shard: rank 0's part of it, in the dtype of training, on "meta"; buckets: of
     its optimizer; parts: the modules whose parameters replicas share, if they do (zero3.py)."""
 
-    recipe: Recipe
+    recipe: Resolved
     dp: int
     tp: int
     whole: Any
@@ -56,25 +56,22 @@ class Layout:
     def rows(self) -> int:
         """Rows of one replica in one step; the largest share where they do not divide evenly."""
         context, batch_tokens = self.recipe.model.context, self.recipe.train.batch_tokens
-        assert context and batch_tokens
         return -(-max(1, batch_tokens // context) // self.dp)
 
     @property
     def micro_batches(self) -> list[int]:
         """The rows of each forward pass of a step."""
         context, tokens = self.recipe.model.context, self.recipe.train.micro_batch_tokens
-        assert context and tokens
         most = max(1, tokens // context)
         return [min(most, self.rows - first) for first in range(0, self.rows, most)]
 
 
-def lay_out(recipe: Recipe, dtype: torch.dtype, dp: int, tp: int, zero: int = 2) -> Layout:
+def lay_out(recipe: Resolved, dtype: torch.dtype, dp: int, tp: int, zero: int = 2) -> Layout:
     """recipe: resolved; zero: see `Mesh`.
 
     Raises ValueError where the model cannot be sharded so, or a replica would have no rows.
     """
     context, batch_tokens = recipe.model.context, recipe.train.batch_tokens
-    assert context and batch_tokens
     rows = max(1, batch_tokens // context)
     if dp > rows:
         raise ValueError(f"a batch of {rows:,} rows cannot feed {dp:,} replicas: raise train.batch-tokens, or --tp")

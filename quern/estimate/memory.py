@@ -93,7 +93,6 @@ def memory(layout: Layout, device: str, compiled: bool, traced: Activations | No
     away = masters + moments if device == "cuda" and layout.recipe.train.optimizer_memory == "cpu" else 0
     most_rows, context = max(layout.micro_batches), layout.recipe.model.context
     recomputed = layout.recipe.train.recompute
-    assert context
     return Memory(
         parameters=sum((bucket.share or bucket).params.nbytes for bucket in layout.buckets),
         gradients=sum(
@@ -196,7 +195,6 @@ def activations(layout: Layout, device: str, compiled: bool) -> Activations:
         ValueError: when the model cannot run on the "meta" device.
     """
     shape = layout.recipe.model
-    assert shape.context
     tokens_BT = torch.empty(1, shape.context, dtype=torch.int64, device="meta")
     model = layout.shard
     _move_tables(model)

@@ -20,7 +20,7 @@ from quern.estimate.memory import Memory, memory
 from quern.machine import Machine
 from quern.mesh import Mesh
 from quern.model.count import parameters
-from quern.recipe import Recipe
+from quern.recipe import Recipe, Resolved
 from quern.resolve import resolve
 from quern.terminal import human_size
 
@@ -96,15 +96,14 @@ def memory_check(
     )
 
 
-def _at_most(resolved: Recipe) -> float:
+def _at_most(resolved: Resolved) -> float:
     """Bytes that no rank exceeds. Counting them exactly (`memory`) imports PyTorch's compiler, which takes a second."""
     shape, tokens = resolved.model, resolved.train.micro_batch_tokens
-    assert shape.depth and shape.width and shape.vocab_size and shape.context and shape.heads and tokens
     a_layer = 60 * shape.width + 4 * (shape.mlp_width or 0) + 4 * shape.heads * shape.context
     return 40.0 * parameters(resolved).total + 4.0 * tokens * (shape.depth * a_layer + 6 * shape.vocab_size)
 
 
-def _needed(resolved: Recipe, machine: Machine, dp: int, tp: int, zero: int) -> Memory:
+def _needed(resolved: Resolved, machine: Machine, dp: int, tp: int, zero: int) -> Memory:
     return memory(lay_out(resolved, machine.dtype, dp, tp, zero), machine.device.type, machine.compile)
 
 
@@ -119,7 +118,6 @@ def _remedy(recipe: Recipe, machine: Machine, mesh: Mesh, room: float) -> str:
 
     resolved, gpu, depth = resolve(recipe, mesh.dp), machine.device.type == "cuda", recipe.depth
     context, tokens = resolved.model.context, resolved.train.micro_batch_tokens
-    assert context and tokens
     while tokens > context:
         tokens = max(context, tokens // 2)
         if fits(with_train(recipe, micro_batch_tokens=tokens)):

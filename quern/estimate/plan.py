@@ -26,7 +26,7 @@ from quern.estimate.predict import Cluster, Step, predict
 from quern.flags.check_flags import UNSAID
 from quern.machine import measure_peak_flops
 from quern.model.count import FlopCounter, parameters
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.resolve import resolve
 from quern.temporaries import write_whole
 from quern.terminal import grid
@@ -95,7 +95,7 @@ def candidates(options: PlanOptions, cluster: Cluster) -> list[Candidate]:
     return [_candidate(options, cluster, recipe, flops, options.gpus // tp, tp) for tp in sizes]
 
 
-def _candidate(options: PlanOptions, cluster: Cluster, recipe: Recipe, flops: float, dp: int, tp: int) -> Candidate:
+def _candidate(options: PlanOptions, cluster: Cluster, recipe: Resolved, flops: float, dp: int, tp: int) -> Candidate:
     """Returns the fastest of this layout. What saves memory is tried in turn: blocks that run again, parameters that
     replicas share, and masters and moments in the CPU's memory."""
     try:
@@ -152,7 +152,6 @@ def _sized(layout: Layout, fixed: bool) -> list[Layout]:
     if fixed:
         return [layout]
     context, rows = layout.recipe.model.context, layout.rows
-    assert context
     counts = [2**power for power in range(rows.bit_length()) if 2**power < rows] + [rows]
     trains = [replace(layout.recipe.train, micro_batch_tokens=count * context) for count in counts]
     return [replace(layout, recipe=replace(layout.recipe, train=train)) for train in trains]
@@ -172,7 +171,6 @@ def report(options: PlanOptions, cluster: Cluster, found: list[Candidate]) -> li
     """Returns lines for a terminal. found: the candidates, the best first."""
     recipe, chip = resolve(options.recipe), cluster.processor
     train = recipe.train
-    assert train.steps and train.batch_tokens
     count = parameters(recipe)
     machines_needed = -(-options.gpus // cluster.per_machine)
     between = f" in {machines_needed} machines, {options.network} between them" if machines_needed > 1 else ""
@@ -234,7 +232,6 @@ def totals(one: Candidate, options: PlanOptions, cluster: Cluster, steps: int) -
     """Returns the figures that follow from the step's time; days and dollars of the whole run."""
     assert one.step is not None
     chip, batch_tokens = cluster.processor, resolve(options.recipe).train.batch_tokens
-    assert batch_tokens
     days = steps * one.step.seconds / 86_400
     price = chip.dollars_per_hour
     return {
@@ -282,7 +279,6 @@ def _why(one: Candidate, best: Candidate) -> str:
 def as_json(options: PlanOptions, cluster: Cluster, found: list[Candidate]) -> dict[str, Any]:
     """Returns everything that the report shows, and its inputs, in bytes and seconds."""
     recipe = resolve(options.recipe)
-    assert recipe.train.steps
     body = []
     for one in found:
         entry: dict[str, Any] = {"dp": one.dp, "tp": one.tp, "micro_batch_tokens": one.micro_batch_tokens}

@@ -91,7 +91,6 @@ class Step:
 def predict(layout: Layout, memory: Memory, cluster: Cluster, flops_per_token: float) -> Step:
     """Predicts a step of a layout whose memory is known; flops_per_token: of training the whole model."""
     chip, context, batch_tokens = cluster.processor, layout.recipe.model.context, layout.recipe.train.batch_tokens
-    assert context and batch_tokens
     rate, bandwidth = chip.peak_flops * chip.attained, chip.memory_bandwidth * ATTAINED_BANDWIDTH
     blocks = len(layout.whole.blocks)
     recomputed = min(layout.recipe.train.recompute, blocks)
@@ -144,7 +143,6 @@ def _model_seconds(layout: Layout, cluster: Cluster, traffic: dict[str, int]) ->
     if layout.tp == 1:
         return 0.0
     micro_batches, context, width = len(layout.micro_batches), layout.recipe.model.context, layout.recipe.model.width
-    assert context and width
     stream = max(layout.micro_batches) * context * width * layout.dtype.itemsize * (layout.tp - 1) // layout.tp
     streams = -(-traffic["model/all_gather"] // stream)
     exchanges = 2 * sum(bucket.exchange for bucket in layout.buckets)

@@ -98,7 +98,6 @@ def model_bytes(layout: Layout) -> Counter[str]:
     if layout.tp == 1:
         return sent
     context = layout.recipe.model.context
-    assert context
     for rows in layout.micro_batches:
         sent_here = bytes_sent(layout.whole, rows * context, layout.tp, recomputed=layout.recipe.train.recompute)
         for kind, count in sent_here.items():

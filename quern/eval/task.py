@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.text.chat import Message
 
 CHAT_STAGES = ("sft", "rl")
@@ -54,7 +54,7 @@ def question_and_answer(item: Item) -> str:
     return f"Question: {item.question}\nAnswer:"
 
 
-def any_stage(recipe: Recipe, stage: str) -> bool:
+def any_stage(recipe: Resolved, stage: str) -> bool:
     return True
 
 
@@ -79,6 +79,6 @@ class Task:
     grade: Callable[[Item, str], bool] = contains_answer
     base_prompt: Callable[[Item], str] = question_and_answer
     max_tokens: int = 96
-    suits: Callable[[Recipe, str], bool] = any_stage
+    suits: Callable[[Resolved, str], bool] = any_stage
     base_stop: tuple[str, ...] = ("\n",)
     grade_all: Callable[[Sequence[Item], Sequence[str]], Sequence[bool]] | None = None

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, TypeVar
 
-from quern.recipe import Recipe
+from quern.recipe import Made, Recipe
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ def read_recipe_file(path: Path, name: str | None = None) -> tuple[Recipe, str]:
     return map_paths(recipe, os.path.expanduser), source
 
 
-def map_paths(recipe: Recipe, change: Callable[[str], str]) -> Recipe:
+def map_paths(recipe: Made, change: Callable[[str], str]) -> Made:
     """The recipe with `change` applied to its paths; names of data sets are passed to `change` too."""
 
     def changed(part: Any, *names: str) -> Any:

@@ -18,7 +18,7 @@ from safetensors.numpy import save
 
 from quern.grug.mesh import place
 from quern.grug.model import JaxBlock, Params, layout
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 from quern.temporaries import whole_file
 
 _IN_BLOCK = {
@@ -52,7 +52,7 @@ def to_torch(params: Params) -> dict[str, np.ndarray]:
     return {name: np.asarray(value, dtype=np.float32) for name, value in pairs}
 
 
-def from_torch(tensors: Mapping[str, np.ndarray], cfg: ModelRecipe, mesh: Mesh) -> Params:
+def from_torch(tensors: Mapping[str, np.ndarray], cfg: ResolvedModel, mesh: Mesh) -> Params:
     """Converts arrays, by their names in the PyTorch model, into parameters that are sharded over the mesh.
 
     Raises ValueError naming the arrays that are missing, unknown or of another shape.

@@ -43,7 +43,6 @@ def validate(
     Sums are float64. Raises ValueError when no target encodes a byte.
     """
     context = cfg.model.context
-    assert context
     table = np.asarray(token_bytes, dtype=np.int64)
     nats, tokens, size = 0.0, 0, 0
     # Widths are multiples of `multiple`; each width is compiled once.
@@ -75,7 +74,6 @@ def flops_per_token(cfg: StepConfig) -> float:
     """FLOPs of training on one token: 6 per parameter of the matrices and the head, and 12 · heads · head_dim · span
     for the attention of each layer, whose span is the mean number of keys that a query sees. A mesh must be set."""
     shape, sizes = cfg.model, group_sizes(cfg)
-    assert shape.heads and shape.head_dim and shape.context
     seen = np.arange(shape.context) + 1
     spans = [np.minimum(seen, window or shape.context).mean() for window in shape.window_sizes()]
     return 6 * (sizes["matrices"] + sizes["head"]) + 12 * shape.heads * shape.head_dim * float(sum(spans))

@@ -39,19 +39,19 @@ from quern.grug.mesh import BATCH, batch_shards, make_mesh, place
 from quern.grug.model import logits
 from quern.grug.state import Grug, JaxTrainState, StepConfig, init_state, train_step
 from quern.optim.schedule import Multipliers
-from quern.recipe import ModelRecipe, OptimRecipe
+from quern.recipe import ResolvedModel, ResolvedOptim
 from quern.temporaries import write_whole
 from quern.waits.memory import peak_resident
 
 TOLERANCE = 1e-5  # of fp32, relative
 ROWS = 8
-OPTIM = OptimRecipe(lr_scale=0.1, decay_scale=0.1)
-TINY = ModelRecipe(depth=2, width=32, heads=4, kv_heads=2, head_dim=8, vocab_size=62, context=16, bos=0)
-REFERENCE = ModelRecipe(depth=4, width=256, heads=4, kv_heads=4, head_dim=64, vocab_size=8192, context=512, bos=0)
+OPTIM = ResolvedOptim(lr_scale=0.1, decay_scale=0.1, width_scale=1.0)
+TINY = ResolvedModel(depth=2, width=32, heads=4, kv_heads=2, head_dim=8, vocab_size=62, context=16, bos=0)
+REFERENCE = ResolvedModel(depth=4, width=256, heads=4, kv_heads=4, head_dim=64, vocab_size=8192, context=512, bos=0)
 """The reference size of `quern bench`."""
 BLOCKS, KERNEL = replace(TINY, context=600), replace(TINY, width=256, heads=2, kv_heads=1, head_dim=128, context=640)
 """Several blocks of queries, the last one cut, on every path; windows of a quarter cross them. Splash takes KERNEL."""
-Case = tuple[str, ModelRecipe, str]
+Case = tuple[str, ResolvedModel, str]
 """A platform, a shape, a dtype."""
 CASES: tuple[Case, ...] = (
     *(("cpu", BLOCKS, dtype) for dtype in ("float32", "bfloat16", "float16")),
@@ -240,9 +240,8 @@ def widest_mesh() -> Mesh:
     return make_mesh(model=2 if count % 2 == 0 else 1)
 
 
-def random_batch(shape: ModelRecipe, seed: int, multiple: int, rows: int = ROWS) -> dict[str, np.ndarray]:
+def random_batch(shape: ResolvedModel, seed: int, multiple: int, rows: int = ROWS) -> dict[str, np.ndarray]:
     """Returns random tokens, `rows` rounded up to a multiple, with a tenth of the targets masked."""
-    assert shape.context and shape.vocab_size
     rng = np.random.default_rng(seed)
     rows = -(-rows // multiple) * multiple
     row_tokens = rng.integers(0, shape.vocab_size, (rows, shape.context + 1), dtype=np.int32)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from quern.grug.mesh import BATCH
 from quern.grug.model import Params, cap, forward, logits, look_up
 from quern.grug.product import product
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 
 MAX_SOFTCAP = 60.0
 BLOCK_TOKENS = 64
@@ -38,7 +38,7 @@ def measured_block(platform: str, dtype: str, context: int) -> int | None:
 def loss_fn(
     params: Params,
     batch: Batch,
-    cfg: ModelRecipe,
+    cfg: ResolvedModel,
     *,
     block_tokens: int | None = None,
     forward: Callable[..., jax.Array] = forward,
@@ -54,7 +54,7 @@ def loss_fn(
     return _blockwise(params, x, batch, cfg, block_tokens)
 
 
-def token_losses(params: Params, x: jax.Array, targets: jax.Array, cfg: ModelRecipe) -> jax.Array:
+def token_losses(params: Params, x: jax.Array, targets: jax.Array, cfg: ResolvedModel) -> jax.Array:
     """Computes the nats of each target (B, T), fp32, from hidden states (B, T, D).
 
     Capped logits need no maximum subtracted, and each target's logit is computed from its row of the head. That saves
@@ -65,18 +65,18 @@ def token_losses(params: Params, x: jax.Array, targets: jax.Array, cfg: ModelRec
     return jnp.log(total) - _at_target(params, x, targets, cfg)
 
 
-def _at_target(params: Params, x: jax.Array, targets: jax.Array, cfg: ModelRecipe) -> jax.Array:
+def _at_target(params: Params, x: jax.Array, targets: jax.Array, cfg: ResolvedModel) -> jax.Array:
     """The logits of the targets (B, T), fp32."""
     rows = look_up(params.head, targets, None)
     return cap(jnp.sum(x.astype(jnp.float32) * rows.astype(jnp.float32), axis=-1), cfg)
 
 
-def _refuse_cap(cfg: ModelRecipe) -> None:
+def _refuse_cap(cfg: ResolvedModel) -> None:
     if cfg.softcap > MAX_SOFTCAP:
         raise ValueError(f"model.softcap {cfg.softcap} is too large for this loss: use at most {MAX_SOFTCAP:g}")
 
 
-def _blockwise(params: Params, x: jax.Array, batch: Batch, cfg: ModelRecipe, size: int) -> jax.Array:
+def _blockwise(params: Params, x: jax.Array, batch: Batch, cfg: ResolvedModel, size: int) -> jax.Array:
     if x.shape[1] % size:
         raise ValueError(f"blocks of {size} positions do not divide rows of {x.shape[1]}")
     _refuse_cap(cfg)
@@ -88,7 +88,7 @@ def _blockwise(params: Params, x: jax.Array, batch: Batch, cfg: ModelRecipe, siz
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _log_totals(x: jax.Array, head: jax.Array, scale: jax.Array, cfg: ModelRecipe, size: int) -> jax.Array:
+def _log_totals(x: jax.Array, head: jax.Array, scale: jax.Array, cfg: ResolvedModel, size: int) -> jax.Array:
     """Sum of scale · log(sum of exp(logits)), a block at a time.
 
     It has a custom gradient: the cotangent of a sum is one number, so the forward pass computes each block's gradients
@@ -97,7 +97,7 @@ def _log_totals(x: jax.Array, head: jax.Array, scale: jax.Array, cfg: ModelRecip
     return jnp.sum(jax.lax.map(lambda block: _totals(block[0], head, cfg, block[1])[0], _cut(x, scale, size)))
 
 
-def _totals(x: jax.Array, head: jax.Array, cfg: ModelRecipe, scale: jax.Array) -> tuple[jax.Array, Any]:
+def _totals(x: jax.Array, head: jax.Array, cfg: ResolvedModel, scale: jax.Array) -> tuple[jax.Array, Any]:
     """A block's term of the sum; for its gradients log(total), exp(logits), their weights and the cap's vjp."""
     z = product("btd,vd->btv", x, head, P(BATCH, None, jax.typeof(head).sharding.spec[0]), jnp.float32)
     capped, pull = jax.vjp(lambda z: cap(z, cfg), z)
@@ -108,7 +108,7 @@ def _totals(x: jax.Array, head: jax.Array, cfg: ModelRecipe, scale: jax.Array) -
 
 
 def _log_totals_forward(
-    x: jax.Array, head: jax.Array, scale: jax.Array, cfg: ModelRecipe, size: int
+    x: jax.Array, head: jax.Array, scale: jax.Array, cfg: ResolvedModel, size: int
 ) -> tuple[jax.Array, Any]:
     vocabulary = jax.typeof(head).sharding.spec[0]
 
@@ -130,7 +130,7 @@ def _log_totals_forward(
     )
 
 
-def _log_totals_backward(cfg: ModelRecipe, size: int, kept: Any, g: jax.Array) -> tuple[jax.Array, ...]:
+def _log_totals_backward(cfg: ResolvedModel, size: int, kept: Any, g: jax.Array) -> tuple[jax.Array, ...]:
     return tuple((g * part.astype(jnp.float32)).astype(part.dtype) for part in kept)
 
 

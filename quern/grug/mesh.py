@@ -26,7 +26,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 from quern.waits.waiting import waiting
 
 TEXT_BYTES = 4096
@@ -67,9 +67,8 @@ def make_mesh(
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Explicit,) * 4, devices=devices)
 
 
-def check_model_axis(cfg: ModelRecipe, mesh: AnyMesh) -> None:
+def check_model_axis(cfg: ResolvedModel, mesh: AnyMesh) -> None:
     """Raises ValueError unless the model axis divides the heads and the feed-forward channels."""
-    assert cfg.heads and cfg.kv_heads and cfg.width
     size, counts = mesh.shape["model"], {"heads": cfg.heads, "kv-heads": cfg.kv_heads, "channels": 4 * cfg.width}
     fitting = [n for n in range(1, cfg.kv_heads + 1) if not any(count % n for count in counts.values())]
     for name, count in counts.items():

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from quern.grug.attention import AttentionMask, attention
 from quern.grug.mesh import BATCH, AnyMesh, check_model_axis, fit
 from quern.grug.product import product
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 
 QK_SCALE = 1.2
 GATE_CHANNELS = 12
@@ -74,14 +74,13 @@ def has_value_embedding(layer: int, depth: int) -> bool:
     return layer % 2 == (depth - 1) % 2
 
 
-def layout(cfg: ModelRecipe, mesh: AnyMesh) -> Params:
+def layout(cfg: ResolvedModel, mesh: AnyMesh) -> Params:
     """Returns Params of `jax.ShapeDtypeStruct`: each parameter's shape and its sharding at rest.
 
     A width or vocabulary that an axis does not divide is not sharded along it. Raises ValueError for a model axis that
     does not divide heads or feed-forward channels.
     """
     check_model_axis(cfg, mesh)
-    assert cfg.depth and cfg.width and cfg.heads and cfg.kv_heads and cfg.head_dim and cfg.vocab_size
     depth, D, V, K = cfg.depth, cfg.width, cfg.vocab_size, cfg.kv_heads
     HE, KE = cfg.heads * cfg.head_dim, K * cfg.head_dim
     rows = fit(D, "data", mesh)
@@ -114,12 +113,11 @@ def layout(cfg: ModelRecipe, mesh: AnyMesh) -> Params:
     )
 
 
-def init_parameters(cfg: ModelRecipe, *, key: jax.Array) -> Params:
+def init_parameters(cfg: ResolvedModel, *, key: jax.Array) -> Params:
     """Returns new fp32 parameters, sharded over the current mesh; the values do not depend on the mesh.
 
     Their distributions are those of the PyTorch model; the generator, and so the values, are not.
     """
-    assert cfg.depth and cfg.width
     shapes = layout(cfg, jax.sharding.get_abstract_mesh())
     bound = math.sqrt(3.0 / cfg.width)
     keys = iter(jax.random.split(key, len(jax.tree.leaves(shapes))))
@@ -156,7 +154,7 @@ def init_parameters(cfg: ModelRecipe, *, key: jax.Array) -> Params:
 def forward(
     params: Params,
     tokens: jax.Array,
-    cfg: ModelRecipe,
+    cfg: ResolvedModel,
     *,
     mask: AttentionMask | None = None,
     attend: Attend = attention,
@@ -174,7 +172,6 @@ def forward(
     Returns:
         (B, T, D) in the parameters' dtype.
     """
-    assert cfg.head_dim
     mask = AttentionMask() if mask is None else mask
     x = norm(look_up(params.embedding, tokens, None))
     x = x + params.smear_scale * _smear(params.smear_gate, x) * previous(x)
@@ -190,7 +187,7 @@ def forward(
     return norm(x - params.backout_scale * halfway)
 
 
-def logits(params: Params, x: jax.Array, cfg: ModelRecipe) -> jax.Array:
+def logits(params: Params, x: jax.Array, cfg: ResolvedModel) -> jax.Array:
     """Hidden states (B, T, D) → softcapped fp32 logits (B, T, V), sharded along V where the model axis divides it."""
     vocabulary = jax.typeof(params.head).sharding.spec[0]
     head = jax.reshard(params.head, P(vocabulary, None))
@@ -198,7 +195,7 @@ def logits(params: Params, x: jax.Array, cfg: ModelRecipe) -> jax.Array:
     return cap(z, cfg)
 
 
-def cap(z: jax.Array, cfg: ModelRecipe) -> jax.Array:
+def cap(z: jax.Array, cfg: ResolvedModel) -> jax.Array:
     """The softcap of logits of any shape, in their dtype."""
     return cfg.softcap * jnp.tanh(z / cfg.softcap)
 
@@ -209,14 +206,13 @@ def self_attention(
     tokens: jax.Array,
     rotary: tuple[np.ndarray, np.ndarray],
     mask: AttentionMask,
-    cfg: ModelRecipe,
+    cfg: ResolvedModel,
     attend: Attend,
 ) -> jax.Array:
     """Grouped-query attention with QK norm and a gated value embedding: normed x (B, T, D) → (B, T, D) in its dtype.
 
     tokens: (B, T) int32, for the value embedding; rotary: from `rotary_table`; mask: with the layer's window.
     """
-    assert cfg.head_dim
     q, k, v = (
         split_heads(product("btd,hd->bth", x, jax.reshard(w, P("model", None)), BTF), cfg.head_dim)
         for w in (block.query, block.key, block.value)

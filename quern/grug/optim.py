@@ -23,7 +23,7 @@ from quern.grug.mesh import AXES
 from quern.grug.model import Params
 from quern.optim import constants
 from quern.optim.schedule import Multipliers
-from quern.recipe import OptimRecipe
+from quern.recipe import ResolvedOptim
 
 
 def group_of(params: Params) -> Params:
@@ -41,7 +41,7 @@ def group_of(params: Params) -> Params:
     return jax.tree_util.tree_map_with_path(name, params)
 
 
-def rules(recipe: OptimRecipe, dtype: jnp.dtype) -> dict[str, optax.GradientTransformationExtraArgs]:
+def rules(recipe: ResolvedOptim, dtype: jnp.dtype) -> dict[str, optax.GradientTransformationExtraArgs]:
     """Returns each group's rule with its peak rate and constants. dtype: of Muon's matrix products."""
     lr, decay = constants.muon_rate(recipe)
     return {"matrices": muon(lr, recipe.muon_beta2, decay, recipe.muon_steps, dtype)} | {

@@ -26,7 +26,7 @@ from quern.grug.loss import Batch, loss_fn, measured_block, token_losses
 from quern.grug.mesh import BATCH, place
 from quern.grug.model import Params
 from quern.optim.schedule import Multipliers
-from quern.recipe import ModelRecipe, OptimRecipe, Recipe
+from quern.recipe import Resolved, ResolvedModel, ResolvedOptim
 
 
 @jax.tree_util.register_dataclass
@@ -59,17 +59,16 @@ class StepConfig:
     """Static arguments of a step. dtype: of weights and activations in the forward pass ("float32" or "bfloat16");
     block_tokens: see `loss_fn`; core: the functions."""
 
-    model: ModelRecipe
-    optim: OptimRecipe
+    model: ResolvedModel
+    optim: ResolvedOptim
     dtype: str
     clip_norm: float | None
     block_tokens: int | None = None
     core: type[Grug] = Grug
 
 
-def step_config(recipe: Recipe, dtype: str, core: type[Grug] = Grug) -> StepConfig:
+def step_config(recipe: Resolved, dtype: str, core: type[Grug] = Grug) -> StepConfig:
     """Returns the static arguments for a resolved recipe (with its vocabulary) on this process's devices."""
-    assert recipe.model.context
     block = measured_block(jax.default_backend(), dtype, recipe.model.context)
     return StepConfig(recipe.model, recipe.optim, dtype, recipe.train.clip_norm, block, core)
 

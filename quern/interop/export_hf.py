@@ -86,7 +86,6 @@ def _weights(loaded: LoadedModel) -> dict[str, Tensor]:
 def _texts(loaded: LoadedModel, dtype: torch.dtype, log: Callable[[str], None]) -> dict[str, str]:
     """File name → text, for every file except the weights and the model card."""
     tokenizer, shape = loaded.tokenizer, loaded.recipe.model
-    assert shape.context
     if type(loaded.model) is Llama:
         refuse_windows(shape)
         config, texts = llama_format.config_to(shape, tokenizer, dtype), {}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quern.model.llama import NORM_EPS, mlp_width
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 from quern.text.hugging_face import CHAT_TEMPLATE, merge_pairs, spell
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import GPT2_SPLIT_PATTERN, Tokenizer, split_pattern
@@ -48,9 +48,8 @@ NORMAL, CONTROL, UNUSED = 1, 3, 5
 SAMPLE_MEGABYTES, SAMPLE_CHARACTERS = 0.5, 400
 
 
-def tensors(weights: Mapping[str, Tensor], shape: ModelRecipe) -> dict[str, Tensor]:
+def tensors(weights: Mapping[str, Tensor], shape: ResolvedModel) -> dict[str, Tensor]:
     """quern's weights with GGUF's names and layouts, without the head if it equals the embedding (a tied head)."""
-    assert shape.depth and shape.head_dim
     found = {theirs: weights[ours] for ours, theirs in OUTSIDE.items()}
     if torch.equal(weights["head.weight"], weights["embedding.weight"]):
         del found[OUTSIDE["head.weight"]]
@@ -69,7 +68,7 @@ def neighbours(weight: Tensor, head_dim: int) -> Tensor:
     return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
-def metadata(shape: ModelRecipe, tokenizer: Tokenizer, name: str) -> dict[str, Any]:
+def metadata(shape: ResolvedModel, tokenizer: Tokenizer, name: str) -> dict[str, Any]:
     """Key → value: str, bool, int (stored as uint32), float (float32) or a list.
 
     Args:
@@ -80,7 +79,6 @@ def metadata(shape: ModelRecipe, tokenizer: Tokenizer, name: str) -> dict[str, A
     Raises:
         ValueError: The model has fewer embeddings than the tokenizer has tokens.
     """
-    assert shape.heads and shape.vocab_size
     spare = shape.vocab_size - tokenizer.vocab_size
     if spare < 0:
         raise ValueError(f"the model has {shape.vocab_size:,} embeddings for {tokenizer.vocab_size:,} tokens")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quern.interop.llama_format import shape_from, weights_from
 from quern.machine import Machine, detect
-from quern.recipe import Recipe, TextRecipe
+from quern.recipe import Recipe, Resolved, TextRecipe
 from quern.records import FileName, read_json
 from quern.resolve import resolve
 from quern.runs.origin import Origin
@@ -56,18 +56,18 @@ def run(
         shape = shape_from(config)
         words = _read_tokenizer(tokenizer or folder / "tokenizer.json")
         tied = bool(config.get("tie_word_embeddings", False))
-        weights = weights_from(_read_weights(folder), shape.depth or 0, tied=tied)
+        weights = weights_from(_read_weights(folder), shape.depth, tied=tied)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
-    recipe = replace(recipe, depth=shape.depth or 0, model=replace(shape, bos=words.bos))
-    recipe = resolve(replace(recipe, text=TextRecipe(vocab_size=words.vocab_size)))
+    text, model = TextRecipe(vocab_size=words.vocab_size), replace(shape, bos=words.bos)
+    resolved = resolve(replace(recipe, depth=shape.depth, model=model, text=text))
     machine = detect("cpu", "fp32", compile=False)
-    state = _state(recipe, machine, weights, folder)
-    _write(run_dir, stage, recipe, machine, words, state, folder)
+    state = _state(resolved, machine, weights, folder)
+    _write(run_dir, stage, resolved, machine, words, state, folder)
     log(f"{len(weights):,} weights of {folder} are now run '{run_dir.run}' → {run_dir.folder}")
 
 
-def _state(recipe: Recipe, machine: Machine, weights: dict[str, Tensor], folder: Path) -> TrainState:
+def _state(recipe: Resolved, machine: Machine, weights: dict[str, Tensor], folder: Path) -> TrainState:
     try:
         return build_state(recipe, machine, build_model(recipe, machine, None, weights))
     except ValueError as error:
@@ -77,7 +77,7 @@ def _state(recipe: Recipe, machine: Machine, weights: dict[str, Tensor], folder:
 def _write(
     run_dir: RunDir,
     stage: str,
-    recipe: Recipe,
+    recipe: Resolved,
     machine: Machine,
     tokenizer: Tokenizer,
     state: TrainState,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quern.model.llama import INIT_STD, NORM_EPS, mlp_width
 from quern.ranges import annotations_of, refuse_outside
-from quern.recipe import ModelRecipe
+from quern.recipe import ModelRecipe, ResolvedModel
 from quern.records import typed
 from quern.text.tokenizer import Tokenizer
 
@@ -96,9 +96,8 @@ def weights_from(weights: Mapping[str, Tensor], depth: int, *, tied: bool) -> di
     return found
 
 
-def config_to(shape: ModelRecipe, tokenizer: Tokenizer, dtype: torch.dtype) -> dict[str, Any]:
+def config_to(shape: ResolvedModel, tokenizer: Tokenizer, dtype: torch.dtype) -> dict[str, Any]:
     """The body of config.json. Raises ValueError for a model that Hugging Face's Llama cannot represent."""
-    assert shape.width and shape.heads and shape.head_dim
     if shape.width % shape.heads:
         raise ValueError(
             f"transformers refuses a width of {shape.width} for {shape.heads} heads, since it is no multiple: "
@@ -132,7 +131,7 @@ def config_to(shape: ModelRecipe, tokenizer: Tokenizer, dtype: torch.dtype) -> d
     }
 
 
-def shape_from(config: Mapping[str, Any]) -> ModelRecipe:
+def shape_from(config: Mapping[str, Any]) -> ResolvedModel:
     """The shape that a config.json describes. Raises ValueError for another architecture or an unsupported Llama."""
     if config.get("model_type") != "llama":
         raise ValueError(f"it holds a model of type {config.get('model_type')!r}: only llama can be imported")
@@ -152,7 +151,7 @@ def shape_from(config: Mapping[str, Any]) -> ModelRecipe:
         if value is not None or name not in ("num_key_value_heads", "head_dim"):
             refuse_outside(annotations_of(ModelRecipe)[field], value, f"{name} of its config.json")
     width, heads = config["hidden_size"], config["num_attention_heads"]
-    return ModelRecipe(
+    return ResolvedModel(
         depth=config["num_hidden_layers"],
         width=width,
         heads=heads,

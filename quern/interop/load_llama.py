@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from quern.machine import detect
 from quern.model.llama import Llama
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 from quern.runs.load import LoadedModel, load
 from quern.runs.run_dir import RunDir
 
@@ -28,7 +28,7 @@ def load_llama(run_dir: RunDir, stage: str | None, log: Callable[[str], None]) -
     return loaded
 
 
-def refuse_windows(shape: ModelRecipe) -> None:
+def refuse_windows(shape: ResolvedModel) -> None:
     """Raises ValueError for a Llama whose attention has windows."""
     if any(window is not None for window in shape.window_sizes()):
         raise ValueError(

@@ -15,7 +15,7 @@ from quern.lab.trainer import Note, Progress, Trainer
 from quern.machine import Machine
 from quern.model.base import KINDS
 from quern.model.count import Counts, of_kinds
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.records import Nowhere
 from quern.runs.training import make_batches
 from quern.stages.jax.backend import JaxBackend, JaxRun, processes
@@ -35,7 +35,7 @@ class JaxTrainer(Trainer):
         self._mesh = make_mesh(devices=jax.devices()[:1])
 
     def _run(
-        self, recipe: Recipe, prepared: Prepared, every: int, note: Note, on_step: Callable[[int, float], None]
+        self, recipe: Resolved, prepared: Prepared, every: int, note: Note, on_step: Callable[[int, float], None]
     ) -> tuple[int, Progress, Counts]:
         cfg = step_config(recipe, str(self.machine.dtype).removeprefix("torch."), core_of(recipe))
         token_bytes, rows = prepared.tokenizer.token_bytes(), recipe.micro_batch_rows

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from quern.machine import Machine, peak_memory, reset_peak_memory
 from quern.model.base import LanguageModel
 from quern.model.count import Counts, FlopCounter, Flops, count
-from quern.recipe import Recipe
+from quern.recipe import Recipe, Resolved
 from quern.records import Nowhere, typed
 from quern.resolve import resolve
 from quern.runs.public_data import shards_used
@@ -145,10 +145,9 @@ class Trainer:
         if recipe.train.minutes is not None:
             raise ValueError("a trial trains for steps, so that trials are comparable: give --train.steps")
         reset_peak_memory(self.machine.device)
-        prepared = self._data(recipe)
-        recipe = fit_to_text(resolve(recipe), prepared.tokenizer, prepared.train)
-        recipe = replace(recipe, seed=seed, data_seed=data_seed)
-        assert recipe.train.steps
+        resolved = resolve(recipe)
+        prepared = self._data(resolved)
+        resolved = replace(fit_to_text(resolved, prepared.tokenizer, prepared.train), seed=seed, data_seed=data_seed)
         curve: list[Point] = []
 
         def note(state: Progress, found: dict[str, Any]) -> dict[str, Any]:
@@ -158,13 +157,13 @@ class Trainer:
             on_eval(curve[-1])
             return found
 
-        every = max(1, math.ceil(recipe.train.steps / evaluations))
-        code, state, counts = self._run(recipe, prepared, every, note, on_step)
+        every = max(1, math.ceil(resolved.train.steps / evaluations))
+        code, state, counts = self._run(resolved, prepared, every, note, on_step)
         if code not in (EXIT_DONE, EXIT_DIVERGED):
             raise KeyboardInterrupt
         return Trial(
             recipe=name,
-            steps=recipe.train.steps,
+            steps=resolved.train.steps,
             seed=seed,
             data_seed=data_seed,
             tokens=state.tokens,
@@ -179,7 +178,7 @@ class Trainer:
         )
 
     def _run(
-        self, recipe: Recipe, prepared: Prepared, every: int, note: Note, on_step: Callable[[int, float], None]
+        self, recipe: Resolved, prepared: Prepared, every: int, note: Note, on_step: Callable[[int, float], None]
     ) -> tuple[int, Progress, Counts]:
         """Trains, with a validation every so many steps. Returns the exit code, the counters and the model's counts."""
         model, counts = self._ready_model(recipe, prepared.tokenizer)
@@ -199,21 +198,20 @@ class Trainer:
         finally:
             state.optimizer.close()
 
-    def _data(self, recipe: Recipe) -> Prepared:
-        recipe = resolve(recipe)
+    def _data(self, recipe: Resolved) -> Prepared:
         body, shards = recipe.to_json(), shards_used(recipe, self.out)
         key = json.dumps([shards, *(body[part] for part in ("data", "val", "seed", "text", "make_documents"))])
         if self._prepared is None or self._prepared[0] != key:
             self._prepared = key, prepare(recipe, self.out, self.log)
         return self._prepared[1]
 
-    def _counter(self, recipe: Recipe) -> FlopCounter:
+    def _counter(self, recipe: Resolved) -> FlopCounter:
         key = recipe.make_model, recipe.model, recipe.make_rules, recipe.optim
         if self._flops is None or self._flops[0] != key:
             self._flops = key, FlopCounter(recipe)
         return self._flops[1]
 
-    def _ready_model(self, recipe: Recipe, tokenizer: Tokenizer) -> tuple[LanguageModel, Counts]:
+    def _ready_model(self, recipe: Resolved, tokenizer: Tokenizer) -> tuple[LanguageModel, Counts]:
         key = recipe.make_model, recipe.model, recipe.train.fp8, recipe.train.recompute, tokenizer.fingerprint
         if self._model is None or self._model[0] != key:
             self._model = None  # frees the memory of the last one first
@@ -224,9 +222,8 @@ class Trainer:
         return self._model[1:]
 
 
-def _plan(recipe: Recipe, flops: FlopCounter, evaluate: Evaluator, every: int) -> loop.TrainingPlan:
+def _plan(recipe: Resolved, flops: FlopCounter, evaluate: Evaluator, every: int) -> loop.TrainingPlan:
     train = recipe.train
-    assert train.steps
     return loop.TrainingPlan(
         steps=train.steps,
         schedule=recipe.make_schedule(train),

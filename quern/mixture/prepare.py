@@ -30,7 +30,7 @@ from quern.generate import tools
 from quern.mixture import questions, sources, task_rows
 from quern.mixture.sources import HELD_OUT_EVERY, Fetch, Log, OpenSource, open_source
 from quern.mixture.task_rows import TaskRows, built_in_rows
-from quern.recipe import Recipe
+from quern.recipe import Recipe, Resolved
 from quern.records import read_json
 from quern.temporaries import write_whole
 from quern.terminal import Meter, counted
@@ -96,7 +96,7 @@ class _Checked:
                 )
 
 
-def prepare_mixture(recipe: Recipe, tokenizer: Tokenizer, out: Path, fetch: Fetch, log: Log) -> Mixture:
+def prepare_mixture(recipe: Resolved, tokenizer: Tokenizer, out: Path, fetch: Fetch, log: Log) -> Mixture:
     """Prepares the conversations of a recipe.
 
     Args:
@@ -157,7 +157,7 @@ class _Prepared:
         return self.hashes[self.held]
 
 
-def _prepared(source: OpenSource, rows: TaskRows, tokenizer: Tokenizer, recipe: Recipe, out: Path) -> _Prepared:
+def _prepared(source: OpenSource, rows: TaskRows, tokenizer: Tokenizer, recipe: Resolved, out: Path) -> _Prepared:
     """Opens the shards of a source; reads and tokenizes the source if they are not whole."""
     modules = (chat, conversations, documents, formats, tools, questions, sources, task_rows)
     code = [inspect.getsource(module) for module in modules]
@@ -167,7 +167,6 @@ def _prepared(source: OpenSource, rows: TaskRows, tokenizer: Tokenizer, recipe: 
     if not prepared(folder, mark, source.splits) or not all((folder / name).exists() for name in (LEFT_OUT, HASHES)):
         _tokenize(_Checked(source, rows), tokenizer, folder, mark)
     splits = [Corpus.open(folder, split, fingerprint=mark) for split in source.splits]
-    assert recipe.model.context
     # Something is learned from those with a reply in the context.
     pieces = make_pieces(splits[0], 0, splits[0].num_documents, recipe.model.context, recipe.sft.too_long)
     held = np.arange(0) if source.has_val else _held_out(splits[0], pieces.document, recipe.model.context)

@@ -20,7 +20,7 @@ from quern.kernels.softcap import Cap, has_kernel
 from quern.model.context import CausalContext
 from quern.model.fp8 import head_products
 from quern.model.initialize import Draw
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 
 KINDS = ("embedding", "value_embeddings", "head", "matrices", "scalars")
 """The kinds that `count.Parameters` distinguishes."""
@@ -47,7 +47,7 @@ class LanguageModel(nn.Module):
     remembered: Mapping[str, int] = {}
     """For each name that `context.previous` is asked for, the number of channels. A cache keeps the last token's."""
 
-    shape: ModelRecipe
+    shape: ResolvedModel
     """Resolved."""
     embedding: nn.Embedding
     blocks: nn.ModuleList

@@ -23,7 +23,7 @@ from quern.kernels.attention.attend import MaskSpec
 from quern.model.base import KINDS, LanguageModel
 from quern.model.context import CausalContext
 from quern.optim.groups import ParameterGroup, dry_run, make_groups
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 
 RESOLUTION = 1 / 512
 """Share of a run within which a change of the products per token is found."""
@@ -58,11 +58,10 @@ def count(model: LanguageModel) -> Counts:
         ValueError: The model gives a group of parameters no kind.
     """
     shape, layers = model.shape, len(model.attention_layers)
-    assert shape.kv_heads and shape.head_dim
     return Counts(_parameters(model), kv_elements_per_token=2 * layers * shape.kv_heads * shape.head_dim)
 
 
-def weightless(recipe: Recipe, dtype: torch.dtype = torch.float32) -> Any:
+def weightless(recipe: Resolved, dtype: torch.dtype = torch.float32) -> Any:
     """The model of a resolved recipe on the meta device. The id of BOS does not matter there, and is not known before
     the tokenizer."""
     bos = 0 if recipe.model.bos is None else recipe.model.bos
@@ -70,12 +69,12 @@ def weightless(recipe: Recipe, dtype: torch.dtype = torch.float32) -> Any:
         return recipe.make_model(replace(recipe.model, bos=bos)).to(dtype=dtype)
 
 
-def parameters(recipe: Recipe) -> Parameters:
+def parameters(recipe: Resolved) -> Parameters:
     """Parameters of a resolved recipe's model."""
     return count(weightless(recipe)).parameters
 
 
-def kv_bytes_per_token(recipe: Recipe, dtype: torch.dtype) -> int:
+def kv_bytes_per_token(recipe: Resolved, dtype: torch.dtype) -> int:
     """Bytes of keys and values that one token adds to a cache, before any window limits it."""
     return count(weightless(recipe)).kv_elements_per_token * dtype.itemsize
 
@@ -151,8 +150,7 @@ class FlopCounter:
         recipe: Resolved.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
-        assert recipe.model.context
+    def __init__(self, recipe: Resolved) -> None:
         self._model: LanguageModel = weightless(recipe)
         other_than_bos = 0 if recipe.model.bos else 1
         self._row = torch.full((1, recipe.model.context), other_than_bos)

@@ -20,7 +20,7 @@ from quern.model.base import LanguageModel
 from quern.model.context import Context
 from quern.model.initialize import Draw
 from quern.model.layers import Embedding, SquaredReluMLP, norm, rotary_table
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 
 SMEAR_CHANNELS = 24
 UP_SHARE = 0.4
@@ -93,10 +93,9 @@ class GPT(LanguageModel):
     smear_scale: nn.Parameter
     backout_scale: nn.Parameter
 
-    def __init__(self, shape: ModelRecipe) -> None:
+    def __init__(self, shape: ResolvedModel) -> None:
         """shape: resolved (`resolve`). Weights are uninitialised until `initialize`."""
         super().__init__()
-        assert shape.depth and shape.width and shape.vocab_size and shape.kv_heads and shape.head_dim
         self.shape = shape
         self.cap = TanhCap(shape.softcap)
         self.windows = shape.window_sizes()
@@ -136,7 +135,6 @@ class GPT(LanguageModel):
 
     def has_value_embedding(self, layer: int) -> bool:
         """Whether a layer has a value embedding."""
-        assert self.shape.depth
         return has_value_embedding(layer, self.shape.depth)
 
     def make_block(self, layer: int) -> nn.Module:
@@ -146,13 +144,11 @@ class GPT(LanguageModel):
     def make_attention(self, layer: int) -> nn.Module:
         """The attention of a layer; it is called as `CausalSelfAttention.forward`."""
         shape = self.shape
-        assert shape.width and shape.heads and shape.kv_heads and shape.head_dim
         gated = self.has_value_embedding(layer)
         return self.attention_type(shape.width, shape.heads, shape.kv_heads, shape.head_dim, layer=layer, gated=gated)
 
     def make_mlp(self, layer: int) -> nn.Module:
         """The feed-forward of a layer: (B, T, D) → (B, T, D)."""
-        assert self.shape.width
         return self.mlp_type(self.shape.width, UP_SHARE)
 
     def forward(self, tokens_BT: Tensor, context: Context) -> Tensor:

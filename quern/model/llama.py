@@ -22,7 +22,7 @@ from quern.model.context import Context
 from quern.model.fused_linear import Merged
 from quern.model.initialize import Draw
 from quern.model.layers import Embedding
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 
 NORM_EPS = 1e-5
 INIT_STD = 0.02
@@ -140,9 +140,8 @@ class SwiGLU(Merged):
 class LlamaBlock(nn.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
-    def __init__(self, attention: nn.Module, mlp: nn.Module, shape: ModelRecipe) -> None:
+    def __init__(self, attention: nn.Module, mlp: nn.Module, shape: ResolvedModel) -> None:
         super().__init__()
-        assert shape.width
         eps = shape.norm_eps or NORM_EPS
         self.attention_norm = RMSNorm(shape.width, eps)
         self.attention = attention
@@ -169,10 +168,9 @@ class Llama(LanguageModel):
     optimizer_groups: ClassVar[Mapping[str, str]] = {"embedding": "embedding", "head": "head"}
     default_groups: ClassVar = ("matrices", "embedding", "norms")
 
-    def __init__(self, shape: ModelRecipe) -> None:
+    def __init__(self, shape: ResolvedModel) -> None:
         """shape: resolved (`resolve`). Weights are uninitialised until `initialize`."""
         super().__init__()
-        assert shape.depth and shape.width and shape.vocab_size and shape.head_dim and shape.context
         self.shape = shape
         self.cap = NoCap()
         self.windows = shape.window_sizes()
@@ -191,13 +189,11 @@ class Llama(LanguageModel):
     def make_attention(self, layer: int) -> nn.Module:
         """The attention of a layer; it is called as `LlamaAttention.forward`."""
         shape = self.shape
-        assert shape.width and shape.heads and shape.kv_heads and shape.head_dim and shape.depth
         std = INIT_STD / math.sqrt(2 * shape.depth)  # 2 · depth layers write to the stream (GPT-2)
         return LlamaAttention(shape.width, shape.heads, shape.kv_heads, shape.head_dim, layer=layer, out_std=std)
 
     def make_mlp(self, layer: int) -> nn.Module:
         """The feed-forward of a layer: (B, T, D) → (B, T, D)."""
-        assert self.shape.width and self.shape.depth
         return SwiGLU(self.shape.width, mlp_width(self.shape), INIT_STD / math.sqrt(2 * self.shape.depth))
 
     def forward(self, tokens_BT: Tensor, context: Context) -> Tensor:
@@ -217,7 +213,6 @@ class Llama(LanguageModel):
         draw.normal(self.head.weight, INIT_STD)
 
 
-def mlp_width(shape: ModelRecipe) -> int:
+def mlp_width(shape: ResolvedModel) -> int:
     """Of gate and up each: 8/3 of the width, as many parameters as a plain feed-forward of 4, in multiples of 64."""
-    assert shape.width
     return shape.mlp_width or -(-8 * shape.width // (3 * 64)) * 64

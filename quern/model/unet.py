@@ -26,7 +26,7 @@ from quern.model.context import CausalContext, Context
 from quern.model.fused_linear import Merged
 from quern.model.initialize import Draw
 from quern.model.layers import Embedding, SquaredReluMLP, norm
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 
 ATTENTION_SCALE = 0.12
 """Of products of normed queries and keys, whatever the head dim."""
@@ -144,14 +144,13 @@ class UNet(LanguageModel):
     long_window: ClassVar[int] = 1792
     """Tokens that an L layer sees once windows are grown, if the context is that long; an S layer sees half."""
 
-    def __init__(self, shape: ModelRecipe) -> None:
+    def __init__(self, shape: ResolvedModel) -> None:
         """shape: resolved (`resolve`). Weights are uninitialised until `initialize`.
 
         Raises ValueError for an odd depth, for fewer key-value heads than heads and for a head dim that 4 does not
         divide.
         """
         super().__init__()
-        assert shape.depth and shape.width and shape.vocab_size and shape.heads and shape.head_dim and shape.context
         _check(shape)
         self.shape = shape
         self.cap = SigmoidCap(2 * shape.softcap, shape.softcap / 2 * shape.width**0.5)
@@ -175,7 +174,6 @@ class UNet(LanguageModel):
     def make_attention(self, layer: int) -> nn.Module | None:
         """The attention of a layer, called as `MergedAttention.forward`; None for the layer without attention."""
         shape = self.shape
-        assert shape.width and shape.heads and shape.head_dim and shape.depth
         if layer == without_attention(shape.depth):
             return None
         mixed_in = value_embedding_of(layer, shape.depth) is not None
@@ -183,7 +181,6 @@ class UNet(LanguageModel):
 
     def make_mlp(self, layer: int) -> nn.Module:
         """The feed-forward of a layer: (B, T, D) → (B, T, D)."""
-        assert self.shape.width
         return SquaredReluMLP(self.shape.width, UNIFORM_SHARE)
 
     def forward(self, tokens_BT: Tensor, context: Context) -> Tensor:
@@ -235,7 +232,6 @@ class UNet(LanguageModel):
 
         Half a block less than the whole is what the share is of, so that the last block comes just before the end.
         """
-        assert self.shape.context
         blocks = -(-min(self.long_window, self.shape.context) // self.window_block)
         long = max(1, math.ceil(share * (blocks - 0.5)))
         sizes = {"L": long, "S": max(1, long // 2)}
@@ -249,8 +245,7 @@ class UNet(LanguageModel):
         draw.fill(self.skip_scales, 1.0)
 
 
-def _check(shape: ModelRecipe) -> None:
-    assert shape.depth and shape.heads and shape.head_dim
+def _check(shape: ResolvedModel) -> None:
     if shape.depth % 2:
         raise ValueError(f"unet pairs the layers of its two halves: depth must be even, not {shape.depth}")
     if shape.kv_heads not in (None, shape.heads):

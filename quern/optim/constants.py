@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from quern.recipe import OptimRecipe
+from quern.recipe import ResolvedOptim
 
 TINY = 1e-30
 """Prevents 0/0 in all-zero matrices. Far below any norm that occurs, so the update ignores the loss's scale."""
@@ -54,7 +54,7 @@ class AdamWGroup:
     weight_decay: float
 
 
-def adamw_groups(recipe: OptimRecipe) -> dict[str, AdamWGroup]:
+def adamw_groups(recipe: ResolvedOptim) -> dict[str, AdamWGroup]:
     """The AdamW groups of the `gpt` architecture by name. Scales that are not resolved (None) count as 1.
 
     The values are those that nanochat tuned on small models, at width 768 and a batch of 2^19 tokens. The scale of the
@@ -78,7 +78,7 @@ def adamw_groups(recipe: OptimRecipe) -> dict[str, AdamWGroup]:
     }
 
 
-def muon_rate(recipe: OptimRecipe) -> tuple[float, float]:
+def muon_rate(recipe: ResolvedOptim) -> tuple[float, float]:
     """(peak learning rate, weight decay) of the hidden matrices. Scales that are not resolved (None) count as 1."""
     return recipe.matrix_lr * _or_one(recipe.lr_scale), recipe.matrix_decay * _or_one(recipe.decay_scale)
 

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from quern.optim.adamw import AdamW, Scalar
 from quern.optim.constants import adamw_groups, muon_rate
 from quern.optim.muon import Muon
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 
 
 class Rule(Protocol):
@@ -142,7 +142,7 @@ def dry_run(rule: Rule, masters: Tensor, dtype: torch.dtype) -> Callable[[], Non
     return update
 
 
-def table(recipe: Recipe) -> dict[str, GroupRule]:
+def table(recipe: Resolved) -> dict[str, GroupRule]:
     """Returns the rules of the `gpt` architecture by group. Unresolved scales (None) count as 1."""
     optim = recipe.optim
     lr, decay = muon_rate(optim)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from quern.recipe import TrainRecipe
+from quern.recipe import ResolvedTrain
 
 
 class Multipliers(NamedTuple):
@@ -75,10 +75,9 @@ def multipliers(
     )
 
 
-def warmup_stable_decay(train: TrainRecipe) -> Callable[[float], Multipliers]:
+def warmup_stable_decay(train: ResolvedTrain) -> Callable[[float], Multipliers]:
     """Returns the schedule of a resolved recipe: a function of the step, which counts from 0."""
     steps, warmup = train.steps, train.warmup_steps
-    assert steps is not None and warmup is not None
     return lambda step: multipliers(
         step, steps, warmup_steps=warmup, warmdown_share=train.warmdown_share, final_lr=train.final_lr
     )

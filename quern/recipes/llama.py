@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quern.constructors import Deferred
-from quern.recipe import ModelRecipe, OptimRecipe, Recipe
+from quern.recipe import ModelRecipe, OptimRecipe, Recipe, Resolved
 
 if TYPE_CHECKING:
     from quern.optim.groups import GroupRule
 
 
-def rules(recipe: Recipe) -> dict[str, GroupRule]:
+def rules(recipe: Resolved) -> dict[str, GroupRule]:
     """group → its rule and peak learning rate. Unresolved scales (None) count as 1."""
     from quern.optim.adamw import AdamW
     from quern.optim.groups import GroupRule

@@ -12,14 +12,14 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from quern.recipe import OptimRecipe, Recipe
+from quern.recipe import OptimRecipe, Resolved
 from quern.recipes import llama
 
 if TYPE_CHECKING:
     from quern.optim.groups import GroupRule
 
 
-def rules(recipe: Recipe) -> dict[str, GroupRule]:
+def rules(recipe: Resolved) -> dict[str, GroupRule]:
     """group → its rule and peak learning rate. Unresolved scales (None) count as 1."""
     from quern.optim.adamw import AdamW
     from quern.optim.groups import GroupRule

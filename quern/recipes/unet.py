@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from quern.constructors import Deferred
 from quern.optim.schedule import Multipliers, learning_rate
-from quern.recipe import ModelRecipe, OptimRecipe, Recipe, TrainRecipe
+from quern.recipe import ModelRecipe, OptimRecipe, Recipe, Resolved, ResolvedTrain, TrainRecipe
 from quern.resolve import REFERENCE_BATCH_TOKENS
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ MOMENTUM_WARMUP_SHARE = 300 / 1770
 """Of the source's run; what a shorter one has of it."""
 
 
-def rules(recipe: Recipe) -> dict[str, GroupRule]:
+def rules(recipe: Resolved) -> dict[str, GroupRule]:
     """Group → its rule and peak learning rate. Unresolved scales (None) count as 1."""
     from quern.optim.adamw import AdamW
     from quern.optim.groups import GroupRule
@@ -45,10 +45,9 @@ def rules(recipe: Recipe) -> dict[str, GroupRule]:
     }
 
 
-def schedule(train: TrainRecipe) -> Callable[[float], Multipliers]:
+def schedule(train: ResolvedTrain) -> Callable[[float], Multipliers]:
     """Rates flat, then linear down; momentum from 0.85 up to 0.95 and there to the end; windows grow all along."""
     steps, warmup = train.steps, train.warmup_steps
-    assert steps is not None and warmup is not None
     momentum_steps = min(MOMENTUM_WARMUP_STEPS, MOMENTUM_WARMUP_SHARE * steps)
 
     def told(step: float) -> Multipliers:

@@ -11,7 +11,7 @@ from typing import Any, NotRequired, TypedDict
 import torch
 
 from quern.machine import Machine
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.records import Natural, typed
 from quern.runs.origin import Origin, read_origin, require_same
 from quern.runs.run_dir import RunDir
@@ -46,7 +46,7 @@ class Start:
 
     run_dir: RunDir
     stage: str
-    recipe: Recipe
+    recipe: Resolved
     tensors: dict[str, torch.Tensor]
     meta: dict[str, Any]
     origin: Origin
@@ -72,7 +72,7 @@ class LoadedModel:
 
     model: Any
     tokenizer: Tokenizer
-    recipe: Recipe
+    recipe: Resolved
     stage: str
     step: int
 

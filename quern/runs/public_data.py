@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from quern.data.prefetch import prefetch_items
-from quern.recipe import ConversationSource, Recipe
+from quern.recipe import ConversationSource, Made, Resolved
 from quern.records import read_json
 from quern.temporaries import alone_in, write_whole
 from quern.terminal import Meter
@@ -145,11 +145,11 @@ class _Dropped(Exception):
     """Ends a download whose reader has stopped. The part that has arrived is kept."""
 
 
-def public_data(recipe: Recipe, out: Path, log: Log = lambda line: None) -> PublicData | None:
+def public_data(recipe: Resolved, out: Path, log: Log = lambda line: None) -> PublicData | None:
     """The files of the recipe's data; None for tinyworld and for a file or a folder.
 
     Args:
-        recipe: Resolved. Its `shards` is the number of training files; None for as many as its tokens need.
+        recipe: Its `shards` is the number of training files; None for as many as its tokens need.
         out: The output folder.
         log: Called with a line where a part of the set is enough.
 
@@ -176,19 +176,19 @@ def public_data(recipe: Recipe, out: Path, log: Log = lambda line: None) -> Publ
     return PublicData(file_name, train, val, tokenizer, available, digests, sizes, known, log)
 
 
-def shards_used(recipe: Recipe, out: Path) -> int | None:
+def shards_used(recipe: Resolved, out: Path) -> int | None:
     """The number of training files of a public data set that the recipe's run reads; None for other data. Raises as
     `public_data`; it downloads nothing but the list of a repository's files."""
     known = _data(recipe, out)
     return None if known is None else _shards(recipe, known.files)
 
 
-def with_shards(recipe: Recipe, public: PublicData | None) -> Recipe:
+def with_shards(recipe: Made, public: PublicData | None) -> Made:
     """The recipe with the number of files that its run reads, so that a longer run reads the same text."""
     return recipe if public is None else replace(recipe, shards=public.shards)
 
 
-def _data(recipe: Recipe, out: Path) -> _Known | None:
+def _data(recipe: Resolved, out: Path) -> _Known | None:
     name = recipe.data
     if name == "tinyworld" or Path(name).exists() or name.endswith(".bin"):
         return None
@@ -207,9 +207,9 @@ def _data(recipe: Recipe, out: Path) -> _Known | None:
     return known if recipe.val is None else replace(known, files=replace(known.files, val=()))
 
 
-def _shards(recipe: Recipe, files: DataSet) -> int:
+def _shards(recipe: Resolved, files: DataSet) -> int:
     """The number of training files: those asked for, or as many as the run's tokens need by the set's estimate."""
-    assert recipe.train.steps and recipe.train.batch_tokens and files.file_tokens
+    assert files.file_tokens
     needed = math.ceil(recipe.train.steps * recipe.train.batch_tokens / files.file_tokens)
     return min(len(files.train), recipe.shards or needed)
 

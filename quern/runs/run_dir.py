@@ -21,7 +21,7 @@ from typing import Any, TypedDict
 
 from quern.constructors import CONSTRUCTORS
 from quern.flags.recipe_file import read_recipe_file
-from quern.recipe import Recipe
+from quern.recipe import Recipe, Resolved
 from quern.records import read_json
 from quern.resolve import resolve
 from quern.runs.trust import require_trusted
@@ -154,7 +154,7 @@ class RunDir:
         stage: str,
         digest: str | None = None,
         callables: Mapping[str, Callable[..., Any]] | None = None,
-    ) -> Recipe:
+    ) -> Resolved:
         """Builds the recipe that a stage or a checkpoint saved.
 
         Args:

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from quern.flags.recipe_flags import field_names, named, value_of
-from quern.recipe import Recipe
+from quern.recipe import Made, Recipe, Resolved
 from quern.runs.origin import newest_meta, read_origin
 from quern.runs.run_dir import STAGES, RunDir
 
 NEWEST, BEFORE_WARMDOWN = "newest", "before-warmdown"
 
 
-def read_saved(run_dir: RunDir, stage: str, callables: dict[str, Callable[..., Any]] | None = None) -> Recipe | None:
+def read_saved(run_dir: RunDir, stage: str, callables: dict[str, Callable[..., Any]] | None = None) -> Resolved | None:
     """The recipe that a stage saved, with its code; None if the stage has not begun. Raises as `RunDir.read_recipe`."""
     run_dir.refuse_damaged_recipes()
     origin = read_origin(run_dir.stage(stage))
@@ -82,7 +82,7 @@ def find_saved(
     return to_continue(body, fields, value_of(arguments, "from-step") == BEFORE_WARMDOWN), code
 
 
-def to_resume(saved: Recipe, named: Collection[str]) -> Recipe:
+def to_resume(saved: Made, named: Collection[str]) -> Made:
     """The saved recipe without the fields that contradict those named in the command."""
     if "train.steps" in named:
         saved = replace(saved, train=replace(saved.train, minutes=None))
@@ -91,7 +91,7 @@ def to_resume(saved: Recipe, named: Collection[str]) -> Recipe:
     return saved
 
 
-def overlay(saved: Recipe, given: Recipe, named: Collection[str]) -> Recipe:
+def overlay(saved: Made, given: Recipe, named: Collection[str]) -> Made:
     """The saved recipe with the values of `given` for the fields named in the command."""
     saved = to_resume(saved, named)
     for name in named:
@@ -103,18 +103,17 @@ def overlay(saved: Recipe, given: Recipe, named: Collection[str]) -> Recipe:
     return saved
 
 
-def to_continue(saved: Recipe, named: Collection[str], at_peak: bool = False) -> Recipe:
+def to_continue(saved: Resolved, named: Collection[str], at_peak: bool = False) -> Recipe:
     """The recipe for a new run that continues a finished one.
 
     Length, batch and learning rates are those of the finished run; the order of the documents is new. Fields that
     depend on a named field are derived again.
 
     Args:
-        saved: The finished run's recipe, resolved.
+        saved: The finished run's recipe.
         named: The fields named in the command.
         at_peak: Whether the checkpoint was saved at the peak learning rate, so that no warm-up is needed.
     """
-    assert saved.data_seed is not None
     length = {"train.steps", "train.minutes", "train.horizon_ratio", "train.batch_tokens"} & set(named)
     train = replace(saved.train, minutes=None, eval_every=None, save_every=None)
     train = replace(train, warmup_steps=0 if at_peak else None)

@@ -28,14 +28,14 @@ from quern.model.fp8 import use_fp8
 from quern.model.recompute import recompute
 from quern.optim.schedule import Multipliers, multipliers
 from quern.parallel.plan import shard_model
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.resolve import table_decay_rule
 from quern.text.tokenizer import Tokenizer
 from quern.train.backend import Evaluator
 from quern.train.state import TrainState, build_model, compile_model
 
 
-def fit_to_text(recipe: Recipe, tokenizer: Tokenizer, corpus: Corpus) -> Recipe:
+def fit_to_text(recipe: Resolved, tokenizer: Tokenizer, corpus: Corpus) -> Resolved:
     """Fills the fields of a recipe that depend on its text: BOS, vocabulary, decay of the head and value embeddings.
 
     A tokenizer of another size than the recipe's is one that came with the text, or one that a small text kept below
@@ -56,10 +56,9 @@ def fit_to_text(recipe: Recipe, tokenizer: Tokenizer, corpus: Corpus) -> Recipe:
     return replace(recipe, model=replace(recipe.model, vocab_size=size, bos=tokenizer.bos), optim=optim)
 
 
-def make_batches(recipe: Recipe, corpus: Corpus, rows: int | None = None) -> Batches:
+def make_batches(recipe: Resolved, corpus: Corpus, rows: int | None = None) -> Batches:
     """The recipe's batches; of `rows` rows, in the default order, where that is given."""
     context, batch_tokens = recipe.model.context, recipe.train.batch_tokens
-    assert context and batch_tokens
     if recipe.make_batches is not None and rows is None:
         return recipe.make_batches(recipe, corpus)
     rows = rows or max(1, batch_tokens // context)
@@ -70,7 +69,7 @@ def make_batches(recipe: Recipe, corpus: Corpus, rows: int | None = None) -> Bat
 
 
 def ready_model(
-    recipe: Recipe,
+    recipe: Resolved,
     tokenizer: Tokenizer,
     machine: Machine,
     mesh: Mesh,
@@ -104,7 +103,7 @@ def precision_of(facts: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if name != "model"}
 
 
-def model_facts(recipe: Recipe, model: LanguageModel, machine: Machine) -> dict[str, Any]:
+def model_facts(recipe: Resolved, model: LanguageModel, machine: Machine) -> dict[str, Any]:
     """The size of a whole model, and what a token costs, for run.json."""
     counts = count(model)
     return {
@@ -115,7 +114,7 @@ def model_facts(recipe: Recipe, model: LanguageModel, machine: Machine) -> dict[
 
 
 def set_up_training(
-    recipe: Recipe,
+    recipe: Resolved,
     model: LanguageModel,
     tokenizer: Tokenizer,
     machine: Machine,
@@ -136,7 +135,7 @@ def set_up_training(
     return facts
 
 
-def lower_precision(recipe: Recipe, model: Any, log: Callable[[str], None]) -> dict[str, Any]:
+def lower_precision(recipe: Resolved, model: Any, log: Callable[[str], None]) -> dict[str, Any]:
     """Makes the model train in FP8 if the recipe says so, and returns facts for the records. Call before compiling."""
     if recipe.train.fp8 == "off":
         return {}
@@ -145,10 +144,9 @@ def lower_precision(recipe: Recipe, model: Any, log: Callable[[str], None]) -> d
     return {"fp8": report.to_json()}
 
 
-def validation(recipe: Recipe, tokenizer: Tokenizer, corpus: Corpus, machine: Machine) -> Evaluator:
+def validation(recipe: Resolved, tokenizer: Tokenizer, corpus: Corpus, machine: Machine) -> Evaluator:
     """Bits per byte on the fixed validation set, every byte once; the replicas share its batches."""
     token_bytes, context, rows = tokenizer.token_bytes(), recipe.model.context, recipe.micro_batch_rows
-    assert context
 
     def evaluate(state: TrainState) -> dict[str, Any]:
         replicas = state.optimizer.mesh.data
@@ -166,9 +164,8 @@ def _shared_out(batches: Iterator[Batch], replicas: ProcessGroup) -> Iterator[Ba
         yield (several + [empty] * replicas.size)[replicas.rank]
 
 
-def rates_fall(steps: int | None, share: float) -> Callable[[float], Multipliers]:
+def rates_fall(steps: int, share: float) -> Callable[[float], Multipliers]:
     """Rates that fall to zero over this share of the steps; what grows in pretraining (`progress`) has grown."""
-    assert steps
 
     def schedule(step: float) -> Multipliers:
         told = multipliers(step, steps, warmup_steps=0, warmdown_share=share, final_lr=0.0)

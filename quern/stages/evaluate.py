@@ -25,7 +25,7 @@ from quern.generate.sampling import GREEDY, Sampling
 from quern.machine import Machine
 from quern.mesh import EVALUATING, Mesh, ProcessGroup, alone
 from quern.mixture.sources import own_files, read_rows
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.records import drop_torn_end
 from quern.runs.against import ANSWERS, CORE
 from quern.runs.load import LoadedModel, load
@@ -192,7 +192,7 @@ class _Texts:
     sample: Corpus
 
 
-def _open_texts(recipe: Recipe, run_dir: RunDir, mesh: Mesh) -> _Texts:
+def _open_texts(recipe: Resolved, run_dir: RunDir, mesh: Mesh) -> _Texts:
     with main_first(mesh):
         prepared = data_of_run(recipe, run_dir, lambda line: None)
     val, kinds = prepared.val, list[str]()
@@ -217,7 +217,7 @@ class _Evaluation:
         if self.mesh.main:
             self.run_dir.append(name, lines)
 
-    def suiting(self, recipe: Recipe, stage: str) -> Sequence[Task]:
+    def suiting(self, recipe: Resolved, stage: str) -> Sequence[Task]:
         return self.found.chosen or [task for task in map(load_task, task_names()) if task.suits(recipe, stage)]
 
     def tasks(self, loaded: LoadedModel) -> Sequence[Task]:
@@ -270,7 +270,7 @@ class _Evaluation:
             lines += _lines(loaded, found.harness(loaded, self.machine), log)
         return lines
 
-    def contamination(self, recipe: Recipe, prepared: Prepared) -> dict[str, float]:
+    def contamination(self, recipe: Resolved, prepared: Prepared) -> dict[str, float]:
         """The share of each task's questions that are in the training text."""
         train, tokenizer, group = prepared.train, prepared.tokenizer, self.mesh.world
 
@@ -283,7 +283,7 @@ class _Evaluation:
 
         return contaminated_shares(self._passages(recipe), documents(), group)
 
-    def _passages(self, recipe: Recipe) -> dict[str, list[str]]:
+    def _passages(self, recipe: Resolved) -> dict[str, list[str]]:
         """The texts of the questions of each score."""
         texts: dict[str, list[str]] = {}
         suiting = self.suiting(recipe, CHAT_STAGES[0])
@@ -335,7 +335,7 @@ def _chat(name: str, messages: Sequence[Message]) -> dict[str, Any]:
     return {"stage": name, "kind": "chat", "messages": messages}
 
 
-def _samples(engine: Engine, name: str, recipe: Recipe) -> Lines:
+def _samples(engine: Engine, name: str, recipe: Resolved) -> Lines:
     """Completions of a base model, or conversations with a chat model, for prompts that fit the context."""
     if name in CHAT_STAGES:
         return [_chat(name, messages) for chat in chats(recipe) if (messages := converse(engine, chat))]
@@ -349,7 +349,7 @@ def _samples(engine: Engine, name: str, recipe: Recipe) -> Lines:
     ]
 
 
-def chats(recipe: Recipe) -> Sequence[tuple[str, ...]]:
+def chats(recipe: Resolved) -> Sequence[tuple[str, ...]]:
     """The user's turns of the shown conversations: of the built-in world, or first turns of held-out conversations."""
     own = next((one for one in recipe.conversations or () if Path(one.source).exists()), None)
     if own is None or recipe.has_built_in_conversations:

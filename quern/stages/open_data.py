@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from quern.data.shards import Corpus
 from quern.data.token_file import prepared
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.runs.origin import Origin, group_size_of, read_origin, require_same
 from quern.runs.run_dir import STAGES, RunDir
 from quern.stages.prepare import Prepared, prepare, text_fingerprint
 
 
 def open_data(
-    recipe: Recipe,
+    recipe: Resolved,
     run_dir: RunDir,
     origin: Origin,
     log: Callable[[str], None],
@@ -53,7 +53,7 @@ def open_data(
     return Prepared(tokenizer, train, val, {}, replace(origin, group_size=group_size_of(train)))
 
 
-def data_of_run(recipe: Recipe, run_dir: RunDir, log: Callable[[str], None], *stages: str) -> Prepared:
+def data_of_run(recipe: Resolved, run_dir: RunDir, log: Callable[[str], None], *stages: str) -> Prepared:
     """The run's text for evaluation: the shards that one of these stages (by default all) names, else its text."""
     for stage in stages or STAGES:
         origin = read_origin(run_dir.stage(stage))

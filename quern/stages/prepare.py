@@ -20,7 +20,7 @@ from typing import Any
 
 from quern.data.shards import Corpus
 from quern.data.token_file import fingerprint, prepared
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.runs.origin import Origin, group_size_of
 from quern.runs.public_data import PublicData, public_data
 from quern.runs.run_dir import naming, refuse_unwritable
@@ -77,7 +77,7 @@ class Prepared:
     public: PublicData | None = None
 
 
-def open_source(recipe: Recipe, out: Path, log: Callable[[str], None] = lambda line: None) -> Source:
+def open_source(recipe: Resolved, out: Path, log: Callable[[str], None] = lambda line: None) -> Source:
     """Opens the recipe's data.
 
     Args:
@@ -98,7 +98,9 @@ def open_source(recipe: Recipe, out: Path, log: Callable[[str], None] = lambda l
     return _tinyworld(recipe, log) if recipe.data == "tinyworld" else _of_files(recipe, out, log)
 
 
-def _filter(recipe: Recipe, texts: Callable[[str], Iterator[str]]) -> tuple[Callable[[str], Iterator[str]], list[str]]:
+def _filter(
+    recipe: Resolved, texts: Callable[[str], Iterator[str]]
+) -> tuple[Callable[[str], Iterator[str]], list[str]]:
     """The texts after the recipe's `make_documents`, and what a fingerprint needs to know of it."""
     make = recipe.make_documents
     if make is None:
@@ -108,7 +110,7 @@ def _filter(recipe: Recipe, texts: Callable[[str], Iterator[str]]) -> tuple[Call
     return lambda split: iter(make(texts(split), split)), marks
 
 
-def _of_files(recipe: Recipe, out: Path, log: Callable[[str], None]) -> Source:
+def _of_files(recipe: Resolved, out: Path, log: Callable[[str], None]) -> Source:
     public = public_data(recipe, out, log)
     copy = None if public else local_copy(Path(recipe.data), TRAIN, "documents", lambda line: log(f"text: {line}"))
     train, its_val = copy or (Path(recipe.data), public and public.val)
@@ -168,7 +170,7 @@ def _digest(listing: Listing, out: Path, public: PublicData | None) -> str:
         return content_fingerprint(listing.files, cache, lambda done: meter.at(done / 1e6), public and public.digests)
 
 
-def _tinyworld(recipe: Recipe, log: Callable[[str], None]) -> Source:
+def _tinyworld(recipe: Resolved, log: Callable[[str], None]) -> Source:
     sizes = {"train": recipe.text.tinyworld_megabytes, "val": recipe.text.val_megabytes}
     sample = "".join(islice(corpus.documents(recipe.seed, 0.2, "train"), 200))  # changes with the generator
 
@@ -181,10 +183,9 @@ def _tinyworld(recipe: Recipe, log: Callable[[str], None]) -> Source:
     return Source("tinyworld", mark, filtered, lambda: None if marks else sizes["train"], alike=True)
 
 
-def train_tokenizer(recipe: Recipe, source: Source, out: Path, log: Callable[[str], None]) -> Tokenizer:
+def train_tokenizer(recipe: Resolved, source: Source, out: Path, log: Callable[[str], None]) -> Tokenizer:
     """The tokenizer for the source, trained unless it is there already."""
     text = recipe.text
-    assert text.vocab_size
     pattern = split_pattern(text.digits)
     how = [] if source.alike else [SAMPLE_VERSION]
     mark = fingerprint(source.fingerprint, str(text.vocab_size), pattern, str(text.tokenizer_megabytes), *how)
@@ -259,7 +260,7 @@ def _chosen(pieces: Iterator[str], share: float, chance: random.Random) -> Itera
 
 
 def prepare(
-    recipe: Recipe,
+    recipe: Resolved,
     out: Path,
     log: Callable[[str], None],
     tokenizer: Tokenizer | None = None,
@@ -318,14 +319,14 @@ def prepare(
     return Prepared(tokenizer, train, val, facts, origin, source.public)
 
 
-def text_fingerprint(recipe: Recipe, out: Path) -> str:
+def text_fingerprint(recipe: Resolved, out: Path) -> str:
     """The fingerprint of the recipe's text and of how it is split, without preparing it. recipe: resolved."""
     if is_tokens(recipe.data):
         return _tokens_fingerprint(recipe, out, public_data(recipe, out))
     return open_source(recipe, out).fingerprint
 
 
-def _tokens_fingerprint(recipe: Recipe, out: Path, public: PublicData | None) -> str:
+def _tokens_fingerprint(recipe: Resolved, out: Path, public: PublicData | None) -> str:
     listings = [listing for listing in token_listings(recipe, public) if listing]
     return fingerprint(str(recipe.text.val_megabytes), *(_digest(listing, out, public) for listing in listings))
 

@@ -21,7 +21,7 @@ import numpy as np
 from quern.data.bin_files import BinFormat, read_bin, write_bin
 from quern.data.shards import Corpus
 from quern.data.token_file import map_tokens
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.runs.public_data import PublicData
 from quern.runs.run_dir import naming
 from quern.runs.vocabularies import VOCABULARIES, published
@@ -56,7 +56,7 @@ def _is_text(path: Path) -> bool:
 
 
 def open_tokens(
-    recipe: Recipe,
+    recipe: Resolved,
     log: Callable[[str], None] = lambda line: None,
     tokenizer: Tokenizer | None = None,
     public: PublicData | None = None,
@@ -103,7 +103,7 @@ def open_tokens(
     return tokenizer, corpus.part(rest), corpus.part(chosen)
 
 
-def _unnamed_tokenizer(recipe: Recipe, files: Sequence[Path]) -> str:
+def _unnamed_tokenizer(recipe: Resolved, files: Sequence[Path]) -> str:
     """The tokenizer beside token files, or "gpt2" if their ids are GPT-2's. Raises ValueError if it is neither."""
     for path in (files[0].parent / "tokenizer.json", *sorted(files[0].parent.glob("*.tiktoken"))):
         if path.is_file():
@@ -148,7 +148,7 @@ def _first(corpus: Corpus, documents: np.ndarray, tokens: int) -> np.ndarray:
     return documents[before < max(1, tokens)]
 
 
-def token_listings(recipe: Recipe, public: PublicData | None) -> tuple[Listing, Listing | None]:
+def token_listings(recipe: Resolved, public: PublicData | None) -> tuple[Listing, Listing | None]:
     """The recipe's token files, and those that are named for validation."""
     train = list_source(public.train, (".bin",)) if public else _listing(recipe.data)
     if recipe.val:
@@ -170,7 +170,7 @@ def _listing(data: str) -> Listing:
 
 
 def named_tokenizer(
-    recipe: Recipe,
+    recipe: Resolved,
     own: Tokenizer | None,
     log: Callable[[str], None] = lambda line: None,
     public: PublicData | None = None,

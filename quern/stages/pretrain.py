@@ -14,7 +14,7 @@ from quern.data.shards import Corpus
 from quern.estimate.memory_check import memory_check
 from quern.mesh import Mesh
 from quern.optim.schedule import Multipliers
-from quern.recipe import FOR_FINE_TUNING, FOR_RL, Recipe
+from quern.recipe import FOR_FINE_TUNING, FOR_RL, Recipe, Resolved
 from quern.resolve import batch_rule, resolve
 from quern.runs.load import Start
 from quern.runs.origin import Origin, compare, read_origin, refuse_second_tokenizer, source_digest, with_absolute_paths
@@ -37,7 +37,7 @@ data-constrained language models")."""
 TYPICAL_MFU = 0.5
 """Share of the measured matrix-product peak that training reaches, for a first estimate of the time."""
 
-Check = Callable[[Recipe, Tokenizer], None]
+Check = Callable[[Resolved, Tokenizer], None]
 """Takes the resolved recipe and the tokenizer, and raises what a later stage would refuse."""
 
 
@@ -93,7 +93,6 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
     state = build_state(recipe, machine, model, mesh)
     if start is not None:
         _load_start(state, start, log)
-    assert recipe.train.steps
     plan = session.plan(
         recipe,
         origin,
@@ -117,7 +116,7 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
     return session.train(recipe, state, batches, plan, origin, prepared.tokenizer, **told)
 
 
-def _text(recipe: Recipe, session: Session, began: Origin | None) -> Prepared:
+def _text(recipe: Resolved, session: Session, began: Origin | None) -> Prepared:
     """The text that the stage began with, or for a stage that begins, the recipe's."""
     run_dir, start, workers = session.run_dir, session.start, session.encoders
     if began is not None:
@@ -142,7 +141,7 @@ def _warmdown_start(steps: int, share: float) -> int | None:
 
 
 def _fit_minutes(
-    recipe: Recipe, asked: Recipe, session: Session, began: Origin | None, model: Any, corpus: Corpus
+    recipe: Resolved, asked: Recipe, session: Session, began: Origin | None, model: Any, corpus: Corpus
 ) -> dict[str, int]:
     """Finds `steps` and `batch_tokens` of `train`: a first plan of what fits into its minutes (train/horizon.py).
 
@@ -173,7 +172,7 @@ def _fit_minutes(
     return {"steps": steps, "batch_tokens": batch_tokens}
 
 
-def _time_parts(recipe: Recipe, session: Session, model: Any, corpus: Corpus) -> tuple[float, float]:
+def _time_parts(recipe: Resolved, session: Session, model: Any, corpus: Corpus) -> tuple[float, float]:
     """Median seconds of one micro-batch forward and backward, and of one optimizer update."""
     machine, mesh, rows = session.machine, session.mesh, recipe.micro_batch_rows
     state = build_state(recipe, machine, model, mesh)
@@ -194,13 +193,17 @@ def _time_parts(recipe: Recipe, session: Session, model: Any, corpus: Corpus) ->
 
 
 def overview(
-    recipe: Recipe, total: int, plan: loop.TrainingPlan, data: Prepared, memory: tuple[float, float] | None, mesh: Mesh
+    recipe: Resolved,
+    total: int,
+    plan: loop.TrainingPlan,
+    data: Prepared,
+    memory: tuple[float, float] | None,
+    mesh: Mesh,
 ) -> list[str]:
     """Describes a run of so many parameters before its first step; memory: as `memory_check` returns it.
 
     The last lines say where the text is repeated often, or because few files were fetched.
     """
-    assert recipe.train.batch_tokens
     tokens, public = plan.steps * recipe.train.batch_tokens, data.public
     epochs = tokens / max(1, data.train.num_tokens)
     room = ""

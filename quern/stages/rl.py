@@ -17,7 +17,7 @@ from quern.generate.engine import Engine
 from quern.machine import Machine
 from quern.mesh import Mesh
 from quern.parallel.plan import shard_model
-from quern.recipe import IN_FINE_TUNING, Recipe, RlRecipe
+from quern.recipe import IN_FINE_TUNING, Recipe, Resolved, RlRecipe
 from quern.resolve import fine_tuning_rates, resolve
 from quern.rl.advantages import pass_at_k
 from quern.rl.environment import draw_item, fingerprint
@@ -136,7 +136,7 @@ def _kept_start(session: Session) -> Start:
     return open_checkpoint(session.run_dir, "rl", manifest.path_of(folder, 0))
 
 
-def rl_recipe(asked: Recipe, base: Recipe) -> Recipe:
+def rl_recipe(asked: Recipe, base: Resolved) -> Resolved:
     """The fine-tuned model's recipe with what is asked for reinforcement learning; resolved.
 
     The rate is `rl.lr_share` of what pretraining uses at its own batch, without weight decay. Validations and
@@ -149,7 +149,6 @@ def rl_recipe(asked: Recipe, base: Recipe) -> Recipe:
     data = str(Path(asked.rl.data).absolute()) if asked.rl.data else None
     _check(asked.rl)
     recipe = resolve(replace(base, train=replace(base.train, **own), rl=replace(asked.rl, rewards=files, data=data)))
-    assert recipe.train.batch_tokens
     return fine_tuning_rates(recipe, recipe.rl.lr_share, recipe.train.batch_tokens)
 
 

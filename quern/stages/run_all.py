@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from quern.mixture.prepare import check_mixture
-from quern.recipe import Recipe
+from quern.recipe import Recipe, Resolved
 from quern.records import read_lines
 from quern.report.build import build
 from quern.report.records import read_run
@@ -56,7 +56,7 @@ def _run(recipe: Recipe, session: Session, questions: int, fine_tune: bool) -> i
     # tokenizer, the rest when the text is prepared.
     chat_recipe = _for_fine_tuning(recipe, run_dir, session.named, callables)
 
-    def check(base: Recipe, tokenizer: Tokenizer) -> None:
+    def check(base: Resolved, tokenizer: Tokenizer) -> None:
         if fine_tune:
             lessons = sft.prepare_lessons(with_absolute_paths(chat_recipe), base, tokenizer, session)
             if run_dir.has_trained("sft") and (began := read_origin(run_dir.stage("sft"))):

@@ -22,7 +22,7 @@ from quern.machine import Machine, measure_peak_flops
 from quern.mesh import FOR_MAIN, Mesh, PeersLostError, alone
 from quern.model.count import FlopCounter
 from quern.optim.schedule import Multipliers
-from quern.recipe import Recipe
+from quern.recipe import Recipe, Resolved
 from quern.records import MakeTracker, Nowhere, Records, StageFolder, git_hash, read_events
 from quern.runs.load import Start, read_start
 from quern.runs.origin import FILE, Origin, read_origin, refuse_second_tokenizer, require_same
@@ -133,7 +133,7 @@ class Session:
                 )
             yield
 
-    def begin(self, asked: Recipe, before: str) -> tuple[Origin, Recipe, Tokenizer, Start | None]:
+    def begin(self, asked: Recipe, before: str) -> tuple[Origin, Resolved, Tokenizer, Start | None]:
         """Reads what a stage after pretraining continues with, or begins with: `start`, else the stage `before`.
 
         asked: The recipe of the command, whose code counts where the user named its file.
@@ -160,10 +160,10 @@ class Session:
 
     def plan(
         self,
-        recipe: Recipe,
+        recipe: Resolved,
         origin: Origin,
         *,
-        steps: int | None,
+        steps: int,
         schedule: Callable[[float], Multipliers],
         evaluator: Evaluator,
         keep_step: int | None = None,
@@ -173,7 +173,6 @@ class Session:
         keep_step: A step whose checkpoint is never removed, 0 for the weights that the stage begins with.
         """
         train = recipe.train
-        assert steps and train.save_every and train.eval_every
         return loop.TrainingPlan(
             steps=steps,
             schedule=schedule,
@@ -191,7 +190,7 @@ class Session:
 
     def train(
         self,
-        recipe: Recipe,
+        recipe: Resolved,
         state: TrainState,
         batches: BatchSource,
         plan: loop.TrainingPlan,
@@ -254,7 +253,7 @@ class Session:
             self.log(f"{participle} on {state.tokens:,} tokens in {state.seconds:,.0f} s of steps → {self.folder}")
         return code
 
-    def _lower_rates(self, recipe: Recipe) -> str:
+    def _lower_rates(self, recipe: Resolved) -> str:
         """The flag that halves the stage's rates, for messages."""
         flag, value = {
             "pretrain": ("optim.lr-scale", recipe.optim.lr_scale),

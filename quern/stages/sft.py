@@ -16,7 +16,7 @@ from quern.data.shards import Corpus
 from quern.eval.bits_per_byte import batch_losses
 from quern.machine import Machine
 from quern.mixture.prepare import Mixture, prepare_mixture
-from quern.recipe import FOR_RL, IN_FINE_TUNING, Recipe, TrainRecipe
+from quern.recipe import FOR_RL, IN_FINE_TUNING, Recipe, Resolved, TrainRecipe
 from quern.resolve import fine_tuning_rates, resolve, sft_batch_rule
 from quern.runs.origin import (
     Origin,
@@ -80,11 +80,13 @@ def _run(asked: Recipe, session: Session) -> int:
         _mention_later_base(first, run_dir, log)
     elif not state.go_on(start.tensors, start.meta["state"]):
         log("the optimizer begins without the base model's state, which is another optimizer's")
+    steps = recipe.sft.steps
+    assert steps is not None  # `prepare_lessons` filled it in
     plan = session.plan(
         recipe,
         origin,
-        steps=recipe.sft.steps,
-        schedule=rates_fall(recipe.sft.steps, recipe.sft.warmdown_share),
+        steps=steps,
+        schedule=rates_fall(steps, recipe.sft.warmdown_share),
         evaluator=lessons.evaluator,
     )
     report = batches.report()
@@ -109,7 +111,7 @@ def _run(asked: Recipe, session: Session) -> int:
 class Lessons:
     """Conversations that are ready to be trained on."""
 
-    recipe: Recipe
+    recipe: Resolved
     """Resolved, with the batch, the rates and the steps that follow from the conversations."""
     batches: Loader
     evaluator: Evaluator
@@ -122,7 +124,7 @@ class Lessons:
         return corpus_fingerprint(self.talks.train, self.talks.val)
 
 
-def prepare_lessons(asked: Recipe, base: Recipe, tokenizer: Tokenizer, session: Session) -> Lessons:
+def prepare_lessons(asked: Recipe, base: Resolved, tokenizer: Tokenizer, session: Session) -> Lessons:
     """Prepares the conversations, and refuses what fine-tuning on them would refuse. On a mesh every rank calls this.
 
     asked: What the user asked for; base, tokenizer: of the base model. `quern run` calls this before pretraining too.
@@ -132,7 +134,7 @@ def prepare_lessons(asked: Recipe, base: Recipe, tokenizer: Tokenizer, session: 
         talks = prepare_mixture(recipe, tokenizer, out, partial(fetch_conversations, out=out), session.log)
     recipe = fit_to_conversations(recipe, talks.train, mesh.dp)
     context, batch_tokens = recipe.model.context, recipe.sft.batch_tokens
-    assert context and batch_tokens
+    assert batch_tokens is not None  # `fit_to_conversations` filled it in
     rows, too_long = batch_tokens // context, recipe.sft.too_long
     # All documents in one group, because the sources of a mixture follow each other.
     how = recipe.seed, "first-fit-decreasing"
@@ -143,10 +145,9 @@ def prepare_lessons(asked: Recipe, base: Recipe, tokenizer: Tokenizer, session: 
     return Lessons(recipe, batches, _held_out_loss(talks.val, recipe, session.machine), talks)
 
 
-def fit_to_conversations(recipe: Recipe, corpus: Corpus, replicas: int) -> Recipe:
+def fit_to_conversations(recipe: Resolved, corpus: Corpus, replicas: int) -> Resolved:
     """Fills the batch of fine-tuning, where none was asked for, and the rates that fit it."""
     context = recipe.model.context
-    assert context
     tokens = int(np.minimum(corpus.lengths, context).sum())
     batch_tokens = recipe.sft.batch_tokens or sft_batch_rule(recipe, tokens, replicas)
     recipe = replace(recipe, sft=replace(recipe.sft, batch_tokens=batch_tokens))
@@ -154,7 +155,7 @@ def fit_to_conversations(recipe: Recipe, corpus: Corpus, replicas: int) -> Recip
     return fine_tuning_rates(recipe, recipe.sft.lr_share, batch_tokens)
 
 
-def _lost(report: dict[str, float], recipe: Recipe) -> str:
+def _lost(report: dict[str, float], recipe: Resolved) -> str:
     """Says how many of the conversations teach nothing, and why."""
     lost, long = int(report["documents_without_target"]), int(report["documents_too_long"])
     if not lost:
@@ -174,7 +175,7 @@ def _mention_later_base(origin: Origin, run_dir: RunDir, log: Callable[[str], No
         )
 
 
-def sft_recipe(asked: Recipe, base: Recipe) -> Recipe:
+def sft_recipe(asked: Recipe, base: Resolved) -> Resolved:
     """The base model's recipe with the fields asked for fine-tuning, resolved except for what the conversations decide.
 
     asked: unresolved; of it count `sft`, where the conversations come from, and the fields `IN_FINE_TUNING`. Raises
@@ -186,9 +187,8 @@ def sft_recipe(asked: Recipe, base: Recipe) -> Recipe:
     return resolve(replace(base, text=text, train=train, sft=asked.sft, conversations=asked.conversations))
 
 
-def _held_out_loss(corpus: Corpus, recipe: Recipe, machine: Machine) -> Evaluator:
+def _held_out_loss(corpus: Corpus, recipe: Resolved, machine: Machine) -> Evaluator:
     """The mean loss over the assistant's tokens of held-out conversations: of `VAL_BATCHES` batches at most."""
-    assert recipe.model.context
     loader = Loader(corpus, recipe.model.context, recipe.micro_batch_rows, 0, "first-fit-decreasing", too_long="crop")
 
     def evaluate(state: TrainState) -> dict[str, float]:

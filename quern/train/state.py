@@ -19,7 +19,7 @@ from quern.optim.groups import make_groups
 from quern.parallel.sharding import Slice
 from quern.parallel.zero2 import Zero2
 from quern.parallel.zero3 import Zero3
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.train.guard import Guard
 
 
@@ -116,7 +116,7 @@ def _updates(meta: dict[str, Any]) -> int:
 
 
 def build_model(
-    recipe: Recipe, machine: Machine, seed: int | None, weights: dict[str, torch.Tensor] | None = None
+    recipe: Resolved, machine: Machine, seed: int | None, weights: dict[str, torch.Tensor] | None = None
 ) -> Any:
     """The recipe's model on the machine, in its compute dtype.
 
@@ -141,7 +141,7 @@ def build_model(
     return model.to(device=machine.device, dtype=machine.dtype)
 
 
-def build_state(recipe: Recipe, machine: Machine, model: Any, mesh: Mesh | None = None) -> TrainState:
+def build_state(recipe: Resolved, machine: Machine, model: Any, mesh: Mesh | None = None) -> TrainState:
     """A fresh state around a model whose weights are in place, and which is cut for the mesh and compiled.
 
     recipe: resolved.

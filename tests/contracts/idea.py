@@ -12,7 +12,7 @@ from quern import compiler
 from quern.data.batch import Batches
 from quern.flags.recipe_file import read_recipe_file
 from quern.mesh import Mesh
-from quern.recipe import Recipe
+from quern.recipe import Recipe, Resolved
 from quern.resolve import resolve
 from quern.runs.training import make_batches
 from quern.train.state import TrainState, build_model, build_state
@@ -37,7 +37,7 @@ def read(name: str) -> Recipe:
 
 
 @cache
-def toy(name: str) -> Recipe:
+def toy(name: str) -> Resolved:
     """The idea's recipe at the size of `toy_recipe`; a part of the shape that the idea sets keeps its value."""
     recipe, small = read(name), toy_recipe()
     shape = {field: getattr(recipe.model, field) or getattr(small.model, field) for field in ("head_dim", "kv_heads")}
@@ -45,13 +45,15 @@ def toy(name: str) -> Recipe:
     # A rounding error makes no whole step of AdamW, and where it turns the mask of cautious decay, rate · decay of the
     # weight stays below the contracts' tolerance.
     calm = {"lr_scale": 0.1, "eps": 1e-4} | ({} if "optim.decay_scale" in recipe.unused else {"decay_scale": 5e-4})
-    return resolve(
-        replace(
-            recipe,
-            depth=2,
-            model=replace(recipe.model, bos=0, **shape),
-            optim=replace(recipe.optim, **calm),
-            train=replace(recipe.train, steps=STEPS, batch_tokens=small.train.batch_tokens),
+    return Resolved.of(
+        resolve(
+            replace(
+                recipe,
+                depth=2,
+                model=replace(recipe.model, bos=0, **shape),
+                optim=replace(recipe.optim, **calm),
+                train=replace(recipe.train, steps=STEPS, batch_tokens=small.train.batch_tokens),
+            )
         )
     )
 
@@ -62,7 +64,7 @@ def own_initial_values(name: str) -> tuple[str, ...]:
     return getattr(sys.modules[name], "OWN_INITIAL_VALUES", ())
 
 
-def state_of(recipe: Recipe, mesh: Mesh | None = None) -> TrainState:
+def state_of(recipe: Resolved, mesh: Mesh | None = None) -> TrainState:
     """Projections that start at zero would hide gradients, so every weight gets noise."""
     model = build_model(recipe, CPU, recipe.seed)
     generator = torch.Generator().manual_seed(1)
@@ -73,11 +75,11 @@ def state_of(recipe: Recipe, mesh: Mesh | None = None) -> TrainState:
     return build_state(recipe, CPU, model, mesh)
 
 
-def batches_of(recipe: Recipe) -> Batches:
+def batches_of(recipe: Resolved) -> Batches:
     return make_batches(recipe, toy_corpus())
 
 
-def train(state: TrainState, recipe: Recipe, first: int, last: int) -> list[float]:
+def train(state: TrainState, recipe: Resolved, first: int, last: int) -> list[float]:
     """Runs steps first … last - 1 → losses."""
     batches, schedule, data = batches_of(recipe), recipe.make_schedule(recipe.train), state.optimizer.mesh.data
     losses = []

@@ -24,7 +24,7 @@ from quern.model.gpt import GPT
 from quern.model.loss import loss_sum
 from quern.optim.groups import make_groups
 from quern.optim.schedule import Multipliers
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.resolve import resolve
 from quern.train import checkpoint, manifest
 from quern.train.state import build_model
@@ -96,11 +96,11 @@ def test_it_is_built_and_counted_at_full_size(depth: int | None) -> None:
         make_groups(model.parameter_groups(), recipe.make_rules(recipe), model.named_parameters())
 
 
-def once_per_model(check: Callable[[Recipe], float]) -> Callable[[Recipe], float]:
+def once_per_model(check: Callable[[Resolved], float]) -> Callable[[Resolved], float]:
     """The check's result, kept for recipes that differ in nothing that a model is made of."""
     found: dict[Any, float] = {}
 
-    def checked(recipe: Recipe) -> float:
+    def checked(recipe: Resolved) -> float:
         key = recipe.make_model, recipe.model
         if key not in found:
             found[key] = check(recipe)
@@ -110,7 +110,7 @@ def once_per_model(check: Callable[[Recipe], float]) -> Callable[[Recipe], float
 
 
 @once_per_model
-def cached_apart(recipe: Recipe) -> float:
+def cached_apart(recipe: Resolved) -> float:
     """Largest difference of logits: a prompt in two parts, then token by token, against whole rows of one document."""
     model = state_of(recipe).model.eval()
     ids = torch.from_numpy(batches_of(replace(recipe, make_batches=None)).batch(0).tokens[:3]).long()
@@ -134,7 +134,7 @@ def test_cached_is_uncached(name: str) -> None:
 
 
 @once_per_model
-def evaluation_apart(recipe: Recipe) -> float:
+def evaluation_apart(recipe: Resolved) -> float:
     """Largest difference in nats between the losses of evaluation and those of the logits."""
     model, batch = state_of(recipe).model.eval(), batches_of(replace(recipe, make_batches=None)).batch(0)
     ids, targets = (torch.from_numpy(array).long() for array in (batch.tokens, batch.targets))
@@ -255,7 +255,7 @@ def test_another_data_seed_gives_other_batches(name: str) -> None:
     assert one == same != other
 
 
-def hash_of(recipe: Recipe) -> str:
+def hash_of(recipe: Resolved) -> str:
     return batches_of(recipe).token_hash(0)
 
 
@@ -289,7 +289,7 @@ def test_the_cache_contract_can_fail() -> None:
 
 
 @once_per_model
-def flops_apart(recipe: Recipe) -> float:
+def flops_apart(recipe: Resolved) -> float:
     """Largest relative difference to a real pass: products by torch's counter, attention by a dense mask."""
     model, batch = build_model(recipe, CPU, recipe.seed), batches_of(replace(recipe, make_batches=None)).batch(0)
     model.read_vocabulary(TOKENS)

@@ -14,7 +14,7 @@ from quern.mesh import Mesh
 from quern.model.recompute import recompute
 from quern.optim.schedule import Multipliers
 from quern.parallel.plan import shard_model
-from quern.recipe import ModelRecipe, Recipe, TrainRecipe
+from quern.recipe import ModelRecipe, Resolved, TrainRecipe
 from quern.recipes import gpt, llama, unet
 from quern.resolve import resolve
 from quern.train.state import build_model, build_state, compile_model
@@ -32,7 +32,7 @@ def recipe(
     depth: int = 4,
     vocabulary: int = 4096,
     recomputed: int = 0,
-) -> Recipe:
+) -> Resolved:
     context = 256
     shape = ModelRecipe(width=width, head_dim=64, context=context, vocab_size=vocabulary, bos=0, windows="L")
     train = TrainRecipe(
@@ -63,7 +63,7 @@ def return_freed_memory() -> None:
     assert libc.mallopt(M_MMAP_THRESHOLD, 2**16) and libc.mallopt(M_TRIM_THRESHOLD, 2**16)
 
 
-def _steps(made: Recipe, machine: Machine, mesh: Mesh) -> None:
+def _steps(made: Resolved, machine: Machine, mesh: Mesh) -> None:
     model = shard_model(build_model(made, machine, 0), mesh)
     compile_model(model, machine)
     recompute(model, made.train.recompute)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quern.model.gpt import GPT
+from quern.recipe import Resolved
 from quern.recipes.gpt import RECIPE
 from quern.runs.load import LoadedModel
 from quern.text.tokenizer import Tokenizer
@@ -28,7 +29,9 @@ OWN = lm_eval.tasks.TaskManager(include_defaults=False)
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
     tokenizer = tiny_tokenizer()
-    return LoadedModel(tiny_model(tokenizer.vocab_size, context=CONTEXT).eval(), tokenizer, RECIPE, "pretrain", 1)
+    return LoadedModel(
+        tiny_model(tokenizer.vocab_size, context=CONTEXT).eval(), tokenizer, Resolved.of(RECIPE), "pretrain", 1
+    )
 
 
 @pytest.fixture(autouse=True)

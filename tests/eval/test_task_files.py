@@ -12,6 +12,7 @@ from quern.eval.task import CHAT_STAGES
 from quern.eval.tasks import load_task
 from quern.eval.tasks.tinyworld import TASK
 from quern.generate.engine import Engine
+from quern.recipe import Resolved
 from quern.text.chat import render_prompt
 from quern.text.tinyworld.corpus import QUESTION_KINDS, questions
 from tests.support.llama_run import llama_recipe, write_run
@@ -68,7 +69,7 @@ def test_a_default_task_suits_the_data() -> None:
     own = {"data": "texts/", "conversations": "talk.jsonl"}
     stages = {"untrained", "pretrain", *CHAT_STAGES}
     for changes, suited in (({}, stages), ({"data": "texts/"}, {*CHAT_STAGES}), (own, set())):
-        recipe = llama_recipe().__class__(**{**vars(llama_recipe()), **changes})
+        recipe = Resolved.of(llama_recipe(), **changes)
         assert {stage for stage in stages if task.suits(recipe, stage)} == suited
 
 

@@ -16,7 +16,7 @@ from quern.grug import attention, gauntlet, model
 from quern.grug.mesh import BATCH, place
 from quern.grug.state import Grug, StepConfig, init_state, step_config, train_step
 from quern.optim.schedule import Multipliers
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.stages.jax.train import core_of
 from tests.grug.parity import recipe_in, recipes_of
 
@@ -185,5 +185,5 @@ def refused() -> dict[str, str]:
     return said
 
 
-def load(name: str) -> Recipe:
-    return recipe_in(name)
+def load(name: str) -> Resolved:
+    return Resolved.of(recipe_in(name))

@@ -38,7 +38,7 @@ from quern.model.context import CausalContext
 from quern.model.loss import loss_sum
 from quern.optim import groups
 from quern.optim.schedule import Multipliers
-from quern.recipe import Recipe
+from quern.recipe import Recipe, Resolved
 from quern.recipes import load_recipe
 from quern.resolve import resolve
 from quern.stages.jax.train import core_of
@@ -84,10 +84,10 @@ def mesh_of(name: str) -> Mesh:
     return make_mesh(**axes, devices=jax.devices()[:count])
 
 
-def recipe_of(depth: int = 2, train: dict[str, Any] | None = None, **model: Any) -> Recipe:
+def recipe_of(depth: int = 2, train: dict[str, Any] | None = None, **model: Any) -> Resolved:
     """Toy sizes with heads that a mesh can shard: by default four heads that share two keys."""
     toy = toy_recipe({"kv_heads": 2, "heads": 4, "head_dim": 8, "vocab_size": 62, **model}, **(train or {}))
-    return resolve(replace(toy, depth=depth))
+    return Resolved.of(resolve(replace(toy, depth=depth)))
 
 
 @cache
@@ -97,7 +97,7 @@ def recipe_in(file: str) -> Recipe:
     return load_recipe(str(EXPERIMENTS / file))[0]
 
 
-def recipes_of(files: Sequence[str], **changes: Any) -> tuple[Recipe, Recipe]:
+def recipes_of(files: Sequence[str], **changes: Any) -> tuple[Resolved, Resolved]:
     """PyTorch's recipe and JAX's at toy sizes; by default the `gpt` recipe for both."""
     toy = recipe_of(bos=0, **changes)
     if not files:

@@ -19,7 +19,7 @@ from quern.lab.scaling.parametric import Surface
 from quern.lab.scaling.study import run
 from quern.lab.trainer import Trainer, Trial
 from quern.model.count import FlopCounter, Parameters, parameters
-from quern.recipe import ModelRecipe, Recipe
+from quern.recipe import Recipe, ResolvedModel
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 
@@ -33,7 +33,7 @@ TORN = '{"budget": 1e13, "size": "3", "see'
 
 
 @functools.cache
-def counted(depth: int, model: ModelRecipe) -> tuple[Parameters, FlopCounter]:
+def counted(depth: int, model: ResolvedModel) -> tuple[Parameters, FlopCounter]:
     resolved = resolve(replace(RECIPE, depth=depth, model=model))
     return parameters(resolved), FlopCounter(resolved)
 

@@ -21,7 +21,7 @@ from quern.interop import export_hf, import_hf
 from quern.interop.llama_format import weights_to
 from quern.model.context import CausalContext
 from quern.model.loss import loss_sum
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.recipes.llama import RECIPE
 from quern.runs.load import load
 from quern.runs.run_dir import RunDir
@@ -52,18 +52,18 @@ def eager() -> Iterator[None]:
         yield
 
 
-def tokens(recipe: Recipe, B: int = 2, T: int = 41) -> torch.Tensor:
+def tokens(recipe: Resolved, B: int = 2, T: int = 41) -> torch.Tensor:
     assert recipe.model.vocab_size
     return torch.randint(0, recipe.model.vocab_size, (B, T), generator=torch.Generator().manual_seed(T))
 
 
-def exported(tmp_path: Path, recipe: Recipe) -> Path:
+def exported(tmp_path: Path, recipe: Resolved) -> Path:
     run_dir, folder = write_run(tmp_path / "out", recipe), tmp_path / "exported"
     export_hf.run(run_dir, folder, stage=None, dtype=torch.float32, log=lambda line: None)
     return folder
 
 
-def deviation(folder: Path, recipe: Recipe, T: int = 41) -> float:
+def deviation(folder: Path, recipe: Resolved, T: int = 41) -> float:
     """Largest difference of a logit between the two models, relative, in roundings (`rounding`)."""
     theirs, ours, ids = transformers.LlamaForCausalLM.from_pretrained(folder), model_of(recipe), tokens(recipe, T=T)
     assert theirs.dtype == torch.float32

@@ -18,6 +18,7 @@ import pytest
 
 from quern.generate.engine import Engine
 from quern.mixture.prepare import prepare_mixture
+from quern.recipe import Resolved
 from quern.recipes.gpt import RECIPE
 from quern.serve.forms import Tool, calls_of
 from quern.serve.responses import ResponsesRequest
@@ -144,7 +145,7 @@ def engine() -> Engine:
 def trained(engine: Engine, path: Path, out: Path) -> list[tuple[list[int], np.ndarray]]:
     """The ids and the mask of each row of a file, as fine-tuning prepares them."""
     model = replace(RECIPE.model, context=engine.context)
-    recipe = replace(RECIPE, conversations=str(path), data="texts/", model=model)
+    recipe = Resolved.of(RECIPE, conversations=str(path), data="texts/", model=model)
     mixture = prepare_mixture(recipe, engine.tokenizer, out, lambda asked: pytest.fail("fetched"), lambda line: None)
     found = []
     for corpus in (mixture.val, mixture.train):

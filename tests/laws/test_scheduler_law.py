@@ -21,7 +21,7 @@ from quern.generate.sampling import GREEDY, Sampling
 from quern.model.base import LanguageModel
 from quern.model.llama import Llama
 from quern.model.unet import UNet
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 from tests.support.toy_engine import CPU, toy_model, toy_tokenizer
 
 BAR = 1e-5
@@ -35,7 +35,7 @@ class SmallUNet(UNet):
 
 
 def unet() -> LanguageModel:
-    shape = ModelRecipe(
+    shape = ResolvedModel(
         depth=6, width=32, head_dim=8, heads=4, kv_heads=4, context=CONTEXT, vocab_size=TOKENIZER.vocab_size,
         bos=TOKENIZER.bos, windows="LSSSLSSLSSSL", rope_base=1024.0,
     )  # fmt: skip

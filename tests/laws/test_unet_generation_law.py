@@ -12,12 +12,12 @@ import torch
 
 from quern.generate.cache import KVCache, decode, pad
 from quern.model.unet import UNet
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 
 BAR = 1e-5
 BOS, VOCABULARY, CONTEXT = 0, 128, 40
 LENGTHS = (1, 2, 7, 8, 9, 17, 24)
-SHAPE = ModelRecipe(
+SHAPE = ResolvedModel(
     depth=6, width=32, head_dim=8, heads=4, kv_heads=4, context=CONTEXT, vocab_size=VOCABULARY, bos=BOS,
     windows="LSSSLSSLSSSL", rope_base=1024.0,
 )  # fmt: skip

@@ -18,7 +18,7 @@ from quern.data import pieces
 from quern.data.loader import Loader
 from quern.data.shards import Corpus
 from quern.mixture.prepare import Mixture, check_mixture, prepare_mixture
-from quern.recipe import ConversationSource, Recipe
+from quern.recipe import ConversationSource, Resolved
 from quern.recipes import gpt
 from quern.runs import origin
 from quern.runs.origin import corpus_fingerprint
@@ -43,10 +43,10 @@ def talks(count: int, word: str = "day") -> list[dict[str, str]]:
     return [{"instruction": f"question {number} of {word}", "output": f"answer {number}"} for number in range(count)]
 
 
-def asking(sources: Any, **changes: Any) -> Recipe:
+def asking(sources: Any, **changes: Any) -> Resolved:
     text = replace(gpt.RECIPE.text, tinyworld_conversations=120)
     context = {"model": replace(gpt.RECIPE.model, context=512)}
-    return replace(gpt.RECIPE, conversations=sources, text=text, **(context | changes))
+    return Resolved.of(replace(gpt.RECIPE, conversations=sources, text=text, **(context | changes)))
 
 
 def no_fetch(asked: ConversationSource) -> Any:

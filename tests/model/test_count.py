@@ -13,20 +13,22 @@ from quern.generate.cache import KVCache
 from quern.model.context import CausalContext
 from quern.model.count import FlopCounter, kv_bytes_per_token, parameters
 from quern.model.gpt import GPT
-from quern.recipe import ModelRecipe, Recipe, TextRecipe, TrainRecipe
+from quern.recipe import Resolved, ResolvedModel, TextRecipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 
-SMALL = ModelRecipe(depth=3, width=48, head_dim=8, heads=6, kv_heads=2, context=32, vocab_size=101)
-REFERENCE = ModelRecipe(depth=4, width=256, head_dim=64, heads=4, kv_heads=4, context=512, vocab_size=8192, windows="L")
+SMALL = ResolvedModel(depth=3, width=48, head_dim=8, heads=6, kv_heads=2, context=32, vocab_size=101)
+REFERENCE = ResolvedModel(
+    depth=4, width=256, head_dim=64, heads=4, kv_heads=4, context=512, vocab_size=8192, windows="L"
+)
 
 
-def of(shape: ModelRecipe, make_model: Callable[..., Any] = GPT) -> Recipe:
-    return replace(RECIPE, make_model=make_model, model=shape)
+def of(shape: ResolvedModel, make_model: Callable[..., Any] = GPT) -> Resolved:
+    return Resolved.of(replace(RECIPE, make_model=make_model, model=shape))
 
 
 @pytest.mark.parametrize("shape", [SMALL, replace(SMALL, depth=1, kv_heads=6), replace(SMALL, depth=4, width=64)])
-def test_parameters_are_a_real_models(shape: ModelRecipe) -> None:
+def test_parameters_are_a_real_models(shape: ResolvedModel) -> None:
     model, counted = GPT(shape), parameters(of(shape))
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     assert counted.total == sum(sizes.values())
@@ -50,7 +52,7 @@ def pairs(T: int, window: int | None = None) -> int:
     return sum(min(at + 1, window or T) for at in range(T))
 
 
-def a_batch(shape: ModelRecipe, rows: int = 3) -> Batch:
+def a_batch(shape: ResolvedModel, rows: int = 3) -> Batch:
     assert shape.context
     tokens = np.random.default_rng(0).integers(0, 9, (rows, shape.context + 1), dtype=np.int32)
     return Batch.of_rows(tokens, np.zeros((rows, shape.context), bool))
@@ -129,7 +131,7 @@ def test_cache_bytes_are_a_real_caches(dtype: torch.dtype) -> None:
 class Skipping(GPT):
     """The middle layer does not attend."""
 
-    def __init__(self, shape: ModelRecipe) -> None:
+    def __init__(self, shape: ResolvedModel) -> None:
         super().__init__(shape)
         self.attention_layers = [0, 2]
 

@@ -12,7 +12,7 @@ from quern.model.context import CausalContext
 from quern.model.gpt import GPT, SMEAR_CHANNELS
 from quern.model.loss import loss_sum
 from quern.optim.schedule import Multipliers
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from quern.train.step import train_step
@@ -21,10 +21,10 @@ from tests.support.toy_training import CPU, eager, toy_loader, toy_recipe, toy_s
 __all__ = ["eager"]  # a fixture
 pytestmark = pytest.mark.usefixtures("eager")
 
-SHAPE = ModelRecipe(depth=3, width=32, head_dim=8, heads=4, kv_heads=2, context=24, vocab_size=53)
+SHAPE = ResolvedModel(depth=3, width=32, head_dim=8, heads=4, kv_heads=2, context=24, vocab_size=53)
 
 
-def random_model(shape: ModelRecipe = SHAPE, windows: list[int | None] | None = None) -> GPT:
+def random_model(shape: ResolvedModel = SHAPE, windows: list[int | None] | None = None) -> GPT:
     """Every parameter random: no path through the model is silent."""
     model = GPT(shape)
     generator = torch.Generator().manual_seed(3)
@@ -101,7 +101,7 @@ def in_numpy(model: GPT, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         replace(SHAPE, depth=4, windows="SL", softcap=5.0, width=48),
     ],
 )
-def test_forward_is_the_same_model_in_numpy(shape: ModelRecipe) -> None:
+def test_forward_is_the_same_model_in_numpy(shape: ResolvedModel) -> None:
     model, ids = random_model(shape), tokens()
     x_BTD = model(ids, CausalContext())
     logits = model.logits(x_BTD)
@@ -163,7 +163,7 @@ def test_bf16_stays_near_fp32() -> None:
 # How it starts ----------------------------------------------------------------------------------------------
 
 
-def initialised(seed: int, shape: ModelRecipe = SHAPE) -> GPT:
+def initialised(seed: int, shape: ResolvedModel = SHAPE) -> GPT:
     model = GPT(shape)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -225,7 +225,7 @@ def test_the_first_loss_is_that_of_a_uniform_guess(vocabulary: int) -> None:
 
 def test_a_parameter_without_initial_value_is_named() -> None:
     class Forgetful(GPT):
-        def __init__(self, shape: ModelRecipe) -> None:
+        def __init__(self, shape: ResolvedModel) -> None:
             super().__init__(shape)
             self.forgotten = torch.nn.Parameter(torch.empty(3))
 

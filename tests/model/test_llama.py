@@ -15,7 +15,7 @@ from quern.model.llama import INIT_STD, Llama, RMSNorm, RotaryTable, mlp_width
 from quern.model.loss import loss_sum
 from quern.optim.groups import make_groups
 from quern.optim.schedule import Multipliers
-from quern.recipe import ModelRecipe, Recipe
+from quern.recipe import ModelRecipe, Resolved, ResolvedModel
 from quern.recipes.llama import RECIPE
 from quern.resolve import resolve
 from quern.train.state import TrainState, build_model, build_state
@@ -25,7 +25,7 @@ from tests.support.toy_training import CONTEXT, CPU, VOCABULARY, eager, toy_load
 __all__ = ["eager"]  # a fixture
 pytestmark = pytest.mark.usefixtures("eager")
 
-SHAPE = ModelRecipe(
+SHAPE = ResolvedModel(
     depth=3,
     width=30,
     head_dim=6,
@@ -39,7 +39,7 @@ SHAPE = ModelRecipe(
 )
 
 
-def random_model(shape: ModelRecipe = SHAPE) -> Llama:
+def random_model(shape: ResolvedModel = SHAPE) -> Llama:
     """Every parameter random: no path through the model is silent, and no norm is the identity."""
     model = Llama(shape)
     generator = torch.Generator().manual_seed(3)
@@ -99,7 +99,7 @@ def in_numpy(model: Llama, ids: np.ndarray) -> np.ndarray:
         replace(SHAPE, depth=2, kv_heads=4, width=48, head_dim=10, rope_base=500.0, norm_eps=1e-2),
     ],
 )
-def test_forward_is_the_same_model_in_numpy(shape: ModelRecipe) -> None:
+def test_forward_is_the_same_model_in_numpy(shape: ResolvedModel) -> None:
     model, ids = random_model(shape), tokens()
     logits = model.logits(model(ids, CausalContext()))
     assert logits.dtype == torch.float32 and logits.shape == (2, 24, 53)
@@ -183,7 +183,7 @@ def test_dropout_is_off_by_default_and_in_evaluation() -> None:
 # How it starts and trains -----------------------------------------------------------------------------------
 
 
-def initialised(seed: int, shape: ModelRecipe = SHAPE) -> Llama:
+def initialised(seed: int, shape: ResolvedModel = SHAPE) -> Llama:
     model = Llama(shape)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -217,7 +217,7 @@ def test_initial_spread_of_every_matrix() -> None:
 
 def test_a_parameter_without_initial_value_is_named() -> None:
     class Forgetful(Llama):
-        def __init__(self, shape: ModelRecipe) -> None:
+        def __init__(self, shape: ResolvedModel) -> None:
             super().__init__(shape)
             self.forgotten = torch.nn.Parameter(torch.empty(3))
 
@@ -231,12 +231,12 @@ def test_the_first_loss_is_near_that_of_a_uniform_guess() -> None:
     assert total.item() == pytest.approx(math.log(53), abs=0.02)
 
 
-def toy_llama(**changes: Any) -> Recipe:
+def toy_llama(**changes: Any) -> Resolved:
     shape = {"width": 32, "head_dim": 16, "kv_heads": 1, "context": CONTEXT, "vocab_size": VOCABULARY, "windows": "L"}
-    return resolve(replace(RECIPE, depth=2, model=ModelRecipe(**(shape | changes))))
+    return Resolved.of(resolve(replace(RECIPE, depth=2, model=ModelRecipe(**(shape | changes)))))
 
 
-def toy_state(recipe: Recipe) -> TrainState:
+def toy_state(recipe: Resolved) -> TrainState:
     return build_state(recipe, CPU, build_model(recipe, CPU, recipe.seed))
 
 

@@ -15,7 +15,7 @@ from quern.data.shards import Corpus
 from quern.mesh import alone
 from quern.model.loss import loss_sum, token_losses
 from quern.model.unet import UNet, value_embedding_of, without_attention
-from quern.recipe import ModelRecipe, Recipe
+from quern.recipe import Resolved, ResolvedModel
 from quern.recipes.unet import RECIPE
 from quern.resolve import resolve
 from quern.runs.training import make_batches
@@ -24,7 +24,7 @@ from quern.train.step import accumulate, send_batch, train_step
 from tests.support.toy_training import CPU
 
 BOS = 0
-SHAPE = ModelRecipe(
+SHAPE = ResolvedModel(
     depth=6, width=32, head_dim=16, heads=2, kv_heads=2, context=24, vocab_size=53, bos=BOS,
     windows="LSSSLSSLSSSL", rope_base=16.0,
 )  # fmt: skip
@@ -49,7 +49,7 @@ def eager() -> Iterator[None]:
         yield
 
 
-def random_model(shape: ModelRecipe = SHAPE) -> Small:
+def random_model(shape: ResolvedModel = SHAPE) -> Small:
     """Every parameter random: no path through the model is silent."""
     model = Small(shape)
     generator = torch.Generator().manual_seed(3)
@@ -227,7 +227,7 @@ def test_rows_do_not_see_each_other() -> None:
 # How it starts ----------------------------------------------------------------------------------------------
 
 
-def initialised(seed: int = 0, shape: ModelRecipe = SHAPE) -> Small:
+def initialised(seed: int = 0, shape: ResolvedModel = SHAPE) -> Small:
     model = Small(shape)
     with torch.no_grad():
         for p in model.parameters():
@@ -268,7 +268,7 @@ def test_the_first_loss_is_that_of_a_uniform_guess_over_the_heads_rows(vocabular
 
 def test_a_parameter_without_a_start_is_named() -> None:
     class Forgetful(Small):
-        def __init__(self, shape: ModelRecipe) -> None:
+        def __init__(self, shape: ResolvedModel) -> None:
             super().__init__(shape)
             self.extra = torch.nn.Parameter(torch.ones(3))
 
@@ -298,10 +298,10 @@ def test_without_a_bos_documents_cannot_be_told_apart() -> None:
 # Training ---------------------------------------------------------------------------------------------------
 
 
-def toy_recipe() -> Recipe:
+def toy_recipe() -> Resolved:
     model = replace(RECIPE.model, width=32, head_dim=16, heads=2, context=24, vocab_size=53, bos=BOS)
     optim, train = replace(RECIPE.optim, lr_scale=0.1), replace(RECIPE.train, steps=8, batch_tokens=72)
-    return resolve(replace(RECIPE, make_model=Small, depth=6, model=model, optim=optim, train=train))
+    return Resolved.of(resolve(replace(RECIPE, make_model=Small, depth=6, model=model, optim=optim, train=train)))
 
 
 def toy_batch() -> Batch:

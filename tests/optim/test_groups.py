@@ -1,7 +1,5 @@
 """The group table: rates follow the recipe, and every parameter is in exactly one group."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch.nn import Parameter
@@ -9,10 +7,11 @@ from torch.nn import Parameter
 from quern.optim.adamw import AdamW
 from quern.optim.groups import make_groups, table
 from quern.optim.muon import Muon
-from quern.recipe import OptimRecipe
+from quern.recipe import OptimRecipe, Resolved
 from quern.recipes.gpt import RECIPE
+from quern.resolve import resolve
 
-RULES = table(RECIPE)
+RULES = table(resolve(RECIPE))
 Reported = dict[str, list[tuple[str, Parameter]]]
 
 
@@ -40,7 +39,7 @@ def test_rates_follow_batch_and_width() -> None:
     recipe = OptimRecipe(lr_scale=0.5, decay_scale=2.0, table_decay_scale=4.0, width_scale=3.0)
     model = reported()
     groups = {
-        group.name: group for group in make_groups(model, table(replace(RECIPE, optim=recipe)), everything(model))
+        group.name: group for group in make_groups(model, table(Resolved.of(RECIPE, optim=recipe)), everything(model))
     }
     rates = {name: group.lr for name, group in groups.items()}
     assert rates == pytest.approx(

@@ -18,7 +18,7 @@ from quern.parallel.plan import shard_model
 from quern.parallel.sharding import sharding_of, sliced
 from quern.parallel.zero2 import Zero2
 from quern.parallel.zero3 import Gathered, Zero3
-from quern.recipe import OptimRecipe, Recipe
+from quern.recipe import OptimRecipe, Resolved
 from quern.recipes import gpt, llama, unet
 from quern.resolve import resolve
 from quern.train import checkpoint, manifest
@@ -138,9 +138,9 @@ def _rows(mesh: Mesh, step: int) -> tuple[Batch, Batch]:
     return Batch(*arrays), Batch(*own)
 
 
-def recipe() -> Recipe:
+def recipe() -> Resolved:
     """The toy's, at the rates that a batch this small has by the recipe's own rule."""
-    return resolve(replace(toy_recipe(), optim=OptimRecipe(decay_scale=0.1, eps=EPS)))
+    return Resolved.of(resolve(replace(toy_recipe(), optim=OptimRecipe(decay_scale=0.1, eps=EPS))))
 
 
 def sharded_state(mesh: Mesh) -> TrainState:

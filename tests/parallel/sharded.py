@@ -23,12 +23,12 @@ from quern.parallel import plan as plans
 from quern.parallel import tensor, vocabulary
 from quern.parallel.plan import shard_model
 from quern.parallel.sharding import Sharding, sharding_of
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 from tests.support.deviation import deviation
 
 B, T, VOCABULARY, BOS = 3, 37, 1001, 0
 """111 tokens: neither rows nor their tokens nor the vocabulary can be shared evenly."""
-SHAPE = ModelRecipe(
+SHAPE = ResolvedModel(
     depth=4, width=64, head_dim=8, heads=8, kv_heads=4, context=T, vocab_size=VOCABULARY, bos=BOS, windows="SL"
 )
 

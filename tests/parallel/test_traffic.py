@@ -15,7 +15,7 @@ from quern.mesh import Mesh
 from quern.optim.schedule import Multipliers
 from quern.parallel import buckets
 from quern.parallel.plan import shard_model
-from quern.recipe import ModelRecipe, Recipe, TrainRecipe
+from quern.recipe import ModelRecipe, Resolved, TrainRecipe
 from quern.recipes import gpt, llama, llama_adamw, unet
 from quern.resolve import resolve
 from quern.train.state import TrainState, build_model, build_state
@@ -28,14 +28,14 @@ RECIPES = {"gpt": gpt.RECIPE, "llama": llama.RECIPE, "unet": unet.RECIPE}
 CONTEXT, ROWS = 13, 12
 
 
-def recipe(architecture: str) -> Recipe:
+def recipe(architecture: str) -> Resolved:
     """Twelve rows, so that 2, 3 and 4 replicas have equal shares, each in two unequal micro-batches."""
     kv_heads = 8 if architecture == "unet" else 4
     shape = ModelRecipe(
         width=64, head_dim=8, heads=8, kv_heads=kv_heads, context=CONTEXT, vocab_size=1001, bos=0, windows="L"
     )
     train = TrainRecipe(steps=4, batch_tokens=ROWS * CONTEXT, micro_batch_tokens=2 * CONTEXT)
-    return resolve(replace(RECIPES[architecture], depth=4, model=shape, train=train))
+    return Resolved.of(resolve(replace(RECIPES[architecture], depth=4, model=shape, train=train)))
 
 
 def small_cuts() -> None:

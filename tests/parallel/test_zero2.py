@@ -1,7 +1,6 @@
 """The optimizer's driver against plain loops: the same numbers, whatever the buffers' layout."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from quern.optim.groups import ParameterGroup, make_groups, table
 from quern.optim.muon import Muon, muon_
 from quern.optim.schedule import Multipliers, multipliers
 from quern.parallel.zero2 import Zero2
-from quern.recipe import OptimRecipe
+from quern.recipe import OptimRecipe, Resolved
 from quern.recipes.gpt import RECIPE
 
 
@@ -57,7 +56,7 @@ def toy(dtype: torch.dtype = torch.float32, seed: int = 0) -> Toy:
 
 
 def driver(model: Toy, **options: Any) -> Zero2:
-    rules = table(replace(RECIPE, optim=OptimRecipe(lr_scale=0.2, decay_scale=1.0, width_scale=1.0)))
+    rules = table(Resolved.of(RECIPE, optim=OptimRecipe(lr_scale=0.2, decay_scale=1.0, width_scale=1.0)))
     return Zero2(make_groups(model.parameter_groups(), rules, model.named_parameters()), **options)
 
 
@@ -279,7 +278,7 @@ def test_compiled_updates_are_the_plain_ones() -> None:
 
 def cadence_driver(model: Toy, **options: Any) -> Zero2:
     """Embedding every second step, head every third, the others on every step."""
-    rules = table(replace(RECIPE, optim=OptimRecipe(lr_scale=0.2, decay_scale=1.0, width_scale=1.0)))
+    rules = table(Resolved.of(RECIPE, optim=OptimRecipe(lr_scale=0.2, decay_scale=1.0, width_scale=1.0)))
     rules |= {name: rules[name]._replace(every=every) for name, every in (("embedding", 2), ("head", 3))}
     return Zero2(make_groups(model.parameter_groups(), rules, model.named_parameters()), **options)
 

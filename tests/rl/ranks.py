@@ -12,7 +12,7 @@ from quern.eval.task import Item, question
 from quern.generate.engine import Engine
 from quern.mesh import Mesh, alone
 from quern.parallel.plan import shard_model
-from quern.recipe import OptimRecipe, Recipe, RlRecipe
+from quern.recipe import OptimRecipe, Resolved, RlRecipe
 from quern.rl.environment import Environment
 from quern.rl.rollouts import Rollouts
 from quern.train.state import TrainState, build_model, build_state
@@ -32,7 +32,7 @@ LETTERS = Environment("letters", ask, lambda item, reply: min(1.0, reply.count("
 NEVER = Environment("never", ask, lambda item, reply: 0.0)
 
 
-def rl_recipe() -> Recipe:
+def rl_recipe() -> Resolved:
     recipe = toy_recipe({"context": 48, "vocab_size": toy_tokenizer().vocab_size, "kv_heads": 2})
     return replace(recipe, optim=OptimRecipe(lr_scale=0.01, decay_scale=0.1, width_scale=1.0, eps=1e-4))
 

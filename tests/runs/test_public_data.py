@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from quern.recipe import ConversationSource, Recipe, TextRecipe
+from quern.recipe import ConversationSource, Resolved, TextRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from quern.runs.public_data import fetch_conversations, public_data, shards_used
@@ -49,8 +49,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         yield hub
 
 
-def recipe_for(data: str, **changes: Any) -> Recipe:
-    return resolve(replace(RECIPE, data=data, **changes))
+def recipe_for(data: str, **changes: Any) -> Resolved:
+    return Resolved.of(resolve(replace(RECIPE, data=data, **changes)))
 
 
 def local(paths: tuple[Path, ...], out: Path) -> list[str]:

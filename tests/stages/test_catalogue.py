@@ -25,7 +25,7 @@ from quern.data.shards import Corpus
 from quern.eval.chat import TASKS, find_chat_tasks, read_items
 from quern.machine import Machine
 from quern.mixture.prepare import prepare_mixture
-from quern.recipe import Recipe, TextRecipe
+from quern.recipe import Resolved, TextRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from quern.runs.public_data import fetch_conversations, fetch_tests
@@ -113,11 +113,11 @@ def of_kind(*kinds: str) -> list[str]:
     return [name for name, dataset in DATASETS.items() if dataset.kind in kinds]
 
 
-def recipe_for(name: str, shards: int | None = FILES) -> Recipe:
+def recipe_for(name: str, shards: int | None = FILES) -> Resolved:
     text = TextRecipe(tokenizer_megabytes=0.05, val_megabytes=0.01)
     if not is_tokens(name):
         text = replace(text, vocab_size=300)
-    return resolve(replace(RECIPE, data=name, shards=shards, text=text))
+    return Resolved.of(resolve(replace(RECIPE, data=name, shards=shards, text=text)))
 
 
 def read(corpus: Corpus, tokenizer: Tokenizer) -> list[str]:
@@ -142,7 +142,7 @@ def test_a_set_to_fine_tune_on_is_prepared(served: None, tmp_path: Path, name: s
     """Of questions, one row in fifty is held out. Of conversations, the test split is."""
     dataset = DATASETS[name]
     limit = f",limit={FILES * dataset.file_rows}" if dataset.file_rows else ""
-    recipe = replace(RECIPE, model=replace(RECIPE.model, context=4096), conversations=(f"{name}{limit}",))
+    recipe = Resolved.of(RECIPE, model=replace(RECIPE.model, context=4096), conversations=(f"{name}{limit}",))
     mixture = prepare_mixture(recipe, TOKENIZER, tmp_path, partial(fetch_conversations, out=tmp_path), print)
     count = 40 * min(FILES, len(dataset.train))
     assert mixture.sources[0]["left_out"] == 0
@@ -192,7 +192,7 @@ def test_a_copy_of_a_held_out_conversation_of_the_test_split_is_not_trained_on(
     copied = rows("smoltalk", dataset, dataset.val[0])[:7]
     pq.write_table(pa.Table.from_pylist([*rows("smoltalk", dataset, "own"), *copied]), own)
     model = replace(RECIPE.model, context=4096)
-    recipe = replace(RECIPE, model=model, conversations=("smoltalk,limit=100", str(own)))
+    recipe = Resolved.of(RECIPE, model=model, conversations=("smoltalk,limit=100", str(own)))
     mixture = prepare_mixture(recipe, TOKENIZER, tmp_path, fetch, print)
     assert [one["copies"] for one in mixture.sources] == [0, 7]
 

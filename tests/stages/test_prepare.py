@@ -16,7 +16,7 @@ import pytest
 
 from quern.data.shards import Corpus
 from quern.flags.recipe_file import read_recipe_file
-from quern.recipe import Recipe, TextRecipe
+from quern.recipe import Resolved, TextRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from quern.stages.prepare import Prepared, open_source, prepare, train_tokenizer
@@ -26,12 +26,12 @@ from quern.text.tinyworld import corpus as tinyworld_corpus
 from quern.text.tokenizer import Tokenizer, split_pattern
 
 
-def recipe_for(data: Path | str, **text: Any) -> Recipe:
+def recipe_for(data: Path | str, **text: Any) -> Resolved:
     settings = {"vocab_size": 300, "tokenizer_megabytes": 0.05, "tinyworld_megabytes": 0.05, "val_megabytes": 0.01}
-    return resolve(replace(RECIPE, data=str(data), text=TextRecipe(**{**settings, **text})))
+    return Resolved.of(resolve(replace(RECIPE, data=str(data), text=TextRecipe(**{**settings, **text}))))
 
 
-def made(recipe: Recipe, out: Path) -> tuple[Prepared, str]:
+def made(recipe: Resolved, out: Path) -> tuple[Prepared, str]:
     said: list[str] = []
     return prepare(recipe, out, said.append), "\n".join(said)
 

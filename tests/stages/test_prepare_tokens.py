@@ -21,7 +21,7 @@ from quern.data.shards import Corpus
 from quern.generate.engine import Engine
 from quern.machine import Machine
 from quern.model.gpt import GPT
-from quern.recipe import Recipe, TextRecipe
+from quern.recipe import Resolved, TextRecipe
 from quern.recipes.gpt import RECIPE as GPT_RECIPE
 from quern.recipes.unet import RECIPE
 from quern.resolve import resolve
@@ -58,9 +58,9 @@ def tokenizer(tmp_path: Path) -> str:
     return str(TOKENIZER.save(tmp_path / "tokenizer.json"))
 
 
-def recipe_for(data: Path, tokenizer: str | None, val: Path | None = None, megabytes: float = 1.0) -> Recipe:
+def recipe_for(data: Path, tokenizer: str | None, val: Path | None = None, megabytes: float = 1.0) -> Resolved:
     text = TextRecipe(tokenizer=tokenizer, val_megabytes=megabytes)
-    return resolve(replace(RECIPE, data=str(data), val=str(val) if val else None, text=text))
+    return Resolved.of(resolve(replace(RECIPE, data=str(data), val=str(val) if val else None, text=text)))
 
 
 def read(corpus: Corpus) -> list[str]:

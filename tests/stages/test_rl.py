@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from quern.cli import main
-from quern.recipe import Recipe, RlRecipe, TrainRecipe
+from quern.recipe import Resolved, RlRecipe, TrainRecipe
 from quern.recipes import gpt
 from quern.resolve import REFERENCE_BATCH_TOKENS, resolve
 from quern.rl.environment import draw_item
 from quern.rl.environments import load_environment
 from quern.stages.rl import rl_recipe
 
-BASE: Recipe = resolve(
+BASE = resolve(
     replace(gpt.RECIPE, depth=2, seed=3, train=TrainRecipe(steps=9, batch_tokens=1024, keep=7, clip_norm=0.5))
 )
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ def test_the_model_comes_from_the_run_and_the_stage_from_the_command() -> None:
     assert (found.train.keep, found.train.clip_norm, found.train.eval_every, found.train.save_every) == (2, None, 3, 3)
     assert found.optim.lr_scale == pytest.approx(0.2 * (1024 / REFERENCE_BATCH_TOKENS) ** 0.5)
     assert found.optim.matrix_decay == found.optim.decay_scale == found.optim.table_decay_scale == 0
-    assert Recipe.from_json(found.to_json()) == found
+    assert Resolved.from_json(found.to_json()) == found
     every = replace(asked, train=replace(asked.train, eval_every=5, save_every=4))
     assert (rl_recipe(every, BASE).train.eval_every, rl_recipe(every, BASE).train.save_every) == (5, 4)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quern.optim.schedule import Multipliers
-from quern.recipe import IN_FINE_TUNING, ConversationSource, Recipe, SftRecipe, TrainRecipe
+from quern.recipe import IN_FINE_TUNING, ConversationSource, SftRecipe, TrainRecipe
 from quern.recipes import gpt, llama
 from quern.resolve import REFERENCE_BATCH_TOKENS, resolve
 from quern.stages import sft
@@ -17,7 +17,7 @@ from tests.support.toy_training import CPU, ROWS, eager, toy_loader, toy_state
 
 __all__ = ["eager"]  # a fixture
 
-BASE: Recipe = resolve(
+BASE = resolve(
     replace(
         llama.RECIPE,
         depth=2,

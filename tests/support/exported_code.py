@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, dynamic_module_utils
 
 from quern.interop import export_hf
 from quern.model.base import LanguageModel
-from quern.recipe import ModelRecipe, Recipe, TextRecipe
+from quern.recipe import Resolved, ResolvedModel, TextRecipe
 from quern.recipes.gpt import RECIPE as GPT_RECIPE
 from quern.recipes.unet import RECIPE as UNET_RECIPE
 from quern.resolve import resolve
@@ -29,16 +29,16 @@ CONTEXT = {"gpt": 32, "unet": 256}
 """gpt: short windows are 8 tokens; unet: they are 128."""
 
 
-def toy_recipe(name: str, **shape: Any) -> Recipe:
+def toy_recipe(name: str, **shape: Any) -> Resolved:
     """A resolved recipe of `gpt` or `unet` at toy size. shape: fields of `ModelRecipe`."""
     base, tokenizer = {"gpt": GPT_RECIPE, "unet": UNET_RECIPE}[name], toy_tokenizer()
     sizes = {**SIZES, "context": CONTEXT[name], "vocab_size": tokenizer.vocab_size, "bos": tokenizer.bos, **shape}
     text = TextRecipe(vocab_size=tokenizer.vocab_size, tinyworld_megabytes=0.05, val_megabytes=0.02)
-    model: ModelRecipe = replace(base.model, **sizes)
-    return resolve(replace(base, depth=sizes["depth"], text=text, model=model))
+    model: ResolvedModel = replace(base.model, **sizes)
+    return Resolved.of(resolve(replace(base, depth=sizes["depth"], text=text, model=model)))
 
 
-def random_state(recipe: Recipe) -> TrainState:
+def random_state(recipe: Resolved) -> TrainState:
     """Every weight random, so that no part of the model is the identity; logits spread over some units."""
     model = build_model(recipe, FP32, recipe.seed)
     generator = torch.Generator().manual_seed(0)
@@ -51,11 +51,11 @@ def random_state(recipe: Recipe) -> TrainState:
     return build_state(recipe, FP32, model)
 
 
-def model_of(recipe: Recipe) -> LanguageModel:
+def model_of(recipe: Resolved) -> LanguageModel:
     return random_state(recipe).model.eval()
 
 
-def write_run(out: Path, recipe: Recipe) -> RunDir:
+def write_run(out: Path, recipe: Resolved) -> RunDir:
     """The run `first`, pretrained for seven steps as it says; `model_of` is its model."""
     run_dir, state, tokenizer = RunDir(out, "first"), random_state(recipe), toy_tokenizer()
     state.step = 7
@@ -65,7 +65,7 @@ def write_run(out: Path, recipe: Recipe) -> RunDir:
     return run_dir
 
 
-def exported(tmp_path: Path, recipe: Recipe, dtype: torch.dtype = torch.float32) -> Path:
+def exported(tmp_path: Path, recipe: Resolved, dtype: torch.dtype = torch.float32) -> Path:
     """The exported folder of a new run."""
     folder = tmp_path / "exported"
     export_hf.run(write_run(tmp_path / "out", recipe), folder, stage=None, dtype=dtype, log=lambda line: None)

@@ -11,7 +11,7 @@ from torch import Tensor
 from quern.interop import export_gguf, gguf_format
 from quern.model.context import CausalContext
 from quern.model.llama import Llama
-from quern.recipe import Recipe, TextRecipe
+from quern.recipe import Resolved, TextRecipe
 from quern.text.tokenizer import Tokenizer, split_pattern
 from tests.support.llama_run import llama_recipe, model_of
 from tests.support.toy_engine import SENTENCES
@@ -26,12 +26,12 @@ def single_digits() -> Tokenizer:
     return Tokenizer.train(SENTENCES * 8, 330, split_pattern(1))
 
 
-def gguf_recipe(tokenizer: Tokenizer, **shape: Any) -> Recipe:
+def gguf_recipe(tokenizer: Tokenizer, **shape: Any) -> Resolved:
     recipe = llama_recipe(**{"vocab_size": tokenizer.vocab_size, "bos": tokenizer.bos, **shape})
     return replace(recipe, text=TextRecipe(vocab_size=max(300, tokenizer.vocab_size), digits=1))
 
 
-def toy(recipe: Recipe, *, tied: bool = False) -> Llama:
+def toy(recipe: Resolved, *, tied: bool = False) -> Llama:
     """The random model; tied: its head equals its embedding."""
     model = model_of(recipe)
     if tied:
@@ -41,7 +41,7 @@ def toy(recipe: Recipe, *, tied: bool = False) -> Llama:
 
 
 def write_toy(
-    path: Path, recipe: Recipe, tokenizer: Tokenizer, *, kind: str = "F32", tied: bool = False, **facts: Any
+    path: Path, recipe: Resolved, tokenizer: Tokenizer, *, kind: str = "F32", tied: bool = False, **facts: Any
 ) -> dict[str, Tensor]:
     """Writes a model as `quern export` does. facts: metadata that differs. Returns what was written."""
     weights = gguf_format.tensors(toy(recipe, tied=tied).state_dict(), recipe.model)

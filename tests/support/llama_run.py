@@ -9,7 +9,7 @@ import torch
 
 from quern.machine import Machine
 from quern.model.llama import Llama
-from quern.recipe import Recipe, TextRecipe
+from quern.recipe import Recipe, Resolved, TextRecipe
 from quern.recipes.llama import RECIPE
 from quern.resolve import resolve
 from quern.runs.run_dir import RunDir
@@ -32,14 +32,14 @@ ODD = {
 """Sizes that are no powers of two, and keys shared by three queries each."""
 
 
-def llama_recipe(base: Recipe = RECIPE, **shape: Any) -> Recipe:
+def llama_recipe(base: Recipe = RECIPE, **shape: Any) -> Resolved:
     tokenizer = toy_tokenizer()
     sizes: dict[str, Any] = {**ODD, "vocab_size": tokenizer.vocab_size, "bos": tokenizer.bos, "windows": "L", **shape}
     text = TextRecipe(vocab_size=tokenizer.vocab_size, tinyworld_megabytes=0.05, val_megabytes=0.02)
-    return resolve(replace(base, depth=sizes["depth"], text=text, model=replace(RECIPE.model, **sizes)))
+    return Resolved.of(resolve(replace(base, depth=sizes["depth"], text=text, model=replace(RECIPE.model, **sizes))))
 
 
-def random_state(recipe: Recipe) -> TrainState:
+def random_state(recipe: Resolved) -> TrainState:
     """Every weight random, norms too, so that no part of the model is the identity; logits spread over some units."""
     model = build_model(recipe, FP32, recipe.seed)
     generator = torch.Generator().manual_seed(0)
@@ -50,7 +50,7 @@ def random_state(recipe: Recipe) -> TrainState:
     return build_state(recipe, FP32, model)
 
 
-def write_run(out: Path, recipe: Recipe, tokenizer: Tokenizer | None = None) -> RunDir:
+def write_run(out: Path, recipe: Resolved, tokenizer: Tokenizer | None = None) -> RunDir:
     """The run `first` on disk, pretrained for seven steps as it says; `model_of` is its model."""
     run_dir, state, tokenizer = RunDir(out, "first"), random_state(recipe), tokenizer or toy_tokenizer()
     tokenizer.save(run_dir.folder / "tokenizer.json")
@@ -59,7 +59,7 @@ def write_run(out: Path, recipe: Recipe, tokenizer: Tokenizer | None = None) -> 
     return run_dir
 
 
-def model_of(recipe: Recipe) -> Llama:
+def model_of(recipe: Resolved) -> Llama:
     return random_state(recipe).model.eval()
 
 

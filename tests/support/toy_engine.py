@@ -9,7 +9,7 @@ import torch
 from quern.generate.engine import Engine
 from quern.machine import Machine
 from quern.model.gpt import GPT
-from quern.recipe import ModelRecipe
+from quern.recipe import ResolvedModel
 from quern.text.tokenizer import Tokenizer
 
 SENTENCES = (
@@ -36,10 +36,10 @@ def toy_model(
     vocab_size: int = 96,
     seed: int = 0,
     window: int | None = None,
-    make_model: Callable[[ModelRecipe], Any] = GPT,
+    make_model: Callable[[ResolvedModel], Any] = GPT,
 ) -> Any:
     """A model with every parameter random: no path through it is silent. `window` replaces the short one."""
-    recipe = ModelRecipe(
+    recipe = ResolvedModel(
         depth=depth,
         width=8 * heads,
         head_dim=8,

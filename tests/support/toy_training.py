@@ -14,7 +14,7 @@ from quern.data.shards import Corpus
 from quern.machine import Machine
 from quern.model.count import FlopCounter, Flops
 from quern.optim.schedule import Multipliers, multipliers
-from quern.recipe import ModelRecipe, OptimRecipe, Recipe, TrainRecipe
+from quern.recipe import ModelRecipe, OptimRecipe, Resolved, TrainRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from quern.train.backend import TorchBackend
@@ -32,16 +32,18 @@ def eager() -> Iterator[None]:
         yield
 
 
-def toy_recipe(model: dict[str, Any] | None = None, **train: Any) -> Recipe:
+def toy_recipe(model: dict[str, Any] | None = None, **train: Any) -> Resolved:
     """Depth 2, width 32, two heads that share one key, a window of 4 in the first layer."""
     shape = {"width": 32, "head_dim": 16, "kv_heads": 1, "context": CONTEXT, "vocab_size": VOCABULARY, **(model or {})}
-    return resolve(
-        replace(
-            RECIPE,
-            depth=2,
-            model=ModelRecipe(**shape),
-            optim=OptimRecipe(lr_scale=0.1, decay_scale=0.1),
-            train=TrainRecipe(**{"steps": 12, "batch_tokens": ROWS * shape["context"], **train}),
+    return Resolved.of(
+        resolve(
+            replace(
+                RECIPE,
+                depth=2,
+                model=ModelRecipe(**shape),
+                optim=OptimRecipe(lr_scale=0.1, decay_scale=0.1),
+                train=TrainRecipe(**{"steps": 12, "batch_tokens": ROWS * shape["context"], **train}),
+            )
         )
     )
 
@@ -62,7 +64,7 @@ def toy_loader(masked: bool = False, rows: int = ROWS, seed: int = 0) -> Loader:
     return Loader(toy_corpus(masked), CONTEXT, rows, seed, "first-fit-decreasing" if masked else "best-fit")
 
 
-def toy_state(recipe: Recipe | None = None, machine: Machine = CPU, moved: float = 0.05) -> TrainState:
+def toy_state(recipe: Resolved | None = None, machine: Machine = CPU, moved: float = 0.05) -> TrainState:
     """A fresh state. moved: noise on every weight, since projections that start at zero silence most gradients."""
     recipe = recipe or toy_recipe()
     model = build_model(recipe, machine, recipe.seed)

@@ -14,7 +14,7 @@ from quern.data.pieces import windows
 from quern.eval.bits_per_byte import bits_per_byte
 from quern.generate.engine import Engine
 from quern.machine import Machine
-from quern.recipe import Recipe
+from quern.recipe import Recipe, Resolved
 from quern.recipes import gpt, llama, unet
 from quern.records import StageFolder
 from quern.train import loop
@@ -47,18 +47,20 @@ def nothing_compiled_before() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def recipe_of(source: Recipe, depth: int) -> Recipe:
+def recipe_of(source: Recipe, depth: int) -> Resolved:
     toy = toy_recipe()
     tokenizer = toy_tokenizer()
     shape = replace(toy.model, depth=depth, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos, kv_heads=2)
     shape = replace(shape, windows=source.model.windows)
-    return replace(
-        toy,
-        make_model=source.make_model,
-        make_rules=source.make_rules,
-        make_schedule=source.make_schedule,
-        depth=depth,
-        model=shape,
+    return Resolved.of(
+        replace(
+            toy,
+            make_model=source.make_model,
+            make_rules=source.make_rules,
+            make_schedule=source.make_schedule,
+            depth=depth,
+            model=shape,
+        )
     )
 
 

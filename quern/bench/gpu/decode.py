@@ -21,7 +21,7 @@ from quern.bench.measure import Figure, figure
 from quern.generate.cache import KVCache, decode
 from quern.generate.compiled import SPAN, CompiledDecode
 from quern.model.count import parameters
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.train.state import build_model
 
 ROWS = (1, 8, 64)
@@ -33,7 +33,6 @@ def decoding(bench: GpuBench) -> Iterator[Figure]:
     """Speed and share of the bandwidth at batch 1, 8 and 64."""
     recipe, machine, prompt = recipe_of(bench, 1), bench.machine, 16 if bench.quick else PROMPT_TOKENS
     model = build_model(recipe, machine, recipe.seed).eval()
-    assert recipe.model.context
     step, capacity, way = partial(decode, model), recipe.model.context, "eager"
     if machine.compile:
         step = compiled = CompiledDecode(model, capacity)
@@ -65,10 +64,9 @@ def _one_token(step: Callable[..., Any], cache: KVCache, positions_B: Tensor, *a
     return step(cache, *arguments)
 
 
-def bytes_of_a_step(recipe: Recipe, cache: KVCache, rows: int, seen: int) -> int:
+def bytes_of_a_step(recipe: Resolved, cache: KVCache, rows: int, seen: int) -> int:
     """Returns the bytes of the weights that multiply each token, and of the keys and values that each query sees."""
     shape = recipe.model
-    assert shape.kv_heads and shape.head_dim
     slots = sum(min(ring, seen) for ring in cache.rings if ring)
     values = parameters(recipe).kaplan + rows * 2 * slots * shape.kv_heads * shape.head_dim
     return cache.keys_BKRE[0].element_size() * values

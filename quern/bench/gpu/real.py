@@ -41,7 +41,6 @@ def real(bench: GpuBench) -> Iterator[Figure]:
     machine, (train, val, token_bytes) = bench.machine, corpora(bench)
     recipe = recipe_of(bench, 1000, len(token_bytes))
     context, batch_tokens = recipe.model.context, recipe.train.batch_tokens
-    assert context and batch_tokens
     loader, state = Loader(train, context, batch_tokens // context, bench.seed), training_state(recipe, machine)
     model, steps = state.model, 3
     trial = [take_step(state, recipe, machine, loader.batch(n))[0] for n in range(3 if bench.quick else 8)]

@@ -27,7 +27,7 @@ from quern.bench.measure import Figure, figure, seconds_of
 from quern.machine import peak_memory, reset_peak_memory
 from quern.model.count import FlopCounter
 from quern.model.fp8 import use_fp8
-from quern.recipe import ModelRecipe, Recipe, TrainRecipe
+from quern.recipe import ModelRecipe, Resolved, TrainRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from quern.train.state import build_model, build_state, compile_model
@@ -43,7 +43,7 @@ KINDS = {
 """Kinds of work by parts of a kernel's name, of which the first match counts; other kernels are elementwise work."""
 
 
-def recipe_of(bench: GpuBench, steps: int, vocab_size: int | None = None) -> Recipe:
+def recipe_of(bench: GpuBench, steps: int, vocab_size: int | None = None) -> Resolved:
     """Returns the resolved recipe at depth 12, or a tiny one; steps: of its schedule."""
     rows, depth, context, sizes = ROWS, 12, 2048, ModelRecipe(vocab_size=32_768)
     if bench.quick:
@@ -72,7 +72,6 @@ def training(bench: GpuBench, fp8: bool) -> Iterator[Figure]:
     reset_peak_memory(machine.device)
     seconds, losses = np.array([step() for _ in range(2 if bench.quick else STEPS)]).T
     batch_tokens, flops = recipe.train.batch_tokens, FlopCounter(recipe).per_token()
-    assert batch_tokens
     yield figure("training: speed", "tokens/s", batch_tokens / seconds)
     for place, peak in (("the data sheet", bench.limits.sheet), ("a large product", bench.limits.flops)):
         if peak is not None:

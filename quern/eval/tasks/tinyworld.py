@@ -5,7 +5,7 @@ asked the same questions.
 """
 
 from quern.eval.task import CHAT_STAGES, Item, Task
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.text.tinyworld.corpus import QUESTION_KINDS, Question, check, questions
 
 BASE_PROMPTS = {"spelling": "{}", "counting": "{}", "choice": "{}\nAnswer:"}
@@ -24,7 +24,7 @@ def base_prompt(item: Item) -> str:
     return BASE_PROMPTS.get(item.kind, "Question: {}\nAnswer:").format(item.question)
 
 
-def suits(recipe: Recipe, stage: str) -> bool:
+def suits(recipe: Resolved, stage: str) -> bool:
     """Whether the stage's model has learned from the built-in world: its documents, or then its conversations."""
     return recipe.data == "tinyworld" or (stage in CHAT_STAGES and recipe.has_built_in_conversations)
 

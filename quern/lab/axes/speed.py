@@ -139,7 +139,6 @@ class _Arm:
         """Trains on a batch at this share of the run. Returns the seconds, which on a GPU hide the making of the
         batch behind the step, as training does."""
         train = self.recipe.train
-        assert train.steps
         on_cpu, threads = self.machine.device.type == "cpu", self.machine.threads
         clock = time.process_time if on_cpu and threads == 1 else time.perf_counter
         number, start = min(train.steps - 1, int(share * train.steps)), clock()

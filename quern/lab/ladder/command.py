@@ -25,7 +25,7 @@ from quern.lab.ladder.work import Options, Worker, proxy_line
 from quern.lab.options import CompareOptions
 from quern.lab.study import WAIT_SECONDS, check_name, now, start_facts
 from quern.lab.verdict import Rules
-from quern.recipe import Recipe
+from quern.recipe import Recipe, Resolved
 from quern.resolve import resolve
 from quern.runs.origin import SHOWN
 from quern.runs.training import fit_to_text, make_batches
@@ -137,7 +137,7 @@ def public(recipe: Recipe) -> dict[str, Any]:
     return map_paths(recipe, lambda path: Path(path).name).to_json()
 
 
-def _count_ngrams(study: Comparison, rung: int, recipe: Recipe, prepared: Prepared) -> None:
+def _count_ngrams(study: Comparison, rung: int, recipe: Resolved, prepared: Prepared) -> None:
     """Counts the n-grams of the tokens that seed 0 of the baseline reads at a rung, once for a study."""
     while rung not in study.ngrams:
         with study.claim(f"ngrams-{rung}") as mine:
@@ -148,11 +148,10 @@ def _count_ngrams(study: Comparison, rung: int, recipe: Recipe, prepared: Prepar
             study.refresh()
 
 
-def _ngrams(recipe: Recipe, prepared: Prepared) -> dict[str, float]:
+def _ngrams(recipe: Resolved, prepared: Prepared) -> dict[str, float]:
     """The bits per byte of the n-grams, by order as text."""
     recipe = fit_to_text(recipe, prepared.tokenizer, prepared.train)
     batches, steps, context = make_batches(recipe, prepared.train), recipe.train.steps, recipe.model.context
-    assert steps and context
     tokenizer = prepared.tokenizer
     assert tokenizer.bos is not None
     val = windows(prepared.val, context, rows=recipe.micro_batch_rows)

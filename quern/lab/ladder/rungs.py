@@ -79,7 +79,6 @@ def one_size(base: Recipe) -> dict[int, Rung]:
     """Returns the rungs of a comparison at one size: the baseline's own length, and one that is half as long again,
     which tells how its loss falls with compute."""
     train = resolve(base).train
-    assert train.steps and train.batch_tokens
     return {0: Rung(train.steps, train.batch_tokens), 1: Rung(-(-train.steps * 3 // 2), train.batch_tokens)}
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quern.lab.scaling.fits import FEWEST_BUDGETS, Envelope
-from quern.recipe import Recipe
+from quern.recipe import Recipe, Resolved
 from quern.resolve import batch_rule, resolve
 
 if TYPE_CHECKING:
@@ -123,7 +123,6 @@ def make_plan(
     cells, refused = [], []
     for size, (resolved, counter, counts) in counted.items():
         model = resolved.model
-        assert model.depth and model.width and model.context
         for budget in sorted(set(budgets)):
             try:
                 steps, batch_tokens = _length(recipe.train.batch_tokens, budget, counter, model.context)
@@ -148,20 +147,20 @@ def _sized(recipe: Recipe, size: str) -> Recipe:
     return replace(recipe, depth=depth, model=shape)
 
 
-def _count(recipe: Recipe, size: str) -> tuple[Recipe, FlopCounter, Parameters]:
+def _count(recipe: Recipe, size: str) -> tuple[Resolved, FlopCounter, Parameters]:
     from quern.model.count import parameters  # imports PyTorch
 
     resolved = resolve(_sized(recipe, size))
     return resolved, _counter(resolved), parameters(resolved)
 
 
-def _counter(recipe: Recipe) -> FlopCounter:
+def _counter(recipe: Resolved) -> FlopCounter:
     from quern.model.count import FlopCounter  # imports PyTorch
 
     return FlopCounter(recipe)
 
 
-def _refuse_mixed(recipes: Mapping[str, Recipe]) -> None:
+def _refuse_mixed(recipes: Mapping[str, Resolved]) -> None:
     for flag, values in (
         ("--text.vocab-size", {size: one.model.vocab_size for size, one in recipes.items()}),
         ("--model.context", {size: one.model.context for size, one in recipes.items()}),

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from quern.grug.bridge import from_torch, to_torch, write_weights
 from quern.grug.state import Grug, state_of, step_config
-from quern.recipe import Recipe
+from quern.recipe import Resolved
 from quern.recipes.gpt import RECIPE
 from quern.runs.run_dir import STAGES, RunDir
 from quern.stages.jax.backend import JaxBackend, JaxRun, processes
@@ -92,7 +92,7 @@ def bring_over(run_dir: RunDir, mesh: Mesh, stage: str | None, log: Callable[[st
     return target
 
 
-def _gpt_recipe(body: dict[str, Any]) -> Recipe:
+def _gpt_recipe(body: dict[str, Any]) -> Resolved:
     """Reads a saved recipe. Raises ValueError unless its callables are those of the `gpt` recipe."""
     expected = RECIPE.to_json()
     for field in (name for name in expected if name.startswith("make_")):
@@ -101,4 +101,4 @@ def _gpt_recipe(body: dict[str, Any]) -> Recipe:
                 f"the JAX twin computes the `gpt` recipe only, and this one has {field} = {body.get(field)}: train it "
                 "with `quern pretrain`, or copy the core into a file of your own (docs/grug.md)"
             )
-    return Recipe.from_json(body)
+    return Resolved.from_json(body)

@@ -22,7 +22,7 @@ from quern.grug.evaluate import flops_per_token, measure_peak_flops, validate
 from quern.grug.mesh import batch_shards, check_model_axis, check_rows, first_process_first
 from quern.grug.state import Grug, StepConfig, init_state, step_config
 from quern.model.count import Flops
-from quern.recipe import Recipe
+from quern.recipe import Recipe, Resolved
 from quern.recipes import gpt
 from quern.records import MakeTracker, git_hash
 from quern.resolve import resolve
@@ -53,12 +53,12 @@ class LoadedJax:
     """A run's newest JAX state on a mesh, with the recipe and the tokenizer it was trained with."""
 
     run: JaxRun
-    recipe: Recipe
+    recipe: Resolved
     tokenizer: Tokenizer
 
 
 def run(
-    recipe: Recipe,
+    asked: Recipe,
     mesh: Mesh,
     run_dir: RunDir,
     *,
@@ -73,7 +73,7 @@ def run(
     """Trains to the recipe's horizon. Every process of the mesh calls this.
 
     Args:
-        recipe: The `gpt` recipe or one whose `make_model` is a `Grug`, unresolved.
+        asked: The `gpt` recipe or one whose `make_model` is a `Grug`.
         mesh: The devices.
         run_dir: The run.
         dtype: "float32" or "bfloat16", for weights and activations in a step.
@@ -92,7 +92,7 @@ def run(
             not fit the mesh. A refusal on process 0 is raised on every process.
     """
     path, ranks = run_dir.stage(STAGE), processes()
-    recipe, core = resolve(with_absolute_paths(recipe)), core_of(recipe)
+    recipe, core = resolve(with_absolute_paths(asked)), core_of(asked)
     check_model_axis(recipe.model, mesh)
     with ExitStack() as stack:
         with first_process_first():
@@ -162,15 +162,14 @@ def run(
         return code
 
 
-def fresh_run(recipe: Recipe, cfg: StepConfig, mesh: Mesh) -> JaxRun:
+def fresh_run(recipe: Resolved, cfg: StepConfig, mesh: Mesh) -> JaxRun:
     """A state at step 0, on the current mesh."""
     return JaxRun(init_state(recipe.seed, cfg), cfg, mesh, guard=Guard(recipe.train.max_skips))
 
 
-def make_plan(recipe: Recipe, cfg: StepConfig, evaluators: Sequence[tuple[int, Evaluator]]) -> loop.TrainingPlan:
+def make_plan(recipe: Resolved, cfg: StepConfig, evaluators: Sequence[tuple[int, Evaluator]]) -> loop.TrainingPlan:
     """The settings of the loop, without checkpoints. A mesh must be set."""
     settings, each = recipe.train, flops_per_token(cfg)
-    assert settings.steps
     return loop.TrainingPlan(
         steps=settings.steps,
         schedule=recipe.make_schedule(settings),
@@ -246,7 +245,7 @@ def core_of(recipe: Recipe) -> type[Grug]:
     return made if isinstance(made, type) and issubclass(made, Grug) else Grug
 
 
-def checkpoint_meta(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
+def checkpoint_meta(recipe: Resolved, tokenizer: Tokenizer) -> dict[str, Any]:
     """Returns the entries of a checkpoint's meta that name its origin."""
     return {"recipe": recipe.to_json(), "tokenizer": tokenizer.fingerprint, "seed": recipe.seed}
 
@@ -258,7 +257,7 @@ def describe(mesh: Mesh) -> str:
     return f"{mesh.devices.size} x {kind}" + (f" ({axes})" if axes else "")
 
 
-def _eval_rows(recipe: Recipe, mesh: Mesh) -> int:
+def _eval_rows(recipe: Resolved, mesh: Mesh) -> int:
     """Rows of a validation batch: about a micro-batch, and a multiple of its shards."""
     shards = batch_shards(mesh)
     return max(1, recipe.micro_batch_rows // shards) * shards
