@@ -26,11 +26,12 @@ def complete(
     put: Callable[[str], None],
     samples: int = 1,
     stop: Sequence[str] = (),
+    logprobs: bool | int = False,
 ) -> list[Completion]:
     """Streams the prompt and its continuation, and ends with a newline. Returns the completions.
 
     Args:
-        engine, max_tokens, sampling, seed, stop: As `Engine.events` takes them.
+        engine, max_tokens, sampling, seed, stop, logprobs: As `Engine.events` takes them.
         prompt: The beginning of a text; empty for the beginning of a document.
         put: Receives each piece as soon as it is final.
         samples: Completions of the prompt, separated by a line `---`.
@@ -39,7 +40,7 @@ def complete(
         ContextOverflow, ValueError: As `Engine.events`, before anything was printed.
     """
     ids = render_text(engine.tokenizer, prompt)
-    options = {"max_tokens": max_tokens, "sampling": sampling, "seed": seed, "stop": stop}
+    options = {"max_tokens": max_tokens, "sampling": sampling, "seed": seed, "stop": stop, "logprobs": logprobs}
     events = engine.events([ids], samples=samples, plain=True, **options)
     done: list[Completion] = []
     shown_prompt = printable(well_formed(prompt))
