@@ -178,5 +178,5 @@ def test_a_signal_saves_and_stops(bench: Bench) -> None:
         process.send_signal(signal.SIGTERM)
         rest = process.stdout.read()
     assert process.returncode == 75, rest
-    assert "saved: continue with `--resume`" in rest
+    assert "saved: continue with `quern grug train --resume --run stopped`" in rest
     assert manifest.latest(events.parent / "checkpoints", pytest.fail) is not None

@@ -18,9 +18,10 @@ from quern.grug.bridge import from_torch, to_torch, write_weights
 from quern.grug.state import Grug, state_of, step_config
 from quern.recipe import Resolved
 from quern.recipes.gpt import RECIPE
+from quern.runs.origin import Origin
 from quern.runs.run_dir import STAGES, RunDir
 from quern.stages.jax.backend import JaxBackend, JaxRun, processes
-from quern.stages.jax.train import STAGE, checkpoint_meta, load
+from quern.stages.jax.train import STAGE, load
 from quern.train import checkpoint, manifest
 from quern.train.guard import Guard
 from quern.train.manifest import CheckpointError
@@ -49,7 +50,7 @@ def export(run_dir: RunDir, mesh: Mesh, log: Callable[[str], None]) -> Path:
             f"run '{run_dir.run}' has a base model that PyTorch trained ({known[0]}): move it away, or train the JAX "
             "model under another name (--run)"
         )
-    run, meta = loaded.run, checkpoint_meta(loaded.recipe, loaded.tokenizer)
+    run, meta = loaded.run, Origin(loaded.tokenizer.fingerprint, recipe=loaded.recipe.to_json()).meta()
     weights = to_torch(run.arrays.params)
     file = run_dir.stage(STAGE) / "weights.safetensors"
     write_weights(file, weights, {"recipe": meta["recipe"], "tokenizer": meta["tokenizer"], "step": run.step})
@@ -86,7 +87,8 @@ def bring_over(run_dir: RunDir, mesh: Mesh, stage: str | None, log: Callable[[st
         cfg = step_config(recipe, "float32")
         arrays = state_of(from_torch(weights, recipe.model, mesh), jax.random.key(recipe.seed), cfg)
     run = JaxRun(arrays, cfg, mesh, guard=Guard(0), step=meta["state"]["step"], tokens=meta["state"]["tokens"])
-    meta, ranks = checkpoint_meta(recipe, run_dir.tokenizer()) | {"state": run.meta()}, processes()
+    meta = Origin(run_dir.tokenizer().fingerprint, recipe=recipe.to_json()).meta() | {"state": run.meta()}
+    ranks = processes()
     checkpoint.save(target, run.step, JaxBackend(run, ranks).save(copied=True), meta, recipe.train.keep, ranks)
     log(f"imported step {run.step:,} of {found[0].parent.parent.name} → {target}")
     return target

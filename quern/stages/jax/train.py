@@ -18,22 +18,31 @@ import jax
 from jax.sharding import Mesh
 
 from quern.constructors import code_path
+from quern.data.batch import Batches
 from quern.grug.evaluate import flops_per_token, measure_peak_flops, validate
 from quern.grug.mesh import batch_shards, check_model_axis, check_rows, first_process_first
 from quern.grug.state import Grug, StepConfig, init_state, step_config
 from quern.model.count import Flops
 from quern.recipe import Recipe, Resolved
 from quern.recipes import gpt
-from quern.records import MakeTracker, git_hash
+from quern.records import MakeTracker, Records, git_hash
 from quern.resolve import resolve
-from quern.runs.origin import FILE, compare, read_origin, refuse_second_tokenizer, source_digest, with_absolute_paths
+from quern.runs.origin import (
+    FILE,
+    Origin,
+    compare,
+    read_origin,
+    refuse_second_tokenizer,
+    source_digest,
+    with_absolute_paths,
+)
 from quern.runs.public_data import with_shards
 from quern.runs.run_dir import RunDir
 from quern.runs.run_lock import run_lock
 from quern.runs.training import fit_to_text, make_batches
 from quern.stages.jax.backend import JaxBackend, JaxRun, arrays_of, processes
 from quern.stages.open_data import data_of_run, open_data
-from quern.stages.prepare import prepare
+from quern.stages.prepare import Prepared, prepare
 from quern.stages.session import loss_and_speed, open_folder
 from quern.temporaries import write_whole
 from quern.terminal import Meter, counted
@@ -91,8 +100,8 @@ def run(
         ValueError: The run exists and `resume` is false; or its recipe, text or tokenizer differs; or the recipe does
             not fit the mesh. A refusal on process 0 is raised on every process.
     """
-    path, ranks = run_dir.stage(STAGE), processes()
-    recipe, core = resolve(with_absolute_paths(asked)), core_of(asked)
+    path, ranks, core = run_dir.stage(STAGE), processes(), core_of(asked)
+    recipe = resolve(with_absolute_paths(asked))
     check_model_axis(recipe.model, mesh)
     with ExitStack() as stack:
         with first_process_first():
@@ -103,18 +112,7 @@ def run(
                     f"run '{run_dir.run}' has been trained already: continue with --resume, or name another with --run"
                 )
         began = read_origin(path) if resume and (path / FILE).exists() else None  # an imported model has none
-        if began is not None:  # the run's own text, unless the user names another
-            body = began.recipe
-            check_body(body)
-            recipe = replace(recipe, **{name: body[name] for name in OF_TEXT if name not in named and name in body})
-            recipe = replace(recipe, model=replace(recipe.model, vocab_size=body["model"]["vocab_size"]))
-        with first_process_first():  # process 0 prepares the text; the others find it prepared
-            if began is not None:
-                prepared = open_data(recipe, run_dir, began, log, named=bool({*OF_TEXT} & set(named)))
-            else:
-                prepared = prepare(recipe, run_dir.out, log)
-                refuse_second_tokenizer(run_dir, prepared.tokenizer)
-        recipe = fit_to_text(with_shards(recipe, prepared.public), prepared.tokenizer, prepared.train)
+        recipe, prepared = _with_text(recipe, began, run_dir, named, log)
         check_rows(mesh, recipe.micro_batch_rows)
         source_mark = source_digest(source) or (began and began.source)
         origin = replace(prepared.origin, recipe=recipe.to_json(), source=source_mark)
@@ -124,42 +122,72 @@ def run(
             prepared.tokenizer.save(run_dir.folder / "tokenizer.json")
         stack.enter_context(jax.set_mesh(mesh))
         folder = stack.enter_context(open_folder(path, origin, source, trackers, ranks))
-        for line in changed:
-            log(line)
         cfg = step_config(recipe, dtype, core)
+        if ranks.main:
+            _write_facts(path, cfg, mesh, command)
+        backend = JaxBackend(fresh_run(recipe, cfg, mesh), ranks)
+        resumed = resume and loop.resume(backend, path / "checkpoints", log)
+        for line in (*changed, *([f"resumed at step {backend.run.step:,}"] if resumed else ())):
+            log(line)
         token_bytes, rows = prepared.tokenizer.token_bytes(), _eval_rows(recipe, mesh)
 
         def validation(run: JaxRun) -> dict[str, Any]:
             return validate(run.arrays.params, prepared.val, token_bytes, rows, mesh, cfg)
 
         plan = replace(
-            make_plan(recipe, cfg, [(recipe.train.eval_every or 1, validation)]),
+            make_plan(recipe, cfg, [(recipe.train.eval_every, validation)]),
             save_every=recipe.train.save_every,
             peak_flops=measure_peak_flops(cfg.dtype, mesh),
-            meta=checkpoint_meta(recipe, prepared.tokenizer),
+            meta=origin.meta(),
         )
-        if ranks.main:
-            _write_facts(path, cfg, mesh, command)
-        backend = JaxBackend(fresh_run(recipe, cfg, mesh), ranks)
-        run = backend.run
-        if resume and loop.resume(backend, path / "checkpoints", log):
-            log(f"resumed at step {run.step:,}")
-        devices = describe(mesh)
-        log(f"training: {counted(plan.steps, 'step')} of {recipe.train.batch_tokens:,} tokens in {dtype} on {devices}")
-        with Meter("training", plan.steps, "steps", silent=not ranks.main) as meter:
+        steps = f"{counted(plan.steps, 'step')} of {recipe.train.batch_tokens:,} tokens"
+        log(f"training: {steps} in {dtype} on {describe(mesh)}")
+        return _train(backend, make_batches(recipe, prepared.train), plan, folder, run_dir, recipe, log)
 
-            def advance(line: dict[str, Any]) -> None:
-                perplexity = math.exp(min(line["loss"], 700))  # e^710 exceeds a float
-                meter.at(run.step, f"{loss_and_speed(line)}, perplexity {perplexity:,.1f}")
 
-            def explain(outcome: loop.Outcome) -> str:
-                return outcome.advice("--resume", "--optim.lr-scale")
+def _with_text(
+    recipe: Resolved, began: Origin | None, run_dir: RunDir, named: Collection[str], log: Callable[[str], None]
+) -> tuple[Resolved, Prepared]:
+    """The recipe fitted to its text, which process 0 prepares: the run's own, unless the user names another."""
+    if began is not None:
+        body = began.recipe
+        check_body(body)
+        recipe = replace(recipe, **{name: body[name] for name in OF_TEXT if name not in named and name in body})
+        recipe = replace(recipe, model=replace(recipe.model, vocab_size=body["model"]["vocab_size"]))
+    with first_process_first():  # the other processes find it prepared
+        if began is not None:
+            prepared = open_data(recipe, run_dir, began, log, named=bool({*OF_TEXT} & set(named)))
+        else:
+            prepared = prepare(recipe, run_dir.out, log)
+            refuse_second_tokenizer(run_dir, prepared.tokenizer)
+    return fit_to_text(with_shards(recipe, prepared.public), prepared.tokenizer, prepared.train), prepared
 
-            batches = make_batches(recipe, prepared.train)
-            code = loop.train(backend, batches, plan, folder, meter.log, advance, explain)
-        if code == EXIT_DONE:
-            log(f"trained on {run.tokens:,} tokens in {run.seconds:,.0f} s of steps → {path}")
-        return code
+
+def _train(
+    backend: JaxBackend,
+    batches: Batches,
+    plan: loop.TrainingPlan,
+    folder: Records,
+    run_dir: RunDir,
+    recipe: Resolved,
+    log: Callable[[str], None],
+) -> int:
+    """Runs the loop with its progress line, and returns its exit code."""
+    run = backend.run
+    with Meter("training", plan.steps, "steps", silent=not backend.mesh.main) as meter:
+
+        def advance(line: dict[str, Any]) -> None:
+            perplexity = math.exp(min(line["loss"], 700))  # e^710 exceeds a float
+            meter.at(run.step, f"{loss_and_speed(line)}, perplexity {perplexity:,.1f}")
+
+        def explain(outcome: loop.Outcome) -> str:
+            lower = f"--optim.lr-scale {(recipe.optim.lr_scale or 0) / 2:.3g}"
+            return outcome.advice(f"quern grug train --resume {run_dir.flags}", lower)
+
+        code = loop.train(backend, batches, plan, folder, meter.log, advance, explain)
+    if code == EXIT_DONE:
+        log(f"trained on {run.tokens:,} tokens in {run.seconds:,.0f} s of steps → {folder.path}")
+    return code
 
 
 def fresh_run(recipe: Resolved, cfg: StepConfig, mesh: Mesh) -> JaxRun:
@@ -243,11 +271,6 @@ def core_of(recipe: Recipe) -> type[Grug]:
                 "`quern pretrain`, or write the idea for the JAX twin (docs/grug.md)"
             )
     return made if isinstance(made, type) and issubclass(made, Grug) else Grug
-
-
-def checkpoint_meta(recipe: Resolved, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Returns the entries of a checkpoint's meta that name its origin."""
-    return {"recipe": recipe.to_json(), "tokenizer": tokenizer.fingerprint, "seed": recipe.seed}
 
 
 def describe(mesh: Mesh) -> str:
