@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -81,7 +81,6 @@ def start(
     name: str,
     order: Mapping[str, Any],
     variables: Mapping[str, str] | None = None,
-    pass_fds: Collection[int] = (),
 ) -> Iterator[Child]:
     """Runs a module as a child process for the length of the block.
 
@@ -90,7 +89,6 @@ def start(
         name: The name of the process in error messages.
         order: JSON values for the child.
         variables: Environment variables on top of those of this process.
-        pass_fds: File descriptors that the child inherits under their numbers.
     """
     env = {**environment(), **(variables or {})}
     # The child must find this quern, installed or not.
@@ -98,9 +96,7 @@ def start(
     command, pipe = [sys.executable, "-m", module, json.dumps(order)], subprocess.PIPE
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8") as errors,
-        subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=errors, env=env, encoding="utf-8", pass_fds=pass_fds
-        ) as process,
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, env=env, encoding="utf-8") as process,
     ):
         child = Child(name, process, errors)
         try:

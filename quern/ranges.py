@@ -104,8 +104,8 @@ class ConversationSource:
         source: One of `BUILT_IN_CONVERSATIONS`, a public data set, or a file or a folder.
         repeats: How often an epoch has each conversation; of 2.5, a random half of them has a third turn.
         limit: Only the first so many conversations are read; None reads all.
-        split: Of a data set of the Hugging Face Hub.
-        column: What holds the list of messages; None for the known shapes.
+        split: The split of a data set of the Hugging Face Hub.
+        column: The column or key of the list of messages; None for the known shapes.
     """
 
     source: str

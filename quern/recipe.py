@@ -1,4 +1,4 @@
-"""What to train: one frozen Recipe, whose every number follows from `depth` unless it is set.
+"""Describes a run: one frozen Recipe, whose every number follows from `depth` unless it is set.
 
 A Recipe is what the user said; it says nothing about where it runs (`machine.py`, `mesh.py`). `resolve` (`resolve.py`),
 the one place that derives numbers, makes a Resolved of it, in which no field that follows from others is None.
@@ -48,11 +48,11 @@ class TextRecipe(Generic[Gap]):
     tokenizer: str | None = None
     """A tokenizer that is there already: its file (tokenizer.json, .tiktoken), or gpt2, cl100k_base or o200k_base."""
     column: str = "text"
-    """What holds the text: a column (.parquet, .csv, .tsv) or a key (.jsonl, .json)."""
+    """The name of the text: a column (.parquet, .csv, .tsv) or a key (.jsonl, .json)."""
     separator: str | None = None
     """The mark that ends a document in .txt and .md files, such as <|endoftext|>; it is no part of the text."""
     split: str = "train"
-    """Of a data set of the Hugging Face Hub (hf:…); its validation split validates."""
+    """The split of a data set of the Hugging Face Hub (hf:…); its validation split validates."""
     digits: Annotated[int, Interval(ge=1, le=3)] = 2
     """Digits that may share one token (1, 2 or 3); 2 measured best at a vocabulary of 32,768, llama.cpp needs 1."""
     tokenizer_megabytes: Amount = 16.0
@@ -217,7 +217,7 @@ class SftRecipe:
     warmdown_share: Share = 1.0
     """The rate falls over this share of the steps, the last ones, to nothing."""
     too_long: str = "crop"
-    """What happens to a conversation longer than the context: crop or drop."""
+    """A conversation longer than the context is cropped or dropped: crop or drop."""
     tests: str | None = None
     """A folder of test files (.jsonl, .json, .parquet) of tasks: a conversation with one of their questions is refused.
     Files with "train" in their name are not read."""
@@ -228,11 +228,11 @@ class RlRecipe:
     """Reinforcement learning on rewards that a function computes."""
 
     rewards: tuple[str, ...] = ("counting",)
-    """What is practised: sums, word_problems, counting, spelling, gsm8k, programs, or files (.py)."""
+    """Exercises: sums, word_problems, counting, spelling, gsm8k, programs, or files (.py)."""
     data: str | None = None
     """The folder with the files of gsm8k (train.jsonl) and programs (programs.jsonl)."""
     seed: Seed | None = None
-    """Of the questions and the replies; by default the run's."""
+    """Draws the questions and the replies; by default the run's."""
     steps: Count = 60
     """Optimizer steps."""
     groups: Few = 16
@@ -293,9 +293,9 @@ class Recipe(Generic[Gap]):
     """Conversations to fine-tune on: files or folders (.jsonl, .json, .parquet), smoltalk, smol-smoltalk, gsm8k, mmlu,
     hf:OWNER/NAME, tinyworld, spelling; each as NAME, NAME,repeats=4 or NAME,limit=1000. By default tinyworld's."""
     seed: Seed = 0
-    """Of the first weights, the order of the batches and the built-in world."""
+    """Draws the first weights, the order of the batches and the built-in world."""
     data_seed: Seed | Gap = FOLLOWS
-    """Of the order of the batches alone; by default the seed."""
+    """Draws the order of the batches alone; by default the seed."""
     unused: tuple[str, ...] = ()
     """Fields, such as model.softcap, that the callables above do not read: setting one is refused."""
     text: TextRecipe[Gap] = field(default_factory=TextRecipe)
@@ -326,7 +326,7 @@ class Recipe(Generic[Gap]):
         return any(one.source in BUILT_IN_CONVERSATIONS for one in self.conversation_sources)
 
     def callables(self) -> dict[str, Callable[..., Any]]:
-        """What is handed over as code, by field: `from_json` needs it back when it lives outside quern."""
+        """The fields that hold code: `from_json` needs it back when it lives outside quern."""
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.name.startswith("make_")}
         return {name: value for name, value in found.items() if value is not None}
 

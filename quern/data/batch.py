@@ -23,7 +23,7 @@ from quern.data.shards import Corpus
 GROUP_SIZE = 2_000_000_000
 """A million documents of 1,000 tokens. Larger groups shuffle better, and take more time and memory to begin."""
 DOCUMENT_SIZE = 1000
-"""What a document adds to the size of its group beside its tokens, since it takes memory however short it is."""
+"""A document adds so much to the size of its group beside its tokens, since it takes memory however short it is."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Batch:
 
 
 class BatchSource(Protocol):
-    """What the training loop reads batches from.
+    """A source of batches for the training loop.
 
     Attributes:
         ahead: Whether batches may be read before their step. False where a batch depends on the model.

@@ -41,7 +41,7 @@ class CausalSelfAttention(nn.Module):
         self.value_gate = nn.Linear(self.gate_channels, kv_heads, bias=False) if gated else None
 
     def init_parameters(self, draw: Draw) -> None:
-        """As nanochat: the output starts at zero, the other projections uniform with deviation 1/sqrt(width)."""
+        """Initialises as nanochat: the output is zero, the other projections uniform with deviation 1/sqrt(width)."""
         bound = math.sqrt(3.0 / self.query.in_features)
         for linear in (self.query, self.key, self.value):
             draw.uniform(linear.weight, -bound, bound)

@@ -1,4 +1,4 @@
-"""What a model asks of the place it runs in: positions, attention, and the token before.
+"""The context that a model runs in: positions, attention, and the token before.
 
 A model never knows whether it trains or generates; it asks the context that it is handed. `CausalContext` is
 training and scoring: whole rows that start at position 0. generate/cache.py has the contexts of generation.
@@ -32,7 +32,7 @@ class Context(Protocol):
         ...
 
     def windows(self, full: Sequence[int | None]) -> Sequence[int | Tensor | None]:
-        """What a query of each layer sees for now, of the most that it ever will: windows may grow in training."""
+        """The tokens that a query of each layer sees now, at most those of `full`: windows may grow in training."""
         ...
 
     def attend(

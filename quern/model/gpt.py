@@ -24,7 +24,7 @@ from quern.recipe import ResolvedModel
 
 SMEAR_CHANNELS = 24
 UP_SHARE = 0.4
-"""Of the standard deviation 1/sqrt(width): what the feed-forward's first matrix starts with."""
+"""The feed-forward's first matrix starts with this share of the standard deviation 1/sqrt(width)."""
 
 
 def has_value_embedding(layer: int, depth: int) -> bool:
@@ -211,7 +211,7 @@ class GPT(LanguageModel):
         return norm(x_BTD - self.backout_scale * halfway_BTD)
 
     def init_parameters(self, draw: Draw) -> None:
-        """As nanochat: what writes to the residual stream starts at zero, so the network starts as its embedding."""
+        """Initialises as nanochat: writes to the residual stream are zero, so the network starts as its embedding."""
         bound = math.sqrt(3.0 / self.embedding.embedding_dim)
         draw.normal(self.embedding.weight, 0.8)
         draw.normal(self.head.weight, 0.001)

@@ -214,5 +214,5 @@ class Llama(LanguageModel):
 
 
 def mlp_width(shape: ResolvedModel) -> int:
-    """Of gate and up each: 8/3 of the width, as many parameters as a plain feed-forward of 4, in multiples of 64."""
+    """The width of gate and of up: 8/3 of the stream's (as many parameters as a plain feed-forward of 4), in 64s."""
     return shape.mlp_width or -(-8 * shape.width // (3 * 64)) * 64

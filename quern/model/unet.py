@@ -29,9 +29,9 @@ from quern.model.layers import Embedding, SquaredReluMLP, norm
 from quern.recipe import ResolvedModel
 
 ATTENTION_SCALE = 0.12
-"""Of products of normed queries and keys, whatever the head dim."""
+"""Multiplies products of normed queries and keys, whatever the head dim."""
 UNIFORM_SHARE = 0.5
-"""Of the standard deviation 1/sqrt(inputs): what matrices that are not zero start with."""
+"""Matrices that are not zero start with this share of the standard deviation 1/sqrt(inputs)."""
 VALUE_EMBEDDINGS = 3
 HEAD_MULTIPLE = 128
 """The head's rows are filled up to a multiple: fast kernels want it. No target is ever one of these."""
@@ -238,7 +238,7 @@ class UNet(LanguageModel):
         return [sizes[kind] * self.window_block for kind in self.shape.window_kinds()]
 
     def init_parameters(self, draw: Draw) -> None:
-        """As the source: embeddings are normal; what writes to the residual stream or the logits starts at zero."""
+        """Initialises as the source: embeddings are normal, writes to the residual stream and the logits are zero."""
         for table in (self.embedding, *cast(list[nn.Embedding], list(self.value_embeddings))):
             draw.normal(table.weight, 1.0)
         draw.fill(self.head.weight, 0.0)

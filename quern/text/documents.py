@@ -7,7 +7,7 @@ A source is a file or a folder (sources.py) of
     .jsonl .json        one document per line or element, {"text": "…"} (a .json can also hold strings),
                         or one conversation, in one of the shapes of conversations.py
 
-Empty documents are skipped. hub.py downloads, tokenizer.py encodes.
+Empty documents are skipped. downloads.py downloads, tokenizer.py encodes.
 """
 
 import json

@@ -27,6 +27,9 @@ it would report this one, and keeps the list in the home folder."""
 PAUSES = (4.0, 16.0, 60.0)
 """Seconds before each further try, where the server is busy or what arrived is not the file."""
 LIMIT_SECONDS = 30.0
+NEEDS_TOKEN = ": a set that asks for it needs the token in the variable HF_TOKEN"
+ADVICE = {401: NEEDS_TOKEN, 403: NEEDS_TOKEN, 404: ": remove listing.json, and the files are listed again"}
+"""What to do about an answer of the server."""
 Progress = Callable[[str, int, int], None]
 """(file name, bytes so far, total bytes), called as bytes arrive."""
 
@@ -100,6 +103,7 @@ def download(repository: Repository, file: str, path: Path, progress: Progress =
         return
     set_child_env(QUIET_HUB)
     import huggingface_hub
+    from huggingface_hub.constants import HF_HUB_DOWNLOAD_TIMEOUT
 
     commit = repository.commit
     url = huggingface_hub.hf_hub_url(repository.name, file, repo_type="dataset", revision=commit, endpoint=endpoint())
@@ -108,7 +112,7 @@ def download(repository: Repository, file: str, path: Path, progress: Progress =
     tries = farthest = 0
     while True:
         try:
-            with waiting(f"bytes of {path.name} from {host}", LIMIT_SECONDS) as arrived:
+            with waiting(f"bytes of {path.name} from {host}", HF_HUB_DOWNLOAD_TIMEOUT) as arrived:
 
                 def advance(done: int, total: int) -> None:
                     arrived()
@@ -122,7 +126,7 @@ def download(repository: Repository, file: str, path: Path, progress: Progress =
             reason, most = f"its SHA-256 is {found}, expected {sha256}", 1
         except (OSError, huggingface_hub.errors.HTTPError) as error:
             status = getattr(getattr(error, "response", None), "status_code", 0)
-            reason = f"the server answers {status}" if status else _reason(error)
+            reason = f"the server answers {status}{ADVICE.get(status, '')}" if status else _reason(error)
             # A full disk and a missing file do not change. The library has tried again where connections break.
             most = len(PAUSES) if status >= 500 else int(not isinstance(error, OSError))
         have = part.stat().st_size if part.exists() else 0
@@ -150,21 +154,28 @@ def _transfer(url: str, part: Path, size: int, said: Callable[[int, int], None])
 
 
 def retrieve(url: str, sha256: str, path: Path, progress: Progress = lambda *step: None) -> None:
-    """Downloads a file of another server, unless it is there. Each call begins anew. Raises OSError as `download`."""
+    """Downloads a file of another server, unless it is there. Each call starts from its first byte. Raises OSError as
+    `download`."""
     import pooch
 
     pooch.get_logger().setLevel("WARNING")
-    bar: Any = _Bar(lambda done, total: progress(path.name, min(done, total), total))
     files = pooch.create(
         path.parent, "", registry={path.name: f"sha256:{sha256}"}, urls={path.name: url}, retry_if_failed=2
     )
     try:
-        with waiting(f"bytes of {path.name} from {urlsplit(url).netloc}", LIMIT_SECONDS):
+        with waiting(f"bytes of {path.name} from {urlsplit(url).netloc}", LIMIT_SECONDS) as arrived:
+
+            def advance(done: int, total: int) -> None:
+                arrived()
+                progress(path.name, min(done, total), total)
+
+            bar: Any = _Bar(advance)
             http: Any = pooch.HTTPDownloader(bar, 1 << 18, timeout=LIMIT_SECONDS)
             files.fetch(path.name, downloader=http)
     except (OSError, ValueError) as error:
-        raise OSError(f"cannot fetch {url}: {_reason(error)}") from error
+        raise OSError(f"cannot fetch {url}: {_reason(error)}; check the connection, and run it again") from error
 
 
 def _reason(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".")
+    text = str(error).partition("\nThis is usually")[0]  # then the Hub's library advises what only its callers can do
+    return " ".join(text.split()).rstrip(".")

@@ -89,7 +89,7 @@ def test_a_server_without_ranges_is_read_from_the_start(hub: Hub, listed: Reposi
     ("sent", "message"),
     [
         (BODY[:999] + bytes([BODY[999] ^ 1]) + BODY[1000:], f"its SHA-256 is .*, expected {SHA256}"),
-        (BODY + b"more", "should be of size 300000"),
+        (BODY + b"more", r"should be of size 300000 but has size 300004 \(.*/x.parquet\); run it again"),
         (b"", "should be of size 300000"),
         (b"<html>please log in</html>", "should be of size 300000"),
     ],
@@ -118,10 +118,15 @@ def test_busy_servers_are_tried_again_and_refusals_are_not(hub: Hub, listed: Rep
     download(listed, "x.parquet", path)
     assert path.read_bytes() == BODY and len(ranges(hub)) == 4
     path.unlink()
-    hub.statuses, hub.asked = [404] * 9, []
-    with pytest.raises(OSError, match=r"cannot fetch http://127.*: the server answers 404"):
-        download(listed, "x.parquet", path)
-    assert len(ranges(hub)) == 1
+    for status, advice in (
+        (404, "remove listing.json"),
+        (401, "the variable HF_TOKEN"),
+        (403, "the variable HF_TOKEN"),
+    ):
+        hub.statuses, hub.asked = [status] * 9, []
+        with pytest.raises(OSError, match=rf"cannot fetch http://127.*: the server answers {status}: .*{advice}"):
+            download(listed, "x.parquet", path)
+        assert len(ranges(hub)) == 1
     with pytest.raises(OSError, match="a/b has no such file"):
         download(listed, "y.parquet", path)
 

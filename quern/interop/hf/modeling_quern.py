@@ -1,4 +1,4 @@
-"""What the language models `gpt` and `unet` of quern share, in plain PyTorch for the library transformers.
+"""The shared part of quern's language models `gpt` and `unet`, in plain PyTorch for the library transformers.
 
 This file needs torch and transformers only. Attention is `scaled_dot_product_attention` with an explicit mask: exact,
 and slower than quern's kernels. A key-value cache holds all tokens, also for layers with a window.
@@ -54,7 +54,7 @@ class SquaredReluMLP(nn.Module):
 
 
 class Text:
-    """What one forward pass knows about its text: positions, masks, and the cache.
+    """The text of one forward pass: positions, masks, and the cache.
 
     Args:
         input_ids: (B, T) tokens from the first one on, those in the cache included.
@@ -136,7 +136,7 @@ def _checked(attention_mask: Tensor, input_ids: Tensor) -> Tensor:
 
 
 class QuernForCausalLM(PreTrainedModel, GenerationMixin):
-    """What both architectures share: the logits, the loss and generation.
+    """The part that both architectures share: the logits, the loss and generation.
 
     The cache holds keys and values only. Whatever else depends on earlier tokens is computed again from their ids, so
     `input_ids` always holds the whole text; `generate` does that.

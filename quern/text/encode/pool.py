@@ -76,14 +76,15 @@ def on_processes(tokenizer: Tokenizer, dtype: np.dtype, workers: int) -> Iterato
     try:
         yield lambda unit: pool.submit(_encode, unit)
     except BrokenProcessPool as error:
-        raise RuntimeError("a process that encodes text ended early: see whether memory is short, and give fewer "
-                           "--workers") from error  # fmt: skip
+        raise RuntimeError(
+            "a process that encodes text ended early: see whether memory is short, and give fewer --workers"
+        ) from error
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 _worker: list[tuple[Tokenizer, np.dtype]] = []
-"""What a worker encodes with."""
+"""The tokenizer and the dtype of this worker."""
 
 
 def _begin(tokenizer: Tokenizer, dtype: np.dtype) -> None:
