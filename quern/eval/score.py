@@ -107,7 +107,7 @@ def mean_score(name: str, parts: Sequence[tuple[Score, float]]) -> Score:
 
 
 def prompt_settings(prompts: Iterable[Sequence[int]], bos: int) -> dict[str, Any]:
-    """What a score says about its prompts (token ids)."""
+    """The settings of a score that follow from its prompts (token ids)."""
     prompts = list(prompts)
     return {"prompt_hash": prompt_hash(prompts), "bos": all(len(ids) > 0 and ids[0] == bos for ids in prompts)}
 

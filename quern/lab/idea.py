@@ -21,7 +21,7 @@ class Idea:
     hypothesis: str = ""
     source: str = ""
     published: str = ""
-    """What the source measured: a figure, with its date."""
+    """The figure that the source measured, with its date."""
     expected: str = ""
     changed: str = ""
     """When the idea itself last changed, as ISO 8601 text, and how: studies registered before tried another idea."""

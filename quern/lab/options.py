@@ -91,9 +91,9 @@ class CompareOptions:
     most_pairs: Annotated[int, Interval(ge=1, le=1000)] = 8
     """An idea that is not decided after so many pairs stays undecided."""
     any_delta: bool = False
-    """Start although so many pairs cannot show that an idea changes less than delta."""
+    """Train ideas although, by the baseline's noise, so many pairs cannot show a change of less than delta."""
     vary: Literal["both", "init", "data"] = "both"
-    """What differs between the pairs: the initial weights, the order of the data, or both."""
+    """The parts that differ between the pairs: the initial weights, the order of the data, or both."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class SweepOptions:
 
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
     space: tuple[str, ...] = ()
-    """What to vary: FIELD=LOW..HIGH, FIELD=LOW..HIGH:log, FIELD=LOW..HIGH:STEP, FIELD=A,B,C; or .toml files."""
+    """The fields to vary: FIELD=LOW..HIGH, FIELD=LOW..HIGH:log, FIELD=LOW..HIGH:STEP, FIELD=A,B,C; or .toml files."""
     out: Path = Path("out")
     """The output folder; studies are in its folder lab."""
     study: Annotated[str | None, UNSAID] = None

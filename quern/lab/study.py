@@ -69,7 +69,6 @@ class Study:
     @classmethod
     def register(cls, folder: Path, plan: Mapping[str, Any]) -> Self:
         """Opens a study, and writes its plan if it is new. Raises ValueError if it has another plan."""
-        check_name(folder.name)
         folder.mkdir(parents=True, exist_ok=True)
         with _alone(folder):
             if not (folder / cls.PLAN).exists():

@@ -37,14 +37,14 @@ SHAPE = 0.25
 WORST = 8.0
 """Bits per byte of a uniform guess. A run that ends there or above has failed."""
 LEAST_VARIANCE = 1e-24
-"""Of equal differences; far below the rounding of a score."""
+"""The variance of equal differences; far below the rounding of a score."""
 FAILURES = 0.05
 """Share of failed runs that an idea may have; or the baseline's share, if that is larger."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What a study registers before its first run.
+    """The rules that a study registers before its first run.
 
     Args:
         delta: Bits per byte. A smaller difference does not matter.
@@ -338,7 +338,7 @@ def fails(
 
 
 class Reach(NamedTuple):
-    """What a study can find, bits per byte, with a probability of 80 %.
+    """Differences that a study can find, bits per byte, with a probability of 80 %.
 
     `effect`: the smallest difference of a single idea that ends as better or worse. `delta`: the smallest margin with
     which ideas without effect end as "no difference".

@@ -1,4 +1,4 @@
-"""What studies measure ideas by: n-gram models that a proxy must beat, and the speed of an arm.
+"""Measures of ideas: n-gram models that a proxy must beat, and the speed of an arm.
 
 A study's plan, records and verdicts belong in `lab/`.
 """

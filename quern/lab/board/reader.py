@@ -1,4 +1,4 @@
-"""What the board shows, from files alone: the stages of runs, the trials and verdicts of studies, their curves.
+"""Reads what the board shows, from files alone: the stages of runs, the trials and verdicts of studies, their curves.
 
 out/runs/RUN/STAGE/  recipe.json metrics.jsonl events.jsonl      out/lab/STUDY/  study.json trials.jsonl verdicts.json
 

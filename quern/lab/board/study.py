@@ -47,7 +47,7 @@ class Study:
             self.entries[str(number)].age = age
 
     def tables(self) -> dict[str, Any]:
-        """What was registered, the verdicts, and the mean final score of each arm."""
+        """The registered rules, the verdicts, and the mean final score of each arm."""
         arms: dict[str, list[Any]] = {}
         for entry in self.entries.values():
             arms.setdefault(f"{entry.name}\n{entry.steps}", []).append(entry)

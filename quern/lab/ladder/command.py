@@ -21,7 +21,7 @@ from quern.lab.cluster import on_cluster
 from quern.lab.ladder.report import calibration, study_lines, write_verdicts
 from quern.lab.ladder.rungs import RUNGS, Rung, at_rung, code_fingerprint, numbers, one_size
 from quern.lab.ladder.study import BASELINES, SPEEDS, ArmRecord, Comparison, Plan
-from quern.lab.ladder.work import Options, Worker, proxy_line
+from quern.lab.ladder.work import Options, Worker, finished, proxy_line
 from quern.lab.options import CompareOptions
 from quern.lab.study import WAIT_SECONDS, check_name, now, start_facts
 from quern.lab.verdict import Rules
@@ -173,8 +173,7 @@ def _measure_speeds(
         base = at_rung(arms[study.plan.base].recipe, rung)
         for idea in ideas:
             with study.claim(f"speed-{number}-{idea}") as mine:
-                runs = study.runs(idea, number).values()
-                if not mine or (idea, number) in study.speeds or all(run.bpb is None for run in runs):
+                if not mine or (idea, number) in study.speeds or not finished(study, idea, number):
                     continue
                 try:
                     speed = measure_speed(base, at_rung(arms[idea].recipe, rung), out, machine)

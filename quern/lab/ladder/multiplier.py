@@ -187,7 +187,7 @@ def extrapolate(computes: Sequence[float], logs_RD: Sequence[Floats], to: float,
 
 
 def _size(height_D: Floats) -> float:
-    """What the slope of an idea is measured in: its |ln m|, and SMALL."""
+    """The unit of an idea's slope: its |ln m|, and SMALL."""
     return abs(float(height_D[0])) + SMALL
 
 

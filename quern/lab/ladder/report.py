@@ -1,4 +1,4 @@
-"""What a study on the ladder says: verdicts and compute multipliers by rung, their trend, the test of the predictions,
+"""Reports a study on the ladder: verdicts and compute multipliers by rung, their trend, the test of the predictions,
 and how many known answers come out right."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quern.lab.ladder.multiplier import (
     told,
 )
 from quern.lab.ladder.study import Comparison
-from quern.lab.ladder.work import finished, judged, proxy_line
+from quern.lab.ladder.work import finished, judged, judged_trials, proxy_line
 from quern.lab.verdict import Finding, Judgement, Rules, reach
 from quern.records import strict
 from quern.temporaries import write_whole
@@ -150,7 +150,7 @@ Table = tuple[str, list[str], tuple[str, ...], list[list[str]]]
 
 
 def study_tables(study: Comparison) -> list[Table]:
-    """What a study says: multipliers with their course, verdicts by rung, the test of the predictions."""
+    """Titled tables of a study: multipliers with their course, verdicts by rung, the test of the predictions."""
     found, judgements = rows(study), judgements_of(study)
     tables: list[Table] = []
     if len(judgements) > 1:
@@ -169,7 +169,7 @@ def study_tables(study: Comparison) -> list[Table]:
         on_rung = sorted((row for row in found if rung in row.findings), key=lambda one: one.findings[rung].difference)
         head = ("idea", "pairs", "difference", "interval", "verdict", "multiplier by FLOPs", "by seconds")
         noise = f"SD of a pair's difference {judgement.sd:.4f}; A/A floor: {_cell(judgement.floor)}"
-        failed = [name for name in study.ideas if any(one.error for one in study.runs(name, rung).values())]
+        failed = [name for name in study.ideas if any(one.error for one in judged_trials(study, name, rung).values())]
         lines = [proxy_line(study, rung), noise, *([f"could not be trained: {', '.join(failed)}"] if failed else [])]
         tables.append((f"Rung {rung}", lines, head, [_cells(row, rung) for row in on_rung]))
     if made := predictions(study, found):

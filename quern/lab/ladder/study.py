@@ -17,7 +17,7 @@ FILES = (Study.PLAN, ARMS, TRIALS, SPEEDS, BASELINES)
 
 @dataclass(frozen=True)
 class Plan:
-    """What a comparison fixes before its first run.
+    """The rules that a comparison fixes before its first run.
 
     Args:
         base: Name of the baseline.

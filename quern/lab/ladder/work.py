@@ -20,7 +20,7 @@ from quern.lab.verdict import Finding, Judgement, Rules, judge, reach, score
 LOOKS = (3, 5, 8, 12, 16)
 """An idea is judged after so many pairs: they train in one process, which compiles once."""
 TUNE_FACTORS = (0.5, 0.7, 1.0, 1.4, 2.0)
-"""What the tuned field is multiplied by, for every arm."""
+"""Multiples of the tuned field that every arm tries."""
 TUNE_SEEDS = (1_000, 1_001)
 """Seeds that no verdict uses."""
 CURVE_SEEDS = 3
@@ -59,7 +59,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Options:
-    """What a start asks for: rungs, ascending, and ideas; whether ideas go up whatever their verdict, and with a delta
+    """The flags of a start: rungs, ascending, and ideas; whether ideas go up whatever their verdict, and with a delta
     that is out of reach."""
 
     rungs: Sequence[int]
@@ -89,12 +89,18 @@ def _rules(study: Comparison) -> Rules:
 
 def _scores(study: Comparison, arm: str, rung: int) -> dict[int, float | None]:
     """The scores of an arm's trials, by seed: None for one that diverged. A trial that ended in an error has none."""
-    return {seed: one.bpb for seed, one in study.runs(arm, rung, chosen(study, arm)).items() if not one.error}
+    return {seed: one.bpb for seed, one in judged_trials(study, arm, rung).items() if not one.error}
+
+
+def judged_trials(study: Comparison, arm: str, rung: int) -> dict[int, TrialRecord]:
+    """The trials of an arm that verdicts use, by seed: those with the tuned field's best value that did not choose it."""
+    runs = study.runs(arm, rung, chosen(study, arm))
+    return {seed: one for seed, one in runs.items() if seed not in TUNE_SEEDS}
 
 
 def finished(study: Comparison, arm: str, rung: int) -> list[TrialRecord]:
-    """The trials of an arm, with the tuned field's best value, that have a score."""
-    return [one for one in study.runs(arm, rung, chosen(study, arm)).values() if one.bpb is not None]
+    """The trials of an arm that verdicts use and that have a score."""
+    return [one for one in judged_trials(study, arm, rung).values() if one.bpb is not None]
 
 
 def chosen(study: Comparison, arm: str) -> float | None:
@@ -140,10 +146,10 @@ def _at_rung(study: Comparison, rung: int, ideas: Sequence[str]) -> list[Job]:
     verdicts = judged(study, rung).findings
     jobs, most = [], first
     for name in ideas:
-        runs = study.runs(name, rung, chosen(study, name))
+        runs = judged_trials(study, name, rung)
         if any(one.error for one in runs.values()):
             continue
-        pairs = sum(seed < limit for seed in runs)
+        pairs = len(runs)
         if name in verdicts and pairs >= first and verdicts[name].decided:
             most = max(most, pairs)
             continue
@@ -195,11 +201,8 @@ class Worker:
             return [one for one in wanted(self.study, options, values) if (one.arm, one.rung) not in self.lost]
 
         def do(job: Job) -> None:
-            if (
-                job.arm != self.study.plan.base
-                and job.value is None
-                and (said := check_reach(self.study, job.rung, options))
-            ):
+            tunes = job.seeds[0] in TUNE_SEEDS
+            if job.arm != self.study.plan.base and not tunes and (said := check_reach(self.study, job.rung, options)):
                 self.log(said)
             self._train(job)
 
@@ -286,7 +289,7 @@ def check_proxy(study: Comparison, rung: int) -> None:
 
 
 def check_reach(study: Comparison, rung: int, options: Options) -> str:
-    """What a study can find at a rung, before its first idea is trained there; "" later.
+    """Says what a study can find at a rung, before its first idea is trained there; "" later.
 
     The noise is the baseline's: the difference of a pair has at most √2 times its SD, as where pairs do not correlate.
 
@@ -294,7 +297,7 @@ def check_reach(study: Comparison, rung: int, options: Options) -> str:
         ValueError: On the ladder, delta is clearly out of reach, and `Options.any_delta` does not allow that.
     """
     scores = _base_scores(study, rung)
-    if len(scores) < 2 or any(study.runs(name, rung, chosen(study, name)) for name in study.ideas):
+    if len(scores) < 2 or any(judged_trials(study, name, rung) for name in study.ideas):
         return ""
     sd, rules, degrees = math.sqrt(2) * statistics.stdev(scores), _rules(study), len(scores) - 1
     # Fewer than four ideas use pairs alone; for more, the baseline has twice their first look's seeds.
@@ -303,8 +306,8 @@ def check_reach(study: Comparison, rung: int, options: Options) -> str:
     if study.plan.ladder and least * found.delta > rules.delta and not options.any_delta:
         raise ValueError(
             f"rung {rung}: {rules.most_pairs} pairs whose differences have a standard deviation of {sd:.2g} cannot "
-            f"show that an idea changes less than {rules.delta:g} bits per byte: give --delta {found.delta:.2g}, "
-            "more pairs with --most-pairs, or --any-delta, in a new study"
+            f"show that an idea changes less than {rules.delta:g} bits per byte: give --any-delta, or, in a new study, "
+            f"--delta {found.delta:.2g} or more pairs with --most-pairs"
         )
     return (
         f"rung {rung}: {rules.most_pairs} pairs find an effect of {found.effect:.4f} bits per byte with a probability "

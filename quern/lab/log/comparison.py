@@ -30,7 +30,7 @@ def read(folder: Path) -> Page:
 
 @dataclass(frozen=True)
 class _Told:
-    """What a study's pages say."""
+    """Renders the page of a study from its records."""
 
     study: Comparison
 

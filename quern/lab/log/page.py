@@ -1,4 +1,4 @@
-"""What every kind of study gives to the log."""
+"""The parts of the log that every kind of study gives."""
 
 from __future__ import annotations
 

@@ -15,10 +15,10 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import special
 
 Array = NDArray[Any]
-"""Of float64."""
+"""An array of float64."""
 
 FEWEST_CELLS = 4
-"""Of a parabola: its three coefficients and one more."""
+"""The fewest points of a parabola: its three coefficients and one more."""
 FEWEST_BUDGETS = 3
 
 

@@ -29,7 +29,7 @@ Key = tuple[float, str, int]
 
 @dataclass(frozen=True)
 class Convention:
-    """What counts as a parameter. field: of `model.count.Parameters`."""
+    """A way to count parameters. field: its name in `model.count.Parameters`."""
 
     field: str
     meaning: str

@@ -22,7 +22,7 @@ HUBER_DELTA = 1e-3
 SCALE = 1e3
 """Multiplies the objective: L-BFGS stops early without it."""
 EXPONENTS = np.geomspace(0.05, 1.6, 8)
-"""Of the starts: all pairs."""
+"""The exponents of the starts: all pairs."""
 STARTS = 3
 """The best ones are optimised."""
 LEAST_E = 1e-3

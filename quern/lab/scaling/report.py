@@ -1,4 +1,4 @@
-"""What `quern lab scaling` prints: its plan, its fits, and how a study agrees with the predictions of another one."""
+"""The lines that `quern lab scaling` prints: its plan, its fits, and how a study agrees with the predictions of another one."""
 
 from __future__ import annotations
 

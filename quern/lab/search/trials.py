@@ -31,7 +31,7 @@ SHOWN_FIELDS, SHOWN_REASON = 5, 100
 MOST_FAILURES = 2
 """A trial that errors have ended so often is not tried again."""
 BRACKETS = "completed_rung_"
-"""What Hyperband remembers of a trial."""
+"""Prefix of the attributes in which Hyperband keeps a trial's state."""
 
 
 @dataclass
@@ -98,13 +98,13 @@ class Trial:
         """Begins a trial, or goes on with one that was left. point: its values, if the sampler does not make them;
         study: empty, with sampler and pruner."""
         begun, fill_in = sweep.begun.get(number), fill(study, sweep.finished, space)
-        if begun or point:
-            fill_in.enqueue_trial(begun.values if begun else point or {})
-        own = Trial(sweep, number, recipe, space, fill_in.ask())
-        values = space.suggest(own.optuna)
+        if known := begun.values if begun else point:
+            fill_in.enqueue_trial(known)
+        trial = fill_in.ask()
+        values = space.suggest(trial)
         if begun is None:
             sweep.add(RUNNING, {"trial": number, "values": values, "baseline": baseline})
-        return own
+        return Trial(sweep, number, recipe, space, trial)
 
     @property
     def begun(self) -> Begun:
