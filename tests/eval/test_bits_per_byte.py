@@ -1,5 +1,7 @@
 """Bits per byte: what counts, and the scores of each kind of text and of a sample of the training text."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -28,11 +30,16 @@ def test_each_kind_has_the_score_of_its_documents_and_the_whole_that_of_all() ->
         texts = [text for text, own in zip(TEXTS, KINDS, strict=True) if kind in ("validation", "train", own)]
         plain = plain_bits_per_byte(model, tokenizer, texts, 16)
         assert score.value == pytest.approx(plain.bpb, rel=1e-6) and score.count == plain.bytes
-        assert score.chance == pytest.approx(plain.uniform_bpb(tokenizer.vocab_size))
-    whole = bits_per_byte(model, windows(val, 16), tokenizer.token_bytes(), CPU)
-    assert found[0].value == pytest.approx(whole.bpb, rel=1e-6)
+        assert plain.bytes == sum(len(text.encode()) for text in texts)
+        assert score.chance == pytest.approx(plain.tokens * math.log2(tokenizer.vocab_size) / plain.bytes)
+    for context in (32, 7, 1):
+        plain = plain_bits_per_byte(model, tokenizer, TEXTS, context)
+        whole = bits_per_byte(model, windows(val, context), tokenizer.token_bytes(), CPU)
+        assert (whole.tokens, whole.bytes) == (plain.tokens, plain.bytes)
+        assert whole.bpb == pytest.approx(plain.bpb, rel=1e-6)
+        assert whole.nats_per_token == pytest.approx(plain.nats_per_token, rel=1e-6)
     (only,) = text_scores(model, tokenizer, CPU, val, context=16, rows=4)
-    assert only.task == "validation" and only.value == pytest.approx(whole.bpb, rel=1e-6)
+    assert only.task == "validation" and only.value == pytest.approx(found[0].value, rel=1e-6)
 
 
 @pytest.mark.parametrize(("tokens", "lengths"), [(1000, 300), (7, 1), (40, 300), (10**6, 3), (500, 1)])

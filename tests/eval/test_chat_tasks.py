@@ -18,6 +18,7 @@ import torch
 from quern.cli import main
 from quern.eval.answers import item_hash
 from quern.eval.chat import (
+    BY_NAME,
     PARTS,
     TASKS,
     Asked,
@@ -132,8 +133,8 @@ def asked_of(folder: Path, *names: str, limit: int | None = None) -> list[Asked]
 @pytest.mark.parametrize("row", [ARC, MMLU, CORE, {**MMLU, "answer": "B"}])
 @pytest.mark.parametrize("name", ["arc_easy.jsonl", "arc_easy.jsonl.gz", "ARC-Easy/test-00000-of-00001.parquet"])
 def test_multiple_choice_in_every_form(tmp_path: Path, row: dict[str, Any], name: str) -> None:
-    path = write(tmp_path / name, [row])
-    (item,) = read_items(path, "arc_easy")
+    write(tmp_path / name, [row])
+    ((item,),) = [one.items for one in asked_of(tmp_path, "arc_easy")]
     assert item.question.startswith("Which grows?\nA) rye\nB) tin") and item.answer == "B"
     assert item.choices == tuple("ABC"[: item.question.count(")")])
     assert passage(item).split() == ["Which", "grows?", "tin"]
@@ -295,7 +296,7 @@ def test_pass_at_k_is_the_estimate_of_many_samples(
 ) -> None:
     """Against every way to draw k of n replies: which replies pass is decided here."""
     items = read_items(write(tmp_path / "humaneval.jsonl", [CODE, CODE]), "humaneval")
-    task = replace(TASKS[4].task(items), max_tokens=2)
+    task = replace(BY_NAME["humaneval"].task(items), max_tokens=2)
     engine = engine_of(tiny_model(tokenizer.vocab_size, 64), tokenizer)
     passes = iter([[True] * 3 + [False] * 9, [False] * 12])
     prompt = [tokenizer.bos, *tokenizer.encode("def")]

@@ -117,6 +117,8 @@ def test_batches_and_the_cache_change_no_score(
         assert any(example.cropped for example in examples) == (context == CONTEXT)
     if name == "copa":
         assert any(example.shared > 5 for example in examples)
+    if make_model is with_lookback and task.kind != "language":
+        assert any(example.shared for example in examples)
     answers = score_examples(model, examples, CPU, tokenizer.vocab_size)
     for example, answer in zip(examples, answers, strict=True):
         losses, says = alone(model, example, tokenizer.vocab_size)

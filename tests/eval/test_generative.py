@@ -112,7 +112,7 @@ def test_tinyworld_asks_every_kind_the_same_way_every_time(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("base", [False, True])
-@pytest.mark.parametrize("choices", [("A", "B", "C", "D"), ("corn", "the miller of the valley", "B")])
+@pytest.mark.parametrize("choices", [("A", "B", "C", "D"), ("corn", "the miller of the valley", "B"), ("日本語", "B")])
 def test_the_choice_picked_has_the_least_loss_per_byte(engine, base, choices):
     items = [question(f"Which of the {number}?", "B", choices) for number in range(6)]
     graded = run_task(engine, replace(TASK, items=lambda seed, count: items), base=base)
@@ -124,8 +124,9 @@ def test_the_choice_picked_has_the_least_loss_per_byte(engine, base, choices):
         examples = [choice_example(prompt, [one], 0, CONTEXT) for one in ids]
         answers = score_examples(engine.model, examples, CPU, tokenizer.vocab_size)
         nats = np.concatenate([one.nats(example) for one, example in zip(answers, examples, strict=True)])
-        assert reply.text == choices[int(np.argmin(nats / np.array([len(choice) for choice in choices])))]
+        assert reply.text == choices[int(np.argmin(nats / np.array([len(choice.encode()) for choice in choices])))]
         assert reply.correct == (reply.text == "B")
+    assert graded.scores[0].value == sum(reply.text == "B" for reply in graded.replies) / 6
 
 
 def test_items_that_contradict_each_other_are_refused(engine):

@@ -12,7 +12,6 @@ from quern.eval.task import question
 from quern.rl.environment import draw_item
 from quern.rl.environments import load_environment
 
-REAL = Path(__file__).parents[3] / "shared/data/gsm8k"
 ROWS = [
     {"question": f"What is {n} + 1?", "answer": f"{n} + 1 = <<{n}+1={n + 1}>>{n + 1}\n#### {n + 1}"} for n in range(40)
 ]

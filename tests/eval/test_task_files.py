@@ -93,14 +93,15 @@ def test_core_is_asked_from_a_folder_of_files(out: Path, capsys: pytest.CaptureF
     assert "--bundle and --limit are for CORE: add --tasks core" in capsys.readouterr().err
     rows = [{"query": f"{n} and", "choices": ["one", "two"], "gold": n % 2} for n in range(9)]
     (out / "copa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    flags = ("--tasks", "core", "--limit", "7", "--stage", "pretrain")
+    flags = ("--tasks", "core", "--limit", "7")
     lines = evaluate(out, *flags, "--bundle", str(out))
-    assert [(line["task"], line["count"]) for line in lines if "copa" in line["task"]] == [("core/copa", 7)]
+    asked = [(line["stage"], line["task"], line["count"]) for line in lines if "copa" in line["task"]]
+    assert asked == [("pretrain", "core/copa", 7)], "the untrained model is not asked"
     assert lines[-1]["task"] == "mean of 1 of CORE's 22 tasks, v2, 7 questions each"
     (out / "downloads/core/eval_data").mkdir(parents=True)
     (out / "copa.jsonl").rename(out / "downloads/core/eval_data/copa.jsonl")
     for bundle in ((), ("--bundle", "core")):
-        assert evaluate(out, *flags, *bundle)[-1]["count"] == 7
+        assert evaluate(out, *flags, *bundle, "--stage", "pretrain")[-1]["count"] == 7
     answers = out / "runs/first/core/pretrain/copa.answers.jsonl"
     assert len(answers.read_text("utf-8").splitlines()) == 8
     assert main.main(["report", "--out", str(out)]) == 0

@@ -243,7 +243,9 @@ def test_a_margin_out_of_reach_is_refused_before_an_idea_is_trained(tmp_path: Pa
     for name, more in (("quiet", {"noise": 0.001}), ("loud", {"noise": 0.02, "any_delta": True})):
         study, told = start(name, **more)
         assert len(told) == 1 and "8 pairs find an effect of 0.0" in told[0] and study.runs("grows", 0)
-    with pytest.raises(ValueError, match=r"cannot show that an idea changes less than 0\.005 .* give --any-delta.* --delta 0\.0"):
+    with pytest.raises(
+        ValueError, match=r"cannot show that an idea changes less than 0\.005 .* give --any-delta.* --delta 0\.0"
+    ):
         start("refused", 0.02)
     study = Comparison(tmp_path / "refused")
     assert study.runs("base", 0) and not study.runs("grows", 0)

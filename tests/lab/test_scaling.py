@@ -51,9 +51,9 @@ def counts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FakeTrainer(Trainer):
-    """Bits per byte follow from the size, the tokens and the seeds. `before` may raise or change them."""
+    """Bits per byte follow from the size, the tokens and the seeds. `before` may raise."""
 
-    def __init__(self, before: Callable[[int, Recipe], float | None] = lambda number, recipe: 1.0) -> None:
+    def __init__(self, before: Callable[[int, Recipe], None] = lambda number, recipe: None) -> None:
         self.before, self.trained = before, 0
 
     def train(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -62,12 +62,12 @@ class FakeTrainer(Trainer):
         resolved = resolve(recipe)
         train, (counts, counter) = resolved.train, counted(recipe.depth, recipe.model)
         assert train.steps and train.batch_tokens and recipe.depth
-        factor = self.before(self.trained, recipe)
+        self.before(self.trained, recipe)
         self.trained += 1
         on_step(train.steps, 1.0)
         tokens, kaplan = train.steps * train.batch_tokens, counts.kaplan
         noise = np.random.default_rng([seed, data_seed, kaplan, tokens]).normal(0, NOISE)
-        bpb = None if factor is None else float(TRUE.loss(kaplan, tokens) * np.exp(noise)) * factor
+        bpb = float(TRUE.loss(kaplan, tokens) * np.exp(noise))
         flops = train.steps * counter.step(train.batch_tokens).model
         return Trial(name, train.steps, seed, data_seed, tokens, flops, 1.0, bpb, 1000.0, 1, asdict(counts), ())
 
@@ -124,10 +124,9 @@ def test_a_killed_study_repeats_no_finished_run(tmp_path: Path) -> None:
     whole, given = options(tmp_path / "whole"), options(tmp_path / "killed")
     study(whole)
 
-    def kill_at(number: int, recipe: Recipe) -> float:
+    def kill_at(number: int, recipe: Recipe) -> None:
         if number == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        return 1.0
 
     for done in (3, 6):
         child = os.fork()
@@ -142,21 +141,32 @@ def test_a_killed_study_repeats_no_finished_run(tmp_path: Path) -> None:
     assert "6 runs are finished, 22 are left" in study(given, rest)[1]
     assert rest.trained == 22
     assert cells(given) == cells(whole) and fits(given) == fits(whole)
+    again = FakeTrainer()
+    study(given, again)
+    assert again.trained == 0
 
 
 def test_another_plan_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     given, trained = options(tmp_path), list[Recipe]()
 
-    def stop(number: int, recipe: Recipe) -> float:
+    def stop(number: int, recipe: Recipe) -> None:
         trained.append(recipe)
         raise KeyboardInterrupt
 
-    def start(**changes: Any) -> None:
-        source = changes.pop("source", None)
-        run(replace(given, **changes), FakeTrainer(stop), lambda line: None, source=source)
+    said, machine = list[str](), {"device": "cpu", "dtype": "float32", "compiled": True, "torch": "2.9"}
+
+    def start(commit: str = "abc", device: str = "cpu", **changes: Any) -> None:
+        source, facts = changes.pop("source", None), {"commit": commit, "machine": machine | {"device": device}}
+        run(replace(given, **changes), FakeTrainer(stop), said.append, source=source, facts=facts)
 
     with pytest.raises(KeyboardInterrupt):
         start()
+    assert not [line for line in said if line.startswith("warning")]
+    with pytest.raises(KeyboardInterrupt):
+        start(commit="def")
+    assert "started by other software: commit abc then, def now" in said[-1]
+    with pytest.raises(ValueError, match=r"another --device \(cpu then, cuda now\)"):
+        start(device="cuda")
     for changes, named in (
         ({"budgets": (*BUDGETS, 1e15)}, "budgets, cells"),
         ({"recipe": replace(RECIPE, optim=replace(RECIPE.optim, matrix_lr=0.03))}, r"recipe\.optim\.matrix_lr"),
@@ -164,7 +174,7 @@ def test_another_plan_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=f"registered with another {named}, which must not change"):
             start(**changes)
-    assert len(trained) == 1
+    assert len(trained) == 2
     with pytest.raises(KeyboardInterrupt):  # changes nothing that is learned
         start(recipe=replace(RECIPE, train=replace(RECIPE.train, log_every=99)), tokens_per_second=9.0)
 
@@ -175,7 +185,7 @@ def test_fit_reads_a_study_that_another_process_trains(tmp_path: Path) -> None:
         study(replace(given, fit=True))
     assert not list(tmp_path.iterdir())
 
-    def look(number: int, recipe: Recipe) -> float:
+    def look(number: int, recipe: Recipe) -> None:
         if number == 25:
             path, idle = given.folder / "cells.jsonl", FakeTrainer()
             before = path.read_text(encoding="utf-8")
@@ -184,7 +194,6 @@ def test_fit_reads_a_study_that_another_process_trains(tmp_path: Path) -> None:
             assert (body["runs"]["used"], len(body["runs"]["missing"]), idle.trained) == (25, 3, 0)
             assert path.read_text(encoding="utf-8").endswith(TORN)
             raise KeyboardInterrupt
-        return 1.0
 
     with pytest.raises(KeyboardInterrupt):
         study(given, FakeTrainer(look))
@@ -197,7 +206,8 @@ def test_diverged_failed_and_padded_cells_are_survived_and_named(tmp_path: Path)
                 raise RuntimeError("not enough memory")
             trial = super().train(recipe, **given)
             if recipe.depth == 3:
-                return replace(trial, bpb=float("nan"), tokens_per_second=float("inf"))
+                bpb = None if self.trained % 2 else float("nan")
+                return replace(trial, bpb=bpb, tokens_per_second=float("inf"))
             return replace(trial, flops=0.9 * trial.flops) if recipe.depth == 4 else trial
 
     given, lines = options(tmp_path), []

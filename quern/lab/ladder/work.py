@@ -93,7 +93,7 @@ def _scores(study: Comparison, arm: str, rung: int) -> dict[int, float | None]:
 
 
 def judged_trials(study: Comparison, arm: str, rung: int) -> dict[int, TrialRecord]:
-    """The trials of an arm that verdicts use, by seed: those with the tuned field's best value that did not choose it."""
+    """The trials of an arm that verdicts use, by seed: those with the tuned field's best value that did not tune it."""
     runs = study.runs(arm, rung, chosen(study, arm))
     return {seed: one for seed, one in runs.items() if seed not in TUNE_SEEDS}
 

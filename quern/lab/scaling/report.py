@@ -1,4 +1,4 @@
-"""The lines that `quern lab scaling` prints: its plan, its fits, and how a study agrees with the predictions of another one."""
+"""The output of `quern lab scaling`: its plan, its fits, and how a study agrees with the predictions of another one."""
 
 from __future__ import annotations
 
