@@ -155,8 +155,9 @@ def test_another_plan_in_the_same_folder_is_refused(tmp_path: Path) -> None:
 
     said, machine = list[str](), {"device": "cpu", "dtype": "float32", "compiled": True, "torch": "2.9"}
 
-    def start(commit: str = "abc", device: str = "cpu", **changes: Any) -> None:
-        source, facts = changes.pop("source", None), {"commit": commit, "machine": machine | {"device": device}}
+    def start(**changes: Any) -> None:
+        source, commit, device = (changes.pop(name, None) for name in ("source", "commit", "device"))
+        facts = {"commit": commit or "abc", "machine": machine | {"device": device or "cpu"}}
         run(replace(given, **changes), FakeTrainer(stop), said.append, source=source, facts=facts)
 
     with pytest.raises(KeyboardInterrupt):
