@@ -75,6 +75,8 @@ class Job:
         """Submits the request, in the engine thread. Returns False if nobody waits for it any more."""
         if not self.cancelled:
             self.generation = self._submit()
+        if self.cancelled:  # perhaps meanwhile, when there was no generation to cancel
+            self.cancel()
         return not self.cancelled
 
     async def batches(self) -> AsyncIterator[list[Event]]:

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from quern.generate.engine import Engine
-from quern.generate.reply import Event
+from quern.generate.reply import Event, Generation
 from quern.serve.gate.frontier import Gate
 from quern.serve.metrics import Metrics
 from quern.serve.server import create_app
@@ -90,6 +90,20 @@ def test_a_client_that_leaves_with_its_last_token_is_counted_once() -> None:
     page = generate_latest(metrics.registry).decode()
     counted = re.findall(r'request_success_total\{finished_reason="(\w+)".*\} (\S+)', page)
     assert counted == [("length", "1.0")]
+
+
+def test_a_request_that_is_given_up_while_it_is_submitted_leaves_the_batch() -> None:
+    worker, generation = Worker("toy", toy_engine(), Metrics(), Limits()), Generation(1)
+
+    async def ask() -> None:
+        def submit() -> Generation:
+            job.cancel()  # the client leaves at this very moment
+            return generation
+
+        job = worker.submit(submit)
+        assert not job.begin() and generation.cancelled
+
+    asyncio.run(ask())
 
 
 def test_a_client_that_leaves_in_its_body_is_no_failure(capfd: pytest.CaptureFixture[str]) -> None:

@@ -167,7 +167,6 @@ class Frontier:
             if refusal is None and scope["method"] == "POST":
                 refusal = self._excess(client)
                 counted = refusal is None
-                self._open[client] += counted
             app = self._app if refusal is None else error_response(refusal)
             await app(scope, receive, send_with_headers)
         finally:
@@ -179,11 +178,12 @@ class Frontier:
                 self._gate.log(json.dumps(line | {"seconds": round(time.perf_counter() - start, 4)}))
 
     def _excess(self, client: str) -> ApiError | None:
-        """Why a client's request has to wait; otherwise it is counted."""
+        """The error of a request of a client that has too many; without an error, the request is counted."""
         if self._gate.at_once and self._open[client] >= self._gate.at_once:
             return _too_many(f"{self._gate.at_once} of your requests are open already", 1)
         if self._rate is not None and (wait := self._rate.wait(client, patient=False)):
-            return _too_many(f"you may make {self._gate.per_minute} requests a minute", math.ceil(wait - 1e-6))
+            return _too_many(f"you may make {self._gate.per_minute} requests a minute", max(1, math.ceil(wait - 1e-6)))
+        self._open[client] += 1
         return None
 
     def _refusal(self, host: str, path: str, holder: str | None, method: str) -> ApiError | None:
