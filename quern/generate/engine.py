@@ -177,7 +177,9 @@ class Engine:
             logprobs: Also compute the log-probability of every token (`Completion.logprobs`), and of so many of the
                 likeliest tokens in its place (`Completion.top_logprobs`).
             bias: Added to the logits of these tokens; -inf forbids one.
-            form, calls, must_call: As in `Reply`. `grammars` makes them.
+            form: The form of each text, from `grammars`; special tokens cannot occur in it.
+            calls: The form of a call of the caller's tools, from `grammars`; they replace the calculator.
+            must_call: Begin with a call.
 
         Returns:
             The open generation; `step` adds its events.
