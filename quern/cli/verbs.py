@@ -7,7 +7,7 @@ import functools
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -203,8 +203,7 @@ def verb_evaluate(verb: str, rest: list[str]) -> int:
     if options.against is not None:
         compare_runs(where.run_dir, options.against, options.tasks, options.stage, log)
         return 0
-    names = "questions tasks stage bundle limit harness chat_data samples contamination".split()
-    asked = evaluate.Questions(**{name: getattr(options, name) for name in names})
+    asked = evaluate.Questions(**{field.name: getattr(options, field.name) for field in fields(evaluate.Questions)})
     if options.check:
         asked.find(where.run_dir.out, alone(), log)
         return 0
