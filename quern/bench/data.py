@@ -48,7 +48,7 @@ PREPARED_BYTES = 250e6
 STEP_SECONDS = 0.02
 """How long the consumer of `loading` is busy with a batch: about a step on an accelerator."""
 MANY_CONTEXT, MANY_MEAN_TOKENS = 2048, 1000
-"""Of the loader of many documents."""
+"""Tokens of the context and of a mean document in the benchmark of many documents."""
 SHARES = {"utilisation": "utilisation", "padding": "padding_share", "cropped": "cropped_share"}
 """Names in the record of fields of a packing report."""
 

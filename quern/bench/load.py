@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 
 @dataclass(frozen=True)
 class Load:
-    """What is sent. seconds: no request starts later; rate: requests a second of the open loop, 0 for a closed one.
+    """Requests to send. seconds: no request starts later; rate: requests a second of the open loop, 0 for a closed one.
 
     long_tokens: Client 0 of a closed loop sends prompts of this length; 0 for prompts like the others'.
     """

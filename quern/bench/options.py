@@ -30,7 +30,7 @@ class BenchOptions:
     """
 
     what: Annotated[tuple[What, ...], tyro.conf.Positional] = ()
-    """What to measure. Default: all except prepare, ranks, grug, serve and quality."""
+    """Parts to measure. Default: all except prepare, ranks, grug, serve and quality."""
     out: Path = Path("out")
     """The folder of the records, which are written to bench/ in it."""
     rounds: Few = 5

@@ -154,8 +154,8 @@ class RanksOptions:
     tp: Few = 1
     """Ranks that share one replica of the model (tensor parallelism); the replicas are data parallel."""
     zero: Literal[2, 3] = 2
-    """What the replicas share: 2, the optimizer's state; 3, also parameters and gradients, which are gathered block by
-    block: less memory, more communication."""
+    """2: the replicas share the optimizer's state; 3: also parameters and gradients, which are gathered block by block,
+    with less memory and more communication."""
     restarts: Annotated[int, Interval(ge=0, le=10**6)] = 3
     """With several ranks: how often all ranks restart after one fails."""
     timeout: Amount = 60.0

@@ -24,7 +24,7 @@ encode = json.JSONEncoder(allow_nan=False).encode
 UNKNOWN = float("inf")
 """Stands for the log-probability of a token with nothing before it."""
 Piece = tuple[int, Delta | None, list[Token]]
-"""What is new in a choice: its index, the text or None for the end, and the tokens that begin in it."""
+"""A new piece of a choice: its index, the text or None for the end, and the tokens that begin in it."""
 
 
 class JSON(Response):
