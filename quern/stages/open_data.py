@@ -27,17 +27,17 @@ def open_data(
     Args:
         recipe: The run's recipe, resolved.
         run_dir: The run.
-        origin: What the stage was made from.
+        origin: The record of the stage's inputs.
         log: Takes lines for the user.
-        named: The user named the text in this command, so it must still be the same. Otherwise text that has changed
-            is mentioned, and the shards are used.
+        named: The user named the text in this command, so it must still be the same. Otherwise its shards are used,
+            whatever the text is now.
         workers: Processes that encode text, where shards are missing.
 
     Raises:
         ValueError: The tokenizer or the text is another one; the message holds both fingerprints and what to do.
     """
     tokenizer = run_dir.tokenizer()
-    require_same(origin, Origin(tokenizer.fingerprint), run_dir, "pretrain")
+    require_same(origin, replace(origin, tokenizer=tokenizer.fingerprint), run_dir, "pretrain")
     folder = None if origin.shards is None else run_dir.out / origin.shards
     if folder is None or origin.tokens is None or not prepared(folder, origin.tokens):
         data = prepare(recipe, run_dir.out, log, tokenizer, workers)

@@ -71,8 +71,8 @@ def _run(recipe: Recipe, session: Session, questions: int, fine_tune: bool) -> i
                     "world, to teach it to chat. --no-sft leaves it a base model"
                 )
     before = [_newest(run_dir, name) for name in stages]
-    for name, newest in zip(stages, before, strict=True):
-        own = replace(session, stage=name, resume=newest > 0)
+    for name in stages:
+        own = replace(session, stage=name, resume=run_dir.has_trained(name))
         code = pretrain.run(recipe, own, check) if name == "pretrain" else sft.run(chat_recipe, own)
         if code != EXIT_DONE:
             return code
@@ -103,7 +103,7 @@ def _is_evaluated(run_dir: RunDir) -> bool:
 def _for_fine_tuning(
     recipe: Recipe, run_dir: RunDir, named: Collection[str], callables: dict[str, Callable[..., Any]] | None
 ) -> Recipe:
-    """What is asked of fine-tuning, where the recipe may be the one that pretraining saved."""
+    """Returns what the user asks of fine-tuning; the recipe may be the one that pretraining saved."""
     if run_dir.has_trained("sft"):
         saved = read_saved(run_dir, "sft", callables)
         return overlay(saved, recipe, named) if saved else recipe

@@ -11,7 +11,7 @@ import platform
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +155,7 @@ class Session:
         origin, tokenizer = read_origin(self.folder), run_dir.tokenizer()
         if origin is None:
             raise FileNotFoundError(f"{self.folder} has no recipe, and its checkpoints cannot be read: remove it")
-        require_same(origin, Origin(tokenizer.fingerprint), run_dir, self.stage)
+        require_same(origin, replace(origin, tokenizer=tokenizer.fingerprint), run_dir, self.stage)
         return origin, run_dir.read_recipe(origin.recipe, self.stage, origin.source, callables), tokenizer, None
 
     def plan(

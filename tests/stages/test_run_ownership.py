@@ -18,6 +18,7 @@ import torch
 
 from quern import compiler
 from quern.cli import main
+from quern.data.batch import GROUP_SIZE, groups_of
 from quern.records import read_events, read_metrics
 from quern.runs.run_dir import RunDir
 from quern.runs.run_lock import run_lock
@@ -94,6 +95,15 @@ def meta(folder: Path, stage: str, run: str = "app") -> dict:
     found = manifest.latest(folder / "out" / "runs" / run / stage / "checkpoints", pytest.fail)
     assert found is not None
     return found[1]["meta"]
+
+
+def test_a_text_of_several_groups_is_opened_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`GROUP_SIZE` is beyond the texts of tests: a smaller one records what a large text does."""
+    monkeypatch.setattr(groups_of, "__defaults__", (1000,))
+    flags = [*SHAPE, *SFT[:4], "--data", str(folder / "text.jsonl"), "--conversations", str(folder / "talks.jsonl")]
+    assert quern(folder, "run", *flags, "--questions", "1", run="large") == 0  # evaluation opens its shards
+    assert meta(folder, "sft", "large")["origin"]["group_size"] == GROUP_SIZE
+    assert quern(folder, "sft", "--resume", "--sft.steps", "5", run="large") == 0
 
 
 # What changed under a run -------------------------------------------------------------------------------------
@@ -401,6 +411,16 @@ def test_who_trains_is_said_of_a_run_that_has_checkpoints_already(
         said = capsys.readouterr().err
         assert f"in use by process {os.getpid()} on " in said and "(`quern run --run app`)" in said, said
         assert quern(folder, verb, *flags) == 1 and "already: continue with --resume" in capsys.readouterr().err
+
+
+def test_run_goes_on_from_the_weights_that_another_run_gave(folder: Path) -> None:
+    """Killed before its first save of its own: it has step 0 alone."""
+    assert quern(folder, "pretrain", "--from", "app", "--train.keep", "9", run="next") == 0
+    for step in steps(folder, "pretrain", "next")[1:]:
+        shutil.rmtree(manifest.path_of(folder / "out/runs/next/pretrain/checkpoints", step))
+    assert steps(folder, "pretrain", "next") == [0]
+    assert quern(folder, "run", "--resume", "--no-sft", "--questions", "1", run="next") == 0
+    assert steps(folder, "pretrain", "next")[-1] == 6
 
 
 def test_a_base_model_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
