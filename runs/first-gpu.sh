@@ -21,7 +21,11 @@ if [ $# -lt 1 ]; then
 fi
 data=$1
 shift
-parts=${*:-exact bench ladder ideas jax serve}
+all="exact bench ladder ideas jax serve"
+parts=${*:-$all}
+for name in $parts; do
+    [[ " $all " == *" $name "* ]] || { echo "$0: there is no part $name: use $all" >&2; exit 2; }
+done
 . "$(dirname "$0")/find-quern.sh"
 project=$(cd "$(dirname "$0")/.." && pwd)
 out=${OUT:-out/first-gpu}

@@ -131,6 +131,7 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_next_one(tmp_path: Path) -
     program(tmp_path / "quern", body)
     env = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SCALE": "0.01", "OUT": "records"}
     script = [tmp_path / "runs/first-gpu.sh", "texts"]
+    assert subprocess.run([*script, "idea"], env=env, cwd=tmp_path, timeout=60, check=False).returncode == 2
     assert subprocess.run(script, env=env, cwd=tmp_path, timeout=60, check=False).returncode == 1
     parts = [json.loads(line) for line in (tmp_path / "records/parts.jsonl").read_text("utf-8").splitlines()]
     assert [(one["part"], one["exit"]) for one in parts] == [

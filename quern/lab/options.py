@@ -75,7 +75,7 @@ class CompareOptions:
     """A Ray cluster whose machines train the arms: auto or HOST:PORT. Default: this machine."""
     ladder: bool = False
     """Compare on the ladder's sizes, for compute multipliers and their trend."""
-    rungs: tuple[Annotated[Annotated[int, Interval(ge=0, le=100)], Interval(ge=0, le=100)], ...] = (0,)
+    rungs: tuple[Annotated[int, Interval(ge=0, le=100)], ...] = (0,)
     """With --ladder: the rungs to climb. An idea goes up unless it is clearly worse or makes no difference."""
     every: bool = False
     """With --ladder: take every idea up, whatever its verdict."""

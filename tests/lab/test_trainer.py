@@ -141,6 +141,8 @@ def test_a_comparison_from_the_command_line(
     assert "2 pairs decide nothing: give at least 3" in capsys.readouterr().err
     assert main.main([*command, "--ladder"]) == 1
     assert "a rung sets depth, model.context" in capsys.readouterr().err
+    assert main.main([*command, "--rungs", "2"]) == 1
+    assert "--rungs is for the ladder" in capsys.readouterr().err
     assert main.main(command) == 0
     said = capsys.readouterr().out
     assert "trigram" in said and "multiplier by FLOPs" in said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -23,7 +22,7 @@ from quern.lab.ladder.rungs import RUNGS, Rung, at_rung, code_fingerprint, numbe
 from quern.lab.ladder.study import BASELINES, SPEEDS, ArmRecord, Comparison, Plan
 from quern.lab.ladder.work import Options, Worker, finished, proxy_line
 from quern.lab.options import CompareOptions
-from quern.lab.study import WAIT_SECONDS, check_name, now, start_facts
+from quern.lab.study import check_name, now, start_facts
 from quern.lab.verdict import Rules
 from quern.recipe import Recipe, Resolved
 from quern.resolve import resolve
@@ -119,6 +118,8 @@ def _check(base: Arm, options: CompareOptions, named: Collection[str], rungs: Ma
             raise ValueError(f"a rung sets {', '.join(set_by)}: leave it out, or compare at one size without --ladder")
         if unknown := [str(rung) for rung in options.rungs if rung not in rungs]:
             raise ValueError(f"there is no rung {', '.join(unknown)}: use {', '.join(map(str, rungs))}")
+    elif set(options.rungs) != {0}:
+        raise ValueError("--rungs is for the ladder: add --ladder, or leave --rungs out")
     elif resolve(base.recipe).train.steps == 1:
         raise ValueError("--train.steps must be at least 2, since the first step is not timed")
 
@@ -139,13 +140,11 @@ def public(recipe: Recipe) -> dict[str, Any]:
 
 def _count_ngrams(study: Comparison, rung: int, recipe: Resolved, prepared: Prepared) -> None:
     """Counts the n-grams of the tokens that seed 0 of the baseline reads at a rung, once for a study."""
-    while rung not in study.ngrams:
-        with study.claim(f"ngrams-{rung}") as mine:
-            if mine and rung not in study.ngrams:
-                study.add(BASELINES, {"rung": rung, **_ngrams(recipe, prepared)})
-        if not mine:
-            time.sleep(WAIT_SECONDS)
-            study.refresh()
+    study.work(
+        lambda: [] if rung in study.ngrams else [rung],
+        lambda rung: f"ngrams-{rung}",
+        lambda rung: study.add(BASELINES, {"rung": rung, **_ngrams(recipe, prepared)}),
+    )
 
 
 def _ngrams(recipe: Resolved, prepared: Prepared) -> dict[str, float]:
