@@ -85,7 +85,7 @@ class Study:
                 "the first run: give the same arguments, or name another study with --study"
             )
 
-    def compare_facts(self, now: dict[str, Any] | None) -> str | None:
+    def compare_facts(self, facts: dict[str, Any] | None) -> str | None:
         """Compares the facts of this start with those of the first one; either may be unknown.
 
         Returns:
@@ -95,16 +95,16 @@ class Study:
             ValueError: The device, the dtype or the use of torch.compile differ.
         """
         before = self.body["facts"]
-        if before is None or now is None:
+        if before is None or facts is None:
             return None
-        old, new = before["machine"], now["machine"]
+        old, new = before["machine"], facts["machine"]
         fixed = [f"{flag} ({old[key]} then, {new[key]} now)" for key, flag in FIXED.items() if old[key] != new[key]]
         if fixed:
             raise ValueError(
                 f"the study '{self.name}' was started with another {', '.join(fixed)}, so its runs could not be "
                 "compared: give the same flags, or name another study with --study"
             )
-        pairs = [(key, before.get(key), now.get(key)) for key in ("quern", "commit")]
+        pairs = [(key, before.get(key), facts.get(key)) for key in ("quern", "commit")]
         pairs.append(("torch", old.get("torch"), new.get("torch")))
         changed = [f"{key} {one} then, {other} now" for key, one, other in pairs if one != other]
         text = f"warning: the study '{self.name}' was started by other software: {'; '.join(changed)}"

@@ -119,14 +119,14 @@ def score_tables(run: RunRecords) -> list[ScoreTable | ScorePlot]:
     """
     stages, rows = score_stages(run), score_rows(run)
 
-    def table(title: str, introduction: str, wanted: Callable[[str], bool]) -> list[ScoreTable]:
+    def table(title: str, introduction: str, wanted: Callable[[str], bool], chart: bool = False) -> list[ScoreTable]:
         own = sorted((row for row in rows if wanted(row.metric)), key=lambda row: row.metric == MEAN)
         shown = [at for at in range(len(stages)) if any(row.scores[at] for row in own)]
         own = [ScoreRow(row.task, row.metric, row.detail, [row.scores[at] for at in shown]) for row in own]
         titles = [(stages[at], STAGE_TITLES.get(stages[at], stages[at])) for at in shown]
-        return [ScoreTable(title, introduction, titles, own, wanted is _of_questions)] if own else []
+        return [ScoreTable(title, introduction, titles, own, chart)] if own else []
 
-    tasks = table("Task", INTRODUCTION, _of_questions)
+    tasks = table("Task", INTRODUCTION, _of_questions, chart=True)
     texts = table("Text", TEXTS, lambda metric: metric == "bpb")
     others = table("Measure", "", lambda metric: metric != "bpb" and not _of_questions(metric))
     return [*(plot for one in tasks for plot in _plot(one)), *tasks, *texts, *others]

@@ -24,7 +24,7 @@ from quern.temporaries import write_whole
 from quern.terminal import grid
 
 RESULTS, FIGURE = "results.json", "pairs.svg"
-Trial = dict[str, Any]
+Line = dict[str, Any]
 """A line of `trials.TRIALS`."""
 SHOWN_TRIALS = 10
 SHOWN_FIELDS = 5
@@ -61,7 +61,7 @@ def write_results(sweep: Sweep, study: optuna.Study, space: Space) -> list[str]:
     return _lines(folder, facts, ranked, names, len(space.dimensions))
 
 
-def is_whole(trial: Trial) -> bool:
+def is_whole(trial: Line) -> bool:
     """Whether a trial's value is the mean over all seeds. That of a trial that Wilcoxon's test ended is not, though
     Optuna's state of it is COMPLETE: some seeds have lower losses than others."""
     return trial["bpb"] is not None and trial["outcome"] != "pruned"
@@ -91,7 +91,7 @@ def importances(study: optuna.Study) -> dict[str, float]:
     return {name: round(float(weight), 4) for name, weight in found.items()}
 
 
-def edge_warnings(space: Space, best: Trial) -> list[str]:
+def edge_warnings(space: Space, best: Line) -> list[str]:
     """One line for each field whose best value is at the edge of its range."""
     found = []
     for one in space.dimensions:
@@ -103,7 +103,7 @@ def edge_warnings(space: Space, best: Trial) -> list[str]:
     return found
 
 
-def against_baseline(best: Trial, trials: Sequence[Trial]) -> dict[str, float] | None:
+def against_baseline(best: Line, trials: Sequence[Line]) -> dict[str, float] | None:
     """The mean difference of the best trial from the recipe's own values, and its standard error over the seeds.
 
     A run that diverged counts as `verdict.WORST`, as in the value of its trial.
@@ -119,7 +119,7 @@ def against_baseline(best: Trial, trials: Sequence[Trial]) -> dict[str, float] |
     return {"bpb": statistics.fmean(differences), **({"standard_error": spread} if math.isfinite(spread) else {})}
 
 
-def _lines(folder: Path, facts: dict[str, Any], ranked: Sequence[Trial], names: list[str], fields: int) -> list[str]:
+def _lines(folder: Path, facts: dict[str, Any], ranked: Sequence[Line], names: list[str], fields: int) -> list[str]:
     rows = []
     for trial in ranked[:SHOWN_TRIALS]:
         scores = [score(run["bpb"]) for run in trial["runs"]]
@@ -149,7 +149,7 @@ def _lines(folder: Path, facts: dict[str, Any], ranked: Sequence[Trial], names: 
     return [*lines, f"best: {' '.join(flags)}", f"written: {folder / RESULTS}, {folder / TRIALS}, {folder / FIGURE}"]
 
 
-def _value(trial: Trial) -> float:
+def _value(trial: Line) -> float:
     return float(trial["bpb"])
 
 
@@ -160,7 +160,7 @@ def _text(value: Any, digits: int = 4) -> str:
 # The figure -------------------------------------------------------------------------------------------------
 
 
-def draw_pairs(path: Path, ranked: Sequence[Trial], shown: Sequence[Dimension]) -> None:
+def draw_pairs(path: Path, ranked: Sequence[Line], shown: Sequence[Dimension]) -> None:
     """Draws each field against the value (on the diagonal) and each pair of fields, coloured by the value."""
     scores = np.array([_value(trial) for trial in ranked])
     worst = float(np.quantile(scores, WORST_SHOWN))
@@ -193,7 +193,7 @@ def draw_pairs(path: Path, ranked: Sequence[Trial], shown: Sequence[Dimension]) 
     figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
 
 
-def _coordinates(one: Dimension, trials: Sequence[Trial]) -> np.ndarray:
+def _coordinates(one: Dimension, trials: Sequence[Line]) -> np.ndarray:
     values = [trial["values"][one.name] for trial in trials]
     return np.array([one.choices.index(value) for value in values] if one.choices else values, dtype=float)
 
