@@ -1,4 +1,4 @@
-"""What a rank of a mesh would hold, computed without its memory and without the other ranks.
+"""The tensors that a rank of a mesh would hold, computed without its memory and without the other ranks.
 
 The code of training makes the sharded model and the optimizer's buckets, but on torch's "meta" device, which keeps
 shapes and no numbers, and with groups that send nothing. So sizes are those of training, padding included. traffic.py

@@ -163,12 +163,12 @@ Sizes = dict[int, int]
 
 @dataclass(frozen=True)
 class Activations:
-    """What autograd keeps of one row's forward pass, up to the head.
+    """The tensors that autograd keeps of one row's forward pass, up to the head.
 
     Attributes:
-        inputs: Of each block, its arguments.
-        inside: Of each block, what is kept for its backward pass.
-        outside: What is kept between the blocks.
+        inputs: The arguments of each block.
+        inside: The tensors that each block keeps for its backward pass.
+        outside: The tensors that are kept between the blocks.
     """
 
     inputs: list[Sizes]

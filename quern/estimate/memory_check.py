@@ -25,7 +25,7 @@ from quern.resolve import resolve
 from quern.terminal import human_size
 
 ERROR = 0.1
-"""Of the prediction."""
+"""The largest error of the prediction, as a share of it."""
 PLENTY = 4
 """The exact need is counted where its upper bound is more than this part of the room."""
 INTERPRETER_BYTES = 5e8
@@ -62,8 +62,8 @@ def memory_check(
     """Refuses what cannot fit in memory.
 
     Args:
-        recipe: What to train, not resolved.
-        machine: What computes.
+        recipe: The recipe, not resolved.
+        machine: The machine that computes.
         mesh: The ranks.
         log: Takes lines for the user.
         room: Bytes that a rank may take; None finds out.
@@ -131,7 +131,7 @@ def _remedy(recipe: Recipe, machine: Machine, mesh: Mesh, room: float) -> str:
         return f"set --zero 3 {least} --train.recompute {depth}"
     if gpu and fits(with_train(smallest, recompute=depth, optimizer_memory="cpu")):
         return f"set --train.optimizer-memory cpu {least} --train.recompute {depth}"
-    rows = max(1, (resolved.train.batch_tokens or 0) // context)
+    rows = max(1, resolved.train.batch_tokens // context)
     for times in MORE_RANKS if gpu else ():  # CPU ranks would share the same memory
         if mesh.dp * times <= rows and fits(smallest, dp=mesh.dp * times):
             more = f"--ranks {mesh.world.size * times}"

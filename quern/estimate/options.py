@@ -35,7 +35,7 @@ class PlanOptions:
     matmul_tflops: Annotated[Amount | None, UNSAID] = None
     """Measured rate of a GPU's large matrix products (`quern bench train`). Default: 70 % of its peak."""
     dollars_per_hour: Annotated[Annotated[float, Interval(ge=0, le=1e6)] | None, UNSAID] = None
-    """What one GPU costs. Default: as in quern/estimate/hardware.py."""
+    """The price of one GPU. Default: as in quern/estimate/hardware.py."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     compile: bool = True
     """--no-compile: memory of an eager run."""

@@ -131,7 +131,7 @@ def _fastest(
     found: list[Candidate] = []
     for sized in _sized(layout, fixed=options.recipe.train.micro_batch_tokens is not None):
         train = sized.recipe.train
-        one = Candidate(layout.dp, layout.tp, zero, train.micro_batch_tokens or 0, share=share)
+        one = Candidate(layout.dp, layout.tp, zero, train.micro_batch_tokens, share=share)
         one = replace(one, optimizer_memory=train.optimizer_memory)
         note = ""
         for again in _recomputed(sized):

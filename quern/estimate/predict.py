@@ -127,7 +127,7 @@ def predict(layout: Layout, memory: Memory, cluster: Cluster, flops_per_token: f
 
 
 def _exposed(seconds: float, calls: Sequence[int], beside: float) -> float:
-    """What does not hide behind computation: a call of the average length, or what is longer than the computation."""
+    """Returns the seconds that computation does not hide: a call of the average length, or all beyond `beside`."""
     return max(seconds / max(1, sum(calls)), seconds - beside)
 
 

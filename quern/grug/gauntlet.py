@@ -209,7 +209,7 @@ def check(core: type[Grug]) -> dict[str, dict[str, Any]]:
 def measure(core: type[Grug], steps: int) -> dict[str, float]:
     """Measures seconds to the first step (with compilation), tokens per second and peak memory on one device."""
     platform, mesh = jax.default_backend(), single_mesh()
-    dtype, context = "float32" if platform == "cpu" else "bfloat16", REFERENCE.context or 0
+    dtype, context = "float32" if platform == "cpu" else "bfloat16", REFERENCE.context
     cfg = StepConfig(REFERENCE, OPTIM, dtype, None, measured_block(platform, dtype, context), core)
     with jax.set_mesh(mesh):
         state = jax.block_until_ready(init_state(0, cfg))

@@ -1,4 +1,4 @@
-"""What a rank holds of a bucket's state, as slices of logical tensors, which checkpoints write and read."""
+"""The part of a bucket's state that a rank holds, as slices of logical tensors, which checkpoints write and read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quern.parallel.stacks import Stack
 
 
 def slices_of(bucket: Bucket) -> dict[str, Slice]:
-    """What this rank holds of masters and state, by logical name ("master.<parameter>", "m.<parameter>").
+    """Returns this rank's slices of masters and state, by logical name ("master.<parameter>", "m.<parameter>").
 
     Held gradients are in "held.<parameter>", with one entry per replica along the first dim, and their number in
     "held_steps.<parameter>".

@@ -37,7 +37,7 @@ class Zero2:
     change weights in place only, and through `load_state_tensors`.
 
     Args:
-        groups: Of `make_groups`.
+        groups: The result of `make_groups`.
         dtype_ns: Dtype of Muon's matrix products: the machine's compute dtype.
         compile: Run the update rules through torch.compile.
         mesh: The ranks; None is this process alone.

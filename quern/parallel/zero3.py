@@ -107,7 +107,7 @@ class Zero3(Zero2):
 
     Args:
         model: Compiled already, if it will be; otherwise as for `Zero2`.
-        groups, options: Of `Zero2`.
+        groups, options: As for `Zero2`.
     """
 
     fetched_ahead = 1_000_000  # all
@@ -120,10 +120,10 @@ class Zero3(Zero2):
             for number in range(len(parts))
         ]
         self._calls: list[Gathered] = []
-        """Of the current pass, in order, those of the backward pass included."""
+        """The current pass: its parts in the order of their calls, those of the backward pass included."""
         self._records = False
         self._earlier: dict[bool, list[Gathered]] = {True: [], False: []}
-        """Of the pass before: with and without gradients."""
+        """The last pass with gradients, and the last one without."""
         self._sent: tuple[Bucket, Tensor, Pending] | None = None
         self._restore = [self._wrap(model, part, own) for part, own in zip(parts, self.gathered, strict=True)]
         self._hooks.append(model.register_forward_pre_hook(self._begin))

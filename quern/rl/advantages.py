@@ -32,7 +32,7 @@ def is_uniform(rewards_S: np.ndarray) -> bool:
 
 
 def overlong_penalty(length: int, max_tokens: int, overlong_tokens: int) -> float:
-    """What a reply of this length loses: 0 to 1 over the last `overlong_tokens` before `max_tokens` (DAPO §3.4)."""
+    """The penalty of a reply of this length: 0 to 1 over the last `overlong_tokens` before `max_tokens` (DAPO §3.4)."""
     if not overlong_tokens:
         return 0.0
     return min(1.0, max(0.0, (length - (max_tokens - overlong_tokens)) / overlong_tokens))
@@ -48,8 +48,8 @@ def clipped_ratios(
     a plain policy gradient give exactly its gradient at the current model.
 
     Args:
-        logprobs: Of each token under the current model.
-        sampled_logprobs: Of each token under the model that sampled it.
+        logprobs: Log-probability of each token under the current model.
+        sampled_logprobs: The same under the model that sampled it.
         weights: The tokens' advantages.
         low, high: How far the ratio may leave 1 before a token stops counting.
 

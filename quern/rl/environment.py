@@ -19,10 +19,10 @@ class Environment:
     """Questions that a program can grade.
 
     Args:
-        name: Of its scores.
+        name: The name of its scores.
         ask: (seed) → a question. Equal seeds give equal questions; a seed is any text.
         reward: (item, text of the reply without tool calls) → its reward, a finite number; usually 0 or 1.
-        files: What questions and rewards are read from; a resumed stage must find the same contents.
+        files: The files that questions and rewards are read from; a resumed stage must find the same contents.
         notes: Lines for the user on how they were read.
     """
 

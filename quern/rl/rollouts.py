@@ -321,7 +321,7 @@ class Rollouts:
 
 @contextmanager
 def _evaluating(model: LanguageModel) -> Iterator[None]:
-    """Without dropout; the model is in its mode again afterwards."""
+    """Runs the body without dropout, and returns the model to its mode."""
     training = model.training
     model.eval()
     yield

@@ -23,7 +23,7 @@ def compare_runs(
         run_dir: The first run.
         against: The second: RUN, or RUN/STAGE; without a stage, the same as of the first.
         tasks: Names of scores, or their first parts, such as core. Empty: all that both runs have.
-        stage: Of the first run. None: its last one with answers.
+        stage: The stage of the first run. None: its last one with answers.
         log: Takes lines for the user.
 
     Raises:

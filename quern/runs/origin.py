@@ -1,4 +1,4 @@
-"""What a stage was made from, in one record: its inputs by fingerprint, the model that it began with, its recipe.
+"""The record of what a stage was made from: its inputs by fingerprint, the model that it began with, its recipe.
 
 A stage writes the record when it begins (origin.json, recipe.json, and both into every checkpoint). A resumed stage is
 compared with it (`compare`): a stage owns its inputs, because training on other data would silently be wrong.
@@ -142,7 +142,7 @@ def compare(began: Origin | None, now: Origin, run_dir: RunDir, stage: str, besi
 
     Args:
         began: The record on disk; None for a stage that begins.
-        now: What the command would train with.
+        now: The record of what the command would train with.
         run_dir: The run.
         stage: The stage.
         besides: Parts and fields of the recipe to ignore.

@@ -73,7 +73,7 @@ class PublicData:
     Args:
         name: For file names.
         train: The local training files; those with a digest may not be there yet.
-        val: Those for validation.
+        val: The files for validation.
         tokenizer: The vocabulary of tokens.
         available: The number of training files that the set has.
         digests: The SHA-256 (hex) of each training file that `training_files` downloads.

@@ -62,10 +62,9 @@ def make_batches(recipe: Resolved, corpus: Corpus, rows: int | None = None) -> B
     if recipe.make_batches is not None and rows is None:
         return recipe.make_batches(recipe, corpus)
     rows = rows or max(1, batch_tokens // context)
-    seed = recipe.seed if recipe.data_seed is None else recipe.data_seed
     if recipe.train.packing == "stream":
-        return StreamLoader(corpus, context, rows, seed)
-    return Loader(corpus, context, rows, seed, recipe.train.packing)
+        return StreamLoader(corpus, context, rows, recipe.data_seed)
+    return Loader(corpus, context, rows, recipe.data_seed, recipe.train.packing)
 
 
 def ready_model(
@@ -83,7 +82,7 @@ def ready_model(
     Args:
         recipe: Resolved, with the tokenizer's vocabulary.
         tokenizer: The tokenizer.
-        machine: What computes.
+        machine: The machine that computes.
         mesh: The ranks.
         log: Takes lines for the user.
         weights: fp32 weights by parameter name; None draws them from the recipe's seed.

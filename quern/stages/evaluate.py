@@ -66,7 +66,7 @@ class _Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Questions:
-    """What is asked.
+    """The questions of an evaluation.
 
     Args:
         questions: The number of questions of each kind.
@@ -204,7 +204,7 @@ def _open_texts(recipe: Resolved, run_dir: RunDir, mesh: Mesh) -> _Texts:
 
 @dataclass(frozen=True)
 class _Evaluation:
-    """What every stage of a run is asked, and where."""
+    """The questions to every stage of a run, and the machine and the run that answer."""
 
     run_dir: RunDir
     machine: Machine
@@ -237,10 +237,17 @@ class _Evaluation:
         log(f"evaluating: {name}")
         scores = list[Score]()
         if not chats:  # bits per byte say little about a chat model
-            how = {"context": engine.context, "rows": loaded.recipe.micro_batch_rows, "kinds": texts.kinds}
-            train = None if name == "untrained" else texts.sample
-            val = texts.prepared.val
-            scores = text_scores(loaded.model, loaded.tokenizer, self.machine, val, train, group=world, **how)
+            scores = text_scores(
+                loaded.model,
+                loaded.tokenizer,
+                self.machine,
+                texts.prepared.val,
+                None if name == "untrained" else texts.sample,
+                kinds=texts.kinds,
+                context=engine.context,
+                rows=loaded.recipe.micro_batch_rows,
+                group=world,
+            )
         samples: Lines = []
         count = min(self.asked.questions, UNTRAINED_QUESTIONS) if name == "untrained" else self.asked.questions
         for task in self.tasks(loaded):
@@ -258,13 +265,14 @@ class _Evaluation:
             return lines
         if found.core:
             log(f"CORE: {name}")
-            how = {"limit": self.asked.limit, "group": world}
-            scores = run_core(engine, found.core, folder / CORE / name, identity, log, **how)
+            records, limit = folder / CORE / name, self.asked.limit
+            scores = run_core(engine, found.core, records, identity, log, limit=limit, group=world)
             lines += _lines(loaded, scores, lambda line: None)
         if found.chat:
             log(f"chat tasks: {name}")
-            how = {"base": not chats, "samples": self.asked.samples, "group": world}
-            lines += _lines(loaded, run_chat(engine, found.chat, answers, identity, **how), log)
+            replies = self.asked.samples
+            scores = run_chat(engine, found.chat, answers, identity, base=not chats, samples=replies, group=world)
+            lines += _lines(loaded, scores, log)
         if found.harness:
             log(f"lm-evaluation-harness: {name}")
             lines += _lines(loaded, found.harness(loaded, self.machine), log)
@@ -309,7 +317,7 @@ def refuse_unequal(model: dict[str, Any], group: ProcessGroup) -> None:
 def _lines(loaded: LoadedModel, scores: Sequence[Score], log: Log) -> Lines:
     """The scores of a stage as lines of evaluate.jsonl, which it logs too."""
     for score in scores:
-        log(f"  {score.task:28} {score.described(loaded.recipe.model.context or 0)}")
+        log(f"  {score.task:28} {score.described(loaded.recipe.model.context)}")
     return [{"stage": loaded.stage, "step": loaded.step, **asdict(score)} for score in scores]
 
 
@@ -341,8 +349,8 @@ def _samples(engine: Engine, name: str, recipe: Resolved) -> Lines:
         return [_chat(name, messages) for chat in chats(recipe) if (messages := converse(engine, chat))]
     ids = {text: render_text(engine.tokenizer, text) for text in OPENINGS}
     prompts = {text: prompt for text, prompt in ids.items() if len(prompt) < engine.context}
-    how = {"max_tokens": 64, "sampling": Sampling(0.8, 50), "seed": recipe.seed, "plain": True}
-    done = engine.generate(list(prompts.values()), **how)
+    sampling = Sampling(0.8, 50)
+    done = engine.generate(list(prompts.values()), max_tokens=64, sampling=sampling, seed=recipe.seed, plain=True)
     return [
         {"stage": name, "kind": "completion", "prompt": prompt, "text": row[0].text}
         for prompt, row in zip(prompts, done, strict=True)

@@ -13,7 +13,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -299,12 +299,12 @@ def prepare(
         log(f"tokens: {folder} is up to date")
     else:
         refuse_unwritable(out)
+        write = partial(write_shards, workers=workers, start_workers=start_workers)
         with naming(folder), alone_in(folder, log):
             for split in (split for split in ("val", "train") if not prepared(folder, mark, [split])):
                 texts = (text for text in recorded(source.read(split), folder, split) if text)
                 megabytes = source.megabytes() if split == "train" else None
-                how: dict[str, Any] = {"workers": workers, "megabytes": megabytes, "start_workers": start_workers}
-                write_shards(texts, tokenizer, folder, split, mark, log, **how)
+                write(texts, tokenizer, folder, split, mark, log, megabytes=megabytes)
     train, val = (Corpus.open(folder, split, fingerprint=mark) for split in ("train", "val"))
     samples = (
         corpus.kinds_of_text(recipe.seed)

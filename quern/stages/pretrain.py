@@ -112,8 +112,9 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
         lines.append(f"{packing['cropped_share']:.1%} of the text is in no row: --train.packing best-fit loses none")
     lines.append(f"pretraining: {counted(plan.steps, 'step')} of {recipe.train.batch_tokens:,} tokens")
     facts = prepared.facts and {**prepared.facts, **facts, "packing": packing}
-    told: dict[str, Any] = {"changed": changed, "lines": lines, "facts": facts}
-    return session.train(recipe, state, batches, plan, origin, prepared.tokenizer, **told)
+    return session.train(
+        recipe, state, batches, plan, origin, prepared.tokenizer, changed=changed, lines=lines, facts=facts
+    )
 
 
 def _text(recipe: Resolved, session: Session, began: Origin | None) -> Prepared:
@@ -157,14 +158,14 @@ def _fit_minutes(
         return {name: began.recipe["train"][name] for name in ("steps", "batch_tokens")}
     measured = _time_parts(recipe, session, model, corpus)
     micro_seconds, update_seconds = mesh.world.broadcast_object(measured)
-    micro_tokens = recipe.micro_batch_rows * (recipe.model.context or 1)
-    steps, batch_tokens = 1, recipe.train.batch_tokens or micro_tokens
+    micro_tokens = recipe.micro_batch_rows * recipe.model.context
+    steps, batch_tokens = 1, recipe.train.batch_tokens
     for _ in range(8):
         step_seconds = micro_seconds * batch_tokens / (micro_tokens * mesh.dp) + update_seconds
         steps = max(1, int(recipe.train.minutes * 60 / step_seconds))
         if asked.train.batch_tokens is not None:
             break
-        batch_tokens = batch_rule(steps * batch_tokens, recipe.model.context or 1, mesh.dp)
+        batch_tokens = batch_rule(steps * batch_tokens, recipe.model.context, mesh.dp)
     session.log(
         f"{recipe.train.minutes:g} minutes are about {steps:,} steps of {batch_tokens:,} tokens on this machine; "
         "planned again as they are spent"

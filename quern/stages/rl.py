@@ -20,7 +20,7 @@ from quern.parallel.plan import shard_model
 from quern.recipe import IN_FINE_TUNING, Recipe, Resolved, RlRecipe
 from quern.resolve import fine_tuning_rates, resolve
 from quern.rl.advantages import pass_at_k
-from quern.rl.environment import draw_item, fingerprint
+from quern.rl.environment import Environment, draw_item, fingerprint
 from quern.rl.environments import load_environment
 from quern.rl.rollouts import Rollouts, Tally, divergence
 from quern.runs.load import Start, open_checkpoint
@@ -66,15 +66,7 @@ def _run(asked: Recipe, session: Session) -> int:
     machine, run_dir, mesh, log = session.machine, session.run_dir, session.mesh, session.log
     first, base, tokenizer, start = session.begin(asked, "sft")
     recipe = rl_recipe(asked, base)
-    folder = Path(recipe.rl.data) if recipe.rl.data else None
-    for path in (Path(name) for name in recipe.rl.rewards if name.endswith(".py") and Path(name).is_file()):
-        if "rl.rewards" in session.named or (start is not None and not (session.folder / "recipe.json").exists()):
-            trust(run_dir.out, sha256_of(path))  # the user named it just now
-        require_trusted(run_dir.out, path)
-    environments = [load_environment(name, folder) for name in recipe.rl.rewards]
-    for environment in environments:
-        for note in environment.notes:
-            log(f"{environment.name}: {note}")
+    environments = _environments(recipe.rl, session, begins=start is not None)
     source = session.source or (start and start.run_dir.kept_source(start.stage))
     rewards, digest = fingerprint(environments), source_digest(source) or first.source
     origin = replace(first, recipe=recipe.to_json(), rewards=rewards, source=digest)
@@ -124,6 +116,20 @@ def _run(asked: Recipe, session: Session) -> int:
         facts=start and start.facts_in(run_dir, facts),
         data={"environments": list(recipe.rl.rewards)} | precision_of(facts),
     )
+
+
+def _environments(rl: RlRecipe, session: Session, begins: bool) -> list[Environment]:
+    """Loads what is practised. A file is executed where this output folder trusts it, or the user named it just now."""
+    out, folder = session.run_dir.out, Path(rl.data) if rl.data else None
+    for path in (Path(name) for name in rl.rewards if name.endswith(".py") and Path(name).is_file()):
+        if "rl.rewards" in session.named or (begins and not (session.folder / "recipe.json").exists()):
+            trust(out, sha256_of(path))
+        require_trusted(out, path)
+    environments = [load_environment(name, folder) for name in rl.rewards]
+    for environment in environments:
+        for note in environment.notes:
+            session.log(f"{environment.name}: {note}")
+    return environments
 
 
 def _kept_start(session: Session) -> Start:

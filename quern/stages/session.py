@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ WORDS = {
 
 
 def loss_and_speed(line: dict[str, Any]) -> str:
-    """What the progress line says of a step."""
+    """Describes a step on the progress line."""
     speed = f", {line['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in line else ""
     return f"loss {round(line['loss'], 3) + 0.0:.3f}{speed}"  # + 0.0: no -0.000
 
@@ -67,7 +68,7 @@ class Session:
         resume: Continue from the newest good checkpoint.
         source: The text of the recipe's own Python file, if the user named one.
         log: Takes lines for the user.
-        trackers: What makes the further destinations of metrics.
+        trackers: Functions that make the further destinations of metrics.
         mesh: The ranks.
         named: Recipe fields that the user named in this command.
         start: The checkpoint of another run that this stage begins with.
@@ -205,11 +206,10 @@ class Session:
         """Resumes or begins the stage, runs the loop, logs the result, and returns an exit code of `train.guard`.
 
         Args:
-            recipe: Resolved.
-            state: Fresh, with the weights to begin with.
-            batches, plan: What to train on, and what the loop does.
-            origin, tokenizer: What the stage is made from; saved with it.
-            changed: What the user changed in the recipe of a stage that is resumed, as lines.
+            recipe, state: The resolved recipe, and a fresh state with the weights to begin with.
+            batches, plan: The batches, and the settings of the loop.
+            origin, tokenizer: Saved with the stage and the run.
+            changed: The fields that the user changed in the recipe of a stage that is resumed, as lines.
             lines: For the user, before the first step.
             facts: For run.json. A stage that begins writes it and the tokenizer; None writes neither.
             data: Facts on the data, for the stage's events.
@@ -245,22 +245,20 @@ class Session:
                     meter.total = state.plans[-1][1] if state.plans else plan.steps
                     meter.at(state.step, self.shown(line))
 
-                def explain(outcome: loop.Outcome) -> str:
-                    return outcome.advice(self.resume_command, self._lower_rates(recipe))
-
-                code = loop.train(backend, batches, plan, folder, meter.log, advance, explain)
+                code = loop.train(backend, batches, plan, folder, meter.log, advance, partial(self._explain, recipe))
         if code == EXIT_DONE:
             self.log(f"{participle} on {state.tokens:,} tokens in {state.seconds:,.0f} s of steps → {self.folder}")
         return code
 
-    def _lower_rates(self, recipe: Resolved) -> str:
-        """The flag that halves the stage's rates, for messages."""
+    def _explain(self, recipe: Resolved, outcome: loop.Outcome) -> str:
+        """Tells the user why training ended early, and what to do next."""
         flag, value = {
             "pretrain": ("optim.lr-scale", recipe.optim.lr_scale),
             "sft": ("sft.lr-share", recipe.sft.lr_share),
             "rl": ("rl.lr-share", recipe.rl.lr_share),
         }[self.stage]
-        return f"--{flag} {(value or 0) / 2:.3g}"
+        rates = f"--{flag} {(value or 0) / 2:.3g}"  # of a recipe whose rules use no lr_scale, None
+        return outcome.advice(self.resume_command, rates)
 
     def _has_finished(self) -> bool:
         """Whether the stage's last event is its end. A process that is killed after the last save leaves none."""

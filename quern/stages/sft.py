@@ -135,10 +135,9 @@ def prepare_lessons(asked: Recipe, base: Resolved, tokenizer: Tokenizer, session
     recipe = fit_to_conversations(recipe, talks.train, mesh.dp)
     context, batch_tokens = recipe.model.context, recipe.sft.batch_tokens
     assert batch_tokens is not None  # `fit_to_conversations` filled it in
-    rows, too_long = batch_tokens // context, recipe.sft.too_long
+    rows, packing, too_long = batch_tokens // context, "first-fit-decreasing", recipe.sft.too_long
     # All documents in one group, because the sources of a mixture follow each other.
-    how = recipe.seed, "first-fit-decreasing"
-    batches = Loader(talks.train, context, rows, *how, too_long=too_long, group_size=None)
+    batches = Loader(talks.train, context, rows, recipe.seed, packing, too_long=too_long, group_size=None)
     steps = recipe.sft.steps or max(1, round(batches.steps_per_epoch * recipe.sft.epochs))
     every = {name: getattr(asked.train, name) or max(1, steps // 4) for name in ("eval_every", "save_every")}
     recipe = replace(recipe, sft=replace(recipe.sft, steps=steps), train=replace(recipe.train, **every))

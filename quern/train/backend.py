@@ -1,4 +1,4 @@
-"""What the training loop computes with: PyTorch here, JAX in stages/jax/backend.py."""
+"""`Backend`: the state that the training loop changes, and how: PyTorch here, JAX in stages/jax/backend.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from quern.train.step import DeviceBatch, StepResult, send_batch, train_on
 Evaluator = Callable[[Any], dict[str, Any]]
 """Takes the state, which holds the counters too, and returns values for the log."""
 Told = list[list[float]]
-"""What each rank told the others with a step, in rank order."""
+"""The numbers that each rank told the others with a step, in rank order."""
 
 
 class Backend(Protocol):
@@ -66,7 +66,7 @@ class Backend(Protocol):
 
 @dataclass
 class TorchBackend:
-    """A state of PyTorch on a machine. seed: of what a model draws in a step (dropout)."""
+    """A state of PyTorch on a machine. seed: for a model's draws in a step (dropout)."""
 
     run: TrainState
     machine: Machine

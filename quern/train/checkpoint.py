@@ -24,6 +24,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +88,7 @@ def save(
     temporary = folder / files.broadcast_object(f"{final.name}.tmp-{uuid.uuid4().hex}")
     parts = [_owned(part, mesh.main) for part in ([tensors] if isinstance(tensors, Mapping) else tensors)]
     needed = sum(part.tensor.nbytes for own in parts for part in own.values())
-
-    def refused(error: OSError) -> str:
-        return _write_error(folder, step, needed, error)
-
+    refused = partial(_write_error, folder, step, needed)
     with _failing_together(files, refused):
         if mesh.main:
             folder.mkdir(parents=True, exist_ok=True)

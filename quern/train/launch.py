@@ -61,7 +61,7 @@ EXPECTED = (*USERS, RuntimeError)
 
 @dataclass(frozen=True)
 class Place:
-    """Which of the command's processes this is. restart: how often all ranks were restarted."""
+    """This process among those of the command. restart: how often all ranks were restarted."""
 
     rank: int
     ranks: int

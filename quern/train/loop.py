@@ -52,7 +52,7 @@ class TrainingPlan:
     row_tokens: int | None = None
     """Tokens of the rows that micro_batch_rows counts; a forward pass has more of shorter ones. None: all are equal."""
     keep_step: int | None = None
-    """A step that is saved and whose checkpoint is never removed: the last one before the rates fall."""
+    """A step that is saved and whose checkpoint is never removed, such as the last one before the rates fall."""
     budget_seconds: float | None = None
     """Time in steps that the run takes: the steps are planned again while it trains (horizon.py)."""
     recorded: Sequence[Plan] = ()
@@ -190,10 +190,15 @@ def _steps(
             saver.save(kept)
         if stopping:
             break
+    return _ended(run, plan, horizon, saver, folder)
+
+
+def _ended(run: Counters, plan: TrainingPlan, horizon: Horizon, saver: Saver, folder: Records) -> Outcome:
+    """Waits for the last save, and saves the state of a run that was stopped while it waited for text."""
     if run.step == horizon.steps:
         saver.settle()
         return Outcome(EXIT_DONE)
-    if plan.save_every and saver.step != run.step:  # it was stopped while it waited for text
+    if plan.save_every and saver.step != run.step:
         saver.save(horizon.reaches(plan.keep_step, run.step))
     saver.settle()
     folder.event("stop", step=run.step, reason="signal")

@@ -1,8 +1,7 @@
 """The manifest of a checkpoint: its format, and how it is written and read. The checkpoints of a folder.
 
 JSON: schema version, step, version of the library that wrote it, the caller's JSON (`meta`), size in bytes and SHA-256
-of each file, and the SHA-256 of all that. This file
-knows nothing of tensors.
+of each file, and the SHA-256 of all that. This file knows nothing of tensors.
 """
 
 from __future__ import annotations

@@ -55,14 +55,14 @@ class Window:
 
 @dataclass(frozen=True)
 class Moment:
-    """What a line is computed from.
+    """The values that a line of the log is computed from.
 
     Attributes:
         run: The run's counters (`Counters` in state.py).
         last: The last step (`StepResult` in step.py).
         window: The timed steps since the last line.
         lr: The multiplier of the learning rates in the last step.
-        peak_flops: Of the machine, per second.
+        peak_flops: The machine's, per second.
     """
 
     run: Any

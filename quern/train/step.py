@@ -42,7 +42,7 @@ class DeviceBatch:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gives. loss: nats per valid target; grad_norm: global, before clipping; tokens: valid targets;
+    """The result of a step. loss: nats per valid target; grad_norm: global, before clipping; tokens: valid targets;
     positions: all that were computed, masked ones too; flops: without a skipped update; verdict: the guard's."""
 
     loss: float
