@@ -62,13 +62,13 @@ class Trial:
     Args:
         recipe: The name of the arm.
         steps: Optimizer steps.
-        seed: Of the initial weights.
-        data_seed: Of the order of the batches.
+        seed: Seed of the initial weights.
+        data_seed: Seed of the order of the batches.
         tokens: Targets trained on.
         flops: Training FLOPs of all positions by `model.count`.
         seconds: Time in all steps, at the speed of those after the first, which may compile.
         bpb: Final validation bits per byte; None for a run that diverged.
-        tokens_per_second: Of the steps after the first.
+        tokens_per_second: Speed in the steps after the first.
         peak_bytes: Peak memory: of the GPU, or of the process on a CPU.
         parameters: The fields of `model.count.Parameters`.
         curve: Validations, by step.
@@ -129,9 +129,9 @@ class Trainer:
 
         Args:
             recipe: As for `quern pretrain`. Its own seed decides the text of the built-in world and nothing else.
-            name: Of the arm, for the record.
-            seed: Of the initial weights.
-            data_seed: Of the order of the batches.
+            name: Name of the arm, for the record.
+            seed: Seed of the initial weights.
+            data_seed: Seed of the order of the batches.
             evaluations: Validations during the trial, evenly spaced; the last one is at the end.
             on_step: Called after each step with its number and the seconds in steps so far. It may block or raise.
             on_eval: Called after each validation. It may raise.

@@ -75,7 +75,7 @@ class Finding:
         difference: Idea - baseline, bits per byte; nan without a pair.
         error: Standard error of the difference.
         degrees: Its degrees of freedom.
-        interval: Of the true difference. The verdict, except "fails", follows from it alone.
+        interval: Interval of the true difference. The verdict, except "fails", follows from it alone.
         correlation: Pearson's, of baseline and idea over the seeds; nan for fewer than three pairs.
     """
 
@@ -235,7 +235,7 @@ def estimate(found: Moments, correction: ArrayLike = 0.0) -> Estimate:
     variance τ² the best is 1 - (others / all seeds) · τ² / 2σ². Any a is unbiased; the error is that of the a used.
 
     Args:
-        found: Of each idea.
+        found: Findings of each idea.
         correction: Standard error of a correction that all pairs of an idea share.
     """
     n, degrees = np.maximum(found.pairs, 1.0), np.maximum(found.pairs - 1, 0.0)

@@ -178,7 +178,8 @@ def test_wrong_options_are_refused(tmp_path: Path, wrong: str) -> None:
 def test_without_the_extra_the_error_names_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "quern.lab.search.sweep", None)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    monkeypatch.delitem(sys.modules, "quern.lab.search.sweep")
     monkeypatch.delattr(search, "sweep", raising=False)
     assert main.main(["lab", "sweep", "--space", *SPACE, "--train.steps", "9"]) == 1
     told = capsys.readouterr().err

@@ -48,7 +48,7 @@ class Speed:
     Args:
         ratio: Seconds of a run of the idea over those of the baseline, at equal steps. Above 1: the idea is slower.
         error: Standard error of ln(ratio).
-        seconds: Of a step of the baseline, while this was measured.
+        seconds: Seconds of a step of the baseline, while this was measured.
         pairs: Pairs of turns.
     """
 

@@ -63,7 +63,7 @@ class Curve:
     Two rungs give a straight line in logarithms (E = 0), three or more the whole law.
 
     Args:
-        means: Of at least two rungs.
+        means: Means of at least two rungs.
     """
 
     def __init__(self, means: Sequence[Mean]) -> None:

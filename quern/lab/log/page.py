@@ -14,7 +14,7 @@ class Page:
     """A study as the log shows it.
 
     Args:
-        name: Of the study.
+        name: Name of the study.
         registered: When it began, as ISO 8601 text.
         section: Lines of its section in experiments/LOG.md, without the title.
         files: The text of each file under docs/experiments/, by name.

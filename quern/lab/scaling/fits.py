@@ -144,7 +144,7 @@ class Envelope:
     """The optima of all budgets, and the power laws N*(C), D*(C) through them.
 
     Args:
-        optima: Of each budget, ascending.
+        optima: Optima of each budget, ascending.
         refusal: Why there are no laws.
         parameters, tokens: The exponents of the laws.
         ratio: Tokens per parameter, the geometric mean over the budgets.
@@ -207,9 +207,9 @@ def envelope(
         n: Parameters of each run.
         d: Tokens of each run.
         loss: Loss of each run.
-        resamples: Of the bootstrap.
-        level: Of the intervals.
-        seed: Of the bootstrap.
+        resamples: Resamples of the bootstrap.
+        level: Level of the intervals.
+        seed: Seed of the bootstrap.
     """
     budget, n, d, loss = (np.asarray(values, float) for values in (budget, n, d, loss))
     rng = np.random.default_rng(seed)

@@ -50,8 +50,8 @@ class Cell:
     Args:
         budget: FLOPs that the run should cost.
         size: As given by the user.
-        seed: Of the initial weights and of the data order.
-        depth, width: Of the model.
+        seed: Seed of the initial weights and of the data order.
+        depth, width: Dimensions of the model.
         steps: Optimizer steps.
         batch_tokens: Tokens of a step.
         flops: FLOPs of the model alone: the update's share falls as batches grow, which would bend the law.

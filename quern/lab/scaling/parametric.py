@@ -66,7 +66,7 @@ class SurfaceFit:
         runs: Number of runs.
         surface: The optimum.
         refusal: Why there is none.
-        intervals: Of E, A, B, alpha, beta, and of `exponent`: a of N* ∝ C^a.
+        intervals: Intervals of E, A, B, alpha, beta, and of `exponent`: a of N* ∝ C^a.
         leave_out: Fits without each budget, the highest losses, and the most influential run.
         note: What the runs do not determine.
         residual_sd: Standard deviation of ln L around the surface: the noise of one run, and what the form misses.
@@ -136,9 +136,9 @@ def fit_surface(
         budget: The planned FLOPs of each run: the leave-out table drops each budget once.
         flops: FLOPs of each run, for `predict`; 6 N D by default.
         labels: Names of the runs, for the leave-out table.
-        resamples: Of the bootstrap, which draws runs with replacement.
-        level: Of the intervals.
-        seed: Of the bootstrap.
+        resamples: Resamples of the bootstrap, which draws runs with replacement.
+        level: Level of the intervals.
+        seed: Seed of the bootstrap.
     """
     n, d, loss = (np.asarray(values, float) for values in (n, d, loss))
     runs = len(n)
