@@ -54,7 +54,6 @@ def serve(setup: Setup) -> Iterator[Figure]:
     setup.settings.update(prompt_tokens=length, reply_tokens=reply, clients=ROWS, seconds=seconds)
     recipe = reference(setup.quick, setup.seed)
     tokenizer = pair_tokenizer(recipe.model.vocab_size)
-    context = int(recipe.model.context or 0)
     ordinary = tokenizer.vocab_size - len(tokenizer.special_ids)
     order = {"machine": machine_flags(setup.machine), "quick": setup.quick, "seed": setup.seed}
     with child.start("quern.bench.serve", "server", order) as process:
@@ -77,13 +76,13 @@ def serve(setup: Setup) -> Iterator[Figure]:
         single = [sent(replace(load, clients=1, seed=next(seeds))) for _ in range(setup.rounds)]
         yield figure("1 client", "tokens/s", np.array([rate(one) for one in single]))
         yield from latencies("1 client", single)
-        whole = replace(load, long_tokens=context - reply - 1)
+        whole = replace(load, long_tokens=recipe.model.context - reply - 1)
         beside = [[one for one in sent(replace(whole, seed=next(seeds))) if one.client] for _ in range(setup.rounds)]
         yield from latencies(f"{ROWS - 1} clients beside prompts of {whole.long_tokens} tokens", beside)
         half = rates.mean() / reply / 2
         opened = [sent(replace(load, rate=half, seed=next(seeds))) for _ in range(setup.rounds)]
         yield from latencies(f"open loop, {half:.1f} requests/s", opened)
-        yield from second_turns(setup, port, context)
+        yield from second_turns(setup, port, recipe.model.context)
 
 
 def offline_rate(engine: Engine, seed: int, ordinary: int, length: int, reply: int) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -166,10 +167,10 @@ def show_xray(conversation: Conversation, text: str) -> None:
 def change(conversation: Conversation, text: str, name: str) -> None:
     """Sets a number, if there is one, and shows all numbers that can be set."""
     if text:
-        try:
-            value = float(text) if set(text) & set(".eEiInN") else int(text)
-        except ValueError:
-            value = text  # for the message of its refusal
+        value: int | float | str = text  # refused below, unless it is a number
+        for kind in (float, int):
+            with suppress(ValueError):
+                value = kind(text)
         refuse_outside(OF_CONVERSATION.get(name, annotations_of(Sampling).get(name)), value, name)
         if name in OF_SAMPLING:
             conversation.sampling = replace(conversation.sampling, **{name: value})

@@ -53,14 +53,13 @@ class Engine:
         max_rows: int = 64,
         prefix_megabytes: float = 0,
     ):
-        vocabulary = int(model.shape.vocab_size or 0)
-        if vocabulary < tokenizer.vocab_size:
+        if model.shape.vocab_size < tokenizer.vocab_size:
             raise ValueError(
-                f"the tokenizer has {tokenizer.vocab_size} tokens, the model {vocabulary}: they do not "
+                f"the tokenizer has {tokenizer.vocab_size} tokens, the model {model.shape.vocab_size}: they do not "
                 "belong together; use the tokenizer.json of the model's run"
             )
         self.model, self.tokenizer, self.machine = model, tokenizer, machine
-        self.context = int(model.shape.context or 0)
+        self.context = model.shape.context
         self._compiled = CompiledDecode(model, self.context) if machine.compile else None
         self.prefixes = PrefixCache(int(prefix_megabytes * 1e6)) if prefix_megabytes else None
         self.scheduler = Scheduler(
