@@ -18,7 +18,6 @@ from quern.recipes.gpt import RECIPE as BASELINE
 
 def make_batches(recipe: Resolved, corpus: Corpus) -> Batches:
     context, tokens, seed = recipe.model.context, recipe.train.batch_tokens, recipe.data_seed
-    assert context and tokens and seed is not None
     return Loader(corpus, context, tokens // context, seed, "greedy-crop", too_long="crop")
 
 

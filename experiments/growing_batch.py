@@ -59,7 +59,6 @@ class GrowingBatches(Batches):
 
 def make_batches(recipe: Resolved, corpus: Corpus) -> Batches:
     context, tokens, steps, seed = recipe.model.context, recipe.train.batch_tokens, recipe.train.steps, recipe.data_seed
-    assert context and tokens and steps and seed is not None
     if tokens // context % 2:
         raise ValueError(f"this idea halves the batch: give --train.batch-tokens an even number of rows of {context}")
     return GrowingBatches(Loader(corpus, context, tokens // context // 2, seed), steps)

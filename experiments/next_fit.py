@@ -33,7 +33,6 @@ def next_fit(lengths: np.ndarray, row_tokens: int, buffer: int, keep_tails: bool
 
 def make_batches(recipe: Resolved, corpus: Corpus) -> Batches:
     context, tokens, seed = recipe.model.context, recipe.train.batch_tokens, recipe.data_seed
-    assert context and tokens and seed is not None
     return Loader(corpus, context, tokens // context, seed, next_fit)
 
 

@@ -21,7 +21,7 @@ from quern.recipe import ConversationSource, Resolved, TextRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from quern.runs.public_data import fetch_conversations, public_data, shards_used
-from quern.text import data_sets
+from quern.text import data_sets, downloads
 from quern.text.data_sets import DataSet
 from tests.support.hub_server import COMMIT, Hub, hub_server
 from tests.support.waiting import until
@@ -72,6 +72,7 @@ def test_files_are_listed_and_downloaded_once(hub: Hub, tmp_path: Path) -> None:
     more = public_data(replace(recipe, shards=9), tmp_path)
     assert more is not None and [path.name for path in more.train] == ["train-0.parquet", "train-1.parquet"]
     assert list(more.training_files()) == list(more.train)
+    assert fetch_conversations(ConversationSource("hf:mill/words"), tmp_path) == {"train": more.train, "val": ()}
     assert hub.files_asked() == [f"mill/words/data/{name}.parquet" for name in ("validation-0", "train-0", "train-1")]
     assert any(path == f"/datasets/mill/words/resolve/{COMMIT}/data/train-1.parquet" for path, _, _ in hub.asked)
 
@@ -227,7 +228,8 @@ print("codes", [main(arguments) for arguments in json.loads(sys.argv[1])])
 def quern(folder: Path, hub: Hub, *commands: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Runs command lines in one process, in a folder with a home of its own."""
     environment = {**os.environ, "HOME": str(folder / "home"), "HF_ENDPOINT": hub.url, "no_proxy": "*"}
-    environment.pop("HF_TOKEN", None)
+    for name in ("HF_TOKEN", *downloads.QUIET_HUB):  # other tests of this process have set the latter
+        environment.pop(name, None)
     command = [sys.executable, "-c", COMMANDS, json.dumps(commands)]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
 
