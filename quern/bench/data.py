@@ -30,11 +30,11 @@ from quern.bench.measure import (
 )
 from quern.bench.options import BenchOptions
 from quern.child import start
+from quern.data.batch import prefetch
 from quern.data.loader import Loader
 from quern.data.packing import METHODS, pack
-from quern.data.prefetch import prefetch
-from quern.data.shard_writer import ShardWriter
 from quern.data.shards import Corpus
+from quern.data.token_file import ShardWriter
 from quern.temporaries import scratch_folder
 from quern.text.documents import read
 from quern.text.encode.pool import write_shards

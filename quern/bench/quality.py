@@ -16,7 +16,7 @@ from pathlib import Path
 from quern.bench.data import Setup
 from quern.bench.material import sizes_of
 from quern.bench.measure import Figure, figure
-from quern.data.pieces import windows
+from quern.data.packing import windows
 from quern.eval.bits_per_byte import bits_per_byte
 from quern.recipe import Recipe, TrainRecipe
 from quern.recipes.gpt import RECIPE

@@ -1,4 +1,4 @@
-"""Batch: the tokens of one training step; Batches: the interface of every loader.
+"""Batch: the tokens of one training step; Batches: the interface of every loader; prefetch: a thread that reads ahead.
 
 A batch is a pure function of (seed, step), for any number of ranks and micro-batches.
 
@@ -10,11 +10,14 @@ however large the corpus, and a corpus of at most one group is shuffled as a who
 from __future__ import annotations
 
 import hashlib
+import itertools
+import queue
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -186,3 +189,82 @@ def groups_of(corpus: Corpus, group_size: int | None = GROUP_SIZE) -> int:
     """The number of groups of a corpus; see `Batches`. A group may be empty, after a document that is larger."""
     size = corpus.num_tokens + DOCUMENT_SIZE * corpus.num_documents
     return 1 if group_size is None else -(-size // group_size)
+
+
+T = TypeVar("T")
+POLL_SECONDS = 0.5
+
+
+@dataclass
+class _End:
+    """The end of the items, with the error that ended them."""
+
+    error: BaseException | None
+
+
+def prefetch(
+    loader: BatchSource,
+    start: int,
+    stop: int | None,
+    depth: int = 2,
+    rank: int = 0,
+    ranks: int = 1,
+    give_up: Callable[[], bool] = lambda: False,
+) -> Generator[Batch, None, None]:
+    """Reads the batches of steps `start` to `stop` - 1, or without an end, ahead; see `prefetch_items`."""
+    steps = itertools.count(start) if stop is None else range(start, stop)
+    return prefetch_items((loader.batch(step, rank, ranks) for step in steps), depth, give_up)
+
+
+def prefetch_items(
+    items: Iterable[T], ahead: int = 2, give_up: Callable[[], bool] = lambda: False
+) -> Generator[T, None, None]:
+    """Computes items in a thread, which ends when the iterator is closed or dropped.
+
+    Args:
+        items: The items.
+        ahead: How many are computed early.
+        give_up: Asked while no item is ready; if it returns True, there are no more.
+
+    Yields:
+        The items in order. An error of the iterable is raised where its item would have come.
+    """
+    ready: queue.Queue[T | _End] = queue.Queue(maxsize=max(1, ahead))
+    closed = threading.Event()
+
+    def put(item: T | _End) -> None:
+        while not closed.is_set():
+            try:
+                return ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def take() -> T | _End:
+        while True:
+            try:
+                return ready.get(timeout=POLL_SECONDS)
+            except queue.Empty:
+                if give_up():
+                    return _End(None)
+
+    def read() -> None:
+        error = None
+        try:
+            for item in items:
+                put(item)
+                if closed.is_set():
+                    return
+        except BaseException as raised:  # the caller gets it; without it the caller would wait forever
+            error = raised
+        put(_End(error))
+
+    thread = threading.Thread(target=read, name="prefetch", daemon=True)
+    thread.start()
+    try:
+        while not isinstance(item := take(), _End):
+            yield item
+        if item.error is not None:
+            raise item.error
+    finally:
+        closed.set()
+        thread.join(timeout=5)

@@ -1,6 +1,6 @@
 """Loader of packed rows, prefetch in a thread, and windows for validation.
 
-Each epoch takes one group of documents after the other (batch.py). It permutes the pieces (pieces.py) of a group by
+Each epoch takes one group of documents after the other (batch.py). It permutes the pieces (packing.py) of a group by
 (seed, epoch, group), cuts the permutation into chunks, packs each chunk into rows, and shuffles the rows of the chunk.
 The rows of all epochs form one endless sequence; step s reads rows s·batch_rows to (s + 1)·batch_rows - 1, so a batch
 may span two epochs. Rank r of N reads rows r, r + N, … of the global batch. So neither the number of ranks nor
@@ -31,10 +31,9 @@ from pathlib import Path
 
 import numpy as np
 
-from quern.data import batch, packing, pieces, shards
+from quern.data import batch, packing, shards
 from quern.data.batch import GROUP_SIZE, Batch, Batches
-from quern.data.packing import Packer, Packing, pack, packer
-from quern.data.pieces import TOO_LONG, Pieces, make_pieces, narrow
+from quern.data.packing import TOO_LONG, Packer, Packing, Pieces, make_pieces, narrow, pack, packer
 from quern.data.shards import Corpus
 from quern.data.token_file import fingerprint
 from quern.temporaries import whole_file
@@ -292,7 +291,7 @@ class Loader(Batches):
         """Where row counts are kept: under a name that changes with all that they depend on, the code included."""
         if self.corpus.cache is None or self.corpus.fingerprint is None or not isinstance(self.packing, str):
             return None
-        code = [inspect.getsource(module) for module in (sys.modules[__name__], batch, packing, pieces, shards)]
+        code = [inspect.getsource(module) for module in (sys.modules[__name__], batch, packing, shards)]
         marks = [self.packing, self.too_long, self.seed, self.context, self.buffer, self.chunk_documents]
         marks += [self.group_size, self.corpus.fingerprint, np.__version__, *code]
         return self.corpus.cache / f"{fingerprint(*map(str, marks))[:32]}.rows"

@@ -20,10 +20,9 @@ import torch
 
 from quern import compiler
 from quern.data.loader import Batch
-from quern.data.pieces import windows
+from quern.data.packing import windows
 from quern.data.shards import Corpus
-from quern.eval.on_ranks import own_part
-from quern.eval.score import Score
+from quern.eval.score import Score, own_part
 from quern.machine import Machine
 from quern.mesh import ProcessGroup
 from quern.model.base import LanguageModel

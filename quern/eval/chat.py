@@ -31,16 +31,15 @@ import numpy as np
 
 from quern.eval import gsm8k
 from quern.eval.answers import ENDING, write_answers, write_items
-from quern.eval.on_ranks import is_main, on_ranks
 from quern.eval.run_task import fitting, run_task
-from quern.eval.score import Score, interval, mean_score, prompt_settings
+from quern.eval.score import Score, interval, is_main, mean_score, on_ranks, prompt_settings
 from quern.eval.task import Item, Task, question
 from quern.eval.tasks import tinyworld
 from quern.generate.engine import Engine
 from quern.generate.sampling import Sampling
 from quern.generate.sandbox import Program, SandboxError
 from quern.mesh import ProcessGroup
-from quern.mixture.questions import multiple_choice
+from quern.mixture.sources import multiple_choice
 from quern.rl.advantages import pass_at_k
 from quern.rl.environments.programs import open_sandbox, program_in
 from quern.runs.public_data import fetch_tests

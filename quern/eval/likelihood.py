@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quern import compiler
-from quern.eval.on_ranks import on_ranks
+from quern.eval.score import on_ranks
 from quern.generate.cache import KVCache, PrefillContext, pad
 from quern.machine import Machine
 from quern.mesh import ProcessGroup

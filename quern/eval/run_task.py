@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quern.eval.likelihood import choice_example, score_examples
-from quern.eval.on_ranks import is_main, on_ranks
-from quern.eval.score import Score, accuracy, prompt_settings
+from quern.eval.score import Score, accuracy, is_main, on_ranks, prompt_settings
 from quern.eval.task import Item, Task
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from quern.data.pieces import windows
+from quern.data.packing import windows
 from quern.data.shards import Corpus
 from quern.grug.mesh import BATCH, anywhere, make_mesh, place
 from quern.grug.model import Params

@@ -22,12 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from quern.data.pieces import make_pieces
-from quern.data.shard_writer import ShardWriter
+from quern.data.packing import make_pieces
 from quern.data.shards import Corpus
-from quern.data.token_file import fingerprint, prepared
+from quern.data.token_file import ShardWriter, fingerprint, prepared
 from quern.generate import tools
-from quern.mixture import questions, sources, task_rows
+from quern.mixture import sources, task_rows
 from quern.mixture.sources import HELD_OUT_EVERY, Fetch, Log, OpenSource, open_source
 from quern.mixture.task_rows import TaskRows, built_in_rows
 from quern.recipe import Recipe, Resolved
@@ -159,7 +158,7 @@ class _Prepared:
 
 def _prepared(source: OpenSource, rows: TaskRows, tokenizer: Tokenizer, recipe: Resolved, out: Path) -> _Prepared:
     """Opens the shards of a source; reads and tokenizes the source if they are not whole."""
-    modules = (chat, conversations, documents, formats, tools, questions, sources, task_rows)
+    modules = (chat, conversations, documents, formats, tools, sources, task_rows)
     code = [inspect.getsource(module) for module in modules]
     marks = (*source.marks, str(source.public), "" if source.built_in else rows.fingerprint)
     mark = fingerprint(tokenizer.fingerprint, *marks, *code)

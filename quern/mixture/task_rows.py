@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quern.mixture.questions import multiple_choice
+from quern.mixture.sources import multiple_choice
 from quern.text.chat import Message, parts
 from quern.text.formats import converted, place
 from quern.text.sources import OF_ROWS, list_source

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from quern.data.prefetch import prefetch_items
+from quern.data.batch import prefetch_items
 from quern.recipe import ConversationSource, Made, Resolved
 from quern.records import read_json
 from quern.temporaries import alone_in, write_whole

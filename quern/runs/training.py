@@ -16,7 +16,7 @@ from torch import Tensor
 from quern.constructors import imported
 from quern.data.batch import Batch, Batches, groups_of
 from quern.data.loader import Loader
-from quern.data.pieces import windows
+from quern.data.packing import windows
 from quern.data.shards import Corpus
 from quern.data.stream_loader import StreamLoader
 from quern.eval.bits_per_byte import bits_per_byte

@@ -13,9 +13,8 @@ from quern.eval.answers import write_answers
 from quern.eval.bits_per_byte import kinds_of_documents, sample, text_scores
 from quern.eval.chat import CHAT, Asked, find_chat_tasks, run_chat
 from quern.eval.contamination import WORDS, contaminated_shares, passage
-from quern.eval.core.bundle import core_bundle
 from quern.eval.core.run import run_core
-from quern.eval.core.tasks import CoreTask, core_passages, find_tasks
+from quern.eval.core.tasks import CoreTask, core_bundle, core_passages, find_tasks
 from quern.eval.run_task import run_task
 from quern.eval.score import Score
 from quern.eval.task import CHAT_STAGES, Task

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quern.data.batch import Batch, BatchSource
-from quern.data.prefetch import prefetch
+from quern.data.batch import Batch, BatchSource, prefetch
 from quern.mesh import EVALUATING, FIRST_STEP, SAMPLING, TRAINING
 from quern.model.count import Flops
 from quern.optim.schedule import Multipliers

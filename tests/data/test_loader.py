@@ -12,12 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quern.data.batch import prefetch
 from quern.data.loader import Batch, Loader
-from quern.data.packing import METHODS
-from quern.data.pieces import windows
-from quern.data.prefetch import prefetch
-from quern.data.shard_writer import ShardWriter
+from quern.data.packing import METHODS, windows
 from quern.data.shards import Corpus
+from quern.data.token_file import ShardWriter
 
 BOS = 0
 

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from quern.data.bin_files import read_bin
-from quern.data.shard_writer import ShardWriter
 from quern.data.shards import Corpus
-from quern.data.token_file import fingerprint, prepared
+from quern.data.token_file import ShardWriter, fingerprint, prepared
 
 BOS = 499
 
@@ -269,7 +268,7 @@ def test_another_fingerprint_replaces_every_split(folder):
 
 WRITE_AND_WAIT = """
 import sys, time
-from quern.data.shard_writer import ShardWriter
+from quern.data.token_file import ShardWriter
 writer = ShardWriter(sys.argv[1], "train", vocab_size=500, bos=499, fingerprint="a")
 writer.add([499, 1, 2])
 print("writing", flush=True)

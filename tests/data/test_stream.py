@@ -6,8 +6,7 @@ from itertools import count, islice
 import numpy as np
 import pytest
 
-from quern.data.batch import Batch
-from quern.data.prefetch import prefetch
+from quern.data.batch import Batch, prefetch
 from quern.data.shards import Corpus
 from quern.data.stream_loader import StreamLoader
 

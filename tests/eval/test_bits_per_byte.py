@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quern.data.loader import Batch
-from quern.data.pieces import windows
+from quern.data.packing import windows
 from quern.data.shards import Corpus
 from quern.eval.bits_per_byte import bits_per_byte, kinds_of_documents, sample, text_scores
 from quern.text.tinyworld.corpus import KINDS_OF_TEXT, documents, documents_of_kinds

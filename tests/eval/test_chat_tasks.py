@@ -35,7 +35,7 @@ from quern.eval.score import Score
 from quern.eval.task import Item
 from quern.generate.engine import Engine
 from quern.generate.sandbox import Program, Sandbox, SandboxError
-from quern.mixture.questions import to_messages
+from quern.mixture.sources import to_messages
 from quern.model.gpt import GPT
 from quern.runs.run_dir import RunDir
 from quern.text.chat import Message, render

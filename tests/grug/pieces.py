@@ -255,7 +255,7 @@ def not_finite() -> dict[str, bool]:
 
 def bits_per_byte() -> float:
     """Against the PyTorch side's measure on the same weights."""
-    from quern.data.pieces import windows
+    from quern.data.packing import windows
     from quern.eval.bits_per_byte import bits_per_byte as torch_bits_per_byte
 
     recipe, corpus = recipe_of(1), toy_corpus()

@@ -18,7 +18,7 @@ import torch
 from jax.sharding import PartitionSpec as P
 
 import quern.recipes.gpt
-from quern.data.pieces import windows
+from quern.data.packing import windows
 from quern.eval.bits_per_byte import bits_per_byte
 from quern.grug.mesh import BATCH, make_mesh, place
 from quern.grug.model import forward, logits

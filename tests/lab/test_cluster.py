@@ -9,8 +9,7 @@ import pytest
 
 from quern.cluster.connect import connect
 from quern.flags.recipe_file import read_recipe_file
-from quern.lab.arms import Arm, Order, in_process
-from quern.lab.cluster import on_cluster
+from quern.lab.arms import Arm, Order, in_process, on_cluster
 from quern.recipes.gpt import RECIPE
 
 ray = pytest.importorskip("ray", reason="the extra ray is not installed")

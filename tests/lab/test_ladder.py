@@ -15,8 +15,19 @@ import pytest
 from quern.lab.arms import Arm, Order
 from quern.lab.ladder.multiplier import Curve, Difference, Mean, course, multiplier, told
 from quern.lab.ladder.report import calibration, predictions, rows, study_lines
-from quern.lab.ladder.rungs import RUNGS, Rung, at_rung, code_fingerprint, numbers
-from quern.lab.ladder.study import BASELINES, SPEEDS, TRIALS, ArmRecord, Comparison, Plan
+from quern.lab.ladder.study import (
+    BASELINES,
+    RUNGS,
+    SPEEDS,
+    TRIALS,
+    ArmRecord,
+    Comparison,
+    Plan,
+    Rung,
+    at_rung,
+    code_fingerprint,
+    numbers,
+)
 from quern.lab.ladder.work import TUNE_SEEDS, Options, Worker, chosen, judged, proxy_line
 from quern.lab.trainer import Trial
 from quern.recipe import TrainRecipe

@@ -8,7 +8,7 @@ import pytest
 from quern.lab.log.page import Page
 from quern.lab.log.publish import idea_files, run
 from quern.lab.options import LogOptions
-from quern.lab.scaling.report import check_lines
+from quern.lab.scaling.study import check_lines
 from quern.lab.scaling.study import run as run_scaling
 from quern.lab.search.sweep import run as run_sweep
 from quern.lab.study import start_facts

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from quern.data.loader import Batch, Loader
-from quern.data.pieces import windows
+from quern.data.packing import windows
 from quern.data.shards import Corpus
-from quern.lab.axes.ngram import ngram_bits
+from quern.lab.axes import ngram_bits
 
 BOS, V = 0, 23
 SIZES = np.array([0, *(1 + np.arange(V - 1) % 4)])

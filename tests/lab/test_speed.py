@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quern.lab.axes.speed import LEAST_PAIRS, PARTS, _alternate, measure_speed
+from quern.lab.axes import LEAST_PAIRS, PARTS, _alternate, measure_speed
 from quern.recipe import ModelRecipe, Recipe, TextRecipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
 from tests.support.toy_training import CPU, eager

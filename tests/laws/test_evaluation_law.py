@@ -15,7 +15,7 @@ import torch
 
 from quern import compiler
 from quern.data.loader import Batch
-from quern.data.pieces import windows
+from quern.data.packing import windows
 from quern.data.shards import Corpus
 from quern.eval import likelihood
 from quern.eval.bits_per_byte import bits_per_byte

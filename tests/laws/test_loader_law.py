@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quern.data import batch, packing, pieces, shards
+from quern.data import batch, packing, shards
 from quern.data.batch import DOCUMENT_SIZE, Batches
 from quern.data.loader import SAVE_EVERY, Batch, Loader
 from quern.data.packing import METHODS
-from quern.data.shard_writer import ShardWriter
 from quern.data.shards import Corpus
 from quern.data.stream_loader import StreamLoader
+from quern.data.token_file import ShardWriter
 
 BOS = 0
 CONTEXT, BATCH_ROWS, SEED = 32, 12, 7
@@ -210,7 +210,7 @@ def test_row_counts_of_other_batches_are_not_used(tmp_path: Path):
     assert len(list((folder / "train-rows").iterdir())) == 1 + len(others)
 
 
-@pytest.mark.parametrize("module", [batch, packing, pieces, shards])
+@pytest.mark.parametrize("module", [batch, packing, shards])
 def test_row_counts_of_other_code_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType):
     folder, source = write(tmp_path, documents()), inspect.getsource
     for change in ("", "# a change"):

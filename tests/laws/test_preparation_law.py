@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from quern.data.shard_writer import ShardWriter
+from quern.data.token_file import ShardWriter
 from quern.text.encode import pool
 from quern.text.encode.pool import write_shards
 from quern.text.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from quern.data import pieces
+from quern.data import packing
 from quern.data.loader import Loader
 from quern.data.shards import Corpus
 from quern.mixture.prepare import Mixture, check_mixture, prepare_mixture
@@ -259,7 +259,7 @@ def peak_bytes(path: str, out: Path) -> int:
 def test_memory_does_not_grow_with_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each conversation its place, length and piece are kept, and nothing of its 750 bytes of text."""
     monkeypatch.setattr(content, "CHUNK_BYTES", 1 << 12)
-    monkeypatch.setattr(pieces, "MASK_TOKENS", 1 << 12)
+    monkeypatch.setattr(packing, "MASK_TOKENS", 1 << 12)
     monkeypatch.setattr(origin, "HASHED_DOCUMENTS", 16)
     reply = "answer number day " * 40
     rows = [{"instruction": f"question {number}", "output": reply} for number in range(900)]

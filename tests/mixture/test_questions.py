@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quern.generate.tools import calculate
-from quern.mixture.questions import to_messages, word_problem
+from quern.mixture.sources import to_messages, word_problem
 from quern.text.chat import Message, parts
 
 GSM8K = Path(__file__).parents[3] / "shared/data/gsm8k/train.jsonl.gz"

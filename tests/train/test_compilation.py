@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quern import compiler
-from quern.data.pieces import windows
+from quern.data.packing import windows
 from quern.eval.bits_per_byte import bits_per_byte
 from quern.generate.engine import Engine
 from quern.machine import Machine

@@ -19,7 +19,7 @@ from quern.bench.gpu.train import recipe_of
 from quern.bench.material import take_step, training_state
 from quern.bench.measure import Figure, figure
 from quern.data.loader import Loader
-from quern.data.pieces import windows
+from quern.data.packing import windows
 from quern.data.shards import Corpus
 from quern.eval.bits_per_byte import bits_per_byte
 from quern.recipe import TextRecipe

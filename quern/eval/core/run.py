@@ -15,8 +15,7 @@ from typing import Any
 from quern.eval.answers import ENDING, write_lines
 from quern.eval.core.tasks import BY_NAME, TASKS, VERSIONS, CoreTask, make_example, read_rows
 from quern.eval.likelihood import score_examples
-from quern.eval.on_ranks import is_main
-from quern.eval.score import Score, accuracy, mean_score, prompt_hash
+from quern.eval.score import Score, accuracy, is_main, mean_score, prompt_hash
 from quern.generate.engine import Engine
 from quern.mesh import ProcessGroup
 from quern.records import read_lines

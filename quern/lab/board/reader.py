@@ -12,9 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from quern.lab.board.entry import Entry, Run
-from quern.lab.board.kept_file import is_number
-from quern.lab.board.study import Study, find_studies
+from quern.lab.board.curve import is_number
+from quern.lab.board.entry import Entry, Run, Study, find_studies
 from quern.records import METRICS
 
 OVERVIEW_POINTS = 32

@@ -10,16 +10,25 @@ from typing import Any
 
 from quern import machine as machines
 from quern.cluster.connect import connect
-from quern.data.pieces import windows
+from quern.data.packing import windows
 from quern.flags.recipe_file import map_paths
 from quern.kernels.attention.autotune import select_attention
-from quern.lab.arms import Arm, in_process
-from quern.lab.axes.ngram import ngram_bits
-from quern.lab.axes.speed import measure_speed
-from quern.lab.cluster import on_cluster
+from quern.lab.arms import Arm, in_process, on_cluster
+from quern.lab.axes import measure_speed, ngram_bits
 from quern.lab.ladder.report import calibration, study_lines, write_verdicts
-from quern.lab.ladder.rungs import RUNGS, Rung, at_rung, code_fingerprint, numbers, one_size
-from quern.lab.ladder.study import BASELINES, SPEEDS, ArmRecord, Comparison, Plan
+from quern.lab.ladder.study import (
+    BASELINES,
+    RUNGS,
+    SPEEDS,
+    ArmRecord,
+    Comparison,
+    Plan,
+    Rung,
+    at_rung,
+    code_fingerprint,
+    numbers,
+    one_size,
+)
 from quern.lab.ladder.work import Options, Worker, finished, proxy_line
 from quern.lab.options import CompareOptions
 from quern.lab.study import check_name, now, start_facts

@@ -12,8 +12,7 @@ from pathlib import Path
 from scipy import special
 
 from quern.lab.arms import Arm, Order, Train
-from quern.lab.ladder.rungs import at_rung
-from quern.lab.ladder.study import TRIALS, Comparison, TrialRecord
+from quern.lab.ladder.study import TRIALS, Comparison, TrialRecord, at_rung
 from quern.lab.study import now
 from quern.lab.verdict import Finding, Judgement, Rules, judge, reach, score
 

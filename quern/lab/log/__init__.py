@@ -1,1 +1,1 @@
-"""`quern lab log`: pages and figures from the records of finished studies, one module for each kind of study."""
+"""`quern lab log`: pages and figures from the records of finished studies, a function for each kind of study."""

@@ -1,12 +1,28 @@
-"""The parts of the log that every kind of study gives."""
+"""The parts of the log that every kind of study gives, and the style of its figures."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from matplotlib.figure import Figure
+
 HEADER = "<!-- Generated from experiments/records by `quern lab log`. -->\n\n"
+INK, GREY = "#444444", "#9a9a9a"
+STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "quern",
+    "svg.fonttype": "none",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": GREY,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+}
 
 
 @dataclass(frozen=True)
@@ -43,3 +59,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def repeat(facts: dict[str, Any]) -> list[str]:
     """The last section of every page."""
     return ["## Repeat it\n", f"```\n{facts.get('command', '')}\n```\n"]
+
+
+def svg(figure: Figure) -> str:
+    """The text of a figure as SVG."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()

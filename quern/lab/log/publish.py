@@ -11,16 +11,28 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-from quern.lab.idea import read_idea, with_verdict
-from quern.lab.log import comparison, scaling_page, sweep_page
+from quern.lab.arms import read_idea, with_verdict
+from quern.lab.ladder.study import FILES
+from quern.lab.log import comparison, searches
 from quern.lab.log.page import HEADER, Page
 from quern.lab.options import LogOptions
 from quern.temporaries import write_whole
 
-KINDS = (comparison, sweep_page, scaling_page)
+
+class Kind(NamedTuple):
+    """A kind of study: the files of its records, and the function that makes its page from a folder of them."""
+
+    files: Sequence[str]
+    read: Callable[[Path], Page]
+
+
+KINDS = (
+    Kind(FILES, comparison.read),
+    Kind(searches.SWEEP_FILES, searches.read_sweep),
+    Kind(searches.SCALING_FILES, searches.read_scaling),
+)
 INTRODUCTION = (
     "# The experiment log\n",
     "In a comparison, each row is an idea against the baseline of its study, over paired seeds. Differences are in "
@@ -63,10 +75,10 @@ def run(options: LogOptions, log: Callable[[str], None]) -> int:
     return 0
 
 
-def _kind(folder: Path) -> ModuleType:
-    """The module of the kind of study that a folder holds."""
+def _kind(folder: Path) -> Kind:
+    """The kind of study that a folder holds."""
     for kind in KINDS:
-        if all((folder / file).is_file() for file in kind.FILES):
+        if all((folder / file).is_file() for file in kind.files):
             return kind
     raise FileNotFoundError(
         f"there is no finished study in {folder}: `quern lab compare`, `quern lab sweep` and `quern lab scaling` make "
@@ -82,10 +94,10 @@ def _page(folder: Path) -> Page:
         raise ValueError(f"{folder} is damaged ({error!r}): put back a copy of its files, or remove it") from error
 
 
-def _public(source: Path, kind: ModuleType, project: Path) -> dict[str, str]:
+def _public(source: Path, kind: Kind, project: Path) -> dict[str, str]:
     """The records of a study by file, without the folders of the texts and of the recipe files: records are published,
     folders are private. The fingerprint identifies the text."""
-    texts = {file: (source / file).read_text(encoding="utf-8") for file in kind.FILES}
+    texts = {file: (source / file).read_text(encoding="utf-8") for file in kind.files}
     for file, text in texts.items():
         if not file.endswith(".json"):
             continue

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quern.data.shard_writer import SHARD_TOKENS, ShardWriter
+from quern.data.token_file import SHARD_TOKENS, ShardWriter
 from quern.terminal import Meter, counted
 from quern.text.tokenizer import Tokenizer, well_formed
 

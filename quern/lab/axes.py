@@ -1,12 +1,21 @@
-"""The speed of an idea against the baseline, measured apart from the training runs.
+"""Measures of ideas: n-gram models that a proxy must beat, and the speed of an idea against the baseline.
 
-Both arms train in this process. Pairs of steps alternate in the order A B B A, so that both arms meet the same
-disturbances of the machine and a drift cancels; the training runs need no quiet machine then. A step is timed with the
-making of its batch: by the process's own time on a CPU with one thread, which other processes hardly change, else by
-the clock. The steps are spread over the whole schedule, since a batch or a window may grow during a run. It is divided
-into `PARTS`: the ratio of a part is the median over its pairs, which a step that was disturbed does not move, and the
-parts are weighted by the time that the baseline spends in them. The standard error is that of the bootstrap over the
-pairs of each part.
+N-gram models count a run's own training tokens: what a trained model must beat to be of use. Interpolated Witten-Bell
+smoothing (Witten and Bell 1991; Chen and Goodman 1998, section 2.6):
+
+    P(w | h) = (count(h w) + distinct(h) · P(w | h')) / (count(h) + distinct(h))
+
+where h' is h without its first token and distinct(h) is the number of tokens that follow h. Below the unigram is the
+uniform distribution over the vocabulary. A context does not reach beyond the BOS of its document or the start of its
+row, as in training. Nothing is tuned.
+
+The speed is measured apart from the training runs: both arms train in this process. Pairs of steps alternate in the
+order A B B A, so that both arms meet the same disturbances of the machine and a drift cancels; the training runs need
+no quiet machine then. A step is timed with the making of its batch: by the process's own time on a CPU with one thread,
+which other processes hardly change, else by the clock. The steps are spread over the whole schedule, since a batch or a
+window may grow during a run. It is divided into `PARTS`: the ratio of a part is the median over its pairs, which a step
+that was disturbed does not move, and the parts are weighted by the time that the baseline spends in them. The standard
+error is that of the bootstrap over the pairs of each part.
 
 JAX models are measured by their own trainer.
 """
@@ -15,13 +24,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from quern.data.batch import Batch
 from quern.machine import Machine
 from quern.recipe import Recipe
 from quern.resolve import resolve
@@ -30,6 +40,68 @@ from quern.stages.prepare import prepare
 from quern.terminal import silent
 from quern.train.state import build_model, build_state
 from quern.train.step import train_step
+
+ORDER = 3
+
+
+def ngram_bits(train: Iterable[Batch], val: Iterable[Batch], token_bytes: np.ndarray, bos: int) -> dict[int, float]:
+    """Bits per byte of the unigram, bigram and trigram.
+
+    Args:
+        train: The batches of the run. Each target that counts is counted with the tokens before it.
+        val: The validation batches. As in `bits_per_byte`, a target counts if its token has at least one byte.
+        token_bytes: The number of bytes of each token id, (vocabulary,).
+        bos: The id that begins each document.
+
+    Returns:
+        Bits per byte by order, 1 to `ORDER`.
+
+    Raises:
+        ValueError: There is no target to count or to score.
+    """
+    V = len(token_bytes)
+    seen, scored = (np.concatenate([_grams(batch, bos, V) for batch in batches], 1) for batches in (train, val))
+    sizes = np.asarray(token_bytes, np.int64)[scored[-1]]
+    scored, num_bytes = scored[:, sizes > 0], int(sizes.sum())
+    if not seen.size or not num_bytes:
+        raise ValueError("n-grams need targets to count and to score: hand in more training and validation text")
+    bits, p = {}, np.full(scored.shape[1], 1 / V)
+    for order in range(1, ORDER + 1):
+        grams, counts = np.unique(_packed(seen[-order:], V), return_counts=True)
+        contexts, first, distinct = np.unique(grams // (V + 1), return_index=True, return_counts=True)
+        totals, wanted = np.add.reduceat(counts, first), _packed(scored[-order:], V)
+        followers = _look_up(contexts, distinct, wanted // (V + 1))
+        total = _look_up(contexts, totals, wanted // (V + 1)) + followers
+        known = _look_up(grams, counts, wanted) + followers * p
+        p = np.divide(known, total, out=p, where=total > 0)
+        bits[order] = float(-np.log2(p).sum() / num_bytes)
+    return bits
+
+
+def _grams(batch: Batch, bos: int, V: int) -> np.ndarray:
+    """The targets that count, last, and the tokens before them, (ORDER, N); V stands for "before the beginning"."""
+    rows = [batch.tokens]
+    for _ in range(ORDER - 2):
+        before = np.pad(rows[0][:, :-1], ((0, 0), (1, 0)), constant_values=V)
+        rows.insert(0, np.where((rows[0] == bos) | (rows[0] == V), V, before))
+    return np.stack([row[batch.mask] for row in (*rows, batch.targets)])
+
+
+def _packed(columns: np.ndarray, V: int) -> np.ndarray:
+    """One int64 for each column of ids (order, N), in the order of the ids."""
+    if (V + 1) ** len(columns) > 1 << 63:
+        raise ValueError(f"a vocabulary of {V:,} is too large for n-grams of order {len(columns)}: use a smaller one")
+    packed = np.zeros(columns.shape[1], np.int64)
+    for ids in columns:
+        packed = packed * (V + 1) + ids
+    return packed
+
+
+def _look_up(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """The values of the wanted keys, 0 for those that are missing. keys: sorted."""
+    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    return np.where(keys[at] == wanted, values[at], 0)
+
 
 PARTS = 4
 WARMUP_STEPS = 3

@@ -1,0 +1,140 @@
+"""The pages of sweeps and of scaling studies, with their figures, from their records."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+from quern.lab.log.page import GREY, HEADER, STYLE, Page, machine_line, repeat, svg, table
+from quern.lab.scaling.isoflop import CONVENTIONS
+from quern.lab.scaling.study import CELLS, FITS, Grid
+from quern.lab.verdict import score
+from quern.records import read_json, read_lines
+
+SCALING_FILES = (Grid.PLAN, CELLS, FITS)
+
+
+def read_scaling(folder: Path) -> Page:
+    """The page of the scaling study in a folder of records."""
+    plan, fits = (read_json(folder / file, dict[str, Any]) for file in (Grid.PLAN, FITS))
+    cells = list(read_lines(folder / CELLS))
+    name, facts, recipe = folder.name, plan["facts"], plan["recipe"]
+    budgets = ", ".join(f"{budget:.3g}" for budget in plan["budgets"])
+    summary = (
+        f"An IsoFLOP study of `{recipe['name']}` on `{recipe['data']}`: budgets of {budgets} FLOPs, sizes "
+        f"{', '.join(plan['sizes'])}, {fits['runs']['used']} of {fits['runs']['planned']} runs used."
+    )
+    files = {f"{name}-{convention}.svg": _figure(convention, cells, fits) for convention in CONVENTIONS}
+    lines = [f"# {name}\n", f"{summary} {machine_line(facts)}\n"]
+    for convention, about in CONVENTIONS.items():
+        lines += [f"## {convention.capitalize()}: {about.meaning}\n"]
+        lines += [f"![Loss against parameters for each budget]({name}-{convention}.svg)\n"]
+        lines += ["```", *fits["report"][convention], "```", ""]
+    lines += ["## Which convention\n", *fits["report"]["stability"], "", *repeat(facts)]
+    files[f"{name}.md"] = HEADER + "\n".join(lines)
+    return Page(name, facts["registered"], [summary, *fits["report"]["stability"]], files)
+
+
+def _figure(convention: str, cells: list[dict[str, Any]], fits: dict[str, Any]) -> str:
+    """The loss of every run against its parameters, the parabola of each budget, and its minimum with its interval."""
+    optima = fits["conventions"][convention]["envelope"]["optima"]
+    colours = matplotlib.colormaps["viridis"](np.linspace(0.1, 0.85, max(1, len(optima))))
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+        axes = figure.add_subplot(xscale="log")
+        for optimum, colour in zip(optima, colours, strict=True):
+            runs = [cell for cell in cells if cell["budget"] == optimum["flops"] and cell["bpb"] is not None]
+            sizes = np.array([cell["parameters"][CONVENTIONS[convention].field] for cell in runs], float)
+            scores = np.array([cell["bpb"] for cell in runs], float)
+            axes.plot(sizes, scores, "o", color=colour, markersize=4, label=f"{optimum['flops']:.3g} FLOPs")
+            if optimum["refusal"]:
+                continue
+            x = np.geomspace(sizes.min(), sizes.max(), 100)
+            centre = np.log(sizes).mean()
+            axes.plot(x, np.polyval(np.polyfit(np.log(sizes) - centre, scores, 2), np.log(x) - centre), color=colour)
+            best = optimum["parameters"]
+            ends = [best[end] or best["value"] for end in ("low", "high")]
+            axes.plot(np.clip(ends, x[0], x[-1]), [optimum["loss"]["value"]] * 2, color=colour, linewidth=3, alpha=0.4)
+            axes.plot([best["value"]], [optimum["loss"]["value"]], "*", color="crimson", markersize=9)
+        axes.set_xlabel(f"parameters ({convention})")
+        axes.set_ylabel("bits per byte")
+        axes.grid(color=GREY, alpha=0.2)
+        axes.legend(frameon=False)
+        return svg(figure)
+
+
+RESULTS, TRIALS, FIGURE = "results.json", "sweep.jsonl", "pairs.svg"
+SWEEP_FILES = (RESULTS, TRIALS, FIGURE)
+SHOWN_TRIALS, SHOWN_FIELDS = 10, 6
+
+
+def read_sweep(folder: Path) -> Page:
+    """The page of the sweep in a folder of records."""
+    facts: dict[str, Any] = read_json(folder / RESULTS, dict[str, Any])
+    name, figure = folder.name, f"{folder.name}-pairs.svg"
+    summary, best = _summary(facts), _best(facts)
+    lines = [
+        f"# {name}\n",
+        f"{summary} {machine_line(facts['facts'])}\n",
+        f"{best}\n",
+        f"![Each of the most important fields against the bits per byte, and against each other]({figure})\n",
+        "## The best trials\n",
+        *_trials(facts, list(read_lines(folder / TRIALS))),
+        "",
+        "## Importances\n",
+        "How much each field decides whether a trial is among the best tenth (PED-ANOVA, arXiv 2304.10255).\n",
+        *table(("field", "importance"), [(_flag(field), f"{share:.1%}") for field, share in _important(facts)]),
+        "",
+        *(f"- {line}" for line in facts["edges"]),
+        "",
+        *repeat(facts["facts"]),
+    ]
+    files = {f"{name}.md": HEADER + "\n".join(lines), figure: (folder / FIGURE).read_text(encoding="utf-8")}
+    return Page(name, facts["facts"]["registered"], [f"{summary} {best}"], files)
+
+
+def _summary(facts: dict[str, Any]) -> str:
+    plan, recipe = facts["plan"], facts["plan"]["recipe"]
+    outcomes = ", ".join(f"{count:,} {outcome}" for outcome, count in facts["outcomes"].items())
+    return (
+        f"A sweep of {len(plan['space'])} fields of `{recipe['name']}`, depth {recipe['depth']}, on `{recipe['data']}`"
+        f": {facts['trials']:,} trials ({outcomes}) of {len(plan['seeds'])} seeds each."
+    )
+
+
+def _best(facts: dict[str, Any]) -> str:
+    change = facts["against_baseline"]
+    best = f"The best trial has {facts['best']['bpb']:.4f} bits per byte"
+    if change is None:
+        return f"{best}."
+    error = f" ± {change['standard_error']:.4f}" if "standard_error" in change else ""
+    return f"{best}, {change['bpb']:+.4f}{error} against the recipe's own values; it is selected, so this is too good."
+
+
+def _important(facts: dict[str, Any]) -> list[tuple[str, float]]:
+    return sorted(facts["importances"].items(), key=lambda entry: -entry[1])
+
+
+def _trials(facts: dict[str, Any], trials: list[dict[str, Any]]) -> list[str]:
+    names = [name for name, _ in _important(facts)][:SHOWN_FIELDS] or list(facts["plan"]["space"])[:SHOWN_FIELDS]
+    whole = [trial for trial in trials if trial["bpb"] is not None and trial["outcome"] in ("finished", "diverged")]
+    rows = []
+    for trial in sorted(whole, key=lambda one: one["bpb"])[:SHOWN_TRIALS]:
+        scores = [score(run["bpb"]) for run in trial["runs"]]
+        spread = f"{statistics.stdev(scores):.4f}" if len(scores) > 1 else ""
+        label = f"{trial['trial']}{' (baseline)' if trial['baseline'] else ''}"
+        rows.append((label, f"{trial['bpb']:.4f}", spread, *(_value(trial["values"][name]) for name in names)))
+    return table(("trial", "bits per byte", "SD", *map(_flag, names)), rows)
+
+
+def _flag(field: str) -> str:
+    return field.replace("_", "-")
+
+
+def _value(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
