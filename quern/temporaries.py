@@ -154,6 +154,14 @@ def remove_abandoned(folder: Path, name: str = "*") -> None:
             continue  # owned by a live process, already removed, or another user's
 
 
+def remove_whole(folder: Path) -> None:
+    """Removes a folder, whose name is free before its first file goes; also the rest of removals that were killed."""
+    remove_abandoned(folder.parent, folder.name)
+    gone = _temporary_name(folder)
+    folder.rename(gone)
+    shutil.rmtree(gone)
+
+
 def sync_path(path: Path) -> None:
     """Writes a file, or the list of files of a folder, to the disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)

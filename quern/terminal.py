@@ -100,9 +100,12 @@ class Meter:
             self.bar.stop()
 
 
-def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table with right-aligned columns."""
+def grid(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
+    """Lines of a table with right-aligned columns, of which the first `left` ones are aligned at the left."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    return [
-        "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]
-    ]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [f"{cell:{'<' if i < left else '>'}{widths[i]}}" for i, cell in enumerate(row)]
+        return f"  {'  '.join(cells)}".rstrip()
+
+    return [line(row) for row in [head, *rows]]

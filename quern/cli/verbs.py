@@ -336,6 +336,12 @@ def verb_report(verb: str, rest: list[str]) -> int:
     return 0
 
 
+def verb_runs(verb: str, rest: list[str]) -> int:
+    from quern.runs import manage
+
+    return manage.main(rest, log, described(verb))
+
+
 def verb_bench(verb: str, rest: list[str]) -> int:
     if rest[:1] == ["gpu"]:  # it has its own flags
         from quern.bench.gpu import command as gpu_bench
@@ -385,6 +391,7 @@ VERBS: dict[str, Callable[[str, list[str]], int]] = {
     "chat": verb_chat,
     "serve": verb_serve,
     "report": verb_report,
+    "runs": verb_runs,
     "bench": verb_bench,
     "export": verb_export,
     "import": verb_import,

@@ -156,7 +156,7 @@ def compare(began: Origin | None, now: Origin, run_dir: RunDir, stage: str, besi
     if began is None:
         return []
     require_same(began, now, run_dir, stage)
-    old, new = _flat(began.recipe), _flat(now.recipe)
+    old, new = flat(began.recipe), flat(now.recipe)
     prefixes = tuple(f"{name}." for name in (*besides, *BY_CONTENT))
     known = old.keys() & new.keys()  # ignores fields that an older version did not save
     names = sorted(name for name in known if old[name] != new[name] and not f"{name}.".startswith(prefixes))
@@ -206,11 +206,12 @@ def _shown(value: Any) -> str:
     return "unset" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _flat(body: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(body: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested objects by their names, such as train.steps."""
+    found: dict[str, Any] = {}
     for key, value in body.items():
-        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
-    return flat
+        found.update(flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
+    return found
 
 
 def refuse_second_tokenizer(run_dir: RunDir, tokenizer: Tokenizer) -> None:

@@ -31,6 +31,7 @@ from quern.train import manifest
 from quern.validate import check_body
 
 STAGES = ("pretrain", "sft", "rl")
+NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
 SHOWN_RUNS = 5
 OTHER = "or choose another folder with --out"
 INSTEAD = {
@@ -60,7 +61,7 @@ class RunDir:
     run: str
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.run):
+        if not re.fullmatch(NAME, self.run):
             raise ValueError(f"'{self.run}' cannot name a run: use letters, digits, dots, dashes and underscores")
 
     @property
@@ -124,18 +125,12 @@ class RunDir:
                 return f"restore it with `cp {copy} {self.folder / 'tokenizer.json'}`"
         return f"put back a copy of it (fingerprint {mark or 'unknown'}); {self.out / 'tokenizers'} has none"
 
-    def known(self) -> str:
-        """The existing runs, newest first, as advice for messages."""
-        runs = [path for path in (self.out / "runs").glob("*") if path.is_dir()]
-        runs.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-        names = ", ".join(path.name for path in runs[:SHOWN_RUNS])
-        more = f" and {len(runs) - SHOWN_RUNS} more" if len(runs) > SHOWN_RUNS else ""
-        return f"name one of {names}{more} with --run" if runs else "make one with `quern run`"
-
     def has_no(self, what: str, verb: str = "run") -> str:
         """The message for a missing part of the run, or a missing run. verb: the command that makes the part."""
         if not self.folder.is_dir():
-            return f"there is no run '{self.run}' under {self.out}: {self.known()}"
+            other = next((folder for folder in nearby(self.out) if RunDir(folder, self.run).folder.is_dir()), None)
+            advice = f"it is under {other}, so give --out {other}" if other else instead_of_no_run(self.out)
+            return f"there is no run '{self.run}' under {self.out.absolute()}: {advice}"
         return f"run '{self.run}' has no {what} yet: `quern {verb} {self.flags}` makes one"
 
     def refuse_damaged_recipes(self) -> None:
@@ -215,6 +210,30 @@ class RunDir:
         self.folder.mkdir(parents=True, exist_ok=True)
         with naming(self.folder / name), (self.folder / name).open("a", encoding="utf-8", errors=NAMES) as file:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+
+
+def runs_in(out: Path) -> list[RunDir]:
+    """The runs of an output folder, the newest first."""
+    found = [path for path in out.glob("runs/*") if path.is_dir() and re.fullmatch(NAME, path.name)]
+    return [RunDir(out, path.name) for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)]
+
+
+def nearby(out: Path) -> list[Path]:
+    """Other output folders that have runs: above an output folder, above the working directory, and below that one."""
+    here, searched = Path.cwd(), out.absolute()
+    bases = [*searched.parents, here, *here.parents, *here.glob("*/")]
+    found = [path for base in bases for path in (base, base / "out") if any(path.glob("runs/*/*/checkpoints"))]
+    return [path for path in dict.fromkeys(found) if path != searched]
+
+
+def instead_of_no_run(out: Path) -> str:
+    """Names the runs of an output folder, or else the folders nearby that have runs, for messages."""
+    if runs := runs_in(out):
+        names = ", ".join(one.run for one in runs[:SHOWN_RUNS])
+        return f"name one of {names}" + (f" and {len(runs) - SHOWN_RUNS} more" if len(runs) > SHOWN_RUNS else "")
+    if folders := nearby(out):
+        return f"there are some in {', '.join(map(str, folders[:SHOWN_RUNS]))}, which --out can name"
+    return "make one with `quern run`, or name another folder with --out"
 
 
 def refuse_unwritable(out: Path) -> None:

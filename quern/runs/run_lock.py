@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +19,8 @@ from quern.runs.run_dir import RunDir
 from quern.temporaries import NAMES, holder
 
 NAME = ".lock"
+LOOK_SECONDS = 0.005
+"""More than `lock_holder` takes to look at a lock."""
 
 
 class RunInUseError(ValueError):
@@ -41,7 +44,7 @@ def run_lock(run_dir: RunDir, command: str, mesh: Mesh | None = None) -> Iterato
         os.pwrite(held, holder(command).encode("utf-8", NAMES), 0)
         yield
     finally:
-        if os.listdir(path.parent) == [NAME]:  # the body wrote nothing: leave no empty run
+        if _is_at(held, path) and os.listdir(path.parent) == [NAME]:  # the body wrote nothing: leave no empty run
             path.unlink()
             with suppress(OSError):  # another process may already use one of them
                 for folder in folders:
@@ -49,8 +52,33 @@ def run_lock(run_dir: RunDir, command: str, mesh: Mesh | None = None) -> Iterato
         os.close(held)
 
 
+def lock_holder(run_dir: RunDir) -> str | None:
+    """Names the process that holds the run's lock; None if no process does."""
+    try:
+        with open(run_dir.folder / NAME, "rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return _named(file.fileno())
+    except FileNotFoundError:
+        pass
+    return None
+
+
+def _named(held: int) -> str:
+    return os.pread(held, 1 << 16, 0).decode("utf-8") or "another process"
+
+
+def _is_at(held: int, path: Path) -> bool:
+    """Whether the file is at its path, and no other process has removed or moved it."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(held), os.stat(path))
+    return False
+
+
 def _acquire(path: Path, run: str) -> int:
     """Opens and locks the file. Opens it again if another process removed it before the lock was taken."""
+    looked = False
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,12 +90,15 @@ def _acquire(path: Path, run: str) -> int:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            who = os.pread(held, 1 << 16, 0).decode("utf-8") or "another process"
+            who = _named(held)
             os.close(held)
+            if not looked:
+                looked = True
+                time.sleep(LOOK_SECONDS)
+                continue
             raise RunInUseError(
                 f"run '{run}' is in use by {who}: wait until it ends, stop it, or name another run with --run"
             ) from error
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(held), os.stat(path)):
-                return held
+        if _is_at(held, path):
+            return held
         os.close(held)

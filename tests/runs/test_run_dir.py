@@ -76,7 +76,7 @@ def test_a_missing_run_a_missing_tokenizer_and_an_untrained_run_are_told_apart(r
     with pytest.raises(FileNotFoundError) as missing:
         RunDir(run_dir.out, "no").tokenizer()
     recent = "run-6, run-5, run-4, run-3, run-2 and 3 more"
-    assert str(missing.value) == f"there is no run 'no' under {run_dir.out}: name one of {recent} with --run"
+    assert str(missing.value) == f"there is no run 'no' under {run_dir.out}: name one of {recent}"
     path = run_dir.folder / "tokenizer.json"
     path.unlink()
     with pytest.raises(FileNotFoundError) as untrained:

@@ -1,0 +1,138 @@
+"""`quern runs` as its user calls it: the table, one run, another name, removal, and what differs between runs."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from quern.cli.main import main
+from quern.runs import manage
+from quern.runs.run_dir import RunDir
+from quern.runs.run_lock import lock_holder, run_lock
+
+
+def write_run(out: Path, name: str, bits: float, age: float = 0.0, **recipe: object) -> RunDir:
+    run_dir = RunDir(out, name)
+    step = run_dir.checkpoints("pretrain") / "step-00000020"
+    step.mkdir(parents=True)
+    (step / "weights").write_bytes(b"\0" * 5000)
+    lines = [{"step": 10, "val_bpb": 9.0}, {"step": 20, "val_bpb": bits}, {"step": 20, "loss": 1.0}]
+    metrics = run_dir.stage("pretrain") / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    run_dir.write("run.json", {"data": {"source": "books"}, "model": {"parameters": {"total": 9_400_000}}})
+    run_dir.write("pretrain/recipe.json", {"depth": 4, "optim": {"eps": 1.0}} | recipe)
+    run_dir.write("pretrain/origin.json", {"tokenizer": "t"})
+    for path in run_dir.folder.rglob("*"):
+        os.utime(path, (path.stat().st_mtime - age, path.stat().st_mtime - age))
+    return run_dir
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> RunDir:
+    write_run(tmp_path, "older", 3.25, age=7200.5, depth=6)
+    return write_run(tmp_path, "mine", 2.5)
+
+
+def told(capsys: pytest.CaptureFixture[str], out: Path, *words: str, code: int = 0) -> str:
+    assert main(["runs", *words, "--out", str(out)]) == code
+    said = capsys.readouterr()
+    return said.err if code else said.out
+
+
+def test_the_table_has_a_line_of_facts_for_each_run(mine: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    (mine.out / "runs" / "notes.txt").write_text("no run", encoding="utf-8")
+    (mine.folder / "run.json").write_text("damaged", encoding="utf-8")
+    with run_lock(mine, "quern pretrain"):
+        folder, head, *rows = told(capsys, mine.out).splitlines()
+    assert folder == str(mine.out / "runs")
+    assert head.split() == "name stages weights size text bits/byte age".split()
+    cells = sorted(re.split(" {2,}", row.strip()) for row in rows)
+    assert cells[0][:3] + cells[0][4:] == ["mine", "pretrain", "–", "–", "2.500", "1 s", "running"]
+    assert cells[1][:3] + cells[1][4:] == ["older", "pretrain", "9.4 M", "books", "3.250", "2 hours"]
+    assert all(re.fullmatch(r"5\.\d kB", row[3]) for row in cells)
+    assert "running" not in told(capsys, mine.out)
+
+
+def test_one_run_is_shown_with_its_scores(mine: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    mine.append("evaluate.jsonl", [{"stage": "pretrain", "task": "facts", "metric": "accuracy", "value": 0.5}])
+    for words in (["mine"], ["show", "mine"]):
+        text = told(capsys, mine.out, *words)
+        score = "pretrain facts +accuracy 0.500"
+        for line in (f"folder +{mine.folder}", "weights +9,400,000", "pretrain steps +20", score):
+            assert re.search(rf"^  {line}", text, re.MULTILINE), line
+
+
+def test_a_run_gets_another_name_unless_it_is_in_use_or_the_name_is(
+    mine: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with run_lock(mine, "quern sft"):
+        assert "run 'mine' is in use by process" in told(capsys, mine.out, "rename", "mine", "new", code=1)
+    assert "there is a run 'older' already" in told(capsys, mine.out, "rename", "mine", "older", code=1)
+    assert "'a b' cannot name a run" in told(capsys, mine.out, "rename", "mine", "a b", code=1)
+    assert "there is no run 'no' under" in told(capsys, mine.out, "rename", "no", "new", code=1)
+    assert "run 'mine' is now 'new'" in told(capsys, mine.out, "rename", "mine", "new")
+    assert not mine.folder.exists() and manage.bits_per_byte(RunDir(mine.out, "new")) == 2.5
+
+
+def test_a_run_is_removed_after_a_question_and_never_while_it_is_in_use(
+    mine: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with run_lock(mine, "quern sft"):
+        assert "is in use by process" in told(capsys, mine.out, "remove", "mine", "--yes", code=1)
+    refused = told(capsys, mine.out, "remove", "mine", code=1)
+    assert "no terminal to ask whether to remove run 'mine' (pretrain; 5." in refused and "--yes" in refused
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda prompt: "")
+    assert told(capsys, mine.out, "remove", "mine") == "" and mine.folder.exists()
+    monkeypatch.setattr("builtins.input", lambda prompt: "y")
+    assert told(capsys, mine.out, "remove", "mine").startswith("removed run 'mine' (5.")
+    assert [path.name for path in (mine.out / "runs").iterdir()] == ["older"]
+
+
+def test_compared_runs_show_what_differs(mine: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = told(capsys, mine.out, "compare", "mine", "older").splitlines()
+    assert [line.split() for line in lines if line.strip().startswith("depth")] == [["depth", "4", "6"]]
+    assert not any("optim.eps" in line for line in lines)
+    assert lines[-1].startswith("answers: run 'mine' has no answers yet: `quern evaluate --run mine")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("rename mine", "give it the names: quern runs rename RUN NEW"),
+        ("compare mine", "give it the names: quern runs compare RUN RUN"),
+        ("remove", "give it the names: quern runs remove RUN"),
+        ("his", "there is no run 'his' under .*: name one of (mine, older|older, mine)$"),
+    ],
+)
+def test_words_that_lack_a_run_are_refused(
+    words: str, expected: str, mine: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert re.search(expected, told(capsys, mine.out, *words.split(), code=1).strip())
+
+
+def test_looking_at_a_lock_does_not_stop_who_takes_it(mine: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that looks holds the lock for an instant; the one that trains then tries again."""
+    import fcntl
+
+    looking = (mine.folder / ".lock").open("a")
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    monkeypatch.setattr("quern.runs.run_lock.time.sleep", lambda seconds: looking.close())
+    with run_lock(mine, "quern sft"):
+        assert (lock_holder(mine) or "").endswith("(`quern sft`)")
+
+
+def test_runs_nearby_are_named_where_the_folder_has_none(
+    mine: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    below, out = mine.out / "notes", mine.out / "notes" / "out"
+    below.mkdir()
+    monkeypatch.chdir(below)
+    assert told(capsys, Path("out"), code=1) == (
+        f"quern runs: there are no runs under {out}: there are some in {mine.out}, which --out can name\n"
+    )
+    assert told(capsys, Path("out"), "mine", code=1) == (
+        f"quern runs: there is no run 'mine' under {out}: it is under {mine.out}, so give --out {mine.out}\n"
+    )
