@@ -6,37 +6,81 @@ The commands are one table from a name to a function and a line of help.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from quern.chat.conversation import Conversation
-from quern.chat.lines import QUOTES, Read, next_entry
+from rich.console import Console
+
+from quern.chat.conversation import Conversation, ask
+from quern.chat.lines import DIM, PLAIN, QUOTES, Read, Screen, Terminal, next_entry, of_pipe
 from quern.chat.xray import xray
+from quern.generate.engine import Engine
 from quern.generate.sampling import Sampling
 from quern.ranges import Count, Seed, annotations_of, refuse_outside
 from quern.records import read_regular
+from quern.stages.complete import complete
 from quern.temporaries import write_whole
 from quern.text.chat import parts
 from quern.text.conversations import to_messages
 from quern.text.printable import printable
 from quern.text.tokenizer import well_formed
 
-HELP = "Ask something. An empty line ends the chat; /help lists the commands."
-COMPLETING = (
-    "Begin a text, and the model continues it. An empty line ends this; /chat asks questions, /help lists more."
-)
+ENDS = ("", "exit", "quit", "/exit", "/quit")
+HELP = "Ask something. exit or an empty line ends the chat; /help lists the commands."
+COMPLETING = "Begin a text, and the model continues it. exit or an empty line ends this; /help lists the commands."
 ENTRIES = f"""\
 A line that ends with \\ continues on the next line. Lines between {QUOTES} and {QUOTES} are one text, never a command.
-Ctrl-C ends a reply, or at the prompt the chat."""
+Tab completes commands and the names of files. Ctrl-C ends a reply, or at the prompt the chat."""
+BASE_MODEL = "This base model was never taught the chat format: it continues texts. `quern sft` teaches it to answer."
 NO_SYSTEM = '""'
 
 
+def run(
+    engine: Engine,
+    stage: str,
+    prompt: str | None,
+    completing: bool,
+    history: Path,
+    log: Callable[[str], None],
+    **how: Any,
+) -> None:
+    """Asks one question, or talks with the terminal or a pipe.
+
+    Args:
+        engine: Engine of the model that replies.
+        stage: The model's stage.
+        prompt: The one question; None for a conversation.
+        completing: Continue texts, also if the model can answer.
+        history: The file that keeps the lines of a terminal.
+        log: Takes lines for the user that are no output.
+        how: Sampling, max_tokens and seed.
+    """
+    console = Console()
+    coloured = console.color_system is not None and not console.no_color
+    write = partial(print, end="", flush=True)
+    put = Screen(write) if console.is_terminal else write
+    if stage == "pretrain" and not completing:
+        completing = True
+        log(BASE_MODEL)
+    dim = f"{DIM}{{}}{PLAIN}".format if coloured else str
+    if prompt is None:
+        interactive = sys.stdin is not None and sys.stdin.isatty()
+        read = Terminal(history, log, [*COMMANDS, *filter(None, ENDS)], coloured) if interactive else of_pipe(sys.stdin)
+        talk(Conversation(engine, **how, put=put, dim=dim, completing=completing), read, interactive)
+    elif completing:
+        complete(engine, prompt, put=put, **how)
+    else:
+        ask(engine, [{"role": "user", "content": prompt}], put, dim, **how)
+        put("\n")
+
+
 def talk(conversation: Conversation, read: Read, interactive: bool) -> None:
-    """Handles entries until an empty line, the end of input or Ctrl-C; during a reply, Ctrl-C ends only the reply.
+    """Handles entries until exit, an empty line, the end of input or Ctrl-C, which during a reply ends only that.
 
     Args:
         conversation: Where it begins.
@@ -53,7 +97,7 @@ def talk(conversation: Conversation, read: Read, interactive: bool) -> None:
             if interactive:
                 put("\n")
             return
-        if not text.strip() and not quoted:
+        if text.strip() in ENDS and not quoted:
             return
         try:
             if not quoted and text.lstrip().startswith("/"):
@@ -64,7 +108,7 @@ def talk(conversation: Conversation, read: Read, interactive: bool) -> None:
             reason = str(error)
             if isinstance(error, OSError) and error.strerror is not None and error.filename is not None:
                 reason = f"{error.filename}: {error.strerror}"
-            put(f"({printable(reason)})\n")
+            conversation.note(printable(reason))
 
 
 class Command(NamedTuple):
@@ -110,27 +154,27 @@ def complete_or_chat(conversation: Conversation, text: str, completing: bool) ->
 
 def new(conversation: Conversation, text: str) -> None:
     conversation.begin([])
-    conversation.put("(a new conversation)\n")
+    conversation.note("a new conversation")
 
 
 def system(conversation: Conversation, text: str) -> None:
     if text:
         conversation.system = "" if text == NO_SYSTEM else text
     shown = printable(conversation.system) if conversation.system else "none"
-    conversation.put(f"(system message: {shown})\n")
+    conversation.note(f"system message: {shown}")
 
 
 def regenerate(conversation: Conversation, text: str) -> None:
     conversation.regenerate()
     if conversation.sampling.temperature == 0:
-        conversation.put("(at temperature 0 the reply is always the same: set another one with /temperature)\n")
+        conversation.note("at temperature 0 the reply is always the same: set another one with /temperature")
 
 
 def undo(conversation: Conversation, text: str) -> None:
     if not conversation.messages:
         raise ValueError("there is nothing to undo: no question has a reply")
     conversation.begin(conversation.messages[:-2])
-    conversation.put(f"(the last question and its reply are gone; left: {_count(conversation)})\n")
+    conversation.note(f"the last question and its reply are gone; left: {_count(conversation)}")
 
 
 def save(conversation: Conversation, text: str) -> None:
@@ -141,7 +185,7 @@ def save(conversation: Conversation, text: str) -> None:
         raise ValueError(f"{path} exists: choose another name, or remove it first")
     messages = conversation.with_system(conversation.messages)
     write_whole(path, well_formed(json.dumps({"messages": messages}, ensure_ascii=False, indent=1)) + "\n")
-    conversation.put(f"(saved in {printable(str(path))}: {_count(conversation)})\n")
+    conversation.note(f"saved in {printable(str(path))}: {_count(conversation)}")
 
 
 def load(conversation: Conversation, text: str) -> None:
@@ -155,7 +199,7 @@ def load(conversation: Conversation, text: str) -> None:
     heads = [message for message in messages if message["role"] == "system"]
     conversation.system = "".join(part["text"] for message in heads for part in parts(message))
     conversation.begin(messages[len(heads) :])
-    conversation.put(f"(loaded: {_count(conversation)})\n")
+    conversation.note(f"loaded: {_count(conversation)}")
 
 
 def show_xray(conversation: Conversation, text: str) -> None:
@@ -178,7 +222,7 @@ def change(conversation: Conversation, text: str, name: str) -> None:
             setattr(conversation, name, value)
     values = [(n, getattr(conversation.sampling, n)) for n in OF_SAMPLING]
     values += [(n, getattr(conversation, n)) for n in OF_CONVERSATION]
-    conversation.put(f"({', '.join(f'{n} {v:g}' if isinstance(v, float) else f'{n} {v}' for n, v in values)})\n")
+    conversation.note(f"{', '.join(f'{n} {v:g}' if isinstance(v, float) else f'{n} {v}' for n, v in values)}")
 
 
 def _path(text: str, command: str) -> Path:

@@ -17,13 +17,20 @@ TOP = 4
 """The likeliest tokens that are kept for each token of the last reply."""
 
 
-def ask(engine: Engine, messages: Sequence[Message], put: Callable[[str], None], **options: Any) -> Completion:
+def ask(
+    engine: Engine,
+    messages: Sequence[Message],
+    put: Callable[[str], None],
+    dim: Callable[[str], str] = str,
+    **options: Any,
+) -> Completion:
     """Streams the reply to `messages`, with tool calls and outputs in brackets, and returns it.
 
     Args:
         engine: Engine of the model that replies.
         messages: A conversation that ends with a question.
         put: Receives each piece as soon as it is final.
+        dim: Colours what is not the reply's own text.
         options: Those of `Engine.submit`.
 
     Raises:
@@ -32,19 +39,20 @@ def ask(engine: Engine, messages: Sequence[Message], put: Callable[[str], None],
     kind = "text"
     for event in engine.events([render_prompt(engine.tokenizer, messages)], **options):
         if isinstance(event.value, Delta):
-            put(_between(kind, event.value.kind) + printable(event.value.text))
+            text = printable(event.value.text)
+            put(_between(kind, event.value.kind, dim) + (text if event.value.kind == "text" else dim(text)))
             kind = event.value.kind
         elif isinstance(event.value, Completion):
-            put(_between(kind, "text"))
+            put(_between(kind, "text", dim))
             return event.value
     raise RuntimeError("the engine's events ended without a completion")
 
 
-def _between(kind: str, following: str) -> str:
+def _between(kind: str, following: str, dim: Callable[[str], str]) -> str:
     """The brackets between two pieces of a reply; pieces of one kind belong to one part."""
     if kind == following:
         return ""
-    return ("] " if kind != "text" else "") + (f"[{following}: " if following != "text" else "")
+    return (dim("] ") if kind != "text" else "") + (dim(f"[{following}: ") if following != "text" else "")
 
 
 @dataclass
@@ -60,6 +68,8 @@ class Conversation:
     """Seed of the next reply; each reply adds 1."""
     put: Callable[[str], None]
     """Receives each piece of output as soon as it is final."""
+    dim: Callable[[str], str] = str
+    """Colours what is not a reply's own text."""
     completing: bool = False
     """Entries are texts to continue, not questions."""
     system: str = ""
@@ -70,6 +80,10 @@ class Conversation:
     """The last text that was continued."""
     last: Completion | None = None
     """The last reply or continuation; None if its messages are gone."""
+
+    def note(self, text: str) -> None:
+        """Shows a line that is no part of a reply."""
+        self.put(self.dim(f"({text})") + "\n")
 
     def begin(self, messages: list[Message]) -> None:
         """Replaces the questions and replies."""
@@ -105,12 +119,12 @@ class Conversation:
             asked = [question]
             if self._fits(asked):
                 most = self.engine.context
-                self.put(f"(the conversation is longer than the model's {most} tokens: it starts over)\n")
+                self.note(f"the conversation is longer than the model's {most} tokens: it starts over")
         try:
-            self.last = ask(self.engine, self.with_system(asked), **self._options())
+            self.last = ask(self.engine, self.with_system(asked), dim=self.dim, **self._options())
             self.messages = [*asked, {"role": "assistant", "content": list(self.last.parts)}]
         except KeyboardInterrupt:
-            self.put(" (stopped; the conversation stays as it was before)")
+            self.put(self.dim(" (stopped; the conversation stays as it was before)"))
         self.put("\n")
 
     def _extend(self, text: str) -> None:
@@ -119,7 +133,7 @@ class Conversation:
             [self.last] = complete(self.engine, text, **self._options())
             self.text = text
         except KeyboardInterrupt:
-            self.put("(stopped)\n")
+            self.note("stopped")
 
     def _fits(self, messages: list[Message]) -> bool:
         return len(render_prompt(self.engine.tokenizer, self.with_system(messages))) < self.engine.context

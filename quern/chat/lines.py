@@ -1,4 +1,4 @@
-'''Reads what the user says, from a terminal or a pipe, and keeps a terminal's history.
+'''Reads what the user says, from a terminal or a pipe, keeps a terminal's history, and wraps what is written there.
 
 An entry is one line, or several: a line that ends with a backslash continues, and """ begins a text that ends at the
 next line that ends with """. Such a text is never a command.
@@ -6,14 +6,23 @@ next line that ends with """. Such a text is never a command.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import shutil
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from glob import glob
+from os.path import expanduser
 from pathlib import Path
 from typing import NamedTuple, TextIO
+
+from rich.cells import cell_len
 
 from quern.temporaries import write_whole
 
 PROMPT, MORE = "> ", ". "
+DIM, BRIGHT, PLAIN = "\x1b[2m", "\x1b[1;32m", "\x1b[0m"
+PIECES = re.compile(r"\x1b\[[0-9;]*m|.", re.DOTALL)
+"""A change of colour, which takes no room, or a character."""
 QUOTES = '"""'
 HISTORY_LINES = 1000
 
@@ -74,15 +83,23 @@ class Terminal:
     Args:
         history: The file that keeps the lines; its folder is created with the first one.
         log: Called with lines for the user.
+        words: The Tab key completes a line to one of these, and the name of a file after it.
+        coloured: Show the prompts in colour.
     """
 
-    def __init__(self, history: Path, log: Callable[[str], None]) -> None:
-        self._history, self._log = history, log
-        self._keeps = False
+    def __init__(
+        self, history: Path, log: Callable[[str], None], words: Sequence[str] = (), coloured: bool = False
+    ) -> None:
+        self._history, self._log, self._words = history, log, words
+        self._keeps, self._prompt = False, f"{BRIGHT}{{}}{PLAIN}" if coloured else "{}"
         try:
             import readline  # changes how Python's `input` reads
         except ImportError:
             return  # some builds of Python: the terminal's own editing remains
+        self._prompt = PIECES.sub(lambda piece: f"\001{piece[0]}\002" if len(piece[0]) > 1 else piece[0], self._prompt)
+        readline.set_completer_delims("")  # the whole line is completed
+        readline.set_completer(lambda line, number: [*self.completions(line), None][number])
+        readline.parse_and_bind("bind ^I rl_complete" if "libedit" in str(readline.__doc__) else "tab: complete")
         try:
             for line in recall(history):
                 readline.add_history(line)
@@ -90,10 +107,17 @@ class Terminal:
         except OSError as error:
             log(f"the history is neither read nor kept: {error}")
 
+    def completions(self, line: str) -> list[str]:
+        """The commands that begin with the line, or the line with each name of a file that its last part begins."""
+        command, space, name = line.partition(" ")
+        if not space:
+            return [word for word in self._words if word.startswith(line)]
+        return [f"{command} {path}" for path in sorted(glob(f"{expanduser(name)}*"))] if command in self._words else []
+
     def __call__(self, prompt: str) -> str:
         while True:
             try:
-                line = input(prompt)
+                line = input(self._prompt.format(prompt))
                 break
             except UnicodeDecodeError as error:
                 self._log(f"this line does not have the terminal's encoding ({error}): type it again")
@@ -120,3 +144,38 @@ def remember(history: Path, line: str) -> None:
     new = [piece for piece in line.split("\n") if piece]  # a pasted line can hold several
     if known[-len(new) :] != new:
         write_whole(history, "".join(f"{piece}\n" for piece in [*known, *new][-HISTORY_LINES:]))
+
+
+class Screen:
+    """Writes text to a terminal as it arrives. A word that reaches the edge is taken back, and begins the next line.
+
+    Args:
+        write: Receives what the terminal shows.
+        columns: Returns the terminal's width.
+    """
+
+    def __init__(
+        self, write: Callable[[str], None], columns: Callable[[], int] = lambda: shutil.get_terminal_size().columns
+    ) -> None:
+        self._write, self._columns = write, columns
+        self._at = self._room = 0  # columns of the line, and of its unfinished word, that are taken
+        self._word = ""
+
+    def __call__(self, text: str) -> None:
+        shown, most = "", self._columns() - 1  # terminals differ in what follows a letter in the last column
+        for piece in PIECES.findall(text):
+            width = 8 - self._at % 8 if piece == "\t" else cell_len(piece) if len(piece) == 1 else 0
+            ends = piece.isspace() or width > 1  # also beside a letter of Chinese or Japanese
+            if ends or self._room == self._at:  # a word that fills the line is broken
+                self._word, self._room = ("", 0) if ends or self._at + width > most else (self._word, self._room)
+            if piece == "\n":
+                self._at = 0
+            elif self._at + width > most:
+                if piece.isspace():
+                    continue
+                shown += f"\x1b[{self._room}D\x1b[K\n{self._word}" if self._room else "\n"
+                self._at = self._room
+            if not ends:
+                self._word, self._room = self._word + piece, self._room + width
+            shown, self._at = shown + piece, self._at + (0 if piece == "\n" else width)
+        self._write(shown)

@@ -255,32 +255,16 @@ def verb_complete(verb: str, rest: list[str]) -> int:
     return 0
 
 
-BASE_MODEL = "This base model was never taught the chat format: it continues texts. `quern sft` teaches it to answer."
-
-
 def verb_chat(verb: str, rest: list[str]) -> int:
     options, _ = parse(verb, rest, ChatOptions)
     if options.complete and options.stage is None:
         options.stage = "pretrain"
     engine, loaded = open_engine(options, log_to_stderr)
-    from quern.chat.commands import talk
-    from quern.chat.conversation import Conversation, ask
-    from quern.chat.lines import Terminal, of_pipe
-    from quern.stages.complete import complete
+    from quern.chat.commands import run
 
-    how = {"sampling": options.sampling, "max_tokens": options.max_tokens, "seed": options.seed, "put": put}
-    completing = options.complete or loaded.stage == "pretrain"
-    if completing and not options.complete:
-        log_to_stderr(BASE_MODEL)
-    if options.prompt is None:
-        interactive = sys.stdin is not None and sys.stdin.isatty()
-        read = Terminal(options.where.run_dir.chat_history, log_to_stderr) if interactive else of_pipe(sys.stdin)
-        talk(Conversation(engine, **how, completing=completing), read, interactive)
-    elif completing:
-        complete(engine, options.prompt, **how)
-    else:
-        ask(engine, [{"role": "user", "content": options.prompt}], **how)
-        put("\n")
+    how = {"sampling": options.sampling, "max_tokens": options.max_tokens, "seed": options.seed}
+    history = options.where.run_dir.chat_history
+    run(engine, loaded.stage, options.prompt, options.complete, history, log_to_stderr, **how)
     return 0
 
 

@@ -1,11 +1,12 @@
 """The loop of the chat, with a small random model and with replies made by hand."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quern.chat.commands import HELP
+from quern.chat.commands import HELP, run
 from quern.chat.commands import talk as run_talk
 from quern.chat.conversation import Conversation, ask
 from quern.generate.engine import Engine
@@ -84,6 +85,24 @@ def test_a_call_that_comes_in_pieces_stands_in_one_pair_of_brackets(engine: Engi
     assert "> [tool: 384+] \n" in talk(unfinished, "384 + 527?")
 
 
+@pytest.mark.parametrize(
+    ("variables", "coloured"), [("FORCE_COLOR", True), ("FORCE_COLOR NO_COLOR", False), ("", False)]
+)
+def test_colours_are_for_terminals_that_have_them(
+    engine: Engine, variables: str, coloured: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name in variables.split():
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("TERM", "xterm")
+    calling = Scripted(engine, Delta("tool", "1+1"), Delta("text", "Two."))
+    how = {"sampling": GREEDY, "max_tokens": 8, "seed": 0}
+    run(calling, "sft", "1 + 1?", False, Path("none"), lambda line: None, **how)
+    tool = "\x1b[2m[tool: \x1b[0m\x1b[2m1+1\x1b[0m\x1b[2m] \x1b[0mTwo.\n"
+    assert capsys.readouterr().out == (tool if coloured else "[tool: 1+1] Two.\n")
+
+
 def test_what_is_said_cannot_steer_the_terminal(engine: Engine) -> None:
     hostile = Scripted(engine, Delta("text", "\x1b[2Jgone\r\x9b\x07, then\n\tthis"))
     shown = talk(hostile, "What?")
@@ -91,7 +110,7 @@ def test_what_is_said_cannot_steer_the_terminal(engine: Engine) -> None:
     assert not set(shown) & set("\x1b\r\x9b\x07")
 
 
-@pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt, ""])
+@pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt, "", "exit", " quit ", "/exit", "/quit"])
 def test_nothing_to_ask_ends_it(engine: Engine, end: Any) -> None:
     assert talk(engine, end).startswith(f"{HELP}\n> ")
 

@@ -4,18 +4,89 @@ import contextlib
 import io
 import os
 import pty
+import random
+import re
 import select
 import subprocess
 import sys
+import termios
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from quern.chat.lines import HISTORY_LINES, Entry, Terminal, next_entry, of_pipe, recall, remember
+from quern.chat.lines import HISTORY_LINES, Entry, Screen, Terminal, next_entry, of_pipe, recall, remember
 from quern.runs.run_dir import RunDir
 from tests.support.llama_run import llama_recipe, write_run
+
+COLUMNS = 30
+STYLE = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def rows(written: str) -> list[str]:
+    """What a terminal shows that breaks no line by itself: the cursor goes back and the rest of a row is erased."""
+    found, at = [""], 0
+    for code, count, letter in re.findall(r"(\x1b\[(\d*)[DK])|(.)", STYLE.sub("", written), re.DOTALL):
+        if code.endswith("D"):
+            at -= int(count)
+        elif code:
+            found[-1] = found[-1][:at]
+        elif letter == "\n":
+            found, at = [*found, ""], 0
+        elif letter == "\r":
+            at = 0
+        else:
+            found[-1], at = found[-1][:at] + letter + found[-1][at + 1 :], at + 1
+    return found
+
+
+def test_words_wrap_at_the_edge_as_they_arrive() -> None:
+    """The oracle: Python's textwrap, which has the whole text at once."""
+    draw = random.Random(0)
+    for _ in range(50):
+        words = ["".join(draw.choices("abc,.", k=draw.randint(1, COLUMNS - 1))) for _ in range(30)]
+        text, shown = " ".join(words), list[str]()
+        screen = Screen(shown.append, lambda: COLUMNS)
+        while text:
+            count = draw.randint(1, 9)
+            screen(text[:count])
+            text = text[count:]
+        expected = textwrap.wrap(" ".join(words), COLUMNS - 1, break_on_hyphens=False)
+        assert [row.rstrip() for row in rows("".join(shown))] == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a\n\n  b  c\n", ["a", "", "  b  c", ""]),
+        ("x" * 65, ["x" * 29, "x" * 29, "x" * 7]),
+        (f"aa {'x' * 40} b", ["aa ", "x" * 29, f"{'x' * 11} b"]),
+        ("\x1b[2m[tool: 1+1] \x1b[0mand that is two\x1b[0m again", ["[tool: 1+1] and that is two ", "again"]),
+        ("粉ひきは穀物をひく、水車小屋で", ["粉ひきは穀物をひく、水車小屋", "で"]),
+        (f"{'a' * 29} b", ["a" * 29, "b"]),
+        (f"{'a' * 29}\nb", ["a" * 29, "b"]),
+        ("\tone\ttwo\tthree four", ["\tone\ttwo\tthree", "four"]),
+    ],
+)
+def test_lines_long_words_colours_and_wide_letters(text: str, expected: list[str]) -> None:
+    for size in (1, 3, len(text)):
+        shown: list[str] = []
+        screen = Screen(shown.append, lambda: COLUMNS)
+        for piece in STYLE.sub(lambda found: f"\0{found[0]}\0", text).split("\0"):
+            for at in range(0, len(piece), len(piece) if piece.startswith("\x1b") else size):
+                screen(piece[at:] if piece.startswith("\x1b") else piece[at : at + size])
+        assert rows("".join(shown)) == expected
+
+
+def test_tab_completes_commands_and_names_of_files(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path / "none", lambda line: None, ["/save", "/seed", "/load"])
+    for name in ("talk.json", "talk two.json", "other"):
+        (tmp_path / name).write_text("", encoding="utf-8")
+    assert terminal.completions("/s") == ["/save", "/seed"] and terminal.completions("What") == []
+    files = [f"/load {tmp_path}/talk two.json", f"/load {tmp_path}/talk.json"]
+    assert terminal.completions(f"/load {tmp_path}/t") == files and terminal.completions("Who is /load t") == []
 
 
 def entries(text: str) -> list[Entry]:
@@ -76,13 +147,15 @@ def test_a_history_that_cannot_be_kept_is_told_once(tmp_path: Path, monkeypatch:
     assert len(said) == 1 and "history is n" in said[0]
 
 
-class Screen:
+class Chat:
     """`quern chat` with this run in a pseudo-terminal."""
 
-    def __init__(self, out: Path):
+    def __init__(self, out: Path, **variables: str):
         flags = "--no-compile --dtype fp32 --threads 1 --max-tokens 4 --temperature 0".split()
         ours, theirs = pty.openpty()
-        environment = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "INPUTRC")}
+        termios.tcsetwinsize(theirs, (24, COLUMNS))
+        unset = ("NO_COLOR", "INPUTRC", "COLUMNS")
+        environment = {key: value for key, value in os.environ.items() if key not in unset} | variables
         self.process = subprocess.Popen(
             [sys.executable, "-m", "quern.cli.main", "chat", "--out", str(out), *flags],
             stdin=theirs,
@@ -97,7 +170,7 @@ class Screen:
     def until(self, mark: str, seconds: float = 120) -> str:
         """What is shown up to a mark."""
         shown, end = "", time.monotonic() + seconds
-        while mark not in shown:
+        while mark not in STYLE.sub("", shown):
             ready, _, _ = select.select([self.handle], [], [], max(0.0, end - time.monotonic()))
             assert ready, f"no {mark!r} in {shown!r}"
             shown += os.read(self.handle, 4096).decode()
@@ -108,32 +181,35 @@ class Screen:
 
 
 @pytest.fixture
-def screen(tmp_path: Path) -> Iterator[Screen]:
+def screen(tmp_path: Path) -> Iterator[Chat]:
     write_run(tmp_path, llama_recipe(context=48))
     remember(RunDir(tmp_path, "first").chat_history, "/temperature 0.25")
-    screen = Screen(tmp_path)
+    screen = Chat(tmp_path)
     yield screen
     screen.process.kill()
     screen.process.wait()
     os.close(screen.handle)
 
 
-def test_a_terminal_has_prompts_line_editing_history_and_colours(screen: Screen, tmp_path: Path) -> None:
-    greeting = screen.until("> ")
-    assert "Begin a text, and the model continues it." in greeting
+def test_a_terminal_has_prompts_line_editing_history_and_colours(screen: Chat, tmp_path: Path) -> None:
+    greeting = screen.until("\r\n> ")
+    assert "\x1b[1;32m> \x1b[0m" in greeting
+    assert "Begin a text, and the model " in rows(greeting) and "continues it. exit or an " in rows(greeting)
     screen.type("\x1b[A\r")  # the up arrow: the line of an earlier chat
-    assert "(temperature 0.25, " in screen.until("\r\n> ")
+    assert "(temperature 0.25, " in screen.until("\r\n> ").replace("\x1b[2m", "")
     screen.type("The millr\x1b[De\r")  # the left arrow: "The miller"
-    assert "The miller" in screen.until("\r\n> ").replace("\x08", "")
+    reply = screen.until("\r\n> ").replace("\x08", "")
+    assert "The miller" in reply and max(map(len, rows(reply))) < COLUMNS
     screen.type("/xray\r")
     assert "\x1b[1mtoken" in screen.until("\r\n> ")
     screen.type("a \\\r")
     screen.until("\r\n. ")
     screen.type("\x04")  # Ctrl-D: the end of the input completes the text
     assert "a" in screen.until("\r\n> ")
-    screen.type("\x04")
-    screen.until("\r\n")
+    screen.type("/com\t")  # Tab: the only command that begins so
+    screen.until("/complete")
+    screen.type("\x15exit\r")
     assert screen.process.wait(60) == 0
-    kept = ["/temperature 0.25", "The miller", "/xray", "a \\"]
+    kept = ["/temperature 0.25", "The miller", "/xray", "a \\", "exit"]
     assert recall(RunDir(tmp_path, "first").chat_history) == kept
     assert not (tmp_path / "home").exists()
