@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from rich.console import Console
@@ -34,6 +36,17 @@ def counted(number: int, noun: str) -> str:
     """A number with its noun: "1 row", "2,000 rows", "1 study", "2 studies"."""
     plural = noun[:-1] + "ies" if noun[-1] == "y" else noun + "s"
     return f"{number:,} {noun if number == 1 else plural}"
+
+
+def listed(texts: Mapping[str, str]) -> str:
+    """Names and their texts in two columns, wrapped at the width of the terminal."""
+    room, width = max(map(len, texts)) + 4, shutil.get_terminal_size().columns
+    rows = [textwrap.wrap(text, max(20, width - room)) for text in texts.values()]
+    return "\n".join(
+        f"{f'  {name}' if not line else '':{room}}{part}"
+        for name, parts in zip(texts, rows, strict=True)
+        for line, part in enumerate(parts)
+    )
 
 
 def silent(line: str) -> None:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection
 from dataclasses import fields
 from typing import Any, TypedDict, get_args, get_origin
 
@@ -30,6 +32,8 @@ CHOICES = {
     "sft.too_long": ("crop", "drop"),
 }
 
+NEAREST, ALIKE = 3, 0.7
+"""The most suggestions for an unknown name, and the least similarity (difflib's ratio) of a suggestion."""
 FILLED_IN = ("model.depth", "model.vocab_size", "model.bos")
 """Fields of the shape that are never set directly: they follow from `depth` and the tokenizer."""
 
@@ -37,6 +41,12 @@ FILLED_IN = ("model.depth", "model.vocab_size", "model.bos")
 def flag(name: str) -> str:
     """train.log_every → train.log-every, the spelling on the command line."""
     return name.replace("_", "-")
+
+
+def nearest(word: str, known: Collection[str]) -> str:
+    """The known names that are most like a word that is none of them, as a part of a message."""
+    found = difflib.get_close_matches(word, known, NEAREST, ALIKE)
+    return f"; nearest: {', '.join(found)}" if found else ""
 
 
 def install(extra: str) -> str:

@@ -18,7 +18,8 @@ from quern.lab.options import BoardOptions, CompareOptions, LogOptions, ScalingO
 from quern.recipes import load_recipe
 from quern.records import read_json
 from quern.stages.prepare_tokens import is_tokens
-from quern.validate import install
+from quern.terminal import listed
+from quern.validate import install, nearest
 
 if TYPE_CHECKING:
     from quern.lab.trainer import Trainer
@@ -132,11 +133,11 @@ TOOLS: dict[str, tuple[Callable[[list[str], str], int], str]] = {
 def main(arguments: Sequence[str]) -> int:
     """Runs a tool and returns its exit code. Raises SystemExit after the help."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        tools = [f"  {name:9} {summary}" for name, (_, summary) in TOOLS.items()]
-        log("\n".join(["usage: quern lab TOOL [RECIPE…] [FLAGS]", "", *tools, "", f"example: {EXAMPLES['lab']}"]))
+        tools = listed({name: summary for name, (_, summary) in TOOLS.items()})
+        log(f"usage: quern lab TOOL [RECIPE…] [FLAGS]\n\n{tools}\n\nexample: {EXAMPLES['lab']}")
         raise SystemExit(0)
     if arguments[0] not in TOOLS:
-        raise ValueError(f"the lab has no '{arguments[0]}': use one of {', '.join(TOOLS)}")
+        raise ValueError(f"the lab has no '{arguments[0]}'{nearest(arguments[0], TOOLS)}; all of them: quern lab")
     run, summary = TOOLS[arguments[0]]
     return run(list(arguments[1:]), summary)
 

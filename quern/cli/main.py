@@ -52,12 +52,15 @@ codecs.register_error("quern", _in_ascii)
 
 def run_verb(arguments: list[str]) -> int:
     """Runs a verb and returns its exit code. Each branch imports only what it needs: PyTorch takes seconds."""
-    from quern.cli.summaries import SUMMARIES, usage
+    from quern.cli.summaries import SUMMARIES, following, usage
+    from quern.validate import nearest
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="quern")
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
+    if not arguments or arguments[0] in ("-h", "--help"):
         print(usage(), flush=True)
         return 0
     if arguments[0] == "--version":
@@ -65,13 +68,17 @@ def run_verb(arguments: list[str]) -> int:
         return 0
     verb, rest = arguments[0], [_expanded(argument) for argument in arguments[1:]]
     if verb not in SUMMARIES:
-        print(f"quern: there is no '{verb}': use one of {', '.join(SUMMARIES)}", file=sys.stderr)
+        print(f"quern: there is no '{verb}'{nearest(verb, SUMMARIES)}; all of them: quern --help", file=sys.stderr)
         return 2
     try:
-        from quern.cli.verbs import VERBS, log
+        from quern.cli.verbs import VERBS, log, with_run
         from quern.runs.trust import read_flag
 
-        return VERBS[verb](verb, read_flag(rest, log)) or 0
+        rest = with_run(verb, read_flag(rest, log))
+        code = VERBS[verb](verb, rest) or 0
+        if code == 0 and "WORLD_SIZE" not in environment() and (then := following(verb, rest)):
+            log(then)
+        return code
     except (ValueError, OSError, RuntimeError, ImportError, MemoryError) as error:
         if isinstance(error, BrokenPipeError) and discard_unread():
             return EXIT_UNREAD

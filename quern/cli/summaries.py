@@ -1,30 +1,43 @@
-"""A summary and an example of each verb, and the help that shows them."""
+"""A summary and an example of each verb, the help that shows them, and what follows a verb."""
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
+
 from quern.recipes import recipe_names
+from quern.terminal import listed
 
 EXAMPLES = {
     "run": "quern run --depth 4 --run first",
     "prepare": "quern prepare --data texts/",
     "tokenizer": "quern tokenizer --data book.txt --text.vocab-size 4096",
     "pretrain": "quern pretrain gpt --depth 6 --data texts/ --run mine",
-    "sft": "quern sft --run mine",
-    "rl": "quern rl --run mine --rl.rewards counting spelling",
-    "evaluate": "quern evaluate --run mine",
-    "complete": 'quern complete --run mine -p "Once upon"',
-    "chat": 'quern chat --run mine -p "Who are you?"',
-    "serve": "quern serve --run mine --port 8000",
-    "report": "quern report --run mine",
+    "sft": "quern sft mine",
+    "rl": "quern rl mine --rl.rewards counting spelling",
+    "evaluate": "quern evaluate mine",
+    "complete": 'quern complete mine -p "Once upon"',
+    "chat": 'quern chat mine -p "Who are you?"',
+    "serve": "quern serve mine --port 8000",
+    "report": "quern report mine",
     "runs": "quern runs show mine",
     "bench": "quern bench train",
-    "export": "quern export --run mine --to hf --dir mine-hf",
+    "export": "quern export mine --to hf --dir mine-hf",
     "import": "quern import mine-hf --run copy",
     "grug": "quern grug train --data tinyworld --run twin",
     "lab": "quern lab compare experiments/baseline.py experiments/swiglu.py --depth 2 --train.steps 300",
 }
 OF_A_RUN = ("sft", "rl", "evaluate", "complete", "chat", "serve")
 """Verbs that take the recipe, and its Python file, from the run."""
+NEXT = {
+    "run": "chat serve",
+    "pretrain": "sft chat",
+    "sft": "chat evaluate",
+    "rl": "chat evaluate",
+    "evaluate": "report",
+    "import": "chat evaluate",
+}
+"""The verbs that go on with the run where another one ends."""
 SUMMARIES = {
     "run": "all stages: prepare, pretrain, fine-tune, evaluate, report; continues a run that was stopped",
     "prepare": "train the tokenizer and turn text into token shards",
@@ -47,14 +60,18 @@ SUMMARIES = {
 
 
 def usage() -> str:
+    """The help of `quern`, within the width of the terminal."""
+    more = {
+        "recipes:": f"{', '.join(recipe_names())}, or the path of a Python file that ends in RECIPE = …",
+        "flags:": "quern help VERB",
+        "any verb:": "--trust-code runs the Python files that its runs keep, also if they come from elsewhere",
+    }
     return "\n".join(
         [
             "quern grinds raw text into a language model you can talk to.\n",
-            "usage: quern VERB [RECIPE] [FLAGS]\n",
-            *(f"  {verb:10} {summary}" for verb, summary in SUMMARIES.items()),
-            f"\nrecipes: {', '.join(recipe_names())}, or the path of a Python file that ends in RECIPE = …",
-            "flags and their defaults: quern VERB --help",
-            "--trust-code, with any verb: runs the Python files that its runs keep, also if they come from elsewhere\n",
+            "usage: quern VERB [RECIPE|RUN] [FLAGS]\n",
+            f"{listed(SUMMARIES)}\n",
+            f"{listed(more)}\n",
             "examples:",
             *(f"  {example}" for example in EXAMPLES.values()),
         ]
@@ -68,3 +85,14 @@ def described(verb: str) -> str:
     if verb in ("run", "prepare", "tokenizer", "pretrain"):
         parts.append(f"the defaults of another recipe: quern {verb} {'|'.join(recipe_names())}|FILE.py --help")
     return "\n\n".join(parts)
+
+
+def following(verb: str, words: Sequence[str]) -> str:
+    """The commands that go on where a verb has ended; empty if there are none."""
+    from quern.flags.recipe_flags import value_of
+
+    if verb not in NEXT or {"--against", "--check"} & set(words):
+        return ""
+    out = value_of(words, "out")
+    run = shlex.join([value_of(words, "run") or "first", *(["--out", out] if out else [])])
+    return f"next: {', '.join(f'`quern {then} {run}`' for then in NEXT[verb].split())}"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quern.cli.options import (
@@ -28,11 +30,11 @@ from quern.cli.options import (
 from quern.cli.summaries import OF_A_RUN, described
 from quern.flags.check_flags import read
 from quern.flags.idle import refuse_idle
-from quern.flags.recipe_flags import named, repeated
+from quern.flags.recipe_flags import named, repeated, value_of
 from quern.flags.recipe_flags import parse as parse_flags
 from quern.recipes import load_recipe, recipe_names
 from quern.records import find_trackers
-from quern.runs.run_dir import RunDir
+from quern.runs.run_dir import NAME, RunDir
 from quern.validate import install
 from quern.waits.waiting import to_stderr as log_to_stderr
 
@@ -59,6 +61,20 @@ def parse(verb: str, rest: list[str], flags: type) -> tuple[Any, str | None]:
     tokens = is_tokens(options.recipe.data)
     refuse_idle(options.recipe, set(named(arguments)), tokens, saved=found is not None)
     return options, source
+
+
+def with_run(verb: str, words: list[str]) -> list[str]:
+    """Puts --run before the run's name that a command line begins with. A run that the verb makes must be there."""
+    at = int(verb == "grug")
+    name = next(iter(words[at : at + 1]), "-")
+    if not re.fullmatch(NAME, name) or name.endswith(".py") or name in recipe_names():
+        return words
+    known = verb in (*OF_A_RUN, "report", "export") or words[:1] in (["eval"], ["export"], ["import"])
+    if verb in ("run", "pretrain"):
+        known = RunDir(Path(value_of(words, "out") or "out"), name).folder.is_dir()
+    if known and value_of(words, "run") is not None:
+        raise ValueError(f"the run is named twice, as {name} and by --run: leave one of them out")
+    return [*words[:at], "--run", *words[at:]] if known else words
 
 
 def command_line(verb: str, rest: list[str]) -> str:

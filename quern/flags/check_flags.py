@@ -6,7 +6,9 @@ tyro converts the values and prints the help.
 
 from __future__ import annotations
 
-import difflib
+import inspect
+import shutil
+import textwrap
 from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
@@ -16,6 +18,7 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from quern.ranges import UNIONS, range_of, refuse_outside
+from quern.validate import nearest
 
 T = TypeVar("T")
 
@@ -25,9 +28,6 @@ SUPPRESSED, POSITIONAL, APPENDED = (
     get_args(mark[int])[1:] for mark in (tyro.conf.Suppress, tyro.conf.Positional, tyro.conf.UseAppendAction)
 )
 NUMBERS = {int: "a whole number", float: "a number"}
-NEAREST = 3
-ALIKE = 0.7
-"""The most suggestions for an unknown name, and the least similarity (difflib's ratio) of a suggestion."""
 WITHOUT_NONE = ConstructorRegistry()
 
 
@@ -103,8 +103,12 @@ def read(
     """
     arguments = check(kind, arguments, prog, complete=default is None)
     instead: dict[str, Any] = {} if default is None else {"default": default}
+    if not {"-h", "--help"}.isdisjoint(arguments):  # tyro does not wrap it
+        width = shutil.get_terminal_size().columns
+        for part in (description or inspect.getdoc(kind) or "").split("\n\n"):
+            print(part if part.startswith("example: ") else textwrap.fill(part, width), end="\n\n")
     with WITHOUT_NONE:
-        return tyro.cli(kind, prog=prog, args=arguments, description=description, **instead)
+        return tyro.cli(kind, prog=prog, args=arguments, description="", **instead)
 
 
 def check(kind: type, arguments: Sequence[str], prog: str, complete: bool = False) -> list[str]:
@@ -137,7 +141,8 @@ def check(kind: type, arguments: Sequence[str], prog: str, complete: bool = Fals
         read.append(argument)
         if not typed.startswith("-") or typed == "-":
             if positional is None:
-                raise ValueError(f"'{typed}' belongs to no option: see {prog} --help")
+                first = f"; the name of a run follows the verb at once, {prog} {typed} …" if "--run" in known else ""
+                raise ValueError(f"'{typed}' belongs to no option: see {prog} --help{first}")
             _check_values(positional, "the argument", [argument])
             continue
         flag = known.get(_dashed(typed))
@@ -257,6 +262,5 @@ def _unknown(typed: str, known: list[str], prog: str) -> str:
     """The message for an unknown flag: --train.steps is suggested for --steps, --depth for --dpeth."""
     own = _dashed(typed)
     same = [name for name in known if name.rpartition(".")[2] == own.lstrip("-")]
-    near = same or difflib.get_close_matches(own, known, NEAREST, ALIKE)
-    hint = f"; nearest: {', '.join(near)}" if near else ""
+    hint = f"; nearest: {', '.join(same)}" if same else nearest(own, known)
     return f"unknown option {typed}{hint}; all of them: {prog} --help"

@@ -1,5 +1,6 @@
 """The command line as someone sees it who mistypes, asks for help, or brings a recipe of their own."""
 
+import contextlib
 import os
 import re
 import socket
@@ -52,7 +53,9 @@ def test_without_a_verb_it_says_what_there_is(arguments: list[str], capsys: pyte
     text = capsys.readouterr().out
     for verb in verbs.VERBS:
         assert f"\n  {verb} " in text and summaries.EXAMPLES[verb] in text
-    assert "recipes: gpt, llama, llama_adamw, unet, or the path of a Python file that ends in RECIPE" in text
+    assert "recipes: gpt, llama, llama_adamw, unet, or the path of a Python file that ends in RECIPE" in " ".join(
+        text.split()
+    )
 
 
 HELP = [*verbs.VERBS, "bench gpu", "grug train", "grug eval", "grug export", "grug import", "grug gauntlet"]
@@ -76,6 +79,32 @@ def test_every_verb_explains_itself_its_flags_and_their_defaults(
     assert verb == "bench gpu" or not silent, "these flags say no default, and are neither required nor repeatable"
 
 
+@pytest.mark.parametrize("columns", [60, 80])
+def test_help_keeps_to_the_width_of_the_terminal(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for verb in ["", *(verb for verb in HELP if verb != "bench gpu")]:
+        with contextlib.suppress(SystemExit):
+            main.main(["help", *verb.split()])
+        text = capsys.readouterr().out
+        lines = [line for line in text.splitlines() if not re.match("(  |example: |usage: )quern ", line)]
+        assert f"usage: quern {verb}" in text and max(map(len, lines)) <= columns, verb
+
+
+def test_a_run_may_follow_the_verb_at_once(tmp_path: Path) -> None:
+    for verb in ("sft", "rl", "evaluate", "complete", "chat", "serve", "report", "export"):
+        assert verbs.with_run(verb, ["mine", "--out", "x"]) == ["--run", "mine", "--out", "x"]
+    assert verbs.with_run("grug", ["eval", "mine"]) == ["eval", "--run", "mine"]
+    for verb in ("run", "pretrain"):
+        (tmp_path / "runs" / "mine").mkdir(parents=True, exist_ok=True)
+        line = ["mine", "--resume", "--out", str(tmp_path)]
+        assert verbs.with_run(verb, line) == ["--run", *line] and verbs.with_run(verb, line[:2]) == line[:2]
+    for line in ("complete Once.py", "chat gpt", "chat -p mine", "chat", "import mine", "grug train mine", "runs mine"):
+        verb, *words = list(map(str, line.split()))
+        assert verbs.with_run(verb, words) == words
+
+
 def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main.main(["pretrain", "--help"])
@@ -88,7 +117,15 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("pretrian", "^quern: there is no 'pretrian': use one of run, prepare, tokenizer, pretrain, sft, rl, evaluate"),
+        ("pretrian", "^quern: there is no 'pretrian'; nearest: pretrain; all of them: quern --help$"),
+        ("lab sweeps", "^quern lab: the lab has no 'sweeps'; nearest: sweep; all of them: quern lab$"),
+        ("grug trian", "^quern grug: there is no 'grug trian'; nearest: train; all of them: quern grug$"),
+        ("zzz", "^quern: there is no 'zzz'; all of them: quern --help$"),
+        ("chat his -p x", "^quern chat: there is no run 'his' under .*/out: make one with `quern run`"),
+        ("report his", "^quern report: there is no run 'his' under .*/out: make one with `quern run`"),
+        ("export his --dir d", "^quern export: there is no run 'his' under .*/out: make one with `quern run`"),
+        ("serve his --run hers", "^quern serve: the run is named twice, as his and by --run: leave one of them out$"),
+        ("chat -p x his", "'his' belongs to no option: .*; the name of a run follows the verb at once, quern chat his"),
         (
             "pretrain nope",
             "quern pretrain: there is no recipe 'nope': use gpt, llama, llama_adamw, unet, or the path of a .py file",
@@ -105,6 +142,7 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
         ("pretrain --train.minutes", "^quern pretrain: --train.minutes takes a number: none was given$"),
         ("pretrain --resume=yes", "--resume takes no value: give --resume or --no-resume"),
         ("pretrain gpt mine", "'mine' belongs to no option: see quern pretrain --help"),
+        ("run his", "there is no recipe 'his': use gpt, llama, llama_adamw, unet, or the path of a .py file"),
         ("export --run r", "^quern export: --dir is missing: see quern export --help$"),
         ("chat -p", "-p takes a value: none was given"),
         ("pretrain --device tpu", "^quern pretrain: --device takes one of cpu, cuda, mps, not 'tpu'$"),

@@ -26,7 +26,8 @@ from quern.recipe import Recipe
 from quern.recipes import load_recipe
 from quern.records import find_trackers
 from quern.runs.run_dir import STAGES, RunDir
-from quern.validate import flag, install
+from quern.terminal import listed
+from quern.validate import flag, install, nearest
 
 VERBS = {
     "train": "train the `gpt` recipe, or that of a file, in JAX",
@@ -137,12 +138,11 @@ class GauntletOptions:
 def main(arguments: list[str], log: Callable[[str], None]) -> int:
     """Runs a verb and returns its exit code. Raises ImportError naming the extra if JAX is missing."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        verbs = [f"  {verb:9} {text}" for verb, text in VERBS.items()]
-        log("\n".join(["usage: quern grug VERB [FLAGS]", "", *verbs, "", "example: quern grug train --data tinyworld"]))
+        log(f"usage: quern grug VERB [FLAGS]\n\n{listed(VERBS)}\n\nexample: quern grug train --data tinyworld")
         raise SystemExit(0)
     verb, rest = arguments[0], arguments[1:]
     if verb not in VERBS:
-        raise ValueError(f"there is no 'grug {verb}': use one of {', '.join(VERBS)}")
+        raise ValueError(f"there is no 'grug {verb}'{nearest(verb, VERBS)}; all of them: quern grug")
     if verb == "gauntlet":
         return _gauntlet(rest, log)
     if verb == "train":
