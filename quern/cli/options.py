@@ -335,6 +335,9 @@ class ServeOptions(_ModelOptions):
 
     stage: Annotated[Literal["pretrain", "sft", "rl"] | None, UNSAID] = None
     """The stage whose model replies. Default: the run's last stage."""
+    lan: bool = False
+    """Serve the devices of this network, such as a phone: listen on every address, ask for a key, and print a link with
+    both and its QR code. The key is made for this start; with --keys, those of the file are asked for."""
     host: str = "127.0.0.1"
     """The address to listen on. Other hosts can connect to any address but loopback: ask for --keys then."""
     allowed_hosts: tuple[str, ...] = ()
@@ -346,7 +349,8 @@ class ServeOptions(_ModelOptions):
     port: Port = 8000
     """The port to listen on; 0 picks a free one."""
     keys: Annotated[Path | None, UNSAID] = None
-    """A file with the SHA-256 hash of an API key and the holder's name in each line. Default: no key is asked for."""
+    """A file with the SHA-256 hash of an API key and the holder's name in each line, which `quern serve keys add NAME`
+    writes. Default: no key is asked for."""
     access_log: Annotated[Path | None, UNSAID] = None
     """Append a JSON line for each request, without its text. Default: no log."""
     prefix_megabytes: Annotated[float, Interval(ge=0, le=1e6)] = 256.0
@@ -376,6 +380,9 @@ class ServeOptions(_ModelOptions):
                 ipaddress.ip_network(proxy)
             except ValueError as error:
                 raise ValueError(f"--trusted-proxy: {error}; give an address or a network, as 10.0.0.0/8") from None
+        if self.lan and (self.host, self.replicas) != ("127.0.0.1", 1):
+            raise ValueError("--lan listens on every address with one process: leave --host and --replicas out")
+        self.host = "0.0.0.0" if self.lan else self.host
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("HTTPS needs both files: give --tls-cert and --tls-key")
 

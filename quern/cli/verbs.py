@@ -285,11 +285,17 @@ def verb_chat(verb: str, rest: list[str]) -> int:
 
 
 def verb_serve(verb: str, rest: list[str]) -> int:
+    if rest[:1] == ["keys"]:  # it has its own flags
+        from quern.serve.gate import keys as keys_command
+
+        return keys_command.main(rest[1:], log)
     options, _ = parse(verb, rest, ServeOptions)
     try:
         from quern.serve import command, replicas
-        from quern.serve.gate.frontier import Gate, Keys
+        from quern.serve.gate import lan
+        from quern.serve.gate.frontier import Gate
         from quern.serve.gate.hosts import Hosts
+        from quern.serve.gate.keys import Keys
         from quern.serve.worker import Limits
     except ImportError as error:
         raise ImportError(f"serving needs extra packages ({error}): {install('serve')}") from error
@@ -297,6 +303,7 @@ def verb_serve(verb: str, rest: list[str]) -> int:
     if here is None:  # a port that is taken is refused before the machine is tried out, which may compile
         command.listen(options.host, options.port).close()
     keys = None if options.keys is None else Keys.read(options.keys)
+    keys, invite = lan.admit(keys) if options.lan else (keys, None)
     run_dirs = [RunDir(options.where.out, run) for run in (options.where.run, *options.also)]
     for one in run_dirs:
         one.require_trained(options.stage)
@@ -320,7 +327,7 @@ def verb_serve(verb: str, rest: list[str]) -> int:
         )
         command.run(
             sources, options.host, options.port, gate, Limits(seconds=options.request_seconds), log,
-            watch_seconds=options.watch_seconds, tls=options.tls, replica=here,
+            watch_seconds=options.watch_seconds, tls=options.tls, replica=here, invite=invite,
         )  # fmt: skip
     return 0
 

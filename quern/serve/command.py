@@ -106,6 +106,7 @@ def run(
     watch_seconds: float,
     tls: tuple[Path, Path] | None,
     replica: Place | None,
+    invite: Callable[[str, int], str] | None = None,
 ) -> None:
     """Serves until interrupted.
 
@@ -119,6 +120,7 @@ def run(
         watch_seconds: Time between two looks for newer checkpoints; 0 for never.
         tls: The files of the certificate and of its key, for HTTPS.
         replica: The place of this process among replicas, whose port it shares; `port` is then unused.
+        invite: Makes what is printed at last from the scheme (http or https) and the port.
 
     Raises:
         OSError: The port is taken, or a file cannot be read.
@@ -127,11 +129,14 @@ def run(
     prefix = f"replica {replica.number}: " if replica else ""
     files = {} if tls is None else {"ssl_certfile": str(tls[0]), "ssl_keyfile": str(tls[1])}
     with listen(host, replica.own_port if replica else port) as own:  # clients that come now wait for the model
-        where = f" at http{'s' if tls else ''}://{host}:{own.getsockname()[1]}"
+        scheme, bound = f"http{'s' if tls else ''}", own.getsockname()[1]
+        where = f" at {scheme}://{host}:{bound}"
         app = open_app(sources, gate, limits, lambda line: log(prefix + line), where, watch_seconds)
         listeners = [own]
         if replica:
             listeners.append(listen(host, replica.port, shared=True))
             listeners[1].listen(WAITING_CONNECTIONS)
             replica.report_ready()
+        if invite:
+            log(invite(scheme, bound))
         serve(app, listeners, gate.trusted, **files)

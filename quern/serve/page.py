@@ -51,7 +51,8 @@ def read_welcome(run: Path, stage: str) -> Welcome:
 def page_paths() -> dict[str, Path]:
     """The files of the page by the paths of their URLs."""
     files = [file for file in sorted(WEB.rglob("*")) if file.suffix in MEDIA_TYPES]
-    return {"/" if file.name == "index.html" else f"/{file.relative_to(WEB).as_posix()}": file for file in files}
+    named = {"index.html": "/", "docs.html": "/docs"}
+    return {named.get(file.name, f"/{file.relative_to(WEB).as_posix()}"): file for file in files}
 
 
 def page_routes(welcome: Welcome) -> list[Route]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import inspect
 import json
 import math
+import re
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -46,6 +48,8 @@ SMALL_BYTES = 1 << 12
 """A body up to this size is decoded at once; a larger one between two steps of the engine."""
 DEFAULT_TEXT_TOKENS = 16
 """Tokens of a completion whose request does not say, as in OpenAI's API."""
+MOST_NAMES, NAME_CHARACTERS = 20, 80
+"""Of ignored fields, in the header that names them."""
 Body = TypeVar("Body", bound=Strict)
 
 
@@ -64,51 +68,81 @@ def routes(models: Models) -> list[Route]:
             body = await read_body(http)
             with models.find(None) as first:
                 read = partial(decode, kind, body)
-                request: Any = await first.worker.call(read) if len(body) > SMALL_BYTES else read()
+                found = await first.worker.call(read) if len(body) > SMALL_BYTES else read()
+            request: Any = found[0]
             with models.find(request.model) as model:
-                return await answer(http, request, model)
+                response = await answer(http, request, model)
+            if ignored := found[1]:
+                more = [f"and {len(ignored) - MOST_NAMES} more"] if len(ignored) > MOST_NAMES else []
+                names = [json.dumps(name[:NAME_CHARACTERS])[1:-1] for name in ignored[:MOST_NAMES]]
+                response.headers["x-ignored-fields"] = ", ".join([*names, *more])
+            return response
 
         return route
 
     async def health(_: Request) -> Response:
+        """Says whether the engines run: 200, or 503 after one has stopped."""
         stopped = [model.name for model in models.all() if not model.worker.alive]
         return JSON({"status": f"the engine of {stopped[0]} has stopped"}, 503) if stopped else JSON({"status": "ok"})
 
     async def metrics(_: Request) -> Response:
+        """Has counters for Prometheus."""
         return Response(generate_latest(models.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def list_models(_: Request) -> Response:
+        """Lists the models and the lengths of their contexts."""
         return JSON({"object": "list", "data": [model.body() for model in models.all()]})
 
     async def one_model(http: Request) -> Response:
+        """Describes one model."""
         return JSON(models.find(http.path_params["model"]).body())
 
     async def published(_: Request) -> Response:
+        """Describes the paths and the bodies of the POST requests."""
         names = [model.name for model in models.all()]
-        return JSON(openapi({path: kind for path, (kind, _) in posts.items()}, names))
+        return JSON(openapi(posts, gets, names))
 
-    gets = {"/health": health, "/metrics": metrics, "/v1/models": list_models, "/v1/models/{model:path}": one_model}
-    gets["/openapi.json"] = published
+    gets = {
+        "/health": health,
+        "/metrics": metrics,
+        "/v1/models": list_models,
+        "/v1/models/{model:path}": one_model,
+        "/openapi.json": published,
+    }
     return [Route(path, route, methods=["GET"]) for path, route in gets.items()] + [
         Route(path, post(*both), methods=["POST"]) for path, both in posts.items()
     ]
 
 
-def openapi(posts: dict[str, type[Strict]], models: Sequence[str]) -> dict[str, Any]:
-    """The description of the POST paths in OpenAPI's format."""
+def openapi(
+    posts: Mapping[str, tuple[type[Strict], Callable[..., Any]]],
+    gets: Mapping[str, Callable[..., Any]],
+    models: Sequence[str],
+) -> dict[str, Any]:
+    """The description of the paths in OpenAPI's format: what their functions' docstrings say, and the bodies."""
     shared: dict[str, Any] = {}
     paths: dict[str, Any] = {}
-    for path, kind in posts.items():
+    answered = {"200": {"description": "The answer."}}
+    for path, (kind, function) in posts.items():
         own = kind.model_json_schema(ref_template="#/components/schemas/{model}")
         own["properties"]["model"] |= {"enum": models}
         shared |= own.pop("$defs", {})
+        del own["additionalProperties"]  # they are ignored
         body = {"required": True, "content": {"application/json": {"schema": own}}}
-        paths[path] = {"post": {"requestBody": body, "responses": {"200": {"description": "The answer."}}}}
+        paths[path] = {"post": {"summary": inspect.getdoc(function), "requestBody": body, "responses": answered}}
+    if "ChatMessage" in shared:
+        del shared["ChatMessage"]["additionalProperties"]
+    for path, function in gets.items():
+        name = re.sub(r":path(?=})", "", path)
+        model = {"name": "model", "in": "path", "required": True, "schema": {"enum": models}}
+        parameters = [model] if name != path else []
+        paths[name] = {"get": {"summary": inspect.getdoc(function), "parameters": parameters, "responses": answered}}
     info = {"title": "quern", "version": __version__}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": shared}}
 
 
 async def chat(http: Request, request: ChatRequest, model: Model) -> Response:
+    """Answers a chat, whole or as a stream."""
     return await respond(http, await start_chat(model, request), request)
 
 
@@ -142,7 +176,7 @@ def read_chat(engine: Engine, request: ChatRequest) -> tuple[list[int], dict[str
 
 
 async def completions(http: Request, request: CompletionRequest, model: Model) -> Response:
-    """Answers with the continuation of texts."""
+    """Continues a text, a list of texts, or token ids."""
     engine, tokenizer, samples = model.engine, model.tokenizer, request.n or 1
     sent = request.prompts()
     prompts = await asyncio.to_thread(_text_tokens, tokenizer, sent)
@@ -192,6 +226,7 @@ async def _echo(model: Model, prompt: Sequence[int], logprobs: bool | int, from_
 
 
 async def responses(http: Request, request: ResponsesRequest, model: Model) -> Response:
+    """Answers a chat in the shape of OpenAI's newer API. Nothing is stored."""
     try:
         answer = Responses(request, await start_chat(model, await model.worker.call(request.chat)))
     except ApiError as error:
@@ -200,6 +235,7 @@ async def responses(http: Request, request: ResponsesRequest, model: Model) -> R
 
 
 async def tokenize(_: Request, request: TokenizeRequest, model: Model) -> Response:
+    """Returns the token ids of a text or of a chat."""
     tokens = await asyncio.to_thread(tokens_of, model.tokenizer, request)
     counted = {"count": len(tokens), "max_model_len": model.engine.context}
     return await model.worker.call(lambda: JSON({**counted, "tokens": tokens}))
@@ -216,6 +252,8 @@ def tokens_of(tokenizer: Tokenizer, request: TokenizeRequest) -> list[int]:
 
 
 async def detokenize(_: Request, request: DetokenizeRequest, model: Model) -> Response:
+    """Returns the text of token ids."""
+
     def read() -> Response:
         _require_tokens(model.tokenizer, request.tokens, "tokens")
         return JSON({"prompt": model.tokenizer.decode(request.tokens)})
@@ -327,13 +365,14 @@ async def read_body(http: Request) -> bytes:
     return bytes(body)
 
 
-def decode(kind: type[Body], body: bytes) -> Body:
-    """The request in a body. Raises ApiError if it is none."""
+def decode(kind: type[Body], body: bytes) -> tuple[Body, list[str]]:
+    """The request in a body, and the names of fields that are ignored. Raises ApiError if it is none."""
     try:
         decoded = json.loads(body)
     except (ValueError, RecursionError):
         raise ApiError("The body is not valid JSON.") from None
-    return parse_request(kind, decoded)
+    ignored: list[str] = []
+    return parse_request(kind, decoded, ignored), ignored
 
 
 def marks(body: bytearray) -> int:

@@ -189,14 +189,26 @@ class DetokenizeRequest(Strict):
 Request = TypeVar("Request", bound=Strict)
 
 
-def parse_request(kind: type[Request], body: Any) -> Request:
-    """Validates a decoded JSON body. Raises ApiError, which names the first wrong parameter."""
+def parse_request(kind: type[Request], body: Any, ignored: list[str] | None = None) -> Request:
+    """Validates a decoded JSON body.
+
+    Args:
+        kind: What the body must be.
+        body: The decoded body.
+        ignored: Gets the names of the fields of the request and of its messages that are not known, such as those that
+            other programs add for their own server. None refuses them.
+
+    Raises:
+        ApiError: Naming the first wrong parameter.
+    """
     if not isinstance(body, dict):
         required = [f"'{name}'" for name, field in kind.model_fields.items() if field.is_required()]
         raise ApiError(f"The body must be a JSON object with {' and '.join(required) or 'the parameters'}.")
-    known = {field.alias or name for name, field in kind.model_fields.items()}
-    if unknown := next((name for name in body if name not in known), None):
-        raise _unknown(unknown)  # at once: an error for each of thousands takes long to build
+    if ignored is not None:
+        body = _without_unknown(kind, body, "", ignored)
+        if isinstance(messages := body.get("messages"), list):
+            numbered = enumerate(messages)
+            body["messages"] = [_without_unknown(ChatMessage, one, f"messages[{at}].", ignored) for at, one in numbered]
     try:
         request = kind.model_validate(body)
     except ValidationError as error:
@@ -211,6 +223,15 @@ def parse_request(kind: type[Request], body: Any) -> Request:
     if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
         raise _only("response_format.json_schema", "belongs to the type 'json_schema', which needs it")
     return request
+
+
+def _without_unknown(kind: type[Strict], value: Any, where: str, ignored: list[str]) -> Any:
+    """The object without the fields that `kind` lacks, whose names are added to `ignored`; other values unchanged."""
+    if not isinstance(value, dict):
+        return value
+    known = {field.alias or name for name, field in kind.model_fields.items()}
+    ignored += [f"{where}{name}" for name in value if name not in known]
+    return {name: one for name, one in value.items() if name in known}
 
 
 def _only(param: str, why: str) -> ApiError:

@@ -71,6 +71,11 @@ def test_no_violation_in_any_state(page: Page, axe: str) -> None:
     page.click("#menu")
     page.run("new Promise((done) => setTimeout(() => done(1), 300))")
     assert page.run(RUN) == []
+    page.chrome.open(f"{page.url}/docs")
+    page.wait("document.querySelectorAll('section').length > 8")
+    page.run("for (const more of document.querySelectorAll('details')) more.open = true")
+    assert "messages" in page.texts("td") and "Who are you?" in page.texts("pre")[0]
+    check(page, axe, "/docs", narrow=True)
 
 
 def test_a_violation_would_be_found(page: Page, axe: str) -> None:

@@ -1,5 +1,6 @@
 """The chat page in a real browser, on a real server: sending, streaming, stopping, Markdown, calls, settings, keys."""
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,8 @@ import pytest
 
 from quern.generate.reply import Delta
 from quern.generate.sampling import GREEDY
-from quern.serve.gate.frontier import Gate, Keys
+from quern.serve.gate.frontier import Gate
+from quern.serve.gate.keys import Keys
 from quern.serve.server import LOOPBACK, create_app
 from quern.text.chat import render_prompt
 from tests.browser.chrome import Chrome, find_chrome
@@ -252,8 +254,15 @@ def test_a_conversation_longer_than_the_context_goes_on(browser: Chrome) -> None
     with running(create_app({"parrot": engine})) as url:
         page = Page(browser, url, engine)
         page.open()
-        for _ in range(5):
-            page.ask("and the stone, does it hum?")
+        page.ask("and the stone, does it hum?")
+        assert re.fullmatch(r"context: \d+ of 96 tokens", page.texts("#fill-text")[0])
+        page.ask("and the stone, does it hum?")
+        page.send("and the stone, does it hum?")  # once the context is full, the user is asked
+        page.wait(f"!document.getElementById('problem').hidden && {DONE}")
+        assert "the model's context holds 96" in page.texts("#problem span")[0] and not page.texts(".note")
+        page.click("#problem button")
+        page.wait(f"document.getElementById('problem').hidden && {DONE}")
+        page.ask("and the stone, does it hum?")  # and not again
         assert page.texts(".note") and "were left out" in page.texts(".note")[-1]
         assert page.run("document.getElementById('problem').hidden")
         # A message that is too long by itself is told, and can be edited.
@@ -269,7 +278,11 @@ def test_settings_reach_the_model_and_are_kept(page: Page) -> None:
     page.wait("document.getElementById('settings').open")
     for name, value in (("temperature", ""), ("max_tokens", "77"), ("top_k", "5"), ("min_p", "7"), ("seed", "3")):
         page.set(name, value)
-    assert page.run("document.getElementById('set-min_p').hasAttribute('aria-invalid')")
+    why = "document.getElementById('set-min_p-why')"
+    assert page.run("document.getElementById('set-min_p').getAttribute('aria-invalid')") == "true"
+    assert page.run(f"{why}.textContent") == "Give a number from 0 to 1; until then, the server's own value is used."
+    page.set("temperature", "0.83")  # between two steps of its arrows
+    page.set("temperature", "")
     page.type("#system", "You are a miller.")
     page.set("stop", "END")
     page.press("Escape")
@@ -334,6 +347,11 @@ def test_a_server_with_keys_asks_for_one(browser: Chrome) -> None:
         page.ask("hello")
         assert page.said() == ["hello", "fine"]
         assert "secret" not in page.run("JSON.stringify(localStorage)")
+        page.run("sessionStorage.clear()")
+        browser.open("about:blank")
+        browser.open(f"{url}/#key=secret")  # the link that `quern serve --lan` prints
+        page.wait("document.getElementById('model').value === 'parrot'")
+        assert page.run("location.href") == f"{url}/" and not page.run("document.getElementById('settings').open")
     assert {problem.split(":")[0] for problem in browser.problems} == {"Failed to load resource"}  # the 401
     browser.problems.clear()
 

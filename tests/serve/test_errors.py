@@ -41,15 +41,12 @@ OUTPUT = {"type": "function_call_output", "call_id": "x", "output": "1"}
 NAMED = "Invalid value for '{param}'"
 ERRORS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     CHAT: [
-        ({"foo": 1}, "Unknown parameter: 'foo'", "foo"),
-        ({"\ud800": 5}, "Unknown parameter: ", "\ud800"),
         ({"model": 5}, NAMED, "model"),
         ({"messages": None}, NAMED, "messages"),
         ({"messages": []}, "send at least one message", "messages"),
         ({"messages": [said("user", 3)]}, NAMED, "messages[0].content"),
         ({"messages": [{"role": "user"}]}, "a user message has 'content'", "messages[0]"),
         ({"messages": [said("tool", "")]}, "must be the id of a call", "messages[0].tool_call_id"),
-        ({"messages": [{**said("user", ""), "x": 1}]}, "Unknown parameter", "messages[0].x"),
         ({"messages": [said("user", {"a": 1})]}, "valid string", "messages[0].content"),
         ({"messages": [said("user", ["?", IMAGE])]}, NAMED, "messages[0].content[0]"),
         ({"messages": [said("user", [IMAGE])]}, "'image_url' is not supported, use", "messages[0].content[0].type"),
@@ -102,7 +99,6 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"suffix": "x"}, "fills no gaps", "suffix"),
         ({"best_of": 3}, "set 'n'", "best_of"),
         ({"logprobs": 100}, NAMED, "logprobs"),
-        ({"messages": []}, "Unknown parameter: 'messages'", "messages"),
         ({"structured_outputs": {"choice": ["a" * 60]}, "max_tokens": 5}, "within 5", "structured_outputs.choice"),
     ],
     RESPONSES: [
@@ -111,13 +107,13 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"input": "x" * 600}, "'input' already takes", "input"),
         ({"temperature": 3.0}, NAMED, "temperature"),
         ({"background": True}, NAMED, "background"),
-        ({"reasoning": {"effort": "low"}}, "Unknown parameter", "reasoning"),
         ({"text": {"format": FORM}}, "'text.format.schema': Invalid type: strin", "text.format.schema"),
         ({"text": {"format": {**FORM, "schema": NUMBER}}, "max_output_tokens": 3}, "within 3", "text.format.schema"),
         ({"text": {"format": schema(NUMBER)["response_format"]}}, "'text.format.name'", "text.format.name"),
         ({"text": {"format": {"type": "xml"}}}, "'xml' is not supported", "text.format.type"),
         ({"tool_choice": {"type": "function", "name": "x"}}, "there are no tools", "tool_choice"),
         ({"tools": [CLOCK]}, "'tools[0].name'", "tools[0].name"),
+        ({"input": [{**said("user", "?"), "x": 1}]}, "Unknown parameter", "input[0].x"),
         ({"tools": [{"type": "web_search"}]}, "'web_search' is not supported, use 'func", "tools[0].type"),
         ({"tools": [{"type": "function", "name": "f", "parameters": WRONG}]}, "type: strin", "tools[0].parameters"),
         ({"input": [said("user", "?"), {**ITEM, "arguments": "{"}]}, "not JSON", "input[1].arguments"),
@@ -145,6 +141,36 @@ def test_a_parameter_is_refused_by_name(url: str, path: str, change: dict[str, A
     assert words.replace("{param}", param) in error["message"] and error["param"] == param, error
     if path == RESPONSES:
         assert "messages" not in error["message"] and "response_format" not in error["message"]
+
+
+OPEN_WEBUI = {
+    "chat_id": "local:5f1c",
+    "num_ctx": 4096,
+    "reasoning_effort": "low",
+    "stream_options": {"include_usage": True},
+    "messages": [{"role": "user", "content": "Hello?", "files": [], "timestamp": 1}],
+}
+"""The fields that Open WebUI sends beside OpenAI's, from a chat and from a model's advanced parameters."""
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_fields_of_other_programs_are_ignored_and_named(url: str, stream: bool) -> None:
+    def ignored(body: dict[str, Any], path: str = CHAT, status: int = 200) -> str | None:
+        text = json.dumps({"model": NAME, "max_tokens": 2, **body})
+        response = httpx.post(url + path, content=text, headers={"content-type": "application/json"}, timeout=60)
+        assert response.status_code == status, response.text
+        return response.headers.get("x-ignored-fields")
+
+    body = {**OPEN_WEBUI, "stream": stream} if stream else {**OPEN_WEBUI, "stream_options": None}
+    assert ignored(body) == "chat_id, num_ctx, reasoning_effort, messages[0].files, messages[0].timestamp"
+    assert ignored({**FIRST[CHAT], "stream": stream}) is None
+    assert ignored({**FIRST[RESPONSES], "reasoning": {"effort": "low"}, "max_tokens": 1}, RESPONSES) == (
+        "max_tokens, reasoning"
+    )
+    many = ignored({**FIRST[CHAT], **{f"f{n}": n for n in range(3000)}})
+    assert many == ", ".join([*(f"f{n}" for n in range(20)), "and 2980 more"])
+    assert ignored({**FIRST[CHAT], "a\r\nset-cookie: x": 1, "\ud800": 2}) == r"a\r\nset-cookie: x, \ud800"
+    assert ignored({**OPEN_WEBUI, "stream_options": None, "temperature": 9}, status=400) is None
 
 
 BODIES = [b"", b"{", b"[]", b"7", b"\xff", b"[" * 200_000, b'{"temperature": NaN}', b'{"n": ' + b"9" * 5000 + b"}"]

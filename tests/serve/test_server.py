@@ -15,12 +15,15 @@ import openai
 import pytest
 from torch import nn
 
+from quern.cli.verbs import verb_serve
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Delta, Event, Generation
 from quern.generate.sampling import Sampling
 from quern.serve.answers import Chat
-from quern.serve.gate.frontier import Gate, Keys
+from quern.serve.gate import lan
+from quern.serve.gate.frontier import Gate
 from quern.serve.gate.hosts import Hosts, host_name
+from quern.serve.gate.keys import Keys
 from quern.serve.routes import MAX_BODY_BYTES, MAX_MARKS, marks
 from quern.serve.schema import ChatRequest, parse_request
 from quern.serve.server import LOOPBACK, create_app, listen
@@ -264,7 +267,7 @@ def test_what_takes_long_runs_between_two_steps_of_the_engine(url: str, monkeypa
 
     monkeypatch.setattr("quern.serve.routes.parse_request", noting(parse_request))
     monkeypatch.setattr(Chat, "told", noting(Chat.told))
-    check_error(post(url, b'{"x":[' + b"{}," * 2000 + b"{}]}"), 400, "Unknown parameter: 'x'", "x")
+    check_error(post(url, b'{"x":[' + b"{}," * 2000 + b"{}]}"), 400, "Missing required parameter: 'model'", "model")
     assert post(url, ask(logprobs=True, n=2)).status_code == 200
     assert threads[:1] + threads[-2:] == ["quern-engines"] * 3 and len(threads) == 4
 
@@ -285,7 +288,7 @@ def test_keys_guard_the_api_and_the_log_has_no_text(engine: Engine, tmp_path: Pa
     bad = ("", "Bearer sesame", f"Bearer {digest}", "Basic open sesame", "x")
     with running(app) as base:
         for wrong in [{"authorization": text} for text in bad]:
-            for path in ("/v1/models", "/metrics", "/v1/nothing", "/openapi.json", "/welcome", "/docs", "//health"):
+            for path in ("/v1/models", "/metrics", "/v1/nothing", "/openapi.json", "/welcome", "//health"):
                 check_error(httpx.get(base + path, headers=wrong), 401, "Authorization: Bearer KEY")
             check_error(post(base, ask(), headers=wrong), 401, "API key")
         with openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client:
@@ -299,6 +302,44 @@ def test_keys_guard_the_api_and_the_log_has_no_text(engine: Engine, tmp_path: Pa
     assert answered["key"] == "ali" and answered["method"] == "POST" and answered["seconds"] > 0
     assert {line["key"] for line in found if line["status"] == 401} == {None}
     assert "Gr" not in "".join(lines) and "sesame" not in "".join(lines)
+
+
+def test_keys_are_added_shown_once_and_removed(tmp_path: Path) -> None:
+    file, lines = tmp_path / "out" / "keys.txt", list[str]()
+
+    def keys(*arguments: str) -> list[str]:
+        lines.clear()
+        assert verb_serve("serve", ["keys", *arguments, "--keys", str(file)]) == 0
+        return [*lines]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quern.cli.verbs.log", lines.append)
+        key = keys("add", "ali")[0].split()[-1]
+        keys("add", "ben")
+        assert Keys.read(file).holder(f"Bearer {key}") == "ali" and key not in file.read_text()
+        assert keys("list") == ["ali", "ben"]
+        for wrong in (["add", "ali"], ["add", "two words"], ["remove", "cy"], ["add"], ["sell"]):
+            with pytest.raises(ValueError, match=r"quern serve keys"):
+                keys(*wrong)
+        keys("remove", "ali")
+        assert Keys.read(file).holder(f"Bearer {key}") is None and keys("list") == ["ben"]
+        keys("remove", "ben")
+        assert "quern serve keys add" in keys("list")[0]
+
+
+def test_the_link_for_a_phone_opens_the_server(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lan, "lan_address", lambda: "127.0.0.1")
+    keys, invite = lan.admit(None)
+    with running(create_app({NAME: engine}, Gate(Hosts("0.0.0.0"), keys))) as url:
+        link, *drawn = invite("http", int(url.rpartition(":")[2])).splitlines()[1:]
+        base, key = link.split("/#key=")
+        assert base == url and httpx.get(base).status_code == httpx.head(base).status_code == 200
+        assert httpx.get(f"{base}/docs").status_code == 200
+        models = [httpx.get(f"{base}/v1/models", headers={"authorization": f"Bearer {one}"}) for one in (key, "x")]
+        assert [answer.status_code for answer in models] == [200, 401]
+    assert len(drawn) > 15 and "█" in drawn[0]
+    mine = Keys({bytes(32): "ali"})
+    assert lan.admit(mine)[0] is mine and "key=" not in lan.admit(mine)[1]("https", 8000)
 
 
 @pytest.mark.parametrize("text", ["", "# nobody\n", "abc ali\n", f"{'0' * 64}\n", f"{'0' * 64} ali baba\n"])

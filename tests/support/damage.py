@@ -38,7 +38,7 @@ import torch
 
 from quern.cli.main import main
 from quern.lab.ladder.study import FILES as STUDY
-from quern.serve.gate.frontier import Keys
+from quern.serve.gate.keys import Keys
 from quern.text.tinyworld import corpus
 from tests.support.small_text import write_text
 

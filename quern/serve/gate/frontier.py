@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import json
 import math
-import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quern.records import read_regular
 from quern.serve.answers import error_response
 from quern.serve.errors import ApiError
 from quern.serve.gate.hosts import Hosts
+from quern.serve.gate.keys import Keys
 from quern.serve.page import page_paths
 from quern.serve.routes import MAX_BODY_BYTES
 
@@ -37,43 +33,6 @@ PACE, BURST = 250, 50
 """Requests of one client that are begun in a second, and how many may come at once before; `UNIT_BYTES` of a body count
 as one more. Each takes the interpreter from the engine for a moment; further ones wait."""
 UNIT_BYTES = 1 << 14
-
-
-class Keys:
-    """API keys, of which only the SHA-256 hashes are known. hashes: hash → the holder's name."""
-
-    def __init__(self, hashes: Mapping[bytes, str]) -> None:
-        self._hashes = dict(hashes)
-
-    @classmethod
-    def read(cls, path: Path) -> Keys:
-        """Reads a file with a hash in hexadecimal and a name in each line; "#" begins a comment.
-
-        Raises:
-            ValueError: The file cannot be read, a line is not a hash and a name, or there is none.
-        """
-        try:
-            text = read_regular(path).decode("utf-8")
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is no file of UTF-8 text"
-            raise ValueError(f"--keys {path} cannot be read ({reason}): name the file of the keys' hashes") from error
-        hashes = {}
-        for number, line in enumerate(text.splitlines(), 1):
-            words = line.partition("#")[0].split()
-            if words and (not re.fullmatch(r"[0-9a-fA-F]{64}", words[0]) or len(words) != 2):
-                raise ValueError(f"{path}:{number}: write the SHA-256 hash of a key, then its holder's name")
-            if words:
-                hashes[bytes.fromhex(words[0])] = words[1]
-        if not hashes:
-            raise ValueError(f"{path} has no key: write the SHA-256 hash of a key, then its holder's name")
-        return cls(hashes)
-
-    def holder(self, authorization: str) -> str | None:
-        """The name of the holder of the key in an Authorization header; None for a missing or wrong key."""
-        kind, _, key = authorization.partition(" ")
-        asked = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
-        found = [name for known, name in self._hashes.items() if hmac.compare_digest(known, asked)]
-        return found[0] if found and kind.lower() == "bearer" else None
 
 
 @dataclass(frozen=True)

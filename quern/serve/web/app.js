@@ -138,7 +138,10 @@ async function finish(conversation, { node, tokens }, trouble) {
   if (current !== conversation) return;
   views.get(node.id)?.update(true);
   draw();
-  if (trouble !== null) ui.problem(explain(trouble), empty ? retry : null);
+  if (trouble?.canShorten) {
+    const told = `The conversation takes ${trouble.promptTokens} tokens; the model's context holds ${trouble.context}.`;
+    ui.problem(told, () => { conversation.shortened = true; retry(); }, "Leave out the oldest messages");
+  } else if (trouble !== null) ui.problem(explain(trouble), empty ? retry : null);
   else if (empty && !conversation.nodes[node.id]) ui.problem("Stopped before the reply began.", retry);
   else announce(`Reply: ${textOf(node).slice(0, 1500)}`);
 }
@@ -179,7 +182,16 @@ function drawLive() {
   if (view === undefined) return;
   view.update(false);
   view.drawLive(reply);
+  drawFill();
   ui.follow(false);
+}
+
+/** How much of the context the shown branch takes: what the server counted last, and the tokens that were said since. */
+function drawFill() {
+  const said = path(current).filter((node) => node.role === "assistant");
+  const known = said.findLast((node) => node.stats?.prompt !== undefined);
+  const counted = known === undefined ? 0 : known.stats.prompt + known.stats.tokens;
+  ui.fill(counted + (reply !== null && reply.node !== known ? reply.stats().tokens : 0), context);
 }
 
 // Conversations ------------------------------------------------------------------------------------------------
@@ -228,6 +240,7 @@ function draw() {
     byId("messages").append(made.box);
   }
   ui.show(current, shown.length === 0, titleOf(current));
+  drawFill();
   sidebar.draw(conversations.values(), current.id);
 }
 
@@ -280,9 +293,10 @@ async function discover() {
   const select = byId("model");
   select.replaceChildren(...found.map((model) => el("option", { value: model.id, text: model.id, data: { context: model.max_model_len } })));
   context = found[0].max_model_len;
-  select.onchange = () => { context = Number(select.selectedOptions[0].dataset.context); };
+  select.hidden = byId("model-label").hidden = found.length === 1; // one model needs no picker
+  select.onchange = () => { context = Number(select.selectedOptions[0].dataset.context); drawFill(); };
   if (current.leaf === null && !modeChosen) current.mode = welcome.mode;
-  ui.suggest(welcome.suggestions, (text) => send(text));
+  ui.suggest(welcome.suggestions, (text) => { send(text); byId("input").focus(); });
   draw();
 }
 
@@ -310,8 +324,10 @@ async function main() {
         ui.problem(error.message);
       }
     },
-    measured: (again) => {
-      for (const view of views.values()) if (again) view.refresh(); else view.repaint(ui.measure());
+    measured: async (again) => {
+      if (!again) return views.forEach((view) => view.repaint(ui.measure()));
+      await Promise.all([...views.values()].map((view) => view.refresh()));
+      if (ui.measure() !== null) [...document.querySelectorAll(".text.tokens")].at(-1)?.focus(); // for the arrow keys
     },
     toggleList: () => sidebar.toggle(),
     editLast: () => [...views.values()].filter((view) => view.node.role === "user").at(-1)?.edit(),

@@ -98,7 +98,7 @@ export class Reply {
     return post("/v1/completions", { ...body, prompt }, signal);
   }
 
-  /** Leaves out the oldest exchanges while the server finds the messages too long. */
+  /** Where the user has agreed to it, leaves out the oldest exchanges while the server finds the messages too long. */
   async fit(messages, send) {
     const system = messages[0].role === "system" ? 1 : 0;
     let skipped = 0;
@@ -111,6 +111,8 @@ export class Reply {
       } catch (error) {
         const left = shorter.length - system;
         if (error.code !== "context_length_exceeded" || left < 3) throw error;
+        error.canShorten = !this.conversation.shortened;
+        if (error.canShorten) throw error;
         const size = (message) => message.content.length + 20;
         const total = shorter.reduce((sum, message) => sum + size(message), 0);
         const target = total * Math.min(1, (ROOM * error.context) / error.promptTokens);

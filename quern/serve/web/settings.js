@@ -45,6 +45,12 @@ export function load() {
   if (ALTERNATIVES.includes(kept.alternatives)) settings.alternatives = kept.alternatives;
   if (THEMES.includes(kept.theme)) settings.theme = kept.theme;
   settings.key = sessionStorage.getItem(KEY) ?? "";
+  const given = new URLSearchParams(location.hash.slice(1)).get("key"); // the link of `quern serve --lan`
+  if (given !== null) {
+    settings.key = given;
+    history.replaceState(null, "", location.pathname); // so that nobody reads it over a shoulder, or copies it
+    return keep();
+  }
   paint();
 }
 
@@ -73,28 +79,44 @@ export function sampling() {
   return found;
 }
 
-function row(name, label, hint, input) {
+function row(name, label, hint, input, why = null) {
   const id = `set-${name}`;
   input.id = id;
   if (hint !== null) input.setAttribute("aria-describedby", `${id}-hint`);
   const text = el("label", { for: id, text: label });
-  return el("div", { class: "setting" }, text, input, hint === null ? null : el("span", { id: `${id}-hint`, class: "hint", text: hint }));
+  return el("div", { class: "setting" }, text, input, hint === null ? null : el("span", { id: `${id}-hint`, class: "hint", text: hint }), why);
+}
+
+/** Why a field's value is not taken; "" if it is. */
+function fault(input, { min, max, step }) {
+  const { badInput, rangeUnderflow, rangeOverflow } = input.validity;
+  const whole = step !== 1 || input.value === "" || Number.isInteger(input.valueAsNumber);
+  if (!badInput && !rangeUnderflow && !rangeOverflow && whole) return "";
+  const range = min === undefined ? "" : max === undefined ? `, ${min} or more` : ` from ${min} to ${max}`;
+  return `Give a ${step === 1 ? "whole " : ""}number${range}`;
 }
 
 function numberInput(name, limits) {
-  return el("input", {
+  const why = el("span", { id: `set-${name}-why`, class: "why", role: "alert", hidden: true });
+  const input = el("input", {
     type: "number",
     inputmode: "decimal",
     placeholder: "server's own",
     ...limits,
-    oninput: (event) => {
-      const input = event.target;
-      input.toggleAttribute("aria-invalid", !input.validity.valid);
-      if (!input.validity.valid) return;
+    oninput: () => {
+      const wrong = fault(input, limits);
+      const used = settings[name] === null ? "the server's own value is used" : `${settings[name]} is used`;
+      why.hidden = wrong === "";
+      why.textContent = wrong === "" ? "" : `${wrong}; until then, ${used}.`;
+      if (wrong === "") input.removeAttribute("aria-invalid");
+      else input.setAttribute("aria-invalid", "true");
+      if (wrong !== "") return;
       settings[name] = input.value === "" ? null : input.valueAsNumber;
       keep();
     },
   });
+  input.setAttribute("aria-errormessage", why.id);
+  return [input, why];
 }
 
 function select(name, options, read) {
@@ -107,7 +129,7 @@ function select(name, options, read) {
 
 /** Builds the fields of the settings dialog. */
 export function build() {
-  const numbers = NUMBERS.map(([name, label, limits, , hint]) => [name, row(name, label, hint, numberInput(name, limits))]);
+  const numbers = NUMBERS.map(([name, label, limits, , hint]) => [name, row(name, label, hint, ...numberInput(name, limits))]);
   byId("settings-common").append(...numbers.filter(([name]) => WIDE.includes(name)).map(([, made]) => made));
   const stop = el("textarea", { rows: 2, oninput: (event) => { settings.stop = event.target.value; keep(); } });
   byId("settings-more").append(
@@ -137,5 +159,7 @@ function fill() {
     const input = byId(`set-${name}`);
     input.value = value ?? "";
     input.removeAttribute("aria-invalid");
+    const why = byId(`set-${name}-why`);
+    if (why !== null) why.hidden = true;
   }
 }

@@ -1,6 +1,7 @@
 // A conversation as a tree of messages: to edit or to regenerate adds a branch, and the leaf says which one is shown.
 //
-// conversation: {id, title, named, mode: "chat" | "text", system, created, updated, nodes: {id: node}, leaf}
+// conversation: {id, title, named, mode: "chat" | "text", system, created, updated, nodes: {id: node}, leaf, shortened}
+// shortened: the user agreed that the oldest messages are left out when the context is full.
 // node: {id, parent, role: "user" | "assistant", parts: [{type: "text" | "tool" | "output", text}], time, pick, …}
 // An assistant's node also has `finish`, `error`, `skipped` and `stats` of the reply. In a text, roles say who wrote.
 

@@ -177,11 +177,19 @@ export function busy(writing) {
   if (focused) byId("input").focus();
 }
 
+/** How many tokens of the context are taken. */
+export function fill(tokens, context) {
+  byId("fill").hidden = tokens === 0 || context === 0;
+  byId("fill").classList.toggle("full", tokens > 0.9 * context);
+  byId("fill-text").textContent = `context: ${Math.min(tokens, context)} of ${context} tokens`;
+  byId("fill-bar").firstElementChild.style.width = `${Math.min(100, (100 * tokens) / context)}%`;
+}
+
 /** A message about what went wrong, in the conversation; null takes it away. retry: offered as a button. */
-export function problem(text, retry = null) {
+export function problem(text, retry = null, label = "Try again") {
   const box = byId("problem");
   box.hidden = text === null;
-  const button = retry === null ? null : el("button", { type: "button", class: "text-button", text: "Try again", onclick: retry });
+  const button = retry === null ? null : el("button", { type: "button", class: "text-button", text: label, onclick: retry });
   box.replaceChildren(el("span", { text: text ?? "" }), ...(button === null ? [] : [button]));
   follow(false);
 }

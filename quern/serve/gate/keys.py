@@ -1,0 +1,130 @@
+"""API keys: only their SHA-256 hashes are kept, in a text file with a hash and the holder's name in each line."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from quern.flags.check_flags import read
+from quern.records import read_regular
+from quern.temporaries import write_whole
+
+
+@dataclass
+class KeysOptions:
+    """Flags of `quern serve keys`."""
+
+    name: tyro.conf.Positional[str] = ""
+    """add, remove: the holder of the key, in one word."""
+    keys: Path = Path("keys.txt")
+    """The file of the keys' hashes."""
+
+
+def main(arguments: Sequence[str], log: Callable[[str], None]) -> int:
+    """Runs `quern serve keys`, and returns its exit code."""
+    does = "add NAME makes a key, remove NAME takes it away, list names the holders"
+    action = arguments[0] if arguments else ""
+    if action not in ("add", "remove", "list"):
+        raise ValueError(f"quern serve keys takes add, remove or list, not '{action}': {does}")
+    options = read(KeysOptions, arguments[1:], prog=f"quern serve keys {action}", description=f"{does}.")
+    for line in change_keys(action, options.name, options.keys):
+        log(line)
+    return 0
+
+
+def new_key() -> str:
+    """Makes a random key of 192 bits."""
+    return secrets.token_urlsafe(24)
+
+
+def digest(key: str) -> bytes:
+    """The SHA-256 hash of a key."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+class Keys:
+    """API keys, of which only the SHA-256 hashes are known. hashes: hash → the holder's name."""
+
+    def __init__(self, hashes: Mapping[bytes, str]) -> None:
+        self._hashes = dict(hashes)
+
+    @classmethod
+    def read(cls, path: Path) -> Keys:
+        """Reads a file with a hash in hexadecimal and a name in each line; "#" begins a comment.
+
+        Raises:
+            ValueError: The file cannot be read, a line is not a hash and a name, or there is none.
+        """
+        if not (hashes := _parse(path)):
+            raise ValueError(f"{path} has no key: write the SHA-256 hash of a key, then its holder's name")
+        return cls(hashes)
+
+    def holder(self, authorization: str) -> str | None:
+        """The name of the holder of the key in an Authorization header; None for a missing or wrong key."""
+        kind, _, key = authorization.partition(" ")
+        asked = digest(key.strip())
+        found = [name for known, name in self._hashes.items() if hmac.compare_digest(known, asked)]
+        return found[0] if found and kind.lower() == "bearer" else None
+
+
+def _parse(path: Path) -> dict[bytes, str]:
+    """Hash → the holder's name."""
+    try:
+        text = read_regular(path).decode("utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no file of UTF-8 text"
+        raise ValueError(
+            f"--keys {path} cannot be read ({reason}): name the file that `quern serve keys add` writes"
+        ) from error
+    hashes = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if words and (not re.fullmatch(r"[0-9a-fA-F]{64}", words[0]) or len(words) != 2):
+            raise ValueError(f"{path}:{number}: write the SHA-256 hash of a key, then its holder's name")
+        if words:
+            hashes[bytes.fromhex(words[0])] = words[1]
+    return hashes
+
+
+def change_keys(action: str, name: str, path: Path) -> list[str]:
+    """Adds the key of a holder to a file, removes it, or lists the holders.
+
+    Args:
+        action: "add", "remove" or "list".
+        name: The holder; unused with "list".
+        path: The file.
+
+    Returns:
+        Lines for the user. A new key is in them and nowhere else.
+
+    Raises:
+        ValueError: The name is missing or impossible, is taken or is not in the file, or the file is damaged.
+    """
+    holders = list(_parse(path).values()) if path.exists() else []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    if action == "list":
+        return holders or [f"{path} has no key: `quern serve keys add NAME` makes one"]
+    if not re.fullmatch(r"[^\s#]+", name):
+        raise ValueError(f"quern serve keys {action} NAME: name the holder in one word, without a #")
+    if action == "remove":
+        if name not in holders:
+            raise ValueError(f"{path} has no key of {name}: `quern serve keys list` names the holders")
+        kept = [line for line in lines if line.partition("#")[0].split()[1:] != [name]]
+        write_whole(path, "".join(f"{line}\n" for line in kept))
+        return [f"removed the key of {name}; a running server forgets it when it is started again"]
+    if name in holders:
+        raise ValueError(f"{name} has a key in {path}: remove it first (quern serve keys remove {name})")
+    key = new_key()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, "".join(f"{line}\n" for line in [*lines, f"{digest(key).hex()} {name}"]))
+    return [
+        f"the key of {name}, shown this once: {key}",
+        f"its hash is in {path}: start the server again with --keys {path}",
+    ]
