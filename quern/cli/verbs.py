@@ -313,18 +313,11 @@ def verb_serve(verb: str, rest: list[str]) -> int:
         return 0
     machine, kept = options.where.machine(here and here.threads, log), options.prefix_megabytes
     sources = {f"quern-{one.run}": command.Source(one, options.stage, machine, kept) for one in run_dirs}
-    path = options.access_log
-    with contextlib.nullcontext() if path is None else path.open("a", encoding="utf-8") as file:
+    with options.access_log.open("a", encoding="utf-8") if options.access_log else contextlib.nullcontext() as file:
         access = file and functools.partial(print, file=file, flush=True)
-        gate = Gate(
-            hosts=Hosts(options.host, options.allowed_hosts),
-            keys=keys,
-            log=access,
-            per_minute=options.requests_per_minute,
-            at_once=options.requests_at_once,
-            origins=options.cors,
-            trusted=options.trusted_proxy,
-        )
+        rates = options.requests_per_minute, options.requests_at_once
+        hosts = Hosts(options.host, options.allowed_hosts)
+        gate = Gate(hosts, keys, access, *rates, options.cors, options.trusted_proxy)
         command.run(
             sources, options.host, options.port, gate, Limits(seconds=options.request_seconds), log,
             watch_seconds=options.watch_seconds, tls=options.tls, replica=here, invite=invite,
