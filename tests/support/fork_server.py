@@ -2,14 +2,14 @@
 
     python tests/support/fork_server.py LOG        a JSON request on each line of stdin, a JSON answer on each of stdout
 
-Everything slow to import is imported once; a child costs milliseconds. A request holds `arguments` (the command
-line's) and, optionally, `kill`: [part, number], or `counted`: true. Events are the calls that quern's own training
-code makes or receives, of Python and of C functions alike, as Python's profiler sees them: before each forward,
-gradient, update, write, fsync and rename there is one. They begin with `Session.train`: what comes before, such as the
-flags and the model, writes nothing of the run's stage, and a death there proves little. `part` is "save" (inside a
-checkpoint's save), "resume" (inside the loop's resume) or "train" (anywhere else). Nothing of quern is replaced, with
-two exceptions: a request's `sabotage` breaks the resuming on purpose, and the machine's peak is not measured, which
-only the `mfu` column would show.
+Everything slow to import is imported once, also what a command imports when it needs it; a child costs milliseconds. A
+request holds `arguments` (the command line's) and, optionally, `kill`: [part, number], or `counted`: true. Events are
+the calls that quern's own training code makes or receives, of Python and of C functions alike, as Python's profiler
+sees them: before each forward, gradient, update, write, fsync and rename there is one. They begin with `Session.train`:
+what comes before, such as the flags and the model, writes nothing of the run's stage, and a death there proves little.
+`part` is "save" (inside a checkpoint's save), "resume" (inside the loop's resume) or "train" (anywhere else). Nothing
+of quern is replaced, with two exceptions: a request's `sabotage` breaks the resuming on purpose, and the machine's peak
+is not measured, which only the `mfu` column would show.
 
 An answer holds `status` (the exit code, or minus the signal), `place` (where the child died, or null) and `events`
 (how many of each part there were, if the child came to its end). Without `kill` and `counted` nothing is counted, which
@@ -25,9 +25,16 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import markdown_it  # noqa: F401
+import rustbpe  # noqa: F401
 import torch
+import torch._dynamo  # 1.2 s of every child that calls an operator
+import typeguard  # noqa: F401
 
-from quern.cli import main
+from quern.cli import main, options, verbs  # noqa: F401
+from quern.kernels.attention import autotune  # noqa: F401
+from quern.recipes import gpt  # noqa: F401
+from quern.rl.environments import gsm8k, programs, tinyworld  # noqa: F401
 from quern.stages import pretrain, rl, session, sft  # noqa: F401
 from quern.train import checkpoint, loop
 

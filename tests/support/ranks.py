@@ -95,6 +95,8 @@ def child(rank: int, port: int, request: dict[str, Any]) -> dict[str, Any]:
 
 def serve() -> None:
     sys.path.insert(0, str(ROOT))
+    import torch._dynamo  # noqa: F401  (1.2 s of every rank that calls an operator)
+
     for line in sys.stdin:
         request = json.loads(line)
         importlib.import_module(request["function"].partition(":")[0])  # once, for all children of this and later ones
