@@ -16,7 +16,7 @@ from quern.parallel.zero2 import Zero2
 from quern.recipe import OptimRecipe
 from quern.train import checkpoint, manifest
 from quern.train.state import TrainState, build_model, build_state
-from tests.parallel.compared import advance, apart, recipe, small_cuts, state_apart
+from tests.parallel.compared import Snapshot, advance, apart, recipe, small_cuts, state_apart
 from tests.support.deviation import deviation
 from tests.support.toy_training import CPU, toy_loader
 
@@ -44,7 +44,7 @@ def every_second(mesh: Mesh, folder: str, forget: bool = False) -> dict[str, Any
         sent.append(sum(mesh.traffic().values()) - before)
         worst = max(worst, apart(found.loss, expected.loss), apart(found.grad_norm, expected.grad_norm))
         if step % 2:
-            worst = max(worst, state_apart(state, reference))
+            worst = max(worst, state_apart(state, Snapshot.of(reference)))
         if step + 1 == SAVED:
             checkpoint.save(path, SAVED, state.slices(), {"state": state.meta()}, keep=1, mesh=mesh)
     resumed, alone_resumed = resume(mesh, path), resume(alone(), path)

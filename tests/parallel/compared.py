@@ -1,6 +1,9 @@
 """What ranks run for the laws of sharding: the same steps as one process, and how far the results lie apart."""
 
-from dataclasses import replace
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,19 +47,12 @@ def optimized(mesh: Mesh, masked: bool, rows: int, clip: float | None, broken: s
     small_cuts()
     BROKEN[broken]()
     loader = toy_loader(masked)
-    ours, reference = sharded_state(mesh), toy_state(recipe())
-    worst: dict[str, float] = {"loss": 0.0, "norm": 0.0}
-    for step in range(STEPS):
-        expected = advance(reference, loader.batch(step), step, rows, clip)
-        found = advance(ours, loader.batch(step, mesh.data.rank, mesh.data.size), step, rows, clip)
-        worst["loss"] = max(worst["loss"], apart(found.loss, expected.loss))
-        worst["norm"] = max(worst["norm"], apart(found.grad_norm, expected.grad_norm))
-        if found.tokens != expected.tokens or found.positions != expected.positions:
-            worst["loss"] = float("inf")
-        if step == 0:  # later the weights differ by roundings, and with them what the gradients should be
-            worst["gradients"] = gradients_apart(ours.optimizer, reference)
-            worst["one update"] = state_apart(ours, reference)
-    return worst | {"ten updates": state_apart(ours, reference)}
+    expected = on_one_rank(mesh, lambda: trained(toy_state(recipe()), loader.batch, rows, clip))
+
+    def own(step: int) -> Batch:
+        return loader.batch(step, mesh.data.rank, mesh.data.size)
+
+    return apart_from(expected, sharded_state(mesh), own, rows, clip, gradients=True)
 
 
 def small_cuts() -> None:
@@ -70,21 +66,75 @@ def optimized_shards(mesh: Mesh, architecture: str, recomputed: int = 0, broken:
     compiler.set_eager(True)
     small_cuts()
     (BROKEN | SHARING_BROKEN)[broken]()
-    whole = sharded.whole_model(architecture)
-    reference = _state(whole, architecture, alone())
+
+    def whole() -> Whole:
+        state = _state(sharded.whole_model(architecture), architecture, alone())
+        return trained(state, lambda step: _rows(mesh, step)[0], 2, 0.5)
+
+    expected = on_one_rank(mesh, whole)
     model = shard_model(sharded.whole_model(architecture), mesh)
     recompute(model, recomputed)
-    ours = _state(model, architecture, mesh)
+    return apart_from(expected, _state(model, architecture, mesh), lambda step: _rows(mesh, step)[1], 2, 0.5)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Masters and moments by name, and the parameters in the model's order."""
+
+    tensors: dict[str, torch.Tensor]
+    parameters: list[torch.Tensor]
+
+    @staticmethod
+    def of(state: TrainState) -> Snapshot:
+        tensors = {name: tensor.clone() for name, tensor in state.tensors().items()}
+        return Snapshot(tensors, [p.detach().clone() for p in state.model.parameters()])
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The steps of one process; the clipped gradients of the first one, and the state after it and at the end."""
+
+    steps: list[StepResult]
+    gradients: dict[str, torch.Tensor]
+    first: Snapshot
+    last: Snapshot
+
+
+def on_one_rank(mesh: Mesh, make: Callable[[], Any]) -> Any:
+    """Returns on every rank what rank 0 makes."""
+    found = [make() if mesh.world.rank == 0 else None]
+    torch.distributed.broadcast_object_list(found)
+    return found[0]
+
+
+def trained(state: TrainState, batch: Callable[[int], Batch], rows: int, clip: float | None) -> Whole:
+    steps = [advance(state, batch(0), 0, rows, clip)]
+    gradients = {name: p.grad.clone() for name, p in state.model.named_parameters() if p.grad is not None}
+    first = Snapshot.of(state)
+    steps += [advance(state, batch(step), step, rows, clip) for step in range(1, STEPS)]
+    return Whole(steps, gradients, first, Snapshot.of(state))
+
+
+def apart_from(
+    expected: Whole,
+    ours: TrainState,
+    batch: Callable[[int], Batch],
+    rows: int,
+    clip: float | None,
+    gradients: bool = False,  # those of shards: sharded.py
+) -> dict[str, float]:
     worst: dict[str, float] = {"loss": 0.0, "norm": 0.0}
-    for step in range(STEPS):
-        rows = _rows(mesh, step)
-        expected = advance(reference, rows[0], step, 2, 0.5)
-        found = advance(ours, rows[1], step, 2, 0.5)
-        worst["loss"] = max(worst["loss"], apart(found.loss, expected.loss))
-        worst["norm"] = max(worst["norm"], apart(found.grad_norm, expected.grad_norm))
-        if step == 0:
-            worst["one update"] = state_apart(ours, reference)
-    return worst | {"ten updates": state_apart(ours, reference)}
+    for step, wanted in enumerate(expected.steps):
+        found = advance(ours, batch(step), step, rows, clip)
+        worst["loss"] = max(worst["loss"], apart(found.loss, wanted.loss))
+        worst["norm"] = max(worst["norm"], apart(found.grad_norm, wanted.grad_norm))
+        if found.tokens != wanted.tokens or found.positions != wanted.positions:
+            worst["loss"] = float("inf")
+        if step == 0:  # later the weights differ by roundings, and with them what the gradients should be
+            if gradients:
+                worst["gradients"] = gradients_apart(ours.optimizer, expected.gradients)
+            worst["one update"] = state_apart(ours, expected.first)
+    return worst | {"ten updates": state_apart(ours, expected.last)}
 
 
 def saved_shards(mesh: Mesh, architecture: str, source: str | None, target: str) -> list[str]:
@@ -161,34 +211,32 @@ def apart(one: float, other: float) -> float:
     return abs(one - other) / abs(other)
 
 
-def gradients_apart(optimizer: Zero2, reference: TrainState) -> float:
+def gradients_apart(optimizer: Zero2, expected: dict[str, torch.Tensor]) -> float:
     """Of the regions that this rank sums, after clipping."""
-    expected = {name: p.grad for name, p in reference.model.named_parameters()}
     ours, theirs = [], []
     for bucket in optimizer.buckets:
         whole = torch.zeros_like(bucket.grads)
         for (name, _), view in zip(bucket.parameters, bucket.param_views, strict=True):
             at = view.storage_offset() - bucket.params.storage_offset()
-            grad = expected[name]
-            assert grad is not None
-            whole[at : at + view.numel()] = grad.flatten()
+            whole[at : at + view.numel()] = expected[name].flatten()
         ours.append(bucket.region_grads)
         theirs.append(whole[bucket.begin : bucket.end])
     return deviation(ours, theirs)
 
 
-def state_apart(ours: TrainState, reference: TrainState) -> float:
+def state_apart(ours: TrainState, expected: Snapshot) -> float:
     """Masters, moments, and the parameters themselves, which every rank holds whole."""
-    expected = reference.tensors()
     slices = ours.optimizer.slices()
-    state = deviation([part.tensor for part in slices.values()], [p.of(expected[name]) for name, p in slices.items()])
+    state = deviation(
+        [part.tensor for part in slices.values()], [p.of(expected.tensors[name]) for name, p in slices.items()]
+    )
     found, wanted = [], []
     gather(ours)
-    for parameter, whole in zip(ours.model.parameters(), reference.model.parameters(), strict=True):
+    for parameter, whole in zip(ours.model.parameters(), expected.parameters, strict=True):
         part = sliced(parameter.detach(), sharding_of(parameter), 0, len(parameter), saved=True)
         if part is not None:
             found.append(part.tensor)
-            wanted.append(part.of(whole.detach()))
+            wanted.append(part.of(whole))
     return max(state, deviation(found, wanted))
 
 

@@ -17,7 +17,7 @@ from quern.rl.environment import Environment
 from quern.rl.rollouts import Rollouts
 from quern.train.state import TrainState, build_model, build_state
 from quern.train.step import train_step
-from tests.parallel.compared import small_cuts, state_apart
+from tests.parallel.compared import Snapshot, small_cuts, state_apart
 from tests.support.toy_engine import toy_tokenizer
 from tests.support.toy_training import CPU, toy_recipe, toy_schedule
 
@@ -91,4 +91,4 @@ def updated(mesh: Mesh, updates: int = 1, local_mean: bool = False) -> float:
 
         rollouts.batch = scaled
     advanced(ours, rollouts, mesh, 2)
-    return state_apart(ours, one)
+    return state_apart(ours, Snapshot.of(one))

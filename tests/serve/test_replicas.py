@@ -86,10 +86,10 @@ def streamed(text: str) -> list[str]:
     return [texts[index] for index in sorted(texts)]
 
 
-def alone(said: str, most: int = 20) -> str:
+def alone(said: Sequence[str], most: int = 20) -> list[str]:
     engine = Engine(model_of(small_recipe()), toy_tokenizer(), FP32)
-    prompt = render_prompt(engine.tokenizer, [{"role": "user", "content": said}])
-    return engine.generate([prompt], max_tokens=most, sampling=Sampling(0), bias=NO_END)[0][0].text
+    prompts = [render_prompt(engine.tokenizer, [{"role": "user", "content": one}]) for one in said]
+    return [one.text for (one,) in engine.generate(prompts, max_tokens=most, sampling=Sampling(0), bias=NO_END)]
 
 
 def finished(served: Served) -> list[float]:
@@ -122,7 +122,7 @@ def streams(served: Served, said: Sequence[str]) -> Iterator[list[Future[str]]]:
 
 def test_both_replicas_answer_at_one_port(served: Served) -> None:
     said = [f"{sentence} {number}" for number in range(3) for sentence in SENTENCES]
-    expected = [alone(one) for one in said]
+    expected = alone(said)
     with ThreadPoolExecutor(12) as pool:
         whole = list(pool.map(lambda one: ask(served, one), said))
         pieces = list(pool.map(lambda one: ask(served, one, stream=True), said))
@@ -137,7 +137,7 @@ def test_both_replicas_answer_at_one_port(served: Served) -> None:
 def test_a_killed_replica_is_started_again_and_the_other_one_answers(served: Served) -> None:
     before, ports = processes(served), own_ports(served)
     assert set(before) == set(ports) == {0, 1}
-    expected = alone(SENTENCES[0])
+    (expected,) = alone(SENTENCES[:1])
     with streams(served, [f"{number}?" for number in range(MANY)]) as open_ones:
         os.kill(before[0], signal.SIGKILL)
         texts = [one.result() for one in open_ones]
@@ -154,9 +154,10 @@ def test_a_killed_replica_is_started_again_and_the_other_one_answers(served: Ser
 
 def test_sigterm_lets_the_streams_of_both_end(served: Served) -> None:
     """The last test: it stops the server."""
-    expected = [[alone(f"{number}!", LONG)] * CHOICES for number in range(MANY)]
+    said = [f"{number}!" for number in range(MANY)]
+    expected = [[text] * CHOICES for text in alone(said, LONG)]
     children = processes(served).values()
-    with streams(served, [f"{number}!" for number in range(MANY)]) as open_ones:
+    with streams(served, said) as open_ones:
         served.terminate()
         assert not all(one.done() for one in open_ones), "the streams ended too soon to prove anything"
         assert [streamed(one.result()) for one in open_ones] == expected

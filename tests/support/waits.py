@@ -1,8 +1,9 @@
 """A process that forks one child for each wait and signal, sends the signal, and prints what the child did.
 
-    python tests/support/waits.py FOLDER        prints {"wait/SIGNAL": {"code", "seconds", "said"}}
+    python tests/support/waits.py FOLDER LINES      prints {"wait/SIGNAL": {"code", "seconds", "said"}}
 
-Slow imports happen once. A child runs its wait as a verb of `quern`, under the handlers of the command line.
+LINES, a JSON object, has the pattern of the line of each wait, after which the signal is sent. Slow imports happen once.
+A child runs its wait as a verb of `quern`, under the handlers of the command line.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -34,7 +36,7 @@ from quern.text.repositories import Repository
 from quern.train import launch
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-LONGEST_SECONDS = 20.0
+LONGEST_SECONDS = 40.0
 SILENT = b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc"
 BUSY = b"HTTP/1.1 503 Busy\r\nRetry-After: 50\r\nContent-Length: 0\r\n\r\n"
 
@@ -176,13 +178,13 @@ def run_child(name: str, folder: Path) -> None:
         os._exit(code)
 
 
-def watch(name: str, which: signal.Signals, folder: Path) -> dict[str, Any]:
+def watch(name: str, line: str, which: signal.Signals, folder: Path) -> dict[str, Any]:
     pid = os.fork()
     if pid == 0:
         run_child(name, folder)
     said, found = folder.with_suffix(".said"), ""
     until = time.monotonic() + LONGEST_SECONDS
-    while "waiting for" not in found and time.monotonic() < until and not os.waitpid(pid, os.WNOHANG)[0]:
+    while not re.search(f"^{line}$", found, re.M) and time.monotonic() < until and not os.waitpid(pid, os.WNOHANG)[0]:
         time.sleep(0.1)
         found = said.read_text(encoding="utf-8") if said.exists() else ""
     begun, status = time.monotonic(), None
@@ -201,12 +203,13 @@ def watch(name: str, which: signal.Signals, folder: Path) -> dict[str, Any]:
 
 def serve(folder: Path) -> None:
     """All waits at once, each watched by a process of its own."""
-    names, chosen, watchers = list(WAITS), sys.argv[2:], {}
-    for number, name in enumerate(names):
-        for which in SIGNALS if not chosen or name in chosen else ():
+    lines, watchers = json.loads(sys.argv[2]), {}
+    for number, name in enumerate(WAITS):
+        for which in SIGNALS:
             reader, writer = os.pipe()
             if os.fork() == 0:
-                os.write(writer, json.dumps(watch(name, which, folder / f"{number}-{which.name}")).encode())
+                found = watch(name, lines[name], which, folder / f"{number}-{which.name}")
+                os.write(writer, json.dumps(found).encode())
                 os._exit(0)
             os.close(writer)
             watchers[f"{name}/{which.name}"] = reader
