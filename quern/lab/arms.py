@@ -11,7 +11,7 @@ import ast
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -145,19 +145,27 @@ def main() -> None:
             if with_verdict(source, "") != with_verdict(order["source"], ""):
                 raise ValueError(f"{order['path']} has changed since the study began")
             callables = found.callables()
-        recipe = Recipe.from_json(order["recipe"], **callables)
-        trainer = trainer_for(recipe, Path(order["out"]), detect(**order["machine"]))
-        for body in requests:
-            one = Order(**body)
-            steps = replace(recipe.train, steps=one.steps or recipe.train.steps)
-            trial = trainer.train(
-                replace(recipe, train=steps),
-                name=order["name"],
+        arm = Arm(order["name"], Recipe.from_json(order["recipe"], **callables))
+        for trial in train_here(Path(order["out"]), order["machine"])(arm, (Order(**body) for body in requests)):
+            reply({"trial": trial.to_json()})
+
+
+def train_here(out: Path, machine: Mapping[str, Any]) -> Callable[[Arm, Iterable[Order]], Iterator[Trial]]:
+    """Returns what trains orders in this process."""
+
+    def train(arm: Arm, orders: Iterable[Order]) -> Iterator[Trial]:
+        trainer = trainer_for(arm.recipe, out, detect(**machine))
+        for one in orders:
+            steps = replace(arm.recipe.train, steps=one.steps or arm.recipe.train.steps)
+            yield trainer.train(
+                replace(arm.recipe, train=steps),
+                name=arm.name,
                 seed=one.seed,
                 data_seed=one.data_seed,
                 evaluations=one.evaluations,
             )
-            reply({"trial": trial.to_json()})
+
+    return train
 
 
 def trainer_for(recipe: Recipe, out: Path, machine: Machine) -> Trainer:

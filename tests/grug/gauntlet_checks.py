@@ -91,7 +91,7 @@ def planted(fault: str) -> Iterator[None]:
 
 def noticed(fault: str) -> dict[str, Any]:
     """Deviations over their bounds with a planted fault, in one case of each path that can have it."""
-    several = fault.endswith("window")
+    several = fault == "a narrow window"  # a wide one is the same line of each path
     cases = [gauntlet.CASES[at] for at in ((1, 3, 5) if several else (1,))]
     with planted(fault):
         found = gauntlet.check_attention(Grug, cases)

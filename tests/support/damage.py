@@ -37,6 +37,8 @@ import pyarrow.parquet as pq
 import torch
 
 from quern.cli.main import main
+from quern.lab import arms
+from quern.lab.ladder import command as ladder
 from quern.lab.ladder.study import FILES as STUDY
 from quern.serve.gate.keys import Keys
 from quern.text.tinyworld import corpus
@@ -154,6 +156,7 @@ def build(folder: Path) -> None:
         (folder / f"experiments/{name}.py").write_text(
             "from quern.recipes.gpt import RECIPE as BASE\n\nRECIPE = BASE\n", encoding="utf-8"
         )
+    ladder.in_process = lambda out, machine, variables: arms.train_here(out, machine)
     assert run(*COMPARE) == 0
     index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "one.safetensors")}
     (folder / "split/model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")

@@ -2,8 +2,8 @@
 
     python tests/support/waits.py FOLDER LINES      prints {"wait/SIGNAL": {"code", "seconds", "said"}}
 
-LINES, a JSON object, has the pattern of the line of each wait, after which the signal is sent. Slow imports happen once.
-A child runs its wait as a verb of `quern`, under the handlers of the command line.
+LINES, a JSON object, has the pattern of each wait's line, after which the signal is sent. Slow imports happen once. A
+child runs its wait as a verb of `quern`, under the handlers of the command line.
 """
 
 from __future__ import annotations

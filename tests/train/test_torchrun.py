@@ -23,7 +23,7 @@ TOY = """--depth 2 --text.vocab-size 320 --model.width 32 --model.head-dim 16 --
  --train.batch-tokens 192 --no-compile --dtype fp32 --threads 1 --device cpu""".split()
 
 
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("line", [LINES[0], *(pytest.param(line, marks=pytest.mark.campaign) for line in LINES[1:])])
 def test_torchrun_starts_the_ranks(line: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a word and another word, \n\n" * 500, encoding="utf-8")
     assert len(LINES) == 2 and "--depth 8 --run eight" in line

@@ -24,7 +24,7 @@ from tests.generate.sandbox.honest import HONEST_PROGRAMS
 from tests.generate.sandbox.hostile import PLAIN, SECRET
 
 SHORT = Limits(seconds=5, cpu_seconds=1, memory_megabytes=256, file_megabytes=4)
-"""The processor's time ends what computes; the honest programs that run between others have the seconds, under load."""
+"""The processor's time ends what computes; the seconds are for the honest programs between others, under load."""
 HONEST = Program("def answer():\n    print('counted')\n    return 42", CHECK)
 
 
