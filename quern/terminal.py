@@ -56,13 +56,15 @@ def silent(line: str) -> None:
 class Meter:
     """A progress bar: `with Meter("tokenizing", total, "documents") as meter: meter.at(n, "…")`."""
 
-    def __init__(self, title: str, total: float | None, unit: str, silent: bool = False) -> None:
-        """total: None if unknown; silent: print nothing, as on ranks other than 0."""
+    def __init__(self, title: str, total: float | None, unit: str, silent: bool = False, keeps: bool = False) -> None:
+        """total: None if unknown; silent: print nothing, as on ranks other than 0; keeps: at the begin and halfway,
+        however soon, leave a line."""
         self.title, self.total, self.unit = title, total, unit
         self.console = Console(highlight=False, emoji=False, quiet=silent)
         self.started = self.last_line = time.monotonic()
         self.bar: Progress | None = None
         self._first: tuple[float, float] | None = None
+        self._kept = [0.0, 0.5] if keeps else []
 
     def __enter__(self) -> Meter:
         return self
@@ -71,15 +73,20 @@ class Meter:
         """Reports progress; can be called at any rate."""
         now = time.monotonic()
         self._first = self._first or (done, now)
+        if self._kept and done >= self._first[0] + self._kept[0] * ((self.total or done) - self._first[0]):
+            self._kept.pop(0)
+            self.log(f"{self._counted(done)}, {note}")
         if now - self.started < PATIENCE_SECONDS:
             return
         if self.console.is_terminal:
             self._draw(done, note)
         elif now - self.last_line >= PLAIN_LINE_SECONDS:
-            of = f" of {self.total:,.0f}" if self.total else ""
-            parts = [f"{self.title}: {done:,.0f}{of} {self.unit}", note, self._left(done, now)]
+            parts = [self._counted(done), note, self._left(done, now)]
             self.console.print(", ".join(part for part in parts if part), soft_wrap=True, markup=False)
             self.last_line = now
+
+    def _counted(self, done: float) -> str:
+        return f"{self.title}: {done:,.0f}{f' of {self.total:,.0f}' if self.total else ''} {self.unit}"
 
     def _left(self, done: float, now: float) -> str:
         """The estimated time left, from the speed since the first call."""

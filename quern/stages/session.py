@@ -24,7 +24,7 @@ from quern.mesh import FOR_MAIN, Mesh, PeersLostError, alone
 from quern.model.count import FlopCounter
 from quern.optim.schedule import Multipliers
 from quern.recipe import Recipe, Resolved
-from quern.records import MakeTracker, Nowhere, Records, StageFolder, git_hash, read_events
+from quern.records import MakeTracker, Nowhere, Records, StageFolder, git_hash, read_events, read_metrics
 from quern.runs.load import Start, read_start
 from quern.runs.origin import FILE, Origin, read_origin, refuse_second_tokenizer, require_same
 from quern.runs.run_dir import STAGES, RunDir, refuse_unwritable
@@ -42,6 +42,14 @@ from quern.train.state import TrainState
 from quern.waits.waiting import to_stderr, waiting
 
 POLL_SECONDS = 0.1
+RESULT = {
+    "loss": ", loss {:.3f}",
+    "reward": ", reward {:.3f}",
+    "val_loss": ", validation loss {:.3f}",
+    "val_bpb": ", {:.3f} bits per byte",
+    "val_pass_1": ", validation pass@1 {:.3f}",
+}
+"""Metrics of the last step that the user is told."""
 WORDS = {
     "pretrain": ("pretraining", "pretrained", "train on from its model"),
     "sft": ("fine-tuning", "fine-tuned", "fine-tune again under another name"),
@@ -54,6 +62,12 @@ def loss_and_speed(line: dict[str, Any]) -> str:
     """Describes a step on the progress line."""
     speed = f", {line['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in line else ""
     return f"loss {round(line['loss'], 3) + 0.0:.3f}{speed}"  # + 0.0: no -0.000
+
+
+def result(folder: Path) -> str:
+    """The last loss and validation of a stage, for the end of a line."""
+    last = {name: value for line in read_metrics(folder) for name, value in line.items()}
+    return "".join(form.format(last[name]) for name, form in RESULT.items() if isinstance(last.get(name), float))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,15 +253,16 @@ class Session:
                 folder.event("data", **data)
             for line in (*changed, *lines):
                 self.log(line)
-            with Meter(noun, plan.steps, "steps", silent=not self.mesh.main) as meter:
+            with Meter(noun, plan.steps, "steps", silent=not self.mesh.main, keeps=True) as meter:
 
                 def advance(line: dict[str, Any]) -> None:
                     meter.total = state.plans[-1][1] if state.plans else plan.steps
                     meter.at(state.step, self.shown(line))
 
                 code = loop.train(backend, batches, plan, folder, meter.log, advance, partial(self._explain, recipe))
-        if code == EXIT_DONE:
-            self.log(f"{participle} on {state.tokens:,} tokens in {state.seconds:,.0f} s of steps → {self.folder}")
+        if code == EXIT_DONE and self.mesh.main:
+            spent = f"{state.tokens:,} tokens in {state.seconds:,.0f} s of steps"
+            self.log(f"{participle} on {spent}{result(self.folder)} → {self.folder}")
         return code
 
     def _explain(self, recipe: Resolved, outcome: loop.Outcome) -> str:

@@ -1,6 +1,7 @@
 """The whole way in seconds: `quern run` on a toy world, going on where it stopped, and what it leaves behind."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,7 +112,10 @@ def test_lost_conversations_are_told(out: Path, tmp_path: Path, capsys: pytest.C
     flags = ["--conversations", str(tmp_path / "talks.jsonl"), "--sft.steps", "2"]
     assert main.main(["sft", *flags, *PLAIN, "--from", "toy", "--run", "lost", "--out", str(out)]) == 0
     told = "fine-tuning: 2 steps on 19 conversations, 10 of them lost, with no reply within the context of 256 tokens"
-    assert f"{told} (10 longer)" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{told} (10 longer)" in said and f"next: `quern chat lost --out {out}`" in said.splitlines()[-1]
+    losses = re.findall(r"fine-tun(?:ing: (\d) of 2 steps|(ed) on .*), loss \d\.\d{3}", said)
+    assert losses == [("1", ""), ("2", ""), ("", "ed")]  # of a run of two steps
     (data,) = (event for event in read_events(out / "runs/lost/sft") if event["kind"] == "data")
     assert (data["documents_without_target"], data["documents_too_long"], data["sources"][0]["lost"]) == (10, 10, 10)
 

@@ -43,7 +43,7 @@ from quern.runs.training import fit_to_text, make_batches
 from quern.stages.jax.backend import JaxBackend, JaxRun, arrays_of, processes
 from quern.stages.open_data import data_of_run, open_data
 from quern.stages.prepare import Prepared, prepare
-from quern.stages.session import loss_and_speed, open_folder
+from quern.stages.session import loss_and_speed, open_folder, result
 from quern.temporaries import write_whole
 from quern.terminal import Meter, counted
 from quern.text.tokenizer import Tokenizer
@@ -174,7 +174,7 @@ def _train(
 ) -> int:
     """Runs the loop with its progress line, and returns its exit code."""
     run = backend.run
-    with Meter("training", plan.steps, "steps", silent=not backend.mesh.main) as meter:
+    with Meter("training", plan.steps, "steps", silent=not backend.mesh.main, keeps=True) as meter:
 
         def advance(line: dict[str, Any]) -> None:
             perplexity = math.exp(min(line["loss"], 700))  # e^710 exceeds a float
@@ -186,7 +186,8 @@ def _train(
 
         code = loop.train(backend, batches, plan, folder, meter.log, advance, explain)
     if code == EXIT_DONE:
-        log(f"trained on {run.tokens:,} tokens in {run.seconds:,.0f} s of steps → {folder.path}")
+        spent = f"{run.tokens:,} tokens in {run.seconds:,.0f} s of steps"
+        log(f"trained on {spent}{result(folder.path)} → {folder.path}")
     return code
 
 
