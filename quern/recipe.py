@@ -114,13 +114,21 @@ class OptimRecipe(Generic[Gap]):
     """Learning rates at a batch of 2^19 tokens and a width of 768, and how they scale from there."""
 
     matrix_lr: Rate = 0.02
+    """Peak rate of the hidden matrices, which Muon updates."""
     head_lr: Rate = 0.008
+    """Peak rate of the head, which makes logits."""
     embedding_lr: Rate = 0.3
+    """Peak rate of the token embeddings."""
     value_embedding_lr: Rate = 0.15
+    """Peak rate of the embeddings that are added to attention's values."""
     residual_lr: Rate = 0.005
+    """Peak rate of the scales of the residual stream, in llama of the norms."""
     x0_lr: Rate = 0.5
+    """Peak rate of the scales with which each layer adds the first embedding."""
     smear_lr: Rate = 0.2
+    """Peak rate of the mix of each embedding with the token before it."""
     gate_lr: Rate = 0.02
+    """Peak rate of the gates of the value embeddings."""
     matrix_decay: Rate = 0.28
     """Weight decay of the matrices at the reference batch and horizon."""
     batch_exponent: Share = 1 / 3
@@ -137,7 +145,9 @@ class OptimRecipe(Generic[Gap]):
     width_scale: Positive | Gap = FOLLOWS
     """Multiplies the embeddings' and the head's rate: sqrt(768 / width)."""
     eps: Annotated[float, Interval(gt=0, le=1)] = 1e-10
+    """AdamW's epsilon."""
     muon_beta2: Annotated[float, Interval(ge=0, lt=1)] = 0.9
+    """Decay of Muon's mean of squared updates."""
     muon_steps: Annotated[int, Interval(ge=1, le=100)] = 5
     """Iterations of the orthogonalisation."""
 

@@ -36,6 +36,7 @@ class BenchOptions:
     rounds: Few = 5
     """How often each figure is measured."""
     seed: Seed = 0
+    """Seed of the weights and the data."""
     batch_tokens: Count = MICRO_BATCH_TOKENS
     """`train`, `ranks`, `grug`: tokens of one optimizer step, in micro-batches of at most 4,096."""
     trace: Annotated[Path | None, UNSAID] = None

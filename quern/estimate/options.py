@@ -37,6 +37,7 @@ class PlanOptions:
     dollars_per_hour: Annotated[Annotated[float, Interval(ge=0, le=1e6)] | None, UNSAID] = None
     """The price of one GPU. Default: as in quern/estimate/hardware.py."""
     dtype: Literal["bf16", "fp32"] = "bf16"
+    """The compute dtype."""
     compile: bool = True
     """--no-compile: memory of an eager run."""
     json: Annotated[Path | None, UNSAID] = None

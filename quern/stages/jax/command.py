@@ -43,10 +43,13 @@ class Axes:
     """Sizes of the mesh axes; see quern/grug/mesh.py."""
 
     replica_dcn: Few = 1
+    """Copies of the model on groups of machines that a slow network connects."""
     replica: Few = 1
+    """Copies of the model within a group."""
     data: Annotated[Few | None, UNSAID] = None
-    """Default: all devices that remain for this axis."""
+    """Shards of the batch, the parameters and the optimizer's state. Default: all devices that remain for this axis."""
     model: Few = 1
+    """Shards of heads, feed-forward channels and vocabulary (tensor parallelism)."""
 
 
 @dataclass
