@@ -2,8 +2,8 @@
 
 For each layout of the ranks as replicas by shards (dp × tp): memory of one GPU by category, bytes sent per step by
 collective, the step's time by part, MFU, and days and cost of the whole run; then the best layout and why the others
-lose. Memory (memory.py) and bytes (traffic.py) are counted or traced. Time is a model (predict.py) of
-tabulated hardware (hardware.py), not a measurement. GB are 10⁹ bytes, for a GPU's memory too.
+lose. Memory (memory.py) and bytes (predict.py) are counted or traced. Time is a model (predict.py) of
+tabulated hardware (options.py), not a measurement. GB are 10⁹ bytes, for a GPU's memory too.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from typing import Annotated, Any
 import torch
 
 from quern import machine as machines
-from quern.estimate.hardware import NETWORKS, PROCESSORS, cpu_rank
 from quern.estimate.layout import Layout, lay_out
 from quern.estimate.memory import Activations, Memory, activations, memory
 from quern.estimate.memory_check import machine_memory
-from quern.estimate.options import PlanOptions
+from quern.estimate.options import NETWORKS, PROCESSORS, PlanOptions, cpu_rank
 from quern.estimate.predict import Cluster, Step, predict
 from quern.flags.check_flags import UNSAID
 from quern.machine import measure_peak_flops

@@ -1,6 +1,6 @@
-"""The time of one training step on a layout: matrix products, memory traffic, and communication that nothing hides.
+"""The bytes that a rank sends in one training step on a layout, and the time of the step.
 
-A model with these parts, in seconds of one rank:
+Time is a model with these parts, in seconds of one rank:
 
 - products: FLOPs of its tokens (model/count.py), of blocks that run again in the backward pass, and of its share of the
   update, at the rate of large matrix products;
@@ -16,19 +16,173 @@ A model with these parts, in seconds of one rank:
 Links follow the α-β model (Hockney, 1994): a ring of n ranks takes (n - 1) hops of α each, twice for an all-reduce,
 plus its bytes over β. Shards are neighbours within a machine. A ring over several machines is as fast as its slowest
 part: the adapters of its members in each machine. Kernel launches, waiting for data and stragglers are left out.
+
+Bytes: by group and kind of collective, in one optimizer step. A ring sends 2(n-1)/n times a tensor's bytes to sum it on
+all n ranks, (n-1)/n to gather, scatter or exchange it (mesh.py). With n replicas, m shards, s bytes per element (of a
+gradient on the way there, of a parameter on the way back), over the optimizer's buckets of P elements each, padding
+included (buckets.py), of which a step updates all:
+
+    data/reduce_scatter   (n-1)/n · s · Σ P of buckets that are cut           gradients to their regions
+    data/all_gather       the same                                            parameters back
+                          of buckets that replicas share (zero3.py), in each micro-batch: gradients once; parameters
+                          once, of all blocks except the last twice
+    data/all_to_all       s · Σ (E + O) of stacks that do not divide          from regions to owners, and back
+    data/all_reduce       2(n-1)/n · (s · Σ P of small buckets + 32 + 4)      their gradients; the numbers of targets,
+                                                                              positions and FLOPs; the loss;
+                                                                              8 more for the passes of a step, where
+                                                                              replicas share parameters
+    world/all_reduce      2(nm-1)/nm · 4                                      the gradient's norm
+    model/all_to_all      s · Σ (H - W + (m-1) W) of stacks of cut matrices   gradients to whole matrices, and back
+    model/…               sent in each micro-batch, see below
+
+E are the elements of a rank's region that other replicas own, O the elements that its replica owns in other regions
+(ownership.py; on average at most 2/n of P). H are the elements that a rank holds of its replica's matrices, W the
+elements of its own matrices (H/m, where they divide by m). So these two kinds differ from rank to rank. A tensor's
+share is rounded down to whole bytes. `Mesh.traffic` measures the same over a step.
+
+Through the model group go in one micro-batch (`bytes_sent`), for N tokens, padded to m·t; width D; R regions
+(parallel/tensor.py):
+
+    all-gather       (m-1)/m · s·D · (2(R+1) · m·t + M·m)     regions' inputs, the head's input, and backward the
+                                                              gradients of regions' and embedding's outputs
+    reduce-scatter   the same                                 their transposes
+    all-reduce       2(m-1)/m · (8·N + 4·P)                   softmax denominators and targets' logits; summed gradients
+                     and 2(m-1)/m · 4·N                       maxima, if the logits have no cap
+
+with M the shifts by a token (gpt's smear) and P the elements of replicated parameters. This is about 4·R+4 times the
+stream, where data parallelism sends each parameter's gradient and value once per step. A block that runs again in the
+backward pass (model/recompute.py) repeats its collectives up to the last region's product: m·t more rows are gathered
+for each of its regions, and scattered for each but the last, or for all where what the block adds is dropped out.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
 
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from quern.estimate.hardware import ATTAINED_BANDWIDTH, HOST_BANDWIDTH, Network, Processor
 from quern.estimate.layout import Layout
 from quern.estimate.memory import Memory, owned_counts, run_update
-from quern.estimate.traffic import bytes_per_step, calls
+from quern.estimate.options import ATTAINED_BANDWIDTH, HOST_BANDWIDTH, Network, Processor
+from quern.parallel.buckets import Bucket
+from quern.parallel.plan import ShardingPlan, plan_of, regions_of
+
+COUNT_BYTES = 32
+"""Four int64, over the global batch: targets, positions, FLOPs of products and of attention."""
+PASSES_BYTES = 8
+LOSS_BYTES = 4
+NORM_BYTES = 4
+
+
+def bytes_per_step(layout: Layout, rank: int | None = None) -> dict[str, int]:
+    """Returns bytes by "group/kind", as `Mesh.traffic` counts them. rank: None gives the maximum over the ranks."""
+    sent = data_bytes(layout) + model_bytes(layout)
+    for kind, counts in exchanged_bytes(layout).items():
+        sent[kind] = max(counts) if rank is None else counts[rank]
+    return {kind: count for kind, count in sorted(sent.items()) if count}
+
+
+def data_bytes(layout: Layout) -> Counter[str]:
+    """Bytes of the data group and the world, which communicate once per step."""
+    n, world = layout.dp, layout.dp * layout.tp
+    sent: Counter[str] = Counter()
+    small: Counter[tuple] = Counter()
+    for bucket in layout.buckets:
+        if bucket.small:
+            small[bucket.grads.dtype, bucket.grads.device] += bucket.grads.nbytes
+        else:
+            sums, gathers = calls(layout, bucket)
+            sent["data/reduce_scatter"] += sums * part(bucket.grads.nbytes, n)
+            sent["data/all_gather"] += gathers * part(bucket.params.nbytes, n)
+    for size in (*small.values(), COUNT_BYTES, LOSS_BYTES, PASSES_BYTES if layout.parts else 0):
+        sent["data/all_reduce"] += part(2 * size, n)
+    sent["world/all_reduce"] += part(2 * NORM_BYTES, world)
+    return sent
+
+
+def calls(layout: Layout, bucket: Bucket) -> tuple[int, int]:
+    """How often a bucket that is cut is reduced, and gathered, in one step."""
+    if bucket.share is None:
+        return 1, 1
+    passes, owner = len(layout.micro_batches), layout.parts[bucket.share.part]
+    # The last block stays gathered while the loss is computed.
+    twice = owner.again and owner.module is not layout.shard.blocks[-1]
+    return passes, passes * (2 if twice else 1)
+
+
+def model_bytes(layout: Layout) -> Counter[str]:
+    """Bytes of the model group in all micro-batches."""
+    sent: Counter[str] = Counter()
+    if layout.tp == 1:
+        return sent
+    context = layout.recipe.model.context
+    for rows in layout.micro_batches:
+        sent_here = bytes_sent(layout.whole, rows * context, layout.tp, recomputed=layout.recipe.train.recompute)
+        for kind, count in sent_here.items():
+            sent[f"model/{kind}"] += count
+    return sent
+
+
+def exchanged_bytes(layout: Layout) -> dict[str, list[int]]:
+    """Bytes of each rank for parts of matrices that go to their owners and back, once per step."""
+    n, m = layout.dp, layout.tp
+    over_data, over_model = [0] * n, [0] * (n * m)
+    for bucket in layout.buckets:
+        if bucket.stack is None:
+            continue
+        s, grad, ownership = bucket.params.itemsize, bucket.grads.itemsize, bucket.stack.ownership
+        for replica in range(n):
+            if bucket.moves:
+                gradients, parameters = ownership.sent(replica)
+                over_data[replica] += grad * gradients + s * parameters
+            if bucket.exchange:
+                held = len(ownership.units(replica))
+                for shard, own in enumerate(ownership.counts(replica)):
+                    over_model[replica * m + shard] += ownership.size * (grad * (held - own) + s * (m - 1) * own)
+    return {"data/all_to_all": [count for count in over_data for _ in range(m)], "model/all_to_all": over_model}
+
+
+def part(size_in_bytes: int, ranks: int) -> int:
+    """Returns (n-1)/n of the size."""
+    return size_in_bytes * (ranks - 1) // ranks
+
+
+def bytes_sent(model: Any, tokens: int, shards: int, recomputed: int) -> dict[str, int]:
+    """Bytes that a rank sends through its model group in one training micro-batch of B·T tokens, by kind of collective.
+
+    model: Whole, in its training dtype; recomputed: the first so many blocks run again in the backward pass.
+    """
+    plan = plan_of(model)
+    width, itemsize = model.embedding.weight.size(1), model.embedding.weight.itemsize
+    filled = -(-tokens // shards) * shards
+    rows = 2 * (len(regions_of(model, plan)) + 1) * filled + plan.shifts * shards
+    gathered, scattered = _repeated(model, plan, recomputed)
+    replicated = sum(p.numel() for name, p in model.named_parameters() if plan.dim_of(name) is None)
+    row_bytes = width * itemsize
+    numbers = (8 if getattr(model.cap, "tanh_form", None) is not None else 12) * tokens + 4 * replicated
+    return {
+        "all_gather": (rows + gathered * filled) * row_bytes * (shards - 1) // shards,
+        "reduce_scatter": (rows + scattered * filled) * row_bytes * (shards - 1) // shards,
+        "all_reduce": 2 * numbers * (shards - 1) // shards,
+    }
+
+
+def _repeated(model: Any, plan: ShardingPlan, recomputed: int) -> tuple[int, int]:
+    """How often the stream is gathered and scattered again by blocks that run again."""
+    gathered = scattered = 0
+    for layer, block in enumerate(model.blocks[:recomputed]):
+        names = (f"blocks.{layer}.{name}" for name, _ in block.named_modules())
+        regions = sum(any(fnmatchcase(name, pattern) for pattern in plan.regions) for name in names)
+        dropped = any(isinstance(module, nn.Dropout) and module.p > 0 for module in block.modules())
+        gathered += regions
+        scattered += regions if dropped else max(0, regions - 1)
+    return gathered, scattered
+
 
 BACKWARD_SHARE = 2 / 3
 """Share of the backward pass in the time of a micro-batch."""

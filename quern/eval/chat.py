@@ -41,7 +41,7 @@ from quern.generate.sandbox import Program, SandboxError
 from quern.mesh import ProcessGroup
 from quern.mixture.sources import multiple_choice
 from quern.rl.advantages import pass_at_k
-from quern.rl.environments.programs import open_sandbox, program_in
+from quern.rl.environments import open_sandbox, program_in
 from quern.runs.public_data import fetch_tests
 from quern.terminal import Meter, counted
 from quern.text.formats import read_rows

@@ -3,7 +3,7 @@
 `shard_model` turns a whole single-device model into this process's shard of it, in place: the same class with the same
 parameter names, attributes and calls. The table holds everything that parallelism needs, so an architecture does not
 know of it. tensor.py and vocabulary.py run the shards. The optimizer and checkpoints read the parameters' `.sharding`.
-What this costs is counted in estimate/traffic.py.
+What this costs is counted in estimate/predict.py.
 """
 
 from __future__ import annotations

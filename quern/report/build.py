@@ -13,9 +13,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from quern.report.document import Block, Command, Continuation, Conversation, Curves, Document, Facts, document
-from quern.report.records import read_run
+from quern.report.records import Pairs, number, read_run
 from quern.report.scores import Score, ScorePlot, ScoreTable
-from quern.report.values import Pairs, number
 from quern.temporaries import write_whole
 from quern.text.printable import printable
 

@@ -11,9 +11,25 @@ from typing import Any
 
 from quern.recipe import BUILT_IN_CONVERSATIONS
 from quern.report.plots import Panel, panels
-from quern.report.records import STAGE_TITLES, Record, RunRecords, StageRecords, as_object, finite
+from quern.report.records import (
+    STAGE_TITLES,
+    Pairs,
+    Record,
+    RunRecords,
+    StageRecords,
+    Table,
+    as_object,
+    duration,
+    finite,
+    flatten,
+    human,
+    human_flops,
+    number,
+    percent,
+    plain,
+    tables,
+)
 from quern.report.scores import ScorePlot, ScoreTable, score_rows, score_settings, score_stages, score_tables
-from quern.report.values import Pairs, Table, duration, flatten, human, human_flops, number, percent, plain, tables
 
 EVENT_HEADER = ["time (UTC)", "event", "step", "details"]
 

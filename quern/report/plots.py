@@ -16,8 +16,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from quern.report.records import StageRecords
-from quern.report.values import human, number, percent
+from quern.report.records import StageRecords, human, number, percent
 from quern.train.metrics import METRICS, RL_METRICS, Curve, curves
 
 # Placeholder colours, and the variables of report.css that replace them.

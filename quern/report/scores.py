@@ -4,8 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quern.report.records import STAGE_TITLES, Record, RunRecords, finite, stage_order
-from quern.report.values import Table, number, percent, plain
+from quern.report.records import STAGE_TITLES, Record, RunRecords, Table, finite, number, percent, plain, stage_order
 
 INTRODUCTION = (
     "Share of held-out questions answered correctly, with 95% confidence intervals (Wilson). In a chart, the line on a "

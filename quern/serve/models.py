@@ -11,8 +11,7 @@ from typing import Any
 
 from quern.generate.engine import Engine
 from quern.serve.errors import ApiError
-from quern.serve.metrics import Metrics
-from quern.serve.worker import EngineThread, Limits, Worker
+from quern.serve.worker import EngineThread, Limits, Metrics, Worker
 
 
 class Model:

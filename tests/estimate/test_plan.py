@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quern.cli import main
-from quern.estimate.hardware import NETWORKS, PROCESSORS
+from quern.estimate.options import NETWORKS, PROCESSORS
 from quern.estimate.predict import Cluster
 
 SMALL = ["--depth", "4", "--train.steps", "100", "--model.heads", "4", "--train.batch-tokens", "65536"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quern import compiler
-from quern.estimate.traffic import bytes_sent
+from quern.estimate.predict import bytes_sent
 from quern.generate.cache import KVCache, decode
 from quern.mesh import Mesh, Pending, ProcessGroup, Traffic
 from quern.model.gpt import GPT

@@ -10,7 +10,7 @@ import torch
 from quern import compiler
 from quern.data.batch import Batch
 from quern.estimate.layout import lay_out
-from quern.estimate.traffic import bytes_per_step, data_bytes
+from quern.estimate.predict import bytes_per_step, data_bytes
 from quern.mesh import Mesh
 from quern.optim.schedule import Multipliers
 from quern.parallel import buckets

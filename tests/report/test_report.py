@@ -12,8 +12,7 @@ import pytest
 
 from quern.report.build import build, fenced, inline, sparkline
 from quern.report.plots import running_mean, thin
-from quern.report.records import read_run
-from quern.report.values import duration, human, human_bytes, human_flops, number, percent
+from quern.report.records import duration, human, human_bytes, human_flops, number, percent, read_run
 from quern.runs.run_dir import RunDir
 from quern.stages.run_all import sample_chat
 from quern.text.printable import CONTROL

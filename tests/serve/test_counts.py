@@ -16,9 +16,8 @@ from prometheus_client import generate_latest
 from quern.generate.engine import Engine
 from quern.generate.reply import Event, Generation
 from quern.serve.gate.frontier import Gate
-from quern.serve.metrics import Metrics
 from quern.serve.server import create_app
-from quern.serve.worker import EngineThread, Job, Limits, Worker
+from quern.serve.worker import EngineThread, Job, Limits, Metrics, Worker
 from tests.support.http_server import running
 from tests.support.load_clients import RESET, post
 from tests.support.toy_engine import toy_engine

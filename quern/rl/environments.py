@@ -1,0 +1,150 @@
+"""The built-in environments, and how one is found: by name, or in a file.
+
+A new environment is one Python file that ends in `ENVIRONMENT = Environment(…)`; `quern rl --rl.rewards FILE` uses it.
+
+    gsm8k      GSM8K's training problems. The reward is 1 if the last number of the reply is the answer, else 0.
+    programs   Programs to write in Python. The reward is 1 if the program in the reply passes its check in the sandbox,
+               else 0. The file programs.jsonl of `rl.data` has a line for each exercise: {"prompt": "Write a function
+               add(a, b) …", "check": "assert program.add(2, 3) == 5"}. The check runs in another process than the
+               program (docs/sandbox.md).
+    sums word_problems spelling counting   Questions of the built-in world. The reward is 1 for a right reply, else 0.
+
+Sums and word problems come from the part of the world that is trained on. Spelling and counting ask for words that no
+conversation asks for, so a model that has learnt those by heart has something to practise. What `quern evaluate` asks
+for is in no environment.
+"""
+
+from __future__ import annotations
+
+import atexit
+import random
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+from quern.eval import gsm8k
+from quern.eval.task import Item, question
+from quern.flags.recipe_file import read_object
+from quern.generate.sandbox import Limits, Program, Sandbox
+from quern.rl.environment import Environment
+from quern.text.formats import read_rows
+from quern.text.sources import find_file
+from quern.text.tinyworld import skills
+from quern.text.tinyworld.corpus import Question, check
+from quern.text.tinyworld.prose import Pen
+
+FILE = "programs.jsonl"
+LIMITS = Limits(seconds=5.0, cpu_seconds=2.0, memory_megabytes=256)
+EXERCISES: dict[str, Callable[[Pen], skills.Exercise]] = {
+    "sums": skills.sum_exercise,
+    "word_problems": skills.word_problem,
+    "spelling": partial(skills.spelling_exercise, words=skills.PRACTICE_WORDS),
+    "counting": partial(skills.counting_exercise, words=skills.PRACTICE_WORDS),
+}
+
+_COMMONMARK = MarkdownIt("commonmark").disable(["inline", "html_block"])  # <details> hides no program
+_PYTHON = re.compile(r"\W*py(?:thon)?[\d.]*(?![\w-])", re.IGNORECASE)
+"""The info string of a Python block, such as Python3 or {.python}."""
+_KEYWORDS = "async|class|def|for|from|if|import|return|try|while|with"
+_STATEMENT = re.compile(rf"^[ \t]*(?:(?:{_KEYWORDS})\b|[\w. ]+=[^=])", re.MULTILINE)
+
+
+def load_environment(name: str, folder: Path | None = None) -> Environment:
+    """The built-in environment of this name, or the ENVIRONMENT of this Python file.
+
+    Args:
+        name: A name, or a path that ends in .py.
+        folder: Where built-in environments find their files (`rl.data`).
+
+    Raises:
+        ValueError: There is no such environment, its file is missing or damaged, or the Python file fails.
+    """
+    known = {"gsm8k": _word_problems, "programs": _programs, **dict.fromkeys(EXERCISES, _exercises)}
+    if name in known:
+        return known[name](name, folder)
+    path = Path(name)
+    if path.suffix != ".py" or not path.is_file():
+        raise ValueError(f"rl.rewards: there is no '{name}': use {', '.join(known)}, or the path of a .py file")
+    found = read_object(path, "ENVIRONMENT", Environment)[0]
+    return replace(found, files=(*found.files, path))
+
+
+def _of_file(
+    name: str, path: Path, columns: tuple[str, ...], read: Callable[[Any], Item], reward: Callable[[Item, str], float]
+) -> Environment:
+    """An environment that asks the rows of a file."""
+    notes: list[str] = []
+    items = read_rows(path, name, columns, read, notes.append)
+    return Environment(name, lambda seed: random.Random(seed).choice(items), reward, (path,), tuple(notes))
+
+
+# GSM8K ------------------------------------------------------------------------------------------------------
+
+
+def _word_problems(name: str, folder: Path | None) -> Environment:
+    if folder is None:
+        raise ValueError(f"rl.rewards {name}: name the folder with its train.jsonl by --rl.data")
+    path = find_file(folder, "train")
+    if path is None:
+        raise FileNotFoundError(f"{folder} has no GSM8K file train.jsonl: name its folder")
+    columns = ("question", "answer")
+    return _of_file(name, path, columns, gsm8k.problem, lambda item, reply: float(gsm8k.is_right(item, reply)))
+
+
+# Programs ---------------------------------------------------------------------------------------------------
+
+
+def _programs(name: str, folder: Path | None) -> Environment:
+    path = folder / FILE if folder is not None else None
+    if path is None or not path.is_file():
+        raise ValueError(f"rl.rewards {name}: name the folder with {FILE} by --rl.data")
+    return _of_file(
+        name,
+        path,
+        ("prompt", "check"),
+        lambda row: question(str(row["prompt"]), str(row["check"]), kind=name),
+        lambda item, reply: float(open_sandbox(1, LIMITS).run([Program(program_in(reply), item.answer)])[0].passed),
+    )
+
+
+def program_in(reply: str) -> str:
+    """The program of a reply: its first fenced block of Python, or all of it if it has no fenced block.
+
+    Blocks are those of CommonMark. Without one that is called Python, it is the first that has no tag and looks like
+    Python; else the first without a tag; else the first.
+    """
+
+    def doubts(block: Token) -> int:
+        tag = block.info.strip()
+        return 0 if _PYTHON.match(tag) else 3 if tag else 1 if _STATEMENT.search(block.content) else 2
+
+    blocks = [token for token in _COMMONMARK.parse(reply) if token.type == "fence"]
+    return min(blocks, key=doubts).content if blocks else reply
+
+
+@cache
+def open_sandbox(workers: int, limits: Limits | None = None) -> Sandbox:
+    """This process's sandbox with these limits; it is closed at exit. Raises SandboxError where none works."""
+    sandbox = Sandbox(workers=workers, limits=limits)
+    atexit.register(sandbox.close)
+    return sandbox
+
+
+# The built-in world -----------------------------------------------------------------------------------------
+
+
+def _exercises(name: str, folder: Path | None) -> Environment:
+    def ask(seed: str) -> Item:
+        made = EXERCISES[name](Pen(f"rl:{seed}"))
+        return Item(name, [{"role": "user", "content": made.question}], made.answer, None, made.chance)
+
+    def reward(item: Item, reply: str) -> float:
+        return float(check(Question(item.kind, item.messages, item.answer, item.chance), reply))
+
+    return Environment(name, ask, reward)
