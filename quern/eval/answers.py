@@ -1,8 +1,8 @@
-"""The answers to a task's items on disk, NAME.answers.jsonl, and the comparison of two models' answers, item by item.
+"""The answers to a task's items on disk, TASK/KIND.answers.jsonl, and the comparison of two models, item by item.
 
-The first line has the settings; "task" is the score's name. Each further line is an item: its number, the hash of its
-question and answer, the model's answer, the right one, and its score: 1 if it is right, else 0, or a share. CORE's
-files (core/run.py) have the pick and the losses instead.
+The first line has the settings that the answers depend on, and their score; "task" is the score's name. Each further
+line is an item: its number, the hash of its question and answer, the model's answer, the right one, its score: 1 if it
+is right, else 0, or a share; and the mean loss of each of its options, where those were measured.
 
 Right or wrong: McNemar's exact test, of the items that only one model got right. Other scores: the interval of the mean
 difference by the paired bootstrap.
@@ -24,10 +24,11 @@ from typing import Any
 
 import numpy as np
 
-from quern.eval.run_task import Answered
+from quern.eval.score import Score
 from quern.eval.task import Item
-from quern.records import read_lines
+from quern.records import read_lines, typed
 from quern.temporaries import write_whole
+from quern.text.chat import ContentPart
 
 ENDING = ".answers.jsonl"
 RESAMPLES = 10_000
@@ -36,15 +37,35 @@ CELLS = 1 << 22
 AGAIN = "evaluate both with the same files, --limit and --questions"
 
 Key = tuple[str, int]
-"""An item: its hash or number, and how many equal ones are before it."""
+"""An item: its hash, and how many equal ones are before it."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """An item with the model's answer.
+
+    Args:
+        item: The item.
+        parts: The reply's text, tool calls and outputs.
+        text: The reply's text, or the option that the model picked.
+        correct: Whether it is right.
+        number: The place of the item among those of its kind.
+        losses: The mean loss of each option in nats, where options were scored.
+    """
+
+    item: Item
+    parts: list[ContentPart]
+    text: str
+    correct: bool
+    number: int = 0
+    losses: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class Answers:
-    """The scores of one task's items. data: what the items were made from, where they are known by their number."""
+    """The scores of one task's items."""
 
     task: str
-    data: str | None
     scores: dict[Key, float]
 
 
@@ -78,26 +99,33 @@ def item_hash(item: Item) -> str:
     return hashlib.sha256(content.encode("utf-8")).hexdigest()[:16]
 
 
-def write_answers(folder: Path, task: str, settings: dict[str, Any], replies: Sequence[Answered]) -> None:
-    """Writes the answers to FOLDER/TASK/KIND.answers.jsonl. An earlier evaluation's are replaced."""
-    for kind in dict.fromkeys(reply.item.kind for reply in replies):
-        own = [(reply.item, reply.text, int(reply.correct)) for reply in replies if reply.item.kind == kind]
-        write_items(folder / _plain(task) / f"{_plain(kind)}{ENDING}", {**settings, "task": f"{task}/{kind}"}, own)
+def answers_file(folder: Path, task: str, kind: str) -> Path:
+    """The file of the answers to a task's items of one kind."""
+    return folder / _plain(task) / f"{_plain(kind)}{ENDING}"
 
 
-def write_items(path: Path, header: dict[str, Any], scored: Sequence[tuple[Item, str, float]]) -> None:
-    """Writes one file. scored: (item, answer, score) of each item."""
-    items = [
-        {"item": number, "prompt": item_hash(item), "answer": answer, "gold": item.answer, "score": score}
-        for number, (item, answer, score) in enumerate(scored)
-    ]
-    write_lines(path, [header, *items])
-
-
-def write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    """Writes a whole file of JSON lines; makes its folder."""
+def write_answers(path: Path, header: dict[str, Any], answers: Sequence[tuple[Answered, float]]) -> None:
+    """Writes one file, in place of an earlier evaluation's. answers: each with its score."""
+    lines = [header]
+    for one, score in answers:
+        line = {"item": one.number, "prompt": item_hash(one.item), "answer": one.text, "gold": one.item.answer}
+        losses = {"losses": [round(loss, 6) for loss in one.losses]} if one.losses else {}
+        lines.append({**line, "score": score, **losses})
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def kept_score(path: Path, settings: dict[str, Any]) -> Score | None:
+    """The score of the answers in a file, if they are whole and those of the same settings."""
+    if not path.is_file():
+        return None
+    try:
+        first, *items = read_lines(path)
+        score, right = typed(first["score"], Score), sum(line["score"] for line in items)
+        whole = len(items) == score.count and (not items or right == round((score.value or 0.0) * score.count))
+        return score if whole and {name: first.get(name) for name in settings} == settings else None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None  # damaged: the items are asked again
 
 
 def _plain(name: str) -> str:
@@ -105,30 +133,27 @@ def _plain(name: str) -> str:
     return re.sub(r"[^\w.-]+", "_", name).lstrip(".") or "_"
 
 
-def read_answers(*folders: Path) -> dict[str, Answers]:
-    """The answers in files *.answers.jsonl below folders, by task. Folders may be missing.
+def read_answers(folder: Path) -> dict[str, Answers]:
+    """The answers in files *.answers.jsonl below a folder, by task. It may be missing.
 
     Raises:
         ValueError: A file is damaged.
     """
-    paths = sorted(path for folder in folders for path in folder.rglob(f"*{ENDING}"))
-    return {own.task: own for own in map(_read, paths)}
+    return {own.task: own for own in map(_read, sorted(folder.rglob(f"*{ENDING}")))}
 
 
 def _read(path: Path) -> Answers:
     seen: Counter[str] = Counter()
     scores: dict[Key, float] = {}
     try:
-        lines = read_lines(path)
-        task, data = str(lines[0]["task"]), lines[0].get("data")
-        for line in lines[1:]:
-            # CORE's hash is of token ids, which another tokenizer changes; its numbers are of the file's rows.
-            name = f"item {line['item']}" if data else str(line["prompt"])
-            scores[name, seen[name]] = float(line["score"] if "score" in line else line["correct"])
+        first, *lines = read_lines(path)
+        for line in lines:
+            name = str(line["prompt"])
+            scores[name, seen[name]] = float(line["score"])
             seen[name] += 1
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        return Answers(str(first["task"]), scores)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({error!r}): remove it and evaluate again") from None
-    return Answers(f"core/{task}" if data else task, data, scores)
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
@@ -163,8 +188,6 @@ def compare(first: Answers, second: Answers, names: tuple[str, str]) -> Comparis
         ValueError: The items are not the same; the message says how many are missing.
     """
     task = first.task
-    if first.data != second.data:
-        raise ValueError(f"{task}: {names[0]} and {names[1]} were asked from files that differ: {AGAIN}")
     only = [len(one.scores.keys() - other.scores.keys()) for one, other in ((first, second), (second, first))]
     if any(only):
         parts = [f"{count:,} items only of {name}" for count, name in zip(only, names, strict=True) if count]

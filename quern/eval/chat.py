@@ -30,9 +30,9 @@ from typing import Any
 import numpy as np
 
 from quern.eval import gsm8k
-from quern.eval.answers import ENDING, write_answers, write_items
-from quern.eval.run_task import fitting, run_task
-from quern.eval.score import Score, interval, is_main, mean_score, on_ranks, prompt_settings
+from quern.eval.answers import ENDING, Answered, write_answers
+from quern.eval.run_task import Records, fitting, run_task
+from quern.eval.score import Prompts, Score, interval, is_main, mean_score, on_ranks
 from quern.eval.task import Item, Task, question
 from quern.eval.tasks import tinyworld
 from quern.generate.engine import Engine
@@ -236,8 +236,7 @@ def _asked(task: ChatTask, path: Path | None, limit: int | None) -> Asked:
 def run_chat(
     engine: Engine,
     tasks: Sequence[Asked],
-    records: Path,
-    identity: dict[str, Any],
+    records: Records,
     *,
     base: bool,
     samples: int = 1,
@@ -248,8 +247,7 @@ def run_chat(
     Args:
         engine: The model.
         tasks: As from `find_chat_tasks`.
-        records: A folder for the answers.
-        identity: What the answers' files say about the model.
+        records: Where the answers are written.
         base: The model was not fine-tuned.
         samples: Replies to each problem of HumanEval, from which pass@k is estimated; 1: none besides the greedy one.
         group: The ranks that ask some batches each; rank 0 writes. None is a single process.
@@ -261,18 +259,19 @@ def run_chat(
     sampled: list[Score] = []
     for asked in tasks:
         name, task = asked.task.name, asked.task.task(asked.items)
-        graded = run_task(engine, task, count=len(asked.items), base=base, group=group)
-        scores[name] = graded.scores[0]
-        if is_main(group):
-            write_answers(records, CHAT, identity, graded.replies)
+        count = len(asked.items)
+        [scores[name]] = run_task(engine, task, count=count, base=base, group=group, records=records).scores
         if name != "humaneval" or samples == 1:
             continue
-        fits = fitting(engine, task, asked.items, base)
+        fits = [(asked.items[number], ids) for number, ids in fitting(engine, task, asked.items, base)]
         found, right = sampled_scores(engine, task, fits, samples, base=base, group=group)
         if fits and is_main(group):
-            header = {**identity, "task": f"{CHAT}/{name}, pass@1 of {samples} samples"}
-            scored = [(item, f"{n} of {samples}", n / samples) for (item, _), n in zip(fits, right, strict=True)]
-            write_items(records / CHAT / f"{name}.samples{ENDING}", header, scored)
+            header = {**records.identity, "task": f"{CHAT}/{name}, pass@1 of {samples} samples"}
+            scored = [
+                (Answered(item, [], f"{n} of {samples}", n == samples, number), n / samples)
+                for number, ((item, _), n) in enumerate(zip(fits, right, strict=True))
+            ]
+            write_answers(records.folder / CHAT / f"{name}.samples{ENDING}", header, scored)
         sampled += [replace(score, skipped=len(asked.items) - len(fits)) for score in found]
     mean = chat_core(tasks, scores)
     return [*scores.values(), *sampled, *([mean] if mean else [])]
@@ -311,7 +310,7 @@ def sampled_scores(
         low, high = interval(mean, error)
         # Equal shares, such as all 0, say nothing about the spread.
         ends = (max(0.0, low), min(1.0, high)) if error else (None, None)
-        settings = prompt_settings(prompts, engine.tokenizer.bos)
+        settings = Prompts(engine.tokenizer.bos, prompts).settings()
         scores.append(Score(name, f"pass@{k}", mean, *ends, len(asked), 0.0, **settings))
     return scores, right
 

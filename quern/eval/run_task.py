@@ -4,45 +4,58 @@ Replies are greedy, and the Engine's rows do not depend on each other, so scores
 calls run inside the Engine; the graded text is the assistant's text without the calls and their outputs.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from quern.eval.likelihood import choice_example, score_examples
-from quern.eval.score import Score, accuracy, is_main, on_ranks, prompt_settings
+from quern.eval.answers import Answered, answers_file, kept_score, write_answers
+from quern.eval.likelihood import Example, choice_example, score_examples
+from quern.eval.score import Prompts, Score, accuracy, is_main, on_ranks
 from quern.eval.task import Item, Task
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion
 from quern.generate.sampling import GREEDY
 from quern.mesh import ProcessGroup
 from quern.terminal import Meter
-from quern.text.chat import ContentPart, render_prompt, render_text
+from quern.text.chat import render_prompt, render_text
 
 BATCH_ROWS = 32
 """Replies that are generated together."""
 
 
-@dataclass(frozen=True)
-class Answered:
-    """An item with the model's reply: `parts` are the reply's text, tool calls and outputs; `text` is its text."""
+CHUNK = 256
+"""Items of scored options whose rows are in memory at a time."""
+FORMAT = 3
+"""The version of kept answers. A higher number for other prompts or spans: answers of an old format are not kept."""
 
-    item: Item
-    parts: list[ContentPart]
-    text: str
-    correct: bool
+
+@dataclass(frozen=True)
+class Records:
+    """Where the answers are written, and what their files say about the model. folder: has TASK/KIND.answers.jsonl."""
+
+    folder: Path
+    identity: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Graded:
-    """One Score per kind, in the order in which the kinds first appear, and every reply."""
+    """One Score per kind, in the order in which the kinds first appear, and every reply that was not there before."""
 
     scores: list[Score]
     replies: list[Answered]
 
 
 def run_task(
-    engine: Engine, task: Task, *, count: int = 200, base: bool = False, group: ProcessGroup | None = None
+    engine: Engine,
+    task: Task,
+    *,
+    count: int = 200,
+    base: bool = False,
+    group: ProcessGroup | None = None,
+    records: Records | None = None,
 ) -> Graded:
     """Asks the items of a task.
 
@@ -55,6 +68,8 @@ def run_task(
         count: The largest number of items of each kind.
         base: Ask by the task's `base_prompt` instead of in the chat format, for a model without fine-tuning.
         group: The ranks that ask some batches each, and all get every reply; None is a single process.
+        records: Where rank 0 writes the answers to each kind once they are complete. Where `task.data` is given, equal
+            answers that are there are not asked again. None: nowhere.
 
     Raises:
         ValueError: The task has no items, or a kind has items with and without choices.
@@ -65,43 +80,63 @@ def run_task(
     graded = Graded([], [])
     for kind in dict.fromkeys(item.kind for item in items):
         name, of_kind = f"{task.name}/{kind}", [item for item in items if item.kind == kind]
-        if len({item.choices is None for item in of_kind}) == 2:
-            raise ValueError(f"{name}: some items have choices and some have none; give them different kinds")
-        asked = fitting(engine, task, of_kind, base)
-        prompts, settings = [ids for _, ids in asked], dict[str, object]()
-        if not asked:
-            replies = []
-        elif of_kind[0].choices is None:
-            replies = _generated(engine, task, asked, name, base, group)
-            settings = prompt_settings(prompts, engine.tokenizer.bos)
-        else:
-            replies, settings = _likeliest(engine, asked, name, base, group)
-        chances = [item.chance if item.choices is None else 1 / len(item.choices) for item, _ in asked]
-        settings["skipped"] = len(of_kind) - len(asked)
-        graded.scores.append(accuracy(name, [reply.correct for reply in replies], chances, **settings))
-        graded.replies.extend(replies)
+        path = records and answers_file(records.folder, task.name, kind)
+        header = {**(records.identity if records else {}), "task": name, **_settings(engine, task, len(of_kind))}
+        score = kept_score(path, header) if path and task.data and is_main(group) else None
+        score = score if group is None else group.broadcast_object(score)
+        if score is None:
+            replies, settings = _ask(engine, task, of_kind, name, base, group)
+            chances = [1 / len(one.item.choices) if one.item.choices else one.item.chance for one in replies]
+            settings["skipped"] = len(of_kind) - len(replies)
+            score = accuracy(name, [reply.correct for reply in replies], chances, **settings)
+            graded.replies.extend(replies)
+            if path and is_main(group):
+                answers = [(reply, int(reply.correct)) for reply in replies]
+                write_answers(path, header | {"score": asdict(score)}, answers)
+        graded.scores.append(score)
     return graded
 
 
-def fitting(engine: Engine, task: Task, items: Sequence[Item], base: bool) -> list[tuple[Item, list[int]]]:
-    """The items that leave room for a reply, each with the token ids of its prompt, from BOS on."""
+def _settings(engine: Engine, task: Task, count: int) -> dict[str, Any]:
+    """The settings that answers depend on, beside the weights."""
+    return {
+        "format": FORMAT,
+        "data": task.data,
+        "asked": count,
+        "tokenizer": engine.tokenizer.fingerprint[:16],
+        "context": engine.context,
+        "device": engine.machine.device.type,
+        "dtype": str(engine.model.embedding.weight.dtype).removeprefix("torch."),
+    }
+
+
+def _ask(
+    engine: Engine, task: Task, items: Sequence[Item], name: str, base: bool, group: ProcessGroup | None
+) -> tuple[list[Answered], dict[str, Any]]:
+    """The answers to items of one kind, and the settings of their score."""
+    with_choices = {item.choices is not None for item in items}
+    if task.example is None and len(with_choices) == 2:
+        raise ValueError(f"{name}: some items have choices and some have none; give them different kinds")
+    if task.example is not None or with_choices == {True}:
+        return _likeliest(engine, task, items, name, base, group)
+    return _generated(engine, task, items, name, base, group)
+
+
+def fitting(engine: Engine, task: Task, items: Sequence[Item], base: bool) -> list[tuple[int, list[int]]]:
+    """The numbers of the items that leave room for a reply, each with the ids of its prompt, from BOS on."""
     tokenizer = engine.tokenizer
     prompts = [
         render_text(tokenizer, task.base_prompt(i)) if base else render_prompt(tokenizer, i.messages) for i in items
     ]
-    return [(item, ids) for item, ids in zip(items, prompts, strict=True) if len(ids) < engine.context]
+    return [(number, ids) for number, ids in enumerate(prompts) if len(ids) < engine.context]
 
 
 def _generated(
-    engine: Engine,
-    task: Task,
-    asked: Sequence[tuple[Item, list[int]]],
-    name: str,
-    base: bool,
-    group: ProcessGroup | None,
-) -> list[Answered]:
+    engine: Engine, task: Task, items: Sequence[Item], name: str, base: bool, group: ProcessGroup | None
+) -> tuple[list[Answered], dict[str, Any]]:
     """The model's own words, which rank 0 grades: programs run once, and a limit of time cannot divide the ranks."""
-    items, prompts = [item for item, _ in asked], [ids for _, ids in asked]
+    asked = fitting(engine, task, items, base)
+    prompts = [ids for _, ids in asked]
     order = sorted(range(len(asked)), key=lambda row: len(prompts[row]))  # similar lengths: less padding
 
     def compute(rows: Sequence[int]) -> list[Completion]:
@@ -114,39 +149,58 @@ def _generated(
         done = on_ranks(batches, compute, group, meter.at)
     right = list[bool]()
     if is_main(group):
-        texts = [reply.text for reply in done]
-        right = task.grade_all(items, texts) if task.grade_all else map(task.grade, items, texts)
-        right = list(map(bool, right))
+        own, texts = [items[number] for number, _ in asked], [reply.text for reply in done]
+        right = list(map(bool, task.grade_all(own, texts) if task.grade_all else map(task.grade, own, texts)))
     right = right if group is None else group.broadcast_object(right)
-    return [
-        Answered(item, list(reply.parts), reply.text, correct)
-        for item, reply, correct in zip(items, done, right, strict=True)
+    replies = [
+        Answered(items[number], list(reply.parts), reply.text, correct, number)
+        for (number, _), reply, correct in zip(asked, done, right, strict=True)
     ]
+    return replies, Prompts(engine.tokenizer.bos, prompts).settings() if prompts else {}
 
 
 def _likeliest(
-    engine: Engine, asked: Sequence[tuple[Item, list[int]]], name: str, base: bool, group: ProcessGroup | None
-) -> tuple[list[Answered], dict[str, object]]:
-    """The choices of least loss per byte: a model that knows the answer but not how to reply is measured fairly.
+    engine: Engine, task: Task, items: Sequence[Item], name: str, base: bool, group: ProcessGroup | None
+) -> tuple[list[Answered], dict[str, Any]]:
+    """The options of the least loss: a model that knows the answer but not how to reply is measured fairly.
 
-    The loss of a phrase is divided by its bytes because a longer one always costs more.
-    Source: GPT-3 (Brown et al., 2020, arXiv 2005.14165, section 2.4).
+    Of an item's choices, it is the least loss per byte, because a longer phrase always costs more; of a task's own
+    `example`, per token. Source: GPT-3 (Brown et al., 2020, arXiv 2005.14165, section 2.4).
     """
-    examples, rows = [], list[list[int]]()
-    for item, prompt in asked:
-        choices = item.choices or ()
-        if item.answer not in choices:
-            raise ValueError(f"{name}: the answer {item.answer!r} is not one of {', '.join(choices)}")
-        ids = [engine.tokenizer.encode(f" {choice}" if base else choice) for choice in choices]
-        examples.append(choice_example(prompt, ids, choices.index(item.answer), engine.context))
-        rows += [[*prompt, *own] for own in ids]
-    with Meter(name, len(examples), "questions", silent=not is_main(group)) as meter:
-        vocab_size = engine.tokenizer.vocab_size
-        answers = score_examples(engine.model, examples, engine.machine, vocab_size, meter.at, group)
-    replies = []
-    for (item, _), example, answer in zip(asked, examples, answers, strict=True):
-        sizes = [len(choice.encode("utf-8")) for choice in item.choices or ()]
-        text = (item.choices or ())[int(np.argmin(answer.nats(example) / sizes))]
-        replies.append(Answered(item, [{"type": "text", "text": text}], text, text == item.answer))
-    cropped = sum(len(row) > engine.context + 1 for row in rows)
-    return replies, {**prompt_settings(rows, engine.tokenizer.bos), "cropped": cropped}
+    prompts, replies, cropped = Prompts(engine.tokenizer.bos), list[Answered](), 0
+    with Meter(name, len(items), "questions", silent=not is_main(group)) as meter:
+        for first in range(0, len(items), CHUNK):
+            numbers = range(len(items))[first : first + CHUNK]
+            made = [(number, _example(engine, task, items[number], name, base)) for number in numbers]
+            examples = [(number, example) for number, example in made if example is not None]
+            found = score_examples(
+                engine.model,
+                [example for _, example in examples],
+                engine.machine,
+                engine.tokenizer.vocab_size,
+                lambda done, at=first: meter.at(at + done),
+                group,
+            )
+            for (number, example), answer in zip(examples, found, strict=True):
+                item, pick, correct = items[number], answer.pick, answer.correct
+                if task.example is None:
+                    sizes = [len(choice.encode("utf-8")) for choice in item.choices or ()]
+                    pick = int(np.argmin(answer.nats(example) / sizes))
+                    correct = (item.choices or ())[pick] == item.answer
+                text = item.choices[pick] if item.choices else item.answer if correct else ""
+                replies.append(Answered(item, [{"type": "text", "text": text}], text, correct, number, answer.losses))
+                prompts.add(example.rows)
+                cropped += example.cropped
+    return replies, {**prompts.settings(), "cropped": cropped} if replies else {}
+
+
+def _example(engine: Engine, task: Task, item: Item, name: str, base: bool) -> Example | None:
+    """The rows of an item whose options are scored; None if they leave no room in the context."""
+    if task.example is not None:
+        return task.example(item, engine.tokenizer, engine.context)
+    choices = item.choices or ()
+    if item.answer not in choices:
+        raise ValueError(f"{name}: the answer {item.answer!r} is not one of {', '.join(choices)}")
+    prompts = [ids for _, ids in fitting(engine, task, [item], base)]
+    ids = [engine.tokenizer.encode(f" {choice}" if base else choice) for choice in choices]
+    return choice_example(prompts[0], ids, choices.index(item.answer), engine.context) if prompts else None

@@ -27,6 +27,7 @@ from quern.terminal import counted
 
 CONFIDENT = NormalDist().inv_cdf(0.975)
 """1.96, standard errors on each side of a value: an interval of 95%."""
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -113,21 +114,23 @@ def mean_score(name: str, parts: Sequence[tuple[Score, float]]) -> Score:
     return Score(name, "centred accuracy", mean, *interval(mean, error), sum(count for _, count, _ in known), 0.0)
 
 
-def prompt_settings(prompts: Iterable[Sequence[int]], bos: int) -> dict[str, Any]:
-    """The settings of a score that follow from its prompts (token ids)."""
-    prompts = list(prompts)
-    return {"prompt_hash": prompt_hash(prompts), "bos": all(len(ids) > 0 and ids[0] == bos for ids in prompts)}
+class Prompts:
+    """The settings of a score that follow from its prompts, which are added in order.
 
+    hash: SHA-256 over the token ids of each prompt, preceded by their number; bos: the token that begins each.
+    """
 
-def prompt_hash(prompts: Iterable[Sequence[int]]) -> str:
-    """16 hex digits over the token ids of the prompts, in order; each is preceded by its length."""
-    digest = hashlib.sha256()
-    for ids in prompts:
-        digest.update(np.asarray([len(ids), *ids], dtype="<i8").tobytes())
-    return digest.hexdigest()[:16]
+    def __init__(self, bos: int, prompts: Iterable[Sequence[int]] = ()) -> None:
+        self._bos, self._digest, self._begin = bos, hashlib.sha256(), True
+        self.add(prompts)
 
+    def add(self, prompts: Iterable[Sequence[int]]) -> None:
+        for ids in prompts:
+            self._begin &= len(ids) > 0 and ids[0] == self._bos
+            self._digest.update(np.asarray([len(ids), *ids], dtype="<i8").tobytes())
 
-Result = TypeVar("Result")
+    def settings(self) -> dict[str, Any]:
+        return {"prompt_hash": self._digest.hexdigest()[:16], "bos": self._begin}
 
 
 def own_part(work: Sequence[Result] | Iterator[Result], group: ProcessGroup | None) -> Iterator[Result]:

@@ -4,12 +4,19 @@ A new evaluation is one Python file that ends in `TASK = Task(…)`; experiments
 `quern evaluate --tasks FILE` runs it.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from quern.recipe import Resolved
 from quern.text.chat import Message
+
+if TYPE_CHECKING:
+    from quern.eval.likelihood import Example
+    from quern.text.tokenizer import Tokenizer
 
 CHAT_STAGES = ("sft", "rl")
 """The stages after which a model answers."""
@@ -72,6 +79,10 @@ class Task:
         base_stop: A base model's reply ends before any of these texts.
         grade_all: (items, replies) → whether each reply is right, where they are graded together, such as programs that
             a sandbox runs. Replaces `grade`.
+        example: (item, tokenizer, context) → the rows of tokens by whose likelihoods the model answers, or None where
+            they do not fit; in place of its prompt and choices.
+        data: The fingerprint of all that the rows of `example` come from. Their answers are kept: a later evaluation
+            of the same weights does not ask again. Empty: every evaluation asks.
     """
 
     name: str
@@ -82,3 +93,5 @@ class Task:
     suits: Callable[[Resolved, str], bool] = any_stage
     base_stop: tuple[str, ...] = ("\n",)
     grade_all: Callable[[Sequence[Item], Sequence[str]], Sequence[bool]] | None = None
+    example: Callable[[Item, Tokenizer, int], Example | None] | None = None
+    data: str = ""

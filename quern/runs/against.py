@@ -10,8 +10,8 @@ from quern.records import drop_torn_end
 from quern.runs.run_dir import STAGES, RunDir
 from quern.terminal import grid
 
-CORE, ANSWERS = "core", "answers"
-"""Folders of a run with the answers of CORE and of all other tasks, by stage."""
+ANSWERS = "answers"
+"""The folder of a run with the answers to all tasks, by stage."""
 
 
 def compare_runs(
@@ -68,7 +68,7 @@ def compare_runs(
 
 
 def _answers(run_dir: RunDir, stage: str) -> dict[str, Answers]:
-    return read_answers(run_dir.folder / ANSWERS / stage, run_dir.folder / CORE / stage)
+    return read_answers(run_dir.folder / ANSWERS / stage)
 
 
 def _is_of(task: str, names: Sequence[str]) -> bool:

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from quern.data.shards import Corpus
-from quern.eval.answers import write_answers
 from quern.eval.bits_per_byte import kinds_of_documents, sample, text_scores
 from quern.eval.chat import CHAT, Asked, find_chat_tasks, run_chat
 from quern.eval.contamination import WORDS, contaminated_shares, passage
-from quern.eval.core.run import run_core
-from quern.eval.core.tasks import CoreTask, core_bundle, core_passages, find_tasks
-from quern.eval.run_task import run_task
+from quern.eval.core import CORE, CoreTask, core_bundle, core_passages, find_tasks, run_core
+from quern.eval.run_task import Records, run_task
 from quern.eval.score import Score
 from quern.eval.task import CHAT_STAGES, Task
 from quern.eval.tasks import load_task, task_names
@@ -26,7 +24,7 @@ from quern.mesh import EVALUATING, Mesh, ProcessGroup, alone
 from quern.mixture.sources import own_files, read_rows
 from quern.recipe import Resolved
 from quern.records import drop_torn_end
-from quern.runs.against import ANSWERS, CORE
+from quern.runs.against import ANSWERS
 from quern.runs.load import LoadedModel, load
 from quern.runs.run_dir import STAGES, RunDir
 from quern.stages.open_data import data_of_run
@@ -139,7 +137,7 @@ def run(
 ) -> None:
     """Scores the stages of a run, logs a table, and appends to evaluate.jsonl and samples.jsonl.
 
-    The answers to the questions are in answers/STAGE/ and core/STAGE/ in the run's folder. On a mesh every rank calls
+    The answers to the questions are in answers/STAGE/ in the run's folder. On a mesh every rank calls
     this and computes some of the batches; rank 0 writes. The base model (stage pretrain) answers questions only if a
     task or the stage is named.
 
@@ -230,8 +228,9 @@ class _Evaluation:
         """Scores one stage, and returns its lines of evaluate.jsonl."""
         name, log, found, world = loaded.stage, self.log, self.found, self.mesh.world
         folder, chats = self.run_dir.folder, name in CHAT_STAGES
-        engine, answers = Engine(loaded.model, loaded.tokenizer, self.machine), folder / ANSWERS / name
+        engine = Engine(loaded.model, loaded.tokenizer, self.machine)
         identity = {"run": folder.name, "stage": name, "step": loaded.step, "weights": loaded.weights()}
+        records = Records(folder / ANSWERS / name, identity)
         refuse_unequal(identity, world)
         log(f"evaluating: {name}")
         scores = list[Score]()
@@ -250,10 +249,8 @@ class _Evaluation:
         samples: Lines = []
         count = min(self.asked.questions, UNTRAINED_QUESTIONS) if name == "untrained" else self.asked.questions
         for task in self.tasks(loaded):
-            graded = run_task(engine, task, count=count, base=name == "pretrain", group=world)
+            graded = run_task(engine, task, count=count, base=name == "pretrain", group=world, records=records)
             scores += graded.scores
-            if self.mesh.main:
-                write_answers(answers, task.name, identity, graded.replies)
             if chats:  # one reply of each kind
                 shown = {reply.item.kind: reply for reply in graded.replies}.values()
                 talks = [[*reply.item.messages, {"role": "assistant", "content": reply.parts}] for reply in shown]
@@ -264,13 +261,12 @@ class _Evaluation:
             return lines
         if found.core:
             log(f"CORE: {name}")
-            records, limit = folder / CORE / name, self.asked.limit
-            scores = run_core(engine, found.core, records, identity, log, limit=limit, group=world)
+            scores = run_core(engine, found.core, records, log, limit=self.asked.limit, group=world)
             lines += _lines(loaded, scores, lambda line: None)
         if found.chat:
             log(f"chat tasks: {name}")
             replies = self.asked.samples
-            scores = run_chat(engine, found.chat, answers, identity, base=not chats, samples=replies, group=world)
+            scores = run_chat(engine, found.chat, records, base=not chats, samples=replies, group=world)
             lines += _lines(loaded, scores, log)
         if found.harness:
             log(f"lm-evaluation-harness: {name}")

@@ -31,6 +31,7 @@ from quern.eval.chat import (
     sampled_scores,
 )
 from quern.eval.contamination import passage
+from quern.eval.run_task import Records
 from quern.eval.score import Score
 from quern.eval.task import Item
 from quern.generate.engine import Engine
@@ -230,7 +231,7 @@ def test_random_weights_score_chance(tmp_path: Path, tokenizer: Tokenizer) -> No
         replace(one, task=replace(one.task, how={**one.task.how, "max_tokens": 16}))
         for one in asked_of(tmp_path, *(task.name for task in PARTS))
     ]
-    *scores, mean = run_chat(engine, asked, tmp_path / "answers", {}, base=False)
+    *scores, mean = run_chat(engine, asked, Records(tmp_path / "answers", {}), base=False)
     for score in scores:
         chance = 0.25 if "arc" in score.task or "mmlu" in score.task else 0.0
         assert score.chance == chance
@@ -277,7 +278,7 @@ def test_a_model_that_knows_the_answers_scores_one_on_every_task(
     model.initialize(0)
     learn(model, tokenizer, [conversation(item) for one in asked for item in one.items])
     engine = engine_of(model, tokenizer)
-    scores = run_chat(engine, asked, tmp_path / "answers", {"step": 3}, base=False, samples=2)
+    scores = run_chat(engine, asked, Records(tmp_path / "answers", {"step": 3}), base=False, samples=2)
     assert {score.task: score.value for score in scores if score.value != 1.0 and score.metric != "pass@1"} == {}
     assert [score.task for score in scores[-2:]] == ["chat/humaneval", "ChatCORE"]
     assert [score.task for score in scores[:7]] == [f"chat/{task.name}" for task in TASKS]

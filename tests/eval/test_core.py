@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from experiments.bigram import BigramGPT
-from quern.eval.core import run as core_run
-from quern.eval.core.run import run_core
-from quern.eval.core.tasks import BY_NAME, TASKS, VERSIONS, find_tasks, make_example, read_rows
+from quern.eval import run_task as running
+from quern.eval.core import BY_NAME, TASKS, VERSIONS, find_tasks, make_example, read_rows, run_core
 from quern.eval.likelihood import Example, score_examples
+from quern.eval.run_task import Records
 from quern.generate.engine import Engine
 from quern.model.gpt import GPT
 from quern.text.tokenizer import Tokenizer
@@ -171,7 +171,7 @@ def test_each_option_is_cut_by_itself(tokenizer: Tokenizer) -> None:
 
 def test_the_mean_of_all_tasks_has_a_name_and_a_version(bundle: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     engine, records, said = engine_of(tokenizer, 4), tmp_path / "records", list[str]()
-    scores = run_core(engine, find_tasks(bundle), records, {"step": 3}, said.append)
+    scores = run_core(engine, find_tasks(bundle), Records(records, {"step": 3}), said.append)
     assert [score.task for score in scores[-2:]] == ["CORE v1", "CORE v2"]
     for version, mean in zip(VERSIONS, scores[-2:], strict=True):
         centred = [
@@ -186,10 +186,14 @@ def test_the_mean_of_all_tasks_has_a_name_and_a_version(bundle: Path, tokenizer:
         count = sum(score.count for score in own)
         share = sum((score.value or 0) * score.count for score in own) / count
         assert abs(share - chance) <= 2 * math.sqrt(chance * (1 - chance) / count), kind
-    lines = [json.loads(line) for line in (records / "boolq.answers.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert len(lines) == 15 and lines[0]["step"] == 3 and {"item", "prompt", "pick", "gold"} <= set(lines[1])
+    lines = [
+        json.loads(line) for line in (records / "core/boolq.answers.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    assert (
+        len(lines) == 15 and lines[0]["step"] == 3 and {"item", "prompt", "answer", "gold", "losses"} <= set(lines[1])
+    )
     (next(bundle.rglob("coqa.jsonl"))).unlink()
-    scores = run_core(engine, find_tasks(bundle), records, {"step": 3}, said.append)
+    scores = run_core(engine, find_tasks(bundle), Records(records, {"step": 3}), said.append)
     assert [score.task for score in scores[-2:]] == [f"mean of 21 of CORE's 22 tasks, {v}" for v in VERSIONS]
     assert "not asked: coqa" in said
 
@@ -205,16 +209,16 @@ def test_a_finished_task_is_not_asked_again(
             raise KeyboardInterrupt
         return score_examples(model, examples, *arguments, **options)
 
-    monkeypatch.setattr(core_run, "score_examples", counted)
+    monkeypatch.setattr(running, "score_examples", counted)
     records, engine = tmp_path / "records", engine_of(tokenizer)
     tasks = find_tasks(bundle, ["copa", "winograd", "openbook_qa"])
     with pytest.raises(KeyboardInterrupt):
-        run_core(engine, tasks, records, {"step": 1}, print)
-    assert not (records / "openbook_qa.answers.jsonl").exists()
-    again = run_core(engine, tasks, records, {"step": 1}, print)
+        run_core(engine, tasks, Records(records, {"step": 1}), print)
+    assert not (records / "core/openbook_qa.answers.jsonl").exists()
+    again = run_core(engine, tasks, Records(records, {"step": 1}), print)
     assert len(asked) == 4
-    assert run_core(engine, tasks, records, {"step": 1}, print) == again
-    run_core(engine, tasks, records, {"step": 2}, print, limit=5)
+    assert run_core(engine, tasks, Records(records, {"step": 1}), print) == again
+    run_core(engine, tasks, Records(records, {"step": 2}), print, limit=5)
     assert asked[4:] == [5, 5, 5], "another step or another limit is another evaluation"
 
 
@@ -246,7 +250,7 @@ def test_a_model_that_knows_the_answers_scores_one_on_every_task(tokenizer: Toke
         torch.nn.functional.cross_entropy(model.logits(x_ND), targets).backward()
         optimizer.step()
     engine = Engine(model, tokenizer, CPU)
-    scores = run_core(engine, find_tasks(tmp_path), tmp_path / "records", {}, lambda line: None)
+    scores = run_core(engine, find_tasks(tmp_path), Records(tmp_path / "records", {}), lambda line: None)
     assert {score.task: score.value for score in scores if score.value != 1.0} == {}
 
 

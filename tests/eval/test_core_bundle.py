@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quern.eval.core.tasks import ARCHIVE, core_bundle, find_tasks, read_rows
+from quern.eval.core import ARCHIVE, core_bundle, find_tasks, read_rows
 from tests.support.hub_server import Hub, hub_server
 
 ROWS = "".join(json.dumps({"query": f"{n} and", "choices": ["one", "two"], "gold": n % 2}) + "\n" for n in range(9))

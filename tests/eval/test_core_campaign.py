@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from quern.eval.core.run import run_core
-from quern.eval.core.tasks import CoreTask, find_tasks, make_example, read_rows
+from quern.eval.core import CoreTask, find_tasks, make_example, read_rows, run_core
 from quern.eval.likelihood import score_examples
+from quern.eval.run_task import Records
 from quern.generate.engine import Engine
 from quern.runs.load import LoadedModel, load
 from quern.runs.run_dir import RunDir
@@ -142,8 +142,10 @@ def test_every_item_is_as_lm_eval_and_as_one_row_at_a_time(
     task, path = find_tasks(data, [name])[0]
     context = loaded.recipe.model.context or 0
     engine = Engine(loaded.model, loaded.tokenizer, CPU)
-    score = run_core(engine, [(task, path)], tmp_path, {"step": loaded.step}, lambda line: None, limit=ITEMS)[0]
-    lines = (tmp_path / f"{name}.answers.jsonl").read_text(encoding="utf-8").splitlines()[1:]
+    score = run_core(engine, [(task, path)], Records(tmp_path, {"step": loaded.step}), lambda line: None, limit=ITEMS)[
+        0
+    ]
+    lines = (tmp_path / f"core/{name}.answers.jsonl").read_text(encoding="utf-8").splitlines()[1:]
     ours = {line["item"]: line for line in map(json.loads, lines)}
     all_asked = questions(path, task, loaded.tokenizer, ITEMS)
     alone = {
@@ -155,8 +157,8 @@ def test_every_item_is_as_lm_eval_and_as_one_row_at_a_time(
     theirs = by_lm_eval(loaded, task, path, [doc for doc in made if doc], tmp_path / "cache")
     worst = max(abs(a - b) for item in ours for a, b in zip(ours[item]["losses"], alone[item].losses, strict=True))
     apart = max(abs(a - b) for item in theirs for a, b in zip(ours[item]["losses"], theirs[item][1], strict=True))
-    unlike = {item for item in ours if ours[item]["correct"] != alone[item].correct}
-    unlike |= {item for item in theirs if ours[item]["correct"] != theirs[item][0]}
+    unlike = {item for item in ours if bool(ours[item]["score"]) != alone[item].correct}
+    unlike |= {item for item in theirs if bool(ours[item]["score"]) != theirs[item][0]}
     ties = {item: alone[item].margin for item in unlike if alone[item].margin <= TIE}
     print(
         f"\n{name}: {len(ours)} of {len(all_asked)} items asked, {score.cropped} cut to the context, accuracy "

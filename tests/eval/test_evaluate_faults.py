@@ -48,7 +48,7 @@ def core(out: Path, *flags: str) -> list[str]:
 
 
 def answers(out: Path) -> Path:
-    return out / "runs/first/core/pretrain/copa.answers.jsonl"
+    return out / "runs/first/answers/pretrain/core/copa.answers.jsonl"
 
 
 def cut(text: str) -> str:
@@ -60,7 +60,7 @@ DAMAGES: dict[str, Callable[[str], str]] = {
     "cut": cut,
     "an item is gone": lambda text: "".join(text.splitlines(keepends=True)[:-1]),
     "other JSON": lambda text: "[]\n",
-    "an item without its verdict": lambda text: text.replace('"correct"', '"corect"'),
+    "an item without its verdict": lambda text: text.replace('"score"', '"scor"'),
 }
 
 
@@ -137,7 +137,12 @@ def test_a_task_without_questions_is_named(out: Path, capsys: pytest.CaptureFixt
 def test_damaged_answers_are_named_where_runs_are_compared(out: Path) -> None:
     path = answers(out)
     whole = path.read_bytes()
-    for damaged in (b"", b"\xff\xfe\n" + whole, whole.replace(b"{", b"[", 1), whole.replace(b'"item"', b'"itm"', 1)):
+    for damaged in (
+        b"",
+        b"\xff\xfe\n" + whole,
+        whole.replace(b"{", b"[", 1),
+        whole.replace(b'"prompt"', b'"promt"', 1),
+    ):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"copa.answers.jsonl is damaged .*: remove it and evaluate again"):
             read_answers(path.parent)
@@ -149,7 +154,7 @@ def test_runs_on_other_data_are_not_compared(out: Path, capsys: pytest.CaptureFi
     (out / "copa.jsonl").write_text(rows, encoding="utf-8")
     assert main.main(core(out, "--run", "second")) == 0
     assert main.main(["evaluate", "--out", str(out), "--against", "second"]) == 1
-    assert "core/copa: first/pretrain and second/pretrain were asked from files that differ" in capsys.readouterr().err
+    assert "core/copa: 9 items only of first/pretrain and 9 items only of second/pretrain" in capsys.readouterr().err
 
 
 def test_without_lm_eval_the_message_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ def test_a_rank_is_killed_in_the_middle_of_core_and_the_next_evaluation_goes_on(
     assert re.fullmatch(f"quern evaluate: rank 1 is gone or stopped, {seen}", gone)
     assert said(raised) == ["quern evaluate: rank 1 failed while evaluating: ValueError: planted; all end"]
     before = runs.files("kill")
-    kept = [name for name in before if name.startswith("core/")]
+    kept = [name for name in before if name.startswith("answers/pretrain/core/")]
     assert len(kept) == 2 and "evaluate.jsonl" not in before
     folder = runs.folder / "kill/runs/first"
     times = {name: (folder / name).stat().st_mtime_ns for name in kept}
@@ -107,8 +107,8 @@ def test_a_rank_is_killed_in_the_middle_of_core_and_the_next_evaluation_goes_on(
     assert found["result"] == 0, found["said"]
     assert {name: (folder / name).stat().st_mtime_ns for name in kept} == times
     after = runs.files("kill")
-    assert {name: after[name] for name in alone if name.startswith("core/")} == {
-        name: lines for name, lines in alone.items() if name.startswith("core/")
+    assert {name: after[name] for name in alone if name.startswith("answers/pretrain/core/")} == {
+        name: lines for name, lines in alone.items() if name.startswith("answers/pretrain/core/")
     }
 
 

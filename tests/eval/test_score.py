@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 from scipy.stats import binomtest
 
-from quern.eval.score import Score, accuracy, prompt_hash, prompt_settings, wilson
+from quern.eval.score import Prompts, Score, accuracy, wilson
 
 
 @pytest.mark.parametrize(("correct", "count"), [(0, 1), (1, 1), (0, 200), (200, 200), (3, 7), (91, 200), (5, 1000)])
@@ -23,16 +23,18 @@ def test_wilson_of_nothing_and_of_nonsense():
 
 
 def test_accuracy_says_what_was_asked():
-    settings = prompt_settings([[9, 1], [9, 2]], bos=9)
+    settings = Prompts(9, [[9, 1], [9, 2]]).settings()
     score = accuracy("sums", [True, False, True, True], [0.0, 0.5, 0.25, 0.25], shots=2, **settings)
     assert (score.value, score.count, score.chance, score.bos, score.shots) == (0.75, 4, 0.25, True, 2)
     assert score.low is not None and score.high is not None and score.low < 0.75 < score.high
-    assert not prompt_settings([[1, 9]], bos=9)["bos"]
+    assert not Prompts(9, [[1, 9]]).settings()["bos"]
     assert Score(**json.loads(json.dumps(asdict(score)))) == score
     assert accuracy("sums", [], [], skipped=3) == Score("sums", "accuracy", None, None, None, 0, None, skipped=3)
 
 
 def test_prompt_hash_tells_prompts_apart():
     cases = [[[1, 2], [3]], [[1], [2, 3]], [[3], [1, 2]], [[1, 2, 3]], [[1, 2], [3], []]]
-    assert len({prompt_hash(case) for case in cases}) == len(cases)
-    assert prompt_hash([[1, 2], [3]]) == prompt_hash([(1, 2), (3,)])
+    assert len({Prompts(1, case).settings()["prompt_hash"] for case in cases}) == len(cases)
+    in_parts = Prompts(1, [(1, 2)])
+    in_parts.add([(3,)])
+    assert in_parts.settings() == Prompts(1, [[1, 2], [3]]).settings()

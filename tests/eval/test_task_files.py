@@ -102,7 +102,7 @@ def test_core_is_asked_from_a_folder_of_files(out: Path, capsys: pytest.CaptureF
     (out / "copa.jsonl").rename(out / "downloads/core/eval_data/copa.jsonl")
     for bundle in ((), ("--bundle", "core")):
         assert evaluate(out, *flags, *bundle, "--stage", "pretrain")[-1]["count"] == 7
-    answers = out / "runs/first/core/pretrain/copa.answers.jsonl"
+    answers = out / "runs/first/answers/pretrain/core/copa.answers.jsonl"
     assert len(answers.read_text("utf-8").splitlines()) == 8
     assert main.main(["report", "--out", str(out)]) == 0
     report = (out / "runs/first/report.md").read_text("utf-8")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from quern.eval.core.tasks import CoreTask
+from quern.eval.core import CoreTask
 from quern.eval.likelihood import Example
 from quern.model.base import LanguageModel
 from quern.text.tokenizer import Tokenizer

@@ -1,4 +1,7 @@
-"""The 22 tasks of CORE: one entry each, their files, the rows of these, and their prompts.
+"""CORE: 22 few-shot tasks for base models, scored by likelihood and averaged.
+
+One entry for each task, its file, the rows of that, and their prompts. The mean of the centred accuracies is called
+CORE only if all questions of all 22 tasks were asked.
 
 Two versions of the baselines exist. v1 is that of the paper and of most published numbers, GPT-2's 0.2565 among them;
 v2 corrects three tasks. Both are always reported, with the version's name.
@@ -20,17 +23,23 @@ from __future__ import annotations
 
 import random
 import re
+import time
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any, Literal
 
 from quern.eval.likelihood import Example, common, fit
-from quern.temporaries import TemporaryFolder, alone_in, remove_abandoned, sync_path
-from quern.terminal import Meter
+from quern.eval.run_task import Records, run_task
+from quern.eval.score import Score, mean_score
+from quern.eval.task import Item, Task
+from quern.generate.engine import Engine
+from quern.mesh import ProcessGroup
+from quern.temporaries import TemporaryFolder, alone_in, remove_abandoned, sha256_of, sync_path
+from quern.terminal import Meter, counted, duration
 from quern.text import formats
 from quern.text.downloads import retrieve
 from quern.text.sources import find_file
@@ -50,6 +59,7 @@ OPTIONS = ("choices", "context_options")
 ANSWER = "\nAnswer: "
 VERSIONS = ("v1", "v2")
 ORDER_SEED, SHOTS_SEED = 1337, 1234
+CORE = "core"
 
 
 @dataclass(frozen=True)
@@ -200,6 +210,98 @@ def _parts(task: CoreTask, row: Row) -> tuple[str, str]:
     if task.kind == "schema":
         return row["context_options"][row["gold"]], row["continuation"]
     return row["context"].strip(), row["continuation"]
+
+
+@dataclass(frozen=True)
+class CoreItem(Item):
+    """A row of a task. rows: all of the task's, of which the shots are drawn; number: which one this is."""
+
+    rows: Sequence[Row] = ()
+    number: int = 0
+
+
+def as_task(task: CoreTask, rows: Sequence[Row], data: str, limit: int | None = None) -> Task:
+    """The first rows of a task's file as a task. data: the fingerprint of the file."""
+    items: list[Item] = []
+    for number, row in enumerate(rows[:limit]):
+        asked, answer = _parts(task, row)
+        options = next((tuple(row[field]) for field in FIELDS[task.kind] if field in OPTIONS), None)
+        answer = options[row["gold"]] if options else answer
+        items.append(CoreItem(task.name, [{"role": "user", "content": asked}], answer, options, 0.0, rows, number))
+
+    def example(item: Item, tokenizer: Tokenizer, context: int) -> Example | None:
+        assert isinstance(item, CoreItem)
+        return make_example(task, item.rows, item.number, tokenizer, context)
+
+    return Task(CORE, lambda seed, count: items, example=example, data=data)
+
+
+def run_core(
+    engine: Engine,
+    tasks: Sequence[tuple[CoreTask, Path]],
+    records: Records,
+    log: Callable[[str], None],
+    *,
+    limit: int | None = None,
+    group: ProcessGroup | None = None,
+) -> list[Score]:
+    """Asks CORE's tasks. An interrupted evaluation continues with the next task.
+
+    Args:
+        engine: The model.
+        tasks: With their files, as from `find_tasks`.
+        records: Where the answers are kept.
+        log: Takes lines for the user.
+        limit: The most items of each task.
+        group: The ranks that score some batches each; rank 0 writes. None is a single process.
+
+    Returns:
+        A score for each task, then the means by version.
+
+    Raises:
+        ValueError: A file is damaged.
+    """
+    asked = {task for task, _ in tasks}
+    if missing := [task.name for task in TASKS if task not in asked]:
+        log(f"not asked: {', '.join(missing)}")
+    scores, whole = list[Score](), True
+    for task, path in tasks:
+        began, rows = time.monotonic(), read_rows(path, task)
+        items = as_task(task, rows, sha256_of(path)[:16], limit)
+        [score] = run_task(engine, items, base=True, group=group, records=records).scores
+        scores.append(replace(score, shots=task.shots))
+        whole &= score.count == len(rows)
+        log(f"  {_told(task, scores[-1], time.monotonic() - began)}")
+    means = [_mean(scores, version, limit, whole) for version in VERSIONS]
+    for score in means:
+        if score.value is not None:
+            log(f"  {score.task}: {score.value:.4f} ({score.low:.4f} to {score.high:.4f})")
+    return [*scores, *means]
+
+
+def _told(task: CoreTask, score: Score, seconds: float) -> str:
+    if score.value is None:
+        return f"{task.name:32} none of its {counted(score.skipped, 'question')} fits the context"
+    means = (mean_score(version, [(score, task.baseline(version))]).value or 0.0 for version in VERSIONS)
+    centred = ", ".join(f"{version} {mean:+.3f}" for version, mean in zip(VERSIONS, means, strict=True))
+    left = f", {score.skipped} left out" if score.skipped else ""
+    cut = f", {score.cropped} cut to the context" if score.cropped else ""
+    return (
+        f"{task.name:32} {score.value:.3f} ({score.low:.3f} to {score.high:.3f}), centred {centred}; "
+        f"{counted(score.count, 'question')}{left}{cut} in {duration(seconds)}"
+    )
+
+
+def _mean(scores: Sequence[Score], version: str, limit: int | None, whole: bool) -> Score:
+    """The mean of the centred accuracies. It is CORE only if all questions of all tasks were asked."""
+    measured = sum(score.value is not None for score in scores)
+    name = f"CORE {version}"
+    if measured < len(TASKS) or not whole:
+        skipped = sum(score.skipped for score in scores)
+        name = f"mean of {measured} of CORE's {len(TASKS)} tasks, {version}"
+        name += "" if limit is None else f", {counted(limit, 'question')} each"
+        name += f", {counted(skipped, 'question')} left out" if skipped else ""
+    return mean_score(name, [(score, BY_NAME[score.task.rpartition("/")[2]].baseline(version)) for score in scores])
 
 
 def core_passages(task: CoreTask, path: Path, limit: int | None = None) -> list[str]:
