@@ -285,7 +285,7 @@ def test_a_model_that_knows_the_answers_scores_one_on_every_task(
     lines = [
         json.loads(line) for line in (tmp_path / "answers/chat/gsm8k.answers.jsonl").read_text("utf-8").splitlines()
     ]
-    assert lines[0] == {"step": 3, "task": "chat/gsm8k"} and len(lines) == 3
+    assert lines[0].items() >= {"step": 3, "task": "chat/gsm8k"}.items() and len(lines) == 3
     gsm8k = next(one for one in asked if one.task.name == "gsm8k")
     assert [line["prompt"] for line in lines[1:]] == [item_hash(item) for item in gsm8k.items]
     assert all(line["score"] == 1 for line in lines[1:])
