@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
+from quern import compiler
 from quern.mesh import Mesh
 from quern.records import Nowhere, StageFolder, read_events, read_metrics
 from quern.train.guard import EXIT_DONE
 from quern.train.horizon import Horizon, recorded_plans
 from quern.train.loop import TrainingPlan, resume, train
 from quern.train.state import TrainState, build_model, build_state
-from tests.support.ranks import running
+from tests.support.ranks import Ranks
 from tests.support.toy_training import (
     CPU,
     differing,
@@ -105,9 +106,8 @@ def test_one_plan_fails_the_law(tmp_path: Path) -> None:
     assert spent(tmp_path, "halves at 10 %", budgeted(seconds=None))[0] > 1.8
 
 
-def test_ranks_agree_by_the_clock_of_rank_0(law: Law) -> None:
-    with running() as ranks:
-        (first, ratio, *facts), (second, _, *others) = ranks(2, "tests.laws.test_minutes_law:on_a_rank")
+def test_ranks_agree_by_the_clock_of_rank_0(ranks: Ranks, law: Law) -> None:
+    (first, ratio, *facts), (second, _, *others) = ranks(2, "tests.laws.test_minutes_law:on_a_rank")
     assert first and first == second and facts == others
     law("time spent = train.minutes: 2 ranks, and the machine of rank 0 halves", ratio, "0.95 … 1.05")
     assert 0.95 <= ratio <= 1.05
@@ -115,6 +115,7 @@ def test_ranks_agree_by_the_clock_of_rank_0(law: Law) -> None:
 
 def on_a_rank(mesh: Mesh) -> tuple[Any, ...]:
     """Trains as one of the ranks, whose clocks differ → plans, share of the time spent, steps, a weight."""
+    compiler.set_eager(True)
     state = build_state(SMALL, CPU, build_model(SMALL, CPU, 0), mesh)
     slow = 3.0 * mesh.rank
     clock = clock_of(lambda share: slow + MACHINES["halves at 50 %"](share))
