@@ -5,7 +5,7 @@ have the same batches. One call trains many ideas on two ranks.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -43,7 +43,7 @@ from tests.contracts.idea import (
     train,
     trained,
 )
-from tests.support.ranks import Ranks, running
+from tests.support.ranks import Ranks
 from tests.support.toy_training import CPU, differing, eager, snapshot
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -52,12 +52,6 @@ __all__ = ["eager"]
 SECTIONS = re.compile(r'"""[^\n]+\.\n\nHypothesis: .+\nSource: .+\nExpected effect: .+\nVerdict: .+', re.DOTALL)
 AT_ONCE = 24
 """Ideas that one call trains on two ranks."""
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with running() as server:
-        yield server
 
 
 def test_there_are_ideas() -> None:

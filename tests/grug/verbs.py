@@ -22,7 +22,7 @@ from quern.data.packing import windows
 from quern.eval.bits_per_byte import bits_per_byte
 from quern.grug.mesh import BATCH, make_mesh, place
 from quern.grug.model import forward, logits
-from quern.lab.arms import Arm, Order, in_process
+from quern.lab.arms import Arm, Order, in_process, train_here
 from quern.model.count import count, weightless
 from quern.model.gpt import GPT
 from quern.recipe import Recipe
@@ -127,19 +127,16 @@ def from_a_file() -> dict[str, Any]:
 
 
 def trials() -> dict[str, Any]:
-    """Two files of the twin, each in its own process; then one of them again."""
+    """A file of the twin in a process of its own, twice; another one here."""
     with folder():
         arms = {}
         for name in ("core", "attention_sink"):
             path = EXPERIMENTS / "grug" / f"{name}.py"
             recipe, source = load_recipe(str(path))
             arms[name] = Arm(name, training([*TRAIN[1:], "--train.steps", "3"], recipe).recipe, path, source)
-        order, train = (
-            Order(3, seed=1, data_seed=1, evaluations=3),
-            in_process(Path("out"), {"device": "cpu", "threads": 1}),
-        )
-        core, again = train(arms["core"], [order, order])
-        (sinks,) = train(arms["attention_sink"], [order])
+        order, machine = Order(3, seed=1, data_seed=1, evaluations=3), {"device": "cpu", "threads": 1}
+        core, again = in_process(Path("out"), machine)(arms["core"], [order, order])
+        (sinks,) = train_here(Path("out"), machine)(arms["attention_sink"], [order])
         recipe = resolve(arms["core"].recipe)
         counts = count(weightless(replace(recipe, make_model=GPT, model=replace(recipe.model, vocab_size=320))))
         return {

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -136,11 +136,21 @@ def test_a_client_that_hurries_waits_and_delays_nobody_else() -> None:
 
 
 def test_rates_over_http() -> None:
-    gate = Gate(LOOPBACK, per_minute=3, at_once=2)
-    with running(create_app({"toy": slow_engine()}, gate)) as url:
+    refused = threading.Event()
+
+    class Held(Engine):
+        def step(self, prefill_tokens: int | None = None) -> None:
+            assert refused.wait(60)
+            super().step(prefill_tokens)
+
+    gate, toy = Gate(LOOPBACK, per_minute=3, at_once=2), toy_engine(context=256)
+    with running(create_app({"toy": Held(toy.model, toy.tokenizer, toy.machine)}, gate)) as url:
         with ThreadPoolExecutor(3) as pool:
-            found = sorted(response.status_code for response in pool.map(lambda _: ask(url), range(3)))
-        assert found == [200, 200, 429]
+            asked = [pool.submit(ask, url) for _ in range(3)]
+            (first,) = wait(asked, return_when=FIRST_COMPLETED).done
+            refused.set()
+        assert first.result().status_code == 429
+        assert sorted(one.result().status_code for one in asked) == [200, 200, 429]
         answers = [ask(url) for _ in range(2)]
         assert [answer.status_code for answer in answers] == [200, 429]
         assert answers[1].json()["error"]["code"] == "rate_limit_exceeded"
