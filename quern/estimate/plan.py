@@ -24,7 +24,7 @@ from quern.estimate.options import NETWORKS, PROCESSORS, PlanOptions, cpu_rank
 from quern.estimate.predict import Cluster, Step, predict
 from quern.flags.check_flags import UNSAID
 from quern.machine import measure_peak_flops
-from quern.model.count import FlopCounter, parameters
+from quern.model.count import flop_counter, parameters
 from quern.recipe import Resolved
 from quern.resolve import resolve
 from quern.temporaries import write_whole
@@ -89,7 +89,7 @@ def cluster_of(options: PlanOptions) -> Cluster:
 def candidates(options: PlanOptions, cluster: Cluster) -> list[Candidate]:
     """Returns a candidate for each number of shards that divides the ranks and fits into a machine."""
     recipe = resolve(options.recipe)
-    flops = FlopCounter(recipe).per_token()
+    flops = flop_counter(recipe).per_token()
     sizes = [tp for tp in range(1, min(cluster.per_machine, options.gpus) + 1) if options.gpus % tp == 0]
     return [_candidate(options, cluster, recipe, flops, options.gpus // tp, tp) for tp in sizes]
 
@@ -175,7 +175,7 @@ def report(options: PlanOptions, cluster: Cluster, found: list[Candidate]) -> li
     between = f" in {machines_needed} machines, {options.network} between them" if machines_needed > 1 else ""
     lines = [
         f"{recipe.name}, depth {recipe.depth}: {count.total / 1e6:,.1f}M parameters, "
-        f"{FlopCounter(recipe).per_token() / 1e9:,.2f} GFLOP a token",
+        f"{flop_counter(recipe).per_token() / 1e9:,.2f} GFLOP a token",
         f"horizon: {train.steps:,} steps of {train.batch_tokens:,} tokens, "
         f"{train.steps * train.batch_tokens / 1e9:,.3f}B in all",
         f"on {options.gpus:,} × {options.gpu}{between}, {chip.memory / GB:.0f} GB each; "
@@ -293,6 +293,6 @@ def as_json(options: PlanOptions, cluster: Cluster, found: list[Candidate]) -> d
         "network": options.network,
         "cluster": asdict(cluster),
         "parameters": vars(parameters(recipe)),
-        "flops_per_token": FlopCounter(recipe).per_token(),
+        "flops_per_token": flop_counter(recipe).per_token(),
         "candidates": body,
     }

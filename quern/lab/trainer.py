@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from quern.machine import Machine, peak_memory, reset_peak_memory
 from quern.model.base import LanguageModel
-from quern.model.count import Counts, FlopCounter, Flops, count
+from quern.model.count import Counts, FlopCounter, Flops, count, flop_counter
 from quern.recipe import Recipe, Resolved
 from quern.records import Nowhere, typed
 from quern.resolve import resolve
@@ -112,7 +112,6 @@ class Trainer:
         self.out, self.machine, self.log = out, machine, log
         self._prepared: tuple[str, Prepared] | None = None
         self._model: tuple[Any, LanguageModel, Counts] | None = None
-        self._flops: tuple[Any, FlopCounter] | None = None
 
     def train(
         self,
@@ -189,7 +188,7 @@ class Trainer:
         def evaluate(state: TrainState) -> dict[str, Any]:
             return note(state, score(state))
 
-        plan = _plan(recipe, self._counter(recipe), evaluate, every)
+        plan = _plan(recipe, flop_counter(recipe), evaluate, every)
         try:
             batches = make_batches(recipe, prepared.train)
             backend = TorchBackend(state, self.machine, recipe.train.clip_norm, recipe.seed)
@@ -204,12 +203,6 @@ class Trainer:
         if self._prepared is None or self._prepared[0] != key:
             self._prepared = key, prepare(recipe, self.out, self.log)
         return self._prepared[1]
-
-    def _counter(self, recipe: Resolved) -> FlopCounter:
-        key = recipe.make_model, recipe.model, recipe.make_rules, recipe.optim
-        if self._flops is None or self._flops[0] != key:
-            self._flops = key, FlopCounter(recipe)
-        return self._flops[1]
 
     def _ready_model(self, recipe: Resolved, tokenizer: Tokenizer) -> tuple[LanguageModel, Counts]:
         key = recipe.make_model, recipe.model, recipe.train.fp8, recipe.train.recompute, tokenizer.fingerprint

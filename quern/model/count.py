@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -217,6 +218,27 @@ class FlopCounter:
 
     def _windows(self, context: CausalContext) -> tuple[int | None, ...]:
         return tuple(_size(window) for window in context.windows(self._model.windows))
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """The parts of a recipe that its FLOPs depend on."""
+
+    make_model: Callable[..., Any]
+    model: Any
+    make_rules: Callable[..., Any]
+    optim: Any
+    recipe: Resolved = field(compare=False)
+
+
+@lru_cache(maxsize=16)
+def _counter(counted: _Counted) -> FlopCounter:
+    return FlopCounter(counted.recipe)
+
+
+def flop_counter(recipe: Resolved) -> FlopCounter:
+    """Returns the counter of a resolved recipe's steps. Recipes of the same model and the same rules share it."""
+    return _counter(_Counted(recipe.make_model, recipe.model, recipe.make_rules, recipe.optim, recipe))
 
 
 class _Spans:

@@ -23,7 +23,7 @@ from quern.eval.bits_per_byte import bits_per_byte
 from quern.machine import Machine
 from quern.mesh import Mesh, ProcessGroup
 from quern.model.base import LanguageModel
-from quern.model.count import FlopCounter, count
+from quern.model.count import count, flop_counter
 from quern.model.fp8 import use_fp8
 from quern.model.recompute import recompute
 from quern.optim.schedule import Multipliers, multipliers
@@ -107,7 +107,7 @@ def model_facts(recipe: Resolved, model: LanguageModel, machine: Machine) -> dic
     counts = count(model)
     return {
         "parameters": vars(counts.parameters),
-        "flops_per_token": FlopCounter(recipe).per_token(),
+        "flops_per_token": flop_counter(recipe).per_token(),
         "kv_bytes_per_token": counts.kv_elements_per_token * machine.dtype.itemsize,
     }
 

@@ -21,7 +21,7 @@ import torch
 from quern.data.batch import BatchSource
 from quern.machine import Machine, measure_peak_flops
 from quern.mesh import FOR_MAIN, Mesh, PeersLostError, alone
-from quern.model.count import FlopCounter
+from quern.model.count import flop_counter
 from quern.optim.schedule import Multipliers
 from quern.recipe import Recipe, Resolved
 from quern.records import MakeTracker, Nowhere, Records, StageFolder, git_hash, read_events, read_metrics
@@ -196,7 +196,7 @@ class Session:
             save_every=train.save_every,
             keep=train.keep,
             save_in_background=train.save_in_background,
-            flops=FlopCounter(recipe),
+            flops=flop_counter(recipe),
             peak_flops=measure_peak_flops(self.machine) * self.mesh.world.size,
             evaluators=[(train.eval_every, evaluator)],
             keep_step=keep_step,

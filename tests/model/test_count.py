@@ -11,7 +11,7 @@ import torch
 from quern.data.batch import Batch
 from quern.generate.cache import KVCache
 from quern.model.context import CausalContext
-from quern.model.count import FlopCounter, kv_bytes_per_token, parameters
+from quern.model.count import FlopCounter, flop_counter, kv_bytes_per_token, parameters
 from quern.model.gpt import GPT
 from quern.recipe import Resolved, ResolvedModel, TextRecipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
@@ -72,6 +72,15 @@ def test_attention_is_counted_by_the_pairs_that_see_each_other() -> None:
     assert full.products == windowed.products
     assert full.attention == 12 * 256 * 4 * pairs(512)
     assert windowed.attention == 12 * 256 * (3 * pairs(512, 128) + pairs(512))
+
+
+def test_recipes_that_differ_in_no_product_are_counted_once() -> None:
+    """A run, its resume and its lab's trials; other shapes, rules and rates have counters of their own."""
+    recipe = of(REFERENCE)
+    counter = flop_counter(recipe)
+    assert flop_counter(replace(recipe, seed=7, train=replace(recipe.train, steps=7))) is counter
+    for other in (of(SMALL), of(REFERENCE, Documents), replace(recipe, make_rules=lambda r: recipe.make_rules(r))):
+        assert flop_counter(other) is not counter
 
 
 def test_muon_is_counted_per_step() -> None:

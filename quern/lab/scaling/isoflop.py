@@ -155,9 +155,9 @@ def _count(recipe: Recipe, size: str) -> tuple[Resolved, FlopCounter, Parameters
 
 
 def _counter(recipe: Resolved) -> FlopCounter:
-    from quern.model.count import FlopCounter  # imports PyTorch
+    from quern.model.count import flop_counter  # imports PyTorch
 
-    return FlopCounter(recipe)
+    return flop_counter(recipe)
 
 
 def _refuse_mixed(recipes: Mapping[str, Resolved]) -> None:
