@@ -23,6 +23,7 @@ from quern.cli.options import PretrainOptions, RunAllOptions
 from quern.data.loader import Loader
 from quern.data.shards import Corpus
 from quern.estimate.layout import lay_out
+from quern.flags.recipe_flags import Arguments
 from quern.resolve import resolve
 from quern.runs.training import make_batches
 from quern.stages.sft import fit_to_conversations, sft_recipe
@@ -87,7 +88,7 @@ def test_the_command_is_one_of_pretrain(
     (tmp_path / "fineweb10B").mkdir()
     (tmp_path / "fineweb10B/fineweb_val_000000.bin").touch()
     monkeypatch.chdir(tmp_path)
-    options, _ = verbs.parse(verb, rest, PretrainOptions)
+    options, _ = verbs.parse(verb, Arguments(rest), PretrainOptions)
     assert (options.ranks, options.nodes, options.rendezvous) == expected
     assert options.recipe.depth == (12 if script == "speedrun.sh" else 20)
 
@@ -120,7 +121,7 @@ def test_the_file_for_a_rented_machine_starts_the_whole_way(commands: Commands) 
     variables = {name: str(value) for name, value in task["envs"].items()}
     found = commands(["-c", task["run"].strip()], SKYPILOT_NUM_GPUS_PER_NODE="8", **variables)
     assert [rest[0] for rest in found] == [*["evaluate"] * 2, "prepare", "run", *["evaluate"] * 2, "report"]
-    options, _ = verbs.parse("run", found[3][1:], RunAllOptions)
+    options, _ = verbs.parse("run", Arguments(found[3][1:]), RunAllOptions)
     assert (options.recipe.data, options.recipe.depth, options.ranks) == ("climbmix", 24, 8)
     assert options.where.run == "speedrun-gpt"
 
@@ -157,7 +158,7 @@ def test_the_numbers_of_the_flagship_suit_every_stage(
     memory, and each rank reads rows of a batch of each stage. Fine-tuning has steps enough, and not too many."""
     *_, run, _, _, _ = commands(["runs/speedrun-gpt.sh"], GPUS=str(ranks))
     assert run[0] == "run"
-    options, _ = verbs.parse("run", run[1:], RunAllOptions)
+    options, _ = verbs.parse("run", Arguments(run[1:]), RunAllOptions)
     for depth in range(4, 27):
         base = resolve(replace(options.recipe, depth=depth), options.ranks // options.tp)
         if depth in (4, 8, 26):
@@ -234,4 +235,4 @@ def test_what_the_evaluation_would_refuse_is_refused_first(
     assert all(one[0] == "evaluate" and "--check" in one for one in checks) and checks
     with pytest.raises((ValueError, OSError), match=message):
         for one in checks:
-            assert verbs.verb_evaluate("evaluate", one[1:]) == 0
+            assert verbs.verb_evaluate("evaluate", Arguments(one[1:])) == 0

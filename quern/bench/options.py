@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -83,7 +84,7 @@ class BenchOptions:
                 raise FileNotFoundError(f"there is no {path}: give a file or a folder of text")
 
 
-def read_options(arguments: list[str]) -> BenchOptions:
+def read_options(arguments: Sequence[str]) -> BenchOptions:
     """Returns the options of a command line. Raises ValueError for a wrong name or flag."""
     options = check_flags.read(BenchOptions, arguments, prog="quern bench")
     options.validate()

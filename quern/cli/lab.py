@@ -13,9 +13,9 @@ from quern.cli.summaries import EXAMPLES
 from quern.estimate.options import PlanOptions
 from quern.flags import check_flags
 from quern.flags.idle import refuse_idle
-from quern.flags.recipe_flags import named, parse
+from quern.flags.recipe_flags import Arguments, parse
 from quern.lab.options import BoardOptions, CompareOptions, LogOptions, ScalingOptions, SweepOptions
-from quern.recipes import load_recipe
+from quern.recipes import chosen_recipe, load_recipe
 from quern.records import read_json
 from quern.stages.prepare_tokens import is_tokens
 from quern.terminal import listed
@@ -29,13 +29,12 @@ T = TypeVar("T", CompareOptions, SweepOptions, ScalingOptions, PlanOptions)
 
 
 def _compare(
-    rest: list[str], help_text: str, tool: str = "compare", answers: Mapping[str, Sequence[str]] | None = None
+    rest: Arguments, help_text: str, tool: str = "compare", answers: Mapping[str, Sequence[str]] | None = None
 ) -> int:
-    count = next((at for at, argument in enumerate(rest) if argument.startswith("-")), len(rest))
-    names, flags = rest[:count], rest[count:]
-    if len(names) < 1 + (tool == "compare") and not {"-h", "--help"} & set(flags):
+    names = rest.recipes
+    if len(names) < 1 + (tool == "compare") and not rest.asks_for_help:
         raise ValueError(f"name a baseline and at least one idea, as recipes or .py files: {EXAMPLE}")
-    read = [(name, *_options(CompareOptions, f"lab {tool}", [name, *flags], help_text)) for name in names or ["gpt"]]
+    read = [(name, *_options(CompareOptions, f"lab {tool}", rest, help_text, name)) for name in names or ["gpt"]]
     from quern.lab.arms import Arm
     from quern.lab.ladder import command
 
@@ -47,29 +46,29 @@ def _compare(
     if len({arm.name for arm in arms}) < len(arms):
         raise ValueError("two arms have one name: give every arm's file a name of its own")
     line = shlex.join(["quern", "lab", tool, *rest])
-    return command.run(arms, read[0][1], set(named(flags)), line, log, answers=answers)
+    return command.run(arms, read[0][1], set(rest.given), line, log, answers=answers)
 
 
-def _ladder(rest: list[str], help_text: str) -> int:
-    return _compare([*rest, "--ladder"], help_text, "ladder")
+def _ladder(rest: Arguments, help_text: str) -> int:
+    return _compare(Arguments((*rest, "--ladder")), help_text, "ladder")
 
 
-def _calibrate(rest: list[str], help_text: str) -> int:
+def _calibrate(rest: Arguments, help_text: str) -> int:
     """Trains ideas whose outcome is known (`quern lab calibrate BASELINE ANSWERS.json`); they lie beside that file."""
-    if {"-h", "--help"} & set(rest):
+    if rest.asks_for_help:
         return _compare(rest, help_text, "calibrate")
-    if len(rest) < 2 or rest[1].startswith("-"):
+    if len(rest.recipes) < 2:
         raise ValueError(
             "name a baseline and the known answers: quern lab calibrate experiments/baseline.py "
             "experiments/known_answers.json --data FOLDER"
         )
     answers = read_json(Path(rest[1]), dict[str, list[str]])
     names = [str(next(Path(rest[1]).parent.rglob(f"{idea}.py"))) for idea in answers]
-    arguments = [rest[0], *names, "--ladder", "--study", "calibration", *rest[2:]]
+    arguments = Arguments((rest[0], *names, "--ladder", "--study", "calibration", *rest[2:]))
     return _compare(arguments, help_text, "calibrate", answers)
 
 
-def _sweep(rest: list[str], help_text: str) -> int:
+def _sweep(rest: Arguments, help_text: str) -> int:
     options, source = _options(SweepOptions, "lab sweep", rest, help_text)
     from quern import machine as machines
     from quern.lab.study import start_facts
@@ -87,7 +86,7 @@ def _sweep(rest: list[str], help_text: str) -> int:
     return sweep.run(options, log, trainer, worker, machines.worker_variables(machine), facts=facts, source=source)
 
 
-def _scaling(rest: list[str], help_text: str) -> int:
+def _scaling(rest: Arguments, help_text: str) -> int:
     options, source = _options(ScalingOptions, "lab scaling", rest, help_text)
     from quern.lab.scaling import study as scaling
     from quern.lab.study import start_facts
@@ -97,28 +96,28 @@ def _scaling(rest: list[str], help_text: str) -> int:
     return scaling.run(options, trainer, log, source, facts=facts)
 
 
-def _log(rest: list[str], help_text: str) -> int:
+def _log(rest: Arguments, help_text: str) -> int:
     options = check_flags.read(LogOptions, rest, prog="quern lab log", description=help_text)
     from quern.lab.log import publish
 
     return publish.run(options, log)
 
 
-def _board(rest: list[str], help_text: str) -> int:
+def _board(rest: Arguments, help_text: str) -> int:
     options = check_flags.read(BoardOptions, rest, prog="quern lab board", description=help_text)
     from quern.lab.board import server
 
     return server.run(options, log)
 
 
-def _plan(rest: list[str], help_text: str) -> int:
+def _plan(rest: Arguments, help_text: str) -> int:
     options, _ = _options(PlanOptions, "lab plan", rest, help_text)
     from quern.estimate import plan
 
     return plan.run(options, log)
 
 
-TOOLS: dict[str, tuple[Callable[[list[str], str], int], str]] = {
+TOOLS: dict[str, tuple[Callable[[Arguments, str], int], str]] = {
     "compare": (_compare, "compare ideas with a baseline over paired seeds, until the verdict"),
     "ladder": (_ladder, "train the baseline on the ladder's rungs, for compute multipliers (compare … --ladder)"),
     "calibrate": (_calibrate, "test a rung of the ladder on ideas whose outcome is known"),
@@ -130,7 +129,7 @@ TOOLS: dict[str, tuple[Callable[[list[str], str], int], str]] = {
 }
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Arguments) -> int:
     """Runs a tool and returns its exit code. Raises SystemExit after the help."""
     if not arguments or arguments[0] in ("-h", "--help"):
         tools = listed({name: summary for name, (_, summary) in TOOLS.items()})
@@ -139,16 +138,17 @@ def main(arguments: Sequence[str]) -> int:
     if arguments[0] not in TOOLS:
         raise ValueError(f"the lab has no '{arguments[0]}'{nearest(arguments[0], TOOLS)}; all of them: quern lab")
     run, summary = TOOLS[arguments[0]]
-    return run(list(arguments[1:]), summary)
+    return run(Arguments(arguments[1:]), summary)
 
 
-def _options(kind: type[T], verb: str, rest: Sequence[str], help_text: str) -> tuple[T, str | None]:
-    """The options of a tool whose command line may begin with a recipe, and the source of the recipe's file."""
-    chosen = bool(rest) and not rest[0].startswith("-")
-    recipe, source = load_recipe(rest[0] if chosen else "gpt")
-    flags = rest[chosen:]
-    options = parse(kind, recipe, flags, verb=verb, description=help_text)
-    refuse_idle(options.recipe, set(named(flags)), is_tokens(options.recipe.data))
+def _options(
+    kind: type[T], verb: str, rest: Arguments, help_text: str, name: str | None = None
+) -> tuple[T, str | None]:
+    """The options of a tool with a recipe (`name`, or the one that the command line begins with), and the source of
+    the recipe's file."""
+    recipe, source = load_recipe(name) if name else chosen_recipe(verb, rest)
+    options = parse(kind, recipe, rest, verb=verb, description=help_text)
+    refuse_idle(options.recipe, rest.given, is_tokens(options.recipe.data))
     return options, source
 
 

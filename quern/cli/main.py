@@ -66,15 +66,18 @@ def run_verb(arguments: list[str]) -> int:
     if arguments[0] == "--version":
         print(f"quern {__version__}", flush=True)
         return 0
-    verb, rest = arguments[0], [_expanded(argument) for argument in arguments[1:]]
+    verb, words = arguments[0], [_expanded(argument) for argument in arguments[1:]]
     if verb not in SUMMARIES:
         print(f"quern: there is no '{verb}'{nearest(verb, SUMMARIES)}; all of them: quern --help", file=sys.stderr)
         return 2
     try:
         from quern.cli.verbs import VERBS, log, with_run
-        from quern.runs.trust import read_flag
+        from quern.flags.recipe_flags import Arguments
+        from quern.runs.trust import FLAG, trust_runs
 
-        rest = with_run(verb, read_flag(rest, log))
+        rest = with_run(verb, Arguments(word for word in words if word != FLAG))
+        if FLAG in words:
+            trust_runs(rest, log)
         code = VERBS[verb](verb, rest) or 0
         if code == 0 and "WORLD_SIZE" not in environment() and (then := following(verb, rest)):
             log(then)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from quern.recipes import recipe_names
 from quern.terminal import listed
+
+if TYPE_CHECKING:
+    from quern.flags.recipe_flags import Arguments
 
 EXAMPLES = {
     "run": "quern run --depth 4 --run first",
@@ -87,12 +90,10 @@ def described(verb: str) -> str:
     return "\n\n".join(parts)
 
 
-def following(verb: str, words: Sequence[str]) -> str:
+def following(verb: str, words: Arguments) -> str:
     """The commands that go on where a verb has ended; empty if there are none."""
-    from quern.flags.recipe_flags import value_of
-
     if verb not in NEXT or {"--against", "--check"} & set(words):
         return ""
-    out = value_of(words, "out")
-    run = shlex.join([value_of(words, "run") or "first", *(["--out", out] if out else [])])
+    out = words.value("out")
+    run = shlex.join([words.value("run") or "first", *(["--out", out] if out else [])])
     return f"next: {', '.join(f'`quern {then} {run}`' for then in NEXT[verb].split())}"

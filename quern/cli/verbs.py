@@ -7,7 +7,7 @@ import functools
 import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from itertools import islice
 from pathlib import Path
@@ -30,9 +30,9 @@ from quern.cli.options import (
 from quern.cli.summaries import OF_A_RUN, described
 from quern.flags.check_flags import read
 from quern.flags.idle import refuse_idle
-from quern.flags.recipe_flags import named, repeated, value_of
+from quern.flags.recipe_flags import Arguments
 from quern.flags.recipe_flags import parse as parse_flags
-from quern.recipes import load_recipe, recipe_names
+from quern.recipes import chosen_recipe, load_recipe, recipe_names
 from quern.records import find_trackers
 from quern.runs.run_dir import NAME, RunDir
 from quern.validate import install
@@ -42,58 +42,54 @@ if TYPE_CHECKING:
     from quern.stages.session import Session
 
 
-def parse(verb: str, rest: list[str], flags: type) -> tuple[Any, str | None]:
+def parse(verb: str, rest: Arguments, flags: type) -> tuple[Any, str | None]:
     """The options of a verb, and the source of the recipe's file if it came from one."""
-    chosen = bool(rest) and not rest[0].startswith("-")
-    if chosen and verb in OF_A_RUN:
+    if rest.recipes and verb in OF_A_RUN:
         raise ValueError(f"the run has its recipe already: leave '{rest[0]}' out, and name the run with --run")
-    recipe, source = load_recipe(rest[0] if chosen else "gpt")
-    arguments = rest[chosen:]
+    recipe, source = chosen_recipe(verb, rest)
     found = None
-    if not {"-h", "--help"} & set(arguments):
+    if not rest.asks_for_help:
         from quern.runs.saved import find_saved
 
-        found = find_saved(verb, arguments, recipe, source, chosen)
+        found = find_saved(verb, rest, recipe, source)
         recipe, source = found or (recipe, source)
-    options = parse_flags(flags, recipe, arguments, verb=verb, description=described(verb))
+    options = parse_flags(flags, recipe, rest, verb=verb, description=described(verb))
     from quern.stages.prepare_tokens import is_tokens
 
-    tokens = is_tokens(options.recipe.data)
-    refuse_idle(options.recipe, set(named(arguments)), tokens, saved=found is not None)
+    refuse_idle(options.recipe, rest.given, is_tokens(options.recipe.data), saved=found is not None)
     return options, source
 
 
-def with_run(verb: str, words: list[str]) -> list[str]:
+def with_run(verb: str, words: Arguments) -> Arguments:
     """Puts --run before the run's name that a command line begins with. A run that the verb makes must be there."""
     at = int(verb == "grug")
     name = next(iter(words[at : at + 1]), "-")
     if not re.fullmatch(NAME, name) or name.endswith(".py") or name in recipe_names():
         return words
-    known = verb in (*OF_A_RUN, "report", "export") or words[:1] in (["eval"], ["export"], ["import"])
+    known = verb in (*OF_A_RUN, "report", "export") or words[:1] in (("eval",), ("export",), ("import",))
     if verb in ("run", "pretrain"):
-        known = RunDir(Path(value_of(words, "out") or "out"), name).folder.is_dir()
-    if known and value_of(words, "run") is not None:
+        known = RunDir(Path(words.value("out") or "out"), name).folder.is_dir()
+    if known and words.value("run") is not None:
         raise ValueError(f"the run is named twice, as {name} and by --run: leave one of them out")
-    return [*words[:at], "--run", *words[at:]] if known else words
+    return Arguments((*words[:at], "--run", *words[at:])) if known else words
 
 
-def command_line(verb: str, rest: list[str]) -> str:
+def command_line(verb: str, rest: Sequence[str]) -> str:
     return shlex.join(["quern", verb, *rest])
 
 
 OF_THE_MACHINE = tuple(
-    "ranks tp zero nodes rendezvous restarts timeout track device dtype threads workers no-compile no-sft "
-    "questions".split()
+    "ranks tp zero nodes rendezvous restarts timeout track device dtype threads workers compile sft questions".split()
 )
 """Flags that a run does not save: the command that continues the run repeats them."""
 
 
-def go_on(verb: str, rest: list[str], run_dir: Any) -> str:
+def go_on(verb: str, rest: Arguments, run_dir: Any) -> str:
     """The command that continues a stopped run, for messages."""
-    return " ".join(["quern", verb, "--resume", run_dir.flags, *map(shlex.quote, repeated(rest, OF_THE_MACHINE))])
+    return " ".join(["quern", verb, "--resume", run_dir.flags, *map(shlex.quote, rest.repeated(OF_THE_MACHINE))])
 
 
-def verb_prepare(verb: str, rest: list[str]) -> int:
+def verb_prepare(verb: str, rest: Arguments) -> int:
     options, _ = parse(verb, rest, TokenizerOptions if verb == "tokenizer" else PrepareOptions)
     from quern.data.bin_files import MODDED_NANOGPT, NANOGPT
     from quern.resolve import resolve
@@ -123,7 +119,7 @@ def verb_prepare(verb: str, rest: list[str]) -> int:
 
 def on_ranks(
     verb: str,
-    rest: list[str],
+    rest: Arguments,
     options: TrainOptions | RunAllOptions,
     source: str | None,
     run: Callable[[Session], int],
@@ -168,14 +164,14 @@ def on_ranks(
             log=rank_log,
             trackers=trackers,
             mesh=mesh,
-            named=set(named(rest)),
+            named=set(rest.given),
             go_on=go_on(verb, rest, where.run_dir),
             workers=options.workers if isinstance(options, EncodingOptions) else None,
         )
         return launch.finish(run(session))
 
 
-def verb_train(verb: str, rest: list[str]) -> int:
+def verb_train(verb: str, rest: Arguments) -> int:
     """Runs a training stage, on ranks if there are several."""
     options, source = parse(verb, rest, TRAINING[verb])
     recipe, where = options.recipe, options.where
@@ -208,7 +204,7 @@ PEER_SECONDS = 60.0
 """A rank that waits for rank 0 to prepare data gives up after this time without a sign of life."""
 
 
-def verb_evaluate(verb: str, rest: list[str]) -> int:
+def verb_evaluate(verb: str, rest: Arguments) -> int:
     options, _ = parse(verb, rest, EvaluateOptions)
     from quern.mesh import alone
     from quern.runs.against import compare_runs
@@ -234,7 +230,7 @@ def verb_evaluate(verb: str, rest: list[str]) -> int:
         return launch.finish(0)
 
 
-def verb_run(verb: str, rest: list[str]) -> int:
+def verb_run(verb: str, rest: Arguments) -> int:
     options, source = parse(verb, rest, RunAllOptions)
     from quern.stages import run_all
 
@@ -258,8 +254,8 @@ def put(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def verb_complete(verb: str, rest: list[str]) -> int:
-    if rest and not rest[0].startswith("-") and not rest[0].endswith(".py") and rest[0] not in recipe_names():
+def verb_complete(verb: str, rest: Arguments) -> int:
+    if rest.recipes and not rest[0].endswith(".py") and rest[0] not in recipe_names():
         raise ValueError(f"the text needs -p before it: quern complete -p {shlex.quote(rest[0])}")
     options, _ = parse(verb, rest, CompleteOptions)
     from quern.stages.complete import complete, read_prompt
@@ -271,7 +267,7 @@ def verb_complete(verb: str, rest: list[str]) -> int:
     return 0
 
 
-def verb_chat(verb: str, rest: list[str]) -> int:
+def verb_chat(verb: str, rest: Arguments) -> int:
     options, _ = parse(verb, rest, ChatOptions)
     if options.complete and options.stage is None:
         options.stage = "pretrain"
@@ -284,8 +280,8 @@ def verb_chat(verb: str, rest: list[str]) -> int:
     return 0
 
 
-def verb_serve(verb: str, rest: list[str]) -> int:
-    if rest[:1] == ["keys"]:  # it has its own flags
+def verb_serve(verb: str, rest: Arguments) -> int:
+    if rest[:1] == ("keys",):  # it has its own flags
         from quern.serve.gate import keys as keys_command
 
         return keys_command.main(rest[1:], log)
@@ -325,7 +321,7 @@ def verb_serve(verb: str, rest: list[str]) -> int:
     return 0
 
 
-def verb_report(verb: str, rest: list[str]) -> int:
+def verb_report(verb: str, rest: Arguments) -> int:
     run_dir = read(ReportOptions, rest, prog="quern report", description=described(verb)).run_dir
     if not run_dir.folder.is_dir():
         raise FileNotFoundError(run_dir.has_no("records"))
@@ -336,14 +332,14 @@ def verb_report(verb: str, rest: list[str]) -> int:
     return 0
 
 
-def verb_runs(verb: str, rest: list[str]) -> int:
+def verb_runs(verb: str, rest: Arguments) -> int:
     from quern.runs import manage
 
     return manage.main(rest, log, described(verb))
 
 
-def verb_bench(verb: str, rest: list[str]) -> int:
-    if rest[:1] == ["gpu"]:  # it has its own flags
+def verb_bench(verb: str, rest: Arguments) -> int:
+    if rest[:1] == ("gpu",):  # it has its own flags
         from quern.bench.gpu import command as gpu_bench
 
         return gpu_bench.main(rest[1:], log)
@@ -355,31 +351,31 @@ def verb_bench(verb: str, rest: list[str]) -> int:
     return command.run(options, log)
 
 
-def verb_export(verb: str, rest: list[str]) -> int:
+def verb_export(verb: str, rest: Arguments) -> int:
     from quern.interop import command as interop
 
     return interop.export(rest, log, described(verb))
 
 
-def verb_import(verb: str, rest: list[str]) -> int:
+def verb_import(verb: str, rest: Arguments) -> int:
     from quern.interop import command as interop
 
     return interop.import_model(rest, log, load_recipe("llama")[0], described(verb))
 
 
-def verb_grug(verb: str, rest: list[str]) -> int:
+def verb_grug(verb: str, rest: Arguments) -> int:
     from quern.stages.jax import command as jax_command
 
     return jax_command.main(rest, log)
 
 
-def verb_lab(verb: str, rest: list[str]) -> int:
+def verb_lab(verb: str, rest: Arguments) -> int:
     from quern.cli.lab import main
 
     return main(rest)
 
 
-VERBS: dict[str, Callable[[str, list[str]], int]] = {
+VERBS: dict[str, Callable[[str, Arguments], int]] = {
     "run": verb_run,
     "prepare": verb_prepare,
     "tokenizer": verb_prepare,

@@ -6,8 +6,10 @@ help; on the command line they are refused with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import field, fields, is_dataclass, make_dataclass
+from functools import cached_property
+from itertools import takewhile
 from typing import Annotated, Any, NamedTuple, Protocol, TypeVar, get_type_hints
 
 import tyro
@@ -58,6 +60,46 @@ WORKERS = Refusal(
 )
 
 
+class Arguments(tuple[str, ...]):
+    """The words of a command line after its verb: recipes, then flags with their values. They are read once."""
+
+    @cached_property
+    def recipes(self) -> tuple[str, ...]:
+        """The words before the first flag."""
+        return tuple(takewhile(lambda word: not word.startswith("-"), self))
+
+    @cached_property
+    def flags(self) -> tuple[str, ...]:
+        return self[len(self.recipes) :]
+
+    @cached_property
+    def asks_for_help(self) -> bool:
+        return not {"-h", "--help"}.isdisjoint(self)
+
+    @cached_property
+    def given(self) -> Mapping[str, list[str]]:
+        """Field → the words that give it: train.log_every → --train.log-every=5; no_x → x."""
+        found: dict[str, list[str]] = {}
+        words: list[str] = []
+        for word in self.flags:
+            if word.startswith("--"):
+                part, dot, name = word[2:].partition("=")[0].replace("-", "_").rpartition(".")
+                words = found.setdefault(part + dot + name.removeprefix("no_"), [])
+            words.append(word)
+        return found
+
+    def value(self, field: str) -> str | None:
+        """The value of a flag; the last one counts, as for tyro."""
+        words = self.given.get(field, [])
+        at = max((at for at, word in enumerate(words) if word.startswith("--")), default=0)
+        _, equals, value = words[at].partition("=") if words else ("", "", "")
+        return value if equals else next(iter(words[at + 1 : at + 2]), None)
+
+    def repeated(self, fields: Collection[str]) -> list[str]:
+        """The flags of these fields with their values, to repeat them in another command."""
+        return [word for field, words in self.given.items() if field in fields for word in words]
+
+
 class HasRecipe(Protocol):
     @property
     def recipe(self) -> Any: ...
@@ -66,14 +108,14 @@ class HasRecipe(Protocol):
 F = TypeVar("F", bound=HasRecipe)
 
 
-def parse(flags: type[F], recipe: Recipe, arguments: Sequence[str], *, verb: str, description: str | None = None) -> F:
+def parse(flags: type[F], recipe: Recipe, arguments: Arguments, *, verb: str, description: str | None = None) -> F:
     """Reads the flags of a verb.
 
     Args:
         flags: A dataclass with the verb's options; its field `recipe` holds a recipe, and its class attribute
             `refusals`, if it has one, the `Refusal`s of the verb.
         recipe: The recipe whose fields the flags change.
-        arguments: The command line after the verb.
+        arguments: The command line after the verb. Its recipes are read already.
         verb: The verb, for messages.
         description: Text for the help.
 
@@ -84,7 +126,7 @@ def parse(flags: type[F], recipe: Recipe, arguments: Sequence[str], *, verb: str
         ValueError: A flag is refused; see also `check_flags.read`.
     """
     refusals: tuple[Refusal, ...] = (*getattr(flags, "refusals", ()), *EVERYWHERE)
-    for name in named(arguments):
+    for name in arguments.given:
         if reason := _why_no_flag(name, refusals, recipe):
             raise ValueError(f"--{flag(name)} {reason.format(verb=verb)}")
     hidden = {name for name in field_names(recipe) if _why_no_flag(name, refusals, recipe)}
@@ -98,7 +140,7 @@ def parse(flags: type[F], recipe: Recipe, arguments: Sequence[str], *, verb: str
         frozen=flags.__dataclass_params__.frozen,  # type: ignore[attr-defined]
     )
     parsed = check_flags.read(
-        kind, arguments, prog=f"quern {verb}", description=description, default=kind(recipe=shown)
+        kind, arguments.flags, prog=f"quern {verb}", description=description, default=kind(recipe=shown)
     )
     values = {f.name: getattr(parsed, f.name) for f in fields(flags)}  # type: ignore[arg-type]
     return flags(**values | {"recipe": _plain(parsed.recipe, recipe)})
@@ -123,35 +165,6 @@ def field_names(part: Any, prefix: str = "") -> Iterator[str]:
             yield from field_names(value, f"{prefix}{f.name}.")
         elif not _is_code(f.name, value):
             yield prefix + f.name
-
-
-def named(arguments: Sequence[str]) -> Iterator[str]:
-    """The fields that flags name: train.log_every for --train.log-every=5; the switch --no-x names x."""
-    for argument in arguments:
-        if argument.startswith("--"):
-            part, dot, name = argument[2:].partition("=")[0].replace("-", "_").rpartition(".")
-            yield part + dot + name.removeprefix("no_")
-
-
-def repeated(arguments: Sequence[str], names: Collection[str]) -> list[str]:
-    """The flags with these names and their values, to repeat them in another command."""
-    found: list[str] = []
-    keeping = False
-    for argument in arguments:
-        if argument.startswith("--"):
-            keeping = argument.partition("=")[0].replace("_", "-").removeprefix("--") in names
-        found += [argument] if keeping else []
-    return found
-
-
-def value_of(arguments: Sequence[str], name: str) -> str | None:
-    """The value after --name or --name=; the last one counts, as for tyro."""
-    found = None
-    for argument, following in zip(arguments, [*arguments[1:], None], strict=False):
-        typed, equals, value = argument.partition("=")
-        if typed.replace("_", "-") == f"--{name}":
-            found = value if equals else following
-    return found
 
 
 def _offered(part: Any, hidden: set[str], filled: Any, derived: str | None, prefix: str = "") -> Any:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -41,7 +41,7 @@ class ExportOptions:
     """gguf: export although llama.cpp splits text otherwise than the run's tokenizer, so that ids differ."""
 
 
-def export(arguments: list[str], log: Callable[[str], None], description: str) -> int:
+def export(arguments: Sequence[str], log: Callable[[str], None], description: str) -> int:
     options = check_flags.read(ExportOptions, arguments, prog="quern export", description=description)
     run_dir, stage = RunDir(options.out, options.run), options.stage
     if options.to == "gguf":
@@ -79,7 +79,7 @@ class ImportOptions:
     """The text for evaluation."""
 
 
-def import_model(arguments: list[str], log: Callable[[str], None], recipe: Recipe, description: str) -> int:
+def import_model(arguments: Sequence[str], log: Callable[[str], None], recipe: Recipe, description: str) -> int:
     """recipe: the recipe of the architecture; the folder determines its shape."""
     options = check_flags.read(ImportOptions, arguments, prog="quern import", description=description)
     from quern.interop import import_hf

@@ -7,11 +7,19 @@ import pkgutil
 from pathlib import Path
 
 from quern.flags.recipe_file import read_recipe_file
+from quern.flags.recipe_flags import Arguments
 from quern.recipe import Recipe
 
 
 def recipe_names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def chosen_recipe(verb: str, arguments: Arguments) -> tuple[Recipe, str | None]:
+    """The one recipe that a command line begins with, by default gpt; as `load_recipe`."""
+    if len(arguments.recipes) > 1:
+        raise ValueError(f"'{arguments[1]}' belongs to no option: see quern {verb} --help")
+    return load_recipe(arguments.recipes[0] if arguments.recipes else "gpt")
 
 
 def load_recipe(name: str) -> tuple[Recipe, str | None]:

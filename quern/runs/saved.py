@@ -6,12 +6,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quern.flags.recipe_flags import field_names, named, value_of
+from quern.flags.recipe_flags import Arguments, field_names
 from quern.recipe import Made, Recipe, Resolved
 from quern.runs.origin import newest_meta, read_origin
 from quern.runs.run_dir import STAGES, RunDir
@@ -26,17 +26,14 @@ def read_saved(run_dir: RunDir, stage: str, callables: dict[str, Callable[..., A
     return None if origin is None else run_dir.read_recipe(origin.recipe, stage, origin.source, callables)
 
 
-def find_saved(
-    verb: str, arguments: Sequence[str], recipe: Recipe, source: str | None, chosen: bool
-) -> tuple[Recipe, str | None] | None:
+def find_saved(verb: str, arguments: Arguments, recipe: Recipe, source: str | None) -> tuple[Recipe, str | None] | None:
     """Finds the saved recipe that a command continues with.
 
     Args:
         verb: The command.
-        arguments: Its flags.
+        arguments: The rest of the command.
         recipe: The recipe for a new run.
         source: The text of that recipe's file, if it has one.
-        chosen: Whether the user named that recipe.
 
     Returns:
         The saved recipe, prepared for the fields that the flags name, and the source of its file. None if the command
@@ -46,9 +43,9 @@ def find_saved(
         FileNotFoundError: There is no such run.
         ValueError: There is no stage to continue, or the saved recipe cannot be read.
     """
-    begins_with = value_of(arguments, "from") if verb != "run" else None
-    resume = "--resume" in arguments
-    own = RunDir(Path(value_of(arguments, "out") or "out"), value_of(arguments, "run") or "first")
+    begins_with = arguments.value("from") if verb != "run" else None
+    resume, chosen, fields = "--resume" in arguments, bool(arguments.recipes), set(arguments.given)
+    own = RunDir(Path(arguments.value("out") or "out"), arguments.value("run") or "first")
     stage = verb if verb in STAGES else "pretrain"
     if resume and own.has_trained(stage):
         begins_with = None  # the new run has already begun
@@ -61,7 +58,6 @@ def find_saved(
     if not (resume or begins_with or (verb == "run" and run_dir.has_trained(stage))):
         return None
     body = read_saved(run_dir, stage, recipe.callables() if chosen and source else None)
-    fields = set(named(arguments))
     if body is None:
         if (chosen or fields & set(field_names(recipe))) and not begins_with:
             return None  # the stage never began, and the command says what to train
@@ -79,7 +75,7 @@ def find_saved(
         return to_resume(body, fields), code
     if plans := newest_meta(run_dir.stage(stage)).get("state", {}).get("plans"):
         body = replace(body, train=replace(body.train, steps=plans[-1][1]))
-    return to_continue(body, fields, value_of(arguments, "from-step") == BEFORE_WARMDOWN), code
+    return to_continue(body, fields, arguments.value("from_step") == BEFORE_WARMDOWN), code
 
 
 def to_resume(saved: Made, named: Collection[str]) -> Made:

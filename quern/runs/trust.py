@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from quern.flags.recipe_flags import repeated, value_of
+from quern.flags.recipe_flags import Arguments
 from quern.records import read_json
 from quern.temporaries import sha256_of, write_whole
 from quern.validate import RecipeBody
@@ -35,13 +35,10 @@ def require_trusted(out: Path, path: Path) -> None:
         )
 
 
-def read_flag(arguments: list[str], log: Callable[[str], None]) -> list[str]:
-    """Returns a command's arguments without --trust-code, which allows the code of the runs that the others name."""
-    if FLAG not in arguments:
-        return arguments
-    arguments = [argument for argument in arguments if argument != FLAG]
-    out = Path(value_of(arguments, "out") or "out")
-    names = [value_of(arguments, "run") or "first", *repeated(arguments, ("from", "also"))]
+def trust_runs(arguments: Arguments, log: Callable[[str], None]) -> None:
+    """Allows the code of the runs that a command names."""
+    out = Path(arguments.value("out") or "out")
+    names = [arguments.value("run") or "first", *arguments.repeated(("from", "also"))]
     for name in {name.rpartition("=")[2] for name in names}:
         folder = out / "runs" / name
         paths = [*folder.glob("*/recipe_source.py")]
@@ -51,7 +48,6 @@ def read_flag(arguments: list[str], log: Callable[[str], None]) -> list[str]:
         for path in paths:
             trust(out, sha256_of(path))
             log(f"trusted: {path}")
-    return arguments
 
 
 def _identity(out: Path) -> str:

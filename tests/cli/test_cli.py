@@ -15,6 +15,7 @@ from quern.bench.options import BenchOptions
 from quern.cli import lab, main, options, summaries, verbs
 from quern.estimate.options import PlanOptions
 from quern.flags import check_flags
+from quern.flags.recipe_flags import Arguments
 from quern.generate.sampling import Sampling
 from quern.interop.command import ExportOptions, ImportOptions
 from quern.lab.options import BoardOptions, CompareOptions, ScalingOptions, SweepOptions
@@ -308,7 +309,7 @@ def test_an_unknown_run_names_those_that_there_are(capsys: pytest.CaptureFixture
 def test_a_file_that_ends_in_a_recipe(tmp_path: Path) -> None:
     path = tmp_path / "quiet.py"
     path.write_text(RECIPE_FILE, encoding="utf-8")
-    parsed, source = verbs.parse("pretrain", [str(path), "--depth", "3"], options.PretrainOptions)
+    parsed, source = verbs.parse("pretrain", Arguments([str(path), "--depth", "3"]), options.PretrainOptions)
     assert source == RECIPE_FILE
     assert (parsed.recipe.name, parsed.recipe.depth) == ("quiet", 3)
     assert parsed.recipe.make_model.__name__ == "Quiet" and issubclass(parsed.recipe.make_model, GPT)
@@ -362,7 +363,9 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_loaded(
 
 def test_flags_reach_every_part_of_the_recipe() -> None:
     flags = "--depth 6 --seed 3 --data x --train.steps 7 --model.windows L --optim.muon-steps 4 --sft.epochs 1.5"
-    parsed, source = verbs.parse("run", [*flags.split(), "--run", "r", "--questions", "9"], options.RunAllOptions)
+    parsed, source = verbs.parse(
+        "run", Arguments([*flags.split(), "--run", "r", "--questions", "9"]), options.RunAllOptions
+    )
     recipe: Recipe = parsed.recipe
     assert source is None and parsed.where.run == "r" and parsed.questions == 9
     assert (recipe.depth, recipe.seed, recipe.data) == (6, 3, "x")
@@ -385,7 +388,7 @@ def test_a_tilde_is_the_home_folder(
         "    rl=replace(RECIPE.rl, data='~/e'))\n",
         encoding="utf-8",
     )
-    recipe = verbs.parse("run", [str(home / "r.py")], options.RunAllOptions)[0].recipe
+    recipe = verbs.parse("run", Arguments([str(home / "r.py")]), options.RunAllOptions)[0].recipe
     found = [recipe.data, recipe.val, recipe.conversations[0].source, recipe.text.tokenizer, recipe.sft.tests]
     assert [*found, recipe.rl.data] == [str(home / name) for name in "a.txt b.txt c.jsonl t.json d e".split()]
     assert str(home / "out") in refused(capsys, "report", "--out=~/out")
@@ -396,15 +399,19 @@ def test_a_tilde_is_the_home_folder(
 
 def test_the_verbs_that_encode_text_take_a_number_of_workers() -> None:
     kinds = {"prepare": options.PrepareOptions, "pretrain": options.PretrainOptions, "run": options.RunAllOptions}
-    assert [verbs.parse(verb, ["--workers", "3"], kind)[0].workers for verb, kind in kinds.items()] == [3, 3, 3]
+    assert [verbs.parse(verb, Arguments(["--workers", "3"]), kind)[0].workers for verb, kind in kinds.items()] == [
+        3,
+        3,
+        3,
+    ]
 
 
 def test_every_field_of_sampling_is_a_flag() -> None:
     flags = "--temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --max-tokens 5 --seed 4".split()
     for verb, kind in (("chat", options.ChatOptions), ("complete", options.CompleteOptions)):
-        parsed, _ = verbs.parse(verb, list(map(str, flags)), kind)
+        parsed, _ = verbs.parse(verb, Arguments(list(map(str, flags))), kind)
         assert (parsed.sampling, parsed.max_tokens, parsed.seed) == (Sampling(0.5, 3, 0.9, 0.1), 5, 4)
-        assert verbs.parse(verb, [], kind)[0].sampling == Sampling(0.7, 50)
+        assert verbs.parse(verb, Arguments([]), kind)[0].sampling == Sampling(0.7, 50)
 
 
 def test_the_command_is_recorded_as_it_can_be_typed_again() -> None:
@@ -431,11 +438,11 @@ def test_a_file_of_keys_that_cannot_be_read_is_named_with_its_flag(
 
 
 def test_a_whole_number_may_have_an_exponent() -> None:
-    parsed, _ = verbs.parse("pretrain", ["--train.steps", "1e3", "--seed=2.0"], options.PretrainOptions)
+    parsed, _ = verbs.parse("pretrain", Arguments(["--train.steps", "1e3", "--seed=2.0"]), options.PretrainOptions)
     assert (parsed.recipe.train.steps, parsed.recipe.seed) == (1000, 2)
     for value in ("1e-3", "1.5", "1e", "inf", "nan"):
         with pytest.raises(ValueError, match=f"--train.steps takes a whole number, not '{value}'"):
-            verbs.parse("pretrain", ["--train.steps", value], options.PretrainOptions)
+            verbs.parse("pretrain", Arguments(["--train.steps", value]), options.PretrainOptions)
 
 
 TWO_COMMANDS = """

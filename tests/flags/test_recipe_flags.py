@@ -7,7 +7,7 @@ import pytest
 import tyro
 
 from quern.cli.options import EvaluateOptions, PretrainOptions
-from quern.flags.recipe_flags import field_names, named, parse, repeated, value_of
+from quern.flags.recipe_flags import Arguments, field_names, parse
 from quern.recipe import ConversationSource, Recipe
 from quern.recipes import gpt, llama
 
@@ -20,7 +20,7 @@ class Flags:
 
 
 def given(text: str, recipe: Recipe = gpt.RECIPE) -> Flags:
-    return parse(Flags, recipe, text.split(), verb="pretrain")
+    return parse(Flags, recipe, Arguments(text.split()), verb="pretrain")
 
 
 def test_flags_make_the_recipe_and_nothing_else_of_it_changes() -> None:
@@ -30,25 +30,23 @@ def test_flags_make_the_recipe_and_nothing_else_of_it_changes() -> None:
     assert (found.recipe, found.speed) == (replace(gpt.RECIPE, depth=6, train=train), 3)
 
 
-def test_flags_are_told_by_the_fields_they_name() -> None:
-    flags = "--train.log-every=7 --train.log_every 3 --train.no-save-in-background --data my--text -p --seed 4"
-    expected = ["train.log_every", "train.log_every", "train.save_in_background", "data", "seed"]
-    assert list(named(flags.split())) == expected
-    assert {*expected} < {*field_names(gpt.RECIPE)}
-
-
-def test_flags_are_found_by_name_also_where_there_are_none() -> None:
-    typed = "--run a --out=b --run c --no-compile --run".split()
-    assert (value_of(typed[:-1], "run"), value_of(typed, "out"), value_of(typed, "from")) == ("c", "b", None)
-    assert repeated(typed, ("out", "run", "no-compile")) == typed and repeated(typed, ("from",)) == []
-    several = "llama --track tensorboard wandb --depth 4 --ranks 2".split()
-    assert repeated(several, ("track", "ranks")) == "--track tensorboard wandb --ranks 2".split()
-    assert value_of([], "run") is None and repeated([], ("run",)) == []
+def test_a_command_line_is_read_once() -> None:
+    typed = Arguments(
+        "llama own.py --train.log-every=7 --train.log_every 3 --no-compile --data my--text -p "
+        "--track tensorboard wandb --run a --run=b --out".split()
+    )
+    assert typed.recipes == ("llama", "own.py") and not typed.asks_for_help
+    assert [*typed.given] == ["train.log_every", "compile", "data", "track", "run", "out"]
+    values = {field: typed.value(field) for field in ("train.log_every", "run", "out", "from", "compile")}
+    assert values == {"train.log_every": "3", "run": "b", "out": None, "from": None, "compile": None}
+    assert typed.repeated(("run", "track", "from")) == "--track tensorboard wandb --run a --run=b".split()
+    assert {"train.log_every", "data"} < {*field_names(gpt.RECIPE)}
+    assert not Arguments().recipes and not Arguments().given and Arguments(("-h",)).asks_for_help
 
 
 def test_a_field_without_a_flag_is_refused_with_the_reason() -> None:
     with pytest.raises(ValueError, match="^--seed belongs to the run's recipe and cannot change: leave it out$"):
-        parse(EvaluateOptions, gpt.RECIPE, ["--seed", "3"], verb="evaluate")
+        parse(EvaluateOptions, gpt.RECIPE, Arguments(("--seed", "3")), verb="evaluate")
     with pytest.raises(ValueError, match=r"^--model.softcap does nothing in the 'llama' recipe: .*model.dropout"):
         given("--model.softcap 15.0", llama.RECIPE)  # its default, but the flag was given
     with pytest.raises(ValueError, match="^--name comes with the recipe: to name the run, use --run"):
@@ -57,7 +55,7 @@ def test_a_field_without_a_flag_is_refused_with_the_reason() -> None:
 
 def test_the_help_shows_what_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse(PretrainOptions, llama.RECIPE, ["--help"], verb="pretrain")
+        parse(PretrainOptions, llama.RECIPE, Arguments(("--help",)), verb="pretrain")
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "--model.dropout" in shown and "--optim.matrix-lr" in shown and "Tokens in a training row" in shown
     assert not any(

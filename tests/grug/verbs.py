@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import quern.recipes.gpt
 from quern.data.packing import windows
 from quern.eval.bits_per_byte import bits_per_byte
+from quern.flags.recipe_flags import Arguments
 from quern.grug.mesh import BATCH, make_mesh, place
 from quern.grug.model import forward, logits
 from quern.lab.arms import Arm, Order, in_process, train_here
@@ -62,7 +63,7 @@ def folder() -> Iterator[None]:
 def verb(*arguments: str) -> str:
     """Runs a verb; returns the message of its refusal, or "" where it succeeded."""
     try:
-        return "" if command.main([*arguments, *WHERE], print) == 0 else "another exit code"
+        return "" if command.main(Arguments((*arguments, *WHERE)), print) == 0 else "another exit code"
     except (ValueError, FileNotFoundError) as error:
         return str(error)
 
@@ -133,7 +134,7 @@ def trials() -> dict[str, Any]:
         for name in ("core", "attention_sink"):
             path = EXPERIMENTS / "grug" / f"{name}.py"
             recipe, source = load_recipe(str(path))
-            arms[name] = Arm(name, training([*TRAIN[1:], "--train.steps", "3"], recipe).recipe, path, source)
+            arms[name] = Arm(name, training(Arguments((*TRAIN[1:], "--train.steps", "3")), recipe).recipe, path, source)
         order, machine = Order(3, seed=1, data_seed=1, evaluations=3), {"device": "cpu", "threads": 1}
         core, again = in_process(Path("out"), machine)(arms["core"], [order, order])
         (sinks,) = train_here(Path("out"), machine)(arms["attention_sink"], [order])

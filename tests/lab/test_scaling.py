@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quern.flags.recipe_flags import parse
+from quern.flags.recipe_flags import Arguments, parse
 from quern.lab.options import ScalingOptions
 from quern.lab.scaling import isoflop
 from quern.lab.scaling.parametric import Surface
@@ -270,7 +270,7 @@ def test_a_plan_that_fits_nothing_is_refused(changes: dict[str, Any], reason: st
 
 
 def flags(*given: str) -> ScalingOptions:
-    return parse(ScalingOptions, RECIPE, given, verb="lab scaling")
+    return parse(ScalingOptions, RECIPE, Arguments(given), verb="lab scaling")
 
 
 def test_the_flags_of_the_verb() -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from quern.cli import main
 from quern.flags.recipe_file import read_recipe_file
-from quern.flags.recipe_flags import parse
+from quern.flags.recipe_flags import Arguments, parse
 from quern.lab import search
 from quern.lab.options import SweepOptions
 from quern.lab.search.space import apply, read_space
@@ -117,7 +117,7 @@ def test_diverged_and_refused_trials_are_kept_with_a_finite_value(tmp_path: Path
 
 def test_the_command_line_of_a_sweep_and_of_its_workers() -> None:
     arguments = "--train.steps 9 --workers 2 --space optim.matrix-lr=0.1..0.2 a.toml --pruner hyperband --workers 1"
-    given = parse(SweepOptions, BASELINE, arguments.split(), verb="lab plan")
+    given = parse(SweepOptions, BASELINE, Arguments(arguments.split()), verb="lab plan")
     assert (given.space, given.pruner, given.recipe.train.steps) == (
         ("optim.matrix-lr=0.1..0.2", "a.toml"),
         "hyperband",
@@ -126,7 +126,7 @@ def test_the_command_line_of_a_sweep_and_of_its_workers() -> None:
     assert given.workers == 1  # a worker gets the command of the sweep with --workers 1 at its end
     assert given.folder == Path("out/lab/a")
     with pytest.raises(ValueError, match="--trials must be a whole number between 1"):
-        parse(SweepOptions, BASELINE, ["--trials", "0"], verb="lab plan")
+        parse(SweepOptions, BASELINE, Arguments(["--trials", "0"]), verb="lab plan")
 
 
 # Pruning ----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quern.flags.recipe_flags import Arguments
 from quern.machine import detect
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
@@ -142,9 +143,9 @@ def test_a_fine_tuned_model_that_is_damaged_is_not_replaced_by_its_base_model(ru
 def test_a_stage_that_was_killed_before_it_wrote_anything_begins_again(run_dir: RunDir, verb: str) -> None:
     save(run_dir, resolve(RECIPE).to_json())
     command = ["--resume", "--run", "r", "--out", str(run_dir.out)]
-    assert find_saved(verb, command, RECIPE, None, False) is None
+    assert find_saved(verb, Arguments(command), RECIPE, None) is None
     with pytest.raises(FileNotFoundError, match="there is no run 'other'"):
-        find_saved(verb, [*command, "--run", "other"], RECIPE, None, False)
+        find_saved(verb, Arguments((*command, "--run", "other")), RECIPE, None)
 
 
 def test_nothing_can_be_written_where_the_system_refuses(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ import pytest
 
 from quern.cli.options import ServeOptions
 from quern.cli.verbs import parse
+from quern.flags.recipe_flags import Arguments
 from quern.generate.engine import Engine
 from quern.serve.gate.frontier import BURST, PACE, Gate, Pace
 from quern.serve.models import Models
@@ -288,7 +289,7 @@ def test_the_container_copies_what_exists_and_starts_with_flags_that_exist() -> 
     assert copied and all((root / name).exists() for name in copied)
     entry, default = (json.loads(line.split(maxsplit=1)[1]) for line in lines if line.startswith(("ENTRYPOINT", "CMD")))
     assert entry[:2] == ["quern", "serve"]
-    options, _ = parse("serve", [*entry[2:], *default], ServeOptions)
+    options, _ = parse("serve", Arguments((*entry[2:], *default)), ServeOptions)
     assert options.host == "0.0.0.0" and options.where.out == Path("/data")
 
 

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from quern.flags.recipe_flags import Arguments
 from quern.recipes.gpt import RECIPE
 from quern.stages.jax import command
 
 
 def told(path: Path) -> command.JaxTrainOptions:
-    return command.training(["--config", str(path)], RECIPE)
+    return command.training(Arguments(["--config", str(path)]), RECIPE)
 
 
 def test_a_file_fills_in_the_flags(tmp_path: Path) -> None:
@@ -31,9 +32,9 @@ def test_a_file_fills_in_the_flags(tmp_path: Path) -> None:
         assert (recipe.depth, recipe.train.steps, recipe.model.width) == (3, 7, 96)
         assert recipe.train.log_every == RECIPE.train.log_every and recipe.make_model is RECIPE.make_model
         assert (where.run, where.mesh.model, options.resume, options.track) == ("named", 2, True, ("tensorboard",))
-        later = command.training(["--train.steps", "9", "--config", str(path), "--no-resume"], RECIPE)
+        later = command.training(Arguments(["--train.steps", "9", "--config", str(path), "--no-resume"]), RECIPE)
         assert (later.recipe.train.steps, later.recipe.depth, later.resume) == (9, 3, False)
-    assert command.training([], RECIPE).recipe == RECIPE
+    assert command.training(Arguments([]), RECIPE).recipe == RECIPE
 
 
 @pytest.mark.parametrize(
@@ -59,8 +60,8 @@ def test_what_a_file_may_not_say(tmp_path: Path, body: object, message: str) -> 
 def test_verbs_are_named() -> None:
     said: list[str] = []
     with pytest.raises(SystemExit) as left:
-        command.main([], said.append)
+        command.main(Arguments(), said.append)
     assert left.value.code == 0
     assert all(verb in said[0] for verb in ("train", "eval", "export", "import", "gauntlet"))
     with pytest.raises(ValueError, match="there is no 'grug trian': use one of train"):
-        command.main(["trian"], said.append)
+        command.main(Arguments(["trian"]), said.append)

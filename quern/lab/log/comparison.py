@@ -12,7 +12,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from quern.flags.recipe_flags import parse
+from quern.flags.recipe_flags import Arguments, parse
 from quern.lab.arms import Idea, read_idea
 from quern.lab.ladder.multiplier import told
 from quern.lab.ladder.report import Row, interval, judgements_of, rows, study_tables
@@ -56,7 +56,7 @@ class _Told:
         file = self.study.folder.parents[2] / words[0]  # of the project that has experiments/records/STUDY
         try:
             base = load_recipe(str(file) if file.is_file() else words[0])[0]
-            recipe = parse(CompareOptions, base, flags, verb="lab compare").recipe
+            recipe = parse(CompareOptions, base, Arguments(flags), verb="lab compare").recipe
             return any(numbers(at_rung(recipe, plan.rungs[str(r)])) != plan.numbers[str(r)] for r in self.rungs)
         except (ValueError, IndexError):  # a flag or a recipe that is no more
             return True

@@ -20,10 +20,10 @@ from annotated_types import Interval
 
 from quern.flags import check_flags
 from quern.flags.check_flags import UNSAID, negated
-from quern.flags.recipe_flags import FINE_TUNING, FOLLOWING, RL, WORKERS, Refusal, named, parse, value_of
+from quern.flags.recipe_flags import FINE_TUNING, FOLLOWING, RL, WORKERS, Arguments, Refusal, parse
 from quern.ranges import Few, Threads
 from quern.recipe import Recipe
-from quern.recipes import load_recipe
+from quern.recipes import chosen_recipe, load_recipe
 from quern.records import find_trackers
 from quern.runs.run_dir import STAGES, RunDir
 from quern.terminal import listed
@@ -138,12 +138,12 @@ class GauntletOptions:
     """On a CPU: split it into this many devices, to compare sharded with unsharded training."""
 
 
-def main(arguments: list[str], log: Callable[[str], None]) -> int:
+def main(arguments: Arguments, log: Callable[[str], None]) -> int:
     """Runs a verb and returns its exit code. Raises ImportError naming the extra if JAX is missing."""
     if not arguments or arguments[0] in ("-h", "--help"):
         log(f"usage: quern grug VERB [FLAGS]\n\n{listed(VERBS)}\n\nexample: quern grug train --data tinyworld")
         raise SystemExit(0)
-    verb, rest = arguments[0], arguments[1:]
+    verb, rest = arguments[0], Arguments(arguments[1:])
     if verb not in VERBS:
         raise ValueError(f"there is no 'grug {verb}'{nearest(verb, VERBS)}; all of them: quern grug")
     if verb == "gauntlet":
@@ -167,12 +167,11 @@ def _need_jax() -> None:
         raise ImportError(f"the JAX twin needs extra packages ({error}): {install('jax')}") from error
 
 
-def _train(rest: list[str], log: Callable[[str], None]) -> int:
-    name, flags = (rest[0], rest[1:]) if rest and not rest[0].startswith("-") else ("gpt", rest)
-    if name != "gpt":
+def _train(rest: Arguments, log: Callable[[str], None]) -> int:
+    if rest.recipes and rest[0] != "gpt":
         _need_jax()
-    recipe, source = load_recipe(name)
-    options = training(flags, recipe)
+    recipe, source = chosen_recipe("grug train", rest)
+    options = training(rest, recipe)
     _need_jax()
     import jax
 
@@ -192,16 +191,18 @@ def _train(rest: list[str], log: Callable[[str], None]) -> int:
         log=log if first else lambda line: None,
         source=source,
         trackers=find_trackers(options.track if first else ()),
-        named=set(named(flags)),
+        named=set(rest.given),
     )
 
 
-def training(arguments: list[str], recipe: Recipe) -> JaxTrainOptions:
+def training(arguments: Arguments, recipe: Recipe) -> JaxTrainOptions:
     """The options of `quern grug train`: the recipe, changed by the configuration file, then by the flags."""
     path = _config_of(arguments)
     told = as_flags(read_config(path))
     try:
-        return parse(JaxTrainOptions, recipe, [*told, *arguments], verb="grug train", description=VERBS["train"])
+        return parse(
+            JaxTrainOptions, recipe, Arguments((*told, *arguments.flags)), verb="grug train", description=VERBS["train"]
+        )
     except ValueError as error:
         raise ValueError(f"{error} (with the fields of {path})" if path else str(error)) from error
 
@@ -222,7 +223,7 @@ def _move(verb: str, options: JaxMoveOptions, log: Callable[[str], None]) -> int
     return 0
 
 
-def _gauntlet(rest: list[str], log: Callable[[str], None]) -> int:
+def _gauntlet(rest: Arguments, log: Callable[[str], None]) -> int:
     options = check_flags.read(GauntletOptions, rest, prog="quern grug gauntlet", description=VERBS["gauntlet"])
     _need_jax()
     from quern.grug import gauntlet
@@ -277,9 +278,9 @@ def as_flags(body: dict[str, Any], prefix: str = "") -> list[str]:
     return flags
 
 
-def _config_of(rest: list[str]) -> Path | None:
+def _config_of(rest: Arguments) -> Path | None:
     """The value of --config, needed before the flags are parsed."""
-    path = value_of(rest, "config")
+    path = rest.value("config")
     return Path(path) if path is not None else None
 
 
