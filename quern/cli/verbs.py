@@ -340,6 +340,10 @@ def verb_runs(verb: str, rest: Arguments) -> int:
 
 def verb_bench(verb: str, rest: Arguments) -> int:
     if rest[:1] == ("gpu",):  # it has its own flags
+        from quern.bench.gpu.options import parse as parse_gpu
+
+        if rest.asks_for_help:  # without PyTorch
+            parse_gpu(rest[1:])
         from quern.bench.gpu import command as gpu_bench
 
         return gpu_bench.main(rest[1:], log)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quern.interop.gguf_format import metadata, other_ids, tensors
-from quern.interop.load_llama import load_llama
+from quern.interop.llama_format import load_llama
 from quern.runs.run_dir import RunDir
 from quern.temporaries import sync_path, whole_file
 from quern.validate import install

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from quern.constructors import imported
 from quern.interop import llama_format, quern_format
-from quern.interop.load_llama import refuse_windows
 from quern.interop.model_card import model_card
 from quern.machine import detect
 from quern.model.llama import Llama
@@ -87,7 +86,7 @@ def _texts(loaded: LoadedModel, dtype: torch.dtype, log: Callable[[str], None]) 
     """File name → text, for every file except the weights and the model card."""
     tokenizer, shape = loaded.tokenizer, loaded.recipe.model
     if type(loaded.model) is Llama:
-        refuse_windows(shape)
+        llama_format.refuse_windows(shape)
         config, texts = llama_format.config_to(shape, tokenizer, dtype), {}
     else:
         config, texts = quern_format.config_to(loaded.model, tokenizer, dtype), quern_format.python_files(loaded.model)

@@ -1,4 +1,4 @@
-"""Hugging Face's Llama format: the configuration and the names of the weights, in both directions.
+"""Hugging Face's Llama format: the configuration and the names of the weights, in both directions; and a run's Llama.
 
 Weights are renamed; gate and up are one parameter in quern and two in Hugging Face. Nothing is computed, so a
 round trip is exact in every dtype.
@@ -6,16 +6,19 @@ round trip is exact in every dtype.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quern.model.llama import INIT_STD, NORM_EPS, mlp_width
+from quern.machine import detect
+from quern.model.llama import INIT_STD, NORM_EPS, Llama, mlp_width
 from quern.ranges import annotations_of, refuse_outside
 from quern.recipe import ModelRecipe, ResolvedModel
 from quern.records import typed
+from quern.runs.load import LoadedModel, load
+from quern.runs.run_dir import RunDir
 from quern.text.tokenizer import Tokenizer
 
 OUTSIDE = {
@@ -49,6 +52,32 @@ RANGES = {
     "rope_theta": "rope_base",
 }
 """Numbers of config.json, and the field of `ModelRecipe` whose range each has."""
+
+
+def load_llama(run_dir: RunDir, stage: str | None, log: Callable[[str], None]) -> LoadedModel:
+    """Loads the newest intact checkpoint of a stage (None: the last stage).
+
+    Raises:
+        FileNotFoundError: There is no such run.
+        ValueError: The model is not a Llama, or its attention has windows.
+    """
+    loaded = load(run_dir, detect("cpu", "fp32", compile=False), log, stage)
+    if type(loaded.model) is not Llama:
+        raise ValueError(
+            f"run '{run_dir.run}' holds a {type(loaded.model).__name__}, for which other programs have no name: "
+            "export a run of the recipe `llama` (quern pretrain llama)"
+        )
+    refuse_windows(loaded.recipe.model)
+    return loaded
+
+
+def refuse_windows(shape: ResolvedModel) -> None:
+    """Raises ValueError for a Llama whose attention has windows."""
+    if any(window is not None for window in shape.window_sizes()):
+        raise ValueError(
+            f"the model's attention has windows ({shape.windows}), the Llama of other programs sees everything: "
+            "train with --model.windows L"
+        )
 
 
 def weights_to(weights: Mapping[str, Tensor], depth: int) -> dict[str, Tensor]:

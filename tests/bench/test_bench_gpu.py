@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from quern.bench.gpu import command
+from quern.bench.gpu import command, options
 from quern.bench.gpu.attention import pairs
 from quern.bench.gpu.command import AIMS, UNMEASURED, page, verdict
 from quern.bench.gpu.decode import bytes_of_a_step
@@ -50,7 +50,7 @@ def test_every_section_runs_and_is_recorded(tmp_path: Path) -> None:
     said: list[str] = []
     assert command.main([*QUICK, "--data", str(text), "--out", str(tmp_path)], said.append) == 0
     body = body_of(tmp_path)
-    assert list(body["sections"]) == list(command.SECTIONS)
+    assert list(body["sections"]) == list(command.SECTIONS) == list(options.SECTIONS)
     for name, section in body["sections"].items():
         assert section["error"] is None and section["problems"] == [], (name, section)
         assert section["measures"]

@@ -8,13 +8,11 @@ needed. Without a GPU the program says so; --quick runs every section at tiny si
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,13 +20,13 @@ import torch
 from quern.bench.gpu.attention import OVER_FULL, exactness, place, speed
 from quern.bench.gpu.decode import decoding
 from quern.bench.gpu.kernels import cross_entropy, muon, rope
+from quern.bench.gpu.options import parse
 from quern.bench.gpu.real import real
 from quern.bench.gpu.setup import QUICK_ROUNDS, ROUNDS, GpuBench, first_line, measure_limits
 from quern.bench.gpu.train import training_bf16, training_fp8
 from quern.bench.measure import Bench, Figure, OutOfTime, head, load_average, number, table, write
 from quern.kernels.attention.autotune import select_attention
 from quern.machine import detect
-from quern.ranges import Amount, Seed, Threads, refuse_outside
 from quern.temporaries import write_whole
 
 SECTIONS: dict[str, tuple[Callable[[GpuBench], Iterator[Figure]], float]] = {
@@ -58,7 +56,7 @@ AIMS = (  # description, section, figure, unit, least or most, limit
 
 def main(arguments: Sequence[str], log: Callable[[str], None]) -> int:
     """Runs the named sections and returns the exit code: 1 without a GPU."""
-    options = parse(arguments)
+    options = parse(arguments, list(SECTIONS))
     if not torch.cuda.is_available() and not options.quick:
         log("there is no GPU here that torch can use: run this on a machine with one, or try it with --quick")
         return 1
@@ -87,25 +85,6 @@ def main(arguments: Sequence[str], log: Callable[[str], None]) -> int:
         write_whole(folder / "gpu.md", page(body))
     log(f"\nrecord: {folder / 'gpu.json'}, table: {folder / 'gpu.md'}")
     return 0
-
-
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("quern bench gpu", description=str(__doc__).splitlines()[0])
-    add = parser.add_argument
-    add("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS), help="the sections to run")
-    add("--minutes", type=float, default=9.0, help="when to stop")
-    add("--data", help="text to train on: a file or folder; or prepared tokens (.bin)")
-    add("--tokenizer", help="the tokenizer of prepared tokens")
-    add("--out", type=Path, default=Path("out"), help="the folder of the record, which is written to bench/ in it")
-    add("--seed", type=int, default=0)
-    add("--threads", type=int, help="CPU threads; default: one for each core")
-    add("--quick", action="store_true", help="use tiny sizes, to see that everything runs; the figures mean nothing")
-    add("--no-compile", dest="compile", action="store_false", help="run eagerly")
-    options = parser.parse_args(list(arguments))
-    for name, kind in (("minutes", Amount), ("seed", Seed), ("threads", Threads)):
-        if getattr(options, name) is not None:
-            refuse_outside(kind, getattr(options, name), f"--{name}")
-    return options
 
 
 def run(name: str, bench: GpuBench, log: Callable[[str], None]) -> dict[str, Any]:
