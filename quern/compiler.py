@@ -17,7 +17,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch._compile import _disable_dynamo  # pyright: ignore[reportPrivateUsage]
 
-from quern.waits.waiting import waiting
+from quern.process import waiting
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
-from quern.child import environment, set_child_env  # isort: skip  # before PyTorch, which reads it
+from quern.process import environment, set_child_env  # isort: skip  # before PyTorch, which reads it
 
 import torch
 
 from quern import compiler
-from quern.waits.memory import peak_resident, reset_peak_resident
+from quern.process import peak_resident, reset_peak_resident
 
 
 class Attention(Protocol):

@@ -27,8 +27,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 
-from quern.child import environment
-from quern.waits.waiting import to_stderr, waiting
+from quern.process import environment, to_stderr, waiting
 
 # torch 2.13 renamed these two, and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

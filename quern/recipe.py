@@ -14,8 +14,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Never, Self, TypeAlias, TypeVa
 
 from annotated_types import Interval
 
-from quern.constructors import CONSTRUCTORS, Deferred, code_path
-from quern.ranges import Amount, ConversationSource, Count, Few, Positive, Rate, Seed, Share
+from quern.field_types import (
+    CONSTRUCTORS,
+    Amount,
+    ConversationSource,
+    Count,
+    Deferred,
+    Few,
+    Positive,
+    Rate,
+    Seed,
+    Share,
+    code_path,
+)
 from quern.records import typed
 
 SCHEMA = 1

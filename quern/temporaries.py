@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
 
-from quern.waits.waiting import to_stderr, waiting
+from quern.process import to_stderr, waiting
 
 LOCK = "lock"
 NAMES = "backslashreplace"

@@ -10,8 +10,7 @@ from collections.abc import Collection
 from dataclasses import fields
 from typing import Any, TypedDict, get_args, get_origin
 
-from quern.constructors import Deferred
-from quern.ranges import UNIONS, annotations_of, refuse_outside
+from quern.field_types import UNIONS, Deferred, annotations_of, refuse_outside
 from quern.recipe import PARTS, ConversationSource, Recipe, ResolvedModel, SftRecipe, TrainRecipe
 from quern.records import typed
 

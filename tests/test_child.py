@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from quern.child import Child, start
+from quern.process import Child, start
 
 ECHO = """
 import os, sys
-from quern.child import serve
+from quern.process import serve
 
 def answers(order, requests):
     print("noise")  # must not mix with the answers
@@ -29,7 +29,7 @@ serve(answers)
 
 BUSY = """
 import time
-from quern.child import orders, replying, while_parent_lives
+from quern.process import orders, replying, while_parent_lives
 
 with replying() as reply:
     _, requests = orders()
@@ -90,5 +90,5 @@ def test_a_child_that_computes_ends_with_its_parent(tmp_path: Path) -> None:
 
 
 def test_it_loads_no_torch() -> None:
-    code = "import sys, quern.child; print('torch' in sys.modules)"
+    code = "import sys, quern.process; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

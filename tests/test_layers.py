@@ -20,9 +20,9 @@ FILES = sorted((ROOT / "quern").rglob("*.py"))
 LAYERS = (
     (
         *"machine compiler mesh recipe resolve validate".split(),
-        *"constructors ranges records temporaries terminal child waits".split(),
+        *"field_types records temporaries terminal process cluster".split(),
     ),  # files of quern/ itself; these may import each other
-    ("text", "data", "flags", "cluster", "kernels", "kernels.attention", "optim"),
+    ("text", "data", "flags", "kernels", "kernels.attention", "optim"),
     ("text.tinyworld", "text.clean", "text.encode", "model"),
     ("parallel", "generate", "generate.sandbox", "recipes"),
     ("train", "eval", "grug", "mixture", "estimate"),
@@ -52,7 +52,7 @@ MOST_FILES, MOST_LINES = 14, 400
 """Python files in a folder, and lines in a file."""
 # The JAX twin shares torch-free files with the rest and nothing else.
 MAY_IMPORT = {
-    "grug": set("recipe records temporaries waits text data optim.schedule optim.constants".split()),
+    "grug": set("recipe records temporaries process text data optim.schedule optim.constants".split()),
     "__init__": set(),
 }
 # Both trainers, torch's and JAX's, read text and data: NumPy and pyarrow do for these.
@@ -64,7 +64,7 @@ IMPORTERS = {"import_module", "importlib.import_module", "__import__"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 RUNS_PROGRAMS = {"quern.generate.sandbox.guest.program"}
 """The sandbox's inside, whose purpose is to run what a text says."""
-ENVIRONMENT_FAULT = "only child.py reads the environment: take the value as an argument"
+ENVIRONMENT_FAULT = "only process.py reads the environment: take the value as an argument"
 
 
 def room_of(module: str) -> str:
@@ -122,7 +122,7 @@ def import_faults(name: str, module: str) -> Iterator[str]:
         yield f"{importer}/ is shared with the JAX twin and may not import {top}: use NumPy"
     if top in UNSAFE_FORMATS:
         yield f"{top} can run code from a file: use JSON, safetensors or .npy"
-    if top == "os" and name.split(".")[-1] in ENVIRONMENT and importer != "child":
+    if top == "os" and name.split(".")[-1] in ENVIRONMENT and importer != "process":
         yield ENVIRONMENT_FAULT
 
 
@@ -202,7 +202,7 @@ def faults(path: str, source: str) -> list[str]:
         if isinstance(node, ast.Call):
             for message in () if module in RUNS_PROGRAMS else call_faults(node):
                 fault(node, message)
-        if isinstance(node, ast.Attribute) and importer != "child" and reads_environment(node):
+        if isinstance(node, ast.Attribute) and importer != "process" and reads_environment(node):
             fault(node, ENVIRONMENT_FAULT)
         if isinstance(node, ast.ExceptHandler) and swallows_everything(node):
             fault(node, "swallows every error: name the exception and say what happens instead")
@@ -238,9 +238,9 @@ BROKEN = {
     "experiments": ("quern/report/build.py", "import experiments.baseline", "may not import experiments"),
     "torch in text": ("quern/text/chat.py", "from torch import Tensor", "may not import torch"),
     "torch in data": ("quern/data/loader.py", "def f():\n import torch.nn as nn", "may not import torch"),
-    "environment": ("quern/train/loop.py", "x = os.environ['RANK']", "only child.py reads"),
-    "environment, getenv": ("quern/cli/main.py", "x = os.getenv('HOME')", "only child.py reads"),
-    "environment, imported": ("quern/cli/main.py", "from os import environ", "only child.py reads"),
+    "environment": ("quern/train/loop.py", "x = os.environ['RANK']", "only process.py reads"),
+    "environment, getenv": ("quern/cli/main.py", "x = os.getenv('HOME')", "only process.py reads"),
+    "environment, imported": ("quern/cli/main.py", "from os import environ", "only process.py reads"),
     "pickle": ("quern/train/checkpoint.py", "import pickle", "pickle can run code"),
     "eval": ("quern/generate/tools.py", "x = eval('1 + 1')", "eval() runs"),
     "exec": ("quern/generate/tools.py", "exec('x = 1')", "exec() runs"),
@@ -323,7 +323,7 @@ FINE = {
     "twin, one file": ("quern/grug/state.py", "from quern.optim import schedule"),
     "verbs over everything": ("quern/cli/main.py", "from quern.estimate import plan\nimport quern.recipes.gpt"),
     "version": ("quern/report/build.py", "from quern import __version__"),
-    "child.py reads the environment": ("quern/child.py", "x = os.environ.get('OMP_NUM_THREADS')"),
+    "process.py reads the environment": ("quern/process.py", "x = os.environ.get('OMP_NUM_THREADS')"),
     "a method named eval": ("quern/eval/core.py", "model.eval()"),
     "weights only": ("quern/interop/export_hf.py", "torch.load(path, weights_only=True)"),
     "bytes need no encoding": ("quern/records.py", "x = open(path, 'rb')"),

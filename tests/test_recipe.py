@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quern.field_types import range_of
 from quern.model.count import FlopCounter, parameters
 from quern.model.gpt import GPT
-from quern.ranges import range_of
 from quern.recipe import ConversationSource, ModelRecipe, OptimRecipe, Recipe, SftRecipe, TextRecipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import (

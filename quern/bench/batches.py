@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from quern.child import serve
 from quern.data.batch import Batch
 from quern.data.loader import Loader
 from quern.data.shards import Corpus
 from quern.data.token_file import HEADER_BYTES, VERSIONS, describe, header, write_manifest
+from quern.process import resident, serve
 from quern.recipe import Resolved
-from quern.waits.memory import resident
 
 SHARD_TOKENS = 100_000_000
 

@@ -29,12 +29,12 @@ from quern.bench.measure import (
     seconds_of,
 )
 from quern.bench.options import BenchOptions
-from quern.child import start
 from quern.data.batch import prefetch
 from quern.data.loader import Loader
 from quern.data.packing import METHODS, pack
 from quern.data.shards import Corpus
 from quern.data.token_file import ShardWriter
+from quern.process import start
 from quern.temporaries import scratch_folder
 from quern.text.documents import read
 from quern.text.encode.pool import write_shards

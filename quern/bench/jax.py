@@ -5,7 +5,7 @@ The whole and the blockwise loss of JAX alternate too: its default (`measured_bl
 is left out. The two models are the same (tests/laws/test_grug_law.py).
 
 `python -m quern.bench.jax` is the JAX process. It imports no torch: JAX is measured as `quern grug train` runs it, with
-freed memory kept from the start. It compiles at its start, then answers requests (quern/child.py):
+freed memory kept from the start. It compiles at its start, then answers requests (quern/process.py):
 
     "facts"             → {"dtype": …, "default": "whole" or "blocks", "block_tokens": …, "jax": version}
     "whole", "blocks"   → {"seconds": the median of STEPS training steps with that loss}
@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from quern.bench.batches import random_batch
-from quern.child import serve, start
 from quern.grug.evaluate import choose_dtype
 from quern.grug.loss import BLOCK_TOKENS
 from quern.grug.mesh import keep_freed_memory, make_mesh, use_cpu
@@ -30,6 +29,7 @@ from quern.grug.model import init_parameters
 from quern.grug.optim import rules
 from quern.grug.state import device_batch, init_state, step_config, train_step
 from quern.optim.schedule import Multipliers
+from quern.process import serve, start
 from quern.recipe import Resolved
 
 if TYPE_CHECKING:

@@ -30,9 +30,9 @@ from torch.utils.benchmark.utils.timer import timer
 
 import quern
 from quern.machine import Machine
+from quern.process import peak_resident, reset_peak_resident, resident
 from quern.records import git_hash
 from quern.temporaries import write_whole
-from quern.waits.memory import peak_resident, reset_peak_resident, resident
 
 PACKAGES = ("torch", "numpy", "tiktoken", "rustbpe")
 WARM_UP_MS, MEASURED_MS = 5, 20

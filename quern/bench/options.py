@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 import tyro
 from annotated_types import Interval
 
+from quern.field_types import Amount, Count, Few, Seed, Threads
 from quern.flags import check_flags
 from quern.flags.check_flags import UNSAID
-from quern.ranges import Amount, Count, Few, Seed, Threads
 from quern.resolve import MICRO_BATCH_TOKENS
 
 What = Literal["tokenizer", "encode", "packing", "loading", "train", "prefill", "decode", "attention", "windows",

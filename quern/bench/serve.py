@@ -24,7 +24,6 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from quern import child
 from quern.bench.data import Setup
 from quern.bench.load import Load, Sent
 from quern.bench.material import pair_tokenizer, reference, talking_model
@@ -33,6 +32,7 @@ from quern.generate.engine import Engine
 from quern.generate.sampling import Sampling
 from quern.kernels.attention.autotune import select_attention
 from quern.machine import detect, machine_flags
+from quern.process import end_with_parent, orders, replying, start
 from quern.serve import server
 
 PROMPT_TOKENS, REPLY_TOKENS = 64, 192
@@ -56,7 +56,7 @@ def serve(setup: Setup) -> Iterator[Figure]:
     tokenizer = pair_tokenizer(recipe.model.vocab_size)
     ordinary = tokenizer.vocab_size - len(tokenizer.special_ids)
     order = {"machine": machine_flags(setup.machine), "quick": setup.quick, "seed": setup.seed}
-    with child.start("quern.bench.serve", "server", order) as process:
+    with start("quern.bench.serve", "server", order) as process:
         ready = process.answer()
         port = ready["port"]
         if setup.machine.compile:
@@ -203,9 +203,9 @@ def chat_turn(port: int, messages: list[dict[str, str]]) -> Turn:
 
 def main() -> None:
     """The child: the server of the reference model, on a port that it tells its parent."""
-    order, requests = child.orders()
-    threading.Thread(target=child.end_with_parent, args=(requests,), daemon=True).start()
-    with child.replying() as reply, server.listen("127.0.0.1", 0) as listener:
+    order, requests = orders()
+    threading.Thread(target=end_with_parent, args=(requests,), daemon=True).start()
+    with replying() as reply, server.listen("127.0.0.1", 0) as listener:
         machine = select_attention(detect(**order["machine"]))
         recipe = reference(order["quick"], order["seed"])
         tokenizer = pair_tokenizer(recipe.model.vocab_size)

@@ -30,7 +30,6 @@ from quern.bench.batches import random_batch
 from quern.bench.data import Setup
 from quern.bench.material import left_to_itself, reference, sizes_of, take_step, training_state
 from quern.bench.measure import Bench, Figure, alternate, figure
-from quern.child import Child, serve, start
 from quern.data.batch import Batch
 from quern.kernels.attention.autotune import select_attention
 from quern.machine import detect, machine_flags, measure_peak_flops, peak_memory
@@ -39,6 +38,7 @@ from quern.model.count import FlopCounter
 from quern.optim.groups import make_groups
 from quern.optim.schedule import Multipliers
 from quern.parallel.zero2 import Zero2
+from quern.process import Child, serve, start
 from quern.temporaries import scratch_folder
 from quern.train.guard import Guard
 from quern.train.state import TrainState, build_model, compile_model

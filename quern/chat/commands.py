@@ -19,9 +19,9 @@ from rich.console import Console
 from quern.chat.conversation import Conversation, ask
 from quern.chat.lines import DIM, PLAIN, QUOTES, Read, Screen, Terminal, next_entry, of_pipe
 from quern.chat.xray import xray
+from quern.field_types import Count, Seed, annotations_of, refuse_outside
 from quern.generate.engine import Engine
 from quern.generate.sampling import Sampling
-from quern.ranges import Count, Seed, annotations_of, refuse_outside
 from quern.records import read_regular
 from quern.stages.complete import complete
 from quern.temporaries import write_whole

@@ -12,12 +12,10 @@ from quern.cli.options import log
 from quern.cli.summaries import EXAMPLES
 from quern.estimate.options import PlanOptions
 from quern.flags import check_flags
-from quern.flags.idle import refuse_idle
-from quern.flags.recipe_flags import Arguments, parse
+from quern.flags.recipe_flags import Arguments, parse, refuse_idle
 from quern.lab.options import BoardOptions, CompareOptions, LogOptions, ScalingOptions, SweepOptions
 from quern.recipes import chosen_recipe, load_recipe
 from quern.records import read_json
-from quern.stages.prepare_tokens import is_tokens
 from quern.terminal import listed
 from quern.validate import install, nearest
 
@@ -148,6 +146,8 @@ def _options(
     the recipe's file."""
     recipe, source = load_recipe(name) if name else chosen_recipe(verb, rest)
     options = parse(kind, recipe, rest, verb=verb, description=help_text)
+    from quern.stages.prepare_tokens import is_tokens
+
     refuse_idle(options.recipe, rest.given, is_tokens(options.recipe.data))
     return options, source
 

@@ -1,22 +1,29 @@
 """The command line: a verb, a recipe's name or file, and the recipe's fields as flags.
 
 tyro makes the flags from dataclasses (options.py, or the file of the verb's stage). A user error is printed as one
-line, without a traceback. The exit codes are those of `train/guard.py`.
+line, without a traceback. Ctrl-C during imports is one line too. The exit codes are those of `train/guard.py`.
 """
 
 from __future__ import annotations
 
 import codecs
 import io
+import os
 import os.path
+import select
 import signal
 import sys
 import unicodedata
 
 from quern import __version__
-from quern.child import environment  # sets what PyTorch reads when it is imported
-from quern.cli.interrupt import EXIT_INTERRUPTED, EXIT_UNREAD, INTERRUPTED, discard_unread, interrupted
-from quern.waits.signals import prompt_signals
+from quern.process import (
+    environment,  # sets what PyTorch reads when it is imported
+    prompt_signals,
+)
+
+INTERRUPTED = "interrupted"
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+EXIT_UNREAD = 141  # 128 + SIGPIPE. The signal stays ignored, because the default action would also end servers.
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -35,6 +42,27 @@ def main(arguments: list[str] | None = None) -> int:
         if not discard_unread():
             raise
         return EXIT_UNREAD
+
+
+def interrupted(number: int) -> KeyboardInterrupt:
+    """Returns the exception for SIGINT. During an import it ends the process: some libraries lose exceptions."""
+    frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
+    while frame := frame.f_back:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            os.write(2, f"{INTERRUPTED}\n".encode())
+            os._exit(EXIT_INTERRUPTED)
+    return KeyboardInterrupt()
+
+
+def discard_unread() -> bool:
+    """Redirects to nowhere those of stdout and stderr whose reader closed the pipe. Returns whether there was one."""
+    poll = select.poll()
+    for file in (1, 2):
+        poll.register(file, 0)
+    unread = [file for file, event in poll.poll(0) if event & (select.POLLERR | select.POLLHUP)]
+    for file in unread:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file)
+    return bool(unread)
 
 
 def _in_ascii(error: UnicodeError) -> tuple[str, int]:

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import tyro
 from annotated_types import Interval
 
-from quern.cluster.connect import cluster_cpus, connect
+from quern.cluster import cluster_cpus, connect
+from quern.field_types import Amount, Count, Few, Port, Seed, Threads
 from quern.flags.check_flags import UNSAID
 from quern.flags.recipe_flags import ALL, FINE_TUNING, FOLLOWING, RL, WORKERS, Refusal
 from quern.generate.sampling import Sampling
-from quern.ranges import Amount, Count, Few, Port, Seed, Threads
 from quern.recipe import FOR_FINE_TUNING, FOR_RL, IN_FINE_TUNING, Recipe
-from quern.runs.run_dir import RunDir
-from quern.runs.saved import NEWEST
+from quern.runs.run_dir import NEWEST, RunDir
 
 if TYPE_CHECKING:
     from quern.machine import Machine

@@ -29,14 +29,13 @@ from quern.cli.options import (
 )
 from quern.cli.summaries import OF_A_RUN, described
 from quern.flags.check_flags import read
-from quern.flags.idle import refuse_idle
-from quern.flags.recipe_flags import Arguments
+from quern.flags.recipe_flags import Arguments, refuse_idle
 from quern.flags.recipe_flags import parse as parse_flags
+from quern.process import to_stderr as log_to_stderr
 from quern.recipes import chosen_recipe, load_recipe, recipe_names
 from quern.records import find_trackers
 from quern.runs.run_dir import NAME, RunDir
 from quern.validate import install
-from quern.waits.waiting import to_stderr as log_to_stderr
 
 if TYPE_CHECKING:
     from quern.stages.session import Session

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from quern.child import environment
 from quern.estimate.layout import lay_out
 from quern.estimate.memory import Memory, memory
 from quern.machine import Machine
 from quern.mesh import Mesh
 from quern.model.count import parameters
+from quern.process import environment
 from quern.recipe import Recipe, Resolved
 from quern.resolve import resolve
 from quern.terminal import human_size

@@ -16,9 +16,9 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 from annotated_types import Interval
 
+from quern.field_types import Amount, Few
 from quern.flags.check_flags import UNSAID
 from quern.flags.recipe_flags import FOLLOWING
-from quern.ranges import Amount, Few
 from quern.recipe import Recipe
 
 ATTAINED_MATMUL = 0.7

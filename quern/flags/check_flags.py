@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from quern.ranges import UNIONS, range_of, refuse_outside
+from quern.field_types import UNIONS, range_of, refuse_outside
 from quern.validate import nearest
 
 T = TypeVar("T")

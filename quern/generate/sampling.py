@@ -5,7 +5,7 @@ from typing import Annotated
 
 from annotated_types import Interval
 
-from quern.ranges import Share, annotations_of, refuse_outside
+from quern.field_types import Share, annotations_of, refuse_outside
 
 
 @dataclass(frozen=True)

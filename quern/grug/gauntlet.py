@@ -39,9 +39,9 @@ from quern.grug.mesh import BATCH, batch_shards, make_mesh, place
 from quern.grug.model import logits
 from quern.grug.state import Grug, JaxTrainState, StepConfig, init_state, train_step
 from quern.optim.schedule import Multipliers
+from quern.process import peak_resident
 from quern.recipe import ResolvedModel, ResolvedOptim
 from quern.temporaries import write_whole
-from quern.waits.memory import peak_resident
 
 TOLERANCE = 1e-5  # of fp32, relative
 ROWS = 8

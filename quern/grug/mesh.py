@@ -26,8 +26,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from quern.process import waiting
 from quern.recipe import ResolvedModel
-from quern.waits.waiting import waiting
 
 TEXT_BYTES = 4096
 START_SECONDS = 300

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quern.constructors import imported
+from quern.field_types import imported
 from quern.interop import llama_format, quern_format
 from quern.interop.model_card import model_card
 from quern.machine import detect

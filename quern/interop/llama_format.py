@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quern.field_types import annotations_of, refuse_outside
 from quern.machine import detect
 from quern.model.llama import INIT_STD, NORM_EPS, Llama, mlp_width
-from quern.ranges import annotations_of, refuse_outside
 from quern.recipe import ModelRecipe, ResolvedModel
 from quern.records import typed
 from quern.runs.load import LoadedModel, load

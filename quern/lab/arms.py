@@ -17,12 +17,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quern.child import orders, replying, start, while_parent_lives
-from quern.cluster.connect import SECONDS_TO_START, last_line, ray_module
+from quern.cluster import SECONDS_TO_START, last_line, ray_module
 from quern.flags.recipe_file import read_recipe_file
 from quern.kernels.attention.autotune import select_attention
 from quern.lab.trainer import Trainer, Trial
 from quern.machine import Machine, detect
+from quern.process import orders, replying, start, while_parent_lives
 from quern.recipe import Recipe
 from quern.runs.origin import with_absolute_paths
 from quern.temporaries import scratch_folder

@@ -9,9 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal
 import tyro
 from annotated_types import Interval
 
+from quern.field_types import Few, Port, Positive, Rate, Seed, Threads
 from quern.flags.check_flags import UNSAID
 from quern.flags.recipe_flags import FINE_TUNING, FOLLOWING, RL, Refusal
-from quern.ranges import Few, Port, Positive, Rate, Seed, Threads
 from quern.recipe import Recipe
 
 TRIALS = (

@@ -1,6 +1,6 @@
 """The default recipe: the `gpt` architecture with Muon and AdamW, every number from `--depth`."""
 
-from quern.constructors import Deferred
+from quern.field_types import Deferred
 from quern.recipe import Recipe
 
 RECIPE = Recipe(

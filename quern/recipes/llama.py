@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from quern.constructors import Deferred
+from quern.field_types import Deferred
 from quern.recipe import ModelRecipe, OptimRecipe, Recipe, Resolved
 
 if TYPE_CHECKING:

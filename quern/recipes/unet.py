@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from quern.constructors import Deferred
+from quern.field_types import Deferred
 from quern.optim.schedule import Multipliers, learning_rate
 from quern.recipe import ModelRecipe, OptimRecipe, Recipe, Resolved, ResolvedTrain, TrainRecipe
 from quern.resolve import REFERENCE_BATCH_TOKENS

@@ -11,17 +11,16 @@ from typing import Any, NotRequired, TypedDict
 import torch
 
 from quern.machine import Machine
+from quern.process import waiting
 from quern.recipe import Resolved
 from quern.records import Natural, typed
 from quern.runs.origin import Origin, read_origin, require_same
-from quern.runs.run_dir import RunDir
-from quern.runs.saved import BEFORE_WARMDOWN, NEWEST
+from quern.runs.run_dir import BEFORE_WARMDOWN, NEWEST, RunDir
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint, manifest
 from quern.train.manifest import CheckpointError
 from quern.train.replicas import checksum
 from quern.train.state import build_model, weights_of
-from quern.waits.waiting import waiting
 
 Code = Mapping[str, Callable[..., Any]] | None
 """The code of a recipe (`Recipe.callables`), where the user named its file; None reads the file saved with the run."""

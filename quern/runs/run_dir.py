@@ -17,20 +17,24 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
-from quern.constructors import CONSTRUCTORS
+from quern.field_types import CONSTRUCTORS
 from quern.flags.recipe_file import read_recipe_file
 from quern.recipe import Recipe, Resolved
 from quern.records import read_json
 from quern.resolve import resolve
 from quern.runs.trust import require_trusted
 from quern.temporaries import NAMES, write_whole
-from quern.text.tokenizer import Tokenizer
 from quern.train import manifest
 from quern.validate import check_body
 
+if TYPE_CHECKING:
+    from quern.text.tokenizer import Tokenizer
+
 STAGES = ("pretrain", "sft", "rl")
+NEWEST, BEFORE_WARMDOWN = "newest", "before-warmdown"
+"""Checkpoints by name; others are steps."""
 NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
 SHOWN_RUNS = 5
 OTHER = "or choose another folder with --out"
@@ -102,6 +106,8 @@ class RunDir:
 
     def tokenizer(self) -> Tokenizer:
         """The run's tokenizer. Raises FileNotFoundError or ValueError, which names a copy, if it is lost or damaged."""
+        from quern.text.tokenizer import Tokenizer  # help does not need NumPy
+
         path = self.folder / "tokenizer.json"
         if not path.exists() and not any(self.checkpoints(stage).is_dir() for stage in STAGES):
             raise FileNotFoundError(self.has_no("model"))

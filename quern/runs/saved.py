@@ -14,9 +14,7 @@ from typing import Any
 from quern.flags.recipe_flags import Arguments, field_names
 from quern.recipe import Made, Recipe, Resolved
 from quern.runs.origin import newest_meta, read_origin
-from quern.runs.run_dir import STAGES, RunDir
-
-NEWEST, BEFORE_WARMDOWN = "newest", "before-warmdown"
+from quern.runs.run_dir import BEFORE_WARMDOWN, STAGES, RunDir
 
 
 def read_saved(run_dir: RunDir, stage: str, callables: dict[str, Callable[..., Any]] | None = None) -> Resolved | None:

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from quern.constructors import imported
 from quern.data.batch import Batch, Batches, groups_of
 from quern.data.loader import Loader
 from quern.data.packing import windows
 from quern.data.shards import Corpus
 from quern.data.stream_loader import StreamLoader
 from quern.eval.bits_per_byte import bits_per_byte
+from quern.field_types import imported
 from quern.machine import Machine
 from quern.mesh import Mesh, ProcessGroup
 from quern.model.base import LanguageModel

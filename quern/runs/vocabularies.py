@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 
-from quern.child import environment
+from quern.process import environment
 from quern.temporaries import sha256_of
 from quern.text.hugging_face import byte_characters
 from quern.text.tokenizer import GPT2_SPLIT_PATTERN, Tokenizer

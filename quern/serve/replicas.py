@@ -17,10 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
-from quern import child
 from quern.machine import Machine, worker_variables
+from quern.process import end_with_parent, environment, waiting
 from quern.serve.server import DRAIN_SECONDS, ended_by_signals, listen
-from quern.waits.waiting import waiting
 
 PLACE = "QUERN_REPLICA"
 """Variable: the fields of a replica's `Place`."""
@@ -47,12 +46,12 @@ class Place:
 
 def join() -> Place | None:
     """Returns the place that a parent gave to this process; None if there is none. The process ends with the parent."""
-    given = child.environment().get(PLACE)
+    given = environment().get(PLACE)
     if given is None:
         return None
     number, port, own_port, threads, descriptor = map(int, given.split())
     link = socket.socket(fileno=descriptor)
-    threading.Thread(target=child.end_with_parent, args=(link.makefile("rb"),), daemon=True).start()
+    threading.Thread(target=end_with_parent, args=(link.makefile("rb"),), daemon=True).start()
     return Place(number, port, own_port, threads, link)
 
 
@@ -114,7 +113,7 @@ def run(command: Sequence[str], count: int, host: str, port: int, machine: Machi
 
     def start(number: int, link: int) -> subprocess.Popen[bytes]:
         given = number, shared, port and port + 1 + number, max(1, machine.threads // count), link
-        env = {**child.environment(), **variables(number), PLACE: " ".join(map(str, given))}
+        env = {**environment(), **variables(number), PLACE: " ".join(map(str, given))}
         # In a process group of its own: a Ctrl-C in the terminal is for the parent.
         return subprocess.Popen(command, env=env, pass_fds=(link,), process_group=0)
 

@@ -17,8 +17,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import Field, ValidationError, create_model
 
+from quern.field_types import annotations_of
 from quern.generate.sampling import Sampling
-from quern.ranges import annotations_of
 from quern.serve.errors import ApiError, Items, Strict, invalid
 from quern.serve.forms import MAX_TOOLS, ResponseFormat, StructuredOutputs, Tool, ToolChoice
 from quern.text.chat import Message

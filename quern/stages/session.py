@@ -23,13 +23,13 @@ from quern.machine import Machine, measure_peak_flops
 from quern.mesh import FOR_MAIN, Mesh, PeersLostError, alone
 from quern.model.count import flop_counter
 from quern.optim.schedule import Multipliers
+from quern.process import to_stderr, waiting
 from quern.recipe import Recipe, Resolved
 from quern.records import MakeTracker, Nowhere, Records, StageFolder, git_hash, read_events, read_metrics
 from quern.runs.load import Start, read_start
 from quern.runs.origin import FILE, Origin, read_origin, refuse_second_tokenizer, require_same
-from quern.runs.run_dir import STAGES, RunDir, refuse_unwritable
+from quern.runs.run_dir import NEWEST, STAGES, RunDir, refuse_unwritable
 from quern.runs.run_lock import run_lock
-from quern.runs.saved import NEWEST
 from quern.runs.trust import trust
 from quern.temporaries import write_whole
 from quern.terminal import Meter, counted, silent
@@ -39,7 +39,6 @@ from quern.train import checkpoint, loop
 from quern.train.backend import Evaluator, TorchBackend
 from quern.train.guard import EXIT_DONE
 from quern.train.state import TrainState
-from quern.waits.waiting import to_stderr, waiting
 
 POLL_SECONDS = 0.1
 RESULT = {

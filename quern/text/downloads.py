@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from quern.child import environment, set_child_env
+from quern.process import environment, set_child_env, waiting
 from quern.temporaries import sha256_of, sync_path
 from quern.text.repositories import HubName, Repository
-from quern.waits.waiting import waiting
 
 QUIET_HUB = {"HF_HUB_DISABLE_TELEMETRY": "1"}
 """The Hub's library reads it when it is imported. Without it, the library asks the Hub for a list of programs, of which

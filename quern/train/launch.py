@@ -32,16 +32,14 @@ from typing import Any
 
 import torch
 
-from quern.child import environment, set_child_env
 from quern.machine import Machine
 from quern.mesh import EVALUATING, Mesh, PeersLostError, alone, connect, disconnect
+from quern.process import environment, prompt_signals, set_child_env, waiting
+from quern.process import to_stderr as _log
 from quern.temporaries import scratch_folder, write_whole
 from quern.train.guard import heeded
 from quern.train.heartbeat import Heartbeat, exit_now
 from quern.train.manifest import CheckpointError
-from quern.waits.signals import prompt_signals
-from quern.waits.waiting import to_stderr as _log
-from quern.waits.waiting import waiting
 
 RESULT, PARENT = "QUERN_RESULT", "QUERN_PARENT"
 """Variables: the file for the exit code of a machine's first rank, and the process id of the parent."""

@@ -14,8 +14,8 @@ from quern.bench.data import Setup
 from quern.bench.jax import jax_order
 from quern.bench.material import reference
 from quern.bench.options import read_options
-from quern.child import start
 from quern.machine import Machine
+from quern.process import start
 from tests.support.jax_process import ROOT, environment
 
 

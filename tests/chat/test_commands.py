@@ -11,11 +11,11 @@ import torch
 from quern.chat.commands import COMMANDS, talk
 from quern.chat.conversation import Conversation
 from quern.chat.xray import token_name, xray
+from quern.field_types import Seed, annotations_of, refuse_outside
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Generation
 from quern.generate.sampling import Sampling
 from quern.model.context import CausalContext
-from quern.ranges import Seed, annotations_of, refuse_outside
 from quern.text.chat import Message, render, render_prompt, validate
 from quern.text.documents import read_conversations
 from tests.support.toy_engine import toy_engine, toy_tokenizer

@@ -9,18 +9,33 @@ import pytest
 
 from tests.cli.test_cli import HELP
 
-MODULES = """
-import sys
-from quern.cli.main import main
+STARTS = """
+import os, sys, time
+from quern.cli import main, verbs
+from quern.cli.options import log
+shared = time.process_time()
 for line in sys.stdin.read().splitlines():
-    try:
-        main(line.split())
-    except SystemExit:
-        pass
-    heavy = {"torch", "jax", "transformers", "scipy", "starlette", "ray"} & set(sys.modules)
-    if heavy:
-        sys.exit(f"quern {line} imported {heavy}")
+    child = os.fork()
+    if not child:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        try:
+            main.main(line.split())
+        except SystemExit:
+            pass
+        heavy = {"numpy", "torch", "jax", "transformers", "scipy", "starlette", "ray"} & set(sys.modules)
+        print("took", shared + time.process_time(), *heavy, file=sys.stderr, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
 """
+"""Runs each line of stdin in a process of its own, which prints its processor time and the large libraries it has."""
+
+
+def starts(commands: list[str]) -> list[tuple[float, set[str]]]:
+    """The processor time of each command, in seconds, and the large libraries that it imports."""
+    done = subprocess.run([sys.executable, "-c", STARTS], input="\n".join(commands), capture_output=True, text=True)
+    rows = [line.split()[1:] for line in done.stderr.splitlines() if line.startswith("took ")]
+    assert len(rows) == len(commands), done.stderr
+    return [(float(seconds), set(heavy)) for seconds, *heavy in rows]
 
 
 TRAINS = """pretrain --depth 2 --model.width 32 --model.head-dim 16 --model.context 48 --text.vocab-size 320
@@ -43,23 +58,31 @@ def test_one_process_saves_without_torch_distributed_checkpoint(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
 
 
-def test_help_and_refusals_import_no_tensor_library() -> None:
-    commands = ["", "--version", "nosuch", *(f"{verb} --help" for verb in HELP if verb != "bench gpu")]
-    commands += [
-        "pretrain --nosuch",
-        "pretrain --depth 0",
-        "chat --out no/such -p x",
-        "sft --out no/such",
-        "lab nosuch",
-    ]
-    done = subprocess.run([sys.executable, "-c", MODULES], input="\n".join(commands), capture_output=True, text=True)
-    assert (done.returncode, len(done.stderr.splitlines())) == (0, 6), done.stderr
+def test_help_imports_no_large_library_and_takes_little_time() -> None:
+    commands = [f"{verb} --help" for verb in HELP]
+    found = dict(zip(commands, starts(commands), strict=True))
+    assert {command: heavy for command, (_, heavy) in found.items() if heavy} == {}
+    slow = [command for command, (seconds, _) in found.items() if seconds > 0.7]
+    again = [starts(slow) for _ in range(2)] if slow else []  # other processes can slow one down
+    for command, *repeated in zip(slow, *again, strict=True):
+        assert min(seconds for seconds, _ in repeated) <= 0.7, command
 
 
-@pytest.mark.parametrize(("arguments", "seconds"), [([], 0.3), (["nosuch"], 0.3), (["pretrain", "--help"], 1.0)])
-def test_the_first_line_is_there_at_once(arguments: list[str], seconds: float) -> None:
-    """Processor time of a process, which PyTorch's import alone exceeds. Measured: 0.1, 0.1 and 0.5 s."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-m", "quern", *arguments], capture_output=True, check=False)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime <= seconds
+def test_refusals_import_no_tensor_library() -> None:
+    commands = ["pretrain --nosuch", "pretrain --depth 0", "chat --out no/such -p x", "sft --out no/such", "lab nosuch"]
+    for command, (_, heavy) in zip(commands, starts(commands), strict=True):
+        assert heavy <= {"numpy"}, command
+
+
+@pytest.mark.parametrize("argument", ["", "--help", "--version", "nosuch"])
+def test_the_first_line_is_there_at_once(argument: str) -> None:
+    """Processor time of a process, which PyTorch's import alone exceeds."""
+    used = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-m", "quern", *argument.split()], capture_output=True, check=False)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        used.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        if used[-1] <= 0.3:
+            return
+    raise AssertionError(used)

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from quern.bench.batches import write_empty_shards
-from quern.child import start
 from quern.data.loader import Loader
 from quern.data.shards import Corpus
 from quern.data.stream_loader import StreamLoader
 from quern.data.token_file import ShardWriter
+from quern.process import start
 
 BOS = 0
 DOCUMENTS, MEAN_TOKENS, CONTEXT, BATCH_ROWS = 1_000_000, 100, 2048, 32

@@ -14,12 +14,12 @@ from quern.mesh import Mesh
 from quern.model.recompute import recompute
 from quern.optim.schedule import Multipliers
 from quern.parallel.plan import shard_model
+from quern.process import peak_resident, reset_peak_resident, resident
 from quern.recipe import ModelRecipe, Resolved, TrainRecipe
 from quern.recipes import gpt, llama, unet
 from quern.resolve import resolve
 from quern.train.state import build_model, build_state, compile_model
 from quern.train.step import train_step
-from quern.waits.memory import peak_resident, reset_peak_resident, resident
 
 RECIPES = {"gpt": gpt.RECIPE, "llama": llama.RECIPE, "unet": unet.RECIPE}
 

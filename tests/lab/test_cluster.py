@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quern.cluster.connect import connect
+from quern.cluster import connect
 from quern.flags.recipe_file import read_recipe_file
 from quern.lab.arms import Arm, Order, in_process, on_cluster
 from quern.recipes.gpt import RECIPE

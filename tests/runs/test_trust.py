@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quern.cli import main
-from quern.constructors import CONSTRUCTORS
+from quern.field_types import CONSTRUCTORS
 from quern.flags.recipe_file import read_recipe_file
 from quern.recipe import Recipe
 from quern.recipes import load_recipe, recipe_names

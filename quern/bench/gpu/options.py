@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from quern.ranges import Amount, Seed, Threads, refuse_outside
+from quern.field_types import Amount, Seed, Threads, refuse_outside
 
 SECTIONS = ("training", "attention", "exactness", "decode", "loss", "rope", "muon", "fp8", "real")
 

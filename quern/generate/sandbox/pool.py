@@ -24,9 +24,9 @@ from math import ceil
 from queue import SimpleQueue
 from typing import Any, Self
 
+from quern.field_types import Few, refuse_outside
 from quern.generate.sandbox.program import Limits, Outcome, Program, Reason, SandboxError
 from quern.generate.sandbox.tiers import ENVIRONMENT, HOW, TIERS
-from quern.ranges import Few, refuse_outside
 
 PATIENCE = 60.0
 """Seconds for the guest to start, or to end a program."""

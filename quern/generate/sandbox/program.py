@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from quern.ranges import Amount, annotations_of, refuse_outside
+from quern.field_types import Amount, annotations_of, refuse_outside
 
 Reason = Literal["passed", "failed", "exception", "exit", "timeout", "memory", "output", "killed"]
 

@@ -19,9 +19,9 @@ from socketserver import TCPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from quern.field_types import Port, refuse_outside
 from quern.lab.board.reader import Board, NotFound
 from quern.lab.options import BoardOptions
-from quern.ranges import Port, refuse_outside
 from quern.serve.gate.hosts import Hosts
 
 MAX_BODY_BYTES = 4 << 20

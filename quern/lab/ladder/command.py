@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quern import machine as machines
-from quern.cluster.connect import connect
+from quern.cluster import connect
 from quern.data.packing import windows
 from quern.flags.recipe_file import map_paths
 from quern.kernels.attention.autotune import select_attention

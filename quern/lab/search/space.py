@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from quern.field_types import range_of, refuse_outside
 from quern.flags.recipe_flags import field_names
-from quern.ranges import range_of, refuse_outside
 from quern.recipe import FOR_FINE_TUNING, OPERATIONAL, Recipe
 from quern.validate import FILLED_IN, annotation_of, check, flag, why_unused
 

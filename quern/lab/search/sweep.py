@@ -26,13 +26,13 @@ import optuna
 from optuna import pruners, samplers
 from optuna.exceptions import ExperimentalWarning
 
-from quern.child import environment
 from quern.lab.options import SweepOptions
 from quern.lab.search.results import write_results
 from quern.lab.search.space import Space, read_space
 from quern.lab.search.trials import Sweep, Trial, fill
 from quern.lab.study import check_name
 from quern.lab.trainer import Trainer
+from quern.process import environment
 from quern.recipe import Recipe
 from quern.resolve import resolve
 from quern.terminal import counted

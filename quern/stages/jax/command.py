@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
-import yaml
 from annotated_types import Interval
 
+from quern.field_types import Few, Threads
 from quern.flags import check_flags
 from quern.flags.check_flags import UNSAID, negated
 from quern.flags.recipe_flags import FINE_TUNING, FOLLOWING, RL, WORKERS, Arguments, Refusal, parse
-from quern.ranges import Few, Threads
 from quern.recipe import Recipe
 from quern.recipes import chosen_recipe, load_recipe
 from quern.records import find_trackers
@@ -255,6 +254,8 @@ def read_config(path: Path | None) -> dict[str, Any]:
     """The fields in a YAML or JSON file; none without a file. Raises ValueError for other contents."""
     if path is None:
         return {}
+    import yaml
+
     text = path.read_text(encoding="utf-8")
     body = yaml.safe_load(text) if path.suffix in (".yaml", ".yml") else json.loads(text)
     if not isinstance(body, dict):

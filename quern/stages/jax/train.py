@@ -17,8 +17,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from quern.constructors import code_path
 from quern.data.batch import Batches
+from quern.field_types import code_path
 from quern.grug.evaluate import flops_per_token, measure_peak_flops, validate
 from quern.grug.mesh import batch_shards, check_model_axis, check_rows, first_process_first
 from quern.grug.state import Grug, StepConfig, init_state, step_config

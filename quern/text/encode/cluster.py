@@ -11,7 +11,7 @@ from itertools import cycle
 
 import numpy as np
 
-from quern.cluster.connect import SECONDS_TO_START, last_line, ray_module
+from quern.cluster import SECONDS_TO_START, last_line, ray_module
 from quern.text.encode.pool import Encoded, Submit, encode_unit
 from quern.text.tokenizer import Tokenizer
 
@@ -34,7 +34,7 @@ class _Encoder:
 
 @contextmanager
 def on_cluster(tokenizer: Tokenizer, dtype: np.dtype, workers: int) -> Iterator[Submit]:
-    """`pool.StartWorkers` on the cluster that `quern.cluster.connect` has connected.
+    """`pool.StartWorkers` on the cluster that `quern.cluster` has connected.
 
     Raises:
         RuntimeError: The cluster has no room for the encoders, or encoders were lost too often.

@@ -1,19 +1,20 @@
-"""Ranges of numbers, in the annotations of fields: `steps: Count`. Flags, recipes, saved files and HTTP read them.
-A source of conversations, the one value of a recipe that has options of its own, is here too.
+"""Types of fields: numbers with their ranges (`steps: Count`), sources of conversations, functions of quern by name.
 
-The ranges exclude values that no run could use (NaN, infinity, values that overflow later); limits that depend on other
-fields are in `validate.py`. A text beside the interval ends the message about a value outside it.
+Flags, recipes, saved files and HTTP read the ranges in the annotations. The ranges exclude values that no run could use
+(NaN, infinity, values that overflow later); limits that depend on other fields are in `validate.py`. A text beside the
+interval ends the message about a value outside it.
 """
 
 from __future__ import annotations
 
 import math
+import pkgutil
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Interval
 
@@ -137,3 +138,34 @@ class ConversationSource:
 
 
 SOURCE_OPTIONS: Mapping[str, Callable[[str], Any]] = {"repeats": float, "limit": int, "split": str, "column": str}
+
+
+CONSTRUCTORS = frozenset(
+    "quern.model.gpt:GPT quern.model.llama:Llama quern.model.unet:UNet quern.optim.groups:table "
+    "quern.optim.schedule:warmup_stable_decay quern.recipes.llama:rules quern.recipes.llama_adamw:rules "
+    "quern.recipes.unet:rules quern.recipes.unet:schedule".split()
+)
+"""Callables that a saved recipe may name; all others come from the recipe's own file."""
+
+
+class Deferred(NamedTuple):
+    """A function or class of quern that is imported when it is used, so that a recipe can be read without PyTorch.
+
+    Args:
+        path: "module:name", one of `CONSTRUCTORS`.
+    """
+
+    path: str
+
+    def __call__(self, *arguments: Any) -> Any:
+        return imported(self)(*arguments)
+
+
+def imported(code: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function or class itself."""
+    return pkgutil.resolve_name(code.path) if isinstance(code, Deferred) else code
+
+
+def code_path(code: Callable[..., Any]) -> str:
+    """Returns the name of a function or class, "module:name"."""
+    return code.path if isinstance(code, Deferred) else f"{code.__module__}:{code.__qualname__}"
