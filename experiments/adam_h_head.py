@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quern.model.gpt import GPT
-from quern.model.initialize import Draw
+from quern.model.layers import Draw
 from quern.optim.groups import GroupRule, table
 from quern.optim.hyperball import AdamH
 from quern.recipe import OptimRecipe, Resolved

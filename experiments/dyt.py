@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from quern.model.gpt import GPT, GPTBlock
-from quern.model.initialize import Draw
+from quern.model.layers import Draw
 from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE as BASELINE
 

@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quern.model.attention import CausalSelfAttention
 from quern.model.context import Context
-from quern.model.gpt import GPT
-from quern.model.initialize import Draw
+from quern.model.gpt import GPT, CausalSelfAttention
+from quern.model.layers import Draw
 from quern.recipes.gpt import RECIPE as BASELINE
 
 

@@ -11,8 +11,7 @@ The width must be at least 32.
 
 from dataclasses import replace
 
-from quern.model.attention import CausalSelfAttention
-from quern.model.gpt import GPT
+from quern.model.gpt import GPT, CausalSelfAttention
 from quern.recipes.gpt import RECIPE as BASELINE
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quern.model.gpt import GPT, GPTBlock
-from quern.model.initialize import Draw
+from quern.model.layers import Draw
 from quern.recipes.gpt import RECIPE as BASELINE
 
 

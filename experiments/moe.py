@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quern.model.gpt import GPT, UP_SHARE
-from quern.model.initialize import Draw
+from quern.model.layers import Draw
 from quern.recipes.gpt import RECIPE as BASELINE
 
 EXPERTS, CHOSEN = 4, 2

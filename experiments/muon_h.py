@@ -10,10 +10,8 @@ Verdict: not yet measured.
 
 from dataclasses import replace
 
-from quern.model.attention import CausalSelfAttention
-from quern.model.gpt import GPT
-from quern.model.initialize import Draw
-from quern.model.layers import SquaredReluMLP
+from quern.model.gpt import GPT, CausalSelfAttention
+from quern.model.layers import Draw, SquaredReluMLP
 from quern.optim.groups import GroupRule, table
 from quern.optim.hyperball import MuonH
 from quern.recipe import OptimRecipe, Resolved

@@ -13,10 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from quern.model.attention import CausalSelfAttention
-from quern.model.gpt import GPT, GPTBlock
-from quern.model.initialize import Draw
-from quern.model.layers import SquaredReluMLP
+from quern.model.gpt import GPT, CausalSelfAttention, GPTBlock
+from quern.model.layers import Draw, SquaredReluMLP
 from quern.optim.groups import GroupRule, table
 from quern.optim.hyperball import MuonH
 from quern.recipe import OptimRecipe, Resolved

@@ -12,8 +12,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from quern.kernels.rope import rotate
-from quern.model.attention import CausalSelfAttention
-from quern.model.gpt import GPT
+from quern.model.gpt import GPT, CausalSelfAttention
 from quern.recipes.gpt import RECIPE as BASELINE
 
 

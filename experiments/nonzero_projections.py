@@ -11,10 +11,8 @@ Verdict: not yet measured.
 import math
 from dataclasses import replace
 
-from quern.model.attention import CausalSelfAttention
-from quern.model.gpt import GPT
-from quern.model.initialize import Draw
-from quern.model.layers import SquaredReluMLP
+from quern.model.gpt import GPT, CausalSelfAttention
+from quern.model.layers import Draw, SquaredReluMLP
 from quern.recipes.gpt import RECIPE as BASELINE
 
 OWN_INITIAL_VALUES = ("blocks.*.attention.out.weight", "blocks.*.mlp.down.weight")

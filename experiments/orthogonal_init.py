@@ -12,10 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quern.model.attention import CausalSelfAttention
-from quern.model.gpt import GPT
-from quern.model.initialize import Draw
-from quern.model.layers import SquaredReluMLP
+from quern.model.gpt import GPT, CausalSelfAttention
+from quern.model.layers import Draw, SquaredReluMLP
 from quern.recipes.gpt import RECIPE as BASELINE
 
 OWN_INITIAL_VALUES = ("blocks.*.attention.*.weight", "blocks.*.mlp.up.weight")

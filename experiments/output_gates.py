@@ -13,9 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from quern.model.attention import CausalSelfAttention
-from quern.model.gpt import GPT
-from quern.model.initialize import Draw
+from quern.model.gpt import GPT, CausalSelfAttention
+from quern.model.layers import Draw
 from quern.recipes.gpt import RECIPE as BASELINE
 
 

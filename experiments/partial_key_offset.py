@@ -12,9 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quern.model.attention import CausalSelfAttention
 from quern.model.context import Context
-from quern.model.gpt import GPT
+from quern.model.gpt import GPT, CausalSelfAttention
 from quern.model.unet import half_rotary_table
 from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE as BASELINE

@@ -13,8 +13,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from quern.model.attention import CausalSelfAttention
-from quern.model.gpt import GPT
+from quern.model.gpt import GPT, CausalSelfAttention
 from quern.optim.groups import GroupRule, table
 from quern.optim.muon import Orthogonalize, polar_express
 from quern.recipe import Resolved

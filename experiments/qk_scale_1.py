@@ -9,8 +9,7 @@ Verdict: not yet measured.
 
 from dataclasses import replace
 
-from quern.model.attention import CausalSelfAttention
-from quern.model.gpt import GPT
+from quern.model.gpt import GPT, CausalSelfAttention
 from quern.recipes.gpt import RECIPE as BASELINE
 
 

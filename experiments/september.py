@@ -15,8 +15,7 @@ from torch import Tensor
 
 from quern.model.context import Context
 from quern.model.gpt import GPT
-from quern.model.initialize import Draw
-from quern.model.layers import norm
+from quern.model.layers import Draw, norm
 from quern.optim.groups import GroupRule, table
 from quern.recipe import ModelRecipe, Recipe
 from quern.recipes.gpt import RECIPE as BASELINE

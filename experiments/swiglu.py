@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quern.model.gpt import GPT
-from quern.model.initialize import Draw
+from quern.model.layers import Draw
 from quern.recipes.gpt import RECIPE as BASELINE
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from quern.model.context import Context
 from quern.model.gpt import GPT
-from quern.model.initialize import Draw
+from quern.model.layers import Draw
 from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE as BASELINE
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from quern.kernels.embedding import embed
 from quern.model.gpt import GPT
-from quern.model.initialize import Draw
+from quern.model.layers import Draw
 from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE as BASELINE
 

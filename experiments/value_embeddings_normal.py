@@ -11,7 +11,7 @@ Shows the seam `init_parameters`.
 from dataclasses import replace
 
 from quern.model.gpt import GPT
-from quern.model.initialize import Draw
+from quern.model.layers import Draw
 from quern.recipes.gpt import RECIPE as BASELINE
 
 OWN_INITIAL_VALUES = ("value_embeddings.*",)

@@ -25,8 +25,7 @@ from quern.data.shards import Corpus
 from quern.eval.score import Score, own_part
 from quern.machine import Machine
 from quern.mesh import ProcessGroup
-from quern.model.base import LanguageModel
-from quern.model.loss import token_losses
+from quern.model.base import LanguageModel, token_losses
 from quern.text.tokenizer import Tokenizer
 
 VALIDATION, TRAIN = "validation", "train"

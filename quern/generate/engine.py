@@ -7,10 +7,9 @@ from typing import Any
 import torch
 
 from quern import compiler
-from quern.generate.cache import KVCache
+from quern.generate.cache import KVCache, PrefixCache
 from quern.generate.compiled import CompiledDecode
 from quern.generate.grammar import Grammar, GrammarError, Grammars
-from quern.generate.prefix import PrefixCache
 from quern.generate.reply import Completion, Event, Generation, Reply, Row, Token
 from quern.generate.sample import generator, log_probabilities
 from quern.generate.sampling import Sampling

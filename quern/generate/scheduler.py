@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from quern import compiler
-from quern.generate.cache import KVCache, decode, pad
+from quern.generate.cache import KVCache, Prefix, PrefixCache, decode, pad
 from quern.generate.compiled import SPAN, CompiledDecode
-from quern.generate.prefix import Prefix, PrefixCache
 from quern.generate.reply import Event, Row, Token
 from quern.generate.sample import draw, log_probabilities, penalise, sample
 from quern.generate.sampling import Sampling

@@ -19,8 +19,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax.sharding import PartitionSpec as P
 
-from quern.grug.mesh import BATCH
-from quern.grug.product import product
+from quern.grug.mesh import BATCH, product
 
 BY_HEAD = P(BATCH, "model", None, None)
 GROUPED = P(BATCH, None, "model", None, None)

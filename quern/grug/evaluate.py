@@ -23,9 +23,8 @@ from jax.sharding import PartitionSpec as P
 
 from quern.data.packing import windows
 from quern.data.shards import Corpus
-from quern.grug.mesh import BATCH, anywhere, make_mesh, place
+from quern.grug.mesh import BATCH, anywhere, make_mesh, place, product
 from quern.grug.model import Params
-from quern.grug.product import product
 from quern.grug.state import StepConfig, eval_step
 
 ROWS, TOKENS, WIDTH, CHANNELS = 8, 256, 256, 1024

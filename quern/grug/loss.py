@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax.sharding import PartitionSpec as P
 
-from quern.grug.mesh import BATCH
+from quern.grug.mesh import BATCH, product
 from quern.grug.model import Params, cap, forward, logits, look_up
-from quern.grug.product import product
 from quern.recipe import ResolvedModel
 
 MAX_SOFTCAP = 60.0

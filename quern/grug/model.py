@@ -21,8 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from quern.grug.attention import AttentionMask, attention
-from quern.grug.mesh import BATCH, AnyMesh, check_model_axis, fit
-from quern.grug.product import product
+from quern.grug.mesh import BATCH, AnyMesh, check_model_axis, fit, product
 from quern.recipe import ResolvedModel
 
 QK_SCALE = 1.2

@@ -129,7 +129,7 @@ def _gram(x: jax.Array, tall: bool) -> jax.Array:
 
 
 def _times(x: jax.Array, y: jax.Array) -> jax.Array:
-    """A matrix product in x's dtype, accumulated in fp32 (see product.py)."""
+    """A matrix product in x's dtype, accumulated in fp32 (see `mesh.product`)."""
     return jnp.matmul(x, y, preferred_element_type=jnp.float32).astype(x.dtype)
 
 

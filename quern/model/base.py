@@ -4,6 +4,10 @@ An architecture builds its modules, runs them in `forward`, and says in class at
 module initialises what it owns (`init_parameters`) and may name the optimizer group of its parameters
 (`optimizer_groups`). An idea overrides one method: `make_block`, `layers`, `context`, `loss`, `logits`.
 
+The one loss (`loss_sum`) is a sum over valid targets divided by the number of valid targets in the whole batch, over
+all micro-batches and ranks, so that accumulation and parallelism cannot change the update. Pretraining, SFT and RL
+differ in their batches only: `mask` says which targets count, `weight` carries advantages.
+
 Shapes: B rows, T tokens, D width, V vocabulary.
 """
 
@@ -17,9 +21,10 @@ from torch import Tensor, nn
 
 from quern.kernels.cross_entropy import PlainProducts, cross_entropy
 from quern.kernels.softcap import Cap, has_kernel
+from quern.machine import Attention
 from quern.model.context import CausalContext
 from quern.model.fp8 import head_products
-from quern.model.initialize import Draw
+from quern.model.layers import Draw
 from quern.recipe import ResolvedModel
 
 KINDS = ("embedding", "value_embeddings", "head", "matrices", "scalars")
@@ -151,3 +156,37 @@ class LanguageModel(nn.Module):
             block.compile(**options)
         for name in self.compiled_parts:
             setattr(self, name, torch.compile(getattr(self, name), **options))
+
+
+def loss_sum(
+    model: LanguageModel,
+    tokens_BT: Tensor,
+    targets_BT: Tensor,
+    scale_BT: Tensor,
+    progress: float = 1.0,
+    attention: Attention | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Runs the model on whole rows and computes its loss.
+
+    Args:
+        model: The model.
+        tokens_BT: (B, T) int64.
+        targets_BT: (B, T) int64.
+        scale_BT: (B, T) fp32, mask · weight / number of valid targets in the global batch.
+        progress: Share of the training run that is done.
+        attention: How attention is computed (`Machine.attention`).
+
+    Returns:
+        Σ scale · nats as a differentiable scalar, and the nats of each token (B, T).
+    """
+    context = model.context(tokens_BT, progress).with_backend(attention, tokens_BT, model.windows)
+    return model.loss(model(tokens_BT, context), targets_BT, scale_BT, context)
+
+
+@torch.no_grad()
+def token_losses(
+    model: LanguageModel, x_BTD: Tensor, targets_BT: Tensor, context: CausalContext | None = None
+) -> Tensor:
+    """Nats of each target (B, T) in fp32 from hidden states, without holding full logits. Not differentiable."""
+    zeros = torch.zeros(targets_BT.shape, dtype=torch.float32, device=targets_BT.device)
+    return model.loss(x_BTD, targets_BT, zeros, context or CausalContext())[1]

@@ -1,4 +1,4 @@
-"""Makes a model train in FP8: replaces linear layers and the multiplication of merged ones (fused_linear.py).
+"""Makes a model train in FP8: replaces linear layers and the multiplication of merged ones (layers.py).
 
 Parameters stay the same objects. FP8 is used where gradients are recorded, and only there: evaluation and generation
 record no graph, so they compute in the parameters' dtype with the same module. No mode has to be switched around an
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from quern.kernels.cross_entropy import MakeProducts, PlainProducts, Products
 from quern.kernels.fp8 import MULTIPLE, HeadProducts, HeadScales, fp8_linear, has_fast_product
 from quern.kernels.softcap import has_kernel
-from quern.model.fused_linear import Merged
+from quern.model.layers import Merged
 
 
 @dataclass(frozen=True)

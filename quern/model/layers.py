@@ -1,11 +1,15 @@
-"""The small pieces that every model is made of: norm, rotary positions, feed-forward, token shift.
+"""The small pieces that every model is made of: norm, rotary positions, feed-forward, merged projections, and the draw
+of initial values.
 
 Shapes: B batch, T tokens, D width, H heads, E head dim. Pure functions and single-device modules.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Callable
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +17,37 @@ from torch import Tensor, nn
 
 from quern.kernels.embedding import embed
 from quern.kernels.rope import rotary_angles
-from quern.model.initialize import Draw
+
+
+class Draw:
+    """Sets the initial values of a model's parameters, each from a generator of its own.
+
+    The generator of a parameter is seeded by (seed, name), so a parameter that an idea adds leaves the initial values
+    of all others unchanged.
+    """
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self._seed = seed
+        self._names = {p: name for name, p in model.named_parameters()}
+        self.filled: set[str] = set()
+
+    def uniform(self, p: Tensor, low: float, high: float) -> None:
+        """Uniform on [low, high)."""
+        self.fill(p, torch.empty(p.shape, dtype=torch.float32, device="cpu").uniform_(low, high, generator=self._of(p)))
+
+    def normal(self, p: Tensor, std: float) -> None:
+        """Normal with mean 0 and standard deviation `std`."""
+        self.fill(p, torch.empty(p.shape, dtype=torch.float32, device="cpu").normal_(0.0, std, generator=self._of(p)))
+
+    def fill(self, p: Tensor, value: float | Tensor) -> None:
+        """A constant, or given values."""
+        p.copy_(torch.as_tensor(value).expand(p.shape))
+        self.filled.add(self._names[cast(nn.Parameter, p)])
+
+    def _of(self, p: Tensor) -> torch.Generator:
+        name = self._names[cast(nn.Parameter, p)]
+        digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))  # a CPU generator reads 32 bits
 
 
 def norm(x: Tensor) -> Tensor:
@@ -57,3 +91,24 @@ class SquaredReluMLP(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         return self.down(F.relu(self.up(x_BTD)).square())
+
+
+class Merged(nn.Module):
+    """Several projections of one input as one product: one parameter holds their stacked matrices. fp8.py changes how
+    linear layers multiply, and finds these products by this class, since no nn.Linear computes them.
+
+    multiply: (x (…, D), weight (O, D)) → x Wᵀ (…, O). A replacement of F.linear must compute the same product."""
+
+    stacked: ClassVar[str]
+    """The name of the parameter: (matrices, outputs of each, D)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.multiply: Callable[[Tensor, Tensor], Tensor] = F.linear
+
+    def stacked_weight(self) -> nn.Parameter:
+        return self.get_parameter(self.stacked)
+
+    def project(self, x: Tensor) -> Tensor:
+        """x: (…, D) → (…, matrices · outputs of each), the outputs of each matrix in order."""
+        return self.multiply(x, self.stacked_weight().flatten(0, 1))

@@ -19,9 +19,7 @@ from quern.kernels.rope import rotary_angles, rotate
 from quern.kernels.softcap import NoCap
 from quern.model.base import LanguageModel
 from quern.model.context import Context
-from quern.model.fused_linear import Merged
-from quern.model.initialize import Draw
-from quern.model.layers import Embedding
+from quern.model.layers import Draw, Embedding, Merged
 from quern.recipe import ResolvedModel
 
 NORM_EPS = 1e-5

@@ -23,9 +23,7 @@ from quern.kernels.rope import rotary_angles, rotate_normed
 from quern.kernels.softcap import SigmoidCap
 from quern.model.base import LanguageModel
 from quern.model.context import CausalContext, Context
-from quern.model.fused_linear import Merged
-from quern.model.initialize import Draw
-from quern.model.layers import Embedding, SquaredReluMLP, norm
+from quern.model.layers import Draw, Embedding, Merged, SquaredReluMLP, norm
 from quern.recipe import ResolvedModel
 
 ATTENTION_SCALE = 0.12

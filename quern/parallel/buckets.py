@@ -8,7 +8,7 @@ rank. The owners update their fp32 masters, and the regions are gathered back. T
 - Stacks: matrices of one shape, each owned whole by one rank. Where their number divides by the ranks, a rank owns the
   matrices of its region. Otherwise regions end within matrices, and the parts travel to the owners and back
   (all-to-all); ownership.py balances the work. Under tensor parallelism a rank holds parts of matrices, and the shards
-  of a replica exchange parts so that each has whole matrices to update (stacks.py).
+  of a replica exchange parts so that each has whole matrices to update (`Stack`).
 - Small: parameters that are too small to cut. One all-reduce sums all small buckets, and every rank updates them.
 
 A group that is updated every n-th step (`GroupRule.every`) adds its gradients to `held` on the other steps: nothing is
@@ -34,9 +34,8 @@ from torch.nn import Parameter
 
 from quern.mesh import Mesh, Pending
 from quern.optim.groups import ParameterGroup, Rule
-from quern.parallel.ownership import Ownership, share_out, units_together
+from quern.parallel.ownership import Ownership, Stack, share_out, units_together
 from quern.parallel.sharding import sharding_of
-from quern.parallel.stacks import Stack
 
 ALIGNMENT = 64
 """In elements: a parameter of a small bucket starts at a multiple of it, since fast matmuls need aligned operands."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from quern.parallel.buckets import Bucket
+from quern.parallel.ownership import Stack
 from quern.parallel.sharding import Slice, sharding_of, sliced
-from quern.parallel.stacks import Stack
 
 
 def slices_of(bucket: Bucket) -> dict[str, Slice]:

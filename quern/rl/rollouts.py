@@ -24,8 +24,7 @@ from quern.generate.engine import Engine
 from quern.generate.reply import Completion
 from quern.generate.sampling import Sampling
 from quern.mesh import ProcessGroup, alone
-from quern.model.base import LanguageModel
-from quern.model.loss import loss_sum
+from quern.model.base import LanguageModel, loss_sum
 from quern.recipe import RlRecipe
 from quern.records import read_json
 from quern.rl.advantages import advantages, clipped_ratios, is_uniform, overlong_penalty

@@ -19,8 +19,7 @@ from quern.runs.run_dir import BEFORE_WARMDOWN, NEWEST, RunDir
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint, manifest
 from quern.train.manifest import CheckpointError
-from quern.train.replicas import checksum
-from quern.train.state import build_model, weights_of
+from quern.train.state import build_model, checksum, weights_of
 
 Code = Mapping[str, Callable[..., Any]] | None
 """The code of a recipe (`Recipe.callables`), where the user named its file; None reads the file saved with the run."""

@@ -15,8 +15,7 @@ from quern.mesh import Mesh
 from quern.model.count import Flops
 from quern.optim.schedule import Multipliers
 from quern.parallel.sharding import Slice
-from quern.train.replicas import refuse_unequal_replicas
-from quern.train.state import Counters, TrainState
+from quern.train.state import Counters, TrainState, refuse_unequal_replicas
 from quern.train.step import DeviceBatch, StepResult, send_batch, train_on
 
 Evaluator = Callable[[Any], dict[str, Any]]

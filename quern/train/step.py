@@ -20,8 +20,8 @@ from torch import Tensor
 from quern.data.loader import Batch
 from quern.machine import Machine
 from quern.mesh import Mesh
+from quern.model.base import loss_sum
 from quern.model.count import Flops
-from quern.model.loss import loss_sum
 from quern.optim.schedule import Multipliers
 from quern.train.state import TrainState
 

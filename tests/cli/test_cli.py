@@ -99,16 +99,19 @@ def test_help_keeps_to_the_width_of_the_terminal(
 
 
 def test_a_run_may_follow_the_verb_at_once(tmp_path: Path) -> None:
+    def with_run(verb: str, *words: str) -> list[str]:
+        return [*verbs.with_run(verb, Arguments(words))]
+
     for verb in ("sft", "rl", "evaluate", "complete", "chat", "serve", "report", "export"):
-        assert verbs.with_run(verb, ["mine", "--out", "x"]) == ["--run", "mine", "--out", "x"]
-    assert verbs.with_run("grug", ["eval", "mine"]) == ["eval", "--run", "mine"]
+        assert with_run(verb, "mine", "--out", "x") == ["--run", "mine", "--out", "x"]
+    assert with_run("grug", "eval", "mine") == ["eval", "--run", "mine"]
     for verb in ("run", "pretrain"):
         (tmp_path / "runs" / "mine").mkdir(parents=True, exist_ok=True)
         line = ["mine", "--resume", "--out", str(tmp_path)]
-        assert verbs.with_run(verb, line) == ["--run", *line] and verbs.with_run(verb, line[:2]) == line[:2]
+        assert with_run(verb, *line) == ["--run", *line] and with_run(verb, *line[:2]) == line[:2]
     for line in ("complete Once.py", "chat gpt", "chat -p mine", "chat", "import mine", "grug train mine", "runs mine"):
-        verb, *words = list(map(str, line.split()))
-        assert verbs.with_run(verb, words) == words
+        verb, *words = line.split()
+        assert with_run(verb, *words) == words
 
 
 def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,9 +19,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from quern.generate.cache import KVCache, decode
 from quern.kernels.attention.attend import MaskSpec, attend_in_blocks, visible
+from quern.model.base import loss_sum
 from quern.model.count import FlopCounter, count, weightless
 from quern.model.gpt import GPT
-from quern.model.loss import loss_sum
 from quern.optim.groups import make_groups
 from quern.optim.schedule import Multipliers
 from quern.recipe import Resolved

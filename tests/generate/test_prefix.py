@@ -6,8 +6,7 @@ from typing import Any, cast
 
 import torch
 
-from quern.generate.cache import KVCache
-from quern.generate.prefix import LEAST_TOKENS, PrefixCache
+from quern.generate.cache import LEAST_TOKENS, KVCache, PrefixCache
 
 
 def test_the_longest_beginning_is_found_and_the_least_recently_used_leave() -> None:

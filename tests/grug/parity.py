@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 from quern import compiler
 from quern.data.batch import Batch
 from quern.grug.attention import AttentionMask
-from quern.grug.bridge import from_torch, to_torch
 from quern.grug.loss import loss_fn
 from quern.grug.mesh import BATCH, make_mesh, place
 from quern.grug.model import forward, logits
@@ -34,13 +33,14 @@ from quern.grug.state import (
     step_config,
     train_step,
 )
+from quern.model.base import loss_sum
 from quern.model.context import CausalContext
-from quern.model.loss import loss_sum
 from quern.optim import groups
 from quern.optim.schedule import Multipliers
 from quern.recipe import Recipe, Resolved
 from quern.recipes import load_recipe
 from quern.resolve import resolve
+from quern.stages.jax.bridge import from_torch, to_torch
 from quern.stages.jax.train import core_of
 from quern.train.state import TrainState as TorchState
 from quern.train.step import to_device

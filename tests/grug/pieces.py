@@ -25,13 +25,13 @@ from quern.grug.attention import (
     reference_attention,
     splash_attention,
 )
-from quern.grug.bridge import from_torch, to_torch, write_weights
 from quern.grug.evaluate import choose_dtype, flops_per_token, is_faster, matmul_flops, probe, validate
 from quern.grug.mesh import BATCH, place
 from quern.grug.model import Params, forward, layout, logits
 from quern.grug.state import JaxTrainState, device_batch, init_state, step_config, train_step
 from quern.optim.schedule import Multipliers
 from quern.stages.jax.backend import arrays_of
+from quern.stages.jax.bridge import from_torch, to_torch, write_weights
 from quern.train import checkpoint, manifest
 from tests.grug.parity import batch_of, deviation, mesh_of, recipe_of, relative, state_on, weights_of
 from tests.grug.two_processes import save

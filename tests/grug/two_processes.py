@@ -15,7 +15,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from quern.data.batch import Batch
-from quern.grug.bridge import to_torch
 from quern.grug.gauntlet import moved
 from quern.grug.mesh import anywhere, first_process_first, join_processes, make_mesh, same_everywhere
 from quern.grug.state import JaxTrainState, StepConfig, device_batch, init_state, state_of, step_config, train_step
@@ -23,6 +22,7 @@ from quern.recipe import ModelRecipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from quern.stages.jax.backend import JaxBackend, JaxRun, arrays_of, processes
+from quern.stages.jax.bridge import to_torch
 from quern.train import checkpoint, manifest
 from quern.train.guard import Guard
 

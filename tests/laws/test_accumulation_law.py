@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quern.data.loader import Batch
-from quern.model.loss import loss_sum
+from quern.model.base import loss_sum
 from quern.optim.schedule import Multipliers
 from quern.train.state import TrainState
 from quern.train.step import accumulate, send_batch, to_device, train_step

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from quern import compiler
 from quern.interop import export_hf, import_hf
 from quern.interop.llama_format import weights_to
+from quern.model.base import loss_sum
 from quern.model.context import CausalContext
-from quern.model.loss import loss_sum
 from quern.recipe import Resolved
 from quern.recipes.llama import RECIPE
 from quern.runs.load import load

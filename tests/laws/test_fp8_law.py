@@ -21,8 +21,8 @@ from quern.generate.cache import KVCache, decode
 from quern.kernels import fp8 as module
 from quern.kernels.fp8 import E4M3, E5M2, fp8_linear, product, quantise
 from quern.machine import Machine
+from quern.model.base import loss_sum, token_losses
 from quern.model.fp8 import Fp8Linear, use_fp8
-from quern.model.loss import loss_sum, token_losses
 from quern.records import StageFolder, read_metrics
 from quern.train.backend import TorchBackend
 from quern.train.loop import resume, train

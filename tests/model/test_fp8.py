@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from quern import compiler
+from quern.model.base import loss_sum
 from quern.model.fp8 import Fp8Head, Fp8Linear, head_products, use_fp8
-from quern.model.loss import loss_sum
 from quern.recipes.gpt import RECIPE as gpt
 from quern.recipes.llama import RECIPE as llama
 from quern.recipes.unet import RECIPE as unet

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from quern.model.attention import GATE_CHANNELS, GATE_RANGE, QK_SCALE
+from quern.model.base import loss_sum
 from quern.model.context import CausalContext
-from quern.model.gpt import GPT, SMEAR_CHANNELS
-from quern.model.loss import loss_sum
+from quern.model.gpt import GATE_CHANNELS, GATE_RANGE, GPT, QK_SCALE, SMEAR_CHANNELS
 from quern.optim.schedule import Multipliers
 from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE

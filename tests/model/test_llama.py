@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from quern.generate.cache import KVCache, decode
+from quern.model.base import loss_sum
 from quern.model.context import CausalContext
 from quern.model.count import FlopCounter, parameters
 from quern.model.llama import INIT_STD, Llama, RMSNorm, RotaryTable, mlp_width
-from quern.model.loss import loss_sum
 from quern.optim.groups import make_groups
 from quern.optim.schedule import Multipliers
 from quern.recipe import ModelRecipe, Resolved, ResolvedModel

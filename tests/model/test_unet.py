@@ -13,7 +13,7 @@ from quern import compiler
 from quern.data.batch import Batch
 from quern.data.shards import Corpus
 from quern.mesh import alone
-from quern.model.loss import loss_sum, token_losses
+from quern.model.base import loss_sum, token_losses
 from quern.model.unet import UNet, value_embedding_of, without_attention
 from quern.recipe import Resolved, ResolvedModel
 from quern.recipes.unet import RECIPE

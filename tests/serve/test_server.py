@@ -16,6 +16,7 @@ import pytest
 from torch import nn
 
 from quern.cli.verbs import verb_serve
+from quern.flags.recipe_flags import Arguments
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Delta, Event, Generation
 from quern.generate.sampling import Sampling
@@ -309,7 +310,7 @@ def test_keys_are_added_shown_once_and_removed(tmp_path: Path) -> None:
 
     def keys(*arguments: str) -> list[str]:
         lines.clear()
-        assert verb_serve("serve", ["keys", *arguments, "--keys", str(file)]) == 0
+        assert verb_serve("serve", Arguments(("keys", *arguments, "--keys", str(file)))) == 0
         return [*lines]
 
     with pytest.MonkeyPatch.context() as patch:

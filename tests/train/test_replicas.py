@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quern.train import manifest
-from quern.train.replicas import CHUNK_WORDS, checksum
+from quern.train.state import CHUNK_WORDS, checksum
 from tests.parallel.test_faults import PRETRAIN, SHORT, lines_with
 from tests.support.faulty_ranks import FaultyRanks
 

@@ -11,8 +11,8 @@ import torch
 from quern.data.loader import Batch, Loader
 from quern.data.shards import Corpus
 from quern.kernels.cross_entropy import cross_entropy_plain
+from quern.model.base import loss_sum
 from quern.model.context import CausalContext
-from quern.model.loss import loss_sum
 from quern.optim.schedule import Multipliers
 from quern.text.chat import Message, render
 from quern.text.tinyworld import corpus as tinyworld_corpus

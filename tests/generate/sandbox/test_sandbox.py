@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import pytest
 
-from quern.generate.sandbox import Limits, Outcome, Program, Sandbox, SandboxError, pool, tiers
+from quern.generate.sandbox import Limits, Outcome, Program, Sandbox, SandboxError, pool
 from quern.generate.sandbox.guest import seccomp, values
 from tests.generate.sandbox.forgeries import CHECK, FORGERIES, LIES, MESSAGE
 from tests.generate.sandbox.honest import HONEST_PROGRAMS
@@ -28,7 +28,7 @@ SHORT = Limits(seconds=5, cpu_seconds=1, memory_megabytes=256, file_megabytes=4)
 HONEST = Program("def answer():\n    print('counted')\n    return 42", CHECK)
 
 
-@pytest.fixture(scope="module", params=list(tiers.TIERS))
+@pytest.fixture(scope="module", params=list(pool.TIERS))
 def tier(request: pytest.FixtureRequest) -> str:
     try:
         Sandbox(1, tier=request.param).close()
@@ -188,22 +188,22 @@ def test_a_guest_that_is_killed_starts_again(tier: str) -> None:
 def test_a_guest_without_protection_is_refused(monkeypatch: pytest.MonkeyPatch, tier: str) -> None:
     """The probe of a start finds each protection that is missing."""
     unconfined = "import guest.confine as c; c.apply = lambda ruleset, limits: None\n"
-    start = tiers.START.replace("from guest", unconfined + "from guest")
-    monkeypatch.setattr(tiers, "START", start)
+    start = pool.START.replace("from guest", unconfined + "from guest")
+    monkeypatch.setattr(pool, "START", start)
     with pytest.raises(SandboxError, match=r"a program is not confined: AssertionError: \['process'"):
         Sandbox(1, tier=tier)
 
 
 def test_a_confinement_that_fails_is_an_error_and_not_an_outcome(monkeypatch: pytest.MonkeyPatch, tier: str) -> None:
-    start = tiers.START.replace("from guest", "import guest.confine as c; c.MOST_FILES = -2\nfrom guest")
-    monkeypatch.setattr(tiers, "START", start)
+    start = pool.START.replace("from guest", "import guest.confine as c; c.MOST_FILES = -2\nfrom guest")
+    monkeypatch.setattr(pool, "START", start)
     with pytest.raises(SandboxError):
         Sandbox(1, tier=tier)
 
 
 def test_threads_are_bounded_without_user_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = tiers.START.replace("from guest", "import guest.confine as c; c.CLONE_NEWUSER = 1\nfrom guest")
-    monkeypatch.setattr(tiers, "START", start)
+    start = pool.START.replace("from guest", "import guest.confine as c; c.CLONE_NEWUSER = 1\nfrom guest")
+    monkeypatch.setattr(pool, "START", start)
     with Sandbox(1, Limits(threads=5), "landlock") as made:
         bomb = "n = 0\ntry:\n    while True: threading.Thread(target=time.sleep, args=(60,)).start(); n += 1\n"
         (outcome,) = made.run([f"import threading, time\n{bomb}except RuntimeError: print(n)"])
