@@ -18,7 +18,6 @@ import tyro
 
 from quern.flags import check_flags
 from quern.records import read_lines
-from quern.runs.origin import flat, read_origin
 from quern.runs.run_dir import STAGES, RunDir, instead_of_no_run, runs_in
 from quern.runs.run_lock import lock_holder, run_lock
 from quern.temporaries import remove_whole
@@ -110,6 +109,8 @@ def _row(run_dir: RunDir) -> list[str]:
 
 def _described(run_dir: RunDir) -> dict[str, Any]:
     """The values of run.json; none if it is missing or damaged."""
+    from quern.runs.origin import flat  # help does not need NumPy
+
     with suppress(ValueError):
         return flat(run_dir.facts())
     return {}
@@ -189,6 +190,7 @@ def compare(names: Sequence[str], runs: Sequence[RunDir], log: Log) -> None:
     names: RUN or RUN/STAGE of each of `runs`.
     """
     from quern.runs.against import compare_runs
+    from quern.runs.origin import flat, read_origin
 
     table(runs[0].out, list(dict.fromkeys(runs)), log)
     recipes = [flat(origin.recipe) if (origin := read_origin(one.stage("pretrain"))) else {} for one in runs]

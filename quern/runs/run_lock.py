@@ -13,10 +13,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from quern.mesh import Mesh
 from quern.runs.run_dir import RunDir
 from quern.temporaries import NAMES, holder
+
+if TYPE_CHECKING:
+    from quern.mesh import Mesh
 
 NAME = ".lock"
 LOOK_SECONDS = 0.005
