@@ -160,6 +160,19 @@ class Deferred(NamedTuple):
     def __call__(self, *arguments: Any) -> Any:
         return imported(self)(*arguments)
 
+    @staticmethod
+    def of(code: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns one of `CONSTRUCTORS` as its name, and other code itself."""
+        known = hasattr(code, "__qualname__") and code_path(code) in CONSTRUCTORS
+        return Deferred(code_path(code)) if known else code
+
+    @staticmethod
+    def read(path: str) -> Deferred:
+        """Returns one of `CONSTRUCTORS`. Raises ValueError for another name."""
+        if path not in CONSTRUCTORS:
+            raise ValueError(f"'{path}' lives outside quern: hand over the recipe's Python file as well")
+        return Deferred(path)
+
 
 def imported(code: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function or class itself."""

@@ -14,19 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Never, Self, TypeAlias, TypeVa
 
 from annotated_types import Interval
 
-from quern.field_types import (
-    CONSTRUCTORS,
-    Amount,
-    ConversationSource,
-    Count,
-    Deferred,
-    Few,
-    Positive,
-    Rate,
-    Seed,
-    Share,
-    code_path,
-)
+from quern.field_types import Amount, ConversationSource, Count, Deferred, Few, Positive, Rate, Seed, Share, code_path
 from quern.records import typed
 
 SCHEMA = 1
@@ -328,8 +316,7 @@ class Recipe(Generic[Gap]):
 
     def __post_init__(self) -> None:
         for name, code in self.callables().items():
-            if hasattr(code, "__qualname__") and code_path(code) in CONSTRUCTORS:
-                object.__setattr__(self, name, Deferred(code_path(code)))
+            object.__setattr__(self, name, Deferred.of(code))
         given: Any = self.conversations  # a recipe file may name one source, or sources as text
         if given is not None:
             several = (given,) if isinstance(given, str | ConversationSource) else given
@@ -376,9 +363,7 @@ class Recipe(Generic[Gap]):
                 body["conversations"] = tuple(typed(one, ConversationSource) for one in body["conversations"])
             for name, value in body.items():
                 if name.startswith("make_") and isinstance(value, str):
-                    if name not in callables and value not in CONSTRUCTORS:
-                        raise ValueError(f"'{value}' lives outside quern: hand over the recipe's Python file as well")
-                    body[name] = callables.get(name) or Deferred(value)
+                    body[name] = callables.get(name) or Deferred.read(value)
             return cls(**body)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a recipe this version can read: {error}") from error
