@@ -29,7 +29,7 @@ from quern.report.records import (
     plain,
     tables,
 )
-from quern.report.scores import ScorePlot, ScoreTable, score_rows, score_settings, score_stages, score_tables
+from quern.report.scores import ScorePlot, ScoreRow, ScoreTable, score_rows, score_settings, score_stages, score_tables
 
 EVENT_HEADER = ["time (UTC)", "event", "step", "details"]
 
@@ -83,11 +83,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Section:
-    """key: the anchor of the section in the page."""
+    """key: the anchor of the section in the page. folded: the page shows its title alone until the reader opens it."""
 
     key: str
     title: str
     groups: list[Group]
+    folded: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,16 +104,19 @@ class Document:
 
 def document(run: RunRecords) -> Document:
     """The report of a run."""
-    sections = (
+    results = (
+        ("evaluation", "Evaluation", _evaluation(run)),
+        ("curves", "Training curves", _curves(run)),
+        ("samples", "Samples", _samples(run)),
+    )
+    settings = (
         ("training", "Model and training", _training(run)),
         ("data", "Data", _data(run)),
-        ("curves", "Training curves", _curves(run)),
-        ("evaluation", "Evaluation", _evaluation(run)),
-        ("samples", "Samples", _samples(run)),
         ("events", "Events", [Group(s.title, [Table(EVENT_HEADER, _events(s))]) for s in run.stages if s.events]),
         ("reproduction", "Reproduction", _reproduction(run)),
     )
-    found = [Section(key, title, list(groups)) for key, title, groups in sections]
+    found = [Section(key, title, list(groups)) for key, title, groups in results]
+    found += [Section(key, title, list(groups), folded=bool(found)) for key, title, groups in settings]
     return Document(run.name, _summary(run), _tiles(run), run.notes, [section for section in found if section.groups])
 
 
@@ -125,10 +129,11 @@ def _tiles(run: RunRecords) -> Pairs:
             ("compute", stage.last("flops"), human_flops),
             ("time in training steps", stage.last("seconds"), duration),
             ("tokens per second", _median(stage, "tokens_per_second"), human),
-            ("model FLOPs utilisation", _median(stage, "mfu"), percent),
             ("bits per byte, held out", stage.last("val_bpb"), "{:.3f}".format),
         ]
-    return _shown(tiles)
+    asked = _asked(run) if _trained_on_tinyworld(run) else []
+    above = f"{sum(not row.standing for row in asked)} of {len(asked)}"
+    return [*([("kinds of question above chance", above)] if asked else []), *_shown(tiles)]
 
 
 def _shown(figures: Iterable[tuple[str, float | None, Callable[[float], str]]]) -> Pairs:
@@ -203,13 +208,22 @@ def _data(run: RunRecords) -> Iterable[Group]:
 def _curves(run: RunRecords) -> Iterable[Group]:
     for stage in run.stages:
         marks = (("resumed", stage.resumed_at()), ("skipped step", stage.steps_of("skip")))
+        legend = [mark for mark, steps in marks if steps]
         if drawn := panels(stage):
-            yield Group(stage.title, [Curves(drawn, [mark for mark, steps in marks if steps])])
+            yield Group(stage.title, [Curves(drawn[:1], legend)])
+        if drawn[1:]:
+            yield Group(f"{stage.title}: more curves", [Curves(drawn[1:], legend)], folded=True)
 
 
 def _evaluation(run: RunRecords) -> list[Group]:
     found = score_tables(run)
-    return [Group("", found), Group("Evaluation settings", [score_settings(run)], folded=True)] if found else []
+    numbers = [block for block in found if isinstance(block, ScoreTable) and block.chart]
+    groups = [
+        Group("", [block for block in found if block not in numbers]),
+        Group("Accuracies as numbers", numbers, folded=True),
+        Group("Evaluation settings", [score_settings(run)] if found else [], folded=True),
+    ]
+    return [group for group in groups if group.blocks]
 
 
 def _samples(run: RunRecords) -> Iterable[Group]:
@@ -321,4 +335,13 @@ def _average_accuracy(run: RunRecords) -> str:
     chances = [score.chance for score in known if score.chance is not None]
     if len(chances) == len(known):
         text += f", where guessing would be {percent(statistics.mean(chances))} of the time"
+    low = [row.task.rpartition("/")[2].replace("_", " ") for row in _asked(run) if row.standing]
+    if low:
+        named = " and ".join(filter(None, [", ".join(low[:-1]), low[-1]]))
+        text += f". It is no better than guessing at {named}"
     return f"{text}."
+
+
+def _asked(run: RunRecords) -> list[ScoreRow]:
+    """The kinds of question whose accuracy can be compared with guessing."""
+    return [row for row in score_rows(run) if row.metric == "accuracy" and row.standing is not None]

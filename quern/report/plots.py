@@ -20,8 +20,8 @@ from quern.report.records import StageRecords, human, number, percent
 from quern.train.metrics import METRICS, RL_METRICS, Curve, curves
 
 # Placeholder colours, and the variables of report.css that replace them.
-MUTED, GRID, ACCENT, FAINT, ALERT = "#010204", "#010205", "#010206", "#010207", "#010208"
-VARIABLES = {MUTED: "muted", GRID: "line", ACCENT: "accent", FAINT: "accent-faint", ALERT: "alert"}
+MUTED, GRID, ACCENT, FAINT, ALERT, OTHER = "#010204", "#010205", "#010206", "#010207", "#010208", "#010209"
+VARIABLES = {MUTED: "muted", GRID: "line", ACCENT: "accent", FAINT: "accent-faint", ALERT: "alert", OTHER: "pretrain"}
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "quern",
@@ -56,7 +56,7 @@ class Panel:
 
 
 def panels(stage: StageRecords) -> list[Panel]:
-    """The curves for which a stage has at least two measurements."""
+    """The curves for which a stage has at least two measurements. The first is wide, and has the validation losses."""
     found = []
     drawn = [*curves(RL_METRICS), *_pass_curves(stage)] if stage.name == "rl" else curves(METRICS)
     for index, curve in enumerate(drawn):
@@ -65,7 +65,8 @@ def panels(stage: StageRecords) -> list[Panel]:
             continue
         name, value = ("median", statistics.median(ys)) if curve.median else ("last", ys[-1])
         text = percent(value) if curve.share else human(value) if value >= 1000 else f"{value:.4g}"
-        found.append(Panel(curve, f"{name} {text}", ys, draw(curve, xs, ys, stage, f"{stage.name}-{index}")))
+        drawing = draw(curve, xs, ys, stage, f"{stage.name}-{index}", wide=not found)
+        found.append(Panel(curve, f"{name} {text}", ys, drawing))
     return found
 
 
@@ -79,10 +80,10 @@ def _pass_curves(stage: StageRecords) -> list[Curve]:
     ]
 
 
-def draw(curve: Curve, xs: list[float], ys: list[float], stage: StageRecords, name: str) -> str:
+def draw(curve: Curve, xs: list[float], ys: list[float], stage: StageRecords, name: str, wide: bool = False) -> str:
     """An <svg> element whose ids start with `name`. Vertical lines mark resumed and skipped steps."""
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(4.3, 2.25), layout="constrained")
+        figure = Figure(figsize=(8.9, 2.9) if wide else (4.3, 2.25), layout="constrained")
         figure.patch.set_visible(False)
         axes = figure.add_subplot()
         axes.patch.set_visible(False)
@@ -96,8 +97,12 @@ def draw(curve: Curve, xs: list[float], ys: list[float], stage: StageRecords, na
             axes.plot(*thin(xs, smooth), color=ACCENT, linewidth=1.6)
         else:
             axes.plot(*thin(xs, ys), color=ACCENT, linewidth=1.6, marker="o" if curve.points else None, ms=3)
-        axes.plot(xs[-1], smooth[-1], "o", color=ACCENT, ms=4.5)
-        low, high = min(ys), max(ys)
+        axes.plot(xs[-1], smooth[-1], "o", color=ACCENT, ms=4.5, label="training")
+        held_out = stage.column("val_loss") if curve.key == "loss" and curve.against == "step" else ([], [])
+        if held_out[0]:
+            axes.plot(*held_out, color=OTHER, linewidth=1, marker="o", ms=3.5, label="validation")
+            axes.legend(frameon=False, fontsize=8.5, labelcolor=MUTED)
+        low, high = min(*ys, *held_out[1]), max(*ys, *held_out[1])
         if curve.log and low > 0:
             room = (high / low) ** 0.06 if high > low else 1.1
             axes.set_yscale("log")

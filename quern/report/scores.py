@@ -2,20 +2,22 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quern.report.records import STAGE_TITLES, Record, RunRecords, Table, finite, number, percent, plain, stage_order
 
 INTRODUCTION = (
-    "Share of held-out questions answered correctly, with 95% confidence intervals (Wilson). In a chart, the line on a "
-    "bar is the interval and the vertical tick is the share that guessing reaches. CORE and ChatCORE are means of "
-    "centred accuracies: 0 is guessing, 1 is all right."
+    "Share of held-out questions answered correctly, with 95% confidence intervals (Wilson). In the chart, the line "
+    "through a mark is the interval, and the vertical tick is the share that guessing reaches. A kind of question is "
+    "at chance if its interval reaches down to guessing: the model may have learned nothing of it."
 )
+CENTRED = " CORE and ChatCORE are means of centred accuracies: 0 is guessing, 1 is all right."
 TEXTS = (
     "Bits per byte of held-out text, of its kinds, and of a sample of the training text: lower is better. A model that "
     "has learned its text by heart scores much lower on training text than on held-out text."
 )
 MEAN = "centred accuracy"
+CHANCE, WORSE = "at chance", "worse than guessing"
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,14 @@ class Score:
     interval: tuple[float, float] | None
     chance: float | None
 
+    @property
+    def standing(self) -> str | None:
+        """CHANCE or WORSE, by the interval; "" above guessing; None if the interval or guessing is not recorded."""
+        if self.interval is None or self.chance is None:
+            return None
+        low, high = self.interval
+        return "" if low > self.chance else WORSE if high < self.chance else CHANCE
+
 
 @dataclass(frozen=True)
 class ScoreRow:
@@ -39,6 +49,11 @@ class ScoreRow:
     scores: list[Score | None]
 
     @property
+    def standing(self) -> str | None:
+        """How the last stage that was asked compares with guessing."""
+        return next((score.standing for score in reversed(self.scores) if score), None)
+
+    @property
     def chance(self) -> float | None:
         """The share that guessing reaches, of the last stage that has it."""
         return next((score.chance for score in reversed(self.scores) if score and score.chance is not None), None)
@@ -46,7 +61,7 @@ class ScoreRow:
 
 @dataclass(frozen=True)
 class ScoreTable:
-    """Scores of the stages (name, title). chart: whether they are shares, which the page draws as bars."""
+    """Scores of the stages (name, title). chart: whether they are shares, which the page draws in a plot above it."""
 
     title: str
     introduction: str
@@ -77,6 +92,7 @@ class ScorePlot:
         pairs = zip(titles, row.scores, strict=True)
         said = [f"{title} {score.text} {score.detail}".strip() for title, score in pairs if score]
         said += [f"guessing {percent(row.chance)}"] if row.chance is not None else []
+        said += [row.standing] if row.standing else []
         return f"{row.task}: {', '.join(said)}"
 
 
@@ -107,7 +123,8 @@ def score_rows(run: RunRecords) -> list[ScoreRow]:
             details.append(f"guessing {percent(chance) if _share(metric) else number(chance)}")
         scores = [_score(lines.get(name, {}), metric, count, chance) for name in stages]
         name = task if metric in ("accuracy", "bpb") else f"{task}, {metric}"
-        rows.append(ScoreRow(name, metric, " · ".join(filter(None, details)), scores))
+        row = ScoreRow(name, metric, "", scores)
+        rows.append(replace(row, detail=" · ".join(filter(None, [*details, row.standing]))))
     return rows
 
 
@@ -125,10 +142,24 @@ def score_tables(run: RunRecords) -> list[ScoreTable | ScorePlot]:
         titles = [(stages[at], STAGE_TITLES.get(stages[at], stages[at])) for at in shown]
         return [ScoreTable(title, introduction, titles, own, chart)] if own else []
 
-    tasks = table("Task", INTRODUCTION, _of_questions, chart=True)
-    texts = table("Text", TEXTS, lambda metric: metric == "bpb")
+    centred = CENTRED if any(row.metric == MEAN for row in rows) else ""
+    tasks = table("Task", INTRODUCTION + centred, _of_questions, chart=True)
+    texts = table("Text", f"{TEXTS} {_example(rows)}".strip(), lambda metric: metric == "bpb")
     others = table("Measure", "", lambda metric: metric != "bpb" and not _of_questions(metric))
     return [*(plot for one in tasks for plot in _plot(one)), *tasks, *texts, *others]
+
+
+def _example(rows: list[ScoreRow]) -> str:
+    """What the first bits per byte of the table mean."""
+    scores = next((row.scores for row in rows if row.metric == "bpb"), [])
+    if not (known := [score.value for score in scores if score]):
+        return ""
+    before = f", and untrained it was {2 ** known[0]:.3g}" if len(known) > 1 and scores[0] else ""
+    return (
+        f"An example: {known[-1]:.3g} bits per byte are the uncertainty of a choice among {2 ** known[-1]:.3g} equally "
+        f"likely bytes (about a letter each){before}. As a compressor, the model would write 1,000 letters of such "
+        f"text in {known[-1] * 1000 / 8:,.0f} bytes."
+    )
 
 
 def _plot(table: ScoreTable) -> list[ScorePlot]:

@@ -1,5 +1,6 @@
 """All stages side by side: the plot of the scores, their tables, and the curves of reinforcement learning."""
 
+import json
 import re
 from pathlib import Path
 
@@ -30,7 +31,10 @@ def test_base_fine_tuned_and_rl_are_side_by_side(folder: Path) -> None:
     names = [line.split(" | ")[0].removeprefix("| ") for line in table[2:]]
     assert names[0] == "tinyworld/facts" and names[-2:] == ["CORE v2, centred accuracy", "ChatCORE, centred accuracy"]
     assert "| 0% (0–1) | 21% (15–27) | 91% (87–95) | 97% (87–100) |" in text
-    assert "| CORE v2, centred accuracy | 90,000 questions | – | 0.05 (0.04 to 0.06) | 0.021 (0.011 to 0.031) |" in text
+    assert (
+        "| CORE v2, centred accuracy | 90,000 questions · worse than guessing | – | 0.05 (0.04 to 0.06) | 0.021 (0.011 to 0.031) |"
+        in text
+    )
     assert "| chat/humaneval, pass@10 | 90,000 questions · guessing 0% | – | – | 7.0% | 7.0% |" in text
     assert "| text | questions and guessing | Untrained | Pretraining | Fine-tuning |" in text
     assert "| train | 90,000 bytes · guessing 3.3 | – | 0.55 | – |" in text
@@ -47,7 +51,20 @@ def test_marks_are_where_the_scores_are(folder: Path) -> None:
     assert (facts.chance, core.chance) == (0.08, 0.0) and core.scores[0] is None
     label = plot.label(facts)
     assert label.startswith("tinyworld/facts: Untrained 0% 0–1, Pretraining 21% 15–27, Fine-tuning 91%")
-    assert label.endswith("guessing 8.0%")
+    assert label.endswith("guessing 8.0%") and facts.standing == "" and core.standing == "worse than guessing"
+
+
+def test_a_kind_at_chance_is_named_in_the_headline(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    asked = {"stage": "sft", "metric": "accuracy", "count": 200}
+    counting = {"task": "tinyworld/counting", "value": 0.27, "low": 0.21, "high": 0.33, "chance": 0.25}
+    word_problems = {"task": "tinyworld/word_problems", "value": 0.0, "low": 0.0, "high": 0.02, "chance": 0.0}
+    with (tmp_path / "evaluate.jsonl").open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(asked | kind) + "\n" for kind in (counting, word_problems))
+    markdown = build(tmp_path)[0].read_text(encoding="utf-8").replace("\\", "")
+    assert "It is no better than guessing at word problems and counting." in markdown
+    assert "kinds of question above chance: **4 of 6**" in markdown
+    assert "guessing 25% · at chance |" in markdown and "CORE" not in markdown
 
 
 def test_the_page_draws_every_mark_and_interval(folder: Path) -> None:
