@@ -175,6 +175,11 @@ class RunAllOptions(EncodingOptions, RanksOptions):
     """Held-out questions of each kind in the evaluation."""
     sft: bool = True
     """--no-sft skips fine-tuning and leaves a base model."""
+    program: Annotated[
+        Literal["ollama", "llama.cpp", "transformers"] | None, tyro.conf.arg(name="for", help_behavior_hint="")
+    ] = None
+    """Export the trained model for this program, into the run's folder. ollama and llama.cpp read models of the recipe
+    llama with one digit in a token alone: --for makes both the default. Default: no export."""
 
 
 @dataclass

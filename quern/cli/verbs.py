@@ -7,7 +7,7 @@ import functools
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields, replace
 from itertools import islice
 from pathlib import Path
@@ -63,7 +63,7 @@ def with_run(verb: str, words: Arguments) -> Arguments:
     """Puts --run before the run's name that a command line begins with. A run that the verb makes must be there."""
     at = int(verb == "grug")
     name = next(iter(words[at : at + 1]), "-")
-    if not re.fullmatch(NAME, name) or name.endswith(".py") or name in recipe_names():
+    if not re.fullmatch(NAME, name) or name.endswith(".py") or name in recipe_names() or words[:2] in KEYS:
         return words
     known = verb in (*OF_A_RUN, "report", "export") or words[:1] in (("eval",), ("export",), ("import",))
     if verb in ("run", "pretrain"):
@@ -73,12 +73,8 @@ def with_run(verb: str, words: Arguments) -> Arguments:
     return Arguments((*words[:at], "--run", *words[at:])) if known else words
 
 
-def command_line(verb: str, rest: Sequence[str]) -> str:
-    return shlex.join(["quern", verb, *rest])
-
-
 OF_THE_MACHINE = tuple(
-    "ranks tp zero nodes rendezvous restarts timeout track device dtype threads workers compile sft questions".split()
+    "ranks tp zero nodes rendezvous restarts timeout track device dtype threads workers compile sft questions for".split()
 )
 """Flags that a run does not save: the command that continues the run repeats them."""
 
@@ -159,7 +155,7 @@ def on_ranks(
             run_dir=where.run_dir,
             resume=options.resume or launch.restarted(mesh),
             source=source,
-            command=command_line(verb, rest),
+            command=shlex.join(["quern", verb, *rest]),
             log=rank_log,
             trackers=trackers,
             mesh=mesh,
@@ -199,6 +195,7 @@ def verb_train(verb: str, rest: Arguments) -> int:
     return on_ranks(verb, rest, options, source, run, "before training began")
 
 
+KEYS = [("keys", action) for action in ("add", "remove", "list")]  # after `quern serve`, no run of that name
 PEER_SECONDS = 60.0
 """A rank that waits for rank 0 to prepare data gives up after this time without a sign of life."""
 
@@ -230,12 +227,17 @@ def verb_evaluate(verb: str, rest: Arguments) -> int:
 
 
 def verb_run(verb: str, rest: Arguments) -> int:
-    options, source = parse(verb, rest, RunAllOptions)
+    from quern.interop import command as interop
     from quern.stages import run_all
+    from quern.train import launch
 
-    how = {"questions": options.questions, "fine_tune": options.sft}
-    stopped = "before the report was written: the same command continues"
-    return on_ranks(verb, rest, options, source, lambda session: run_all.run(options.recipe, session, **how), stopped)
+    options, source = parse(verb, rest := interop.plan(rest), RunAllOptions)
+    interop.refuse_plan(options.program, options.recipe)
+    work = functools.partial(run_all.run, options.recipe, questions=options.questions, fine_tune=options.sft)
+    code = on_ranks(verb, rest, options, source, work, "before the report was written: the same command continues")
+    if code == 0 and launch.place().ranks == 1:
+        interop.export_plan(options.program, options.where.run_dir, log)
+    return code
 
 
 def open_engine(options: CompleteOptions | ChatOptions, log: Callable[[str], None] = log) -> Any:
@@ -249,10 +251,6 @@ def open_engine(options: CompleteOptions | ChatOptions, log: Callable[[str], Non
     return Engine(loaded.model, loaded.tokenizer, machine), loaded
 
 
-def put(text: str) -> None:
-    print(text, end="", flush=True)
-
-
 def verb_complete(verb: str, rest: Arguments) -> int:
     if rest.recipes and not rest[0].endswith(".py") and rest[0] not in recipe_names():
         raise ValueError(f"the text needs -p before it: quern complete -p {shlex.quote(rest[0])}")
@@ -262,6 +260,7 @@ def verb_complete(verb: str, rest: Arguments) -> int:
     prompt = read_prompt(options.prompt, sys.stdin)
     engine, _ = open_engine(options, log_to_stderr)
     how = {"sampling": options.sampling, "max_tokens": options.max_tokens, "seed": options.seed}
+    put = functools.partial(print, end="", flush=True)
     complete(engine, prompt, put=put, samples=options.samples, stop=options.stop, **how)
     return 0
 
@@ -280,7 +279,7 @@ def verb_chat(verb: str, rest: Arguments) -> int:
 
 
 def verb_serve(verb: str, rest: Arguments) -> int:
-    if rest[:1] == ("keys",):  # it has its own flags
+    if rest[:2] in KEYS:  # it has its own flags
         from quern.serve.gate import keys as keys_command
 
         return keys_command.main(rest[1:], log)

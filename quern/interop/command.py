@@ -1,5 +1,7 @@
 """`quern export` and `quern import`: their flags. The programs are imported when they run.
 
+`quern run --for PROGRAM` plans an export before it trains.
+
 `--to hf` writes a folder in Hugging Face's format (`export_hf.py`), `--to gguf` one file for llama.cpp
 (`export_gguf.py`). docs/export.md says what is exact and what is refused.
 """
@@ -13,12 +15,16 @@ from typing import Annotated, Literal
 
 import tyro
 
+from quern.constructors import code_path
 from quern.flags import check_flags
 from quern.flags.check_flags import UNSAID
+from quern.flags.recipe_flags import Arguments
 from quern.recipe import Recipe
 from quern.runs.run_dir import RunDir
 
 HF_DTYPES = ("fp32", "bf16")
+READ_BY = {"llama": "ollama llama.cpp transformers".split(), "gpt": ["transformers"], "unet": ["transformers"]}
+"""Programs that read an export, by the file of the model."""
 
 
 @dataclass
@@ -59,6 +65,54 @@ def export(arguments: Sequence[str], log: Callable[[str], None], description: st
 
     export_hf.run(run_dir, options.dir, stage=stage, dtype=DTYPES[options.dtype], log=log)
     return 0
+
+
+def plan(arguments: Arguments) -> Arguments:
+    """The arguments of `quern run`, with what the program of `--for` needs where the user does not say otherwise."""
+    if arguments.value("for") not in READ_BY["llama"][:2] or "resume" in arguments.given:
+        return arguments
+    named = {"text.digits", "text.tokenizer"} & arguments.given.keys()
+    recipe = () if arguments.recipes else ("llama",)
+    return Arguments((*recipe, *arguments, *(() if named else ("--text.digits", "1"))))
+
+
+def refuse_plan(program: str | None, recipe: Recipe) -> None:
+    """Raises ValueError for a recipe whose model the program cannot read, ImportError without the export's library."""
+    if program is None:
+        return
+    model = code_path(recipe.make_model).partition(":")[0].removeprefix("quern.model.")
+    if program not in READ_BY.get(model, []):
+        raise ValueError(
+            f"{program} cannot read a model of the recipe '{recipe.name}': leave --for {program} out, or train one of "
+            f"{', '.join(name for name, programs in READ_BY.items() if program in programs)}"
+        )
+    if program == "transformers":
+        return
+    from quern.interop.export_gguf import library
+
+    library()
+    if set(recipe.model.windows) != {"L"}:
+        raise ValueError(f"{program} has no attention windows: use --model.windows L with --for {program}")
+    if recipe.text.tokenizer is None and recipe.text.digits != 1:
+        raise ValueError(f"{program} splits numbers into digits: use --text.digits 1 with --for {program}")
+
+
+def export_plan(program: str | None, run_dir: RunDir, log: Callable[[str], None]) -> None:
+    """Writes the export that `quern run --for` planned, unless it is there, and says how the program reads it."""
+    if program is None:
+        return
+    folder, gguf = run_dir.folder / "export", program != "transformers"
+    path = folder / f"{run_dir.run}.gguf" if gguf else folder / "transformers"
+    if not path.exists():
+        folder.mkdir(exist_ok=True)
+        how = ["--to", "gguf", "--dtype", "fp16"] if gguf else []
+        export(["--run", run_dir.run, "--out", str(run_dir.out), "--dir", str(path), *how], log, "")
+    said = {
+        "ollama": f"printf 'FROM {path.absolute()}\\n' > Modelfile; ollama create {run_dir.run} -f Modelfile",
+        "llama.cpp": f"llama-cli -m {path}",
+        "transformers": f'AutoModelForCausalLM.from_pretrained("{path}", trust_remote_code=True)',
+    }
+    log(f"for {program}: {said[program]}")
 
 
 @dataclass

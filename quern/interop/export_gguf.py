@@ -56,7 +56,7 @@ def run(
         ValueError: The file exists, the model is not a Llama, llama.cpp would give other ids, or fp16 overflows.
         ImportError: `gguf` is not installed.
     """
-    _library()
+    library()
     path = path if path.suffix == ".gguf" else path / f"{run_dir.run}-{dtype}.gguf"
     if path.exists():
         raise ValueError(f"{path} is there already: name another file with --dir, or remove it first")
@@ -107,7 +107,7 @@ def write(path: Path, facts: Mapping[str, Any], weights: Mapping[str, Tensor], k
         weights: Name → fp32 tensor, in the order of the file.
         kinds: Name → GGUF's type.
     """
-    gguf = _library()
+    gguf = library()
     types = {name: gguf.GGMLQuantizationType[kind] for name, kind in kinds.items()}
     with whole_file(path) as temporary:
         writer = gguf.GGUFWriter(temporary, facts["general.architecture"])
@@ -136,7 +136,8 @@ def write(path: Path, facts: Mapping[str, Any], weights: Mapping[str, Tensor], k
     sync_path(path.absolute().parent)
 
 
-def _library() -> Any:
+def library() -> Any:
+    """The module `gguf`. Raises ImportError, which says how to install it."""
     try:
         import gguf
     except ImportError as error:

@@ -21,6 +21,7 @@ from tests.browser.chrome import Chrome, find_chrome
 pytestmark = pytest.mark.skipif(find_chrome() is None, reason="needs Chromium or Chrome on the PATH")
 
 ROOT = Path(__file__).resolve().parents[2]
+BITS = "Validation, bits per byte"
 PAYLOAD = "<img src=x onerror='window.pwned=1'>"
 KEYS = {"ArrowRight": 39, "ArrowLeft": 37, "Home": 36, "Tab": 9, " ": 32, "0": 48, "+": 187, "/": 191, "Enter": 13}
 
@@ -138,7 +139,7 @@ def pixels(chrome: Chrome) -> str:
 
 def test_curves_axes_groups_and_filter(chrome: Chrome, url: str) -> None:
     open_board(chrome, url)
-    assert text(chrome, "#plot-heading") == "val_bpb over steps"
+    assert text(chrome, "#plot-heading") == f"{BITS} over steps"
     assert [row[0] for row in rows(chrome, "lines")] == [
         f"lr{lr}-s{seed} pretrain" for lr in (0.02, 0.04) for seed in range(3)
     ]
@@ -146,10 +147,10 @@ def test_curves_axes_groups_and_filter(chrome: Chrome, url: str) -> None:
     pictures = [pixels(chrome)]
     for x, words in (("tokens", "tokens"), ("flops", "training FLOPs"), ("seconds", "seconds in steps")):
         choose(chrome, "x", x)
-        chrome.wait(f"document.getElementById('plot-heading').textContent === 'val_bpb over {words}'")
+        chrome.wait(f"document.getElementById('plot-heading').textContent === '{BITS} over {words}'")
         pictures.append(pixels(chrome))
     choose(chrome, "y", "loss")
-    chrome.wait("document.getElementById('plot-heading').textContent.startsWith('loss over')")
+    chrome.wait("document.getElementById('plot-heading').textContent.startsWith('Training loss, nats per token over')")
     pictures.append(pixels(chrome))
     chrome.run("document.getElementById('logy').click()")
     pictures.append(pixels(chrome))
@@ -176,18 +177,53 @@ def test_curves_axes_groups_and_filter(chrome: Chrome, url: str) -> None:
     # The address keeps the view.
     address = chrome.run("location.hash")
     open_board(chrome, url, address)
-    assert text(chrome, "#plot-heading") == "loss over seconds in steps" and len(rows(chrome, "runs")) == 3
+    assert (
+        text(chrome, "#plot-heading") == "Training loss, nats per token over seconds in steps"
+        and len(rows(chrome, "runs")) == 3
+    )
+
+
+def test_stages_stand_under_their_run_which_is_opened_renamed_and_removed(chrome: Chrome, url: str, out: Path) -> None:
+    run = out / "runs" / "lr0.02-s0"
+    shutil.copytree(run / "pretrain", run / "sft")
+    (run / "report.html").write_text("<!doctype html><title>of s0</title><h2 id='samples'>Samples</h2>")
+    open_board(chrome, url)
+    names = "[...document.querySelectorAll('#runs tbody th')].map((cell) => cell.className + ' ' + cell.textContent)"
+    assert chrome.run(names)[:3] == ["name lr0.02-s0", "name under lr0.02-s0", "name lr0.02-s1"]
+    assert [row[-1] for row in rows(chrome, "runs")][:3] == ["report samples chat", "", "chat"]
+    grouped = "[...document.getElementById('group').options].map((one) => one.value)"
+    assert chrome.run(grouped) == ["", "*", "@stage", "@status", "optim.matrix_lr", "seed"]
+
+    def manage(name: str, action: str) -> None:
+        chrome.run(f"document.querySelector('[aria-label=\\'Select {name} pretrain\\']').click()")
+        chrome.run(f"document.getElementById('{action}').click()")
+
+    manage("lr0.02-s1", "rename")
+    for new, told in (("lr0.02-s2", "there is a run 'lr0.02-s2' already"), ("../x", "../x")):
+        chrome.run(f"document.getElementById('new-name').value = '{new}'; document.getElementById('manage-do').click()")
+        chrome.wait(f"document.getElementById('manage-problem').textContent.includes({json.dumps(told)})")
+    chrome.run("document.getElementById('new-name').value = 'best'; document.getElementById('manage-do').click()")
+    chrome.wait("document.getElementById('runs-said').textContent.includes(\"is now 'best'\")")
+    assert (out / "runs" / "best").is_dir() and "best" in [row[1] for row in rows(chrome, "runs")]
+    manage("best", "remove")
+    chrome.run("document.getElementById('manage-cancel').click()")
+    assert (out / "runs" / "best").is_dir()
+    chrome.run("document.getElementById('remove').click(); document.getElementById('manage-do').click()")
+    chrome.wait("document.getElementById('runs-said').textContent.includes('removed')")
+    assert not (out / "runs" / "best").exists() and "best" not in [row[1] for row in rows(chrome, "runs")]
+    chrome.problems[:] = [one for one in chrome.problems if "400" not in one]
+    chrome.open(f"{url}/report/lr0.02-s0#samples")
+    assert chrome.run("document.title") == "of s0"
 
 
 def test_the_table_sorts_and_two_runs_are_compared(chrome: Chrome, url: str) -> None:
     open_board(chrome, url)
     for order in ("ascending", "descending"):
-        chrome.run(
-            "[...document.querySelectorAll('#runs thead button')].find((b) => b.textContent === 'val_bpb').click()"
-        )
+        button = f"[...document.querySelectorAll('#runs thead button')].find((b) => b.textContent === '{BITS}')"
+        chrome.run(f"{button}.click()")
         shown = [float(row[6]) for row in rows(chrome, "runs")]
         assert shown == sorted(shown, reverse=order == "descending")
-        head = "[...document.querySelectorAll('#runs thead th')].find((cell) => cell.textContent === 'val_bpb')"
+        head = f"[...document.querySelectorAll('#runs thead th')].find((cell) => cell.textContent === '{BITS}')"
         assert chrome.run(f"{head}.getAttribute('aria-sort')") == order
         assert chrome.run("document.activeElement.tagName") in ("BODY", "BUTTON")
     assert chrome.run("document.getElementById('diff-scroll').hidden")

@@ -14,7 +14,9 @@ import torch
 
 from quern import compiler
 from quern.cli import main
+from quern.flags.recipe_flags import Arguments
 from quern.interop import export_gguf
+from quern.interop.command import export_plan, plan
 from quern.recipes.gpt import RECIPE as GPT_RECIPE
 from quern.runs.run_dir import RunDir
 from quern.text.tokenizer import Tokenizer
@@ -92,6 +94,38 @@ def test_flags_of_another_format_are_refused(
     target = ["--dir", str(tmp_path / "x"), "--out", str(tmp_path / "out")]
     assert main.main(["export", *arguments.split(), *target]) == 1
     assert message in capsys.readouterr().err and not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            "gpt --for ollama",
+            "ollama cannot read a model of the recipe 'gpt': leave --for ollama out, or train one of llama",
+        ),
+        ("llama --model.windows SSSL --for llama.cpp", "use --model.windows L with --for llama.cpp"),
+        ("llama --text.digits 2 --for ollama", "use --text.digits 1 with --for ollama"),
+        ("--for lmstudio", "--for takes one of ollama, llama.cpp, transformers"),
+    ],
+)
+def test_a_planned_export_is_refused_before_training(
+    arguments: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["run", *arguments.split(), "--out", str(tmp_path)]) == 1
+    assert message in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_a_planned_export_is_written_once_and_its_command_is_told(tmp_path: Path) -> None:
+    planned = plan(Arguments(("--for", "ollama", "--run", "a")))
+    assert planned == ("llama", "--for", "ollama", "--run", "a", "--text.digits", "1")
+    for kept in (("--run", "a"), ("gpt", "--for", "transformers"), ("--resume", "--for", "ollama")):
+        assert plan(Arguments(kept)) == kept
+    run_dir, lines = toy_run(tmp_path, **BLOCKS), list[str]()
+    for _ in range(2):
+        export_plan("ollama", run_dir, lines.append)
+    path = run_dir.folder / "export" / f"{run_dir.run}.gguf"
+    assert tensors_of(path) and len(lines) == 3 and lines[1] == lines[2]
+    assert f"FROM {path}" in lines[1] and f"ollama create {run_dir.run}" in lines[1]
 
 
 def bits_of(tensor: torch.Tensor) -> np.ndarray:

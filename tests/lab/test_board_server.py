@@ -74,6 +74,8 @@ def test_runs_and_curves(server: Server) -> None:
         "/api/list?study=../../secret.json",
         "/api/list?study=%2e%2e",
         "/board.js/",
+        "/report/a",
+        "/report/..%2f..%2fsecret.json",
     ],
 )
 def test_no_other_path_is_opened(server: Server, path: str) -> None:
@@ -108,6 +110,10 @@ def test_loopback_names_are_accepted(server: Server, host: str) -> None:
         ("/api/curves", b"{}", JSON | {"Content_Length": "-1"}, 400),
         ("/api/curves", CURVES[:-1] + b', "study": "none"}', JSON, 404),
         ("/api/list", CURVES, JSON, 404),
+        ("/api/manage", b'{"action": "remove", "run": "a"}', {"Content_Type": "text/plain"}, 400),
+        ("/api/manage", b'{"action": "remove", "run": "../out/runs/a"}', JSON, 404),
+        ("/api/manage", b'{"action": "rename", "run": "a", "to": "../b"}', JSON, 400),
+        ("/api/manage", b'{"action": "sell", "run": "a"}', JSON, 400),
     ],
 )
 def test_wrong_requests(server: Server, path: str, body: bytes, headers: dict[str, str], status: int) -> None:

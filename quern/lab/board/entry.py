@@ -159,6 +159,13 @@ class Study:
                 self.entries[str(number)] = _trial(trial, self._recipes)
             self.entries[str(number)].age = age
 
+    @property
+    def kind(self) -> str:
+        """What it is, for readers."""
+        several = len(self.registered.get("rungs") or ()) > 1
+        named = {"cells.jsonl": "IsoFLOP grid", "sweep.jsonl": "Sweep"}
+        return named.get(self._trials.path.name, "Ladder" if several else "Study")
+
     def tables(self) -> dict[str, Any]:
         """The registered rules, the verdicts, and the mean final score of each arm."""
         arms: dict[str, list[Any]] = {}

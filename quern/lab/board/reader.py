@@ -14,12 +14,21 @@ from typing import Any
 
 from quern.lab.board.curve import is_number
 from quern.lab.board.entry import Entry, Run, Study, find_studies
-from quern.records import METRICS
+from quern.records import METRICS, read_regular
+from quern.runs import manage
+from quern.runs.run_dir import STAGES, RunDir
+from quern.train import metrics
 
+REPORT = "report.html"
 OVERVIEW_POINTS = 32
 """Lines sampled from each run before any curve is asked for."""
 MOST_POINTS = 2000
 AXES = ("steps", "tokens", "flops", "seconds")
+LABELS = {
+    curve.key: [f"{curve.title}, {curve.unit}", curve.share]
+    for curve in metrics.curves((*metrics.RL_METRICS, *metrics.METRICS))
+}
+"""Metric → its name for readers, and whether it is a share."""
 
 
 class NotFound(Exception):
@@ -45,7 +54,9 @@ class Board:
             body = {
                 "folder": str(self.out),
                 "studies": sorted(self._studies),
+                "kinds": {name: study.kind for name, study in self._studies.items()},
                 "metrics": _metrics(entries.values()),
+                "labels": LABELS,
                 "constant": constant,
                 "runs": [_shown(name, entry, constant) for name, entry in entries.items()],
             }
@@ -73,6 +84,31 @@ class Board:
                     found[name] = {"at": at, "fresh": fresh, "x": xs, "y": ys}
         return {"runs": found}
 
+    def report(self, run: str) -> bytes:
+        """The page of a run's report. Raises NotFound."""
+        with self._lock:
+            self._scan()
+            folder = next((entry.folder.parent for entry in self._runs.values() if entry.name == run), None)
+        if folder is None or not (folder / REPORT).exists():
+            raise NotFound("there is no such report: `quern report` writes it")
+        return read_regular(folder / REPORT)
+
+    def manage(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Renames a run, or removes it. Raises ValueError if it is in use, or if the new name cannot be had."""
+        action, run, to = request.get("action"), request.get("run"), request.get("to")
+        with self._lock:
+            self._scan()
+            if not any(entry.name == run for entry in self._runs.values()):
+                raise NotFound("there is no such run")
+            told: list[str] = []
+            if action == "rename" and isinstance(to, str) and to:
+                manage.rename(RunDir(self.out, str(run)), RunDir(self.out, to), told.append)
+            elif action == "remove":
+                manage.remove(RunDir(self.out, str(run)), told.append)
+            else:
+                raise ValueError("send action (rename or remove), run, and for rename a name in to")
+        return {"told": told}
+
     def _entries(self, study: Any) -> dict[str, Any]:
         if study is None:
             return self._runs
@@ -83,13 +119,19 @@ class Board:
     def _scan(self) -> None:
         now = time.time()
         folders = {f"{f.parent.name}/{f.name}": f for f in (p.parent for p in self.out.glob(f"runs/*/*/{METRICS}"))}
-        self._runs = {name: self._runs.get(name) or Run(folder) for name, folder in sorted(folders.items())}
+        self._runs = {name: self._runs.get(name) or Run(folder) for name, folder in sorted(folders.items(), key=_order)}
         for run in self._runs.values():
             run.refresh(OVERVIEW_POINTS, now)
         found = find_studies(self.out).items()
         self._studies = {name: self._studies.get(name) or Study(folder) for name, folder in found}
         for study in self._studies.values():
             study.refresh(now)
+
+
+def _order(item: tuple[str, Path]) -> tuple[str, int]:
+    """Sorts stages under their run, in the order of training."""
+    stage = item[1].name
+    return item[1].parent.name, STAGES.index(stage) if stage in STAGES else len(STAGES)
 
 
 def _constant(recipes: list[dict[str, Any]]) -> dict[str, Any]:
@@ -118,6 +160,7 @@ def _shown(name: str, entry: Entry, constant: dict[str, Any]) -> dict[str, Any]:
         "age": round(entry.age, 1),
         "steps": entry.steps,
         "damaged": entry.curve.damaged,
+        "report": isinstance(entry, Run) and (entry.folder.parent / REPORT).exists(),
         "at": [entry.curve.identity, entry.curve.end],
         "last": {field: value for field, value in entry.curve.last.items() if is_number(value)},
         "recipe": {field: value for field, value in entry.recipe.items() if field not in constant},

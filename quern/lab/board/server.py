@@ -1,5 +1,7 @@
 """The HTTP server of the board: a fixed set of pages and two questions, on loopback by default.
 
+    GET  /report/RUN               the page that `quern report` wrote
+    POST /api/manage               renames or removes a run, for a client on this machine
     GET  /api/list[?study=NAME]    runs or trials, their status, recipes and last values; tables of the study
     POST /api/curves               points that the page does not have yet (`Board.curves`)
 
@@ -9,15 +11,16 @@ the records through a name that resolves to 127.0.0.1.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socketserver import TCPServer
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from quern.field_types import Port, refuse_outside
 from quern.lab.board.reader import Board, NotFound
@@ -47,6 +50,7 @@ SECURITY_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
+REPORT_POLICY = SECURITY_HEADERS | {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
 
 
 class Server(ThreadingHTTPServer):
@@ -99,7 +103,7 @@ class Handler(BaseHTTPRequestHandler):
             respond()
         except NotFound as error:
             self._error(404, str(error))
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             self._error(400, str(error))
 
     def _get(self) -> None:
@@ -107,6 +111,9 @@ class Handler(BaseHTTPRequestHandler):
         if url.path == "/api/list":
             study = parse_qs(url.query).get("study", [None])[0]
             return self._json(self.server.board.listing(study))
+        if url.path.startswith("/report/"):
+            content = self.server.board.report(unquote(url.path.removeprefix("/report/")))
+            return self._send(200, "text/html; charset=utf-8", content, REPORT_POLICY)
         if url.path not in PAGE:
             raise NotFound("there is no such page")
         file, media_type = PAGE[url.path]
@@ -118,7 +125,8 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             raise ValueError(f"send a body of at most {MAX_BODY_BYTES:,} bytes with its Content-Length")
         content = self.rfile.read(int(length))
-        if self.path != "/api/curves":
+        asked = {"/api/curves": self.server.board.curves, "/api/manage": self.server.board.manage}.get(self.path)
+        if asked is None:
             raise NotFound("there is no such page")
         if self.headers.get_content_type() != "application/json":  # other sites cannot send this type unasked
             raise ValueError("send the body as JSON, with the header 'Content-Type: application/json'")
@@ -128,7 +136,9 @@ class Handler(BaseHTTPRequestHandler):
             request = None
         if not isinstance(request, dict):
             raise ValueError("send a JSON object")
-        self._json(self.server.board.curves(request))
+        if self.path == "/api/manage" and not ipaddress.ip_address(self.client_address[0]).is_loopback:
+            raise ValueError("runs are renamed and removed on the machine that has them: quern runs")
+        self._json(asked(request))
 
     def _json(self, body: Any) -> None:
         self._send(200, "application/json", json.dumps(body, allow_nan=False).encode("ascii"))
@@ -136,10 +146,10 @@ class Handler(BaseHTTPRequestHandler):
     def _error(self, status: int, message: str) -> None:
         self._send(status, "application/json", json.dumps({"error": message}).encode("ascii"))
 
-    def _send(self, status: int, media_type: str, content: bytes) -> None:
+    def _send(self, status: int, media_type: str, content: bytes, more: Mapping[str, str] = SECURITY_HEADERS) -> None:
         self.send_response(status)
         headers = {"Content-Type": media_type, "Content-Length": str(len(content)), "Cache-Control": "no-store"}
-        for name, value in (headers | SECURITY_HEADERS).items():
+        for name, value in {**headers, **more}.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)

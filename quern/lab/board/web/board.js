@@ -2,9 +2,9 @@
 // reaches the page through textContent, never as markup.
 import { MOST_LINES, decimal, groupLine, groupOf, number, smoothed, valueAt } from "./curves.js";
 import { Plot } from "./plot.js";
-import { PAGE_ROWS, UNITS, board, choice, curves, element, readAddress, selected, view, visible, writeAddress } from "./state.js";
+import { PAGE_ROWS, UNITS, board, choice, curves, element, label, readAddress, selected, view, visible, writeAddress } from "./state.js";
 import { sorted } from "./tables.js";
-import { runColumns, showCounts, showDiff, showLines, showPoints, showRuns, showStudy } from "./views.js";
+import { runColumns, selectedRuns, showCounts, showDiff, showLines, showPoints, showRuns, showStudy } from "./views.js";
 
 const POLL_SECONDS = 2, SINGLE_LINES = 8, MOST_POINTS = 1000, ALL_POINTS = 32000;
 let live = true;
@@ -28,13 +28,12 @@ function fillSelect(select, options, value) {
 function showControls() {
   const { metrics, runs, studies } = board;
   if (!metrics.includes(choice.y) && metrics.length) choice.y = metrics.includes("val_bpb") ? "val_bpb" : metrics.includes("loss") ? "loss" : metrics[0];
-  fillSelect(element("y"), metrics.map((name) => [name, name]), choice.y);
-  fillSelect(element("study"), [["", "Training runs"], ...studies.map((name) => [name, `Study ${name}`])], choice.study);
+  fillSelect(element("y"), metrics.map((name) => [name, label(name)]), choice.y);
+  fillSelect(element("study"), [["", "Training runs"], ...studies.map((name) => [name, `${board.kinds[name]}: ${name}`])], choice.study);
   const varying = [...new Set(runs.flatMap((run) => Object.keys(run.recipe)))].sort();
-  const fixed = Object.keys(board.constant).sort();
-  if (choice.group && !"*@".includes(choice.group[0]) && !varying.includes(choice.group) && !fixed.includes(choice.group)) choice.group = "";
+  if (choice.group && !"*@".includes(choice.group[0]) && !varying.includes(choice.group)) choice.group = "";
   const groups = [["", "nothing: single runs"], ["*", "same recipe (all but seeds)"], ["@stage", "stage"], ["@status", "status"]];
-  fillSelect(element("group"), [...groups, ...varying.map((name) => [name, name]), ...fixed.map((name) => [name, `${name} (all equal)`])], choice.group);
+  fillSelect(element("group"), [...groups, ...varying.map((name) => [name, name])], choice.group);
   for (const name of ["x", "filter", "smooth"]) if (document.activeElement !== element(name)) element(name).value = choice[name];
   for (const name of ["logx", "logy"]) element(name).checked = choice[name];
 }
@@ -142,9 +141,9 @@ function show() {
   const column = columns.find((one) => one.name === view.order.name) ?? columns[1];
   const rows = sorted(runs, column, view.order.down);
   const faint = chooseLines(rows);
-  const scene = { logx: choice.logx, logy: choice.logy, xLabel: UNITS[choice.x], yLabel: choice.y, empty: emptyNote(runs) };
+  const scene = { logx: choice.logx, logy: choice.logy, xLabel: UNITS[choice.x], yLabel: label(choice.y), empty: emptyNote(runs) };
   plot.show(view.lines, faint, scene);
-  element("plot-heading").textContent = `${choice.y || "Curves"} over ${UNITS[choice.x]}`;
+  element("plot-heading").textContent = `${choice.y ? label(choice.y) : "Curves"} over ${UNITS[choice.x]}`;
   showRuns(rows, columns, (name) => {
     view.order = { name, down: view.order.name === name ? !view.order.down : false };
     show();
@@ -159,7 +158,7 @@ function show() {
 
 function emptyNote(runs) {
   if (!board.runs.length) return `There are no runs in ${board.folder} yet. They appear here by themselves.`;
-  return runs.length ? `No run has ${choice.y} yet.` : "No run passes the filter.";
+  return runs.length ? `No run has ${label(choice.y)} yet.` : "No run passes the filter.";
 }
 
 // Sets `view.lines`, the coloured ones; returns the faint ones.
@@ -244,6 +243,42 @@ element("runs").addEventListener("change", ({ target }) => {
   if (target.checked) selected.add(target.value); else selected.delete(target.value);
   show();
 });
+// Rename and remove -----------------------------------------------------------------------------------------
+
+function manage(action) {
+  const [run] = selectedRuns();
+  const dialog = element("manage");
+  dialog.dataset.action = action;
+  dialog.dataset.run = run;
+  element("manage-heading").textContent = action === "rename" ? `Rename ${run}` : `Remove ${run}?`;
+  element("manage-text").textContent = action === "rename" ? "" : "Its checkpoints, records and report are deleted. The prepared text stays.";
+  element("new-name-label").hidden = action !== "rename";
+  element("new-name").value = run;
+  element("manage-do").textContent = action === "rename" ? "Rename" : "Remove";
+  element("manage-problem").hidden = true;
+  dialog.showModal();
+  if (action === "rename") element("new-name").select();
+}
+
+async function manageNow() {
+  const { action, run } = element("manage").dataset;
+  try {
+    const { told } = await fetchJson("/api/manage", { action, run, to: element("new-name").value.trim() });
+    element("manage").close();
+    selected.clear();
+    await update();
+    element("runs-said").textContent = told.join(" ");
+    element("runs-heading").focus();
+  } catch (error) {
+    element("manage-problem").textContent = error.message;
+    element("manage-problem").hidden = false;
+  }
+}
+
+for (const action of ["rename", "remove"]) element(action).addEventListener("click", () => manage(action));
+element("manage-do").addEventListener("click", manageNow);
+element("new-name").addEventListener("keydown", (event) => { if (event.key === "Enter") { event.preventDefault(); manageNow(); } });
+element("manage-cancel").addEventListener("click", () => element("manage").close());
 element("clear").addEventListener("click", () => { selected.clear(); show(); element("runs-heading").focus(); });
 element("more").addEventListener("click", () => { view.limit += PAGE_ROWS; show(); });
 element("live").addEventListener("click", () => { setLive(!live); if (live) update(); });

@@ -1,5 +1,5 @@
 // The state of the page: what the server said, what the user chose and selected.
-import { passes } from "./curves.js";
+import { decimal, passes } from "./curves.js";
 
 export const element = (id) => document.getElementById(id);
 export const UNITS = { steps: "steps", tokens: "tokens", flops: "training FLOPs", seconds: "seconds in steps" };
@@ -7,12 +7,12 @@ export const SIGNS = { running: "●", finished: "✓", stopped: "■", diverged
 export const PAGE_ROWS = 100;
 const CHOICES = ["study", "x", "y", "group", "filter", "smooth", "logx", "logy"];
 
-export const board = { runs: [], constant: {}, metrics: [], studies: [], folder: "" };
+export const board = { runs: [], constant: {}, metrics: [], labels: {}, studies: [], kinds: {}, folder: "" };
 export const curves = new Map(); // id → {at, x, y, points}
 export const selected = new Set();
 export const choice = { study: "", x: "steps", y: "", group: "", filter: "", smooth: 0, logx: false, logy: false };
 // order and limit: of the table of runs; lines: the coloured ones; at: x of the cursor or null.
-export const view = { order: { name: "Run", down: false }, limit: PAGE_ROWS, lines: [], at: null };
+export const view = { order: { name: "Run", down: false }, limit: PAGE_ROWS, lines: [], at: null, under: new Set() };
 
 // The choices are also in the address, so that a view can be kept as a bookmark.
 export function readAddress() {
@@ -29,6 +29,10 @@ export function writeAddress() {
   for (const name of CHOICES) if (choice[name]) said.set(name, choice[name] === true ? "1" : choice[name]);
   history.replaceState(null, "", `#${said}`);
 }
+
+// A metric as readers name it, and a value of it.
+export const label = (name) => board.labels[name]?.[0] ?? name.replaceAll("_", " ");
+export const measured = (name, value) => (typeof value === "number" && board.labels[name]?.[1] ? `${(100 * value).toFixed(1)} %` : decimal(value));
 
 // The runs that pass the filter.
 export function visible() {

@@ -1,7 +1,7 @@
 // The tables of the board: lines, values along the lines, runs, the difference of two recipes, a study, and counts.
 import { decimal, duration, fieldText, number, valueAt } from "./curves.js";
 import { swatchClass } from "./plot.js";
-import { PAGE_ROWS, SIGNS, UNITS, board, choice, element, fieldOf, selected, view } from "./state.js";
+import { PAGE_ROWS, SIGNS, UNITS, board, choice, element, fieldOf, label, measured, selected, view } from "./state.js";
 import { renderTable, whisker } from "./tables.js";
 
 // The table beside the plot: its legend, and the values at the cursor or, without one, the last ones.
@@ -39,7 +39,7 @@ export function showPoints() {
   const rows = Array.from({ length: 11 }, (_, index) => ({ id: index, x: first + ((last - first) * index) / 10 }));
   const value = (line) => (row) => decimal(valueAt(line.x, line.y, row.x));
   const columns = [{ name: UNITS[choice.x], head: true, value: (row) => number(row.x) }, ...lines.map((line) => ({ name: line.label, number: true, text: value(line) }))];
-  renderTable(element("points"), columns, rows, { caption: `${choice.y} at eleven positions along the x axis` });
+  renderTable(element("points"), columns, rows, { caption: `${label(choice.y)} at eleven positions along the x axis` });
 }
 
 export function runColumns() {
@@ -49,16 +49,43 @@ export function runColumns() {
   const age = { name: "Last line", number: true, value: (run) => run.age, text: (run) => `${duration(run.age)} ago` };
   return [
     { name: "Select", fixed: true, cell: selectCell },
-    { name: choice.study ? "Arm" : "Run", head: true, value: (run) => run.run },
+    { name: choice.study ? "Arm" : "Run", head: true, value: (run) => run.run, cell: nameCell },
     { name: choice.study ? "Seed" : "Stage", value: (run) => run.stage },
     { name: "Status", value: (run) => run.status, cell: statusCell },
     ...(choice.study ? [] : [age]),
     { name: "Step", number: true, value: (run) => run.last.step, text: (run) => number(run.last.step) + (run.steps ? ` / ${number(run.steps)}` : "") },
-    ...shown.map((name) => ({ name: name.replace("_per_second", "/s"), number: true, value: (run) => run.last[name], text: (run) => decimal(run.last[name]) })),
+    ...shown.map((name) => ({ name: label(name), number: true, value: (run) => run.last[name], text: (run) => measured(name, run.last[name]) })),
     { name: "Time", number: true, value: (run) => run.last.seconds, text: (run) => duration(run.last.seconds) },
+    ...(choice.study ? [] : [{ name: "Open", fixed: true, cell: linksCell }]),
     ...field.map((name) => ({ name, value: (run) => fieldOf(run, name), text: (run) => fieldText(fieldOf(run, name)) })),
   ];
 }
+
+// In the order of the runs, a stage stands under the first one of its run.
+function nameCell(run, cell) {
+  if (cell.textContent !== run.run) cell.textContent = run.run;
+  cell.title = run.run;
+  cell.classList.toggle("under", view.under.has(run.id));
+}
+
+// Report and samples are pages of the board; the chat needs a command, which is copied.
+function linksCell(run, cell) {
+  const shape = view.under.has(run.id) ? "" : `${run.run} ${run.report}`;
+  if (cell.dataset.shape === shape) return;
+  cell.dataset.shape = shape;
+  const link = (text, end) => Object.assign(document.createElement("a"), { textContent: text, href: `/report/${encodeURIComponent(run.run)}${end}` });
+  const chat = Object.assign(document.createElement("button"), { type: "button", textContent: "chat", className: "link" });
+  const command = `quern serve --run ${run.run} --out ${board.folder}`;
+  chat.title = `Copies the command: ${command}`;
+  chat.addEventListener("click", async () => {
+    await navigator.clipboard?.writeText(command).catch(() => {});
+    element("runs-said").textContent = `To chat, run this in a terminal (copied): ${command}`;
+  });
+  cell.replaceChildren(...(shape === "" ? [] : [...(run.report ? [link("report", ""), " ", link("samples", "#samples"), " "] : []), chat]));
+}
+
+// The names of the selected runs.
+export const selectedRuns = () => [...new Set([...selected].map((id) => board.runs.find((run) => run.id === id)?.run).filter(Boolean))];
 
 function selectCell(run, cell) {
   let box = cell.firstElementChild;
@@ -81,12 +108,15 @@ function statusCell(run, cell) {
 export function showRuns(rows, columns, onSort) {
   const rowClass = (run) => (selected.has(run.id) ? "chosen" : "");
   const shown = rows.slice(0, view.limit);
+  const inOrder = !choice.study && view.order.name === "Run";
+  view.under = new Set(shown.filter((run, index) => inOrder && index > 0 && shown[index - 1].run === run.run).map((run) => run.id));
   renderTable(element("runs"), columns, shown, { order: view.order, onSort, rowClass, caption: "Runs. Select two to compare their recipes." });
   element("runs-heading").textContent = choice.study ? "Trials" : "Runs";
   element("runs-note").textContent = `${rows.length}${rows.length < board.runs.length ? ` of ${board.runs.length}` : ""}${selected.size ? `, ${selected.size} selected` : ""}`;
   element("more").hidden = rows.length <= view.limit;
   element("more").textContent = `Show ${Math.min(PAGE_ROWS, rows.length - view.limit)} more`;
   element("clear").hidden = !selected.size;
+  for (const name of ["rename", "remove"]) element(name).hidden = Boolean(choice.study) || selectedRuns().length !== 1;
 }
 
 export function showDiff() {
@@ -108,7 +138,7 @@ export function showDiff() {
 export function showStudy() {
   element("study-card").hidden = !choice.study;
   if (!choice.study || !board.registered) return;
-  element("study-heading").textContent = `Study ${choice.study}`;
+  element("study-heading").textContent = `${board.kinds[choice.study]}: ${choice.study}`;
   const facts = Object.entries(board.registered).filter(([name, value]) => !name.startsWith("facts.") && value !== null && String(value).length < 120);
   element("registered").textContent = facts.map(([name, value]) => `${name} ${fieldText(value)}`).join(" · ");
   const rows = board.verdicts.map((row, index) => ({ id: index, ...row }));
@@ -128,7 +158,7 @@ export function showStudy() {
   const arms = [
     { name: "Arm", head: true, value: (row) => row.arm }, { name: "Steps", number: true, text: (row) => number(row.steps) },
     { name: "n", number: true, value: (row) => row.n }, { name: "Diverged", number: true, value: (row) => row.diverged },
-    { name: "Mean val_bpb", number: true, text: (row) => decimal(row.mean) }, { name: "SD", number: true, text: (row) => number(row.sd, 3) },
+    { name: "Mean bits per byte", number: true, text: (row) => decimal(row.mean) }, { name: "SD", number: true, text: (row) => number(row.sd, 3) },
     { name: "Tokens/s", number: true, text: (row) => number(row.tokens_per_second) },
   ];
   renderTable(element("arms"), arms, board.arms, { id: (row) => `${row.arm} ${row.steps}`, caption: "Final scores of each arm" });
