@@ -74,7 +74,8 @@ def with_run(verb: str, words: Arguments) -> Arguments:
 
 
 OF_THE_MACHINE = tuple(
-    "ranks tp zero nodes rendezvous restarts timeout track device dtype threads workers compile sft questions for".split()
+    "ranks tp zero nodes rendezvous restarts timeout track device dtype threads workers compile sft questions "
+    "for".split()
 )
 """Flags that a run does not save: the command that continues the run repeats them."""
 
