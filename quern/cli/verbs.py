@@ -156,7 +156,7 @@ def on_ranks(
             run_dir=where.run_dir,
             resume=options.resume or launch.restarted(mesh),
             source=source,
-            command=shlex.join(["quern", verb, *rest]),
+            command=rest.command(verb),
             log=rank_log,
             trackers=trackers,
             mesh=mesh,

@@ -7,6 +7,7 @@ of others (`IDLE`).
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import field, fields, is_dataclass, make_dataclass
 from functools import cached_property
@@ -89,6 +90,10 @@ class Arguments(tuple[str, ...]):
                 words = found.setdefault(part + dot + name.removeprefix("no_"), [])
             words.append(word)
         return found
+
+    def command(self, verb: str) -> str:
+        """The command with this verb, as it can be typed again."""
+        return shlex.join(["quern", verb, *self])
 
     def value(self, field: str) -> str | None:
         """The value of a flag; the last one counts, as for tyro."""

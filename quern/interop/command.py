@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from quern.constructors import code_path
+from quern.field_types import code_path
 from quern.flags import check_flags
 from quern.flags.check_flags import UNSAID
 from quern.flags.recipe_flags import Arguments

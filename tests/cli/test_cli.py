@@ -418,7 +418,7 @@ def test_every_field_of_sampling_is_a_flag() -> None:
 
 
 def test_the_command_is_recorded_as_it_can_be_typed_again() -> None:
-    assert verbs.command_line("run", ["--data", "my texts/a b.txt"]) == "quern run --data 'my texts/a b.txt'"
+    assert Arguments(("--data", "my texts/a b.txt")).command("run") == "quern run --data 'my texts/a b.txt'"
 
 
 @pytest.mark.parametrize("verb", ["serve", "chat", "complete -p x", "evaluate", "sft", "rl", "pretrain --from nosuch"])
