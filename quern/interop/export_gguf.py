@@ -1,10 +1,15 @@
 """Writes a run's Llama as one GGUF file, which llama.cpp and programs that build on it read.
 
+llama.cpp rotates neighbouring channels (2i, 2i + 1) where quern, like Hugging Face, rotates channel i with i + E/2. So
+the rows of the query and key projections change places; all other weights keep their values and layouts. Source: the
+GGUF specification and llama.cpp's loader (ggml-org/llama.cpp).
+
 Matrices have the chosen dtype, norms are fp32. llama.cpp computes with the stored values, so only fp32 is exact.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
@@ -14,11 +19,142 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quern.interop.gguf_format import metadata, other_ids, tensors
 from quern.interop.llama_format import load_llama
+from quern.model.llama import NORM_EPS, mlp_width
+from quern.recipe import ResolvedModel
 from quern.runs.run_dir import RunDir
 from quern.temporaries import sync_path, whole_file
+from quern.text.hugging_face import CHAT_TEMPLATE, merge_pairs, spell
+from quern.text.tinyworld import corpus
+from quern.text.tokenizer import GPT2_SPLIT_PATTERN, Tokenizer, split_pattern
 from quern.validate import install
+
+OUTSIDE = {
+    "embedding.weight": "token_embd.weight",
+    "norm.weight": "output_norm.weight",
+    "head.weight": "output.weight",
+}
+IN_BLOCK = {
+    "attention_norm.weight": "attn_norm.weight",
+    "attention.query.weight": "attn_q.weight",
+    "attention.key.weight": "attn_k.weight",
+    "attention.value.weight": "attn_v.weight",
+    "attention.out.weight": "attn_output.weight",
+    "mlp_norm.weight": "ffn_norm.weight",
+    "mlp.down.weight": "ffn_down.weight",
+}
+MERGED = ("mlp.gate_up", "ffn_gate.weight", "ffn_up.weight")
+"""quern's parameter, and the two of GGUF that it stacks."""
+ROTATED = ("attention.query.weight", "attention.key.weight")
+
+PRE_TOKENIZERS = {split_pattern(1): "qwen35", GPT2_SPLIT_PATTERN: "gpt-2"}
+"""quern's split patterns that llama.cpp has, and its names for them (tokenizer.ggml.pre)."""
+NEAREST = split_pattern(1)
+"""The split that llama.cpp uses for a tokenizer with another pattern."""
+NORMAL, CONTROL, UNUSED = 1, 3, 5
+"""Kinds of tokens (tokenizer.ggml.token_type). llama.cpp reads a control token from text only where it is asked to."""
+SAMPLE_MEGABYTES, SAMPLE_CHARACTERS = 0.5, 400
+
+
+def tensors(weights: Mapping[str, Tensor], shape: ResolvedModel) -> dict[str, Tensor]:
+    """quern's weights with GGUF's names and layouts, without the head if it equals the embedding (a tied head)."""
+    found = {theirs: weights[ours] for ours, theirs in OUTSIDE.items()}
+    if torch.equal(weights["head.weight"], weights["embedding.weight"]):
+        del found[OUTSIDE["head.weight"]]
+    for layer in range(shape.depth):
+        before, after = f"blocks.{layer}.", f"blk.{layer}."
+        for ours, theirs in IN_BLOCK.items():
+            weight = weights[before + ours]
+            found[after + theirs] = neighbours(weight, shape.head_dim) if ours in ROTATED else weight
+        gate, up = weights[before + MERGED[0]].unbind(0)
+        found |= {after + MERGED[1]: gate, after + MERGED[2]: up}
+    return found
+
+
+def neighbours(weight: Tensor, head_dim: int) -> Tensor:
+    """(H · E, D) with the two channels of each rotary pair side by side: row i + E/2 of a head follows row i."""
+    return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def metadata(shape: ResolvedModel, tokenizer: Tokenizer, name: str) -> dict[str, Any]:
+    """Key → value: str, bool, int (stored as uint32), float (float32) or a list.
+
+    Args:
+        shape: The resolved shape of the model.
+        tokenizer: The run's tokenizer.
+        name: The model's name.
+
+    Raises:
+        ValueError: The model has fewer embeddings than the tokenizer has tokens.
+    """
+    spare = shape.vocab_size - tokenizer.vocab_size
+    if spare < 0:
+        raise ValueError(f"the model has {shape.vocab_size:,} embeddings for {tokenizer.vocab_size:,} tokens")
+    words = [spell(token) for token in (*(bytes([byte]) for byte in tokenizer.single_bytes), *tokenizer.merges)]
+    assistant_end = tokenizer.special("<|assistant_end|>")
+    return {
+        "general.architecture": "llama",
+        "general.type": "model",
+        "general.name": name,
+        "llama.vocab_size": shape.vocab_size,
+        "llama.context_length": shape.context,
+        "llama.embedding_length": shape.width,
+        "llama.block_count": shape.depth,
+        "llama.feed_forward_length": mlp_width(shape),
+        "llama.rope.dimension_count": shape.head_dim,
+        "llama.rope.freq_base": float(shape.rope_base),
+        "llama.attention.head_count": shape.heads,
+        "llama.attention.head_count_kv": shape.kv_heads,
+        "llama.attention.key_length": shape.head_dim,
+        "llama.attention.value_length": shape.head_dim,
+        "llama.attention.layer_norm_rms_epsilon": float(shape.norm_eps or NORM_EPS),
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": PRE_TOKENIZERS.get(tokenizer.pattern, PRE_TOKENIZERS[NEAREST]),
+        "tokenizer.ggml.tokens": [*words, *tokenizer.special_tokens, *(f"[unused {i}]" for i in range(spare))],
+        "tokenizer.ggml.token_type": [
+            *[NORMAL] * len(words),
+            *[CONTROL] * len(tokenizer.special_tokens),
+            *[UNUSED] * spare,
+        ],
+        "tokenizer.ggml.merges": [f"{spell(left)} {spell(right)}" for left, right in merge_pairs(tokenizer).values()],
+        "tokenizer.ggml.bos_token_id": tokenizer.bos,
+        "tokenizer.ggml.eos_token_id": assistant_end,
+        "tokenizer.ggml.eot_token_id": assistant_end,
+        # BOS begins the next document, so it ends a text too. llama.cpp stops at each of these three.
+        "tokenizer.ggml.eom_token_id": tokenizer.bos,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_eos_token": False,
+        "tokenizer.ggml.padding_token_id": tokenizer.bos,
+        "tokenizer.chat_template": re.sub(r"\{%- (end)?generation -%\}", "", CHAT_TEMPLATE),  # tags of transformers
+    }
+
+
+def other_ids(tokenizer: Tokenizer) -> str:
+    """Why llama.cpp would give some texts other ids than the tokenizer does, with a measured share; "" if it does not.
+
+    The share is measured with quern's own encoder under both split patterns (`sample_texts`).
+    """
+    lost = len(tokenizer.merges) - len(merge_pairs(tokenizer))
+    if lost:
+        return f"llama.cpp never forms {lost:,} of the tokenizer's {len(tokenizer.merges):,} merges"
+    if tokenizer.pattern in PRE_TOKENIZERS:
+        return ""
+    there = Tokenizer(tokenizer.merges, NEAREST, tokenizer.special_tokens, single_bytes=tokenizer.single_bytes)
+    shares = []
+    for kind, texts in sample_texts().items():
+        differing = sum(tokenizer.encode(text) != there.encode(text) for text in texts)
+        shares.append(f"{differing:,} of {len(texts):,} {kind} ({differing / len(texts):.0%})")
+    return f"llama.cpp has no split like this tokenizer's; its nearest one gives other ids to {' and '.join(shares)}"
+
+
+def sample_texts() -> dict[str, list[str]]:
+    """Kind → texts: openings of the built-in world's documents, and numbers."""
+    documents = corpus.documents(0, SAMPLE_MEGABYTES, "val")
+    return {
+        "openings of texts": [text[:SAMPLE_CHARACTERS] for text in documents],
+        "numbers from 10 to 9,999": [str(number) for number in range(10, 10_000)],
+    }
+
 
 TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
 """quern's names of dtypes, and GGUF's."""

@@ -1,8 +1,8 @@
 """Writes a run's model as a folder in Hugging Face's format, whole or not at all.
 
 It holds weights in safetensors, configuration, tokenizer, chat template and a model card. `llama` is Hugging Face's own
-Llama, which `quern import` reads too. `gpt` and `unet` bring their Python files (quern_format.py), which
-`trust_remote_code=True` runs.
+Llama, which `quern import` reads too. `gpt` and `unet` bring their Python files, those of hf/ word for
+word, which `trust_remote_code=True` runs; their weights keep names and values. An idea's subclass is refused.
 """
 
 from __future__ import annotations
@@ -10,19 +10,23 @@ from __future__ import annotations
 import glob
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from quern.field_types import imported
-from quern.interop import llama_format, quern_format
+from quern.interop import llama_format
 from quern.interop.model_card import model_card
 from quern.machine import detect
+from quern.model.base import LanguageModel
+from quern.model.gpt import GPT
 from quern.model.llama import Llama
+from quern.model.unet import UNet
 from quern.runs.load import LoadedModel, load
 from quern.runs.run_dir import RunDir
 from quern.temporaries import TemporaryFolder, remove_abandoned, sync_path
@@ -69,7 +73,7 @@ def run(run_dir: RunDir, folder: Path, *, stage: str | None, dtype: torch.dtype,
 def _require_known(loaded: LoadedModel, run_dir: RunDir) -> None:
     """Raises ValueError for the model of an idea: what its code computes is not in the exported files."""
     kind = imported(loaded.recipe.make_model)
-    if kind not in (Llama, *quern_format.ARCHITECTURES) or type(loaded.model) is not kind:
+    if kind not in (Llama, *ARCHITECTURES) or type(loaded.model) is not kind:
         raise ValueError(
             f"run '{run_dir.run}' holds a {type(loaded.model).__name__} that its own recipe file makes, which other "
             "programs cannot compute: export a run of the recipes gpt, unet or llama as they come with quern"
@@ -79,7 +83,7 @@ def _require_known(loaded: LoadedModel, run_dir: RunDir) -> None:
 def _weights(loaded: LoadedModel) -> dict[str, Tensor]:
     if type(loaded.model) is Llama:
         return llama_format.weights_to(loaded.model.state_dict(), len(loaded.model.blocks))
-    return quern_format.weights_to(loaded.model, loaded.tokenizer.vocab_size)
+    return weights_to(loaded.model, loaded.tokenizer.vocab_size)
 
 
 def _texts(loaded: LoadedModel, dtype: torch.dtype, log: Callable[[str], None]) -> dict[str, str]:
@@ -89,7 +93,7 @@ def _texts(loaded: LoadedModel, dtype: torch.dtype, log: Callable[[str], None]) 
         llama_format.refuse_windows(shape)
         config, texts = llama_format.config_to(shape, tokenizer, dtype), {}
     else:
-        config, texts = quern_format.config_to(loaded.model, tokenizer, dtype), quern_format.python_files(loaded.model)
+        config, texts = config_to(loaded.model, tokenizer, dtype), python_files(loaded.model)
     texts |= {"config.json": _json(config), "generation_config.json": _json(_generation_config(tokenizer))}
     try:
         texts["tokenizer.json"] = _json(tokenizer_json(tokenizer))
@@ -114,3 +118,64 @@ def _generation_config(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _json(body: dict[str, Any]) -> str:
     return json.dumps(body, indent=2, ensure_ascii=False) + "\n"
+
+
+SHARED_FILES = ("configuration_quern.py", "modeling_quern.py")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """name: the `model_type`; prefix: of the names of its classes; file: its modules."""
+
+    name: str
+    prefix: str
+    file: str
+
+
+ARCHITECTURES: Mapping[Any, Architecture] = {
+    GPT: Architecture("quern_gpt", "QuernGPT", "modeling_quern_gpt.py"),
+    UNet: Architecture("quern_unet", "QuernUNet", "modeling_quern_unet.py"),
+}
+
+
+def config_to(model: LanguageModel, tokenizer: Tokenizer, dtype: torch.dtype) -> dict[str, Any]:
+    """The body of config.json. model: exactly a `GPT` or a `UNet`."""
+    shape, found = model.shape, ARCHITECTURES[type(model)]
+    architecture = f"{found.prefix}ForCausalLM"
+    return {
+        "architectures": [architecture],
+        "auto_map": {
+            "AutoConfig": f"configuration_quern.{found.prefix}Config",
+            "AutoModelForCausalLM": f"{found.file.removesuffix('.py')}.{architecture}",
+        },
+        "model_type": found.name,
+        "vocab_size": tokenizer.vocab_size,
+        "hidden_size": shape.width,
+        "num_hidden_layers": shape.depth,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.context,
+        "windows": list(model.windows),
+        "rope_base": shape.rope_base,
+        "softcap": shape.softcap,
+        "tie_word_embeddings": False,
+        "bos_token_id": tokenizer.bos if shape.bos is None else shape.bos,
+        "eos_token_id": tokenizer.special("<|assistant_end|>"),
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def weights_to(model: LanguageModel, tokens: int) -> dict[str, Tensor]:
+    """The model's weights. Rows of tables beyond the `tokens` of the tokenizer are left out, as the engine does."""
+    tables = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    return {
+        name: (tensor[:tokens] if name in tables | {"head.weight"} else tensor).contiguous()
+        for name, tensor in model.state_dict().items()
+    }
+
+
+def python_files(model: LanguageModel) -> dict[str, str]:
+    """File name → text of the Python files that the folder needs."""
+    names = (*SHARED_FILES, ARCHITECTURES[type(model)].file)
+    return {name: (Path(__file__).parent / "hf" / name).read_text(encoding="utf-8") for name in names}

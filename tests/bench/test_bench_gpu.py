@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from quern.bench.gpu import command, options
-from quern.bench.gpu.attention import pairs
 from quern.bench.gpu.command import AIMS, UNMEASURED, page, verdict
-from quern.bench.gpu.decode import bytes_of_a_step
-from quern.bench.gpu.kernels import iterate
+from quern.bench.gpu.kernels import bytes_of_a_step, iterate, pairs
 from quern.bench.gpu.setup import GpuBench, Limits, data_sheet, measure_limits, worst_error
 from quern.bench.gpu.train import kind_of_kernel, recipe_of
 from quern.bench.measure import Figure, OutOfTime, figure

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from quern import compiler
-from quern.interop import gguf_format
+from quern.interop import export_gguf
 from quern.text.chat import Message, render, render_prompt
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import GPT2_SPLIT_PATTERN, Tokenizer, split_pattern
@@ -91,23 +91,23 @@ def test_smaller_dtypes_err_by_their_rounding(
 
 
 def unpermuted(patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    patch.setattr(gguf_format, "ROTATED", ())
+    patch.setattr(export_gguf, "ROTATED", ())
     return {}
 
 
 def unpermuted_keys(patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    patch.setattr(gguf_format, "ROTATED", ("attention.query.weight",))
+    patch.setattr(export_gguf, "ROTATED", ("attention.query.weight",))
     return {}
 
 
 def swapped_norms(patch: pytest.MonkeyPatch) -> dict[str, Any]:
     names = {"attention_norm.weight": "ffn_norm.weight", "mlp_norm.weight": "attn_norm.weight"}
-    patch.setattr(gguf_format, "IN_BLOCK", gguf_format.IN_BLOCK | names)
+    patch.setattr(export_gguf, "IN_BLOCK", export_gguf.IN_BLOCK | names)
     return {}
 
 
 def swapped_gate_and_up(patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    patch.setattr(gguf_format, "MERGED", ("mlp.gate_up", "ffn_up.weight", "ffn_gate.weight"))
+    patch.setattr(export_gguf, "MERGED", ("mlp.gate_up", "ffn_up.weight", "ffn_gate.weight"))
     return {}
 
 
@@ -202,7 +202,7 @@ def test_ids_are_llama_cpps(
     law: Callable[..., None],
 ) -> None:
     tokenizer = make(pattern)
-    assert gguf_format.other_ids(tokenizer) == ""
+    assert export_gguf.other_ids(tokenizer) == ""
     opened(llama, tmp_path / "a.gguf", tokenizer)
     found = differing(llama, tokenizer, fuzzed(count, seed=count))
     law("ids of llama.cpp for a GGUF = native: 20,000 fuzzed texts (that differ)", len(found), "equal")
@@ -210,13 +210,13 @@ def test_ids_are_llama_cpps(
 
 
 def shifted_id(tokenizer: Tokenizer) -> dict[str, Any]:
-    words = gguf_format.metadata(gguf_recipe(tokenizer).model, tokenizer, "toy")["tokenizer.ggml.tokens"]
+    words = export_gguf.metadata(gguf_recipe(tokenizer).model, tokenizer, "toy")["tokenizer.ggml.tokens"]
     words[300], words[301] = words[301], words[300]
     return {"tokenizer.ggml.tokens": words}
 
 
 def other_order_of_merges(tokenizer: Tokenizer) -> dict[str, Any]:
-    merges = gguf_format.metadata(gguf_recipe(tokenizer).model, tokenizer, "toy")["tokenizer.ggml.merges"]
+    merges = export_gguf.metadata(gguf_recipe(tokenizer).model, tokenizer, "toy")["tokenizer.ggml.merges"]
     return {"tokenizer.ggml.merges": merges[::-1]}
 
 
@@ -242,8 +242,8 @@ def test_the_refusal_measures_what_llama_cpp_does(digits: int, llama: LlamaCpp, 
     """Groups of digits: the shares in the message are those that llama.cpp itself has."""
     tokenizer = trained(split_pattern(digits))
     opened(llama, tmp_path / "a.gguf", tokenizer)
-    said = gguf_format.other_ids(tokenizer)
-    for kind, texts in gguf_format.sample_texts().items():
+    said = export_gguf.other_ids(tokenizer)
+    for kind, texts in export_gguf.sample_texts().items():
         found = len(differing(llama, tokenizer, texts))
         assert f"{found:,} of {len(texts):,} {kind}" in said and found > 10
 

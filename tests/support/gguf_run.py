@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quern.interop import export_gguf, gguf_format
+from quern.interop import export_gguf
 from quern.model.context import CausalContext
 from quern.model.llama import Llama
 from quern.recipe import Resolved, TextRecipe
@@ -44,9 +44,9 @@ def write_toy(
     path: Path, recipe: Resolved, tokenizer: Tokenizer, *, kind: str = "F32", tied: bool = False, **facts: Any
 ) -> dict[str, Tensor]:
     """Writes a model as `quern export` does. facts: metadata that differs. Returns what was written."""
-    weights = gguf_format.tensors(toy(recipe, tied=tied).state_dict(), recipe.model)
+    weights = export_gguf.tensors(toy(recipe, tied=tied).state_dict(), recipe.model)
     kinds = export_gguf.kinds_of(weights, kind, lambda line: None)
-    export_gguf.write(path, gguf_format.metadata(recipe.model, tokenizer, "toy") | facts, weights, kinds)
+    export_gguf.write(path, export_gguf.metadata(recipe.model, tokenizer, "toy") | facts, weights, kinds)
     return weights
 
 

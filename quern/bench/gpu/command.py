@@ -17,13 +17,10 @@ from typing import Any
 
 import torch
 
-from quern.bench.gpu.attention import OVER_FULL, exactness, place, speed
-from quern.bench.gpu.decode import decoding
-from quern.bench.gpu.kernels import cross_entropy, muon, rope
+from quern.bench.gpu.kernels import OVER_FULL, cross_entropy, decoding, exactness, muon, place, rope, speed
 from quern.bench.gpu.options import parse
-from quern.bench.gpu.real import real
 from quern.bench.gpu.setup import QUICK_ROUNDS, ROUNDS, GpuBench, first_line, measure_limits
-from quern.bench.gpu.train import training_bf16, training_fp8
+from quern.bench.gpu.train import real, training_bf16, training_fp8
 from quern.bench.measure import Bench, Figure, OutOfTime, head, load_average, number, table, write
 from quern.kernels.attention.autotune import select_attention
 from quern.machine import detect

@@ -1,30 +1,155 @@
-"""Sections of `quern bench gpu` about the other kernels: rotary positions, the loss, Muon's iteration.
+"""Sections of `quern bench gpu` about kernels and decoding.
 
-Each kernel is compared with its plain definition, for exactness (in fp32) and for speed (compiled, as a model would use
-it). GB/s count each input read once and each output written once. The loss is measured whole (TFLOP/s of its three
-products, and its memory on top of its inputs), and for the kernel over the logits alone. Muon's iteration has the sizes
-of a model of depth 12.
+Attention, exactness: each path that skips what masks hide, and the definition computed in the dtype, against the
+definition in fp32. The figure is the worst error of the output and the gradients over lengths, windows, documents and
+groups.
+
+Attention, speed: TFLOP/s over the pairs of query and key that see each other: 4 · pairs · heads · head dim forward, 2.5
+times that backward (FlashAttention-2, arXiv 2307.08691). 16,384 tokens a call in rows of 1,024 to 16,384; 2,048 / head
+dim heads. Paths that compile for each shape (flex_attention): only 16,384 and 4,096 tokens with a head dim of 128.
+
+Rotary positions, the loss, Muon's iteration: each kernel is compared with its plain definition, for exactness (in fp32)
+and for speed (compiled, as a model would use it). GB/s count each input read once and each output written once. The
+loss is measured whole (TFLOP/s of its three products, and its memory on top of its inputs), and for the kernel over the
+logits alone. Muon's iteration has the sizes of a model of depth 12.
+
+Decoding: a decoding step must read each weight of the matrices and the head once, and the keys and values of each row.
+Its least time is these bytes over the bandwidth of a large copy. The model is that of the training section, with random
+weights, after prompts of 512 tokens. Two ways: the compiled step as the engine calls it, and the same step as a CUDA
+graph. Sampling is left out.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quern.bench.gpu.setup import GpuBench, worst_error
-from quern.bench.kernels import CAP, loss_inputs, loss_jobs, loss_paths
+from quern.bench.gpu.train import recipe_of
+from quern.bench.kernels import CAP, Case, attention_seconds, example_masks, loss_inputs, loss_jobs, loss_paths
 from quern.bench.measure import Figure, figure, peak_bytes
+from quern.generate.cache import KVCache, decode
+from quern.generate.compiled import SPAN, CompiledDecode
 from quern.kernels import cross_entropy as kernels
+from quern.kernels.attention.attend import MaskSpec, attend_plain, visible
+from quern.kernels.attention.autotune import available, fits, kind_of
+from quern.kernels.attention.backends import BLOCKED, SDPA, AttendFunction, Backend
 from quern.kernels.rope import rotate, rotate_normed, rotate_normed_plain, rotate_plain
 from quern.kernels.softcap import SigmoidCap
 from quern.kernels.symmetric import symmetric_product, symmetric_product_plain
 from quern.kernels.triton_found import TRITON_FOUND
+from quern.model.count import parameters
 from quern.model.layers import rotary_table
 from quern.optim.constants import POLAR_EXPRESS
 from quern.optim.muon import polar_express
+from quern.recipe import Resolved
+from quern.train.state import build_model
+
+TOKENS, WIDTH, WINDOW = 16_384, 2048, 1024
+SHAPES = [(128, T) for T in (16_384, 4096, 1024, 2048, 8192)] + [(64, T) for T in (16_384, 4096, 1024)]
+BY_SHAPE = ((128, 16_384), (128, 4096))
+EXACTNESS = (("bfloat16", 128), ("bfloat16", 64), ("float16", 128), ("bfloat16", 256), ("bfloat16", 32))
+FLOPS = {"forward": 1.0, "backward": 2.5}
+OVER_FULL = ", over full"
+
+
+def paths(bench: GpuBench) -> list[Backend]:
+    return available(bench.machine) if bench.on_gpu else [BLOCKED, SDPA]
+
+
+def exactness(bench: GpuBench) -> Iterator[Figure]:
+    """The worst error over the grid, by path, dtype and head dim."""
+    rounded = Backend("definition", attend_rounded, windows=True, documents=True, growing=True)
+    kinds = (("float32", 16),) if bench.quick else EXACTNESS
+    for (dtype, E), path in itertools.product(kinds, [*paths(bench), rounded]):
+        if not path.windows or path.by_shape:
+            continue
+        place, worst = f"{path.name}, {dtype}, head dim {E}: error", (0.0, "")
+        try:
+            for T, groups, mask in grid(bench):
+                bench.check_time()
+                if fits(path, kind_of(mask, T)):
+                    shapes = enumerate((4, 4 // groups, 4 // groups, 4))
+                    *inputs, grad = (bench.random(2, T, H, E, dtype=getattr(torch, dtype), seed=i) for i, H in shapes)
+                    prepared = path.prepare(mask, T, bench.machine.device)
+                    ours, plain = bound(path.attend, prepared), bound(attend_plain, mask)
+                    case = f"{T} tokens, groups of {groups}, window {mask.window}"
+                    case += "" if mask.documents_BT is None else ", documents"
+                    worst = max(worst, (worst_error(ours, plain, inputs, grad), case))
+        except (RuntimeError, ValueError) as error:
+            bench.failed(place, error)
+        else:
+            yield figure(place, "relative", *worst)
+
+
+def bound(attend: AttendFunction, mask: MaskSpec) -> Callable[..., Tensor]:
+    return lambda q, k, v: attend(q, k, v, mask, None)
+
+
+def grid(bench: GpuBench) -> Iterator[tuple[int, int, MaskSpec]]:
+    """Yields length, groups and mask of each case."""
+    lengths = (1, 17, 65) if bench.quick else (1, 17, 127, 129, 1000, 2049)
+    for T, window, groups in itertools.product(lengths, (None, 1, 64, 66, 5000), (1, 2, 4)):
+        yield T, groups, MaskSpec(window)
+    for T, window, each in itertools.product(lengths, (None, 64), (1, 7, 150)):
+        ids_T = torch.arange(T, dtype=torch.int32, device=bench.machine.device)
+        yield T, 2, MaskSpec(window, torch.stack([ids_T // each, ids_T // (2 * each)]))
+
+
+def attend_rounded(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
+    """Computes the definition with every operation in the dtype of the inputs."""
+    k, v = (x.repeat_interleave(q.size(2) // k.size(2), dim=2) for x in (k, v))
+    scores = torch.einsum("bqhe,bkhe->bhqk", q, k) * (scale or q.size(-1) ** -0.5)
+    hidden = ~visible(q.size(1), mask, q.device)
+    return torch.einsum("bhqk,bkhe->bqhe", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
+
+
+def speed(bench: GpuBench) -> Iterator[Figure]:
+    """TFLOP/s of each path that fits, and the gain of the window over full attention."""
+    total, width = (256, 64) if bench.quick else (TOKENS, WIDTH)
+    for E, T in [(16, 128)] if bench.quick else SHAPES:
+        rows, heads = total // T, width // E
+        window = T // 4 if bench.quick else min(WINDOW, T // 4)
+        # Documents have 2,048 tokens on average, but at most half a row.
+        masks = example_masks(bench, rows, T, window, max(8 / TOKENS, 2 / T))
+        cases: dict[str, Case] = {
+            name: (name, mask, path)
+            for (kind, mask), path in itertools.product(masks.items(), paths(bench))
+            if fits(path, kind_of(mask, T)) and (not path.by_shape or (E, T) in BY_SHAPE)
+            for name in [place(E, T, kind, path.name)]
+        }
+        taken = attention_seconds(bench, cases.values(), (rows, T, heads, E))
+        for name, seconds in taken.items():
+            case, _, way = name.rpartition(" ")
+            work = FLOPS[way] * 4 * rows * heads * E * pairs(cases[case][1], T)
+            yield figure(name, "TFLOP/s", work / 1e12 / seconds)
+        for path, way in itertools.product(paths(bench), FLOPS):
+            full, windowed = (f"{place(E, T, kind, path.name)} {way}" for kind in ("full", f"window {window}"))
+            if full in taken and windowed in taken:
+                yield figure(windowed + OVER_FULL, "×", taken[full] / taken[windowed])
+
+
+def place(E: int, T: int, mask: str, path: str) -> str:
+    """Returns a figure's name without its pass."""
+    return f"head dim {E}, {T} tokens, {mask}: {path}"
+
+
+def pairs(mask: MaskSpec, T: int) -> float:
+    """Returns the number of pairs of query and key that see each other, on average over the rows."""
+    positions = torch.arange(T)
+    seen = positions + 1
+    if mask.window is not None:
+        seen = seen.clamp(max=int(mask.window))
+    if mask.documents_BT is not None:
+        ids = mask.documents_BT.cpu().contiguous()
+        seen = torch.minimum(seen, positions - torch.searchsorted(ids, ids) + 1)
+    return seen.double().sum(-1).mean().item()
 
 
 def rope(bench: GpuBench) -> Iterator[Figure]:
@@ -98,3 +223,51 @@ def iterate(x: Tensor, product: Callable[..., Tensor]) -> Tensor:
         gram = product(x)
         x = torch.baddbmm(x, product(gram, gram, beta=b, alpha=c), x, beta=a)
     return x
+
+
+ROWS = (1, 8, 64)
+PROMPT_TOKENS = 512
+
+
+@torch.inference_mode()
+def decoding(bench: GpuBench) -> Iterator[Figure]:
+    """Speed and share of the bandwidth at batch 1, 8 and 64."""
+    recipe, machine, prompt = recipe_of(bench, 1), bench.machine, 16 if bench.quick else PROMPT_TOKENS
+    model = build_model(recipe, machine, recipe.seed).eval()
+    step, capacity, way = partial(decode, model), recipe.model.context, "eager"
+    if machine.compile:
+        step = compiled = CompiledDecode(model, capacity)
+        capacity, way = compiled.max_tokens, "compiled"
+    for rows in ROWS[:2] if bench.quick else ROWS:
+        bench.check_time()
+        if machine.compile:
+            compiled.warm_up(rows)
+        cache = KVCache(model, rows, capacity)
+        numbers = torch.Generator().manual_seed(bench.seed)
+        tokens = torch.randint(model.embedding.num_embeddings, (rows, prompt), generator=numbers).to(machine.device)
+        cache.prefill(model, tokens, torch.full((rows,), prompt, device=machine.device), machine.attention)
+        slots_S = torch.arange(min(capacity, prompt + SPAN), device=machine.device)
+        arguments = cache, cache.positions_B.clone(), tokens[:, 0].contiguous(), slots_S
+        once, place = partial(_one_token, step, *arguments), f"batch {rows}, {way}"
+        taken = bench.seconds({place: once})
+        if bench.on_gpu:
+            taken |= bench.seconds({f"{place}, CUDA graph": once}, graph=True)
+        moved = bytes_of_a_step(recipe, cache, rows, prompt + 1)
+        for name, seconds in taken.items():
+            share = 100 * moved / bench.limits.bytes_per_second / seconds
+            yield figure(f"{name}: speed", "tokens/s", rows / seconds)
+            yield figure(f"{name}: of the bandwidth", "%", share, f"{moved / 1e6:,.0f} MB a step")
+
+
+def _one_token(step: Callable[..., Any], cache: KVCache, positions_B: Tensor, *arguments: Tensor) -> object:
+    """Decodes a token from the same positions at each call, so that its cost stays equal."""
+    cache.positions_B.copy_(positions_B)
+    return step(cache, *arguments)
+
+
+def bytes_of_a_step(recipe: Resolved, cache: KVCache, rows: int, seen: int) -> int:
+    """Returns the bytes of the weights that multiply each token, and of the keys and values that each query sees."""
+    shape = recipe.model
+    slots = sum(min(ring, seen) for ring in cache.rings if ring)
+    values = parameters(recipe).kaplan + rows * 2 * slots * shape.kv_heads * shape.head_dim
+    return cache.keys_BKRE[0].element_size() * values
