@@ -9,7 +9,6 @@ however large the corpus, and a corpus of at most one group is shuffled as a who
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import queue
 import threading
@@ -130,18 +129,6 @@ class Batches(ABC):
     @abstractmethod
     def report(self) -> dict[str, float]:
         """Counts and shares of one epoch over the corpus."""
-
-    def micro_batches(self, step: int, rows: int, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
-        """The batch of (step, rank) in pieces of `rows` rows."""
-        return self.batch(step, rank, ranks).split(rows)
-
-    def token_hash(self, step: int) -> str:
-        """SHA-256 (hex) of the global batch."""
-        batch = self.batch(step)
-        digest = hashlib.sha256()
-        for array in (batch.tokens, batch.targets, batch.mask):
-            digest.update(array.tobytes())
-        return digest.hexdigest()
 
     def _rows_of(self, step: int, rank: int, ranks: int) -> np.ndarray:
         """Indices, over all epochs, of the rows that this rank reads at `step`."""

@@ -43,6 +43,7 @@ from tests.contracts.idea import (
     train,
     trained,
 )
+from tests.support.batches import token_hash
 from tests.support.ranks import Ranks
 from tests.support.toy_training import CPU, differing, eager, snapshot
 
@@ -250,7 +251,7 @@ def test_another_data_seed_gives_other_batches(name: str) -> None:
 
 
 def hash_of(recipe: Resolved) -> str:
-    return batches_of(recipe).token_hash(0)
+    return token_hash(batches_of(recipe), 0)
 
 
 @pytest.mark.parametrize("name", [name for name in idea_files() if read(name).make_documents])

@@ -17,6 +17,7 @@ from quern.data.loader import Batch, Loader
 from quern.data.packing import METHODS, windows
 from quern.data.shards import Corpus
 from quern.data.token_file import ShardWriter
+from tests.support.batches import token_hash
 
 BOS = 0
 
@@ -228,7 +229,7 @@ def test_wrong_settings_are_refused(options, message):
         with pytest.raises(ValueError, match="rank"):
             loader.batch(0, rank, ranks)
     with pytest.raises(ValueError, match="at least one row"):
-        list(loader.micro_batches(0, 0))
+        list(loader.batch(0).split(0))
 
 
 # --- masks: fine-tuning ---
@@ -268,7 +269,7 @@ def test_no_row_is_without_a_target(packing, too_long):
     for step in range(80):
         assert loader.batch(step).mask.any(axis=1).all()
         for rank in range(3):
-            assert all(part.mask.any() for part in loader.micro_batches(step, 1, rank, 3))
+            assert all(part.mask.any() for part in loader.batch(step, rank, 3).split(1))
     report = loader.report()
     long = [n > 25 for n in lengths]
     learns = [any(mask if too_long == "split" else mask[:25]) for mask in masks]
@@ -430,7 +431,7 @@ def test_one_loader_serves_several_threads():
     """All threads repeatedly read chunks that are not packed yet."""
     corpus = corpus_of(random_lengths(300, 30))
     plain = sized(5)(corpus, 16, 4)
-    expected = [plain.token_hash(step) for step in range(60)]
+    expected = [token_hash(plain, step) for step in range(60)]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -440,7 +441,7 @@ def test_one_loader_serves_several_threads():
 
             def read(shared: Loader, barrier: threading.Barrier) -> list[str]:
                 barrier.wait()
-                return [shared.token_hash(step) for step in range(60)]
+                return [token_hash(shared, step) for step in range(60)]
 
             with ThreadPoolExecutor(4) as pool:
                 futures = [pool.submit(read, loader, together) for _ in range(4)]

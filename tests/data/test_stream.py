@@ -1,6 +1,7 @@
 """The stream loader: every token once per epoch in whole documents, and one global batch for any ranks and files."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import count, islice
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from quern.data.batch import Batch, prefetch
 from quern.data.shards import Corpus
 from quern.data.stream_loader import StreamLoader
+from tests.support.batches import token_hash
 
 BOS = 0
 
@@ -71,11 +73,11 @@ def test_targets_are_the_next_tokens_and_all_count() -> None:
 
 def test_a_batch_is_a_function_of_seed_and_step() -> None:
     forward = StreamLoader(corpus_of(40), 16, 4, seed=1)
-    hashes = [forward.token_hash(step) for step in range(30)]
+    hashes = [token_hash(forward, step) for step in range(30)]
     backward = StreamLoader(corpus_of(40), 16, 4, seed=1)
-    assert [backward.token_hash(step) for step in reversed(range(30))] == hashes[::-1]
+    assert [token_hash(backward, step) for step in reversed(range(30))] == hashes[::-1]
     assert len(set(hashes)) == 30
-    assert StreamLoader(corpus_of(40), 16, 4, seed=2).token_hash(0) != hashes[0]
+    assert token_hash(StreamLoader(corpus_of(40), 16, 4, seed=2), 0) != hashes[0]
 
 
 def test_positions_and_steps_per_epoch() -> None:
@@ -90,10 +92,10 @@ def test_positions_and_steps_per_epoch() -> None:
 
 def test_one_loader_serves_several_threads_and_prefetch() -> None:
     plain = StreamLoader(corpus_of(60), 16, 4)
-    expected = [plain.token_hash(step) for step in range(60)]
+    expected = [token_hash(plain, step) for step in range(60)]
     shared = StreamLoader(corpus_of(60), 16, 4)
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(shared.token_hash, range(60))) == expected
+        assert list(pool.map(partial(token_hash, shared), range(60))) == expected
 
     def same(batch: Batch, step: int) -> bool:
         return np.array_equal(batch.tokens, plain.batch(step).tokens)
