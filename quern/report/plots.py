@@ -83,7 +83,9 @@ def _pass_curves(stage: StageRecords) -> list[Curve]:
 def draw(curve: Curve, xs: list[float], ys: list[float], stage: StageRecords, name: str, wide: bool = False) -> str:
     """An <svg> element whose ids start with `name`. Vertical lines mark resumed and skipped steps."""
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(8.9, 2.9) if wide else (4.3, 2.25), layout="constrained")
+        width, height = (8.9, 2.9) if wide else (4.3, 2.25)  # inches
+        figure = Figure(figsize=(width, height))
+        figure.subplots_adjust(left=0.54 / width, right=1 - 0.07 / width, bottom=0.42 / height, top=1 - 0.07 / height)
         figure.patch.set_visible(False)
         axes = figure.add_subplot()
         axes.patch.set_visible(False)
