@@ -1,5 +1,5 @@
-"""Shared by every test: the `law` fixture, reproducible hypothesis, no network, a restored compiler stance, the server
-processes that several files use, and the order of files under xdist.
+"""Shared by every test: the `law` fixture, reproducible hypothesis, no network, the compiler and the threads as before,
+the server processes that several files use, and the order of files under xdist.
 
 `pytest --laws-out FILE` writes what the `law` fixture recorded in tests that passed as JSON, also under xdist.
 """
@@ -245,13 +245,16 @@ def peak_not_measured() -> Iterator[None]:
         yield
 
 
-def _compiler_as_before() -> Iterator[None]:
-    """Compile, or not, as before: a command sets it for its whole process."""
+def _machine_as_before() -> Iterator[None]:
+    """Compile, or not, and on as many threads as before: a command sets both for its whole process."""
     before = "quern.compiler" in sys.modules and sys.modules["quern.compiler"].is_eager()
+    threads = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None
     yield
     if "quern.compiler" in sys.modules:
         sys.modules["quern.compiler"].set_eager(before)
+    if threads is not None:
+        sys.modules["torch"].set_num_threads(threads)
 
 
-compiler_as_before = pytest.fixture(autouse=True)(_compiler_as_before)
-compiler_as_before_the_file = pytest.fixture(autouse=True, scope="module")(_compiler_as_before)
+machine_as_before = pytest.fixture(autouse=True)(_machine_as_before)
+machine_as_before_the_file = pytest.fixture(autouse=True, scope="module")(_machine_as_before)

@@ -16,14 +16,6 @@ from quern.machine import Machine, detect, matmul_seconds
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(autouse=True)
-def threads_as_before():  # type: ignore[no-untyped-def]
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-    compiler.set_eager(False)
-
-
 def test_every_decision_can_be_overridden() -> None:
     machine = detect("cpu", "bf16", compile=False, threads=2)
     assert machine == Machine(torch.device("cpu"), torch.bfloat16, False, 2, ())

@@ -59,10 +59,8 @@ print(json.dumps(found))
 
 @pytest.fixture(autouse=True)
 def eager() -> Iterator[None]:
-    threads = torch.get_num_threads()
     with compiler.eager():
         yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -34,10 +34,8 @@ TOY = """--depth 2 --text.vocab-size 400 --text.tinyworld-megabytes 0.1 --text.t
 
 @pytest.fixture(autouse=True)
 def eager() -> Iterator[None]:
-    threads = torch.get_num_threads()
     with compiler.eager():
         yield
-    torch.set_num_threads(threads)
 
 
 def quiet(line: str) -> None: ...

@@ -37,10 +37,8 @@ SFT = "--text.tinyworld-conversations 100 --sft.steps 6 --sft.batch-tokens 512".
 
 @pytest.fixture(autouse=True)
 def eager() -> Iterator[None]:
-    threads = torch.get_num_threads()
     with compiler.eager():
         yield
-    torch.set_num_threads(threads)
 
 
 def quiet(line: str) -> None: ...

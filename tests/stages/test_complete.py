@@ -34,10 +34,8 @@ FLAGS = ("--no-compile", "--dtype", "fp32", "--threads", "1")
 
 @pytest.fixture(scope="module", autouse=True)
 def eager() -> Iterator[None]:
-    threads = torch.get_num_threads()
     with compiler.eager():
         yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

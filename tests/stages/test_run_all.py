@@ -2,13 +2,10 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-from quern import compiler
 from quern.cli import main
 from quern.records import read_events, read_metrics
 from quern.train import manifest
@@ -35,14 +32,11 @@ RECIPE = replace(BASE, name="own", make_model=Own)
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A toy run, whole."""
-    threads = torch.get_num_threads()
     folder = tmp_path_factory.mktemp("whole")
     assert main.main(["run", *TOY, "--run", "toy", "--out", str(folder)]) == 0
-    yield folder
-    torch.set_num_threads(threads)
-    compiler.set_eager(False)
+    return folder
 
 
 def test_every_stage_left_its_records_and_the_report_stands_alone(out: Path) -> None:

@@ -10,13 +10,11 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from quern import compiler
 from quern.cli import main
 from quern.data.batch import GROUP_SIZE, groups_of
 from quern.records import read_events, read_metrics
@@ -31,14 +29,6 @@ PLAIN = "--no-compile --dtype fp32 --threads 1".split()
 SHAPE = """--depth 2 --text.vocab-size 330 --text.tokenizer-megabytes 0.1 --text.val-megabytes 0.004 --model.width 16
  --model.head-dim 16 --model.context 64 --train.batch-tokens 128 --train.steps 6 --train.save-every 2""".split()
 SFT = "--sft.steps 4 --sft.batch-tokens 128 --train.save-every 2".split()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    compiler.set_eager(False)
 
 
 @pytest.fixture(scope="module")
