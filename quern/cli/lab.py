@@ -129,7 +129,7 @@ TOOLS: dict[str, tuple[Callable[[Arguments, str], int], str]] = {
 
 def main(arguments: Arguments) -> int:
     """Runs a tool and returns its exit code. Raises SystemExit after the help."""
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments or arguments[0] in check_flags.HELP:
         tools = listed({name: summary for name, (_, summary) in TOOLS.items()})
         log(f"usage: quern lab TOOL [RECIPE…] [FLAGS]\n\n{tools}\n\nexample: {EXAMPLES['lab']}")
         raise SystemExit(0)

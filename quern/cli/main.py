@@ -103,6 +103,11 @@ def run_verb(arguments: list[str]) -> int:
         from quern.flags.recipe_flags import Arguments
         from quern.runs.trust import FLAG, trust_runs
 
+        if verb == "completion":
+            from quern.cli.completion import script
+
+            print(script(words, run_verb), flush=True)
+            return 0
         rest = with_run(verb, Arguments(word for word in words if word != FLAG))
         if FLAG in words:
             trust_runs(rest, log)

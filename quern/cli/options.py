@@ -16,7 +16,7 @@ from annotated_types import Interval
 
 from quern.cluster import cluster_cpus, connect
 from quern.field_types import Amount, Count, Few, Port, Seed, Threads
-from quern.flags.check_flags import UNSAID
+from quern.flags.check_flags import RARE, UNSAID
 from quern.flags.recipe_flags import ALL, FINE_TUNING, FOLLOWING, RL, WORKERS, Refusal
 from quern.generate.sampling import Sampling
 from quern.recipe import FOR_FINE_TUNING, FOR_RL, IN_FINE_TUNING, Recipe
@@ -57,11 +57,11 @@ class RunOptions(ReportOptions):
 
     device: Annotated[Literal["cpu", "cuda", "mps"] | None, UNSAID] = None
     """Default: the fastest device available."""
-    dtype: Annotated[Literal["bf16", "fp32"] | None, UNSAID] = None
+    dtype: Annotated[Literal["bf16", "fp32"] | None, UNSAID, RARE] = None
     """Default: bf16 if it is measured to be faster."""
-    threads: Annotated[Threads | None, UNSAID] = None
+    threads: Annotated[Threads | None, UNSAID, RARE] = None
     """CPU threads. Default: one per core."""
-    compile: bool = True
+    compile: Annotated[bool, RARE] = True
     """--no-compile runs eagerly."""
 
     def machine(self, threads: int | None = None, log: Callable[[str], None] = log) -> Machine:
@@ -95,7 +95,7 @@ class TokenizerOptions:
 class EncodingOptions:
     """A verb that turns text into tokens."""
 
-    workers: Annotated[Few | None, UNSAID] = None
+    workers: Annotated[Few | None, UNSAID, RARE] = None
     """Processes that turn text into tokens. Default: one per CPU thread, at most 16."""
 
 
@@ -143,23 +143,23 @@ class RanksOptions:
     recipe: Annotated[Recipe, FLAT]
     where: Annotated[RunOptions, FLAT] = field(default_factory=RunOptions)
     resume: bool = False
-    """Continue from the newest good checkpoint, with the run's recipe, text and tokenizer; `run` also does without."""
+    """Continue from the newest good checkpoint, with the run's recipe and text; `run` also does without."""
     ranks: Few = 1
     """Processes on this machine that train together."""
-    nodes: Few = 1
+    nodes: Annotated[Few, RARE] = 1
     """Machines that run this command together, with the same number of ranks each."""
-    rendezvous: str = ""
+    rendezvous: Annotated[str, RARE] = ""
     """With several nodes: host:port, a free port of one of the nodes."""
-    tp: Few = 1
+    tp: Annotated[Few, RARE] = 1
     """Ranks that share one replica of the model (tensor parallelism); the replicas are data parallel."""
-    zero: Literal[2, 3] = 2
+    zero: Annotated[Literal[2, 3], RARE] = 2
     """2: the replicas share the optimizer's state; 3: also parameters and gradients, which are gathered block by block,
     with less memory and more communication."""
-    restarts: Annotated[int, Interval(ge=0, le=10**6)] = 3
+    restarts: Annotated[int, Interval(ge=0, le=10**6), RARE] = 3
     """With several ranks: how often all ranks restart after one fails."""
-    timeout: Amount = 60.0
+    timeout: Annotated[Amount, RARE] = 60.0
     """With several ranks: seconds without progress in a training step until all ranks restart."""
-    track: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    track: Annotated[tuple[Literal["tensorboard", "wandb"], ...], RARE] = ()
     """Also send metrics to these."""
 
     def __post_init__(self) -> None:
@@ -171,7 +171,7 @@ class RanksOptions:
 class RunAllOptions(EncodingOptions, RanksOptions):
     """Flags of `quern run`."""
 
-    questions: Few = 200
+    questions: Annotated[Few, RARE] = 200
     """Held-out questions of each kind in the evaluation."""
     sft: bool = True
     """--no-sft skips fine-tuning and leaves a base model."""
@@ -347,7 +347,7 @@ class ServeOptions(_ModelOptions):
     allowed_hosts: tuple[str, ...] = ()
     """Further host names for which to answer, such as chat.example.org. Known are IP addresses, localhost, --host and
     this machine's name; "*" is any name, which lets web pages reach the server by DNS rebinding."""
-    trusted_proxy: tuple[str, ...] = ()
+    trusted_proxy: Annotated[tuple[str, ...], RARE] = ()
     """Addresses or networks of proxies, such as 127.0.0.1: the client's address is then the one that they report in
     X-Forwarded-For. Default: none is believed."""
     port: Port = 8000
@@ -357,11 +357,11 @@ class ServeOptions(_ModelOptions):
     writes. Default: no key is asked for."""
     access_log: Annotated[Path | None, UNSAID] = None
     """Append a JSON line for each request, without its text. Default: no log."""
-    prefix_megabytes: Annotated[float, Interval(ge=0, le=1e6)] = 256.0
+    prefix_megabytes: Annotated[float, Interval(ge=0, le=1e6), RARE] = 256.0
     """Memory of each model for prompts that were read: later ones with the same beginning start sooner. 0 for none."""
     also: tuple[str, ...] = ()
     """Further runs to serve. Requests choose by name: quern-RUN."""
-    watch_seconds: Annotated[float, Interval(ge=0, le=1e6)] = 0.0
+    watch_seconds: Annotated[float, Interval(ge=0, le=1e6), RARE] = 0.0
     """Look so often for a newer checkpoint, and send new requests to it; 0 for never."""
     replicas: Annotated[int, Interval(ge=1, le=2**10)] = 1
     """Processes that each have the models and share the port; on GPUs, one GPU each. The log names a port of each."""
@@ -369,9 +369,9 @@ class ServeOptions(_ModelOptions):
     """The most POST requests by one holder of a key, or by one address without keys; 0 for any number."""
     requests_at_once: Annotated[int, Interval(ge=0, le=10**9)] = 0
     """The most open POST requests by one holder of a key, or by one address without keys; 0 for any number."""
-    request_seconds: Amount = 600.0
+    request_seconds: Annotated[Amount, RARE] = 600.0
     """The longest time that a request may take."""
-    cors: tuple[str, ...] = ()
+    cors: Annotated[tuple[str, ...], RARE] = ()
     """Origins, as https://example.org, whose web pages may use the API in a browser. Default: none."""
     tls_cert: Annotated[Path | None, UNSAID] = None
     """The file of a certificate (PEM), to serve HTTPS; with --tls-key. Default: HTTP."""

@@ -28,6 +28,7 @@ EXAMPLES = {
     "export": "quern export mine --to hf --dir mine-hf",
     "import": "quern import mine-hf --run copy",
     "grug": "quern grug train --data tinyworld --run twin",
+    "completion": "quern completion bash > ~/.local/share/bash-completion/completions/quern",
     "lab": "quern lab compare experiments/baseline.py experiments/swiglu.py --depth 2 --train.steps 300",
 }
 OF_A_RUN = ("sft", "rl", "evaluate", "complete", "chat", "serve")
@@ -58,6 +59,7 @@ SUMMARIES = {
     "export": "write a run's model for other programs: transformers (--to hf), llama.cpp and ollama (--to gguf)",
     "import": "make a run from a Llama in Hugging Face's format",
     "grug": "the JAX twin: train, eval, export, import, gauntlet",
+    "completion": "print a script that completes verbs and flags with the Tab key, for bash, zsh or fish",
     "lab": "compare ideas over paired seeds; sweep; scaling; log; board; plan",
 }
 
@@ -66,7 +68,7 @@ def usage() -> str:
     """The help of `quern`, within the width of the terminal."""
     more = {
         "recipes:": f"{', '.join(recipe_names())}, or the path of a Python file that ends in RECIPE = …",
-        "flags:": "quern help VERB",
+        "flags:": "quern help VERB; all of them: quern VERB --help-all",
         "any verb:": "--trust-code runs the Python files that its runs keep, also if they come from elsewhere",
     }
     return "\n".join(
@@ -83,10 +85,8 @@ def usage() -> str:
 
 def described(verb: str) -> str:
     parts = [SUMMARIES[verb], f"example: {EXAMPLES[verb]}"]
-    if verb == "run":
-        parts.append("length: --train.steps for pretraining, --sft.steps or --sft.epochs for fine-tuning")
     if verb in ("run", "prepare", "tokenizer", "pretrain"):
-        parts.append(f"the defaults of another recipe: quern {verb} {'|'.join(recipe_names())}|FILE.py --help")
+        parts.append(f"the defaults of another recipe, or of a file: quern {verb} llama --help")
     return "\n\n".join(parts)
 
 

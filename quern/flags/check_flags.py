@@ -11,7 +11,7 @@ import shutil
 import textwrap
 from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
@@ -27,6 +27,11 @@ UNSAID: Any = tyro.conf.arg(help_behavior_hint="")
 SUPPRESSED, POSITIONAL, APPENDED = (
     get_args(mark[int])[1:] for mark in (tyro.conf.Suppress, tyro.conf.Positional, tyro.conf.UseAppendAction)
 )
+RARE = "rare"
+"""Marks a flag that --help does not show."""
+HELP_ALL, HELP_FLAGS = "--help-all", "--help-flags"
+HELP = frozenset(("-h", "--help", HELP_ALL, HELP_FLAGS))
+"""The flags that print instead of running a verb: its help, all of it, the names of its flags."""
 NUMBERS = {int: "a whole number", float: "a number"}
 WITHOUT_NONE = ConstructorRegistry()
 
@@ -92,10 +97,32 @@ class Flag:
         return next((kind for kind in self.choices if kind in NUMBERS), None)
 
 
+def rare(kind: type) -> list[tuple[str, Any, Any]]:
+    """The fields with the mark RARE, as `make_dataclass` takes them, without flags; also those of the parts."""
+    found, hints = list[tuple[str, Any, Any]](), get_type_hints(kind, include_extras=True)
+    for f in fields(kind):
+        hint = hints[f.name]
+        if RARE in getattr(hint, "__metadata__", ()):
+            found.append((f.name, tyro.conf.Suppress[hint], field(default=f.default)))
+        elif isinstance(part := _bare(hint), type) and f.default_factory is part and (own := rare(part)):
+            frozen = part.__dataclass_params__.frozen  # pyright: ignore[reportAttributeAccessIssue]
+            made = make_dataclass(part.__name__, own, bases=(part,), frozen=frozen)
+            found.append((f.name, Annotated[(made, *hint.__metadata__)], field(default_factory=made)))
+    return found
+
+
 def read(
-    kind: type[T], arguments: Sequence[str], *, prog: str, description: str | None = None, default: T | None = None
+    kind: type[T],
+    arguments: Sequence[str],
+    *,
+    prog: str,
+    description: str | None = None,
+    default: T | None = None,
+    more: str = "",
 ) -> T:
     """Makes an instance of a dataclass from its flags.
+
+    more: What --help says besides.
 
     Raises:
         ValueError: Naming the wrong flag and its valid values.
@@ -103,10 +130,14 @@ def read(
     """
     arguments = check(kind, arguments, prog, complete=default is None)
     instead: dict[str, Any] = {} if default is None else {"default": default}
-    if not {"-h", "--help"}.isdisjoint(arguments):  # tyro does not wrap it
+    if HELP_FLAGS in arguments:
+        print(*(name for _, names in _flags(kind) for name in names if name.startswith("--")), sep="\n")
+        raise SystemExit(0)
+    if not HELP.isdisjoint(arguments):  # tyro does not wrap it
         width = shutil.get_terminal_size().columns
-        for part in (description or inspect.getdoc(kind) or "").split("\n\n"):
+        for part in [*(description or inspect.getdoc(kind) or "").split("\n\n"), *filter(None, [more])]:
             print(part if part.startswith("example: ") else textwrap.fill(part, width), end="\n\n")
+        arguments = ["--help"]
     with WITHOUT_NONE:
         return tyro.cli(kind, prog=prog, args=arguments, description="", **instead)
 
@@ -126,7 +157,7 @@ def check(kind: type, arguments: Sequence[str], prog: str, complete: bool = Fals
     Raises:
         ValueError: For the first unknown flag and the first value that cannot be read.
     """
-    if any(argument in ("-h", "--help") or argument.startswith("--tyro-") for argument in arguments):
+    if not HELP.isdisjoint(arguments):
         return list(arguments)
     known = {spelling: flag for flag, spellings in _flags(kind) for spelling in spellings}
     hints = get_type_hints(kind, include_extras=True).values()

@@ -56,6 +56,8 @@ FOLLOWING = (
 """Fields of the shape that a verb which trains fills in."""
 FINE_TUNING = " ".join(FOR_FINE_TUNING)
 RL = Refusal("rl", "is for reinforcement learning: give it to `quern rl`")
+OFTEN = "depth data conversations train.steps train.minutes"
+"""The fields of a recipe that --help shows, with those of the part that has the verb's name; --help-all shows all."""
 WORKERS = Refusal(
     "workers",
     "does nothing in `quern {verb}`: give it to `quern prepare`, `quern pretrain` or `quern run`, which turn text "
@@ -77,7 +79,7 @@ class Arguments(tuple[str, ...]):
 
     @cached_property
     def asks_for_help(self) -> bool:
-        return not {"-h", "--help"}.isdisjoint(self)
+        return not check_flags.HELP.isdisjoint(self)
 
     @cached_property
     def given(self) -> Mapping[str, list[str]]:
@@ -137,17 +139,28 @@ def parse(flags: type[F], recipe: Recipe, arguments: Arguments, *, verb: str, de
         if reason := _why_no_flag(name, refusals, recipe):
             raise ValueError(f"--{flag(name)} {reason.format(verb=verb)}")
     hidden = {name for name in field_names(recipe) if _why_no_flag(name, refusals, recipe)}
-    shown = _offered(recipe, hidden, _filled(recipe), "derived from the run" if verb == "sft" else None)
+    short = arguments.asks_for_help and {check_flags.HELP_ALL, check_flags.HELP_FLAGS}.isdisjoint(arguments)
+    folded = {
+        name for name in field_names(recipe) if short and not _within(name, f"{OFTEN} {verb.replace(' ', '-')}")
+    } - hidden
+    rare = check_flags.rare(flags) if short else []
+    groups = ", ".join(sorted({name.partition(".")[0] for name in folded if "." in name}))
+    shown = _offered(recipe, hidden | folded, _filled(recipe), "derived from the run" if verb == "sft" else None)
     markers = getattr(get_type_hints(flags, include_extras=True)["recipe"], "__metadata__", ())
     kind = make_dataclass(
         flags.__name__,
-        [("recipe", Annotated[(type(shown), *markers)])],
+        [("recipe", Annotated[(type(shown), *markers)]), *rare],
         bases=(flags,),
         namespace={"__post_init__": lambda self: None},  # the checks of `flags` run below
         frozen=flags.__dataclass_params__.frozen,  # type: ignore[attr-defined]
     )
     parsed = check_flags.read(
-        kind, arguments.flags, prog=f"quern {verb}", description=description, default=kind(recipe=shown)
+        kind,
+        arguments.flags,
+        prog=f"quern {verb}",
+        description=description,
+        default=kind(recipe=shown),
+        more=f"all flags{f', also of {groups}' if groups else ''}: quern {verb} --help-all" if short else "",
     )
     values = {f.name: getattr(parsed, f.name) for f in fields(flags)}  # type: ignore[arg-type]
     return flags(**values | {"recipe": _plain(parsed.recipe, recipe)})

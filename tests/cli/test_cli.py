@@ -7,12 +7,13 @@ import socket
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from quern.bench.options import BenchOptions
-from quern.cli import lab, main, options, summaries, verbs
+from quern.cli import completion, lab, main, options, summaries, verbs
 from quern.estimate.options import PlanOptions
 from quern.flags import check_flags
 from quern.flags.recipe_flags import Arguments
@@ -69,7 +70,7 @@ def test_every_verb_explains_itself_its_flags_and_their_defaults(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     with pytest.raises(SystemExit) as stopped:
-        main.main([*verb.split(), "--help"])
+        main.main([*verb.split(), "--help" if verb == "bench gpu" else "--help-all"])
     assert stopped.value.code == 0
     text = capsys.readouterr().out
     assert f"usage: quern {verb}" in text and (" " in verb or f"example: quern {verb}" in text)
@@ -98,6 +99,70 @@ def test_help_keeps_to_the_width_of_the_terminal(
         assert f"usage: quern {verb}" in text and max(map(len, lines)) <= columns, verb
 
 
+def test_help_shows_what_is_used_often_and_help_all_the_rest(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = {}
+    for verb in (verb for verb in HELP if verb not in ("bench gpu", "completion")):
+        for flag in ("--help", "--help-all", "--help-flags"):
+            with contextlib.suppress(SystemExit):
+                main.main([*verb.split(), flag])
+            shown[verb, flag] = capsys.readouterr().out
+        assert len(shown[verb, "--help"].splitlines()) <= (60 if verb == "run" else 80), verb
+        flags = set(shown[verb, "--help-flags"].split())
+        told = re.findall(r"^[│ ]{1,2}(--(?!help)[a-z][\w.-]+)", shown[verb, "--help-all"], re.MULTILINE)
+        assert flags.issuperset(told) and (told or verb in ("grug", "lab"))
+    short = shown["run", "--help"]
+    assert "--train.steps" in short and "--model.width" not in short and "--tp" not in short
+    assert "all flags, also of model, optim, sft, text, train: quern run --help-all" in short
+    assert "--rl.kl" in shown["rl", "--help"] and "--sft.too-long" in shown["sft", "--help"]
+
+
+WORDS = """source "$0"
+COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _quern; echo "${COMPREPLY[@]}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("ru", "run runs"),
+        ("chat qu", "quick"),
+        ("chat quick --tem", "--temperature"),
+        ("chat --run qu", "quick"),
+        ("lab sw", "sweep"),
+        ("lab sweep --sampler-", "--sampler-seed"),
+        ("grug train --train.st", "--train.steps"),
+        ("runs rem", "remove"),
+    ],
+)
+def test_bash_completes_verbs_flags_and_runs(typed: str, completed: str, tmp_path: Path) -> None:
+    (tmp_path / "out" / "runs" / "quick").mkdir(parents=True)
+    (tmp_path / "script").write_text(scripts()["bash"], encoding="utf-8")
+    command = ["bash", "-c", WORDS, "./script", "quern", *typed.split(" ")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert (done.stdout.strip(), done.stderr) == (completed, "")
+
+
+@cache
+def scripts() -> dict[str, str]:
+    """The script of each shell; each verb is asked for its flags once."""
+    known = cache(lambda *words: completion.flags(list(words), main.run_verb))
+    return {
+        shell: completion.script([shell], lambda words: print(*known(*words[:-1])) or 0) for shell in completion.SHELLS
+    }
+
+
+def test_every_shell_has_its_script_and_others_are_told_which(capsys: pytest.CaptureFixture[str]) -> None:
+    assert scripts()["zsh"] == f"autoload -Uz bashcompinit && bashcompinit\n{scripts()['bash']}"
+    assert "    case '2 lab *'; string split -- ' ' 'compare ladder" in scripts()["fish"]
+    assert re.search(r"case '\* chat \* -\*'; string split -- ' ' '.*--temperature", scripts()["fish"])
+    assert "name your shell: quern completion bash, whose output goes into ~/.local" in refused(
+        capsys, "completion", "sh"
+    )
+
+
 def test_a_run_may_follow_the_verb_at_once(tmp_path: Path) -> None:
     def with_run(verb: str, *words: str) -> list[str]:
         return [*verbs.with_run(verb, Arguments(words))]
@@ -116,7 +181,7 @@ def test_a_run_may_follow_the_verb_at_once(tmp_path: Path) -> None:
 
 def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main.main(["pretrain", "--help"])
+        main.main(["pretrain", "--help-all"])
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "--depth INT The one dial" in text and "(default: 4)" in text
     assert "(default: 40; follows)" in text and "default: None" not in text

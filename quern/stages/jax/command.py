@@ -139,7 +139,7 @@ class GauntletOptions:
 
 def main(arguments: Arguments, log: Callable[[str], None]) -> int:
     """Runs a verb and returns its exit code. Raises ImportError naming the extra if JAX is missing."""
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments or arguments[0] in check_flags.HELP:
         log(f"usage: quern grug VERB [FLAGS]\n\n{listed(VERBS)}\n\nexample: quern grug train --data tinyworld")
         raise SystemExit(0)
     verb, rest = arguments[0], Arguments(arguments[1:])
