@@ -86,37 +86,29 @@ def test_every_verb_explains_itself_its_flags_and_their_defaults(
     assert verb == "bench gpu" or not silent, "these flags say no default, and are neither required nor repeatable"
 
 
-@pytest.mark.parametrize("columns", [60, 80])
-def test_help_keeps_to_the_width_of_the_terminal(
-    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    for verb in ["", *(verb for verb in HELP if verb != "bench gpu")]:
-        with contextlib.suppress(SystemExit):
-            main.main(["help", *verb.split()])
-        text = capsys.readouterr().out
-        lines = [line for line in text.splitlines() if not re.match("(  |example: |usage: )quern ", line)]
-        assert f"usage: quern {verb}" in text and max(map(len, lines)) <= columns, verb
+@cache
+def flags_of(*verb: str) -> list[str]:
+    return completion.flags(list(verb), main.run_verb)
 
 
-def test_help_shows_what_is_used_often_and_help_all_the_rest(
+def test_help_is_short_and_within_the_terminal_and_help_all_shows_the_rest(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
     shown = {}
-    for verb in (verb for verb in HELP if verb not in ("bench gpu", "completion")):
-        for flag in ("--help", "--help-all", "--help-flags"):
-            with contextlib.suppress(SystemExit):
-                main.main([*verb.split(), flag])
-            shown[verb, flag] = capsys.readouterr().out
-        assert len(shown[verb, "--help"].splitlines()) <= (60 if verb == "run" else 80), verb
-        flags = set(shown[verb, "--help-flags"].split())
-        told = re.findall(r"^[│ ]{1,2}(--(?!help)[a-z][\w.-]+)", shown[verb, "--help-all"], re.MULTILINE)
-        assert flags.issuperset(told) and (told or verb in ("grug", "lab"))
-    short = shown["run", "--help"]
-    assert "--train.steps" in short and "--model.width" not in short and "--tp" not in short
-    assert "all flags, also of model, optim, sft, text, train: quern run --help-all" in short
-    assert "--rl.kl" in shown["rl", "--help"] and "--sft.too-long" in shown["sft", "--help"]
+    for columns, verb in [(60, ""), *((80, verb) for verb in HELP if verb != "bench gpu")]:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        with contextlib.suppress(SystemExit):
+            main.main(["help", *verb.split()])
+        text = shown[verb] = capsys.readouterr().out
+        assert f"usage: quern {verb}" in text and len(text.splitlines()) <= (60 if verb == "run" else 80), verb
+        wide = [line for line in text.splitlines() if len(line) > columns]
+        assert all(re.match("(  |example: |usage: )quern ", line) for line in wide), verb  # of commands to copy
+        told = re.findall(r"^[│ ]{1,2}(--(?!help)[a-z][\w.-]+)", text, re.MULTILINE)
+        assert not told or set(flags_of(*verb.split())).issuperset(told)
+    assert "--train.steps" in shown["run"] and "--model.width" not in shown["run"] and "--tp" not in shown["run"]
+    assert {"--model.width", "--tp", "--train.steps"} <= set(flags_of("run"))
+    assert "all flags, also of model, optim, sft, text, train: quern run --help-all" in shown["run"]
+    assert "--rl.kl" in shown["rl"] and "--sft.too-long" in shown["sft"]
 
 
 WORDS = """source "$0"
@@ -147,11 +139,11 @@ def test_bash_completes_verbs_flags_and_runs(typed: str, completed: str, tmp_pat
 
 @cache
 def scripts() -> dict[str, str]:
-    """The script of each shell; each verb is asked for its flags once."""
-    known = cache(lambda *words: completion.flags(list(words), main.run_verb))
-    return {
-        shell: completion.script([shell], lambda words: print(*known(*words[:-1])) or 0) for shell in completion.SHELLS
-    }
+    def tell(words: list[str]) -> int:
+        print(*flags_of(*words[:-1]))
+        return 0
+
+    return {shell: completion.script([shell], tell) for shell in completion.SHELLS}
 
 
 def test_every_shell_has_its_script_and_others_are_told_which(capsys: pytest.CaptureFixture[str]) -> None:
