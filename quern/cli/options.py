@@ -18,7 +18,7 @@ from quern.cluster import cluster_cpus, connect
 from quern.field_types import Amount, Count, Few, Port, Seed, Threads
 from quern.flags.check_flags import RARE, UNSAID
 from quern.flags.recipe_flags import ALL, FINE_TUNING, FOLLOWING, RL, WORKERS, Refusal
-from quern.generate.sampling import Sampling
+from quern.generate.sampling import CHAT, Sampling
 from quern.recipe import FOR_FINE_TUNING, FOR_RL, IN_FINE_TUNING, Recipe
 from quern.runs.run_dir import NEWEST, RunDir
 
@@ -290,7 +290,7 @@ class _GenerateOptions(_ModelOptions):
 
     refusals: ClassVar = (Refusal(ALL, _OF_THE_RUN, but="seed"),)  # --seed is that of the sampling
 
-    sampling: Annotated[Sampling, FLAT] = field(default_factory=lambda: Sampling(temperature=0.7, top_k=50))
+    sampling: Annotated[Sampling, FLAT] = CHAT
     max_tokens: Count = 256
     """The most tokens in a reply."""
     seed: Seed = 0

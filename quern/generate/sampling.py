@@ -41,3 +41,5 @@ class Sampling:
 
 
 GREEDY = Sampling(temperature=0.0)
+CHAT = Sampling(temperature=0.7, top_k=50)
+"""How a chat begins, in the terminal and on the page."""

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from quern.generate.sampling import CHAT
 from quern.records import read_lines
 from quern.serve.answers import JSON
 
@@ -57,7 +58,11 @@ def page_paths() -> dict[str, Path]:
 
 def page_routes(welcome: Welcome) -> list[Route]:
     """A route for each file of web/, and GET /welcome."""
-    body = {"suggestions": list(welcome.suggestions), "mode": "text" if welcome.completes else "chat"}
+    body = {
+        "suggestions": list(welcome.suggestions),
+        "mode": "text" if welcome.completes else "chat",
+        "sampling": {"temperature": CHAT.temperature, "top_k": CHAT.top_k},
+    }
 
     async def show_welcome(_: Request) -> Response:
         return JSON(body)

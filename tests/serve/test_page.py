@@ -14,6 +14,8 @@ from quern.serve.server import LOOPBACK, create_app
 from tests.support.http_server import running
 from tests.support.toy_engine import toy_engine
 
+CHAT = {"temperature": 0.7, "top_k": 50}
+
 
 def chat(stage: str, *turns: str) -> str:
     return json.dumps({"stage": stage, "kind": "chat", "messages": [{"role": "user", "content": one} for one in turns]})
@@ -58,7 +60,7 @@ def test_every_file_of_the_page_is_served_and_nothing_else() -> None:
             assert httpx.get(f"{url}/{path}", headers={"authorization": "Bearer secret"}).status_code == 404, path
         assert httpx.get(f"{url}/welcome").status_code == 401
         answer = httpx.get(f"{url}/welcome", headers={"authorization": "Bearer secret"})
-        assert answer.json() == {"suggestions": ["<b>hello</b>"], "mode": "text"}
+        assert answer.json() == {"suggestions": ["<b>hello</b>"], "mode": "text", "sampling": CHAT}
 
 
 def test_the_vendored_libraries_are_those_of_their_table() -> None:

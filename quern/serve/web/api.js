@@ -42,7 +42,7 @@ export async function models() {
   return (await get("/v1/models")).data;
 }
 
-/** {suggestions, mode}: how the server would begin. */
+/** {suggestions, mode, sampling}: how the server would begin. */
 export const welcome = () => get("/welcome");
 
 /** Token ids of a chat, {messages}, or of a text, {prompt}. */

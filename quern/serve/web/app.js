@@ -21,7 +21,7 @@ let reply = null; // the reply that is being written
 let frame = 0;
 let context = 0;
 let modeChosen = false; // by the user, before the server said which one it would take
-let welcome = { suggestions: [], mode: "chat" };
+let welcome = { suggestions: [], mode: "chat", sampling: {} };
 
 // What a message can ask for -----------------------------------------------------------------------------------
 
@@ -290,6 +290,7 @@ const sidebar = new Sidebar({
 async function discover() {
   const [found, begun] = await Promise.all([api.models(), api.welcome()]);
   welcome = begun;
+  settingsOf.begin(welcome.sampling);
   const select = byId("model");
   select.replaceChildren(...found.map((model) => el("option", { value: model.id, text: model.id, data: { context: model.max_model_len } })));
   context = found[0].max_model_len;

@@ -8,7 +8,7 @@ const KEY = "quern-key";
 
 // An empty field is left out of requests: the server's own value applies.
 const NUMBERS = [
-  ["temperature", "Temperature", { min: 0, max: 2, step: 0.05 }, 0.8, "0 always takes the likeliest token"],
+  ["temperature", "Temperature", { min: 0, max: 2, step: 0.05 }, null, "0 always takes the likeliest token"],
   ["max_tokens", "Longest reply", { min: 1, step: 1 }, 256, "in tokens"],
   ["top_k", "Top k", { min: 0, step: 1 }, null, "choose among so many tokens; 0 for all"],
   ["top_p", "Top p", { min: 0, max: 1, step: 0.01 }, null, "choose among the likeliest with this share"],
@@ -31,10 +31,10 @@ export const settings = {
   key: "",
 };
 const DEFAULTS = { ...settings };
+let kept = {}; // what the user had changed before
 
 /** Reads what was kept; whatever is not a value of this table is dropped. */
 export function load() {
-  let kept = {};
   try {
     kept = JSON.parse(localStorage.getItem(KEPT)) ?? {};
   } catch {
@@ -54,8 +54,18 @@ export function load() {
   paint();
 }
 
+/** Takes the server's first values for the fields that the user has not changed. */
+export function begin(sampling) {
+  for (const [name, value] of Object.entries(sampling)) {
+    if (settings[name] === DEFAULTS[name] && !(name in kept)) settings[name] = value;
+    DEFAULTS[name] = value;
+  }
+  fill();
+}
+
 function keep() {
-  const { key, ...others } = settings;
+  const { key } = settings;
+  const others = Object.fromEntries(Object.entries(settings).filter(([name, value]) => name !== "key" && value !== DEFAULTS[name]));
   try {
     localStorage.setItem(KEPT, JSON.stringify(others));
     sessionStorage.setItem(KEY, key);
@@ -136,10 +146,10 @@ export function build() {
     ...numbers.filter(([name]) => !WIDE.includes(name)).map(([, made]) => made),
     row("stop", "Stop texts", "one in each line, up to 4", stop),
   );
-  const counts = ALTERNATIVES.map((count) => [count, count === 0 ? "none (no x-ray)" : `the ${count} likeliest`]);
+  const counts = ALTERNATIVES.map((count) => [count, count === 0 ? "none" : `${count} likeliest`]);
   byId("settings-page").append(
-    row("alternatives", "Recorded for x-ray", "alternatives kept with each token", select("alternatives", counts, Number)),
-    row("theme", "Colours", null, select("theme", [["auto", "as the system"], ["light", "light"], ["dark", "dark"]], String)),
+    row("alternatives", "Recorded for x-ray", "alternatives kept with each token; none: no x-ray", select("alternatives", counts, Number)),
+    row("theme", "Colours", null, select("theme", [["auto", "system"], ["light", "light"], ["dark", "dark"]], String)),
     row("key", "API key", "if the server asks for one; forgotten with the tab", el("input", {
       type: "password",
       autocomplete: "off",
