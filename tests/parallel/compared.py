@@ -29,6 +29,7 @@ from quern.train.guard import Guard
 from quern.train.state import TrainState, build_model, build_state
 from quern.train.step import StepResult, train_step
 from tests.parallel import sharded
+from tests.parallel.sharded import on_one_rank
 from tests.support.deviation import deviation
 from tests.support.toy_training import CPU, toy_loader, toy_recipe, toy_schedule, toy_state
 
@@ -98,13 +99,6 @@ class Whole:
     gradients: dict[str, torch.Tensor]
     first: Snapshot
     last: Snapshot
-
-
-def on_one_rank(mesh: Mesh, make: Callable[[], Any]) -> Any:
-    """Returns on every rank what rank 0 makes."""
-    found = [make() if mesh.world.rank == 0 else None]
-    torch.distributed.broadcast_object_list(found)
-    return found[0]
 
 
 def trained(state: TrainState, batch: Callable[[int], Batch], rows: int, clip: float | None) -> Whole:

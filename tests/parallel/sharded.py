@@ -84,6 +84,28 @@ def passed(model: Any, parts: Iterable[tuple[Tensor, ...]]) -> tuple[Tensor, Ten
     return torch.stack([total.detach() for total in totals]).sum(), torch.cat(losses)
 
 
+def on_one_rank(mesh: Mesh, make: Callable[[], Any]) -> Any:
+    """Returns on every rank what rank 0 makes."""
+    found = [make() if mesh.world.rank == 0 else None]
+    if mesh.world.size > 1:
+        torch.distributed.broadcast_object_list(found)
+    return found[0]
+
+
+def whole_pass(architecture: str, whole: tuple[Tensor, ...]) -> dict[str, Any]:
+    """Everything that `compared` compares, of one process with the whole model."""
+    model = whole_model(architecture)
+    loss, losses = passed(model, [whole])
+    return {
+        "loss": loss,
+        "losses": losses.detach(),
+        "gradients": {name: p.grad for name, p in model.named_parameters()},
+        "terms": terms_of_scales(architecture, whole),
+        "evaluated": evaluated(model, whole[0], whole[1]),
+        "weights": {name: p.detach() for name, p in model.named_parameters()},
+    }
+
+
 def compared(
     mesh: Mesh, architecture: str, accumulated: bool = False, recomputed: int = 0, broken: str = ""
 ) -> dict[str, float]:
@@ -91,10 +113,7 @@ def compared(
     compiler.set_eager(True)
     rows = B * mesh.dp
     whole = batch(rows)
-    expected_model = whole_model(architecture)
-    expected = passed(expected_model, [whole])
-    gradients = {name: p.grad for name, p in expected_model.named_parameters()}
-    terms = terms_of_scales(architecture, whole)
+    expected = on_one_rank(mesh, lambda: whole_pass(architecture, whole))
     own = [part[mesh.data.rank * B : (mesh.data.rank + 1) * B] for part in whole]
     BROKEN[broken]()
     model = shard_model(whole_model(architecture), mesh)
@@ -108,13 +127,13 @@ def compared(
     mesh.data.all_reduce(loss).wait()
     for p in model.parameters():
         mesh.data.all_reduce(p.grad).wait()
-    ours_evaluated, expected_evaluated = (evaluated(m, whole[0], whole[1]) for m in (model, expected_model))
+    parameters = dict(whole_parameters(model, mesh))
     found = {
-        "loss": deviation([loss], [expected[0]]),
-        "losses": deviation([losses], [expected[1][mesh.data.rank * B : (mesh.data.rank + 1) * B]]),
-        "gradients": gradients_apart(model, gradients, terms),
-        "evaluation": deviation(ours_evaluated, expected_evaluated),
-        "weights": deviation(*weights(model, mesh, expected_model)),
+        "loss": deviation([loss], [expected["loss"]]),
+        "losses": deviation([losses], [expected["losses"][mesh.data.rank * B : (mesh.data.rank + 1) * B]]),
+        "gradients": gradients_apart(model, expected["gradients"], expected["terms"]),
+        "evaluation": deviation(evaluated(model, whole[0], whole[1]), expected["evaluated"]),
+        "weights": deviation([parameters[name] for name in expected["weights"]], [*expected["weights"].values()]),
         "bytes": float(sum(abs(sent[kind] - sum(one[kind] for one in formula)) for kind in sent)),
     }
     return found
@@ -192,12 +211,6 @@ def whole_parameters(model: nn.Module, mesh: Mesh) -> Iterator[tuple[str, Tensor
         whole = part.new_empty(mesh.model.size * part.size(0), *part.shape[1:])
         mesh.model.all_gather(whole, part).wait()
         yield name, whole[: held.whole].movedim(0, held.dim).contiguous()
-
-
-def weights(model: Any, mesh: Mesh, expected: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Put together again, and whole."""
-    found = dict(whole_parameters(model, mesh))
-    return [found[name] for name, _ in expected.named_parameters()], [p.detach() for p in expected.parameters()]
 
 
 # Ways to be wrong -------------------------------------------------------------------------------------------
