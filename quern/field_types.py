@@ -106,7 +106,8 @@ class ConversationSource:
         repeats: How often an epoch has each conversation; of 2.5, a random half of them has a third turn.
         limit: Only the first so many conversations are read; None reads all.
         split: The split of a data set of the Hugging Face Hub.
-        column: The column or key of the list of messages; None for the known shapes.
+        column: The column or key of the list of messages; None for the known shapes. In WhatsApp's export, the person
+            whom the model learns to write as.
     """
 
     source: str

@@ -50,6 +50,8 @@ class TextRecipe(Generic[Gap]):
     """The name of the text: a column (.parquet, .csv, .tsv) or a key (.jsonl, .json)."""
     separator: str | None = None
     """The mark that ends a document in .txt and .md files, such as <|endoftext|>; it is no part of the text."""
+    encoding: str = "utf-8"
+    """The encoding of text, tables and JSON, such as cp1252; auto recognizes it."""
     split: str = "train"
     """The split of a data set of the Hugging Face Hub (hf:…); its validation split validates."""
     digits: Annotated[int, Interval(ge=1, le=3)] = 2
@@ -292,8 +294,13 @@ class Recipe(Generic[Gap]):
     depth: Annotated[int, Interval(ge=1, le=1000)] = 4
     """The one dial: layers, and through them width, vocabulary, context, batch, rates and horizon."""
     data: str = "tinyworld"
-    """tinyworld, a file, a folder (.txt, .md, .jsonl, .json, .csv, .tsv, .parquet, .gz, .zst; .bin of tokens), a
-    public data set by name, or hf:OWNER/NAME[:CONFIG][@REVISION]."""
+    """tinyworld, files, folders or patterns (text, code, .jsonl, .json, .csv, .tsv, .parquet, .gz, .zst; .bin of
+    tokens), - for standard input, https://… of a file, a public data set by name, or
+    hf:OWNER/NAME[:CONFIG][@REVISION]. A recipe file names several in several lines."""
+    include: str | None = None
+    """Patterns, separated by spaces, of which a file in a folder of --data must match one, such as '*.py'."""
+    exclude: str | None = None
+    """Patterns of the files in a folder of --data that are ignored."""
     shards: Few | None = None
     """Training files of a public data set to fetch; by default as many as the run needs at 4 bytes a token."""
     val: str | None = None

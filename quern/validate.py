@@ -37,9 +37,13 @@ FILLED_IN = ("model.depth", "model.vocab_size", "model.bos")
 """Fields of the shape that are never set directly: they follow from `depth` and the tokenizer."""
 
 
+OF_DATA = {"include": "data.include", "exclude": "data.exclude"}
+"""Fields whose flags have another name, beside --data."""
+
+
 def flag(name: str) -> str:
     """train.log_every → train.log-every, the spelling on the command line."""
-    return name.replace("_", "-")
+    return OF_DATA.get(name, name.replace("_", "-"))
 
 
 def nearest(word: str, known: Collection[str]) -> str:

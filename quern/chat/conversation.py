@@ -9,12 +9,15 @@ from typing import Any
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Delta
 from quern.generate.sampling import Sampling
+from quern.generate.tools import spoken
 from quern.stages.complete import complete
-from quern.text.chat import Message, render_prompt
+from quern.text.chat import ContentPart, Message, render_prompt
 from quern.text.printable import printable
 
 TOP = 4
 """The likeliest tokens that are kept for each token of the last reply."""
+NO_WORDS = "(no answer)"
+"""Stands for a reply without words and without a sum that the calculator could do."""
 
 
 def ask(
@@ -24,7 +27,7 @@ def ask(
     dim: Callable[[str], str] = str,
     **options: Any,
 ) -> Completion:
-    """Streams the reply to `messages`, with tool calls and outputs in brackets, and returns it.
+    """Streams the reply to `messages`, with sums and their results in brackets (`tools.spoken`), and returns it.
 
     Args:
         engine: Engine of the model that replies.
@@ -36,23 +39,28 @@ def ask(
     Raises:
         ContextOverflow: The messages leave no room for a reply in the model's context.
     """
-    kind = "text"
+    held: list[ContentPart] = []  # calls and outputs since the last words
+    silent = True
+
+    def show(text: str, style: Callable[[str], str] = str) -> None:
+        nonlocal silent
+        silent = silent and not text
+        put(style(printable(text)))
+
     for event in engine.events([render_prompt(engine.tokenizer, messages)], **options):
-        if isinstance(event.value, Delta):
-            text = printable(event.value.text)
-            put(_between(kind, event.value.kind, dim) + (text if event.value.kind == "text" else dim(text)))
-            kind = event.value.kind
-        elif isinstance(event.value, Completion):
-            put(_between(kind, "text", dim))
-            return event.value
+        if isinstance(event.value, Delta) and event.value.kind != "text":
+            if not held or held[-1]["type"] != event.value.kind:
+                held.append({"type": event.value.kind, "text": ""})
+            held[-1]["text"] += event.value.text
+        elif isinstance(event.value, Delta | Completion):
+            if sum_shown := spoken(held):
+                show(sum_shown, dim)
+            held = []
+            if isinstance(event.value, Completion):
+                put(NO_WORDS if silent else "")
+                return event.value
+            show(event.value.text)
     raise RuntimeError("the engine's events ended without a completion")
-
-
-def _between(kind: str, following: str, dim: Callable[[str], str]) -> str:
-    """The brackets between two pieces of a reply; pieces of one kind belong to one part."""
-    if kind == following:
-        return ""
-    return (dim("] ") if kind != "text" else "") + (dim(f"[{following}: ") if following != "text" else "")
 
 
 @dataclass

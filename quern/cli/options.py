@@ -80,7 +80,7 @@ class TokenizerOptions:
 
     refusals: ClassVar = (
         Refusal("text.tinyworld_conversations", _OTHER_VERB),
-        Refusal(ALL, _OTHER_VERB, but="depth data val shards seed text"),
+        Refusal(ALL, _OTHER_VERB, but="depth data include exclude val shards seed text"),
         Refusal("to dir engine ray", "is for `quern prepare`"),
         WORKERS,
         Refusal("text.tokenizer", "names a tokenizer, and `quern tokenizer` trains one: leave it out"),
@@ -173,6 +173,8 @@ class RunAllOptions(EncodingOptions, RanksOptions):
 
     questions: Annotated[Few, RARE] = 200
     """Held-out questions of each kind in the evaluation."""
+    chat: bool = False
+    """Also fine-tune a model of your own text, by default on the built-in conversations."""
     sft: bool = True
     """--no-sft skips fine-tuning and leaves a base model."""
     program: Annotated[

@@ -53,8 +53,10 @@ def parse(verb: str, rest: Arguments, flags: type) -> tuple[Any, str | None]:
         found = find_saved(verb, rest, recipe, source)
         recipe, source = found or (recipe, source)
     options = parse_flags(flags, recipe, rest, verb=verb, description=described(verb))
+    from quern.runs.public_data import with_local_data
     from quern.stages.prepare_tokens import is_tokens
 
+    options.recipe = with_local_data(options.recipe, getattr(options, "where", options).out, rest, log)
     refuse_idle(options.recipe, rest.given, is_tokens(options.recipe.data), saved=found is not None)
     return options, source
 
@@ -74,7 +76,7 @@ def with_run(verb: str, words: Arguments) -> Arguments:
 
 
 OF_THE_MACHINE = tuple(
-    "ranks tp zero nodes rendezvous restarts timeout track device dtype threads workers compile sft questions "
+    "ranks tp zero nodes rendezvous restarts timeout track device dtype threads workers compile sft chat questions "
     "for".split()
 )
 """Flags that a run does not save: the command that continues the run repeats them."""
@@ -90,11 +92,11 @@ def verb_prepare(verb: str, rest: Arguments) -> int:
     from quern.data.bin_files import MODDED_NANOGPT, NANOGPT
     from quern.resolve import resolve
     from quern.runs.vocabularies import for_comparison
-    from quern.stages.prepare import open_source, prepare, train_tokenizer
+    from quern.stages.prepare import fit_vocabulary, open_source, prepare, train_tokenizer
     from quern.stages.prepare_tokens import write_tokens
     from quern.text.tokenizer import compression_report
 
-    recipe = resolve(options.recipe)
+    recipe = resolve(fit_vocabulary(options.recipe))
     if verb == "tokenizer":
         source = open_source(recipe, options.out, log)
         tokenizer = train_tokenizer(recipe, source, options.out, log)
@@ -190,10 +192,8 @@ def verb_train(verb: str, rest: Arguments) -> int:
         stages = {"pretrain": ("pretrain",), "sft": ("pretrain", "sft"), "rl": ("sft", "rl")}[verb]
         return read_start(base, stages, options.from_step, session.log, recipe.callables() if source else None)
 
-    def run(session: Session) -> int:
-        return stage(recipe, replace(session, start=begin(session)))
-
-    return on_ranks(verb, rest, options, source, run, "before training began")
+    begun = "before training began"
+    return on_ranks(verb, rest, options, source, lambda one: stage(recipe, replace(one, start=begin(one))), begun)
 
 
 KEYS = [("keys", action) for action in ("add", "remove", "list")]  # after `quern serve`, no run of that name
@@ -234,7 +234,8 @@ def verb_run(verb: str, rest: Arguments) -> int:
 
     options, source = parse(verb, rest := interop.plan(rest), RunAllOptions)
     interop.refuse_plan(options.program, options.recipe)
-    work = functools.partial(run_all.run, options.recipe, questions=options.questions, fine_tune=options.sft)
+    asked = {"questions": options.questions, "chat": options.chat, "sft": options.sft}
+    work = functools.partial(run_all.run, options.recipe, **asked)
     code = on_ranks(verb, rest, options, source, work, "before the report was written: the same command continues")
     if code == 0 and launch.place().ranks == 1:
         interop.export_plan(options.program, options.where.run_dir, log)

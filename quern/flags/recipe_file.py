@@ -35,8 +35,9 @@ def map_paths(recipe: Made, change: Callable[[str], str]) -> Made:
         return replace(part, **{name: change(value) for name, value in values.items() if isinstance(value, str)})
 
     talks = recipe.conversations and tuple(changed(one, "source") for one in recipe.conversations)
+    data = "\n".join(map(change, recipe.data.split("\n")))
     text, sft, rl = changed(recipe.text, "tokenizer"), changed(recipe.sft, "tests"), changed(recipe.rl, "data")
-    return replace(changed(recipe, "data", "val"), conversations=talks, text=text, sft=sft, rl=rl)
+    return replace(changed(recipe, "val"), data=data, conversations=talks, text=text, sft=sft, rl=rl)
 
 
 def read_object(path: Path, constant: str, kind: type[T], name: str | None = None) -> tuple[T, str]:

@@ -20,8 +20,9 @@ import tyro
 from quern.flags import check_flags
 from quern.recipe import FOR_FINE_TUNING, Recipe
 from quern.resolve import resolve
-from quern.validate import flag, is_set, why_unused
+from quern.validate import OF_DATA, flag, is_set, why_unused
 
+FIELDS_OF_DATA = {own: field for field, own in OF_DATA.items()}
 ALL = ""
 """Every field of the recipe."""
 
@@ -56,7 +57,7 @@ FOLLOWING = (
 """Fields of the shape that a verb which trains fills in."""
 FINE_TUNING = " ".join(FOR_FINE_TUNING)
 RL = Refusal("rl", "is for reinforcement learning: give it to `quern rl`")
-OFTEN = "depth data conversations train.steps train.minutes"
+OFTEN = "depth data include exclude conversations train.steps train.minutes"
 """The fields of a recipe that --help shows, with those of the part that has the verb's name; --help-all shows all."""
 WORKERS = Refusal(
     "workers",
@@ -89,7 +90,8 @@ class Arguments(tuple[str, ...]):
         for word in self.flags:
             if word.startswith("--"):
                 part, dot, name = word[2:].partition("=")[0].replace("-", "_").rpartition(".")
-                words = found.setdefault(part + dot + name.removeprefix("no_"), [])
+                field = part + dot + name.removeprefix("no_")
+                words = found.setdefault(FIELDS_OF_DATA.get(field, field), [])
             words.append(word)
         return found
 
@@ -201,8 +203,12 @@ def _offered(part: Any, hidden: set[str], filled: Any, derived: str | None, pref
             hide = hidden.issuperset(field_names(value, name + "."))
             value = _offered(value, hidden, getattr(filled, f.name), derived, name + ".")
             kind = type(value)
+        elif name == "data":
+            kind, value = tuple[str, ...], tuple(value.split("\n"))
         elif value is None:
             kind = Annotated[kind, tyro.conf.arg(help_behavior_hint=_default(getattr(filled, f.name), derived))]
+        if name in OF_DATA:
+            kind = Annotated[kind, tyro.conf.arg(name=OF_DATA[name])]
         offered.append((f.name, tyro.conf.Suppress[kind] if hide else kind, field(default=value)))
         values[f.name] = value
     made = make_dataclass(type(part).__name__, offered, bases=(type(part),), frozen=True, kw_only=True)
@@ -233,6 +239,8 @@ def _default(value: Any, derived: str | None) -> str:
 def _plain(offered: Any, like: Any) -> Any:
     """The same values in the classes of `like`."""
     values = {f.name: (getattr(offered, f.name), getattr(like, f.name)) for f in fields(like)}
+    if isinstance(given := getattr(offered, "data", None), tuple):
+        values["data"] = "\n".join(given), like.data
     return type(like)(**{n: _plain(new, old) if is_dataclass(old) else new for n, (new, old) in values.items()})
 
 
@@ -243,22 +251,23 @@ def _has_tokenizer(recipe: Recipe, tokens: bool) -> bool:
     return tokens or recipe.text.tokenizer is not None
 
 
+def _no_files(recipe: Recipe, tokens: bool) -> bool:
+    return recipe.data == "tinyworld" or tokens
+
+
 IDLE: Mapping[str, tuple[str, Callable[[Recipe, bool], bool]]] = {
-    "text.column": (
-        "names what holds the text in a --data of your own that is text: leave it out",
-        lambda recipe, tokens: recipe.data == "tinyworld" or tokens,
-    ),
-    "text.separator": (
-        "separates the documents of .txt and .md files of your own: leave it out",
-        lambda recipe, tokens: recipe.data == "tinyworld" or tokens,
-    ),
+    "text.column": ("names what holds the text in a --data of your own that is text: leave it out", _no_files),
+    "text.separator": ("separates the documents of text files of your own: leave it out", _no_files),
+    "text.encoding": ("is that of a --data of your own that is text: leave it out", _no_files),
+    "include": ("chooses files of a --data of your own that is text: leave it out", _no_files),
+    "exclude": ("chooses files of a --data of your own that is text: leave it out", _no_files),
     "text.split": (
         "is the split of a data set of the Hugging Face Hub (--data hf:OWNER/NAME): leave it out",
         lambda recipe, tokens: not recipe.data.startswith("hf:"),
     ),
     "shards": (
         "is the number of files of a public data set, and --data is none: leave it out",
-        lambda recipe, tokens: recipe.data == "tinyworld" or Path(recipe.data).exists(),
+        lambda recipe, tokens: recipe.data == "tinyworld" or "\n" in recipe.data or Path(recipe.data).exists(),
     ),
     "text.vocab_size": (_TOKENIZED, _has_tokenizer),
     "text.digits": (_TOKENIZED, _has_tokenizer),

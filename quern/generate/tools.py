@@ -11,11 +11,12 @@ MAX_BITS, so no expression takes long.
 import ast
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from decimal import Context, Decimal
 from fractions import Fraction
 from typing import Literal
 
+from quern.text.chat import ContentPart
 from quern.text.printable import ascii_signs
 from quern.text.tokenizer import Tokenizer
 
@@ -117,6 +118,22 @@ def _plain(value: Fraction) -> str:
     if len(text) > 2 * MAX_DIGITS:
         raise ToolError("the result is too close to zero to write plainly")
     return text
+
+
+def spoken(parts: Iterable[ContentPart]) -> str:
+    """Returns a reply as text for people: its words, and each sum with its result, as [384+527 → 911].
+
+    A call without a result that the calculator found, such as one of "!" or one that was cut off, is left out.
+    """
+    words, call = list[str](), ""
+    for part in parts:
+        if part["type"] == "text":
+            words.append(part["text"])
+        elif part["type"] == "tool":
+            call = part["text"]
+        elif call and part["text"] not in ("", ERROR):
+            words.append(f"[{call} → {part['text']}] ")
+    return "".join(words)
 
 
 class NoTools:

@@ -149,7 +149,7 @@ def _learned_from(run_dir: RunDir, stage: str) -> str:
     path = run_dir.stage(stage) / "recipe.json"
     recipe = read_json(path, dict[str, Any]) if path.exists() else {}
     if stage == "pretrain":
-        return _name(recipe.get("data") or "")
+        return ", ".join(map(_name, (recipe.get("data") or "").split("\n")))
     if stage == "rl":
         return ", ".join(_name(reward) for reward in (recipe.get("rl") or {}).get("rewards") or ())
     sources = recipe.get("conversations")

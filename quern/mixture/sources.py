@@ -34,7 +34,7 @@ from quern.text.chat import ContentPart, Message
 from quern.text.content import content_fingerprint
 from quern.text.documents import Conversation, conversation_rows
 from quern.text.repositories import PREFIX, local_copy
-from quern.text.sources import OF_ROWS, Where, format_of, list_source
+from quern.text.sources import Where, format_of, list_talks
 from quern.text.tinyworld import chat, corpus, skills
 from quern.text.tinyworld.prose import Pen
 
@@ -198,7 +198,7 @@ def _of_files(
     asked: ConversationSource, splits: Mapping[str, Where], out: Path, log: Log, public: bool = False
 ) -> OpenSource:
     """splits: split → its files."""
-    listed = [file for where in splits.values() for file in list_source(where, OF_ROWS).read]
+    listed = [file for where in splits.values() for file in list_talks(where).read]
     with Meter("looking for changes in the conversations", sum(file.size for file in listed) / 1e6, "MB") as meter:
         cache, paths = out / "data" / "digests.json", [file.path for file in listed]
         content = content_fingerprint(paths, cache, lambda done: meter.at(done / 1e6))
@@ -223,7 +223,7 @@ def read_rows(
         rest = {key: value for key, value in record.items() if key != column}
         return conversations.to_messages({**rest, "messages": record[column]}, ignored)
 
-    return conversation_rows(source, log, of_column, (column, *conversations.BESIDE), limit)
+    return conversation_rows(source, log, of_column, (column, *conversations.BESIDE), limit, person=column)
 
 
 def _built_in(asked: ConversationSource, recipe: Recipe) -> OpenSource:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from quern.estimate.own_text import more
 from quern.recipe import BUILT_IN_CONVERSATIONS
 from quern.report.plots import Panel, panels
 from quern.report.records import (
@@ -31,6 +32,7 @@ from quern.report.records import (
 )
 from quern.report.scores import ScorePlot, ScoreRow, ScoreTable, score_rows, score_settings, score_stages, score_tables
 
+BPB_HEADER = ["with", "bits per byte of held-out text, about"]
 EVENT_HEADER = ["time (UTC)", "event", "step", "details"]
 
 
@@ -105,7 +107,7 @@ class Document:
 def document(run: RunRecords) -> Document:
     """The report of a run."""
     results = (
-        ("evaluation", "Evaluation", _evaluation(run)),
+        ("evaluation", "Evaluation", [*_evaluation(run), *_more(run)]),
         ("curves", "Training curves", _curves(run)),
         ("samples", "Samples", _samples(run)),
     )
@@ -226,6 +228,23 @@ def _evaluation(run: RunRecords) -> list[Group]:
     return [group for group in groups if group.blocks]
 
 
+def _more(run: RunRecords) -> Iterable[Group]:
+    """What more text or time would bring, for a model of another text than the built-in world."""
+    stage, compression = run.stage("pretrain"), run.part("tokenizer").get("compression")
+    known = as_object(compression[0] if isinstance(compression, list) and compression else None)
+    tokens = finite(as_object(run.part("data").get("train")).get("tokens"))
+    values = (run.parameters("kaplan"), tokens, finite(known.get("bytes_per_token")))
+    parameters, text, ratio = (value or 0.0 for value in values)
+    if stage is None or run.recipe.get("data", "tinyworld") == "tinyworld" or not (parameters and text and ratio):
+        return
+    read, measured = stage.last("tokens"), stage.last("val_bpb")
+    if read and measured:
+        cases = more(parameters, text * ratio, read * ratio, measured)
+        rows = [["this run, measured", f"{measured:.2f}"], *([label, f"{value:.2f}"] for label, value in cases)]
+        about = "An estimate, by a law that was fitted to small models of English prose: quern/estimate/own_text.py."
+        yield Group("What more text or time would bring", [Facts([("rests on", about)]), Table(BPB_HEADER, rows)])
+
+
 def _samples(run: RunRecords) -> Iterable[Group]:
     """The latest stage first. Samples of the untrained model are folded beside those of another stage."""
     stages = list(dict.fromkeys(str(sample.get("stage", "")) for sample in run.samples))[::-1]
@@ -293,7 +312,7 @@ def _summary(run: RunRecords) -> str:
     text += f", trained on {human(tokens)} tokens" if tokens is not None else ", not trained yet"
     data = run.recipe.get("data")
     if isinstance(data, str):
-        text += f" of {data.rstrip('/').rsplit('/', 1)[-1]}"
+        text += f" of {', '.join(name.rstrip('/').rsplit('/', 1)[-1] for name in data.splitlines()[:3])}"
     if seconds is not None:
         text += f" in {duration(seconds)}"
     return text + "." + ((_average_accuracy(run) if _trained_on_tinyworld(run) else "") or _bits_per_byte(run))

@@ -11,25 +11,28 @@ Other files are downloaded first.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
+import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 from quern.data.batch import prefetch_items
-from quern.recipe import ConversationSource, Made, Resolved
+from quern.recipe import ConversationSource, Made, Recipe, Resolved
 from quern.records import read_json
-from quern.temporaries import alone_in, write_whole
+from quern.temporaries import alone_in, sha256_of, whole_file, write_whole
 from quern.terminal import Meter
 from quern.text import data_sets, downloads
 from quern.text.data_sets import DataSet
 from quern.text.repositories import PREFIX, HubName, Repository, data_set
-from quern.text.sources import Listing, entry_of
+from quern.text.sources import Listing, data_paths, entry_of
 
 LISTING = "listing.json"
 FOR_DATA = ("documents", "tokens")
@@ -176,6 +179,51 @@ def public_data(recipe: Resolved, out: Path, log: Log = lambda line: None) -> Pu
     return PublicData(file_name, train, val, tokenizer, available, digests, sizes, known, log)
 
 
+def with_local_data(recipe: Recipe, out: Path, arguments: Sequence[str], log: Log) -> Recipe:
+    """The recipe with paths in the place of standard input ("-") and of addresses (http, https) in its data.
+
+    Args:
+        recipe: Names the data.
+        out: The output folder: the files are kept below it.
+        arguments: The command line. With --ranks, standard input cannot be read.
+        log: Called with the SHA-256 of each file.
+
+    Raises:
+        ValueError: Standard input is a terminal, or empty, or several ranks would read it.
+        OSError: A file cannot be downloaded.
+    """
+
+    def local(name: str) -> str:
+        if name == "-" and any(word.startswith("--ranks") for word in arguments):
+            raise ValueError("--data - can be read by one process: save the text in a file for --ranks")
+        if name == "-":
+            return str(_kept_input(out / "downloads" / "stdin", log))
+        if not re.match(r"https?://", name):
+            return name
+        stem = re.sub(r"[^\w.]+", "-", urlsplit(name).path.rpartition("/")[2])
+        folder = out / "downloads" / hashlib.sha256(name.encode()).hexdigest()[:16]
+        path = folder / (stem if Path(stem).suffix else f"{stem or 'page'}.txt")
+        known = path.exists()
+        with Meter(f"fetching {name}", None, "MB") as meter, alone_in(folder, log):
+            downloads.retrieve(name, None, path, lambda file, done, total: meter.at(done / 1e6, file))
+        log(f"{name}: {'kept in' if known else 'saved in'} {path}, SHA-256 {sha256_of(path)}")
+        return str(path)
+
+    return replace(recipe, data="\n".join(map(local, recipe.data.split("\n"))))
+
+
+def _kept_input(folder: Path, log: Log) -> Path:
+    """Standard input as a file that is named by its contents."""
+    if sys.stdin is None or sys.stdin.isatty() or not (content := sys.stdin.buffer.read()):
+        raise ValueError("--data -: nothing is piped in; give text, as in cat texts/*.txt | quern run --data -")
+    digest = hashlib.sha256(content).hexdigest()
+    path = folder / f"{digest[:16]}.txt"
+    with whole_file(path) as temporary:
+        temporary.write_bytes(content)
+    log(f"standard input: saved in {path}, SHA-256 {digest}")
+    return path
+
+
 def shards_used(recipe: Resolved, out: Path) -> int | None:
     """The number of training files of a public data set that the recipe's run reads; None for other data. Raises as
     `public_data`; it downloads nothing but the list of a repository's files."""
@@ -190,8 +238,9 @@ def with_shards(recipe: Made, public: PublicData | None) -> Made:
 
 def _data(recipe: Resolved, out: Path) -> _Known | None:
     name = recipe.data
-    if name == "tinyworld" or Path(name).exists() or name.endswith(".bin"):
+    if name == "tinyworld" or data_paths(name) or name.endswith(".bin"):
         return None
+    name = next((one for one in name.split("\n") if "\n" in name and not data_paths(one)), name)
     if not name.startswith(PREFIX) and name not in data_sets.DATASETS:
         raise FileNotFoundError(
             f"--data {name}: there is no such file, folder or data set; use tinyworld, a path, one of "

@@ -6,14 +6,21 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TextIO
 
+import numpy as np
+
+from quern.data.shards import Corpus
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Delta, Event
 from quern.generate.sampling import Sampling
 from quern.text.chat import render_text
 from quern.text.printable import printable
-from quern.text.tokenizer import well_formed
+from quern.text.tokenizer import Tokenizer, well_formed
 
 BETWEEN = "---\n"
+OPENING = re.compile(r"\S.{0,70}(?=\s)")
+"""A beginning of a line, to the end of a word."""
+SENTENCE = re.compile(r"(?<=[.!?])\s+(?=\w)|\n+")
+OPENING_TOKENS = 160
 
 
 def complete(
@@ -77,6 +84,20 @@ def _in_order(events: Iterable[Event], samples: int) -> Iterator[tuple[int, str 
             if not pieces or isinstance(pieces[-1], str):
                 break
             current += 1
+
+
+def held_out_openings(corpus: Corpus, tokenizer: Tokenizer, count: int) -> list[str]:
+    """Openings of held-out text, from places that are evenly spaced over it: the beginning of a document, or where
+    documents are few, of a line or a sentence."""
+    ends, found = np.cumsum(corpus.lengths), list[str]()
+    for at in (np.arange(count) + 0.5) / count * ends[-1]:
+        number = int(np.searchsorted(ends, at, side="right"))
+        inside = int(at - ends[number] + corpus.lengths[number]) if corpus.num_documents < 2 * count else 0
+        tokens = corpus.gather(number, inside)[:OPENING_TOKENS].tolist()
+        text = tokenizer.decode(token for token in tokens if token != tokenizer.bos)
+        pieces = SENTENCE.split(text, maxsplit=1)[-1:] if inside else [text]
+        found += [match[0] for piece in pieces if (match := OPENING.search(piece))]
+    return list(dict.fromkeys(found))
 
 
 def read_prompt(prompt: str | None, stdin: TextIO | None) -> str:

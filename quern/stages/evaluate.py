@@ -27,6 +27,7 @@ from quern.records import drop_torn_end
 from quern.runs.against import ANSWERS
 from quern.runs.load import LoadedModel, load
 from quern.runs.run_dir import STAGES, RunDir
+from quern.stages.complete import held_out_openings
 from quern.stages.open_data import data_of_run
 from quern.stages.prepare import Prepared
 from quern.stages.session import main_first
@@ -255,7 +256,7 @@ class _Evaluation:
                 shown = {reply.item.kind: reply for reply in graded.replies}.values()
                 talks = [[*reply.item.messages, {"role": "assistant", "content": reply.parts}] for reply in shown]
                 samples += [_chat(name, talk) for talk in talks]
-        self.append("samples.jsonl", samples + (_samples(engine, name, loaded.recipe) if self.mesh.main else []))
+        self.append("samples.jsonl", samples + (_samples(engine, loaded, texts) if self.mesh.main else []))
         lines = _lines(loaded, scores, log)
         if name == "untrained":
             return lines
@@ -338,14 +339,17 @@ def _chat(name: str, messages: Sequence[Message]) -> dict[str, Any]:
     return {"stage": name, "kind": "chat", "messages": messages}
 
 
-def _samples(engine: Engine, name: str, recipe: Resolved) -> Lines:
-    """Completions of a base model, or conversations with a chat model, for prompts that fit the context."""
+def _samples(engine: Engine, loaded: LoadedModel, texts: _Texts) -> Lines:
+    """Continuations by a base model, or conversations with a chat model, for prompts that fit the context."""
+    name, recipe = loaded.stage, loaded.recipe
     if name in CHAT_STAGES:
         return [_chat(name, messages) for chat in chats(recipe) if (messages := converse(engine, chat))]
-    ids = {text: render_text(engine.tokenizer, text) for text in OPENINGS}
+    built_in = recipe.data == "tinyworld"
+    begun = OPENINGS if built_in else held_out_openings(texts.prepared.val, loaded.tokenizer, len(OPENINGS))
+    ids = {text: render_text(engine.tokenizer, text) for text in begun}
     prompts = {text: prompt for text, prompt in ids.items() if len(prompt) < engine.context}
-    sampling = Sampling(0.8, 50)
-    done = engine.generate(list(prompts.values()), max_tokens=64, sampling=sampling, seed=recipe.seed, plain=True)
+    sampling, most = Sampling(0.8, 50), 64 if built_in else 100
+    done = engine.generate(list(prompts.values()), max_tokens=most, sampling=sampling, seed=recipe.seed, plain=True)
     return [
         {"stage": name, "kind": "completion", "prompt": prompt, "text": row[0].text}
         for prompt, row in zip(prompts, done, strict=True)

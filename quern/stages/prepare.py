@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import inspect
 import random
-import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
@@ -20,7 +19,8 @@ from typing import Any
 
 from quern.data.shards import Corpus
 from quern.data.token_file import fingerprint, prepared
-from quern.recipe import Resolved
+from quern.estimate.own_text import vocabulary
+from quern.recipe import Recipe, Resolved
 from quern.runs.origin import Origin, group_size_of
 from quern.runs.public_data import PublicData, public_data
 from quern.runs.run_dir import naming, refuse_unwritable
@@ -30,11 +30,12 @@ from quern.temporaries import alone_in, remove_abandoned
 from quern.terminal import Meter
 from quern.text.clean.steps import read_records, recorded
 from quern.text.content import content_fingerprint
-from quern.text.documents import mark_in, read
+from quern.text.documents import read, warning_of
 from quern.text.encode.pool import StartWorkers, on_processes, write_shards
 from quern.text.formats import text_megabytes
+from quern.text.readers import UTF8
 from quern.text.repositories import TRAIN, local_copy
-from quern.text.sources import Listing, Where, format_of, list_source
+from quern.text.sources import AS_TEXT, DOCUMENTS, Listing, Where, data_paths, format_of, list_source
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import Tokenizer, compression_report, split_pattern, training_pieces
 
@@ -76,6 +77,28 @@ class Prepared:
     origin: Origin
     public: PublicData | None = None
 
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes per token of the validation text, or of the built-in world's first kind of text."""
+        return self.facts["tokenizer"]["compression"][0]["bytes_per_token"]
+
+
+def own_megabytes(recipe: Recipe) -> float | None:
+    """The size of the text that the recipe names, without reading it; None if it is no text of the user's own, or is
+    compressed."""
+    paths = None if recipe.data == "tinyworld" or is_tokens(recipe.data) else data_paths(recipe.data)
+    if paths is None:
+        return None
+    return text_megabytes(list_source(paths, DOCUMENTS, recipe.include, recipe.exclude), recipe.text.column)
+
+
+def fit_vocabulary(recipe: Recipe) -> Recipe:
+    """The recipe with the vocabulary that fits a text of the user's own, unless it has one."""
+    text = recipe.text
+    if text.vocab_size is not None or text.tokenizer is not None or (megabytes := own_megabytes(recipe)) is None:
+        return recipe
+    return replace(recipe, text=replace(text, vocab_size=vocabulary(megabytes)))
+
 
 def open_source(recipe: Resolved, out: Path, log: Callable[[str], None] = lambda line: None) -> Source:
     """Opens the recipe's data.
@@ -112,27 +135,26 @@ def _filter(
 
 def _of_files(recipe: Resolved, out: Path, log: Callable[[str], None]) -> Source:
     public = public_data(recipe, out, log)
-    copy = None if public else local_copy(Path(recipe.data), TRAIN, "documents", lambda line: log(f"text: {line}"))
-    train, its_val = copy or (Path(recipe.data), public and public.val)
+    paths, chosen = data_paths(recipe.data) or [], (recipe.include, recipe.exclude)
+    alone = not public and len(paths) == 1 and chosen == (None, None)
+    copy = local_copy(paths[0], TRAIN, "documents", lambda line: log(f"text: {line}")) if alone else None
+    given, its_val = copy or (paths, public and public.val)
     val: Where | None = Path(recipe.val) if recipe.val else its_val or None
-    listings = {"text": public.listing() if public else list_source(train)}
+    listings = {"text": public.listing() if public else list_source(given, DOCUMENTS, *chosen)}
+    train = listings["text"].files
     if val is not None:
-        listings["validation text"] = list_source(val)
+        listings["validation text"] = list_source(val, DOCUMENTS)
     for what, listing in listings.items():
         for line in listing.lines(what):
             log(line)
-    separator = recipe.text.separator
-    marked = None if separator else mark_in([path for listing in listings.values() for path in listing.files])
-    if marked is not None:
-        log(
-            f"warning: {marked[1]} has {marked[0]}, which is read as text: if it ends documents, give "
-            f"--text.separator {shlex.quote(marked[0])}"
-        )
+    separator, encoding = recipe.text.separator, recipe.text.encoding
+    if line := warning_of([path for one in listings.values() for path in one.files], bool(separator), encoding):
+        log(line)
     held_out: Callable[[str], Iterator[str]] | None = None
     once = cache(lambda line: log(f"text: {line}"))  # the text is read several times
 
     def texts(source: Where) -> Iterator[str]:
-        return read(source, recipe.text.column, once, separator)
+        return read(source, recipe.text.column, once, separator, encoding)
 
     def whole() -> Iterator[str]:
         return (text for file in public.training_files() for text in texts(file)) if public else texts(train)
@@ -144,15 +166,16 @@ def _of_files(recipe: Resolved, out: Path, log: Callable[[str], None]) -> Source
         held_out = held_out or hold_out(whole, recipe.text.val_megabytes)
         return held_out(split)
 
-    name = public.name if public else Path(recipe.data).stem or "data"
+    name = public.name if public else paths[0].stem or "data"
     filtered, filter_marks = _filter(recipe, documents)
     check_splits(name, filtered, log)  # before anything is written
     marks = [HOLD_OUT_VERSION, str(recipe.text.val_megabytes), recipe.text.column]
     marks += ["the first of it"] if val is not None else []
     marks += ["separator", separator] if separator else []
+    marks += ["encoding", encoding] if encoding != UTF8 else []
     for what, listing in listings.items():
-        # Another reader finds another text in the same bytes; .md is read as .txt.
-        marks += [what, *(format_of(path).replace(".md", ".txt") for path in listing.files)]
+        # Another reader finds another text in the same bytes; .md and code are read as .txt.
+        marks += [what, *(".txt" if (form := format_of(path)) in AS_TEXT else form for path in listing.files)]
         marks.append(_digest(listing, out, public))
 
     def megabytes() -> float | None:

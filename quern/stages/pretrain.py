@@ -12,6 +12,7 @@ import numpy as np
 
 from quern.data.shards import Corpus
 from quern.estimate.memory_check import memory_check
+from quern.estimate.own_text import expectation
 from quern.mesh import Mesh
 from quern.optim.schedule import Multipliers
 from quern.recipe import FOR_FINE_TUNING, FOR_RL, Recipe, Resolved
@@ -21,7 +22,8 @@ from quern.runs.origin import Origin, compare, read_origin, refuse_second_tokeni
 from quern.runs.public_data import with_shards
 from quern.runs.training import fit_to_text, make_batches, ready_model, validation
 from quern.stages.open_data import open_data
-from quern.stages.prepare import Prepared, prepare
+from quern.stages.own_text import fit_depth, fit_time
+from quern.stages.prepare import Prepared, own_megabytes, prepare
 from quern.stages.session import Session, main_first
 from quern.terminal import counted, duration, human_size
 from quern.text.tokenizer import Tokenizer
@@ -62,12 +64,17 @@ def run(recipe: Recipe, session: Session, check: Check = lambda recipe, tokenize
 
 def _run(asked: Recipe, session: Session, check: Check) -> int:
     machine, run_dir, mesh, log, start = session.machine, session.run_dir, session.mesh, session.log, session.start
-    needed = memory_check(asked, machine, mesh, log)
     began = read_origin(session.folder) if session.resume else None
     asked = with_absolute_paths(asked)
+    own = None if began or start else own_megabytes(asked)
+    if own is not None:
+        asked = fit_time(asked, session, own)
+    needed = memory_check(asked, machine, mesh, log)
     with main_first(mesh):
         prepared = _text(resolve(asked, mesh.dp), session, began)
     asked = with_shards(asked, prepared.public)
+    if own is not None and (fitted := fit_depth(asked, session, prepared)) != asked:
+        asked, needed = fitted, memory_check(fitted, machine, mesh, log)
     recipe = fit_to_text(resolve(asked, mesh.dp), prepared.tokenizer, prepared.train)
     check(recipe, prepared.tokenizer)
     model, facts = ready_model(recipe, prepared.tokenizer, machine, mesh, log)
@@ -107,7 +114,11 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
         plan = replace(plan, budget_seconds=60 * recipe.train.minutes, recorded=recorded)
     made_by = getattr(recipe.make_batches, "__qualname__", None)
     packing = {"method": made_by or recipe.train.packing, **batches.report()}
-    lines = overview(recipe, facts["model"]["parameters"]["total"], plan, prepared, needed, mesh)
+    counts = facts["model"]["parameters"]
+    lines = overview(recipe, counts["total"], plan, prepared, needed, mesh)
+    if own is not None:
+        size, read = (n * prepared.bytes_per_token for n in (prepared.train.num_tokens, tokens_of(recipe)))
+        lines[:0] = expectation(counts["kaplan"], size, read)
     if packing.get("cropped_share", 0) > 0:
         lines.append(f"{packing['cropped_share']:.1%} of the text is in no row: --train.packing best-fit loses none")
     lines.append(f"pretraining: {counted(plan.steps, 'step')} of {recipe.train.batch_tokens:,} tokens")
@@ -205,7 +216,7 @@ def overview(
 
     The last lines say where the text is repeated often, or because few files were fetched.
     """
-    tokens, public = plan.steps * recipe.train.batch_tokens, data.public
+    tokens, public = tokens_of(recipe), data.public
     epochs = tokens / max(1, data.train.num_tokens)
     room = ""
     if memory is not None:
@@ -232,6 +243,11 @@ def overview(
             f"little: give more text, or --train.steps {fewer}"
         )
     return lines
+
+
+def tokens_of(recipe: Resolved) -> int:
+    """The tokens of a run, repeated ones included."""
+    return recipe.train.steps * recipe.train.batch_tokens
 
 
 def _digits(value: float) -> str:

@@ -11,8 +11,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from quern.generate.tools import spoken
 from quern.mixture.prepare import check_mixture
-from quern.recipe import Recipe, Resolved
+from quern.recipe import ConversationSource, Recipe, Resolved
 from quern.records import read_lines
 from quern.report.build import build
 from quern.report.records import read_run
@@ -23,13 +24,17 @@ from quern.runs.run_lock import run_lock
 from quern.runs.saved import overlay, read_saved
 from quern.stages import evaluate, pretrain, sft
 from quern.stages.session import Session, main_first
+from quern.text.chat import parts
 from quern.text.printable import printable
 from quern.text.tokenizer import Tokenizer
 from quern.train import manifest
 from quern.train.guard import EXIT_DONE
 
+GOES_ON = "▸"
+"""Marks where a continuation begins."""
 
-def run(recipe: Recipe, session: Session, *, questions: int, fine_tune: bool) -> int:
+
+def run(recipe: Recipe, session: Session, *, questions: int, chat: bool = False, sft: bool = True) -> int:
     """Prepares, pretrains, fine-tunes, evaluates and reports; each stage continues where it was stopped.
 
     On a mesh every rank calls this.
@@ -38,11 +43,21 @@ def run(recipe: Recipe, session: Session, *, questions: int, fine_tune: bool) ->
         recipe: What to train; fields that are None follow from depth.
         session: Where, and how the command was given.
         questions: Held-out questions of each kind to evaluate with.
-        fine_tune: Whether to fine-tune the base model on conversations.
+        chat: Whether to fine-tune a model of another text than the built-in world for which no conversations are named.
+        sft: Whether to fine-tune at all.
 
     Returns:
         An exit code of `train.guard`.
+
+    Raises:
+        ValueError: As from the stages, or `chat` and `sft` contradict each other.
     """
+    own = recipe.data != "tinyworld" and recipe.conversations is None
+    if chat and not sft:
+        raise ValueError("--chat asks for fine-tuning, and --no-sft for none: leave one of them out")
+    if chat and own:
+        recipe = replace(recipe, conversations=(ConversationSource("tinyworld"),))
+    fine_tune = sft and (chat or not own or session.run_dir.has_trained("sft"))
     refuse_unwritable(session.run_dir.out)
     with run_lock(session.run_dir, session.command, session.mesh):
         return _run(recipe, replace(session, locked=True), questions, fine_tune)
@@ -65,11 +80,6 @@ def _run(recipe: Recipe, session: Session, questions: int, fine_tune: bool) -> i
     with main_first(mesh):
         if mesh.main and fine_tune and not run_dir.has_trained("sft"):
             check_mixture(chat_recipe, run_dir.out, partial(fetch_conversations, out=run_dir.out))
-            if chat_recipe.conversations is None and chat_recipe.data != "tinyworld":
-                log(
-                    "no --conversations are named: after pretraining, the model is fine-tuned on those of the built-in "
-                    "world, to teach it to chat. --no-sft leaves it a base model"
-                )
     before = [_newest(run_dir, name) for name in stages]
     for name in stages:
         own = replace(session, stage=name, resume=run_dir.has_trained(name))
@@ -115,15 +125,18 @@ def _for_fine_tuning(
 
 def sample_chat(run_dir: RunDir) -> list[str]:
     """The chats of the last evaluation, or the continuations of a base model, as lines for the terminal."""
-    lines = []
     samples = read_run(run_dir.folder).samples
-    for sample in [one for one in samples if one["stage"] == samples[-1]["stage"]][-evaluate.SHOWN_CHATS :]:
+    last = [one for one in samples if one["stage"] == samples[-1]["stage"]][-evaluate.SHOWN_CHATS :]
+    if last and last[0]["kind"] == "completion":
+        lines = [f"the base model continues texts that it has not read, from {GOES_ON} on:", ""]
+    else:
+        lines = []
+    for sample in last:
         if sample["kind"] == "completion":
-            lines.append(f"quern │ {printable(sample['prompt'] + sample['text'])}")
+            text = f"{sample['prompt']}{GOES_ON}{sample['text']}"
+            lines += [f"  {line}" for line in printable(text).split("\n") if line.strip()]
         for message in sample.get("messages", []):
-            content = message["content"]
-            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-            spoken = " ".join(p["text"] if p["type"] == "text" else f"[{p['type']}: {p['text']}]" for p in parts)
-            lines.append(f"{'you  ' if message['role'] == 'user' else 'quern'} │ {printable(spoken)}")
+            who = "you  " if message["role"] == "user" else "quern"
+            lines.append(f"{who} │ {printable(spoken(parts(message)))}")
         lines.append("")
     return lines

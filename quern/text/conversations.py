@@ -3,6 +3,9 @@
     quern, OpenAI   {"messages": [{"role": "user", "content": "…"}, …]}, or the list alone
     ShareGPT        {"conversations": [{"from": "human", "value": "…"}, …]}
     Alpaca          {"instruction": "…", "input": "…", "output": "…", "history": [["…", "…"], …]}
+    pairs           {"prompt": "…", "completion": "…"}, or "response"; questions.py reads {"question", "answer"}
+    ChatGPT         its export, conversations.json: {"mapping": {id: {"message": …, "parent": id}}, "current_node": id}
+    WhatsApp        its export of a chat, text: "12.03.24, 18:05 - Anna: Hello"
 
 Beside the messages, `system` holds the system message and `tools` the functions that the assistant can call, which are
 described to it at the system message's end. `"weight": 0` keeps an assistant's message out of what is learned. OpenAI's
@@ -15,6 +18,7 @@ an object, from every source; arguments that are text, as in OpenAI's API, keep 
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -24,9 +28,11 @@ from quern.text.chat import ContentPart, Message, validate
 
 LISTS = ("messages", "conversations")
 ALPACA = ("instruction", "input", "output", "history")
+PAIRS = (("prompt", "completion"), ("prompt", "response"))
+CHATGPT = ("mapping", "current_node")
 BESIDE = ("system", "system_prompt", "tools", "functions")
 """The keys that are read beside a list of messages."""
-KEYS = (*LISTS, *ALPACA, *BESIDE)
+KEYS = (*LISTS, *ALPACA, *dict.fromkeys(key for pair in PAIRS for key in pair), *CHATGPT, *BESIDE)
 """The keys that are read from a record."""
 WEIGHTS = ("weight", "train", "training", "loss")
 """Names of the key that says whether an assistant's message is learned: OpenAI's, axolotl's and ms-swift's."""
@@ -52,6 +58,12 @@ def to_messages(record: Any, ignored: Counter[str] | None = None) -> list[Messag
     given = row[used[0]] if used else None
     if not used and row.get("instruction") is not None and row.get("output") is not None:
         used, given = [*ALPACA], _of_alpaca(row)
+    pair = next((pair for pair in PAIRS if all(isinstance(row.get(key), str | list) for key in pair)), None)
+    if not used and pair is not None:
+        used, given = [*pair], _of_pair(*(row[key] for key in pair))
+    if not used and isinstance(row.get("mapping"), Mapping):
+        used, given = [*CHATGPT], _of_chatgpt(row["mapping"], row.get("current_node"))
+        row = {key: row[key] for key in CHATGPT if key in row}  # titles, dates, identifiers
     if not isinstance(given, list):
         raise ValueError(no_shape(row if row is record else ()))
     turns = [_turn(turn, index) for index, turn in enumerate(given)]
@@ -72,7 +84,8 @@ def no_shape(names: Iterable[str]) -> str:
     return (
         f"{f'it has only {there_are}' if there_are else 'it is no object and no list of messages'}: a conversation is "
         '{"messages": [{"role": "user", "content": …}, …]}, ShareGPT\'s {"conversations": [{"from": "human", "value": '
-        '…}, …]} or Alpaca\'s {"instruction": …, "input": …, "output": …}'
+        '…}, …]}, Alpaca\'s {"instruction": …, "input": …, "output": …}, {"prompt": …, "completion": …} or '
+        '{"question": …, "answer": …}'
     )
 
 
@@ -90,6 +103,86 @@ def _of_alpaca(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     exchanges = [*(record.get("history") or ()), (question, record["output"])]
     roles = ("user", "assistant")
     return [{"role": role, "content": text} for pair in exchanges for role, text in zip(roles, pair, strict=True)]
+
+
+def _of_pair(question: Any, answer: Any) -> list[Any]:
+    """Each is a text, or a list of messages."""
+    both = ((question, "user"), (answer, "assistant"))
+    return [
+        turn for value, role in both for turn in (value if isinstance(value, list) else [_said(role, value)])
+    ]  # fmt: skip
+
+
+def _of_chatgpt(nodes: Any, last: Any) -> list[dict[str, Any]]:
+    """The branch that was shown last: what user and assistant wrote, in turn, without pictures and tools."""
+    turns: list[tuple[str, str]] = []
+    at, seen = last if last in nodes else next(reversed(nodes), None), set[Any]()
+    while at in nodes and at not in seen:
+        seen.add(at)
+        message = nodes[at].get("message") or {}
+        said = (message.get("content") or {}).get("parts") or ()
+        text = "\n".join(part for part in said if isinstance(part, str)).strip()
+        role = (message.get("author") or {}).get("role")
+        if text and role in ("user", "assistant") and message.get("recipient", "all") == "all":
+            turns.append((role, text))
+        at = nodes[at].get("parent")
+    return _in_turn(turns[::-1])
+
+
+LINE = re.compile(
+    r"^[\u200e\ufeff]*\[?(?P<day>\d{1,4}[./-]\d{1,2}[./-]\d{1,4}),?\s+\d{1,2}[:.]\d{2}([:.]\d{2})?(\s?[ap]\.?\s?m\.?)?\]?"
+    r"\s*(-\s)?(?P<said>.*)$",
+    re.IGNORECASE,
+)
+"""A line of WhatsApp's export that begins a message; others continue it."""
+LEFT_OUT = re.compile(r"^<.*>$|^\u200e|omitted$|weggelassen>?$")
+"""A message of WhatsApp that stands for a picture or the like."""
+
+
+def of_whatsapp(text: str, person: str | None = None) -> list[list[Message]]:
+    """Converts WhatsApp's export of a chat: a conversation for each day.
+
+    Args:
+        text: The export.
+        person: Whom the model learns to write as. All others are users.
+
+    Raises:
+        ValueError: The text is no such export, or the person is not named, or says nothing in it.
+    """
+    days: dict[str, list[tuple[str, str]]] = {}
+    day: list[tuple[str, str]] = []
+    for line in text.splitlines():
+        if match := LINE.match(line):
+            name, colon, said = match["said"].partition(": ")
+            day = days.setdefault(match["day"], [])
+            day.append((name.strip(), "" if LEFT_OUT.search(said) else said) if colon else ("", ""))
+        elif day and day[-1][1]:
+            day[-1] = (day[-1][0], f"{day[-1][1]}\n{line}")
+    names = list(dict.fromkeys(name for one in days.values() for name, said in one if said))
+    if not names:
+        raise ValueError("a text is no conversation, unless WhatsApp exported it: give .jsonl, .json, .csv or .parquet")
+    if person not in names:
+        raise ValueError(
+            f"the model learns to write as one of {', '.join(names[:12])}: name that one, as --conversations "
+            f"FILE,column={names[0]}"
+        )
+    roles = [[("assistant" if name == person else "user", said) for name, said in one if said] for one in days.values()]
+    return [to_messages(turns) for one in roles if (turns := _in_turn(one))]
+
+
+def _in_turn(said: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Messages from the user's first to the assistant's last; what one says in a row is one message."""
+    turns: list[dict[str, Any]] = []
+    for role, text in said:
+        if turns and turns[-1]["role"] == role:
+            turns[-1]["content"] += f"\n{text}"
+        elif turns or role == "user":
+            turns.append(_said(role, text))
+    return turns[:-1] if len(turns) > 1 and turns[-1]["role"] == "user" else turns or [_said("user", "(nothing)")]
+
+
+def _said(role: str, text: str) -> dict[str, Any]:
+    return {"role": role, "content": text}
 
 
 def _turn(turn: Any, index: int) -> Any:

@@ -12,22 +12,28 @@ Empty documents are skipped. downloads.py downloads, tokenizer.py encodes.
 
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from quern.text.chat import Message, parts
-from quern.text.conversations import KEYS, to_messages
+from quern.text.conversations import KEYS, of_whatsapp, to_messages
 from quern.text.formats import converted, place
-from quern.text.sources import OF_ROWS, Where, files, format_of, list_source
+from quern.text.readers import UnreadableError
+from quern.text.sources import AS_TEXT, Where, files, format_of, list_talks
 
 NAMES_SHOWN, NAME_CHARACTERS = 12, 40
 MARK = re.compile(r"(<\|end_?of_?text\|>)|^[ \t]*(<\|\w+\|>|</?s>|<eos>|\[EOS\])[ \t]*$", re.MULTILINE | re.IGNORECASE)
 """A mark that ends documents: as text, a model would learn to write it."""
 MARKED_FILES = 8
+TAG = re.compile(r"</?(?:p|br|div|span|a|li|ul|td|tr|table|h[1-6]|html|body|head|script|img)\b[^<>]*>", re.IGNORECASE)
+PLAIN_CHARACTERS = 100
+"""A text with a tag in so many characters is a web page."""
 
 
 class Conversation(NamedTuple):
@@ -38,7 +44,11 @@ class Conversation(NamedTuple):
 
 
 def read(
-    source: Where, column: str = "text", log: Callable[[str], None] | None = None, separator: str | None = None
+    source: Where,
+    column: str = "text",
+    log: Callable[[str], None] | None = None,
+    separator: str | None = None,
+    encoding: str = "utf-8",
 ) -> Iterator[str]:
     """Reads documents.
 
@@ -46,13 +56,14 @@ def read(
         source: A file, a folder, or several of these.
         column: The column (.parquet, .csv, .tsv) or key (.jsonl, .json) of the text.
         log: Called with a line on malformed records that are skipped; see `converted`.
-        separator: The mark that ends a document (.txt, .md); None makes a file one document.
+        separator: The mark that ends a document of text; None makes a file one document.
+        encoding: The encoding of text, or "auto"; see readers.py.
 
     Raises:
         ValueError: A file or a record cannot be read as text; the message names it.
         OSError: A file is missing or cut short.
     """
-    found = converted(files(source), (column,), partial(_text, column=column), log, separator)
+    found = converted(files(source), (column,), partial(_text, column=column), log, separator, encoding)
     return (text for text, _, _ in found if text)
 
 
@@ -85,17 +96,23 @@ def _refuse_surrogates(text: str) -> None:
         ) from error
 
 
-def mark_in(paths: Sequence[Path]) -> tuple[str, Path] | None:
-    """Finds a mark that ends documents, such as <|endoftext|>, at the beginning of text files (.txt, .md).
+def warning_of(paths: Sequence[Path], separated: bool = False, encoding: str = "utf-8") -> str | None:
+    """Looks for what a model would learn to write by mistake, at the beginning of the first text files: a mark that
+    ends documents, such as <|endoftext|>, unless the marks are known (`separated`), or the tags of a web page.
 
     Returns:
-        The mark and its file; None if there is no mark at the beginning of the first files.
+        A line for the user; None if there is nothing of the kind.
     """
-    text_files = (path for path in paths if format_of(path) in (".txt", ".md") and path.exists())
+    text_files = (path for path in paths if format_of(path) in AS_TEXT and path.exists())
     for path in islice(text_files, MARKED_FILES):
-        for text, _, _ in islice(converted([path], (), str), 1):
-            if found := MARK.search(text):
-                return found[1] or found[2], path
+        with suppress(UnreadableError, OSError):  # the reading tells of it
+            for text, _, _ in islice(converted([path], (), str, encoding=encoding), 1):
+                if not separated and (found := MARK.search(text)):
+                    mark = found[1] or found[2]
+                    instead = f"if it ends documents, give --text.separator {shlex.quote(mark)}"
+                    return f"warning: {path} has {mark}, which is read as text: {instead}"
+                if PLAIN_CHARACTERS * len(TAG.findall(text)) > len(text):
+                    return f"warning: {path} is full of HTML tags, which the model would learn: name it .html instead"
     return None
 
 
@@ -110,37 +127,41 @@ def conversation_rows(
     convert: Callable[[Any, Counter[str]], list[Message]] = to_messages,
     keys: Sequence[str] = KEYS,
     limit: int | None = None,
+    person: str | None = None,
 ) -> Iterator[Conversation]:
     """Reads conversations in quern's format, validated. Skips those without an assistant turn to learn.
 
     Args:
-        source: A file, a folder, or several of these, of .jsonl, .json and .parquet files.
+        source: A file, a folder, or several of these, of .jsonl, .json, .csv, .tsv and .parquet files; or a .txt file
+            that WhatsApp exported.
         log: Called with lines about read, ignored and skipped files, records and keys.
-        convert: Converts a record to messages, and counts the keys that it ignores.
+        convert: Converts a record to messages, and counts the keys that it ignores. A text is WhatsApp's export.
         keys: The keys of a record that `convert` reads.
         limit: The most conversations to read.
+        person: Whom the model learns to write as, in WhatsApp's export.
 
     Raises:
         ValueError: A record is not a conversation, or no conversation has an assistant turn; the message names the file
             and the record.
         OSError: A file is missing or cut short.
     """
-    found = list_source(source, OF_ROWS)
+    found = list_talks(source)
     if log is not None:
         for line in found.lines("conversations"):
             log(line)
     skipped, count, first, ignored = 0, 0, "", Counter[str]()
 
-    def messages_of(value: Any) -> list[Message]:
+    def messages_of(value: Any) -> list[list[Message]]:
         try:
-            messages = convert(value, ignored)
+            messages = of_whatsapp(value, person) if isinstance(value, str) else [convert(value, ignored)]
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"not a conversation: {error}") from error
         _refuse_surrogates(json.dumps(messages, ensure_ascii=False))
         return messages
 
     said = log and (lambda line: log(f"conversations: {line}"))
-    for messages, path, record in converted(found.files, keys, messages_of, said):
+    several = converted(found.files, keys, messages_of, said)
+    for messages, path, record in ((one, path, record) for talks, path, record in several for one in talks):
         if limit is not None and count >= limit:
             break
         if any(_learned(message) for message in messages):

@@ -152,14 +152,14 @@ def _transfer(url: str, part: Path, size: int, said: Callable[[int, int], None])
         os.fsync(file.fileno())
 
 
-def retrieve(url: str, sha256: str, path: Path, progress: Progress = lambda *step: None) -> None:
+def retrieve(url: str, sha256: str | None, path: Path, progress: Progress = lambda *step: None) -> None:
     """Downloads a file of another server, unless it is there. Each call starts from its first byte. Raises OSError as
-    `download`."""
+    `download`. sha256: None takes what comes."""
     import pooch
 
     pooch.get_logger().setLevel("WARNING")
     files = pooch.create(
-        path.parent, "", registry={path.name: f"sha256:{sha256}"}, urls={path.name: url}, retry_if_failed=2
+        path.parent, "", registry={path.name: sha256 and f"sha256:{sha256}"}, urls={path.name: url}, retry_if_failed=2
     )
     try:
         with waiting(f"bytes of {path.name} from {urlsplit(url).netloc}", LIMIT_SECONDS) as arrived:

@@ -1,39 +1,46 @@
 """Reads the records of files.
 
-    .txt .md      text, or the texts between separators; a longer one than TEXT_PIECE_CHARACTERS becomes several
-                  records, cut at line ends
     .jsonl        one JSON value per line
     .json         an array of JSON values, or one object; read at once, so at most JSON_BYTES
-    .csv .tsv     one row, quoted as in RFC 4180; the first row names the columns
+    .csv .tsv     one row, quoted as in RFC 4180; the first row names the columns, with a comma, a semicolon or a tab
+                  between them in .csv
     .parquet      one row, read one row group at a time
+    .docx .pdf …  the text that markitdown finds (readers.py)
+    any other     text, or the texts between separators; a longer one than TEXT_PIECE_CHARACTERS becomes several
+                  records, cut at line ends
 
-All formats except .parquet can be compressed (.gz, .zst). Text must be UTF-8: an invalid byte raises an error with file
-and line, because replacement characters would be trained on unnoticed. documents.py and conversations.py interpret the
-records.
+Text and tables can be compressed (.gz, .zst). An invalid byte or a NUL byte raises an error with file and line, because
+replacement characters would be trained on unnoticed. documents.py and conversations.py interpret the records.
 """
 
 import csv
-import io
 import json
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from quern.terminal import human_size
+from quern.terminal import human_size, silent
+from quern.text.readers import (
+    CONVERTED,
+    CUE,
+    UTF8,
+    Malformed,
+    Skipped,
+    UnreadableError,
+    convert,
+    open_utf8,
+    recognized,
+)
 from quern.text.sources import COMPRESSED, Listing, format_of
 
 TEXT_PIECE_CHARACTERS = 1 << 20
 PARQUET_BATCH_ROWS = 256
 JSON_BYTES = 1 << 29
 CSV_FIELD_CHARACTERS = 1 << 28
-FEW_RECORDS = 1000
-"""A larger source may have one malformed record in so many."""
-MOST_AT_ONCE = 10
-"""More malformed records above that share end the reading at once, not at the end of the source."""
 UNREAD: Any = ...
 """The value of a table's column that is not read."""
 Found = TypeVar("Found")
@@ -42,33 +49,29 @@ Records = Iterator[tuple[Any, int]]
 columns (.csv, .tsv, .parquet); `Malformed` in the place of a malformed record."""
 
 
-class Malformed(ValueError):
-    """A record that is no record of its format; the next one can be read. lines: what it takes of the file."""
-
-    def __init__(self, reason: str, lines: int = 1) -> None:
-        super().__init__(reason)
-        self.lines = lines
-
-
 def converted(
     paths: Sequence[Path],
     wanted: Sequence[str],
     convert: Callable[[Any], Found],
     log: Callable[[str], None] | None = None,
     separator: str | None = None,
+    encoding: str = UTF8,
 ) -> Iterator[tuple[Found, Path, int]]:
-    """Reads and converts the records of a source. With a log, the odd malformed record does not stop a large source.
+    """Reads and converts the records of a source. With a log, the odd malformed record does not stop a large source,
+    and the odd file that cannot be read does not stop a source of several.
 
     A record is malformed if it is not of its format, or if it cannot be converted. Of a source with over `FEW_RECORDS`
     records, one in so many may be: they are skipped, counted, and the first is named. A source whose first records are
-    all malformed has another form, and is refused.
+    all malformed has another form, and is refused. A file that cannot be read, or whose first two records are
+    malformed, is skipped if the files that can be read hold at least as many bytes.
 
     Args:
         paths: The files.
         wanted: The columns to read from a table; the others are `UNREAD`.
         convert: Takes a value. Raises ValueError, TypeError, KeyError, IndexError or AttributeError.
         log: Takes a line when the first record is skipped, and one when all are read. None: no record is skipped.
-        separator: The mark between the records of text (.txt, .md); None makes the file one record.
+        separator: The mark between the records of text; None makes the file one record.
+        encoding: The encoding of text, tables and JSON, or "auto"; see readers.py.
 
     Yields:
         (what `convert` returned, its file, its number there), see `place`.
@@ -77,34 +80,38 @@ def converted(
         ValueError: A file is damaged, or too many records are malformed; the message names the first.
         OSError: A file cannot be read to its end.
     """
-    first, odd, seen = "", 0, 0
-
-    def refusal() -> str:
-        return first + (
-            f"; {odd:,} of {seen:,} records are malformed, and 1 in {FEW_RECORDS:,} may be" if odd > 1 else ""
-        )
-
+    counted, tolerant = Skipped(log), log is not None and len(paths) > 1
     for path in paths:
-        for value, record in _records(path, wanted, separator):
-            seen += 1
-            try:
-                if isinstance(value, Malformed):
-                    raise value
-                found = convert(value)
-            except (ValueError, TypeError, LookupError, AttributeError) as error:
-                odd += error.lines if isinstance(error, Malformed) else 1
-                reason = str(error) if error is value else f"{place(path, record)}: {error}"
-                if not first and log is not None:
-                    log(f"skipping malformed records, of which 1 in {FEW_RECORDS:,} may be; the first is {reason}")
-                first = first or reason
-                if log is None or odd >= seen > 1 or odd > MOST_AT_ONCE + seen // FEW_RECORDS:
-                    raise ValueError(refusal()) from error
-                continue
-            yield found, path, record
-    if odd and seen < max(FEW_RECORDS + 1, FEW_RECORDS * odd):
-        raise ValueError(refusal())
-    if odd and log is not None:
-        log(f"skipped {odd:,} malformed of {seen:,} records")
+        begun, early = False, None
+        try:
+            for value, record in _records(path, wanted, separator, encoding):
+                counted.seen += 1
+                try:
+                    if isinstance(value, Malformed):
+                        raise value
+                    found = convert(value)
+                except (ValueError, TypeError, LookupError, AttributeError) as error:
+                    reason = str(error) if error is value else f"{place(path, record)}: {error}"
+                    odd = (error.lines if isinstance(error, Malformed) else 1, reason, error)
+                    if begun or not tolerant:
+                        counted.skip(*odd)
+                    elif early:
+                        raise UnreadableError(early[1]) from error
+                    else:
+                        early = odd
+                    continue
+                if early:
+                    counted.skip(*early)
+                begun, early = True, None
+                yield found, path, record
+            if early:
+                raise UnreadableError(early[1])
+            counted.bytes_read += path.stat().st_size
+        except (UnreadableError, OSError) as error:
+            if not tolerant:
+                raise
+            counted.bad.append((path.stat().st_size if path.exists() else 0, error))
+    counted.finish(log or silent, len(paths))
 
 
 def read_rows(
@@ -174,39 +181,41 @@ def _text_bytes(path: Path, column: str) -> int | None:
     return sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == column)
 
 
-def _records(path: Path, wanted: Sequence[str], separator: str | None) -> Records:
+def _records(path: Path, wanted: Sequence[str], separator: str | None, encoding: str) -> Records:
     match format_of(path):
-        case ".txt" | ".md" if separator is not None:
-            values = _separated(path, separator)
-        case ".txt" | ".md":
-            values = _text_pieces(path)
         case ".jsonl":
-            return _json_lines(path)
+            return _json_lines(path, encoding)
         case ".json":
-            values = _json_values(path)
+            values = _json_values(path, encoding)
         case ".parquet":
             values = _parquet_rows(path, wanted)
-        case _:
-            values = _table_rows(path, wanted)
+        case ".csv" | ".tsv":
+            values = _table_rows(path, wanted, encoding)
+        case form if form in CONVERTED:
+            values = _converted(path)
+        case _ if separator is not None:
+            values = _separated(path, separator, encoding)
+        case form:
+            values = _text_pieces(path, encoding)
+            values = (CUE.sub("", text) for text in values) if form in (".srt", ".vtt") else values
     return ((value, record) for record, value in enumerate(values))
+
+
+def _converted(path: Path) -> Iterator[str]:
+    try:
+        yield convert(path)
+    except ValueError as error:
+        raise UnreadableError(str(error)) from error
 
 
 def _unreadable(path: Path, error: Exception) -> OSError:
     return OSError(f"cannot read {path}, it may be cut short or damaged: {error}")
 
 
-def _open(path: Path) -> BinaryIO:
-    compression = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix.lower())
-    if compression is None:
-        return open(path, "rb")
-    stream = pa.input_stream(str(path), compression=compression)
-    return io.BufferedReader(cast(io.RawIOBase, stream), 1 << 20)
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    """The raw lines of a file, decompressed according to its name."""
+def _lines(path: Path, encoding: str) -> Iterator[bytes]:
+    """The lines of a file in UTF-8, decompressed according to its name."""
     try:
-        with _open(path) as stream:
+        with open_utf8(path, encoding) as stream:
             yield from stream
     except OSError as error:
         raise _unreadable(path, error) from error
@@ -215,19 +224,26 @@ def _lines(path: Path) -> Iterator[bytes]:
 def _decode(raw: bytes, path: Path, line: int) -> str:
     """Decodes lines; line: the number of the first one, from 0."""
     try:
-        return raw.decode("utf-8-sig" if line == 0 else "utf-8")  # the first line can start with a byte order mark
+        return raw.decode("utf-8-sig" if line == 0 else UTF8)  # the first line can start with a byte order mark
     except UnicodeDecodeError as error:
         before = raw[: error.start].split(b"\n")
-        raise ValueError(
+        like = recognized(path)
+        hint = "" if like in (None, UTF8) else f"it looks like {like}, which --text.encoding auto reads; or "
+        raise UnreadableError(
             f"{path}, line {line + len(before)}: byte {len(before[-1]) + 1} of the line is "
-            f"not UTF-8 ({error.reason}): convert the file to UTF-8, for example with iconv"
+            f"not UTF-8 ({error.reason}): {hint}convert the file to UTF-8, for example with iconv"
         ) from error
 
 
-def _text_pieces(path: Path) -> Iterator[str]:
+def _text_pieces(path: Path, encoding: str) -> Iterator[str]:
     piece: list[str] = []
     size = 0
-    for line, raw in enumerate(_lines(path)):
+    for line, raw in enumerate(_lines(path, encoding)):
+        if b"\0" in raw:
+            raise UnreadableError(
+                f"{path}, line {line + 1}: NUL bytes, so it is no text, or UTF-16 without a mark (--text.encoding "
+                "utf-16-le): leave it out with --data.exclude"
+            )
         piece.append(_decode(raw, path, line))
         size += len(piece[-1])
         if size >= TEXT_PIECE_CHARACTERS:
@@ -237,10 +253,10 @@ def _text_pieces(path: Path) -> Iterator[str]:
         yield "".join(piece)
 
 
-def _separated(path: Path, separator: str) -> Iterator[str]:
+def _separated(path: Path, separator: str, encoding: str) -> Iterator[str]:
     """The texts between separators, without line ends around them; a text longer than a piece becomes several."""
     rest = ""
-    for piece in _text_pieces(path):
+    for piece in _text_pieces(path, encoding):
         *whole, rest = (rest + piece).split(separator)
         yield from (text.strip("\r\n") for text in whole)
         if len(rest) >= TEXT_PIECE_CHARACTERS:
@@ -251,8 +267,8 @@ def _separated(path: Path, separator: str) -> Iterator[str]:
     yield rest.strip("\r\n")
 
 
-def _json_lines(path: Path) -> Records:
-    for line, raw in enumerate(_lines(path)):
+def _json_lines(path: Path, encoding: str) -> Records:
+    for line, raw in enumerate(_lines(path, encoding)):
         if not raw.strip():
             continue
         try:
@@ -267,15 +283,15 @@ def _json_lines(path: Path) -> Records:
         yield value, line
 
 
-def _json_values(path: Path) -> list[Any]:
+def _json_values(path: Path, encoding: str) -> list[Any]:
     try:
-        with _open(path) as stream:
+        with open_utf8(path, encoding) as stream:
             pieces = iter(lambda: stream.read(1 << 20), b"")  # a larger one would be allocated at once
             raw = b"".join(islice(pieces, (JSON_BYTES >> 20) + 1))
     except OSError as error:
         raise _unreadable(path, error) from error
     if len(raw) > JSON_BYTES:
-        raise ValueError(
+        raise UnreadableError(
             f"{path} holds more than {human_size(JSON_BYTES)} of JSON, which would be read at once: make it a .jsonl, "
             "for example with jq -c '.[]'"
         )
@@ -284,19 +300,20 @@ def _json_values(path: Path) -> list[Any]:
         value = json.loads(text) if text.strip() else []
     except (ValueError, RecursionError) as error:
         lines = "; if each line is a JSON value of its own, rename it to .jsonl" if "Extra data" in str(error) else ""
-        raise ValueError(f"{path}: not JSON ({error}){lines}") from error
+        raise UnreadableError(f"{path}: not JSON ({error}){lines}") from error
     return value if isinstance(value, list) else [value]
 
 
-def _table_rows(path: Path, wanted: Sequence[str]) -> Iterator[dict[str, Any] | Malformed]:
+def _table_rows(path: Path, wanted: Sequence[str], encoding: str) -> Iterator[dict[str, Any] | Malformed]:
     csv.field_size_limit(CSV_FIELD_CHARACTERS)  # process-wide; the default limit is 128 KiB
-    lines = (_decode(raw, path, line) for line, raw in enumerate(_lines(path)))
-    reader = csv.reader(lines, delimiter="\t" if format_of(path) == ".tsv" else ",", strict=True)
+    lines = (_decode(raw, path, line) for line, raw in enumerate(_lines(path, encoding)))
+    head = next(lines, "")
+    reader = csv.reader(chain([head], lines), delimiter=_delimiter(path, head, wanted), strict=True)
     try:
         names = next(reader, [])
         columns = {name: names.index(name) for name in wanted if name in names}
         if twice := [name for name in columns if names.count(name) > 1]:
-            raise ValueError(f"{path}, line 1: two columns are named {twice[0]!r}: rename one of them")
+            raise UnreadableError(f"{path}, line 1: two columns are named {twice[0]!r}: rename one of them")
         unread, end = dict.fromkeys(names, UNREAD), reader.line_num
         for row in filter(None, reader):
             begin, end = end, reader.line_num
@@ -309,10 +326,24 @@ def _table_rows(path: Path, wanted: Sequence[str]) -> Iterator[dict[str, Any] | 
             )
             yield Malformed(reason, end - begin)
     except csv.Error as error:
-        raise ValueError(
+        raise UnreadableError(
             f"{path}, line {reader.line_num}: cannot be read as {format_of(path)} ({error}): quote the fields that "
             "hold a separator, a quote or a line end, and double the quotes in them"
         ) from error
+
+
+def _delimiter(path: Path, head: str, wanted: Sequence[str]) -> str:
+    """The separator of a table: a tab in .tsv; in .csv a comma, unless the first row only has the wanted columns, or
+    several at all, with another one."""
+    if format_of(path) == ".tsv":
+        return "\t"
+    names = next(csv.reader([head]), [])
+    if len(names) > 1 or set(wanted) & set(names):
+        return ","
+    try:
+        return csv.Sniffer().sniff(head, delimiters=";\t|").delimiter
+    except csv.Error:
+        return ","
 
 
 def _parquet_rows(path: Path, wanted: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -325,4 +356,4 @@ def _parquet_rows(path: Path, wanted: Sequence[str]) -> Iterator[dict[str, Any]]
                 for batch in file.iter_batches(PARQUET_BATCH_ROWS, row_groups=[group], columns=columns):
                     yield from ({**value, **unread} for value in batch.to_pylist())
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {path}, it may be cut short or damaged: {error}") from error
+        raise UnreadableError(f"cannot read {path}, it may be cut short or damaged: {error}") from error

@@ -9,17 +9,37 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
+from glob import glob
 from itertools import chain
 from pathlib import Path
 
 from quern.terminal import human_size
+from quern.text.readers import CONVERTED, can_convert, looks_like_text
+from quern.validate import install
 
 COMPRESSED = (".gz", ".zst")
-FORMATS = (".txt", ".md", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
+RECORDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+PLAIN = (".txt", ".md")
+CODE = tuple(
+    f".{ending}"
+    for ending in "py pyi js mjs jsx ts tsx c h cc cpp cxx hpp cs java kt go rs rb php swift scala lua pl r jl hs ml "
+    "ex erl clj lisp el sh bash ps1 sql css scss vue svelte dart zig nim f90 asm cmake make proto tex rst org adoc "
+    "toml yaml yml ini cfg srt vtt".split()
+)
+"""Endings of code and of other plain text."""
+AS_TEXT = {*PLAIN, *CODE, ""} - {".srt", ".vtt"}
+"""Formats whose bytes are the text."""
+FORMATS = (*PLAIN, *RECORDS)
+DOCUMENTS = (*FORMATS, *CODE, *CONVERTED, "")
+"""Formats of texts to train on; "" is a file without an ending that looks like text."""
+SKIPPED_FOLDERS = ("node_modules", "__pycache__", "site-packages")
 OF_ROWS = (".jsonl", ".json", ".parquet")
 OTHER_PROMPTS = "api_compatible_gauntlet"
 """A folder of LLM Foundry whose files have the names of others and other rows."""
 KINDS_SHOWN = 8
+NO_ENDING = "without an ending"
+MARKITDOWN = f"papers, books and pages need the extra `documents`: {install('documents')}"
 Where = str | Path | Sequence[Path]
 """A source."""
 
@@ -47,15 +67,38 @@ class Listing:
     def lines(self, what: str) -> list[str]:
         """Lines for the user about read and ignored files, each starting with `what`."""
         lines = [f"{what}: reading {_counts(self.read)}"]
-        return [*lines, f"{what}: ignoring {_counts(self.ignored)}"] if self.ignored else lines
+        if self.ignored:
+            convertible = not can_convert() and any(format_of(entry.path) in CONVERTED for entry in self.ignored)
+            lines.append(f"{what}: ignoring {_counts(self.ignored)}{f'; {MARKITDOWN}' if convertible else ''}")
+        return lines
 
 
-def list_source(source: Where, formats: Sequence[str] = FORMATS) -> Listing:
+def data_paths(data: str) -> list[Path] | None:
+    """The files and folders that `--data` names: one in each line, or a pattern such as texts/*.txt.
+
+    Returns:
+        The paths; None if a line names no file and no folder, as a public data set.
+    """
+    found: list[Path] = []
+    for name in data.split("\n"):
+        matching = [Path(name)] if Path(name).exists() else sorted(map(Path, glob(name, recursive=True)))
+        if not matching:
+            return None
+        found += matching
+    return found
+
+
+def list_source(
+    source: Where, formats: Sequence[str] = FORMATS, include: str | None = None, exclude: str | None = None
+) -> Listing:
     """Lists a source.
 
     Args:
         source: A file, a folder, or several of these.
         formats: The extensions to read, without that of a compression.
+        include: Patterns, separated by spaces, of which a file of a folder must match one, by its name or its path in
+            the folder. None includes all.
+        exclude: Patterns of files of a folder that are ignored.
 
     Returns:
         The files to read, sorted by their path in the source, and the ignored ones.
@@ -65,25 +108,48 @@ def list_source(source: Where, formats: Sequence[str] = FORMATS) -> Listing:
         ValueError: The source is a file of another format.
     """
     if not isinstance(source, str | Path):
-        listed = [list_source(one, formats) for one in source]
-        return Listing(
-            tuple(chain.from_iterable(one.read for one in listed)),
-            tuple(chain.from_iterable(one.ignored for one in listed)),
-        )
+        listed = [list_source(one, formats, include, exclude) for one in source]
+        read = {entry.path: entry for one in listed for entry in one.read}  # each once, though named twice
+        return Listing(tuple(read.values()), tuple(chain.from_iterable(one.ignored for one in listed)))
     source = Path(source)
     if source.is_file():
-        if format_of(source) not in formats:
-            raise ValueError(f"cannot read {source}: its name must end in {_accepted(formats)}")
-        return Listing((entry_of(source, source.stat().st_size),), ())
+        entry = entry_of(source, source.stat().st_size)
+        if not _is_readable(entry, formats) and not ("" in formats and _is_other_text(source)):
+            text = "" in formats and format_of(source) in CONVERTED
+            raise ValueError(
+                f"cannot read {source}: {MARKITDOWN if text else f'its name must end in {_accepted(formats)}'}"
+            )
+        return Listing((entry,), ())
     if not source.is_dir():
         raise FileNotFoundError(f"there is no file or folder {source}")
     found = sorted(_walk(source), key=lambda entry: entry.path.relative_to(source).as_posix())
-    read = tuple(entry for entry in found if _is_readable(entry, formats))
-    ignored = tuple(entry for entry in found if not _is_readable(entry, formats))
+
+    def chosen(entry: Entry) -> bool:
+        inside = entry.path.relative_to(source)
+        if exclude is not None and _matches(inside, exclude):
+            return False
+        if include is None:
+            return _is_readable(entry, formats) and not set(SKIPPED_FOLDERS) & set(inside.parts)
+        other = "" in formats and _is_other_text(entry.path)
+        return _matches(inside, include) and (_is_readable(entry, formats) or other)
+
+    flags = [chosen(entry) for entry in found]
+    read = tuple(entry for entry, use in zip(found, flags, strict=True) if use)
+    ignored = tuple(entry for entry, use in zip(found, flags, strict=True) if not use)
     if not read:
         there_are = f" (it holds {_counts(ignored)})" if ignored else ""
-        raise FileNotFoundError(f"nothing to read in {source}{there_are}: no file ends in {_accepted(formats)}")
+        needs = f"; {MARKITDOWN}" if any(format_of(entry.path) in CONVERTED for entry in ignored) else ""
+        matches = f" and matches {include}" if include else ""
+        raise FileNotFoundError(
+            f"nothing to read in {source}{there_are}: no file ends in {_accepted(formats)}{matches}{needs}"
+        )
     return Listing(read, ignored)
+
+
+def list_talks(source: Where) -> Listing:
+    """Lists a source of conversations: rows and tables, and a .txt that is named itself. Raises as `list_source`."""
+    alone = isinstance(source, str | Path) and Path(source).is_file()
+    return list_source(source, (*OF_ROWS, ".csv", ".tsv", *([".txt"] if alone else [])))
 
 
 def find_file(folder: Path, *stems: str, inside: Sequence[str] = ()) -> Path | None:
@@ -120,8 +186,8 @@ def entry_of(path: Path, size: int) -> Entry:
 
 
 def files(source: Where) -> list[Path]:
-    """The files of a source in reading order; raises as `list_source`."""
-    return list_source(source).files
+    """The files of a source of texts in reading order; raises as `list_source`."""
+    return list_source(source, DOCUMENTS).files
 
 
 def format_of(path: Path) -> str:
@@ -135,7 +201,19 @@ def format_of(path: Path) -> str:
 
 
 def _is_readable(entry: Entry, formats: Sequence[str]) -> bool:
-    return entry.kind.startswith(".") and format_of(entry.path) in formats
+    if entry.kind == NO_ENDING:
+        return "" in formats and looks_like_text(entry.path)
+    form = format_of(entry.path)
+    return entry.kind.startswith(".") and bool(form) and form in formats and (form not in CONVERTED or can_convert())
+
+
+def _is_other_text(path: Path) -> bool:
+    """Whether a file of an unknown format looks like text."""
+    return format_of(path) not in (*CONVERTED, "") and looks_like_text(path)
+
+
+def _matches(inside: Path, patterns: str) -> bool:
+    return any(fnmatch(inside.as_posix(), one) or fnmatch(inside.name, one) for one in patterns.split())
 
 
 def _walk(root: Path) -> Iterator[Entry]:
@@ -170,7 +248,7 @@ def _identity(info: os.stat_result) -> tuple[int, int]:
 def _kind(path: Path) -> str:
     name = path.name.lower()
     compressed = next((ending for ending in COMPRESSED if name.endswith(ending)), "")
-    return Path(name.removesuffix(compressed)).suffix + compressed or "without an ending"
+    return Path(name.removesuffix(compressed)).suffix + compressed or NO_ENDING
 
 
 def _counts(entries: Iterable[Entry]) -> str:
@@ -189,5 +267,6 @@ def _counts(entries: Iterable[Entry]) -> str:
 
 
 def _accepted(formats: Sequence[str]) -> str:
-    plain = " ".join(name for name in formats if name != ".parquet")
-    return f"{plain} (also compressed, such as {formats[0]}.gz or {formats[0]}.zst) or .parquet"
+    plain = " ".join(name for name in formats if name not in (".parquet", "", *CODE, *CONVERTED))
+    more = ", an ending of code or of plain text" if "" in formats else ""
+    return f"{plain} (also compressed, such as {formats[0]}.gz or {formats[0]}.zst) or .parquet{more}"

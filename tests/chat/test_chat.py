@@ -8,7 +8,7 @@ import pytest
 
 from quern.chat.commands import HELP, run
 from quern.chat.commands import talk as run_talk
-from quern.chat.conversation import Conversation, ask
+from quern.chat.conversation import NO_WORDS, Conversation, ask
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Delta, Event
 from quern.generate.sampling import Sampling
@@ -73,16 +73,17 @@ def test_the_pieces_joined_are_the_engines_reply(engine: Engine) -> None:
     reply = ask(engine, messages, max_tokens=12, sampling=Sampling(1.0, 0, 1.0), seed=3, put=shown.append)
     [[expected]] = engine.generate([render_prompt(engine.tokenizer, messages)], max_tokens=12, seed=3)
     assert (reply.ids, reply.parts) == (expected.ids, expected.parts)
-    spoken = [p["text"] if p["type"] == "text" else f"[{p['type']}: {p['text']}] " for p in expected.parts]
-    assert "".join(shown) == printable("".join(spoken)) and len(shown) > 2
+    assert "".join(shown) == printable("".join(p["text"] for p in expected.parts if p["type"] == "text"))
+    assert len(shown) > 2 and "".join(shown)
 
 
-def test_a_call_that_comes_in_pieces_stands_in_one_pair_of_brackets(engine: Engine) -> None:
+def test_a_sum_is_shown_with_its_result_and_no_raw_mark_of_a_tool_ever(engine: Engine) -> None:
     pieces = [Delta("tool", "384"), Delta("tool", "+"), Delta("tool", "527"), Delta("output", "911")]
     calling = Scripted(engine, *pieces, Delta("text", "It is "), Delta("text", "911."))
-    assert talk(calling, "384 + 527?") == f"{HELP}\n> [tool: 384+527] [output: 911] It is 911.\n> \n"
-    unfinished = Scripted(engine, *pieces[:2])
-    assert "> [tool: 384+] \n" in talk(unfinished, "384 + 527?")
+    assert talk(calling, "384 + 527?") == f"{HELP}\n> [384+527 → 911] It is 911.\n> \n"
+    for failed in (pieces[:2], [Delta("tool", "!"), Delta("output", "error")], [Delta("output", "911")]):
+        assert talk(Scripted(engine, *failed), "Hi") == f"{HELP}\n> {NO_WORDS}\n> \n"
+        assert talk(Scripted(engine, *failed, Delta("text", "Hello!")), "Hi") == f"{HELP}\n> Hello!\n> \n"
 
 
 @pytest.mark.parametrize(
@@ -96,11 +97,11 @@ def test_colours_are_for_terminals_that_have_them(
     for name in variables.split():
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("TERM", "xterm")
-    calling = Scripted(engine, Delta("tool", "1+1"), Delta("text", "Two."))
+    calling = Scripted(engine, Delta("tool", "1+1"), Delta("output", "2"), Delta("text", "Two."))
     how = {"sampling": GREEDY, "max_tokens": 8, "seed": 0}
     run(calling, "sft", "1 + 1?", False, Path("none"), lambda line: None, **how)
-    tool = "\x1b[2m[tool: \x1b[0m\x1b[2m1+1\x1b[0m\x1b[2m] \x1b[0mTwo.\n"
-    assert capsys.readouterr().out == (tool if coloured else "[tool: 1+1] Two.\n")
+    shown = "\x1b[2m[1+1 → 2] \x1b[0mTwo.\n" if coloured else "[1+1 → 2] Two.\n"
+    assert capsys.readouterr().out == shown
 
 
 def test_what_is_said_cannot_steer_the_terminal(engine: Engine) -> None:

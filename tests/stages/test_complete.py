@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from quern.generate.engine import Engine
 from quern.generate.reply import Event
 from quern.generate.sampling import Sampling
 from quern.model.context import CausalContext
+from quern.runs.load import LoadedModel
 from quern.stages import evaluate
 from quern.stages.complete import complete, read_prompt
 from quern.text.printable import CONTROL, printable
@@ -149,7 +150,8 @@ def test_every_special_token_ends_the_text_and_none_is_printed_or_calls_a_tool()
         assert "".join(pieces(scripted(*b"say", special, *b"more"), "I ")) == "I say\n", special
     engine = scripted(*b"x", "<|tool_start|>", *b"1+2", "<|tool_end|>", *b"y", "<|assistant_end|>")
     assert "".join(pieces(engine, "I ")) == "I x\n"
-    assert {sample["text"] for sample in evaluate._samples(engine, "pretrain", llama_recipe())} == {"x"}
+    loaded, texts = LoadedModel(engine.model, TOKENIZER, llama_recipe(), "pretrain", 0), cast(Any, None)
+    assert {sample["text"] for sample in evaluate._samples(engine, loaded, texts)} == {"x"}
 
 
 def test_a_character_is_printed_whole_or_not_at_all_and_none_steers_the_terminal() -> None:

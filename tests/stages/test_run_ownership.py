@@ -17,11 +17,14 @@ import torch
 
 from quern.cli import main
 from quern.data.batch import GROUP_SIZE, groups_of
+from quern.data.shards import Corpus
 from quern.records import read_events, read_metrics
+from quern.runs.origin import read_origin
 from quern.runs.run_dir import RunDir
 from quern.runs.run_lock import run_lock
-from quern.stages.evaluate import OPENINGS
+from quern.stages.run_all import GOES_ON
 from quern.text.tinyworld import corpus
+from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint, manifest
 from quern.train.guard import EXIT_STOPPED
 
@@ -413,14 +416,23 @@ def test_run_goes_on_from_the_weights_that_another_run_gave(folder: Path) -> Non
     assert steps(folder, "pretrain", "next")[-1] == 6
 
 
-def test_a_base_model_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [*SHAPE, "--data", str(folder / "text.jsonl"), "--no-sft"]
+def test_a_text_of_ones_own_makes_a_base_model_that_continues_what_was_held_out(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*SHAPE, "--data", str(folder / "text.jsonl")]
     assert quern(folder, "run", *flags, run="plain") == 0
-    said = capsys.readouterr().out
-    assert "fine-tun" not in said and "tinyworld/" not in said  # of a text of one's own, no stage is asked either
-    shown = [line for line in said.splitlines() if line.startswith("quern │ ")]
-    assert [any(line.startswith(f"quern │ {start}") for line in shown) for start in OPENINGS] == [True] * len(OPENINGS)
-    assert not (folder / "out/runs/plain/sft").exists() and (folder / "out/runs/plain/report.html").exists()
+    said, run = capsys.readouterr().out, folder / "out/runs/plain"
+    assert "fine-tun" not in said and "tinyworld/" not in said and not (run / "sft").exists()
+    assert "your text: " in said and "to expect, if it is English prose: about " in said
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+    prompts = [one["prompt"] for one in samples if one["stage"] == "pretrain"]
+    val = Corpus.open(folder / "out" / read_origin(run / "pretrain").shards, "val")  # type: ignore[union-attr]
+    tokenizer = Tokenizer.load(run / "tokenizer.json")
+    held_out = [tokenizer.decode(val.gather(number).tolist()) for number in range(val.num_documents)]
+    assert len(prompts) == 5 and all(any(prompt in text for text in held_out) for prompt in prompts)
+    assert all(f"  {prompt}{GOES_ON}" in said for prompt in prompts)
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert "What more text or time would bring" in page and "Pretraining: continuations" in page
 
 
 def test_a_run_that_was_stopped_goes_on_by_the_command_it_names(
@@ -435,14 +447,13 @@ def test_a_run_that_was_stopped_goes_on_by_the_command_it_names(
 
     waiting = threading.Thread(target=interrupt, daemon=True)
     waiting.start()
-    talks = ["--text.tinyworld-conversations", "60", *SFT[:4], "--questions", "1"]
+    talks = ["--text.tinyworld-conversations", "60", *SFT[:4], "--questions", "1", "--chat"]
     flags = [*SHAPE, "--data", str(folder / "text.jsonl"), *talks, "--train.steps", "3000", "--train.log-every", "1"]
     assert quern(folder, "run", *flags, run="halted") == EXIT_STOPPED
     said = capsys.readouterr().out
-    assert "fine-tuned on those of the built-in world" in said
     command = shlex.split(re.findall(r"as asked, and saved: continue with `(.*)`", said)[0])
     own = ["--run", "halted", "--out", str(folder / "out")]
-    assert command == ["quern", "run", "--resume", *own, "--questions", "1", *PLAIN]
+    assert command == ["quern", "run", "--resume", *own, "--questions", "1", "--chat", *PLAIN]
     assert steps(folder, "pretrain", "halted")
 
 

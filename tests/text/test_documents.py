@@ -42,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
     (root / "e.jsonl.gz").write_bytes(gzip.compress(json_lines(TEXTS[:2])) + gzip.compress(json_lines(TEXTS[2:])))
     (root / "f.jsonl.zst").write_bytes(zstd(json_lines(TEXTS)) + zstd(json_lines(["", "last"])))
     write_parquet(root / "sub" / "g.parquet", [*TEXTS, None, "", *TEXTS])
-    for unread in (".hidden/x.txt", ".secret.txt", "notes.pdf", "half.parquet.part"):
+    for unread in (".hidden/x.txt", ".secret.txt", "notes.png", "half.parquet.part"):
         (root / unread).write_text("never", encoding="utf-8")
     return root
 
@@ -159,8 +159,8 @@ def test_an_unknown_column_is_answered_with_the_columns_there_are(tmp_path: Path
 def test_a_source_without_anything_to_read_says_what_would_fit(tmp_path: Path) -> None:
     refuse(lambda: files(tmp_path), str(tmp_path), ".parquet", ".jsonl", ".txt.gz", error=FileNotFoundError)
     refuse(lambda: files(tmp_path / "absent"), "absent", error=FileNotFoundError)
-    (tmp_path / "book.pdf").write_bytes(b"x")
-    refuse(lambda: files(tmp_path / "book.pdf"), "book.pdf", ".txt")
+    (tmp_path / "book.png").write_bytes(b"x\0")
+    refuse(lambda: files(tmp_path / "book.png"), "book.png", ".txt", "an ending of code")
 
 
 def test_parquet_is_streamed_by_row_group(tmp_path: Path) -> None:

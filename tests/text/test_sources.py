@@ -26,7 +26,7 @@ def test_markdown_is_read_and_what_is_not_is_counted(tmp_path: Path) -> None:
     write(tmp_path / "half.parquet.part", "")
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
     listing = list_source(tmp_path)
-    assert len(listing.files) == 51 and len(list(read(tmp_path))) == 51
+    assert len(listing.files) == 51 and len(list(read(tmp_path, log=print))) == 52  # with the Makefile
     assert listing.lines("text") == [
         "text: reading 50 .md (1.5 kB), one.txt (5 B)",
         "text: ignoring stray.bin (2.5 kB), 2 .pdf (8 B), Makefile (4 B), t.tar.gz (4 B), gone.txt (0 B), "
@@ -42,9 +42,9 @@ def test_many_kinds_are_cut_short(tmp_path: Path) -> None:
 
 
 def test_an_empty_folder_says_what_it_holds(tmp_path: Path) -> None:
-    write(tmp_path / "a.pdf", "x")
+    write(tmp_path / "a.png", "x")
     with pytest.raises(
-        FileNotFoundError, match=r"nothing to read in .* \(it holds a.pdf \(1 B\)\): no file ends in .txt"
+        FileNotFoundError, match=r"nothing to read in .* \(it holds a.png \(1 B\)\): no file ends in .txt"
     ):
         files(tmp_path)
     write(tmp_path / "b.parquet.gz", "x")  # Parquet compresses inside

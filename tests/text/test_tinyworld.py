@@ -225,7 +225,8 @@ def test_no_training_sentence_is_in_the_evaluation(train_sentences, questions, k
     train = train_sentences
     assert leaked(questions[kind], train) == []
     # the check sees a leak: a training conversation that asks an evaluation question
-    assert leaked(questions[kind], train | sentences(spoken(questions[kind][7].messages[-1])))
+    asked = spoken(max((one.messages[-1] for one in questions[kind]), key=lambda message: len(spoken(message))))
+    assert leaked(questions[kind], train | sentences(asked))
     assert len({spoken(question.messages[-1]) for question in questions[kind]}) == 300
 
 
@@ -233,6 +234,16 @@ def test_held_out_wordings_are_no_training_wordings():
     for relation in RELATIONS:
         held_out, train = set(HELD_OUT_QUESTIONS[relation]), set(QUESTIONS[relation])
         assert len(held_out) >= 4 and len(train) >= 20 and not held_out & train
+
+
+def test_small_talk_is_answered_in_kind_and_its_held_out_slips_are_never_said(conversations, questions):
+    plain = {text.lower().strip("!?.") for talk in conversations for m in talk if isinstance(text := m["content"], str)}
+    assert {"hello", "hi", "help", "thanks", "who are you"} <= plain
+    assert not plain & {spoken(one.messages[-1]).lower().strip("!?.") for one in questions["small_talk"]}
+    for question in questions["small_talk"]:
+        assert check(question, question.answer.upper()) and not check(question, "! is error.")
+    greeting = Question("small_talk", [{"role": "user", "content": "helol"}], "Hello! How can I help you?", 0.1)
+    assert check(greeting, "hello, what would you like to know") and not check(greeting, "You are welcome!")
 
 
 def test_no_held_out_operands_in_training(train_text, questions):

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from quern.text.chat import Message
 from quern.text.printable import ascii_signs
 from quern.text.tinyworld import lessons, prose, skills
-from quern.text.tinyworld.chat import conversation
+from quern.text.tinyworld.chat import SMALL_TALK, conversation, fits, held_out_small_talk
 from quern.text.tinyworld.data import HELD_OUT_QUESTIONS
 from quern.text.tinyworld.facts import CHARACTERS, FIELDS, RELATIONS, VALUES, blind_guess, upper_first
 from quern.text.tinyworld.prose import Pen
 
 SPLITS = ("train", "val")
-QUESTION_KINDS = ("facts", "sums", "word_problems", "spelling", "counting", "choice")
+QUESTION_KINDS = ("facts", "sums", "word_problems", "spelling", "counting", "choice", "small_talk")
 
 Maker = Callable[[Pen], str]
 
@@ -143,6 +143,9 @@ def questions(seed: int, kind: str, count: int) -> list[Question]:
         pen = Pen(f"questions:{kind}:{seed}:{index}")
         if kind == "facts":
             question = _fact_question(pen)
+        elif kind == "small_talk":
+            said, reply = held_out_small_talk(pen)
+            question = Question(kind, [{"role": "user", "content": said}], reply, 1 / len(SMALL_TALK))
         else:
             exercise = skills.EXERCISES[kind](pen, held_out=True)
             prompt: list[Message] = [{"role": "user", "content": exercise.question}]
@@ -179,10 +182,13 @@ def check(question: Question, reply: str) -> bool:
     """Whether a reply (the text of the assistant's whole turn) is right. Case and punctuation are ignored.
 
     What must equal the answer depends on the kind. facts: see _check_fact. sums, word problems, counting: the last
-    number. spelling: the last spelled word (r-i-v-e-r). choice: the letter at the end of the reply.
+    number. spelling: the last spelled word (r-i-v-e-r). choice: the letter at the end of the reply. small_talk: the
+    whole reply.
     """
     if question.kind == "facts":
         return _check_fact(question, reply)
+    if question.kind == "small_talk":
+        return fits(reply, question.answer)
     if question.kind == "spelling":
         spelled = _SPELLED.findall(reply.lower())
         return bool(spelled) and spelled[-1].replace("-", "") == question.answer

@@ -1,0 +1,123 @@
+"""What a run can learn from a text of one's own: how much is needed, which size fits it, and what more would bring.
+
+The law has the form and the exponents of arXiv 2203.15556 (Hoffmann et al.), for bits per byte of held-out text:
+
+    L(N, D) = E + A / N^0.34 + B / D^0.28
+
+N: parameters of the matrices and the head, at most 5 for each byte of text. D: bytes that are read; those of a repeated
+text count less, as in arXiv 2305.16264 (Muennighoff et al., equation 5). E, A, B and the constant of repeated text are
+fitted to the runs of docs/your-own-text.md: the recipe `gpt`, English prose of 0.1 to 10 MB, minutes of a CPU. The law
+is off by up to 0.1 there, and says little about other languages, code, larger models and longer runs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from quern.recipe import Recipe
+from quern.resolve import resolve
+from quern.terminal import human_size
+
+LEAST_BYTES = 2_000
+"""About a page: from less, nothing can be learned and held out."""
+ENOUGH_BYTES = 100_000
+"""From here on, a model writes more words of its own than it repeats."""
+MINUTES = 10.0
+"""The training time of `quern run` on a text of one's own, where no length is asked for."""
+MOST_DEPTH = 7
+"""Deeper recipes have other contexts and batches, and are asked for."""
+E, A, B = 1.0, 13.7, 56.1
+N_EXPONENT, D_EXPONENT = 0.34, 0.28
+REPEATS_WORTH = 2.0
+"""The constant R* of the law of repeated text: reading it ever again is worth at most so many readings of new text. Of
+large models on web text it is 15; small ones memorise a small text sooner."""
+PARAMETERS_PER_BYTE = 5
+EXPECTED = (
+    (1.75, "sentences that hold together for a while"),
+    (2.05, "sentences that read like the text and make little sense"),
+    (2.4, "the text's words and phrases, in a grammar that comes and goes"),
+    (2.9, "the text's most common words, with invented ones between them"),
+    (math.inf, "letters that look like words"),
+)
+"""Bits per byte of English prose, and what a model with fewer writes."""
+
+
+def bits_per_byte(parameters: float, text_bytes: float, read_bytes: float) -> float:
+    """Returns the law's bits per byte.
+
+    Args:
+        parameters: Parameters of the matrices and the head.
+        text_bytes: The text to train on.
+        read_bytes: Bytes that are read in training, repeated ones included.
+    """
+    again = max(0.0, read_bytes / text_bytes - 1)
+    worth = min(read_bytes, text_bytes) + text_bytes * REPEATS_WORTH * -math.expm1(-again / REPEATS_WORTH)
+    parameters = min(parameters, PARAMETERS_PER_BYTE * text_bytes)
+    return E + A * parameters**-N_EXPONENT + B * worth**-D_EXPONENT
+
+
+def vocabulary(megabytes: float) -> int:
+    """Returns the vocabulary for a text: 512 tokens for 0.1 MB, 2,048 for 1 MB, 4,096 for 10 MB, at most 8,192.
+
+    A token must be read often to be learned, and each one has a row in the embedding and in the head.
+    """
+    return max(320, min(8192, 2 ** math.floor(11 + 0.5 * math.log2(max(1e-6, megabytes)))))
+
+
+def parameters_of(recipe: Recipe) -> int:
+    """Returns the parameters of the matrices and the head, about."""
+    model = resolve(recipe).model
+    return 12 * model.depth * model.width**2 + model.vocab_size * model.width
+
+
+def best_depth(recipe: Recipe, text_bytes: float, bytes_per_token: float, flops: float) -> int:
+    """Returns the depth whose bits per byte are lowest for so many FLOPs of training, by the law.
+
+    Args:
+        recipe: Says everything but the depth.
+        text_bytes: The text to train on.
+        bytes_per_token: Of the tokenizer.
+        flops: All that the machine computes in the time.
+    """
+
+    def loss(depth: int) -> float:
+        parameters = parameters_of(replace(recipe, depth=depth))
+        return bits_per_byte(parameters, text_bytes, flops / (6 * parameters) * bytes_per_token)
+
+    return min(range(1, MOST_DEPTH + 1), key=loss)
+
+
+def expectation(parameters: float, text_bytes: float, read_bytes: float) -> list[str]:
+    """Returns lines for the user: how much text there is, how often it is read, what to expect."""
+    expected = bits_per_byte(parameters, text_bytes, read_bytes)
+    what = next(text for most, text in EXPECTED if expected <= most)
+    lines = [
+        f"your text: {human_size(text_bytes)} to train on, about {text_bytes / 6:,.0f} words of English; it is read "
+        f"{read_bytes / text_bytes:.2g} times",
+        f"to expect, if it is English prose: about {expected:.1f} bits per byte of text that it has not read: {what}",
+    ]
+    if text_bytes < ENOUGH_BYTES:
+        lines.append(
+            f"warning: this is little text, so the model will repeat it: {human_size(ENOUGH_BYTES)} are a beginning, "
+            "1 MB is better"
+        )
+    return lines
+
+
+def more(parameters: float, text_bytes: float, read_bytes: float, measured: float) -> list[tuple[str, float]]:
+    """Returns what the law expects of more text and time, from the bits per byte that a run measured.
+
+    Returns:
+        (label, bits per byte).
+    """
+    here = bits_per_byte(parameters, text_bytes, read_bytes)
+    cases = (
+        ("twice the time", 1, 2, 1), ("ten times the time", 1, 10, 1), ("twice the text, in the same time", 2, 1, 1),
+        ("ten times the text, in the same time", 10, 1, 1), ("ten times the text and the time", 10, 10, 1),
+        ("ten times the text and the parameters, in a hundred times the time", 10, 10, 10),
+    )  # fmt: skip
+    return [
+        (label, measured * bits_per_byte(size * parameters, text * text_bytes, read * read_bytes) / here)
+        for label, text, read, size in cases
+    ]

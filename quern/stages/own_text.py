@@ -1,0 +1,55 @@
+"""Fits vocabulary, size and time to a text of one's own, where the user left them open (estimate/own_text.py)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quern.estimate.own_text import LEAST_BYTES, MINUTES, best_depth
+from quern.machine import measure_peak_flops
+from quern.recipe import Recipe
+from quern.stages.prepare import Prepared, fit_vocabulary
+from quern.stages.session import Session
+from quern.terminal import human_size
+
+MFU = 0.25
+"""The share of the measured speed in matrix products that training a small model reaches on a CPU, about."""
+LENGTHS = ("train.steps", "train.minutes", "train.horizon_ratio")
+
+
+def fit_time(recipe: Recipe, session: Session, megabytes: float) -> Recipe:
+    """The recipe with the vocabulary that fits a text, and with a time, where neither size nor length is asked for.
+
+    Raises:
+        ValueError: The text is too short to learn from.
+    """
+    if megabytes * 1e6 < LEAST_BYTES:
+        raise ValueError(
+            f"the text has {megabytes * 1e6:,.0f} bytes: training needs {LEAST_BYTES:,} at least, about "
+            "a page, and 1 MB, about two novels, to write sentences of its own"
+        )
+    recipe = fit_vocabulary(recipe)
+    if _has_open_depth(recipe, session) and not set(LENGTHS) & set(session.named) and session.mesh.tp == 1:
+        recipe = replace(recipe, train=replace(recipe.train, minutes=MINUTES))
+    return recipe
+
+
+def fit_depth(recipe: Recipe, session: Session, prepared: Prepared) -> Recipe:
+    """The recipe with the depth that learns most from a text in the recipe's time, unless a depth is asked for."""
+    minutes = recipe.train.minutes
+    if minutes is None or not _has_open_depth(recipe, session):
+        return recipe
+    speed = MFU * measure_peak_flops(session.machine) * session.mesh.world.size
+    flops = 60 * minutes * session.mesh.world.broadcast_object(speed)
+    bytes_per_token = prepared.bytes_per_token
+    depth = best_depth(recipe, prepared.train.num_tokens * bytes_per_token, bytes_per_token, flops)
+    session.log(
+        f"fitted to {human_size(prepared.train.num_tokens * bytes_per_token)} of text: a vocabulary of "
+        f"{prepared.tokenizer.vocab_size:,}, depth {depth}, {minutes:g} minutes; --text.vocab-size, --depth and "
+        "--train.minutes set others"
+    )
+    return replace(recipe, depth=depth)
+
+
+def _has_open_depth(recipe: Recipe, session: Session) -> bool:
+    """Whether the depth of the recipe `gpt` is left open, of which the law tells."""
+    return "depth" not in session.named and session.source is None and recipe.name == "gpt"

@@ -1,0 +1,165 @@
+"""Opens files as UTF-8: decompressed, other encodings decoded, and papers, books and pages turned into text.
+
+A byte order mark of UTF-16 or UTF-32 names the encoding; "auto" recognizes others with charset-normalizer, an estimate
+from the first bytes. The library markitdown, an extra, turns `CONVERTED` files into Markdown, whole. `Skipped` counts
+malformed records and files that cannot be read.
+"""
+
+from __future__ import annotations
+
+import codecs
+import importlib.util
+import io
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import pyarrow as pa
+
+UTF8, AUTO = "utf-8", "auto"
+LOOKED_AT = 1 << 18
+"""Bytes from which an encoding is recognized."""
+MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16"}
+MARKS |= {codecs.BOM_UTF16_BE: "utf-16"}
+CONVERTED = (".html", ".htm", ".docx", ".epub", ".ipynb", ".pdf", ".pptx", ".xlsx", ".zip")
+SINGLE_BYTE = ("cp125", "cp85", "cp775", "iso8859", "latin", "mac")
+WESTERN = frozenset("äöüÄÖÜßéèêëàâçîïôùûœæøåñáíóúãõÉÈÀÇÑÁÓÅØ¿¡«»…–—‘’“”„•€£°©\xa0")
+CUE = re.compile(r"^(WEBVTT.*|\d+|[\d:.,]+ --> [\d:.,]+.*)\n", re.MULTILINE)
+"""A line of a subtitle that is not spoken: its number, or its time."""
+
+
+FEW_RECORDS = 1000
+"""A larger source may have one malformed record in so many."""
+MOST_AT_ONCE = 10
+"""More malformed records above that share end the reading at once, not at the end of the source."""
+
+
+class Malformed(ValueError):
+    """A record that is no record of its format; the next one can be read. lines: what it takes of the file."""
+
+    def __init__(self, reason: str, lines: int = 1) -> None:
+        super().__init__(reason)
+        self.lines = lines
+
+
+class UnreadableError(ValueError):
+    """A file that cannot be read to its end."""
+
+
+@dataclass
+class Skipped:
+    """Counts what the reading of a source skips: records, and whole files."""
+
+    log: Callable[[str], None] | None
+    first: str = ""
+    odd: int = 0
+    seen: int = 0
+    bytes_read: int = 0
+    bad: list[tuple[int, Exception]] = field(default_factory=list)
+    """Of each file that cannot be read, its bytes and the error."""
+
+    def skip(self, lines: int, reason: str, error: Exception) -> None:
+        """Counts a malformed record; raises ValueError if there are too many."""
+        self.odd += lines
+        if not self.first and self.log is not None:
+            self.log(f"skipping malformed records, of which 1 in {FEW_RECORDS:,} may be; the first is {reason}")
+        self.first = self.first or reason
+        if self.log is None or self.odd >= self.seen > 1 or self.odd > MOST_AT_ONCE + self.seen // FEW_RECORDS:
+            raise ValueError(self._refusal()) from error
+
+    def finish(self, log: Callable[[str], None], files: int) -> None:
+        """Logs what was skipped, or raises the first error if it is too much."""
+        if self.odd and self.seen < max(FEW_RECORDS + 1, FEW_RECORDS * self.odd):
+            raise ValueError(self._refusal())
+        if self.odd:
+            log(f"skipped {self.odd:,} malformed of {self.seen:,} records")
+        if self.bad:
+            error, told = self.bad[0][1], f"{len(self.bad):,} of {files:,} files"
+            if sum(size for size, _ in self.bad) > self.bytes_read:
+                instead = "cannot be read, with more than half of the bytes: leave them out with --data.exclude"
+                raise type(error)(f"{error}; {told} {instead}")
+            log(f"skipped {told} that cannot be read; the first: {error}")
+
+    def _refusal(self) -> str:
+        more = f"; {self.odd:,} of {self.seen:,} records are malformed, and 1 in {FEW_RECORDS:,} may be"
+        return self.first + (more if self.odd > 1 else "")
+
+
+def open_utf8(path: Path, encoding: str = UTF8) -> BinaryIO:
+    """Opens a file, decompressed according to its name, as bytes of UTF-8.
+
+    Args:
+        path: The file.
+        encoding: Its encoding, or "auto". Bytes of UTF-8 are not checked here. A file of another one is read whole.
+
+    Raises:
+        UnreadableError: The file is not in the encoding.
+    """
+    compression = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix.lower())
+    if compression is None:
+        stream = open(path, "rb")  # noqa: SIM115
+    else:
+        opened = pa.input_stream(str(path), compression=compression)
+        stream = io.BufferedReader(cast(io.RawIOBase, opened), 1 << 20)
+    head = stream.peek(4)[:4]
+    marked = next((name for mark, name in MARKS.items() if head.startswith(mark)), None)
+    encoding = marked or (recognized(path) or UTF8 if encoding == AUTO else encoding)
+    if codecs.lookup(encoding).name == UTF8:
+        return stream
+    try:
+        with stream:
+            return io.BytesIO(stream.read().decode(encoding).encode(UTF8, "surrogatepass"))
+    except UnicodeDecodeError as error:
+        reason = f"{path} is not {error.encoding} ({error.reason})"
+        raise UnreadableError(f"{reason}: name its encoding with --text.encoding") from error
+
+
+def recognized(path: Path) -> str | None:
+    """The encoding that the first bytes of a file look like, utf-8 where they are; None if nothing fits."""
+    with open_utf8(path) as stream:
+        head = stream.read(LOOKED_AT)
+    if (end := head.rfind(b"\n")) > 0 and len(head) == LOOKED_AT:
+        head = head[:end]  # no cut character
+    try:
+        codecs.getincrementaldecoder(UTF8)().decode(head)
+        return UTF8
+    except UnicodeDecodeError:
+        from charset_normalizer import from_bytes  # late: few texts need it
+
+        best = from_bytes(head).best()
+        if best is None:
+            return None
+        western = set(head.decode("cp1252", errors="replace")) - set(map(chr, range(128)))
+        # The languages of Central Europe score alike on French or German text; cp1252 is far more common.
+        return "cp1252" if western <= WESTERN and best.encoding.startswith(SINGLE_BYTE) else best.encoding
+
+
+def looks_like_text(path: Path) -> bool:
+    """Whether the first bytes of a file are text: no NUL bytes, and UTF-8 or marked as UTF-16."""
+    try:
+        with open_utf8(path) as stream:
+            head = stream.read(1 << 13)
+        codecs.getincrementaldecoder(UTF8)().decode(head)
+        return b"\0" not in head
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def can_convert() -> bool:
+    """Whether markitdown is installed."""
+    return importlib.util.find_spec("markitdown") is not None
+
+
+def convert(path: Path) -> str:
+    """The text of a file of `CONVERTED`, as Markdown. Raises ValueError if markitdown cannot read it."""
+    markitdown = importlib.import_module("markitdown")
+    try:
+        text = markitdown.MarkItDown(enable_plugins=False).convert_local(str(path)).text_content
+        if path.suffix.lower() not in (".html", ".htm") and text.strip() == path.read_text(UTF8, "replace").strip():
+            raise ValueError("it may be damaged")  # markitdown takes a damaged file for plain text
+    except (markitdown.MarkItDownException, OSError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{path}: markitdown cannot read it ({type(error).__name__}: {reason})") from error
+    return re.sub(r"\AContent from the zip file .*\n+", "", text)  # which names the local path

@@ -1,0 +1,58 @@
+"""A text of one's own: the size that fits it, where it was left open, and what is expected of it."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quern.cli import main
+from quern.estimate.own_text import PARAMETERS_PER_BYTE, best_depth, bits_per_byte, expectation, more, vocabulary
+from quern.recipes.gpt import RECIPE
+from quern.stages.prepare import fit_vocabulary, own_megabytes
+
+
+def test_the_vocabulary_follows_from_the_text_unless_it_is_given(tmp_path: Path) -> None:
+    sizes = {0.0001: 320, 0.1: 512, 1: 2048, 10: 4096, 1000: 8192}
+    assert {megabytes: vocabulary(megabytes) for megabytes in sizes} == sizes
+    (tmp_path / "a.txt").write_text("x" * 100_000, encoding="utf-8")
+    own = replace(RECIPE, data=str(tmp_path))
+    given = replace(own, text=replace(own.text, vocab_size=700))
+    assert own_megabytes(own) == 0.1 and own_megabytes(RECIPE) is own_megabytes(replace(own, data="nowhere")) is None
+    assert fit_vocabulary(own) == replace(own, text=replace(own.text, vocab_size=512))
+    assert fit_vocabulary(given) is given and fit_vocabulary(RECIPE) is RECIPE  # the built-in world's stays
+
+
+def test_the_law_is_the_published_one_and_repeated_text_counts_less() -> None:
+    assert bits_per_byte(1e6, 1e9, 1e7) == pytest.approx(1.0 + 13.7 * 1e6**-0.34 + 56.1 * 1e7**-0.28)
+    twice = 1e6 + 1e6 * 2 * (1 - math.exp(-1 / 2))
+    assert bits_per_byte(1e6, 1e6, 2e6) == pytest.approx(1.0 + 13.7 * 1e6**-0.34 + 56.1 * twice**-0.28)
+    assert bits_per_byte(1e9, 1e6, 1e6) == bits_per_byte(PARAMETERS_PER_BYTE * 1e6, 1e6, 1e6)
+    brought = dict(more(1e6, 1e6, 1e7, 2.0))
+    assert all(value <= 2.0 for value in brought.values())
+    assert brought["ten times the text, in the same time"] < brought["ten times the time"]
+
+
+def test_more_time_and_more_text_make_a_deeper_model() -> None:
+    recipe = replace(RECIPE, text=replace(RECIPE.text, vocab_size=2048))
+    depths = [best_depth(recipe, 1e7, 3.2, flops) for flops in (1e11, 1e13, 1e15, 1e17)]
+    assert depths == sorted(depths) and depths[0] == 1 and depths[-1] > 4
+    assert best_depth(recipe, 1e5, 3.2, 1e15) < best_depth(recipe, 1e7, 3.2, 1e15)
+    assert "warning: this is little text" in expectation(1e6, 5e4, 1e6)[-1] and len(expectation(1e6, 1e6, 1e6)) == 2
+
+
+def test_a_text_too_short_to_learn_from_is_refused_and_leaves_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tiny.txt").write_text("this is thirty three bytes of tx\n", encoding="utf-8")
+    flags = f"--data {tmp_path}/tiny.txt --out {tmp_path}/out --no-compile --dtype fp32 --threads 1".split()
+    for verb in ("run", "pretrain"):
+        assert main.main([verb, *flags]) == 1
+        assert (
+            capsys.readouterr()
+            .err.splitlines()[-1]
+            .startswith(f"quern {verb}: the text has 33 bytes: training needs 2,000 at least, about a page, and 1 MB")
+        )
+    assert not list((tmp_path / "out").rglob("*.json"))
+    assert main.main(["run", *flags, "--chat", "--no-sft"]) == 1
+    assert "leave one of them out" in capsys.readouterr().err
