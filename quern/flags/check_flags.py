@@ -11,7 +11,7 @@ import shutil
 import textwrap
 from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
@@ -33,28 +33,10 @@ HELP_ALL, HELP_FLAGS = "--help-all", "--help-flags"
 HELP = frozenset(("-h", "--help", HELP_ALL, HELP_FLAGS))
 """The flags that print instead of running a verb: its help, all of it, the names of its flags."""
 NUMBERS = {int: "a whole number", float: "a number"}
-WITHOUT_NONE = ConstructorRegistry()
+VALUES = ConstructorRegistry()
 
 
-@WITHOUT_NONE.primitive_rule
-def _shown_without_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    """The help of an optional number shows INT instead of {None}|INT; the value None stays readable."""
-    kinds = [kind for kind in get_args(info.type) if kind is not type(None)]
-    if info.type_origin not in UNIONS or len(kinds) != 1 or len(get_args(info.type)) != 2:
-        return None
-    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kinds[0], info.markers))
-    if not isinstance(spec, PrimitiveConstructorSpec):
-        return None
-    return replace(
-        spec,
-        instance_from_str=lambda given: None if given == ["None"] else spec.instance_from_str(given),
-        is_instance=lambda value: value is None or spec.is_instance(value),
-        str_from_instance=lambda value: ["None"] if value is None else spec.str_from_instance(value),
-        choices=spec.choices and (*spec.choices, "None"),
-    )
-
-
-@WITHOUT_NONE.primitive_rule
+@VALUES.primitive_rule
 def _parsed_text(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
     """A class with a function `parse` is one value, not a group of flags."""
     kind: Any = info.type
@@ -138,8 +120,8 @@ def read(
         for part in [*(description or inspect.getdoc(kind) or "").split("\n\n"), *filter(None, [more])]:
             print(part if part.startswith("example: ") else textwrap.fill(part, width), end="\n\n")
         arguments = ["--help"]
-    with WITHOUT_NONE:
-        return tyro.cli(kind, prog=prog, args=arguments, description="", **instead)
+    with VALUES:
+        return tyro.cli(kind, prog=prog, args=arguments, description="", config=(tyro.conf.DisallowNone,), **instead)
 
 
 def check(kind: type, arguments: Sequence[str], prog: str, complete: bool = False) -> list[str]:
@@ -260,8 +242,6 @@ def _check_values(flag: Flag, typed: str, values: list[str]) -> None:
     if not values and not flag.many:
         raise ValueError(f"{typed} takes {takes}: none was given")
     for value in values:
-        if value == "None" and type(None) in flag.choices:
-            continue
         if (names and value not in names) or (kind in NUMBERS and not _reads(kind, value)):
             raise ValueError(f"{typed} takes {takes}, not '{value}'")
         if flag.number is not None:

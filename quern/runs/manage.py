@@ -22,22 +22,12 @@ from quern.runs.run_dir import STAGES, RunDir, instead_of_no_run, runs_in
 from quern.runs.run_lock import lock_holder, run_lock
 from quern.temporaries import remove_whole
 from quern.terminal import duration, grid, human_size
-from quern.train import manifest
 
 Log = Callable[[str], None]
 HEAD = ("name", "stages", "weights", "size", "text", "bits/byte", "age", "")
 ALIGNED_LEFT = 2
 NONE = "–"
 TAKES = {"show": "RUN", "rename": "RUN NEW", "remove": "RUN", "compare": "RUN RUN"}
-SHOWN = {
-    "command": "command",
-    "git": "commit",
-    "data.source": "text",
-    "data.train.tokens": "tokens of the text",
-    "tokenizer.vocabulary": "vocabulary",
-    "model.parameters.total": "weights",
-}
-"""Fields of run.json that are shown of one run, with their labels."""
 
 
 @dataclass
@@ -56,13 +46,10 @@ def main(arguments: Sequence[str], log: Log, description: str) -> int:
     """Does what the words say. Raises ValueError or OSError where that cannot be done, before anything is changed."""
     options = check_flags.read(RunsOptions, arguments, prog="quern runs", description=description)
     action, *names = options.words or ("",)
-    if not action:
-        table(options.out, runs_in(options.out), log)
-        return 0
-    if action not in TAKES:
+    if action and action not in TAKES:
         action, names = "show", [action, *names]
-    few, most = (2, 2) if action == "rename" else (2, len(names)) if action == "compare" else (1, len(names))
-    if not few <= len(names) <= most:
+    least = len(TAKES.get(action, "").split())
+    if len(names) < least or (action == "rename" and len(names) > least):
         raise ValueError(f"give it the names: quern runs {action} {TAKES[action]}")
     runs = [RunDir(options.out, name.partition("/")[0]) for name in names]
     for one in runs[:1] if action == "rename" else runs:
@@ -72,13 +59,13 @@ def main(arguments: Sequence[str], log: Log, description: str) -> int:
         rename(runs[0], runs[1], log)
     elif action == "compare":
         compare(names, runs, log)
-    elif action == "remove":
-        for one in runs:
-            if options.yes or asked(one):
-                remove(one, log)
-    else:
-        for one in runs:
+    elif not action:
+        table(options.out, runs_in(options.out), log)
+    for one in runs if action in ("show", "remove") else ():
+        if action == "show":
             show(one, log)
+        elif options.yes or asked(one):
+            remove(one, log)
     return 0
 
 
@@ -92,42 +79,36 @@ def table(out: Path, runs: Sequence[RunDir], log: Log) -> None:
 
 
 def _row(run_dir: RunDir) -> list[str]:
-    described, bits = _described(run_dir), bits_per_byte(run_dir)
+    """The cells under HEAD."""
+    facts, bits = _facts(run_dir), bits_per_byte(run_dir)
+    weights = facts.get("model", {}).get("parameters", {}).get("total")
     size, written = _files(run_dir)
-    weights = described.get("model.parameters.total")
     return [
         run_dir.run,
-        ", ".join(_steps(run_dir)) or NONE,
-        f"{weights / 1e6:,.3g} M" if isinstance(weights, int | float) else NONE,
+        ", ".join(stage for stage in STAGES if run_dir.has_trained(stage)) or NONE,
+        NONE if weights is None else f"{weights / 1e6:,.3g} M",
         human_size(size),
-        str(described.get("data.source", NONE)),
+        facts.get("data", {}).get("source", NONE),
         NONE if bits is None else f"{bits:.3f}",
         duration(time.time() - written),
         "running" if lock_holder(run_dir) else "",
     ]
 
 
-def _described(run_dir: RunDir) -> dict[str, Any]:
-    """The values of run.json; none if it is missing or damaged."""
-    from quern.runs.origin import flat  # help does not need NumPy
-
+def _facts(run_dir: RunDir) -> dict[str, Any]:
     with suppress(ValueError):
-        return flat(run_dir.facts())
-    return {}
-
-
-def _steps(run_dir: RunDir) -> dict[str, int]:
-    """The step of the newest checkpoint of each stage that has one."""
-    return {stage: max(manifest.steps(run_dir.checkpoints(stage))) for stage in STAGES if run_dir.has_trained(stage)}
+        return run_dir.facts()
+    return {}  # a damaged file, which only the verbs that need it refuse
 
 
 def _files(run_dir: RunDir) -> tuple[int, float]:
     """The bytes of all files, and the time at which the newest one was written, in seconds since the epoch."""
-    found = [run_dir.folder.stat()]
+    size, written = 0, 0.0
     for path in run_dir.folder.rglob("*"):
         with suppress(FileNotFoundError):  # a checkpoint that was replaced meanwhile
-            found += [path.lstat()] if path.is_file() else []
-    return sum(one.st_size for one in found[1:]), max(one.st_mtime for one in found[1:] or found)
+            found = path.lstat()
+            size, written = size + found.st_size * path.is_file(), max(written, found.st_mtime)
+    return size, written
 
 
 def bits_per_byte(run_dir: RunDir) -> float | None:
@@ -139,24 +120,14 @@ def bits_per_byte(run_dir: RunDir) -> float | None:
 
 
 def show(run_dir: RunDir, log: Log) -> None:
-    """Logs the facts of one run, its scores and the commands that use it."""
-    described, running = _described(run_dir), lock_holder(run_dir)
-    size, written = _files(run_dir)
-    facts = [("folder", str(run_dir.folder.absolute())), ("in use by", running or "")]
-    values = [(label, described.get(name, "")) for name, label in SHOWN.items()]
-    facts += [(label, f"{value:,}" if isinstance(value, int) else str(value)) for label, value in values]
-    facts += [(f"{stage} steps", f"{step:,}") for stage, step in _steps(run_dir).items()]
-    facts += [("size", human_size(size)), ("written", f"{duration(time.time() - written)} ago")]
-    scores = {(line["stage"], line["task"]): line for line in read_lines(run_dir.folder / "evaluate.jsonl")}
-    facts += [
-        (f"{stage} {task}", f"{line['metric']} {line['value']:.3f}")
-        for (stage, task), line in scores.items()
-        if stage != "untrained" and line.get("value") is not None
-    ]
-    width = max(len(label) for label, _ in facts)
-    for label, value in facts:
-        if value:
-            log(f"  {label:{width}}  {value}")
+    """Logs the facts of one run, and the last scores of each of its stages."""
+    told = dict(zip(HEAD[:-1], _row(run_dir), strict=False)) | {"folder": str(run_dir.folder.absolute())}
+    told |= {"command": _facts(run_dir).get("command", NONE), "in use by": lock_holder(run_dir) or "nobody"}
+    for line in read_lines(run_dir.folder / "evaluate.jsonl"):
+        if line["stage"] != "untrained" and line.get("value") is not None:
+            told[f"{line['stage']} {line['task']}"] = f"{line['metric']} {line['value']:.3f}"
+    for label, value in told.items():
+        log(f"  {label:{max(map(len, told))}}  {value}")
 
 
 def rename(run_dir: RunDir, new: RunDir, log: Log) -> None:
@@ -170,7 +141,7 @@ def rename(run_dir: RunDir, new: RunDir, log: Log) -> None:
 
 def asked(run_dir: RunDir) -> bool:
     """Asks whether to remove a run. Raises ValueError where there is no terminal."""
-    what = f"run '{run_dir.run}' ({', '.join(_steps(run_dir)) or 'no checkpoint'}; {human_size(_files(run_dir)[0])})"
+    what = f"run '{run_dir.run}' ({human_size(_files(run_dir)[0])})"
     if sys.stdin is None or not sys.stdin.isatty():
         raise ValueError(f"there is no terminal to ask whether to remove {what}: --yes removes it")
     return input(f"remove {what}? [y/N] ").strip().lower() in ("y", "yes")

@@ -33,7 +33,7 @@ class Flags:
     [
         "--folder f",
         "a b --folder=f --inner.steps 3 --inner.rate 1e-3 --inner.in-background",
-        "--folder f --inner.in_background --inner.steps None --no-in-background",
+        "--folder f --inner.in_background --inner.steps 4 --no-in-background",
         "--rate -3 --folder f --kinds x y -p hello",
         "--folder f --kinds --prompt -1",
         "--folder f --stop a --stop b",

@@ -55,7 +55,7 @@ def test_a_field_without_a_flag_is_refused_with_the_reason() -> None:
 
 def test_the_help_shows_what_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse(PretrainOptions, llama.RECIPE, Arguments(("--help",)), verb="pretrain")
+        parse(PretrainOptions, llama.RECIPE, Arguments(("--help-all",)), verb="pretrain")
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "--model.dropout" in shown and "--optim.matrix-lr" in shown and "Tokens in a training row" in shown
     assert not any(

@@ -60,7 +60,7 @@ def test_one_run_is_shown_with_its_scores(mine: RunDir, capsys: pytest.CaptureFi
     for words in (["mine"], ["show", "mine"]):
         text = told(capsys, mine.out, *words)
         score = "pretrain facts +accuracy 0.500"
-        for line in (f"folder +{mine.folder}", "weights +9,400,000", "pretrain steps +20", score):
+        for line in (f"folder +{mine.folder}", "weights +9.4 M", "stages +pretrain", "in use by +nobody", score):
             assert re.search(rf"^  {line}", text, re.MULTILINE), line
 
 
@@ -82,7 +82,7 @@ def test_a_run_is_removed_after_a_question_and_never_while_it_is_in_use(
     with run_lock(mine, "quern sft"):
         assert "is in use by process" in told(capsys, mine.out, "remove", "mine", "--yes", code=1)
     refused = told(capsys, mine.out, "remove", "mine", code=1)
-    assert "no terminal to ask whether to remove run 'mine' (pretrain; 5." in refused and "--yes" in refused
+    assert "no terminal to ask whether to remove run 'mine' (5." in refused and "--yes" in refused
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("builtins.input", lambda prompt: "")
     assert told(capsys, mine.out, "remove", "mine") == "" and mine.folder.exists()
