@@ -1,16 +1,22 @@
-"""axe-core finds no violation on any state of the chat page, wide in dark colours and narrow in light ones."""
+"""axe-core finds no violation on any state of the chat page, on the board and in a report, in both colour schemes."""
 
 import json
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
 
 from quern.generate.reply import Delta
-from tests.browser.chrome import find_chrome
+from quern.lab.board.server import BoardOptions, Server
+from quern.report.build import build
+from tests.browser.chrome import Chrome, find_chrome
 from tests.browser.parrot import DONE, Page
+from tests.browser.test_board import open_board
+from tests.browser.test_board import write_run as board_run
 from tests.browser.test_page_chat import MARKDOWN
+from tests.report.synthetic_run import add_rl, write_run
 
 pytestmark = pytest.mark.skipif(find_chrome() is None, reason="needs Chromium or Chrome on the PATH")
 
@@ -76,6 +82,30 @@ def test_no_violation_in_any_state(page: Page, axe: str) -> None:
     page.run("for (const more of document.querySelectorAll('details')) more.open = true")
     assert "messages" in page.texts("td") and "Who are you?" in page.texts("pre")[0]
     check(page, axe, "/docs", narrow=True)
+
+
+def test_no_violation_on_the_board_and_in_a_report(browser: Chrome, axe: str, tmp_path: Path) -> None:
+    for seed in range(2):
+        board_run(tmp_path, f"run{seed}", seed=seed)
+    add_rl(write_run(tmp_path / "runs" / "run0"))
+    build(tmp_path / "runs" / "run0")
+    with Server(BoardOptions(tmp_path, port=0)) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            open_board(browser, server.url)
+            browser.run("document.querySelector('#runs tbody input').click()")
+            for path in ("", "/report/run0"):
+                if path:
+                    browser.open(server.url + path)
+                browser.run(axe + "; for (const one of document.querySelectorAll('details')) one.open = true; 0")
+                for width, dark in ((1100, True), (320, False)):
+                    browser.screenshot(Path("/dev/null"), width=width, height=760, dark=dark)
+                    assert browser.run(RUN) == [], f"{path or 'board'}, {width} pixels"
+                    assert browser.run("document.documentElement.scrollWidth") == width
+        finally:
+            server.shutdown()
+            thread.join(30)
 
 
 def test_a_violation_would_be_found(page: Page, axe: str) -> None:
