@@ -189,20 +189,10 @@ class Engine:
         """
         if must_call and calls is None:
             raise ValueError("must_call needs the form of a call: give calls as well")
-        if samples < 1 or max_tokens < 1:
-            raise ValueError(f"samples ({samples}) and max_tokens ({max_tokens}) must be at least 1")
-        for prompt in prompts:
-            if not prompt:
-                raise ValueError("a prompt is empty: begin it with the tokenizer's BOS")
-            if len(prompt) >= self.context:
-                raise ContextOverflow(len(prompt), self.context)
-        wrong = [token for token in (*stop_ids, *(bias or {})) if not 0 <= token < self.tokenizer.vocab_size]
-        if wrong:
-            raise ValueError(f"{wrong[0]} is no token: ids are 0 to {self.tokenizer.vocab_size - 1}")
+        self._refuse(prompts, samples, max_tokens, [*stop_ids, *(bias or {})])
         seeds = [seed] * len(prompts) if isinstance(seed, int) else seed
-        generation = Generation(len(prompts) * samples)
+        generation, rows = Generation(len(prompts) * samples), list[Row]()
         top = {False: None, True: 0}[logprobs] if isinstance(logprobs, bool) else logprobs
-        rows = []
         for p, prompt in enumerate(prompts):
             room = min(max_tokens, self.context - len(prompt))
             _require_ending(form, "text", room)
@@ -214,6 +204,19 @@ class Engine:
                 rows.append(Row(generation, p, s, prompt, reply, random, sampling or Sampling(), bias or {}, top))
         self.scheduler.waiting.extend(rows)
         return generation
+
+    def _refuse(self, prompts: Sequence[Sequence[int]], samples: int, max_tokens: int, tokens: Sequence[int]) -> None:
+        """Refuses numbers below 1, prompts that are empty or too long, and ids that are no tokens."""
+        if samples < 1 or max_tokens < 1:
+            raise ValueError(f"samples ({samples}) and max_tokens ({max_tokens}) must be at least 1")
+        for prompt in prompts:
+            if not prompt:
+                raise ValueError("a prompt is empty: begin it with the tokenizer's BOS")
+            if len(prompt) >= self.context:
+                raise ContextOverflow(len(prompt), self.context)
+        for token in tokens:
+            if not 0 <= token < self.tokenizer.vocab_size:
+                raise ValueError(f"{token} is no token: ids are 0 to {self.tokenizer.vocab_size - 1}")
 
 
 def _require_ending(form: Grammar | None, what: str, room: int) -> None:

@@ -151,13 +151,11 @@ class Trainer:
 
         def note(state: Progress, found: dict[str, Any]) -> dict[str, Any]:
             bpb = found["val_bpb"] if math.isfinite(found["val_bpb"]) else None
-            seconds = _all_steps(state.seconds, state.step)
-            curve.append(Point(state.step, state.tokens, state.flops.total, seconds, bpb))
+            curve.append(Point(state.step, state.tokens, state.flops.total, _all_steps(state.seconds, state.step), bpb))
             on_eval(curve[-1])
             return found
 
-        every = max(1, math.ceil(resolved.train.steps / evaluations))
-        code, state, counts = self._run(resolved, prepared, every, note, on_step)
+        code, state, counts = self._run(resolved, prepared, -(-resolved.train.steps // evaluations), note, on_step)
         if code not in (EXIT_DONE, EXIT_DIVERGED):
             raise KeyboardInterrupt
         return Trial(

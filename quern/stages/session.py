@@ -236,14 +236,8 @@ class Session:
                 pass  # the files of the folder that were lost are written again
             self.log(f"{noun}: finished already, after {counted(end, 'step')}")
             return EXIT_DONE
-        if self.mesh.main and facts and not resumed:
-            describe_run(self.run_dir, self.machine, self.command, facts)
-            tokenizer.save(self.run_dir.folder / "tokenizer.json")
-        kept = plan.keep_step == 0
-        if (self.start is not None or kept) and not resumed:
-            # The weights of another run are saved first: the run never needs the other one again.
-            meta = plan.meta | {"state": state.meta(), "kept": kept}
-            checkpoint.save(self.folder / "checkpoints", 0, state.slices(), meta, plan.keep, mesh=self.mesh)
+        if not resumed:
+            self._begin(state, plan, tokenizer, facts)
         with open_folder(self.folder, origin, self.source, self.trackers, self.mesh) as folder:
             if resumed:
                 self.log(f"resumed at step {state.step:,}")
@@ -278,6 +272,18 @@ class Session:
         """Whether the stage's last event is its end. A process that is killed after the last save leaves none."""
         events = read_events(self.folder) if self.mesh.main else []
         return self.mesh.world.broadcast_object(bool(events) and events[-1]["kind"] == "finish")
+
+    def _begin(
+        self, state: TrainState, plan: loop.TrainingPlan, tokenizer: Tokenizer, facts: dict[str, Any] | None
+    ) -> None:
+        """Writes what a new stage begins with: the run's facts and tokenizer, and the weights of another run."""
+        if self.mesh.main and facts:
+            describe_run(self.run_dir, self.machine, self.command, facts)
+            tokenizer.save(self.run_dir.folder / "tokenizer.json")
+        kept = plan.keep_step == 0
+        if self.start is not None or kept:  # the run never needs the other one again
+            meta = plan.meta | {"state": state.meta(), "kept": kept}
+            checkpoint.save(self.folder / "checkpoints", 0, state.slices(), meta, plan.keep, mesh=self.mesh)
 
     def _resume(self, backend: TorchBackend, plan: loop.TrainingPlan, origin: Origin, changed: Sequence[str]) -> bool:
         """Restores the newest good checkpoint, if `resume` asks for it. Returns whether there was one."""

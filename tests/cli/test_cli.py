@@ -493,7 +493,7 @@ def test_a_file_of_keys_that_cannot_be_read_is_named_with_its_flag(
 ) -> None:
     (tmp_path / "runs/r/pretrain/checkpoints/step-00000001").mkdir(parents=True)
     said = refused(capsys, "serve", "--run", "r", "--keys", str(tmp_path / "no"), "--out", str(tmp_path), "--port", "0")
-    reason = "cannot be read (No such file or directory): name the file of the keys' hashes"
+    reason = "cannot be read (No such file or directory): name the file that `quern serve keys add` writes"
     assert said == f"quern serve: --keys {tmp_path}/no {reason}"
 
 

@@ -32,7 +32,6 @@ from quern.lab.ladder.study import (
 from quern.lab.ladder.work import Options, Worker, finished, proxy_line
 from quern.lab.options import CompareOptions
 from quern.lab.study import check_name, now, start_facts
-from quern.lab.verdict import Rules
 from quern.recipe import Recipe, Resolved
 from quern.resolve import resolve
 from quern.runs.origin import SHOWN
@@ -67,33 +66,13 @@ def run(
     _check(base, options, named, rungs)
     name = "ladder" if options.ladder else "-".join(arm.name for arm in arms)[:60]
     folder = options.out / "lab" / check_name(options.study or name)
-    rules = Rules(options.delta, options.most_pairs, options.alpha)
     device = options.where.arguments(1 if options.ray else options.workers)
     machine = machines.detect(**device)
     if options.ray:
         connect(options.ray)
     sized = {rung: resolve(at_rung(base.recipe, one)) for rung, one in rungs.items()}
     prepared = prepare(sized[min(rungs)], options.out, log)
-    facts = start_facts(machine, command)
-    plan = Plan(
-        base=base.name,
-        rungs={str(rung): one for rung, one in rungs.items()},
-        numbers={str(rung): numbers(one) for rung, one in sized.items()},
-        text=(prepared.origin.text or "")[:SHOWN],
-        data=Path(base.recipe.data).name,
-        delta=rules.delta,
-        alpha=rules.alpha,
-        most_pairs=rules.most_pairs,
-        tune=options.tune,
-        vary=options.vary,
-        ladder=options.ladder,
-        facts=facts,
-    )
-    records = [
-        ArmRecord(arm.name, now(), facts["commit"], code_fingerprint(arm.source), public(arm.recipe), arm.source or "")
-        for arm in arms
-    ]
-    study = Comparison.of(folder, plan, records)
+    study = _study(folder, arms, options, rungs, sized, prepared.origin.text, start_facts(machine, command))
     asked = Options(sorted(options.rungs), [arm.name for arm in arms[1:]], options.every, options.any_delta)
     for rung in asked.rungs:
         _count_ngrams(study, rung, sized[rung], prepared)
@@ -117,6 +96,37 @@ def run(
     for line in [*study_lines(study), *(calibration(study, min(asked.rungs), answers) if answers else ())]:
         log(line)
     return 1 if any(one.error for runs in study.trials.values() for one in runs.values()) else 0
+
+
+def _study(
+    folder: Path,
+    arms: Sequence[Arm],
+    options: CompareOptions,
+    rungs: Mapping[int, Rung],
+    sized: Mapping[int, Resolved],
+    text: str | None,
+    facts: dict[str, Any],
+) -> Comparison:
+    """The study in a folder, begun or compared with what it was begun with. text: the fingerprint of the text."""
+    plan = Plan(
+        base=arms[0].name,
+        rungs={str(rung): one for rung, one in rungs.items()},
+        numbers={str(rung): numbers(one) for rung, one in sized.items()},
+        text=(text or "")[:SHOWN],
+        data=Path(arms[0].recipe.data).name,
+        delta=options.delta,
+        alpha=options.alpha,
+        most_pairs=options.most_pairs,
+        tune=options.tune,
+        vary=options.vary,
+        ladder=options.ladder,
+        facts=facts,
+    )
+    records = [
+        ArmRecord(arm.name, now(), facts["commit"], code_fingerprint(arm.source), public(arm.recipe), arm.source or "")
+        for arm in arms
+    ]
+    return Comparison.of(folder, plan, records)
 
 
 def _check(base: Arm, options: CompareOptions, named: Collection[str], rungs: Mapping[int, Rung]) -> None:

@@ -76,16 +76,7 @@ def run(
     _check(options, space)
     points, own = _points(options, space, baseline)
     wanted = len(points) if options.sampler == "grid" else options.trials
-    plan = {
-        "recipe": options.recipe.to_json(),
-        "space": space.texts(),
-        "seeds": [[baseline.seed + pair, baseline.seed + pair] for pair in range(options.seeds)],
-        "pruner": options.pruner,
-        "evaluations": options.evaluations,
-        "grid": options.sampler == "grid",
-        "source": source,
-    }
-    sweep = Sweep.register(options.folder, plan | {"facts": facts})
+    sweep = Sweep.register(options.folder, _plan(options, space, baseline.seed, source) | {"facts": facts})
     if warning := sweep.compare_facts(facts):
         log(warning)
     parent = environment().get(PARENT)
@@ -118,6 +109,19 @@ def run(
 
 
 # Options ----------------------------------------------------------------------------------------------------
+
+
+def _plan(options: SweepOptions, space: Space, seed: int, source: str | None) -> dict[str, Any]:
+    """What every worker and every later start of the sweep must agree on."""
+    return {
+        "recipe": options.recipe.to_json(),
+        "space": space.texts(),
+        "seeds": [[seed + pair, seed + pair] for pair in range(options.seeds)],
+        "pruner": options.pruner,
+        "evaluations": options.evaluations,
+        "grid": options.sampler == "grid",
+        "source": source,
+    }
 
 
 def _check(options: SweepOptions, space: Space) -> None:

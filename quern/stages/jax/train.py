@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -103,46 +103,42 @@ def run(
     path, ranks, core = run_dir.stage(STAGE), processes(), core_of(asked)
     recipe = resolve(with_absolute_paths(asked))
     check_model_axis(recipe.model, mesh)
-    with ExitStack() as stack:
-        with first_process_first():
-            if ranks.main:
-                stack.enter_context(run_lock(run_dir, command))
-            if manifest.steps(path / "checkpoints") and not resume:
-                raise ValueError(
-                    f"run '{run_dir.run}' has been trained already: continue with --resume, or name another with --run"
-                )
+    with _held(run_dir, ranks.main, command, resume), jax.set_mesh(mesh):
         began = read_origin(path) if resume and (path / FILE).exists() else None  # an imported model has none
         recipe, prepared = _with_text(recipe, began, run_dir, named, log)
         check_rows(mesh, recipe.micro_batch_rows)
-        source_mark = source_digest(source) or (began and began.source)
-        origin = replace(prepared.origin, recipe=recipe.to_json(), source=source_mark)
+        mark = source_digest(source) or (began and began.source)
+        origin = replace(prepared.origin, recipe=recipe.to_json(), source=mark)
         changed = compare(began, origin, run_dir, STAGE)
         if ranks.main and began is None:
             run_dir.folder.mkdir(parents=True, exist_ok=True)
             prepared.tokenizer.save(run_dir.folder / "tokenizer.json")
-        stack.enter_context(jax.set_mesh(mesh))
-        folder = stack.enter_context(open_folder(path, origin, source, trackers, ranks))
         cfg = step_config(recipe, dtype, core)
-        if ranks.main:
-            _write_facts(path, cfg, mesh, command)
-        backend = JaxBackend(fresh_run(recipe, cfg, mesh), ranks)
-        resumed = resume and loop.resume(backend, path / "checkpoints", log)
-        for line in (*changed, *([f"resumed at step {backend.run.step:,}"] if resumed else ())):
-            log(line)
-        token_bytes, rows = prepared.tokenizer.token_bytes(), _eval_rows(recipe, mesh)
+        with open_folder(path, origin, source, trackers, ranks) as folder:
+            if ranks.main:
+                _write_facts(path, cfg, mesh, command)
+            backend = JaxBackend(fresh_run(recipe, cfg, mesh), ranks)
+            resumed = resume and loop.resume(backend, path / "checkpoints", log)
+            for line in (*changed, *([f"resumed at step {backend.run.step:,}"] if resumed else ())):
+                log(line)
+            plan = _validated_plan(recipe, cfg, prepared, mesh, origin)
+            steps = f"{counted(plan.steps, 'step')} of {recipe.train.batch_tokens:,} tokens"
+            log(f"training: {steps} in {dtype} on {describe(mesh)}")
+            return _train(backend, make_batches(recipe, prepared.train), plan, folder, run_dir, recipe, log)
 
-        def validation(run: JaxRun) -> dict[str, Any]:
-            return validate(run.arrays.params, prepared.val, token_bytes, rows, mesh, cfg)
 
-        plan = replace(
-            make_plan(recipe, cfg, [(recipe.train.eval_every, validation)]),
-            save_every=recipe.train.save_every,
-            peak_flops=measure_peak_flops(cfg.dtype, mesh),
-            meta=origin.meta(),
-        )
-        steps = f"{counted(plan.steps, 'step')} of {recipe.train.batch_tokens:,} tokens"
-        log(f"training: {steps} in {dtype} on {describe(mesh)}")
-        return _train(backend, make_batches(recipe, prepared.train), plan, folder, run_dir, recipe, log)
+@contextmanager
+def _held(run_dir: RunDir, main: bool, command: str, resume: bool) -> Iterator[None]:
+    """Holds the run's lock on process 0. Raises ValueError for a run that has been trained, unless it is resumed."""
+    with ExitStack() as stack:
+        with first_process_first():
+            if main:
+                stack.enter_context(run_lock(run_dir, command))
+            if manifest.steps(run_dir.checkpoints(STAGE)) and not resume:
+                raise ValueError(
+                    f"run '{run_dir.run}' has been trained already: continue with --resume, or name another with --run"
+                )
+        yield
 
 
 def _with_text(
@@ -189,6 +185,23 @@ def _train(
         spent = f"{run.tokens:,} tokens in {run.seconds:,.0f} s of steps"
         log(f"trained on {spent}{result(folder.path)} → {folder.path}")
     return code
+
+
+def _validated_plan(
+    recipe: Resolved, cfg: StepConfig, prepared: Prepared, mesh: Mesh, origin: Origin
+) -> loop.TrainingPlan:
+    """The plan of the loop, with the run's validation and its saves."""
+    token_bytes, rows = prepared.tokenizer.token_bytes(), _eval_rows(recipe, mesh)
+
+    def validation(run: JaxRun) -> dict[str, Any]:
+        return validate(run.arrays.params, prepared.val, token_bytes, rows, mesh, cfg)
+
+    return replace(
+        make_plan(recipe, cfg, [(recipe.train.eval_every, validation)]),
+        save_every=recipe.train.save_every,
+        peak_flops=measure_peak_flops(cfg.dtype, mesh),
+        meta=origin.meta(),
+    )
 
 
 def fresh_run(recipe: Resolved, cfg: StepConfig, mesh: Mesh) -> JaxRun:
