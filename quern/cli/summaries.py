@@ -38,8 +38,10 @@ NEXT = {
     "pretrain": "sft chat",
     "sft": "chat evaluate",
     "rl": "chat evaluate",
-    "evaluate": "report",
+    "evaluate": "report chat",
+    "report": "chat serve",
     "import": "chat evaluate",
+    "grug train": "grug export",
 }
 """The verbs that go on with the run where another one ends."""
 SUMMARIES = {
@@ -92,6 +94,10 @@ def described(verb: str) -> str:
 
 def following(verb: str, words: Arguments) -> str:
     """The commands that go on where a verb has ended; empty if there are none."""
+    if verb == "prepare":
+        of_training = words.given.keys() - {"to", "dir", "engine", "ray"}
+        return f"next: `{shlex.join(['quern', 'pretrain', *words.recipes, *words.repeated(of_training)])}`"
+    verb = " ".join([verb, *words[:1]]) if verb == "grug" else verb
     if verb not in NEXT or {"--against", "--check"} & set(words):
         return ""
     out = words.value("out")

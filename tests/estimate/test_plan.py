@@ -87,4 +87,4 @@ def test_a_ring_by_hand() -> None:
 
 def test_an_unknown_part_of_lab_names_the_known_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["lab", "guess"]) == 1
-    assert "the lab has no 'guess': use one of compare, " in capsys.readouterr().err
+    assert "the lab has no 'guess'; all of them: quern lab" in capsys.readouterr().err

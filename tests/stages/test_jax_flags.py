@@ -63,5 +63,5 @@ def test_verbs_are_named() -> None:
         command.main(Arguments(), said.append)
     assert left.value.code == 0
     assert all(verb in said[0] for verb in ("train", "eval", "export", "import", "gauntlet"))
-    with pytest.raises(ValueError, match="there is no 'grug trian': use one of train"):
+    with pytest.raises(ValueError, match="there is no 'grug trian'; nearest: train; all of them: quern grug"):
         command.main(Arguments(["trian"]), said.append)
