@@ -12,11 +12,15 @@ from quern.data.shards import Corpus
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Delta, Event
 from quern.generate.sampling import Sampling
+from quern.recipe import Resolved
 from quern.text.chat import render_text
 from quern.text.printable import printable
 from quern.text.tokenizer import Tokenizer, well_formed
 
 BETWEEN = "---\n"
+OPENINGS = ("Once upon a time", "The river", "My favourite", "In the morning", "Question:")
+GOES_ON = "▸"
+"""Marks where a continuation begins."""
 OPENING = re.compile(r"\S.{0,70}(?=\s)")
 """A beginning of a line, to the end of a word."""
 SENTENCE = re.compile(r"(?<=[.!?])\s+(?=\w)|\n+")
@@ -84,6 +88,23 @@ def _in_order(events: Iterable[Event], samples: int) -> Iterator[tuple[int, str 
             if not pieces or isinstance(pieces[-1], str):
                 break
             current += 1
+
+
+def continuations(engine: Engine, recipe: Resolved, val: Corpus, count: int = len(OPENINGS)) -> list[tuple[str, str]]:
+    """Openings that fit the context, and what the model writes after each. Those of a text of one's own are from its
+    held-out part."""
+    built_in = recipe.data == "tinyworld"
+    begun = OPENINGS[:count] if built_in else held_out_openings(val, engine.tokenizer, count)
+    ids = {text: render_text(engine.tokenizer, text) for text in begun}
+    prompts = {text: prompt for text, prompt in ids.items() if len(prompt) < engine.context}
+    how = {"sampling": Sampling(0.8, 50), "max_tokens": 64 if built_in else 100, "seed": recipe.seed}
+    done = engine.generate(list(prompts.values()), **how, plain=True)
+    return [(prompt, row[0].text) for prompt, row in zip(prompts, done, strict=True)]
+
+
+def continued(prompt: str, text: str) -> list[str]:
+    """A text and its continuation as lines for the terminal."""
+    return [f"  {line}" for line in printable(f"{prompt}{GOES_ON}{text}").split("\n") if line.strip()]
 
 
 def held_out_openings(corpus: Corpus, tokenizer: Tokenizer, count: int) -> list[str]:

@@ -18,7 +18,7 @@ from quern.eval.score import Score
 from quern.eval.task import CHAT_STAGES, Task
 from quern.eval.tasks import load_task, task_names
 from quern.generate.engine import Engine
-from quern.generate.sampling import GREEDY, Sampling
+from quern.generate.sampling import GREEDY
 from quern.machine import Machine
 from quern.mesh import EVALUATING, Mesh, ProcessGroup, alone
 from quern.mixture.sources import own_files, read_rows
@@ -27,18 +27,17 @@ from quern.records import drop_torn_end
 from quern.runs.against import ANSWERS
 from quern.runs.load import LoadedModel, load
 from quern.runs.run_dir import STAGES, RunDir
-from quern.stages.complete import held_out_openings
+from quern.stages.complete import continuations
 from quern.stages.open_data import data_of_run
 from quern.stages.prepare import Prepared
 from quern.stages.session import main_first
 from quern.terminal import Meter
-from quern.text.chat import Message, render_prompt, render_text
+from quern.text.chat import Message, render_prompt
 from quern.text.tinyworld.corpus import documents_of_kinds
 from quern.train.state import build_model
 
 UNTRAINED_QUESTIONS = 60
 
-OPENINGS = ("Once upon a time", "The river", "My favourite", "In the morning", "Question:")
 
 CHATS: tuple[tuple[str, ...], ...] = (
     ("Who are you?",),
@@ -344,16 +343,8 @@ def _samples(engine: Engine, loaded: LoadedModel, texts: _Texts) -> Lines:
     name, recipe = loaded.stage, loaded.recipe
     if name in CHAT_STAGES:
         return [_chat(name, messages) for chat in chats(recipe) if (messages := converse(engine, chat))]
-    built_in = recipe.data == "tinyworld"
-    begun = OPENINGS if built_in else held_out_openings(texts.prepared.val, loaded.tokenizer, len(OPENINGS))
-    ids = {text: render_text(engine.tokenizer, text) for text in begun}
-    prompts = {text: prompt for text, prompt in ids.items() if len(prompt) < engine.context}
-    sampling, most = Sampling(0.8, 50), 64 if built_in else 100
-    done = engine.generate(list(prompts.values()), max_tokens=most, sampling=sampling, seed=recipe.seed, plain=True)
-    return [
-        {"stage": name, "kind": "completion", "prompt": prompt, "text": row[0].text}
-        for prompt, row in zip(prompts, done, strict=True)
-    ]
+    pairs = continuations(engine, recipe, texts.prepared.val)
+    return [{"stage": name, "kind": "completion", "prompt": prompt, "text": text} for prompt, text in pairs]
 
 
 def chats(recipe: Resolved) -> Sequence[tuple[str, ...]]:

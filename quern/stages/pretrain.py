@@ -13,6 +13,7 @@ import numpy as np
 from quern.data.shards import Corpus
 from quern.estimate.memory_check import memory_check
 from quern.estimate.own_text import expectation
+from quern.generate.engine import Engine
 from quern.mesh import Mesh
 from quern.optim.schedule import Multipliers
 from quern.recipe import FOR_FINE_TUNING, FOR_RL, Recipe, Resolved
@@ -21,6 +22,7 @@ from quern.runs.load import Start
 from quern.runs.origin import Origin, compare, read_origin, refuse_second_tokenizer, source_digest, with_absolute_paths
 from quern.runs.public_data import with_shards
 from quern.runs.training import fit_to_text, make_batches, ready_model, validation
+from quern.stages.complete import GOES_ON, continuations, continued
 from quern.stages.open_data import open_data
 from quern.stages.own_text import fit_depth, fit_time
 from quern.stages.prepare import Prepared, own_megabytes, prepare
@@ -28,11 +30,14 @@ from quern.stages.session import Session, main_first
 from quern.terminal import counted, duration, human_size
 from quern.text.tokenizer import Tokenizer
 from quern.train import loop
+from quern.train.guard import EXIT_DONE
 from quern.train.horizon import recorded_plans
 from quern.train.state import TrainState, build_state
 from quern.train.step import accumulate, send_batch
 
 CALIBRATION_STEPS = 8
+SHOWN = 2
+"""Continuations that are shown at the end."""
 MANY_EPOCHS = 4
 """Up to about so many passes, repeated text is worth nearly as much as new text (Muennighoff et al., 2023, "Scaling
 data-constrained language models")."""
@@ -123,9 +128,16 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
         lines.append(f"{packing['cropped_share']:.1%} of the text is in no row: --train.packing best-fit loses none")
     lines.append(f"pretraining: {counted(plan.steps, 'step')} of {recipe.train.batch_tokens:,} tokens")
     facts = prepared.facts and {**prepared.facts, **facts, "packing": packing}
-    return session.train(
+    code = session.train(
         recipe, state, batches, plan, origin, prepared.tokenizer, changed=changed, lines=lines, facts=facts
     )
+    if code == EXIT_DONE and mesh.world.size == 1 and not session.locked:  # `quern run` goes on, and shows more
+        log(f"the model continues texts, from {GOES_ON} on:")
+        engine = Engine(state.model.eval(), prepared.tokenizer, machine)
+        for pair in continuations(engine, recipe, prepared.val, SHOWN):
+            for line in continued(*pair):
+                log(line)
+    return code
 
 
 def _text(recipe: Resolved, session: Session, began: Origin | None) -> Prepared:

@@ -23,15 +23,13 @@ from quern.runs.run_dir import STAGES, RunDir, refuse_unwritable
 from quern.runs.run_lock import run_lock
 from quern.runs.saved import overlay, read_saved
 from quern.stages import evaluate, pretrain, sft
+from quern.stages.complete import GOES_ON, continued
 from quern.stages.session import Session, main_first
 from quern.text.chat import parts
 from quern.text.printable import printable
 from quern.text.tokenizer import Tokenizer
 from quern.train import manifest
 from quern.train.guard import EXIT_DONE
-
-GOES_ON = "▸"
-"""Marks where a continuation begins."""
 
 
 def run(recipe: Recipe, session: Session, *, questions: int, chat: bool = False, sft: bool = True) -> int:
@@ -133,8 +131,7 @@ def sample_chat(run_dir: RunDir) -> list[str]:
         lines = []
     for sample in last:
         if sample["kind"] == "completion":
-            text = f"{sample['prompt']}{GOES_ON}{sample['text']}"
-            lines += [f"  {line}" for line in printable(text).split("\n") if line.strip()]
+            lines += continued(sample["prompt"], sample["text"])
         for message in sample.get("messages", []):
             who = "you  " if message["role"] == "user" else "quern"
             lines.append(f"{who} │ {printable(spoken(parts(message)))}")

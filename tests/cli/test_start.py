@@ -1,5 +1,6 @@
 """Help and errors of the command line need no PyTorch: what a process imports, and the processor time that it takes."""
 
+import re
 import resource
 import subprocess
 import sys
@@ -52,10 +53,16 @@ sys.exit(code or f"imported {heavy}" if heavy else code)
 """
 
 
-def test_one_process_saves_without_torch_distributed_checkpoint(tmp_path: Path) -> None:
+def test_one_process_saves_without_torch_distributed_checkpoint_and_shows_what_it_learned(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LOADED, *TRAINS, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    *_, losses, title, first, second, following = re.sub(r"\n  +(?!.*▸).*", "", done.stdout).rstrip().splitlines()
+    assert len(re.findall(r"^pretrain(?:ing: [12] of 2 steps|ed on .*), loss \d", done.stdout, re.MULTILINE)) == 3
+    assert re.search(r"loss \d\.\d+, validation loss \d\.\d+, \d\.\d+ bits per byte → ", losses)
+    assert title == "the model continues texts, from ▸ on:"
+    assert first.startswith("  Once upon a time▸") and second.startswith("  The river▸")
+    assert following == f"next: `quern sft first --out {tmp_path}`, `quern chat first --out {tmp_path}`"
 
 
 def test_help_imports_no_large_library_and_takes_little_time() -> None:

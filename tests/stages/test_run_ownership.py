@@ -22,7 +22,7 @@ from quern.records import read_events, read_metrics
 from quern.runs.origin import read_origin
 from quern.runs.run_dir import RunDir
 from quern.runs.run_lock import run_lock
-from quern.stages.run_all import GOES_ON
+from quern.stages.complete import GOES_ON
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint, manifest
