@@ -116,11 +116,6 @@ def warning_of(paths: Sequence[Path], separated: bool = False, encoding: str = "
     return None
 
 
-def read_conversations(source: Where, log: Callable[[str], None] | None = None) -> Iterator[list[Message]]:
-    """The messages alone of `conversation_rows`."""
-    return (row.messages for row in conversation_rows(source, log))
-
-
 def conversation_rows(
     source: Where,
     log: Callable[[str], None] | None = None,

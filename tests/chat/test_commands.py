@@ -17,7 +17,7 @@ from quern.generate.reply import Completion, Generation
 from quern.generate.sampling import Sampling
 from quern.model.context import CausalContext
 from quern.text.chat import Message, render, render_prompt, validate
-from quern.text.documents import read_conversations
+from tests.support.small_text import read_conversations
 from tests.support.toy_engine import toy_engine, toy_tokenizer
 
 TOKENIZER = toy_tokenizer()

@@ -25,9 +25,9 @@ from quern.runs.origin import corpus_fingerprint
 from quern.stages.evaluate import chats
 from quern.text import content
 from quern.text.chat import render
-from quern.text.documents import read_conversations
 from quern.text.tinyworld import corpus as tinyworld
 from quern.text.tokenizer import Tokenizer
+from tests.support.small_text import read_conversations
 
 TOKENIZER = Tokenizer.train(["hello good day question answer number of eggs", "question answer"], 300)
 GSM8K = {"question": "A hen lays 2 eggs on each of 3 days, so how many eggs?", "answer": "<<2*3=6>>6 eggs\n#### 6"}

@@ -1,8 +1,12 @@
-"""A small text to train on."""
+"""A small text to train on, and the conversations of files."""
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from quern.text.chat import Message
+from quern.text.documents import conversation_rows
+from quern.text.sources import Where
 from quern.text.tinyworld import corpus
 
 
@@ -10,3 +14,8 @@ def write_text(folder: Path) -> None:
     """Writes text.jsonl, a few documents."""
     with open(folder / "text.jsonl", "w", encoding="utf-8") as file:
         file.writelines(json.dumps({"text": text}) + "\n" for text in corpus.documents(0, 0.003, "train"))
+
+
+def read_conversations(source: Where, log: Callable[[str], None] | None = None) -> Iterator[list[Message]]:
+    """The messages alone of `conversation_rows`."""
+    return (row.messages for row in conversation_rows(source, log))

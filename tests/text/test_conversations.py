@@ -10,8 +10,9 @@ import pytest
 
 from quern.text.chat import parts, render, validate
 from quern.text.conversations import to_messages
-from quern.text.documents import conversation_rows, read_conversations
+from quern.text.documents import conversation_rows
 from quern.text.tokenizer import Tokenizer
+from tests.support.small_text import read_conversations
 
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 BRIEF = {"role": "system", "content": "Be brief."}

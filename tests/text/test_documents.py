@@ -11,8 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from quern.text import formats
-from quern.text.documents import read, read_conversations
+from quern.text.documents import read
 from quern.text.sources import files
+from tests.support.small_text import read_conversations
 
 TEXTS = ["Hello there.", "大家好，世界。", "مرحبا بالعالم", "👩‍👩‍👧‍👦 e\u0301", "line one\nline two\r\n", "0"]
 

@@ -12,8 +12,9 @@ import pytest
 from pyarrow import csv
 
 from quern.text import formats
-from quern.text.documents import read, read_conversations
+from quern.text.documents import read
 from quern.text.sources import Listing, entry_of, list_source
+from tests.support.small_text import read_conversations
 
 TRICKY = ['say "hi"', "two\nlines", "two\r\nlines", "a,b", "tab\there", "köln 世界 😀", " padded ", "x" * 200_000]
 
