@@ -1,4 +1,4 @@
-"""The built-in world's held-out questions: facts, sums, word problems, spelling, counting, multiple choice.
+"""The built-in world's held-out questions: facts, sums, word problems, spelling, counting, multiple choice, small talk.
 
 The model answers in its own words, with tools. The questions depend only on (seed, count), so every stage of a run is
 asked the same questions.

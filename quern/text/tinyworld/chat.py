@@ -1,5 +1,7 @@
 """The tinyworld's conversations for supervised fine-tuning: one to three exchanges with the assistant quern.
 
+People type small talk as they do, with slips; what an evaluation says has slips that no conversation has.
+
 Conversations ask in the wordings of training only. One pair of (character, relation) in four is never asked in a
 conversation, so the evaluation also asks for facts that only the documents tell.
 """
