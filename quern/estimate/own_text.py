@@ -25,9 +25,9 @@ ENOUGH_BYTES = 100_000
 """From here on, a model writes more words of its own than it repeats."""
 MINUTES = 10.0
 """The training time of `quern run` on a text of one's own, where no length is asked for."""
-MOST_DEPTH = 7
-"""Deeper recipes have other contexts and batches, and are asked for."""
-E, A, B = 1.0, 13.7, 56.1
+LEAST_DEPTH, MOST_DEPTH = 2, 7
+"""One layer copies no phrases; recipes of 8 and more have other contexts and batches. Both are asked for."""
+E, A, B = 1.0, 18.4, 54.2
 N_EXPONENT, D_EXPONENT = 0.34, 0.28
 REPEATS_WORTH = 2.0
 """The constant R* of the law of repeated text: reading it ever again is worth at most so many readings of new text. Of
@@ -85,7 +85,7 @@ def best_depth(recipe: Recipe, text_bytes: float, bytes_per_token: float, flops:
         parameters = parameters_of(replace(recipe, depth=depth))
         return bits_per_byte(parameters, text_bytes, flops / (6 * parameters) * bytes_per_token)
 
-    return min(range(1, MOST_DEPTH + 1), key=loss)
+    return min(range(LEAST_DEPTH, MOST_DEPTH + 1), key=loss)
 
 
 def expectation(parameters: float, text_bytes: float, read_bytes: float) -> list[str]:
