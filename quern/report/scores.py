@@ -61,13 +61,17 @@ class ScoreRow:
 
 @dataclass(frozen=True)
 class ScoreTable:
-    """Scores of the stages (name, title). chart: whether they are shares, which the page draws in a plot above it."""
+    """Scores of the stages (name, title).
+
+    chart: whether they are shares, which the page draws in a plot above it; folded: whether the page folds the table.
+    """
 
     title: str
     introduction: str
     stages: list[tuple[str, str]]
     rows: list[ScoreRow]
     chart: bool
+    folded: bool
 
 
 @dataclass(frozen=True)
@@ -135,18 +139,21 @@ def score_tables(run: RunRecords) -> list[ScoreTable | ScorePlot]:
     """
     stages, rows = score_stages(run), score_rows(run)
 
-    def table(title: str, introduction: str, wanted: Callable[[str], bool], chart: bool = False) -> list[ScoreTable]:
-        own = sorted((row for row in rows if wanted(row.metric)), key=lambda row: row.metric == MEAN)
+    def table(
+        title: str, introduction: str, wanted: Callable[[ScoreRow], bool], chart: bool = False, folded: bool = False
+    ) -> list[ScoreTable]:
+        own = sorted((row for row in rows if wanted(row)), key=lambda row: row.metric == MEAN)
         shown = [at for at in range(len(stages)) if any(row.scores[at] for row in own)]
         own = [ScoreRow(row.task, row.metric, row.detail, [row.scores[at] for at in shown]) for row in own]
         titles = [(stages[at], STAGE_TITLES.get(stages[at], stages[at])) for at in shown]
-        return [ScoreTable(title, introduction, titles, own, chart)] if own else []
+        return [ScoreTable(title, introduction, titles, own, chart, folded)] if own else []
 
     centred = CENTRED if any(row.metric == MEAN for row in rows) else ""
-    tasks = table("Task", INTRODUCTION + centred, _of_questions, chart=True)
-    texts = table("Text", f"{TEXTS} {_example(rows)}".strip(), lambda metric: metric == "bpb")
-    others = table("Measure", "", lambda metric: metric != "bpb" and not _of_questions(metric))
-    return [*(plot for one in tasks for plot in _plot(one)), *tasks, *texts, *others]
+    tasks = table("Task", INTRODUCTION + centred, lambda row: _of_questions(row.metric), chart=True, folded=True)
+    texts = table("Text", f"{TEXTS} {_example(rows)}".strip(), lambda row: row.metric == "bpb" and "/" not in row.task)
+    kinds = table("Kind of text", "", lambda row: row.metric == "bpb" and "/" in row.task, folded=True)
+    others = table("Measure", "", lambda row: row.metric != "bpb" and not _of_questions(row.metric))
+    return [*(plot for one in tasks for plot in _plot(one)), *tasks, *texts, *kinds, *others]
 
 
 def _example(rows: list[ScoreRow]) -> str:
