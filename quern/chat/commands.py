@@ -49,16 +49,14 @@ def run(
     log: Callable[[str], None],
     **how: Any,
 ) -> None:
-    """Asks one question, or talks with the terminal or a pipe.
+    """Asks the question `prompt`, or without one talks with the terminal or a pipe. how: sampling, max_tokens, seed.
 
     Args:
-        engine: Engine of the model that replies.
-        stage: The model's stage.
-        prompt: The one question; None for a conversation.
+        engine, stage: Engine and stage of the model that replies.
+        prompt: The question, or the text to continue.
         completing: Continue texts, also if the model can answer.
         history: The file that keeps the lines of a terminal.
         log: Takes lines for the user that are no output.
-        how: Sampling, max_tokens and seed.
     """
     console = Console()
     coloured = console.color_system is not None and not console.no_color

@@ -127,7 +127,7 @@ TOOLS: dict[str, tuple[Callable[[Arguments, str], int], str]] = {
 }
 
 
-def main(arguments: Arguments) -> int:
+def main(arguments: Arguments, log: Callable[[str], None]) -> int:
     """Runs a tool and returns its exit code. Raises SystemExit after the help."""
     if not arguments or arguments[0] in check_flags.HELP:
         tools = listed({name: summary for name, (_, summary) in TOOLS.items()})

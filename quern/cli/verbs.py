@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from quern.flags.check_flags import read
 from quern.flags.recipe_flags import Arguments, refuse_idle
 from quern.flags.recipe_flags import parse as parse_flags
 from quern.process import to_stderr as log_to_stderr
-from quern.recipes import chosen_recipe, load_recipe, recipe_names
+from quern.recipes import chosen_recipe, recipe_names
 from quern.records import find_trackers
 from quern.runs.run_dir import NAME, RunDir
 from quern.validate import install
@@ -332,12 +333,6 @@ def verb_report(verb: str, rest: Arguments) -> int:
     return 0
 
 
-def verb_runs(verb: str, rest: Arguments) -> int:
-    from quern.runs import manage
-
-    return manage.main(rest, log, described(verb))
-
-
 def verb_bench(verb: str, rest: Arguments) -> int:
     if rest[:1] == ("gpu",):  # it has its own flags
         from quern.bench.gpu.options import parse as parse_gpu
@@ -355,28 +350,14 @@ def verb_bench(verb: str, rest: Arguments) -> int:
     return command.run(options, log)
 
 
-def verb_export(verb: str, rest: Arguments) -> int:
-    from quern.interop import command as interop
+def in_file(path: str, told: bool = True) -> Callable[[str, Arguments], int]:
+    """A verb whose file, module:function, reads its own flags. told: it takes the verb's description, too."""
 
-    return interop.export(rest, log, described(verb))
+    def run(verb: str, rest: Arguments) -> int:
+        module, _, function = path.partition(":")
+        return getattr(import_module(module), function)(rest, log, *([described(verb)] if told else []))
 
-
-def verb_import(verb: str, rest: Arguments) -> int:
-    from quern.interop import command as interop
-
-    return interop.import_model(rest, log, load_recipe("llama")[0], described(verb))
-
-
-def verb_grug(verb: str, rest: Arguments) -> int:
-    from quern.stages.jax import command as jax_command
-
-    return jax_command.main(rest, log)
-
-
-def verb_lab(verb: str, rest: Arguments) -> int:
-    from quern.cli.lab import main
-
-    return main(rest)
+    return run
 
 
 VERBS: dict[str, Callable[[str, Arguments], int]] = {
@@ -391,10 +372,10 @@ VERBS: dict[str, Callable[[str, Arguments], int]] = {
     "chat": verb_chat,
     "serve": verb_serve,
     "report": verb_report,
-    "runs": verb_runs,
+    "runs": in_file("quern.runs.manage:main"),
     "bench": verb_bench,
-    "export": verb_export,
-    "import": verb_import,
-    "grug": verb_grug,
-    "lab": verb_lab,
+    "export": in_file("quern.interop.command:export"),
+    "import": in_file("quern.interop.command:import_model"),
+    "grug": in_file("quern.stages.jax.command:main", told=False),
+    "lab": in_file("quern.cli.lab:main", told=False),
 }

@@ -20,6 +20,7 @@ from quern.flags import check_flags
 from quern.flags.check_flags import UNSAID
 from quern.flags.recipe_flags import Arguments
 from quern.recipe import Recipe
+from quern.recipes import load_recipe
 from quern.runs.run_dir import RunDir
 
 HF_DTYPES = ("fp32", "bf16")
@@ -133,11 +134,10 @@ class ImportOptions:
     """The text for evaluation."""
 
 
-def import_model(arguments: Sequence[str], log: Callable[[str], None], recipe: Recipe, description: str) -> int:
-    """recipe: the recipe of the architecture; the folder determines its shape."""
+def import_model(arguments: Sequence[str], log: Callable[[str], None], description: str) -> int:
     options = check_flags.read(ImportOptions, arguments, prog="quern import", description=description)
     from quern.interop import import_hf
 
-    run_dir, recipe = RunDir(options.out, options.run), replace(recipe, data=options.data)
+    run_dir, recipe = RunDir(options.out, options.run), replace(load_recipe("llama")[0], data=options.data)
     import_hf.run(options.folder, run_dir, recipe, stage=options.stage, tokenizer=options.tokenizer, log=log)
     return 0

@@ -314,7 +314,7 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
         ),
         (
             "prepare --text.separator x",
-            "--text.separator separates the documents of .txt and .md files of your own: leave",
+            "--text.separator separates the documents of text files of your own: leave",
         ),
         ("run --data a.txt --text.separator=", "text.separator is empty: give the mark that ends a document"),
         ("pretrain --data a.bin --text.column body", "--text.column names what holds the text in a --data of your own"),
