@@ -41,7 +41,7 @@ def counted(number: int, noun: str) -> str:
 def listed(texts: Mapping[str, str]) -> str:
     """Names and their texts in two columns, wrapped at the width of the terminal."""
     room, width = max(map(len, texts)) + 4, shutil.get_terminal_size().columns
-    rows = [textwrap.wrap(text, max(20, width - room)) for text in texts.values()]
+    rows = [textwrap.wrap(text, max(20, width - 1 - room)) for text in texts.values()]
     return "\n".join(
         f"{f'  {name}' if not line else '':{room}}{part}"
         for name, parts in zip(texts, rows, strict=True)

@@ -25,10 +25,12 @@ from quern.generate.sampling import Sampling
 from quern.records import read_regular
 from quern.stages.complete import complete
 from quern.temporaries import write_whole
+from quern.terminal import listed
 from quern.text.chat import parts
 from quern.text.conversations import to_messages
 from quern.text.printable import printable
 from quern.text.tokenizer import well_formed
+from quern.validate import nearest
 
 ENDS = ("", "exit", "quit", "/exit", "/quit")
 HELP = "Ask something. exit or an empty line ends the chat; /help lists the commands."
@@ -124,7 +126,7 @@ def run_command(conversation: Conversation, line: str) -> None:
     command = COMMANDS.get(name.replace("-", "_"))
     if command is None:
         raise ValueError(
-            f"there is no command {name}: use one of {', '.join(COMMANDS)}; a question that begins with / goes "
+            f"there is no command {name}{nearest(name, COMMANDS)}; /help lists all; a question that begins with / goes "
             f"between {QUOTES} and {QUOTES}"
         )
     if text and not command.takes:
@@ -137,12 +139,10 @@ def greeting(conversation: Conversation) -> str:
 
 
 def show_help(conversation: Conversation, text: str) -> None:
-    rows = [(f"{name} {command.takes}", command.help) for name, command in COMMANDS.items() if command.help]
-    rows.append((f"/{SETTINGS[0]} NUMBER", "changes how replies are made; shows all settings without NUMBER"))
-    width = max(len(usage) for usage, _ in rows)
-    lines = [f"  {usage:{width}}  {about}" for usage, about in rows]
+    texts = {f"{name} {command.takes}": command.help for name, command in COMMANDS.items() if command.help}
+    texts[f"/{SETTINGS[0]} NUMBER"] = "changes how replies are made; shows all settings without NUMBER"
     others = f"  Likewise {', '.join(f'/{name}' for name in SETTINGS[1:])}."
-    conversation.put("\n".join([*lines, others, ENTRIES, ""]))
+    conversation.put("\n".join([listed(texts), others, ENTRIES, ""]))
 
 
 def complete_or_chat(conversation: Conversation, text: str, completing: bool) -> None:

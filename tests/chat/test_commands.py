@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from quern.chat.commands import COMMANDS, talk
+from quern.chat.commands import talk
 from quern.chat.conversation import Conversation
 from quern.chat.xray import token_name, xray
 from quern.field_types import Seed, annotations_of, refuse_outside
@@ -82,7 +82,7 @@ def test_an_unknown_command_is_refused_with_the_others_and_not_sent(chat: Chat) 
     shown = chat.enter("/sytem You", "/new x", "/etc/hosts, what is it?")
     assert chat.engine.asked == [] and shown.count("\n") == 3
     first, second, third = shown.splitlines()
-    assert "there is no command /sytem: use one of /help, " in first and all(name in first for name in COMMANDS)
+    assert "there is no command /sytem; nearest: /system; /help lists all; a question that begins with /" in first
     assert second == "(/new takes nothing after it)" and "no command /etc/hosts" in third
 
 
