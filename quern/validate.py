@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import codecs
 import difflib
 from collections.abc import Collection
 from dataclasses import fields
@@ -74,12 +75,24 @@ def check(recipe: Recipe) -> None:
         _refuse(value is not None and not value.strip(), f"{name} is empty: name a file, a folder or a data set")
     _check_sources(recipe)
     _refuse(recipe.text.separator == "", "text.separator is empty: give the mark that ends a document")
+    _refuse(
+        not is_encoding(recipe.text.encoding),
+        f"text.encoding is auto, utf-8, cp1252 or the like, not {recipe.text.encoding}",
+    )
     _refuse(not recipe.text.column, "text.column is empty: name the column or the key that holds the text")
     _refuse(not recipe.text.split, "text.split is empty: name a split of the data set, such as train")
     for name, choices in CHOICES.items():
         part, _, field = name.partition(".")
         value = getattr(getattr(recipe, part), field)
         _refuse(value not in choices, f"{flag(name)} must be one of {', '.join(choices)}, not {value}")
+
+
+def is_encoding(name: str) -> bool:
+    """Whether text can have an encoding of this name."""
+    try:
+        return name == "auto" or bool(codecs.lookup(name))
+    except (LookupError, ValueError):
+        return False
 
 
 def _refuse_unused(recipe: Recipe) -> None:

@@ -97,7 +97,7 @@ def verb_prepare(verb: str, rest: Arguments) -> int:
     from quern.stages.prepare_tokens import write_tokens
     from quern.text.tokenizer import compression_report
 
-    recipe = resolve(fit_vocabulary(options.recipe))
+    recipe = resolve(fit_vocabulary(options.recipe, options.out))
     if verb == "tokenizer":
         source = open_source(recipe, options.out, log)
         tokenizer = train_tokenizer(recipe, source, options.out, log)

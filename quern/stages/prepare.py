@@ -83,19 +83,20 @@ class Prepared:
         return self.facts["tokenizer"]["compression"][0]["bytes_per_token"]
 
 
-def own_megabytes(recipe: Recipe) -> float | None:
+def own_megabytes(recipe: Recipe, out: Path) -> float | None:
     """The size of the text that the recipe names, without reading it; None if it is no text of the user's own, or is
     compressed."""
     paths = None if recipe.data == "tinyworld" or is_tokens(recipe.data) else data_paths(recipe.data)
     if paths is None:
         return None
-    return text_megabytes(list_source(paths, DOCUMENTS, recipe.include, recipe.exclude), recipe.text.column)
+    listing = list_source(paths, DOCUMENTS, recipe.include, recipe.exclude).without(out)
+    return text_megabytes(listing, recipe.text.column)
 
 
-def fit_vocabulary(recipe: Recipe) -> Recipe:
+def fit_vocabulary(recipe: Recipe, out: Path) -> Recipe:
     """The recipe with the vocabulary that fits a text of the user's own, unless it has one."""
     text = recipe.text
-    if text.vocab_size is not None or text.tokenizer is not None or (megabytes := own_megabytes(recipe)) is None:
+    if text.vocab_size is not None or text.tokenizer is not None or (megabytes := own_megabytes(recipe, out)) is None:
         return recipe
     return replace(recipe, text=replace(text, vocab_size=vocabulary(megabytes)))
 
@@ -140,7 +141,7 @@ def _of_files(recipe: Resolved, out: Path, log: Callable[[str], None]) -> Source
     copy = local_copy(paths[0], TRAIN, "documents", lambda line: log(f"text: {line}")) if alone else None
     given, its_val = copy or (paths, public and public.val)
     val: Where | None = Path(recipe.val) if recipe.val else its_val or None
-    listings = {"text": public.listing() if public else list_source(given, DOCUMENTS, *chosen)}
+    listings = {"text": public.listing() if public else list_source(given, DOCUMENTS, *chosen).without(out)}
     train = listings["text"].files
     if val is not None:
         listings["validation text"] = list_source(val, DOCUMENTS)

@@ -5,6 +5,8 @@ Links are followed. No file or folder is listed twice, even if several links lea
 the source. Sizes are in bytes on disk. formats.py opens the files.
 """
 
+from __future__ import annotations
+
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
@@ -64,12 +66,18 @@ class Listing:
     def files(self) -> list[Path]:
         return [entry.path for entry in self.read]
 
+    def without(self, folder: Path) -> Listing:
+        """The listing without what is in a folder, such as that of the outputs."""
+        away = [
+            tuple(e for e in part if folder.resolve() not in e.path.resolve().parents) for part in vars(self).values()
+        ]
+        return Listing(*away)
+
     def lines(self, what: str) -> list[str]:
         """Lines for the user about read and ignored files, each starting with `what`."""
         lines = [f"{what}: reading {_counts(self.read)}"]
         if self.ignored:
-            convertible = not can_convert() and any(format_of(entry.path) in CONVERTED for entry in self.ignored)
-            lines.append(f"{what}: ignoring {_counts(self.ignored)}{f'; {MARKITDOWN}' if convertible else ''}")
+            lines.append(f"{what}: ignoring {_counts(self.ignored)}{_needs(self.ignored)}")
         return lines
 
 
@@ -115,10 +123,10 @@ def list_source(
     if source.is_file():
         entry = entry_of(source, source.stat().st_size)
         if not _is_readable(entry, formats) and not ("" in formats and _is_other_text(source)):
-            text = "" in formats and format_of(source) in CONVERTED
-            raise ValueError(
-                f"cannot read {source}: {MARKITDOWN if text else f'its name must end in {_accepted(formats)}'}"
-            )
+            instead = f"its name must end in {_accepted(formats)}{_needs([entry])}"
+            if "" in formats and format_of(source) == ".rtf":
+                instead = "save it as .docx, .html or .txt"
+            raise ValueError(f"cannot read {source}: {instead}")
         return Listing((entry,), ())
     if not source.is_dir():
         raise FileNotFoundError(f"there is no file or folder {source}")
@@ -138,10 +146,9 @@ def list_source(
     ignored = tuple(entry for entry, use in zip(found, flags, strict=True) if not use)
     if not read:
         there_are = f" (it holds {_counts(ignored)})" if ignored else ""
-        needs = f"; {MARKITDOWN}" if any(format_of(entry.path) in CONVERTED for entry in ignored) else ""
         matches = f" and matches {include}" if include else ""
         raise FileNotFoundError(
-            f"nothing to read in {source}{there_are}: no file ends in {_accepted(formats)}{matches}{needs}"
+            f"nothing to read in {source}{there_are}: no file ends in {_accepted(formats)}{matches}{_needs(ignored)}"
         )
     return Listing(read, ignored)
 
@@ -209,7 +216,12 @@ def _is_readable(entry: Entry, formats: Sequence[str]) -> bool:
 
 def _is_other_text(path: Path) -> bool:
     """Whether a file of an unknown format looks like text."""
-    return format_of(path) not in (*CONVERTED, "") and looks_like_text(path)
+    return format_of(path) not in (*CONVERTED, ".rtf", "") and looks_like_text(path)
+
+
+def _needs(entries: Iterable[Entry]) -> str:
+    """The end of a message about files that are not read: the extra that would read some of them."""
+    return f"; {MARKITDOWN}" if not can_convert() and any(format_of(one.path) in CONVERTED for one in entries) else ""
 
 
 def _matches(inside: Path, patterns: str) -> bool:

@@ -18,9 +18,11 @@ def test_the_vocabulary_follows_from_the_text_unless_it_is_given(tmp_path: Path)
     (tmp_path / "a.txt").write_text("x" * 100_000, encoding="utf-8")
     own = replace(RECIPE, data=str(tmp_path))
     given = replace(own, text=replace(own.text, vocab_size=700))
-    assert own_megabytes(own) == 0.1 and own_megabytes(RECIPE) is own_megabytes(replace(own, data="nowhere")) is None
-    assert fit_vocabulary(own) == replace(own, text=replace(own.text, vocab_size=512))
-    assert fit_vocabulary(given) is given and fit_vocabulary(RECIPE) is RECIPE  # the built-in world's stays
+    out = tmp_path / "out"
+    assert own_megabytes(own, out) == 0.1 and own_megabytes(RECIPE, out) is None
+    assert own_megabytes(replace(own, data="nowhere"), out) is None
+    assert fit_vocabulary(own, out) == replace(own, text=replace(own.text, vocab_size=512))
+    assert fit_vocabulary(given, out) is given and fit_vocabulary(RECIPE, out) is RECIPE  # the built-in world's stays
 
 
 def test_the_law_is_the_published_one_and_repeated_text_counts_less() -> None:
@@ -56,3 +58,5 @@ def test_a_text_too_short_to_learn_from_is_refused_and_leaves_no_run(
     assert not list((tmp_path / "out").rglob("*.json"))
     assert main.main(["run", *flags, "--chat", "--no-sft"]) == 1
     assert "leave one of them out" in capsys.readouterr().err
+    assert main.main(["prepare", *flags[:4], "--text.encoding", "klingon"]) == 1
+    assert "text.encoding is auto, utf-8, cp1252 or the like, not klingon" in capsys.readouterr().err

@@ -108,8 +108,14 @@ def test_papers_and_pages_are_read_by_the_extra_or_it_is_named(tmp_path: Path, m
         list(read(tmp_path / "c.pdf"))
     monkeypatch.setattr(sources, "can_convert", lambda: False)
     assert list_source(tmp_path, DOCUMENTS).lines("text")[1].endswith("run .venv/bin/pip install -e '.[documents]'")
-    with pytest.raises(ValueError, match="cannot read .*a.html: papers, books and pages need the extra `documents`"):
+    with pytest.raises(
+        ValueError, match="cannot read .*a.html: .*; papers, books and pages need the extra `documents`"
+    ):
         list_source(tmp_path / "a.html", DOCUMENTS)
+    (tmp_path / "d.rtf").write_text("{\\rtf1 Hello.}", encoding="utf-8")
+    with pytest.raises(ValueError, match="cannot read .*d.rtf: save it as .docx"):
+        list_source(tmp_path / "d.rtf", DOCUMENTS)
+    assert list_source(tmp_path, DOCUMENTS).without(tmp_path).files == []
     (tmp_path / "c.srt").write_text("1\n00:00:01,000 --> 00:00:02,000\nHello.\n\n2\n", encoding="utf-8")
     assert list(read(tmp_path / "c.srt")) == ["Hello.\n\n"]
 
