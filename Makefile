@@ -57,8 +57,8 @@ quickstart: $(STAMP)
 	$(BIN)/quern run --run quickstart --train.minutes 4.5 --optim.batch-exponent 0.5 --text.val-megabytes 0.2
 	@echo
 	@echo "The report:         out/runs/quickstart/report.html"
-	@echo "Talk to the model:  $(BIN)/quern chat --run quickstart"
-	@echo "Serve it:           $(BIN)/quern serve --run quickstart"
+	@echo "Talk to the model:  $(BIN)/quern chat quickstart"
+	@echo "Serve it:           $(BIN)/quern serve quickstart"
 	@echo "Your own text:      $(BIN)/quern run --data path/to/texts --run mine"
 	@echo "A larger model:     $(BIN)/quern run --depth 8 --run larger"
 
