@@ -122,6 +122,8 @@ class RunDir:
 
     def tokenizer_copy(self, mark: str | None) -> str:
         """The location of another copy of the run's tokenizer, for messages. mark: the start of its fingerprint."""
+        from quern.text.tokenizer import Tokenizer
+
         for copy in sorted((self.out / "tokenizers").glob("*.json")):
             try:
                 found = Tokenizer.load(copy).fingerprint
