@@ -230,11 +230,12 @@ def verb_evaluate(verb: str, rest: Arguments) -> int:
 
 def verb_run(verb: str, rest: Arguments) -> int:
     from quern.interop import command as interop
-    from quern.stages import run_all
-    from quern.train import launch
 
     options, source = parse(verb, rest := interop.plan(rest), RunAllOptions)
     interop.refuse_plan(options.program, options.recipe)
+    from quern.stages import run_all
+    from quern.train import launch
+
     asked = {"questions": options.questions, "chat": options.chat, "sft": options.sft}
     work = functools.partial(run_all.run, options.recipe, **asked)
     code = on_ranks(verb, rest, options, source, work, "before the report was written: the same command continues")
