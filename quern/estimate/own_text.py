@@ -35,7 +35,7 @@ large models on web text it is 15; small ones memorise a small text sooner."""
 PARAMETERS_PER_BYTE = 5
 EXPECTED = (
     (1.75, "sentences that hold together for a while"),
-    (2.05, "sentences that read like the text and make little sense"),
+    (2.15, "sentences that read like the text and make little sense"),
     (2.4, "the text's words and phrases, in a grammar that comes and goes"),
     (2.9, "the text's most common words, with invented ones between them"),
     (math.inf, "letters that look like words"),
