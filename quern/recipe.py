@@ -292,12 +292,11 @@ class Recipe(Generic[Gap]):
     """(texts, split) → texts: filters or mixes the documents of "train" or "val"; by default all, in order."""
     name: str = "gpt"
     depth: Annotated[int, Interval(ge=1, le=1000)] = 4
-    """The one dial: layers, and through them width, vocabulary, context, batch, rates and horizon. For a text of your
-    own, the depth that learns most in the time, and 10 minutes, unless you set one of them."""
+    """The one dial: layers, and through them width, vocabulary, context, batch, rates and horizon. Open for a text of
+    your own, it follows from the time."""
     data: str = "tinyworld"
-    """tinyworld, files, folders or patterns (text, code, .jsonl, .json, .csv, .tsv, .parquet, .gz, .zst; .bin of
-    tokens), - for standard input, https://… of a file, a public data set by name, or
-    hf:OWNER/NAME[:CONFIG][@REVISION]. A recipe file names several in several lines."""
+    """tinyworld, files, folders or patterns (text, code, tables, papers; .bin of tokens), - for standard input,
+    https://…, a public data set by name, or hf:OWNER/NAME[:CONFIG][@REVISION]; in a recipe file, one in each line."""
     include: str | None = None
     """Patterns, separated by spaces, of which a file in a folder of --data must match one, such as '*.py'."""
     exclude: str | None = None

@@ -57,7 +57,7 @@ FOLLOWING = (
 """Fields of the shape that a verb which trains fills in."""
 FINE_TUNING = " ".join(FOR_FINE_TUNING)
 RL = Refusal("rl", "is for reinforcement learning: give it to `quern rl`")
-OFTEN = "depth data include exclude conversations train.steps train.minutes"
+OFTEN = "depth data conversations train.steps train.minutes"
 """The fields of a recipe that --help shows, with those of the part that has the verb's name; --help-all shows all."""
 WORKERS = Refusal(
     "workers",

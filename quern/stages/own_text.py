@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quern.estimate.own_text import LEAST_BYTES, MINUTES, best_depth
+from quern.estimate.own_text import LEAST_BYTES, MINUTES, MOST_READINGS, best_depth
 from quern.machine import measure_peak_flops
 from quern.recipe import Recipe
 from quern.stages.prepare import Prepared, fit_vocabulary
@@ -48,6 +48,20 @@ def fit_depth(recipe: Recipe, session: Session, prepared: Prepared) -> Recipe:
         "--train.minutes set others"
     )
     return replace(recipe, depth=depth)
+
+
+def fit_readings(recipe: Recipe, session: Session, prepared: Prepared) -> Recipe:
+    """The recipe with fewer steps, where its time was not asked for and reads a small text too often."""
+    steps, batch_tokens = recipe.train.steps, recipe.train.batch_tokens
+    assert steps is not None and batch_tokens is not None
+    most = max(1, MOST_READINGS * prepared.train.num_tokens // batch_tokens)
+    if steps <= most or set(LENGTHS) & set(session.named):
+        return recipe
+    session.log(
+        f"{most:,} steps instead, which read the text {MOST_READINGS} times: read more often, it is learned by heart; "
+        "more text helps, and --train.minutes asks for another time"
+    )
+    return replace(recipe, train=replace(recipe.train, minutes=None, steps=most))
 
 
 def _has_open_depth(recipe: Recipe, session: Session) -> bool:

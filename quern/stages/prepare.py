@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import islice
@@ -89,8 +89,14 @@ def own_megabytes(recipe: Recipe, out: Path) -> float | None:
     paths = None if recipe.data == "tinyworld" or is_tokens(recipe.data) else data_paths(recipe.data)
     if paths is None:
         return None
-    listing = list_source(paths, DOCUMENTS, recipe.include, recipe.exclude).without(out)
-    return text_megabytes(listing, recipe.text.column)
+    return text_megabytes(_listed(paths, recipe, out), recipe.text.column)
+
+
+def _listed(paths: Sequence[Path], recipe: Recipe, out: Path) -> Listing:
+    """The files of a text, without the output folder where that is in one of its folders."""
+    listing = list_source(paths, DOCUMENTS, recipe.include, recipe.exclude)
+    inside = any(path.resolve() in out.resolve().parents for path in paths)
+    return listing.without(out) if inside else listing
 
 
 def fit_vocabulary(recipe: Recipe, out: Path) -> Recipe:
@@ -141,7 +147,7 @@ def _of_files(recipe: Resolved, out: Path, log: Callable[[str], None]) -> Source
     copy = local_copy(paths[0], TRAIN, "documents", lambda line: log(f"text: {line}")) if alone else None
     given, its_val = copy or (paths, public and public.val)
     val: Where | None = Path(recipe.val) if recipe.val else its_val or None
-    listings = {"text": public.listing() if public else list_source(given, DOCUMENTS, *chosen).without(out)}
+    listings = {"text": public.listing() if public else _listed(given, recipe, out)}
     train = listings["text"].files
     if val is not None:
         listings["validation text"] = list_source(val, DOCUMENTS)

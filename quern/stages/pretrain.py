@@ -24,7 +24,7 @@ from quern.runs.public_data import with_shards
 from quern.runs.training import fit_to_text, make_batches, ready_model, validation
 from quern.stages.complete import GOES_ON, continuations, continued
 from quern.stages.open_data import open_data
-from quern.stages.own_text import fit_depth, fit_time
+from quern.stages.own_text import fit_depth, fit_readings, fit_time
 from quern.stages.prepare import Prepared, own_megabytes, prepare
 from quern.stages.session import Session, main_first
 from quern.terminal import counted, duration, human_size
@@ -86,6 +86,8 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
     if recipe.train.minutes is not None:
         steps = _fit_minutes(recipe, asked, session, began, model, prepared.train)
         asked = replace(asked, train=replace(asked.train, **steps))
+        if own is not None:
+            asked = fit_readings(asked, session, prepared)
         recipe = fit_to_text(resolve(asked), prepared.tokenizer, prepared.train)
         model.initialize(recipe.seed)
     first = began or (None if start is None else start.origin_in(run_dir))
