@@ -3,7 +3,7 @@
 Hypothesis: what changes nothing makes no difference.
 Source: a known answer, to test a rung of the ladder with.
 Expected effect: no difference.
-Verdict: not yet measured.
+Verdict: no difference on rung 0 (+0.0000 bits per byte, 3 pairs). Study ladder.
 """
 
 from dataclasses import replace

@@ -293,6 +293,8 @@ def test_a_rung_sets_what_an_idea_leaves_open() -> None:
         at_rung(replace(RECIPE, model=replace(RECIPE.model, width=128)), rung)
     same = replace(RECIPE, name="other", train=replace(RECIPE.train, log_every=3))
     assert numbers(at_rung(same, rung)) == numbers(recipe)
+    read = replace(RECIPE, include="*.txt", text=replace(RECIPE.text, encoding="cp1252"))
+    assert numbers(at_rung(read, rung)) == numbers(recipe), "the record names the text"
     changed = replace(RECIPE, optim=replace(RECIPE.optim, head_lr=0.5))
     assert numbers(at_rung(changed, rung)) != numbers(recipe)
 

@@ -45,7 +45,7 @@ RUNGS: Mapping[int, Rung] = {
 """By number. Two tokens for each parameter of matrices and head on every rung: of the sizes that train for 80 s on one
 core, those with more tokens score better at equal FLOPs, but hardly better than a trigram (docs/ladder.md)."""
 
-UNRELATED = ("schema", "name", "data", "val", "conversations", "sft", "rl", "shards", "seed", "data_seed")
+UNRELATED = "schema name data include exclude text.encoding val conversations sft rl shards seed data_seed".split()
 """Parts of a recipe that do not decide what a trial learns, or that its record names apart."""
 
 
@@ -70,11 +70,9 @@ def at_rung(recipe: Recipe, rung: Rung) -> Recipe:
 def numbers(recipe: Recipe) -> str:
     """Returns 16 hex digits of a recipe's resolved numbers. Verdicts on others are on an old baseline."""
     body: dict[str, Any] = resolve(recipe).to_json()
-    for name in UNRELATED:
-        body.pop(name, None)
-    for name in OPERATIONAL:
-        part, _, field = name.partition(".")
-        body[part].pop(field, None)
+    for name in (*UNRELATED, *OPERATIONAL):
+        part, _, field = name.rpartition(".")
+        (body[part] if part else body).pop(field, None)
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
 
 
