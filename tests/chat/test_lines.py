@@ -193,7 +193,7 @@ def screen(tmp_path: Path) -> Iterator[Chat]:
 
 def test_a_terminal_has_prompts_line_editing_history_and_colours(screen: Chat, tmp_path: Path) -> None:
     greeting = screen.until("\r\n> ")
-    assert "\x1b[1;32m> \x1b[0m" in greeting
+    assert "\x1b[1;32m> " in greeting
     assert "Begin a text, and the model " in rows(greeting) and "continues it. exit or an " in rows(greeting)
     screen.type("\x1b[A\r")  # the up arrow: the line of an earlier chat
     assert "(temperature 0.25, " in screen.until("\r\n> ").replace("\x1b[2m", "")

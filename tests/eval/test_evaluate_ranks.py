@@ -73,7 +73,7 @@ def test_two_ranks_give_the_scores_and_the_answers_of_one(runs: Runs, alone: Fil
     found = runs.server(runs.command("both", *ASKED, "--chat-data", str(runs.folder), "--contamination"), counted=True)
     assert found["exits"] == [[0, 0]] and found["result"] == 0, found["said"]
     both = runs.files("both")
-    assert both.keys() == alone.keys() and len(both) == 12, "evaluate, samples, 3 of CORE, 6 of the world, 1 of chat"
+    assert both.keys() == alone.keys() and len(both) == 13, "evaluate, samples, 3 of CORE, 7 of the world, 1 of chat"
     for name in both.keys() - {"evaluate.jsonl"}:
         assert both[name] == alone[name], name
     for ours, theirs in zip(both["evaluate.jsonl"], alone["evaluate.jsonl"], strict=True):

@@ -128,7 +128,7 @@ def malformed() -> list[tuple[bytes, int]]:
         (post("/v1/nothing", b"{}"), 404),
         (chat(model="gpt-4"), 404),
         (chat(n=0), 400),
-        (chat(surprise=1), 400),
+        (chat(temperature="hot"), 400),
         (chat(stream=True, messages=[{"role": "user", "content": "long " * 400}]), 400),
         (chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 1}}}), 400),
         (post(RESPONSES, json.dumps({"model": MODEL, "input": []}).encode()), 400),
