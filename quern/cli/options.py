@@ -356,7 +356,7 @@ class ServeOptions(_ModelOptions):
     """The port to listen on; 0 picks a free one."""
     keys: Annotated[Path | None, UNSAID] = None
     """A file with the SHA-256 hash of an API key and the holder's name in each line, which `quern serve keys add NAME`
-    writes. Default: no key is asked for."""
+    writes; it is read again when it changes. Default: no key is asked for."""
     access_log: Annotated[Path | None, UNSAID] = None
     """Append a JSON line for each request, without its text. Default: no log."""
     prefix_megabytes: Annotated[float, Interval(ge=0, le=1e6), RARE] = 256.0

@@ -293,14 +293,14 @@ def verb_serve(verb: str, rest: Arguments) -> int:
         from quern.serve.gate import lan
         from quern.serve.gate.frontier import Gate
         from quern.serve.gate.hosts import Hosts
-        from quern.serve.gate.keys import Keys
+        from quern.serve.gate.keys import KeysFile
         from quern.serve.worker import Limits
     except ImportError as error:
         raise ImportError(f"serving needs extra packages ({error}): {install('serve')}") from error
     here = replicas.join()
     if here is None:  # a port that is taken is refused before the machine is tried out, which may compile
         command.listen(options.host, options.port).close()
-    keys = None if options.keys is None else Keys.read(options.keys)
+    keys = None if options.keys is None else KeysFile(options.keys, log)
     keys, invite = lan.admit(keys) if options.lan else (keys, None)
     run_dirs = [RunDir(options.where.out, run) for run in (options.where.run, *options.also)]
     for one in run_dirs:

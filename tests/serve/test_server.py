@@ -24,7 +24,7 @@ from quern.serve.answers import Chat
 from quern.serve.gate import lan
 from quern.serve.gate.frontier import Gate
 from quern.serve.gate.hosts import Hosts, host_name
-from quern.serve.gate.keys import Keys
+from quern.serve.gate.keys import Keys, KeysFile
 from quern.serve.routes import MAX_BODY_BYTES, MAX_MARKS, marks
 from quern.serve.schema import ChatRequest, parse_request
 from quern.serve.server import LOOPBACK, create_app, listen
@@ -284,7 +284,7 @@ def test_keys_guard_the_api_and_the_log_has_no_text(engine: Engine, tmp_path: Pa
     file, lines = tmp_path / "keys.txt", []
     digest = hashlib.sha256(b"open sesame").hexdigest()
     file.write_text(f"# who may ask\n{digest} ali   # until spring\n")
-    app = create_app({NAME: engine}, Gate(LOOPBACK, Keys.read(file), lines.append))
+    app = create_app({NAME: engine}, Gate(LOOPBACK, KeysFile(file, print), lines.append))
     good = {"authorization": "Bearer open sesame"}
     bad = ("", "Bearer sesame", f"Bearer {digest}", "Basic open sesame", "x")
     with running(app) as base:
@@ -317,16 +317,23 @@ def test_keys_are_added_shown_once_and_removed(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quern.cli.verbs.log", lines.append)
         key = keys("add", "ali")[0].split()[-1]
-        keys("add", "ben")
-        assert Keys.read(file).holder(f"Bearer {key}") == "ali" and key not in file.read_text()
+        server = KeysFile(file, lines.append)
+        other = keys("add", "ben")[0].split()[-1]
+        assert [server.holder(f"Bearer {one}") for one in (key, other, "x")] == ["ali", "ben", None]
+        assert key not in file.read_text()
         assert keys("list") == ["ali", "ben"]
         for wrong in (["add", "ali"], ["add", "two words"], ["remove", "cy"], ["add"]):
             with pytest.raises(ValueError, match=r"quern serve keys"):
                 keys(*wrong)
         keys("remove", "ali")
-        assert Keys.read(file).holder(f"Bearer {key}") is None and keys("list") == ["ben"]
+        assert server.holder(f"Bearer {key}") is None and keys("list") == ["ben"]
+        lines.clear()
+        file.rename(file.with_name("away"))
+        assert [server.holder(f"Bearer {one}") for one in (key, other)] == [None, "ben"]
+        assert len(lines) == 1 and "cannot be read" in lines[0] and lines[0].endswith("the keys from before are good")
+        file.with_name("away").rename(file)
         keys("remove", "ben")
-        assert "quern serve keys add" in keys("list")[0]
+        assert server.holder(f"Bearer {other}") is None and "quern serve keys add" in keys("list")[0]
 
 
 def test_the_link_for_a_phone_opens_the_server(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,8 +354,8 @@ def test_the_link_for_a_phone_opens_the_server(engine: Engine, monkeypatch: pyte
 @pytest.mark.parametrize("text", ["", "# nobody\n", "abc ali\n", f"{'0' * 64}\n", f"{'0' * 64} ali baba\n"])
 def test_a_file_without_good_keys_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "keys.txt").write_text(text)
-    with pytest.raises(ValueError, match=r"keys.txt.*SHA-256 hash of a key"):
-        Keys.read(tmp_path / "keys.txt")
+    with pytest.raises(ValueError, match=r"keys.txt.*(SHA-256 hash of a key|keys add NAME)"):
+        KeysFile(tmp_path / "keys.txt", print)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from quern.cli.main import main
 from quern.lab import arms
 from quern.lab.ladder import command as ladder
 from quern.lab.ladder.study import FILES as STUDY
-from quern.serve.gate.keys import Keys
+from quern.serve.gate.keys import KeysFile
 from quern.text.tinyworld import corpus
 from tests.support.small_text import write_text
 
@@ -69,7 +69,7 @@ def run(*arguments: str) -> int:
     if arguments[0] != "keys":
         return main([*arguments])
     try:
-        Keys.read(Path(arguments[1]))
+        KeysFile(Path(arguments[1]), print)
     except ValueError as error:
         print(f"quern serve: {error}", file=sys.stderr)
         return 1

@@ -53,18 +53,7 @@ class Keys:
     """API keys, of which only the SHA-256 hashes are known. hashes: hash → the holder's name."""
 
     def __init__(self, hashes: Mapping[bytes, str]) -> None:
-        self._hashes = dict(hashes)
-
-    @classmethod
-    def read(cls, path: Path) -> Keys:
-        """Reads a file with a hash in hexadecimal and a name in each line; "#" begins a comment.
-
-        Raises:
-            ValueError: The file cannot be read, a line is not a hash and a name, or there is none.
-        """
-        if not (hashes := _parse(path)):
-            raise ValueError(f"{path} has no key: write the SHA-256 hash of a key, then its holder's name")
-        return cls(hashes)
+        self._hashes = hashes
 
     def holder(self, authorization: str) -> str | None:
         """The name of the holder of the key in an Authorization header; None for a missing or wrong key."""
@@ -72,6 +61,43 @@ class Keys:
         asked = digest(key.strip())
         found = [name for known, name in self._hashes.items() if hmac.compare_digest(known, asked)]
         return found[0] if found and kind.lower() == "bearer" else None
+
+
+class KeysFile(Keys):
+    """The keys of a file, which is read again when it has changed.
+
+    Args:
+        path: Each line has a hash in hexadecimal and a name; "#" begins a comment.
+        log: Takes a line when the file has become unreadable: the keys that were read last stay.
+
+    Raises:
+        ValueError: The file cannot be read, a line is not a hash and a name, or there is none.
+    """
+
+    def __init__(self, path: Path, log: Callable[[str], None]) -> None:
+        self._path, self._log, self._seen = path, log, _version(path)
+        super().__init__(_parse(path))
+        if not self._hashes:
+            raise ValueError(f"{path} has no key: `quern serve keys add NAME` makes one")
+
+    def holder(self, authorization: str) -> str | None:
+        """The same as that of `Keys`, by the file as it is now."""
+        if (version := _version(self._path)) != self._seen:
+            self._seen = version
+            try:
+                self._hashes = _parse(self._path)
+            except ValueError as error:
+                self._log(f"{error}; until then, the keys from before are good")
+        return super().holder(authorization)
+
+
+def _version(path: Path) -> tuple[int, ...]:
+    """What changes when the file is written or replaced; () where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _parse(path: Path) -> dict[bytes, str]:
@@ -118,7 +144,7 @@ def change_keys(action: str, name: str, path: Path) -> list[str]:
             raise ValueError(f"{path} has no key of {name}: `quern serve keys list` names the holders")
         kept = [line for line in lines if line.partition("#")[0].split()[1:] != [name]]
         write_whole(path, "".join(f"{line}\n" for line in kept))
-        return [f"removed the key of {name}; a running server forgets it when it is started again"]
+        return [f"removed the key of {name} from {path}"]
     if name in holders:
         raise ValueError(f"{name} has a key in {path}: remove it first (quern serve keys remove {name})")
     key = new_key()
@@ -126,5 +152,5 @@ def change_keys(action: str, name: str, path: Path) -> list[str]:
     write_whole(path, "".join(f"{line}\n" for line in [*lines, f"{digest(key).hex()} {name}"]))
     return [
         f"the key of {name}, shown this once: {key}",
-        f"its hash is in {path}: start the server again with --keys {path}",
+        f"its hash is in {path}, which a server with --keys {path} reads again by itself",
     ]
