@@ -202,7 +202,7 @@ def test_a_study(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     recipes = {"gpt": {"depth": 4, "optim": {"lr": 0.1}}, "idea": {"depth": 4, "optim": {"lr": 0.2}}}
     (folder / "study.json").write_text(json.dumps({"base": "gpt", "delta": 0.002}))
-    arms = [{"arm": name, "recipe": recipe} for name, recipe in recipes.items()]
+    arms = [{"arm": name, "recipe": recipe, "source": "#" * 9000} for name, recipe in recipes.items()]
     (folder / "arms.jsonl").write_text("".join(json.dumps(arm) + "\n" for arm in arms))
     trials = [trial("gpt", 0, 1.25), trial("gpt", 1, 1.75), trial("idea", 0, None)]
     (folder / "trials.jsonl").write_text("".join(json.dumps(one) + "\n" for one in trials))

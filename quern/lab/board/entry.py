@@ -139,9 +139,8 @@ class Study:
         self.folder = folder
         trials = next((name for name in KINDS if (folder / name).exists()), "trials.jsonl")
         self._study, self._verdicts = KeptFile(folder / KINDS[trials]), KeptFile(folder / "verdicts.json")
-        self._trials, self._arms = Curve(folder / trials, whole=True), KeptFile(folder / "arms.jsonl")
+        self._trials, self._arms = Curve(folder / trials, whole=True), Curve(folder / "arms.jsonl", whole=True)
         self._identity = 0
-        self._recipes: dict[str, Any] = {}
         self.entries: dict[str, Entry] = {}
         self.registered: dict[str, Any] = {}
 
@@ -152,11 +151,11 @@ class Study:
         if self._trials.identity != self._identity:
             self.entries, self._identity = {}, self._trials.identity
         age = max(0.0, now - modified(self._trials.path))
-        if self._arms.changed():
-            self._recipes = {str(arm.get("arm")): arm.get("recipe") for arm in self._arms.lines()}
+        self._arms.refresh()
+        recipes = {str(arm.get("arm")): arm.get("recipe") for _, arm in self._arms.rows}
         for number, trial in enumerate(run for _, line in self._trials.rows for run in _runs(line)):
             if str(number) not in self.entries:
-                self.entries[str(number)] = _trial(trial, self._recipes)
+                self.entries[str(number)] = _trial(trial, recipes)
             self.entries[str(number)].age = age
 
     @property

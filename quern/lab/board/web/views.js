@@ -78,8 +78,8 @@ function linksCell(run, cell) {
   const command = `quern serve --run ${run.run} --out ${board.folder}`;
   chat.title = `Copies the command: ${command}`;
   chat.addEventListener("click", async () => {
-    await navigator.clipboard?.writeText(command).catch(() => {});
-    element("runs-said").textContent = `To chat, run this in a terminal (copied): ${command}`;
+    const copied = await navigator.clipboard?.writeText(command).then(() => " (copied)", () => "");
+    element("runs-said").textContent = `To chat, run this in a terminal${copied ?? ""}: ${command}`;
   });
   cell.replaceChildren(...(shape === "" ? [] : [...(run.report ? [link("report", ""), " ", link("samples", "#samples"), " "] : []), chat]));
 }
