@@ -104,7 +104,7 @@ def _facts(run_dir: RunDir) -> dict[str, Any]:
 def _files(run_dir: RunDir) -> tuple[int, float]:
     """The bytes of all files, and the time at which the newest one was written, in seconds since the epoch."""
     size, written = 0, 0.0
-    for path in run_dir.folder.rglob("*"):
+    for path in (run_dir.folder, *run_dir.folder.rglob("*")):
         with suppress(FileNotFoundError):  # a checkpoint that was replaced meanwhile
             found = path.lstat()
             size, written = size + found.st_size * path.is_file(), max(written, found.st_mtime)
@@ -114,8 +114,10 @@ def _files(run_dir: RunDir) -> tuple[int, float]:
 def bits_per_byte(run_dir: RunDir) -> float | None:
     """The last validation of the run's pretraining; None if there is none."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        lines = (run_dir.stage("pretrain") / "metrics.jsonl").read_bytes().split(b"\n")
-        return float(json.loads(next(line for line in reversed(lines) if b'"val_bpb"' in line))["val_bpb"])
+        whole = (run_dir.stage("pretrain") / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
+        for line in reversed(whole):
+            if b'"val_bpb"' in line:
+                return float(json.loads(line)["val_bpb"])
     return None
 
 

@@ -24,7 +24,7 @@ def write_run(out: Path, name: str, bits: float, age: float = 0.0, **recipe: obj
     run_dir.write("run.json", {"data": {"source": "books"}, "model": {"parameters": {"total": 9_400_000}}})
     run_dir.write("pretrain/recipe.json", {"depth": 4, "optim": {"eps": 1.0}} | recipe)
     run_dir.write("pretrain/origin.json", {"tokenizer": "t"})
-    for path in run_dir.folder.rglob("*"):
+    for path in (run_dir.folder, *run_dir.folder.rglob("*")):
         os.utime(path, (path.stat().st_mtime - age, path.stat().st_mtime - age))
     return run_dir
 
@@ -53,6 +53,18 @@ def test_the_table_has_a_line_of_facts_for_each_run(mine: RunDir, capsys: pytest
     assert cells[1][:3] + cells[1][4:] == ["older", "pretrain", "9.4 M", "books", "3.250", "2 hours"]
     assert all(re.fullmatch(r"5\.\d kB", row[3]) for row in cells)
     assert "running" not in told(capsys, mine.out)
+
+
+def test_a_run_that_has_just_begun_has_a_line_too(mine: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    RunDir(mine.out, "empty").folder.mkdir()
+    with (mine.stage("pretrain") / "metrics.jsonl").open("w", encoding="utf-8") as file:
+        file.write('{"step": 1, "loss": 2.0}\n')
+    lines = {line.split()[0]: line for line in told(capsys, mine.out).splitlines()}
+    assert re.search(r" books  +–  +1 s$", lines["mine"].rstrip())
+    assert lines["empty"].split() == ["empty", "–", "–", "0", "B", "–", "–", "1", "s"]
+    with (mine.stage("pretrain") / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 2, "val_bpb": 1.5}\n{"step": 3, "val_bpb": 1.')  # a crash tore the last line
+    assert manage.bits_per_byte(mine) == 1.5
 
 
 def test_one_run_is_shown_with_its_scores(mine: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
