@@ -134,6 +134,8 @@ def verdict(check: str, end: str, channel: Channel) -> dict[str, str]:
         return lost.verdict
     except ProgramError as error:
         return _of_program(error.answer)
+    # All else is the check's own: an assertion, a fault of the check, SystemExit. The verdict carries it, with its
+    # traceback. It must not leave this function, because a check passes only by running to its end.
     except BaseException as error:
         return {"reason": "failed", "text": describe(error)["text"]}
 
