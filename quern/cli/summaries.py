@@ -94,9 +94,6 @@ def described(verb: str) -> str:
 
 def following(verb: str, words: Arguments) -> str:
     """The commands that go on where a verb has ended; empty if there are none."""
-    if verb == "prepare":
-        of_training = words.given.keys() - {"to", "dir", "engine", "ray"}
-        return f"next: `{shlex.join(['quern', 'pretrain', *words.recipes, *words.repeated(of_training)])}`"
     verb = " ".join([verb, *words[:1]]) if verb == "grug" else verb
     if verb not in NEXT or {"--against", "--check"} & set(words):
         return ""

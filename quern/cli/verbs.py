@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 def parse(verb: str, rest: Arguments, flags: type) -> tuple[Any, str | None]:
     """The options of a verb, and the source of the recipe's file if it came from one."""
     if rest.recipes and verb in OF_A_RUN:
+        if verb in ("complete", "chat") and not rest[0].endswith(".py") and rest[0] not in recipe_names():
+            raise ValueError(f"the text needs -p before it: quern {verb} -p {shlex.quote(rest[0])}")
         raise ValueError(f"the run has its recipe already: leave '{rest[0]}' out, and name the run with --run")
     recipe, source = chosen_recipe(verb, rest)
     found = None
@@ -68,7 +70,7 @@ def with_run(verb: str, words: Arguments) -> Arguments:
     name = next(iter(words[at : at + 1]), "-")
     if not re.fullmatch(NAME, name) or name.endswith(".py") or name in recipe_names() or words[:2] in KEYS:
         return words
-    known = verb in (*OF_A_RUN, "report", "export") or words[:1] in (("eval",), ("export",), ("import",))
+    known = verb in (*OF_A_RUN, "report", "export") or (verb == "grug" and words[0] in ("eval", "export", "import"))
     if verb in ("run", "pretrain"):
         known = RunDir(Path(words.value("out") or "out"), name).folder.is_dir()
     if known and words.value("run") is not None:
@@ -113,6 +115,10 @@ def verb_prepare(verb: str, rest: Arguments) -> int:
             write_tokens(splits, prepared.tokenizer, options.dir, name, form, log)
     for row in rows:
         log(f"  {row['kind']:18} {row['bytes_per_token']:.2f} bytes per token")
+    if verb == "prepare":
+        data = ["--data", *options.recipe.data.split("\n")] if "data" in rest.given else []  # not "-", which is read
+        more = rest.repeated(rest.given.keys() - {"data", "to", "dir", "engine", "ray"})
+        log(f"next: `{shlex.join(['quern', 'pretrain', *rest.recipes, *data, *more])}`")
     return 0
 
 
@@ -256,8 +262,6 @@ def open_engine(options: CompleteOptions | ChatOptions, log: Callable[[str], Non
 
 
 def verb_complete(verb: str, rest: Arguments) -> int:
-    if rest.recipes and not rest[0].endswith(".py") and rest[0] not in recipe_names():
-        raise ValueError(f"the text needs -p before it: quern complete -p {shlex.quote(rest[0])}")
     options, _ = parse(verb, rest, CompleteOptions)
     from quern.stages.complete import complete, read_prompt
 

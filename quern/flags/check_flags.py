@@ -154,8 +154,9 @@ def check(kind: type, arguments: Sequence[str], prog: str, complete: bool = Fals
         read.append(argument)
         if not typed.startswith("-") or typed == "-":
             if positional is None:
-                first = f"; the name of a run follows the verb at once, {prog} {typed} …" if "--run" in known else ""
-                raise ValueError(f"'{typed}' belongs to no option: see {prog} --help{first}")
+                run = "; the name of a run follows the verb at once" if "--run" in known else ""
+                text = ", a text follows -p" if "-p" in known else ""
+                raise ValueError(f"'{typed}' belongs to no option: see {prog} --help{run}{text}")
             _check_values(positional, "the argument", [argument])
             continue
         flag = known.get(_dashed(typed))

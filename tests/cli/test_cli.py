@@ -166,7 +166,10 @@ def test_a_run_may_follow_the_verb_at_once(tmp_path: Path) -> None:
         (tmp_path / "runs" / "mine").mkdir(parents=True, exist_ok=True)
         line = ["mine", "--resume", "--out", str(tmp_path)]
         assert with_run(verb, *line) == ["--run", *line] and with_run(verb, *line[:2]) == line[:2]
-    for line in ("complete Once.py", "chat gpt", "chat -p mine", "chat", "import mine", "grug train mine", "runs mine"):
+    unchanged = (
+        "import export,runs import,complete Once.py,chat gpt,chat -p mine,chat,import mine,grug train mine,runs mine"
+    )
+    for line in unchanged.split(","):
         verb, *words = line.split()
         assert with_run(verb, *words) == words
 
@@ -191,7 +194,11 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
         ("report his", "^quern report: there is no run 'his' under .*/out: make one with `quern run`"),
         ("export his --dir d", "^quern export: there is no run 'his' under .*/out: make one with `quern run`"),
         ("serve his --run hers", "^quern serve: the run is named twice, as his and by --run: leave one of them out$"),
-        ("chat -p x his", "'his' belongs to no option: .*; the name of a run follows the verb at once, quern chat his"),
+        (
+            "chat -p x his",
+            "'his' belongs to no option: .*; the name of a run follows the verb at once, a text follows -p",
+        ),
+        ("chat Hello?", r"the text needs -p before it: quern chat -p 'Hello\?'"),
         (
             "pretrain nope",
             "quern pretrain: there is no recipe 'nope': use gpt, llama, llama_adamw, unet, or the path of a .py file",

@@ -1,6 +1,8 @@
 """A text of one's own: the size that fits it, where it was left open, and what is expected of it."""
 
+import io
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,3 +63,15 @@ def test_a_text_too_short_to_learn_from_is_refused_and_leaves_no_run(
     assert "leave one of them out" in capsys.readouterr().err
     assert main.main(["prepare", *flags[:4], "--text.encoding", "klingon"]) == 1
     assert "text.encoding is auto, utf-8, cp1252 or the like, not klingon" in capsys.readouterr().err
+
+
+def test_after_a_text_from_standard_input_the_next_command_names_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "".join(f"The miller has {number} sacks.\n" for number in range(400))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    flags = f"--data - --out {tmp_path} --text.vocab-size 300 --workers 1".split()
+    assert main.main(["prepare", *flags]) == 0
+    following = capsys.readouterr().out.splitlines()[-1]
+    found = re.fullmatch(rf"next: `quern pretrain --data (\S+) {' '.join(flags[2:])}`", following)
+    assert found and Path(found[1]).read_text(encoding="utf-8") == text
