@@ -306,8 +306,9 @@ class Recipe(Generic[Gap]):
     val: str | None = None
     """Where validation text comes from; by default it is held out from the data."""
     conversations: tuple[ConversationSource, ...] | None = None
-    """Conversations to fine-tune on: files or folders (.jsonl, .json, .parquet), smoltalk, smol-smoltalk, gsm8k, mmlu,
-    hf:OWNER/NAME, tinyworld, spelling; each as NAME, NAME,repeats=4 or NAME,limit=1000. By default tinyworld's."""
+    """Conversations to fine-tune on: files or folders (.jsonl, .json, .csv, .tsv, .parquet), smoltalk, smol-smoltalk,
+    gsm8k, mmlu, hf:OWNER/NAME, tinyworld, spelling; each as NAME, NAME,repeats=4 or NAME,limit=1000. By default
+    tinyworld's."""
     seed: Seed = 0
     """Draws the first weights, the order of the batches and the built-in world."""
     data_seed: Seed | Gap = FOLLOWS

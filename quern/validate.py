@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import codecs
 import difflib
 from collections.abc import Collection
 from dataclasses import fields
@@ -90,7 +89,7 @@ def check(recipe: Recipe) -> None:
 def is_encoding(name: str) -> bool:
     """Whether text can have an encoding of this name."""
     try:
-        return name == "auto" or bool(codecs.lookup(name))
+        return name == "auto" or bool("a".encode(name))  # hex is a codec, but no encoding of text
     except (LookupError, ValueError):
         return False
 

@@ -95,11 +95,11 @@ def verb_prepare(verb: str, rest: Arguments) -> int:
     from quern.data.bin_files import MODDED_NANOGPT, NANOGPT
     from quern.resolve import resolve
     from quern.runs.vocabularies import for_comparison
-    from quern.stages.prepare import fit_vocabulary, open_source, prepare, train_tokenizer
+    from quern.stages.prepare import fit_vocabulary, open_source, own_megabytes, prepare, train_tokenizer
     from quern.stages.prepare_tokens import write_tokens
     from quern.text.tokenizer import compression_report
 
-    recipe = resolve(fit_vocabulary(options.recipe, options.out))
+    recipe = resolve(fit_vocabulary(options.recipe, own_megabytes(options.recipe, options.out)))
     if verb == "tokenizer":
         source = open_source(recipe, options.out, log)
         tokenizer = train_tokenizer(recipe, source, options.out, log)

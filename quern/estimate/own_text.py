@@ -1,4 +1,4 @@
-"""What a run can learn from a text of one's own: how much is needed, which size fits it, and what more would bring.
+"""A law of what a run learns from a text of one's own: how much is needed, which size fits, what more would bring.
 
 The law has the form and the exponents of arXiv 2203.15556 (Hoffmann et al.), for bits per byte of held-out text:
 

@@ -33,7 +33,7 @@ from quern.recipe import Recipe, Resolved
 from quern.records import read_json
 from quern.temporaries import write_whole
 from quern.terminal import Meter, counted
-from quern.text import chat, conversations, data_sets, documents, formats
+from quern.text import chat, conversations, data_sets, documents, formats, readers
 from quern.text.documents import Conversation
 from quern.text.tokenizer import Tokenizer
 
@@ -158,7 +158,7 @@ class _Prepared:
 
 def _prepared(source: OpenSource, rows: TaskRows, tokenizer: Tokenizer, recipe: Resolved, out: Path) -> _Prepared:
     """Opens the shards of a source; reads and tokenizes the source if they are not whole."""
-    modules = (chat, conversations, documents, formats, tools, sources, task_rows)
+    modules = (chat, conversations, documents, formats, readers, tools, sources, task_rows)
     code = [inspect.getsource(module) for module in modules]
     marks = (*source.marks, str(source.public), "" if source.built_in else rows.fingerprint)
     mark = fingerprint(tokenizer.fingerprint, *marks, *code)

@@ -27,7 +27,7 @@ def fit_time(recipe: Recipe, session: Session, megabytes: float) -> Recipe:
             f"the text has {megabytes * 1e6:,.0f} bytes: training needs {LEAST_BYTES:,} at least, about "
             "a page, and 1 MB, about two novels, to write sentences of its own"
         )
-    recipe = fit_vocabulary(recipe, session.run_dir.out)
+    recipe = fit_vocabulary(recipe, megabytes)
     if _has_open_depth(recipe, session) and not set(LENGTHS) & set(session.named) and session.mesh.tp == 1:
         recipe = replace(recipe, train=replace(recipe.train, minutes=MINUTES))
     return recipe

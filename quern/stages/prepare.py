@@ -99,10 +99,10 @@ def _listed(paths: Sequence[Path], recipe: Recipe, out: Path) -> Listing:
     return listing.without(out) if inside else listing
 
 
-def fit_vocabulary(recipe: Recipe, out: Path) -> Recipe:
-    """The recipe with the vocabulary that fits a text of the user's own, unless it has one."""
+def fit_vocabulary(recipe: Recipe, megabytes: float | None) -> Recipe:
+    """The recipe with the vocabulary that fits a text of so many megabytes (`own_megabytes`), unless it has one."""
     text = recipe.text
-    if text.vocab_size is not None or text.tokenizer is not None or (megabytes := own_megabytes(recipe, out)) is None:
+    if megabytes is None or text.vocab_size is not None or text.tokenizer is not None:
         return recipe
     return replace(recipe, text=replace(text, vocab_size=vocabulary(megabytes)))
 

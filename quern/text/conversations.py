@@ -3,7 +3,7 @@
     quern, OpenAI   {"messages": [{"role": "user", "content": "…"}, …]}, or the list alone
     ShareGPT        {"conversations": [{"from": "human", "value": "…"}, …]}
     Alpaca          {"instruction": "…", "input": "…", "output": "…", "history": [["…", "…"], …]}
-    pairs           {"prompt": "…", "completion": "…"}, or "response"; questions.py reads {"question", "answer"}
+    pairs           {"prompt": "…", "completion": "…"}, or "response"; mixture/sources.py reads {"question", "answer"}
     ChatGPT         its export, conversations.json: {"mapping": {id: {"message": …, "parent": id}}, "current_node": id}
     WhatsApp        its export of a chat, text: "12.03.24, 18:05 - Anna: Hello"
 
@@ -167,11 +167,11 @@ def of_whatsapp(text: str, person: str | None = None) -> list[list[Message]]:
             f"FILE,column={names[0]}"
         )
     roles = [[("assistant" if name == person else "user", said) for name, said in one if said] for one in days.values()]
-    return [to_messages(turns) for one in roles if (turns := _in_turn(one))]
+    return [to_messages(_in_turn(one)) for one in roles]
 
 
 def _in_turn(said: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Messages from the user's first to the assistant's last; what one says in a row is one message."""
+    """Messages from the user's first to the assistant's last; what one says in a row is one message. At least one."""
     turns: list[dict[str, Any]] = []
     for role, text in said:
         if turns and turns[-1]["role"] == role:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from quern.terminal import human_size, silent
+from quern.terminal import human_size
 from quern.text.readers import (
     CONVERTED,
     CUE,
@@ -111,7 +111,7 @@ def converted(
             if not tolerant:
                 raise
             counted.bad.append((path.stat().st_size if path.exists() else 0, error))
-    counted.finish(log or silent, len(paths))
+    counted.finish(len(paths))
 
 
 def read_rows(
@@ -192,20 +192,13 @@ def _records(path: Path, wanted: Sequence[str], separator: str | None, encoding:
         case ".csv" | ".tsv":
             values = _table_rows(path, wanted, encoding)
         case form if form in CONVERTED:
-            values = _converted(path)
+            values = [convert(path)]
         case _ if separator is not None:
             values = _separated(path, separator, encoding)
         case form:
             values = _text_pieces(path, encoding)
             values = (CUE.sub("", text) for text in values) if form in (".srt", ".vtt") else values
     return ((value, record) for record, value in enumerate(values))
-
-
-def _converted(path: Path) -> Iterator[str]:
-    try:
-        yield convert(path)
-    except ValueError as error:
-        raise UnreadableError(str(error)) from error
 
 
 def _unreadable(path: Path, error: Exception) -> OSError:

@@ -18,6 +18,8 @@ from typing import BinaryIO, cast
 
 import pyarrow as pa
 
+from quern.terminal import silent
+
 UTF8, AUTO = "utf-8", "auto"
 LOOKED_AT = 1 << 18
 """Bytes from which an encoding is recognized."""
@@ -58,7 +60,7 @@ class Skipped:
     seen: int = 0
     bytes_read: int = 0
     bad: list[tuple[int, Exception]] = field(default_factory=list)
-    """Of each file that cannot be read, its bytes and the error."""
+    """The bytes and the error of each file that cannot be read."""
 
     def skip(self, lines: int, reason: str, error: Exception) -> None:
         """Counts a malformed record; raises ValueError if there are too many."""
@@ -69,8 +71,9 @@ class Skipped:
         if self.log is None or self.odd >= self.seen > 1 or self.odd > MOST_AT_ONCE + self.seen // FEW_RECORDS:
             raise ValueError(self._refusal()) from error
 
-    def finish(self, log: Callable[[str], None], files: int) -> None:
-        """Logs what was skipped, or raises the first error if it is too much."""
+    def finish(self, files: int) -> None:
+        """Logs what was skipped of so many files, or raises the first error if it is too much."""
+        log = self.log or silent
         if self.odd and self.seen < max(FEW_RECORDS + 1, FEW_RECORDS * self.odd):
             raise ValueError(self._refusal())
         if self.odd:
@@ -153,7 +156,7 @@ def can_convert() -> bool:
 
 
 def convert(path: Path) -> str:
-    """The text of a file of `CONVERTED`, as Markdown. Raises ValueError if markitdown cannot read it."""
+    """The text of a file of `CONVERTED`, as Markdown. Raises UnreadableError if markitdown cannot read it."""
     markitdown = importlib.import_module("markitdown")
     try:
         text = markitdown.MarkItDown(enable_plugins=False).convert_local(str(path)).text_content
@@ -161,5 +164,5 @@ def convert(path: Path) -> str:
             raise ValueError("it may be damaged")  # markitdown takes a damaged file for plain text
     except (markitdown.MarkItDownException, OSError, ValueError, LookupError, AttributeError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{path}: markitdown cannot read it ({type(error).__name__}: {reason})") from error
+        raise UnreadableError(f"{path}: markitdown cannot read it ({type(error).__name__}: {reason})") from error
     return re.sub(r"\AContent from the zip file .*\n+", "", text)  # which names the local path

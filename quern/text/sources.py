@@ -68,10 +68,11 @@ class Listing:
 
     def without(self, folder: Path) -> Listing:
         """The listing without what is in a folder, such as that of the outputs."""
-        away = [
-            tuple(e for e in part if folder.resolve() not in e.path.resolve().parents) for part in vars(self).values()
-        ]
-        return Listing(*away)
+        away = folder.resolve()
+        read, ignored = (
+            [one for one in part if away not in one.path.resolve().parents] for part in vars(self).values()
+        )
+        return Listing(tuple(read), tuple(ignored))
 
     def lines(self, what: str) -> list[str]:
         """Lines for the user about read and ignored files, each starting with `what`."""
@@ -122,7 +123,7 @@ def list_source(
     source = Path(source)
     if source.is_file():
         entry = entry_of(source, source.stat().st_size)
-        if not _is_readable(entry, formats) and not ("" in formats and _is_other_text(source)):
+        if not _is_readable(entry, formats) and not _is_other_text(source, formats):
             instead = f"its name must end in {_accepted(formats)}{_needs([entry])}"
             if "" in formats and format_of(source) == ".rtf":
                 instead = "save it as .docx, .html or .txt"
@@ -137,9 +138,8 @@ def list_source(
         if exclude is not None and _matches(inside, exclude):
             return False
         if include is None:
-            return _is_readable(entry, formats) and not set(SKIPPED_FOLDERS) & set(inside.parts)
-        other = "" in formats and _is_other_text(entry.path)
-        return _matches(inside, include) and (_is_readable(entry, formats) or other)
+            return not set(SKIPPED_FOLDERS) & set(inside.parts) and _is_readable(entry, formats)
+        return _matches(inside, include) and (_is_readable(entry, formats) or _is_other_text(entry.path, formats))
 
     flags = [chosen(entry) for entry in found]
     read = tuple(entry for entry, use in zip(found, flags, strict=True) if use)
@@ -214,9 +214,9 @@ def _is_readable(entry: Entry, formats: Sequence[str]) -> bool:
     return entry.kind.startswith(".") and bool(form) and form in formats and (form not in CONVERTED or can_convert())
 
 
-def _is_other_text(path: Path) -> bool:
-    """Whether a file of an unknown format looks like text."""
-    return format_of(path) not in (*CONVERTED, ".rtf", "") and looks_like_text(path)
+def _is_other_text(path: Path, formats: Sequence[str]) -> bool:
+    """Whether a file of an unknown format looks like text, where texts are asked for."""
+    return "" in formats and format_of(path) not in (*CONVERTED, ".rtf", "") and looks_like_text(path)
 
 
 def _needs(entries: Iterable[Entry]) -> str:

@@ -82,7 +82,7 @@ class TrainState(Counters):
     optimizer: Zero2
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By logical name; views of live memory. On one process only."""
+        """The tensors by logical name; views of live memory. On one process only."""
         return self.optimizer.state_tensors()
 
     def slices(self) -> dict[str, Slice]:

@@ -23,8 +23,8 @@ def test_the_vocabulary_follows_from_the_text_unless_it_is_given(tmp_path: Path)
     out = tmp_path / "out"
     assert own_megabytes(own, out) == 0.1 and own_megabytes(RECIPE, out) is None
     assert own_megabytes(replace(own, data="nowhere"), out) is None
-    assert fit_vocabulary(own, out) == replace(own, text=replace(own.text, vocab_size=512))
-    assert fit_vocabulary(given, out) is given and fit_vocabulary(RECIPE, out) is RECIPE  # the built-in world's stays
+    assert fit_vocabulary(own, 0.1) == replace(own, text=replace(own.text, vocab_size=512))
+    assert fit_vocabulary(given, 0.1) is given and fit_vocabulary(RECIPE, None) is RECIPE  # the built-in world's stays
 
 
 def test_the_law_is_the_published_one_and_repeated_text_counts_less() -> None:
@@ -61,8 +61,9 @@ def test_a_text_too_short_to_learn_from_is_refused_and_leaves_no_run(
     assert not list((tmp_path / "out").rglob("*.json"))
     assert main.main(["run", *flags, "--chat", "--no-sft"]) == 1
     assert "leave one of them out" in capsys.readouterr().err
-    assert main.main(["prepare", *flags[:4], "--text.encoding", "klingon"]) == 1
-    assert "text.encoding is auto, utf-8, cp1252 or the like, not klingon" in capsys.readouterr().err
+    for encoding in ("klingon", "hex"):
+        assert main.main(["prepare", *flags[:4], "--text.encoding", encoding]) == 1
+        assert f"text.encoding is auto, utf-8, cp1252 or the like, not {encoding}" in capsys.readouterr().err
 
 
 def test_after_a_text_from_standard_input_the_next_command_names_its_file(

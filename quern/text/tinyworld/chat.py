@@ -75,8 +75,8 @@ _SLIP = re.compile(r"(?<=[A-Za-z])[a-z]{2}")
 
 
 def _typed(pen: Pen, said: str, slip: bool) -> str:
-    """What is said as people type it: often in lower case or without its end, and with a slip where it has room for
-    one: two letters swapped, one missing, or one twice."""
+    """Types a sentence as people do: often in lower case or without its end. A slip is two letters swapped, one missing
+    or one twice, where there is room."""
     text = said.lower() if pen.maybe(0.5) else said
     text = text[:-1] if pen.maybe(0.5) and len(text) > 1 else text
     places = [match.start() for match in _SLIP.finditer(text)]
