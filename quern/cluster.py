@@ -52,5 +52,5 @@ def cluster_cpus() -> int:
 
 
 def last_line(error: Exception) -> str:
-    """What one of Ray's errors says, without the traceback of the other machine."""
+    """The message of one of Ray's errors, without the traceback of the other machine."""
     return str(error).strip().splitlines()[-1]

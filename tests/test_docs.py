@@ -11,7 +11,7 @@ import pytest
 
 from quern.cli import options
 from quern.flags.check_flags import check
-from tests.test_layers import LAYERS
+from tests.test_layers import LAYER, LAYERS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -99,6 +99,13 @@ def test_the_documented_layers_are_the_enforced_ones() -> None:
     for number, rooms in re.findall(r"^\| (\d+) \| ([^|]+) \|", page, re.MULTILINE):
         documented.setdefault(int(number), set()).update(re.findall(r"`([\w.]+)`", rooms))
     assert documented == {number: set(rooms) for number, rooms in enumerate(LAYERS)}
+    number, mapped = 0, dict[str, int]()
+    page = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
+    for line in page.partition("## Map")[2].partition("experiments/")[0].splitlines():
+        number = int(line[:2]) if line[:2].strip().isdecimal() else number
+        mapped |= {room.replace("/", "."): number for room in re.findall(r"([a-z/]+)/ ", line) if room != "quern"}
+    assert mapped.items() <= LAYER.items()
+    assert {room for room in LAYER if (ROOT / "quern" / room).is_dir()} <= mapped.keys()
 
 
 def test_the_flags_beside_those_of_other_trainers_exist() -> None:

@@ -34,7 +34,7 @@ def ask(
         messages: A conversation that ends with a question.
         put: Receives each piece as soon as it is final.
         dim: Colours what is not the reply's own text.
-        options: Those of `Engine.submit`.
+        options: Arguments of `Engine.submit`.
 
     Raises:
         ContextOverflow: The messages leave no room for a reply in the model's context.
@@ -147,7 +147,7 @@ class Conversation:
         return len(render_prompt(self.engine.tokenizer, self.with_system(messages))) < self.engine.context
 
     def _options(self) -> dict[str, Any]:
-        """How the next reply is made."""
+        """The arguments of the next reply; its seed is used up."""
         seed, self.seed = self.seed, self.seed + 1
         how = {"max_tokens": self.max_tokens, "sampling": self.sampling, "seed": seed}
         return {**how, "put": self.put, "logprobs": TOP}

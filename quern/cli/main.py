@@ -16,10 +16,7 @@ import sys
 import unicodedata
 
 from quern import __version__
-from quern.process import (
-    environment,  # sets what PyTorch reads when it is imported
-    prompt_signals,
-)
+from quern.process import environment, prompt_signals  # importing it sets what PyTorch reads when it is imported
 
 INTERRUPTED = "interrupted"
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it

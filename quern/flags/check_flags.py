@@ -104,7 +104,7 @@ def read(
 ) -> T:
     """Makes an instance of a dataclass from its flags.
 
-    more: What --help says besides.
+    more: Text at the end of --help.
 
     Raises:
         ValueError: Naming the wrong flag and its valid values.

@@ -347,7 +347,7 @@ class PrefixCache:
         self.hit_tokens += 0 if found is None else found.length
 
     def branch(self, tokens: Sequence[int], start: int) -> int | None:
-        """Where `tokens` part from the earlier ones that they agree with longest; None unless well after `start`."""
+        """The length to which `tokens` agree with the most similar earlier ones; None unless well after `start`."""
         mine = np.asarray(tokens, dtype=np.int32)
         alike = self._alike(mine.tobytes())
         agreed = max((_agreement(mine, np.frombuffer(key, dtype=np.int32)) for key in alike), default=0)

@@ -114,7 +114,7 @@ class Grammar:
 
 
 class Constraint:
-    """Where one reply is in its form. For each token `allowed`, then `choose`, then `push`."""
+    """The state of one reply in its form. For each token `allowed`, then `choose`, then `push`."""
 
     def __init__(self, matcher: LLMatcher, tokenizer: Tokenizer, end: int) -> None:
         self._matcher, self._tokenizer, self._end = matcher, tokenizer, end
@@ -128,7 +128,7 @@ class Constraint:
         return self._matcher.is_error()
 
     def allowed(self) -> np.ndarray:
-        """Which tokens may come next: bool (vocabulary,)."""
+        """The tokens that may come next: bool (vocabulary,)."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         allowed_V = np.unpackbits(bits, count=self._tokenizer.vocab_size, bitorder="little").astype(bool)
         may_end = allowed_V[self._tokenizer.bos]  # llguidance knows no other end

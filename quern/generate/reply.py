@@ -134,7 +134,7 @@ class Reply:
         self._parts: list[ContentPart] = []
 
     def allowed(self) -> np.ndarray | None:
-        """Which tokens may be sampled next, bool (vocabulary,); None for all."""
+        """The tokens that may be sampled next, bool (vocabulary,); None for all."""
         if self._forced or self._constraint is None:
             return None
         allowed_V = self._constraint.allowed()

@@ -111,7 +111,7 @@ def _argmax(x_BV: Tensor) -> Tensor:
 def log_probabilities(
     logits_BV: Tensor, tokens: Sequence[int], top: int
 ) -> list[tuple[float, list[tuple[int, float]]]]:
-    """For each row, the log-probability of its token at temperature 1, and the `top` likeliest tokens with theirs."""
+    """The log-probability of each row's token at temperature 1, and the `top` likeliest tokens with theirs."""
     log_BV = logits_BV.float().log_softmax(-1)
     tokens_B1 = torch.tensor(tokens, device=logits_BV.device).unsqueeze(-1)
     own = log_BV.gather(-1, tokens_B1).squeeze(-1).tolist()

@@ -10,7 +10,7 @@ from quern.field_types import Share, annotations_of, refuse_outside
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. Raises ValueError for a field outside its range.
+    """The choice of the next token. Raises ValueError for a field outside its range.
 
     The command line's flags and the HTTP API's fields are derived from these fields.
     """

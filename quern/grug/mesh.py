@@ -186,7 +186,8 @@ def keep_freed_memory() -> None:
 def product(subscripts: str, x: jax.Array, y: jax.Array, spec: P, dtype: Any = None) -> jax.Array:
     """Computes einsum(subscripts, x, y), sharded by `spec`, accumulated in fp32; its dtype is x's by default.
 
-    Each letter is in at least two of the three terms, so the gradients are einsums of the same letters.
+    Its gradients also run on matrix units (docs/grug.md, "Products"). Each letter is in at least
+    two of the three terms, so the gradients are einsums of the same letters.
     """
     return cast(jax.Array, _product(subscripts, x, y, spec, dtype or x.dtype))
 

@@ -39,8 +39,8 @@ class Rule(Protocol):
         Args:
             step: The index of this update of the group, from 1.
             lr: The rate, schedule included.
-            momentum: Of `schedule.Multipliers`.
-            decay: Of `schedule.Multipliers`.
+            momentum: The value of `schedule.Multipliers`.
+            decay: The value of `schedule.Multipliers`.
         """
         ...
 
@@ -59,8 +59,8 @@ class Rule(Protocol):
         Args:
             master: fp32.
             grad: Any floating dtype.
-            state: Of `init_state`.
-            scalars: Of `scalars`.
+            state: The result of `init_state`.
+            scalars: The result of `scalars`.
             dtype: Dtype of matrix products.
             out: Receives the new master, rounded to its own dtype.
         """
@@ -68,7 +68,7 @@ class Rule(Protocol):
 
 
 class GroupRule(NamedTuple):
-    """How a recipe updates one group of parameters."""
+    """A recipe's update of one group of parameters."""
 
     rule: Rule
     lr: float
@@ -97,7 +97,7 @@ def make_groups(
 
     Args:
         reported: `model.parameter_groups()`.
-        rules: What the recipe's `make_rules` returns.
+        rules: The result of the recipe's `make_rules`.
         all_parameters: `model.named_parameters()`, which must hold the same parameters.
 
     Raises:
@@ -129,7 +129,7 @@ def dry_run(rule: Rule, masters: Tensor, dtype: torch.dtype) -> Callable[[], Non
     Args:
         rule: The rule.
         masters: Stack or flat buffer whose shape and device the tensors have.
-        dtype: Of gradients, matrix products and parameters.
+        dtype: Dtype of gradients, matrix products and parameters.
     """
     masters = torch.empty_like(masters, dtype=torch.float32)
     grads, out, state = masters.to(dtype), torch.empty_like(masters, dtype=dtype), rule.init_state(masters)

@@ -143,7 +143,7 @@ def muon_(
 
     Args:
         grad_NRC: Any floating dtype.
-        dtype: Of the matrix products in the orthogonalisation.
+        dtype: Dtype of the matrix products in the orthogonalisation.
         out: Receives the new master, rounded to its own dtype.
     """
     update = prepare(nesterov_(momentum_NRC, grad_NRC, momentum))

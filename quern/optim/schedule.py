@@ -66,7 +66,7 @@ def weight_decay(step: float, steps: int) -> float:
 def multipliers(
     step: float, steps: int, *, warmup_steps: int = 40, warmdown_share: float = 0.65, final_lr: float = 0.05
 ) -> Multipliers:
-    """All three schedules at once. Muon's momentum has the same warm-down as the rates."""
+    """Returns the values of all three schedules. Muon's momentum has the same warm-down as the rates."""
     return Multipliers(
         lr=learning_rate(step, steps, warmup_steps=warmup_steps, warmdown_share=warmdown_share, final=final_lr),
         momentum=muon_momentum(step, steps, warmdown_share=warmdown_share),

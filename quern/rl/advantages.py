@@ -1,4 +1,4 @@
-"""From rewards to the weights of tokens.
+"""The weights of tokens, from the rewards of replies.
 
 A group is the replies to one question. The baseline of a reply is the mean reward of its group (REINFORCE with a group
 baseline: Shao et al., 2024, https://arxiv.org/abs/2402.03300). By default the difference is not divided by the standard

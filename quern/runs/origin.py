@@ -180,8 +180,8 @@ def require_same(
         began, now: The two records.
         run_dir: The run.
         stage: The stage.
-        what: What began with the first record; empty for the run.
-        instead: What to do about an input other than the tokenizer, besides training under another name.
+        what: The name of what began with the first record; empty for the run.
+        instead: Advice for an input other than the tokenizer, besides training under another name.
     """
     for name, changed in COMPARED.items():
         before, found = getattr(began, name), getattr(now, name)

@@ -1,4 +1,4 @@
-"""From a resolved recipe and prepared text to the batches, the model and the evaluator of the training loop.
+"""The batches, the model and the evaluator of the training loop, from a resolved recipe and prepared text.
 
 Pretraining, fine-tuning, the JAX stage and the lab's trials all take them from here.
 """

@@ -1,4 +1,4 @@
-"""Which Python code of run folders may be executed: the code that was trained with in this output folder, or allowed.
+"""The Python code of run folders that may be executed: code trained with in this output folder, or allowed by a user.
 
 A run keeps its recipe's file, so a run that somebody else made is a program. out/trusted/<SHA-256> allows a file. It
 holds the identity of out/trusted/key, its inode number and the time of its change, which no copy or archive keeps: what
