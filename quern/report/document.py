@@ -229,7 +229,7 @@ def _evaluation(run: RunRecords) -> list[Group]:
 
 
 def _more(run: RunRecords) -> Iterable[Group]:
-    """What more text or time would bring, for a model of another text than the built-in world."""
+    """An estimate of the gain from more text or time, for a model of another text than the built-in world."""
     stage, compression = run.stage("pretrain"), run.part("tokenizer").get("compression")
     known = as_object(compression[0] if isinstance(compression, list) and compression else None)
     tokens = finite(as_object(run.part("data").get("train")).get("tokens"))

@@ -157,7 +157,7 @@ def score_tables(run: RunRecords) -> list[ScoreTable | ScorePlot]:
 
 
 def _example(rows: list[ScoreRow]) -> str:
-    """What the first bits per byte of the table mean."""
+    """The meaning of the first bits per byte of the table, in words."""
     scores = next((row.scores for row in rows if row.metric == "bpb"), [])
     if not (known := [score.value for score in scores if score]):
         return ""

@@ -49,7 +49,7 @@ SMALL_BYTES = 1 << 12
 DEFAULT_TEXT_TOKENS = 16
 """Tokens of a completion whose request does not say, as in OpenAI's API."""
 MOST_NAMES, NAME_CHARACTERS = 20, 80
-"""Of ignored fields, in the header that names them."""
+"""The most ignored fields that the header names, and the most characters of each name."""
 Body = TypeVar("Body", bound=Strict)
 
 

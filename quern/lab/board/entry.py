@@ -160,7 +160,7 @@ class Study:
 
     @property
     def kind(self) -> str:
-        """What it is, for readers."""
+        """The kind of study, for readers."""
         several = len(self.registered.get("rungs") or ()) > 1
         named = {"cells.jsonl": "IsoFLOP grid", "sweep.jsonl": "Sweep"}
         return named.get(self._trials.path.name, "Ladder" if several else "Study")

@@ -289,7 +289,7 @@ class Comparison(Study):
     def refresh(self) -> None:
         self.arms = {one.arm: one for one in read_lines(self.folder / ARMS, ArmRecord)}
         self.trials: dict[tuple[str, int, float | None], dict[int, TrialRecord]] = {}
-        """By arm, rung and value of the tuned field: the trials by seed."""
+        """(arm, rung, value of the tuned field) → seed → trial."""
         for trial in read_lines(self.folder / TRIALS, TrialRecord):
             self.trials.setdefault((trial.recipe, trial.rung, trial.value), {}).setdefault(trial.seed, trial)
         speeds: list[SpeedRecord] = read_lines(self.folder / SPEEDS, SpeedRecord)

@@ -35,7 +35,7 @@ SURE = 0.9
 SETTLED = ("worse", "worse, small", "no difference", "fails")
 """Verdicts with which an idea does not go up."""
 DIED = "ended with code"
-"""In the message of `child.Child.answer` about a process that died."""
+"""Words of the message of `process.Child.answer` about a process that died."""
 
 
 @dataclass(frozen=True)

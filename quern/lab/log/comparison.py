@@ -121,7 +121,7 @@ class _Told:
         return [self.setup() + "\n", *table(head, body)]
 
     def verdicts(self) -> dict[str, tuple[str, str]]:
-        """By idea, the text for its docstring and the cell of the index."""
+        """The text for each idea's docstring, and the cell of the index."""
         mark = OLD if self.old else ""
         found: dict[str, tuple[str, str]] = {}
         for row in self.rows:

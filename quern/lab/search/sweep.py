@@ -112,7 +112,7 @@ def run(
 
 
 def _plan(options: SweepOptions, space: Space, seed: int, source: str | None) -> dict[str, Any]:
-    """What every worker and every later start of the sweep must agree on."""
+    """The plan on which every worker and every later start of the sweep must agree."""
     return {
         "recipe": options.recipe.to_json(),
         "space": space.texts(),
@@ -207,7 +207,7 @@ def _more_workers(
 
 
 def _end_with(parent: int) -> None:
-    """In a thread of a worker: ends the process when the one that started it has ended."""
+    """Ends the process, from a thread of its own, when the process that started it has ended."""
     while os.getppid() == parent:
         time.sleep(LOOK_SECONDS)
     os._exit(1)

@@ -92,7 +92,7 @@ class KeysFile(Keys):
 
 
 def _version(path: Path) -> tuple[int, ...]:
-    """What changes when the file is written or replaced; () where there is none."""
+    """Facts that change when the file is written or replaced; () where there is none."""
     try:
         found = path.stat()
     except OSError:
