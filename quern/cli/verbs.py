@@ -68,7 +68,7 @@ def with_run(verb: str, words: Arguments) -> Arguments:
     """Puts --run before the run's name that a command line begins with. A run that the verb makes must be there."""
     at = int(verb == "grug")
     name = next(iter(words[at : at + 1]), "-")
-    if not re.fullmatch(NAME, name) or name.endswith(".py") or name in recipe_names() or words[:2] in KEYS:
+    if not re.fullmatch(NAME, name) or name.endswith(".py") or name in recipe_names() or (verb, name) == KEYS:
         return words
     known = verb in (*OF_A_RUN, "report", "export") or (verb == "grug" and words[0] in ("eval", "export", "import"))
     if verb in ("run", "pretrain"):
@@ -203,7 +203,7 @@ def verb_train(verb: str, rest: Arguments) -> int:
     return on_ranks(verb, rest, options, source, lambda one: stage(recipe, replace(one, start=begin(one))), begun)
 
 
-KEYS = [("keys", action) for action in ("add", "remove", "list")]  # after `quern serve`, no run of that name
+KEYS = ("serve", "keys")  # no run of that name, which takes --run
 PEER_SECONDS = 60.0
 """A rank that waits for rank 0 to prepare data gives up after this time without a sign of life."""
 
@@ -287,7 +287,7 @@ def verb_chat(verb: str, rest: Arguments) -> int:
 
 
 def verb_serve(verb: str, rest: Arguments) -> int:
-    if rest[:2] in KEYS:  # it has its own flags
+    if (verb, *rest[:1]) == KEYS:  # it has its own flags
         from quern.serve.gate import keys as keys_command
 
         return keys_command.main(rest[1:], log)

@@ -108,6 +108,8 @@ def export_plan(program: str | None, run_dir: RunDir, log: Callable[[str], None]
         folder.mkdir(exist_ok=True)
         how = ["--to", "gguf", "--dtype", "fp16"] if gguf else []
         export(["--run", run_dir.run, "--out", str(run_dir.out), "--dir", str(path), *how], log, "")
+    else:
+        log(f"{path} was there already: to export the newest checkpoint, remove it and repeat the command")
     said = {
         "ollama": f"printf 'FROM {path.absolute()}\\n' > Modelfile; ollama create {run_dir.run} -f Modelfile",
         "llama.cpp": f"llama-cli -m {path}",

@@ -122,7 +122,7 @@ def test_a_planned_export_is_written_once_and_its_command_is_told(tmp_path: Path
     for _ in range(2):
         export_plan("ollama", run_dir, lines.append)
     path = run_dir.folder / "export" / f"{run_dir.run}.gguf"
-    assert tensors_of(path) and len(lines) == 3 and lines[1] == lines[2]
+    assert tensors_of(path) and len(lines) == 4 and lines[1] == lines[3] and "was there already" in lines[2]
     assert f"FROM {path}" in lines[1] and f"ollama create {run_dir.run}" in lines[1]
 
 

@@ -322,7 +322,7 @@ def test_keys_are_added_shown_once_and_removed(tmp_path: Path) -> None:
         assert [server.holder(f"Bearer {one}") for one in (key, other, "x")] == ["ali", "ben", None]
         assert key not in file.read_text()
         assert keys("list") == ["ali", "ben"]
-        for wrong in (["add", "ali"], ["add", "two words"], ["remove", "cy"], ["add"]):
+        for wrong in (["add", "ali"], ["add", "two words"], ["remove", "cy"], ["add"], ["lst"], []):
             with pytest.raises(ValueError, match=r"quern serve keys"):
                 keys(*wrong)
         keys("remove", "ali")
