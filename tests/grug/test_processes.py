@@ -71,7 +71,7 @@ def test_importing_the_twin_imports_no_torch() -> None:
     modules = sorted(
         f"quern.grug.{path.stem}" for path in (ROOT / "quern" / "grug").glob("*.py") if path.stem != "__init__"
     )
-    assert len(modules) >= 10
+    assert len(modules) >= 8
     code = f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\n"
     code += "print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
