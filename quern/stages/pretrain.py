@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -108,18 +108,7 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
     state = build_state(recipe, machine, model, mesh)
     if start is not None:
         _load_start(state, start, log)
-    plan = session.plan(
-        recipe,
-        origin,
-        steps=recipe.train.steps,
-        schedule=recipe.make_schedule(recipe.train),
-        evaluator=validation(recipe, prepared.tokenizer, prepared.val, machine),
-        keep_step=_warmdown_start(recipe.train.steps, recipe.train.warmdown_share),
-    )
-    if recipe.train.minutes is not None:
-        repeats = session.resume and not any(line.startswith("train.minutes") for line in changed)
-        recorded = mesh.world.broadcast_object(recorded_plans(session.folder) if repeats else [])
-        plan = replace(plan, budget_seconds=60 * recipe.train.minutes, recorded=recorded)
+    plan = _plan(recipe, session, origin, prepared, changed)
     made_by = getattr(recipe.make_batches, "__qualname__", None)
     packing = {"method": made_by or recipe.train.packing, **batches.report()}
     counts = facts["model"]["parameters"]
@@ -135,12 +124,35 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
         recipe, state, batches, plan, origin, prepared.tokenizer, changed=changed, lines=lines, facts=facts
     )
     if code == EXIT_DONE and mesh.world.size == 1 and not session.locked:  # `quern run` goes on, and shows more
-        log(f"the model continues texts, from {GOES_ON} on:")
-        engine = Engine(state.model.eval(), prepared.tokenizer, machine)
-        for pair in continuations(engine, recipe, prepared.val, SHOWN):
-            for line in continued(*pair):
-                log(line)
+        _show(Engine(state.model.eval(), prepared.tokenizer, machine), recipe, prepared.val, log)
     return code
+
+
+def _plan(
+    recipe: Resolved, session: Session, origin: Origin, prepared: Prepared, changed: Sequence[str]
+) -> loop.TrainingPlan:
+    """The settings of the loop. A resumed run repeats the plans of its steps, unless its minutes changed."""
+    plan = session.plan(
+        recipe,
+        origin,
+        steps=recipe.train.steps,
+        schedule=recipe.make_schedule(recipe.train),
+        evaluator=validation(recipe, prepared.tokenizer, prepared.val, session.machine),
+        keep_step=_warmdown_start(recipe.train.steps, recipe.train.warmdown_share),
+    )
+    if recipe.train.minutes is None:
+        return plan
+    repeats = session.resume and not any(line.startswith("train.minutes") for line in changed)
+    recorded = session.mesh.world.broadcast_object(recorded_plans(session.folder) if repeats else [])
+    return replace(plan, budget_seconds=60 * recipe.train.minutes, recorded=recorded)
+
+
+def _show(engine: Engine, recipe: Resolved, val: Corpus, log: Callable[[str], None]) -> None:
+    """Logs how the model continues openings."""
+    log(f"the model continues texts, from {GOES_ON} on:")
+    for pair in continuations(engine, recipe, val, SHOWN):
+        for line in continued(*pair):
+            log(line)
 
 
 def _text(recipe: Resolved, session: Session, began: Origin | None) -> Prepared:

@@ -25,7 +25,7 @@ from quern.text.chat import Message, parts
 from quern.text.conversations import KEYS, of_whatsapp, to_messages
 from quern.text.formats import converted, place
 from quern.text.readers import UnreadableError
-from quern.text.sources import AS_TEXT, Where, files, format_of, list_talks
+from quern.text.sources import PLAIN, Where, files, format_of, list_talks
 
 NAMES_SHOWN, NAME_CHARACTERS = 12, 40
 MARK = re.compile(r"(<\|end_?of_?text\|>)|^[ \t]*(<\|\w+\|>|</?s>|<eos>|\[EOS\])[ \t]*$", re.MULTILINE | re.IGNORECASE)
@@ -103,7 +103,7 @@ def warning_of(paths: Sequence[Path], separated: bool = False, encoding: str = "
     Returns:
         A line for the user; None if there is nothing of the kind.
     """
-    text_files = (path for path in paths if format_of(path) in AS_TEXT and path.exists())
+    text_files = (path for path in paths if format_of(path) in (*PLAIN, "") and path.exists())
     for path in islice(text_files, MARKED_FILES):
         with suppress(UnreadableError, OSError):  # the reading tells of it
             for text, _, _ in islice(converted([path], (), str, encoding=encoding), 1):

@@ -82,36 +82,44 @@ def converted(
     """
     counted, tolerant = Skipped(log), log is not None and len(paths) > 1
     for path in paths:
-        begun, early = False, None
         try:
-            for value, record in _records(path, wanted, separator, encoding):
-                counted.seen += 1
-                try:
-                    if isinstance(value, Malformed):
-                        raise value
-                    found = convert(value)
-                except (ValueError, TypeError, LookupError, AttributeError) as error:
-                    reason = str(error) if error is value else f"{place(path, record)}: {error}"
-                    odd = (error.lines if isinstance(error, Malformed) else 1, reason, error)
-                    if begun or not tolerant:
-                        counted.skip(*odd)
-                    elif early:
-                        raise UnreadableError(early[1]) from error
-                    else:
-                        early = odd
-                    continue
-                if early:
-                    counted.skip(*early)
-                begun, early = True, None
-                yield found, path, record
-            if early:
-                raise UnreadableError(early[1])
+            yield from _converted(path, _records(path, wanted, separator, encoding), convert, counted, tolerant)
             counted.bytes_read += path.stat().st_size
         except (UnreadableError, OSError) as error:
             if not tolerant:
                 raise
             counted.bad.append((path.stat().st_size if path.exists() else 0, error))
     counted.finish(len(paths))
+
+
+def _converted(
+    path: Path, records: Records, convert: Callable[[Any], Found], counted: Skipped, tolerant: bool
+) -> Iterator[tuple[Found, Path, int]]:
+    """The records of a file. If it is one of several (`tolerant`), it is unreadable where it begins with two malformed
+    ones, or has no other."""
+    begun, early = False, None
+    for value, record in records:
+        counted.seen += 1
+        try:
+            if isinstance(value, Malformed):
+                raise value
+            found = convert(value)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            reason = str(error) if error is value else f"{place(path, record)}: {error}"
+            odd = (error.lines if isinstance(error, Malformed) else 1, reason, error)
+            if begun or not tolerant:
+                counted.skip(*odd)
+            elif early:
+                raise UnreadableError(early[1]) from error
+            else:
+                early = odd
+            continue
+        if early:
+            counted.skip(*early)
+        begun, early = True, None
+        yield found, path, record
+    if early:
+        raise UnreadableError(early[1])
 
 
 def read_rows(

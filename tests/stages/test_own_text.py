@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from quern.cli import main
+from quern.estimate import own_text
 from quern.estimate.own_text import PARAMETERS_PER_BYTE, best_depth, bits_per_byte, expectation, more, vocabulary
 from quern.recipes.gpt import RECIPE
 from quern.stages.prepare import fit_vocabulary, own_megabytes
@@ -29,6 +30,8 @@ def test_the_vocabulary_follows_from_the_text_unless_it_is_given(tmp_path: Path)
 
 def test_the_law_is_the_published_one_and_repeated_text_counts_less() -> None:
     assert bits_per_byte(1e6, 1e9, 1e7) == pytest.approx(1.0 + 18.4 * 1e6**-0.34 + 54.2 * 1e7**-0.28)
+    page = Path("docs/your-own-text.md").read_text(encoding="utf-8")
+    assert " = {E} + {A} / N^{N_EXPONENT} + {B} / D^{D_EXPONENT}, where".format(**vars(own_text)) in page
     twice = 1e6 + 1e6 * 2 * (1 - math.exp(-1 / 2))
     assert bits_per_byte(1e6, 1e6, 2e6) == pytest.approx(1.0 + 18.4 * 1e6**-0.34 + 54.2 * twice**-0.28)
     assert bits_per_byte(1e9, 1e6, 1e6) == bits_per_byte(PARAMETERS_PER_BYTE * 1e6, 1e6, 1e6)

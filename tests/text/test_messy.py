@@ -103,6 +103,9 @@ def test_papers_and_pages_are_read_by_the_extra_or_it_is_named(tmp_path: Path, m
     text = "# Title\n\nHello **world**."
     assert list(read([tmp_path / "a.html", tmp_path / "b.zip"])) == [text, f"## File: a.html\n\n{text}"]
     assert "page.txt is full of HTML tags" in str(warning_of([tmp_path / "page.txt"]))
+    (tmp_path / "page.vue").write_text(page, encoding="utf-8")
+    assert warning_of([tmp_path / "page.vue"]) is None  # whose tags are its code
+    (tmp_path / "page.vue").unlink()
     (tmp_path / "c.pdf").write_bytes(b"%PDF-1.4 nothing")
     with pytest.raises(ValueError, match=r"c.pdf: markitdown cannot read it \("):
         list(read(tmp_path / "c.pdf"))
