@@ -71,10 +71,9 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
     machine, run_dir, mesh, log, start = session.machine, session.run_dir, session.mesh, session.log, session.start
     began = read_origin(session.folder) if session.resume else None
     asked = with_absolute_paths(asked)
-    with main_first(mesh):
-        own = None if began or start else own_megabytes(asked, run_dir.out)
-        if own is not None:
-            asked = fit_time(asked, session, own)
+    own = None if began or start else own_megabytes(asked, run_dir.out)
+    if own is not None:
+        asked = fit_time(asked, session, own)
     needed = memory_check(asked, machine, mesh, log)
     with main_first(mesh):
         prepared = _text(resolve(asked, mesh.dp), session, began)
