@@ -58,11 +58,12 @@ class Runs:
         counted: bool = False,
     ) -> list[Found]:
         """Makes one run for each fault. flags: more flags of the command. `stage` in an answer: the run's records."""
+        command = [PRETRAIN[0], *PRETRAIN[3:]] if "--data" in flags else PRETRAIN  # one --data names all texts
         numbers = [self.count + 1 + number for number in range(len(faults))]
         self.count += len(faults)
         requests = [
             {
-                "arguments": [*PRETRAIN, *flags, "--run", str(number)],
+                "arguments": [*command, *flags, "--run", str(number)],
                 "faults": [fault],
                 "ranks": 2,
                 "restarts": restarts,
