@@ -5,6 +5,8 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from quern.cli import main
 from quern.estimate import own_text
 from quern.estimate.own_text import PARAMETERS_PER_BYTE, best_depth, bits_per_byte, expectation, more, vocabulary
 from quern.recipes.gpt import RECIPE
+from quern.stages import own_text as fitted
 from quern.stages.prepare import fit_vocabulary, own_megabytes
 
 
@@ -79,3 +82,28 @@ def test_after_a_text_from_standard_input_the_next_command_names_its_file(
     following = capsys.readouterr().out.splitlines()[-1]
     found = re.fullmatch(rf"next: `quern pretrain --data (\S+) {' '.join(flags[2:])}`", following)
     assert found and Path(found[1]).read_text(encoding="utf-8") == text
+
+
+def test_size_and_time_follow_from_the_text_where_they_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitted, "measure_peak_flops", lambda machine: 1e11)
+    world = SimpleNamespace(size=2, broadcast_object=lambda value: value)
+
+    def session(*named: str, source: str | None = None) -> Any:
+        mesh = SimpleNamespace(tp=1, world=world)
+        return SimpleNamespace(named=named, source=source, mesh=mesh, machine=None, log=said.append)
+
+    said: list[str] = []
+    tokenizer, train = SimpleNamespace(vocab_size=1024), SimpleNamespace(num_tokens=100_000)
+    prepared: Any = SimpleNamespace(tokenizer=tokenizer, train=train, bytes_per_token=3.0)
+    left = fitted.fit_time(RECIPE, session(), 0.3)
+    assert left.train.minutes == own_text.MINUTES and left.text.vocab_size == vocabulary(0.3)
+    for closed in (session("train.steps"), session("depth"), session(source="recipe.py")):
+        assert fitted.fit_time(RECIPE, closed, 0.3).train.minutes is None
+    deeper = fitted.fit_depth(left, session(), prepared)
+    assert deeper == replace(left, depth=best_depth(left, 3e5, 3.0, fitted.MFU * 2e11 * 60 * own_text.MINUTES))
+    assert fitted.fit_depth(left, session("depth"), prepared) is left
+    timed = replace(left, train=replace(left.train, steps=1000, batch_tokens=4096))
+    fewer = fitted.fit_readings(timed, session(), prepared).train
+    assert (fewer.steps, fewer.minutes) == (own_text.MOST_READINGS * 100_000 // 4096, None)
+    assert fitted.fit_readings(timed, session("train.minutes"), prepared) is timed
+    assert ["fitted to 300 kB" in said[0], "learned by heart" in said[1], len(said)] == [True, True, 2]
