@@ -263,13 +263,14 @@ def run_chat(
         [scores[name]] = run_task(engine, task, count=count, base=base, group=group, records=records).scores
         if name != "humaneval" or samples == 1:
             continue
-        fits = [(asked.items[number], ids) for number, ids in fitting(engine, task, asked.items, base)]
-        found, right = sampled_scores(engine, task, fits, samples, base=base, group=group)
+        fits = fitting(engine, task, asked.items, base)
+        prompts = [(asked.items[number], ids) for number, ids in fits]
+        found, right = sampled_scores(engine, task, prompts, samples, base=base, group=group)
         if fits and is_main(group):
             header = {**records.identity, "task": f"{CHAT}/{name}, pass@1 of {samples} samples"}
             scored = [
-                (Answered(item, [], f"{n} of {samples}", n == samples, number), n / samples)
-                for number, ((item, _), n) in enumerate(zip(fits, right, strict=True))
+                (Answered(asked.items[number], [], f"{n} of {samples}", n == samples, number), n / samples)
+                for (number, _), n in zip(fits, right, strict=True)
             ]
             write_answers(records.folder / CHAT / f"{name}.samples{ENDING}", header, scored)
         sampled += [replace(score, skipped=len(asked.items) - len(fits)) for score in found]
