@@ -36,6 +36,7 @@ from quern.process import to_stderr as log_to_stderr
 from quern.recipes import chosen_recipe, recipe_names
 from quern.records import find_trackers
 from quern.runs.run_dir import NAME, RunDir
+from quern.terminal import silent
 from quern.validate import install
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ def on_ranks(
             resolve(options.recipe, ranks // options.tp)  # refuses bad values before any rank starts
         how = (options.ranks, options.restarts, options.nodes, options.rendezvous, stopped)
         return launch.launch([verb, *rest], *how)
-    rank_log = log if here.main else lambda line: None
+    rank_log = log if here.main else silent
     detect = functools.partial(where.machine, log=rank_log)
     joined = launch.joined(f"quern {verb}", options.tp, detect, where.threads, options.timeout, options.zero)
     with joined as (machine, mesh):
@@ -226,7 +227,7 @@ def verb_evaluate(verb: str, rest: Arguments) -> int:
     where.run_dir.require_trained(options.stage)
     if options.ranks > 1 and here.ranks == 1:
         return launch.launch([verb, *rest], options.ranks, restarts=0, stopped="before the evaluation ended")
-    rank_log = log if here.main else lambda line: None
+    rank_log = log if here.main else silent
     with launch.joined(
         "quern evaluate", 1, lambda threads: where.machine(threads, rank_log), where.threads, PEER_SECONDS
     ) as (machine, mesh):
@@ -250,14 +251,14 @@ def verb_run(verb: str, rest: Arguments) -> int:
     return code
 
 
-def open_engine(options: CompleteOptions | ChatOptions, log: Callable[[str], None] = log) -> Any:
-    """The engine of the run's model, and the loaded model."""
+def open_engine(options: CompleteOptions | ChatOptions) -> Any:
+    """The engine of the run's model, and the loaded model. Standard output is for replies alone."""
     options.where.run_dir.require_trained(options.stage)  # before the machine is tried out, which may compile
     from quern.generate.engine import Engine
     from quern.runs.load import load
 
-    machine = options.where.machine(log=log)
-    loaded = load(options.where.run_dir, machine, log, options.stage)
+    machine = options.where.machine(log=log_to_stderr)
+    loaded = load(options.where.run_dir, machine, log_to_stderr, options.stage)
     return Engine(loaded.model, loaded.tokenizer, machine), loaded
 
 
@@ -266,7 +267,7 @@ def verb_complete(verb: str, rest: Arguments) -> int:
     from quern.stages.complete import complete, read_prompt
 
     prompt = read_prompt(options.prompt, sys.stdin)
-    engine, _ = open_engine(options, log_to_stderr)
+    engine, _ = open_engine(options)
     how = {"sampling": options.sampling, "max_tokens": options.max_tokens, "seed": options.seed}
     put = functools.partial(print, end="", flush=True)
     complete(engine, prompt, put=put, samples=options.samples, stop=options.stop, **how)
@@ -277,7 +278,7 @@ def verb_chat(verb: str, rest: Arguments) -> int:
     options, _ = parse(verb, rest, ChatOptions)
     if options.complete and options.stage is None:
         options.stage = "pretrain"
-    engine, loaded = open_engine(options, log_to_stderr)
+    engine, loaded = open_engine(options)
     from quern.chat.commands import run
 
     how = {"sampling": options.sampling, "max_tokens": options.max_tokens, "seed": options.seed}

@@ -70,7 +70,7 @@ class Engine:
         """Compiles the forms that replies can be bound to."""
         return Grammars(self.tokenizer)
 
-    def warm_up(self, rows: Sequence[int] = (1,)) -> None:
+    def warm_up(self, rows: Sequence[int]) -> None:
         """Compiles the decode step for these numbers of rows; smaller batches are then padded to the next of them.
 
         Compilation pays off after some thousands of steps: in a server, not for a few questions. Does nothing on a

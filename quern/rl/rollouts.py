@@ -323,8 +323,10 @@ def _evaluating(model: LanguageModel) -> Iterator[None]:
     """Runs the body without dropout, and returns the model to its mode."""
     training = model.training
     model.eval()
-    yield
-    model.train(training)
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 def _number(seed: str) -> int:

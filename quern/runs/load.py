@@ -107,9 +107,7 @@ def load(
     return LoadedModel(model.eval(), tokenizer, start.recipe, name, start.meta["state"]["step"])
 
 
-def read_start(
-    run_dir: RunDir, stages: Sequence[str], at: str, log: Callable[[str], None], callables: Code = None
-) -> Start:
+def read_start(run_dir: RunDir, stages: Sequence[str], at: str, log: Callable[[str], None], callables: Code) -> Start:
     """Loads the checkpoint that another run or stage starts from.
 
     Args:

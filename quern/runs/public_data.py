@@ -28,7 +28,7 @@ from quern.data.batch import prefetch_items
 from quern.recipe import ConversationSource, Made, Recipe, Resolved
 from quern.records import read_json
 from quern.temporaries import alone_in, sha256_of, whole_file, write_whole
-from quern.terminal import Meter
+from quern.terminal import Meter, silent
 from quern.text import data_sets, downloads
 from quern.text.data_sets import DataSet
 from quern.text.repositories import PREFIX, HubName, Repository, data_set
@@ -122,7 +122,7 @@ class PublicData:
 
         def rest() -> Iterator[Path]:
             for path in self.train[1:]:
-                self.known.download([path], progress, lambda line: None)
+                self.known.download([path], progress, silent)
                 yield path
 
         def waiting() -> bool:
@@ -148,7 +148,7 @@ class _Dropped(Exception):
     """Ends a download whose reader has stopped. The part that has arrived is kept."""
 
 
-def public_data(recipe: Resolved, out: Path, log: Log = lambda line: None) -> PublicData | None:
+def public_data(recipe: Resolved, out: Path, log: Log = silent) -> PublicData | None:
     """The files of the recipe's data; None for tinyworld and for a file or a folder.
 
     Args:

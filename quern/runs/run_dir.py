@@ -92,7 +92,7 @@ class RunDir:
         """Whether a stage has saved a checkpoint, good or damaged."""
         return bool(manifest.steps(self.checkpoints(stage)))
 
-    def require_trained(self, stage: str | None = None) -> list[str]:
+    def require_trained(self, stage: str | None) -> list[str]:
         """The stages that have saved a checkpoint; only `stage`, if it is given. Raises FileNotFoundError for none."""
         found = [name for name in ([stage] if stage else STAGES) if self.has_trained(name)]
         if not found:
