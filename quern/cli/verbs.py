@@ -66,7 +66,10 @@ def parse(verb: str, rest: Arguments, flags: type) -> tuple[Any, str | None]:
 
 
 def with_run(verb: str, words: Arguments) -> Arguments:
-    """Puts --run before the run's name that a command line begins with. A run that the verb makes must be there."""
+    """Puts --run before the run's name that a command line begins with.
+
+    Raises ValueError for a run that is named twice, or that `run` or `pretrain` would begin.
+    """
     at = int(verb == "grug")
     name = next(iter(words[at : at + 1]), "-")
     if not re.fullmatch(NAME, name) or name.endswith(".py") or name in recipe_names() or (verb, name) == KEYS:
@@ -74,6 +77,11 @@ def with_run(verb: str, words: Arguments) -> Arguments:
     known = verb in (*OF_A_RUN, "report", "export") or (verb == "grug" and words[0] in ("eval", "export", "import"))
     if verb in ("run", "pretrain"):
         known = RunDir(Path(words.value("out") or "out"), name).folder.is_dir()
+        if not known:
+            raise ValueError(
+                f"there is no run and no recipe '{name}': --run {name} gives a new run this name; recipes are "
+                f"{', '.join(recipe_names())}, or the path of a .py file"
+            )
     if known and words.value("run") is not None:
         raise ValueError(f"the run is named twice, as {name} and by --run: leave one of them out")
     return Arguments((*words[:at], "--run", *words[at:])) if known else words

@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import field, fields, is_dataclass, make_dataclass
 from functools import cached_property
+from glob import glob
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Protocol, TypeVar, get_type_hints
@@ -267,7 +268,9 @@ IDLE: Mapping[str, tuple[str, Callable[[Recipe, bool], bool]]] = {
     ),
     "shards": (
         "is the number of files of a public data set, and --data is none: leave it out",
-        lambda recipe, tokens: recipe.data == "tinyworld" or "\n" in recipe.data or Path(recipe.data).exists(),
+        lambda recipe, tokens: (
+            recipe.data == "tinyworld" or "\n" in recipe.data or Path(recipe.data).exists() or bool(glob(recipe.data))
+        ),
     ),
     "text.vocab_size": (_TOKENIZED, _has_tokenizer),
     "text.digits": (_TOKENIZED, _has_tokenizer),

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from quern.process import waiting
@@ -100,7 +100,7 @@ def fit(size: int, axes: str | tuple[str, ...], mesh: AnyMesh) -> str | tuple[st
     return axes if size % math.prod(mesh.shape[name] for name in names) == 0 else None
 
 
-def place(array: np.ndarray, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
+def place(array: np.ndarray, spec: P, mesh: Mesh) -> jax.Array:
     """Shards a host array over the mesh. Every process holds the same array and copies its own shards."""
     return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: array[index])
 

@@ -1,13 +1,14 @@
 """Which fields have a flag, what is said of the others, and that the recipe comes back as it was given."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated
 
 import pytest
 import tyro
 
 from quern.cli.options import EvaluateOptions, PretrainOptions
-from quern.flags.recipe_flags import Arguments, field_names, parse
+from quern.flags.recipe_flags import Arguments, field_names, parse, refuse_idle
 from quern.recipe import ConversationSource, Recipe
 from quern.recipes import gpt, llama
 
@@ -85,3 +86,11 @@ def test_conversations_take_several_sources() -> None:
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
             given(f"--conversations talks.jsonl {wrong}")
+
+
+def test_a_number_of_shards_is_for_public_data_alone(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x", encoding="utf-8")
+    for data in ("tinyworld", f"{tmp_path}/a.txt", str(tmp_path), f"{tmp_path}/*.txt"):
+        with pytest.raises(ValueError, match="--shards is the number of files of a public data set"):
+            refuse_idle(replace(gpt.RECIPE, data=data, shards=2), (), tokens=False)
+    refuse_idle(replace(gpt.RECIPE, data="tinystories", shards=2), (), tokens=False)
