@@ -121,6 +121,16 @@ def test_wrong_requests(server: Server, path: str, body: bytes, headers: dict[st
     assert (found, list(answer)) == (status, ["error"])
 
 
+def test_runs_are_removed_from_this_machine_alone(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    remove = b'{"action": "remove", "run": "a"}'
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "get_request", lambda: (server.socket.accept()[0], ("192.0.2.7", 5000)))
+        status, answer, _ = ask(server, "/api/manage", remove, **JSON)
+        assert status == 400 and "on the machine that has them" in answer["error"]
+        assert ask(server, "/api/list")[1]["runs"]
+    assert ask(server, "/api/manage", remove, **JSON)[0] == 200 and not ask(server, "/api/list")[1]["runs"]
+
+
 def test_options_are_checked(tmp_path: Path, server: Server) -> None:
     with pytest.raises(ValueError, match="--port must be a whole number"):
         run(BoardOptions(tmp_path, port=70_000), print)
