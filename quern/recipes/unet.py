@@ -24,7 +24,7 @@ SOURCE_BATCH_TOKENS = 8 * SOURCE_GPU_TOKENS
 AT_REFERENCE = math.sqrt(REFERENCE_BATCH_TOKENS / SOURCE_BATCH_TOKENS)
 MOMENTUM_WARMUP_STEPS = 300
 MOMENTUM_WARMUP_SHARE = 300 / 1770
-"""Of the source's run; what a shorter one has of it."""
+"""The share of the source's run that these steps are; a shorter run warms up for the same share."""
 
 
 def rules(recipe: Resolved) -> dict[str, GroupRule]:

@@ -28,7 +28,7 @@ PAUSES = (4.0, 16.0, 60.0)
 LIMIT_SECONDS = 30.0
 NEEDS_TOKEN = ": a set that asks for it needs the token in the variable HF_TOKEN"
 ADVICE = {401: NEEDS_TOKEN, 403: NEEDS_TOKEN, 404: ": remove listing.json, and the files are listed again"}
-"""What to do about an answer of the server."""
+"""Advice for the user about an answer of the server."""
 Progress = Callable[[str, int, int], None]
 """(file name, bytes so far, total bytes), called as bytes arrive."""
 

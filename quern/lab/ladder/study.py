@@ -42,8 +42,8 @@ RUNGS: Mapping[int, Rung] = {
     2: Rung(1600, 4096, depth=6, width=192, head_dim=32, context=256, vocab_size=4096),
     3: Rung(1600, 8192, depth=8, width=256, head_dim=64, context=256, vocab_size=4096),
 }
-"""By number. Two tokens for each parameter of matrices and head on every rung: of the sizes that train for 80 s on one
-core, those with more tokens score better at equal FLOPs, but hardly better than a trigram (docs/ladder.md)."""
+"""The rungs by number. Each has two tokens for each parameter of matrices and head: of the sizes that train for 80 s on
+one core, those with more tokens score better at equal FLOPs, but hardly better than a trigram (docs/ladder.md)."""
 
 UNRELATED = "schema name data include exclude text.encoding val conversations sft rl shards seed data_seed".split()
 """Parts of a recipe that do not decide what a trial learns, or that its record names apart."""
