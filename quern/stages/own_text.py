@@ -28,8 +28,10 @@ def fit_time(recipe: Recipe, session: Session, megabytes: float) -> Recipe:
             "a page, and 1 MB, about two novels, to write sentences of its own"
         )
     recipe = fit_vocabulary(recipe, megabytes)
-    if _has_open_depth(recipe, session) and not set(LENGTHS) & set(session.named) and session.mesh.tp == 1:
-        recipe = replace(recipe, train=replace(recipe.train, minutes=MINUTES))
+    train = recipe.train
+    open_length = train.steps is None and train.minutes is None and "train.horizon_ratio" not in session.named
+    if open_length and _has_open_depth(recipe, session) and session.mesh.tp == 1:
+        recipe = replace(recipe, train=replace(train, minutes=MINUTES))
     return recipe
 
 

@@ -97,8 +97,10 @@ def test_size_and_time_follow_from_the_text_where_they_are_open(monkeypatch: pyt
     prepared: Any = SimpleNamespace(tokenizer=tokenizer, train=train, bytes_per_token=3.0)
     left = fitted.fit_time(RECIPE, session(), 0.3)
     assert left.train.minutes == own_text.MINUTES and left.text.vocab_size == vocabulary(0.3)
-    for closed in (session("train.steps"), session("depth"), session(source="recipe.py")):
+    for closed in (session("train.horizon_ratio"), session("depth"), session(source="recipe.py")):
         assert fitted.fit_time(RECIPE, closed, 0.3).train.minutes is None
+    short = replace(RECIPE, train=replace(RECIPE.train, steps=6))
+    assert fitted.fit_time(short, session(), 0.3).train == short.train, "a length that code asks for counts, too"
     deeper = fitted.fit_depth(left, session(), prepared)
     assert deeper == replace(left, depth=best_depth(left, 3e5, 3.0, fitted.MFU * 2e11 * 60 * own_text.MINUTES))
     assert fitted.fit_depth(left, session("depth"), prepared) is left

@@ -32,6 +32,7 @@ from quern.lab.ladder.study import (
 from quern.lab.ladder.work import Options, Worker, finished, proxy_line
 from quern.lab.options import CompareOptions
 from quern.lab.study import check_name, now, start_facts
+from quern.lab.verdict import Rules
 from quern.recipe import Recipe, Resolved
 from quern.resolve import resolve
 from quern.runs.origin import SHOWN
@@ -130,6 +131,7 @@ def _study(
 
 
 def _check(base: Arm, options: CompareOptions, named: Collection[str], rungs: Mapping[int, Rung]) -> None:
+    Rules(options.delta, options.most_pairs, options.alpha)  # refuses those that decide nothing
     if options.tune and not isinstance(getattr(options.recipe.optim, options.tune, None), float):
         raise ValueError(f"--tune {options.tune} is no rate: use a field of the optimizer, such as matrix_lr")
     if options.ladder:
