@@ -78,7 +78,6 @@ codecs.register_error("quern", _in_ascii)
 def run_verb(arguments: list[str]) -> int:
     """Runs a verb and returns its exit code. Each branch imports only what it needs: PyTorch takes seconds."""
     from quern.cli.summaries import SUMMARIES, following, usage
-    from quern.validate import nearest
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -93,6 +92,8 @@ def run_verb(arguments: list[str]) -> int:
         return 0
     verb, words = arguments[0], [_expanded(argument) for argument in arguments[1:]]
     if verb not in SUMMARIES:
+        from quern.validate import nearest
+
         print(f"quern: there is no '{verb}'{nearest(verb, SUMMARIES)}; all of them: quern --help", file=sys.stderr)
         return 2
     try:

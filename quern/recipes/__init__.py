@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from quern.flags.recipe_file import read_recipe_file
-from quern.flags.recipe_flags import Arguments
-from quern.recipe import Recipe
+if TYPE_CHECKING:
+    from quern.flags.recipe_flags import Arguments
+    from quern.recipe import Recipe
 
 
 def recipe_names() -> list[str]:
@@ -32,4 +33,6 @@ def load_recipe(name: str) -> tuple[Recipe, str | None]:
     path = Path(name)
     if path.suffix != ".py" or not path.is_file():
         raise ValueError(f"there is no recipe '{name}': use {', '.join(recipe_names())}, or the path of a .py file")
+    from quern.flags.recipe_file import read_recipe_file  # the list of names is printed without it
+
     return read_recipe_file(path)
