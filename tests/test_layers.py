@@ -227,7 +227,7 @@ BROKEN = {
     "sideways": ("quern/data/loader.py", "from quern.text.chat import render", "data may not import"),
     "sideways, folders": ("quern/train/loop.py", "from quern.eval import core", "train may not import"),
     "twin": ("quern/grug/model.py", "from quern.model.gpt import GPT", "grug may not import"),
-    "twin, beside what it may": ("quern/grug/optim.py", "from quern.optim.muon import muon_", "grug may not import"),
+    "twin, beside what it may": ("quern/grug/optim.py", "from quern.optim.muon import Muon", "grug may not import"),
     "top imports nothing": ("quern/__init__.py", "from quern.model.gpt import GPT", "__init__ may not"),
     "upwards, subfolder": ("quern/text/chat.py", "from quern.text.tinyworld import facts", "text may not import"),
     "sideways, subfolders": ("quern/kernels/attention/flash.py", "import quern.kernels.rope", "attention may not"),

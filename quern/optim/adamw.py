@@ -16,40 +16,9 @@ Scalar = float | Tensor
 """A Python number, or a 0-dim tensor so that a compiled caller does not recompile when the value changes."""
 
 
-def adamw_(
-    master: Tensor,
-    grad: Tensor,
-    m: Tensor,
-    v: Tensor,
-    *,
-    beta1: Scalar,
-    beta2: Scalar,
-    eps: Scalar,
-    step_size: Scalar,
-    bias_correction2_sqrt: Scalar,
-    kept: Scalar,
-    out: Tensor | None = None,
-) -> None:
-    """One AdamW update in place of master, m and v. All tensors have one shape.
-
-    The function can be compiled whole, with dynamic shapes.
-
-    Args:
-        master: fp32, as m and v.
-        grad: Any floating dtype.
-        step_size: The rate over m's bias correction.
-        bias_correction2_sqrt: The root of v's bias correction.
-        kept: The share of the weights that decay leaves.
-        out: Receives the new master, rounded to its own dtype.
-    """
-    grad = grad.to(master.dtype)
-    m.lerp_(grad, 1 - beta1)
-    v.lerp_(grad.square(), 1 - beta2)
-    denominator = v.sqrt().div_(bias_correction2_sqrt).add_(eps)
-    master.mul_(kept)
-    master.sub_(torch.div(m, denominator).mul_(step_size))
-    if out is not None:
-        out.copy_(master)
+State = dict[str, Tensor]
+Scalars = dict[str, Scalar]
+"""What a rule keeps for its parameters, and the numbers of one update, by name."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +32,7 @@ class AdamW:
 
     stacked: ClassVar[bool] = False
 
-    def init_state(self, master: Tensor) -> dict[str, Tensor]:
+    def init_state(self, master: Tensor) -> State:
         return {"m": torch.zeros_like(master), "v": torch.zeros_like(master)}
 
     def scalars(self, step: int, lr: float, momentum: float, decay: float) -> dict[str, float]:
@@ -79,13 +48,14 @@ class AdamW:
         }
 
     def update_(
-        self,
-        master: Tensor,
-        grad: Tensor,
-        state: dict[str, Tensor],
-        scalars: dict[str, Scalar],
-        *,
-        dtype: torch.dtype,
-        out: Tensor | None,
+        self, master: Tensor, grad: Tensor, state: State, scalars: Scalars, *, dtype: torch.dtype, out: Tensor | None
     ) -> None:
-        adamw_(master, grad, state["m"], state["v"], **scalars, out=out)
+        """In fp32, elementwise, so that the function can be compiled whole, with dynamic shapes."""
+        grad, m, v = grad.to(master.dtype), state["m"], state["v"]
+        m.lerp_(grad, 1 - scalars["beta1"])
+        v.lerp_(grad.square(), 1 - scalars["beta2"])
+        denominator = v.sqrt().div_(scalars["bias_correction2_sqrt"]).add_(scalars["eps"])
+        master.mul_(scalars["kept"])
+        master.sub_(torch.div(m, denominator).mul_(scalars["step_size"]))
+        if out is not None:
+            out.copy_(master)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from quern.optim.adamw import AdamW, Scalar
+from quern.optim.adamw import AdamW, Scalars, State
 from quern.optim.constants import adamw_groups, muon_rate
 from quern.optim.muon import Muon
 from quern.recipe import Resolved
@@ -29,40 +29,20 @@ class Rule(Protocol):
     stacked: ClassVar[bool]
     """True: the rule takes (N, R, C) stacks of matrices of one shape. False: it is elementwise, on one flat buffer."""
 
-    def init_state(self, master: Tensor) -> dict[str, Tensor]:
+    def init_state(self, master: Tensor) -> State:
         """Returns fresh state by name: flat like the master, or a stack of N whose parts belong to the N matrices."""
         ...
 
     def scalars(self, step: int, lr: float, momentum: float, decay: float) -> dict[str, float]:
-        """Returns the scalars of one update.
-
-        Args:
-            step: The index of this update of the group, from 1.
-            lr: The rate, schedule included.
-            momentum: The value of `schedule.Multipliers`.
-            decay: The value of `schedule.Multipliers`.
-        """
+        """Returns the scalars of update number `step`, from 1, by its rate and `schedule.Multipliers`."""
         ...
 
     def update_(
-        self,
-        master: Tensor,
-        grad: Tensor,
-        state: dict[str, Tensor],
-        scalars: dict[str, Scalar],
-        *,
-        dtype: torch.dtype,
-        out: Tensor | None,
+        self, master: Tensor, grad: Tensor, state: State, scalars: Scalars, *, dtype: torch.dtype, out: Tensor | None
     ) -> None:
-        """Updates master and state in place.
+        """Updates the fp32 master and its state in place, by a gradient of any floating dtype.
 
-        Args:
-            master: fp32.
-            grad: Any floating dtype.
-            state: The result of `init_state`.
-            scalars: The result of `scalars`.
-            dtype: Dtype of matrix products.
-            out: Receives the new master, rounded to its own dtype.
+        dtype: of matrix products; out: receives the new master, rounded to its own dtype.
         """
         ...
 

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from quern.optim.adamw import Scalar
+from quern.optim.adamw import Scalar, Scalars, State
 from quern.optim.constants import TINY
 from quern.optim.muon import equal_rows, nesterov_, polar_express
 
@@ -39,21 +39,14 @@ class MuonH:
 
     stacked: ClassVar[bool] = True
 
-    def init_state(self, master: Tensor) -> dict[str, Tensor]:
+    def init_state(self, master: Tensor) -> State:
         return {"momentum": torch.zeros_like(master), "radius": norms(master)}
 
     def scalars(self, step: int, lr: float, momentum: float, decay: float) -> dict[str, float]:
         return {"lr": lr, "momentum": momentum}
 
     def update_(
-        self,
-        master: Tensor,
-        grad: Tensor,
-        state: dict[str, Tensor],
-        scalars: dict[str, Scalar],
-        *,
-        dtype: torch.dtype,
-        out: Tensor | None,
+        self, master: Tensor, grad: Tensor, state: State, scalars: Scalars, *, dtype: torch.dtype, out: Tensor | None
     ) -> None:
         update = equal_rows(nesterov_(state["momentum"], grad, scalars["momentum"]))
         update = polar_express(update.to(dtype), self.steps).to(master.dtype)
@@ -72,7 +65,7 @@ class AdamH:
 
     stacked: ClassVar[bool] = True
 
-    def init_state(self, master: Tensor) -> dict[str, Tensor]:
+    def init_state(self, master: Tensor) -> State:
         return {"m": torch.zeros_like(master), "v": torch.zeros_like(master), "radius": norms(master)}
 
     def scalars(self, step: int, lr: float, momentum: float, decay: float) -> dict[str, float]:
@@ -80,14 +73,7 @@ class AdamH:
         return {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": self.eps, "correction": (1 - beta2**step) ** 0.5}
 
     def update_(
-        self,
-        master: Tensor,
-        grad: Tensor,
-        state: dict[str, Tensor],
-        scalars: dict[str, Scalar],
-        *,
-        dtype: torch.dtype,
-        out: Tensor | None,
+        self, master: Tensor, grad: Tensor, state: State, scalars: Scalars, *, dtype: torch.dtype, out: Tensor | None
     ) -> None:
         grad = grad.to(master.dtype)
         state["m"].lerp_(grad, 1 - scalars["beta1"])

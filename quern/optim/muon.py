@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from quern.optim.adamw import Scalar
+from quern.optim.adamw import Scalar, Scalars, State
 from quern.optim.constants import NEWTON_SCHULZ, POLAR_MARGIN, ROW_FLOOR, TINY, VARIANCE_EPS, polar_coefficients
 
 Orthogonalize = Callable[[Tensor, int], Tensor]
@@ -118,42 +118,6 @@ def restore_and_reduce_(x_NRC: Tensor, second: Tensor, beta2: Scalar) -> Tensor:
     return reduce_variance_(restore_norm(x_NRC), second, beta2)
 
 
-def muon_(
-    master_NRC: Tensor,
-    grad_NRC: Tensor,
-    momentum_NRC: Tensor,
-    second: Tensor,
-    *,
-    lr: Scalar,
-    momentum: Scalar,
-    beta2: Scalar,
-    weight_decay: Scalar,
-    prepare: Prepare = equal_rows,
-    orthogonalize: Orthogonalize = polar_express,
-    normalize_: Normalize = restore_and_reduce_,
-    apply_: Apply = cautious_step_,
-    steps: int = 5,
-    dtype: torch.dtype = torch.float32,
-    out: Tensor | None = None,
-) -> None:
-    """One Muon update in place of master, momentum (N, R, C) and second ((N, R, 1) or (N, 1, C)), all fp32.
-
-    The rate is scaled by sqrt(max(1, R/C)), so that the RMS effect of a step on the outputs does not depend on the
-    shape. The function can be compiled whole, with dynamic shapes.
-
-    Args:
-        grad_NRC: Any floating dtype.
-        dtype: Dtype of the matrix products in the orthogonalisation.
-        out: Receives the new master, rounded to its own dtype.
-    """
-    update = prepare(nesterov_(momentum_NRC, grad_NRC, momentum))
-    update = normalize_(orthogonalize(update.to(dtype), steps).to(master_NRC.dtype), second, beta2)
-    shape_scale = max(1.0, master_NRC.size(-2) / master_NRC.size(-1)) ** 0.5
-    apply_(master_NRC, update, lr * shape_scale, weight_decay)
-    if out is not None:
-        out.copy_(master_NRC)
-
-
 @dataclass(frozen=True)
 class Muon:
     """Muon with its constants, as the rule of a parameter group (see `groups.Rule`)."""
@@ -169,40 +133,26 @@ class Muon:
 
     stacked: ClassVar[bool] = True
 
-    def init_state(self, master: Tensor) -> dict[str, Tensor]:
+    def init_state(self, master: Tensor) -> State:
         count, rows, columns = master.shape
         shape = (count, rows, 1) if rows >= columns else (count, 1, columns)
         return {"momentum": torch.zeros_like(master), "second": master.new_zeros(shape)}
 
     def scalars(self, step: int, lr: float, momentum: float, decay: float) -> dict[str, float]:
-        return {
-            "lr": lr,
-            "momentum": momentum,
-            "beta2": self.beta2,
-            "weight_decay": self.weight_decay * decay,
-        }
+        return {"lr": lr, "momentum": momentum, "beta2": self.beta2, "weight_decay": self.weight_decay * decay}
 
     def update_(
-        self,
-        master: Tensor,
-        grad: Tensor,
-        state: dict[str, Tensor],
-        scalars: dict[str, Scalar],
-        *,
-        dtype: torch.dtype,
-        out: Tensor | None,
+        self, master: Tensor, grad: Tensor, state: State, scalars: Scalars, *, dtype: torch.dtype, out: Tensor | None
     ) -> None:
-        muon_(
-            master,
-            grad,
-            state["momentum"],
-            state["second"],
-            **scalars,
-            prepare=self.prepare,
-            orthogonalize=self.orthogonalize,
-            normalize_=self.normalize_,
-            apply_=self.apply_,
-            steps=self.steps,
-            dtype=dtype,
-            out=out,
-        )
+        """Updates stacks (N, R, C); the second moments are (N, R, 1) or (N, 1, C). It can be compiled whole.
+
+        The rate is scaled by sqrt(max(1, R/C)), so that the RMS effect of a step on the outputs does not depend on the
+        shape.
+        """
+        update = self.prepare(nesterov_(state["momentum"], grad, scalars["momentum"]))
+        update = self.orthogonalize(update.to(dtype), self.steps).to(master.dtype)
+        update = self.normalize_(update, state["second"], scalars["beta2"])
+        shape_scale = max(1.0, master.size(-2) / master.size(-1)) ** 0.5
+        self.apply_(master, update, scalars["lr"] * shape_scale, scalars["weight_decay"])
+        if out is not None:
+            out.copy_(master)

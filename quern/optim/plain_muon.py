@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from quern.optim.adamw import Scalar
+from quern.optim.adamw import Scalars, State
 from quern.optim.muon import nesterov_, newton_schulz
 
 
@@ -24,21 +24,14 @@ class PlainMuon:
 
     stacked: ClassVar[bool] = True
 
-    def init_state(self, master: Tensor) -> dict[str, Tensor]:
+    def init_state(self, master: Tensor) -> State:
         return {"momentum": torch.zeros_like(master)}
 
     def scalars(self, step: int, lr: float, momentum: float, decay: float) -> dict[str, float]:
         return {"lr": lr, "momentum": momentum}
 
     def update_(
-        self,
-        master: Tensor,
-        grad: Tensor,
-        state: dict[str, Tensor],
-        scalars: dict[str, Scalar],
-        *,
-        dtype: torch.dtype,
-        out: Tensor | None,
+        self, master: Tensor, grad: Tensor, state: State, scalars: Scalars, *, dtype: torch.dtype, out: Tensor | None
     ) -> None:
         """The rate is scaled by sqrt(max(1, R/C)): tall matrices then move their outputs as far as square ones."""
         direction = nesterov_(state["momentum"], grad, scalars["momentum"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quern.optim.adamw import AdamW, Scalar
-from quern.optim.muon import Muon, muon_, newton_schulz, polar_express
+from quern.optim.muon import Muon, newton_schulz, polar_express
 
 STEPS = 20
 # eps in the size of the gradients, so that its place in the formula shows.
@@ -211,15 +211,7 @@ def muon_deviation(skip: str = "", constants: Mapping[str, Any] = MUON) -> float
         master = torch.tensor(start)[None].clone()
         state = Muon().init_state(master)
         for grad in grads:
-            muon_(
-                master,
-                torch.tensor(grad)[None],
-                state["momentum"],
-                state["second"],
-                **constants,
-                steps=30,
-                dtype=torch.float64,
-            )
+            Muon(steps=30).update_(master, torch.tensor(grad)[None], state, constants, dtype=torch.float64, out=None)
         expected = reference_muon(start, grads, skip, **constants)
         moved = np.linalg.norm(expected - start)
         worst = max(worst, float(np.linalg.norm(master[0].numpy() - expected) / moved))
@@ -259,10 +251,10 @@ def test_a_stack_is_updated_as_its_matrices_alone(law: Callable[..., None]) -> N
             state = Muon().init_state(stack)
             alone = [Muon().init_state(single[i : i + 1]) for i in range(5)]
             for grad in grads:
-                muon_(stack, grad, state["momentum"], state["second"], **MUON, dtype=dtype)
+                Muon().update_(stack, grad, state, MUON, dtype=dtype, out=None)
                 for i, mine in enumerate(alone):
                     part = slice(i, i + 1)
-                    muon_(single[part], grad[part], mine["momentum"], mine["second"], **MUON, dtype=dtype)
+                    Muon().update_(single[part], grad[part], mine, MUON, dtype=dtype, out=None)
             worst = max(worst, ((stack - single).norm() / stack.norm()).item())
     law("Muon on a stack = on each matrix alone", worst, "≤ 1e-6 relative")
     assert worst <= 1e-6

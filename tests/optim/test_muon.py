@@ -12,7 +12,6 @@ from quern.optim.muon import (
     Muon,
     cautious_step_,
     equal_rows,
-    muon_,
     newton_schulz,
     polar_express,
     reduce_variance_,
@@ -26,11 +25,10 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def updated(grad: torch.Tensor, **changes: Any) -> torch.Tensor:
+def updated(grad: torch.Tensor, dtype: torch.dtype = torch.float32, steps: int = 5, **changes: Any) -> torch.Tensor:
     """A fixed master after one update by `grad`."""
-    master = random(*grad.shape, seed=9).to(torch.float32)
-    state = Muon().init_state(master)
-    muon_(master, grad, state["momentum"], state["second"], **{**CONSTANTS, **changes})
+    master, rule = random(*grad.shape, seed=9).to(torch.float32), Muon(steps=steps)
+    rule.update_(master, grad, rule.init_state(master), {**CONSTANTS, **changes}, dtype=dtype, out=None)
     return master
 
 
@@ -109,8 +107,8 @@ def test_the_step_has_an_orthogonal_matrixs_norm_however_far_the_iteration_came(
 
 def test_out_is_the_rounded_master() -> None:
     master, out = random(2, 8, 8), torch.zeros(2, 8, 8, dtype=torch.bfloat16)
-    state = Muon().init_state(master)
-    muon_(master, random(2, 8, 8, seed=1), state["momentum"], state["second"], **CONSTANTS, out=out)
+    grad, state = random(2, 8, 8, seed=1), Muon().init_state(master)
+    Muon().update_(master, grad, state, CONSTANTS, dtype=torch.float32, out=out)
     assert torch.equal(out, master.bfloat16())
 
 

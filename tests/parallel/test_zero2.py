@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from quern.optim.adamw import AdamW
 from quern.optim.groups import ParameterGroup, make_groups, table
-from quern.optim.muon import Muon, muon_
+from quern.optim.muon import Muon
 from quern.optim.schedule import Multipliers, multipliers
 from quern.parallel.zero2 import Zero2
 from quern.recipe import OptimRecipe, Resolved
@@ -111,9 +111,8 @@ def test_matrices_are_updated_as_by_muon_alone() -> None:
         optimizer.step(step, Multipliers(lr=0.5, momentum=0.9, decay=0.25))
         optimizer.drop_grads()
         for name, master in plain.items():
-            first, second = state[name]["momentum"], state[name]["second"]
-            constants: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "beta2": 0.9, "weight_decay": 0.075}
-            muon_(master, grads[name], first, second, **constants)
+            scalars: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "beta2": 0.9, "weight_decay": 0.075}
+            Muon().update_(master, grads[name], state[name], scalars, dtype=torch.float32, out=None)
     for name, p in named:
         torch.testing.assert_close(p.detach(), plain[name][0], rtol=1e-5, atol=1e-6)
 
