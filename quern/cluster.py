@@ -23,15 +23,8 @@ def ray_module() -> Any:
 
 
 def connect(address: str) -> None:
-    """Connects this process to a cluster.
-
-    Args:
-        address: "auto" or HOST:PORT.
-
-    Raises:
-        ImportError: Ray is not installed.
-        ValueError: There is no cluster at the address.
-    """
+    """Connects this process to a cluster at "auto" or HOST:PORT. Raises ImportError without Ray, ValueError
+    without it."""
     ray = ray_module()
     try:
         if address != "auto":  # Ray itself would wait for minutes

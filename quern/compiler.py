@@ -89,14 +89,8 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
 
 @cache
 def problem(device_type: str) -> str | None:
-    """Compile and run a tiny function.
-
-    Args:
-        device_type: "cpu", "cuda" or "mps".
-
-    Returns:
-        None when torch.compile works on this device, else the reason in at most 120 characters.
-    """
+    """Compiles and runs a tiny function on "cpu", "cuda" or "mps"; None if that works, else the reason, ≤ 120
+    characters."""
     if device_type == "mps":
         return "not supported by PyTorch on MPS for this model"
     logging.getLogger("torch._inductor").setLevel(logging.ERROR)  # read when torch._inductor is imported

@@ -83,11 +83,8 @@ class Machine:
         return tensor.to(self.device, non_blocking=True)
 
     def read_later(self, tensor: torch.Tensor) -> Callable[[], list[Any]]:
-        """Starts to copy a tensor to the host.
-
-        Returns:
-            A function that returns the values as `Tensor.tolist`. It waits for this copy, and for no later work.
-        """
+        """Starts to copy a tensor to the host; returns a function that waits for this copy alone, and returns its
+        `tolist`."""
         if self.device.type != "cuda":
             return tensor.tolist
         copied = tensor.to("cpu", non_blocking=True)  # pinned
@@ -124,17 +121,9 @@ class Machine:
 def detect(
     device: str | None = None, dtype: str | None = None, compile: bool = True, threads: int | None = None
 ) -> Machine:
-    """Decides how to use this machine. Every argument overrides one decision.
-
-    Args:
-        device: "cpu", "cuda" or "mps".
-        dtype: "bf16" or "fp32".
-        compile: Whether to use torch.compile where it works.
-        threads: CPU threads; None takes torch's number.
-
-    Raises:
-        ValueError: when an override is not possible here. The message names the valid values.
-    """
+    """Decides how to use this machine. Every argument overrides one decision: device "cpu", "cuda" or "mps", dtype
+    "bf16" or "fp32", torch.compile where it works, and the CPU threads. Raises ValueError, which names the valid
+    values, for what is not possible here."""
     notes: list[str] = []
     chosen = _device(device)
     if threads is not None:
@@ -263,11 +252,7 @@ def worker_variables(machine: Machine) -> Callable[[int], dict[str, str]]:
 
 
 def measure_peak_flops(machine: Machine, size: int = 2048) -> float:
-    """Measures the machine's matmul peak in FLOP/s in the compute dtype: the best of a few large square products.
-
-    Args:
-        size: Rows and columns of the matrices.
-    """
+    """The matmul peak in FLOP/s in the compute dtype: the best of a few (size, size) products."""
     a = torch.randn(size, size, dtype=torch.float32).to(machine.device, machine.dtype)
     best, until = float("inf"), time.perf_counter() + 1.0
     for done in range(12):

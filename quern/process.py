@@ -90,13 +90,9 @@ def start(
     order: Mapping[str, Any],
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[Child]:
-    """Runs a module as a child process for the length of the block.
+    """Runs a module (`python -m`) as a child process for the length of the block.
 
-    Args:
-        module: Module to run with `python -m`.
-        name: The name of the process in error messages.
-        order: JSON values for the child.
-        variables: Environment variables on top of those of this process.
+    name: for error messages; order: JSON values for the child; variables: on top of this process's environment.
     """
     env = {**environment(), **(variables or {})}
     # The child must find this quern, installed or not.
@@ -216,10 +212,7 @@ def prompt_signals(raised: Mapping[signal.Signals, Callable[[int], BaseException
     """Signals raise an exception in the main thread. If it is blocked in native code, they end the process.
 
     A handler that the body installs instead decides for itself, and a signal that is ignored at the start stays so.
-    Does nothing outside the main thread.
-
-    Args:
-        raised: Makes the exception from the signal's number.
+    Does nothing outside the main thread. raised: makes the exception from the signal's number.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

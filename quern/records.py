@@ -292,11 +292,8 @@ def _strict(value: Any, name: str, bad: list[str]) -> Any:
 
 
 def strict(value: Any) -> Any:
-    """The value as strict JSON: numbers that are not finite become None, tuples become lists.
-
-    Raises:
-        TypeError: The value holds something else than plain numbers, strings, lists and dicts.
-    """
+    """The value as strict JSON: numbers that are not finite become None, tuples lists. TypeError: it is no
+    JSON."""
     return _strict(value, "value", [])
 
 
@@ -308,14 +305,9 @@ def append_synced(file: Path, fields: dict[str, Any]) -> None:
 
 
 def read_lines(file: Path, kind: Any = dict[str, Any]) -> list[Any]:
-    """The JSON lines of a file, without a torn last line; empty if there is no file.
+    """The JSON lines of a file, without a torn last line, each of type `kind`; empty if there is no file.
 
-    Args:
-        file: The file.
-        kind: The type of each line, as for `read_json`.
-
-    Raises:
-        ValueError: A complete line is not JSON, or of another type; the message names it.
+    Raises ValueError, which names it, for a complete line that is not JSON, or of another type.
     """
     lines = _lines(file)
     records = []

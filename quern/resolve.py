@@ -91,13 +91,8 @@ def table_decay_rule(recipe: Resolved, text_tokens: int) -> float:
 
 
 def fine_tuning_rates(recipe: Resolved, share: float, batch_tokens: int) -> Resolved:
-    """Rates of fine-tuning and reinforcement learning: a share of sqrt(batch / 2^19), without weight decay.
-
-    Args:
-        recipe: The base model's.
-        share: `sft.lr_share` or `rl.lr_share`.
-        batch_tokens: Tokens in one optimizer step.
-    """
+    """Rates of fine-tuning and RL on a base model's recipe: `share` of sqrt(batch / 2^19), without weight
+    decay."""
     scale = share * math.sqrt(batch_tokens / REFERENCE_BATCH_TOKENS)
     no_decay = {name: 0.0 for name in ("decay_scale", "table_decay_scale") if f"optim.{name}" not in recipe.unused}
     return replace(recipe, optim=replace(recipe.optim, lr_scale=scale, matrix_decay=0.0, **no_decay))
@@ -143,12 +138,7 @@ def sft_batch_rule(recipe: Resolved, conversation_tokens: int, replicas: int = 1
     """Tokens in a batch of fine-tuning: pretraining's, and few enough for 1,000 steps.
 
     nanochat fine-tunes with pretraining's own batch, on conversations enough for about 1,000 steps of it; fewer
-    conversations would leave too few steps to learn in.
-
-    Args:
-        recipe: The run's.
-        conversation_tokens: Tokens of the conversations, each counted once.
-        replicas: Data-parallel ranks.
+    conversations would leave too few steps to learn in. conversation_tokens: each counted once.
     """
     context, pretraining = recipe.model.context, recipe.train.batch_tokens
     tokens = _whole_rows(recipe.sft.epochs * conversation_tokens / FINE_TUNING_STEPS, context, replicas)

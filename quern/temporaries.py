@@ -30,11 +30,7 @@ NAMES = "backslashreplace"
 
 
 class TemporaryFolder:
-    """A new, locked folder beside `final`; `remove` deletes it and releases the lock.
-
-    Args:
-        final: The final path of the contents; its parent exists.
-    """
+    """A new, locked folder beside `final`, whose parent exists; `remove` deletes it and releases the lock."""
 
     def __init__(self, final: Path) -> None:
         while True:
@@ -101,12 +97,7 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def alone_in(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
-    """Runs the body in one process at a time, by a lock in the folder, which is created if needed.
-
-    Args:
-        folder: The folder that the body writes to.
-        log: Takes a line that names the process for which this one waits.
-    """
+    """Runs the body in one process at a time, by a lock in the folder, which is created if needed."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "a+", encoding="utf-8") as lock:
         take_turn(lock, f"writes to {folder}", log)
@@ -134,12 +125,8 @@ def take_turn(lock: TextIO, does: str, log: Callable[[str], None] = to_stderr) -
 
 
 def remove_abandoned(folder: Path, name: str = "*") -> None:
-    """Removes the temporaries in a folder whose owners have exited.
-
-    Args:
-        folder: The folder, without its subfolders. It may be missing.
-        name: The final name, or a glob pattern.
-    """
+    """Removes the temporaries directly in a folder, which may be missing, whose owners have exited. name: a glob
+    pattern."""
     for path in folder.glob(f".{name}.tmp-*"):
         try:
             if path.lstat().st_uid != os.getuid():

@@ -212,7 +212,7 @@ def main() -> None:
         engine = Engine(talking_model(recipe, tokenizer, machine), tokenizer, machine, prefix_megabytes=256)
         seconds = seconds_of(lambda: engine.warm_up(server.WARM_ROWS))
         app = server.create_app({NAME: engine})
-        worker = app.state.models.find(NAME).worker
+        worker = app.state.models.find(NAME)
 
         async def offline(request: Request) -> JSONResponse:
             arguments = await request.json()

@@ -53,12 +53,7 @@ def run(
 ) -> None:
     """Asks the question `prompt`, or without one talks with the terminal or a pipe. how: sampling, max_tokens, seed.
 
-    Args:
-        engine, stage: Engine and stage of the model that replies.
-        prompt: The question, or the text to continue.
-        completing: Continue texts, also if the model can answer.
-        history: The file that keeps the lines of a terminal.
-        log: Takes lines for the user that are no output.
+    completing: continue texts, also if the model can answer; history: the file that keeps the lines of a terminal.
     """
     console = Console()
     coloured = console.color_system is not None and not console.no_color
@@ -82,10 +77,7 @@ def run(
 def talk(conversation: Conversation, read: Read, interactive: bool) -> None:
     """Handles entries until exit, an empty line, the end of input or Ctrl-C, which during a reply ends only that.
 
-    Args:
-        conversation: Where it begins.
-        read: Returns the next line.
-        interactive: There is a terminal: print a greeting, and end the last prompt's line.
+    interactive: There is a terminal: print a greeting, and end the last prompt's line.
     """
     put = conversation.put
     if interactive:

@@ -29,15 +29,8 @@ def ask(
 ) -> Completion:
     """Streams the reply to `messages`, with sums and their results in brackets (`tools.spoken`), and returns it.
 
-    Args:
-        engine: Engine of the model that replies.
-        messages: A conversation that ends with a question.
-        put: Receives each piece as soon as it is final.
-        dim: Colours what is not the reply's own text.
-        options: Arguments of `Engine.submit`.
-
-    Raises:
-        ContextOverflow: The messages leave no room for a reply in the model's context.
+    dim: colours what is not the reply's own text; options: of `Engine.submit`. Raises ContextOverflow for messages that
+    leave no room for a reply.
     """
     held: list[ContentPart] = []  # calls and outputs since the last words
     silent = True

@@ -56,14 +56,8 @@ def next_entry(read: Read) -> Entry:
 
 
 def of_pipe(stdin: TextIO | None) -> Read:
-    """Reads lines of UTF-8 without showing a prompt.
-
-    Args:
-        stdin: Standard input; None if it is closed.
-
-    Raises:
-        ValueError: A line is not UTF-8 (from the returned function).
-    """
+    """Reads lines of UTF-8 without a prompt; None is a closed standard input. Raises ValueError for other
+    bytes."""
 
     def read(prompt: str) -> str:
         line = stdin.buffer.readline() if stdin is not None else b""
@@ -80,11 +74,7 @@ def of_pipe(stdin: TextIO | None) -> Read:
 class Terminal:
     """Reads lines from the terminal, with line editing and the lines of earlier chats if Python has readline.
 
-    Args:
-        history: The file that keeps the lines; its folder is created with the first one.
-        log: Called with lines for the user.
-        words: The Tab key completes a line to one of these, and the name of a file after it.
-        coloured: Show the prompts in colour.
+    words: The Tab key completes a line to one of these, and the name of a file after it.
     """
 
     def __init__(
@@ -147,12 +137,8 @@ def remember(history: Path, line: str) -> None:
 
 
 class Screen:
-    """Writes text to a terminal as it arrives. A word that reaches the edge is taken back, and begins the next line.
-
-    Args:
-        write: Receives what the terminal shows.
-        columns: Returns the terminal's width.
-    """
+    """Writes text to a terminal as it arrives. A word that reaches the edge is taken back, and begins the
+    next line."""
 
     def __init__(
         self, write: Callable[[str], None], columns: Callable[[], int] = lambda: shutil.get_terminal_size().columns

@@ -139,15 +139,10 @@ def on_ranks(
     run: Callable[[Session], int],
     stopped: str,
 ) -> int:
-    """Calls `run` in this process, or starts the ranks that call it, or is one of them.
+    """Calls `run` in this process, or starts the ranks that call it, or is one of them. Returns the exit code.
 
-    Args:
-        verb: The verb.
-        rest: Its arguments.
-        options: The same, parsed.
-        source: The text of the recipe's own Python file, if the user named one.
-        run: Takes the session, and returns the exit code.
-        stopped: When a signal stopped ranks that left no outcome, for the message.
+    source: the text of the recipe's own Python file; stopped: when a signal stopped ranks that left no outcome, for the
+    message.
     """
     from quern.mesh import refuse_uneven, refuse_unshared
     from quern.resolve import resolve

@@ -125,19 +125,11 @@ def read(
 
 
 def check(kind: type, arguments: Sequence[str], prog: str, complete: bool = False) -> list[str]:
-    """Checks the names and the values of flags.
+    """Checks the names and the values of flags, and returns the arguments for tyro: a value that begins with a dash is
+    joined to its flag.
 
-    Args:
-        kind: The dataclass that has the flags.
-        arguments: The command line.
-        prog: The command, for messages.
-        complete: Also refuse a command line that lacks a required flag.
-
-    Returns:
-        The arguments for tyro: a value that begins with a dash is joined to its flag.
-
-    Raises:
-        ValueError: For the first unknown flag and the first value that cannot be read.
+    complete: also refuse a command line that lacks a required flag. Raises ValueError for the first unknown flag and
+    the first value that cannot be read.
     """
     if not HELP.isdisjoint(arguments):
         return list(arguments)

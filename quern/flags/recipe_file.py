@@ -41,19 +41,10 @@ def map_paths(recipe: Made, change: Callable[[str], str]) -> Made:
 
 
 def read_object(path: Path, constant: str, kind: type[T], name: str | None = None) -> tuple[T, str]:
-    """Executes a file and returns one of its constants.
+    """Executes a Python file; returns one of its constants, of a class, and the file's source.
 
-    Args:
-        path: A Python file.
-        constant: The constant's name.
-        kind: The constant's class.
-        name: The module's name; by default that of the file without its ending.
-
-    Returns:
-        The constant, and the file's source.
-
-    Raises:
-        ValueError: The file fails (the message names the line), or does not define the constant.
+    name: the module's; by default that of the file without its ending. Raises ValueError if the file fails (the message
+    names the line), or does not define the constant.
     """
     name = name or path.stem
     spec = importlib.util.spec_from_file_location(name, path, loader=_SourceLoader(name, str(path)))

@@ -29,13 +29,8 @@ ALL = ""
 
 
 class Refusal(NamedTuple):
-    """Flags that a verb refuses. They are not in its help.
-
-    Args:
-        names: Fields, parts of the recipe or flags, separated by spaces.
-        reason: The message after the flag's name, where {verb} is the verb.
-        but: Exceptions from `names`.
-    """
+    """Flags that a verb refuses and does not show: fields, parts or flags, except those in `but`. reason: the message
+    after the flag's name, where {verb} is the verb."""
 
     names: str
     reason: str
@@ -128,11 +123,6 @@ def parse(flags: type[F], recipe: Recipe, arguments: Arguments, *, verb: str, de
             `refusals`, if it has one, the `Refusal`s of the verb.
         recipe: The recipe whose fields the flags change.
         arguments: The command line after the verb. Its recipes are read already.
-        verb: The verb, for messages.
-        description: Text for the help.
-
-    Returns:
-        An instance of `flags`.
 
     Raises:
         ValueError: A flag is refused; see also `check_flags.read`.
@@ -306,16 +296,12 @@ IDLE: Mapping[str, tuple[str, Callable[[Recipe, bool], bool]]] = {
 
 
 def refuse_idle(recipe: Recipe, named: Collection[str], tokens: bool, saved: bool = False) -> None:
-    """Refuses a field that is set and has no effect.
+    """Raises ValueError for a field that is set and has no effect.
 
     Args:
-        recipe: The recipe that the flags resulted in.
         named: The fields that flags name.
         tokens: The recipe's data is token files.
         saved: The recipe was saved with a run, where every field is set: only `named` fields count.
-
-    Raises:
-        ValueError: Naming the first such field.
     """
     for name, (reason, is_idle) in IDLE.items():
         if (name in named or (not saved and is_set(recipe, name))) and is_idle(recipe, tokens):

@@ -33,13 +33,8 @@ from quern.model.base import LanguageModel
 
 
 class KVCache:
-    """An empty cache of B rows in the dtype and on the device of the model's parameters.
-
-    Args:
-        model: The model.
-        rows: B.
-        max_tokens: The most tokens in a row.
-    """
+    """An empty cache of `rows` rows of at most `max_tokens` tokens, in the dtype and on the device of the
+    parameters."""
 
     def __init__(self, model: LanguageModel, rows: int, max_tokens: int):
         shape, weight = model.shape, model.embedding.weight

@@ -30,15 +30,12 @@ class ContextOverflow(ValueError):
 
 
 class Engine:
-    """Generates with one model. Not thread-safe: the server runs it in a single thread (serve/worker.py).
+    """Generates with one model. Not thread-safe: the server runs it in a single thread (serve/models.py).
 
     All requests share one running batch (scheduler.py). Callers that wait for their replies iterate over `events`; a
-    server submits requests and calls `step` itself.
+    server submits requests and calls `step` itself. Weights may change while no request is open.
 
     Args:
-        model: Its weights may change while no request is open.
-        tokenizer: The model's.
-        machine: Where it runs.
         max_rows: The most rows in one batch; further rows wait until one of them leaves.
         prefix_megabytes: Memory for the states of prompts that were read, for later prompts that begin alike. With 0,
             every prompt is read in full. Call `prefixes.clear` after the weights have changed.
@@ -71,10 +68,10 @@ class Engine:
         return Grammars(self.tokenizer)
 
     def warm_up(self, rows: Sequence[int]) -> None:
-        """Compiles the decode step for these numbers of rows; smaller batches are then padded to the next of them.
+        """Compiles the decode step for these numbers of rows, to which smaller batches are padded, if the machine
+        compiles.
 
-        Compilation pays off after some thousands of steps: in a server, not for a few questions. Does nothing on a
-        machine without compilation.
+        It pays off after some thousands of steps: in a server, not for a few questions.
         """
         if self._compiled is not None:
             for count in rows:
@@ -89,10 +86,10 @@ class Engine:
         return done
 
     def events(self, prompts: Sequence[Sequence[int]], **options: Any) -> Iterator[Event]:
-        """Streams generation; closing the iterator stops the work. Arguments and errors are those of `submit`.
+        """Yields the final pieces of every sample, each sample's `Completion` last; closing the iterator stops the
+        work.
 
-        Returns:
-            The final pieces of every sample; the last event of a sample is its `Completion`.
+        Arguments and errors are those of `submit`.
         """
         generation = self.submit(prompts, **options)
 
@@ -121,15 +118,10 @@ class Engine:
             raise
 
     def read(self, prompt: Sequence[int], top: int = 0, part: int = INTERLEAVED_TOKENS) -> Iterator[list[Token]]:
-        """Yields the tokens of a text after its first one, with their log-probabilities, and `top` likeliest ones each.
+        """Yields the tokens of a text after its first one with their log-probabilities, and `top` likeliest ones each.
 
-        Args:
-            prompt: Token ids.
-            top: Number of likeliest tokens.
-            part: Tokens that are read at a time, between two steps of other work.
-
-        Raises:
-            ContextOverflow: The text is longer than the context.
+        part: tokens read at a time, between two steps of other work. Raises ContextOverflow for a text that is too
+        long.
         """
         if len(prompt) > self.context:
             raise ContextOverflow(len(prompt), self.context)

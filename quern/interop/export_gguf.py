@@ -77,16 +77,8 @@ def neighbours(weight: Tensor, head_dim: int) -> Tensor:
 
 
 def metadata(shape: ResolvedModel, tokenizer: Tokenizer, name: str) -> dict[str, Any]:
-    """Key → value: str, bool, int (stored as uint32), float (float32) or a list.
-
-    Args:
-        shape: The resolved shape of the model.
-        tokenizer: The run's tokenizer.
-        name: The model's name.
-
-    Raises:
-        ValueError: The model has fewer embeddings than the tokenizer has tokens.
-    """
+    """Key → str, bool, int (stored as uint32), float (float32) or a list. Raises ValueError for too few
+    embeddings."""
     spare = shape.vocab_size - tokenizer.vocab_size
     if spare < 0:
         raise ValueError(f"the model has {shape.vocab_size:,} embeddings for {tokenizer.vocab_size:,} tokens")
@@ -174,23 +166,12 @@ def run(
     accept_other_ids: bool = False,
     log: Callable[[str], None],
 ) -> Path:
-    """Writes the newest intact checkpoint of a stage (None: the last stage).
+    """Writes the newest intact checkpoint of a stage (None: the last one), and returns the file.
 
-    Args:
-        run_dir: The run.
-        path: The file, which ends in .gguf, or a folder: the file is then named after the run and the dtype.
-        stage: The stage to export.
-        dtype: A key of `TYPES`.
-        accept_other_ids: Also export a tokenizer whose ids llama.cpp cannot give exactly.
-        log: Called with lines for the user.
+    path: the file (….gguf), or its folder; accept_other_ids: also export a tokenizer whose ids llama.cpp cannot give.
 
-    Returns:
-        The file.
-
-    Raises:
-        FileNotFoundError: There is no such run.
-        ValueError: The file exists, the model is not a Llama, llama.cpp would give other ids, or fp16 overflows.
-        ImportError: `gguf` is not installed.
+    Raises FileNotFoundError for a missing run, ImportError without `gguf`, ValueError if the file exists, the model is
+    no Llama, llama.cpp would give other ids, or fp16 overflows.
     """
     library()
     path = path if path.suffix == ".gguf" else path / f"{run_dir.run}-{dtype}.gguf"
@@ -218,11 +199,8 @@ def run(
 
 
 def kinds_of(weights: Mapping[str, Tensor], kind: str, log: Callable[[str], None]) -> dict[str, str]:
-    """Name → GGUF's type of the weight: `kind` for matrices, F32 for vectors, F16 where Q8_0's blocks do not fit.
-
-    Raises:
-        ValueError: A weight is too large for fp16.
-    """
+    """Name → type: `kind` for matrices, F32 for vectors, F16 where Q8_0's blocks do not fit. ValueError: fp16
+    overflows."""
     kinds = {name: kind if weight.dim() > 1 else "F32" for name, weight in weights.items()}
     ragged = [name for name in kinds if kinds[name] == "Q8_0" and weights[name].size(-1) % BLOCK]
     if ragged:
@@ -235,14 +213,8 @@ def kinds_of(weights: Mapping[str, Tensor], kind: str, log: Callable[[str], None
 
 
 def write(path: Path, facts: Mapping[str, Any], weights: Mapping[str, Tensor], kinds: Mapping[str, str]) -> None:
-    """Writes the file whole or not at all, one tensor in memory at a time.
-
-    Args:
-        path: The file.
-        facts: The metadata, key → str, bool, int (uint32), float (float32) or list.
-        weights: Name → fp32 tensor, in the order of the file.
-        kinds: Name → GGUF's type.
-    """
+    """Writes the file whole or not at all, one tensor in memory at a time. facts: metadata; kinds: of the
+    weights."""
     gguf = library()
     types = {name: gguf.GGMLQuantizationType[kind] for name, kind in kinds.items()}
     with whole_file(path) as temporary:

@@ -35,12 +35,10 @@ from quern.text.tokenizer import Tokenizer
 
 
 def run(run_dir: RunDir, folder: Path, *, stage: str | None, dtype: torch.dtype, log: Callable[[str], None]) -> None:
-    """Writes the newest intact checkpoint of a stage (None: the last stage) to `folder`.
+    """Writes the newest intact checkpoint of a stage (None: the last one) to `folder`.
 
-    Raises:
-        FileNotFoundError: There is no such run.
-        ValueError: `folder` is not empty, the model is of a class of its own, or a record is damaged.
-        ImportError: `tokenizers` is not installed.
+    Raises FileNotFoundError for a missing run, ImportError without `tokenizers`, ValueError if `folder` is not empty,
+    the model is of a class of its own, or a record is damaged.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there already: name another folder with --dir, or remove it first")

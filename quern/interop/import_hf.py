@@ -37,17 +37,9 @@ def run(
 ) -> None:
     """Creates the run. Its fp32 masters equal the weights in the folder.
 
-    Args:
-        folder: The model in Hugging Face's format.
-        run_dir: The new run.
-        recipe: The unresolved recipe of the architecture.
-        stage: The stage that gets the checkpoint.
-        tokenizer: A tokenizer.json of quern; None for the one in the folder.
-        log: Called with lines for the user.
+    recipe: unresolved, of the architecture; tokenizer: a tokenizer.json of quern, None for the one in the folder.
 
-    Raises:
-        FileNotFoundError: A file is missing. No run is created.
-        ValueError: The folder holds another kind of model, or the run exists.
+    Raises FileNotFoundError for a missing file, ValueError for another kind of model, or if the run exists.
     """
     if run_dir.folder.exists():
         raise ValueError(f"there is a run '{run_dir.run}' already: name another one with --run")

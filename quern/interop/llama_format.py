@@ -55,12 +55,8 @@ RANGES = {
 
 
 def load_llama(run_dir: RunDir, stage: str | None, log: Callable[[str], None]) -> LoadedModel:
-    """Loads the newest intact checkpoint of a stage (None: the last stage).
-
-    Raises:
-        FileNotFoundError: There is no such run.
-        ValueError: The model is not a Llama, or its attention has windows.
-    """
+    """Loads the newest intact checkpoint of a stage. Raises FileNotFoundError for a missing run, ValueError for no
+    Llama."""
     loaded = load(run_dir, detect("cpu", "fp32", compile=False), log, stage)
     if type(loaded.model) is not Llama:
         raise ValueError(
@@ -92,15 +88,9 @@ def weights_to(weights: Mapping[str, Tensor], depth: int) -> dict[str, Tensor]:
 
 
 def weights_from(weights: Mapping[str, Tensor], depth: int, *, tied: bool) -> dict[str, Tensor]:
-    """Hugging Face's weights with quern's names.
+    """Hugging Face's weights with quern's names. tied: the head is the embedding, of which quern gets a copy.
 
-    Args:
-        weights: Name → tensor.
-        depth: The number of layers.
-        tied: Whether the head is the embedding; quern gets a copy.
-
-    Raises:
-        ValueError: Weights are missing, or belong to another architecture; the message names them.
+    Raises ValueError, which names them, for weights that are missing or belong to another architecture.
     """
     left = {name: tensor for name, tensor in weights.items() if not name.endswith("rotary_emb.inv_freq")}
     if tied:

@@ -63,17 +63,8 @@ DOCUMENTS = "A BOS token begins a document: tokens after it do not see those bef
 
 
 def model_card(loaded: LoadedModel, run_dir: RunDir, weights: Mapping[str, Tensor], *, has_tokenizer: bool) -> str:
-    """The text of README.md.
-
-    Args:
-        loaded: The exported model.
-        run_dir: Its run, whose records are read.
-        weights: The exported weights.
-        has_tokenizer: Whether the folder has a tokenizer.
-
-    Raises:
-        ValueError: A record is damaged; the message names the file.
-    """
+    """The text of README.md, from the run's records. Raises ValueError, which names the file, for a damaged
+    record."""
     architecture, parameters = loaded.recipe.name, sum(tensor.numel() for tensor in weights.values())
     remote = type(loaded.model) is not Llama
     parts = [

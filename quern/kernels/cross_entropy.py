@@ -109,7 +109,7 @@ def cross_entropy(
         path: None for the path of the device.
 
     Returns:
-        The sum of scale · loss, a differentiable fp32 scalar; (N,) fp32 losses, unscaled and not differentiable.
+        Σ scale · loss, a differentiable fp32 scalar; (N,) fp32 losses, unscaled and not differentiable.
 
     Raises:
         ValueError: The cap bounds the logits, but to a range of more than 120.

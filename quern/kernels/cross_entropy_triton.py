@@ -21,13 +21,10 @@ BLOCK = 4096
 def losses_and_factor(
     logits_NV: Tensor, targets_N: Tensor, scale_N: Tensor, height: float | None, divisor: float, gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns losses (N,) and factor (N,) = scale · height / divisor / denominator, fp32.
+    """Losses (N,) and factor (N,) = scale · height / divisor / denominator, fp32, of logits with contiguous rows.
 
-    Args:
-        logits_NV: bf16 or fp32, contiguous rows.
-        targets_N: Integers in [0, V).
-        height: The cap is height · tanh(z / divisor); None is no cap.
-        gradient: Overwrite the logits with the gradient divided by the factor.
+    height: the cap is height · tanh(z / divisor); None is no cap. gradient: overwrite the logits with the gradient
+    divided by the factor.
     """
     N, V = logits_NV.shape
     assert logits_NV.stride(1) == 1

@@ -49,11 +49,8 @@ class Quantised(NamedTuple):
 def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Quantised:
     """Casts x to FP8; values beyond the range become the largest number.
 
-    Args:
-        x: Any shape and floating dtype.
-        dtype: E4M3 or E5M2.
-        scale: fp32, 0-dim; None chooses the scale at which x just fits. Then a non-finite x becomes NaN everywhere, and
-            zeros stay zeros.
+    scale: fp32, 0-dim; None chooses the scale at which x just fits. Then a non-finite x becomes NaN everywhere, and
+    zeros stay zeros.
     """
     largest = torch.finfo(dtype).max
     if scale is None:
@@ -62,17 +59,10 @@ def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Quan
 
 
 def product(a_MK: Quantised, b_NK: Quantised, dtype: torch.dtype, *, fast: bool = False, emulated: bool) -> Tensor:
-    """a · bᵀ → (M, N), accumulated in fp32.
+    """a · bᵀ → (M, N) in bf16 or fp32, accumulated in fp32; at most one operand is E5M2.
 
-    Args:
-        a_MK: At most one of the operands is E5M2.
-        b_NK: See `a_MK`.
-        dtype: bf16 or fp32.
-        fast: The hardware may accumulate in fewer bits than fp32 has.
-        emulated: Multiply in fp32.
-
-    Raises:
-        ValueError: K or N is no multiple of 16.
+    fast: the hardware may accumulate in fewer bits than fp32 has; emulated: multiply in fp32. Raises ValueError if K or
+    N is no multiple of 16.
     """
     (M, K), N = a_MK.values.shape, b_NK.values.size(0)
     if K % MULTIPLE or N % MULTIPLE:

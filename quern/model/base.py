@@ -69,19 +69,12 @@ class LanguageModel(nn.Module):
     """The kernel of the loss. parallel/ replaces it where the head holds a part of the vocabulary."""
 
     def read_vocabulary(self, tokens: Sequence[bytes]) -> None:
-        """Training calls this first, for models whose loss depends on the bytes of tokens. This one's does not.
-
-        Args:
-            tokens: The bytes of each token, by id; empty for special tokens.
-        """
+        """Training calls this first with the bytes of each token, by id, empty for special ones: some losses depend on
+        them."""
 
     def context(self, tokens_BT: Tensor, progress: float = 1.0) -> CausalContext:
-        """The context in which training and evaluation read whole rows.
-
-        Args:
-            tokens_BT: (B, T) integers.
-            progress: Share of the training run that is done, from 0 to 1; 1 in evaluation.
-        """
+        """The context in which training and evaluation read whole rows (B, T). progress: share of the run, 1 in
+        evaluation."""
         return CausalContext(progress=progress)
 
     def logits(self, x_BTD: Tensor) -> Tensor:
@@ -91,16 +84,13 @@ class LanguageModel(nn.Module):
     def loss(
         self, x_BTD: Tensor, targets_BT: Tensor, scale_BT: Tensor, context: CausalContext
     ) -> tuple[Tensor, Tensor]:
-        """The training loss and the loss of each token; evaluation reports the latter.
+        """The training loss, Σ scale · nats, and the nats of each token (B, T), which evaluation reports.
 
         Args:
             x_BTD: Hidden states.
             targets_BT: (B, T) int64.
             scale_BT: (B, T) fp32, the weight of each target's loss; zeros in evaluation.
             context: The context of the forward pass; `context.progress` is the share of the run that is done.
-
-        Returns:
-            Σ scale · nats as a differentiable scalar, and the nats of the next token (B, T).
         """
         if not has_kernel(self.cap):  # a cap of an idea: through the logits, so that training and evaluation agree
             losses_BT = nn.functional.cross_entropy(
@@ -116,11 +106,8 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """Fills every parameter: each module's `init_parameters(draw)` fills what the module owns.
-
-        Raises:
-            ValueError: A parameter got no value; the message names it.
-        """
+        """Fills every parameter: each module's `init_parameters(draw)` fills what the module owns. ValueError names
+        gaps."""
         draw = Draw(self, seed)
         for module in self.modules():
             if hasattr(module, "init_parameters"):
@@ -166,18 +153,13 @@ def loss_sum(
     progress: float = 1.0,
     attention: Attention | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Runs the model on whole rows and computes its loss.
+    """Runs the model on whole rows; returns Σ scale · nats as a differentiable scalar, and the nats of each token (B,
+    T).
 
     Args:
-        model: The model.
-        tokens_BT: (B, T) int64.
-        targets_BT: (B, T) int64.
+        tokens_BT, targets_BT: (B, T) int64.
         scale_BT: (B, T) fp32, mask · weight / number of valid targets in the global batch.
         progress: Share of the training run that is done.
-        attention: How attention is computed (`Machine.attention`).
-
-    Returns:
-        Σ scale · nats as a differentiable scalar, and the nats of each token (B, T).
     """
     context = model.context(tokens_BT, progress).with_backend(attention, tokens_BT, model.windows)
     return model.loss(model(tokens_BT, context), targets_BT, scale_BT, context)

@@ -53,11 +53,8 @@ class Counts:
 
 
 def count(model: LanguageModel) -> Counts:
-    """Counts a whole model, before it is cut for several ranks.
-
-    Raises:
-        ValueError: The model gives a group of parameters no kind.
-    """
+    """Counts a whole model, before it is cut for several ranks. Raises ValueError for a group of parameters without a
+    kind."""
     shape, layers = model.shape, len(model.attention_layers)
     return Counts(_parameters(model), kv_elements_per_token=2 * layers * shape.kv_heads * shape.head_dim)
 
@@ -142,13 +139,10 @@ class Flops:
 
 
 class FlopCounter:
-    """Counts the FLOPs of a recipe's training steps; it is called with a batch.
+    """Counts the FLOPs of a resolved recipe's training steps; it is called with a batch.
 
     The products of a position are counted on one row, and again where they change during a run. Windows and documents
     are those of each batch.
-
-    Args:
-        recipe: Resolved.
     """
 
     def __init__(self, recipe: Resolved) -> None:

@@ -84,14 +84,10 @@ class Fp8Report:
 
 
 def use_fp8(model: Any, *, head_only: bool = False) -> Fp8Report:
-    """Makes the linear layers and merged products of a model multiply in FP8, in place.
+    """Makes the linear layers and merged products of a `LanguageModel`, or its head alone, multiply in FP8, in place.
 
     Call it on the device that trains, before compilation; loading weights and making the optimizer may come before or
     after. Layers that the hardware cannot multiply in FP8 keep their dtype; the report names them.
-
-    Args:
-        model: A `LanguageModel`.
-        head_only: Change only the head.
     """
     device, context = model.head.weight.device, model.shape.context
     emulated = not has_fast_product(device)

@@ -226,16 +226,8 @@ class GPT(LanguageModel):
     def before_block(
         self, layer: int, x_BTD: Tensor, kept: dict[int | str, Tensor], tokens_BT: Tensor, context: Context
     ) -> Tensor:
-        """Hook: returns the stream that enters a block.
-
-        Args:
-            layer: The block's number.
-            x_BTD: The stream after the block before.
-            kept: The streams after `kept_layers` so far, by layer; -1 is the one that enters the first block. An idea
-                may keep tensors of its own under a name.
-            tokens_BT: (B, T) integers.
-            context: The context of this forward pass.
-        """
+        """Hook: returns the stream that enters a block. kept: the streams after `kept_layers` so far, by layer; -1 is
+        the one that enters the first block. An idea may keep tensors of its own under a name."""
         return x_BTD
 
     def layers(self, x_BTD: Tensor, tokens_BT: Tensor, context: Context) -> tuple[Tensor, dict[int | str, Tensor]]:

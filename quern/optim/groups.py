@@ -73,15 +73,10 @@ def make_groups(
     rules: Mapping[str, GroupRule],
     all_parameters: Iterable[tuple[str, Parameter]],
 ) -> list[ParameterGroup]:
-    """Returns the groups of a model, without empty ones.
+    """Returns the groups of a model, without empty ones, by the rules that the recipe's `make_rules` gives.
 
-    Args:
-        reported: `model.parameter_groups()`.
-        rules: The result of the recipe's `make_rules`.
-        all_parameters: `model.named_parameters()`, which must hold the same parameters.
-
-    Raises:
-        ValueError: A parameter is missing, unknown or reported twice, or a rule does not fit its group.
+    reported: `model.parameter_groups()`; all_parameters: `model.named_parameters()`. Raises ValueError if a parameter
+    is missing, unknown or reported twice, or a rule does not fit its group.
     """
     check_complete(reported, all_parameters)
     unknown = sorted(set(reported) - set(rules))
@@ -104,12 +99,10 @@ def make_groups(
 
 
 def dry_run(rule: Rule, masters: Tensor, dtype: torch.dtype) -> Callable[[], None]:
-    """Returns a function that applies a rule once to new tensors, without values, to see what that costs.
+    """Returns a function that applies a rule once to tensors without values, of the shape of `masters`, to see the
+    costs.
 
-    Args:
-        rule: The rule.
-        masters: Stack or flat buffer whose shape and device the tensors have.
-        dtype: Dtype of gradients, matrix products and parameters.
+    dtype: of gradients, matrix products and parameters.
     """
     masters = torch.empty_like(masters, dtype=torch.float32)
     grads, out, state = masters.to(dtype), torch.empty_like(masters, dtype=dtype), rule.init_state(masters)

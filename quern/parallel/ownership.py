@@ -31,13 +31,9 @@ from quern.mesh import Mesh, Pending
 
 @dataclass(frozen=True)
 class Ownership:
-    """The owners of the units of one buffer.
+    """The owners of the units of one buffer, each of `size` elements on one rank; a replica sums `region` elements.
 
-    Args:
-        size: Elements of a unit on one rank.
-        region: Elements of the buffer that each replica sums.
-        cuts: Rank replica · shards + shard owns units cuts[rank] … cuts[rank + 1] - 1; shards is 1 if all shards do
-            the same.
+    Rank replica · shards + shard owns units cuts[rank] … cuts[rank + 1] - 1; shards is 1 if all shards do the same.
     """
 
     size: int

@@ -114,16 +114,11 @@ def plan_of(model: Any) -> ShardingPlan:
 def shard_model(model: Any, mesh: Mesh, plan: ShardingPlan | None = None) -> Any:
     """Cuts a whole model into this process's shard, in place, and returns it.
 
-    Call this before FP8, compilation and the optimizer. The model's interface does not change: it takes whole rows of
-    tokens, and returns hidden states of all tokens and `logits` over the whole vocabulary. Its loss is
-    `model.criterion`.
+    Call this before FP8, compilation and the optimizer, with weights that are equal on every rank. The model's
+    interface does not change: it takes whole rows of tokens, and returns hidden states of all tokens and `logits` over
+    the whole vocabulary. Its loss is `model.criterion`.
 
-    Args:
-        model: A `LanguageModel` whose weights are initialised or loaded, whole and equal on every rank.
-        plan: None takes the plan of the model's class.
-
-    Raises:
-        ValueError: with nothing changed, when the plan misses a parameter or the sizes do not divide.
+    Raises ValueError, with nothing changed, when the plan misses a parameter or the sizes do not divide.
     """
     group = mesh.model
     if group.size == 1:

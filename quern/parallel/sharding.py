@@ -56,11 +56,8 @@ class Slice:
 
 
 def sliced(tensor: Tensor, sharding: Sharding | None, first_row: int, rows: int, *, saved: bool) -> Slice | None:
-    """Describes `tensor`, rows first_row … of a parameter's local part, as a slice of the logical tensor.
-
-    Returns:
-        None when `tensor` holds only padding.
-    """
+    """Describes `tensor`, rows first_row … of a parameter's local part, as a slice of the logical tensor; None for
+    padding."""
     offsets, whole = [0] * tensor.ndim, list(tensor.shape)
     offsets[0], whole[0] = first_row, rows
     if sharding is not None:

@@ -13,11 +13,8 @@ from quern.parallel.sharding import Slice, sharding_of, sliced
 
 
 def slices_of(bucket: Bucket) -> dict[str, Slice]:
-    """Returns this rank's slices of masters and state, by logical name ("master.<parameter>", "m.<parameter>").
-
-    Held gradients are in "held.<parameter>", with one entry per replica along the first dim, and their number in
-    "held_steps.<parameter>".
-    """
+    """This rank's slices of masters and state, by logical name. Held gradients are in "held.<parameter>", with one
+    entry per replica along the first dim, and their number in "held_steps.<parameter>"."""
     found = {} if bucket.held is None else _held_slices(bucket, bucket.held)
     for kind, buffer in {"master": bucket.masters, **bucket.state}.items():
         parts = _row_slices(bucket, buffer) if bucket.stack is None else _stack_slices(bucket, bucket.stack, buffer)

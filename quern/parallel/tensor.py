@@ -248,11 +248,8 @@ class StreamDropout(nn.Dropout):
 
 
 def cut(module: nn.Module, name: str, dim: int, group: ProcessGroup, size: int | None = None) -> None:
-    """Replaces a whole parameter by this shard's part of it along `dim`, with its `Sharding`.
-
-    Args:
-        size: Indices of each part; the last parts are padded with zeros. None cuts evenly.
-    """
+    """Replaces a whole parameter by this shard's part of it along `dim`, with its `Sharding`. size: indices of each
+    part, the last ones padded with zeros; None cuts evenly."""
     whole = module.get_parameter(name)
     size = whole.size(dim) // group.size if size is None else size
     offset = min(group.rank * size, whole.size(dim))

@@ -38,12 +38,8 @@ class Zero2:
 
     Args:
         groups: The result of `make_groups`.
-        dtype_ns: Dtype of Muon's matrix products: the machine's compute dtype.
-        compile: Run the update rules through torch.compile.
         mesh: The ranks; None is this process alone.
-        fp32_gradients: Sum gradients over micro-batches, steps and ranks in fp32 rather than in the parameters' dtype.
-        on_cpu: Keep masters and state in the CPU's memory, and copy those of a bucket to the device for its update.
-        parts: For parameters that the replicas share (zero3.py), the number of their module.
+        options: The other fields of `buckets.Settings`.
     """
 
     fetched_ahead: ClassVar[int] = 1
@@ -246,8 +242,8 @@ class Zero2:
     def slices(self) -> dict[str, Slice]:
         """The masters and state that this rank holds, by logical name ("master.<parameter>", "m.<parameter>").
 
-        Over all ranks, this is all that a resume needs: the parameters are the masters rounded to their dtype. The
-        tensors are views of the live buffers; copy what must outlive the next step.
+        Over all ranks, a resume needs no more. The tensors are views of the live buffers; copy what must outlive the
+        next step.
         """
         device = self.buckets[0].params.device
         if device.type == "cuda" and any(bucket.visits for bucket in self.buckets):
@@ -266,10 +262,8 @@ class Zero2:
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Restores this rank's part of whole logical tensors, bit for bit, and sets the parameters from the masters.
 
-        Held gradients of another number of replicas are summed.
-
-        Raises:
-            ValueError: A tensor is missing, unknown or has another shape; then nothing has changed.
+        Held gradients of another number of replicas are summed. Raises ValueError, with nothing changed, for a tensor
+        that is missing, unknown or of another shape.
         """
         held = [(bucket.held, bucket.held_steps) for bucket in self.buckets]
         for bucket in self.buckets:
@@ -320,11 +314,8 @@ def _of_replicas(sums: Tensor, replicas: int) -> Tensor:
 
 
 def _share_memory(buckets: Sequence[Bucket]) -> list[tuple[Tensor, Bucket]]:
-    """Moves the gradients of the small buckets into few buffers, so that one all-reduce sums many of them.
-
-    Returns:
-        Each buffer, and one of its buckets: the buckets of a buffer have one dtype, device and cadence.
-    """
+    """Moves the gradients of small buckets into few buffers, which one all-reduce each sums; one of its buckets stands
+    for the dtype, device and cadence of a buffer."""
     kinds: dict[tuple, list[Bucket]] = {}
     for bucket in buckets:
         kinds.setdefault((bucket.grads.dtype, bucket.grads.device, bucket.group.every), []).append(bucket)

@@ -103,12 +103,8 @@ def allocate(buffer: Tensor) -> None:
 
 
 class Zero3(Zero2):
-    """Updates the parameters of `groups`, and wraps the modules of `model` so that they gather theirs.
-
-    Args:
-        model: Compiled already, if it will be; otherwise as for `Zero2`.
-        groups, options: As for `Zero2`.
-    """
+    """Updates the parameters of `groups`, and wraps the modules of `model`, which is compiled already, to gather
+    theirs."""
 
     fetched_ahead = 1_000_000  # all
 

@@ -98,11 +98,7 @@ class Choice:
 
 
 class Answer(ABC):
-    """The response to one request: subclasses say how its choices look.
-
-    tokenizer, model: the model's, and its name; prompts: token ids; samples: choices of each; logprobs: whether
-    log-probabilities are told; calls: whether the reply may call tools of the caller.
-    """
+    """The response to one request: subclasses say how its choices look. samples: choices of each prompt."""
 
     whole_kind = chunk_kind = prefix = ""
 

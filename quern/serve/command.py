@@ -108,23 +108,11 @@ def run(
     replica: Place | None,
     invite: Callable[[str, int], str] | None = None,
 ) -> None:
-    """Serves until interrupted.
+    """Serves until interrupted. Raises OSError for a taken port or an unreadable file, and the errors of `runs.load`.
 
-    Args:
-        sources: The models' sources by the names that requests use.
-        host: The address to listen on.
-        port: 0 picks a free one.
-        gate: Who may come in.
-        limits: Limits of each model's requests.
-        log: Takes lines for the user.
-        watch_seconds: Time between two looks for newer checkpoints; 0 for never.
-        tls: The files of the certificate and of its key, for HTTPS.
-        replica: The place of this process among replicas, whose port it shares; `port` is then unused.
-        invite: Makes what is printed at last from the scheme (http or https) and the port.
-
-    Raises:
-        OSError: The port is taken, or a file cannot be read.
-        FileNotFoundError, CheckpointError: As `runs.load.load`.
+    port: 0 picks a free one; watch_seconds: between two looks for newer checkpoints, 0 for never; tls: the files of the
+    certificate and of its key; replica: the place of this process, whose port it shares; invite: makes what is printed
+    at last from the scheme and the port.
     """
     prefix = f"replica {replica.number}: " if replica else ""
     files = {} if tls is None else {"ssl_certfile": str(tls[0]), "ssl_keyfile": str(tls[1])}

@@ -93,17 +93,10 @@ class Replica:
 def run(command: Sequence[str], count: int, host: str, port: int, machine: Machine, log: Callable[[str], None]) -> None:
     """Runs replicas until a signal; SIGTERM and SIGINT let the replies that have begun end.
 
-    Args:
-        command: Starts a replica, which `join`s.
-        count: Processes. On GPUs, each has one.
-        host, port: Where they listen together; each also has a port of its own, `port` + 1 + its number.
-        machine: Whose threads they share.
-        log: Takes lines for the user.
+    command: starts a replica, which `join`s. Each has a port of its own, `port` + 1 + its number, and on GPUs a GPU.
 
-    Raises:
-        OSError: A port is taken.
-        RuntimeError: A replica did not start.
-        ValueError: There are fewer GPUs than replicas, or this is not Linux.
+    Raises OSError for a taken port, RuntimeError for a replica that did not start, ValueError for too few GPUs and
+    without Linux.
     """
     if sys.platform != "linux":
         raise ValueError("--replicas needs Linux, which spreads the connections: start servers behind a proxy instead")

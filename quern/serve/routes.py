@@ -26,7 +26,7 @@ from quern.generate.reply import Completion, Event, Generation, Token
 from quern.serve.answers import JSON, UNKNOWN, Answer, Chat, EventStream, Text, as_api_error, error_response
 from quern.serve.errors import ApiError, Strict, invalid
 from quern.serve.forms import NamedTool, Tool, calls_of, form_of
-from quern.serve.models import Model, Models
+from quern.serve.models import Models
 from quern.serve.responses import Responses, ResponsesRequest
 from quern.serve.schema import (
     ChatMessage,
@@ -37,6 +37,7 @@ from quern.serve.schema import (
     parse_request,
     turns,
 )
+from quern.serve.worker import Worker
 from quern.text.chat import render_prompt, render_text
 from quern.text.tokenizer import Tokenizer
 
@@ -68,7 +69,7 @@ def routes(models: Models) -> list[Route]:
             body = await read_body(http)
             with models.find(None) as first:
                 read = partial(decode, kind, body)
-                found = await first.worker.call(read) if len(body) > SMALL_BYTES else read()
+                found = await first.call(read) if len(body) > SMALL_BYTES else read()
             request: Any = found[0]
             with models.find(request.model) as model:
                 response = await answer(http, request, model)
@@ -82,7 +83,7 @@ def routes(models: Models) -> list[Route]:
 
     async def health(_: Request) -> Response:
         """Says whether the engines run: 200, or 503 after one has stopped."""
-        stopped = [model.name for model in models.all() if not model.worker.alive]
+        stopped = [model.name for model in models.all() if not model.alive]
         return JSON({"status": f"the engine of {stopped[0]} has stopped"}, 503) if stopped else JSON({"status": "ok"})
 
     async def metrics(_: Request) -> Response:
@@ -141,17 +142,17 @@ def openapi(
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": shared}}
 
 
-async def chat(http: Request, request: ChatRequest, model: Model) -> Response:
+async def chat(http: Request, request: ChatRequest, model: Worker) -> Response:
     """Answers a chat, whole or as a stream."""
     return await respond(http, await start_chat(model, request), request)
 
 
-async def start_chat(model: Model, request: ChatRequest) -> Chat:
+async def start_chat(model: Worker, request: ChatRequest) -> Chat:
     """Queues a chat. Raises ApiError if it cannot be served."""
     engine, samples = model.engine, request.n or 1
     prompt, options = await asyncio.to_thread(read_chat, engine, request)
     options["logprobs"] = (request.top_logprobs or 0) if request.logprobs else False
-    job = model.worker.submit(lambda: engine.submit([prompt], **options), samples)
+    job = model.submit(lambda: engine.submit([prompt], **options), samples)
     return Chat(job, model.tokenizer, model.name, [prompt], samples, bool(request.logprobs), "calls" in options)
 
 
@@ -175,7 +176,7 @@ def read_chat(engine: Engine, request: ChatRequest) -> tuple[list[int], dict[str
     return prompt, options
 
 
-async def completions(http: Request, request: CompletionRequest, model: Model) -> Response:
+async def completions(http: Request, request: CompletionRequest, model: Worker) -> Response:
     """Continues a text, a list of texts, or token ids."""
     engine, tokenizer, samples = model.engine, model.tokenizer, request.n or 1
     sent = request.prompts()
@@ -198,12 +199,12 @@ async def completions(http: Request, request: CompletionRequest, model: Model) -
                 done.events.append(Event(number, sample, Completion([], "", "length", [], len(prompt))))
         return done
 
-    job = model.worker.submit(begin, len(prompts) * samples)
+    job = model.submit(begin, len(prompts) * samples)
     answer = Text(job, tokenizer, model.name, prompts, samples, logprobs is not False, echo=echo)
     return await respond(http, answer, request)
 
 
-async def _echo(model: Model, prompt: Sequence[int], logprobs: bool | int, from_text: bool) -> tuple[str, list[Token]]:
+async def _echo(model: Worker, prompt: Sequence[int], logprobs: bool | int, from_text: bool) -> tuple[str, list[Token]]:
     """The text of a prompt and, if they are asked for, its tokens' log-probabilities.
 
     The BOS in front of a text is no part of it; ids are echoed as they were sent. A part of the prompt is read between
@@ -214,7 +215,7 @@ async def _echo(model: Model, prompt: Sequence[int], logprobs: bool | int, from_
     scored: list[Token] = []
     if logprobs is not False:
         parts = model.engine.read(prompt, logprobs)
-        while (part := await model.worker.call(lambda: next(parts, None))) is not None:
+        while (part := await model.call(lambda: next(parts, None))) is not None:
             scored += part
     if not from_text and logprobs is not False:  # nothing stands before its first token
         scored.insert(0, Token(prompt[0], UNKNOWN, [], 0))
@@ -225,20 +226,20 @@ async def _echo(model: Model, prompt: Sequence[int], logprobs: bool | int, from_
     return tokenizer.decode(own), placed
 
 
-async def responses(http: Request, request: ResponsesRequest, model: Model) -> Response:
+async def responses(http: Request, request: ResponsesRequest, model: Worker) -> Response:
     """Answers a chat in the shape of OpenAI's newer API. Nothing is stored."""
     try:
-        answer = Responses(request, await start_chat(model, await model.worker.call(request.chat)))
+        answer = Responses(request, await start_chat(model, await model.call(request.chat)))
     except ApiError as error:
         raise error.renamed(request.name_of) from None
     return EventStream(answer.job, answer.stream()) if request.stream else await whole(http, answer)
 
 
-async def tokenize(_: Request, request: TokenizeRequest, model: Model) -> Response:
+async def tokenize(_: Request, request: TokenizeRequest, model: Worker) -> Response:
     """Returns the token ids of a text or of a chat."""
     tokens = await asyncio.to_thread(tokens_of, model.tokenizer, request)
     counted = {"count": len(tokens), "max_model_len": model.engine.context}
-    return await model.worker.call(lambda: JSON({**counted, "tokens": tokens}))
+    return await model.call(lambda: JSON({**counted, "tokens": tokens}))
 
 
 def tokens_of(tokenizer: Tokenizer, request: TokenizeRequest) -> list[int]:
@@ -251,14 +252,14 @@ def tokens_of(tokenizer: Tokenizer, request: TokenizeRequest) -> list[int]:
     return tokenizer.encode(text) if request.add_special_tokens is False else render_text(tokenizer, text)
 
 
-async def detokenize(_: Request, request: DetokenizeRequest, model: Model) -> Response:
+async def detokenize(_: Request, request: DetokenizeRequest, model: Worker) -> Response:
     """Returns the text of token ids."""
 
     def read() -> Response:
         _require_tokens(model.tokenizer, request.tokens, "tokens")
         return JSON({"prompt": model.tokenizer.decode(request.tokens)})
 
-    return await model.worker.call(read)
+    return await model.call(read)
 
 
 def _require_tokens(tokenizer: Tokenizer, ids: Sequence[int], param: str) -> None:

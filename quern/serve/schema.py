@@ -190,16 +190,10 @@ Request = TypeVar("Request", bound=Strict)
 
 
 def parse_request(kind: type[Request], body: Any, ignored: list[str] | None = None) -> Request:
-    """Validates a decoded JSON body.
+    """Validates a decoded JSON body. Raises ApiError naming the first wrong parameter.
 
-    Args:
-        kind: What the body must be.
-        body: The decoded body.
-        ignored: Gets the names of the fields of the request and of its messages that are not known, such as those that
-            other programs add for their own server. None refuses them.
-
-    Raises:
-        ApiError: Naming the first wrong parameter.
+    ignored: Gets the unknown fields of the request and of its messages, such as those that other programs add for their
+    own server. None refuses them.
     """
     if not isinstance(body, dict):
         required = [f"'{name}'" for name, field in kind.model_fields.items() if field.is_required()]

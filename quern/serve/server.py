@@ -28,10 +28,10 @@ from quern.generate.engine import Engine
 from quern.serve.gate.connections import HEADER_BYTES, Connections
 from quern.serve.gate.frontier import Frontier, Gate
 from quern.serve.gate.hosts import Hosts
-from quern.serve.models import Models
+from quern.serve.models import IDLE_SECONDS, Models
 from quern.serve.page import Welcome, page_routes
 from quern.serve.routes import ON_ERROR, routes
-from quern.serve.worker import IDLE_SECONDS, Limits
+from quern.serve.worker import Limits
 
 TRIM_SECONDS = 5.0
 TOKENIZING_THREADS = 1  # each keeps memory of its longest text
@@ -49,22 +49,14 @@ def create_app(
     watch: Callable[[Models], Awaitable[None]] | None = None,
     welcome: Welcome | None = None,
 ) -> Starlette:
-    """Builds the application.
-
-    Args:
-        engines: The engines by the names of their models.
-        gate: Who may come in; by default everyone who asks for a loopback host.
-        limits: Limits of each engine's requests.
-        watch: Runs beside the server, to replace models.
-        welcome: How the page begins.
-    """
+    """Builds the application. watch: runs beside the server, to replace models. gate: by default a loopback host's."""
     models = Models(engines, limits or Limits())
     gate = gate or Gate(hosts=LOOPBACK)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(TOKENIZING_THREADS))
-        models.thread.start()
+        models.start()
         running = [asyncio.ensure_future(give_memory_back())]
         if watch is not None:
             running.append(asyncio.ensure_future(watch(models)))
@@ -74,7 +66,7 @@ def create_app(
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-            await asyncio.to_thread(models.thread.stop)
+            await asyncio.to_thread(models.stop)
 
     middleware = [Middleware(Frontier, gate=gate)]
     if gate.origins:
@@ -105,10 +97,8 @@ async def give_memory_back() -> None:
 
 
 def configure(app: ASGIApp, trusted: Sequence[str] = (), connections: Connections | None = None, **more: Any) -> Any:
-    """Returns uvicorn's configuration for an application, with bounds on its connections and further settings.
-
-    trusted: Addresses or networks of proxies whose X-Forwarded-For and X-Forwarded-Proto are believed.
-    """
+    """uvicorn's configuration with bounds on connections. trusted: proxies whose X-Forwarded-For and -Proto are
+    believed."""
     connections = connections or Connections(trusted)
     http: Any = connections.make
     return uvicorn.Config(
@@ -124,20 +114,14 @@ def configure(app: ASGIApp, trusted: Sequence[str] = (), connections: Connection
 
 
 def serve(app: Starlette, listeners: Sequence[socket.socket], trusted: Sequence[str] = (), **tls: Any) -> None:
-    """Serves until interrupted. Call it in the main thread, which runs the engines; the event loop has another one.
+    """Serves an application of `create_app` until interrupted; `tls`: settings of uvicorn's Config.
 
-    Args:
-        app: An application of `create_app`.
-        listeners: Sockets of `listen`, where clients connect.
-        trusted: Proxies, as in `configure`.
-        tls: `ssl_certfile` and `ssl_keyfile` of uvicorn's Config.
-
-    Raises:
-        KeyboardInterrupt: After the normal end, if SIGINT asked for it.
+    Call it in the main thread, which runs the engines; the event loop has another one. SIGINT raises KeyboardInterrupt
+    after the normal end.
     """
     prepare_process()
     config = configure(app, trusted, log_level="warning", timeout_graceful_shutdown=DRAIN_SECONDS, **tls)
-    server, engines = uvicorn.Server(config), app.state.models.thread
+    server, engines = uvicorn.Server(config), app.state.models
 
     def answer() -> None:
         try:
@@ -178,16 +162,11 @@ def ended_by_signals(stop: Callable[[int, FrameType | None], None]) -> Iterator[
 
 
 def listen(host: str, port: int, shared: bool = False) -> socket.socket:
-    """Opens a socket on which `serve` answers.
+    """Opens a socket on which `serve` answers; port 0 picks a free one. Raises ValueError or OSError, which name the
+    flag.
 
-    Args:
-        host: The address or name to listen on.
-        port: 0 picks a free one.
-        shared: Other processes of this user may open the same port so. The socket then only reserves the port, and
-            gets connections once its method `listen` is called.
-
-    Raises:
-        ValueError, OSError: The port cannot be opened. The message names the flag to change.
+    shared: Other processes of this user may open the same port so. The socket then only reserves the port, and gets
+    connections once its method `listen` is called.
     """
     if not 0 <= port <= 65535:
         raise ValueError(f"--port must be 0 (any that is free) to 65535, not {port}")

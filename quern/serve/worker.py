@@ -1,4 +1,4 @@
-"""An engine, the requests it works on, their counts, and the one thread that runs all engines of a server.
+"""An engine, the requests it works on, and their counts.
 
 All open requests share the engine's running batch: a request joins it at any token and leaves it at its last one. The
 event loop never waits for the engine: after a step, what the requests produced is sent to the coroutines that read
@@ -11,7 +11,6 @@ https://docs.vllm.ai/en/stable/design/metrics/.
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -82,9 +81,6 @@ class Metrics:
 STREAM_SECONDS = 0.04
 """The time between two pieces of a stream. The first piece and the end are sent at once. One piece for each token costs
 32 clients a quarter of the throughput (docs/serving.md)."""
-STOP_SECONDS = 10.0
-IDLE_SECONDS = 0.5
-"""Python runs the handler of a signal that came just before a wait only after that wait."""
 
 
 @dataclass(frozen=True)
@@ -155,19 +151,39 @@ class Job:
 
 
 class Worker:
-    """Runs the requests of one model together. Only the engine thread uses the engine."""
+    """A model: runs its requests together. Only the engine thread, which `wake` wakes to call `turn`, uses the engine.
 
-    def __init__(self, name: str, engine: Engine, metrics: Metrics, limits: Limits) -> None:
-        self._name, self.engine, self._metrics, self._limits = name, engine, metrics, limits
+    A request holds the model (`with worker:`) until its jobs are submitted.
+    """
+
+    def __init__(
+        self, name: str, engine: Engine, metrics: Metrics, limits: Limits, wake: Callable[[], None] = lambda: None
+    ) -> None:
+        self.name, self.engine, self.tokenizer = name, engine, engine.tokenizer
+        self._metrics, self._limits, self._wake = metrics, limits, wake
         metrics.watch(name, engine, lambda: self.waiting)
-        self.wake: Callable[[], None] = lambda: None  # wakes the thread that calls `turn`
+        self.created = int(time.time())
         self.alive = True
+        self.held = 0
+        """Requests that have found this model and may still submit jobs to it."""
         self.open = 0
         """Requests that are waiting or being answered, counted in the event loop."""
         self._arrived: deque[Job] = deque()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._jobs: list[Job] = []  # in the engine
         self._told = 0.0  # when all streams last got their pieces
+
+    def __enter__(self) -> Worker:
+        self.held += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.held -= 1
+
+    def body(self) -> dict[str, Any]:
+        """The model as `/v1/models` shows it."""
+        head = {"id": self.name, "object": "model", "created": self.created, "owned_by": "quern"}
+        return {**head, "max_model_len": self.engine.context}
 
     @property
     def waiting(self) -> int:
@@ -194,7 +210,7 @@ class Worker:
         job = Job(submit, rows, self, self._limits.seconds)
         self.open += 1
         self._arrived.append(job)
-        self.wake()
+        self._wake()
         return job
 
     async def call(self, function: Callable[[], Any]) -> Any:
@@ -206,7 +222,7 @@ class Worker:
         self._require_life()
         future: Future[Any] = Future()
         self._calls.append((function, future))
-        self.wake()
+        self._wake()
         try:
             return await asyncio.wrap_future(future)
         finally:
@@ -268,13 +284,13 @@ class Worker:
                 events = list(generation.events)
                 generation.events.clear()
                 items.append((job, events))
-                self._metrics.observe(self._name, events, now - job.latest, not job.started)
+                self._metrics.observe(self.name, events, now - job.latest, not job.started)
                 job.started, job.latest = True, now
             if generation.unfinished and not cancelled:
                 still_open.append(job)
             else:
                 items.append((job, None))
-                self._metrics.finish(self._name, now - job.arrived, cancelled)
+                self._metrics.finish(self.name, now - job.arrived, cancelled)
         self._jobs = still_open
         _send(items)
 
@@ -307,55 +323,3 @@ def _send(items: list[tuple[Job, Any]]) -> None:
     except RuntimeError:  # the loop is closed: there is no reader
         for job, _ in items:
             job.cancel()
-
-
-class EngineThread:
-    """Runs workers in turn, from `start`, or in the thread that calls `run`, until `stop`.
-
-    One thread, and in `quern serve` the program's first, in which the models were loaded: OpenMP keeps threads for
-    every thread that has computed. Once all of them are more than there are cores, they wait for each other by system
-    calls, and a step takes two to three times as long.
-    """
-
-    def __init__(self) -> None:
-        self._workers: list[Worker] = []
-        self._wake, self._stopping, self._ended = threading.Event(), threading.Event(), threading.Event()
-        self.elsewhere = False
-        """A caller will use `run`: then `start` does nothing."""
-
-    def add(self, worker: Worker) -> None:
-        worker.wake = self._wake.set
-        self._workers.append(worker)
-
-    def remove(self, worker: Worker) -> None:
-        """Stops a worker; what it has not answered ends with an error."""
-        self._workers.remove(worker)
-        worker.stop()
-
-    def start(self) -> None:
-        """Runs the workers in a new thread."""
-        if not self.elsewhere:
-            threading.Thread(target=self.run, name="quern-engines", daemon=True).start()
-
-    def run(self) -> None:
-        """Runs the workers until the end of `stop`."""
-        try:
-            while not self._stopping.is_set():
-                self._wake.clear()  # before looking: what comes later sets it again
-                busy = [worker.turn() for worker in tuple(self._workers)]
-                if not any(busy):
-                    self._wake.wait(IDLE_SECONDS)
-        finally:
-            for worker in self._workers:
-                worker.stop()
-            self._ended.set()
-
-    def end(self) -> None:
-        """Ends all requests at their next token."""
-        self._stopping.set()
-        self._wake.set()
-
-    def stop(self) -> None:
-        """`end`, and waits for it."""
-        self.end()
-        self._ended.wait(STOP_SECONDS)

@@ -6,7 +6,6 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -14,10 +13,11 @@ import pytest
 from prometheus_client import generate_latest
 
 from quern.generate.engine import Engine
-from quern.generate.reply import Event, Generation
+from quern.generate.reply import Generation
 from quern.serve.gate.frontier import Gate
+from quern.serve.models import Models
 from quern.serve.server import create_app
-from quern.serve.worker import EngineThread, Job, Limits, Metrics, Worker
+from quern.serve.worker import Job, Limits, Metrics, Worker
 from tests.support.http_server import running
 from tests.support.load_clients import RESET, post
 from tests.support.toy_engine import toy_engine
@@ -63,30 +63,27 @@ def loads(url: str) -> dict[str, float]:
     return {name: float(value) for name, value in lines}
 
 
-def test_a_client_that_leaves_with_its_last_token_is_counted_once() -> None:
-    engine = toy_engine()
+def test_a_client_that_leaves_with_its_last_token_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[Job] = []
+    count = Metrics.observe
 
-    class Leaving(Metrics):
+    def leaving(*counted: Any) -> None:
         """The client leaves at this very moment, in the event loop's thread."""
+        count(*counted)
+        jobs[0].cancel()
 
-        def observe(self, name: str, events: Sequence[Event], seconds: float, first: bool) -> None:
-            super().observe(name, events, seconds, first)
-            jobs[0].cancel()
-
-    worker = Worker("toy", engine, metrics := Leaving(), Limits())
+    monkeypatch.setattr(Metrics, "observe", leaving)
+    models = Models({"toy": (engine := toy_engine())}, Limits())
 
     async def ask() -> None:
-        jobs.append(worker.submit(lambda: engine.submit([[engine.tokenizer.bos]], max_tokens=1)))
+        jobs.append(models.find("toy").submit(lambda: engine.submit([[engine.tokenizer.bos]], max_tokens=1)))
         async for _ in jobs[0].batches():
             pass
 
-    thread = EngineThread()
-    thread.add(worker)
-    thread.start()
+    models.start()
     asyncio.run(ask())
-    thread.stop()
-    page = generate_latest(metrics.registry).decode()
+    models.stop()
+    page = generate_latest(models.metrics.registry).decode()
     counted = re.findall(r'request_success_total\{finished_reason="(\w+)".*\} (\S+)', page)
     assert counted == [("length", "1.0")]
 

@@ -115,11 +115,11 @@ def test_what_is_loaded_is_not_searched_for_garbage_and_a_replaced_model_is_free
         prepare_process()
         assert gc.get_freeze_count() > 0.9 * len(gc.get_objects(2)) and gc.get_freeze_count() > 10_000
         del engine
-        models.thread.start()
+        models.start()
         asyncio.run(models.replace("toy", toy_engine(context=256, seed=1)))
         assert old() is None and gc.get_freeze_count() > 10_000
     finally:
-        models.thread.stop()
+        models.stop()
         gc.unfreeze()
         sys.setswitchinterval(interval)
 

@@ -125,13 +125,7 @@ def open_doors():
 class Sandbox:
     """Runs untrusted Python programs, each in processes of its own that share nothing with another program.
 
-    A context manager: leaving it ends all processes. Programs have Python's standard library, no network, no files but
-    Python's own, no environment, and no other process; docs/sandbox.md has the details.
-
-    Args:
-        workers: Number of programs that run at the same time.
-        limits: Limits of each program.
-        tier: "bubblewrap" or "landlock"; None takes the first of them that works on this machine.
+    A context manager: leaving it ends all processes. tier: "bubblewrap" or "landlock"; None takes the first that works.
 
     Raises:
         SandboxError: No tier works. The message says why, and what to install.
@@ -173,11 +167,8 @@ class Sandbox:
         self._idle.put(worker)
 
     def run(self, programs: Iterable[str | Program]) -> list[Outcome]:
-        """Runs programs and returns their outcomes in the same order. A string is a `Program` without a check.
-
-        Raises:
-            SandboxError: The sandbox failed, which no program can bring about.
-        """
+        """The outcomes of programs; a string is a `Program` without a check. Raises SandboxError if the
+        sandbox failed."""
         return list(self._threads.map(self._run_one, programs))
 
     def _run_one(self, program: str | Program) -> Outcome:
@@ -252,11 +243,8 @@ class Worker:
         self._resources.close()
 
     def run(self, program: Program, limits: Limits) -> Outcome:
-        """Runs a program. A guest that is lost is started again, once for each program.
-
-        Raises:
-            SandboxError: The guest does not confine programs, or does not start again.
-        """
+        """Runs a program. A guest that is lost is started again, once for each program. Raises SandboxError if it
+        cannot."""
         for _ in range(2):
             try:
                 return self._attempt(program, limits)

@@ -23,8 +23,7 @@ class MaskSpec:
 
     Args:
         window: An int, or, where it changes between calls, a 0-dim integer tensor on the CPU. A compiled model takes
-            the tensor as data, so a new value compiles nothing; the buffers for the backward pass then have room for
-            every key.
+            the tensor as data; the buffers for the backward pass then have room for every key.
         documents_BT: (B, T) int32 document ids, non-decreasing along T; None is one document per row.
         blocks: What a path precomputed from these for all layers of a step (`Backend.prepare`).
     """

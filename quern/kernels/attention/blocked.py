@@ -112,14 +112,9 @@ def attend_blocked(
     scale: float,
     kept_elements: int,
 ) -> tuple[Tensor, Tensor]:
-    """The blocked path on contiguous (B, H, T, E) → y and the probabilities, flat.
-
-    Args:
-        window: 0 is no window.
-        varying: A 0-dim tensor that holds the window instead; `window` is then 0.
-        kept_elements: `kept_elements(q, window)`. As an argument it is part of the compiled graph; otherwise the
-            compiler's cache on disk would not notice a change of the blocks.
-    """
+    """The blocked path on contiguous (B, H, T, E) → y and the probabilities, flat. window 0 is none; varying: holds the
+    window instead. kept_elements: `kept_elements(q, window)`. As an argument it is part of the compiled graph;
+    otherwise the compiler's cache on disk would not notice a change of the blocks."""
     B, H, T, E = q_BHTE.shape
     groups, window = H // k_BKTE.size(1), _now(window, varying, T)
     q, k, v = q_BHTE.flatten(0, 1), _heads(k_BKTE, groups), _heads(v_BKTE, groups)

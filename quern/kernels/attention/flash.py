@@ -31,20 +31,16 @@ def flash_attention(
     documents_BT: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """Causal attention → (B, T, H, E), contiguous, in q's dtype.
-
-    Slices of one merged projection need no copy, as long as the last dimension is contiguous.
+    """Causal attention → (B, T, H, E), contiguous, in q's dtype. Slices of one merged projection need no copy.
 
     Args:
         window: The number of keys that a query sees at most, itself included; 0 is no limit. An int, or a 0-dim
             integer tensor on the CPU, which may change without a new compilation of the model.
         documents_BT: Document ids, integers that never decrease along T; None is one document per row.
-        scale: Multiplies the scores; positive.
 
     Raises:
         ValueError: For unsupported shapes, dtypes or scales.
-        ModuleNotFoundError: Triton is not installed.
-        RuntimeError: The tensors are on a CPU, outside Triton's interpreter.
+        ModuleNotFoundError, RuntimeError: Triton is not installed; tensors on a CPU, outside Triton's interpreter.
     """
     _check(q_BTHE, k_BTKE, v_BTKE, documents_BT, scale)
     first_BT, last_BT = (None, None) if documents_BT is None else document_bounds(documents_BT)

@@ -54,13 +54,8 @@ LOG2_E = 1 / math.log(2)
 def forward(
     q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, first_BT: Tensor | None, window: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns y (B, T, H, E) and the log-sum-exp (B, H, T) fp32.
-
-    Args:
-        q_BTHE: The last dimension is contiguous, as those of k and v; the others may have any strides.
-        first_BT: The first position of each token's document, or None.
-        window: 0 is no window.
-    """
+    """Returns y (B, T, H, E) and the log-sum-exp (B, H, T) fp32. first_BT: the first position of each
+    token's document."""
     B, T, H, _ = q_BTHE.shape
     y_BTHE = torch.empty(q_BTHE.shape, dtype=q_BTHE.dtype, device=q_BTHE.device)
     lse_BHT = torch.empty((B, H, T), dtype=torch.float32, device=q_BTHE.device)

@@ -44,12 +44,9 @@ ORDINARY = Deadlines()
 class Connections:
     """Every open connection of a server.
 
-    Args:
-        trusted: Addresses or networks of proxies. A proxy may have all connections, another address half of them.
-        most: Connections in all; by default half of the files that the process may open. When they are taken, the one
-            that has waited longest for a request is closed for a new one.
-        deadlines: Seconds for each part of a request.
-        parse: Makes uvicorn's protocol of a connection, which parses HTTP.
+    trusted: proxies, of which each may have all connections, another address half of them. most: connections in all, by
+    default half of the files that the process may open; when they are taken, the one that has waited longest for a
+    request is closed for a new one. parse: makes uvicorn's protocol, which parses HTTP.
     """
 
     def __init__(

@@ -57,10 +57,8 @@ class Gate:
 
 
 class Pace:
-    """Spreads the requests of each client over time (the generic cell rate algorithm of ATM).
-
-    `per_second` of them may begin in a second, and `burst` more at once before.
-    """
+    """Lets `per_second` requests of each client begin, `burst` more at once before (ATM's generic cell rate
+    algorithm)."""
 
     def __init__(self, per_second: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_second, self._burst, self._clock = per_second, burst, clock

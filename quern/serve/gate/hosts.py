@@ -15,11 +15,7 @@ class Hosts:
     """Tests Host headers: `header in hosts`.
 
     Accepted are IP addresses, which no one can rebind; localhost and its subdomains; the host name that was bound; this
-    machine's name; and the names that the user lists.
-
-    Args:
-        bound: The address or name on which the server listens.
-        named: Further names; "*.example.org" stands for the subdomains of example.org, "*" for every name.
+    machine's name; and the names that the user lists: "*.example.org" for subdomains, "*" for every name.
     """
 
     def __init__(self, bound: str, named: Sequence[str] = ()) -> None:

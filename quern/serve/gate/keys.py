@@ -64,14 +64,9 @@ class Keys:
 
 
 class KeysFile(Keys):
-    """The keys of a file, which is read again when it has changed.
+    """The keys of a file, read again when it has changed; unreadable then, the keys that were read last stay.
 
-    Args:
-        path: Each line has a hash in hexadecimal and a name; "#" begins a comment.
-        log: Takes a line when the file has become unreadable: the keys that were read last stay.
-
-    Raises:
-        ValueError: The file cannot be read, a line is not a hash and a name, or there is none.
+    Raises ValueError for a file that cannot be read, or has no key.
     """
 
     def __init__(self, path: Path, log: Callable[[str], None]) -> None:

@@ -15,11 +15,7 @@ ELSEWHERE = "192.0.2.1"
 
 
 def lan_address() -> str:
-    """Returns this machine's IPv4 address in the network of its default route.
-
-    Raises:
-        ValueError: There is no such network.
-    """
+    """This machine's IPv4 address in the network of its default route. Raises ValueError if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((ELSEWHERE, 9))
@@ -29,13 +25,9 @@ def lan_address() -> str:
 
 
 def admit(keys: Keys | None) -> tuple[Keys, Callable[[str, int], str]]:
-    """Returns the keys to ask for, and a function that makes an invitation from the scheme and the port.
+    """The keys to ask for, and a function that makes an invitation from the scheme and the port.
 
-    Args:
-        keys: The user's; None makes one for this start, which is in the link.
-
-    Raises:
-        ValueError: This machine is in no network.
+    keys: the user's; None makes one for this start, which is in the link. Raises ValueError without a network.
     """
     address, key = lan_address(), new_key()
 
