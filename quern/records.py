@@ -54,20 +54,9 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-class Records(Protocol):
-    """The destination of a stage's numbers: a `StageFolder` on rank 0, `Nowhere` on other ranks."""
-
-    path: Path
-
-    def metric(self, **fields: Any) -> None: ...
-
-    def event(self, kind: str, **fields: Any) -> None: ...
-
-    def rewind(self, step: int) -> None: ...
-
-
-class Nowhere:
-    """Discards records, for ranks other than 0. path: the folder that rank 0 writes to."""
+class Records:
+    """The destination of a stage's numbers. This one discards them, for ranks other than 0, of which `StageFolder`
+    writes `path`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -82,12 +71,12 @@ class Nowhere:
         pass
 
 
-class StageFolder:
+class StageFolder(Records):
     """A stage folder open for writing, by one process at a time. Use it in a `with` block or call close()."""
 
     def __init__(self, path: Path, trackers: Sequence[Tracker] = ()):
-        self.path = Path(path)
-        self.path.mkdir(parents=True, exist_ok=True)
+        super().__init__(path)
+        path.mkdir(parents=True, exist_ok=True)
         self._trackers = tuple(trackers)
         for name in (METRICS, EVENTS):
             drop_torn_end(self.path / name)

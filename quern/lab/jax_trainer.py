@@ -16,7 +16,7 @@ from quern.machine import Machine
 from quern.model.base import KINDS
 from quern.model.count import Counts, of_kinds
 from quern.recipe import Resolved
-from quern.records import Nowhere
+from quern.records import Records
 from quern.runs.training import make_batches
 from quern.stages.jax.backend import JaxBackend, JaxRun, processes
 from quern.stages.jax.train import core_of, fresh_run, make_plan
@@ -48,7 +48,7 @@ class JaxTrainer(Trainer):
             for group, size in group_sizes(cfg).items():
                 kinds[group if group in KINDS else "scalars"] += size
             run, plan = fresh_run(recipe, cfg, self._mesh), make_plan(recipe, cfg, [(every, evaluate)])
-            batches, folder = make_batches(recipe, prepared.train), Nowhere(self.out)
+            batches, folder = make_batches(recipe, prepared.train), Records(self.out)
             backend = JaxBackend(run, processes())
             code = loop.train(backend, batches, plan, folder, self.log, lambda line: on_step(run.step, run.seconds))
         return code, run, Counts(of_kinds(kinds), kv_elements_per_token=0)

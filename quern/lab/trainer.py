@@ -17,7 +17,7 @@ from quern.machine import Machine, peak_memory, reset_peak_memory
 from quern.model.base import LanguageModel
 from quern.model.count import Counts, FlopCounter, Flops, count, flop_counter
 from quern.recipe import Recipe, Resolved
-from quern.records import Nowhere, typed
+from quern.records import Records, typed
 from quern.resolve import resolve
 from quern.runs.public_data import shards_used
 from quern.runs.training import fit_to_text, make_batches, set_up_training, validation
@@ -190,7 +190,7 @@ class Trainer:
         try:
             batches = make_batches(recipe, prepared.train)
             backend = TorchBackend(state, self.machine, recipe.train.clip_norm, recipe.seed)
-            folder, advance = Nowhere(self.out), lambda line: on_step(state.step, state.seconds)
+            folder, advance = Records(self.out), lambda line: on_step(state.step, state.seconds)
             return loop.train(backend, batches, plan, folder, self.log, advance), state, counts
         finally:
             state.optimizer.close()

@@ -219,8 +219,8 @@ class Settings:
     share; on_cpu: keep masters and state there."""
 
     mesh: Mesh
-    dtype_ns: torch.dtype
-    compile: bool
+    dtype_ns: torch.dtype = torch.float32
+    compile: bool = False
     fp32_gradients: bool = False
     parts: Mapping[str, int] = field(default_factory=dict)
     on_cpu: bool = False

@@ -33,17 +33,17 @@ class ShardingPlan:
     """How an architecture is cut. Names are patterns (`*`), and each parameter is named exactly once.
 
     Attributes:
-        regions: Modules that run on all tokens with a part of their weights.
-        cuts: Their parameters, and embeddings that are passed to them, each with the dim that is cut: heads or hidden
-            channels.
+        cuts: Parameters of the regions, and embeddings that are passed to them, each with the dim that is cut: heads
+            or hidden channels.
         replicated: Parameters that are held whole and used on the stream, or on some heads.
         shifts: How often the model reads the previous token.
+        regions: Modules that run on all tokens with a part of their weights.
     """
 
-    regions: tuple[str, ...]
     cuts: Mapping[str, int]
     replicated: tuple[str, ...]
     shifts: int = 0
+    regions: tuple[str, ...] = ("blocks.*.attention", "blocks.*.mlp")
 
     def dim_of(self, name: str) -> int | None:
         """Returns the dim along which a parameter is cut; None if replicated. Raises ValueError if it is not named."""
@@ -58,44 +58,22 @@ class ShardingPlan:
         return None if replicated else dims[0]
 
 
+ATTENTION = {f"blocks.*.attention.{name}.weight": int(name == "out") for name in ("query", "key", "value", "out")}
+MLP = {"blocks.*.mlp.up.weight": 0, "blocks.*.mlp.down.weight": 1}
+VALUES = {"value_embeddings.*.weight": 1}
 PLANS: Mapping[type, ShardingPlan] = MappingProxyType(
     {
         GPT: ShardingPlan(
-            regions=("blocks.*.attention", "blocks.*.mlp"),
-            cuts={
-                "blocks.*.attention.query.weight": 0,
-                "blocks.*.attention.key.weight": 0,
-                "blocks.*.attention.value.weight": 0,
-                "blocks.*.attention.value_gate.weight": 0,
-                "blocks.*.attention.out.weight": 1,
-                "blocks.*.mlp.up.weight": 0,
-                "blocks.*.mlp.down.weight": 1,
-                "value_embeddings.*.weight": 1,
-            },
+            cuts=ATTENTION | {"blocks.*.attention.value_gate.weight": 0} | MLP | VALUES,
             replicated=("residual_scales", "x0_scales", "smear_gate.weight", "smear_scale", "backout_scale"),
             shifts=1,
         ),
         UNet: ShardingPlan(
-            regions=("blocks.*.attention", "blocks.*.mlp"),
-            cuts={
-                "blocks.*.attention.qkv": 1,
-                "blocks.*.attention.out.weight": 1,
-                "blocks.*.mlp.up.weight": 0,
-                "blocks.*.mlp.down.weight": 1,
-                "value_embeddings.*.weight": 1,
-            },
+            cuts={"blocks.*.attention.qkv": 1, "blocks.*.attention.out.weight": 1} | MLP | VALUES,
             replicated=("blocks.*.attention.value_scales", "blocks.*.residual_scales", "skip_scales"),
         ),
         Llama: ShardingPlan(
-            regions=("blocks.*.attention", "blocks.*.mlp"),
-            cuts={
-                "blocks.*.attention.query.weight": 0,
-                "blocks.*.attention.key.weight": 0,
-                "blocks.*.attention.value.weight": 0,
-                "blocks.*.attention.out.weight": 1,
-                "blocks.*.mlp.gate_up": 1,
-                "blocks.*.mlp.down.weight": 1,
-            },
+            cuts=ATTENTION | {"blocks.*.mlp.gate_up": 1, "blocks.*.mlp.down.weight": 1},
             replicated=("blocks.*.attention_norm.weight", "blocks.*.mlp_norm.weight", "norm.weight"),
         ),
     }

@@ -15,7 +15,7 @@ n shards, t tokens of one part. Every rank of the group makes the same calls in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ from quern.compiler import untraced
 from quern.mesh import ProcessGroup
 from quern.model.context import Context
 from quern.parallel.sharding import Sharding
+
+Collective = Callable[[Tensor, ProcessGroup], Tensor]
 
 
 def _all_gather(part: Tensor, group: ProcessGroup) -> Tensor:
@@ -41,45 +43,26 @@ def _reduce_scatter(whole: Tensor, group: ProcessGroup) -> Tensor:
     return part
 
 
-class _Gather(torch.autograd.Function):
-    """Parts → whole, along the first dim. The transpose is `_ReduceScatter`, because each shard computes something else
-    from the result and has a part of the gradient."""
+def _own_part(whole: Tensor, group: ProcessGroup) -> Tensor:
+    return whole.chunk(group.size)[group.rank]
+
+
+class _Exchange(torch.autograd.Function):
+    """A collective along the first dim of a tensor, and in the backward pass its transpose, of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_gather(part, group)
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, there: Collective, back: Collective) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return there(x, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter(grads[0], ctx.group), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(grads[0], ctx.group), None, None, None
 
 
-class _ReduceScatter(torch.autograd.Function):
-    """Sum over the shards → this shard's part, along the first dim. The transpose is `_Gather`."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _reduce_scatter(whole, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _all_gather(grads[0], ctx.group), None
-
-
-class _Collect(torch.autograd.Function):
-    """Parts → whole, along the first dim, when every shard computes the same from it. The transpose takes this shard's
-    part of a gradient that all shards hold, and sends nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_gather(part, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].chunk(ctx.group.size)[ctx.group.rank], None
+@untraced
+def _exchange(x: Tensor, group: ProcessGroup, there: Collective, back: Collective) -> Any:
+    return _Exchange.apply(x, group, there, back)
 
 
 class _Replicate(torch.autograd.Function):
@@ -100,25 +83,22 @@ class _Replicate(torch.autograd.Function):
 
 
 def gather(x_1tD: Tensor, group: ProcessGroup) -> Tensor:
-    """The stream → all tokens (1, n·t, D), with the padding."""
-    return _apply(_Gather, x_1tD[0], group)[None]
+    """The stream → all tokens (1, n·t, D), with the padding. Each shard computes something else from the result, and
+    has a part of its gradient."""
+    return _exchange(x_1tD[0], group, _all_gather, _reduce_scatter)[None]
 
 
 def reduce_scatter(x_BTD: Tensor, group: ProcessGroup) -> Tensor:
     """Partial results for all tokens, (B, T, D) on each shard → their sum, as the stream (1, t, D)."""
     x_ND = x_BTD.flatten(0, 1)
     missing = -x_ND.size(0) % group.size
-    return _apply(_ReduceScatter, F.pad(x_ND, (0, 0, 0, missing)) if missing else x_ND, group)[None]
+    x_ND = F.pad(x_ND, (0, 0, 0, missing)) if missing else x_ND
+    return _exchange(x_ND, group, _reduce_scatter, _all_gather)[None]
 
 
 def collect(part: Tensor, group: ProcessGroup) -> Tensor:
-    """Parts → whole, along the first dim. Every shard must compute the same from the result."""
-    return _apply(_Collect, part, group)
-
-
-@untraced
-def _apply(function: type[torch.autograd.Function], x: Tensor, group: ProcessGroup) -> Any:
-    return function.apply(x, group)
+    """Parts → whole, along the first dim. Every shard computes the same from the result, and holds its gradient."""
+    return _exchange(part, group, _all_gather, _own_part)
 
 
 class StreamContext:

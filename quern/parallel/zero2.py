@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -45,20 +45,10 @@ class Zero2:
     fetched_ahead: ClassVar[int] = 1
     """So many buckets' matrices are on their way to their owners while a bucket is updated."""
 
-    def __init__(
-        self,
-        groups: Sequence[ParameterGroup],
-        *,
-        dtype_ns: torch.dtype = torch.float32,
-        compile: bool = False,
-        mesh: Mesh | None = None,
-        fp32_gradients: bool = False,
-        on_cpu: bool = False,
-        parts: Mapping[str, int] | None = None,
-    ) -> None:
-        self.mesh = mesh or alone()
-        self.compile = compile
-        self.buckets = make_buckets(groups, Settings(self.mesh, dtype_ns, compile, fp32_gradients, parts or {}, on_cpu))
+    def __init__(self, groups: Sequence[ParameterGroup], mesh: Mesh | None = None, **options: Any) -> None:
+        settings = Settings(mesh or alone(), **options)
+        self.mesh, self.compile = settings.mesh, settings.compile
+        self.buckets = make_buckets(groups, settings)
         if not self.buckets:
             raise ValueError("there is nothing to optimize: the groups hold no parameters")
         self._reduced = False

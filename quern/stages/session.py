@@ -25,7 +25,7 @@ from quern.model.count import flop_counter
 from quern.optim.schedule import Multipliers
 from quern.process import to_stderr, waiting
 from quern.recipe import Recipe, Resolved
-from quern.records import MakeTracker, Nowhere, Records, StageFolder, git_hash, read_events, read_metrics
+from quern.records import MakeTracker, Records, StageFolder, git_hash, read_events, read_metrics
 from quern.runs.load import Start, read_start
 from quern.runs.origin import FILE, Origin, read_origin, refuse_second_tokenizer, require_same
 from quern.runs.run_dir import NEWEST, STAGES, RunDir, refuse_unwritable
@@ -331,7 +331,7 @@ def open_folder(
 ) -> Iterator[Records]:
     """The stage's records, with its recipe and origin written. Only rank 0 writes. source: the recipe's own file."""
     if mesh is not None and not mesh.main:
-        yield Nowhere(path)
+        yield Records(path)
         return
     with StageFolder(path, [make(path, origin.recipe) for make in trackers]) as folder:
         write_whole(path / FILE, json.dumps(origin.to_json(), indent=2) + "\n")

@@ -15,7 +15,7 @@ import pytest
 
 from quern import compiler
 from quern.mesh import Mesh
-from quern.records import Nowhere, StageFolder, read_events, read_metrics
+from quern.records import Records, StageFolder, read_events, read_metrics
 from quern.train.guard import EXIT_DONE
 from quern.train.horizon import Horizon, recorded_plans
 from quern.train.loop import TrainingPlan, resume, train
@@ -119,7 +119,7 @@ def on_a_rank(mesh: Mesh) -> tuple[Any, ...]:
     state = build_state(SMALL, CPU, build_model(SMALL, CPU, 0), mesh)
     slow = 3.0 * mesh.rank
     clock = clock_of(lambda share: slow + MACHINES["halves at 50 %"](share))
-    assert train(toy_backend(state), toy_loader(), budgeted(), Nowhere(Path()), print, clock=clock) == EXIT_DONE
+    assert train(toy_backend(state), toy_loader(), budgeted(), Records(Path()), print, clock=clock) == EXIT_DONE
     return state.plans, state.seconds / STEPS, state.step, float(state.model.head.weight.double().sum())
 
 

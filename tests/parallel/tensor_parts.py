@@ -33,13 +33,13 @@ def transposes(mesh: Mesh) -> dict[str, float]:
     """The deviation of ⟨A x, y⟩ from ⟨x, Aᵀ y⟩, for each function as a map of all ranks' inputs to all outputs.
 
     What each rank holds of a thing that all hold alike counts once: the input of `_Replicate`, the output of
-    `_Collect`.
+    `collect`.
     """
     group, n = mesh.model, mesh.tp
     cases: dict[str, tuple[Callable[[Tensor], Tensor], int, str]] = {
-        "gather": (lambda x: tensor._Gather.apply(x, group), 4, ""),
-        "reduce_scatter": (lambda x: tensor._ReduceScatter.apply(x, group), 4 * n, ""),
-        "collect": (lambda x: tensor._Collect.apply(x, group), 4, "output"),
+        "gather": (lambda x: tensor.gather(x[None], group)[0], 4, ""),
+        "reduce_scatter": (lambda x: tensor.reduce_scatter(x[None], group)[0], 4 * n, ""),
+        "collect": (lambda x: tensor.collect(x, group), 4, "output"),
         "replicate": (lambda x: tensor._Replicate.apply(group, x)[0], 4, "input"),
         "previous": (lambda x: _previous(x, group), 4, ""),
     }

@@ -100,7 +100,7 @@ def test_what_cannot_be_cut_is_refused_and_unchanged() -> None:
             shard_model(model, shard_of(shards))
         assert [p.shape for p in model.parameters()] == shapes
     with pytest.raises(ValueError, match="places 'head.weight' 2 times"):
-        ShardingPlan((), {"head.*": 0}, ()).dim_of("head.weight")
+        ShardingPlan({"head.*": 0}, ()).dim_of("head.weight")
 
 
 def test_a_parameter_that_an_own_plan_knows_is_cut() -> None:

@@ -20,7 +20,7 @@ import torch
 from quern import compiler
 from quern.machine import Machine
 from quern.mesh import Mesh, alone
-from quern.records import Nowhere
+from quern.records import Records
 from quern.train import loop
 from quern.train.backend import TorchBackend
 from quern.train.state import build_model, build_state
@@ -86,7 +86,7 @@ def waits(mesh: Mesh) -> list[list[str]]:
             TorchBackend(state, machine),
             toy_loader(masked=True, rows=7),  # one of two replicas has more micro-batches
             toy_plan(STEPS, save_every=None),
-            Nowhere(Path("unused")),
+            Records(Path("unused")),
             lambda line: None,
             lambda line: ends.append(len(machine.waits)),
         )
