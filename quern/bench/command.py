@@ -20,7 +20,6 @@ from quern.bench.options import BenchOptions
 from quern.bench.quality import quality
 from quern.bench.train import ranks, train
 from quern.kernels.attention.autotune import select_attention
-from quern.machine import detect
 
 
 def grug(setup: Setup) -> Iterator[Figure]:
@@ -44,7 +43,7 @@ BENCHMARKS: dict[str, Callable[[Setup], Iterator[Figure]]] = {
 
 def run(options: BenchOptions, log: Callable[[str], None]) -> int:
     """Runs the named benchmarks and returns the exit code."""
-    machine = select_attention(detect(options.device, options.dtype, options.compile, options.threads))
+    machine = select_attention(options.detect())
     setup = Setup(machine, options.seed, options.quick, options.rounds, options=options, log=log)
     for line in (*machine.notes, *introduction(setup)):
         log(line)

@@ -10,17 +10,17 @@ from typing import Annotated, Literal
 import tyro
 from annotated_types import Interval
 
-from quern.field_types import Amount, Count, Few, Seed, Threads
+from quern.field_types import Amount, Count, Few, Seed
 from quern.flags import check_flags
-from quern.flags.check_flags import UNSAID
+from quern.flags.check_flags import UNSAID, DeviceOptions
 from quern.resolve import MICRO_BATCH_TOKENS
 
 What = Literal["tokenizer", "encode", "packing", "loading", "train", "prefill", "decode", "attention", "windows",
                "cross-entropy", "prepare", "ranks", "grug", "serve", "quality"]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class BenchOptions:
+@dataclass
+class BenchOptions(DeviceOptions):
     """Measure this machine: each figure is the median of several rounds, with the lowest and the highest.
 
     example: quern bench train decode
@@ -61,14 +61,6 @@ class BenchOptions:
     """`quality`: the depth of the recipe."""
     quick: bool = False
     """Use tiny sizes, to see that everything runs; the figures mean nothing."""
-    device: Annotated[Literal["cpu", "cuda", "mps"] | None, UNSAID] = None
-    """Default: the fastest device of the machine."""
-    dtype: Annotated[Literal["bf16", "fp32"] | None, UNSAID] = None
-    """Default: bf16 where it is measured to be faster."""
-    threads: Annotated[Threads | None, UNSAID] = None
-    """CPU threads. Default: one for each core."""
-    compile: bool = True
-    """--no-compile runs eagerly."""
 
     def validate(self) -> None:
         """Raises ValueError or FileNotFoundError, before anything is measured, with the value to give instead."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from quern.cli.lab import TOOLS
 from quern.cli.summaries import SUMMARIES
-from quern.flags.check_flags import HELP_FLAGS
+from quern.flags.check_flags import HELP, HELP_FLAGS
 from quern.runs.manage import TAKES
 from quern.stages.jax.command import VERBS as TWIN
 
@@ -38,12 +38,12 @@ SHELLS = {
 
 
 def script(words: Sequence[str], run_verb: Callable[[list[str]], int]) -> str:
-    """The script for a shell. run_verb: runs a command line. Raises ValueError where no shell is named."""
+    """The script for a shell, or the help. run_verb: runs a command line. Raises ValueError where no shell is named."""
+    files = [f"quern completion {name}, whose output goes into {file}" for name, (*_, file) in SHELLS.items()]
+    if words and words[0] in HELP:
+        return "\n".join(["usage:", *(f"  {line}" for line in files)])
     if len(words) != 1 or words[0] not in SHELLS:
-        files = "; ".join(
-            f"quern completion {name}, whose output goes into {file}" for name, (*_, file) in SHELLS.items()
-        )
-        raise ValueError(f"name your shell: {files}")
+        raise ValueError(f"name your shell: {'; '.join(files)}")
     shell, case, _ = SHELLS[words[0]]
     tools = {"lab": TOOLS, "grug": TWIN}
     choices = {"1 *": SUMMARIES, **{f"2 {verb} *": names for verb, names in (tools | {"runs": TAKES}).items()}}

@@ -15,8 +15,8 @@ import tyro
 from annotated_types import Interval
 
 from quern.cluster import cluster_cpus, connect
-from quern.field_types import Amount, Count, Few, Port, Seed, Threads
-from quern.flags.check_flags import RARE, UNSAID
+from quern.field_types import Amount, Count, Few, Port, Seed
+from quern.flags.check_flags import RARE, UNSAID, DeviceOptions
 from quern.flags.recipe_flags import ALL, FINE_TUNING, FOLLOWING, RL, WORKERS, Refusal
 from quern.generate.sampling import CHAT, Sampling
 from quern.recipe import FOR_FINE_TUNING, FOR_RL, IN_FINE_TUNING, Recipe
@@ -52,23 +52,13 @@ class ReportOptions:
 
 
 @dataclass
-class RunOptions(ReportOptions):
+class RunOptions(DeviceOptions, ReportOptions):
     """Which run, and the device that computes."""
 
-    device: Annotated[Literal["cpu", "cuda", "mps"] | None, UNSAID] = None
-    """Default: the fastest device available."""
-    dtype: Annotated[Literal["bf16", "fp32"] | None, UNSAID, RARE] = None
-    """Default: bf16 if it is measured to be faster."""
-    threads: Annotated[Threads | None, UNSAID, RARE] = None
-    """CPU threads. Default: one per core."""
-    compile: Annotated[bool, RARE] = True
-    """--no-compile runs eagerly."""
-
-    def machine(self, threads: int | None = None, log: Callable[[str], None] = log) -> Machine:
+    def machine(self, threads: int | None = None, *, log: Callable[[str], None]) -> Machine:
         from quern.kernels.attention.autotune import select_attention
-        from quern.machine import detect
 
-        machine = select_attention(detect(self.device, self.dtype, self.compile, threads or self.threads))
+        machine = select_attention(self.detect(threads))
         for note in machine.notes:
             log(note)
         return machine

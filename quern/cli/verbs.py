@@ -232,7 +232,7 @@ def verb_evaluate(verb: str, rest: Arguments) -> int:
         return launch.launch([verb, *rest], options.ranks, restarts=0, stopped="before the evaluation ended")
     rank_log = log if here.main else silent
     with launch.joined(
-        "quern evaluate", 1, lambda threads: where.machine(threads, rank_log), where.threads, PEER_SECONDS
+        "quern evaluate", 1, lambda threads: where.machine(threads, log=rank_log), where.threads, PEER_SECONDS
     ) as (machine, mesh):
         evaluate.run(where.run_dir, machine, asked, rank_log, mesh=mesh)
         return launch.finish(0)
@@ -317,7 +317,7 @@ def verb_serve(verb: str, rest: Arguments) -> int:
         again, machine = [sys.executable, "-m", "quern.cli.main", verb, *rest], options.where.machine(log=log)
         replicas.run(again, options.replicas, options.host, options.port, machine, log)
         return 0
-    machine, kept = options.where.machine(here and here.threads, log), options.prefix_megabytes
+    machine, kept = options.where.machine(here and here.threads, log=log), options.prefix_megabytes
     sources = {f"quern-{one.run}": command.Source(one, options.stage, machine, kept) for one in run_dirs}
     with options.access_log.open("a", encoding="utf-8") if options.access_log else contextlib.nullcontext() as file:
         access = file and functools.partial(print, file=file, flush=True)

@@ -12,13 +12,16 @@ import textwrap
 from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from quern.field_types import UNIONS, range_of, refuse_outside
+from quern.field_types import UNIONS, Threads, range_of, refuse_outside
 from quern.validate import nearest
+
+if TYPE_CHECKING:
+    from quern.machine import Machine
 
 T = TypeVar("T")
 
@@ -33,6 +36,27 @@ HELP_ALL, HELP_FLAGS = "--help-all", "--help-flags"
 HELP = frozenset(("-h", "--help", HELP_ALL, HELP_FLAGS))
 """The flags that print instead of running a verb: its help, all of it, the names of its flags."""
 NUMBERS = {int: "a whole number", float: "a number"}
+
+
+@dataclass(kw_only=True)
+class DeviceOptions:
+    """The device that computes."""
+
+    device: Annotated[Literal["cpu", "cuda", "mps"] | None, UNSAID] = None
+    """Default: the fastest device available."""
+    dtype: Annotated[Literal["bf16", "fp32"] | None, UNSAID, RARE] = None
+    """Default: bf16 if it is measured to be faster."""
+    threads: Annotated[Threads | None, UNSAID, RARE] = None
+    """CPU threads, which all workers of a study share. Default: one per core."""
+    compile: Annotated[bool, RARE] = True
+    """--no-compile runs eagerly."""
+
+    def detect(self, threads: int | None = None) -> Machine:
+        from quern.machine import detect
+
+        return detect(self.device, self.dtype, self.compile, threads or self.threads)
+
+
 VALUES = ConstructorRegistry()
 
 

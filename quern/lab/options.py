@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 from annotated_types import Interval
 
-from quern.field_types import Few, Port, Positive, Rate, Seed, Threads
-from quern.flags.check_flags import UNSAID
+from quern.field_types import Few, Port, Positive, Rate, Seed
+from quern.flags.check_flags import UNSAID, DeviceOptions
 from quern.flags.recipe_flags import FINE_TUNING, FOLLOWING, RL, Refusal
 from quern.recipe import Recipe
 
@@ -26,34 +26,18 @@ TRIALS = (
 """The refusals of the verbs that train trials."""
 
 
-@dataclass(frozen=True)
-class DeviceOptions:
-    """The device that computes."""
-
-    device: Annotated[Literal["cpu", "cuda", "mps"] | None, UNSAID] = None
-    """Default: the fastest device available."""
-    dtype: Annotated[Literal["bf16", "fp32"] | None, UNSAID] = None
-    """Default: bf16 if it is measured to be faster."""
-    threads: Annotated[Threads | None, UNSAID] = None
-    """CPU threads of all workers. Default: one per core."""
-    compile: bool = True
-    """--no-compile runs eagerly."""
+@dataclass(kw_only=True)
+class WorkerOptions(DeviceOptions):
+    """The device of the workers of a study."""
 
     def arguments(self, workers: int = 1) -> dict[str, Any]:
         """Arguments of `machine.detect` for one of some workers, which share the CPU's threads."""
         import torch
 
-        from quern.machine import detect
-
-        machine = detect(self.device, self.dtype, self.compile, self.threads)
+        machine = self.detect()
         if machine.device.type == "cuda" and workers > torch.cuda.device_count():
             raise ValueError(f"--workers {workers} needs as many GPUs, and there are {torch.cuda.device_count()}")
-        return {
-            "device": self.device,
-            "dtype": self.dtype,
-            "compile": self.compile,
-            "threads": max(1, machine.threads // workers),
-        }
+        return asdict(self) | {"threads": max(1, machine.threads // workers)}
 
 
 @dataclass(frozen=True)
@@ -63,7 +47,7 @@ class CompareOptions:
     refusals: ClassVar = TRIALS
 
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
-    where: Annotated[DeviceOptions, tyro.conf.arg(name="")] = field(default_factory=DeviceOptions)
+    where: Annotated[WorkerOptions, tyro.conf.arg(name="")] = field(default_factory=WorkerOptions)
     out: Path = Path("out")
     """The output folder; studies are in its folder lab."""
     study: Annotated[str | None, UNSAID] = None
@@ -137,7 +121,7 @@ class SweepOptions:
     workers: Few = 1
     """Processes on this machine that run trials at the same time. On another machine that shares the folder, run the
     same command."""
-    where: Annotated[DeviceOptions, tyro.conf.arg(name="")] = field(default_factory=DeviceOptions)
+    where: Annotated[WorkerOptions, tyro.conf.arg(name="")] = field(default_factory=WorkerOptions)
 
     @property
     def name(self) -> str:
@@ -181,7 +165,7 @@ class ScalingOptions:
     check: Annotated[str | None, UNSAID] = None
     """A study whose prediction is compared with this one's optimum; --budgets must have the budget that it predicts.
     Default: no comparison."""
-    where: Annotated[DeviceOptions, tyro.conf.arg(name="")] = field(default_factory=DeviceOptions)
+    where: Annotated[WorkerOptions, tyro.conf.arg(name="")] = field(default_factory=WorkerOptions)
 
     @property
     def folder(self) -> Path:

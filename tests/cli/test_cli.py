@@ -60,7 +60,17 @@ def test_without_a_verb_it_says_what_there_is(arguments: list[str], capsys: pyte
     )
 
 
-HELP = [*verbs.VERBS, "bench gpu", "grug train", "grug eval", "grug export", "grug import", "grug gauntlet"]
+HELP = [
+    *verbs.VERBS,
+    "serve keys",
+    "serve keys add",
+    "bench gpu",
+    "grug train",
+    "grug eval",
+    "grug export",
+    "grug import",
+    "grug gauntlet",
+]
 HELP += [f"lab {tool}" for tool in lab.TOOLS]
 
 
@@ -70,7 +80,7 @@ def test_every_verb_explains_itself_its_flags_and_their_defaults(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     with pytest.raises(SystemExit) as stopped:
-        main.main([*verb.split(), "--help" if verb == "bench gpu" else "--help-all"])
+        main.main([*verb.split(), "--help-all"])
     assert stopped.value.code == 0
     text = capsys.readouterr().out
     assert f"usage: quern {verb}" in text and (" " in verb or f"example: quern {verb}" in text)
@@ -84,6 +94,11 @@ def test_every_verb_explains_itself_its_flags_and_their_defaults(
     ]
     assert bare == [] and (rows or verb in ("grug", "lab"))
     assert verb == "bench gpu" or not silent, "these flags say no default, and are neither required nor repeatable"
+
+
+def test_completion_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["completion", "--help"]) == 0
+    assert "usage:\n  quern completion bash, whose output goes into" in capsys.readouterr().out
 
 
 @cache

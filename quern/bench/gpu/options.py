@@ -13,8 +13,11 @@ SECTIONS = ("training", "attention", "exactness", "decode", "loss", "rope", "muo
 
 def parse(arguments: Sequence[str], sections: Sequence[str] = SECTIONS) -> argparse.Namespace:
     """Reads the flags; an error or --help ends the process."""
-    parser = argparse.ArgumentParser("quern bench gpu", description="nine minutes of measurements that need a GPU")
+    parser = argparse.ArgumentParser(
+        "quern bench gpu", description="nine minutes of measurements that need a GPU", add_help=False
+    )
     add = parser.add_argument
+    add("-h", "--help", "--help-all", action="help", help="show all flags and exit")
     add("--sections", nargs="+", choices=sections, default=list(sections), help="the sections to run")
     add("--minutes", type=float, default=9.0, help="when to stop")
     add("--data", help="text to train on: a file or folder; or prepared tokens (.bin)")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import tyro
 
-from quern.flags.check_flags import read
+from quern.flags.check_flags import HELP, read
 from quern.records import read_regular
 from quern.temporaries import write_whole
 
@@ -31,9 +31,10 @@ def main(arguments: Sequence[str], log: Callable[[str], None]) -> int:
     """Runs `quern serve keys`, and returns its exit code."""
     does = "add NAME makes a key, remove NAME takes it away, list names the holders"
     action = arguments[0] if arguments else ""
-    if action not in ("add", "remove", "list"):
+    if action not in ("add", "remove", "list", *HELP):
         raise ValueError(f"quern serve keys takes add, remove or list, not '{action}': {does}")
-    options = read(KeysOptions, arguments[1:], prog=f"quern serve keys {action}", description=f"{does}.")
+    flags, shown = (arguments, "add|remove|list") if action in HELP else (arguments[1:], action)
+    options = read(KeysOptions, flags, prog=f"quern serve keys {shown}", description=f"{does}.")
     for line in change_keys(action, options.name, options.keys):
         log(line)
     return 0
@@ -115,18 +116,10 @@ def _parse(path: Path) -> dict[bytes, str]:
 
 
 def change_keys(action: str, name: str, path: Path) -> list[str]:
-    """Adds the key of a holder to a file, removes it, or lists the holders.
+    """Adds the key of a holder to a file, removes it, or lists the holders; returns lines for the user.
 
-    Args:
-        action: "add", "remove" or "list".
-        name: The holder; unused with "list".
-        path: The file.
-
-    Returns:
-        Lines for the user. A new key is in them and nowhere else.
-
-    Raises:
-        ValueError: The name is missing or impossible, is taken or is not in the file, or the file is damaged.
+    A new key is in them and nowhere else. Raises ValueError for a name that is missing, impossible, taken or not in the
+    file, and for a damaged file.
     """
     holders = list(_parse(path).values()) if path.exists() else []
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
