@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quern.interop.llama_format import load_llama
+from quern.interop.llama_format import Names, load_llama, weights_to
 from quern.model.llama import NORM_EPS, mlp_width
 from quern.recipe import ResolvedModel
 from quern.runs.run_dir import RunDir
@@ -29,23 +29,21 @@ from quern.text.tinyworld import corpus
 from quern.text.tokenizer import GPT2_SPLIT_PATTERN, Tokenizer, split_pattern
 from quern.validate import install
 
-OUTSIDE = {
-    "embedding.weight": "token_embd.weight",
-    "norm.weight": "output_norm.weight",
-    "head.weight": "output.weight",
-}
-IN_BLOCK = {
-    "attention_norm.weight": "attn_norm.weight",
-    "attention.query.weight": "attn_q.weight",
-    "attention.key.weight": "attn_k.weight",
-    "attention.value.weight": "attn_v.weight",
-    "attention.out.weight": "attn_output.weight",
-    "mlp_norm.weight": "ffn_norm.weight",
-    "mlp.down.weight": "ffn_down.weight",
-}
-MERGED = ("mlp.gate_up", "ffn_gate.weight", "ffn_up.weight")
-"""quern's parameter, and the two of GGUF that it stacks."""
-ROTATED = ("attention.query.weight", "attention.key.weight")
+GGUF = Names(
+    {"embedding.weight": "token_embd.weight", "norm.weight": "output_norm.weight", "head.weight": "output.weight"},
+    "blk.{}.",
+    {
+        "attention_norm.weight": "attn_norm.weight",
+        "attention.query.weight": "attn_q.weight",
+        "attention.key.weight": "attn_k.weight",
+        "attention.value.weight": "attn_v.weight",
+        "attention.out.weight": "attn_output.weight",
+        "mlp_norm.weight": "ffn_norm.weight",
+        "mlp.down.weight": "ffn_down.weight",
+    },
+    ("ffn_gate.weight", "ffn_up.weight"),
+)
+ROTATED = ("attn_q.weight", "attn_k.weight")
 
 PRE_TOKENIZERS = {split_pattern(1): "qwen35", GPT2_SPLIT_PATTERN: "gpt-2"}
 """quern's split patterns that llama.cpp has, and its names for them (tokenizer.ggml.pre)."""
@@ -58,17 +56,10 @@ SAMPLE_MEGABYTES, SAMPLE_CHARACTERS = 0.5, 400
 
 def tensors(weights: Mapping[str, Tensor], shape: ResolvedModel) -> dict[str, Tensor]:
     """quern's weights with GGUF's names and layouts, without the head if it equals the embedding (a tied head)."""
-    found = {theirs: weights[ours] for ours, theirs in OUTSIDE.items()}
+    found = weights_to(weights, shape.depth, GGUF)
     if torch.equal(weights["head.weight"], weights["embedding.weight"]):
-        del found[OUTSIDE["head.weight"]]
-    for layer in range(shape.depth):
-        before, after = f"blocks.{layer}.", f"blk.{layer}."
-        for ours, theirs in IN_BLOCK.items():
-            weight = weights[before + ours]
-            found[after + theirs] = neighbours(weight, shape.head_dim) if ours in ROTATED else weight
-        gate, up = weights[before + MERGED[0]].unbind(0)
-        found |= {after + MERGED[1]: gate, after + MERGED[2]: up}
-    return found
+        del found[GGUF.outside["head.weight"]]
+    return {name: neighbours(w, shape.head_dim) if name.endswith(ROTATED) else w for name, w in found.items()}
 
 
 def neighbours(weight: Tensor, head_dim: int) -> Tensor:

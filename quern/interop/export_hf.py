@@ -11,7 +11,6 @@ import glob
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ def run(run_dir: RunDir, folder: Path, *, stage: str | None, dtype: torch.dtype,
         raise ValueError(f"{folder} is there already: name another folder with --dir, or remove it first")
     loaded = load(run_dir, detect("cpu", "fp32", compile=False), log, stage)
     _require_known(loaded, run_dir)
-    weights = {name: tensor.to(dtype) for name, tensor in _weights(loaded).items()}
+    weights = {name: tensor.to(dtype) for name, tensor in _weights(loaded.model, loaded.tokenizer).items()}
     texts = _texts(loaded, dtype, log)
     texts["README.md"] = model_card(loaded, run_dir, weights, has_tokenizer="tokenizer.json" in texts)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -78,20 +77,17 @@ def _require_known(loaded: LoadedModel, run_dir: RunDir) -> None:
         )
 
 
-def _weights(loaded: LoadedModel) -> dict[str, Tensor]:
-    if type(loaded.model) is Llama:
-        return llama_format.weights_to(loaded.model.state_dict(), len(loaded.model.blocks))
-    return weights_to(loaded.model, loaded.tokenizer.vocab_size)
-
-
 def _texts(loaded: LoadedModel, dtype: torch.dtype, log: Callable[[str], None]) -> dict[str, str]:
     """File name → text, for every file except the weights and the model card."""
     tokenizer, shape = loaded.tokenizer, loaded.recipe.model
+    config, texts = llama_format.sizes_to(shape, tokenizer, dtype), {}
     if type(loaded.model) is Llama:
         llama_format.refuse_windows(shape)
-        config, texts = llama_format.config_to(shape, tokenizer, dtype), {}
+        config |= llama_format.config_to(shape)
     else:
-        config, texts = config_to(loaded.model, tokenizer, dtype), python_files(loaded.model)
+        config |= _config(loaded.model, tokenizer)
+        for name in ("configuration_quern.py", "modeling_quern.py", f"modeling_{config['model_type']}.py"):
+            texts[name] = (Path(__file__).parent / "hf" / name).read_text(encoding="utf-8")
     texts |= {"config.json": _json(config), "generation_config.json": _json(_generation_config(tokenizer))}
     try:
         texts["tokenizer.json"] = _json(tokenizer_json(tokenizer))
@@ -118,62 +114,34 @@ def _json(body: dict[str, Any]) -> str:
     return json.dumps(body, indent=2, ensure_ascii=False) + "\n"
 
 
-SHARED_FILES = ("configuration_quern.py", "modeling_quern.py")
+ARCHITECTURES: Mapping[Any, tuple[str, str]] = {GPT: ("quern_gpt", "QuernGPT"), UNet: ("quern_unet", "QuernUNet")}
+"""The `model_type` of an architecture, and the prefix of its classes."""
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """name: the `model_type`; prefix: of the names of its classes; file: its modules."""
-
-    name: str
-    prefix: str
-    file: str
-
-
-ARCHITECTURES: Mapping[Any, Architecture] = {
-    GPT: Architecture("quern_gpt", "QuernGPT", "modeling_quern_gpt.py"),
-    UNet: Architecture("quern_unet", "QuernUNet", "modeling_quern_unet.py"),
-}
-
-
-def config_to(model: LanguageModel, tokenizer: Tokenizer, dtype: torch.dtype) -> dict[str, Any]:
-    """The body of config.json. model: exactly a `GPT` or a `UNet`."""
-    shape, found = model.shape, ARCHITECTURES[type(model)]
-    architecture = f"{found.prefix}ForCausalLM"
+def _config(model: LanguageModel, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The fields of config.json of a `GPT` or a `UNet`."""
+    (name, prefix), shape = ARCHITECTURES[type(model)], model.shape
     return {
-        "architectures": [architecture],
+        "architectures": [f"{prefix}ForCausalLM"],
         "auto_map": {
-            "AutoConfig": f"configuration_quern.{found.prefix}Config",
-            "AutoModelForCausalLM": f"{found.file.removesuffix('.py')}.{architecture}",
+            "AutoConfig": f"configuration_quern.{prefix}Config",
+            "AutoModelForCausalLM": f"modeling_{name}.{prefix}ForCausalLM",
         },
-        "model_type": found.name,
+        "model_type": name,
         "vocab_size": tokenizer.vocab_size,
-        "hidden_size": shape.width,
-        "num_hidden_layers": shape.depth,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "max_position_embeddings": shape.context,
         "windows": list(model.windows),
         "rope_base": shape.rope_base,
         "softcap": shape.softcap,
-        "tie_word_embeddings": False,
         "bos_token_id": tokenizer.bos if shape.bos is None else shape.bos,
-        "eos_token_id": tokenizer.special("<|assistant_end|>"),
-        "torch_dtype": str(dtype).removeprefix("torch."),
     }
 
 
-def weights_to(model: LanguageModel, tokens: int) -> dict[str, Tensor]:
-    """The model's weights. Rows of tables beyond the `tokens` of the tokenizer are left out, as the engine does."""
+def _weights(model: LanguageModel, tokenizer: Tokenizer) -> dict[str, Tensor]:
+    """Rows of tables beyond the tokens of the tokenizer are left out, as the engine does."""
+    if type(model) is Llama:
+        return llama_format.weights_to(model.state_dict(), len(model.blocks))
     tables = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     return {
-        name: (tensor[:tokens] if name in tables | {"head.weight"} else tensor).contiguous()
+        name: (tensor[: tokenizer.vocab_size] if name in tables | {"head.weight"} else tensor).contiguous()
         for name, tensor in model.state_dict().items()
     }
-
-
-def python_files(model: LanguageModel) -> dict[str, str]:
-    """File name → text of the Python files that the folder needs."""
-    names = (*SHARED_FILES, ARCHITECTURES[type(model)].file)
-    return {name: (Path(__file__).parent / "hf" / name).read_text(encoding="utf-8") for name in names}

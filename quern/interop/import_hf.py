@@ -55,7 +55,16 @@ def run(
     resolved = resolve(replace(recipe, depth=shape.depth, model=model, text=text))
     machine = detect("cpu", "fp32", compile=False)
     state = _state(resolved, machine, weights, folder)
-    _write(run_dir, stage, resolved, machine, words, state, folder)
+    run_dir.folder.mkdir(parents=True)
+    words.save(run_dir.folder / "tokenizer.json")
+    facts = {"imported": str(folder), "model": model_facts(resolved, state.model, machine)}
+    describe_run(run_dir, machine, f"quern import {folder} --run {run_dir.run}", facts)
+    origin = Origin(words.fingerprint, recipe=resolved.to_json())
+    with open_folder(run_dir.stage(stage), origin, None) as records:
+        records.event("import", folder=str(folder))
+        # Last: a run without a checkpoint counts as untrained.
+        meta = origin.meta() | {"state": state.meta()}
+        checkpoint.save(run_dir.checkpoints(stage), state.step, state.tensors(), meta, keep=1)
     log(f"{len(weights):,} weights of {folder} are now run '{run_dir.run}' → {run_dir.folder}")
 
 
@@ -64,28 +73,6 @@ def _state(recipe: Resolved, machine: Machine, weights: dict[str, Tensor], folde
         return build_state(recipe, machine, build_model(recipe, machine, None, weights))
     except ValueError as error:
         raise ValueError(f"{folder}: config.json does not belong to these weights: {error}") from error
-
-
-def _write(
-    run_dir: RunDir,
-    stage: str,
-    recipe: Resolved,
-    machine: Machine,
-    tokenizer: Tokenizer,
-    state: TrainState,
-    folder: Path,
-) -> None:
-    """Writes the checkpoint last: a run without one counts as untrained."""
-    run_dir.folder.mkdir(parents=True)
-    tokenizer.save(run_dir.folder / "tokenizer.json")
-    command = f"quern import {folder} --run {run_dir.run}"
-    facts = {"imported": str(folder), "model": model_facts(recipe, state.model, machine)}
-    describe_run(run_dir, machine, command, facts)
-    origin = Origin(tokenizer.fingerprint, recipe=recipe.to_json())
-    meta = origin.meta() | {"state": state.meta()}
-    with open_folder(run_dir.stage(stage), origin, None) as records:
-        records.event("import", folder=str(folder))
-        checkpoint.save(run_dir.checkpoints(stage), state.step, state.tensors(), meta, keep=1)
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:

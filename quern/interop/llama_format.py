@@ -7,7 +7,7 @@ round trip is exact in every dtype.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,22 +21,36 @@ from quern.runs.load import LoadedModel, load
 from quern.runs.run_dir import RunDir
 from quern.text.tokenizer import Tokenizer
 
-OUTSIDE = {
-    "embedding.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "head.weight": "lm_head.weight",
-}
-IN_BLOCK = {
-    "attention_norm.weight": "input_layernorm.weight",
-    "attention.query.weight": "self_attn.q_proj.weight",
-    "attention.key.weight": "self_attn.k_proj.weight",
-    "attention.value.weight": "self_attn.v_proj.weight",
-    "attention.out.weight": "self_attn.o_proj.weight",
-    "mlp_norm.weight": "post_attention_layernorm.weight",
-    "mlp.down.weight": "mlp.down_proj.weight",
-}
-MERGED = ("mlp.gate_up", "mlp.gate_proj.weight", "mlp.up_proj.weight")
-"""quern's parameter, and the two of Hugging Face that it stacks."""
+
+class Names(NamedTuple):
+    """A format's names of a Llama's weights, by quern's: outside of the blocks and in one. gate_up: the two that
+    quern stacks."""
+
+    outside: Mapping[str, str]
+    block: str
+    inside: Mapping[str, str]
+    gate_up: tuple[str, str]
+
+
+HF = Names(
+    {
+        "embedding.weight": "model.embed_tokens.weight",
+        "norm.weight": "model.norm.weight",
+        "head.weight": "lm_head.weight",
+    },
+    "model.layers.{}.",
+    {
+        "attention_norm.weight": "input_layernorm.weight",
+        "attention.query.weight": "self_attn.q_proj.weight",
+        "attention.key.weight": "self_attn.k_proj.weight",
+        "attention.value.weight": "self_attn.v_proj.weight",
+        "attention.out.weight": "self_attn.o_proj.weight",
+        "mlp_norm.weight": "post_attention_layernorm.weight",
+        "mlp.down.weight": "mlp.down_proj.weight",
+    },
+    ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+)
+STACKED = "mlp.gate_up"
 PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}
 """Fields of config.json, and the only value that quern computes; it is also the value of a missing field."""
 RANGES = {
@@ -76,14 +90,13 @@ def refuse_windows(shape: ResolvedModel) -> None:
         )
 
 
-def weights_to(weights: Mapping[str, Tensor], depth: int) -> dict[str, Tensor]:
-    """quern's weights with Hugging Face's names. Raises KeyError if a weight is missing."""
-    found = {theirs: weights[ours] for ours, theirs in OUTSIDE.items()}
+def weights_to(weights: Mapping[str, Tensor], depth: int, names: Names = HF) -> dict[str, Tensor]:
+    """quern's weights with a format's names. Raises KeyError if a weight is missing."""
+    found = {theirs: weights[ours] for ours, theirs in names.outside.items()}
     for layer in range(depth):
-        before, after = f"blocks.{layer}.", f"model.layers.{layer}."
-        found |= {after + theirs: weights[before + ours] for ours, theirs in IN_BLOCK.items()}
-        gate, up = weights[before + MERGED[0]].unbind(0)
-        found |= {after + MERGED[1]: gate, after + MERGED[2]: up}
+        before, after = f"blocks.{layer}.", names.block.format(layer)
+        found |= {after + theirs: weights[before + ours] for ours, theirs in names.inside.items()}
+        found |= {after + theirs: part for theirs, part in zip(names.gate_up, weights[before + STACKED], strict=True)}
     return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
@@ -94,7 +107,7 @@ def weights_from(weights: Mapping[str, Tensor], depth: int, *, tied: bool) -> di
     """
     left = {name: tensor for name, tensor in weights.items() if not name.endswith("rotary_emb.inv_freq")}
     if tied:
-        left.setdefault(OUTSIDE["head.weight"], left.get(OUTSIDE["embedding.weight"], torch.empty(0)))
+        left.setdefault(HF.outside["head.weight"], left.get(HF.outside["embedding.weight"], torch.empty(0)))
     missing: list[str] = []
 
     def take(name: str) -> Tensor:
@@ -102,12 +115,12 @@ def weights_from(weights: Mapping[str, Tensor], depth: int, *, tied: bool) -> di
             missing.append(name)
         return left.pop(name, torch.empty(0))
 
-    found = {ours: take(theirs).clone() for ours, theirs in OUTSIDE.items()}
+    found = {ours: take(theirs).clone() for ours, theirs in HF.outside.items()}
     for layer in range(depth):
-        before, after = f"blocks.{layer}.", f"model.layers.{layer}."
-        found |= {before + ours: take(after + theirs) for ours, theirs in IN_BLOCK.items()}
-        gate, up = (take(after + name) for name in MERGED[1:])
-        found[before + MERGED[0]] = torch.stack([gate, up]) if gate.shape == up.shape else gate
+        before, after = f"blocks.{layer}.", HF.block.format(layer)
+        found |= {before + ours: take(after + theirs) for ours, theirs in HF.inside.items()}
+        gate, up = (take(after + name) for name in HF.gate_up)
+        found[before + STACKED] = torch.stack([gate, up]) if gate.shape == up.shape else gate
     if missing:
         raise ValueError(f"weights are missing: {_some(missing)}")
     if left:
@@ -115,8 +128,25 @@ def weights_from(weights: Mapping[str, Tensor], depth: int, *, tied: bool) -> di
     return found
 
 
-def config_to(shape: ResolvedModel, tokenizer: Tokenizer, dtype: torch.dtype) -> dict[str, Any]:
-    """The body of config.json. Raises ValueError for a model that Hugging Face's Llama cannot represent."""
+def sizes_to(shape: ResolvedModel, tokenizer: Tokenizer, dtype: torch.dtype) -> dict[str, Any]:
+    """The fields of config.json that every architecture has."""
+    return {
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.width,
+        "num_hidden_layers": shape.depth,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.context,
+        "tie_word_embeddings": False,
+        "bos_token_id": tokenizer.bos,
+        "eos_token_id": tokenizer.special("<|assistant_end|>"),
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def config_to(shape: ResolvedModel) -> dict[str, Any]:
+    """The fields of a Llama's config.json. Raises ValueError for a model that Hugging Face's Llama cannot represent."""
     if shape.width % shape.heads:
         raise ValueError(
             f"transformers refuses a width of {shape.width} for {shape.heads} heads, since it is no multiple: "
@@ -125,15 +155,8 @@ def config_to(shape: ResolvedModel, tokenizer: Tokenizer, dtype: torch.dtype) ->
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.width,
         "intermediate_size": mlp_width(shape),
-        "num_hidden_layers": shape.depth,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": shape.context,
         "rms_norm_eps": shape.norm_eps or NORM_EPS,
         # transformers 5 reads rope_parameters; earlier versions and most other programs read rope_theta.
         "rope_theta": shape.rope_base,
@@ -141,12 +164,8 @@ def config_to(shape: ResolvedModel, tokenizer: Tokenizer, dtype: torch.dtype) ->
         "attention_bias": False,
         "attention_dropout": 0.0,
         "mlp_bias": False,
-        "tie_word_embeddings": False,
         "initializer_range": INIT_STD,
         "use_cache": True,
-        "bos_token_id": tokenizer.bos,
-        "eos_token_id": tokenizer.special("<|assistant_end|>"),
-        "torch_dtype": str(dtype).removeprefix("torch."),
     }
 
 

@@ -35,7 +35,7 @@ class LanguageModel(nn.Module):
     """Tokens → normed hidden states (`forward`) → logits."""
 
     group_kinds: ClassVar[Mapping[str, str]] = {}
-    """For each optimizer group, one of KINDS."""
+    """For an optimizer group, one of KINDS, where neither its name nor that it holds vectors alone says it."""
     optimizer_groups: ClassVar[Mapping[str, str]] = {}
     """Optimizer group of each parameter or child that is not in the default one. Any module may have this attribute;
     the nearest module that names a parameter decides."""

@@ -80,7 +80,8 @@ def kv_bytes_per_token(recipe: Resolved, dtype: torch.dtype) -> int:
 def _parameters(model: LanguageModel) -> Parameters:
     sizes: dict[str, int] = dict.fromkeys(KINDS, 0)
     for group, members in model.parameter_groups().items():
-        kind = model.group_kinds.get(group)
+        vectors = all(p.ndim < 2 for _, p in members)
+        kind = model.group_kinds.get(group, group if group in sizes else "scalars" if vectors else None)
         if kind not in sizes:
             raise ValueError(
                 f"{type(model).__name__} counts its parameters '{group}' as {kind}: "

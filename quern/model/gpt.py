@@ -133,16 +133,7 @@ class GPTBlock(nn.Module):
 class GPT(LanguageModel):
     """Tokens → normed hidden states; `logits` turns those into softcapped logits."""
 
-    group_kinds: ClassVar[Mapping[str, str]] = {
-        "matrices": "matrices",
-        "head": "head",
-        "embedding": "embedding",
-        "value_embeddings": "value_embeddings",
-        "gates": "scalars",
-        "residual_scales": "scalars",
-        "x0_scales": "scalars",
-        "smear": "scalars",
-    }
+    group_kinds: ClassVar[Mapping[str, str]] = {"gates": "scalars", "smear": "scalars"}
     optimizer_groups: ClassVar[Mapping[str, str]] = {
         "embedding": "embedding",
         "head": "head",

@@ -157,12 +157,6 @@ class LlamaBlock(nn.Module):
 class Llama(LanguageModel):
     """Tokens → normed hidden states; `logits` turns those into logits."""
 
-    group_kinds: ClassVar[Mapping[str, str]] = {
-        "matrices": "matrices",
-        "norms": "scalars",
-        "embedding": "embedding",
-        "head": "head",
-    }
     optimizer_groups: ClassVar[Mapping[str, str]] = {"embedding": "embedding", "head": "head"}
     default_groups: ClassVar = ("matrices", "embedding", "norms")
 

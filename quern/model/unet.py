@@ -127,13 +127,6 @@ class UNetBlock(nn.Module):
 class UNet(LanguageModel):
     """Tokens → normed hidden states; `logits` turns those into softcapped logits."""
 
-    group_kinds: ClassVar[Mapping[str, str]] = {
-        "matrices": "matrices",
-        "head": "head",
-        "embedding": "embedding",
-        "value_embeddings": "value_embeddings",
-        "scales": "scalars",
-    }
     optimizer_groups: ClassVar[Mapping[str, str]] = {"embedding": "embedding", "head": "head"}
     default_groups: ClassVar = ("matrices", "value_embeddings", "scales")
     compiled_parts: ClassVar = ("_enter", "_merge", "_leave")

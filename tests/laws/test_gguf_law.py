@@ -17,6 +17,7 @@ import torch
 
 from quern import compiler
 from quern.interop import export_gguf
+from quern.interop.export_gguf import GGUF
 from quern.text.chat import Message, render, render_prompt
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import GPT2_SPLIT_PATTERN, Tokenizer, split_pattern
@@ -96,18 +97,18 @@ def unpermuted(patch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def unpermuted_keys(patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    patch.setattr(export_gguf, "ROTATED", ("attention.query.weight",))
+    patch.setattr(export_gguf, "ROTATED", ("attn_q.weight",))
     return {}
 
 
 def swapped_norms(patch: pytest.MonkeyPatch) -> dict[str, Any]:
     names = {"attention_norm.weight": "ffn_norm.weight", "mlp_norm.weight": "attn_norm.weight"}
-    patch.setattr(export_gguf, "IN_BLOCK", export_gguf.IN_BLOCK | names)
+    patch.setattr(export_gguf, "GGUF", GGUF._replace(inside={**GGUF.inside, **names}))
     return {}
 
 
 def swapped_gate_and_up(patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    patch.setattr(export_gguf, "MERGED", ("mlp.gate_up", "ffn_up.weight", "ffn_gate.weight"))
+    patch.setattr(export_gguf, "GGUF", GGUF._replace(gate_up=GGUF.gate_up[::-1]))
     return {}
 
 

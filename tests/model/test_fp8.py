@@ -106,7 +106,7 @@ def test_every_matrix_is_converted_or_named(name: str) -> None:
     matrices = {
         member
         for group, members in made.parameter_groups().items()
-        if kinds[group] in ("matrices", "head")
+        if kinds.get(group, group) in ("matrices", "head")
         for member, _ in members
     }
     spoken_of = {*report.dynamic, *report.static, *report.skipped}
