@@ -31,6 +31,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--laws-out", type=Path, help="write the laws' measured deviations here (JSON)")
 
 
+@pytest.fixture
+def eager() -> Iterator[None]:
+    """What `machine.detect(compile=False)` sets: nothing is compiled, not even the loss."""
+    from quern import compiler
+
+    with compiler.eager():
+        yield
+
+
 # Order under xdist -------------------------------------------------------------------------------------------
 
 

@@ -45,10 +45,9 @@ from tests.contracts.idea import (
 )
 from tests.support.batches import token_hash
 from tests.support.ranks import Ranks
-from tests.support.toy_training import CPU, differing, eager, snapshot
+from tests.support.toy_training import CPU, differing, snapshot
 
 pytestmark = pytest.mark.usefixtures("eager")
-__all__ = ["eager"]
 
 SECTIONS = re.compile(r'"""[^\n]+\.\n\nHypothesis: .+\nSource: .+\nExpected effect: .+\nVerdict: .+', re.DOTALL)
 AT_ONCE = 24

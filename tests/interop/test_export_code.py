@@ -14,7 +14,6 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from quern import compiler
 from quern.cli import main
 from quern.interop import export_hf
 from quern.model.llama import Llama
@@ -45,6 +44,8 @@ else:
     raise AssertionError("quern can be imported")
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+pytestmark = pytest.mark.usefixtures("eager")
+
 found = []
 for folder in sys.argv[1:]:
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
@@ -55,12 +56,6 @@ for folder in sys.argv[1:]:
     found.append([inputs["input_ids"].tolist(), model(**inputs).logits.tolist(), reply.size(1), len(asked) > 0])
 print(json.dumps(found))
 """
-
-
-@pytest.fixture(autouse=True)
-def eager() -> Iterator[None]:
-    with compiler.eager():
-        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

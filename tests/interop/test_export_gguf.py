@@ -4,7 +4,7 @@ That llama.cpp computes the same is a law of its own (tests/laws/test_gguf_law.p
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from quern import compiler
 from quern.cli import main
 from quern.flags.recipe_flags import Arguments
 from quern.interop import export_gguf
@@ -27,15 +26,11 @@ from tests.support.toy_engine import toy_tokenizer
 
 gguf = pytest.importorskip("gguf")
 
+pytestmark = pytest.mark.usefixtures("eager")
+
 TOY = """--depth 2 --text.vocab-size 400 --text.tinyworld-megabytes 0.1 --text.tokenizer-megabytes 0.1
  --text.val-megabytes 0.01 --model.width 32 --model.head-dim 16 --model.context 256 --train.batch-tokens 512
  --train.steps 2 --no-compile --dtype fp32 --threads 1""".split()
-
-
-@pytest.fixture(autouse=True)
-def eager() -> Iterator[None]:
-    with compiler.eager():
-        yield
 
 
 def quiet(line: str) -> None: ...

@@ -5,7 +5,7 @@ That the numbers agree with another implementation is a law of its own (tests/la
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quern import compiler
 from quern.cli import main
 from quern.interop import export_hf, import_hf
 from quern.model.count import parameters
@@ -28,17 +27,13 @@ from quern.train import checkpoint, manifest
 from tests.support.llama_run import FP32, llama_recipe, model_of, write_run
 from tests.support.toy_engine import toy_tokenizer
 
+pytestmark = pytest.mark.usefixtures("eager")
+
 PLAIN = ["--no-compile", "--dtype", "fp32", "--threads", "1"]
 TOY = """--depth 2 --text.vocab-size 400 --text.tinyworld-megabytes 0.1 --text.tokenizer-megabytes 0.1
  --text.val-megabytes 0.01 --model.width 32 --model.head-dim 16 --model.context 256 --model.dropout 0.1
  --train.batch-tokens 512 --train.log-every 2 --train.save-every 4""".split()
 SFT = "--text.tinyworld-conversations 100 --sft.steps 6 --sft.batch-tokens 512".split()
-
-
-@pytest.fixture(autouse=True)
-def eager() -> Iterator[None]:
-    with compiler.eager():
-        yield
 
 
 def quiet(line: str) -> None: ...

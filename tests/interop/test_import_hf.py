@@ -5,7 +5,7 @@ folder.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from quern import compiler
 from quern.interop import import_hf
 from quern.model.context import CausalContext
 from quern.recipes.llama import RECIPE
@@ -22,6 +21,8 @@ from quern.runs.load import load
 from quern.runs.run_dir import RunDir
 from tests.support.llama_run import FP32
 from tests.support.toy_engine import toy_tokenizer
+
+pytestmark = pytest.mark.usefixtures("eager")
 
 INDEX = "model.safetensors.index.json"
 SIZES: dict[str, Any] = {
@@ -44,12 +45,6 @@ SCALED: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 32,
     },
 }
-
-
-@pytest.fixture(autouse=True)
-def eager() -> Iterator[None]:
-    with compiler.eager():
-        yield
 
 
 def written(folder: Path, dtype: torch.dtype = torch.float32, shard: str = "20KB", **config: Any) -> Path:

@@ -10,9 +10,7 @@ import torch
 from quern.kernels import cross_entropy as module
 from quern.kernels.cross_entropy import CHUNK_TOKENS, cross_entropy, cross_entropy_plain
 from quern.kernels.softcap import Cap, NoCap, SigmoidCap, TanhCap
-from tests.support.toy_training import eager
 
-__all__ = ["eager"]  # a fixture
 pytestmark = pytest.mark.usefixtures("eager")  # the compiled twin is held to the same bar in the kernel law
 
 CAP = TanhCap(15.0)

@@ -25,9 +25,7 @@ from quern.kernels.fp8 import (
 from quern.kernels.softcap import Cap, NoCap, SigmoidCap, TanhCap
 from tests.support import fp8_oracle as oracle
 from tests.support.fp8_oracle import Format, through
-from tests.support.toy_training import eager
 
-__all__ = ["eager"]  # a fixture
 pytestmark = pytest.mark.usefixtures("eager")
 
 FORMATS = {"E4M3": (E4M3, oracle.E4M3), "E5M2": (E5M2, oracle.E5M2)}

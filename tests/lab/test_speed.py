@@ -10,10 +10,9 @@ import pytest
 from quern.lab.axes import LEAST_PAIRS, PARTS, _alternate, measure_speed
 from quern.recipe import ModelRecipe, Recipe, TextRecipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
-from tests.support.toy_training import CPU, eager
+from tests.support.toy_training import CPU
 
 pytestmark = pytest.mark.usefixtures("eager")
-__all__ = ["eager"]
 GROWS = 1.1, 1.3
 """The idea's seconds over the baseline's in each half of a run."""
 

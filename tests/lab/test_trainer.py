@@ -20,10 +20,9 @@ from quern.records import read_metrics
 from quern.runs.run_dir import RunDir
 from quern.stages import pretrain
 from quern.stages.session import Session
-from tests.support.toy_training import CPU, eager
+from tests.support.toy_training import CPU
 
 pytestmark = pytest.mark.usefixtures("eager")
-__all__ = ["eager"]
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
 

@@ -16,9 +16,8 @@ from quern.model.base import loss_sum
 from quern.optim.schedule import Multipliers
 from quern.train.state import TrainState
 from quern.train.step import accumulate, send_batch, to_device, train_step
-from tests.support.toy_training import CPU, ROWS, eager, toy_loader, toy_recipe, toy_state
+from tests.support.toy_training import CPU, ROWS, toy_loader, toy_recipe, toy_state
 
-__all__ = ["eager"]  # a fixture
 pytestmark = pytest.mark.usefixtures("eager")
 
 BAR = 1e-5

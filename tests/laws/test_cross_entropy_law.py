@@ -20,9 +20,6 @@ from quern.kernels.softcap import Cap, NoCap, SigmoidCap, TanhCap
 from tests.support.deviation import deviation
 from tests.support.interpreter import Interpreted
 from tests.support.mutant import planted
-from tests.support.toy_training import eager
-
-__all__ = ["eager"]  # a fixture
 
 FP32_BAR = 1e-5
 BF16_BAR = 1.1

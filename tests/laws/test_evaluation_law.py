@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from quern import compiler
 from quern.data.loader import Batch
 from quern.data.packing import windows
 from quern.data.shards import Corpus
@@ -25,15 +24,10 @@ from quern.eval.tasks.tinyworld import TASK
 from quern.generate.engine import Engine
 from tests.support.tiny_model import CPU, TEXTS, plain_bits_per_byte, tiny_model, tiny_tokenizer
 
+pytestmark = pytest.mark.usefixtures("eager")
+
 CONTEXT = 24
 BATCHES = (1, 3, 32)
-
-
-@pytest.fixture(autouse=True)
-def eager() -> Iterator[None]:
-    """The shapes are many and tiny: compiling each would take minutes."""
-    with compiler.eager():
-        yield
 
 
 @pytest.fixture(scope="module")

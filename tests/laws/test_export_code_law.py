@@ -15,13 +15,14 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from quern import compiler
 from quern.generate.engine import Engine
 from quern.generate.sampling import GREEDY
 from quern.model.base import LanguageModel
 from tests.support.exported_code import exported, load_exported, model_of, modules_in, toy_recipe
 from tests.support.llama_run import FP32, relative, rounding
 from tests.support.toy_engine import toy_tokenizer
+
+pytestmark = pytest.mark.usefixtures("eager")
 
 BAR = 4
 """Standard deviations of rounding, of the largest logit."""
@@ -40,12 +41,6 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "unet, SL, another base and cap": ("unet", {"windows": "SL", "rope_base": 100.0, "softcap": 5.0}),
     "unet, S, twelve layers": ("unet", {"windows": "S", "depth": 12}),
 }
-
-
-@pytest.fixture(autouse=True)
-def eager() -> Iterator[None]:
-    with compiler.eager():
-        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -6,7 +6,7 @@ and require the same comparison to notice.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 from hypothesis import strategies
 from safetensors.torch import load_file, save_file
 
-from quern import compiler
 from quern.interop import export_hf, import_hf
 from quern.interop.llama_format import weights_to
 from quern.model.base import loss_sum
@@ -35,6 +34,8 @@ from tests.support.toy_engine import toy_tokenizer
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
+pytestmark = pytest.mark.usefixtures("eager")
+
 BAR = 4
 """Standard deviations of rounding, of the largest logit."""
 SHAPES: dict[str, dict[str, Any]] = {
@@ -44,12 +45,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "depth 6, as one trains": {"depth": 6, "width": 384, "head_dim": 64, "heads": 6, "kv_heads": 6, "mlp_width": 1536},
     "heads wider than the stream": {"width": 36, "head_dim": 14, "mlp_width": 20, "norm_eps": 1e-6},
 }
-
-
-@pytest.fixture(autouse=True)
-def eager() -> Iterator[None]:
-    with compiler.eager():
-        yield
 
 
 def tokens(recipe: Resolved, B: int = 2, T: int = 41) -> torch.Tensor:

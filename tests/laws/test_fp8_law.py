@@ -35,7 +35,6 @@ from tests.support.toy_training import (
     CPU,
     copy_of,
     differing,
-    eager,
     toy_corpus,
     toy_loader,
     toy_plan,
@@ -44,7 +43,6 @@ from tests.support.toy_training import (
     toy_state,
 )
 
-__all__ = ["eager"]  # a fixture
 pytestmark = pytest.mark.usefixtures("eager")
 
 Law = Callable[[str, float | int | str, str], None]

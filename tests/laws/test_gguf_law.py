@@ -7,7 +7,7 @@ the same comparison to notice.
 
 import random
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from quern import compiler
 from quern.interop import export_gguf
 from quern.interop.export_gguf import GGUF
 from quern.text.chat import Message, render, render_prompt
@@ -23,6 +22,8 @@ from quern.text.tinyworld import corpus
 from quern.text.tokenizer import GPT2_SPLIT_PATTERN, Tokenizer, split_pattern
 from tests.support.gguf_run import BLOCKS, gguf_recipe, log_probabilities, single_digits, toy, write_toy
 from tests.support.llama_cpp import LlamaCpp
+
+pytestmark = pytest.mark.usefixtures("eager")
 
 pytest.importorskip("gguf")
 
@@ -34,12 +35,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "heads wider than the stream": {"width": 36, "head_dim": 14, "mlp_width": 20, "norm_eps": 1e-6},
     "rows without a token": {"vocab_size": 336},
 }
-
-
-@pytest.fixture(autouse=True)
-def eager() -> Iterator[None]:
-    with compiler.eager():
-        yield
 
 
 def ids(T: int = 41) -> list[int]:

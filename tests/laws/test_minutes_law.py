@@ -24,7 +24,6 @@ from tests.support.ranks import Ranks
 from tests.support.toy_training import (
     CPU,
     differing,
-    eager,
     snapshot,
     toy_backend,
     toy_loader,
@@ -34,7 +33,6 @@ from tests.support.toy_training import (
     toy_state,
 )
 
-__all__ = ["eager"]  # a fixture
 pytestmark = pytest.mark.usefixtures("eager")
 
 Law = Callable[[str, float | int | str, str], None]

@@ -18,9 +18,7 @@ from quern.train import checkpoint, manifest
 from quern.train.state import TrainState, build_model, build_state
 from tests.parallel.compared import advance, recipe, small_cuts
 from tests.support.ranks import Ranks
-from tests.support.toy_training import CPU, differing, eager, snapshot, toy_loader
-
-__all__ = ["eager"]  # a fixture
+from tests.support.toy_training import CPU, differing, snapshot, toy_loader
 
 Law = Callable[[str, float | int | str, str], None]
 

@@ -19,9 +19,6 @@ from quern.train.state import compile_model
 from tests.parallel.sharded import ARCHITECTURES, SHAPE, batch, passed, whole_model
 from tests.support.deviation import deviation
 from tests.support.ranks import Ranks
-from tests.support.toy_training import eager
-
-__all__ = ["eager"]  # a fixture
 
 Law = Callable[[str, float | int | str, str], None]
 DROPPED = "llama with dropout"

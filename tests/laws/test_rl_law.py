@@ -12,9 +12,6 @@ from quern.parallel import buckets
 from quern.rl.rollouts import Rollouts
 from tests.rl.ranks import LETTERS, advanced, replies, rl_state, rollouts_of, updated
 from tests.support.ranks import Ranks
-from tests.support.toy_training import eager
-
-__all__ = ["eager"]
 
 BAR = 1e-5
 Law = Callable[[str, float | int | str, str], None]

@@ -17,9 +17,7 @@ from quern.lab.trainer import Trainer
 from quern.lab.verdict import VERDICTS, Decision, Moments, Rules, decide, estimate, fails, judge, reach
 from quern.recipe import ModelRecipe, TextRecipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
-from tests.support.toy_training import CPU, eager
-
-__all__ = ["eager"]
+from tests.support.toy_training import CPU
 
 ALPHA, PAIRS, REAL_PAIRS = 0.05, 8, 120
 SAME, DIFFERENT = VERDICTS.index("no difference"), range(1, VERDICTS.index("no difference"))

@@ -20,9 +20,8 @@ from quern.runs.training import lower_precision
 from quern.train.step import to_device
 from tests.support import fp8_oracle as oracle
 from tests.support.fp8_oracle import through
-from tests.support.toy_training import CPU, eager, toy_loader, toy_recipe, toy_state
+from tests.support.toy_training import CPU, toy_loader, toy_recipe, toy_state
 
-__all__ = ["eager"]  # a fixture
 pytestmark = pytest.mark.usefixtures("eager")
 
 MATRICES = ["attention.query", "attention.key", "attention.value", "attention.out", "mlp.up", "mlp.down"]

@@ -15,9 +15,9 @@ from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from quern.train.step import train_step
-from tests.support.toy_training import CPU, eager, toy_loader, toy_recipe, toy_state
+from tests.support.models import initialised, randomized, tokens
+from tests.support.toy_training import CPU, toy_loader, toy_recipe, toy_state
 
-__all__ = ["eager"]  # a fixture
 pytestmark = pytest.mark.usefixtures("eager")
 
 SHAPE = ResolvedModel(depth=3, width=32, head_dim=8, heads=4, kv_heads=2, context=24, vocab_size=53)
@@ -25,18 +25,9 @@ SHAPE = ResolvedModel(depth=3, width=32, head_dim=8, heads=4, kv_heads=2, contex
 
 def random_model(shape: ResolvedModel = SHAPE, windows: list[int | None] | None = None) -> GPT:
     """Every parameter random: no path through the model is silent."""
-    model = GPT(shape)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            size = parameter.size(-1) ** -0.5 if parameter.dim() == 2 else 0.5
-            parameter.copy_(size * torch.randn(parameter.shape, generator=generator))
+    model = randomized(GPT(shape))
     model.windows = windows or model.windows
     return model
-
-
-def tokens(B: int = 2, T: int = 24, V: int = 53) -> torch.Tensor:
-    return torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(T))
 
 
 # An independent oracle --------------------------------------------------------------------------------------
@@ -151,45 +142,13 @@ def test_logits_never_leave_the_softcap() -> None:
     assert 14.9 < logits.abs().max() <= 15.0
 
 
-def test_bf16_stays_near_fp32() -> None:
-    model, ids = random_model(), tokens()
-    exact = model(ids, CausalContext())
-    low = model.to(torch.bfloat16)(ids, CausalContext())
-    assert low.dtype == torch.bfloat16
-    assert ((low.float() - exact).norm() / exact.norm()).item() < 0.03
-
-
 # How it starts ----------------------------------------------------------------------------------------------
-
-
-def initialised(seed: int, shape: ResolvedModel = SHAPE) -> GPT:
-    model = GPT(shape)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(float("nan"))
-    model.initialize(seed)
-    return model
-
-
-def test_same_seed_same_weights_whatever_else_was_drawn() -> None:
-    torch.manual_seed(1)
-    first = initialised(5).state_dict()
-    torch.manual_seed(2)
-    torch.rand(7)
-    second, other = initialised(5).state_dict(), initialised(6).state_dict()
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        assert torch.isfinite(value).all(), f"{name} was left uninitialised"
-        assert torch.equal(value, second[name]), name
-    drawn = {name for name in first if not torch.equal(first[name], other[name])}
-    constant = {n for n in first if "scale" in n or n.endswith(("attention.out.weight", "mlp.down.weight"))}
-    assert drawn == first.keys() - constant
 
 
 def test_initial_spread_of_every_matrix() -> None:
     width = 256
     recipe = resolve(replace(RECIPE, depth=4, model=replace(RECIPE.model, width=width)))
-    weights = initialised(0, recipe.model).state_dict()
+    weights = initialised(GPT(recipe.model), 0).state_dict()
     std = {
         "embedding": 0.8,
         "head": 0.001,
@@ -215,21 +174,11 @@ def test_initial_spread_of_every_matrix() -> None:
 
 @pytest.mark.parametrize("vocabulary", [53, 8192])
 def test_the_first_loss_is_that_of_a_uniform_guess(vocabulary: int) -> None:
-    model = initialised(0, replace(SHAPE, vocab_size=vocabulary))
+    model = initialised(GPT(replace(SHAPE, vocab_size=vocabulary)), 0)
     ids = tokens(V=vocabulary)
     total, losses = loss_sum(model, ids, ids.roll(-1, 1), torch.full(ids.shape, 1 / ids.numel()))
     assert total.item() == pytest.approx(math.log(vocabulary), abs=2e-3)
     assert (losses - math.log(vocabulary)).abs().max() < 0.1
-
-
-def test_a_parameter_without_initial_value_is_named() -> None:
-    class Forgetful(GPT):
-        def __init__(self, shape: ResolvedModel) -> None:
-            super().__init__(shape)
-            self.forgotten = torch.nn.Parameter(torch.empty(3))
-
-    with pytest.raises(ValueError, match="no initial value is given for forgotten: set it in init_parameters"):
-        Forgetful(SHAPE).initialize(0)
 
 
 def test_every_parameter_receives_a_gradient_once_the_zero_projections_have_moved() -> None:

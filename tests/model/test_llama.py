@@ -20,9 +20,9 @@ from quern.recipes.llama import RECIPE
 from quern.resolve import resolve
 from quern.train.state import TrainState, build_model, build_state
 from quern.train.step import train_step
-from tests.support.toy_training import CONTEXT, CPU, VOCABULARY, eager, toy_loader
+from tests.support.models import initialised, randomized, tokens
+from tests.support.toy_training import CONTEXT, CPU, VOCABULARY, toy_loader
 
-__all__ = ["eager"]  # a fixture
 pytestmark = pytest.mark.usefixtures("eager")
 
 SHAPE = ResolvedModel(
@@ -41,17 +41,7 @@ SHAPE = ResolvedModel(
 
 def random_model(shape: ResolvedModel = SHAPE) -> Llama:
     """Every parameter random: no path through the model is silent, and no norm is the identity."""
-    model = Llama(shape)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            size = parameter.size(-1) ** -0.5 if parameter.dim() == 2 else 1.0
-            parameter.copy_(size * torch.randn(parameter.shape, generator=generator))
-    return model.eval()
-
-
-def tokens(B: int = 2, T: int = 24, V: int = 53) -> torch.Tensor:
-    return torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(T))
+    return randomized(Llama(shape), vectors=1.0)
 
 
 # An independent oracle --------------------------------------------------------------------------------------
@@ -106,14 +96,6 @@ def test_forward_is_the_same_model_in_numpy(shape: ResolvedModel) -> None:
     for row in range(2):
         expected = in_numpy(model, ids[row].numpy())
         assert np.abs(logits[row].detach().numpy() - expected).max() <= 2e-5 * np.abs(expected).max()
-
-
-def test_bf16_stays_near_fp32() -> None:
-    model, ids = random_model(), tokens()
-    exact = model(ids, CausalContext())
-    low = model.to(torch.bfloat16)(ids, CausalContext())
-    assert low.dtype == torch.bfloat16
-    assert ((low.float() - exact).norm() / exact.norm()).item() < 0.03
 
 
 def test_the_norm_is_taken_in_fp32() -> None:
@@ -183,31 +165,9 @@ def test_dropout_is_off_by_default_and_in_evaluation() -> None:
 # How it starts and trains -----------------------------------------------------------------------------------
 
 
-def initialised(seed: int, shape: ResolvedModel = SHAPE) -> Llama:
-    model = Llama(shape)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(float("nan"))
-    model.initialize(seed)
-    return model
-
-
-def test_same_seed_same_weights_whatever_else_was_drawn() -> None:
-    torch.manual_seed(1)
-    first = initialised(5).state_dict()
-    torch.manual_seed(2)
-    torch.rand(7)
-    second, other = initialised(5).state_dict(), initialised(6).state_dict()
-    for name, value in first.items():
-        assert torch.isfinite(value).all(), f"{name} was left uninitialised"
-        assert torch.equal(value, second[name]), name
-    drawn = {name for name in first if not torch.equal(first[name], other[name])}
-    assert drawn == {name for name in first if "norm" not in name}
-
-
 def test_initial_spread_of_every_matrix() -> None:
     shape = resolve(replace(RECIPE, depth=4)).model
-    for name, value in initialised(0, shape).state_dict().items():
+    for name, value in initialised(Llama(shape), 0).state_dict().items():
         if "norm" in name:
             assert (value == 1).all(), name
         else:
@@ -215,18 +175,8 @@ def test_initial_spread_of_every_matrix() -> None:
             assert value.std().item() == pytest.approx(INIT_STD / math.sqrt(8) if small else INIT_STD, rel=0.02), name
 
 
-def test_a_parameter_without_initial_value_is_named() -> None:
-    class Forgetful(Llama):
-        def __init__(self, shape: ResolvedModel) -> None:
-            super().__init__(shape)
-            self.forgotten = torch.nn.Parameter(torch.empty(3))
-
-    with pytest.raises(ValueError, match="no initial value is given for forgotten: set it in init_parameters"):
-        Forgetful(SHAPE).initialize(0)
-
-
 def test_the_first_loss_is_near_that_of_a_uniform_guess() -> None:
-    model, ids = initialised(0), tokens()
+    model, ids = initialised(Llama(SHAPE), 0), tokens()
     total, _ = loss_sum(model, ids, ids.roll(-1, 1), torch.full(ids.shape, 1 / ids.numel()))
     assert total.item() == pytest.approx(math.log(53), abs=0.02)
 

@@ -16,9 +16,8 @@ from quern.recipes.llama_adamw import RECIPE
 from quern.resolve import resolve
 from quern.train.state import build_model, build_state
 from quern.train.step import train_step
-from tests.support.toy_training import CPU, eager
+from tests.support.toy_training import CPU
 
-__all__ = ["eager"]
 DECAY = 0.1
 
 

@@ -18,9 +18,7 @@ from quern.recipes.unet import RECIPE
 from quern.resolve import resolve
 from quern.train.state import build_model, build_state
 from quern.train.step import train_step
-from tests.support.toy_training import CPU, eager
-
-__all__ = ["eager"]
+from tests.support.toy_training import CPU
 
 SPEEDRUN = replace(
     RECIPE,

@@ -10,9 +10,7 @@ from quern.rl.environment import Environment
 from quern.train.state import build_model, build_state
 from quern.train.step import train_step
 from tests.rl.ranks import LETTERS, SETTINGS, ask, rl_recipe, rollouts_of
-from tests.support.toy_training import CPU, eager
-
-__all__ = ["eager"]
+from tests.support.toy_training import CPU
 
 pytestmark = pytest.mark.usefixtures("eager")
 STEPS = 16

@@ -15,9 +15,7 @@ from quern.rl.rollouts import Rollout
 from quern.text.tinyworld.data import WORDS
 from quern.text.tinyworld.skills import PRACTICE_WORDS
 from tests.rl.ranks import LETTERS, NEVER, SETTINGS, advanced, ask, rl_state, rollouts_of
-from tests.support.toy_training import eager
 
-__all__ = ["eager"]
 pytestmark = pytest.mark.usefixtures("eager")
 
 

@@ -13,9 +13,7 @@ from quern.resolve import REFERENCE_BATCH_TOKENS, resolve
 from quern.stages import sft
 from quern.stages.sft import fit_to_conversations, sft_recipe
 from quern.train.step import train_step
-from tests.support.toy_training import CPU, ROWS, eager, toy_loader, toy_state
-
-__all__ = ["eager"]  # a fixture
+from tests.support.toy_training import CPU, ROWS, toy_loader, toy_state
 
 BASE = resolve(
     replace(

@@ -1,14 +1,11 @@
 """A toy recipe, corpus and state that train in milliseconds, eagerly, on one thread; shared by tests of training."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
-from quern import compiler
 from quern.data.loader import Batch, Loader
 from quern.data.shards import Corpus
 from quern.machine import Machine
@@ -23,13 +20,6 @@ from quern.train.state import TrainState, build_model, build_state
 
 CPU = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)
 CONTEXT, ROWS, VOCABULARY = 16, 8, 61  # an odd vocabulary, and fewer tokens than heads would hide
-
-
-@pytest.fixture
-def eager() -> Iterator[None]:
-    """What `machine.detect(compile=False)` sets: nothing is compiled, not even the loss."""
-    with compiler.eager():
-        yield
 
 
 def toy_recipe(model: dict[str, Any] | None = None, **train: Any) -> Resolved:

@@ -21,7 +21,6 @@ from tests.support.toy_training import (
     CPU,
     VOCABULARY,
     differing,
-    eager,
     snapshot,
     toy_backend,
     toy_corpus,
@@ -30,7 +29,6 @@ from tests.support.toy_training import (
     toy_schedule,
 )
 
-__all__ = ["eager"]  # a fixture
 pytestmark = pytest.mark.usefixtures("eager")
 
 

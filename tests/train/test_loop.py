@@ -22,7 +22,6 @@ from quern.train.step import train_step
 from tests.support.toy_training import (
     CPU,
     differing,
-    eager,
     poisoned_loader,
     snapshot,
     toy_backend,
@@ -33,7 +32,6 @@ from tests.support.toy_training import (
     toy_state,
 )
 
-__all__ = ["eager"]  # a fixture
 pytestmark = pytest.mark.usefixtures("eager")
 
 TIMED = {"seconds", "tokens_per_second", "mfu"}

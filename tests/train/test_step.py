@@ -24,7 +24,6 @@ from tests.support.toy_training import (
     CPU,
     ROWS,
     differing,
-    eager,
     poisoned,
     snapshot,
     toy_loader,
@@ -33,7 +32,6 @@ from tests.support.toy_training import (
     toy_state,
 )
 
-__all__ = ["eager"]  # a fixture
 pytestmark = pytest.mark.usefixtures("eager")
 
 Law = Callable[[str, float | int | str, str], None]
