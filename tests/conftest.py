@@ -130,7 +130,7 @@ def grug(tmp_path_factory: pytest.TempPathFactory) -> Iterator[jax_process.Grug]
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[ranks_process.Ranks]:
     """Calls functions on several ranks: tests/support/ranks.py."""
-    with ranks_process.running() as server:
+    with ranks_process.Ranks() as server:
         yield server
 
 
@@ -146,7 +146,7 @@ def faulty_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[faulty_r
     """Runs commands on ranks with faults, in a folder with a small text: tests/support/faulty_ranks.py."""
     folder = tmp_path_factory.mktemp("faulty")
     write_text(folder)
-    with faulty_ranks.faulty(folder) as server:
+    with faulty_ranks.FaultyRanks(folder) as server:
         yield server
 
 
@@ -155,9 +155,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Bench"]:
     """Runs commands that can be killed at any event: tests/support/run_bench.py."""
     from tests.support.run_bench import Bench  # imports torch, which many tests do not need
 
-    made = Bench(tmp_path_factory.mktemp("bench"))
-    yield made
-    made.close()
+    with Bench(tmp_path_factory.mktemp("bench")) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

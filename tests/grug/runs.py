@@ -21,6 +21,7 @@ from quern.cli import main
 from quern.stages.jax import backend
 from quern.stages.jax import train as jax_train
 from quern.train import checkpoint, loop
+from tests.support.line_server import serve_forks
 
 COUNTED = tuple(str(Path(module.__file__ or "")) for module in (backend, checkpoint, loop)) + (
     str(Path(main.__file__).parents[1] / "records.py"),
@@ -40,10 +41,7 @@ class Events:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-def child(request: dict[str, Any], answer: int, log: Path) -> None:
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+def child(request: dict[str, Any], answer: int) -> int:
     events = Events(request["kill"])
     if request["kill"] or request["counted"]:
         threading.setprofile(events)
@@ -52,26 +50,10 @@ def child(request: dict[str, Any], answer: int, log: Path) -> None:
     sys.setprofile(None)
     sys.stdout.flush()
     os.write(answer, json.dumps({"events": events.count}).encode())
-    os._exit(status)
-
-
-def serve(log: Path) -> None:
-    for line in sys.stdin:
-        reader, writer = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                child(json.loads(line), writer, log)
-            finally:
-                os._exit(99)
-        os.close(writer)
-        with os.fdopen(reader) as answers:
-            answer = json.loads(answers.read() or "{}")
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        print(json.dumps({"events": None} | answer | {"status": status}), flush=True)
+    return status
 
 
 if __name__ == "__main__":
     # Only the `mfu` column needs the peak, and measuring it takes longer than these runs.
     jax_train.measure_peak_flops = lambda dtype, mesh: 1e12  # type: ignore[assignment]
-    serve(Path(sys.argv[1]))
+    serve_forks(child, Path(sys.argv[1]), {"events": None})

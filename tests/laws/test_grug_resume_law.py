@@ -6,7 +6,6 @@ of the last checkpoint's state.
 """
 
 import itertools
-import json
 import random
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from safetensors.numpy import load_file
 from quern.records import read_metrics
 from quern.train import manifest
 from tests.support.jax_process import environment
+from tests.support.line_server import LineServer
 from tests.support.small_text import write_text
 
 Law = Callable[[str, float | int | str, str], None]
@@ -32,20 +32,14 @@ FLAGS = """--data text.jsonl --depth 1 --text.vocab-size 320 --model.width 32 --
  --train.eval-every 6 --train.save-every 3 --out out --dtype fp32""".split()
 
 
-class Bench:
+class Bench(LineServer):
     """A folder with a small text and the runs of a test, and the process that forks the runs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.names = folder, (f"run-{number}" for number in itertools.count())
         write_text(folder)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.grug.runs", str(folder / "log.txt")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=folder,
-            env=environment(folder / "compiled", devices=1),
-        )
+        env = environment(folder / "compiled", devices=1)
+        super().__init__(["-m", "tests.grug.runs", str(folder / "log.txt")], folder, env)
 
     @cached_property
     def reference(self) -> tuple[str, int]:
@@ -56,11 +50,8 @@ class Bench:
     def run(
         self, name: str, *more: str, kill: int | None = None, counted: bool = False, refused: bool = False
     ) -> dict[str, Any]:
-        assert self.process.stdin is not None and self.process.stdout is not None
         request = {"arguments": [*FLAGS, "--run", name, *more], "kill": kill, "counted": counted}
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        answer = json.loads(self.process.stdout.readline() or "{}")
+        answer = self.ask(request, gone={})
         log = (self.folder / "log.txt").read_text(encoding="utf-8")[-3000:]
         assert answer.get("status") == int(refused) or (kill and answer.get("status") == -signal.SIGKILL), (answer, log)
         return answer
@@ -75,12 +66,6 @@ class Bench:
         meta["state"].pop("seconds")
         return {"lines": lines, "meta": meta, "state": state_bytes(newest[0])}
 
-    def close(self) -> None:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.wait(timeout=20)
-        self.process.stdout.close()
-
 
 def state_bytes(path: Path) -> dict[str, bytes]:
     """Every array of a checkpoint's state by name, as safetensors itself reads them."""
@@ -90,9 +75,8 @@ def state_bytes(path: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    made = Bench(tmp_path_factory.mktemp("grug-resume"))
-    yield made
-    made.close()
+    with Bench(tmp_path_factory.mktemp("grug-resume")) as made:
+        yield made
 
 
 def killed_and_resumed(bench: Bench, points: int, seed: int) -> int:

@@ -23,38 +23,30 @@ import resource
 import selectors
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).parents[2]
+from tests.support.line_server import ROOT, LineServer
+
 SHUTDOWN_SECONDS = 30
 AT_ONCE = 5
 """Concurrent runs."""
 
 
-class FaultyRanks:
+class FaultyRanks(LineServer):
     """The client of the server."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__([str(Path(__file__))], folder)
         self.folder = folder
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=folder,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )
 
     def __call__(
         self,
@@ -69,25 +61,7 @@ class FaultyRanks:
 
     def together(self, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns the answers to several runs, in order."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps(list(runs)) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline() or '[{"said": "the server is gone"}]')
-
-    def close(self) -> None:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.wait(timeout=30)
-        self.process.stdout.close()
-
-
-@contextmanager
-def faulty(folder: Path) -> Iterator[FaultyRanks]:
-    server = FaultyRanks(folder)
-    try:
-        yield server
-    finally:
-        server.close()
+        return self.ask(list(runs), gone=[{"said": "the server is gone"}])
 
 
 # In a rank --------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from quern.recipes import gpt  # noqa: F401
 from quern.rl import environments  # noqa: F401
 from quern.stages import pretrain, rl, session, sft  # noqa: F401
 from quern.train import checkpoint, loop
+from tests.support.line_server import serve_forks
 
 ROOT = Path(main.__file__).parents[1]
 TRAINING = tuple(
@@ -107,10 +108,7 @@ def profiled(events: Events) -> None:
     session.Session.train = begin
 
 
-def child(request: dict[str, Any], answer: int, log: Path) -> None:
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+def child(request: dict[str, Any], answer: int) -> int:
     if request.get("sabotage"):
         sabotaged(request["sabotage"])
     part_and_number = request.get("kill")
@@ -124,29 +122,12 @@ def child(request: dict[str, Any], answer: int, log: Path) -> None:
     sys.setprofile(None)
     sys.stdout.flush()
     os.write(answer, json.dumps({"events": events.counts}).encode())
-    os._exit(status)
-
-
-def serve(log: Path) -> None:
-    for line in sys.stdin:
-        request = json.loads(line)
-        reader, writer = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                child(request, writer, log)
-            finally:
-                os._exit(99)
-        os.close(writer)
-        with os.fdopen(reader) as answers:
-            answer = json.loads(answers.read() or "{}")
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        print(json.dumps({"place": None, "events": None} | answer | {"status": status}), flush=True)
+    return status
 
 
 if __name__ == "__main__":
     session.measure_peak_flops = lambda machine: 1e12
     gc.collect()
     gc.freeze()  # children need not copy these objects
-    serve(Path(sys.argv[1]))
+    serve_forks(child, Path(sys.argv[1]), {"place": None, "events": None})
     os._exit(0)  # a clean shutdown would take seconds

@@ -10,7 +10,6 @@ with its traceback.
 import importlib
 import json
 import os
-import subprocess
 import sys
 import traceback
 import warnings
@@ -21,7 +20,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.line_server import ENVIRONMENT, LineServer
+
 # These tests spend their time compiling. Without optimizations it takes half as long; without the fusion emitters,
 # which lower every fusion through MLIR, half of that.
 FLAGS = (
@@ -33,9 +33,7 @@ Grug = Callable[..., Any]
 
 def environment(cache: Path, devices: int = 8) -> dict[str, str]:
     """Of a process that computes in JAX; what it compiles is kept under `cache`."""
-    return os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
+    return ENVIRONMENT | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": FLAGS.format(devices=devices),
         "JAX_COMPILATION_CACHE_DIR": str(cache),
@@ -50,30 +48,16 @@ def running(folder: Path) -> Iterator[Grug]:
     """Starts the process; its log and what it compiles are in `folder`."""
     with (
         (folder / "log.txt").open("w", encoding="utf-8") as log,
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.support.jax_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            cwd=ROOT,
-            env=environment(folder / "compiled"),
-        ) as process,
+        LineServer(["-m", "tests.support.jax_process"], env=environment(folder / "compiled"), log=log) as server,
     ):
 
         def call(function: str, **arguments: Any) -> Any:
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.write(json.dumps({"function": function, "arguments": arguments}) + "\n")
-            process.stdin.flush()
-            answer = json.loads(process.stdout.readline() or '{"error": "the process died"}')
+            answer = server.ask({"function": function, "arguments": arguments}, gone={"error": "the process died"})
             if "error" in answer:
                 pytest.fail(f"{answer['error']}\n{(folder / 'log.txt').read_text(encoding='utf-8')[-3000:]}")
             return answer["result"]
 
         yield call
-        assert process.stdin is not None
-        process.stdin.close()
-        process.wait(timeout=30)
 
 
 def serve() -> None:

@@ -13,56 +13,28 @@ import importlib
 import json
 import os
 import socket
-import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.support.line_server import ROOT, LineServer
 
 
-class Ranks:
+class Ranks(LineServer):
     """The server, from the outside: `ranks(2, "tests.module:function", tp=1, …)` → each rank's result."""
 
     def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )
+        super().__init__([str(Path(__file__))])
 
     def __call__(self, ranks: int, function: str, tp: int = 1, zero: int = 2, **arguments: Any) -> list[Any]:
         """Raises AssertionError with every failed rank's traceback."""
-        assert self.process.stdin is not None and self.process.stdout is not None
         request = {"ranks": ranks, "tp": tp, "zero": zero, "function": function, "arguments": arguments}
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        answers = json.loads(self.process.stdout.readline() or '[{"error": "the server of ranks is gone"}]')
+        answers = self.ask(request, gone=[{"error": "the server of ranks is gone"}])
         failed = [f"rank {rank}: {one['error']}" for rank, one in enumerate(answers) if "error" in one]
         assert not failed, "\n".join(failed)
         return [one["result"] for one in answers]
-
-    def close(self) -> None:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.wait(timeout=30)
-        self.process.stdout.close()
-
-
-@contextmanager
-def running() -> Iterator[Ranks]:
-    ranks = Ranks()
-    try:
-        yield ranks
-    finally:
-        ranks.close()
 
 
 # In the server ----------------------------------------------------------------------------------------------

@@ -3,11 +3,8 @@ be killed at a chosen event (fork_server.py), and the comparison of what two run
 
 import itertools
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +15,9 @@ import torch
 from quern.records import read_metrics
 from quern.text.tinyworld import corpus
 from quern.train import checkpoint, manifest
+from tests.support.line_server import ROOT, LineServer
 from tests.support.small_text import write_text
 
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 TIMED = {"seconds", "tokens_per_second", "mfu"}
 PRETRAIN = """pretrain --data text.jsonl --depth 2 --text.vocab-size 320 --model.width 32 --model.head-dim 16
  --model.kv-heads 1 --model.context 48 --train.batch-tokens 192 --train.micro-batch-tokens 144 --train.steps 23
@@ -39,7 +35,7 @@ ENVIRONMENT = Environment("vowels", lambda seed: question(seed[-3:], "e"), lambd
 """
 
 
-class Bench:
+class Bench(LineServer):
     """A folder with a small text, a few conversations and the runs of a test; and the process that forks runs."""
 
     def __init__(self, folder: Path) -> None:
@@ -50,24 +46,13 @@ class Bench:
         with open(folder / "talks.jsonl", "w", encoding="utf-8") as file:
             talks = sorted(corpus.conversations(0, 40, "train"), key=lambda talk: len(str(talk)))[:20]
             file.writelines(json.dumps({"messages": talk}) + "\n" for talk in talks)
-        self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests/support/fork_server.py"), str(folder / "log.txt")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=folder,
-            env=ENVIRONMENT,
-        )
+        super().__init__([str(ROOT / "tests/support/fork_server.py"), str(folder / "log.txt")], folder)
 
     def run(
         self, command: Sequence[str], name: str, dtype: str, *, refused: bool = False, **request: Any
     ) -> dict[str, Any]:
         """Runs a command to its end, or to where the request kills it. refused: it is expected to end with 1."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        arguments = [*command, *self.flags(name, dtype)]
-        self.process.stdin.write(json.dumps({"arguments": arguments, **request}) + "\n")
-        self.process.stdin.flush()
-        answer = json.loads(self.process.stdout.readline() or "{}")
+        answer = self.ask({"arguments": [*command, *self.flags(name, dtype)], **request}, gone={})
         died = answer.get("status") == -signal.SIGKILL and "kill" in request
         assert died or answer.get("status") == int(refused), (command, answer, self.log()[-3000:])
         return answer
@@ -120,12 +105,6 @@ class Bench:
         name = f"{next(self.names)}-copy"
         shutil.copytree(self.reference(command, dtype)[0].parent, self.folder / "out" / "runs" / name)
         return name
-
-    def close(self) -> None:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.wait(timeout=20)
-        self.process.stdout.close()
 
 
 # What is compared -------------------------------------------------------------------------------------------

@@ -1,0 +1,74 @@
+"""Processes that answer lines of JSON with lines of JSON: their client in a test, and a server that forks for each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any, Self
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+class LineServer:
+    """The client; use it in a `with` block. arguments: of Python; log: gets the process's standard error."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        folder: Path = ROOT,
+        env: dict[str, str] = ENVIRONMENT,
+        log: IO[str] | None = None,
+    ) -> None:
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            [sys.executable, *arguments], stdin=pipe, stdout=pipe, stderr=log, text=True, cwd=folder, env=env
+        )
+
+    def ask(self, request: Any, gone: Any) -> Any:
+        """The answer to a request; `gone` if the process ends without one."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        return json.loads(line) if line else gone
+
+    def close(self) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=30)
+        self.process.stdout.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def serve_forks(child: Callable[[dict[str, Any], int], int], log: Path, unknown: dict[str, Any]) -> None:
+    """Answers each request with what a forked child writes to the descriptor that it gets, and its `status`.
+
+    child: returns the exit code; its output goes to the log. unknown: what a child that dies leaves out.
+    """
+    for line in sys.stdin:
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            status = 99
+            try:
+                output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                os.dup2(output, 1)
+                os.dup2(output, 2)
+                status = child(json.loads(line), writer)
+            finally:
+                os._exit(status)
+        os.close(writer)
+        with os.fdopen(reader) as answers:
+            answer = json.loads(answers.read() or "{}")
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        print(json.dumps(unknown | answer | {"status": status}), flush=True)
