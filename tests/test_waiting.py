@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.ranks import ROOT
+from tests.support.line_server import ROOT
 
 LONGEST_SECONDS = 3.0
 TIME = r"until \d\d:\d\d:\d\d"

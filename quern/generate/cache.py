@@ -138,9 +138,6 @@ class _CacheContext:
     def __init__(self, cache: KVCache):
         self._cache = cache
 
-    def horizon(self, x_BTD: Tensor) -> int:
-        return self._cache.max_tokens
-
     def windows(self, full: Sequence[int | None]) -> Sequence[int | None]:
         return full
 

@@ -27,10 +27,6 @@ class Context(Protocol):
         """Positions (1 or B, T) of the tokens, as integers on x's device."""
         ...
 
-    def horizon(self, x_BTD: Tensor) -> int:
-        """An upper bound of all positions, known without reading them."""
-        ...
-
     def windows(self, full: Sequence[int | None]) -> Sequence[int | Tensor | None]:
         """The tokens that a query of each layer sees now, at most those of `full`: windows may grow in training."""
         ...
@@ -100,9 +96,6 @@ class CausalContext:
 
     def positions(self, x_BTD: Tensor) -> Tensor:
         return torch.arange(x_BTD.size(1), device=x_BTD.device)[None]
-
-    def horizon(self, x_BTD: Tensor) -> int:
-        return x_BTD.size(1)
 
     def windows(self, full: Sequence[int | None]) -> Sequence[int | Tensor | None]:
         return full if self._windows is None else self._windows

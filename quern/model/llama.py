@@ -8,7 +8,7 @@ embedding and on what each block adds. `interop/llama_format.py` maps the names 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -24,10 +24,6 @@ from quern.recipe import ResolvedModel
 
 NORM_EPS = 1e-5
 INIT_STD = 0.02
-TABLE_ROWS = 1024
-"""The rotary table grows by so many positions at a time."""
-SPARE_ROWS = 64
-"""It reaches so much further than asked: a cache's length is rounded up."""
 
 
 class RMSNorm(nn.Module):
@@ -45,40 +41,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         return self.weight * F.rms_norm(x_BTD.float(), (x_BTD.size(-1),), eps=self.eps).to(x_BTD.dtype)
-
-
-class RotaryTable(nn.Module):
-    """Cosines and sines of the rotary angles by position, a cache that grows (RoFormer, arXiv 2104.09864).
-
-    fp32 on the model's device, whatever dtype the model has; no parameters, and nothing of it is saved.
-    """
-
-    def __init__(self, head_dim: int, base: float, rows: int) -> None:
-        super().__init__()
-        self.head_dim, self.base = head_dim, base
-        self._fill(rows, torch.device("cpu"))
-
-    def forward(self, positions_BT: Tensor, horizon: int) -> tuple[Tensor, Tensor]:
-        """positions: (1 or B, T) integers, all below `horizon` → two of (1 or B, T, 1, E / 2)."""
-        if horizon > len(self.cos_N1E):
-            self._fill(horizon, self.cos_N1E.device)
-        cos_N1E, sin_N1E = (table.to(positions_BT.device) for table in (self.cos_N1E, self.sin_N1E))  # where a model is
-        return cos_N1E[positions_BT], sin_N1E[positions_BT]  # on "meta", the table is on the CPU
-
-    def _fill(self, rows: int, device: torch.device) -> None:
-        rows = -(-(rows + SPARE_ROWS) // TABLE_ROWS) * TABLE_ROWS
-        # It may first be needed in generation and then in training, which could not use a tensor of inference mode.
-        with torch.inference_mode(False):
-            exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
-            positions = torch.arange(rows, device=device)
-            self.cos_N1E, self.sin_N1E = rotary_angles(positions, 1.0 / self.base**exponents)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryTable:
-        """Follows the model to its device, but not to its dtype: positions need more digits than bf16 has."""
-        device = fn(torch.empty(0, device=self.cos_N1E.device)).device
-        if device != self.cos_N1E.device and device.type != "meta":
-            self.cos_N1E, self.sin_N1E = self.cos_N1E.to(device), self.sin_N1E.to(device)
-        return self
 
 
 class LlamaAttention(nn.Module):
@@ -172,7 +134,6 @@ class Llama(LanguageModel):
         self.blocks = nn.ModuleList(self.make_block(layer) for layer in range(shape.depth))
         self.norm = RMSNorm(shape.width, shape.norm_eps or NORM_EPS)
         self.head = nn.Linear(shape.width, shape.vocab_size, bias=False)
-        self.rotary = RotaryTable(shape.head_dim, shape.rope_base, shape.context)
 
     def make_block(self, layer: int) -> nn.Module:
         """The block of a layer; it is called as `LlamaBlock.forward`."""
@@ -191,7 +152,8 @@ class Llama(LanguageModel):
     def forward(self, tokens_BT: Tensor, context: Context) -> Tensor:
         """tokens: (B, T) integers → (B, T, D) normed hidden states in the parameters' dtype."""
         x_BTD = self.dropout(self.embedding(tokens_BT))
-        rotary = self.rotary(context.positions(x_BTD), context.horizon(x_BTD))
+        exponents = torch.arange(0, self.shape.head_dim, 2, device=x_BTD.device) / self.shape.head_dim
+        rotary = rotary_angles(context.positions(x_BTD), 1.0 / self.shape.rope_base**exponents)
         for block, window in zip(self.blocks, context.windows(self.windows), strict=True):
             x_BTD = block(x_BTD, rotary, window, context)
         return self.norm(x_BTD)

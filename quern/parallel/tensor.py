@@ -111,9 +111,6 @@ class StreamContext:
     def positions(self, x_BTD: Tensor) -> Tensor:
         return self.context.positions(x_BTD.new_empty(*self.rows, 0))
 
-    def horizon(self, x_BTD: Tensor) -> int:
-        return self.context.horizon(x_BTD.new_empty(*self.rows, 0))
-
     def windows(self, full: Sequence[int | None]) -> Sequence[int | Tensor | None]:
         return self.context.windows(full)
 

@@ -16,7 +16,8 @@ from quern.bench.material import reference
 from quern.bench.options import read_options
 from quern.machine import Machine
 from quern.process import start
-from tests.support.jax_process import ROOT, environment
+from tests.support.jax_process import environment
+from tests.support.line_server import ROOT
 
 
 @pytest.fixture(autouse=True)

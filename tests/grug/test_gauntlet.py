@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.support.jax_process import ROOT, Grug
+from tests.support.jax_process import Grug
+from tests.support.line_server import ROOT
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "experiments" / "grug").glob("*.py"))
 

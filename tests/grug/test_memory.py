@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.support.jax_process import ROOT
+from tests.support.line_server import ROOT
 
 CODE = """
 import ctypes, resource, sys, threading

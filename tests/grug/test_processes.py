@@ -10,7 +10,8 @@ import pytest
 
 from quern.runs.run_dir import RunDir
 from quern.runs.run_lock import run_lock
-from tests.support.jax_process import ROOT, Grug, environment
+from tests.support.jax_process import Grug, environment
+from tests.support.line_server import ROOT
 
 
 def free_port() -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.run_bench import ENVIRONMENT, ROOT
+from tests.support.line_server import ENVIRONMENT, ROOT
 
 Law = Callable[[str, float | int | str, str], None]
 FEW, MANY = 60, 2000

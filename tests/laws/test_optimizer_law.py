@@ -2,7 +2,7 @@
 SVD."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -200,7 +200,7 @@ def reference_muon(
     return weight
 
 
-def muon_deviation(skip: str = "", constants: Mapping[str, Any] = MUON) -> float:
+def muon_deviation(skip: str = "", constants: dict[str, Any] = MUON) -> float:
     """The largest relative difference from the reference over shapes, after five steps in fp64."""
     worst = 0.0
     for rows, columns in [(12, 12), (20, 8), (8, 20)]:

@@ -21,7 +21,7 @@ from quern.text.encode import pool
 from quern.text.encode.pool import write_shards
 from quern.text.tokenizer import Tokenizer
 from tests.support import preparing
-from tests.support.run_bench import ENVIRONMENT, ROOT
+from tests.support.line_server import ENVIRONMENT, ROOT
 
 Law = Callable[[str, float | int | str, str], None]
 

@@ -21,7 +21,8 @@ from quern.records import read_events, read_metrics
 from quern.train.guard import EXIT_STOPPED
 from tests.laws.test_resume_law import wait_for
 from tests.support.faulty_ranks import FaultyRanks
-from tests.support.run_bench import ENVIRONMENT, PRETRAIN, differences
+from tests.support.line_server import ENVIRONMENT
+from tests.support.run_bench import PRETRAIN, differences
 
 COMMAND = [*PRETRAIN, "--out", "out", "--no-compile", "--dtype", "fp32", "--threads", "1", "--timeout", "10"]
 KINDS = ("kill", "kill", "kill", "kill", "agent")

@@ -18,7 +18,8 @@ import pytest
 
 from quern.records import read_events, read_metrics
 from quern.train.guard import EXIT_STOPPED
-from tests.support.run_bench import ENVIRONMENT, PRETRAIN, RL, SFT, Bench, differences, logged
+from tests.support.line_server import ENVIRONMENT
+from tests.support.run_bench import PRETRAIN, RL, SFT, Bench, differences, logged
 
 Law = Callable[[str, float | int | str, str], None]
 

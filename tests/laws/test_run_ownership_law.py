@@ -19,7 +19,8 @@ import pytest
 
 from quern.text.tinyworld import corpus
 from quern.train import manifest
-from tests.support.run_bench import ENVIRONMENT, PRETRAIN, SFT, Bench, differences
+from tests.support.line_server import ENVIRONMENT
+from tests.support.run_bench import PRETRAIN, SFT, Bench, differences
 
 Law = Callable[[str, float | int | str, str], None]
 RESUME = {"pretrain": ["pretrain", "--resume"], "sft": ["sft", "--resume"]}

@@ -1,4 +1,4 @@
-"""The Llama against the same mathematics written over again in NumPy; its rotary table; how it starts and trains."""
+"""The Llama against the same mathematics written over again in NumPy; how it starts and trains."""
 
 import math
 from dataclasses import replace
@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from quern.generate.cache import KVCache, decode
 from quern.model.base import loss_sum
 from quern.model.context import CausalContext
 from quern.model.count import FlopCounter, parameters
-from quern.model.llama import INIT_STD, Llama, RMSNorm, RotaryTable, mlp_width
+from quern.model.llama import INIT_STD, Llama, RMSNorm, mlp_width
 from quern.optim.groups import make_groups
 from quern.optim.schedule import Multipliers
 from quern.recipe import ModelRecipe, Resolved, ResolvedModel
@@ -85,7 +84,7 @@ def in_numpy(model: Llama, ids: np.ndarray) -> np.ndarray:
     "shape",
     [
         SHAPE,
-        replace(SHAPE, depth=1, kv_heads=1, mlp_width=None),
+        replace(SHAPE, depth=1, kv_heads=1, mlp_width=None, context=4),  # rows are longer than in training
         replace(SHAPE, depth=2, kv_heads=4, width=48, head_dim=10, rope_base=500.0, norm_eps=1e-2),
     ],
 )
@@ -103,46 +102,6 @@ def test_the_norm_is_taken_in_fp32() -> None:
     norm = RMSNorm(16, 1e-5).to(torch.float16)
     torch.nn.init.constant_(norm.weight, 2.0)
     assert torch.equal(norm(torch.full((1, 1, 16), 60_000.0, dtype=torch.float16)), torch.full((1, 1, 16), 2.0).half())
-
-
-# The rotary table -------------------------------------------------------------------------------------------
-
-
-def test_the_table_grows_past_the_training_context() -> None:
-    """Rows of a length never seen before: the first tokens do not change, later ones are still the oracle's."""
-    shape = replace(SHAPE, context=4)
-    model, [ids] = random_model(shape), tokens(1, 1200)
-    short = model(ids[None, :24], CausalContext())
-    before = len(model.rotary.cos_N1E)
-    long = model(ids[None], CausalContext())
-    assert before < 1200 <= len(model.rotary.cos_N1E)
-    assert (long[:, :24] - short).abs().max() <= 1e-5
-    angles = torch.tensor([[1199]]).double()[..., None, None] * 1e4 ** (-torch.arange(0, 6, 2).double() / 6)
-    cos, sin = model.rotary(torch.tensor([[1199]]), 1200)
-    assert cos.shape == (1, 1, 1, 3)
-    assert (cos - angles.cos()).abs().max() <= 2e-4 >= (sin - angles.sin()).abs().max()
-
-
-def test_the_table_follows_to_a_device_but_not_to_a_dtype() -> None:
-    table = RotaryTable(6, 1e4, 4).to(torch.bfloat16)
-    assert table.cos_N1E.dtype == torch.float32
-    with torch.device("meta"):
-        weightless = Llama(SHAPE)
-    assert weightless.embedding.weight.device.type == "meta"
-    made = weightless.to_empty(device="cpu")
-    assert torch.equal(made.rotary.cos_N1E, Llama(SHAPE).rotary.cos_N1E)
-    assert not any("rotary" in name for name in made.state_dict())
-
-
-def test_a_table_grown_in_generation_serves_training() -> None:
-    model, ids = random_model(replace(SHAPE, context=4)), tokens(1, 1200)
-    with torch.inference_mode():
-        cache = KVCache(model, 1, 1300)
-        cache.prefill(model, ids, torch.tensor([1200]))
-        decode(model, cache, torch.tensor([5]), torch.arange(1300))
-    assert len(model.rotary.cos_N1E) >= 1300
-    model(ids, CausalContext()).sum().backward()
-    assert model.embedding.weight.grad is not None
 
 
 # Dropout ----------------------------------------------------------------------------------------------------

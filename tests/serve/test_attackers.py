@@ -33,8 +33,8 @@ from tests.serve.test_load import (
     under_load,
 )
 from tests.serve.test_server import full
+from tests.support.line_server import ROOT
 from tests.support.load_clients import Connection, Load, post
-from tests.support.run_bench import ROOT
 from tests.support.serve_process import MODEL, Served, serving
 from tests.support.toy_engine import SENTENCES
 

@@ -17,7 +17,8 @@ from quern.records import read_metrics
 from quern.train import manifest
 from quern.train.guard import EXIT_STOPPED
 from tests.parallel.test_faults import PRETRAIN
-from tests.support.ranks import ROOT, free_port
+from tests.support.line_server import ROOT
+from tests.support.ranks import free_port
 from tests.support.small_text import write_text
 
 COULD_NOT = "rank 1 could not connect to the others, though all were there"
