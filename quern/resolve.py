@@ -11,6 +11,7 @@ from typing import Any
 
 from quern import validate
 from quern.recipe import (
+    SMALL_DEPTH,
     Recipe,
     Resolved,
     ResolvedModel,
@@ -43,7 +44,7 @@ def resolve(recipe: Recipe, replicas: int = 1) -> Resolved:
     """
     validate.check(recipe)
     depth = recipe.depth
-    small = depth < 8
+    small = depth < SMALL_DEPTH
     text = replace(recipe.text, vocab_size=recipe.text.vocab_size or (8192 if small else 32_768))
     shape = recipe.model
     wanted = shape.width or WIDTH_PER_LAYER * depth
@@ -57,7 +58,7 @@ def resolve(recipe: Recipe, replicas: int = 1) -> Resolved:
     validate.check_shape(model)
     validate.check_rows(recipe.train, recipe.sft, context, replicas)
     train = _resolve_train(recipe.train, model, replicas)
-    optim = _resolve_optim(recipe, train, width)
+    optim = _resolve_optim(recipe, train, width, small)
     seed = recipe.seed if recipe.data_seed is None else recipe.data_seed
     return Resolved.of(recipe, data_seed=seed, text=text, model=model, train=train, optim=optim)
 
@@ -67,15 +68,18 @@ def _filled(part: Any, **values: Any) -> Any:
     return replace(part, **values)
 
 
-def _resolve_optim(recipe: Recipe, train: ResolvedTrain, width: int) -> ResolvedOptim:
+def _resolve_optim(recipe: Recipe, train: ResolvedTrain, width: int, small: bool) -> ResolvedOptim:
     root = math.sqrt(train.batch_tokens / REFERENCE_BATCH_TOKENS)
+    exponent = recipe.optim.batch_exponent
+    if exponent is None:
+        exponent = 1 / 3 if small else 1 / 2
     scales = {
-        "lr_scale": (train.batch_tokens / REFERENCE_BATCH_TOKENS) ** recipe.optim.batch_exponent,
+        "lr_scale": (train.batch_tokens / REFERENCE_BATCH_TOKENS) ** exponent,
         "decay_scale": root * REFERENCE_HORIZON_TOKENS / (train.steps * train.batch_tokens),
         "width_scale": math.sqrt(768 / width),
     }
     missing = {name for name in scales if getattr(recipe.optim, name) is None and f"optim.{name}" not in recipe.unused}
-    return _filled(recipe.optim, **{name: scales[name] for name in missing})
+    return _filled(recipe.optim, batch_exponent=exponent, **{name: scales[name] for name in missing})
 
 
 def table_decay_rule(recipe: Resolved, text_tokens: int) -> float:
@@ -83,8 +87,10 @@ def table_decay_rule(recipe: Resolved, text_tokens: int) -> float:
 
     The tables are the head and the value embeddings, which have a row for each token. A run that reads its text once
     needs no more than nanochat's decay. A run that repeats its text memorises it in the tables, so the best decay grows
-    with the number of readings (three studies of 200 steps, at one size).
+    with the number of readings (three studies of 200 steps, at one size). From depth 8 on it is nanochat's.
     """
+    if recipe.model.depth >= SMALL_DEPTH:
+        return 1.0
     readings = recipe.train.steps * recipe.train.batch_tokens / max(1, text_tokens)
     share = min(1.0, (readings - 1) / (READINGS_OF_FULL_DECAY - 1))
     return max(1.0, (recipe.optim.decay_scale or 0.0) * share)

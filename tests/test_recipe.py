@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from quern.field_types import range_of
 from quern.model.count import FlopCounter, parameters
 from quern.model.gpt import GPT
+from quern.optim.constants import adamw_groups
 from quern.recipe import ConversationSource, ModelRecipe, OptimRecipe, Recipe, SftRecipe, TextRecipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import (
@@ -247,7 +248,7 @@ def test_what_is_set_is_kept() -> None:
     for part, kind in PARTS.items():
         for field in fields(kind):
             if getattr(getattr(BASE, part), field.name) is None and field.name != "depth":
-                own = {"kv_heads": 2, "vocab_size": 777, "dropout": 0.1, "norm_eps": 0.1}
+                own = {"kv_heads": 2, "vocab_size": 777, "dropout": 0.1, "norm_eps": 0.1, "batch_exponent": 0.4}
                 own |= {"separator": "</s>", "tokenizer": "t.json", "tests": "tests/"}
                 value = own.get(field.name, 1024)
                 resolved = resolve(changed(part, field.name, value))
@@ -352,5 +353,16 @@ def test_the_tables_decay_more_the_more_often_a_text_is_read() -> None:
     assert full > 100
     scales = {readings: table_decay_rule(short, round(100 * 2**12 / readings)) for readings in (0.5, 1, 2, 4, 5, 40)}
     assert scales == pytest.approx({0.5: 1, 1: 1, 2: full / 4, 4: 0.75 * full, 5: full, 40: full}, rel=1e-3)
-    at_reference = resolve(replace(BASE, depth=12))
-    assert table_decay_rule(at_reference, 1) == 1, "never below the decay of a text that is read once"
+    long = resolve(replace(BASE, train=TrainRecipe(steps=10**6, batch_tokens=2**19)))
+    assert table_decay_rule(long, 1) == 1, "never below the decay of a text that is read once"
+
+
+def test_from_depth_8_on_batch_head_and_tables_follow_nanochat() -> None:
+    length = TrainRecipe(steps=100, batch_tokens=2**13)  # a 64th of the reference
+    small, large = (resolve(replace(BASE, depth=depth, train=length)) for depth in (7, 8))
+    assert (small.optim.lr_scale, large.optim.lr_scale) == (pytest.approx(1 / 4), pytest.approx(1 / 8))
+    head = {r.depth: adamw_groups(r.optim, r.depth)["head"].lr / r.optim.width_scale / 0.008 for r in (small, large)}
+    assert head == {7: pytest.approx(1 / 2), 8: pytest.approx(1 / 8)}
+    assert table_decay_rule(small, 1) > 1 == table_decay_rule(large, 1)
+    asked = resolve(replace(BASE, depth=8, train=length, optim=OptimRecipe(batch_exponent=1 / 3)))
+    assert asked.optim.lr_scale == pytest.approx(1 / 4)

@@ -18,10 +18,10 @@ from quern.recipe import OptimRecipe, ResolvedOptim
 from quern.recipes.gpt import RECIPE as GPT_RECIPE
 
 
-def rules(recipe: ResolvedOptim, dtype: jnp.dtype) -> dict[str, GradientTransformationExtraArgs]:
+def rules(recipe: ResolvedOptim, dtype: jnp.dtype, depth: int) -> dict[str, GradientTransformationExtraArgs]:
     lr, decay = muon_rate(recipe)
     matrices = AdamWGroup(lr * (recipe.width_scale or 1.0), 0.9, 0.95, decay)
-    return optim.rules(recipe, dtype) | {"matrices": optim.adamw(matrices, recipe.eps)}
+    return optim.rules(recipe, dtype, depth) | {"matrices": optim.adamw(matrices, recipe.eps)}
 
 
 class AdamWEverywhere(Grug):

@@ -24,7 +24,7 @@ from quern.recipe import OptimRecipe, Resolved, TrainRecipe
 from quern.recipes.gpt import RECIPE as BASELINE
 
 CONSTANTS = ("beta1", "beta2", "weight_decay")
-GROUPS = adamw_groups(OptimRecipe())
+GROUPS = adamw_groups(OptimRecipe(), 4)
 DEFAULTS = {f"{group}_{name}": getattr(constants, name) for group, constants in GROUPS.items() for name in CONSTANTS}
 AllConstants: Any = make_dataclass(
     "AllConstants",

@@ -41,11 +41,11 @@ def group_of(params: Params) -> Params:
     return jax.tree_util.tree_map_with_path(name, params)
 
 
-def rules(recipe: ResolvedOptim, dtype: jnp.dtype) -> dict[str, optax.GradientTransformationExtraArgs]:
+def rules(recipe: ResolvedOptim, dtype: jnp.dtype, depth: int) -> dict[str, optax.GradientTransformationExtraArgs]:
     """Returns each group's rule with its peak rate and constants. dtype: of Muon's matrix products."""
     lr, decay = constants.muon_rate(recipe)
     return {"matrices": muon(lr, recipe.muon_beta2, decay, recipe.muon_steps, dtype)} | {
-        name: adamw(group, recipe.eps) for name, group in constants.adamw_groups(recipe).items()
+        name: adamw(group, recipe.eps) for name, group in constants.adamw_groups(recipe, depth).items()
     }
 
 

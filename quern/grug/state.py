@@ -75,7 +75,7 @@ def step_config(recipe: Resolved, dtype: str, core: type[Grug] = Grug) -> StepCo
 
 def make_optimizer(cfg: StepConfig) -> Any:
     """Returns the optimizer: `update(grads, state, params, multipliers=…)` returns the changes to add."""
-    return optax.partition({**cfg.core.rules(cfg.optim, jnp.dtype(cfg.dtype))}, cfg.core.group_of)
+    return optax.partition({**cfg.core.rules(cfg.optim, jnp.dtype(cfg.dtype), cfg.model.depth)}, cfg.core.group_of)
 
 
 @partial(jax.jit, static_argnames="cfg")

@@ -106,7 +106,7 @@ def edits() -> dict[str, Any]:
     recipes = recipes_of(("grug/core.py", "grug/attention_sink.py"))
     core, sinks = (step_config(recipe, "float32", core_of(recipe)) for recipe in recipes)
     first, second = (recipe.to_json() for recipe in recipes)
-    rates = [repr(sorted(cfg.core.rules(cfg.optim, jnp.dtype("float32")))) for cfg in (core, sinks)]
+    rates = [repr(sorted(cfg.core.rules(cfg.optim, jnp.dtype("float32"), cfg.model.depth))) for cfg in (core, sinks)]
     with jax.set_mesh(gauntlet.single_mesh()):
         start, other = (init_state(0, cfg).params for cfg in (core, sinks))
         programs = [operations(start, core), operations(other, sinks)]

@@ -231,7 +231,7 @@ def direction() -> float:
 
     rng = np.random.default_rng(1)
     worst, mesh = 0.0, mesh_of("one")
-    rule: Any = rules(recipe_of().optim, jnp.dtype("float32"))["matrices"]
+    rule: Any = rules(recipe_of().optim, jnp.dtype("float32"), 2)["matrices"]
     torch_rule, lr, _ = groups.table(recipe_of())["matrices"]
     assert isinstance(torch_rule, Muon)
     with jax.set_mesh(mesh):
@@ -273,7 +273,7 @@ def table() -> list[str]:
     theirs = {
         name: group for group, members in toy_state(recipe).model.parameter_groups().items() for name, _ in members
     }
-    names = rules(recipe.optim, jnp.dtype("float32")).keys() ^ groups.table(recipe).keys()
+    names = rules(recipe.optim, jnp.dtype("float32"), recipe.model.depth).keys() ^ groups.table(recipe).keys()
     return sorted(names | {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)})
 
 
