@@ -10,13 +10,13 @@ however large the corpus, and a corpus of at most one group is shuffled as a who
 from __future__ import annotations
 
 import itertools
-import queue
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections import deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 
@@ -178,80 +178,33 @@ def groups_of(corpus: Corpus, group_size: int | None = GROUP_SIZE) -> int:
     return 1 if group_size is None else -(-size // group_size)
 
 
-T = TypeVar("T")
-POLL_SECONDS = 0.5
-
-
-@dataclass
-class _End:
-    """The end of the items, with the error that ended them."""
-
-    error: BaseException | None
-
-
 def prefetch(
-    loader: BatchSource,
-    start: int,
-    stop: int | None,
-    depth: int = 2,
-    rank: int = 0,
-    ranks: int = 1,
-    give_up: Callable[[], bool] = lambda: False,
+    loader: BatchSource, start: int, stop: int | None, depth: int = 2, rank: int = 0, ranks: int = 1
 ) -> Generator[Batch, None, None]:
-    """Reads the batches of steps `start` to `stop` - 1, or without an end, ahead; see `prefetch_items`."""
-    steps = itertools.count(start) if stop is None else range(start, stop)
-    return prefetch_items((loader.batch(step, rank, ranks) for step in steps), depth, give_up)
-
-
-def prefetch_items(
-    items: Iterable[T], ahead: int = 2, give_up: Callable[[], bool] = lambda: False
-) -> Generator[T, None, None]:
-    """Computes items in a thread, which ends when the iterator is closed or dropped.
+    """Reads batches ahead in a thread, which ends when the iterator is closed or dropped.
 
     Args:
-        items: The items.
-        ahead: How many are computed early.
-        give_up: Asked while no item is ready; if it returns True, there are no more.
+        loader: The batches.
+        start, stop: The first step, and the one after the last; None reads without an end.
+        depth: How many batches are read early.
+        rank, ranks: As `BatchSource.batch`.
 
     Yields:
-        The items in order. An error of the iterable is raised where its item would have come.
+        The batches in order. An error of the loader is raised where its batch would have come.
     """
-    ready: queue.Queue[T | _End] = queue.Queue(maxsize=max(1, ahead))
-    closed = threading.Event()
+    pool, steps = (
+        ThreadPoolExecutor(1, "prefetch"),
+        iter(itertools.count(start) if stop is None else range(start, stop)),
+    )
 
-    def put(item: T | _End) -> None:
-        while not closed.is_set():
-            try:
-                return ready.put(item, timeout=0.1)
-            except queue.Full:
-                continue
+    def submit(count: int) -> list[Future[Batch]]:
+        return [pool.submit(loader.batch, step, rank, ranks) for step in itertools.islice(steps, count)]
 
-    def take() -> T | _End:
-        while True:
-            try:
-                return ready.get(timeout=POLL_SECONDS)
-            except queue.Empty:
-                if give_up():
-                    return _End(None)
-
-    def read() -> None:
-        error = None
-        try:
-            for item in items:
-                put(item)
-                if closed.is_set():
-                    return
-        except BaseException as raised:  # the caller gets it; without it the caller would wait forever
-            error = raised
-        put(_End(error))
-
-    thread = threading.Thread(target=read, name="prefetch", daemon=True)
-    thread.start()
+    ready = deque(submit(depth + 1))
     try:
-        while not isinstance(item := take(), _End):
-            yield item
-        if item.error is not None:
-            raise item.error
+        while ready:
+            batch = ready.popleft().result()
+            ready += submit(1)
+            yield batch
     finally:
-        closed.set()
-        thread.join(timeout=5)
+        pool.shutdown(cancel_futures=True)

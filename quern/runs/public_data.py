@@ -4,9 +4,6 @@ A name is one of text/data_sets.py's, or hf:OWNER/NAME[:CONFIG][@REVISION] for a
 files of its repository are listed once: the list, with its commit, is kept in the folder, so a run that is continued
 reads the same text although the repository has changed. The validation files do not depend on the number of training
 files, so scores stay comparable.
-
-Text whose digests the listing states is downloaded while it is read, file by file: its fingerprint is known before.
-Other files are downloaded first.
 """
 
 from __future__ import annotations
@@ -16,15 +13,12 @@ import json
 import math
 import re
 import sys
-import threading
-import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from quern.data.batch import prefetch_items
 from quern.recipe import ConversationSource, Made, Recipe, Resolved
 from quern.records import read_json
 from quern.temporaries import alone_in, sha256_of, whole_file, write_whole
@@ -32,13 +26,11 @@ from quern.terminal import Meter, silent
 from quern.text import data_sets, downloads
 from quern.text.data_sets import DataSet
 from quern.text.repositories import PREFIX, HubName, Repository, data_set
-from quern.text.sources import Listing, data_paths, entry_of
+from quern.text.sources import data_paths
 
 LISTING = "listing.json"
 FOR_DATA = ("documents", "tokens")
 """Kinds of sets to pretrain on."""
-WAIT_SECONDS = 20.0
-"""Between two lines on a file that is waited for."""
 
 Log = Callable[[str], None]
 
@@ -55,18 +47,12 @@ class _Known:
         """The local files of a kind, "train" or "val"."""
         return tuple(self.folder / kind / file for file in getattr(self.files, kind)[:shards])
 
-    def stated(self, path: Path) -> tuple[int, str | None]:
-        """The size of a local file in bytes, and its SHA-256 (hex) where it is known."""
-        return self.listed.files.get(self._listed(path), (0, None))
-
-    def download(self, paths: Iterable[Path], progress: downloads.Progress, log: Log) -> None:
+    def download(self, name: str, paths: Iterable[Path]) -> None:
         """Downloads local files, unless they are there. One process at a time does; the others wait for it."""
-        with alone_in(self.folder, log):
+        with Meter(f"fetching {name}", None, "MB of this file") as meter, alone_in(self.folder, meter.log):
             for path in paths:
-                downloads.download(self.listed, self._listed(path), path, progress)
-
-    def _listed(self, path: Path) -> str:
-        return self.files.path(path.relative_to(self.folder).as_posix().partition("/")[2])
+                listed = self.files.path(path.relative_to(self.folder).as_posix().partition("/")[2])
+                downloads.download(self.listed, listed, path, lambda file, done, total: meter.at(done / 1e6, file))
 
 
 @dataclass(frozen=True)
@@ -75,14 +61,10 @@ class PublicData:
 
     Args:
         name: For file names.
-        train: The local training files; those with a digest may not be there yet.
+        train: The training files.
         val: The files for validation.
         tokenizer: The vocabulary of tokens.
         available: The number of training files that the set has.
-        digests: The SHA-256 (hex) of each training file that `training_files` downloads.
-        sizes: The size of each training file in bytes.
-        known: The set.
-        log: Called with a line while `training_files` waits for a file.
     """
 
     name: str
@@ -90,62 +72,10 @@ class PublicData:
     val: tuple[Path, ...]
     tokenizer: Path | None
     available: int
-    digests: Mapping[Path, str]
-    sizes: Mapping[Path, int]
-    known: _Known = field(repr=False, compare=False)
-    log: Log = field(repr=False, compare=False)
 
     @property
     def shards(self) -> int:
         return len(self.train)
-
-    def listing(self) -> Listing:
-        """The training files with their sizes in bytes, as `list_source` lists files."""
-        return Listing(tuple(map(entry_of, self.train, self.sizes.values())), ())
-
-    def training_files(self) -> Generator[Path, None, None]:
-        """Downloads the training files in order. After the first one, a thread downloads up to two files ahead.
-
-        Yields:
-            Each file, once it is whole.
-
-        Raises:
-            OSError: A file cannot be downloaded; the message says what to do.
-        """
-        dropped, at, asked, said = threading.Event(), "", 1, time.monotonic()
-
-        def progress(file: str, done: int, total: int) -> None:
-            nonlocal at
-            at = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB"
-            if dropped.is_set():
-                raise _Dropped
-
-        def rest() -> Iterator[Path]:
-            for path in self.train[1:]:
-                self.known.download([path], progress, silent)
-                yield path
-
-        def waiting() -> bool:
-            nonlocal said
-            if time.monotonic() - said > WAIT_SECONDS:
-                said = time.monotonic()
-                self.log(f"fetching {self.name}: file {asked + 1:,} of {self.shards:,}, {at}")
-            return False
-
-        _fetch(self.name, self.known, self.train[:1])
-        yield from self.train[:1]
-        later = prefetch_items(rest(), ahead=1, give_up=waiting)
-        try:
-            for path in later:
-                yield path
-                asked, said = asked + 1, time.monotonic()
-        finally:
-            dropped.set()
-            later.close()
-
-
-class _Dropped(Exception):
-    """Ends a download whose reader has stopped. The part that has arrived is kept."""
 
 
 def public_data(recipe: Resolved, out: Path, log: Log = silent) -> PublicData | None:
@@ -168,15 +98,11 @@ def public_data(recipe: Resolved, out: Path, log: Log = silent) -> PublicData | 
     if shards < available:
         log(f"{name}: {shards:,} of {available:,} training files are used; --shards N asks for another number")
     train, val, tokenizer = known.local("train", shards), known.local("val"), None
-    sizes = {path: known.stated(path)[0] for path in train}
-    late = train if known.files.kind == "documents" else ()
-    digests = {path: digest for path in late if (digest := known.stated(path)[1])}
     if known.files.tokenizer is not None:
         tokenizer = known.folder / known.files.tokenizer[0].rpartition("/")[2]
         downloads.retrieve(*known.files.tokenizer, tokenizer)
-    _fetch(name, known, (*val, *(path for path in train if path not in digests)))
-    file_name = re.sub(r"[^\w.]+", "-", name)
-    return PublicData(file_name, train, val, tokenizer, available, digests, sizes, known, log)
+    known.download(name, (*val, *train))
+    return PublicData(re.sub(r"[^\w.]+", "-", name), train, val, tokenizer, available)
 
 
 def with_local_data(recipe: Recipe, out: Path, arguments: Sequence[str], log: Log) -> Recipe:
@@ -270,7 +196,7 @@ def fetch_conversations(asked: ConversationSource, out: Path) -> dict[str, tuple
     rows = known.files.file_rows
     shards = math.ceil(asked.limit / rows) if asked.limit is not None and rows else None
     files = {"train": known.local("train", shards), "val": known.local("val")}
-    _fetch(asked.source, known, (*files["val"], *files["train"]))
+    known.download(asked.source, (*files["val"], *files["train"]))
     return files
 
 
@@ -283,15 +209,10 @@ def fetch_tests(names: Iterable[str], out: Path) -> Path:
     try:
         for name in names:
             known = _find(name, out, "test", "conversations")
-            _fetch(name, known, known.local("val"))
+            known.download(name, known.local("val"))
     except OSError as error:
         raise OSError(f"{error}; or name a folder with the files of the tests with --chat-data") from error
     return out / "downloads"
-
-
-def _fetch(name: str, known: _Known, paths: Iterable[Path]) -> None:
-    with Meter(f"fetching {name}", None, "MB of this file") as meter:
-        known.download(paths, lambda file, done, total: meter.at(done / 1e6, file), meter.log)
 
 
 def _find(name: str, out: Path, split: str, kind: Literal["documents", "conversations"]) -> _Known:

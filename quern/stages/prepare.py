@@ -145,9 +145,9 @@ def _of_files(recipe: Resolved, out: Path, log: Callable[[str], None]) -> Source
     paths, chosen = data_paths(recipe.data) or [], (recipe.include, recipe.exclude)
     alone = not public and len(paths) == 1 and chosen == (None, None)
     copy = local_copy(paths[0], TRAIN, "documents", lambda line: log(f"text: {line}")) if alone else None
-    given, its_val = copy or (paths, public and public.val)
+    given, its_val = (public.train, public.val) if public else copy or (paths, ())
     val: Where | None = Path(recipe.val) if recipe.val else its_val or None
-    listings = {"text": public.listing() if public else _listed(given, recipe, out)}
+    listings = {"text": _listed(given, recipe, out)}
     train = listings["text"].files
     if val is not None:
         listings["validation text"] = list_source(val, DOCUMENTS)
@@ -163,14 +163,11 @@ def _of_files(recipe: Resolved, out: Path, log: Callable[[str], None]) -> Source
     def texts(source: Where) -> Iterator[str]:
         return read(source, recipe.text.column, once, separator, encoding)
 
-    def whole() -> Iterator[str]:
-        return (text for file in public.training_files() for text in texts(file)) if public else texts(train)
-
     def documents(split: str) -> Iterator[str]:
         nonlocal held_out
         if val is not None:
-            return whole() if split == "train" else first(texts(val), recipe.text.val_megabytes)
-        held_out = held_out or hold_out(whole, recipe.text.val_megabytes)
+            return texts(train) if split == "train" else first(texts(val), recipe.text.val_megabytes)
+        held_out = held_out or hold_out(partial(texts, train), recipe.text.val_megabytes)
         return held_out(split)
 
     name = public.name if public else paths[0].stem or "data"
@@ -183,7 +180,7 @@ def _of_files(recipe: Resolved, out: Path, log: Callable[[str], None]) -> Source
     for what, listing in listings.items():
         # Another reader finds another text in the same bytes; .md and code are read as .txt.
         marks += [what, *(".txt" if (form := format_of(path)) in AS_TEXT else form for path in listing.files)]
-        marks.append(_digest(listing, out, public))
+        marks.append(_digest(listing, out))
 
     def megabytes() -> float | None:
         return None if filter_marks else text_megabytes(listings["text"], recipe.text.column)
@@ -191,13 +188,13 @@ def _of_files(recipe: Resolved, out: Path, log: Callable[[str], None]) -> Source
     return Source(name, fingerprint(*marks, *filter_marks), filtered, megabytes, public=public)
 
 
-def _digest(listing: Listing, out: Path, public: PublicData | None) -> str:
+def _digest(listing: Listing, out: Path) -> str:
     cache = out / "data" / "digests.json"
     if not cache.exists():
         refuse_unwritable(out)
     megabytes = sum(entry.size for entry in listing.read) / 1e6
     with naming(cache), Meter("looking for changes in the text", megabytes, "MB") as meter:
-        return content_fingerprint(listing.files, cache, lambda done: meter.at(done / 1e6), public and public.digests)
+        return content_fingerprint(listing.files, cache, lambda done: meter.at(done / 1e6))
 
 
 def _tinyworld(recipe: Resolved, log: Callable[[str], None]) -> Source:
@@ -358,7 +355,7 @@ def text_fingerprint(recipe: Resolved, out: Path) -> str:
 
 def _tokens_fingerprint(recipe: Resolved, out: Path, public: PublicData | None) -> str:
     listings = [listing for listing in token_listings(recipe, public) if listing]
-    return fingerprint(str(recipe.text.val_megabytes), *(_digest(listing, out, public) for listing in listings))
+    return fingerprint(str(recipe.text.val_megabytes), *(_digest(listing, out) for listing in listings))
 
 
 def _facts(name: str, samples: Mapping[str, str], tokenizer: Tokenizer, train: Corpus, val: Corpus) -> dict[str, Any]:

@@ -6,7 +6,7 @@ its size or a time differs. A damaged or missing cache is rebuilt; deleted files
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,19 +18,13 @@ from quern.temporaries import write_whole
 CHUNK_BYTES = 1 << 20
 
 
-def content_fingerprint(
-    paths: Iterable[Path],
-    cache: Path,
-    progress: Callable[[int], None] | None = None,
-    stated: Mapping[Path, str] | None = None,
-) -> str:
+def content_fingerprint(paths: Iterable[Path], cache: Path, progress: Callable[[int], None]) -> str:
     """Hashes the contents of files in the given order; names, paths and times do not matter.
 
     Args:
         paths: The files.
         cache: The JSON file of known digests; written when something changed.
         progress: Called with the number of bytes hashed so far.
-        stated: The SHA-256 (hex) of files that need not be there yet: they are not read.
 
     Returns:
         SHA-256 (hex) over the SHA-256 of each file.
@@ -43,9 +37,6 @@ def content_fingerprint(
     done = 0
     whole = hashlib.sha256()
     for path in paths:
-        if stated and path in stated:
-            whole.update(bytes.fromhex(stated[path]))
-            continue
         info, name = path.stat(), str(path.resolve())
         mark = [info.st_size, info.st_mtime_ns, info.st_ctime_ns]
         if kept.get(name, [])[:3] != mark:
@@ -54,8 +45,7 @@ def content_fingerprint(
                 while chunk := file.read(CHUNK_BYTES):
                     digest.update(chunk)
                     done += len(chunk)
-                    if progress is not None:
-                        progress(done)
+                    progress(done)
             kept[name] = [*mark, digest.hexdigest()]
         whole.update(bytes.fromhex(kept[name][3]))
     if kept != known:

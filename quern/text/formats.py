@@ -164,17 +164,10 @@ def place(path: Path, record: int) -> str:
 
 
 def text_megabytes(listing: Listing, column: str) -> float | None:
-    """About how many megabytes of text a source has in a column, without reading it.
-
-    Files that are not there yet are taken to be like those that are. None if there is a compressed file or none at all.
-    """
-    here = [entry for entry in listing.read if entry.path.exists()]
-    sizes = [_text_bytes(entry.path, column) for entry in here]
+    """The megabytes of text that a source has in a column, without reading it; None if a file is compressed."""
+    sizes = [_text_bytes(entry.path, column) for entry in listing.read]
     known = [size for size in sizes if size is not None]
-    on_disk = sum(entry.size for entry in here)
-    if not on_disk or len(known) < len(sizes):
-        return None
-    return sum(known) * sum(entry.size for entry in listing.read) / on_disk / 1e6
+    return sum(known) / 1e6 if len(known) == len(sizes) else None
 
 
 def _text_bytes(path: Path, column: str) -> int | None:

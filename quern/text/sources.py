@@ -122,7 +122,7 @@ def list_source(
         return Listing(tuple(read.values()), tuple(chain.from_iterable(one.ignored for one in listed)))
     source = Path(source)
     if source.is_file():
-        entry = entry_of(source, source.stat().st_size)
+        entry = Entry(source, source.stat().st_size, _kind(source))
         if not _is_readable(entry, formats) and not _is_other_text(source, formats):
             instead = f"its name must end in {_accepted(formats)}{_needs([entry])}"
             if "" in formats and format_of(source) == ".rtf":
@@ -185,11 +185,6 @@ def find_file(folder: Path, *stems: str, inside: Sequence[str] = ()) -> Path | N
         shown = ", ".join(map(str, found[:3])) + (", …" if len(found) > 3 else "")
         raise ValueError(f"{stems[0]} has several files, leave one: {shown}")
     return found[0] if found else None
-
-
-def entry_of(path: Path, size: int) -> Entry:
-    """A file that may not be there yet."""
-    return Entry(path, size, _kind(path))
 
 
 def files(source: Where) -> list[Path]:

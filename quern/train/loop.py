@@ -117,7 +117,7 @@ def train(
     folder.event("resume" if run.step else "start", step=run.step, steps=horizon.steps, **more)
     with (
         Stop(alone=mesh.world.size == 1) as stop,
-        closing(_batches(backend, loader, plan, horizon, stop)) as batches,
+        closing(_batches(backend, loader, plan, horizon)) as batches,
     ):
         try:
             saver = Saver(backend, folder, plan.keep, plan.save_in_background, plan.meta)
@@ -189,29 +189,18 @@ def _steps(
             saver.save(kept)
         if stopping:
             break
-    return _ended(run, plan, horizon, saver, folder)
-
-
-def _ended(run: Counters, plan: TrainingPlan, horizon: Horizon, saver: Saver, folder: Records) -> Outcome:
-    """Waits for the last save, and saves the state of a run that was stopped while it waited for text."""
-    if run.step == horizon.steps:
-        saver.settle()
-        return Outcome(EXIT_DONE)
-    if plan.save_every and saver.step != run.step:
-        saver.save(horizon.reaches(plan.keep_step, run.step))
     saver.settle()
+    if run.step == horizon.steps:
+        return Outcome(EXIT_DONE)
     folder.event("stop", step=run.step, reason="signal")
     return Outcome(EXIT_STOPPED, f"stopped after step {run.step} as asked{', and saved' if plan.save_every else ''}")
 
 
-def _batches(
-    backend: Backend, loader: BatchSource, plan: TrainingPlan, horizon: Horizon, stop: Stop
-) -> Generator[Any, None, None]:
+def _batches(backend: Backend, loader: BatchSource, plan: TrainingPlan, horizon: Horizon) -> Generator[Any, None, None]:
     """This replica's rows of the batches to come, on the device, until the run has its steps.
 
     Batches that can be read ahead are sent a step ahead: the device has them when their step begins. Others depend on
-    the model, and each is made when its step begins, outside the time in steps. A rank that is alone waits for no text
-    once it was asked to stop.
+    the model, and each is made when its step begins, outside the time in steps.
     """
     run, mesh, steps = backend.run, backend.mesh, itertools.count(backend.run.step)
     own = {"rank": mesh.data.rank, "ranks": mesh.data.size}
@@ -220,9 +209,6 @@ def _batches(
         rows = plan.micro_batch_rows * max(1, (plan.row_tokens or 0) // batch.tokens.shape[1])
         progress = plan.schedule(horizon.place(min(next(steps), horizon.steps - 1))).progress
         return backend.send(batch, rows, plan.flops(batch, progress))
-
-    def give_up() -> bool:
-        return stop.alone and stop.requested and run.step > 0
 
     if not loader.ahead:
         while run.step < horizon.steps:
@@ -233,7 +219,7 @@ def _batches(
     if run.step >= horizon.steps:
         return
     ahead, last = None, plan.steps if plan.budget_seconds is None else None
-    with closing(prefetch(loader, run.step, last, **own, give_up=give_up)) as batches:
+    with closing(prefetch(loader, run.step, last, **own)) as batches:
         for sent in map(send, batches):
             if ahead is not None:
                 yield ahead
@@ -312,7 +298,6 @@ class Saver:
     """
 
     def __init__(self, backend: Backend, records: Records, keep: int, background: bool, meta: dict[str, Any]) -> None:
-        self.step = backend.run.step
         self._backend, self._records, self._keep, self._meta = backend, records, keep, meta
         self._pool = ThreadPoolExecutor(1, "saver") if background else None
         self._pending: Future[Path] | None = None
@@ -323,7 +308,7 @@ class Saver:
         self.settle()
         backend, start = self._backend, time.perf_counter()
         with backend.mesh.progress.during("saving"):
-            self.step = step = backend.run.step
+            step = backend.run.step
             slices = backend.save(copied=self._pool is not None)
             meta = self._meta | {"kept": kept, "state": backend.run.meta()}
 

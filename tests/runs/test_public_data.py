@@ -1,13 +1,10 @@
 """Data sets of the Hugging Face Hub by name, from a small hub on loopback (tests/support/hub_server.py)."""
 
-import hashlib
 import io
 import json
 import os
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +21,6 @@ from quern.runs.public_data import fetch_conversations, public_data, shards_used
 from quern.text import data_sets, downloads
 from quern.text.data_sets import DataSet
 from tests.support.hub_server import COMMIT, Hub, hub_server
-from tests.support.waiting import until
 
 
 def parquet(rows: list[dict[str, Any]]) -> bytes:
@@ -63,15 +59,12 @@ def test_files_are_listed_and_downloaded_once(hub: Hub, tmp_path: Path) -> None:
     assert found is not None and (found.shards, found.available) == (1, 2)
     assert local(found.train, tmp_path) == ["train/data/train-0.parquet"]
     assert local(found.val, tmp_path) == ["val/data/validation-0.parquet"]
-    assert not found.train[0].exists() and found.val[0].exists()
-    assert [path.read_bytes() for path in found.training_files()] == [hub.sets["mill/words"]["data/train-0.parquet"]]
+    assert [path.read_bytes() for path in found.train] == [hub.sets["mill/words"]["data/train-0.parquet"]]
     asked = len(hub.asked)
     assert public_data(recipe, tmp_path) == found and len(hub.asked) == asked
-    assert list(found.training_files()) == list(found.train) and len(hub.asked) == asked
     hub.sets["mill/words"]["data/train-00.parquet"] = b"new"  # the repository has moved on; this run reads its commit
     more = public_data(replace(recipe, shards=9), tmp_path)
     assert more is not None and [path.name for path in more.train] == ["train-0.parquet", "train-1.parquet"]
-    assert list(more.training_files()) == list(more.train)
     assert fetch_conversations(ConversationSource("hf:mill/words"), tmp_path) == {"train": more.train, "val": ()}
     assert hub.files_asked() == [f"mill/words/data/{name}.parquet" for name in ("validation-0", "train-0", "train-1")]
     assert any(path == f"/datasets/mill/words/resolve/{COMMIT}/data/train-1.parquet" for path, _, _ in hub.asked)
@@ -85,12 +78,12 @@ def test_a_broken_download_goes_on_and_a_wrong_one_is_not_kept(
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     found = public_data(recipe, tmp_path)
     assert found is not None
-    assert next(found.training_files()).read_bytes() == hub.sets["mill/words"]["data/train-0.parquet"]
+    assert found.train[0].read_bytes() == hub.sets["mill/words"]["data/train-0.parquet"]
     assert found.val == () and len(hub.files_asked()) == 2, "no validation file, and one more request for the rest"
     found.train[0].write_bytes(b"damaged")
     hub.sent = {"mill/words/data/train-0.parquet": words("data/train-9.parquet")}
     with pytest.raises(OSError, match="its SHA-256 is .*, expected"):
-        next(found.training_files())
+        public_data(recipe, tmp_path)
 
 
 def test_a_token_is_sent_to_the_hub_and_not_to_the_host_of_its_files(
@@ -100,8 +93,7 @@ def test_a_token_is_sent_to_the_hub_and_not_to_the_host_of_its_files(
     with pytest.raises(OSError, match="cannot list hf:mill/words at .*gated.* the token in the variable HF_TOKEN"):
         public_data(recipe_for("hf:mill/words"), tmp_path)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    found = public_data(recipe_for("hf:mill/words"), tmp_path)
-    assert found is not None and list(found.training_files())
+    assert public_data(recipe_for("hf:mill/words"), tmp_path) is not None
     sent = {path.split("/")[1]: authorization for path, authorization, _ in hub.asked}
     assert sent == {"api": "Bearer hf_secret", "datasets": "Bearer hf_secret", "cdn": None}
 
@@ -146,71 +138,20 @@ def test_revisions_configs_and_splits(hub: Hub, tmp_path: Path) -> None:
 def test_a_size_without_digest_is_enough(hub: Hub, tmp_path: Path) -> None:
     hub.digests = False
     found = public_data(recipe_for("hf:mill/words", shards=2), tmp_path)
-    assert found is not None and found.digests == {} and all(path.exists() for path in found.train)
-    assert list(found.training_files()) == list(found.train)
-    assert [entry.size for entry in found.listing().read] == [path.stat().st_size for path in found.train]
-
-
-def test_files_are_downloaded_as_they_are_read_and_no_further(hub: Hub, tmp_path: Path) -> None:
-    files = {f"data/train-{number}.parquet": words(str(number)) for number in range(6)}
-    hub.sets["mill/words"] = files
-    said: list[str] = []
-    found = public_data(recipe_for("hf:mill/words", shards=6), tmp_path, said.append)
-    assert found is not None and found.val == () and hub.files_asked() == []
-    listed = found.listing()
-    assert [entry.size for entry in listed.read] == [len(body) for body in files.values()]
-    reading = found.training_files()
-    first = next(reading)
-    assert first.read_bytes() == files["data/train-0.parquet"] and len(hub.files_asked()) == 1
-    assert next(reading).read_bytes() == files["data/train-1.parquet"]
-    reading.close()
-    assert 2 <= len(hub.files_asked()) <= 4, "two ahead at most"
-    assert [path.read_bytes() for path in found.training_files()] == list(files.values())
-    assert found.digests == {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in found.train}
-
-
-def test_a_download_ends_with_its_reader_and_is_continued_by_the_next(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub.sets["mill/words"] = files = {f"data/train-{number}.parquet": words(str(number)) for number in range(3)}
-    hub.held = "mill/words/data/train-2.parquet"
-    monkeypatch.setattr("quern.runs.public_data.WAIT_SECONDS", 0.1)
-    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", chunk := 10)
-    said: list[str] = []
-    found = public_data(recipe_for("hf:mill/words", shards=3), tmp_path, said.append)
-    assert found is not None
-    reading = found.training_files()
-    assert [next(reading), next(reading)] == list(found.train[:2])
-    part = found.train[2].with_name(f"train-2.parquet.{COMMIT[:8]}.part")
-    until(part.exists)
-    time.sleep(0.3)  # some of the second half has come
-    since = time.monotonic()
-    reading.close()
-    assert time.monotonic() - since < 2 and part.exists() and not found.train[2].exists()
-    assert "prefetch" not in [thread.name for thread in threading.enumerate()]
-    have = part.stat().st_size
-
-    release = threading.Timer(1.5, hub.released.set)
-    release.start()
-    assert [path.read_bytes() for path in found.training_files()] == list(files.values())
-    release.join()
-    half = len(files["data/train-2.parquet"]) // 2
-    assert half - chunk < have < 2 * half, "whole chunks of what was sent are kept"
-    assert any(line.startswith("fetching hf-mill-words: file 3 of 3, 0 of 0 MB") for line in said), said
+    assert found is not None and all(path.exists() for path in found.train)
 
 
 def test_a_set_that_quern_knows_by_name_is_read_at_the_commit_of_its_first_use(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the digests of the listing, so that it need not be there as a whole."""
     hub.sets["mill/tales"] = {f"data/{name}.parquet": words(name) for name in ("a", "b", "v")}
     known = DataSet("tales", "mill/tales", "data", ("a.parquet", "b.parquet"), ("v.parquet",), file_tokens=100)
     gone = replace(known, train=("c.parquet",))
     monkeypatch.setattr(data_sets, "DATASETS", {"tales": known, "gone": gone})
     said: list[str] = []
     found = public_data(recipe_for("tales", shards=2), tmp_path, said.append)
-    assert found is not None and said == [] and hub.files_asked() == ["mill/tales/data/v.parquet"]
-    assert len(list(found.training_files())) == len(found.digests) == 2
+    assert found is not None and said == [] and all(path.exists() for path in found.train)
+    assert hub.files_asked() == [f"mill/tales/data/{name}.parquet" for name in "vab"]
     assert any(path == f"/datasets/mill/tales/resolve/{COMMIT}/data/b.parquet" for path, _, _ in hub.asked)
     with pytest.raises(OSError, match="cannot fetch data/c.parquet: the data set mill/tales has no such file"):
         public_data(recipe_for("gone", shards=1), tmp_path)

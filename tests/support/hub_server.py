@@ -32,8 +32,6 @@ class Hub:
         cuts: The next answers of files break off after so many bytes; None for a whole one.
         reset: They end by a reset, not by an orderly close.
         ranges: Whether a part of a file can be asked for.
-        held: OWNER/NAME/PATH of a file whose second half trickles until `released` is set.
-        released: Lets the second half through.
         asked: (path, authorization, range) of each request.
     """
 
@@ -49,8 +47,6 @@ class Hub:
     cuts: list[int | None] = field(default_factory=list)
     reset: bool = False
     ranges: bool = True
-    held: str = ""
-    released: threading.Event = field(default_factory=threading.Event)
     asked: list[tuple[str, str | None, str | None]] = field(default_factory=list)
 
     def files_asked(self) -> list[str]:
@@ -90,9 +86,9 @@ def hub_server() -> Iterator[Hub]:
             if root == "cdn":
                 file = "/".join(parts)
                 body = hub.sets[name]["/".join(parts[2:])]
-                return self.file(hub.sent.get(file, body), file == hub.held)
+                return self.file(hub.sent.get(file, body))
             if path.strip("/") in hub.others:
-                return self.file(hub.others[path.strip("/")], False)
+                return self.file(hub.others[path.strip("/")])
             if hub.token and authorization != f"Bearer {hub.token}":
                 return self.answer(401, b"{}", X_Error_Code="GatedRepo", X_Error_Message="the set is gated")
             if root not in ("api", "datasets") or name not in hub.sets:
@@ -113,7 +109,7 @@ def hub_server() -> Iterator[Hub]:
             card = {"configs": hub.cards[name]} if name in hub.cards else {}
             return {"id": name, "sha": COMMIT, "siblings": files, "cardData": card, "tags": [], "private": False}
 
-        def file(self, body: bytes, held: bool) -> None:
+        def file(self, body: bytes) -> None:
             if hub.statuses and (status := hub.statuses.pop(0)) != 200:
                 return self.answer(status, b"{}")
             wanted = self.headers.get("Range") if hub.ranges else None
@@ -124,13 +120,6 @@ def hub_server() -> Iterator[Hub]:
             self.send_header("Content-Length", str(len(body) - start))
             self.end_headers()
             cut = hub.cuts.pop(0) if hub.cuts else None
-            if held:
-                with suppress(OSError):  # the client has gone
-                    while start < len(body) and not hub.released.is_set():
-                        step = max(1, len(body) // 2 - start)
-                        self.wfile.write(body[start : start + step])
-                        start += step
-                        hub.released.wait(0.02)
             with suppress(OSError):
                 self.wfile.write(body[start:][:cut])
             if cut is not None and hub.reset:

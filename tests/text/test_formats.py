@@ -13,7 +13,7 @@ from pyarrow import csv
 
 from quern.text import formats
 from quern.text.documents import read
-from quern.text.sources import Listing, entry_of, list_source
+from quern.text.sources import list_source
 from tests.support.small_text import read_conversations
 
 TRICKY = ['say "hi"', "two\nlines", "two\r\nlines", "a,b", "tab\there", "köln 世界 😀", " padded ", "x" * 200_000]
@@ -147,9 +147,6 @@ def test_the_size_of_a_text_is_about_right_before_it_is_read(tmp_path: Path) -> 
     assert megabytes("a.parquet", column="other") == pytest.approx(3 * size / 1e6, rel=0.05)
     assert megabytes("a.txt") == text / 1e6
     assert megabytes("a.txt.gz") is None and megabytes("a.txt", "a.txt.gz") is None
-    coming = Listing((*list_source(tmp_path / "a.txt").read, entry_of(tmp_path / "b.txt", 3 * text)), ())
-    assert formats.text_megabytes(coming, "text") == 4 * text / 1e6
-    assert formats.text_megabytes(Listing(coming.read[1:], ()), "text") is None
 
 
 ODD = {
