@@ -264,8 +264,6 @@ class EvaluateOptions(_ModelOptions):
     contamination: bool = False
     """Also compute the share of each task's questions that have 13 words in a row in common with the training text,
     which is read once for it."""
-    against: Annotated[str | None, UNSAID] = None
-    """Ask nothing; compare the answers on disk with those of this RUN or RUN/STAGE, item by item. Default: evaluate."""
     check: bool = False
     """Ask nothing; check that the tasks that are named can be asked: names, files, packages. Needs no model."""
     harness: tuple[str, ...] = ()

@@ -95,7 +95,7 @@ def described(verb: str) -> str:
 def following(verb: str, words: Arguments) -> str:
     """The commands that go on where a verb has ended; empty if there are none."""
     verb = " ".join([verb, *words[:1]]) if verb == "grug" else verb
-    if verb not in NEXT or {"--against", "--check"} & set(words):
+    if verb not in NEXT or "--check" in words:
         return ""
     out = words.value("out")
     run = shlex.join([words.value("run") or "first", *(["--out", out] if out else [])])

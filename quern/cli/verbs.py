@@ -215,14 +215,10 @@ PEER_SECONDS = 60.0
 def verb_evaluate(verb: str, rest: Arguments) -> int:
     options, _ = parse(verb, rest, EvaluateOptions)
     from quern.mesh import alone
-    from quern.runs.against import compare_runs
     from quern.stages import evaluate
     from quern.train import launch
 
     where, here = options.where, launch.place()
-    if options.against is not None:
-        compare_runs(where.run_dir, options.against, options.tasks, options.stage, log)
-        return 0
     asked = evaluate.Questions(**{field.name: getattr(options, field.name) for field in fields(evaluate.Questions)})
     if options.check:
         asked.find(where.run_dir.out, alone(), log)

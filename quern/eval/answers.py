@@ -36,8 +36,8 @@ CELLS = 1 << 22
 """Random indices in memory at a time."""
 AGAIN = "evaluate both with the same files, --limit and --questions"
 
-Key = tuple[str, int]
-"""An item: its hash, and how many equal ones are before it."""
+Scores = dict[tuple[str, int], float]
+"""The score of each item: its hash, and how many equal ones are before it."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,6 @@ class Answered:
     correct: bool
     number: int = 0
     losses: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
-class Answers:
-    """The scores of one task's items."""
-
-    task: str
-    scores: dict[Key, float]
 
 
 @dataclass(frozen=True)
@@ -133,25 +125,20 @@ def _plain(name: str) -> str:
     return re.sub(r"[^\w.-]+", "_", name).lstrip(".") or "_"
 
 
-def read_answers(folder: Path) -> dict[str, Answers]:
-    """The answers in files *.answers.jsonl below a folder, by task. It may be missing.
-
-    Raises:
-        ValueError: A file is damaged.
-    """
-    return {own.task: own for own in map(_read, sorted(folder.rglob(f"*{ENDING}")))}
+def read_answers(folder: Path) -> dict[str, Scores]:
+    """The scores by task in files *.answers.jsonl below a folder, which may be missing. ValueError: one is damaged."""
+    return dict(map(_read, sorted(folder.rglob(f"*{ENDING}"))))
 
 
-def _read(path: Path) -> Answers:
-    seen: Counter[str] = Counter()
-    scores: dict[Key, float] = {}
+def _read(path: Path) -> tuple[str, Scores]:
+    seen, scores = Counter[str](), Scores()
     try:
         first, *lines = read_lines(path)
         for line in lines:
             name = str(line["prompt"])
             scores[name, seen[name]] = float(line["score"])
             seen[name] += 1
-        return Answers(str(first["task"]), scores)
+        return str(first["task"]), scores
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({error!r}): remove it and evaluate again") from None
 
@@ -177,22 +164,21 @@ def paired_bootstrap(differences: Sequence[float] | np.ndarray) -> tuple[float, 
     return float(found.confidence_interval.low), float(found.confidence_interval.high)
 
 
-def compare(first: Answers, second: Answers, names: tuple[str, str]) -> Comparison:
+def compare(task: str, first: Scores, second: Scores, names: tuple[str, str]) -> Comparison:
     """Compares two models on one task.
 
     Args:
-        first, second: Their answers.
-        names: Their names, for messages.
+        task, names: The task and the names of the models, for messages.
+        first, second: Their scores.
 
     Raises:
         ValueError: The items are not the same; the message says how many are missing.
     """
-    task = first.task
-    only = [len(one.scores.keys() - other.scores.keys()) for one, other in ((first, second), (second, first))]
+    only = [len(one.keys() - other.keys()) for one, other in ((first, second), (second, first))]
     if any(only):
         parts = [f"{count:,} items only of {name}" for count, name in zip(only, names, strict=True) if count]
         raise ValueError(f"{task}: {' and '.join(parts)}: {AGAIN}")
-    a, b = (np.array([one.scores[key] for key in first.scores]) for one in (first, second))
+    a, b = (np.array([one[key] for key in first]) for one in (first, second))
     if not a.size:
         raise ValueError(f"{task}: none of its items was asked: {AGAIN}")
     wins, losses = int((a > b).sum()), int((a < b).sum())

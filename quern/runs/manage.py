@@ -10,14 +10,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import tyro
 
 from quern.flags import check_flags
-from quern.records import read_lines
+from quern.records import drop_torn_end, read_lines
 from quern.runs.run_dir import STAGES, RunDir, instead_of_no_run, runs_in
 from quern.runs.run_lock import lock_holder, run_lock
 from quern.temporaries import remove_whole
@@ -162,7 +162,6 @@ def compare(names: Sequence[str], runs: Sequence[RunDir], log: Log) -> None:
 
     names: RUN or RUN/STAGE of each of `runs`.
     """
-    from quern.runs.against import compare_runs
     from quern.runs.origin import flat, read_origin
 
     table(runs[0].out, list(dict.fromkeys(runs)), log)
@@ -172,9 +171,56 @@ def compare(names: Sequence[str], runs: Sequence[RunDir], log: Log) -> None:
         log("fields of the recipe that differ:")
         for line in grid(["", *names], [[name, *(str(one.get(name, NONE)) for one in recipes)] for name in fields], 1):
             log(line)
-    stage = names[0].partition("/")[2] or None
     for other in names[1:]:
         try:
-            compare_runs(runs[0], other, (), stage, log)
+            compare_answers(names[0], other, runs[0].out, log)
         except FileNotFoundError as error:
             log(f"answers: {error}")
+
+
+def compare_answers(first: str, second: str, out: Path, log: Log) -> None:
+    """Logs the scores of two models, item by item, and appends them to the first run's comparisons.jsonl.
+
+    Args:
+        first, second: RUN or RUN/STAGE; without a stage, the last one of the first run that has answers.
+        out: The output folder.
+        log: Takes lines for the user.
+
+    Raises:
+        FileNotFoundError: A model has no answers.
+        ValueError: It is one model, or the two share no task or were asked different items.
+    """
+    from quern.eval.answers import compare, read_answers  # late: they need NumPy
+
+    (one, _, stage), (other, _, of_stage) = first.partition("/"), second.partition("/")
+    run, other = RunDir(out, one), RunDir(out, other)
+    stage = stage or next((name for name in reversed(STAGES) if read_answers(run.answers(name))), "")
+    of_stage = of_stage or stage
+    if (run, stage) == (other, of_stage):
+        raise ValueError(f"{first} and {second} are the same model: name another run, or RUN/STAGE")
+    found = []
+    for one, name in ((run, stage), (other, of_stage)):
+        found.append(read_answers(one.answers(name)) if name else {})
+        if not found[-1]:
+            raise FileNotFoundError(one.has_no(f"answers of stage {name}" if name else "answers", "evaluate"))
+    shared = [task for task in found[0] if task in found[1]]
+    there = list(dict.fromkeys([*found[0], *found[1]]))
+    if not shared:
+        raise ValueError(f"the runs share no task: evaluate both with the same --tasks (there: {', '.join(there)})")
+    names = (f"{run.run}/{stage}", f"{other.run}/{of_stage}")
+    done = [compare(task, found[0][task], found[1][task], names) for task in shared]
+    head = ["task", "items", *names, "difference, 95 %", "only first", "only second", "p (McNemar)"]
+    rows = [
+        [
+            *(one.task, f"{one.count:,}", f"{one.first:.3f}", f"{one.second:.3f}"),
+            f"{one.first - one.second:+.3f} ({one.low:+.3f} to {one.high:+.3f})",
+            *(str(one.only_first), str(one.only_second), NONE if one.p is None else f"{one.p:.3g}"),
+        ]
+        for one in done
+    ]
+    for line in grid(head, rows):
+        log(line)
+    if left := [task for task in there if task not in shared]:
+        log(f"not compared: {', '.join(left)}")
+    drop_torn_end(run.folder / "comparisons.jsonl")
+    run.append("comparisons.jsonl", [{"first": names[0], "second": names[1], **asdict(one)} for one in done])

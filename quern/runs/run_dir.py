@@ -88,6 +88,10 @@ class RunDir:
     def checkpoints(self, stage: str) -> Path:
         return self.stage(stage) / "checkpoints"
 
+    def answers(self, stage: str) -> Path:
+        """The folder of a stage's answers to the questions of all tasks."""
+        return self.folder / "answers" / stage
+
     def has_trained(self, stage: str) -> bool:
         """Whether a stage has saved a checkpoint, good or damaged."""
         return bool(manifest.steps(self.checkpoints(stage)))

@@ -24,7 +24,6 @@ from quern.mesh import EVALUATING, Mesh, ProcessGroup, alone
 from quern.mixture.sources import own_files, read_rows
 from quern.recipe import Resolved
 from quern.records import drop_torn_end
-from quern.runs.against import ANSWERS
 from quern.runs.load import LoadedModel, load
 from quern.runs.run_dir import STAGES, RunDir
 from quern.stages.complete import continuations
@@ -230,7 +229,7 @@ class _Evaluation:
         folder, chats = self.run_dir.folder, name in CHAT_STAGES
         engine = Engine(loaded.model, loaded.tokenizer, self.machine)
         identity = {"run": folder.name, "stage": name, "step": loaded.step, "weights": loaded.weights()}
-        records = Records(folder / ANSWERS / name, identity)
+        records = Records(self.run_dir.answers(name), identity)
         refuse_unequal(identity, world)
         log(f"evaluating: {name}")
         scores = list[Score]()

@@ -54,17 +54,17 @@ def test_the_bootstrap_agrees_with_scipy_and_with_theory() -> None:
 def test_items_are_paired_by_their_prompt(tmp_path: Path) -> None:
     first = read_answers(write(tmp_path / "a", {"x": 1, "y": 1, "z": 0, "w": 1}))["t/k"]
     second = read_answers(write(tmp_path / "b", {"w": 0, "z": 0, "y": 1, "x": 0}))["t/k"]
-    found = compare(first, second, NAMES)
+    found = compare("t/k", first, second, NAMES)
     assert (found.count, found.first, found.second, found.only_first, found.only_second) == (4, 0.75, 0.25, 2, 0)
     assert found.p == 0.5 and found.low <= 0.5 <= found.high
     shares = read_answers(write(tmp_path / "c", {"x": 0.25, "y": 1, "z": 0, "w": 1}))["t/k"]
-    assert compare(first, shares, NAMES).p is None
+    assert compare("t/k", first, shares, NAMES).p is None
 
 
 def test_equal_prompts_are_paired_in_their_order(tmp_path: Path) -> None:
     first = read_answers(write(tmp_path / "a", {"x": 1, "x'": 0}))["t/k"]
     second = read_answers(write(tmp_path / "b", {"x": 1, "x'": 0}))["t/k"]
-    assert len(first.scores) == 2 and compare(first, second, NAMES).only_first == 0
+    assert len(first) == 2 and compare("t/k", first, second, NAMES).only_first == 0
 
 
 def test_other_items_are_refused(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_other_items_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match="t/k: 2 items only of a/sft and 1 items only of b/sft: evaluate both with the"
     ):
-        compare(first, second, NAMES)
+        compare("t/k", first, second, NAMES)
     (tmp_path / "a/k.answers.jsonl").write_text('{"task": "t"}\n{"item": 0}\n', encoding="utf-8")
     with pytest.raises(ValueError, match="k.answers.jsonl is damaged .*: remove it and evaluate again"):
         read_answers(tmp_path / "a")
@@ -93,8 +93,8 @@ def test_the_command_compares_runs_and_stages(tmp_path: Path, capsys: pytest.Cap
         line["score"] = 1 - line["score"]
     path.write_text("".join(json.dumps(line) + "\n" for line in [lines[0], *lines[:0:-1]]), encoding="utf-8")
     capsys.readouterr()
-    against = ["evaluate", "--out", str(tmp_path), "--against"]
-    assert main.main([*against, "second"]) == 0
+    runs = ["runs", "--out", str(tmp_path), "compare"]
+    assert main.main([*runs, "first", "second"]) == 0
     table = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
     assert {"core/copa", "tinyworld/facts", "tinyworld/choice"} <= table.keys()
     records = [json.loads(line) for line in (run_dir.folder / "comparisons.jsonl").read_text("utf-8").splitlines()]
@@ -102,14 +102,22 @@ def test_the_command_compares_runs_and_stages(tmp_path: Path, capsys: pytest.Cap
     choice, core = by_task["tinyworld/choice"], by_task["core/copa"]
     assert choice["only_first"] + choice["only_second"] == 4 and choice["count"] == 4
     assert core["count"] == 9 and core["p"] == 1.0 and core["only_first"] == core["only_second"] == 0
-    assert main.main([*against, "second/pretrain", "--tasks", "core"]) == 0
-    assert "tinyworld/facts" in capsys.readouterr().out.split("not compared: ")[1]
-    for flags, message in {
-        ("none",): "there is no run 'none'",
-        ("first",): "--against first names the same model: name another run, or RUN/STAGE",
-        ("second/sft",): "run 'second' has no answers of stage sft yet: `quern evaluate --run second",
-        ("second/x",): "there is no stage 'x': use pretrain, sft, rl",
-        ("second", "--tasks", "chat"): "the runs share none of these tasks: evaluate both with the same --tasks",
+    (tmp_path / "runs/second/answers/pretrain/core/copa.answers.jsonl").unlink()
+    assert main.main([*runs, "first", "second/pretrain"]) == 0
+    assert "not compared: core/copa" in capsys.readouterr().out
+    assert main.main([*runs, "first", "second/sft"]) == 0
+    assert (
+        "answers: run 'second' has no answers of stage sft yet: `quern evaluate --run second" in capsys.readouterr().out
+    )
+    shutil.rmtree(tmp_path / "runs/second/answers/pretrain/tinyworld")
+    shutil.copytree(
+        run_dir.answers("pretrain") / "core", tmp_path / "runs/second/answers/pretrain/core", dirs_exist_ok=True
+    )
+    shutil.rmtree(run_dir.answers("pretrain") / "core")
+    for names, message in {
+        ("none", "first"): "there is no run 'none'",
+        ("first", "first"): "first and first are the same model: name another run, or RUN/STAGE",
+        ("first", "second"): "the runs share no task: evaluate both with the same --tasks",
     }.items():
-        assert main.main([*against, *flags]) == 1
+        assert main.main([*runs, *names]) == 1
         assert message in capsys.readouterr().err
