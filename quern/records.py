@@ -17,7 +17,6 @@ import uuid
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any, Protocol, TypedDict, TypeVar, is_typeddict
 
 import msgspec
@@ -86,7 +85,7 @@ class StageFolder(Records):
     def metric(self, **fields: Any) -> None:
         """Appends one line of metrics; passes it to the trackers if `step` is among the fields."""
         bad: list[str] = []
-        clean = {name: _strict(value, name, bad) for name, value in fields.items()}
+        clean = {name: strict(value, name, bad) for name, value in fields.items()}
         _append(self._metrics, clean)
         if bad:
             self.event("non_finite", step=fields.get("step"), fields=bad)
@@ -97,7 +96,7 @@ class StageFolder(Records):
     def event(self, kind: str, **fields: Any) -> None:
         """Appends one event: its kind, the UTC time, and the fields."""
         now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        line = {"kind": kind, "time": now} | {name: _strict(value, name, []) for name, value in fields.items()}
+        line = {"kind": kind, "time": now} | {name: strict(value, name) for name, value in fields.items()}
         _append(self._events, line)
 
     def write_recipe(self, recipe_json: dict[str, Any], source: str | None) -> None:
@@ -124,9 +123,7 @@ class StageFolder(Records):
     def __enter__(self) -> StageFolder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -266,24 +263,20 @@ def _append(stream: Any, fields: dict[str, Any]) -> None:
     stream.flush()  # survives a crash of this process; an fsync would stall every step
 
 
-def _strict(value: Any, name: str, bad: list[str]) -> Any:
-    """The value as strict JSON: numbers that are not finite become None, their names are added to `bad`."""
+def strict(value: Any, name: str = "value", bad: list[str] | None = None) -> Any:
+    """The value as strict JSON: numbers that are not finite become None, and their names are added to `bad`; tuples
+    become lists. Raises TypeError for something else than plain numbers, strings, lists and dicts."""
     if isinstance(value, dict):
-        return {str(key): _strict(item, f"{name}.{key}", bad) for key, item in value.items()}
+        return {str(key): strict(item, f"{name}.{key}", bad) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_strict(item, f"{name}[{index}]", bad) for index, item in enumerate(value)]
+        return [strict(item, f"{name}[{index}]", bad) for index, item in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):
-        bad.append(name)
+        if bad is not None:
+            bad.append(name)
         return None
     if value is None or isinstance(value, str | int | float):
         return value
     raise TypeError(f"{name} is a {type(value).__name__}: records take plain numbers, strings, lists and dicts")
-
-
-def strict(value: Any) -> Any:
-    """The value as strict JSON: numbers that are not finite become None, tuples lists. TypeError: it is no
-    JSON."""
-    return _strict(value, "value", [])
 
 
 def append_synced(file: Path, fields: dict[str, Any]) -> None:
@@ -298,19 +291,14 @@ def read_lines(file: Path, kind: Any = dict[str, Any]) -> list[Any]:
 
     Raises ValueError, which names it, for a complete line that is not JSON, or of another type.
     """
-    lines = _lines(file)
+    lines = read_regular(file).splitlines(True) if file.exists() else []
     records = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate((line for line in lines if line.endswith(b"\n")), start=1):
         try:
             records.append(typed(json.loads(line), kind))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{file}, line {number}, is not a record ({error}): remove that line") from error
     return records
-
-
-def _lines(file: Path) -> list[bytes]:
-    """The complete lines of `file`, with their newlines."""
-    return [line for line in read_regular(file).splitlines(True) if line.endswith(b"\n")] if file.exists() else []
 
 
 def drop_torn_end(file: Path) -> None:

@@ -7,6 +7,7 @@ exits, and the kernel releases the lock in any case. A temporary that can be loc
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -33,14 +34,7 @@ class TemporaryFolder:
     """A new, locked folder beside `final`, whose parent exists; `remove` deletes it and releases the lock."""
 
     def __init__(self, final: Path) -> None:
-        while True:
-            self.path = _temporary_name(final)
-            self.path.mkdir(0o700)
-            try:
-                self._lock = _locked(self.path / LOCK)
-                return
-            except FileNotFoundError:
-                continue  # `remove_abandoned` of another process ran before the lock
+        self.path, self._lock = _temporary(final, folder=True)
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -73,13 +67,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(path.parent, path.name)
-    while True:
-        temporary = _temporary_name(path)
-        try:
-            lock = _locked(temporary)
-            break
-        except FileNotFoundError:
-            continue
+    temporary, lock = _temporary(path)
     try:
         with lock:
             yield temporary
@@ -167,11 +155,15 @@ def _temporary_name(final: Path) -> Path:
     return final.with_name(f".{final.name}.tmp-{uuid.uuid4().hex[:12]}")  # sockets have short paths
 
 
-def _locked(path: Path) -> TextIO:
-    """Creates and locks a file. Raises FileNotFoundError if it was removed before the lock was taken."""
-    file = open(path, "w", encoding="utf-8")  # noqa: SIM115
-    fcntl.flock(file, fcntl.LOCK_EX)
-    if not path.exists():
-        file.close()
-        raise FileNotFoundError(path)
-    return file
+def _temporary(final: Path, folder: bool = False) -> tuple[Path, TextIO]:
+    """Creates and locks a temporary file or folder beside `final`."""
+    while True:  # `remove_abandoned` of another process may remove it before the lock
+        path = _temporary_name(final)
+        if folder:
+            path.mkdir(0o700)
+        with contextlib.suppress(FileNotFoundError):
+            file = open(path / LOCK if folder else path, "w", encoding="utf-8")  # noqa: SIM115
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if Path(file.name).exists():
+                return path, file
+            file.close()

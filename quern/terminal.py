@@ -6,7 +6,6 @@ import shutil
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -102,20 +101,13 @@ class Meter:
 
     def _draw(self, done: float, note: str) -> None:
         if self.bar is None:
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-            )
+            columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
             self.bar = Progress(*columns, TextColumn("{task.fields[note]}"), console=self.console, transient=True)
             self.bar.add_task(f"{self.title} ({self.unit})", total=self.total, note=note)
         self.bar.update(self.bar.tasks[0].id, completed=done, total=self.total, note=note)
         self.bar.start()  # starting before the update would show an empty bar
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.bar is not None:
             self.bar.stop()
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, ge
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from quern.field_types import UNIONS, Threads, range_of, refuse_outside
+from quern.field_types import UNIONS, Threads, refuse_outside
 from quern.validate import nearest
 
 if TYPE_CHECKING:
@@ -197,11 +197,6 @@ def check(kind: type, arguments: Sequence[str], prog: str, complete: bool = Fals
     if complete and missing:
         raise ValueError(f"{missing[0]} is missing: see {prog} --help")
     return read
-
-
-def unlimited(kind: type) -> list[str]:
-    """The flags of a dataclass that take a number of any range."""
-    return [flag.name for flag, _ in _flags(kind) if flag.number and range_of(flag.annotation) is None]
 
 
 def _flags(kind: type, prefix: str = "") -> Iterator[tuple[Flag, list[str]]]:

@@ -14,7 +14,7 @@ from functools import cached_property
 from glob import glob
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Protocol, TypeVar, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
 
 import tyro
 
@@ -107,12 +107,7 @@ class Arguments(tuple[str, ...]):
         return [word for field, words in self.given.items() if field in fields for word in words]
 
 
-class HasRecipe(Protocol):
-    @property
-    def recipe(self) -> Any: ...
-
-
-F = TypeVar("F", bound=HasRecipe)
+F = TypeVar("F")
 
 
 def parse(flags: type[F], recipe: Recipe, arguments: Arguments, *, verb: str, description: str | None = None) -> F:
