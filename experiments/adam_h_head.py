@@ -8,7 +8,7 @@ Expected effect: worse.
 Verdict: not yet measured.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -16,12 +16,41 @@ from torch import Tensor
 
 from quern.model.gpt import GPT
 from quern.model.layers import Draw
+from quern.optim.adamw import Scalars, State
 from quern.optim.groups import GroupRule, table
-from quern.optim.hyperball import AdamH
+from quern.optim.muon import norms, sphere_step_
 from quern.recipe import OptimRecipe, Resolved
 from quern.recipes.gpt import RECIPE as BASELINE
 
 OWN_INITIAL_VALUES = ("head.weight",)
+
+
+@dataclass(frozen=True)
+class AdamH:
+    """Adam's direction, which needs no bias correction of m: it has no effect on a normalised update. See `MuonH`."""
+
+    betas: tuple[float, float]
+    eps: float
+
+    stacked: ClassVar[bool] = True
+
+    def init_state(self, master: Tensor) -> State:
+        return {"m": torch.zeros_like(master), "v": torch.zeros_like(master), "radius": norms(master)}
+
+    def scalars(self, step: int, lr: float, momentum: float, decay: float) -> dict[str, float]:
+        beta1, beta2 = self.betas
+        return {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": self.eps, "correction": (1 - beta2**step) ** 0.5}
+
+    def update_(
+        self, master: Tensor, grad: Tensor, state: State, scalars: Scalars, *, dtype: torch.dtype, out: Tensor | None
+    ) -> None:
+        grad = grad.to(master.dtype)
+        state["m"].lerp_(grad, 1 - scalars["beta1"])
+        state["v"].lerp_(grad.square(), 1 - scalars["beta2"])
+        update = state["m"] / (state["v"].sqrt() / scalars["correction"] + scalars["eps"])
+        sphere_step_(master, update, state["radius"], scalars["lr"])
+        if out is not None:
+            out.copy_(master)
 
 
 class ScaledHeadGPT(GPT):

@@ -13,7 +13,7 @@ from dataclasses import replace
 from quern.model.gpt import GPT, CausalSelfAttention
 from quern.model.layers import Draw, SquaredReluMLP
 from quern.optim.groups import GroupRule, table
-from quern.optim.hyperball import MuonH
+from quern.optim.muon import MuonH
 from quern.recipe import OptimRecipe, Resolved
 from quern.recipes.gpt import RECIPE as BASELINE
 

@@ -10,7 +10,7 @@ Verdict: not yet measured.
 from dataclasses import replace
 
 from quern.optim.groups import GroupRule, table
-from quern.optim.plain_muon import PlainMuon
+from quern.optim.muon import PlainMuon
 from quern.recipe import Resolved
 from quern.recipes.gpt import RECIPE as BASELINE
 

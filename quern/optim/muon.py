@@ -156,3 +156,60 @@ class Muon:
         self.apply_(master, update, scalars["lr"] * shape_scale, scalars["weight_decay"])
         if out is not None:
             out.copy_(master)
+
+
+@dataclass(frozen=True)
+class PlainMuon:
+    """Muon as first published: momentum, one fixed quintic and a step, without decay, second moment and equal rows."""
+
+    steps: int = 5
+
+    stacked: ClassVar[bool] = True
+
+    def init_state(self, master: Tensor) -> State:
+        return {"momentum": torch.zeros_like(master)}
+
+    def scalars(self, step: int, lr: float, momentum: float, decay: float) -> dict[str, float]:
+        return {"lr": lr, "momentum": momentum}
+
+    def update_(
+        self, master: Tensor, grad: Tensor, state: State, scalars: Scalars, *, dtype: torch.dtype, out: Tensor | None
+    ) -> None:
+        """The rate is scaled by sqrt(max(1, R/C)): tall matrices then move their outputs as far as square ones."""
+        direction = nesterov_(state["momentum"], grad, scalars["momentum"])
+        direction = newton_schulz(direction.to(dtype), self.steps).to(master.dtype)
+        shape_scale = max(1.0, master.size(-2) / master.size(-1)) ** 0.5
+        master.sub_(direction.mul_(scalars["lr"] * shape_scale))
+        if out is not None:
+            out.copy_(master)
+
+
+class MuonH(PlainMuon):
+    """Muon on the sphere: W ← R · normalize(W - lr · R · normalize(u)) keeps every matrix at its initial norm, R.
+
+    u is Muon's update, lr the relative change of a step; there is no weight decay. A matrix must not start at zero.
+    Source: the post "Fantastic Pretraining Optimizers and Where to Find Them 2.1: Hyperball Optimization".
+    """
+
+    def init_state(self, master: Tensor) -> State:
+        return {**super().init_state(master), "radius": norms(master)}
+
+    def update_(
+        self, master: Tensor, grad: Tensor, state: State, scalars: Scalars, *, dtype: torch.dtype, out: Tensor | None
+    ) -> None:
+        update = equal_rows(nesterov_(state["momentum"], grad, scalars["momentum"]))
+        update = polar_express(update.to(dtype), self.steps).to(master.dtype)
+        sphere_step_(master, update, state["radius"], scalars["lr"])
+        if out is not None:
+            out.copy_(master)
+
+
+def norms(x_NRC: Tensor) -> Tensor:
+    """Frobenius norms, (N, 1, 1)."""
+    return torch.linalg.vector_norm(x_NRC, dim=(-2, -1), keepdim=True)
+
+
+def sphere_step_(master_NRC: Tensor, update_NRC: Tensor, radius_N11: Tensor, lr: Scalar) -> None:
+    """One step along the update, in place, and back to the radius."""
+    moved = master_NRC - update_NRC * (radius_N11 * lr / (norms(update_NRC) + TINY))
+    master_NRC.copy_(moved * (radius_N11 / (norms(moved) + TINY)))

@@ -31,7 +31,7 @@ def rules(recipe: Resolved) -> dict[str, GroupRule]:
     """Group → its rule and peak learning rate. Unresolved scales (None) count as 1."""
     from quern.optim.adamw import AdamW
     from quern.optim.groups import GroupRule
-    from quern.optim.plain_muon import PlainMuon
+    from quern.optim.muon import PlainMuon
 
     optim = recipe.optim
     scale, width = optim.lr_scale or 1.0, optim.width_scale or 1.0

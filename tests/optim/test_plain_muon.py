@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from quern.optim.plain_muon import PlainMuon
+from quern.optim.muon import PlainMuon
 
 Scalars = dict[str, Any]
 SHAPES = [(12, 20), (20, 12), (8, 8), (1, 9)]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from quern.data.batch import Batch
 from quern.optim.adamw import AdamW
 from quern.optim.groups import make_groups
-from quern.optim.plain_muon import PlainMuon
+from quern.optim.muon import PlainMuon
 from quern.optim.schedule import Multipliers
 from quern.recipe import ModelRecipe, TrainRecipe
 from quern.recipes.unet import RECIPE
