@@ -46,27 +46,20 @@ def _(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     return frequencies.new_empty(shape), frequencies.new_empty(shape)
 
 
-def rotate(x_BTHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates each pair clockwise, computed in fp32 → (B, T, H, E) in x's dtype. With -sin it rotates back."""
-    if x_BTHE.is_cuda and TRITON_FOUND:
-        return rotate_operator(x_BTHE, cos, sin, None, False)
-    return rotate_plain(x_BTHE, cos, sin)
+def rotate(x_BTHE: Tensor, cos: Tensor, sin: Tensor, gain: float | None = None) -> Tensor:
+    """Rotates each pair clockwise, computed in fp32 → (B, T, H, E) in x's dtype. With -sin it rotates back.
+
+    gain: also scale each head to this root mean square.
+    """
+    operator = x_BTHE.is_cuda and TRITON_FOUND
+    return rotate_operator(x_BTHE, cos, sin, gain, False) if operator else rotate_plain(x_BTHE, cos, sin, gain)
 
 
-def rotate_normed(x_BTHE: Tensor, cos: Tensor, sin: Tensor, gain: float) -> Tensor:
-    """Rotates as `rotate` does, and scales each head to a root mean square of `gain` → (B, T, H, E) in x's dtype."""
-    if x_BTHE.is_cuda and TRITON_FOUND:
-        return rotate_operator(x_BTHE, cos, sin, gain, False)
-    return rotate_normed_plain(x_BTHE, cos, sin, gain)
-
-
-def rotate_plain(x_BTHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_plain(x_BTHE: Tensor, cos: Tensor, sin: Tensor, gain: float | None = None) -> Tensor:
     first, second = x_BTHE.float().chunk(2, dim=-1)
-    return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1).to(x_BTHE.dtype)
-
-
-def rotate_normed_plain(x_BTHE: Tensor, cos: Tensor, sin: Tensor, gain: float) -> Tensor:
-    turned = rotate_plain(x_BTHE, cos, sin)
+    turned = torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1).to(x_BTHE.dtype)
+    if gain is None:
+        return turned
     return F.rms_norm(turned.float(), (turned.size(-1),), eps=EPS).to(turned.dtype) * gain
 
 

@@ -16,6 +16,9 @@ from torch import Tensor
 from quern.kernels.attention.attend import MaskSpec, attend
 from quern.machine import Attention
 
+Window = int | Tensor | None
+"""The tokens that a query sees, itself included; None is all of them. A 0-dim CPU tensor may change between calls."""
+
 
 class Context(Protocol):
     """Shapes: B rows, T tokens, H query heads, K key/value heads, E head dim."""
@@ -27,18 +30,12 @@ class Context(Protocol):
         """Positions (1 or B, T) of the tokens, as integers on x's device."""
         ...
 
-    def windows(self, full: Sequence[int | None]) -> Sequence[int | Tensor | None]:
+    def windows(self, full: Sequence[int | None]) -> Sequence[Window]:
         """The tokens that a query of each layer sees now, at most those of `full`: windows may grow in training."""
         ...
 
     def attend(
-        self,
-        layer: int,
-        q_BTHE: Tensor,
-        k_BTKE: Tensor,
-        v_BTKE: Tensor,
-        window: int | Tensor | None,
-        scale: float | None = None,
+        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: Window, scale: float | None = None
     ) -> Tensor:
         """Causal attention → (B, T, H, E); a query sees the last `window` tokens, itself included (None: all).
 
@@ -68,7 +65,7 @@ class CausalContext:
     def __init__(
         self,
         documents_BT: Tensor | None = None,
-        windows: Sequence[int | Tensor | None] | None = None,
+        windows: Sequence[Window] | None = None,
         progress: float = 1.0,
     ) -> None:
         self.documents_BT = documents_BT
@@ -97,17 +94,11 @@ class CausalContext:
     def positions(self, x_BTD: Tensor) -> Tensor:
         return torch.arange(x_BTD.size(1), device=x_BTD.device)[None]
 
-    def windows(self, full: Sequence[int | None]) -> Sequence[int | Tensor | None]:
+    def windows(self, full: Sequence[int | None]) -> Sequence[Window]:
         return full if self._windows is None else self._windows
 
     def attend(
-        self,
-        layer: int,
-        q_BTHE: Tensor,
-        k_BTKE: Tensor,
-        v_BTKE: Tensor,
-        window: int | Tensor | None,
-        scale: float | None = None,
+        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: Window, scale: float | None = None
     ) -> Tensor:
         mask = MaskSpec(window, self.documents_BT)
         for prepared in self._prepared:
@@ -122,5 +113,5 @@ class CausalContext:
         return torch.nn.functional.pad(tokens_BT, (n, 0), value=-1)[:, : tokens_BT.size(1)]
 
 
-def _same(a: int | Tensor | None, b: int | Tensor | None) -> bool:
+def _same(a: Window, b: Window) -> bool:
     return a is b if isinstance(a, Tensor) or isinstance(b, Tensor) else a == b

@@ -14,11 +14,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from quern.kernels.rope import rotate_normed
+from quern.kernels.rope import rotate
 from quern.kernels.softcap import TanhCap
 from quern.model.base import LanguageModel
-from quern.model.context import Context
-from quern.model.layers import Draw, Embedding, SquaredReluMLP, norm, rotary_table
+from quern.model.context import Context, Window
+from quern.model.layers import Draw, Embedding, Rotary, SquaredReluMLP, norm, rotary_table
 from quern.recipe import ResolvedModel
 
 QK_SCALE = 1.2
@@ -56,12 +56,7 @@ class CausalSelfAttention(nn.Module):
             draw.uniform(self.value_gate.weight, 0.0, 0.02)
 
     def forward(
-        self,
-        x_BTD: Tensor,
-        value_embedding: Tensor | None,
-        rotary: tuple[Tensor, Tensor],
-        window: int | Tensor | None,
-        context: Context,
+        self, x_BTD: Tensor, value_embedding: Tensor | None, rotary: Rotary, window: Window, context: Context
     ) -> Tensor:
         """x: (B, T, D), normed; value_embedding: (B, T, K·E) or None → (B, T, D)."""
         B, T, _ = x_BTD.shape
@@ -80,9 +75,9 @@ class CausalSelfAttention(nn.Module):
         gate_BTK = self.gate_range * torch.sigmoid(self.value_gate(x_BTD[..., : self.gate_channels]))
         return v_BTKE + gate_BTK[..., None] * value_embedding.view_as(v_BTKE)
 
-    def rotate(self, x_BTHE: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def rotate(self, x_BTHE: Tensor, rotary: Rotary) -> Tensor:
         """Normed and rotated queries or keys. QK norm: arXiv 2010.04245."""
-        return rotate_normed(x_BTHE, *rotary, self.qk_scale)
+        return rotate(x_BTHE, *rotary, self.qk_scale)
 
     def project_out(self, x_BTD: Tensor, y_BTHE: Tensor) -> Tensor:
         """The output (B, T, D) from the input of the layer and the heads' attention."""
@@ -113,8 +108,8 @@ class GPTBlock(nn.Module):
         x0_BTD: Tensor,
         scales: tuple[Tensor, Tensor],
         value_embedding: Tensor | None,
-        rotary: tuple[Tensor, Tensor],
-        window: int | Tensor | None,
+        rotary: Rotary,
+        window: Window,
         context: Context,
     ) -> Tensor:
         x_BTD = scales[0] * x_BTD + scales[1] * x0_BTD

@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from quern.kernels.embedding import embed
 from quern.kernels.rope import rotary_angles
 
+Rotary = tuple[Tensor, Tensor]
+"""Cosines and sines of the rotary angles, (1 or B, T, 1, E / 2) each."""
+
 
 class Draw:
     """Sets the initial values of a model's parameters, each from a generator of its own.

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from quern.kernels.rope import rotary_angles, rotate
 from quern.kernels.softcap import NoCap
 from quern.model.base import LanguageModel
-from quern.model.context import Context
-from quern.model.layers import Draw, Embedding, Merged
+from quern.model.context import Context, Window
+from quern.model.layers import Draw, Embedding, Merged, Rotary
 from quern.recipe import ResolvedModel
 
 NORM_EPS = 1e-5
@@ -62,9 +62,7 @@ class LlamaAttention(nn.Module):
             draw.normal(linear.weight, INIT_STD)
         draw.normal(self.out.weight, self.out_std)
 
-    def forward(
-        self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], window: int | Tensor | None, context: Context
-    ) -> Tensor:
+    def forward(self, x_BTD: Tensor, rotary: Rotary, window: Window, context: Context) -> Tensor:
         """x: (B, T, D), normed → (B, T, D)."""
         B, T, _ = x_BTD.shape
         q_BTHE = self.query(x_BTD).view(B, T, -1, self.head_dim)
@@ -109,9 +107,7 @@ class LlamaBlock(nn.Module):
         self.mlp = mlp
         self.dropout = nn.Dropout(shape.dropout or 0.0)
 
-    def forward(
-        self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], window: int | Tensor | None, context: Context
-    ) -> Tensor:
+    def forward(self, x_BTD: Tensor, rotary: Rotary, window: Window, context: Context) -> Tensor:
         x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), rotary, window, context))
         return x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
 

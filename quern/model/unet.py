@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quern.kernels.rope import rotary_angles, rotate_normed
+from quern.kernels.rope import rotary_angles, rotate
 from quern.kernels.softcap import SigmoidCap
 from quern.model.base import LanguageModel
-from quern.model.context import CausalContext, Context
-from quern.model.layers import Draw, Embedding, Merged, SquaredReluMLP, norm
+from quern.model.context import CausalContext, Context, Window
+from quern.model.layers import Draw, Embedding, Merged, Rotary, SquaredReluMLP, norm
 from quern.recipe import ResolvedModel
 
 ATTENTION_SCALE = 0.12
@@ -78,12 +78,7 @@ class MergedAttention(Merged):
         draw.fill(self.value_scales, 0.5)
 
     def forward(
-        self,
-        x_BTD: Tensor,
-        value_embedding: Tensor | None,
-        rotary: tuple[Tensor, Tensor],
-        window: int | Tensor | None,
-        context: Context,
+        self, x_BTD: Tensor, value_embedding: Tensor | None, rotary: Rotary, window: Window, context: Context
     ) -> Tensor:
         """x: (B, T, D), normed; value_embedding: (B, T, H·E) or None → (B, T, D)."""
         B, T, _ = x_BTD.shape
@@ -92,7 +87,7 @@ class MergedAttention(Merged):
         v_BTHE = self.value_scales[0] * v_BTHE
         if value_embedding is not None:
             v_BTHE = v_BTHE + self.value_scales[1] * value_embedding.view_as(v_BTHE)
-        q_BTHE, k_BTHE = rotate_normed(q_BTHE, *rotary, 1.0), rotate_normed(k_BTHE, *rotary, 1.0)
+        q_BTHE, k_BTHE = rotate(q_BTHE, *rotary, 1.0), rotate(k_BTHE, *rotary, 1.0)
         y_BTHE = context.attend(self.layer, q_BTHE, k_BTHE, v_BTHE, window, ATTENTION_SCALE)
         return self.out(y_BTHE.reshape(B, T, -1))
 
@@ -114,8 +109,8 @@ class UNetBlock(nn.Module):
         x_BTD: Tensor,
         x0_BTD: Tensor,
         value_embedding: Tensor | None,
-        rotary: tuple[Tensor, Tensor],
-        window: int | Tensor | None,
+        rotary: Rotary,
+        window: Window,
         context: Context,
     ) -> Tensor:
         x_BTD = self.residual_scales[0] * x_BTD + self.residual_scales[1] * x0_BTD

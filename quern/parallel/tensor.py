@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from quern.compiler import untraced
 from quern.mesh import ProcessGroup
-from quern.model.context import Context
+from quern.model.context import Context, Window
 from quern.parallel.sharding import Sharding
 
 Collective = Callable[[Tensor, ProcessGroup], Tensor]
@@ -111,17 +111,11 @@ class StreamContext:
     def positions(self, x_BTD: Tensor) -> Tensor:
         return self.context.positions(x_BTD.new_empty(*self.rows, 0))
 
-    def windows(self, full: Sequence[int | None]) -> Sequence[int | Tensor | None]:
+    def windows(self, full: Sequence[int | None]) -> Sequence[Window]:
         return self.context.windows(full)
 
     def attend(
-        self,
-        layer: int,
-        q_BTHE: Tensor,
-        k_BTKE: Tensor,
-        v_BTKE: Tensor,
-        window: int | Tensor | None,
-        scale: float | None = None,
+        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: Window, scale: float | None = None
     ) -> Tensor:
         return self.context.attend(layer, q_BTHE, k_BTKE, v_BTKE, window, scale)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from quern.kernels.rope import rotate, rotate_normed, rotate_normed_plain, rotate_plain
+from quern.kernels.rope import rotate, rotate_plain
 from quern.model.layers import norm, rotary_table
 
 
@@ -27,16 +27,16 @@ def test_a_rotation_is_a_product_with_a_complex_number() -> None:
     assert np.abs(rotate(x, cos, sin).numpy() - expected).max() <= 2e-6
     assert np.abs(rotate(rotate(x, cos, sin), cos, -sin).numpy() - x.numpy()).max() <= 2e-6
     normed = 1.2 * expected / np.sqrt((expected**2).mean(-1, keepdims=True) + 1e-6)
-    assert np.abs(rotate_normed(x, cos, sin, 1.2).numpy() - normed).max() <= 2e-6
+    assert np.abs(rotate(x, cos, sin, 1.2).numpy() - normed).max() <= 2e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_norm_is_the_models(dtype: torch.dtype) -> None:
     """Bit for bit, so that a model's numbers do not depend on which of the two it calls."""
     x, cos, sin = inputs(dtype)
-    assert torch.equal(rotate_normed_plain(x, cos, sin, 1.2), norm(rotate_plain(x, cos, sin)) * 1.2)
+    assert torch.equal(rotate_plain(x, cos, sin, 1.2), norm(rotate_plain(x, cos, sin)) * 1.2)
 
 
 def test_norm_and_rotation_change_places() -> None:
     x, cos, sin = inputs()
-    assert (rotate_normed_plain(x, cos, sin, 1.0) - rotate_plain(norm(x), cos, sin)).abs().max() <= 1e-6
+    assert (rotate_plain(x, cos, sin, 1.0) - rotate_plain(norm(x), cos, sin)).abs().max() <= 1e-6

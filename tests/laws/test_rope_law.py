@@ -3,13 +3,13 @@ catches broken kernels. Runs in Triton's interpreter, fp32: the largest differen
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from quern.kernels.rope import (
-    rotate_normed_plain,
     rotate_operator,
     rotate_plain,
 )
@@ -26,19 +26,14 @@ Law = Callable[[str, float | int | str, str], None]
 Path = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def by_triton(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return rotate_operator(x, cos, sin, None, False)
+def bound(path: Callable[..., Tensor], *more: Any) -> Path:
+    return lambda x, cos, sin: path(x, cos, sin, *more)
 
 
-def normed_by_triton(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return rotate_operator(x, cos, sin, GAIN, False)
-
-
-def normed_plain(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return rotate_normed_plain(x, cos, sin, GAIN)
-
-
-PAIRS: dict[str, tuple[Path, Path]] = {"": (by_triton, rotate_plain), "with QK norm": (normed_by_triton, normed_plain)}
+PAIRS: dict[str, tuple[Path, Path]] = {
+    name: (bound(rotate_operator, gain, False), bound(rotate_plain, gain))
+    for name, gain in (("", None), ("with QK norm", GAIN))
+}
 
 
 def cases(lengths: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:

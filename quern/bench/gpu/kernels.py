@@ -40,7 +40,7 @@ from quern.kernels import cross_entropy as kernels
 from quern.kernels.attention.attend import MaskSpec, attend_plain, visible
 from quern.kernels.attention.autotune import available, fits, kind_of
 from quern.kernels.attention.backends import BLOCKED, SDPA, AttendFunction, Backend
-from quern.kernels.rope import rotate, rotate_normed, rotate_normed_plain, rotate_plain
+from quern.kernels.rope import rotate, rotate_plain
 from quern.kernels.softcap import SigmoidCap
 from quern.kernels.symmetric import symmetric_product, symmetric_product_plain
 from quern.kernels.triton_found import TRITON_FOUND
@@ -160,7 +160,7 @@ def rope(bench: GpuBench) -> Iterator[Figure]:
     turned, normed = {"cos": cos, "sin": sin}, {"cos": cos, "sin": sin, "gain": 1.2}
     kinds = {  # the kernel, the plain definition, tensors moved backward
         "rotation": (partial(rotate, **turned), partial(rotate_plain, **turned), 2),
-        "norm and rotation": (partial(rotate_normed, **normed), partial(rotate_normed_plain, **normed), 3),
+        "norm and rotation": (partial(rotate, **normed), partial(rotate_plain, **normed), 3),
     }
     for name, (ours, plain, tensors_back) in kinds.items():
         for label, turn in (("ours", ours), ("plain", plain)):
