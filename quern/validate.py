@@ -62,7 +62,9 @@ def install(extra: str) -> str:
 
 def check(recipe: Recipe) -> None:
     """Checks every value by itself, and that unused fields have their defaults. The recipe may be unresolved."""
-    _refuse_unused(recipe)
+    for name in recipe.unused:
+        if is_set(recipe, name):
+            raise ValueError(f"{flag(name)} {why_unused(name, recipe)}")
     for name, value in recipe.callables().items():
         _refuse(
             not (isinstance(value, Deferred) or hasattr(value, "__qualname__")),
@@ -92,13 +94,6 @@ def is_encoding(name: str) -> bool:
         return name == "auto" or bool("a".encode(name))  # hex is a codec, but no encoding of text
     except (LookupError, ValueError):
         return False
-
-
-def _refuse_unused(recipe: Recipe) -> None:
-    """Raises ValueError for a field of `Recipe.unused` that has another value than its default."""
-    for name in recipe.unused:
-        if is_set(recipe, name):
-            raise ValueError(f"{flag(name)} {why_unused(name, recipe)}")
 
 
 def why_unused(name: str, recipe: Recipe) -> str:

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from quern.interop.llama_format import shape_from, weights_from
-from quern.machine import Machine, detect
-from quern.recipe import Recipe, Resolved, TextRecipe
+from quern.machine import detect
+from quern.recipe import Recipe, TextRecipe
 from quern.records import FileName, read_json
 from quern.resolve import resolve
 from quern.runs.origin import Origin
@@ -29,7 +29,7 @@ from quern.stages.session import describe_run, open_folder
 from quern.text.hugging_face import read_tokenizer
 from quern.text.tokenizer import FILE_FORMAT, Tokenizer
 from quern.train import checkpoint
-from quern.train.state import TrainState, build_model, build_state
+from quern.train.state import build_model, build_state
 
 
 def run(
@@ -54,7 +54,10 @@ def run(
     text, model = TextRecipe(vocab_size=words.vocab_size), replace(shape, bos=words.bos)
     resolved = resolve(replace(recipe, depth=shape.depth, model=model, text=text))
     machine = detect("cpu", "fp32", compile=False)
-    state = _state(resolved, machine, weights, folder)
+    try:
+        state = build_state(resolved, machine, build_model(resolved, machine, None, weights))
+    except ValueError as error:
+        raise ValueError(f"{folder}: config.json does not belong to these weights: {error}") from error
     run_dir.folder.mkdir(parents=True)
     words.save(run_dir.folder / "tokenizer.json")
     facts = {"imported": str(folder), "model": model_facts(resolved, state.model, machine)}
@@ -66,13 +69,6 @@ def run(
         meta = origin.meta() | {"state": state.meta()}
         checkpoint.save(run_dir.checkpoints(stage), state.step, state.tensors(), meta, keep=1)
     log(f"{len(weights):,} weights of {folder} are now run '{run_dir.run}' → {run_dir.folder}")
-
-
-def _state(recipe: Resolved, machine: Machine, weights: dict[str, Tensor], folder: Path) -> TrainState:
-    try:
-        return build_state(recipe, machine, build_model(recipe, machine, None, weights))
-    except ValueError as error:
-        raise ValueError(f"{folder}: config.json does not belong to these weights: {error}") from error
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:

@@ -49,17 +49,14 @@ def _iterate(x_NRC: Tensor, coefficients: Sequence[tuple[float, float, float]], 
     """Scales each matrix to a Frobenius norm of 1/margin, then applies the quintics to its singular values."""
     tall = x_NRC.size(-2) > x_NRC.size(-1)
     x = x_NRC.mT if tall else x_NRC  # so that the Gram matrix is the small one
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=_accumulate(x.dtype))
+    accumulated = torch.promote_types(x.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=accumulated)
     x = (x / (norm * margin + TINY)).to(x_NRC.dtype)
     for a, b, c in coefficients:
         gram = torch.bmm(x, x.mT)
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)
     return x.mT if tall else x
-
-
-def _accumulate(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def nesterov_(momentum_NRC: Tensor, grad_NRC: Tensor, momentum: Scalar) -> Tensor:

@@ -111,7 +111,8 @@ def shard_model(model: Any, mesh: Mesh, plan: ShardingPlan | None = None) -> Any
     model.embedding = VocabularyEmbedding.of(model.embedding, group)
     head = VocabularyHead.of(model.head, group)
     model.criterion, model.shards = head.cross_entropy, group.size
-    _make_logits_whole(model, head)
+    logits_of_part = model.logits
+    model.logits = lambda x_BTD: head.whole_logits(logits_of_part(x_BTD))
     for name, dropout in dropouts.items():
         model.set_submodule(name, StreamDropout.of(dropout, group))
     for region in regions_of(model, plan):
@@ -128,11 +129,6 @@ def regions_of(model: nn.Module, plan: ShardingPlan) -> list[nn.Module]:
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, attribute = name.rpartition(".")
     return model.get_submodule(path), attribute
-
-
-def _make_logits_whole(model: Any, head: VocabularyHead) -> None:
-    logits_of_part = model.logits
-    model.logits = lambda x_BTD: head.whole_logits(logits_of_part(x_BTD))
 
 
 def _dropouts(model: nn.Module, plan: ShardingPlan) -> dict[str, nn.Dropout]:
