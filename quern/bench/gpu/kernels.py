@@ -6,7 +6,7 @@ groups.
 
 Attention, speed: TFLOP/s over the pairs of query and key that see each other: 4 · pairs · heads · head dim forward, 2.5
 times that backward (FlashAttention-2, arXiv 2307.08691). 16,384 tokens a call in rows of 1,024 to 16,384; 2,048 / head
-dim heads. Paths that compile for each shape (flex_attention): only 16,384 and 4,096 tokens with a head dim of 128.
+dim heads.
 
 Rotary positions, the loss, Muon's iteration: each kernel is compared with its plain definition, for exactness (in fp32)
 and for speed (compiled, as a model would use it). GB/s count each input read once and each output written once. The
@@ -53,7 +53,6 @@ from quern.train.state import build_model
 
 TOKENS, WIDTH, WINDOW = 16_384, 2048, 1024
 SHAPES = [(128, T) for T in (16_384, 4096, 1024, 2048, 8192)] + [(64, T) for T in (16_384, 4096, 1024)]
-BY_SHAPE = ((128, 16_384), (128, 4096))
 EXACTNESS = (("bfloat16", 128), ("bfloat16", 64), ("float16", 128), ("bfloat16", 256), ("bfloat16", 32))
 FLOPS = {"forward": 1.0, "backward": 2.5}
 OVER_FULL = ", over full"
@@ -68,7 +67,7 @@ def exactness(bench: GpuBench) -> Iterator[Figure]:
     rounded = Backend("definition", attend_rounded, windows=True, documents=True, growing=True)
     kinds = (("float32", 16),) if bench.quick else EXACTNESS
     for (dtype, E), path in itertools.product(kinds, [*paths(bench), rounded]):
-        if not path.windows or path.by_shape:
+        if not path.windows:
             continue
         place, worst = f"{path.name}, {dtype}, head dim {E}: error", (0.0, "")
         try:
@@ -77,8 +76,7 @@ def exactness(bench: GpuBench) -> Iterator[Figure]:
                 if fits(path, kind_of(mask, T)):
                     shapes = enumerate((4, 4 // groups, 4 // groups, 4))
                     *inputs, grad = (bench.random(2, T, H, E, dtype=getattr(torch, dtype), seed=i) for i, H in shapes)
-                    prepared = path.prepare(mask, T, bench.machine.device)
-                    ours, plain = bound(path.attend, prepared), bound(attend_plain, mask)
+                    ours, plain = bound(path.attend, mask), bound(attend_plain, mask)
                     case = f"{T} tokens, groups of {groups}, window {mask.window}"
                     case += "" if mask.documents_BT is None else ", documents"
                     worst = max(worst, (worst_error(ours, plain, inputs, grad), case))
@@ -121,7 +119,7 @@ def speed(bench: GpuBench) -> Iterator[Figure]:
         cases: dict[str, Case] = {
             name: (name, mask, path)
             for (kind, mask), path in itertools.product(masks.items(), paths(bench))
-            if fits(path, kind_of(mask, T)) and (not path.by_shape or (E, T) in BY_SHAPE)
+            if fits(path, kind_of(mask, T))
             for name in [place(E, T, kind, path.name)]
         }
         taken = attention_seconds(bench, cases.values(), (rows, T, heads, E))
