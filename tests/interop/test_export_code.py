@@ -19,9 +19,9 @@ from quern.interop import export_hf
 from quern.model.llama import Llama
 from quern.records import StageFolder
 from quern.runs.run_dir import RunDir
-from tests.support.exported_code import exported, load_exported, model_of, modules_in, toy_recipe, write_run
-from tests.support.llama_run import llama_recipe
-from tests.support.llama_run import write_run as write_llama
+from quern.terminal import silent
+from tests.support.exported_code import exported, load_exported, model_of, modules_in, random_state, toy_recipe
+from tests.support.llama_run import llama_recipe, write_run
 from tests.support.toy_engine import toy_tokenizer
 
 KINDS = ("gpt", "unet")
@@ -62,9 +62,6 @@ print(json.dumps(found))
 def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with modules_in(tmp_path_factory.mktemp("modules")):
         yield
-
-
-def quiet(line: str) -> None: ...
 
 
 def test_the_folder_works_where_quern_is_not_installed(tmp_path: Path) -> None:
@@ -183,13 +180,13 @@ def test_the_model_of_an_idea_is_refused(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def card_of(run_dir: RunDir, folder: Path) -> str:
-    export_hf.run(run_dir, folder, stage=None, dtype=torch.float32, log=quiet)
+    export_hf.run(run_dir, folder, stage=None, dtype=torch.float32, log=silent)
     return (folder / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_card_says_what_the_records_say(tmp_path: Path) -> None:
     recipe = toy_recipe("unet")
-    run_dir = write_run(tmp_path / "out", recipe)
+    run_dir = write_run(tmp_path / "out", recipe, state=random_state(recipe))
     with StageFolder(run_dir.stage("pretrain")) as records:
         records.write_recipe(recipe.to_json() | {"data": "/home/somebody/private/letters.txt"}, None)
         records.metric(step=7, tokens=1234567, loss=3.25)
@@ -216,7 +213,7 @@ def test_the_card_says_what_the_records_say(tmp_path: Path) -> None:
 
 
 def test_the_card_of_a_llama_needs_no_code(tmp_path: Path) -> None:
-    card = card_of(write_llama(tmp_path / "out", llama_recipe()), tmp_path / "hf")
+    card = card_of(write_run(tmp_path / "out", llama_recipe()), tmp_path / "hf")
     assert f"architecture `{Llama.__name__.lower()}`" in card and "trust_remote_code" not in card
     assert "## Scores" not in card and "## License" in card
 
@@ -232,7 +229,8 @@ def test_the_code_in_the_card_runs(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_damaged_record_is_named(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "out", toy_recipe("gpt"))
+    recipe = toy_recipe("gpt")
+    run_dir = write_run(tmp_path / "out", recipe, state=random_state(recipe))
     (run_dir.folder / "evaluate.jsonl").write_text("{\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"evaluate.jsonl, line 1, is not a record .*: remove that line"):
         card_of(run_dir, tmp_path / "hf")

@@ -18,6 +18,7 @@ from quern.interop import export_gguf
 from quern.interop.command import export_plan, plan
 from quern.recipes.gpt import RECIPE as GPT_RECIPE
 from quern.runs.run_dir import RunDir
+from quern.terminal import silent
 from quern.text.tokenizer import Tokenizer
 from tests.support.gguf_run import BLOCKS, gguf_recipe, single_digits
 from tests.support.llama_cpp import LlamaCpp
@@ -31,9 +32,6 @@ pytestmark = pytest.mark.usefixtures("eager")
 TOY = """--depth 2 --text.vocab-size 400 --text.tinyworld-megabytes 0.1 --text.tokenizer-megabytes 0.1
  --text.val-megabytes 0.01 --model.width 32 --model.head-dim 16 --model.context 256 --train.batch-tokens 512
  --train.steps 2 --no-compile --dtype fp32 --threads 1""".split()
-
-
-def quiet(line: str) -> None: ...
 
 
 def toy_run(out: Path, tokenizer: Tokenizer | None = None, **shape: Any) -> RunDir:
@@ -129,7 +127,7 @@ def bits_of(tensor: torch.Tensor) -> np.ndarray:
 def test_every_weight_is_the_nearest_of_its_dtype(dtype: str, tmp_path: Path) -> None:
     """Against torch's own roundings; Q8_0 by hand: integers of at most 127, times a scale for 32 weights."""
     run_dir = toy_run(tmp_path, **BLOCKS)
-    path = export_gguf.run(run_dir, tmp_path / f"{dtype}.gguf", stage=None, dtype=dtype, log=quiet)
+    path = export_gguf.run(run_dir, tmp_path / f"{dtype}.gguf", stage=None, dtype=dtype, log=silent)
     found, weights = tensors_of(path), model_of(gguf_recipe(single_digits(), **BLOCKS)).state_dict()
     assert {t.tensor_type.name for t in found.values()} == {"F32", export_gguf.TYPES[dtype]}
     norm, value = found["blk.1.ffn_norm.weight"], found["blk.1.attn_v.weight"]
@@ -163,8 +161,8 @@ def test_rows_that_q8_0_cannot_hold_are_fp16(llama: LlamaCpp, tmp_path: Path) ->
 def test_a_weight_that_fp16_cannot_hold_is_refused(tmp_path: Path) -> None:
     weights = {"token_embd.weight": torch.tensor([[7e4, 1.0]])}
     with pytest.raises(ValueError, match=r"token_embd.weight has a weight of 70,000, too large for fp16: .* bf16"):
-        export_gguf.kinds_of(weights, "F16", quiet)
-    assert export_gguf.kinds_of(weights, "BF16", quiet) == {"token_embd.weight": "BF16"}
+        export_gguf.kinds_of(weights, "F16", silent)
+    assert export_gguf.kinds_of(weights, "BF16", silent) == {"token_embd.weight": "BF16"}
 
 
 def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +172,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     run_dir = toy_run(tmp_path / "out")
     monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", full)
     with pytest.raises(OSError, match="No space left"):
-        export_gguf.run(run_dir, tmp_path / "a.gguf", stage=None, dtype="fp32", log=quiet)
+        export_gguf.run(run_dir, tmp_path / "a.gguf", stage=None, dtype="fp32", log=silent)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -214,7 +212,7 @@ def unreachable(out: Path) -> RunDir:
 def test_what_llama_cpp_cannot_have_is_refused(make: Callable[[Path], RunDir], message: str, tmp_path: Path) -> None:
     run_dir = make(tmp_path / "out")
     with pytest.raises(ValueError, match=message):
-        export_gguf.run(run_dir, tmp_path / "a.gguf", stage=None, dtype="fp32", log=quiet)
+        export_gguf.run(run_dir, tmp_path / "a.gguf", stage=None, dtype="fp32", log=silent)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -224,4 +222,4 @@ def test_without_the_extra_the_command_that_installs_it_is_named(
     run_dir = toy_run(tmp_path)
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ImportError, match=r"GGUF needs an extra package .*pip install -e '\.\[export\]'"):
-        export_gguf.run(run_dir, tmp_path / "a.gguf", stage=None, dtype="fp32", log=quiet)
+        export_gguf.run(run_dir, tmp_path / "a.gguf", stage=None, dtype="fp32", log=silent)

@@ -21,6 +21,7 @@ from quern.recipes.llama import RECIPE
 from quern.records import read_events, read_metrics
 from quern.runs.load import load
 from quern.runs.run_dir import RunDir
+from quern.terminal import silent
 from quern.text.hugging_face import read_tokenizer, tokenizer_json
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint, manifest
@@ -34,9 +35,6 @@ TOY = """--depth 2 --text.vocab-size 400 --text.tinyworld-megabytes 0.1 --text.t
  --text.val-megabytes 0.01 --model.width 32 --model.head-dim 16 --model.context 256 --model.dropout 0.1
  --train.batch-tokens 512 --train.log-every 2 --train.save-every 4""".split()
 SFT = "--text.tinyworld-conversations 100 --sft.steps 6 --sft.batch-tokens 512".split()
-
-
-def quiet(line: str) -> None: ...
 
 
 def command(verb: str, out: Path, *arguments: str) -> None:
@@ -65,7 +63,7 @@ def test_a_llama_the_whole_way_and_back(tmp_path: Path, capsys: pytest.CaptureFi
     copy = tmp_path / "runs" / "copy"
     assert [event["kind"] for event in read_events(copy / "sft")] == ["import"]
     facts = json.loads((copy / "run.json").read_text(encoding="utf-8"))
-    one, other = (load(RunDir(tmp_path, name), FP32, quiet) for name in ("toy", "copy"))
+    one, other = (load(RunDir(tmp_path, name), FP32, silent) for name in ("toy", "copy"))
     assert facts["model"]["parameters"]["total"] == parameters(one.recipe).total
     before, after = one.model.state_dict(), other.model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -80,11 +78,11 @@ def test_a_llama_the_whole_way_and_back(tmp_path: Path, capsys: pytest.CaptureFi
 def test_an_imported_model_is_scored_in_its_own_words(tmp_path: Path) -> None:
     """Text is split by the tokenizer that came with it, not by one trained for the text."""
     recipe = llama_recipe(context=256)
-    export_hf.run(write_run(tmp_path, recipe), tmp_path / "hf", stage=None, dtype=torch.float32, log=quiet)
+    export_hf.run(write_run(tmp_path, recipe), tmp_path / "hf", stage=None, dtype=torch.float32, log=silent)
     text = tmp_path / "text.txt"
     text.write_text("The miller grinds the grain at dawn, and the stone hums.\n" * 40, encoding="utf-8")
     copy = RunDir(tmp_path, "copy")
-    import_hf.run(tmp_path / "hf", copy, replace(RECIPE, data=str(text)), stage="pretrain", tokenizer=None, log=quiet)
+    import_hf.run(tmp_path / "hf", copy, replace(RECIPE, data=str(text)), stage="pretrain", tokenizer=None, log=silent)
     command("evaluate", tmp_path, "--run", "copy", "--questions", "1", *PLAIN)
     assert not (tmp_path / "tokenizers").exists()
     scores = [json.loads(line) for line in (copy.folder / "evaluate.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -98,19 +96,19 @@ def test_an_imported_model_is_scored_in_its_own_words(tmp_path: Path) -> None:
 def test_half_the_size_in_bf16(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, llama_recipe())
     for name, dtype in (("long", torch.float32), ("short", torch.bfloat16)):
-        export_hf.run(run_dir, tmp_path / name, stage=None, dtype=dtype, log=quiet)
+        export_hf.run(run_dir, tmp_path / name, stage=None, dtype=dtype, log=silent)
     long, short = (load_file(tmp_path / name / "model.safetensors") for name in ("long", "short"))
     assert all(torch.equal(long[name].to(torch.bfloat16), short[name]) for name in long)
     config = json.loads((tmp_path / "short" / "config.json").read_text(encoding="utf-8"))
     assert config["torch_dtype"] == "bfloat16"
-    import_hf.run(tmp_path / "short", RunDir(tmp_path, "short"), RECIPE, stage="pretrain", tokenizer=None, log=quiet)
-    assert load(RunDir(tmp_path, "short"), FP32, quiet).model.head.weight.dtype == torch.float32
+    import_hf.run(tmp_path / "short", RunDir(tmp_path, "short"), RECIPE, stage="pretrain", tokenizer=None, log=silent)
+    assert load(RunDir(tmp_path, "short"), FP32, silent).model.head.weight.dtype == torch.float32
 
 
 def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
     run_dir, folder = write_run(tmp_path, llama_recipe()), tmp_path / "hf"
     folder.mkdir()
-    export_hf.run(run_dir, folder, stage=None, dtype=torch.float32, log=quiet)  # an empty one is taken
+    export_hf.run(run_dir, folder, stage=None, dtype=torch.float32, log=silent)  # an empty one is taken
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert before.keys() == {
         "README.md",
@@ -122,14 +120,14 @@ def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
         "chat_template.jinja",
     }
     with pytest.raises(ValueError, match="hf is there already: name another folder with --dir, or remove it first"):
-        export_hf.run(run_dir, folder, stage=None, dtype=torch.float32, log=quiet)
+        export_hf.run(run_dir, folder, stage=None, dtype=torch.float32, log=silent)
     assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_the_next_export_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     run_dir, left = write_run(tmp_path / "out", llama_recipe()), tmp_path / ".hf.tmp-0123"
     (left / "hf").mkdir(parents=True)
-    export_hf.run(run_dir, tmp_path / "hf", stage=None, dtype=torch.float32, log=quiet)
+    export_hf.run(run_dir, tmp_path / "hf", stage=None, dtype=torch.float32, log=silent)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
 
 
@@ -140,7 +138,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     run_dir = write_run(tmp_path / "out", llama_recipe())
     monkeypatch.setattr(export_hf, "save_file", full)
     with pytest.raises(OSError, match="No space left"):
-        export_hf.run(run_dir, tmp_path / "hf", stage=None, dtype=torch.float32, log=quiet)
+        export_hf.run(run_dir, tmp_path / "hf", stage=None, dtype=torch.float32, log=silent)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -154,13 +152,13 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_llama_that_theirs_cannot_be_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, llama_recipe(**changes))
     with pytest.raises(ValueError, match=message):
-        export_hf.run(run_dir, tmp_path / "hf", stage=None, dtype=torch.float32, log=quiet)
+        export_hf.run(run_dir, tmp_path / "hf", stage=None, dtype=torch.float32, log=silent)
     assert not (tmp_path / "hf").exists()
 
 
 def test_a_run_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no run 'nobody'"):
-        export_hf.run(RunDir(tmp_path, "nobody"), tmp_path / "hf", stage=None, dtype=torch.float32, log=quiet)
+        export_hf.run(RunDir(tmp_path, "nobody"), tmp_path / "hf", stage=None, dtype=torch.float32, log=silent)
 
 
 def test_a_tokenizer_of_unknown_meaning_stays_behind(tmp_path: Path) -> None:
@@ -177,10 +175,10 @@ def test_a_tokenizer_of_unknown_meaning_stays_behind(tmp_path: Path) -> None:
     }
     copy = RunDir(tmp_path, "copy")
     with pytest.raises(FileNotFoundError, match="give quern's tokenizer.json of this model with --tokenizer"):
-        import_hf.run(tmp_path / "hf", copy, RECIPE, stage="pretrain", tokenizer=None, log=quiet)
+        import_hf.run(tmp_path / "hf", copy, RECIPE, stage="pretrain", tokenizer=None, log=silent)
     kept = run_dir.folder / "tokenizer.json"
-    import_hf.run(tmp_path / "hf", copy, RECIPE, stage="pretrain", tokenizer=kept, log=quiet)
-    assert load(copy, FP32, quiet).tokenizer.fingerprint == own.fingerprint
+    import_hf.run(tmp_path / "hf", copy, RECIPE, stage="pretrain", tokenizer=kept, log=silent)
+    assert load(copy, FP32, silent).tokenizer.fingerprint == own.fingerprint
 
 
 # Import -----------------------------------------------------------------------------------------------------
@@ -188,7 +186,7 @@ def test_a_tokenizer_of_unknown_meaning_stays_behind(tmp_path: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    export_hf.run(write_run(tmp_path, llama_recipe()), tmp_path / "hf", stage=None, dtype=torch.float32, log=quiet)
+    export_hf.run(write_run(tmp_path, llama_recipe()), tmp_path / "hf", stage=None, dtype=torch.float32, log=silent)
     return tmp_path / "hf"
 
 
@@ -259,28 +257,28 @@ def test_what_cannot_be_imported_leaves_no_run(spoil: Callable[[Path], Any], mes
     spoil(folder)
     copy = RunDir(folder.parent, "copy")
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        import_hf.run(folder, copy, RECIPE, stage="pretrain", tokenizer=None, log=quiet)
+        import_hf.run(folder, copy, RECIPE, stage="pretrain", tokenizer=None, log=silent)
     assert not copy.folder.exists()
 
 
 def test_a_run_is_not_replaced(folder: Path) -> None:
     with pytest.raises(ValueError, match="there is a run 'first' already: name another one with --run"):
-        import_hf.run(folder, RunDir(folder.parent, "first"), RECIPE, stage="pretrain", tokenizer=None, log=quiet)
+        import_hf.run(folder, RunDir(folder.parent, "first"), RECIPE, stage="pretrain", tokenizer=None, log=silent)
 
 
 def test_the_older_spelling_of_a_configuration_is_read(folder: Path) -> None:
     reconfigure(rope_parameters="gone", rope_theta=777.0, head_dim="gone", num_key_value_heads=2)(folder)
     copy = RunDir(folder.parent, "copy")
-    import_hf.run(folder, copy, RECIPE, stage="pretrain", tokenizer=None, log=quiet)
-    shape = load(copy, FP32, quiet).recipe.model
+    import_hf.run(folder, copy, RECIPE, stage="pretrain", tokenizer=None, log=silent)
+    shape = load(copy, FP32, silent).recipe.model
     assert (shape.rope_base, shape.head_dim) == (777.0, 10)
 
 
 def test_an_imported_run_can_be_fine_tuned_from(folder: Path) -> None:
     """Its checkpoint is a whole one: masters as imported, an optimizer that has not moved."""
     copy = RunDir(folder.parent, "copy")
-    import_hf.run(folder, copy, RECIPE, stage="pretrain", tokenizer=None, log=quiet)
-    found = manifest.latest(copy.checkpoints("pretrain"), quiet)
+    import_hf.run(folder, copy, RECIPE, stage="pretrain", tokenizer=None, log=silent)
+    found = manifest.latest(copy.checkpoints("pretrain"), silent)
     assert found is not None
     tensors, meta = checkpoint.load(found[0])
     assert meta["state"]["step"] == 0

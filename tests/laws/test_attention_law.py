@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quern.kernels.attention.attend import MaskSpec, attend, attend_plain, visible
-from tests.support.deviation import deviation
+from tests.support.deviation import deviation, with_gradients
 
 FP32_BAR = 1e-5
 BF16_BAR = 1.1
@@ -53,13 +53,9 @@ def shapes() -> Iterator[tuple[int, int, MaskSpec, float | None]]:
         yield T, 2, MaskSpec(window, documents(T, kind)), 0.12
 
 
-def with_gradients(path: Attend, inputs: list[Tensor], mask: MaskSpec, scale: float | None = None) -> list[Tensor]:
+def attended(path: Attend, inputs: list[Tensor], mask: MaskSpec, scale: float | None = None) -> list[Tensor]:
     """y and the gradients of q, k, v for a random gradient of y."""
-    q, k, v = (x.detach().clone().requires_grad_() for x in inputs[:3])
-    y = path(q, k, v, mask, scale)
-    assert y.dtype == q.dtype
-    y.backward(inputs[3].to(y.dtype))
-    return [y.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
+    return with_gradients(lambda q, k, v: path(q, k, v, mask, scale), inputs[:3], inputs[3])
 
 
 def attention_deviation(path: Attend, lengths: tuple[int, ...] = LENGTHS) -> float:
@@ -67,8 +63,8 @@ def attention_deviation(path: Attend, lengths: tuple[int, ...] = LENGTHS) -> flo
     for T, groups, mask, scale in shapes():
         if T in lengths:
             inputs = attention_inputs(T, groups, torch.float32)
-            ours = with_gradients(path, inputs, mask, scale)
-            worst = max(worst, deviation(ours, with_gradients(attend_plain, inputs, mask, scale)))
+            ours = attended(path, inputs, mask, scale)
+            worst = max(worst, deviation(ours, attended(attend_plain, inputs, mask, scale)))
     return worst
 
 
@@ -85,8 +81,8 @@ def in_one_dtype(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float |
 def bf16_error_ratio(path: Attend, T: int, groups: int, mask: MaskSpec, scale: float | None) -> float:
     """Largest over y, dq, dk, dv: our error over bf16's own, both in 2-norm against float64."""
     inputs = attention_inputs(T, groups, torch.bfloat16)
-    exact = with_gradients(in_one_dtype, [x.double() for x in inputs], mask, scale)
-    ours, rounded = (with_gradients(p, inputs, mask, scale) for p in (path, in_one_dtype))
+    exact = attended(in_one_dtype, [x.double() for x in inputs], mask, scale)
+    ours, rounded = (attended(p, inputs, mask, scale) for p in (path, in_one_dtype))
     ratios = [0.0]
     for a, b, reference in zip(ours, rounded, exact, strict=True):
         ours_off, bf16_off = ((x.double() - reference).norm().item() for x in (a, b))

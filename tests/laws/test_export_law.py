@@ -24,11 +24,12 @@ from quern.recipe import Resolved
 from quern.recipes.llama import RECIPE
 from quern.runs.load import load
 from quern.runs.run_dir import RunDir
-from quern.text.chat import Message, render, render_prompt
+from quern.text.chat import render, render_prompt
 from quern.text.hugging_face import DIALECT, tokenizer_json
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import SPLIT_PATTERN, Tokenizer
-from tests.support.llama_run import FP32, llama_recipe, model_of, relative, rounding, write_run
+from tests.support.llama_run import CHAT, FP32, llama_recipe, model_of, relative, rounding, write_run
+from tests.support.llama_run import SHAPES as ALL_SHAPES
 from tests.support.toy_engine import toy_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -38,12 +39,8 @@ pytestmark = pytest.mark.usefixtures("eager")
 
 BAR = 4
 """Standard deviations of rounding, of the largest logit."""
-SHAPES: dict[str, dict[str, Any]] = {
-    "odd sizes, keys shared by three": {},
-    "one key head": {"kv_heads": 1, "depth": 1},
-    "a key for each query": {"kv_heads": 6, "depth": 3, "rope_base": 500.0},
-    "depth 6, as one trains": {"depth": 6, "width": 384, "head_dim": 64, "heads": 6, "kv_heads": 6, "mlp_width": 1536},
-    "heads wider than the stream": {"width": 36, "head_dim": 14, "mlp_width": 20, "norm_eps": 1e-6},
+SHAPES = ALL_SHAPES | {
+    "depth 6, as one trains": {"depth": 6, "width": 384, "head_dim": 64, "heads": 6, "kv_heads": 6, "mlp_width": 1536}
 }
 
 
@@ -208,19 +205,6 @@ ODD_TEXTS = (
     "<|bos|><|user_start|>Who are you?<|user_end|> <|bos|x <|assistant_end|>",
     "for i in range(10):\n\tprint(f'{i:>3}')  # !!! ... ---\n",
 )
-CHAT: list[Message] = [
-    {"role": "system", "content": "Be brief.\n"},
-    {"role": "user", "content": " What is 3 × 4 - 1?"},
-    {
-        "role": "assistant",
-        "content": [
-            {"type": "tool", "text": "3*4-1"},
-            {"type": "output", "text": "11"},
-            {"type": "text", "text": "It is 11. "},
-        ],
-    },
-    {"role": "user", "content": "Danke, schön!"},
-]
 
 
 def test_the_tokenizer_is_transformers(tmp_path: Path, law: Callable[..., None]) -> None:

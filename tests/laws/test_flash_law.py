@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quern.kernels.attention.attend import MaskSpec, attend_plain
 from quern.kernels.attention.flash import flash_attention
-from tests.support.deviation import deviation
+from tests.support.deviation import deviation, with_gradients
 from tests.support.interpreter import Interpreted
 from tests.support.mutant import planted
 
@@ -92,22 +92,15 @@ def inputs(case: Case) -> tuple[list[Tensor], Tensor | None]:
     return tensors, document_ids(case, generator)
 
 
-def with_gradients(attend: Callable[[Tensor, Tensor, Tensor], Tensor], tensors: list[Tensor]) -> list[Tensor]:
-    q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
-    y = attend(q, k, v)
-    y.backward(tensors[3])
-    return [y.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
-
-
 def ours(case: Case) -> list[Tensor]:
-    tensors, documents = inputs(case)
-    return with_gradients(lambda q, k, v: flash_attention(q, k, v, case.window, documents, case.scale), tensors)
+    (*qkv, grad), documents = inputs(case)
+    return with_gradients(lambda q, k, v: flash_attention(q, k, v, case.window, documents, case.scale), qkv, grad)
 
 
 def plain(case: Case) -> list[Tensor]:
-    tensors, documents = inputs(case)
+    (*qkv, grad), documents = inputs(case)
     mask = MaskSpec(case.window or None, documents)
-    return with_gradients(lambda q, k, v: attend_plain(q, k, v, mask, case.scale), tensors)
+    return with_gradients(lambda q, k, v: attend_plain(q, k, v, mask, case.scale), qkv, grad)
 
 
 @pytest.mark.timeout(900)  # seconds of interpreting, minutes where others compute too

@@ -17,24 +17,20 @@ import torch
 
 from quern.interop import export_gguf
 from quern.interop.export_gguf import GGUF
-from quern.text.chat import Message, render, render_prompt
+from quern.text.chat import render, render_prompt
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import GPT2_SPLIT_PATTERN, Tokenizer, split_pattern
 from tests.support.gguf_run import BLOCKS, gguf_recipe, log_probabilities, single_digits, toy, write_toy
 from tests.support.llama_cpp import LlamaCpp
+from tests.support.llama_run import CHAT
+from tests.support.llama_run import SHAPES as ALL_SHAPES
 
 pytestmark = pytest.mark.usefixtures("eager")
 
 pytest.importorskip("gguf")
 
 BAR = 1e-4
-SHAPES: dict[str, dict[str, Any]] = {
-    "odd sizes, keys shared by three": {},
-    "one key head": {"kv_heads": 1, "depth": 1},
-    "a key for each query": {"kv_heads": 6, "depth": 3, "rope_base": 500.0},
-    "heads wider than the stream": {"width": 36, "head_dim": 14, "mlp_width": 20, "norm_eps": 1e-6},
-    "rows without a token": {"vocab_size": 336},
-}
+SHAPES = ALL_SHAPES | {"rows without a token": {"vocab_size": 336}}
 
 
 def ids(T: int = 41) -> list[int]:
@@ -270,20 +266,6 @@ def test_every_character_is_split_as_llama_cpp_splits_it(
 
 
 # Chat -------------------------------------------------------------------------------------------------------
-
-CHAT: list[Message] = [
-    {"role": "system", "content": "Be brief.\n"},
-    {"role": "user", "content": " What is 3 × 4 - 1?"},
-    {
-        "role": "assistant",
-        "content": [
-            {"type": "tool", "text": "3*4-1"},
-            {"type": "output", "text": "11"},
-            {"type": "text", "text": "It is 11. "},
-        ],
-    },
-    {"role": "user", "content": "Danke, schön!"},
-]
 
 
 def test_the_chat_template_is_the_chat_format(llama: LlamaCpp, tmp_path: Path, law: Callable[..., None]) -> None:

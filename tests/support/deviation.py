@@ -1,6 +1,7 @@
 """How far two results lie apart, as the laws of kernels state it; used by several of them."""
 
 import math
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -15,3 +16,12 @@ def deviation(ours: list[Tensor], reference: list[Tensor]) -> float:
         difference = (a.double() - b.double()).abs().max().item() / (size if size > 1e-3 else 1.0)
         worst = max(worst, difference if math.isfinite(difference) else math.inf)
     return worst
+
+
+def with_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
+    """The result of a function of tensors, in their dtype, and the inputs' gradients for that of the result."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    y = function(*leaves)
+    assert y.dtype == leaves[0].dtype
+    y.backward(grad.to(y.dtype))
+    return [y.detach(), *(x.grad for x in leaves if x.grad is not None)]

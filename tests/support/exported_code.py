@@ -18,10 +18,8 @@ from quern.recipe import Resolved, ResolvedModel, TextRecipe
 from quern.recipes.gpt import RECIPE as GPT_RECIPE
 from quern.recipes.unet import RECIPE as UNET_RECIPE
 from quern.resolve import resolve
-from quern.runs.run_dir import RunDir
-from quern.train import checkpoint
 from quern.train.state import TrainState, build_model, build_state
-from tests.support.llama_run import FP32
+from tests.support.llama_run import FP32, write_run
 from tests.support.toy_engine import toy_tokenizer
 
 SIZES: dict[str, Any] = {"depth": 4, "width": 32, "head_dim": 8, "heads": 4, "kv_heads": 4}
@@ -55,20 +53,11 @@ def model_of(recipe: Resolved) -> LanguageModel:
     return random_state(recipe).model.eval()
 
 
-def write_run(out: Path, recipe: Resolved) -> RunDir:
-    """The run `first`, pretrained for seven steps as it says; `model_of` is its model."""
-    run_dir, state, tokenizer = RunDir(out, "first"), random_state(recipe), toy_tokenizer()
-    state.step = 7
-    tokenizer.save(run_dir.folder / "tokenizer.json")
-    meta = {"recipe": recipe.to_json(), "tokenizer": tokenizer.fingerprint, "seed": 0, "state": state.meta()}
-    checkpoint.save(run_dir.checkpoints("pretrain"), state.step, state.tensors(), meta, keep=1)
-    return run_dir
-
-
 def exported(tmp_path: Path, recipe: Resolved, dtype: torch.dtype = torch.float32) -> Path:
     """The exported folder of a new run."""
     folder = tmp_path / "exported"
-    export_hf.run(write_run(tmp_path / "out", recipe), folder, stage=None, dtype=dtype, log=lambda line: None)
+    run_dir = write_run(tmp_path / "out", recipe, state=random_state(recipe))
+    export_hf.run(run_dir, folder, stage=None, dtype=dtype, log=lambda line: None)
     return folder
 
 

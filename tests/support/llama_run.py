@@ -13,6 +13,7 @@ from quern.recipe import Recipe, Resolved, TextRecipe
 from quern.recipes.llama import RECIPE
 from quern.resolve import resolve
 from quern.runs.run_dir import RunDir
+from quern.text.chat import Message
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint
 from quern.train.state import TrainState, build_model, build_state
@@ -30,6 +31,25 @@ ODD = {
     "norm_eps": 1e-3,
 }
 """Sizes that are no powers of two, and keys shared by three queries each."""
+SHAPES: dict[str, dict[str, Any]] = {
+    "odd sizes, keys shared by three": {},
+    "one key head": {"kv_heads": 1, "depth": 1},
+    "a key for each query": {"kv_heads": 6, "depth": 3, "rope_base": 500.0},
+    "heads wider than the stream": {"width": 36, "head_dim": 14, "mlp_width": 20, "norm_eps": 1e-6},
+}
+CHAT: list[Message] = [
+    {"role": "system", "content": "Be brief.\n"},
+    {"role": "user", "content": " What is 3 × 4 - 1?"},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "tool", "text": "3*4-1"},
+            {"type": "output", "text": "11"},
+            {"type": "text", "text": "It is 11. "},
+        ],
+    },
+    {"role": "user", "content": "Danke, schön!"},
+]
 
 
 def llama_recipe(base: Recipe = RECIPE, **shape: Any) -> Resolved:
@@ -50,9 +70,11 @@ def random_state(recipe: Resolved) -> TrainState:
     return build_state(recipe, FP32, model)
 
 
-def write_run(out: Path, recipe: Resolved, tokenizer: Tokenizer | None = None) -> RunDir:
-    """The run `first` on disk, pretrained for seven steps as it says; `model_of` is its model."""
-    run_dir, state, tokenizer = RunDir(out, "first"), random_state(recipe), tokenizer or toy_tokenizer()
+def write_run(
+    out: Path, recipe: Resolved, tokenizer: Tokenizer | None = None, state: TrainState | None = None
+) -> RunDir:
+    """The run `first` on disk, pretrained for seven steps as it says; by default, `model_of` is its model."""
+    run_dir, state, tokenizer = RunDir(out, "first"), state or random_state(recipe), tokenizer or toy_tokenizer()
     tokenizer.save(run_dir.folder / "tokenizer.json")
     meta = {"recipe": recipe.to_json(), "tokenizer": tokenizer.fingerprint, "seed": 0, "state": state.meta()}
     checkpoint.save(run_dir.checkpoints("pretrain"), 7, state.tensors(), meta, keep=1)
