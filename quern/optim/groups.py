@@ -131,24 +131,19 @@ def check_complete(
     """Raises ValueError unless every parameter is in exactly one group and the groups hold nothing else."""
     expected = {id(parameter): name for name, parameter in all_parameters}
     places: dict[int, list[str]] = {}
-    names: dict[str, int] = {}
-    problems = []
     for group, parameters in reported.items():
         for name, parameter in parameters:
             places.setdefault(id(parameter), []).append(f"{group}: {name}")
-            if names.setdefault(name, id(parameter)) != id(parameter):
-                problems.append(f"two parameters called {name}")
-    missing = [name for key, name in expected.items() if key not in places]
-    foreign = [where for key, wheres in places.items() if key not in expected for where in wheres]
-    twice = [" and ".join(wheres) for wheres in places.values() if len(wheres) > 1]
-    if missing:
-        problems.append(f"in no group: {', '.join(missing)}")
-    if twice:
-        problems.append(f"reported more than once: {', '.join(twice)}")
-    if foreign:
-        problems.append(f"not among the model's parameters: {', '.join(foreign)}")
-    if problems:
+    problems = {
+        "in no group": [name for key, name in expected.items() if key not in places],
+        "reported more than once": [" and ".join(found) for found in places.values() if len(found) > 1],
+        "not among the model's parameters": [
+            " and ".join(found) for key, found in places.items() if key not in expected
+        ],
+    }
+    told = [f"{problem}: {', '.join(names)}" for problem, names in problems.items() if names]
+    if told:
         raise ValueError(
-            f"every parameter must be in exactly one optimizer group; {'; '.join(problems)}. "
+            f"every parameter must be in exactly one optimizer group; {'; '.join(told)}. "
             "Correct the model's parameter_groups()."
         )

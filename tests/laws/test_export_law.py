@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("eager")
 
 BAR = 4
 """Standard deviations of rounding, of the largest logit."""
-SHAPES = ALL_SHAPES | {
+SHAPES: dict[str, dict[str, Any]] = ALL_SHAPES | {
     "depth 6, as one trains": {"depth": 6, "width": 384, "head_dim": 64, "heads": 6, "kv_heads": 6, "mlp_width": 1536}
 }
 

@@ -1,5 +1,7 @@
 """The group table: rates follow the recipe, and every parameter is in exactly one group."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import Parameter
@@ -39,7 +41,8 @@ def test_rates_follow_batch_and_width() -> None:
     recipe = OptimRecipe(lr_scale=0.5, decay_scale=2.0, table_decay_scale=4.0, width_scale=3.0)
     model = reported()
     groups = {
-        group.name: group for group in make_groups(model, table(Resolved.of(RECIPE, optim=recipe)), everything(model))
+        group.name: group
+        for group in make_groups(model, table(Resolved.of(resolve(RECIPE), optim=recipe)), everything(model))
     }
     rates = {name: group.lr for name, group in groups.items()}
     assert rates == pytest.approx(
@@ -68,51 +71,38 @@ def test_empty_groups_are_left_out() -> None:
     assert [group.name for group in groups] == ["matrices", "head"]
 
 
-def test_a_forgotten_parameter_is_named() -> None:
-    model = reported()
-    with pytest.raises(ValueError, match="in no group: forgotten.weight"):
-        make_groups(model, RULES, [*everything(model), ("forgotten.weight", Parameter(torch.ones(1)))])
+NEW = Parameter(torch.ones(1))
 
 
-def test_a_parameter_in_two_groups_is_named() -> None:
-    model = reported()
-    model["gates"].append(("again", model["head"][0][1]))
-    with pytest.raises(ValueError, match="more than once: head: head and gates: again"):
-        make_groups(model, RULES, everything(model))
-
-
-def test_a_parameter_twice_in_one_group_is_named() -> None:
-    model = reported()
-    model["smear"].append(model["smear"][0])
-    with pytest.raises(ValueError, match="more than once: smear: smear.gate and smear: smear.gate"):
-        make_groups(model, RULES, everything(model))
-
-
-def test_a_foreign_parameter_and_a_shared_name_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("group", "more", "message"),
+    [
+        ("", [("forgotten.weight", NEW)], "in no group: forgotten.weight"),
+        ("gates", ["head"], "more than once: head: head and gates: head"),
+        ("smear", ["backout"], "more than once: smear: backout and smear: backout"),
+        ("smear", [("stranger", NEW)], "not among the model's parameters: smear: stranger"),
+        ("matrixes", ["block.up"], "more than once: matrices: block.up and matrixes: block.up"),
+    ],
+)
+def test_parameters_that_are_not_in_one_group_are_named(group: str, more: list[Any], message: str) -> None:
     model = reported()
     parameters = everything(model)
-    model["smear"].append(("stranger", Parameter(torch.ones(1))))
-    with pytest.raises(ValueError, match="not among the model's parameters: smear: stranger"):
-        make_groups(model, RULES, parameters)
-    model["smear"][-1] = ("head", Parameter(torch.ones(1)))
-    with pytest.raises(ValueError, match="two parameters called head"):
-        make_groups(model, RULES, everything(model))
+    named = [(one, dict(parameters)[one]) if isinstance(one, str) else one for one in more]
+    model.setdefault(group, []).extend(named if group else [])
+    with pytest.raises(ValueError, match=message):
+        make_groups(model, RULES, parameters if group else parameters + named)
 
 
-def test_an_unknown_group_is_refused() -> None:
-    model = {"matrixes": reported()["matrices"]}
-    with pytest.raises(ValueError, match="no optimizer group is called matrixes: use one of matrices, head"):
-        make_groups(model, RULES, everything(model))
-
-
-def test_a_vector_among_the_matrices_is_refused() -> None:
-    model = {"matrices": [("bias", Parameter(torch.ones(3)))]}
-    with pytest.raises(ValueError, match="'bias' has 1 dimensions"):
-        make_groups(model, RULES, everything(model))
-
-
-def test_a_group_that_is_never_updated_is_refused() -> None:
-    model = reported()
-    rules = RULES | {"head": RULES["head"]._replace(every=0)}
-    with pytest.raises(ValueError, match="group 'head' cannot be updated every 0 steps: every must be at least 1"):
+@pytest.mark.parametrize(
+    ("group", "every", "message"),
+    [
+        ("matrixes", 1, "no optimizer group is called matrixes: use one of matrices, head"),
+        ("matrices", 1, "'bias' has 1 dimensions"),
+        ("matrices", 0, "group 'matrices' cannot be updated every 0 steps: every must be at least 1"),
+    ],
+)
+def test_a_group_that_has_no_rule_is_refused(group: str, every: int, message: str) -> None:
+    model = {group: [("bias", NEW)]}
+    rules = RULES | {"matrices": RULES["matrices"]._replace(every=every)}
+    with pytest.raises(ValueError, match=message):
         make_groups(model, rules, everything(model))

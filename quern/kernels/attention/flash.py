@@ -12,8 +12,6 @@ Source: Dao 2023, FlashAttention-2 (arXiv 2307.08691).
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -40,7 +38,6 @@ def flash_attention(
 
     Raises:
         ValueError: For unsupported shapes, dtypes or scales.
-        ModuleNotFoundError, RuntimeError: Triton is not installed; tensors on a CPU, outside Triton's interpreter.
     """
     _check(q_BTHE, k_BTKE, v_BTKE, documents_BT, scale)
     first_BT, last_BT = (None, None) if documents_BT is None else document_bounds(documents_BT)
@@ -73,18 +70,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: flo
         raise ValueError(f"the softmax scale must be positive, not {scale}")
 
 
-def _launcher() -> ModuleType:
-    try:
-        return importlib.import_module("quern.kernels.attention.flash_launch")
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] != "triton":
-            raise
-        raise ModuleNotFoundError(
-            "flash attention needs Triton: pip install triton (Linux; torch's CUDA builds bring it along), or use "
-            "another attention backend"
-        ) from error
-
-
 def _window(fixed: int, varying: Tensor | None) -> int:
     window = fixed if varying is None else int(varying)
     if window < 0:
@@ -108,7 +93,8 @@ def forward_operator(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Returns y and the log-sum-exp (B, H, T) fp32. first_BT, last_BT: of `document_bounds`."""
-    launcher = _launcher()
+    from quern.kernels.attention import flash_launch as launcher  # imports Triton
+
     with torch.cuda.device_of(q_BTHE):
         q, k, v = (_readable(x) for x in (q_BTHE, k_BTKE, v_BTKE))
         return launcher.forward(q, k, v, first_BT, _window(window, varying), scale)
@@ -135,7 +121,8 @@ def backward_operator(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, contiguous; the same bits at every call."""
-    launcher = _launcher()
+    from quern.kernels.attention import flash_launch as launcher  # imports Triton
+
     documents = None if first_BT is None or last_BT is None else (first_BT, last_BT)
     with torch.cuda.device_of(q_BTHE):
         grad, q, k, v, y = (_readable(x) for x in (grad_BTHE, q_BTHE, k_BTKE, v_BTKE, y_BTHE))

@@ -24,7 +24,6 @@ import torch
 import triton
 from torch import Tensor
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quern.kernels.attention.flash_backward import key_gradients_kernel, query_gradient_kernel, statistics_kernel
@@ -119,19 +118,11 @@ def _launch(
     device = tensors["q"].device
     tma = can_describe([arguments[key] for key in READ_IN_TILES[name]])
     if device.type == "cpu":
-        _run_interpreted(name, grid, arguments | INTERPRETED_TILES[name] | {"TMA": tma})
+        arguments |= INTERPRETED_TILES[name] | {"TMA": tma}
+        KERNELS[name][grid](**arguments | {key: make(arguments) for key, make in _descriptors(name).items()})
     else:
         tma = tma and torch.cuda.get_device_capability(device) >= (9, 0)
         _tuned(name, E, tensors["q"].element_size(), tma, device)[grid](**arguments)
-
-
-def _run_interpreted(name: str, grid: Callable[[Any], tuple[Any]], arguments: dict[str, Any]) -> None:
-    if isinstance(KERNELS[name], JITFunction):
-        raise RuntimeError(
-            "flash attention runs on a GPU. On tensors in the CPU's memory it runs only in Triton's interpreter, for "
-            "which TRITON_INTERPRET=1 must be set before Triton is imported; use another attention backend"
-        )
-    KERNELS[name][grid](**arguments | {key: make(arguments) for key, make in _descriptors(name).items()})
 
 
 def can_describe(tensors: list[Tensor]) -> bool:

@@ -3,11 +3,8 @@
 What launches kernels runs in Triton's interpreter, in a child process (`interpreter.py`).
 """
 
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -205,21 +202,3 @@ def negative_window() -> str:
 
 def test_a_negative_window_is_refused(interpreted: Interpreted) -> None:
     assert "at least 1, or 0 for none" in interpreted(negative_window)
-
-
-def without(preparation: str) -> subprocess.CompletedProcess[str]:
-    """Calls it in a process of its own, after `preparation`."""
-    code = f"import sys; {preparation}\nimport torch\nfrom quern.kernels.attention.flash import flash_attention as f\n"
-    code += "q = torch.zeros(1, 4, 2, 16)\nf(q, q, q, 0, None, 1.0)\n"
-    root = Path(__file__).resolve().parents[3]
-    return subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
-
-
-def test_without_triton_the_module_imports_and_the_call_says_what_to_install() -> None:
-    done = without("sys.modules['triton'] = None")
-    assert "ModuleNotFoundError: flash attention needs Triton: pip install triton" in done.stderr
-
-
-def test_on_a_cpu_outside_the_interpreter_it_says_what_to_do() -> None:
-    pytest.importorskip("triton")
-    assert "RuntimeError: flash attention runs on a GPU" in without("pass").stderr
