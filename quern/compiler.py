@@ -80,10 +80,8 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Returns `function`, which torch.compile does not trace: it compiles the code before and after the call.
-
-    Like torch.compiler.disable, which imports the compiler at once.
-    """
+    """Returns `function`, which torch.compile does not trace. torch.compiler.disable imports the compiler
+    at once."""
     return _disable_dynamo(function)
 
 

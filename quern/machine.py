@@ -157,11 +157,8 @@ def _compute_dtype(device: torch.device) -> torch.dtype:
 
 
 def matmul_seconds(dtypes: Sequence[torch.dtype], size: int = 512) -> list[float]:
-    """Returns the best wall time in seconds of a (size, size) by (size, size) matmul on the CPU, for each dtype.
-
-    The dtypes alternate for at least `PROBE_SECONDS`, longer than a time slice of the scheduler: a process that has
-    just started may wait that long for its second thread, and only one dtype would then look slow.
-    """
+    """The best wall time in seconds of a (size, size) matmul on the CPU for each dtype. They alternate for at least
+    `PROBE_SECONDS`, longer than a time slice of the scheduler: else only one of them might wait for its thread."""
     operands = [torch.ones(size, size, dtype=dtype) for dtype in dtypes]
     rounds, best, begin = 20, [float("inf")] * len(operands), time.perf_counter()
     while rounds > 0 or time.perf_counter() - begin < PROBE_SECONDS:

@@ -165,12 +165,8 @@ class ProcessGroup:
     def all_to_all(
         self, out: Tensor, whole: Tensor, received: list[int] | None = None, sent: list[int] | None = None
     ) -> Pending:
-        """Sends part i of `whole`, along the first dim, to rank i. `out` receives the parts in rank order.
-
-        Args:
-            received: Length of each rank's part of `out`; None when they are equal.
-            sent: Length of each rank's part of `whole`; None when they are equal.
-        """
+        """Sends parts of `whole`, along the first dim, to the ranks; `out` receives theirs in rank order. received,
+        sent: the lengths of the parts; None when they are equal."""
         if self.size == 1:
             out.copy_(whole)
         leaving = len(whole) - (len(whole) // self.size if sent is None else sent[self.rank])

@@ -114,10 +114,8 @@ def start(
 
 @contextmanager
 def replying() -> Iterator[Callable[[Any], None]]:
-    """In a child: yields a function that sends one answer.
-
-    An exception in the block becomes an {"error": …} answer and exit code 1.
-    """
+    """In a child: yields a function that sends one answer. An exception in the body is the last one,
+    {"error": …}."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # other output must not mix with the answers
 
@@ -144,10 +142,8 @@ def end_with_parent(requests: Iterable[Any]) -> None:
 
 
 def while_parent_lives(requests: Iterable[Any]) -> Iterator[Any]:
-    """In a child: returns the requests, and ends the process when its parent ends, also during a computation.
-
-    A thread reads the requests ahead. No request may be None.
-    """
+    """In a child: the requests, none of them None; the process ends when its parent does, also during a
+    computation."""
     waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=end_with_parent, args=(map(waiting.put, requests),), daemon=True).start()
     return iter(waiting.get, None)

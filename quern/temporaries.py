@@ -57,13 +57,8 @@ def scratch_folder() -> Iterator[Path]:
 def whole_file(path: Path) -> Iterator[Path]:
     """The body writes the temporary file that it is given, which is synced and renamed to `path` when the body ends.
 
-    Removes temporaries of killed writers of the same file. An error in the body keeps the previous version.
-
-    Args:
-        path: The file; its folder is created if needed.
-
-    Raises:
-        OSError: The file cannot be written; the previous version is kept.
+    Creates the folder, and removes temporaries of killed writers of the same file. An error in the body, or an OSError
+    in writing, keeps the previous version.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(path.parent, path.name)

@@ -41,11 +41,8 @@ def map_paths(recipe: Made, change: Callable[[str], str]) -> Made:
 
 
 def read_object(path: Path, constant: str, kind: type[T], name: str | None = None) -> tuple[T, str]:
-    """Executes a Python file; returns one of its constants, of a class, and the file's source.
-
-    name: the module's; by default that of the file without its ending. Raises ValueError if the file fails (the message
-    names the line), or does not define the constant.
-    """
+    """Executes a Python file; returns one of its constants, of a class, and the file's source. Raises ValueError if the
+    file fails, with the line, or does not define the constant. name: the module's; by default the file's."""
     name = name or path.stem
     spec = importlib.util.spec_from_file_location(name, path, loader=_SourceLoader(name, str(path)))
     assert spec and spec.loader

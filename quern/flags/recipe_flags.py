@@ -291,13 +291,8 @@ IDLE: Mapping[str, tuple[str, Callable[[Recipe, bool], bool]]] = {
 
 
 def refuse_idle(recipe: Recipe, named: Collection[str], tokens: bool, saved: bool = False) -> None:
-    """Raises ValueError for a field that is set and has no effect.
-
-    Args:
-        named: The fields that flags name.
-        tokens: The recipe's data is token files.
-        saved: The recipe was saved with a run, where every field is set: only `named` fields count.
-    """
+    """Raises ValueError for a field that is set and has no effect. tokens: the data is token files; saved: the recipe
+    was saved with a run, where every field is set, so that only `named` fields count."""
     for name, (reason, is_idle) in IDLE.items():
         if (name in named or (not saved and is_set(recipe, name))) and is_idle(recipe, tokens):
             raise ValueError(f"--{flag(name)} {reason}")

@@ -55,11 +55,8 @@ class Entry:
 
 
 class RunningBatch:
-    """The rows that answer, a seat of one cache for each, and the logits of their next tokens.
-
-    The decode step computes every seat, taken or not. With a compiled step, there are as many seats as one of the
-    compiled sizes has; otherwise a batch that grows while it runs doubles. Arguments as in `Scheduler`.
-    """
+    """The rows that answer, a seat of one cache for each, which the decode step computes taken or not, and their
+    logits. There are as many seats as a compiled size has; without one, a batch that grows while it runs doubles."""
 
     def __init__(self, model: LanguageModel, vocab_size: int, max_rows: int, compiled: CompiledDecode | None) -> None:
         self._model, self._vocab_size, self._max_rows, self._compiled = model, vocab_size, max_rows, compiled
@@ -177,10 +174,8 @@ class RunningBatch:
 
 
 class Scheduler:
-    """The running batch, the wave that is being read, and the rows that wait. Not thread-safe.
-
-    vocab_size: tokens of the tokenizer, the model's vocabulary may be padded; filler: a token id for padding.
-    """
+    """The running batch, the wave that is being read, and the rows that wait. Not thread-safe. filler: a token for
+    padding."""
 
     def __init__(
         self,

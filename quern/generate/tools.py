@@ -52,11 +52,8 @@ _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
 
 
 def calculate(expression: str) -> str:
-    """The value of an arithmetic expression in decimal notation: "579", "2.5", "-3.333333333".
-
-    Supports + - * / // % ** and unary signs, parentheses, integers and decimal numbers, commas between thousands, and
-    × ÷ −. Raises ToolError for anything else, a division by zero, or a number that is too large.
-    """
+    """The value of an arithmetic expression in decimal notation: "579", "2.5", "-3.333333333". Raises ToolError for one
+    that is not made of + - * / // % **, parentheses and numbers, a division by zero, or a number that is too large."""
     if len(expression) > MAX_CHARACTERS:
         raise ToolError(f"the expression has {len(expression)} characters; the calculator takes {MAX_CHARACTERS}")
     text = ascii_signs(expression).strip()

@@ -113,10 +113,8 @@ def metadata(shape: ResolvedModel, tokenizer: Tokenizer, name: str) -> dict[str,
 
 
 def other_ids(tokenizer: Tokenizer) -> str:
-    """Why llama.cpp would give some texts other ids than the tokenizer does, with a measured share; "" if it does not.
-
-    The share is measured with quern's own encoder under both split patterns (`sample_texts`).
-    """
+    """Why llama.cpp would give some texts other ids than the tokenizer does, with a share measured by quern's own
+    encoder under both split patterns (`sample_texts`); "" if it does not."""
     lost = len(tokenizer.merges) - len(merge_pairs(tokenizer))
     if lost:
         return f"llama.cpp never forms {lost:,} of the tokenizer's {len(tokenizer.merges):,} merges"

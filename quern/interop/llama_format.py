@@ -101,10 +101,8 @@ def weights_to(weights: Mapping[str, Tensor], depth: int, names: Names = HF) -> 
 
 
 def weights_from(weights: Mapping[str, Tensor], depth: int, *, tied: bool) -> dict[str, Tensor]:
-    """Hugging Face's weights with quern's names. tied: the head is the embedding, of which quern gets a copy.
-
-    Raises ValueError, which names them, for weights that are missing or belong to another architecture.
-    """
+    """Hugging Face's weights with quern's names; of a tied head, a copy. ValueError names weights that miss or are too
+    many."""
     left = {name: tensor for name, tensor in weights.items() if not name.endswith("rotary_emb.inv_freq")}
     if tied:
         left.setdefault(HF.outside["head.weight"], left.get(HF.outside["embedding.weight"], torch.empty(0)))

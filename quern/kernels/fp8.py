@@ -86,10 +86,8 @@ def _(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype
 
 @cache
 def has_fast_product(device: torch.device) -> bool:
-    """Whether `torch._scaled_mm` runs on the device, is correct, and is not much slower than its emulation.
-
-    A tiny product decides. Libraries also run it on processors without FP8 units, a thousand times slower.
-    """
+    """Whether `torch._scaled_mm` runs on the device, is correct, and is not much slower than its emulation, as it is
+    where the processor has no FP8 units. A tiny product decides."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(64, 64, generator=generator).to(device) for _ in range(2))
     try:
@@ -115,10 +113,8 @@ def _best_seconds(a: Quantised, b: Quantised, *, emulated: bool) -> float:
 
 
 def fp8_linear(x_ND: Tensor, weight_OD: Tensor, emulated: bool) -> Tensor:
-    """x Wᵀ → (N, O) in x's dtype, with dynamic scales, in FP8 forward and backward.
-
-    Raises ValueError unless N, D and O are multiples of 16.
-    """
+    """x Wᵀ → (N, O) in x's dtype, in FP8 forward and backward with dynamic scales. ValueError: no multiple
+    of 16."""
     if x_ND.size(0) % MULTIPLE:
         raise ValueError(f"{x_ND.size(0)} tokens cannot be multiplied in FP8: hand in a multiple of {MULTIPLE}")
     return _Linear.apply(x_ND, weight_OD, emulated)
@@ -153,12 +149,9 @@ class HeadScales:
 
     @classmethod
     def for_width(cls, width: int) -> HeadScales:
-        """The scales at which the bounds become the largest numbers of the formats.
-
-        As modded-nanogpt: x is normed, so that no entry exceeds sqrt(width), and weights are assumed to stay within 24.
-        The gradient's bound is divided by E5M2's largest number; modded-nanogpt divides by E4M3's, a bug that
-        nanochat's log points out (docs/numerics.md has the measured difference).
-        """
+        """The scales at which the bounds become the largest numbers of the formats: x is normed, so no entry exceeds
+        sqrt(width), and weights are assumed to stay within 24, as modded-nanogpt has it. It divides the gradient's
+        bound by E4M3's largest number, a bug that nanochat's log points out (docs/numerics.md); here it is E5M2's."""
         return cls(math.sqrt(width) / 448, 24 / 448, 1 / 57344)
 
 

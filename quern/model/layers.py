@@ -23,11 +23,8 @@ Rotary = tuple[Tensor, Tensor]
 
 
 class Draw:
-    """Sets the initial values of a model's parameters, each from a generator of its own.
-
-    The generator of a parameter is seeded by (seed, name), so a parameter that an idea adds leaves the initial values
-    of all others unchanged.
-    """
+    """Sets the initial values of a model's parameters, each from a generator seeded by (seed, name): a parameter that
+    an idea adds leaves the values of all others unchanged."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._seed = seed
@@ -76,10 +73,8 @@ class Embedding(nn.Embedding):
 
 
 class SquaredReluMLP(nn.Module):
-    """D → 4D → D with ReLU² in between (Primer, arXiv 2109.08668).
-
-    up_share: the first matrix starts uniform with this share of the deviation 1/sqrt(width); the second at zero.
-    """
+    """D → 4D → D with ReLU² in between (Primer, arXiv 2109.08668). up_share: of 1/sqrt(width), for the
+    first matrix."""
 
     def __init__(self, width: int, up_share: float) -> None:
         super().__init__()

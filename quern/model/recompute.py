@@ -29,10 +29,7 @@ def recompute(model: Any, blocks: int) -> None:
 
 def wrap_calls(module: nn.Module, wrapper: Callable[..., Any]) -> Callable[[], None]:
     """Makes calls of a module, its hooks and compiled code included, go through `wrapper(call, *args, **kwargs)`.
-
-    Returns:
-        A function that restores the module.
-    """
+    Returns a function that restores it."""
     before = module._compiled_call_impl  # what nn.Module calls in place of itself, if anything
     call = before or module._call_impl
     module._compiled_call_impl = partial(wrapper, call)

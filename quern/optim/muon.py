@@ -33,10 +33,8 @@ Apply = Callable[[Tensor, Tensor, Scalar, Scalar], None]
 
 
 def polar_express(x_NRC: Tensor, steps: int = 5) -> Tensor:
-    """Brings singular values to about 1 in `steps` quintic steps; keeps singular vectors. Computed in x's dtype.
-
-    Five steps bring values above 1/1000 of the Frobenius norm near 1; from the sixth step on the iteration converges.
-    """
+    """Brings singular values above 1/1000 of the Frobenius norm to about 1 in five quintic steps, in x's
+    dtype."""
     return _iterate(x_NRC, polar_coefficients(steps), margin=POLAR_MARGIN)
 
 
@@ -67,11 +65,9 @@ def nesterov_(momentum_NRC: Tensor, grad_NRC: Tensor, momentum: Scalar) -> Tenso
 
 
 def equal_rows(x_NRC: Tensor) -> Tensor:
-    """Scales every row to norm 1, so that no row dominates the spectrum that is orthogonalised. Zero rows stay zero.
-
-    MuonEq-R (arXiv 2603.28254) rescales to the mean row norm instead; the first scaling of the orthogonalisation makes
-    the two equal. Rows below a millionth of the mean count as zero.
-    """
+    """Scales every row to norm 1, so that none dominates the spectrum; rows below a millionth of the mean count as
+    zero. MuonEq-R (arXiv 2603.28254) scales to the mean norm, which the first scaling of the orthogonalisation makes
+    equal."""
     norm = torch.linalg.vector_norm(x_NRC, dim=-1, keepdim=True)
     floor = ROW_FLOOR * norm.square().mean(dim=-2, keepdim=True).sqrt()
     return x_NRC / (torch.maximum(norm, floor) + TINY)
@@ -101,10 +97,8 @@ def reduce_variance_(x_NRC: Tensor, second: Tensor, beta2: Scalar) -> Tensor:
 
 
 def cautious_step_(master_NRC: Tensor, update_NRC: Tensor, lr: Scalar, weight_decay: Scalar) -> None:
-    """master -= lr · (update + decay · master), with decay only where the update shrinks the weight.
-
-    Cautious weight decay (arXiv 2510.12402); the mask is update · master >= 0.
-    """
+    """master -= lr · (update + decay · master), with decay only where update · master ≥ 0 (arXiv
+    2510.12402)."""
     against = (update_NRC * master_NRC).sign_().clamp_(max=0)  # -1 or 0; `where` is ten times slower on a CPU
     decayed = torch.addcmul(master_NRC, against, master_NRC)
     master_NRC.sub_(decayed.mul_(weight_decay).add_(update_NRC).mul_(lr))

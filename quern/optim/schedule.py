@@ -31,11 +31,8 @@ class Multipliers(NamedTuple):
 def learning_rate(
     step: float, steps: int, *, warmup_steps: int = 40, warmdown_share: float = 0.65, final: float = 0.05
 ) -> float:
-    """Rises linearly over `warmup_steps` (1/warmup_steps at step 0), stays at 1, then falls linearly over the last
-    `warmdown_share` of the run to `final`, which it reaches one step after the last.
-
-    Where the ramps of a short run overlap, the lower one applies.
-    """
+    """Rises linearly over `warmup_steps`, stays at 1, then falls linearly over the last `warmdown_share` of the run to
+    `final`, one step after the last. Where the ramps of a short run overlap, the lower one applies."""
     up = (step + 1) / warmup_steps if warmup_steps > 0 else 1.0
     return min(1.0, up, _down(step, steps, warmdown_share, 1.0, final))
 
@@ -50,10 +47,8 @@ def muon_momentum(
     peak: float = 0.97,
     final: float = 0.90,
 ) -> float:
-    """Rises from `start` to `peak` over `warmup_steps`, then falls linearly to `final` over the warm-down.
-
-    Where the ramps of a short run overlap, the lower one applies.
-    """
+    """Rises from `start` to `peak`, then falls linearly to `final` over the warm-down; where both overlap, the lower
+    applies."""
     up = start + (peak - start) * min(1.0, step / warmup_steps) if warmup_steps > 0 else peak
     return min(up, _down(step, steps, warmdown_share, peak, final))
 

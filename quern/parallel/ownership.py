@@ -104,11 +104,8 @@ def units_together(units: int, size: int, most: int, largest: int, ranks: int) -
 
 
 def share_out(units: int, cost: int, work: list[list[int]], whole: bool) -> tuple[int, ...]:
-    """Divides units of one cost among the ranks, and returns the cuts between the owners.
-
-    work: of each shard of each replica, increased by the units' cost; whole: every shard updates all units of its
-    replica.
-    """
+    """Divides units of one cost among the ranks, and returns the cuts between the owners. work: of each shard of each
+    replica, which grows; whole: every shard updates all units of its replica."""
     counts: list[int] = []
     for shards, count in zip(work, _spread(units, cost, [sum(shards) for shards in work]), strict=True):
         parts = [count] if whole else _spread(count, cost, shards)

@@ -90,13 +90,11 @@ def plan_of(model: Any) -> ShardingPlan:
 
 
 def shard_model(model: Any, mesh: Mesh, plan: ShardingPlan | None = None) -> Any:
-    """Cuts a whole model into this process's shard, in place, and returns it.
+    """Cuts a whole model, whose weights are equal on every rank, into this process's shard, in place, and returns it.
 
-    Call this before FP8, compilation and the optimizer, with weights that are equal on every rank. The model's
-    interface does not change: it takes whole rows of tokens, and returns hidden states of all tokens and `logits` over
-    the whole vocabulary. Its loss is `model.criterion`.
-
-    Raises ValueError, with nothing changed, when the plan misses a parameter or the sizes do not divide.
+    Call this before FP8, compilation and the optimizer. The interface does not change: whole rows of tokens in, hidden
+    states of all tokens and `logits` over the whole vocabulary out; the loss is `model.criterion`. Raises ValueError,
+    with nothing changed, when the plan misses a parameter or the sizes do not divide.
     """
     group = mesh.model
     if group.size == 1:

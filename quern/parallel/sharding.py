@@ -17,10 +17,8 @@ from torch.nn import Parameter
 
 @dataclass(frozen=True)
 class Sharding:
-    """Along dimension `dim` this process holds indices offset … offset + size - 1 of `whole` logical indices.
-
-    The local tensor may be longer than `size` along `dim`: the rest is padding, whose gradient is zero.
-    """
+    """Along `dim`, this process holds indices offset … offset + size - 1 of `whole`; what is longer is padding without
+    gradient."""
 
     dim: int
     offset: int

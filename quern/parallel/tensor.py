@@ -198,10 +198,8 @@ class Stream:
 
 
 class StreamDropout(nn.Dropout):
-    """Dropout of a part of the tokens. Every shard draws for all tokens and takes its part.
-
-    So shards need the same seed. If the tokens divide, the result is that of one process.
-    """
+    """Dropout of a part of the tokens: every shard draws for all tokens by one seed, as one process, and takes its
+    part."""
 
     group: ProcessGroup
 

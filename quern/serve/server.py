@@ -140,10 +140,8 @@ def serve(app: Starlette, listeners: Sequence[socket.socket], trusted: Sequence[
 
 @contextlib.contextmanager
 def ended_by_signals(stop: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """SIGTERM and SIGINT call `stop`, a signal handler that asks the body to end; SIGINT then raises KeyboardInterrupt.
-
-    SIGTERM is a normal end: Docker and scripts would read the default, death by the signal, as a failure.
-    """
+    """SIGTERM and SIGINT call `stop`, a handler that asks the body to end normally; SIGINT then raises
+    KeyboardInterrupt."""
     interrupted = False
 
     def end(number: int, frame: FrameType | None) -> None:

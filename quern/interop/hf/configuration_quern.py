@@ -12,22 +12,10 @@ from transformers import PretrainedConfig
 
 
 class QuernConfig(PretrainedConfig):
-    """The fields that both architectures have.
+    """The fields that both architectures have, most with the names of Llama's.
 
-    Args:
-        vocab_size: The number of tokens.
-        hidden_size: The width of the residual stream.
-        num_hidden_layers: The number of blocks.
-        num_attention_heads: Query heads.
-        num_key_value_heads: Key and value heads; None for as many as query heads.
-        head_dim: Channels of a head.
-        max_position_embeddings: The length of the rows in training, in tokens. Longer inputs compute without an error.
-        windows: For each layer, the tokens that a query sees, itself included; None is all of them.
-        rope_base: The base of the rotary frequencies.
-        softcap: The bound of the logits; see `cap` of the model.
-        bos_token_id: The token that every document begins with.
-        initializer_range: The standard deviation of new weights; loaded weights do not need it.
-        kwargs: Of `PretrainedConfig`.
+    max_position_embeddings: Tokens of a row in training; longer inputs compute without an error. windows: For each
+    layer, the tokens that a query sees, itself included; None is all of them. softcap: See `cap` of the model.
     """
 
     keys_to_ignore_at_inference = ["past_key_values"]

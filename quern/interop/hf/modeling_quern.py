@@ -171,23 +171,16 @@ class QuernForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """The logits of the next tokens.
+        """The logits of the next tokens (B, N, V) in fp32, the loss and the cache. Raises ValueError for an argument
+        that is missing or not supported.
 
         Args:
             input_ids: (B, T) tokens of the whole text, also of what the cache holds.
             attention_mask: (B, T): 1 for a token, 0 for padding on the left or right; None: no padding.
             past_key_values: The cache; the tokens that it does not hold are new.
             labels: (B, T) tokens as `input_ids`, -100 where no loss is wanted; the loss shifts them itself.
-            use_cache: Whether to begin a cache.
             logits_to_keep: Only the last so many logits, or the logits at these indices; 0: of all new tokens.
-            return_dict: False for a tuple.
             kwargs: `num_items_in_batch`, which the loss is divided by.
-
-        Returns:
-            `logits` (B, N, V) in fp32, `loss`, `past_key_values`.
-
-        Raises:
-            ValueError: An argument is missing or not supported.
         """
         items = {name: kwargs.pop(name) for name in ("num_items_in_batch",) if name in kwargs}
         unknown = [name for name, value in kwargs.items() if value is not None and value is not False]

@@ -39,10 +39,8 @@ def attend(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale
 def attend_in_blocks(
     q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None = None
 ) -> Tensor:
-    """Batched products over blocks of queries and the keys they see (blocked.py), for CPUs, correct on any device.
-
-    Without a window it keeps half of all probabilities for the backward pass.
-    """
+    """Products over blocks of queries and the keys they see (blocked.py), for CPUs. Without a window, half of all
+    probabilities are kept for the backward pass."""
     scale = scale_or_default(scale, q_BTHE)
     q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2).contiguous() for x in (q_BTHE, k_BTKE, v_BTKE))
     fixed, varying = split_window(mask.window, q_BTHE.size(1))

@@ -42,12 +42,9 @@ ORDINARY = Deadlines()
 
 
 class Connections:
-    """Every open connection of a server.
-
-    trusted: proxies, of which each may have all connections, another address half of them. most: connections in all, by
-    default half of the files that the process may open; when they are taken, the one that has waited longest for a
-    request is closed for a new one. parse: makes uvicorn's protocol, which parses HTTP.
-    """
+    """Every open connection of a server. A proxy, in `trusted`, may have all connections, another address half of them.
+    When all are taken, the one that has waited longest for a request is closed for a new one. parse: makes uvicorn's
+    protocol."""
 
     def __init__(
         self,

@@ -65,10 +65,8 @@ class Keys:
 
 
 class KeysFile(Keys):
-    """The keys of a file, read again when it has changed; unreadable then, the keys that were read last stay.
-
-    Raises ValueError for a file that cannot be read, or has no key.
-    """
+    """The keys of a file, read again when it has changed; if it is unreadable then, the keys that were read
+    last stay."""
 
     def __init__(self, path: Path, log: Callable[[str], None]) -> None:
         self._path, self._log, self._seen = path, log, _version(path)
@@ -116,11 +114,8 @@ def _parse(path: Path) -> dict[bytes, str]:
 
 
 def change_keys(action: str, name: str, path: Path) -> list[str]:
-    """Adds the key of a holder to a file, removes it, or lists the holders; returns lines for the user.
-
-    A new key is in them and nowhere else. Raises ValueError for a name that is missing, impossible, taken or not in the
-    file, and for a damaged file.
-    """
+    """Adds a holder's key, removes it, or lists the holders. Returns lines for the user, where alone a new key is
+    shown."""
     holders = list(_parse(path).values()) if path.exists() else []
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     if action == "list":
