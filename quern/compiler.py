@@ -80,15 +80,14 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Returns `function`, which torch.compile does not trace. torch.compiler.disable imports the compiler
-    at once."""
+    """Returns `function`, which torch.compile does not trace (torch.compiler.disable imports it at once)."""
     return _disable_dynamo(function)
 
 
 @cache
 def problem(device_type: str) -> str | None:
-    """Compiles and runs a tiny function on "cpu", "cuda" or "mps"; None if that works, else the reason, ≤ 120
-    characters."""
+    """Compiles a tiny function on "cpu", "cuda" or "mps". Returns None if that works, else the reason in
+    short."""
     if device_type == "mps":
         return "not supported by PyTorch on MPS for this model"
     logging.getLogger("torch._inductor").setLevel(logging.ERROR)  # read when torch._inductor is imported

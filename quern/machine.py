@@ -67,7 +67,7 @@ class Machine:
         return tensor.to(self.device, non_blocking=True)
 
     def read_later(self, tensor: torch.Tensor) -> Callable[[], list[Any]]:
-        """Starts to copy a tensor to the host; returns a function that waits for this copy alone, and returns its
+        """Starts to copy a tensor to the host. Returns a function that waits for it and returns its
         `tolist`."""
         if self.device.type != "cuda":
             return tensor.tolist

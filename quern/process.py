@@ -114,8 +114,8 @@ def start(
 
 @contextmanager
 def replying() -> Iterator[Callable[[Any], None]]:
-    """In a child: yields a function that sends one answer. An exception in the body is the last one,
-    {"error": …}."""
+    """In a child: yields a function that sends one answer. An exception in the body is sent as {"error":
+    …}."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # other output must not mix with the answers
 
@@ -142,8 +142,7 @@ def end_with_parent(requests: Iterable[Any]) -> None:
 
 
 def while_parent_lives(requests: Iterable[Any]) -> Iterator[Any]:
-    """In a child: the requests, none of them None; the process ends when its parent does, also during a
-    computation."""
+    """In a child: the requests, none of them None. The process ends with its parent, at any moment."""
     waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=end_with_parent, args=(map(waiting.put, requests),), daemon=True).start()
     return iter(waiting.get, None)

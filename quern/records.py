@@ -54,8 +54,7 @@ class Tracker(Protocol):
 
 
 class Records:
-    """The destination of a stage's numbers. This one discards them, for ranks other than 0, of which `StageFolder`
-    writes `path`."""
+    """The destination of a stage's numbers. This one, for ranks other than 0, discards them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

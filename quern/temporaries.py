@@ -108,8 +108,7 @@ def take_turn(lock: TextIO, does: str, log: Callable[[str], None] = to_stderr) -
 
 
 def remove_abandoned(folder: Path, name: str = "*") -> None:
-    """Removes the temporaries directly in a folder, which may be missing, whose owners have exited. name: a glob
-    pattern."""
+    """Removes the temporaries in a folder, if it exists, whose owners have exited. name: a glob pattern."""
     for path in folder.glob(f".{name}.tmp-*"):
         try:
             if path.lstat().st_uid != os.getuid():

@@ -19,8 +19,8 @@ HEAD = ("token", "probability", "likeliest other tokens")
 
 
 def xray(tokenizer: Tokenizer, reply: Completion) -> str:
-    """A table with a line for each token, in colours if standard output is a terminal. Probabilities are at temperature
-    1."""
+    """A table with a line for each token, in colours if stdout is a terminal. Probabilities are at
+    temperature 1."""
     if not reply.logprobs:
         raise ValueError("the reply has no probabilities")
     names = [token_name(tokenizer, token) for token in reply.ids]

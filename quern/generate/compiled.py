@@ -141,8 +141,7 @@ def _side_by_side(model: LanguageModel) -> tuple[LanguageModel, list[tuple[Tenso
 
 
 def _of_arguments(guards: Sequence[Any]) -> list[bool]:
-    """Selects the guards that run at every call, the owner and the rows: guards on their parts would cost a twentieth
-    of a step."""
+    """Selects the guards on the owner and the rows: those on their parts would cost a twentieth of a step."""
     return [guard.name in ARGUMENTS for guard in guards]
 
 

@@ -174,8 +174,7 @@ class RunningBatch:
 
 
 class Scheduler:
-    """The running batch, the wave that is being read, and the rows that wait. Not thread-safe. filler: a token for
-    padding."""
+    """The running batch, the wave that is being read, and the rows that wait. Not thread-safe."""
 
     def __init__(
         self,

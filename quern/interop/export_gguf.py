@@ -68,8 +68,7 @@ def neighbours(weight: Tensor, head_dim: int) -> Tensor:
 
 
 def metadata(shape: ResolvedModel, tokenizer: Tokenizer, name: str) -> dict[str, Any]:
-    """Key → str, bool, int (stored as uint32), float (float32) or a list. Raises ValueError for too few
-    embeddings."""
+    """Key → str, bool, int (stored as uint32), float (float32) or a list."""
     spare = shape.vocab_size - tokenizer.vocab_size
     if spare < 0:
         raise ValueError(f"the model has {shape.vocab_size:,} embeddings for {tokenizer.vocab_size:,} tokens")
@@ -188,8 +187,7 @@ def run(
 
 
 def kinds_of(weights: Mapping[str, Tensor], kind: str, log: Callable[[str], None]) -> dict[str, str]:
-    """Name → type: `kind` for matrices, F32 for vectors, F16 where Q8_0's blocks do not fit. ValueError: fp16
-    overflows."""
+    """Name → type: `kind` for matrices, F32 for vectors, F16 where Q8_0's blocks do not fit."""
     kinds = {name: kind if weight.dim() > 1 else "F32" for name, weight in weights.items()}
     ragged = [name for name in kinds if kinds[name] == "Q8_0" and weights[name].size(-1) % BLOCK]
     if ragged:
@@ -202,8 +200,7 @@ def kinds_of(weights: Mapping[str, Tensor], kind: str, log: Callable[[str], None
 
 
 def write(path: Path, facts: Mapping[str, Any], weights: Mapping[str, Tensor], kinds: Mapping[str, str]) -> None:
-    """Writes the file whole or not at all, one tensor in memory at a time. facts: metadata; kinds: of the
-    weights."""
+    """Writes the file whole or not at all, one tensor in memory at a time. kinds: types of the weights."""
     gguf = library()
     types = {name: gguf.GGMLQuantizationType[kind] for name, kind in kinds.items()}
     with whole_file(path) as temporary:

@@ -23,8 +23,7 @@ from quern.text.tokenizer import Tokenizer
 
 
 class Names(NamedTuple):
-    """A format's names of a Llama's weights, by quern's: outside of the blocks and in one. gate_up: the two that
-    quern stacks."""
+    """A format's names of a Llama's weights, by quern's. gate_up: the two that quern stacks."""
 
     outside: Mapping[str, str]
     block: str
@@ -69,8 +68,7 @@ RANGES = {
 
 
 def load_llama(run_dir: RunDir, stage: str | None, log: Callable[[str], None]) -> LoadedModel:
-    """Loads the newest intact checkpoint of a stage. Raises FileNotFoundError for a missing run, ValueError for no
-    Llama."""
+    """Loads the newest intact checkpoint of a stage. Raises ValueError for a model that is no Llama."""
     loaded = load(run_dir, detect("cpu", "fp32", compile=False), log, stage)
     if type(loaded.model) is not Llama:
         raise ValueError(
@@ -101,8 +99,7 @@ def weights_to(weights: Mapping[str, Tensor], depth: int, names: Names = HF) -> 
 
 
 def weights_from(weights: Mapping[str, Tensor], depth: int, *, tied: bool) -> dict[str, Tensor]:
-    """Hugging Face's weights with quern's names; of a tied head, a copy. ValueError names weights that miss or are too
-    many."""
+    """Hugging Face's weights with quern's names. Raises ValueError, naming missing and foreign ones."""
     left = {name: tensor for name, tensor in weights.items() if not name.endswith("rotary_emb.inv_freq")}
     if tied:
         left.setdefault(HF.outside["head.weight"], left.get(HF.outside["embedding.weight"], torch.empty(0)))

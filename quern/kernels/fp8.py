@@ -113,8 +113,7 @@ def _best_seconds(a: Quantised, b: Quantised, *, emulated: bool) -> float:
 
 
 def fp8_linear(x_ND: Tensor, weight_OD: Tensor, emulated: bool) -> Tensor:
-    """x Wᵀ → (N, O) in x's dtype, in FP8 forward and backward with dynamic scales. ValueError: no multiple
-    of 16."""
+    """x Wᵀ → (N, O) in x's dtype, in FP8 forward and backward with dynamic scales."""
     if x_ND.size(0) % MULTIPLE:
         raise ValueError(f"{x_ND.size(0)} tokens cannot be multiplied in FP8: hand in a multiple of {MULTIPLE}")
     return _Linear.apply(x_ND, weight_OD, emulated)

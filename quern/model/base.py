@@ -69,12 +69,10 @@ class LanguageModel(nn.Module):
     """The kernel of the loss. parallel/ replaces it where the head holds a part of the vocabulary."""
 
     def read_vocabulary(self, tokens: Sequence[bytes]) -> None:
-        """Training calls this first with the bytes of each token, by id, empty for special ones: some losses depend on
-        them."""
+        """Training calls this first with the bytes of each token by id, on which some losses depend."""
 
     def context(self, tokens_BT: Tensor, progress: float = 1.0) -> CausalContext:
-        """The context in which training and evaluation read whole rows (B, T). progress: share of the run, 1 in
-        evaluation."""
+        """The context in which training and evaluation read whole rows. progress: share of the run."""
         return CausalContext(progress=progress)
 
     def logits(self, x_BTD: Tensor) -> Tensor:
@@ -106,8 +104,7 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """Fills every parameter: each module's `init_parameters(draw)` fills what the module owns. ValueError names
-        gaps."""
+        """Fills every parameter by the `init_parameters(draw)` of its module. Raises ValueError for gaps."""
         draw = Draw(self, seed)
         for module in self.modules():
             if hasattr(module, "init_parameters"):

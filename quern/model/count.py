@@ -53,7 +53,7 @@ class Counts:
 
 
 def count(model: LanguageModel) -> Counts:
-    """Counts a whole model, before it is cut for several ranks. Raises ValueError for a group of parameters without a
+    """Counts a whole model, before it is cut for several ranks. Raises ValueError for a group without a
     kind."""
     shape, layers = model.shape, len(model.attention_layers)
     return Counts(_parameters(model), kv_elements_per_token=2 * layers * shape.kv_heads * shape.head_dim)

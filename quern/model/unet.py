@@ -49,8 +49,7 @@ def value_embedding_of(layer: int, depth: int) -> int | None:
 
 
 def half_rotary_table(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of `rope.py`: half of the pairs turn, from 1 to 1/base radians per token, the
-    others stand."""
+    """Cosines and sines of `rope.py`: half of the pairs turn, by 1 to 1/base radians per token."""
     turning = torch.linspace(0, 1, head_dim // 4, dtype=torch.float32, device=positions.device)
     return rotary_angles(positions, F.pad(base**-turning, (0, head_dim // 2 - head_dim // 4)))
 

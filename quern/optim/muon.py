@@ -33,8 +33,7 @@ Apply = Callable[[Tensor, Tensor, Scalar, Scalar], None]
 
 
 def polar_express(x_NRC: Tensor, steps: int = 5) -> Tensor:
-    """Brings singular values above 1/1000 of the Frobenius norm to about 1 in five quintic steps, in x's
-    dtype."""
+    """Brings singular values above 1/1000 of the Frobenius norm to about 1 in five steps, in x's dtype."""
     return _iterate(x_NRC, polar_coefficients(steps), margin=POLAR_MARGIN)
 
 
@@ -97,8 +96,7 @@ def reduce_variance_(x_NRC: Tensor, second: Tensor, beta2: Scalar) -> Tensor:
 
 
 def cautious_step_(master_NRC: Tensor, update_NRC: Tensor, lr: Scalar, weight_decay: Scalar) -> None:
-    """master -= lr · (update + decay · master), with decay only where update · master ≥ 0 (arXiv
-    2510.12402)."""
+    """master -= lr · (update + decay · master), decay only where update · master ≥ 0 (arXiv 2510.12402)."""
     against = (update_NRC * master_NRC).sign_().clamp_(max=0)  # -1 or 0; `where` is ten times slower on a CPU
     decayed = torch.addcmul(master_NRC, against, master_NRC)
     master_NRC.sub_(decayed.mul_(weight_decay).add_(update_NRC).mul_(lr))

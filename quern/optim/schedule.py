@@ -47,7 +47,7 @@ def muon_momentum(
     peak: float = 0.97,
     final: float = 0.90,
 ) -> float:
-    """Rises from `start` to `peak`, then falls linearly to `final` over the warm-down; where both overlap, the lower
+    """Rises from `start` to `peak`, falls to `final` over the warm-down; where both overlap, the lower
     applies."""
     up = start + (peak - start) * min(1.0, step / warmup_steps) if warmup_steps > 0 else peak
     return min(up, _down(step, steps, warmdown_share, peak, final))

@@ -17,8 +17,7 @@ from torch.nn import Parameter
 
 @dataclass(frozen=True)
 class Sharding:
-    """Along `dim`, this process holds indices offset … offset + size - 1 of `whole`; what is longer is padding without
-    gradient."""
+    """Along `dim`, this process holds indices offset … offset + size - 1 of `whole`; the rest is padding."""
 
     dim: int
     offset: int
@@ -54,8 +53,7 @@ class Slice:
 
 
 def sliced(tensor: Tensor, sharding: Sharding | None, first_row: int, rows: int, *, saved: bool) -> Slice | None:
-    """Describes `tensor`, rows first_row … of a parameter's local part, as a slice of the logical tensor; None for
-    padding."""
+    """Describes `tensor`, rows first_row … of a parameter's local part, as a slice; None for padding."""
     offsets, whole = [0] * tensor.ndim, list(tensor.shape)
     offsets[0], whole[0] = first_row, rows
     if sharding is not None:

@@ -198,8 +198,7 @@ class Stream:
 
 
 class StreamDropout(nn.Dropout):
-    """Dropout of a part of the tokens: every shard draws for all tokens by one seed, as one process, and takes its
-    part."""
+    """Dropout of a part of the tokens: every shard draws for all tokens by one seed, and takes its part."""
 
     group: ProcessGroup
 

@@ -28,8 +28,8 @@ LOOK_SECONDS, RESTART_SECONDS = 0.2, 1.0
 
 @dataclass(frozen=True)
 class Place:
-    """The place of this process, `number` from 0, among the replicas. own_port: of this one alone, 0 for any; link: to
-    the parent."""
+    """The place of this process among the replicas. own_port: of this one alone, 0 for any; link: to the
+    parent."""
 
     number: int
     port: int

@@ -97,7 +97,7 @@ async def give_memory_back() -> None:
 
 
 def configure(app: ASGIApp, trusted: Sequence[str] = (), connections: Connections | None = None, **more: Any) -> Any:
-    """uvicorn's configuration with bounds on connections. trusted: proxies whose X-Forwarded-For and -Proto are
+    """uvicorn's configuration with bounds on connections. trusted: proxies whose X-Forwarded-… are
     believed."""
     connections = connections or Connections(trusted)
     http: Any = connections.make
@@ -140,8 +140,7 @@ def serve(app: Starlette, listeners: Sequence[socket.socket], trusted: Sequence[
 
 @contextlib.contextmanager
 def ended_by_signals(stop: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """SIGTERM and SIGINT call `stop`, a handler that asks the body to end normally; SIGINT then raises
-    KeyboardInterrupt."""
+    """SIGTERM and SIGINT call `stop`, which asks the body to end; SIGINT then raises KeyboardInterrupt."""
     interrupted = False
 
     def end(number: int, frame: FrameType | None) -> None:

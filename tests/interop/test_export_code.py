@@ -24,6 +24,8 @@ from tests.support.exported_code import exported, load_exported, model_of, modul
 from tests.support.llama_run import llama_recipe, write_run
 from tests.support.toy_engine import toy_tokenizer
 
+pytestmark = pytest.mark.usefixtures("eager")
+
 KINDS = ("gpt", "unet")
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_QUERN = """
@@ -43,8 +45,6 @@ except ImportError:
 else:
     raise AssertionError("quern can be imported")
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-pytestmark = pytest.mark.usefixtures("eager")
 
 found = []
 for folder in sys.argv[1:]:

@@ -85,8 +85,7 @@ def _heads(x_BKTE: Tensor, groups: int) -> Tensor:
 
 
 def kept_elements(q_BHTE: Tensor, window: int) -> int:
-    """The number of probabilities that the window needs room for; documents, and a narrower window in a tensor, need
-    fewer."""
+    """The most probabilities that the window needs room for; documents and narrower windows need fewer."""
     B, H, T, _ = q_BHTE.shape
     return B * H * sum((block.last - block.first) * (block.last - block.low) for block in _blocks(T, window, None))
 

@@ -65,8 +65,7 @@ class Keys:
 
 
 class KeysFile(Keys):
-    """The keys of a file, read again when it has changed; if it is unreadable then, the keys that were read
-    last stay."""
+    """The keys of a file, read again when it has changed; if it is then unreadable, the last ones stay."""
 
     def __init__(self, path: Path, log: Callable[[str], None]) -> None:
         self._path, self._log, self._seen = path, log, _version(path)
@@ -114,8 +113,8 @@ def _parse(path: Path) -> dict[bytes, str]:
 
 
 def change_keys(action: str, name: str, path: Path) -> list[str]:
-    """Adds a holder's key, removes it, or lists the holders. Returns lines for the user, where alone a new key is
-    shown."""
+    """Adds a holder's key, removes it, or lists the holders. Returns lines for the user, the new key in
+    them."""
     holders = list(_parse(path).values()) if path.exists() else []
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     if action == "list":
