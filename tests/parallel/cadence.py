@@ -15,8 +15,8 @@ from quern.parallel.plan import shard_model
 from quern.parallel.zero2 import Zero2
 from quern.recipe import OptimRecipe
 from quern.train import checkpoint, manifest
-from quern.train.state import TrainState, build_model, build_state
-from tests.parallel.compared import Snapshot, advance, apart, recipe, small_cuts, state_apart
+from quern.train.state import TrainState, build_state
+from tests.parallel.compared import Snapshot, advance, apart, moved, recipe, small_cuts, state_apart
 from tests.support.deviation import deviation
 from tests.support.toy_training import CPU, toy_loader
 
@@ -68,12 +68,7 @@ def cadence_state(mesh: Mesh) -> TrainState:
     asked = recipe()
     optim = OptimRecipe(lr_scale=0.01, decay_scale=0.1, width_scale=1.0, eps=1e-4)  # as in `compared.optimized_shards`
     asked = replace(asked, make_rules=rules, optim=optim, model=replace(asked.model, kv_heads=2))
-    model = build_model(asked, CPU, 0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    return build_state(asked, CPU, shard_model(model, mesh), mesh)
+    return build_state(asked, CPU, shard_model(moved(asked), mesh), mesh)
 
 
 def step_of(state: TrainState, mesh: Mesh, step: int) -> Any:

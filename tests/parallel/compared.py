@@ -141,19 +141,25 @@ def saved_shards(mesh: Mesh, architecture: str, source: str | None, target: str)
         for step in range(3):
             advance(state, _rows(mesh, step)[1], step, 2, None)
     else:
-        gather(state)
-        with torch.no_grad():
-            for parameter in state.model.parameters():
-                parameter.zero_()
-        tensors, meta = checkpoint.load(manifest.path_of(Path(source), 3))
-        state.restore(tensors, meta["state"])
-        differing = [n for n, part in state.slices().items() if not torch.equal(part.tensor, part.of(tensors[n]))]
-        gather(state)
-        for name, parameter in state.model.named_parameters():
-            part = sliced(parameter.detach(), sharding_of(parameter), 0, len(parameter), saved=True)
-            if part is not None and not torch.equal(part.tensor, part.of(tensors[f"master.{name}"])):
-                differing.append(name)
+        differing = restored(state, source)
     checkpoint.save(Path(target), 3, state.slices(), {"state": state.meta()}, keep=1, mesh=mesh)
+    return differing
+
+
+def restored(state: TrainState, source: str) -> list[str]:
+    """Loads a checkpoint; returns what differs in a bit from it."""
+    gather(state)
+    with torch.no_grad():
+        for parameter in state.model.parameters():
+            parameter.zero_()
+    tensors, meta = checkpoint.load(manifest.path_of(Path(source), 3))
+    state.restore(tensors, meta["state"])
+    differing = [n for n, part in state.slices().items() if not torch.equal(part.tensor, part.of(tensors[n]))]
+    gather(state)
+    for name, parameter in state.model.named_parameters():
+        part = sliced(parameter.detach(), sharding_of(parameter), 0, len(parameter), saved=True)
+        if part is not None and not torch.equal(part.tensor, part.of(tensors[f"master.{name}"])):
+            differing.append(name)
     return differing
 
 
@@ -189,12 +195,17 @@ def recipe() -> Resolved:
 
 def sharded_state(mesh: Mesh) -> TrainState:
     """`toy_state` on the mesh."""
-    model = build_model(recipe(), CPU, 0)
+    return build_state(recipe(), CPU, moved(recipe()), mesh)
+
+
+def moved(recipe: Resolved) -> Any:
+    """A model whose zeros have moved."""
+    model = build_model(recipe, CPU, 0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    return build_state(recipe(), CPU, model, mesh)
+    return model
 
 
 def advance(state: TrainState, batch: Any, step: int, rows: int, clip: float | None) -> StepResult:
@@ -302,12 +313,7 @@ def saved(mesh: Mesh, source: str | None, target: str, steps: int) -> list[str]:
     compiler.set_eager(True)
     small_cuts()
     state, loader = sharded_state(mesh), toy_loader()
-    differing = []
-    if source is not None:
-        tensors, meta = checkpoint.load(manifest.path_of(Path(source), 3))
-        state.restore(tensors, meta["state"])
-        differing = [n for n, part in state.slices().items() if not torch.equal(part.tensor, part.of(tensors[n]))]
-        differing += [n for n, p in state.model.named_parameters() if not torch.equal(p, tensors[f"master.{n}"])]
+    differing = [] if source is None else restored(state, source)
     for step in range(steps):
         advance(state, loader.batch(step, mesh.data.rank, mesh.data.size), step, 2, None)
     checkpoint.save(Path(target), 3, state.slices(), {"state": state.meta()}, keep=1, mesh=mesh)

@@ -15,6 +15,7 @@ from quern.optim.schedule import Multipliers, multipliers
 from quern.parallel.zero2 import Zero2
 from quern.recipe import OptimRecipe, Resolved
 from quern.recipes.gpt import RECIPE
+from quern.resolve import resolve
 
 
 class Toy(nn.Module):
@@ -56,7 +57,7 @@ def toy(dtype: torch.dtype = torch.float32, seed: int = 0) -> Toy:
 
 
 def driver(model: Toy, **options: Any) -> Zero2:
-    rules = table(Resolved.of(RECIPE, optim=OptimRecipe(lr_scale=0.2, decay_scale=1.0, width_scale=1.0)))
+    rules = table(Resolved.of(resolve(RECIPE), optim=OptimRecipe(lr_scale=0.2, decay_scale=1.0, width_scale=1.0)))
     return Zero2(make_groups(model.parameter_groups(), rules, model.named_parameters()), **options)
 
 
@@ -277,7 +278,7 @@ def test_compiled_updates_are_the_plain_ones() -> None:
 
 def cadence_driver(model: Toy, **options: Any) -> Zero2:
     """Embedding every second step, head every third, the others on every step."""
-    rules = table(Resolved.of(RECIPE, optim=OptimRecipe(lr_scale=0.2, decay_scale=1.0, width_scale=1.0)))
+    rules = table(Resolved.of(resolve(RECIPE), optim=OptimRecipe(lr_scale=0.2, decay_scale=1.0, width_scale=1.0)))
     rules |= {name: rules[name]._replace(every=every) for name, every in (("embedding", 2), ("head", 3))}
     return Zero2(make_groups(model.parameter_groups(), rules, model.named_parameters()), **options)
 

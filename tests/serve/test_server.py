@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
@@ -449,15 +450,12 @@ def test_the_event_loop_stays_free_and_requests_wait_in_line(url: str, slow: Ste
     def one(seed: int) -> None:
         answers.append(post(url, ask(seed=seed, max_tokens=15, temperature=0)).status_code)
 
-    threads = [threading.Thread(target=one, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    until(lambda: slow.count > 1)
-    start = time.monotonic()
-    assert httpx.get(f"{url}/health").status_code == 200
-    assert time.monotonic() - start < 2
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        pool.map(one, range(4))
+        until(lambda: slow.count > 1)
+        start = time.monotonic()
+        assert httpx.get(f"{url}/health").status_code == 200
+        assert time.monotonic() - start < 2
     assert answers == [200] * 4
 
 
@@ -466,15 +464,10 @@ def test_requests_share_the_batch(url: str, slow: Steps) -> None:
     bodies = [ask(seed=seed, max_tokens=30, logit_bias=NO_END) for seed in range(8)]
     seconds, slow.seconds = slow.seconds, 0.0
     alone = [post(url, body).json()["choices"] for body in bodies]
-    slow.seconds, slow.count, found = seconds, 0, {}
-    threads = [
-        threading.Thread(target=lambda n=n: found.update({n: post(url, bodies[n]).json()["choices"]})) for n in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [found[n] for n in range(8)] == alone
+    slow.seconds, slow.count = seconds, 0
+    with ThreadPoolExecutor(8) as pool:
+        found = pool.map(lambda body: post(url, body).json()["choices"], bodies)
+    assert [*found] == alone
     assert slow.count < 60, f"{slow.count} steps of the model for eight replies of 30 tokens"
 
 
@@ -482,15 +475,8 @@ def test_too_many_waiting_are_told_to_come_back(engine: Engine, slow: Steps) -> 
     narrow = Engine(engine.model, engine.tokenizer, engine.machine, max_rows=1)
     with running(create_app({NAME: narrow}, limits=Limits(waiting=1))) as base:
         slow.seconds = 0.1
-        results: list[httpx.Response] = []
-        threads = [
-            threading.Thread(target=lambda: results.append(post(base, ask(max_tokens=10, temperature=0))))
-            for _ in range(5)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(5) as pool:
+            results = [*pool.map(lambda _: post(base, ask(max_tokens=10, temperature=0)), range(5))]
     refused = [response for response in results if response.status_code != 200]
     assert refused and len(refused) < 5
     for response in refused:
