@@ -365,9 +365,8 @@ class Recipe(Generic[Gap]):
         if body.pop("schema", None) != SCHEMA:
             raise ValueError(f"this recipe was written by another version of quern (expected schema {SCHEMA})")
         try:
-            body.setdefault("rl", {})  # runs of earlier versions have none
             body |= {name: typed(body[name], part, exact=True) for name, part in PARTS.items()}
-            if isinstance(body.get("conversations"), list):  # older runs have the name of one file or data set
+            if body["conversations"] is not None:
                 body["conversations"] = tuple(typed(one, ConversationSource) for one in body["conversations"])
             for name, value in body.items():
                 if name.startswith("make_") and isinstance(value, str):

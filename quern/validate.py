@@ -14,7 +14,7 @@ from quern.field_types import UNIONS, Deferred, annotations_of, refuse_outside
 from quern.recipe import PARTS, ConversationSource, Recipe, ResolvedModel, SftRecipe, TrainRecipe
 from quern.records import typed
 
-_OTHERS = {"make": str | None, "conversations": list[ConversationSource] | str | None}  # callables are names
+_OTHERS = {"make": str | None, "conversations": list[ConversationSource] | None}  # callables are names
 RecipeBody: Any = TypedDict(
     "RecipeBody",
     {name: PARTS.get(name, _OTHERS.get(name.partition("_")[0], kind)) for name, kind in annotations_of(Recipe).items()},  # pyright: ignore[reportGeneralTypeIssues]

@@ -117,14 +117,12 @@ def test_a_source_of_conversations_as_text(text: str) -> None:
     assert ConversationSource.parse("x,limit=3,repeats=.5") == ConversationSource("x", 0.5, 3)
 
 
-def test_conversations_in_a_recipe_file_and_of_older_runs() -> None:
+def test_conversations_in_a_recipe_file() -> None:
     sources = ("gsm8k,repeats=4", ConversationSource("talks.jsonl", limit=9))
     recipe = replace(BASE, conversations=sources)
     assert recipe.conversations == (ConversationSource("gsm8k", 4.0), ConversationSource("talks.jsonl", limit=9))
     assert through_json(recipe) == recipe
-    old = Recipe.from_json(BASE.to_json() | {"conversations": "talks.jsonl"})
-    assert old.conversations == (ConversationSource("talks.jsonl"),)
-    assert BASE.conversations is None and BASE.has_built_in_conversations and not old.has_built_in_conversations
+    assert BASE.conversations is None and BASE.has_built_in_conversations
     assert BASE.conversation_sources == (ConversationSource("tinyworld"),)
 
 

@@ -143,10 +143,7 @@ def _learned_from(run_dir: RunDir, stage: str) -> str:
         return ", ".join(map(_name, (recipe.get("data") or "").split("\n")))
     if stage == "rl":
         return ", ".join(_name(reward) for reward in (recipe.get("rl") or {}).get("rewards") or ())
-    sources = recipe.get("conversations")
-    if isinstance(sources, list):
-        return ", ".join(_name(one["source"]) for one in sources)
-    return _name(sources or "tinyworld")
+    return ", ".join(_name(one["source"]) for one in recipe.get("conversations") or [{"source": "tinyworld"}])
 
 
 def _scores(loaded: LoadedModel, run_dir: RunDir) -> list[Sequence[str]]:
