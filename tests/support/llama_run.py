@@ -75,9 +75,10 @@ def write_run(
 ) -> RunDir:
     """The run `first` on disk, pretrained for seven steps as it says; by default, `model_of` is its model."""
     run_dir, state, tokenizer = RunDir(out, "first"), state or random_state(recipe), tokenizer or toy_tokenizer()
+    state.step = 7
     tokenizer.save(run_dir.folder / "tokenizer.json")
     meta = {"recipe": recipe.to_json(), "tokenizer": tokenizer.fingerprint, "seed": 0, "state": state.meta()}
-    checkpoint.save(run_dir.checkpoints("pretrain"), 7, state.tensors(), meta, keep=1)
+    checkpoint.save(run_dir.checkpoints("pretrain"), state.step, state.tensors(), meta, keep=1)
     return run_dir
 
 
