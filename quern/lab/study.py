@@ -1,8 +1,7 @@
 """A study on disk: a plan that never changes, records that grow line by line, and claims on the work that is left.
 
-Comparisons, sweeps and IsoFLOP grids keep their records here. Any number of processes may work on one study, also on
-machines that share the folder by a file system with flock. Lines are appended under a lock and synced. A claim is a
-lock that the kernel releases when its process ends, so what a dead process has left is free at once.
+Any number of processes may work on one study, also on machines that share the folder by a file system with flock. A
+claim is a lock that the kernel releases when its process ends, so what a dead process has left is free at once.
 """
 
 from __future__ import annotations
@@ -15,14 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from quern import __version__
+from quern.machine import Machine
 from quern.records import append_synced, drop_torn_end, git_hash, read_json, strict
 from quern.temporaries import holder, write_whole
-
-if TYPE_CHECKING:
-    from quern.machine import Machine
 
 FIXED = {"device": "--device", "dtype": "--dtype", "compiled": "--compile"}
 """Facts of the machine that change the numbers, and the flags that set them."""
@@ -86,14 +83,8 @@ class Study:
             )
 
     def compare_facts(self, facts: dict[str, Any] | None) -> str | None:
-        """Compares the facts of this start with those of the first one; either may be unknown.
-
-        Returns:
-            A warning if the code or PyTorch have changed.
-
-        Raises:
-            ValueError: The device, the dtype or the use of torch.compile differ.
-        """
+        """Returns a warning if other code or another PyTorch made the first start. Raises ValueError if the device, the
+        dtype or the use of torch.compile differ. facts: those of this start; None if they are unknown."""
         before = self.body["facts"]
         if before is None or facts is None:
             return None
@@ -145,7 +136,7 @@ class Study:
         """Does what is wanted, one job after another, beside other processes, until nothing is.
 
         Args:
-            wanted: Makes the list of jobs that the records lack now, those that other processes do included.
+            wanted: Lists the jobs that the records lack now, those that other processes do included.
             claim: The name of a job's claim.
             do: Does a job and records it.
         """

@@ -207,13 +207,8 @@ def test_a_study(tmp_path: Path) -> None:
     trials = [trial("gpt", 0, 1.25), trial("gpt", 1, 1.75), trial("idea", 0, None)]
     (folder / "trials.jsonl").write_text("".join(json.dumps(one) + "\n" for one in trials))
     flat = {"idea": "idea", "axis": "steps", "n": 5, "mean": -0.1, "low": -0.2, "high": -0.05}
-    nested = {
-        "idea": "idea",
-        "axis": "flops",
-        "paired": {"n": 3, "mean": 0.1, "interval": [0.0, 0.3]},
-        "verdict": "worse",
-    }
-    (folder / "verdicts.json").write_text(json.dumps([flat, nested, {}]))
+    ends = {"idea": "idea", "n": 3, "interval": [0.0, 0.3], "verdict": "worse"}
+    (folder / "verdicts.json").write_text(json.dumps([flat, ends, {}]))
     board = Board(tmp_path)
     listing = board.listing("night")
     assert listing["studies"] == ["night"] and listing["registered"] == {"base": "gpt", "delta": 0.002}

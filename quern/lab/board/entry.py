@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from quern.lab.board.curve import Curve, KeptFile, flatten, is_number, modified
+from quern.lab.board.curve import Curve, KeptFile, flatten, is_number
 from quern.records import EVENTS, METRICS
 
 STUCK_SECONDS, STUCK_GAPS = 120, 10
@@ -18,14 +18,9 @@ ENDS = {"finish": "finished", "stop": "stopped", "start": "running", "resume": "
 
 
 class Entry:
-    """One curve of the board: a stage of a run, or a trial of a study.
+    """One curve of the board: a stage of a run, or a trial of a study."""
 
-    Args:
-        name, stage: What it is called.
-        curve: Its metrics.
-    """
-
-    def __init__(self, name: str, stage: str, curve: Curve | TrialCurve) -> None:
+    def __init__(self, name: str, stage: str, curve: Curve) -> None:
         self.name, self.stage, self.curve = name, stage, curve
         self.recipe: dict[str, Any] = {}
         self.status, self.reason, self.age = "running", "", 0.0
@@ -44,10 +39,8 @@ class Entry:
         """The x of each row. A line of a validation has tokens only: the rest is interpolated between other lines."""
         if all(x in fields for fields in rows):
             return [fields[x] for fields in rows]
-        lines = [
-            fields for _, fields in self.curve.rows if is_number(fields.get(x)) and is_number(fields.get("tokens"))
-        ]
-        known = [(0, 0.0), *((fields["tokens"], fields[x]) for fields in lines)]
+        pairs = ((fields.get("tokens"), fields.get(x)) for _, fields in self.curve.rows)
+        known: list[Any] = [(0, 0.0), *(pair for pair in pairs if all(map(is_number, pair)))]
         return [fields[x] if x in fields else _interpolated(known, fields.get("tokens")) for fields in rows]
 
 
@@ -69,21 +62,23 @@ class Run(Entry):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder.parent.name, folder.name, Curve(folder / METRICS))
         self.folder = folder
-        self._events, self._recipe = KeptFile(folder / EVENTS), KeptFile(folder / "recipe.json")
+        self._events, self._recipe, self._metrics = (
+            KeptFile(folder / name) for name in (EVENTS, "recipe.json", METRICS)
+        )
         self._every: int | None = None
         self._end = "running"
 
     def refresh(self, points: int, now: float) -> None:
         """Reads what has changed. now: seconds since the epoch."""
-        assert isinstance(self.curve, Curve)
         if self._recipe.changed():
-            self.recipe = flatten(self._recipe.json())
+            self.recipe = flatten(self._recipe.json({}))
             every = self.recipe.get("train.eval_every")
             self._every = every if isinstance(every, int) and every > 0 else None
         self.curve.refresh(points, self._every)
         if self._events.changed():
             self._read_events()
-        written = max(modified(self.folder / METRICS), self._events.modified)
+        self._metrics.changed()
+        written = max(self._metrics.modified, self._events.modified)
         self.age = max(0.0, now - written) if written else 0.0
         if self._end == "running":
             self.status = "stuck" if self.age > self._patience() else "running"
@@ -106,23 +101,6 @@ class Run(Entry):
         return max(STUCK_SECONDS, STUCK_GAPS * (times[-1] - times[-2]) if len(times) > 1 else 0)
 
 
-class TrialCurve:
-    """The validations of a finished trial, in the form of a `Curve`."""
-
-    identity, damaged = 1, 0
-
-    def __init__(self, trial: dict[str, Any]) -> None:
-        points = [point for point in trial.get("curve") or [] if isinstance(point, dict)]
-        self.rows: list[tuple[int, dict[str, Any]]] = [
-            (number, {**{k: v for k, v in point.items() if k != "bpb"}, "val_bpb": point.get("bpb")})
-            for number, point in enumerate(points, start=1)
-        ]
-        self.end = len(self.rows)
-        names = ("tokens", "flops", "seconds", "tokens_per_second", "peak_bytes")
-        self.last = {name: trial[name] for name in names if name in trial}
-        self.last |= {"step": trial.get("steps"), "val_bpb": trial.get("bpb")}
-
-
 KINDS = {"trials.jsonl": "study.json", "cells.jsonl": "plan.json", "sweep.jsonl": "results.json"}
 """The trials of a comparison, an IsoFLOP study and a sweep, and the file that says what each of them is."""
 
@@ -133,30 +111,24 @@ def find_studies(out: Path) -> dict[str, Path]:
 
 
 class Study:
-    """A study: its trials, read as the file grows, and its verdicts."""
+    """A study: its trials, read again as the file grows, and its verdicts."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
         trials = next((name for name in KINDS if (folder / name).exists()), "trials.jsonl")
-        self._study, self._verdicts = KeptFile(folder / KINDS[trials]), KeptFile(folder / "verdicts.json")
-        self._trials, self._arms = Curve(folder / trials, whole=True), Curve(folder / "arms.jsonl", whole=True)
-        self._identity = 0
+        names = (KINDS[trials], "verdicts.json", trials, "arms.jsonl")
+        self._study, self._verdicts, self._trials, self._arms = (KeptFile(folder / name) for name in names)
         self.entries: dict[str, Entry] = {}
         self.registered: dict[str, Any] = {}
 
     def refresh(self, now: float) -> None:
         if self._study.changed():
-            self.registered = self._study.json()
-        self._trials.refresh()
-        if self._trials.identity != self._identity:
-            self.entries, self._identity = {}, self._trials.identity
-        age = max(0.0, now - modified(self._trials.path))
-        self._arms.refresh()
-        recipes = {str(arm.get("arm")): arm.get("recipe") for _, arm in self._arms.rows}
-        for number, trial in enumerate(run for _, line in self._trials.rows for run in _runs(line)):
-            if str(number) not in self.entries:
-                self.entries[str(number)] = _trial(trial, recipes)
-            self.entries[str(number)].age = age
+            self.registered = self._study.json({})
+        if self._trials.changed():
+            recipes = {str(arm.get("arm")): arm.get("recipe") for arm in self._arms.lines()}
+            trials = (run for line in self._trials.lines() for run in _runs(line))
+            self.entries = {str(number): _trial(trial, recipes) for number, trial in enumerate(trials)}
+        for entry in self.entries.values():
+            entry.age = max(0.0, now - self._trials.modified)
 
     @property
     def kind(self) -> str:
@@ -167,13 +139,13 @@ class Study:
 
     def tables(self) -> dict[str, Any]:
         """The registered rules, the verdicts, and the mean final score of each arm."""
-        arms: dict[str, list[Any]] = {}
+        arms: dict[tuple[str, int | None], list[Entry]] = {}
         for entry in self.entries.values():
-            arms.setdefault(f"{entry.name}\n{entry.steps}", []).append(entry)
+            arms.setdefault((entry.name, entry.steps), []).append(entry)
         shown = {k: v for k, v in self.registered.items() if k not in ("recipe", "rungs", "plan")}
         return {
             "registered": flatten(shown),
-            "verdicts": [_verdict(row) for row in self._verdicts.rows()],
+            "verdicts": [_verdict(row) for row in self._verdicts.json([]) if isinstance(row, dict)],
             "arms": [_arm(entries) for entries in arms.values()],
         }
 
@@ -189,8 +161,15 @@ def _runs(line: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _trial(trial: dict[str, Any], recipes: dict[str, Any]) -> Entry:
-    arm = str(trial.get("recipe", ""))
-    entry = Entry(arm, f"seed {trial.get('seed')}", TrialCurve(trial))
+    """A finished trial; the lines of its curve are its validations."""
+    arm, curve = str(trial.get("recipe", "")), Curve(Path())
+    points = [point for point in trial.get("curve") or [] if isinstance(point, dict)]
+    curve.rows = [(number, point | {"val_bpb": point.pop("bpb", None)}) for number, point in enumerate(points, 1)]
+    curve.end, curve.identity = len(points), 1
+    names = ("tokens", "flops", "seconds", "tokens_per_second", "peak_bytes")
+    curve.last = {name: trial[name] for name in names if name in trial}
+    curve.last |= {"step": trial.get("steps"), "val_bpb": trial.get("bpb")}
+    entry = Entry(arm, f"seed {trial.get('seed')}", curve)
     entry.steps = trial.get("steps")
     entry.status = "diverged" if trial.get("bpb") is None else "finished"
     recipe = recipes.get(arm)
@@ -201,14 +180,15 @@ def _trial(trial: dict[str, Any], recipes: dict[str, Any]) -> Entry:
 
 
 def _arm(entries: list[Entry]) -> dict[str, Any]:
-    lasts = [entry.curve.last for entry in entries]
-    scores = [float(last["val_bpb"]) for last in lasts if is_number(last.get("val_bpb"))]
-    rates = [float(last["tokens_per_second"]) for last in lasts if is_number(last.get("tokens_per_second"))]
+    def values(name: str) -> list[float]:
+        return [entry.curve.last[name] for entry in entries if is_number(entry.curve.last.get(name))]
+
+    scores, rates = values("val_bpb"), values("tokens_per_second")
     return {
         "arm": entries[0].name,
         "steps": entries[0].steps,
-        "n": len(lasts),
-        "diverged": len(lasts) - len(scores),
+        "n": len(entries),
+        "diverged": len(entries) - len(scores),
         "mean": mean(scores) if scores else None,
         "sd": stdev(scores) if len(scores) > 1 else None,
         "tokens_per_second": mean(rates) if rates else None,
@@ -216,9 +196,7 @@ def _arm(entries: list[Entry]) -> dict[str, Any]:
 
 
 def _verdict(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of verdicts.json; the evidence may be in the row or in its `paired`. Every field may be missing."""
-    paired = row.get("paired")
-    row = {**(paired if isinstance(paired, dict) else {}), **row}
+    """A row of verdicts.json. Every field may be missing."""
     if isinstance(row.get("interval"), list) and len(row["interval"]) == 2:
         row["low"], row["high"] = row["interval"]
     return {name: row.get(name) for name in ("idea", "axis", "n", "mean", "low", "high", "verdict")}
