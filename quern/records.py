@@ -136,22 +136,22 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     return read_lines(path / EVENTS if path.is_dir() else path)
 
 
+def git_output(path: Path, *arguments: str) -> str | None:
+    """What git prints in a folder; None outside a repository, and where git is not installed or does not answer."""
+    command = ["git", "-C", str(path), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
 def git_hash(path: Path) -> str | None:
     """Short hash of the commit at `path`, with "-dirty" if tracked files differ; None outside a git repository."""
-
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(path), *arguments], capture_output=True, text=True, timeout=10, check=False
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return None  # git is not installed or does not answer
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    commit = git("rev-parse", "--short", "HEAD")
+    commit = git_output(path, "rev-parse", "--short", "HEAD")
     if not commit:
         return None
-    return commit + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
+    return commit + ("-dirty" if git_output(path, "status", "--porcelain", "--untracked-files=no") else "")
 
 
 # Trackers ---------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ import json
 import random
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 
@@ -53,29 +52,11 @@ class Sent:
     error: str = ""
 
 
-class Exchange(asyncio.Protocol):
-    """One request on a connection of its own. Bytes are kept as they arrive and read later: clients must cost little.
-
-    ended: Set when the connection is closed.
-    """
-
-    def __init__(self, asking: bytes) -> None:
-        self._asking = asking
-        self.arrived: list[tuple[float, bytes]] = []
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        transport.write(self._asking)
-
-    def data_received(self, data: bytes) -> None:
-        self.arrived.append((time.perf_counter(), data))
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.ended.set_result(None)
+Arrived = list[tuple[float, bytes]]
+"""Bytes as they arrived and when. They are read later: clients must cost little."""
 
 
-async def request(load: Load, client: int, prompt: list[int], origin: float, seed: int) -> tuple[Sent, Exchange]:
+async def request(load: Load, client: int, prompt: list[int], origin: float, seed: int) -> tuple[Sent, Arrived]:
     """Streams one completion. `read` completes what is returned."""
     sent = Sent(client, len(prompt), time.perf_counter() - origin)
     body = json.dumps(
@@ -93,17 +74,20 @@ async def request(load: Load, client: int, prompt: list[int], origin: float, see
         f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     )
-    exchange = Exchange(head.encode() + body)
+    arrived: Arrived = []
     try:
-        await asyncio.get_running_loop().create_connection(lambda: exchange, "127.0.0.1", load.port)
-        await exchange.ended
+        reader, writer = await asyncio.open_connection("127.0.0.1", load.port)
+        writer.write(head.encode() + body)
+        while data := await reader.read(1 << 16):
+            arrived.append((time.perf_counter(), data))
+        writer.close()
     except OSError as error:
         sent.error = str(error)
     sent.end = time.perf_counter() - origin
-    return sent, exchange
+    return sent, arrived
 
 
-def read(sent: Sent, arrived: Sequence[tuple[float, bytes]], origin: float) -> None:
+def read(sent: Sent, arrived: Arrived, origin: float) -> None:
     """Fills in what a response said, and when each piece of text arrived."""
     status, done, rest = b"", False, b""
     for at, data in arrived:
@@ -133,18 +117,15 @@ async def run(load: Load) -> list[Sent]:
     """All requests, in the order of their ends."""
     numbers = random.Random(load.seed)
     origin = time.perf_counter()
-    done: list[tuple[Sent, Exchange]] = []
+    done: list[tuple[Sent, Arrived]] = []
 
-    def prompt(tokens: int) -> list[int]:
-        return [load.bos, *(numbers.randrange(load.vocab_size) for _ in range(tokens - 1))]
+    async def one(client: int, length: int = load.prompt_tokens) -> None:
+        prompt = [load.bos, *(numbers.randrange(load.vocab_size) for _ in range(length - 1))]
+        done.append(await request(load, client, prompt, origin, numbers.getrandbits(40)))
 
     async def closed(client: int) -> None:
         while time.perf_counter() - origin < load.seconds:
-            length = load.long_tokens if client == 0 and load.long_tokens else load.prompt_tokens
-            done.append(await request(load, client, prompt(length), origin, numbers.getrandbits(40)))
-
-    async def one(client: int) -> None:
-        done.append(await request(load, client, prompt(load.prompt_tokens), origin, numbers.getrandbits(40)))
+            await one(client, load.long_tokens if client == 0 and load.long_tokens else load.prompt_tokens)
 
     tasks, at = [], 0.0
     if not load.rate:
@@ -153,8 +134,8 @@ async def run(load: Load) -> list[Sent]:
         await asyncio.sleep(max(0.0, origin + at - time.perf_counter()))
         tasks.append(asyncio.create_task(one(len(tasks))))
     await asyncio.gather(*tasks)
-    for sent, exchange in done:
-        read(sent, exchange.arrived, origin)
+    for sent, arrived in done:
+        read(sent, arrived, origin)
     return [sent for sent, _ in done]
 
 

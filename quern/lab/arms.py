@@ -1,8 +1,7 @@
 """An arm of a study: its recipe, the opening docstring of its file, and the process or Ray actor that trains it.
 
-The docstring of an idea's file has its title, hypothesis, source, expected effect, and the lab's verdict. A process
-trains all trials of one order, so that text, model and compilation are paid for once. On a Ray cluster, the processes
-of each worker run where Ray finds room for them.
+A process trains all trials of a call, so that text, model and compilation are paid for once. On a Ray cluster, the
+processes of each worker run where Ray finds room for them.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ import ast
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,15 +20,26 @@ from quern.flags.recipe_file import read_recipe_file
 from quern.kernels.attention.autotune import select_attention
 from quern.lab.trainer import Trainer, Trial
 from quern.machine import Machine, detect
-from quern.process import orders, replying, start, while_parent_lives
+from quern.process import serve, start, while_parent_lives
 from quern.recipe import Recipe
+from quern.records import typed
 from quern.runs.origin import with_absolute_paths
 from quern.temporaries import scratch_folder
 
-PARTS = ("Hypothesis", "Source", "Published", "Expected effect", "Changed", "Verdict")
+PARTS = {
+    "Hypothesis": "hypothesis",
+    "Source": "source",
+    "Published": "published",
+    "Expected effect": "expected",
+    "Changed": "changed",
+    "Verdict": "verdict",
+}
+"""Part of a docstring → field of `Idea`."""
 _BEGINS = re.compile(rf"^({'|'.join(PARTS)}):\s*", re.MULTILINE)
 _PREDICTS = re.compile(r"(?:slightly |clearly )?(no difference|better|worse)\b")
 """How an expected effect that predicts a verdict begins. Anything else is no prediction."""
+EVALUATIONS = 2
+"""Validations in a trial, for the curves."""
 
 
 @dataclass(frozen=True)
@@ -56,17 +65,9 @@ class Idea:
 
 def read_idea(source: str) -> Idea:
     """Reads the docstring of an idea's file. source: the text of the file."""
-    words = _BEGINS.split(ast.get_docstring(ast.parse(source)) or "")
-    parts = {name: " ".join(text.split()) for name, text in zip(words[1::2], words[2::2], strict=True)}
-    return Idea(
-        title=" ".join(words[0].split()),
-        hypothesis=parts.get("Hypothesis", ""),
-        source=parts.get("Source", ""),
-        published=parts.get("Published", ""),
-        expected=parts.get("Expected effect", ""),
-        changed=parts.get("Changed", ""),
-        verdict=parts.get("Verdict", ""),
-    )
+    title, *words = _BEGINS.split(ast.get_docstring(ast.parse(source)) or "")
+    parts = {PARTS[name]: " ".join(text.split()) for name, text in zip(words[::2], words[1::2], strict=True)}
+    return Idea(" ".join(title.split()), **parts)
 
 
 def with_verdict(source: str, verdict: str) -> str:
@@ -101,69 +102,45 @@ class Arm:
     source: str | None = None
 
 
-@dataclass(frozen=True)
-class Order:
-    """One trial to train. steps: None for those of the arm's recipe; evaluations: validations in the trial."""
-
-    steps: int | None
-    seed: int
-    data_seed: int
-    evaluations: int = 1
-
-
-Train = Callable[[Arm, Sequence[Order]], Iterator[Trial]]
-"""Trains an arm's orders one after another; RuntimeError if its process fails."""
+Seeds = tuple[int, int]
+"""The seeds of a trial: of the initial weights, and of the order of the data."""
+Train = Callable[[Arm, Iterable[Seeds]], Iterator[Trial]]
+"""Trains an arm with each of some seeds; RuntimeError if its process fails."""
 
 
 def in_process(out: Path, machine: Mapping[str, Any], variables: Mapping[str, str] | None = None) -> Train:
-    """Returns what trains orders in a child process of this machine."""
+    """Returns what trains arms in a child process of this machine."""
+    return lambda arm, seeds: map(_trial, _ask_process(_order(arm, out, machine), seeds, variables))
 
-    def train(arm: Arm, orders: Sequence[Order]) -> Iterator[Trial]:
-        order = {
-            "name": arm.name,
-            "recipe": arm.recipe.to_json(),
-            "path": str(arm.path) if arm.path else None,
-            "source": arm.source,
-            "out": str(out),
-            "machine": dict(machine),
-        }
-        with start("quern.lab.arms", f"arm {arm.name}", order, variables) as child:
-            for one in orders:
-                yield Trial.from_json(child.ask(asdict(one))["trial"])
+
+def train_here(out: Path, machine: Mapping[str, Any]) -> Train:
+    """Returns what trains arms in this process."""
+
+    def train(arm: Arm, seeds: Iterable[Seeds]) -> Iterator[Trial]:
+        trainer = trainer_for(arm.recipe, out, detect(**machine))
+        for seed, data_seed in seeds:
+            yield trainer.train(arm.recipe, name=arm.name, seed=seed, data_seed=data_seed, evaluations=EVALUATIONS)
 
     return train
 
 
-def main() -> None:
-    """Trains each `Order` that the process receives."""
-    with replying() as reply:
-        order, requests = orders()
-        requests = while_parent_lives(requests)
-        callables = {}
-        if order["path"]:
-            found, source = read_recipe_file(Path(order["path"]))
-            if with_verdict(source, "") != with_verdict(order["source"], ""):
-                raise ValueError(f"{order['path']} has changed since the study began")
-            callables = found.callables()
-        arm = Arm(order["name"], Recipe.from_json(order["recipe"], **callables))
-        for trial in train_here(Path(order["out"]), order["machine"])(arm, (Order(**body) for body in requests)):
-            reply({"trial": trial.to_json()})
+def on_cluster(out: Path, machine: Mapping[str, Any]) -> Train:
+    """Returns what trains arms in a Ray actor, after `connect`.
 
+    All trials of a call run on one machine. A machine of the cluster needs quern, and the text at the same path.
+    """
 
-def train_here(out: Path, machine: Mapping[str, Any]) -> Callable[[Arm, Iterable[Order]], Iterator[Trial]]:
-    """Returns what trains orders in this process."""
-
-    def train(arm: Arm, orders: Iterable[Order]) -> Iterator[Trial]:
-        trainer = trainer_for(arm.recipe, out, detect(**machine))
-        for one in orders:
-            steps = replace(arm.recipe.train, steps=one.steps or arm.recipe.train.steps)
-            yield trainer.train(
-                replace(arm.recipe, train=steps),
-                name=arm.name,
-                seed=one.seed,
-                data_seed=one.data_seed,
-                evaluations=one.evaluations,
-            )
+    def train(arm: Arm, seeds: Iterable[Seeds]) -> Iterator[Trial]:
+        ray = ray_module()
+        arm = replace(arm, recipe=with_absolute_paths(arm.recipe))  # a worker runs in another folder
+        actor = _start_actor(_order(arm, out.resolve(), machine))
+        try:
+            for answer in actor.train.options(num_returns="streaming").remote(list(seeds)):
+                yield _trial(ray.get(answer))
+        except ray.exceptions.RayError as error:
+            raise RuntimeError(last_line(error)) from error
+        finally:
+            ray.kill(actor)
 
     return train
 
@@ -179,34 +156,42 @@ def trainer_for(recipe: Recipe, out: Path, machine: Machine) -> Trainer:
     return Trainer(out, select_attention(machine))
 
 
-def on_cluster(out: Path, machine: Mapping[str, Any]) -> Train:
-    """Returns what trains orders in a Ray actor, after `connect`.
-
-    All trials of a call run on one machine. A machine of the cluster needs quern, and the text at the same path.
-    """
-
-    def train(arm: Arm, orders: Sequence[Order]) -> Iterator[Trial]:
-        ray = ray_module()
-        actor = _start(arm, out, machine)
-        try:
-            answers = actor.train.options(num_returns="streaming").remote([asdict(order) for order in orders])
-            for answer in answers:
-                yield Trial.from_json(ray.get(answer))
-        except ray.exceptions.RayError as error:
-            raise RuntimeError(last_line(error)) from error
-        finally:
-            ray.kill(actor)
-
-    return train
+def _trial(body: dict[str, Any]) -> Trial:
+    return typed(body, Trial)
 
 
-def _start(arm: Arm, out: Path, machine: Mapping[str, Any]) -> Any:
+def _order(arm: Arm, out: Path, machine: Mapping[str, Any]) -> dict[str, Any]:
+    """The order for a process that trains an arm."""
+    path = str(arm.path) if arm.path else None
+    body = {"name": arm.name, "recipe": arm.recipe.to_json(), "path": path, "source": arm.source}
+    return body | {"out": str(out), "machine": dict(machine)}
+
+
+def _ask_process(
+    order: dict[str, Any], seeds: Iterable[Seeds], variables: Mapping[str, str] | None = None
+) -> Iterator[dict[str, Any]]:
+    with start("quern.lab.arms", f"arm {order['name']}", order, variables) as child:
+        yield from map(child.ask, seeds)
+
+
+def _answers(order: dict[str, Any], requests: Iterator[Any]) -> Iterator[dict[str, Any]]:
+    """Runs in the child: trains the arm with each of the seeds that it receives."""
+    requests = while_parent_lives(requests)
+    callables = {}
+    if order["path"]:
+        found, source = read_recipe_file(Path(order["path"]))
+        if with_verdict(source, "") != with_verdict(order["source"], ""):
+            raise ValueError(f"{order['path']} has changed since the study began")
+        callables = found.callables()
+    arm = Arm(order["name"], Recipe.from_json(order["recipe"], **callables))
+    return (asdict(trial) for trial in train_here(Path(order["out"]), order["machine"])(arm, requests))
+
+
+def _start_actor(order: dict[str, Any]) -> Any:
     """Starts the actor and waits for it. Raises RuntimeError if the cluster has no room."""
     ray = ray_module()
-    threads, gpus = machine["threads"], 1 if machine["device"] == "cuda" else 0
-    body = with_absolute_paths(arm.recipe).to_json()  # a worker runs in another folder
-    made = ray.remote(_Host).options(num_cpus=threads, num_gpus=gpus)
-    actor = made.remote(arm.name, body, arm.source, str(out.resolve()), dict(machine))
+    threads, gpus = order["machine"]["threads"], 1 if order["machine"]["device"] == "cuda" else 0
+    actor = ray.remote(_Host).options(num_cpus=threads, num_gpus=gpus).remote(order)
     try:
         ray.get(actor.ready.remote(), timeout=SECONDS_TO_START)
     except ray.exceptions.GetTimeoutError as error:
@@ -223,26 +208,19 @@ def _start(arm: Arm, out: Path, machine: Mapping[str, Any]) -> Any:
 class _Host:
     """The actor: writes the recipe's file to a folder of its own, and trains the arm in a process."""
 
-    def __init__(
-        self, name: str, recipe: dict[str, Any], source: str | None, out: str, machine: dict[str, Any]
-    ) -> None:
-        self._stack = ExitStack()
-        path, callables = None, {}
-        if source is not None:
-            path = self._stack.enter_context(scratch_folder()) / f"{name}.py"
-            path.write_text(source, encoding="utf-8")
-            callables = read_recipe_file(path)[0].callables()
-        self._arm = Arm(name, Recipe.from_json(recipe, **callables), path, source)
-        self._train = in_process(Path(out), machine)
+    def __init__(self, order: dict[str, Any]) -> None:
+        self._order = order
 
     def ready(self) -> None:
         """Returns when the actor runs."""
 
-    def train(self, orders: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        for trial in self._train(self._arm, [Order(**order) for order in orders]):
-            yield trial.to_json()
-        self._stack.close()
+    def train(self, seeds: list[Seeds]) -> Iterator[dict[str, Any]]:
+        with scratch_folder() as folder:
+            path, source = folder / f"{self._order['name']}.py", self._order["source"]
+            if source is not None:
+                path.write_text(source, encoding="utf-8")
+            yield from _ask_process(self._order | {"path": source and str(path)}, seeds)
 
 
 if __name__ == "__main__":
-    main()
+    serve(_answers)

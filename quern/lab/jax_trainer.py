@@ -11,7 +11,7 @@ import jax
 from quern.grug.evaluate import group_sizes, validate
 from quern.grug.mesh import keep_freed_memory, make_mesh, use_cpu
 from quern.grug.state import step_config
-from quern.lab.trainer import Note, Progress, Trainer
+from quern.lab.trainer import Note, Trainer
 from quern.machine import Machine
 from quern.model.base import KINDS
 from quern.model.count import Counts, of_kinds
@@ -22,6 +22,7 @@ from quern.stages.jax.backend import JaxBackend, JaxRun, processes
 from quern.stages.jax.train import core_of, fresh_run, make_plan
 from quern.stages.prepare import Prepared
 from quern.train import loop
+from quern.train.state import Counters
 
 
 class JaxTrainer(Trainer):
@@ -36,7 +37,7 @@ class JaxTrainer(Trainer):
 
     def _run(
         self, recipe: Resolved, prepared: Prepared, every: int, note: Note, on_step: Callable[[int, float], None]
-    ) -> tuple[int, Progress, Counts]:
+    ) -> tuple[int, Counters, Counts]:
         cfg = step_config(recipe, str(self.machine.dtype).removeprefix("torch."), core_of(recipe))
         token_bytes, rows = prepared.tokenizer.token_bytes(), recipe.micro_batch_rows
 

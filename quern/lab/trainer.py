@@ -11,13 +11,13 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from quern.machine import Machine, peak_memory, reset_peak_memory
 from quern.model.base import LanguageModel
-from quern.model.count import Counts, FlopCounter, Flops, count, flop_counter
+from quern.model.count import Counts, count, flop_counter
 from quern.recipe import Recipe, Resolved
-from quern.records import Records, typed
+from quern.records import Records
 from quern.resolve import resolve
 from quern.runs.public_data import shards_used
 from quern.runs.training import fit_to_text, make_batches, set_up_training, validation
@@ -25,21 +25,11 @@ from quern.stages.prepare import Prepared, prepare
 from quern.terminal import silent
 from quern.text.tokenizer import Tokenizer
 from quern.train import loop
-from quern.train.backend import Evaluator, TorchBackend
+from quern.train.backend import TorchBackend
 from quern.train.guard import EXIT_DIVERGED, EXIT_DONE
-from quern.train.state import TrainState, build_model, build_state
+from quern.train.state import Counters, TrainState, build_model, build_state
 
-
-class Progress(Protocol):
-    """The counters of a run: steps, targets trained on, FLOPs, seconds in the timed steps."""
-
-    step: int
-    tokens: int
-    flops: Flops
-    seconds: float
-
-
-Note = Callable[[Progress, dict[str, Any]], dict[str, Any]]
+Note = Callable[[Counters, dict[str, Any]], dict[str, Any]]
 """(counters, a validation) → the validation, after it has been noted."""
 
 
@@ -89,24 +79,10 @@ class Trial:
     curve: tuple[Point, ...]
     flops_parts: dict[str, float] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON types only."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(body: dict[str, Any]) -> Trial:
-        """The inverse of `to_json`; other keys are ignored."""
-        return typed({name: body[name] for name in Trial.__dataclass_fields__}, Trial)
-
 
 class Trainer:
-    """Trains recipes one after another. The last model is kept, compiled, for recipes with the same shape.
-
-    Args:
-        out: The folder of tokenizers and token shards.
-        machine: The machine that computes.
-        log: Takes lines for the user.
-    """
+    """Trains recipes one after another. The last model is kept, compiled, for recipes with the same shape. out: the
+    folder of tokenizers and token shards."""
 
     def __init__(self, out: Path, machine: Machine, log: Callable[[str], None] = silent) -> None:
         self.out, self.machine, self.log = out, machine, log
@@ -149,7 +125,7 @@ class Trainer:
         resolved = replace(fit_to_text(resolved, prepared.tokenizer, prepared.train), seed=seed, data_seed=data_seed)
         curve: list[Point] = []
 
-        def note(state: Progress, found: dict[str, Any]) -> dict[str, Any]:
+        def note(state: Counters, found: dict[str, Any]) -> dict[str, Any]:
             bpb = found["val_bpb"] if math.isfinite(found["val_bpb"]) else None
             curve.append(Point(state.step, state.tokens, state.flops.total, _all_steps(state.seconds, state.step), bpb))
             on_eval(curve[-1])
@@ -158,6 +134,7 @@ class Trainer:
         code, state, counts = self._run(resolved, prepared, -(-resolved.train.steps // evaluations), note, on_step)
         if code not in (EXIT_DONE, EXIT_DIVERGED):
             raise KeyboardInterrupt
+        seconds = _all_steps(state.seconds, state.step)
         return Trial(
             recipe=name,
             steps=resolved.train.steps,
@@ -166,9 +143,9 @@ class Trainer:
             tokens=state.tokens,
             flops=state.flops.total,
             flops_parts=asdict(state.flops),
-            seconds=_all_steps(state.seconds, state.step),
+            seconds=seconds,
             bpb=curve[-1].bpb if code == EXIT_DONE else None,
-            tokens_per_second=_rate(state),
+            tokens_per_second=state.tokens / seconds if seconds else 0.0,
             peak_bytes=peak_memory(self.machine.device),
             parameters=asdict(counts.parameters),
             curve=tuple(curve),
@@ -176,7 +153,7 @@ class Trainer:
 
     def _run(
         self, recipe: Resolved, prepared: Prepared, every: int, note: Note, on_step: Callable[[int, float], None]
-    ) -> tuple[int, Progress, Counts]:
+    ) -> tuple[int, Counters, Counts]:
         """Trains, with a validation every so many steps. Returns the exit code, the counters and the model's counts."""
         model, counts = self._ready_model(recipe, prepared.tokenizer)
         model.initialize(recipe.seed)
@@ -186,7 +163,17 @@ class Trainer:
         def evaluate(state: TrainState) -> dict[str, Any]:
             return note(state, score(state))
 
-        plan = _plan(recipe, flop_counter(recipe), evaluate, every)
+        plan = loop.TrainingPlan(
+            steps=recipe.train.steps,
+            schedule=recipe.make_schedule(recipe.train),
+            micro_batch_rows=recipe.micro_batch_rows,
+            log_every=recipe.train.steps,
+            save_every=None,
+            keep=1,
+            flops=flop_counter(recipe),
+            peak_flops=math.inf,
+            evaluators=[(every, evaluate)],
+        )
         try:
             batches = make_batches(recipe, prepared.train)
             backend = TorchBackend(state, self.machine, recipe.train.clip_norm, recipe.seed)
@@ -213,26 +200,6 @@ class Trainer:
         return self._model[1:]
 
 
-def _plan(recipe: Resolved, flops: FlopCounter, evaluate: Evaluator, every: int) -> loop.TrainingPlan:
-    train = recipe.train
-    return loop.TrainingPlan(
-        steps=train.steps,
-        schedule=recipe.make_schedule(train),
-        micro_batch_rows=recipe.micro_batch_rows,
-        log_every=train.steps,
-        save_every=None,
-        keep=1,
-        flops=flops,
-        peak_flops=math.inf,
-        evaluators=[(every, evaluate)],
-    )
-
-
 def _all_steps(seconds: float, steps: int) -> float:
     """The loop does not time the first step; it gets the mean of the others."""
     return seconds * steps / max(1, steps - 1)
-
-
-def _rate(state: Progress) -> float:
-    seconds = _all_steps(state.seconds, state.step)
-    return state.tokens / seconds if seconds else 0.0

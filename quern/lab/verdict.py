@@ -88,10 +88,6 @@ class Finding:
     interval: tuple[float, float]
     correlation: float
 
-    @property
-    def decided(self) -> bool:
-        return self.verdict != "undecided"
-
 
 @dataclass(frozen=True)
 class Judgement:
@@ -227,16 +223,12 @@ class Estimate(NamedTuple):
     common: Floats
 
 
-def estimate(found: Moments, correction: ArrayLike = 0.0) -> Estimate:
+def estimate(found: Moments) -> Estimate:
     """Estimates idea - baseline: mean of (idea - a · baseline) over the pairs, - (1 - a) · mean of the other seeds.
 
     a is 1 for a plain paired difference, and in studies of fewer than four ideas. The less the runs of a pair have in
     common, the more the other seeds tell, and the lower is a: for runs of equal variance σ² whose differences have the
     variance τ² the best is 1 - (others / all seeds) · τ² / 2σ². Any a is unbiased; the error is that of the a used.
-
-    Args:
-        found: Findings of each idea.
-        correction: Standard error of a correction that all pairs of an idea share.
     """
     n, degrees = np.maximum(found.pairs, 1.0), np.maximum(found.pairs - 1, 0.0)
     others, seeds = np.maximum(found.others, 1.0), np.maximum(found.pairs + found.others, 2.0)
@@ -252,7 +244,7 @@ def estimate(found: Moments, correction: ArrayLike = 0.0) -> Estimate:
     a = 1 - np.where(weight > 0, found.others / seeds * slope, 0.0)
     moderated, common, weight = variance(a)
     parts = moderated / n, np.square(1 - a) * found.spread / others
-    total = np.maximum(parts[0] + parts[1] + np.square(correction), LEAST_VARIANCE)
+    total = np.maximum(parts[0] + parts[1], LEAST_VARIANCE)
     # Successive t's of few degrees of freedom correlate less than the boundary supposes: one degree is for that.
     own = np.maximum(weight + degrees - degrees / np.maximum(weight + degrees, 1.0), 1e-9)
     inverse = np.square(parts[0] / total) / own + np.square(parts[1] / total) / (seeds - 1)
@@ -281,23 +273,19 @@ def _moments(base: dict[int, float], idea: dict[int, float]) -> list[Any]:
     return [len(shared), *means, cov[0, 0], cov[1, 1], cov[0, 1], len(rest), np.mean(rest or [0.0]), spread]
 
 
-def judge(base: Runs, ideas: Mapping[str, Runs], rules: Rules, errors: Mapping[str, float] | None = None) -> Judgement:
+def judge(base: Runs, ideas: Mapping[str, Runs], rules: Rules) -> Judgement:
     """Judges all ideas of a study on one axis. Stateless: call it after every pair, with all runs so far.
 
     Args:
         base: The baseline's runs. It may have more seeds than the ideas.
         ideas: The runs of each idea. Seeds that the baseline has too are pairs.
-        rules: What was registered.
-        errors: Standard error of a correction that all pairs of an idea share, in bits per byte, by idea.
-
-    Returns:
-        The findings. An idea that is decided needs no further pairs.
+        rules: The rules that the study registered.
     """
     if not ideas:
         return Judgement({}, None, math.nan)
     scores, runs = _scores(base), {name: _scores(idea) for name, idea in ideas.items()}
     found = Moments(*np.array([_moments(scores, one) for one in runs.values()], float).T)
-    made = estimate(found, [(errors or {}).get(name, 0.0) for name in ideas])
+    made = estimate(found)
     decision = decide(*made[:3], found.pairs, rules)
     tried = np.array([len(idea) for idea in ideas.values()])
     failed = tried - [len(one) for one in runs.values()]

@@ -23,7 +23,7 @@ from quern.eval.bits_per_byte import bits_per_byte
 from quern.flags.recipe_flags import Arguments
 from quern.grug.mesh import BATCH, make_mesh, place
 from quern.grug.model import forward, logits
-from quern.lab.arms import Arm, Order, in_process, train_here
+from quern.lab.arms import Arm, in_process, train_here
 from quern.model.count import count, weightless
 from quern.model.gpt import GPT
 from quern.recipe import Recipe
@@ -135,9 +135,9 @@ def trials() -> dict[str, Any]:
             path = EXPERIMENTS / "grug" / f"{name}.py"
             recipe, source = load_recipe(str(path))
             arms[name] = Arm(name, training(Arguments((*TRAIN[1:], "--train.steps", "3")), recipe).recipe, path, source)
-        order, machine = Order(3, seed=1, data_seed=1, evaluations=3), {"device": "cpu", "threads": 1}
-        core, again = in_process(Path("out"), machine)(arms["core"], [order, order])
-        (sinks,) = train_here(Path("out"), machine)(arms["attention_sink"], [order])
+        machine = {"device": "cpu", "threads": 1}
+        core, again = in_process(Path("out"), machine)(arms["core"], [(1, 1), (1, 1)])
+        (sinks,) = train_here(Path("out"), machine)(arms["attention_sink"], [(1, 1)])
         recipe = resolve(arms["core"].recipe)
         counts = count(weightless(replace(recipe, make_model=GPT, model=replace(recipe.model, vocab_size=320))))
         return {

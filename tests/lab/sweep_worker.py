@@ -18,7 +18,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -49,9 +49,6 @@ class FakePoint:
 class FakeRun:
     seed: int
     bpb: float | None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class FakeTrainer(Trainer):

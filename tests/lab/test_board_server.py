@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quern.lab.board.server import PAGE, WEB, BoardOptions, Server, run
+from quern.lab.board.server import PAGE, TYPES, WEB, BoardOptions, Server, run
 
 
 @pytest.fixture
@@ -47,12 +47,13 @@ JSON = {"Content_Type": "application/json"}
 
 
 def test_every_file_of_the_page_is_served(server: Server) -> None:
-    for path, (file, media_type) in PAGE.items():
+    for path, file in PAGE.items():
         status, content, headers = ask(server, path)
+        media_type = TYPES[file.rpartition(".")[2]]
         assert (status, content, headers["Content-Type"]) == (200, (WEB / file).read_bytes(), media_type)
         assert "default-src 'none'" in headers["Content-Security-Policy"]
         assert "unsafe" not in headers["Content-Security-Policy"]
-    served = {WEB / file for file, _ in PAGE.values()}
+    served = {WEB / file for file in PAGE.values()}
     assert {path for path in WEB.rglob("*") if path.is_file()} - served == {WEB / "vendor" / "LICENSE"}
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from quern.cluster import connect
 from quern.flags.recipe_file import read_recipe_file
-from quern.lab.arms import Arm, Order, in_process, on_cluster
+from quern.lab.arms import Arm, in_process, on_cluster
 from quern.recipes.gpt import RECIPE
 
 ray = pytest.importorskip("ray", reason="the extra ray is not installed")
@@ -33,7 +33,7 @@ def arms(data: Path) -> dict[str, Arm]:
         "data": str(data),
         "text": replace(RECIPE.text, vocab_size=300, val_megabytes=0.002),
         "model": replace(RECIPE.model, width=32, head_dim=16, context=32),
-        "train": replace(RECIPE.train, batch_tokens=64),
+        "train": replace(RECIPE.train, steps=4, batch_tokens=64),
     }
     return {
         "baseline": Arm("baseline", replace(RECIPE, **own)),
@@ -47,13 +47,13 @@ def test_arms_on_a_cluster_are_the_arms_of_this_machine(cluster: None, tmp_path:
     data.write_text("\n\n".join(f"the {word} is number {word * 7 % 90}, and so on." for word in range(900)))
     here, there = (make(tmp_path / "out", MACHINE) for make in (in_process, on_cluster))
     ours, theirs = (
-        {name: [trial.bpb for trial in train(arm, [Order(4, 1, 1)])] for name, arm in arms(data).items()}
+        {name: [trial.bpb for trial in train(arm, [(1, 1)])] for name, arm in arms(data).items()}
         for train in (here, there)
     )
     assert ours == theirs and ours["idea"] != ours["baseline"] and None not in ours["idea"]
     minutes = replace(RECIPE, train=replace(RECIPE.train, minutes=1.0))
     with pytest.raises(RuntimeError, match=r"the arm baseline process failed: .*give --train\.steps"):
-        list(there(Arm("baseline", minutes), [Order(4, 1, 1)]))
+        list(there(Arm("baseline", minutes), [(1, 1)]))
 
 
 @pytest.mark.campaign

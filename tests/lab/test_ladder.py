@@ -4,7 +4,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quern.lab.arms import Arm, Order
+from quern.lab.arms import Arm, Seeds
 from quern.lab.ladder.multiplier import Curve, Difference, Mean, course, multiplier, told
 from quern.lab.ladder.report import calibration, predictions, rows, study_lines
 from quern.lab.ladder.study import (
@@ -52,17 +52,17 @@ class Drawn:
         self.savings, self.noise = savings, noise
         self.trained: list[tuple[str, int, int]] = []
 
-    def __call__(self, arm: Arm, orders: Sequence[Order]) -> Iterator[Trial]:
+    def __call__(self, arm: Arm, seeds: Iterable[Seeds]) -> Iterator[Trial]:
         rung = RUNG_OF[arm.recipe.model.width]
-        for order in orders:
+        for seed, data_seed in seeds:
             time.sleep(0.001)  # other workers look for jobs meanwhile
-            self.trained.append((arm.name, rung, order.seed))
+            self.trained.append((arm.name, rung, seed))
             name = "base" if arm.name == "twin" else arm.name
-            own = np.random.default_rng([order.seed, len(name), rung]).normal() * self.noise
-            shared = np.random.default_rng([order.seed, rung]).normal() * self.noise
+            own = np.random.default_rng([seed, len(name), rung]).normal() * self.noise
+            shared = np.random.default_rng([seed, rung]).normal() * self.noise
             bpb = loss(SIZES[rung] * self.savings.get(arm.name, {}).get(rung, 1.0)) + shared + own
             seconds = SIZES[rung] / 1e11
-            yield Trial(arm.name, 10, order.seed, order.data_seed, 10, SIZES[rung], seconds, bpb, 1.0, 1, {}, ())
+            yield Trial(arm.name, 10, seed, data_seed, 10, SIZES[rung], seconds, bpb, 1.0, 1, {}, ())
 
 
 def make(folder: Path, arms: list[str], most_pairs: int = 8, tune: str = "") -> tuple[Comparison, dict[str, Arm]]:
@@ -207,10 +207,10 @@ def test_failures_are_records_and_end_the_idea_at_the_rung(tmp_path: Path) -> No
     study, arms = make(tmp_path / "study", ["base", "odd"])
     drawn = Drawn({})
 
-    def train(arm: Arm, orders: Sequence[Order]) -> Iterator[Trial]:
+    def train(arm: Arm, seeds: Iterable[Seeds]) -> Iterator[Trial]:
         if arm.name == "odd":
             raise RuntimeError("its process failed")
-        return drawn(arm, orders)
+        return drawn(arm, seeds)
 
     Worker(study, arms, train, "", lambda line: None).run(Options(rungs=(0,), ideas=["odd"]))
     assert [one.error for one in study.runs("odd", 0).values()] == ["its process failed"]
@@ -221,10 +221,10 @@ def test_a_process_that_was_killed_is_tried_at_the_next_start(tmp_path: Path) ->
     study, arms = make(tmp_path / "study", ["base", "odd", "idles"])
     drawn = Drawn({})
 
-    def train(arm: Arm, orders: Sequence[Order]) -> Iterator[Trial]:
+    def train(arm: Arm, seeds: Iterable[Seeds]) -> Iterator[Trial]:
         if arm.name == "odd":
             raise RuntimeError("the arm odd process failed: it ended with code -9")
-        return drawn(arm, orders)
+        return drawn(arm, seeds)
 
     Worker(study, arms, train, "", lambda line: None).run(Options((0,), ["odd", "idles"]))
     assert not study.runs("odd", 0) and len(study.runs("idles", 0)) >= 3
@@ -313,15 +313,13 @@ def test_rungs_are_a_factor_of_four_apart_and_read_once() -> None:
 def test_a_curve_inverts_itself_and_needs_two_rungs() -> None:
     means = [Mean(c, loss(c), 1e-4) for c in (1e13, 4e13, 1.6e14, 6.4e14)]
     curve = Curve(means)
-    assert curve.predict(2e13).value == pytest.approx(loss(2e13), abs=2e-3)
+    assert curve.loss(2e13)[0] == pytest.approx(loss(2e13), abs=2e-3)
     difference = Difference(loss(1.3 * 4e13) - loss(4e13), 1e-4, 10.0)
     found = told(multiplier(curve, 4e13, 4e13, difference))
     assert found.value == pytest.approx(1.3, rel=0.02) and found.low < found.value < found.high
     twice = told(multiplier(curve, 4e13, 8e13, difference))
     assert twice.value == pytest.approx(found.value / 2), "an idea that costs twice as much saves half as much"
     assert course([4e13], [multiplier(curve, 4e13, 4e13, difference)]) is None
-    with pytest.raises(ValueError, match="two rungs"):
-        Curve(means[:1])
 
 
 def test_the_trend_of_a_multiplier_that_holds_is_rarely_called_another() -> None:
@@ -334,7 +332,7 @@ def test_the_trend_of_a_multiplier_that_holds_is_rarely_called_another() -> None
             logs.append(multiplier(curve, compute, compute, Difference(seen, 2e-3, 1e6, f"{study} {compute}")))
         found = course(list(SIZES.values()), logs)
         assert found is not None
-        covered.append(found.factor.holds(1.0))
+        covered.append(found.factor.low <= 1.0 <= found.factor.high)
     assert 0.9 < np.mean(covered) < 0.99
 
 
@@ -359,19 +357,19 @@ def test_records_hold_what_the_verdict_rests_on(tmp_path: Path) -> None:
 def test_every_arm_tunes_the_same_multiples_on_seeds_of_their_own(tmp_path: Path) -> None:
     study, arms = make(tmp_path / "study", ["base", "idea"], tune="matrix_lr")
     best = {"base": 0.02, "idea": 0.04}
-    seeds: dict[tuple[str, float], set[int]] = {}
+    trained: dict[tuple[str, float], set[int]] = {}
 
-    def train(arm: Arm, orders: Sequence[Order]) -> Iterator[Trial]:
+    def train(arm: Arm, seeds: Iterable[Seeds]) -> Iterator[Trial]:
         rate = arm.recipe.optim.matrix_lr
-        for order in orders:
-            seeds.setdefault((arm.name, rate), set()).add(order.seed)
-            bpb = 2.0 + np.log(rate / best[arm.name]) ** 2 + 0.001 * np.sin(9 * order.seed + len(arm.name))
-            yield Trial(arm.name, 10, order.seed, order.data_seed, 10, 1e13, 1.0, bpb, 1.0, 1, {}, ())
+        for seed, data_seed in seeds:
+            trained.setdefault((arm.name, rate), set()).add(seed)
+            bpb = 2.0 + np.log(rate / best[arm.name]) ** 2 + 0.001 * np.sin(9 * seed + len(arm.name))
+            yield Trial(arm.name, 10, seed, data_seed, 10, 1e13, 1.0, bpb, 1.0, 1, {}, ())
 
     Worker(study, arms, train, "", lambda line: None).run(Options(rungs=(0,), ideas=["idea"]))
     assert {arm: chosen(study, arm) for arm in best} == best
-    assert {rate for arm, rate in seeds if arm == "idea"} == {0.01, 0.014, 0.02, 0.028, 0.04}
-    assert seeds["idea", 0.01] == set(TUNE_SEEDS) and set(range(3)) <= seeds["idea", 0.04]
+    assert {rate for arm, rate in trained if arm == "idea"} == {0.01, 0.014, 0.02, 0.028, 0.04}
+    assert trained["idea", 0.01] == set(TUNE_SEEDS) and set(range(3)) <= trained["idea", 0.04]
     # Seeds that chose the value would favour the arm that they chose it for.
     assert judged(study, 0).findings["idea"].pairs == len(study.runs("idea", 0, 0.04)) - len(TUNE_SEEDS) == 3
 
@@ -383,10 +381,10 @@ def test_a_tuned_study_also_refuses_a_margin_out_of_reach_and_names_failures(tmp
     study, arms = make(tmp_path / "quiet", ["base", "grows"], tune="matrix_lr")
     drawn = Drawn({})
 
-    def train(arm: Arm, orders: Sequence[Order]) -> Iterator[Trial]:
-        if arm.name == "grows" and orders[0].seed not in TUNE_SEEDS:
+    def train(arm: Arm, seeds: Iterable[Seeds]) -> Iterator[Trial]:
+        if arm.name == "grows" and next(iter(seeds))[0] not in TUNE_SEEDS:
             raise RuntimeError("its process failed")
-        return drawn(arm, orders)
+        return drawn(arm, seeds)
 
     Worker(study, arms, train, "", lambda line: None).run(Options((0,), ["grows"], any_delta=True))
     assert "could not be trained: grows" in "\n".join(study_lines(study))

@@ -1,7 +1,8 @@
 """Trials of the real trainer: the same as pretraining, the same again, and a whole comparison from the command line."""
 
+import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from quern.lab.trainer import Trainer, Trial
 from quern.model.gpt import GPT
 from quern.recipe import ModelRecipe, Recipe, TextRecipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
-from quern.records import read_metrics
+from quern.records import read_metrics, typed
 from quern.runs.run_dir import RunDir
 from quern.stages import pretrain
 from quern.stages.session import Session
@@ -71,7 +72,7 @@ def test_a_trial_is_the_pretraining_with_its_seeds(text: Path, tmp_path: Path) -
     again = trainer.train(recipe, name="toy", seed=3, data_seed=4, evaluations=3)
     assert other.bpb != trial.bpb == again.bpb, "the model of the last trial leaves nothing behind"
     assert [point.step for point in again.curve] == [2, 4, 6]
-    assert Trial.from_json(again.to_json()) == again
+    assert typed(json.loads(json.dumps(asdict(again))), Trial) == again
 
 
 @pytest.mark.parametrize("train", [{"fp8": "head"}, {"fp8": "all"}, {"clip_norm": 0.01}, {"packing": "stream"}])
@@ -122,7 +123,7 @@ def test_a_comparison_from_the_command_line(
     monkeypatch.chdir(tmp_path)
     for name, cap in (("base", 15.0), ("idea", 20.0)):
         Path(f"{name}.py").write_text(
-            "from dataclasses import replace\nfrom quern.recipes.gpt import RECIPE as GPT\n"
+            "from dataclasses import asdict, replace\nfrom quern.recipes.gpt import RECIPE as GPT\n"
             f"RECIPE = replace(GPT, model=replace(GPT.model, softcap={cap}))\n",
             encoding="utf-8",
         )

@@ -159,7 +159,7 @@ def _sample(file: int, start: int, stop: int, points: int) -> list[Line]:
 def _validations(file: int, lines: list[Line], every: int, points: int) -> list[Line]:
     """The lines at up to `points` multiples of `every` but the training loop's own, which is the first of several.
 
-    Steps grow with the offset, and lines have nearly equal lengths: a guess between two sampled lines is seldom far off.
+    Steps grow with the offset, and lines have nearly equal lengths: a guess between sampled lines is seldom far off.
     """
     anchors = [(0, 0), *((offset, int(step[1])) for offset, line in sorted(lines) if (step := STEP.search(line)))]
     steps = [step for _, step in anchors]

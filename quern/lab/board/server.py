@@ -29,20 +29,15 @@ from quern.serve.gate.hosts import Hosts
 
 MAX_BODY_BYTES = 4 << 20
 WEB = Path(__file__).parent / "web"
-SCRIPT, STYLE = "text/javascript; charset=utf-8", "text/css; charset=utf-8"
-PAGE = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/board.css": ("board.css", STYLE),
-    "/board.js": ("board.js", SCRIPT),
-    "/curves.js": ("curves.js", SCRIPT),
-    "/plot.js": ("plot.js", SCRIPT),
-    "/state.js": ("state.js", SCRIPT),
-    "/tables.js": ("tables.js", SCRIPT),
-    "/views.js": ("views.js", SCRIPT),
-    "/icon.svg": ("icon.svg", "image/svg+xml"),
-    "/vendor/uPlot.js": ("vendor/uPlot.iife.min.js", SCRIPT),
-    "/vendor/uPlot.css": ("vendor/uPlot.min.css", STYLE),
+TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
 }
+FILES = "board.css board.js curves.js plot.js state.js tables.js views.js icon.svg vendor/uPlot.js vendor/uPlot.css"
+PAGE = {"/": "index.html", **{f"/{name}": name for name in FILES.split()}}
+"""Path → file below `WEB`."""
 SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -90,21 +85,17 @@ class Handler(BaseHTTPRequestHandler):
     server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def do_GET(self) -> None:
-        self._answer(self._get)
-
-    def do_POST(self) -> None:
-        self._answer(self._post)
-
-    def _answer(self, respond: Callable[[], None]) -> None:
         if self.headers.get("Host", "") not in self.server.hosts:
             self.close_connection = True  # the body, if any, was not read
             return self._error(403, "this server does not answer for that host name")
         try:
-            respond()
+            (self._get if self.command == "GET" else self._post)()
         except NotFound as error:
-            self._error(404, str(error))
+            self._error(404, str(error) or "there is no such page")
         except (ValueError, OSError) as error:
             self._error(400, str(error))
+
+    do_POST = do_GET
 
     def _get(self) -> None:
         url = urlsplit(self.path)
@@ -115,9 +106,9 @@ class Handler(BaseHTTPRequestHandler):
             content = self.server.board.report(unquote(url.path.removeprefix("/report/")))
             return self._send(200, "text/html; charset=utf-8", content, REPORT_POLICY)
         if url.path not in PAGE:
-            raise NotFound("there is no such page")
-        file, media_type = PAGE[url.path]
-        self._send(200, media_type, (WEB / file).read_bytes())
+            raise NotFound
+        file = PAGE[url.path]
+        self._send(200, TYPES[file.rpartition(".")[2]], (WEB / file).read_bytes())
 
     def _post(self) -> None:
         length = self.headers.get("Content-Length", "")
@@ -127,7 +118,7 @@ class Handler(BaseHTTPRequestHandler):
         content = self.rfile.read(int(length))
         asked = {"/api/curves": self.server.board.curves, "/api/manage": self.server.board.manage}.get(self.path)
         if asked is None:
-            raise NotFound("there is no such page")
+            raise NotFound
         if self.headers.get_content_type() != "application/json":  # other sites cannot send this type unasked
             raise ValueError("send the body as JSON, with the header 'Content-Type: application/json'")
         try:
@@ -149,7 +140,7 @@ class Handler(BaseHTTPRequestHandler):
     def _send(self, status: int, media_type: str, content: bytes, more: Mapping[str, str] = SECURITY_HEADERS) -> None:
         self.send_response(status)
         headers = {"Content-Type": media_type, "Content-Length": str(len(content)), "Cache-Control": "no-store"}
-        for name, value in {**headers, **more}.items():
+        for name, value in (headers | more).items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from quern import machine as machines
 from quern.cluster import connect
@@ -33,7 +32,7 @@ from quern.lab.ladder.work import Options, Worker, finished, proxy_line
 from quern.lab.options import CompareOptions
 from quern.lab.study import check_name, now, start_facts
 from quern.lab.verdict import Rules
-from quern.recipe import Recipe, Resolved
+from quern.recipe import Resolved
 from quern.resolve import resolve
 from quern.runs.origin import SHOWN
 from quern.runs.training import fit_to_text, make_batches
@@ -50,7 +49,7 @@ def run(
     log: Callable[[str], None],
     answers: Mapping[str, Sequence[str]] | None = None,
 ) -> int:
-    """Checks the options, and runs the study.
+    """Runs a comparison and returns the exit code: 1 if an arm could not be trained.
 
     Args:
         arms: The baseline and the ideas.
@@ -59,9 +58,6 @@ def run(
         command: The command line.
         log: Takes lines for the user.
         answers: Verdicts that are right, by idea, to test the lowest rung on.
-
-    Returns:
-        The exit code: 1 if an arm could not be trained.
     """
     base, rungs = arms[0], RUNGS if options.ladder else one_size(arms[0].recipe)
     _check(base, options, named, rungs)
@@ -73,7 +69,17 @@ def run(
         connect(options.ray)
     sized = {rung: resolve(at_rung(base.recipe, one)) for rung, one in rungs.items()}
     prepared = prepare(sized[min(rungs)], options.out, log)
-    study = _study(folder, arms, options, rungs, sized, prepared.origin.text, start_facts(machine, command))
+    facts = start_facts(machine, command)
+    plan = Plan(
+        base=base.name,
+        rungs={str(rung): one for rung, one in rungs.items()},
+        numbers={str(rung): numbers(one) for rung, one in sized.items()},
+        text=(prepared.origin.text or "")[:SHOWN],
+        data=Path(base.recipe.data).name,
+        facts=facts,
+        **{name: getattr(options, name) for name in ("delta", "alpha", "most_pairs", "tune", "vary", "ladder")},
+    )
+    study = Comparison.of(folder, plan, [_record(arm, facts["commit"]) for arm in arms])
     asked = Options(sorted(options.rungs), [arm.name for arm in arms[1:]], options.every, options.any_delta)
     for rung in asked.rungs:
         _count_ngrams(study, rung, sized[rung], prepared)
@@ -88,8 +94,7 @@ def run(
         work(0)
     else:
         with ThreadPoolExecutor(options.workers) as pool:
-            for done in [pool.submit(work, number) for number in range(options.workers)]:
-                done.result()
+            list(pool.map(work, range(options.workers)))
     study.refresh()
     if options.speeds:
         _measure_speeds(study, by_name, asked.ideas, options.out, select_attention(machine), log)
@@ -99,35 +104,10 @@ def run(
     return 1 if any(one.error for runs in study.trials.values() for one in runs.values()) else 0
 
 
-def _study(
-    folder: Path,
-    arms: Sequence[Arm],
-    options: CompareOptions,
-    rungs: Mapping[int, Rung],
-    sized: Mapping[int, Resolved],
-    text: str | None,
-    facts: dict[str, Any],
-) -> Comparison:
-    """The study in a folder, begun or compared with what it was begun with. text: the fingerprint of the text."""
-    plan = Plan(
-        base=arms[0].name,
-        rungs={str(rung): one for rung, one in rungs.items()},
-        numbers={str(rung): numbers(one) for rung, one in sized.items()},
-        text=(text or "")[:SHOWN],
-        data=Path(arms[0].recipe.data).name,
-        delta=options.delta,
-        alpha=options.alpha,
-        most_pairs=options.most_pairs,
-        tune=options.tune,
-        vary=options.vary,
-        ladder=options.ladder,
-        facts=facts,
-    )
-    records = [
-        ArmRecord(arm.name, now(), facts["commit"], code_fingerprint(arm.source), public(arm.recipe), arm.source or "")
-        for arm in arms
-    ]
-    return Comparison.of(folder, plan, records)
+def _record(arm: Arm, commit: str | None) -> ArmRecord:
+    """An arm that joins the study; its recipe has names of files, not places."""
+    public = map_paths(arm.recipe, lambda path: Path(path).name).to_json()
+    return ArmRecord(arm.name, now(), commit, code_fingerprint(arm.source), public, arm.source or "")
 
 
 def _check(base: Arm, options: CompareOptions, named: Collection[str], rungs: Mapping[int, Rung]) -> None:
@@ -154,30 +134,19 @@ def machine_line(machine: machines.Machine) -> str:
     )
 
 
-def public(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as JSON with names of files, not places."""
-    return map_paths(recipe, lambda path: Path(path).name).to_json()
-
-
 def _count_ngrams(study: Comparison, rung: int, recipe: Resolved, prepared: Prepared) -> None:
     """Counts the n-grams of the tokens that seed 0 of the baseline reads at a rung, once for a study."""
-    study.work(
-        lambda: [] if rung in study.ngrams else [rung],
-        lambda rung: f"ngrams-{rung}",
-        lambda rung: study.add(BASELINES, {"rung": rung, **_ngrams(recipe, prepared)}),
-    )
-
-
-def _ngrams(recipe: Resolved, prepared: Prepared) -> dict[str, float]:
-    """The bits per byte of the n-grams, by order as text."""
-    recipe = fit_to_text(recipe, prepared.tokenizer, prepared.train)
-    batches, steps, context = make_batches(recipe, prepared.train), recipe.train.steps, recipe.model.context
-    tokenizer = prepared.tokenizer
+    recipe, tokenizer = fit_to_text(recipe, prepared.tokenizer, prepared.train), prepared.tokenizer
     assert tokenizer.bos is not None
-    val = windows(prepared.val, context, rows=recipe.micro_batch_rows)
-    train = (batches.batch(step) for step in range(steps))
-    bits = ngram_bits(train, val, tokenizer.token_bytes(), tokenizer.bos)
-    return {str(order): round(value, 4) for order, value in bits.items()}
+
+    def count(rung: int) -> None:
+        batches = make_batches(recipe, prepared.train)
+        val = windows(prepared.val, recipe.model.context, rows=recipe.micro_batch_rows)
+        train = (batches.batch(step) for step in range(recipe.train.steps))
+        bits = ngram_bits(train, val, tokenizer.token_bytes(), tokenizer.bos)
+        study.add(BASELINES, {"rung": rung, **{str(order): round(value, 4) for order, value in bits.items()}})
+
+    study.work(lambda: [] if rung in study.ngrams else [rung], lambda rung: f"ngrams-{rung}", count)
 
 
 def _measure_speeds(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,8 +42,7 @@ class Mean:
     error: float
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """A value with the ends of its 95 % interval."""
 
     value: float
@@ -53,27 +52,17 @@ class Estimate:
     def __str__(self) -> str:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
-    def holds(self, value: float) -> bool:
-        return self.low <= value <= self.high
-
 
 class Curve:
     """The baseline's loss over compute: a fit, and DRAWS fits of redrawn means, whose first is the fit itself.
 
-    Two rungs give a straight line in logarithms (E = 0), three or more the whole law.
-
-    Args:
-        means: Means of at least two rungs.
+    Two rungs give a straight line in logarithms (E = 0), three or more the whole law. means: of at least two rungs.
     """
 
     def __init__(self, means: Sequence[Mean]) -> None:
-        if len(means) < 2:
-            raise ValueError("the baseline's loss over compute needs two rungs: train it on another one")
-        self.means = sorted(means, key=lambda one: one.compute)
-        generator = np.random.default_rng(SEED)
-        noise = generator.standard_normal((DRAWS, len(means))) * (np.arange(DRAWS) > 0)[:, None]
-        losses_DR = np.array([one.loss for one in self.means]) + noise * np.array([one.error for one in self.means])
-        x_R = np.log([one.compute for one in self.means])
+        noise = np.random.default_rng(SEED).standard_normal((DRAWS, len(means))) * (np.arange(DRAWS) > 0)[:, None]
+        compute_R, loss_R, error_R = np.array(sorted((one.compute, one.loss, one.error) for one in means)).T
+        losses_DR, x_R = loss_R + noise * error_R, np.log(compute_R)
         shares = np.linspace(0, 0.98, LIMITS) if len(means) > 2 else np.zeros(1)
         best = np.full(DRAWS, math.inf)
         self.limit, self.level, self.slope = np.zeros(DRAWS), np.zeros(DRAWS), np.zeros(DRAWS)
@@ -97,10 +86,6 @@ class Curve:
         with np.errstate(divide="ignore", invalid="ignore"):
             found = (np.log(above) - self.level) / self.slope
         return np.where(above > 0, found, math.inf)
-
-    def predict(self, compute: float) -> Estimate:
-        """The baseline's loss at a compute."""
-        return _estimate(self.loss(compute))
 
 
 @dataclass(frozen=True)
@@ -126,13 +111,8 @@ def multiplier(curve: Curve, base: float, own: float, difference: Difference) ->
 
 def told(logs_D: Floats) -> Estimate:
     """A multiplier from its logarithms."""
-    one = _estimate(logs_D)
-    return Estimate(*(math.exp(min(end, 700.0)) for end in (one.value, one.low, one.high)))
-
-
-def _estimate(values_D: Floats) -> Estimate:
-    low, high = np.nanquantile(values_D, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Estimate(float(values_D[0]), float(low), float(high))
+    ends = np.nanquantile(logs_D, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Estimate(*(math.exp(min(one, 700.0)) for one in (logs_D[0], *ends)))
 
 
 @dataclass(frozen=True)
@@ -149,10 +129,8 @@ def course(computes: Sequence[float], logs_RD: Sequence[Floats]) -> Course | Non
     if found is None:
         return None
     factor = told(found[1] * STEP)
-    if factor.low > 1:
-        return Course(factor, "grows")
-    if factor.high < 1:
-        return Course(factor, "fades")
+    if factor.low > 1 or factor.high < 1:
+        return Course(factor, "grows" if factor.low > 1 else "fades")
     return Course(factor, "holds" if factor.low >= 1 - HOLDS and factor.high <= 1 + HOLDS else "unclear")
 
 
@@ -192,10 +170,8 @@ def _size(height_D: Floats) -> float:
 
 
 def slope_spread(lines: Sequence[tuple[Sequence[float], Sequence[Floats]]]) -> float:
-    """Standard deviation of the true slopes of ln m over ln C among ideas, as a share of |ln m| + SMALL, by moments.
-
-    At least `LEAST_SPREAD`: few ideas on two rungs tell little.
-    """
+    """Standard deviation of the true slopes of ln m over ln C among ideas, as a share of |ln m| + SMALL, by moments; at
+    least `LEAST_SPREAD`, since few ideas on two rungs tell little."""
     found = [one for computes, logs_RD in lines if (one := _lines(computes, logs_RD)) is not None]
     slopes = [float(slope_D[0]) / _size(height_D) for height_D, slope_D, _ in found]
     noise = [float(np.var(slope_D)) / _size(height_D) ** 2 for height_D, slope_D, _ in found]

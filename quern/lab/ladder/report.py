@@ -26,7 +26,7 @@ from quern.lab.ladder.multiplier import (
     told,
 )
 from quern.lab.ladder.study import Comparison
-from quern.lab.ladder.work import finished, judged, judged_trials, proxy_line
+from quern.lab.ladder.work import finished, judged, judged_trials, proxy_line, scores_of
 from quern.lab.verdict import Finding, Judgement, Rules, reach
 from quern.records import strict
 from quern.temporaries import write_whole
@@ -97,7 +97,7 @@ def baseline_curve(study: Comparison, axis: str, most: float = math.inf) -> Curv
         trials = finished(study, study.plan.base, rung)
         if len(trials) < 2 or rung > most:
             continue
-        scores = [one.bpb for one in trials if one.bpb is not None]
+        scores = scores_of(trials)
         compute = statistics.median(getattr(one, axis) for one in trials)
         means.append(Mean(compute, statistics.fmean(scores), statistics.stdev(scores) / math.sqrt(len(scores))))
     return Curve(means) if len(means) > 1 else None
@@ -114,7 +114,7 @@ class Prediction:
 
     @property
     def holds(self) -> bool:
-        return self.predicted.holds(self.measured)
+        return self.predicted.low <= self.measured <= self.predicted.high
 
 
 def predictions(study: Comparison, found: Sequence[Row]) -> list[Prediction]:
@@ -128,12 +128,10 @@ def predictions(study: Comparison, found: Sequence[Row]) -> list[Prediction]:
         if len(rungs) < 2:
             continue
         top, below = rungs[-1], rungs[:-1]
-        curve = baseline_curve(study, "flops", most=below[-1])
-        spread = slope_spread([_part(one, below) for one in found if len(set(below) & set(one.flops)) > 1])
-        computes, logs = _part(row, below)
-        if curve is None:
+        if baseline_curve(study, "flops", most=below[-1]) is None:
             continue
-        logs_D = extrapolate(computes, logs, row.computes[top], spread)
+        spread = slope_spread([_part(one, below) for one in found if len(set(below) & set(one.flops)) > 1])
+        logs_D = extrapolate(*_part(row, below), row.computes[top], spread)
         noise = np.random.default_rng(top).permutation(row.flops[top] - row.flops[top][0])
         noise[0] = 0.0
         made.append(Prediction(row.idea, top, told(logs_D + noise), math.exp(float(row.flops[top][0]))))
@@ -192,7 +190,7 @@ def _cells(row: Row, rung: int) -> list[str]:
 
 
 def interval(finding: Finding) -> str:
-    """The interval of a finding, with … for an end that is not finite."""
+    """Returns the interval of a finding, with … for an end that is not finite."""
     return f"[{', '.join(format(end, '+.4f') if math.isfinite(end) else '…' for end in finding.interval)}]"
 
 
@@ -216,16 +214,14 @@ def write_verdicts(study: Comparison) -> None:
 def calibration(study: Comparison, rung: int, answers: Mapping[str, Sequence[str]]) -> list[str]:
     """Says how many known answers a rung gets right, its noise, and what it can find."""
     judgement = judged(study, rung)
-    lines = list[list[str]]()
-    right = 0
+    lines, right = list[list[str]](), 0
     for idea, expected in answers.items():
         one = judgement.findings.get(idea)
-        got = "not measured" if one is None else one.verdict
-        ok = any(got == verdict or got == f"{verdict}, small" for verdict in expected)
+        got, difference = ("not measured", "") if one is None else (one.verdict, f"{one.difference:+.4f}")
+        ok = got.removesuffix(", small") in expected
         right += ok
-        difference = "" if one is None else f"{one.difference:+.4f}"
         lines.append([idea, " or ".join(expected), got, difference, "right" if ok else "wrong"])
-    scores = [one.bpb for one in finished(study, study.plan.base, rung) if one.bpb is not None]
+    scores = scores_of(finished(study, study.plan.base, rung))
     known = [one.correlation for one in judgement.findings.values() if math.isfinite(one.correlation)]
     usable = "it may judge" if right >= FEWEST_RIGHT * len(answers) else "do not use it"
     spread = f"{statistics.stdev(scores):.4f}" if len(scores) > 1 else "not measured"

@@ -97,34 +97,23 @@ ROOMS = tuple(
 def code_fingerprint(source: str | None) -> str:
     """Returns 16 hex digits of the code of an idea's file (None for a recipe of quern) and of quern's modules that it
     trains with. Docstrings, comments and the layout of the text do not count."""
-    digest = hashlib.sha256()
     own, imports = _parsed(source or "")
-    digest.update(own.encode())
-    waiting, seen = [*ROOTS, *imports], set[str]()
+    waiting, seen = [*ROOTS, *imports], dict[str, str]()
     while waiting:
         name = waiting.pop()
-        path = _path(name)
-        if name in seen or path is None or not (name in ROOTS or name.startswith(ROOMS)):
-            continue
-        seen.add(name)
-        waiting += _module(path)[1]
-    for name in sorted(seen):
-        path = _path(name)
-        assert path
-        digest.update(f"{name}\n{_module(path)[0]}\n".encode())
-    return digest.hexdigest()[:16]
-
-
-def _path(module: str) -> Path | None:
-    if not module.startswith("quern"):
-        return None
-    stem = ROOT.joinpath(*module.split(".")[1:])
-    return next((path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None)
+        if name not in seen and name.startswith((*ROOTS, *ROOMS)) and (found := _module(name)):
+            seen[name] = found[0]
+            waiting += found[1]
+    text = own + "".join(f"{name}\n{code}\n" for name, code in sorted(seen.items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @cache
-def _module(path: Path) -> tuple[str, list[str]]:
-    return _parsed(path.read_text(encoding="utf-8"))
+def _module(name: str) -> tuple[str, list[str]] | None:
+    """A module of quern, parsed; None if there is no such module."""
+    stem = ROOT.joinpath(*name.split(".")[1:])
+    files = [path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()]
+    return _parsed(files[0].read_text(encoding="utf-8")) if files else None
 
 
 def _parsed(source: str) -> tuple[str, list[str]]:
@@ -156,7 +145,7 @@ FILES = (Study.PLAN, ARMS, TRIALS, SPEEDS, BASELINES)
 
 @dataclass(frozen=True)
 class Plan:
-    """The rules that a comparison fixes before its first run.
+    """The rules that a comparison fixes before its first run: flags of `CompareOptions`, and what they rest on.
 
     Args:
         base: Name of the baseline.
@@ -164,11 +153,6 @@ class Plan:
         numbers: By rung: fingerprint of the baseline's resolved numbers.
         text: Fingerprint of the text.
         data: Name of the text.
-        delta: Bits per byte; smaller differences do not matter.
-        alpha: Share of the ideas called better or worse that may be expected to make no difference.
-        most_pairs: Pairs after which an idea stays undecided.
-        tune: Field whose values each arm tries on the lowest rung, or "".
-        vary: What differs between the pairs: both seeds, init or data.
         ladder: Whether the rungs are sizes; else a baseline that a trigram beats is not refused.
         facts: Command, machine, versions and time of the start.
         metric: What is compared; lower is better.
@@ -215,11 +199,9 @@ class TrialRecord:
         seed: Number of the pair: both arms have its seeds of initial weights and data order (`Plan.vary`).
         value: The tuned field's; None for the recipe's own.
         commit: Commit of the code; changed: tracked files that differed from it.
-        machine: What trained: device, dtype, compilation, processor, torch.
+        machine: Device, dtype, compilation, processor, torch.
         time: When the trial ended, as ISO 8601 text.
-        text: Fingerprint of the text.
-        numbers: Fingerprint of the baseline's resolved numbers.
-        code: Fingerprint of the arm's code.
+        text, numbers, code: Fingerprints, as in `Plan` and `ArmRecord`.
         error: Why there is no result.
     """
 

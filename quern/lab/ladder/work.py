@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import statistics
-import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from scipy import special
 
-from quern.lab.arms import Arm, Order, Train
+from quern.lab.arms import Arm, Train
 from quern.lab.ladder.study import TRIALS, Comparison, TrialRecord, at_rung
 from quern.lab.study import now
+from quern.lab.trainer import Trial
 from quern.lab.verdict import Finding, Judgement, Rules, judge, reach, score
+from quern.records import git_output
 
 LOOKS = (3, 5, 8, 12, 16)
 """An idea is judged after so many pairs: they train in one process, which compiles once."""
@@ -24,8 +25,6 @@ TUNE_SEEDS = (1_000, 1_001)
 """Seeds that no verdict uses."""
 CURVE_SEEDS = 3
 """Seeds of the baseline on the rung above the highest one, which its loss over compute needs."""
-EVALUATIONS = 2
-"""Validations in a trial, for the curves."""
 BLOCK = 3
 """Seeds of the baseline that one process trains."""
 LEAST_MARGIN = 0.02
@@ -40,8 +39,8 @@ DIED = "ended with code"
 
 @dataclass(frozen=True)
 class Job:
-    """Missing trials of one arm at one rung, which one process trains. value: of the tuned field; block: the number of
-    the `BLOCK` seeds, where several processes train an arm's."""
+    """Missing trials of one arm at one rung, which one process trains. value: of the tuned field; block: which `BLOCK`
+    of the baseline's seeds."""
 
     arm: str
     rung: int
@@ -58,8 +57,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Options:
-    """The flags of a start: rungs, ascending, and ideas; whether ideas go up whatever their verdict, and with a delta
-    that is out of reach."""
+    """The flags of a start: rungs, ascending, and ideas; see `CompareOptions` for the others."""
 
     rungs: Sequence[int]
     ideas: Sequence[str]
@@ -149,7 +147,7 @@ def _at_rung(study: Comparison, rung: int, ideas: Sequence[str]) -> list[Job]:
         if any(one.error for one in runs.values()):
             continue
         pairs = len(runs)
-        if name in verdicts and pairs >= first and verdicts[name].decided:
+        if name in verdicts and pairs >= first and verdicts[name].verdict != "undecided":
             most = max(most, pairs)
             continue
         goal = min(next((look for look in LOOKS if look > pairs), limit), limit)
@@ -170,30 +168,24 @@ def _baseline(study: Comparison, rung: int, count: int) -> list[Job]:
 
 
 class Worker:
-    """Trains the jobs of a comparison, one after another, beside other workers.
-
-    Args:
-        study: The comparison.
-        arms: The recipe of each arm, not sized, with its file, by name.
-        train: Trains an arm's orders.
-        about: The machine, for the records.
-        log: Takes lines for the user.
-    """
+    """Trains the jobs of a comparison, one after another, beside other workers. arms: by name, not sized; about: the
+    machine, for the records."""
 
     def __init__(
         self, study: Comparison, arms: Mapping[str, Arm], train: Train, about: str, log: Callable[[str], None]
     ) -> None:
         self.study, self.arms, self.train, self.about, self.log = study, arms, train, about, log
-        self.commit, self.changed = _commit()
+        status = git_output(Path(__file__).parent, "status", "--porcelain", "--untracked-files=no") or ""
+        self.changed = tuple(line[3:] for line in status.splitlines()[:20])
+        self.commit = git_output(Path(__file__).parent, "rev-parse", "--short=12", "HEAD")
         self.lost: set[tuple[str, int]] = set()
 
     def run(self, options: Options) -> None:
         """Works until nothing is wanted."""
         tune = self.study.plan.tune
-        own = {name: getattr(arm.recipe.optim, tune) if tune else None for name, arm in self.arms.items()}
         values = {
-            name: [] if one is None else [round(factor * one, 10) for factor in TUNE_FACTORS]
-            for name, one in own.items()
+            name: [round(factor * getattr(arm.recipe.optim, tune), 10) for factor in TUNE_FACTORS if tune]
+            for name, arm in self.arms.items()
         }
 
         def jobs() -> list[Job]:
@@ -222,9 +214,16 @@ class Worker:
             numbers=plan.numbers[str(job.rung)],
             code=self.study.arms[job.arm].code,
         )
+        arm, recipe = self.arms[job.arm], self.arms[job.arm].recipe
+        if job.value is not None:
+            recipe = replace(recipe, optim=replace(recipe.optim, **{plan.tune: job.value}))
+        sized = replace(arm, recipe=at_rung(recipe, plan.rungs[str(job.rung)]))
+        names = TrialRecord.__dataclass_fields__.keys() & Trial.__dataclass_fields__.keys() - {"recipe", "seed"}
         try:
-            for trial in self._trials(job, facts):
-                self._keep(trial)
+            trials = self.train(sized, [plan.seeds(seed) for seed in job.seeds])
+            for seed, trial in zip(job.seeds, trials, strict=False):
+                body = asdict(trial)
+                self._keep(replace(facts, seed=seed, time=now(), **{name: body[name] for name in names}))
         except (RuntimeError, ValueError) as error:
             if job.arm == plan.base:
                 raise
@@ -233,18 +232,6 @@ class Worker:
                 self.log(f"rung {job.rung}, {job.arm}: {error}")
                 return
             self._keep(replace(facts, seed=job.seeds[0], error=str(error)[:300]))
-
-    def _trials(self, job: Job, facts: TrialRecord) -> Iterator[TrialRecord]:
-        plan, arm = self.study.plan, self.arms[job.arm]
-        recipe = arm.recipe
-        if job.value is not None:
-            recipe = replace(recipe, optim=replace(recipe.optim, **{plan.tune: job.value}))
-        sized = replace(arm, recipe=at_rung(recipe, plan.rungs[str(job.rung)]))
-        orders = [Order(None, *plan.seeds(seed), evaluations=EVALUATIONS) for seed in job.seeds]
-        for seed, trial in zip(job.seeds, self.train(sized, orders), strict=False):
-            body = trial.to_json()
-            names = TrialRecord.__dataclass_fields__.keys() & body.keys() - {"recipe", "seed"}
-            yield replace(facts, seed=seed, time=now(), **{name: body[name] for name in names})
 
     def _check_machine(self, rung: int) -> None:
         """Raises ValueError if trials of the rung have another device, dtype or compilation: scores would differ."""
@@ -314,19 +301,9 @@ def check_reach(study: Comparison, rung: int, options: Options) -> str:
     )
 
 
+def scores_of(trials: Sequence[TrialRecord]) -> list[float]:
+    return [one.bpb for one in trials if one.bpb is not None]
+
+
 def _base_scores(study: Comparison, rung: int) -> list[float]:
-    return [one.bpb for one in finished(study, study.plan.base, rung) if one.bpb is not None]
-
-
-def _commit() -> tuple[str | None, tuple[str, ...]]:
-    """The commit of quern's code, and the files that differ from it."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
-        try:
-            return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.strip()
-        except (OSError, subprocess.TimeoutExpired):
-            return ""
-
-    changed = git("status", "--porcelain", "--untracked-files=no").splitlines()
-    return git("rev-parse", "--short=12", "HEAD") or None, tuple(line[3:] for line in changed[:20])
+    return scores_of(finished(study, study.plan.base, rung))

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from quern.flags.recipe_flags import Arguments, parse
 from quern.lab.arms import Idea, read_idea
 from quern.lab.ladder.multiplier import told
-from quern.lab.ladder.report import Row, interval, judgements_of, rows, study_tables
+from quern.lab.ladder.report import Row, interval, rows, study_tables
 from quern.lab.ladder.study import Comparison, at_rung, numbers
 from quern.lab.log.page import GREY, HEADER, STYLE, Page, repeat, svg, table
 from quern.lab.options import CompareOptions
@@ -45,7 +45,7 @@ class _Told:
 
     @cached_property
     def rungs(self) -> list[int]:
-        return list(judgements_of(self.study))
+        return sorted({rung for row in self.rows for rung in row.findings})
 
     @cached_property
     def old(self) -> bool:
@@ -71,7 +71,8 @@ class _Told:
         for title, told_, head, body in study_tables(self.study):
             lines += [f"## {title}\n", *(f"{line}\n" for line in told_), *table(head, body), ""]
         for rung in self.rungs:
-            files[f"{name}-{rung}.svg"] = intervals({row.idea: row.findings[rung] for row in self.on(rung)}, plan.delta)
+            found = {row.idea: row.findings[rung] for row in self.rows if rung in row.findings}
+            files[f"{name}-{rung}.svg"] = intervals(found, plan.delta)
             lines += [f"![Intervals of all ideas on rung {rung}]({name}-{rung}.svg)\n"]
         lines += ["## The ideas\n"]
         for row in self.rows:
@@ -83,12 +84,10 @@ class _Told:
         files[f"{name}.md"] = HEADER + "\n".join([*lines, *repeat(plan.facts)])
         return Page(name, plan.facts["registered"], self.section(), files, self.verdicts())
 
-    def on(self, rung: int) -> list[Row]:
-        return [row for row in self.rows if rung in row.findings]
-
     def setup(self) -> str:
         """One paragraph: what was compared with what."""
         plan = self.study.plan
+        machines = {one.machine for runs in self.study.trials.values() for one in runs.values() if one.machine}
         first = plan.rungs[str(min(self.rungs, default=min(map(int, plan.rungs))))]
         size = "" if first.width is None else f"{first.depth}x{first.width}, vocabulary {first.vocab_size:,}, context "
         size += "" if first.width is None else f"{first.context:,}, "
@@ -98,11 +97,8 @@ class _Told:
             f"steps of {first.batch_tokens:,} tokens. Registered {plan.facts['registered']}: {plan.metric}; "
             f"δ {plan.delta:g}, α {plan.alpha:g} over {counted(len(self.study.ideas), 'idea')}, at most "
             f"{plan.most_pairs} pairs. "
-            f"Trained on: {'; '.join(sorted(self.machines()))}.{old}"
+            f"Trained on: {'; '.join(sorted(machines))}.{old}"
         )
-
-    def machines(self) -> set[str]:
-        return {one.machine for runs in self.study.trials.values() for one in runs.values() if one.machine}
 
     def section(self) -> list[str]:
         """The study's section of experiments/LOG.md: a row for each idea, the largest multiplier first."""
@@ -110,13 +106,14 @@ class _Told:
         body = [
             [
                 row.idea,
-                *(_finding(row, rung) for rung in self.rungs),
+                *(f"{one.verdict}, {one.difference:+.4f} {interval(one)}" if one else "" for one in findings),
                 _multiplier(row),
                 "" if row.course is None else row.course.trend,
                 self.about(row.idea).direction or "",
                 agreement(self.about(row.idea), row),
             ]
             for row in self.rows
+            for findings in [[row.findings.get(rung) for rung in self.rungs]]
         ]
         return [self.setup() + "\n", *table(head, body)]
 
@@ -129,23 +126,16 @@ class _Told:
                 f"{one.verdict} on rung {rung} ({one.difference:+.4f} bits per byte, {counted(one.pairs, 'pair')})"
                 for rung, one in row.findings.items()
             ]
-            if not parts:
-                continue
-            more = f"; multiplier {_multiplier(row)}" if row.flops else ""
-            more += f", {row.course.trend}" if row.course else ""
-            top = max(row.findings)
-            short = f"{mark}{row.findings[top].verdict} on rung {top}{', ' + _multiplier(row) if row.flops else ''}"
-            found[row.idea] = f"{mark}{'; '.join(parts)}{more}. Study {self.study.name}.", short
+            if parts:
+                more = f"; multiplier {_multiplier(row)}" if row.flops else ""
+                more += f", {row.course.trend}" if row.course else ""
+                short = parts[-1].partition(" (")[0] + (f", {_multiplier(row)}" if row.flops else "")
+                found[row.idea] = f"{mark}{'; '.join(parts)}{more}. Study {self.study.name}.", mark + short
         return found
 
     def about(self, idea: str) -> Idea:
         source = self.study.arms[idea].source
         return read_idea(source) if source else Idea(f"The recipe `{idea}`.")
-
-
-def _finding(row: Row, rung: int) -> str:
-    one = row.findings.get(rung)
-    return "" if one is None else f"{one.verdict}, {one.difference:+.4f} {interval(one)}"
 
 
 def _multiplier(row: Row) -> str:

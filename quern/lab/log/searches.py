@@ -68,8 +68,7 @@ def _figure(convention: str, cells: list[dict[str, Any]], fits: dict[str, Any]) 
         return svg(figure)
 
 
-RESULTS, TRIALS, FIGURE = "results.json", "sweep.jsonl", "pairs.svg"
-SWEEP_FILES = (RESULTS, TRIALS, FIGURE)
+SWEEP_FILES = RESULTS, TRIALS, FIGURE = "results.json", "sweep.jsonl", "pairs.svg"
 SHOWN_TRIALS, SHOWN_FIELDS = 10, 6
 
 

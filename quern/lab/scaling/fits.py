@@ -56,40 +56,30 @@ def estimate(value: float, samples: Array, level: float, dof: int, inflation: fl
 
 @dataclass(frozen=True)
 class Vertex:
-    """The minimum of a parabola in ln x. curvature: of the loss, per (ln x)²; refusal: why there is no minimum."""
+    """The minimum of a parabola in ln N. refusal: why there is no minimum."""
 
-    x: float
-    loss: float
-    curvature: float
+    n: float = np.nan
+    loss: float = np.nan
     refusal: str = ""
 
 
-def parabola(x: ArrayLike, loss: ArrayLike, name: str = "size") -> Vertex:
-    """Fits loss = a (ln x)² + b ln x + c by least squares.
-
-    A maximum is refused, a vertex outside the measured range of x, and fewer than `FEWEST_CELLS` different x. The loss
-    of an IsoFLOP budget is a parabola in ln N (arXiv 2203.15556, approach 2); of a sweep, in the logarithm of its
-    variable.
-    """
-    x, loss = np.asarray(x, float), np.asarray(loss, float)
-    distinct = len(np.unique(x))
+def parabola(n: ArrayLike, loss: ArrayLike) -> Vertex:
+    """Fits loss = a (ln N)² + b ln N + c by least squares (arXiv 2203.15556, approach 2). A maximum is refused, a
+    vertex outside the measured sizes, and fewer than `FEWEST_CELLS` sizes."""
+    n, loss = np.asarray(n, float), np.asarray(loss, float)
+    distinct = len(np.unique(n))
     if distinct < FEWEST_CELLS:
-        return _refused(f"{distinct} of at least {FEWEST_CELLS} different values of the {name} have a loss")
-    centre, projection = _parabola(x)
+        return Vertex(refusal=f"{distinct} of at least {FEWEST_CELLS} different values of the size have a loss")
+    centre, projection = _parabola(n)
     a, b, c = projection @ loss
     if a <= 0:
-        return _refused(f"the parabola has a maximum: the loss has no minimum in the {name}", curvature=a)
+        return Vertex(refusal="the parabola has a maximum: the loss has no minimum in the size")
     vertex = float(np.exp(np.clip(centre - b / (2 * a), -700, 700)))
-    if not x.min() <= vertex <= x.max():
-        end, more = ("below", "smaller") if vertex < x.min() else ("above", "larger")
-        limit = x.min() if vertex < x.min() else x.max()
-        reason = f"the minimum, {vertex:.3g}, is {end} the measured range of the {name}, which ends at {limit:.3g}"
-        return _refused(f"{reason}: measure {more} values", curvature=a)
-    return Vertex(vertex, float(c - b * b / (4 * a)), float(a))
-
-
-def _refused(reason: str, curvature: float = np.nan) -> Vertex:
-    return Vertex(np.nan, np.nan, float(curvature), reason)
+    if not n.min() <= vertex <= n.max():
+        end, more, limit = ("below", "smaller", n.min()) if vertex < n.min() else ("above", "larger", n.max())
+        reason = f"the minimum, {vertex:.3g}, is {end} the measured range of the size, which ends at {limit:.3g}"
+        return Vertex(refusal=f"{reason}: measure {more} values")
+    return Vertex(vertex, float(c - b * b / (4 * a)))
 
 
 def _parabola(x: Array) -> tuple[float, Array]:
@@ -99,8 +89,8 @@ def _parabola(x: Array) -> tuple[float, Array]:
 
 
 def lack_of_fit(budget: ArrayLike, n: ArrayLike, loss: ArrayLike) -> float:
-    """The p of an F test of a cubic term beside the parabolas of all budgets: where it is small, the losses are no
-    parabolas, and the intervals of their minima are too narrow. nan for too few sizes."""
+    """The p of an F test of a cubic term beside the parabolas of all budgets, which is small where the losses are no
+    parabolas; nan for too few sizes."""
     budget, n, loss = (np.asarray(values, float) for values in (budget, n, loss))
     rests, terms, dof = np.zeros(2), 0, 0
     for flops in np.unique(budget):
@@ -204,12 +194,9 @@ def envelope(
 
     Args:
         budget: The planned FLOPs of each run: runs with equal values form a parabola.
-        n: Parameters of each run.
-        d: Tokens of each run.
-        loss: Loss of each run.
-        resamples: Resamples of the bootstrap.
+        n, d, loss: Parameters, tokens and loss of each run.
+        resamples, seed: Of the bootstrap.
         level: Level of the intervals.
-        seed: Seed of the bootstrap.
     """
     budget, n, d, loss = (np.asarray(values, float) for values in (budget, n, d, loss))
     rng = np.random.default_rng(seed)
@@ -241,7 +228,7 @@ def _optimum(
         at = np.where(a > 0, -b / (2 * a), np.nan)
     inside = (at >= x.min()) & (at <= x.max())
     curve = np.polyfit(x, np.log(d), 2)  # at one budget, ln D is a smooth function of ln N
-    best = np.log(vertex.x) - centre
+    best = np.log(vertex.n) - centre
     log_n, log_d = np.append(at, best) + centre, np.polyval(curve, np.append(at, best))  # the optimum is the last one
     parameters, tokens, ratio = (estimate(one[-1], one[:-1], level, dof).exp() for one in (log_n, log_d, log_d - log_n))
     lowest, outside = estimate(vertex.loss, c + b * at / 2, level, dof), float(1 - inside.mean())

@@ -9,17 +9,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from quern.lab.scaling.fits import FEWEST_BUDGETS, Envelope
+from quern.model.count import FlopCounter, Parameters, flop_counter, parameters
 from quern.recipe import Recipe, Resolved
 from quern.resolve import batch_rule, resolve
-
-if TYPE_CHECKING:
-    from quern.model.count import FlopCounter, Parameters
 
 TOLERANCE = 0.01
 """Largest share by which the FLOPs of a run differ from its budget."""
@@ -56,7 +53,6 @@ class Cell:
         batch_tokens: Tokens of a step.
         flops: FLOPs of the model alone: the update's share falls as batches grow, which would bend the law.
         parameters: By the conventions.
-        seconds: Estimated time in steps; None without a measured speed.
     """
 
     budget: float
@@ -68,7 +64,6 @@ class Cell:
     batch_tokens: int
     flops: float
     parameters: dict[str, int]
-    seconds: float | None = None
 
     @property
     def key(self) -> Key:
@@ -87,12 +82,6 @@ class Cell:
         train = replace(recipe.train, steps=self.steps, batch_tokens=self.batch_tokens)
         return replace(_sized(recipe, self.size), train=train)
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON types only, without the estimated time."""
-        body = asdict(self)
-        del body["seconds"]
-        return body
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -107,19 +96,10 @@ class Plan:
         return sum(cell.flops for cell in self.cells)
 
 
-def make_plan(
-    recipe: Recipe,
-    budgets: Sequence[float],
-    sizes: Sequence[str],
-    seeds: Sequence[int] = (0,),
-    tokens_per_second: float | None = None,
-) -> Plan:
+def make_plan(recipe: Recipe, budgets: Sequence[float], sizes: Sequence[str], seeds: Sequence[int] = (0,)) -> Plan:
     """Plans a study."""
     counted = {size: _count(recipe, size) for size in dict.fromkeys(sizes)}
     _refuse_mixed({size: resolved for size, (resolved, *_) in counted.items()})
-    flops_per_second = None
-    if tokens_per_second is not None:
-        flops_per_second = tokens_per_second * _counter(resolve(recipe)).per_token()
     cells, refused = [], []
     for size, (resolved, counter, counts) in counted.items():
         model = resolved.model
@@ -133,8 +113,7 @@ def make_plan(
             except ValueError as error:
                 refused.append(f"{budget:.3g} FLOPs, size {size}: {error}")
                 continue
-            seconds = None if flops_per_second is None else flops / flops_per_second
-            cells += [replace(one, seed=seed, seconds=seconds) for seed in seeds]
+            cells += [replace(one, seed=seed) for seed in seeds]
     return Plan(tuple(cells), tuple(refused))
 
 
@@ -148,16 +127,8 @@ def _sized(recipe: Recipe, size: str) -> Recipe:
 
 
 def _count(recipe: Recipe, size: str) -> tuple[Resolved, FlopCounter, Parameters]:
-    from quern.model.count import parameters  # imports PyTorch
-
     resolved = resolve(_sized(recipe, size))
-    return resolved, _counter(resolved), parameters(resolved)
-
-
-def _counter(recipe: Resolved) -> FlopCounter:
-    from quern.model.count import flop_counter  # imports PyTorch
-
-    return flop_counter(recipe)
+    return resolved, flop_counter(resolved), parameters(resolved)
 
 
 def _refuse_mixed(recipes: Mapping[str, Resolved]) -> None:
@@ -166,11 +137,8 @@ def _refuse_mixed(recipes: Mapping[str, Resolved]) -> None:
         ("--model.context", {size: one.model.context for size, one in recipes.items()}),
     ):
         if len(set(values.values())) > 1:
-            raise ValueError(f"the sizes differ in {flag[2:]} ({_listed(values)}): set {flag} for all of them")
-
-
-def _listed(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{value:,} at {size}" for size, value in values.items())
+            listed = ", ".join(f"{value:,} at {size}" for size, value in values.items())
+            raise ValueError(f"the sizes differ in {flag[2:]} ({listed}): set {flag} for all of them")
 
 
 def _length(fixed_batch: int | None, budget: float, counter: FlopCounter, context: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,10 @@ from quern.lab.scaling.isoflop import CONVENTIONS, TOLERANCE, Cell, Key, Plan, S
 from quern.lab.scaling.parametric import SurfaceFit, fit_surface
 from quern.lab.study import Study, check_name
 from quern.lab.trainer import Trainer
+from quern.model.count import flop_counter
 from quern.recipe import OPERATIONAL
 from quern.records import read_json, read_lines
+from quern.resolve import resolve
 from quern.temporaries import write_whole
 from quern.terminal import Meter, duration, grid
 
@@ -51,7 +53,7 @@ def run(
     source: str | None = None,
     facts: dict[str, Any] | None = None,
 ) -> int:
-    """Trains what the study lacks, then fits.
+    """Trains what the study lacks, then fits. Returns the exit code: 1 if a run failed; to diverge is not to fail.
 
     Args:
         options: The flags.
@@ -59,9 +61,6 @@ def run(
         log: Takes lines for the user.
         source: The text of the recipe's file, if it has one.
         facts: Facts of this start, as from `study.start_facts`.
-
-    Returns:
-        The exit code: 1 if a run failed. A run that diverged has not failed.
     """
     check_name(options.study)
     if options.plan and options.fit:
@@ -70,8 +69,9 @@ def run(
         raise ValueError("the budget decides how long a run trains: leave out train.steps and train.minutes")
     if len(set(options.sizes)) < FEWEST_CELLS:
         raise ValueError(f"--sizes needs at least {FEWEST_CELLS} sizes: fewer do not determine a minimum")
-    plan = make_plan(options.recipe, options.budgets, options.sizes, range(options.seeds), options.tokens_per_second)
-    for line in plan_lines(plan):
+    plan = make_plan(options.recipe, options.budgets, options.sizes, range(options.seeds))
+    speed = options.tokens_per_second and options.tokens_per_second * flop_counter(resolve(options.recipe)).per_token()
+    for line in plan_lines(plan, speed):
         log(line)
     if options.plan:
         return 0
@@ -104,7 +104,7 @@ def _description(options: ScalingOptions, plan: Plan, source: str | None) -> dic
         "budgets": sorted(set(options.budgets)),
         "sizes": list(dict.fromkeys(options.sizes)),
         "seeds": options.seeds,
-        "cells": [cell.to_json() for cell in plan.cells],
+        "cells": [asdict(cell) for cell in plan.cells],
     }
 
 
@@ -140,7 +140,7 @@ def _train(
                 failed.append(cell)
                 log(f"{cell.name} failed and is left out: {error}")
                 return
-            study.add(CELLS, {"budget": cell.budget, "size": cell.size, **trial.to_json()})
+            study.add(CELLS, {"budget": cell.budget, "size": cell.size, **asdict(trial)})
             score = "diverged" if trial.bpb is None else f"{trial.bpb:.4f} bits per byte"
             log(f"{cell.name}: {score}, {trial.tokens_per_second:,.0f} tokens/s; {len(missing())} runs are left")
 
@@ -217,8 +217,9 @@ def fit_study(
     used += [f"{kind.replace('_', ' ')}: {'; '.join(names)}" for kind, names in notes.items() if names]
     report = {name: convention_lines(envelopes[name], surfaces[name], ahead, predictions[name]) for name in CONVENTIONS}
     report["stability"] = stability_lines(stable)
-    printed = [*used, *(line for name in CONVENTIONS for line in ("", heading(name), *report[name])), ""]
-    return _as_json({**body, "report": report}), [*printed, *report["stability"]]
+    for name, one in CONVENTIONS.items():
+        used += ["", f"{name}: {one.meaning}", *report[name]]
+    return _as_json({**body, "report": report}), [*used, "", *report["stability"]]
 
 
 def _as_json(value: Any) -> Any:
@@ -235,8 +236,8 @@ def _as_json(value: Any) -> Any:
 # Tables -----------------------------------------------------------------------------------------------------
 
 
-def plan_lines(plan: Plan) -> list[str]:
-    """The plan as a table."""
+def plan_lines(plan: Plan, flops_per_second: float | None) -> list[str]:
+    """The plan as a table, with times if the speed is known."""
     head = ("FLOPs", "size", "width", "seed", "parameters", "steps", "batch", "tokens", "time")
     rows = [
         (
@@ -248,22 +249,13 @@ def plan_lines(plan: Plan) -> list[str]:
             f"{cell.steps:,}",
             f"{cell.batch_tokens:,}",
             f"{cell.tokens:,}",
-            "-" if cell.seconds is None else duration(cell.seconds),
+            duration(cell.flops / flops_per_second) if flops_per_second else "-",
         )
         for cell in plan.cells
     ]
-    seconds = [cell.seconds for cell in plan.cells if cell.seconds is not None]
     total = f"{len(plan.cells)} runs of {plan.flops:.3g} FLOPs in all"
-    return [
-        *grid(head, rows),
-        *(f"not planned: {reason}" for reason in plan.refused),
-        f"{total}, about {duration(sum(seconds))}" if seconds else total,
-    ]
-
-
-def heading(convention: str) -> str:
-    """The name of a convention with what it counts."""
-    return f"{convention}: {CONVENTIONS[convention].meaning}"
+    total += f", about {duration(plan.flops / flops_per_second)}" if flops_per_second else ""
+    return [*grid(head, rows), *(f"not planned: {reason}" for reason in plan.refused), total]
 
 
 def convention_lines(
@@ -356,9 +348,8 @@ def _checked(predicted: Mapping[str, float | None], measured: Mapping[str, float
     """Both as text, and whether their intervals overlap; a limit that is None is infinite."""
 
     def ends(one: Mapping[str, float | None]) -> Estimate:
-        value, low, high = one["value"], one["low"], one["high"]
-        assert value is not None
-        return Estimate(value, float("-inf") if low is None else low, float("inf") if high is None else high)
+        infinite = {"value": math.nan, "low": -math.inf, "high": math.inf}
+        return Estimate(**{name: end if (found := one[name]) is None else found for name, end in infinite.items()})
 
     ours, theirs = ends(predicted), ends(measured)
     overlap = ours.low <= theirs.high and theirs.low <= ours.high

@@ -69,11 +69,7 @@ def is_whole(trial: Line) -> bool:
 
 def importances(study: optuna.Study) -> dict[str, float]:
     """How much each field decides whether a trial is among the best tenth, as shares (PED-ANOVA, Watanabe et al. 2023,
-    arXiv 2304.10255).
-
-    The values of the best trials are compared with the whole space, because a sampler that adapts does not draw from
-    all of it. Pruned trials count as worse than all others. Empty for too few trials.
-    """
+    arXiv 2304.10255). Pruned trials count as worse than all others. Empty for too few trials."""
 
     def value(trial: FrozenTrial) -> float:
         pruned = trial.value is None or trial.user_attrs.get("outcome") == "pruned"
@@ -84,6 +80,7 @@ def importances(study: optuna.Study) -> dict[str, float]:
     good = sum(value(trial) < WORST for trial in every)
     if len(every) < FEWEST_FOR_IMPORTANCES or good < math.ceil(best * len(every)):
         return {}
+    # Against the whole space: a sampler that adapts does not draw from all of it.
     evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=best, evaluate_on_local=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*low `target` values")  # low values are what is meant
@@ -96,18 +93,14 @@ def edge_warnings(space: Space, best: Line) -> list[str]:
     found = []
     for one in space.dimensions:
         value = best["values"][one.name]
-        edge = one.edge(value)
-        if edge:
+        if edge := one.edge(value):
             name, way = one.name.replace("_", "-"), "lower" if edge == "lower" else "higher"
             found.append(f"the best {name} ({value:.4g}) is at the {edge} edge of {one.text}: search {way} values too")
     return found
 
 
 def against_baseline(best: Line, trials: Sequence[Line]) -> dict[str, float] | None:
-    """The mean difference of the best trial from the recipe's own values, and its standard error over the seeds.
-
-    A run that diverged counts as `verdict.WORST`, as in the value of its trial.
-    """
+    """The mean difference of the best trial from the recipe's own values, and its standard error over the seeds."""
     own = [trial for trial in trials if trial["baseline"]]
     if not own or own[0]["trial"] == best["trial"] or {best["outcome"], own[0]["outcome"]} - set(MEASURED):
         return None
@@ -177,16 +170,15 @@ def draw_pairs(path: Path, ranked: Sequence[Line], shown: Sequence[Dimension]) -
         xs, ys = _coordinates(shown[column], ranked), _coordinates(shown[row], ranked)
         if row == column:
             ys = np.minimum(scores, worst)
+            axes.set_title("bits per byte", fontsize=7)
+        else:
+            _scale(axes, shown[row], "y", label=column == 0)
         # The best trials are drawn last, on top of the others.
         colours = {"c": np.minimum(scores, worst)[::-1], "cmap": "viridis_r", "vmin": scores[0], "vmax": worst}
         mapped = axes.scatter(xs[::-1], ys[::-1], s=12, **colours)
         axes.plot(xs[0], ys[0], "*", color="crimson", markersize=10)
         _scale(axes, shown[column], "x", label=row == size - 1)
-        if row != column:
-            _scale(axes, shown[row], "y", label=column == 0)
         axes.tick_params(labelsize=7)
-        if row == column:
-            axes.set_title("bits per byte", fontsize=7)
     if mapped is not None:
         figure.colorbar(mapped, ax=panels, label="bits per byte", shrink=0.6)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -200,14 +192,9 @@ def _coordinates(one: Dimension, trials: Sequence[Line]) -> np.ndarray:
 
 def _scale(axes: Axes, one: Dimension, axis: str, label: bool) -> None:
     """Scales an axis for a field. label: also names it."""
-    scale, ticks, name = (
-        (axes.set_xscale, axes.set_xticks, axes.set_xlabel)
-        if axis == "x"
-        else (axes.set_yscale, axes.set_yticks, axes.set_ylabel)
-    )
     if one.log:
-        scale("log")
+        axes.set(**{f"{axis}scale": "log"})
     if one.choices:
-        ticks(range(len(one.choices)), [_text(choice) for choice in one.choices])
+        axes.set(**{f"{axis}ticks": range(len(one.choices)), f"{axis}ticklabels": [*map(_text, one.choices)]})
     if label:
-        name(one.name.replace("_", "-"), fontsize=8)
+        getattr(axes, f"set_{axis}label")(one.name.replace("_", "-"), fontsize=8)

@@ -18,6 +18,7 @@ import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -53,7 +54,7 @@ class Dimension:
         name: The field, such as optim.matrix_lr.
         text: The values as they were written.
         low, high: Ends of a range, included; both int for a whole field.
-        step: Distance of the values of a range; None is 1 for a whole field, and any value for the others.
+        step: Distance of the values; None is 1 for a whole field, and any value for the others.
         log: The range is uniform in the logarithm.
         choices: The values, if there is no range.
     """
@@ -69,11 +70,6 @@ class Dimension:
     @property
     def whole(self) -> bool:
         return isinstance(self.low, int) and isinstance(self.high, int)
-
-    @property
-    def ends(self) -> tuple[Any, ...]:
-        """The values to check: all choices, or both ends of the range."""
-        return self.choices or (self.low, self.high)
 
     def __contains__(self, value: Any) -> bool:
         if self.choices:
@@ -99,18 +95,16 @@ class Dimension:
         return trial.suggest_float(self.name, self.low, self.high, step=self.step, log=self.log)
 
     def edge(self, value: Any) -> str | None:
-        """Whether a value is at the "lower" or "upper" edge, beyond which the field could go.
-
-        An end that is also the limit of the field's range is no edge. Of choices, only those of at least three numbers
-        have edges.
-        """
+        """Whether a value is at the "lower" or "upper" edge, beyond which the field could go: no limit of its range. Of
+        choices, only those of at least three numbers have edges."""
         low, high, within = self.low, self.high, EDGE_SHARE
         if self.choices:
-            numbers = [one for one in self.choices if isinstance(one, int | float) and not isinstance(one, bool)]
+            numbers = [one for one in self.choices if _is_number(one)]
             if len(numbers) < 3 or value not in numbers:
                 return None
             low, high, within = min(numbers), max(numbers), 0.0
-        share = (_scale(value, self.log) - _scale(low, self.log)) / (_scale(high, self.log) - _scale(low, self.log))
+        start, at, end = (math.log(one) if self.log else one for one in (low, value, high))
+        share = (at - start) / (end - start)
         allowed = range_of(annotation_of(self.name))
         if share <= within and (allowed is None or low > allowed.ends[0]):
             return "lower"
@@ -129,7 +123,7 @@ class Space:
 
     def point(self, recipe: Recipe) -> dict[str, Any] | None:
         """The values of a resolved recipe, or None if the space does not contain them."""
-        found = {one.name: _get(recipe, one.name) for one in self.dimensions}
+        found = {one.name: attrgetter(one.name)(recipe) for one in self.dimensions}
         return found if all(found[one.name] in one for one in self.dimensions) else None
 
     def texts(self) -> dict[str, str]:
@@ -148,22 +142,18 @@ def apply(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
 
 
 def read_space(entries: Sequence[str], recipe: Recipe) -> Space:
-    """Reads entries, or the names of TOML files (.toml), for a recipe.
-
-    Raises:
-        ValueError: An entry is wrong; the message says how to write it.
-    """
+    """Reads entries, or the names of TOML files (.toml). Raises ValueError, with the right form, for a wrong one."""
     texts = [line for entry in entries for line in (_file(Path(entry)) if entry.endswith(".toml") else [entry])]
     if not texts:
         raise ValueError(f"the space is empty: give --space a .toml file or entries; {FORMS}")
     found: dict[str, Dimension] = {}
     for text in texts:
-        dimension = _dimension(text, recipe)
-        if dimension.name in found:
-            raise ValueError(f"{flag(dimension.name)} is in the space twice: leave one of its entries out")
-        found[dimension.name] = dimension
-        for value in dimension.ends:
-            check(apply(recipe, {dimension.name: value}))
+        one = _dimension(text, recipe)
+        if one.name in found:
+            raise ValueError(f"{flag(one.name)} is in the space twice: leave one of its entries out")
+        found[one.name] = one
+        for value in one.choices or (one.low, one.high):
+            check(apply(recipe, {one.name: value}))
     return Space(tuple(found.values()))
 
 
@@ -175,13 +165,9 @@ def _file(path: Path) -> list[str]:
         raise ValueError(f"{path} is not TOML: {error}") from error
     entries = []
     for name, value in body.items():
-        fields = (
-            {f"{name}.{own}": values for own, values in value.items()} if isinstance(value, dict) else {name: value}
-        )
-        for field, values in fields.items():
-            listed = values if isinstance(values, list) else [values]
-            words = [str(one).lower() if isinstance(one, bool) else str(one) for one in listed]
-            entries.append(f"{field}={','.join(words)}")
+        for own, values in value.items() if isinstance(value, dict) else [("", value)]:
+            words = map(str, values if isinstance(values, list) else [values])
+            entries.append(f"{name}{own and '.'}{own}={','.join(words)}")
     return entries
 
 
@@ -204,8 +190,7 @@ def _dimension(entry: str, recipe: Recipe) -> Dimension:
 
 
 def _refuse_field(name: str, recipe: Recipe) -> None:
-    known = [field for field in field_names(recipe) if not field.startswith("sft.")]
-    reason = REFUSED.get(name)
+    known, reason = field_names(recipe), REFUSED.get(name)
     if any(f"{name}.".startswith(f"{part}.") for part in FOR_FINE_TUNING):
         reason = "is for fine-tuning, and a sweep pretrains"
     elif name in recipe.unused:
@@ -213,7 +198,7 @@ def _refuse_field(name: str, recipe: Recipe) -> None:
     if reason:
         raise ValueError(f"{flag(name)} cannot be in the space: it {reason}")
     if name not in known:
-        near = difflib.get_close_matches(name, [field for field in known if field not in REFUSED], 3)
+        near = difflib.get_close_matches(name, [one for one in known if one not in REFUSED and "sft." not in one], 3)
         hint = f"; nearest: {', '.join(map(flag, near))}" if near else ""
         raise ValueError(f"the recipe has no field '{flag(name)}'{hint}: {FORMS}")
 
@@ -241,10 +226,13 @@ def _range(name: str, text: str, parts: tuple[str, str, str], kinds: tuple[type,
     return Dimension(name, text, ends[0], ends[1], step, how == "log")
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _refuse_range(name: str, values: Sequence[Any]) -> None:
-    for value in values:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            refuse_outside(annotation_of(name), value, flag(name))
+    for value in filter(_is_number, values):
+        refuse_outside(annotation_of(name), value, flag(name))
 
 
 def _kinds(recipe: Recipe, name: str) -> tuple[type, ...]:
@@ -268,12 +256,3 @@ def _value(word: str, kinds: tuple[type, ...], entry: str) -> Any:
         return word
     names = {int: "a whole number", float: "a number", bool: "true or false", type(None): "none"}
     raise ValueError(f"'{word}' in '{entry}' must be {' or '.join(names[kind] for kind in kinds)}: {FORMS}")
-
-
-def _get(recipe: Recipe, name: str) -> Any:
-    part, _, own = name.rpartition(".")
-    return getattr(getattr(recipe, part) if part else recipe, own)
-
-
-def _scale(value: float, log: bool) -> float:
-    return math.log(value) if log else float(value)

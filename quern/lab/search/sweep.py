@@ -12,10 +12,9 @@ after minutes, and repeats its trial under another number.
 from __future__ import annotations
 
 import itertools
-import os
 import subprocess
+import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,10 +28,10 @@ from optuna.exceptions import ExperimentalWarning
 from quern.lab.options import SweepOptions
 from quern.lab.search.results import write_results
 from quern.lab.search.space import Space, read_space
-from quern.lab.search.trials import Sweep, Trial, fill
+from quern.lab.search.trials import Sweep, Trial, begin, fill
 from quern.lab.study import check_name
 from quern.lab.trainer import Trainer
-from quern.process import environment
+from quern.process import end_with_parent, environment
 from quern.recipe import Recipe
 from quern.resolve import resolve
 from quern.terminal import counted
@@ -41,9 +40,8 @@ FEWEST_SEEDS_TO_PRUNE = 5
 """Wilcoxon's test on four pairs or fewer hardly reaches the threshold."""
 REDUCTION = 2
 """Hyperband's factor between the budgets of a bracket: four brackets for 8 evaluations."""
-PARENT = "QUERN_SWEEP_PARENT"
-"""Variable: the process id of the sweep that started this worker."""
-LOOK_SECONDS = 1.0
+WORKER = "QUERN_SWEEP_WORKER"
+"""Variable: set for a worker, which ends with the sweep that started it."""
 
 
 def run(
@@ -55,7 +53,7 @@ def run(
     facts: dict[str, Any] | None = None,
     source: str | None = None,
 ) -> int:
-    """Runs trials until all have finished, then writes and logs the results.
+    """Runs trials until all have finished, then writes and logs the results. Returns the exit code.
 
     Args:
         options: The flags.
@@ -65,9 +63,6 @@ def run(
         variables: Environment variables of a worker by its number, from 1, such as the GPU that it uses.
         facts: Facts of this start, as from `study.start_facts`.
         source: The text of the recipe's file, if it has one.
-
-    Returns:
-        The exit code: 0.
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     check_name(options.name)
@@ -79,9 +74,8 @@ def run(
     sweep = Sweep.register(options.folder, _plan(options, space, baseline.seed, source) | {"facts": facts})
     if warning := sweep.compare_facts(facts):
         log(warning)
-    parent = environment().get(PARENT)
-    if parent:
-        threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
+    if is_worker := WORKER in environment():
+        threading.Thread(target=end_with_parent, args=(sys.stdin,), daemon=True).start()
     log(f"sweep {options.name}: {_summary(options, space, wanted, len(sweep.finished))}")
     if "train.batch_tokens" in space.texts() and options.recipe.train.steps is not None:
         log("note: train.steps is fixed, so trials with larger batches train on more tokens")
@@ -93,15 +87,15 @@ def run(
             log(f"trial {number} was left unfinished: it goes on")
         point = points[number] if number < len(points) else None
         study = optuna.create_study(study_name=options.name, sampler=_sampler(options, number), pruner=_pruner(options))
-        trial = Trial.begin(sweep, number, options.recipe, space, point, own and number == 0, study)
-        ended = trial.run(trainer, log)
+        trial = begin(sweep, number, space, point, own and number == 0, study)
+        ended = Trial(sweep, number, options.recipe, trial).run(trainer, log)
         best = min((one["bpb"] for one in sweep.finished if one["outcome"] != "pruned"), default=None)
         shown = "" if best is None else f", best {best:.4f}"
         log(f"{ended}; {len(sweep.finished):,} of {wanted:,} finished{shown}")
 
     with _more_workers(options, command, variables, log):
         sweep.work(lambda: sweep.missing(wanted), lambda number: f"trial-{number}", do)
-    if parent is None:
+    if not is_worker:
         study = fill(optuna.create_study(study_name=options.name), sweep.finished, space)
         for line in write_results(sweep, study, space):
             log(line)
@@ -174,8 +168,8 @@ def _pruner(options: SweepOptions) -> optuna.pruners.BasePruner:
 
 def _summary(options: SweepOptions, space: Space, wanted: int, finished: int) -> str:
     done = f", {finished:,} of them finished" if finished else ""
-    fields = f"{len(space.dimensions)} field{'s'[: len(space.dimensions) != 1]}"
-    trials, seeds = counted(wanted, "trial"), counted(options.seeds, "seed")
+    trials, fields = counted(wanted, "trial"), counted(len(space.dimensions), "field")
+    seeds = counted(options.seeds, "seed")
     return f"{trials}{done}, {options.sampler} over {fields}, {seeds} each; everything is in {options.folder}"
 
 
@@ -193,9 +187,10 @@ def _more_workers(
     workers: list[subprocess.Popen[bytes]] = []
     try:
         for number in range(1, options.workers):
-            env = {**environment(), PARENT: str(os.getpid()), **variables(number)}
-            with (options.folder / f"worker-{number}.log").open("ab") as output:
-                workers.append(subprocess.Popen([*command, "--workers", "1"], stdout=output, stderr=output, env=env))
+            env, words = {**environment(), WORKER: "1", **variables(number)}, [*command, "--workers", "1"]
+            with (options.folder / f"worker-{number}.log").open("ab") as log_file:
+                start = subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stdout=log_file, stderr=log_file)
+                workers.append(start)
         yield
         for number, worker in enumerate(workers, 1):
             if worker.wait() != 0:
@@ -204,10 +199,3 @@ def _more_workers(
         for worker in workers:
             worker.terminate()
             worker.wait()
-
-
-def _end_with(parent: int) -> None:
-    """Ends the process, from a thread of its own, when the process that started it has ended."""
-    while os.getppid() == parent:
-        time.sleep(LOOK_SECONDS)
-    os._exit(1)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
 import optuna
+import torch
 from optuna.exceptions import TrialPruned
 from optuna.trial import TrialState
 
@@ -69,42 +70,12 @@ class Sweep(Study):
 
 @dataclass
 class Trial:
-    """One trial of a sweep, claimed by this worker.
-
-    Args:
-        sweep: The records, with the plan.
-        number: Which trial.
-        recipe: The recipe, whose fields the trial sets.
-        space: The search space.
-        optuna: Optuna's view of the trial, for reports and pruning.
-    """
+    """One trial of a sweep, claimed by this worker. recipe: whose fields it sets; optuna: for reports and pruning."""
 
     sweep: Sweep
     number: int
     recipe: Recipe
-    space: Space
     optuna: optuna.Trial
-
-    @staticmethod
-    def begin(
-        sweep: Sweep,
-        number: int,
-        recipe: Recipe,
-        space: Space,
-        point: dict[str, Any] | None,
-        baseline: bool,
-        study: optuna.Study,
-    ) -> Trial:
-        """Begins a trial, or goes on with one that was left. point: its values, if the sampler does not make them;
-        study: empty, with sampler and pruner."""
-        begun, fill_in = sweep.begun.get(number), fill(study, sweep.finished, space)
-        if known := begun.values if begun else point:
-            fill_in.enqueue_trial(known)
-        trial = fill_in.ask()
-        values = space.suggest(trial)
-        if begun is None:
-            sweep.add(RUNNING, {"trial": number, "values": values, "baseline": baseline})
-        return Trial(sweep, number, recipe, space, trial)
 
     @property
     def begun(self) -> Begun:
@@ -157,12 +128,10 @@ class Trial:
                     train = partial(train, on_eval=self._report)
                 try:
                     done = train(evaluations=plan["evaluations"])
-                except (MemoryError, RuntimeError) as error:
-                    if not _out_of_memory(error):
-                        raise
+                except (MemoryError, torch.OutOfMemoryError) as error:
                     self._report_missing()
                     return "out of memory", WORST, str(error)
-                self.note(run=strict(done.to_json()))
+                self.note(run=strict(asdict(done)))
             scores.append(score(self.begun.runs[pair]["bpb"]))
             if plan["pruner"] == "wilcoxon":
                 self.optuna.report(scores[-1], pair)
@@ -206,6 +175,21 @@ class Trial:
         self.sweep.add(TRIALS, line)
 
 
+def begin(
+    sweep: Sweep, number: int, space: Space, point: dict[str, Any] | None, baseline: bool, study: optuna.Study
+) -> optuna.Trial:
+    """Begins a trial, or goes on with one that was left. point: its values, if the sampler does not make them; study:
+    empty, with sampler and pruner."""
+    begun, fill_in = sweep.begun.get(number), fill(study, sweep.finished, space)
+    if known := begun.values if begun else point:
+        fill_in.enqueue_trial(known)
+    trial = fill_in.ask()
+    values = space.suggest(trial)
+    if begun is None:
+        sweep.add(RUNNING, {"trial": number, "values": values, "baseline": baseline})
+    return trial
+
+
 def fill(study: optuna.Study, lines: Sequence[dict[str, Any]], space: Space) -> optuna.Study:
     """Adds finished trials to an empty study."""
     probe = optuna.create_study().ask()
@@ -224,12 +208,6 @@ def fill(study: optuna.Study, lines: Sequence[dict[str, Any]], space: Space) -> 
             )
         )
     return study
-
-
-def _out_of_memory(error: Exception) -> bool:
-    import torch
-
-    return isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 def _shown(value: Any) -> str:
