@@ -29,14 +29,8 @@ def random_batch(recipe: Resolved, seed: int) -> Batch:
 
 
 def write_empty_shards(folder: Path, documents: int, mean_tokens: int, seed: int) -> None:
-    """Writes shards with about this many documents, whose tokens are all 0 and take no space on most file systems.
-
-    Args:
-        folder: An empty folder.
-        documents: Wanted number of documents.
-        mean_tokens: Of the documents; their lengths are log-normal (σ = 1).
-        seed: Of the lengths.
-    """
+    """Writes shards with about this many documents of log-normal lengths (σ = 1) into an empty folder. All tokens are 0
+    and take no space on most file systems."""
     numbers = np.random.Generator(np.random.Philox(seed))
     files: list[dict[str, Any]] = []
     hashed: dict[int, dict[str, Any]] = {}  # shards of one size have the same bytes

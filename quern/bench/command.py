@@ -15,7 +15,7 @@ import torch
 from quern.bench.data import Setup, encode, loading, packing, prepare, tokenizer
 from quern.bench.generate import decode, prefill
 from quern.bench.kernels import attention, cross_entropy, windows
-from quern.bench.measure import Figure, head, load_average, table, versions, write
+from quern.bench.measure import Figure, head, table, versions, write
 from quern.bench.options import BenchOptions
 from quern.bench.quality import quality
 from quern.bench.train import ranks, train
@@ -48,14 +48,14 @@ def run(options: BenchOptions, log: Callable[[str], None]) -> int:
     for line in (*machine.notes, *introduction(setup)):
         log(line)
     for what in dict.fromkeys(options.what or list(BENCHMARKS)[: len(QUICK)]):
-        load, start = load_average(), time.monotonic()
+        body, start = head(what, setup), time.monotonic()
         # Each benchmark starts with the same random numbers and threads, whichever ran before it.
         torch.manual_seed(setup.seed)
         torch.set_num_threads(machine.threads)
         setup.settings.clear()
         measures = list(BENCHMARKS[what](setup))
         seconds = round(time.monotonic() - start, 2)
-        body = {**head(what, setup, load), "rounds": setup.rounds, "seconds": seconds, "settings": setup.settings}
+        body |= {"rounds": setup.rounds, "seconds": seconds, "settings": setup.settings}
         path = options.out / "bench" / f"{what}.json"
         write(path, body | {"measures": measures})
         for line in (*render(body), *table(measures), f"  record: {path}"):
@@ -76,9 +76,7 @@ def introduction(setup: Setup) -> Iterator[str]:
 
 def render(body: dict[str, Any]) -> Iterator[str]:
     """Yields the title and the settings of a record."""
-    load = body["load_average_before"]
-    busy = "" if load is None else f", load average before {load:.1f}"
-    yield f"\n{body['what']}  ({body['seconds']:.0f} s{busy})"
+    yield f"\n{body['what']}  ({body['seconds']:.0f} s, load average before {body['load_average_before']:.1f})"
     shown = {name.replace("_", " "): value for name, value in body["settings"].items() if not isinstance(value, dict)}
     if shown:
         yield "  " + ", ".join(f"{name} {f'{v:,}' if isinstance(v, int) else v}" for name, v in shown.items())

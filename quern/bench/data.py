@@ -8,6 +8,7 @@ many documents run in processes of their own, without torch, so that their memor
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -25,7 +26,6 @@ from quern.bench.measure import (
     children_peak_bytes,
     figure,
     peak_bytes,
-    processor_seconds,
     seconds_of,
 )
 from quern.bench.options import BenchOptions
@@ -36,6 +36,7 @@ from quern.data.shards import Corpus
 from quern.data.token_file import ShardWriter
 from quern.process import start
 from quern.temporaries import scratch_folder
+from quern.terminal import counted, silent
 from quern.text.documents import read
 from quern.text.encode.pool import write_shards
 from quern.text.tinyworld import corpus
@@ -131,11 +132,11 @@ def prepare(setup: Setup) -> Iterator[Figure]:
         children[workers] = children_peak_bytes()
 
     def write(workers: int) -> None:
-        before = processor_seconds()
+        before = sum(os.times()[:4])  # of this process and of its children that have ended
         with scratch_folder() as folder:
             how = {"workers": workers, "megabytes": megabytes}
-            write_shards(documents(workers), tokenizer, folder, "train", "bench", lambda line: None, **how)
-        processor[workers].append(processor_seconds() - before)
+            write_shards(documents(workers), tokenizer, folder, "train", "bench", silent, **how)
+        processor[workers].append(sum(os.times()[:4]) - before)
 
     jobs = {workers: partial(write, workers) for workers in processor}
     taken = setup.once({**{f"{workers}": job for workers, job in jobs.items()}, "read": lambda: deque(documents(1), 0)})
@@ -151,17 +152,12 @@ def prepare(setup: Setup) -> Iterator[Figure]:
         grown = peak_bytes(job, setup.machine)
         if grown is not None:
             note = "beyond what the process held before, and all of its workers'"
-            yield figure(
-                f"memory, {workers} worker{'s' * (workers > 1)}", "MB", (grown + children[workers]) / 1e6, note
-            )
+            yield figure(f"memory, {counted(workers, 'worker')}", "MB", (grown + children[workers]) / 1e6, note)
 
 
 def packing(setup: Setup) -> Iterator[Figure]:
-    """Packing alone by each method, and packing with loading from shards; rows of 513 tokens.
-
-    Two corpora: documents with lengths like those of web pages (log-normal, 500 tokens on average), and the documents
-    of the text. The number of documents in a row determines the cost of packing.
-    """
+    """Packing alone by each method, and packing with loading from shards; rows of 513 tokens; of documents with lengths
+    like those of web pages (log-normal, 500 tokens on average), and of the text's."""
     wanted = 200_000 if setup.quick else 20_000_000
     setup.settings.update(row_tokens=CONTEXT + 1, batch_rows=BATCH_ROWS)
     own = [np.array([0, *setup.tokenizer.encode(text)], dtype=np.int64) for text in setup.texts]  # 0 is BOS
@@ -187,11 +183,8 @@ def packing(setup: Setup) -> Iterator[Figure]:
 
 
 def _many_documents(setup: Setup, documents: int) -> Iterator[Figure]:
-    """A loader of many documents (log-normal, 1,000 tokens on average), in a new process for each figure.
-
-    Start: from opening the shards to the first batch. Resume: the same, to the batch in the middle of the epoch, first
-    without row counts, then with those that this left behind, as a run does.
-    """
+    """A loader of many documents (log-normal, 1,000 tokens on average), in a new process for each figure: from opening
+    the shards to the first batch, and to the middle one without row counts, then with those that this left behind."""
     with scratch_folder() as folder:
         write_empty_shards(folder, documents, MANY_MEAN_TOKENS, setup.seed)
         middle = documents * MANY_MEAN_TOKENS // 2 // ((MANY_CONTEXT + 1) * BATCH_ROWS)

@@ -1,11 +1,10 @@
 """Benchmark of both trainers: PyTorch and JAX train the reference recipe on the same random batches.
 
-Each runs in its own process and in the dtype that it chooses on this machine. They alternate, a few steps at a time.
-The whole and the blockwise loss of JAX alternate too: its default (`measured_block`) rests on their ratio. Compilation
-is left out. The two models are the same (tests/laws/test_grug_law.py).
+Each runs in its own process and in the dtype that it chooses on this machine. They alternate, a few steps at a time,
+and so do the whole and the blockwise loss of JAX: its default (`measured_block`) rests on their ratio.
 
-`python -m quern.bench.jax` is the JAX process. It imports no torch: JAX is measured as `quern grug train` runs it, with
-freed memory kept from the start. It compiles at its start, then answers requests (quern/process.py):
+`python -m quern.bench.jax` is the JAX process. It imports no torch: JAX is measured as `quern grug train` runs it. It
+compiles at its start, then answers requests (quern/process.py):
 
     "facts"             → {"dtype": …, "default": "whole" or "blocks", "block_tokens": …, "jax": version}
     "whole", "blocks"   → {"seconds": the median of STEPS training steps with that loss}

@@ -1,10 +1,8 @@
 """Benchmarks of kernels: attention by path, length and mask, training with windows, and the loss.
 
-A path's changes of layout are included, and calls are eager. See docs/benchmarks/README.md.
-
-The loss is head, softcap and cross-entropy with their gradients, in chunks and from all logits at once. Its memory is
-the most that one call holds beyond what was held before it, after the compiler has run; each path has its own process
-(`python -m quern.bench.kernels`). On a CPU that is resident memory, which only Linux reports.
+A path's changes of layout are included, and calls are eager. The loss is head, softcap and cross-entropy with their
+gradients. Its memory is the most that one call holds beyond what was held before it, after the compiler has run; each
+path has its own process (`python -m quern.bench.kernels`).
 """
 
 from __future__ import annotations

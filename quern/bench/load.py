@@ -43,12 +43,10 @@ class Sent:
     """One request. Times are seconds since the first request was sent."""
 
     client: int
-    prompt_tokens: int
     start: float
     arrivals: list[float] = field(default_factory=list)
     end: float = 0.0
     tokens: int = 0
-    cached_tokens: int = 0
     error: str = ""
 
 
@@ -58,7 +56,7 @@ Arrived = list[tuple[float, bytes]]
 
 async def request(load: Load, client: int, prompt: list[int], origin: float, seed: int) -> tuple[Sent, Arrived]:
     """Streams one completion. `read` completes what is returned."""
-    sent = Sent(client, len(prompt), time.perf_counter() - origin)
+    sent = Sent(client, time.perf_counter() - origin)
     body = json.dumps(
         {
             "model": load.model,
@@ -94,17 +92,14 @@ def read(sent: Sent, arrived: Arrived, origin: float) -> None:
         *lines, rest = (rest + data).split(b"\n")
         status = status or (lines[0] if lines else b"")
         for line in lines:
-            if not line.startswith(b"data: "):
-                continue
-            if line.startswith(b"data: [DONE]"):
-                done = True
+            done |= line.startswith(b"data: [DONE]")
+            if done or not line.startswith(b"data: "):
                 continue
             event = json.loads(line[6:])
             if "error" in event:
                 sent.error = event["error"]["message"]
             elif not event["choices"]:
                 sent.tokens = event["usage"]["completion_tokens"]
-                sent.cached_tokens = event["usage"]["prompt_tokens_details"]["cached_tokens"]
             elif event["choices"][0]["text"]:
                 sent.arrivals.append(at - origin)
     if not sent.error and b" 200 " not in status:

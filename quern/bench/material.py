@@ -25,13 +25,8 @@ from quern.train.step import train_step
 
 
 def reference(quick: bool, seed: int, batch_tokens: int = MICRO_BATCH_TOKENS) -> Resolved:
-    """Returns the resolved reference recipe, or a tiny one.
-
-    Args:
-        quick: Use tiny sizes, and 128 tokens a step.
-        seed: The recipe's seed.
-        batch_tokens: Tokens of an optimizer step, in micro-batches of at most 4,096.
-    """
+    """Returns the resolved reference recipe, or a tiny one. batch_tokens: of a step, in micro-batches of at most
+    4,096."""
     if quick:
         model = ModelRecipe(width=32, heads=2, head_dim=16, vocab_size=512, context=64, windows="L")
         depth, batch_tokens, micro = 2, 128, 128
@@ -68,17 +63,8 @@ def take_step(
     batch: Batch | None = None,
     multipliers: Multipliers | None = None,
 ) -> tuple[float, float]:
-    """Takes one optimizer step: forward, loss, backward, gradient norm, update.
-
-    Args:
-        batch: A global batch; by default a random one.
-
-    Returns:
-        The wall-clock seconds of the step and its loss.
-
-    Raises:
-        RuntimeError: The step was skipped, because its loss or gradient is not finite.
-    """
+    """Takes one optimizer step on a global batch, by default a random one. Returns its wall-clock seconds and its loss.
+    Raises RuntimeError if the loss or the gradient is not finite."""
     batch, multipliers, start = batch or random_batch(recipe, state.step), multipliers or Multipliers(), timer()
     result = train_step(state, batch, multipliers, machine, micro_batch_rows=recipe.micro_batch_rows)
     seconds = timer() - start
@@ -96,17 +82,13 @@ def pair_tokenizer(vocab_size: int) -> Tokenizer:
 
 @torch.no_grad()
 def talking_model(recipe: Resolved, tokenizer: Tokenizer, machine: Machine) -> GPT:
-    """Returns a random model that never says a special token: no reply ends early, and none calls a tool.
-
-    The logits spread over the whole softcap, and those of the special tokens are zero: the model draws one of them
-    about once in a million tokens.
-    """
+    """Returns a random model whose replies never end early or call a tool: the logits spread over the whole softcap,
+    and those of the special tokens are zero, so that it draws one of them about once in a million tokens."""
     model = build_model(recipe, machine, recipe.seed)
     numbers = machine.generator(recipe.seed)
     for parameter in model.parameters():
         if parameter.dim() == 2:
-            values = torch.empty(parameter.shape).normal_(0.0, parameter.size(-1) ** -0.5, generator=numbers)
-            parameter.copy_(values)
+            parameter.copy_(torch.randn(parameter.shape, generator=numbers) * parameter.size(-1) ** -0.5)
     model.head.weight.mul_(model.head.weight.size(-1) ** 0.5)
     model.head.weight[list(tokenizer.special_ids.values())] = 0
     return model.eval()

@@ -56,6 +56,7 @@ class Bench:
         rounds: Values of each figure.
         deadline: When the benchmark has to stop, on `time.monotonic`.
         settings: The sizes used, which the benchmark fills in for its record.
+        problems: Lines about jobs that failed; None ends the benchmark with the first error.
     """
 
     machine: Machine
@@ -64,6 +65,7 @@ class Bench:
     rounds: int = 5
     deadline: float = math.inf
     settings: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] | None = None
 
     def check_time(self) -> None:
         """Raises OutOfTime after the deadline."""
@@ -71,8 +73,10 @@ class Bench:
             raise OutOfTime
 
     def failed(self, name: str, error: Exception) -> None:
-        """Handles a job that fails: the benchmark ends with its error."""
-        raise error
+        """Records the error of a job, or raises it."""
+        if self.problems is None:
+            raise error
+        self.problems.append(f"{name}: {first_line(error)}")
 
     def random(self, *shape: int, dtype: torch.dtype | None = None, seed: int = 0) -> Tensor:
         """Returns standard normal numbers on the device, in the compute dtype by default."""
@@ -115,6 +119,10 @@ class Bench:
             found[f"{name} forward"] = first = taken[f"{name} forward"]
             found[f"{name} backward"] = np.maximum(taken[name] - first, 1e-9)
         return found
+
+
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}".removesuffix(": ")
 
 
 def alternate(rounds: int, jobs: Mapping[str, Callable[[], float]], warm_up: bool = True) -> Seconds:
@@ -176,12 +184,6 @@ def children_peak_bytes() -> int:
     return found
 
 
-def processor_seconds() -> float:
-    """Returns the processor time of this process and of its children that have ended."""
-    spent = os.times()
-    return spent.user + spent.system + spent.children_user + spent.children_system
-
-
 # Figures and records -------------------------------------------------------------------------------------------------
 
 
@@ -213,19 +215,12 @@ def table(figures: Iterable[Figure]) -> list[str]:
 def versions() -> dict[str, str]:
     """Returns the versions of quern, its source, Python and the measured packages."""
     installed = {package.name: package.version for package in distributions()}
-    found = {"quern": quern.__version__, "python": platform.python_version()}
-    found |= {name: installed.get(name, "not installed") for name in PACKAGES}
-    return found | {"git": git_hash(Path(__file__).parent) or "unknown"}
+    found = {name: installed.get(name, "not installed") for name in PACKAGES}
+    git = git_hash(Path(__file__).parent) or "unknown"
+    return {"quern": quern.__version__, "python": platform.python_version(), **found, "git": git}
 
 
-def load_average() -> float | None:
-    """Returns the mean number of runnable processes in the last minute, or None if the system has no such number."""
-    with suppress(AttributeError, OSError):
-        return os.getloadavg()[0]
-    return None
-
-
-def head(what: str, bench: Bench, load: float | None) -> dict[str, Any]:
+def head(what: str, bench: Bench) -> dict[str, Any]:
     """Returns the fields that all records begin with."""
     return {
         "what": what,
@@ -234,7 +229,7 @@ def head(what: str, bench: Bench, load: float | None) -> dict[str, Any]:
         "versions": versions(),
         "seed": bench.seed,
         "quick": bench.quick,
-        "load_average_before": load,
+        "load_average_before": os.getloadavg()[0],
     }
 
 

@@ -1,9 +1,6 @@
 """Benchmark of quality per minute: train for some minutes by the recipe's defaults, then score bits per byte.
 
-Two texts, each with a run of its own: one of `--train`, which a run may read several times, and one of `--data`, which
-is large enough to be read once, so that it shows no gain from remembering text.
-
-See docs/benchmarks/README.md for what the minutes and the score include.
+docs/benchmarks/README.md says what the minutes and the score include.
 """
 
 from __future__ import annotations
@@ -35,11 +32,7 @@ ALL_MEGABYTES = 1e6
 
 
 def quality(setup: Setup) -> Iterator[Figure]:
-    """Trains a new run under `--out` on each text and scores its last checkpoint.
-
-    Raises:
-        RuntimeError: Training failed.
-    """
+    """Trains a new run under `--out` on each text and scores its last checkpoint. Raises RuntimeError if that fails."""
     given, text = setup.options, replace(RECIPE.text, val_megabytes=ALL_MEGABYTES)
     if given.train and given.val:
         recipe = replace(RECIPE, data=str(given.train), val=str(given.val), text=text)

@@ -66,15 +66,16 @@ def serve(setup: Setup) -> Iterator[Figure]:
         seeds = itertools.count(setup.seed)  # no prompt is sent twice: it would be known
         for turn in range(setup.rounds):
             alone = {"seed": setup.seed + turn, "ordinary": ordinary, "length": length, "reply": reply}
-            offline.append(asked(port, OFFLINE, alone)["rate"])
+            with response(port, OFFLINE, alone) as answer:
+                offline.append(json.loads(answer.read())["rate"])
             closed.append(sent(replace(load, seed=next(seeds))))
         rates = np.array([rate(one) for one in closed])
-        yield figure(f"engine alone, batch {ROWS}", "tokens/s", np.array(offline))
+        yield figure(f"engine alone, batch {ROWS}", "tokens/s", offline)
         yield figure(f"{ROWS} clients, closed loop", "tokens/s", rates)
         yield figure(f"{ROWS} clients / engine alone", "×", rates / np.array(offline))
         yield from latencies(f"{ROWS} clients", closed)
         single = [sent(replace(load, clients=1, seed=next(seeds))) for _ in range(setup.rounds)]
-        yield figure("1 client", "tokens/s", np.array([rate(one) for one in single]))
+        yield figure("1 client", "tokens/s", [rate(one) for one in single])
         yield from latencies("1 client", single)
         whole = replace(load, long_tokens=recipe.model.context - reply - 1)
         beside = [[one for one in sent(replace(whole, seed=next(seeds))) if one.client] for _ in range(setup.rounds)]
@@ -93,21 +94,18 @@ def offline_rate(engine: Engine, seed: int, ordinary: int, length: int, reply: i
     return ROWS * reply / seconds
 
 
-def asked(port: int, path: str, body: dict[str, Any]) -> Any:
+@contextlib.contextmanager
+def response(port: int, path: str, body: dict[str, Any]) -> Iterator[http.client.HTTPResponse]:
     """The answer to a request."""
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=600)) as connection:
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-        return json.loads(connection.getresponse().read())
+        yield connection.getresponse()
 
 
 def rate(requests: Sequence[Sent]) -> float:
-    """Tokens a second while all clients were busy: up to the last start of a request."""
+    """Tokens a second while all clients were busy: up to the last start of a request, the share that had arrived."""
     until = max(one.start for one in requests)
-    tokens = sum(one.tokens for one in requests if one.end <= until)
-    for one in requests:  # of the others, the part that had arrived
-        if one.end > until and one.arrivals:
-            tokens += one.tokens * sum(at <= until for at in one.arrivals) / len(one.arrivals)
-    return tokens / until if until else 0.0
+    return sum(one.tokens * np.mean(np.array(one.arrivals) <= until) for one in requests if one.arrivals) / until
 
 
 def latencies(name: str, rounds: Sequence[Sequence[Sent]]) -> Iterator[Figure]:
@@ -116,13 +114,10 @@ def latencies(name: str, rounds: Sequence[Sequence[Sent]]) -> Iterator[Figure]:
     gaps = [np.concatenate([np.diff(one.arrivals) for one in requests]) for requests in rounds]
     for title, values in (("time to first token", first), ("gap between pieces", gaps)):
         for share in (50, 95):
-            found = np.array([1000 * np.percentile(own, share) for own in values])
+            found = [1000 * np.percentile(own, share) for own in values]
             yield figure(f"{name}: {title}, {share}th percentile", "ms", found)
-    yield figure(
-        f"{name}: 95th percentile / median of gaps",
-        "×",
-        np.array([np.percentile(own, 95) / np.percentile(own, 50) for own in gaps]),
-    )
+    ratios = [np.percentile(own, 95) / np.percentile(own, 50) for own in gaps]
+    yield figure(f"{name}: 95th percentile / median of gaps", "×", ratios)
 
 
 def sent(load: Load) -> list[Sent]:
@@ -182,13 +177,9 @@ def two_turns(port: int, context: int, numbers: random.Random) -> tuple[Turn, Tu
 def chat_turn(port: int, messages: list[dict[str, str]]) -> Turn:
     """Streams one turn. Raises RuntimeError if it failed."""
     body: dict[str, Any] = {"model": NAME, "messages": messages, "max_tokens": TURN_REPLY, "seed": 0, "stream": True}
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     text, start, arrived, usage = "", time.perf_counter(), 0.0, None
-    with contextlib.closing(connection):
-        headers = {"Content-Type": "application/json"}
-        asking = json.dumps({**body, "stream_options": {"include_usage": True}})
-        connection.request("POST", "/v1/chat/completions", asking, headers)
-        for line in connection.getresponse():
+    with response(port, "/v1/chat/completions", body | {"stream_options": {"include_usage": True}}) as lines:
+        for line in lines:
             if not line.startswith(b"data: {"):
                 continue
             event = json.loads(line[6:])

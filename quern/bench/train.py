@@ -1,13 +1,8 @@
 """Benchmarks of training at the reference size: speed, MFU, start-up and memory (`train`), and two ranks (`ranks`).
 
-`train` alternates between the machine's matmul peak and steps of two sizes; see docs/benchmarks/README.md. `ranks`: two
-gloo ranks of one thread each train with the same global batch as one process of two threads. All processes exist all
-the time and wait while the others work. The two ranks also take steps in which no gradient leaves before the backward
-pass ends. The wait is the time between the end of that pass and the norm of the summed gradients, on the slower rank.
-The hidden share of communication is how much shorter the wait is if gradients leave during the backward pass. With
---trace, the two ranks then take a few more steps under torch.profiler; their timeline says the same of each collective.
-
-Their child, `python -m quern.bench.train`, trains the reference model for the steps of each request.
+docs/benchmarks/README.md says how. `ranks`: the processes exist all the time and wait while the others work. A wait is
+the time between the end of the last backward pass and the norm of the summed gradients, on the slower rank. The child,
+`python -m quern.bench.train`, trains the reference model for the steps of each request.
 """
 
 from __future__ import annotations
@@ -65,8 +60,7 @@ def train(setup: Setup) -> Iterator[Figure]:
         return measure_peak_flops(setup.machine, 256 if setup.quick else 2048)
 
     first = next(iter(sizes))
-    seconds_at(first)  # compiles
-    usual = min(seconds_at(first) for _ in range(3))
+    usual = min([seconds_at(first) for _ in range(4)][1:])  # the first one compiles
     steps = {tokens: 2 if setup.quick else max(1, round(ROUND_SECONDS / usual * first / tokens)) for tokens in sizes}
     peaks, taken = [peak()], []
     for _ in range(setup.rounds):
@@ -106,14 +100,10 @@ def _starts(setup: Setup) -> Iterator[Figure]:
 
 
 def first_step(bench: Bench, batch_tokens: int, cache: str) -> tuple[float, int | None]:
-    """Trains a few steps of the reference model in a new process.
+    """Trains a few steps of the reference model in a new process. cache: the compiler's folder.
 
-    Args:
-        cache: Folder for the compiler; an empty one makes a cold start.
-
-    Returns:
-        Seconds from the start of the process to the end of its first step, and the most bytes that it held (on its
-        device, for CUDA), None where the system does not say.
+    Returns the seconds from the start of the process to the end of its first step, and the most bytes that it held (on
+    its device, for CUDA), None where the system does not say.
     """
     # The compiler keeps its precompiled header in TMPDIR, whatever the folder of its cache.
     variables, began = {"TORCHINDUCTOR_CACHE_DIR": cache, "TMPDIR": cache}, time.perf_counter()
@@ -135,12 +125,8 @@ def ranks(setup: Setup) -> Iterator[Figure]:
             waits[overlap].append(waited)
             return seconds
 
-        jobs = {
-            "one": lambda: _steps(one, STEPS, overlap=True)[0],
-            "two": lambda: together(True),
-            "after": lambda: together(False),
-        }
-        taken = alternate(setup.rounds, jobs)
+        jobs = {"two": lambda: together(True), "after": lambda: together(False)}
+        taken = alternate(setup.rounds, {"one": lambda: _steps(one, STEPS, overlap=True)[0], **jobs})
         path = setup.options.trace
         traced = [] if path is None else list(_trace(path, two, setup))
     visible, without = (np.array(waits[overlap][1:]) for overlap in (True, False))
@@ -200,12 +186,8 @@ def _crew(setup: Setup, count: int, threads: int) -> Iterator[list[Child]]:
 
 
 class DelayedZero2(Zero2):
-    """Can hold all gradients back until the backward pass ends.
-
-    Attributes:
-        early: Whether gradients leave during the backward pass.
-        waited: Seconds that this rank waited between the end of the backward pass and the norm of the gradients.
-    """
+    """Can hold all gradients back until the backward pass ends. early: whether they leave during that pass; waited:
+    seconds that this rank waited between its end and the norm of the gradients."""
 
     early, waited, _before = True, 0.0, 0.0
 

@@ -87,17 +87,15 @@ def memory(layout: Layout, device: str, compiled: bool, traced: Activations | No
         traced: The result of `activations` for this layout, if it is known.
     """
     traced = traced or activations(layout, device, compiled)
-    grad_bytes = layout.buckets[0].grads.itemsize
-    gradients = [p.numel() * grad_bytes for p in layout.shard.parameters()]
+    gradients = [p.numel() * layout.buckets[0].grads.itemsize for p in layout.shard.parameters()]
+    held = [(bucket.share or bucket, bucket.group.every) for bucket in layout.buckets]
     masters, moments = _owned(layout, layout.buckets)
     away = masters + moments if device == "cuda" and layout.recipe.train.optimizer_memory == "cpu" else 0
     most_rows, context = max(layout.micro_batches), layout.recipe.model.context
     recomputed = layout.recipe.train.recompute
     return Memory(
-        parameters=sum((bucket.share or bucket).params.nbytes for bucket in layout.buckets),
-        gradients=sum(
-            (bucket.share or bucket).grads.nbytes * (1 if bucket.group.every == 1 else 2) for bucket in layout.buckets
-        ),
+        parameters=sum(one.params.nbytes for one, _ in held),
+        gradients=sum(one.grads.nbytes * (1 if every == 1 else 2) for one, every in held),
         masters=0 if away else masters,
         moments=0 if away else moments,
         activations=most_rows * traced.kept(recomputed),
@@ -163,13 +161,8 @@ Sizes = dict[int, int]
 
 @dataclass(frozen=True)
 class Activations:
-    """The tensors that autograd keeps of one row's forward pass, up to the head.
-
-    Attributes:
-        inputs: The arguments of each block.
-        inside: The tensors that each block keeps for its backward pass.
-        outside: The tensors that are kept between the blocks.
-    """
+    """The tensors that autograd keeps of one row's forward pass, up to the head. inputs: the arguments of each block;
+    inside: what each block keeps for its backward pass; outside: what is kept between the blocks."""
 
     inputs: list[Sizes]
     inside: list[Sizes]
@@ -189,11 +182,7 @@ class Activations:
 
 
 def activations(layout: Layout, device: str, compiled: bool) -> Activations:
-    """Counts what autograd keeps of one row.
-
-    Raises:
-        ValueError: when the model cannot run on the "meta" device.
-    """
+    """Counts what autograd keeps of one row. Raises ValueError when the model cannot run on the "meta" device."""
     shape = layout.recipe.model
     tokens_BT = torch.empty(1, shape.context, dtype=torch.int64, device="meta")
     model = layout.shard
@@ -244,9 +233,8 @@ def _saved_tensors() -> Iterator[list[Tensor]]:
 
 
 class Origins(TorchDispatchMode):
-    """Records from which stored tensors the compiler can compute each tensor again with pointwise operators.
-
-    Results of matrix products, custom operators and lookups are stored, and so are the operands of the first two.
+    """Records from which stored tensors the compiler can compute each tensor again with pointwise operators. Results of
+    matrix products, custom operators and lookups are stored, and so are the operands of the first two.
 
     Attributes:
         of: Storage of a tensor → {storage: bytes} of the tensors that it is computed from.
@@ -300,8 +288,7 @@ def _attend_as_on_cpu(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Mask
 def _attend_as_on_gpu(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
     """Calls one GPU kernel for all of them: none keeps probabilities."""
     fixed, varying = split_window(mask.window, q_BTHE.size(1))
-    window = fixed if varying is None else varying
-    scale = scale_or_default(scale, q_BTHE)
+    window, scale = fixed if varying is None else varying, scale_or_default(scale, q_BTHE)
     return flash_attention(q_BTHE, k_BTKE, v_BTKE, window, mask.documents_BT, scale)
 
 
@@ -376,11 +363,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known = _storages((args, kwargs))
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if (
-                isinstance(tensor, Tensor)
-                and (storage := tensor.untyped_storage())._cdata not in known.keys() | self.seen
-            ):
+        for storage in [t.untyped_storage() for t in tree_leaves(result) if isinstance(t, Tensor)]:
+            if storage._cdata not in known and storage._cdata not in self.seen:
                 self.seen.add(storage._cdata)
                 self.live += storage.nbytes()
                 weakref.finalize(storage, self._dropped, storage._cdata, storage.nbytes())

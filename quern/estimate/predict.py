@@ -72,11 +72,8 @@ from quern.estimate.options import ATTAINED_BANDWIDTH, HOST_BANDWIDTH, Network, 
 from quern.parallel.buckets import Bucket
 from quern.parallel.plan import ShardingPlan, plan_of, regions_of
 
-COUNT_BYTES = 32
-"""Four int64, over the global batch: targets, positions, FLOPs of products and of attention."""
-PASSES_BYTES = 8
-LOSS_BYTES = 4
-NORM_BYTES = 4
+COUNT_BYTES, PASSES_BYTES, LOSS_BYTES, NORM_BYTES = 32, 8, 4, 4
+"""The counts are four int64, over the global batch: targets, positions, FLOPs of products and of attention."""
 
 
 def bytes_per_step(layout: Layout, rank: int | None = None) -> dict[str, int]:
@@ -118,12 +115,9 @@ def calls(layout: Layout, bucket: Bucket) -> tuple[int, int]:
 def model_bytes(layout: Layout) -> Counter[str]:
     """Bytes of the model group in all micro-batches."""
     sent: Counter[str] = Counter()
-    if layout.tp == 1:
-        return sent
-    context = layout.recipe.model.context
-    for rows in layout.micro_batches:
-        sent_here = bytes_sent(layout.whole, rows * context, layout.tp, recomputed=layout.recipe.train.recompute)
-        for kind, count in sent_here.items():
+    for rows in layout.micro_batches if layout.tp > 1 else ():
+        tokens, recomputed = rows * layout.recipe.model.context, layout.recipe.train.recompute
+        for kind, count in bytes_sent(layout.whole, tokens, layout.tp, recomputed).items():
             sent[f"model/{kind}"] += count
     return sent
 
@@ -199,15 +193,9 @@ class Cluster:
     per_machine: int
 
     def ring_seconds(self, ranks: int, stride: int, sent: float, calls: int, hops_each: int) -> float:
-        """Returns the seconds of some collectives over a ring of ranks.
-
-        Args:
-            ranks: Members of the ring.
-            stride: Distance between the ranks of neighbours.
-            sent: Bytes that one rank sends in all calls.
-            calls: Number of collectives.
-            hops_each: Trips around the ring of one collective: 2 for an all-reduce, else 1.
-        """
+        """Returns the seconds of some collectives over a ring of ranks. stride: distance between the ranks of
+        neighbours; sent: bytes that one rank sends in all calls; hops_each: trips around the ring of one collective, 2
+        for an all-reduce, else 1."""
         if ranks == 1 or not calls:
             return 0.0
         members = max(1, min(ranks, self.per_machine // stride))  # in each machine
@@ -268,16 +256,9 @@ def predict(layout: Layout, memory: Memory, cluster: Cluster, flops_per_token: f
     moved = _moving_seconds(layout, cluster, traffic)
     small = cluster.ring_seconds(layout.dp, layout.tp, traffic.get("data/all_reduce", 0), 3, 2)
     small += cluster.ring_seconds(layout.dp * layout.tp, 1, traffic.get("world/all_reduce", 0), 1, 2)
-    return Step(
-        products,
-        pointwise,
-        update,
-        _model_seconds(layout, cluster, traffic),
-        exposed + moved + small,
-        there + back - exposed,
-        flops_per_token * batch_tokens,
-        traffic,
-    )
+    model, flops = _model_seconds(layout, cluster, traffic), flops_per_token * batch_tokens
+    data, hidden = exposed + moved + small, there + back - exposed
+    return Step(products, pointwise, update, model, data, hidden, flops, traffic)
 
 
 def _exposed(seconds: float, calls: Sequence[int], beside: float) -> float:

@@ -9,6 +9,7 @@ needed. Without a GPU the program says so; --quick runs every section at tiny si
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import time
 import traceback
@@ -19,9 +20,9 @@ import torch
 
 from quern.bench.gpu.kernels import OVER_FULL, cross_entropy, decoding, exactness, muon, place, rope, speed
 from quern.bench.gpu.options import parse
-from quern.bench.gpu.setup import QUICK_ROUNDS, ROUNDS, GpuBench, first_line, measure_limits
+from quern.bench.gpu.setup import QUICK_ROUNDS, ROUNDS, GpuBench, measure_limits
 from quern.bench.gpu.train import real, training_bf16, training_fp8
-from quern.bench.measure import Bench, Figure, OutOfTime, head, load_average, number, table, write
+from quern.bench.measure import Bench, Figure, OutOfTime, first_line, head, number, table, write
 from quern.kernels.attention.autotune import select_attention
 from quern.machine import detect
 from quern.temporaries import write_whole
@@ -57,11 +58,11 @@ def main(arguments: Sequence[str], log: Callable[[str], None]) -> int:
     if not torch.cuda.is_available() and not options.quick:
         log("there is no GPU here that torch can use: run this on a machine with one, or try it with --quick")
         return 1
-    began, load, folder = time.monotonic(), load_average(), options.out / "bench"
+    began, load, folder = time.monotonic(), os.getloadavg()[0], options.out / "bench"
     machine = select_attention(detect(None, None, options.compile, options.threads))
     chosen = round(time.monotonic() - began, 2)
     limits = measure_limits(machine, options.quick)
-    body = head("gpu", Bench(machine, options.seed, options.quick), load)
+    body = head("gpu", Bench(machine, options.seed, options.quick)) | {"load_average_before": load}
     body |= {"notes": list(machine.notes), "seconds_to_choose_attention": chosen, "limits": vars(limits)}
     body |= {"seconds": 0.0, "sections": {}}
     found = body["machine"]

@@ -1,22 +1,14 @@
 """Sections of `quern bench gpu` about kernels and decoding.
 
-Attention, exactness: each path that skips what masks hide, and the definition computed in the dtype, against the
-definition in fp32. The figure is the worst error of the output and the gradients over lengths, windows, documents and
-groups.
+Attention: each path that skips what masks hide, and the definition computed in the dtype, against the definition in
+fp32; and TFLOP/s over the pairs of query and key that see each other: 4 · pairs · heads · head dim forward, 2.5 times
+that backward (FlashAttention-2, arXiv 2307.08691), for 16,384 tokens a call.
 
-Attention, speed: TFLOP/s over the pairs of query and key that see each other: 4 · pairs · heads · head dim forward, 2.5
-times that backward (FlashAttention-2, arXiv 2307.08691). 16,384 tokens a call in rows of 1,024 to 16,384; 2,048 / head
-dim heads.
+Rotary positions, the loss, Muon's iteration: each kernel against its plain definition, for exactness (in fp32) and for
+speed (compiled). GB/s count each input read once and each output written once.
 
-Rotary positions, the loss, Muon's iteration: each kernel is compared with its plain definition, for exactness (in fp32)
-and for speed (compiled, as a model would use it). GB/s count each input read once and each output written once. The
-loss is measured whole (TFLOP/s of its three products, and its memory on top of its inputs), and for the kernel over the
-logits alone. Muon's iteration has the sizes of a model of depth 12.
-
-Decoding: a decoding step must read each weight of the matrices and the head once, and the keys and values of each row.
-Its least time is these bytes over the bandwidth of a large copy. The model is that of the training section, with random
-weights, after prompts of 512 tokens. Two ways: the compiled step as the engine calls it, and the same step as a CUDA
-graph. Sampling is left out.
+Decoding: a step must read each weight of the matrices and the head once, and the keys and values of each row. Its least
+time is these bytes over the bandwidth of a large copy. The prompts have 512 tokens. Sampling is left out.
 """
 
 from __future__ import annotations

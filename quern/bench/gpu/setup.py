@@ -28,12 +28,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuBench(Bench):
-    """Context of a section.
-
-    Attributes:
-        data: Text or tokens to train on; `tokenizer` is that of the tokens.
-        problems: Lines about calls that failed.
-    """
+    """Context of a section. data: text or tokens to train on; tokenizer: of the tokens."""
 
     limits: Limits
     data: str | None = None
@@ -43,10 +38,6 @@ class GpuBench(Bench):
     @property
     def on_gpu(self) -> bool:
         return self.machine.device.type == "cuda"
-
-    def failed(self, name: str, error: Exception) -> None:
-        """Records the error of a job; the others run."""
-        self.problems.append(f"{name}: {first_line(error)}")
 
 
 def measure_limits(machine: Machine, quick: bool) -> Limits:
@@ -82,8 +73,3 @@ def worst_error(
             error = (x.float() - e).norm().item() / size
             worst = max(worst, error if math.isfinite(error) else math.inf)
     return worst
-
-
-def first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__

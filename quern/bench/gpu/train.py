@@ -1,14 +1,12 @@
 """Sections of `quern bench gpu` about training: speed, memory, and the time by kind of kernel, in bf16 and FP8.
 
 The model is the `gpt` recipe at depth 12: width 768, 6 heads of 128, vocabulary 32,768, windows SSSL, rows of 2,048
-tokens. A step has 32 rows of random tokens in one micro-batch: forward, loss, backward, gradient norm, update. MFU is
-the model's FLOPs (`count.FlopCounter`: every matrix product, and attention over the pairs that see each other) over the
-data sheet's bf16 peak, and over the speed of a large product; the same for FP8, whose own peak is twice that. Times of
-kernels are percent of a step; idle is the rest of the step.
+tokens; a step has 32 rows of random tokens in one micro-batch. MFU is the model's FLOPs (`count.FlopCounter`) over the
+data sheet's bf16 peak, and over the speed of a large product; FP8's own peak is twice that. Times of kernels are
+percent of a step; idle is the rest of the step.
 
-`real` is a minute of training on real text: the model of the training section learns the bytes of `--data`: a token is
-a byte, so no tokenizer is needed. Prepared tokens (.bin files, with `--tokenizer`) are used as they are. Every 20th
-document is held out; the first half megabyte of those is scored at the end with the functions of a run's validation.
+`real` is a minute of training on the bytes of `--data`, so no tokenizer is needed, or on prepared tokens (.bin files,
+with `--tokenizer`). Every 20th document is held out; the first half megabyte of those is scored at the end.
 """
 
 from __future__ import annotations
