@@ -62,10 +62,8 @@ def _engine(setup: Setup) -> Engine:
 def _replies(
     engine: Engine, seed: int, rows: int, length: int, reply: int, temperature: float = 1.0
 ) -> Callable[[], float]:
-    """Returns a function that times replies of `reply` tokens to random prompts of `length` tokens.
-
-    The function raises RuntimeError if a reply is shorter.
-    """
+    """Returns what times replies of `reply` tokens to random prompts of `length` tokens; RuntimeError for a shorter
+    reply."""
     ordinary = engine.tokenizer.vocab_size - len(engine.tokenizer.special_ids)
     ids = torch.randint(ordinary, (rows, length - 1), generator=torch.Generator().manual_seed(seed))
     prompts = [[engine.tokenizer.bos, *row] for row in ids.tolist()]

@@ -87,10 +87,8 @@ def answers(order: dict[str, Any], requests: Iterator[str]) -> Iterator[dict[str
 
 
 def _job(recipe: Resolved, cfg: Any, rows: int) -> Callable[[], float]:
-    """Returns a function that takes some steps on one device and returns their median seconds.
-
-    The batches are on the device already, as the prefetch of training leaves them.
-    """
+    """Returns what takes some steps on one device, with batches that are there already, and returns their median
+    seconds."""
     mesh = make_mesh(devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
         batches = [device_batch(random_batch(recipe, seed), rows, mesh) for seed in range(2)]

@@ -92,12 +92,8 @@ class Bench:
         return alternate(self.rounds, {name: partial(seconds_of, job) for name, job in jobs.items()})
 
     def seconds(self, jobs: Mapping[str, Job], graph: bool = False) -> Seconds:
-        """Returns the seconds of a call of each job that works; the first call is not counted.
-
-        Args:
-            jobs: Functions to call.
-            graph: Time each job as a CUDA graph, which does without the cost of kernel launches.
-        """
+        """Returns the seconds of a call of each job that works, after one that is not counted. graph: times each job as
+        a CUDA graph, without the cost of kernel launches."""
         working: dict[str, Callable[[], float]] = {}
         for name, job in jobs.items():
             self.check_time()

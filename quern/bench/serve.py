@@ -143,11 +143,8 @@ class Turn(NamedTuple):
 
 
 def second_turns(setup: Setup, port: int, context: int) -> Iterator[Figure]:
-    """Chats of one client, the first question of about the whole context: how much sooner a second turn answers.
-
-    Each chat has another first question, so its first turn is read in full. The tokenizer of the benchmark has no pairs
-    of printable characters: a character is a token.
-    """
+    """Chats of one client, each with another first question of about the whole context: how much sooner a second turn
+    answers. In the benchmark's tokenizer a character is a token."""
     firsts, seconds, cached = [], [], []
     for number in range(setup.rounds + 1):
         numbers = random.Random(f"{setup.seed} {number}")

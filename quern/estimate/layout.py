@@ -67,10 +67,8 @@ class Layout:
 
 
 def lay_out(recipe: Resolved, dtype: torch.dtype, dp: int, tp: int, zero: int = 2) -> Layout:
-    """recipe: resolved; zero: see `Mesh`.
-
-    Raises ValueError where the model cannot be sharded so, or a replica would have no rows.
-    """
+    """Lays out a resolved recipe. Raises ValueError where the model cannot be sharded so, or a replica would have no
+    rows."""
     context, batch_tokens = recipe.model.context, recipe.train.batch_tokens
     rows = max(1, batch_tokens // context)
     if dp > rows:

@@ -79,13 +79,8 @@ class Memory:
 
 
 def memory(layout: Layout, device: str, compiled: bool, traced: Activations | None = None) -> Memory:
-    """Predicts the memory of the rank that owns most, in a step of the recipe's batch and micro-batches.
-
-    Args:
-        device: "cpu" or "cuda", whose attention and loss keep different tensors.
-        compiled: Whether torch.compile is used.
-        traced: The result of `activations` for this layout, if it is known.
-    """
+    """Predicts the memory of the rank that owns most, in a step of the recipe's batch. device: "cpu" or "cuda", which
+    keep different tensors; traced: the result of `activations` for this layout, if it is known."""
     traced = traced or activations(layout, device, compiled)
     gradients = [p.numel() * layout.buckets[0].grads.itemsize for p in layout.shard.parameters()]
     held = [(bucket.share or bucket, bucket.group.every) for bucket in layout.buckets]

@@ -79,13 +79,8 @@ NETWORKS: Mapping[str, Network] = {
 
 
 def cpu_rank(flops: float, memory: float, ranks: int) -> Processor:
-    """Returns one of `ranks` processes that share a CPU and talk through the loopback device.
-
-    Args:
-        flops: Measured FLOP/s of all cores together.
-        memory: Bytes of the machine.
-        ranks: Number of processes.
-    """
+    """Returns one of `ranks` processes that share a CPU of so many measured FLOP/s and bytes, and talk through
+    loopback."""
     memory_bandwidth, loopback_bandwidth, loopback_seconds = 1e10, 1e9, 1e-4
     links = loopback_bandwidth, loopback_seconds, ranks
     return Processor(flops / ranks, memory / ranks, memory_bandwidth, *links, reserved=0.0, attained=1.0)

@@ -47,13 +47,7 @@ EXPECTED = (
 
 
 def bits_per_byte(parameters: float, text_bytes: float, read_bytes: float) -> float:
-    """Returns the law's bits per byte.
-
-    Args:
-        parameters: Parameters of the matrices and the head.
-        text_bytes: The text to train on.
-        read_bytes: Bytes that are read in training, repeated ones included.
-    """
+    """Returns the law's bits per byte. parameters: of the matrices and the head; read_bytes: repeated ones included."""
     again = max(0.0, read_bytes / text_bytes - 1)
     worth = min(read_bytes, text_bytes) + text_bytes * REPEATS_WORTH * -math.expm1(-again / REPEATS_WORTH)
     parameters = min(parameters, PARAMETERS_PER_BYTE * text_bytes)
@@ -75,14 +69,7 @@ def parameters_of(recipe: Recipe) -> int:
 
 
 def best_depth(recipe: Recipe, text_bytes: float, bytes_per_token: float, flops: float) -> int:
-    """Returns the depth whose bits per byte are lowest for so many FLOPs of training, by the law.
-
-    Args:
-        recipe: Says everything but the depth.
-        text_bytes: The text to train on.
-        bytes_per_token: Of the tokenizer.
-        flops: All that the machine computes in the time.
-    """
+    """Returns the depth whose bits per byte are lowest for so many FLOPs of training, by the law."""
 
     def loss(depth: int) -> float:
         parameters = parameters_of(replace(recipe, depth=depth))

@@ -35,11 +35,8 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout. `step` is None for an impossible one, with the reason in `refusal`.
-
-    `zero` is that of `Mesh`; `recomputed` blocks run again in the backward pass; `note` says why this is needed.
-    `share` is the bytes of the parameters over those of their padded buffers.
-    """
+    """One layout; an impossible one has a `refusal` and no `step`. `recomputed` blocks run again in the backward pass,
+    for the reason in `note`; `share`: bytes of the parameters over those of their padded buffers."""
 
     dp: int
     tp: int

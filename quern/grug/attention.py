@@ -47,11 +47,7 @@ class AttentionMask:
 
 
 def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    """Computes attention (B, T, H, E) by the path that `choose` selects.
-
-    Raises:
-        TypeError: The mask is not an AttentionMask.
-    """
+    """Computes attention (B, T, H, E) by the path that `choose` selects. Raises TypeError for a dense mask."""
     if not isinstance(mask, AttentionMask):
         raise TypeError(
             f"attention takes an AttentionMask (causal, window, segment_ids), not a {type(mask).__name__}: "

@@ -89,10 +89,7 @@ def measure_peak_flops(dtype: str, mesh: Mesh) -> float:
 
 
 def matmul_flops(dtype: str, device: Any, size: int, repeats: int) -> float:
-    """Returns FLOP/s of the fastest of `repeats` products of (size, size) matrices, accumulated in fp32.
-
-    It uses one device, whichever mesh is set.
-    """
+    """Returns FLOP/s of the fastest of some products of (size, size) matrices on one device, accumulated in fp32."""
     mesh = make_mesh(devices=[device])
     with jax.set_mesh(mesh):
         a = place(np.ones((size, size), np.float32), P(None, None), mesh).astype(dtype)

@@ -106,18 +106,9 @@ def place(array: np.ndarray, spec: P, mesh: Mesh) -> jax.Array:
 
 
 def join_processes(coordinator: str | None, processes: int | None, process_id: int | None) -> None:
-    """Joins the processes that share a mesh. Call it before any other use of JAX.
-
-    JAX reads values that are None from the scheduler's environment (Slurm, Open MPI, Kubernetes, TPU pods).
-
-    Args:
-        coordinator: "host:port" of process 0.
-        processes: How many there are.
-        process_id: Which of them this is, from 0.
-
-    Raises:
-        ValueError: A value is missing, and no scheduler gives it.
-    """
+    """Joins the processes that share a mesh, before any other use of JAX. JAX reads values that are None from the
+    scheduler's environment (Slurm, Open MPI, Kubernetes, TPU pods); ValueError if it has none. coordinator: "host:port"
+    of process 0."""
     try:
         with waiting(f"{processes or 'all'} processes at {coordinator or 'the coordinator'}", START_SECONDS):
             jax.distributed.initialize(coordinator, processes, process_id, initialization_timeout=START_SECONDS)
@@ -135,11 +126,7 @@ def same_everywhere(text: str) -> str:
 
 @contextlib.contextmanager
 def first_process_first() -> Iterator[None]:
-    """Runs the body on process 0, then on the other processes.
-
-    Raises:
-        ValueError: On the other processes, with process 0's message, where the body failed there.
-    """
+    """Runs the body on process 0, then on the others; these raise ValueError with its message if it failed there."""
     if jax.process_index() > 0:
         if problem := same_everywhere(""):
             raise ValueError(problem)

@@ -268,10 +268,7 @@ def rotary_table(T: int, head_dim: int, base: float) -> tuple[np.ndarray, np.nda
 
 
 def rotate(x: jax.Array, cos: np.ndarray, sin: np.ndarray) -> jax.Array:
-    """Rotates the pairs (i, i + E/2) of each head of x (B, T, H, E) clockwise by the angles of its position.
-
-    Computed in fp32, returned in x's dtype.
-    """
+    """Rotates the pairs (i, i + E/2) of each head of x (B, T, H, E) clockwise by its position's angles, in fp32."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos + second * sin, second * cos - first * sin], axis=-1).astype(x.dtype)
 

@@ -87,14 +87,7 @@ def with_verdict(source: str, verdict: str) -> str:
 
 @dataclass(frozen=True)
 class Arm:
-    """One side of a comparison.
-
-    Args:
-        name: Unique in the study.
-        recipe: As for `quern pretrain`, with the flags of the study.
-        path: The recipe's file, or None for a recipe of quern.
-        source: The text of that file.
-    """
+    """One side of a comparison. path, source: the recipe's file and its text; None for a recipe of quern."""
 
     name: str
     recipe: Recipe
@@ -125,10 +118,8 @@ def train_here(out: Path, machine: Mapping[str, Any]) -> Train:
 
 
 def on_cluster(out: Path, machine: Mapping[str, Any]) -> Train:
-    """Returns what trains arms in a Ray actor, after `connect`.
-
-    All trials of a call run on one machine. A machine of the cluster needs quern, and the text at the same path.
-    """
+    """Returns what trains arms in a Ray actor, after `connect`. Its machine needs quern, and the text at the same
+    path."""
 
     def train(arm: Arm, seeds: Iterable[Seeds]) -> Iterator[Trial]:
         ray = ray_module()

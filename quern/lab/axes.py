@@ -115,14 +115,8 @@ RESAMPLES = 500
 
 @dataclass(frozen=True)
 class Speed:
-    """An idea's speed.
-
-    Args:
-        ratio: Seconds of a run of the idea over those of the baseline, at equal steps. Above 1: the idea is slower.
-        error: Standard error of ln(ratio).
-        seconds: Seconds of a step of the baseline, while this was measured.
-        pairs: Pairs of turns.
-    """
+    """An idea's speed. ratio: its seconds over the baseline's, at equal steps; error: standard error of ln(ratio);
+    seconds: of a step of the baseline, meanwhile; pairs: of turns."""
 
     ratio: float
     error: float

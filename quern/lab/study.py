@@ -133,13 +133,8 @@ class Study:
             yield True
 
     def work(self, wanted: Callable[[], Sequence[Job]], claim: Callable[[Job], str], do: Callable[[Job], None]) -> None:
-        """Does what is wanted, one job after another, beside other processes, until nothing is.
-
-        Args:
-            wanted: Lists the jobs that the records lack now, those that other processes do included.
-            claim: The name of a job's claim.
-            do: Does a job and records it.
-        """
+        """Does one job after another, beside other processes, until none is wanted. wanted: lists the jobs that the
+        records lack now, those that others do included; claim: names a job's claim."""
         while jobs := wanted():
             for job in jobs:
                 with self.claim(claim(job)) as mine:

@@ -47,23 +47,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Trial:
-    """One finished training run.
-
-    Args:
-        recipe: The name of the arm.
-        steps: Optimizer steps.
-        seed: Seed of the initial weights.
-        data_seed: Seed of the order of the batches.
-        tokens: Targets trained on.
-        flops: Training FLOPs of all positions by `model.count`.
-        seconds: Time in all steps, at the speed of those after the first, which may compile.
-        bpb: Final validation bits per byte; None for a run that diverged.
-        tokens_per_second: Speed in the steps after the first.
-        peak_bytes: Peak memory: of the GPU, or of the process on a CPU.
-        parameters: The fields of `model.count.Parameters`.
-        curve: Validations, by step.
-        flops_parts: `flops` by part: the fields of `model.count.Flops`.
-    """
+    """One finished training run of an arm. tokens: targets trained on; flops: of all positions, with `flops_parts` as
+    in `model.count.Flops`; seconds: of all steps, at the speed of those after the first, which may compile; bpb: of the
+    last validation, None if it diverged; peak_bytes: of the GPU, or of the process on a CPU; parameters: as in
+    `model.count.Parameters`."""
 
     recipe: str
     steps: int

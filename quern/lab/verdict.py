@@ -91,13 +91,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The findings of a study.
-
-    Args:
-        findings: By idea.
-        floor: The baseline against itself, on the seeds that no idea has; None for fewer than two of those.
-        sd: Standard deviation of a pair's difference that the ideas have in common.
-    """
+    """The findings by idea. floor: the baseline against itself, on the seeds that no idea has; None for fewer than two;
+    sd: of a pair's difference, what the ideas have in common."""
 
     findings: dict[str, Finding]
     floor: Finding | None
@@ -274,13 +269,8 @@ def _moments(base: dict[int, float], idea: dict[int, float]) -> list[Any]:
 
 
 def judge(base: Runs, ideas: Mapping[str, Runs], rules: Rules) -> Judgement:
-    """Judges all ideas of a study on one axis. Stateless: call it after every pair, with all runs so far.
-
-    Args:
-        base: The baseline's runs. It may have more seeds than the ideas.
-        ideas: The runs of each idea. Seeds that the baseline has too are pairs.
-        rules: The rules that the study registered.
-    """
+    """Judges all ideas of a study, each on the seeds that it shares with the baseline. Stateless: call it after every
+    pair, with all runs so far."""
     if not ideas:
         return Judgement({}, None, math.nan)
     scores, runs = _scores(base), {name: _scores(idea) for name, idea in ideas.items()}
@@ -326,11 +316,8 @@ def fails(
 
 
 class Reach(NamedTuple):
-    """Differences that a study can find, bits per byte, with a probability of 80 %.
-
-    `effect`: the smallest difference of a single idea that ends as better or worse. `delta`: the smallest margin with
-    which ideas without effect end as "no difference".
-    """
+    """Differences in bits per byte that a study can find with a probability of 80 %: a single `effect`, and the
+    smallest margin `delta` with which ideas without effect end as "no difference"."""
 
     effect: float
     delta: float

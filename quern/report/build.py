@@ -26,15 +26,8 @@ MARKS = {"tool": "[{} → ", "output": "{}] "}
 
 
 def build(run_folder: Path) -> tuple[Path, Path]:
-    """Writes report.md and report.html into the run's folder.
-
-    Returns:
-        The paths of both files.
-
-    Raises:
-        FileNotFoundError: The folder holds no records.
-        OSError: A file cannot be written; its previous version is kept.
-    """
+    """Writes report.md and report.html into the run's folder, and returns their paths. Raises FileNotFoundError if it
+    holds no records, OSError if a file cannot be written."""
     report = document(read_run(run_folder))
     return (
         _write(run_folder / "report.md", markdown(report)),

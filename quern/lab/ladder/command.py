@@ -49,16 +49,9 @@ def run(
     log: Callable[[str], None],
     answers: Mapping[str, Sequence[str]] | None = None,
 ) -> int:
-    """Runs a comparison and returns the exit code: 1 if an arm could not be trained.
-
-    Args:
-        arms: The baseline and the ideas.
-        options: The flags.
-        named: The fields that flags name.
-        command: The command line.
-        log: Takes lines for the user.
-        answers: Verdicts that are right, by idea, to test the lowest rung on.
-    """
+    """Runs a comparison of arms, the baseline first. Returns the exit code: 1 if an arm could not be trained. named:
+    fields that flags name; command: the command line; answers: verdicts that are right, by idea, to test the lowest
+    rung on."""
     base, rungs = arms[0], RUNGS if options.ladder else one_size(arms[0].recipe)
     _check(base, options, named, rungs)
     name = "ladder" if options.ladder else "-".join(arm.name for arm in arms)[:60]

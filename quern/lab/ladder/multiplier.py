@@ -148,11 +148,8 @@ def _lines(computes: Sequence[float], logs_RD: Sequence[Floats]) -> tuple[Floats
 
 
 def extrapolate(computes: Sequence[float], logs_RD: Sequence[Floats], to: float, spread: float) -> Floats:
-    """ln m at a larger compute, predicted from the rungs below, by draw.
-
-    An idea's slope is shrunk towards 0, the multiplier that holds, as its error is large against the spread of the true
-    slopes (a normal prior, wider for an idea that makes a larger difference).
-    """
+    """ln m at a larger compute, predicted from the rungs below, by draw. A slope is shrunk towards 0, the multiplier
+    that holds, by a normal prior that is wider for an idea that makes a larger difference."""
     generator = np.random.default_rng(SEED + 2)
     found = _lines(computes, logs_RD)
     height_D, slope_D, middle = found or (logs_RD[0], np.zeros(DRAWS), math.log(computes[0]))

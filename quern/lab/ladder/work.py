@@ -111,10 +111,8 @@ def chosen(study: Comparison, arm: str) -> float | None:
 
 
 def wanted(study: Comparison, options: Options, values: Mapping[str, Sequence[float]]) -> list[Job]:
-    """The jobs that the study lacks now. An empty list: all ideas of this start are judged.
-
-    values: those of the tuned field that each arm tries.
-    """
+    """The jobs that the study lacks now; none once all ideas of this start are judged. values: of the tuned field, by
+    arm."""
     lowest, ideas = min(map(int, study.plan.rungs)), list(options.ideas)
     jobs = [
         Job(arm, lowest, missing, value)
@@ -275,13 +273,8 @@ def check_proxy(study: Comparison, rung: int) -> None:
 
 
 def check_reach(study: Comparison, rung: int, options: Options) -> str:
-    """Says what a study can find at a rung, before its first idea is trained there; "" later.
-
-    The noise is the baseline's: the difference of a pair has at most √2 times its SD, as where pairs do not correlate.
-
-    Raises:
-        ValueError: On the ladder, delta is clearly out of reach, and `Options.any_delta` does not allow that.
-    """
+    """Says what a study can find at a rung, before its first idea is trained there; "" later. Raises ValueError if
+    delta is clearly out of reach on the ladder, unless `Options.any_delta` allows that."""
     scores = _base_scores(study, rung)
     if len(scores) < 2 or any(judged_trials(study, name, rung) for name in study.ideas):
         return ""

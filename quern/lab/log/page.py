@@ -27,15 +27,8 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Page:
-    """A study as the log shows it.
-
-    Args:
-        name: Name of the study.
-        registered: When it began, as ISO 8601 text.
-        section: Lines of its section in experiments/LOG.md, without the title.
-        files: The text of each file under docs/experiments/, by name.
-        verdicts: By idea, the text for its docstring and the cell of the index.
-    """
+    """A study as the log shows it. section: its lines in experiments/LOG.md; files: texts by their names in
+    docs/experiments; verdicts: by idea, the text for its docstring and the cell of the index."""
 
     name: str
     registered: str

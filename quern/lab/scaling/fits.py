@@ -109,15 +109,8 @@ def lack_of_fit(budget: ArrayLike, n: ArrayLike, loss: ArrayLike) -> float:
 
 @dataclass(frozen=True)
 class Optimum:
-    """The best size of one budget. Without numbers where it is refused.
-
-    Args:
-        flops: The budget.
-        cells: Finished runs.
-        refusal: Why the budget has no optimum.
-        parameters, tokens, ratio, loss: At the optimum; the ratio is tokens per parameter.
-        outside: Share of the resamples whose vertex is a maximum or outside the measured sizes.
-    """
+    """The best size of one budget, or a refusal. ratio: tokens per parameter; outside: share of the resamples whose
+    vertex is a maximum or outside the measured sizes."""
 
     flops: float
     cells: int
@@ -131,17 +124,9 @@ class Optimum:
 
 @dataclass(frozen=True)
 class Envelope:
-    """The optima of all budgets, and the power laws N*(C), D*(C) through them.
-
-    Args:
-        optima: Optima of each budget, ascending.
-        refusal: Why there are no laws.
-        parameters, tokens: The exponents of the laws.
-        ratio: Tokens per parameter, the geometric mean over the budgets.
-        leave_out: (FLOPs, exponents of N* and of D*) without each budget, where enough are left.
-        misfit: See `lack_of_fit`.
-        samples: (resamples, accepted budgets, 2): ln N* and ln D*.
-    """
+    """The optima of all budgets, ascending, and the exponents of the power laws N*(C), D*(C) through them, or a
+    refusal. ratio: tokens per parameter, the geometric mean; leave_out: (FLOPs, exponents of N* and of D*) without each
+    budget; misfit: see `lack_of_fit`; samples: (resamples, accepted budgets, 2): ln N* and ln D*."""
 
     optima: tuple[Optimum, ...]
     refusal: str = ""

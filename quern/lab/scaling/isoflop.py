@@ -42,18 +42,8 @@ CONVENTIONS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One planned run.
-
-    Args:
-        budget: FLOPs that the run should cost.
-        size: As given by the user.
-        seed: Seed of the initial weights and of the data order.
-        depth, width: Dimensions of the model.
-        steps: Optimizer steps.
-        batch_tokens: Tokens of a step.
-        flops: FLOPs of the model alone: the update's share falls as batches grow, which would bend the law.
-        parameters: By the conventions.
-    """
+    """One planned run. size: as given by the user; seed: of the initial weights and of the data order; flops: of the
+    model alone, since the update's share falls as batches grow; parameters: by convention."""
 
     budget: float
     size: str
@@ -160,14 +150,8 @@ def _length(fixed_batch: int | None, budget: float, counter: FlopCounter, contex
 
 @dataclass(frozen=True)
 class Stability:
-    """How much tokens per parameter vary over the budgets, by convention.
-
-    Args:
-        name: The convention with the least spread; None if the conventions cannot be compared.
-        spreads: Standard deviation over the budgets of ln (tokens per parameter).
-        support: Share of the bootstrap in which a convention has the least spread.
-        refusal: Why there is no comparison.
-    """
+    """How much tokens per parameter vary over the budgets, by convention, or a refusal. name: the convention with the
+    least spread; spreads: SD of ln (tokens per parameter); support: share of the bootstrap with the least spread."""
 
     name: str | None = None
     spreads: Mapping[str, float] | None = None

@@ -127,19 +127,9 @@ def fit_surface(
     level: float = 0.95,
     seed: int = 0,
 ) -> SurfaceFit:
-    """Fits the surface to runs.
-
-    Args:
-        n: Parameters of each run.
-        d: Tokens of each run.
-        loss: Final loss of each run, positive.
-        budget: The planned FLOPs of each run: the leave-out table drops each budget once.
-        flops: FLOPs of each run, for `predict`; 6 N D by default.
-        labels: Names of the runs, for the leave-out table.
-        resamples: Resamples of the bootstrap, which draws runs with replacement.
-        level: Level of the intervals.
-        seed: Seed of the bootstrap.
-    """
+    """Fits the surface to runs of n parameters, d tokens and a final loss. budget: planned FLOPs, each of which the
+    leave-out table drops once; flops: of each run, for `predict`, by default 6 N D; labels: names of the runs, for the
+    table; level: of the intervals."""
     n, d, loss = (np.asarray(values, float) for values in (n, d, loss))
     runs = len(n)
     if refusal := _too_few(n, d):

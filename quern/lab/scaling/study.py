@@ -54,14 +54,7 @@ def run(
     facts: dict[str, Any] | None = None,
 ) -> int:
     """Trains what the study lacks, then fits. Returns the exit code: 1 if a run failed; to diverge is not to fail.
-
-    Args:
-        options: The flags.
-        trainer: Trains one run at a time.
-        log: Takes lines for the user.
-        source: The text of the recipe's file, if it has one.
-        facts: Facts of this start, as from `study.start_facts`.
-    """
+    source: the text of the recipe's file; facts: of this start, as from `study.start_facts`."""
     check_name(options.study)
     if options.plan and options.fit:
         raise ValueError("--plan and --fit exclude each other: --plan fits nothing")

@@ -48,16 +48,9 @@ EDGE_SHARE = 0.05
 
 @dataclass(frozen=True)
 class Dimension:
-    """The values of one field: a range from `low` to `high`, or `choices`.
-
-    Args:
-        name: The field, such as optim.matrix_lr.
-        text: The values as they were written.
-        low, high: Ends of a range, included; both int for a whole field.
-        step: Distance of the values; None is 1 for a whole field, and any value for the others.
-        log: The range is uniform in the logarithm.
-        choices: The values, if there is no range.
-    """
+    """The values of one field: a range from `low` to `high`, included and both int for a whole field, or `choices`.
+    text: as they were written; step: None is 1 for a whole field, and any value for the others; log: uniform in the
+    logarithm."""
 
     name: str
     text: str

@@ -53,17 +53,9 @@ def run(
     facts: dict[str, Any] | None = None,
     source: str | None = None,
 ) -> int:
-    """Runs trials until all have finished, then writes and logs the results. Returns the exit code.
-
-    Args:
-        options: The flags.
-        log: Takes lines for the user.
-        trainer: Trains the runs.
-        command: The command line that starts one more worker; `--workers 1` is appended.
-        variables: Environment variables of a worker by its number, from 1, such as the GPU that it uses.
-        facts: Facts of this start, as from `study.start_facts`.
-        source: The text of the recipe's file, if it has one.
-    """
+    """Runs trials until all have finished, then writes and logs the results. Returns the exit code. command: starts one
+    more worker, with `--workers 1`; variables: environment of a worker by its number, from 1; facts: of this start, as
+    from `study.start_facts`; source: the text of the recipe's file."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     check_name(options.name)
     baseline = resolve(options.recipe)

@@ -85,11 +85,8 @@ class Trial:
         self.sweep.add(RUNNING, {"trial": self.number, **line})
 
     def run(self, trainer: Trainer, log: Callable[[str], None]) -> str:
-        """Trains the trial and records its value. Returns a line about it.
-
-        An error ends the worker, and the next start or another worker goes on with the trial. After `MOST_FAILURES`
-        errors it is finished with the outcome "failed", so that the sweep can continue.
-        """
+        """Trains the trial and records its value. Returns a line about it. An error ends the worker; after
+        `MOST_FAILURES` of them the trial is finished as "failed"."""
         reason, began = None, time.time()
         try:
             outcome, value, reason = self._measure(trainer)

@@ -107,16 +107,8 @@ class JaxBackend:
 
 
 def arrays_of(tensors: Mapping[str, torch.Tensor], like: Any, devices: Devices) -> Any:
-    """Places a checkpoint's tensors on a mesh.
-
-    Args:
-        tensors: Whole, by name.
-        like: A pytree of arrays or `jax.ShapeDtypeStruct` that gives names, shapes and sharding.
-        devices: The mesh.
-
-    Raises:
-        ValueError: The tensors are those of another state.
-    """
+    """Places a checkpoint's whole tensors, by name, on a mesh, `like` a pytree of arrays or `jax.ShapeDtypeStruct`.
+    Raises ValueError for the tensors of another state."""
     expected = {_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(like)}
     if wrong := sorted(name for name, _ in expected.items() ^ {n: tuple(t.shape) for n, t in tensors.items()}.items()):
         raise ValueError(f"the checkpoint is of another model: {wrong[0]} is missing or has another shape")

@@ -97,14 +97,8 @@ def write_weights(path: Path, tensors: Mapping[str, np.ndarray], facts: dict[str
 
 
 def export(run_dir: RunDir, mesh: Mesh, log: Callable[[str], None]) -> Path:
-    """Writes the newest JAX state as weights.safetensors, and as a base model that the other verbs find.
-
-    Returns:
-        The path of the base model's checkpoint.
-
-    Raises:
-        ValueError: PyTorch has trained a base model in this run, or the model comes from a file of its own.
-    """
+    """Writes the newest JAX state as weights.safetensors, and as a base model that the other verbs find, whose path is
+    returned. Raises ValueError if PyTorch has trained one in this run, or the model comes from a file of its own."""
     target = run_dir.checkpoints("pretrain")
     loaded = load(run_dir, mesh, "float32", log)
     if loaded.run.cfg.core is not Grug:
@@ -130,16 +124,9 @@ def export(run_dir: RunDir, mesh: Mesh, log: Callable[[str], None]) -> Path:
 
 
 def bring_over(run_dir: RunDir, mesh: Mesh, stage: str | None, log: Callable[[str], None]) -> Path:
-    """Writes the newest PyTorch model, by default that of the last stage, as a JAX checkpoint with fresh moments.
-
-    Returns:
-        The folder of the JAX checkpoints.
-
-    Raises:
-        FileNotFoundError: The run has no PyTorch model.
-        CheckpointError: No checkpoint of the stage is good.
-        ValueError: The model has another architecture, or the run has a JAX model already.
-    """
+    """Writes the newest PyTorch model, by default of the last stage, as a JAX checkpoint with fresh moments; returns
+    its folder. Raises FileNotFoundError or CheckpointError without a model, ValueError for another architecture or a
+    run with a JAX model."""
     target = run_dir.checkpoints(STAGE)
     if manifest.steps(target):
         raise ValueError(f"run '{run_dir.run}' has a JAX model already: move {run_dir.stage(STAGE)} away first")

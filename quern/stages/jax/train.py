@@ -79,27 +79,10 @@ def run(
     trackers: Sequence[MakeTracker] = (),
     named: Collection[str] = (),
 ) -> int:
-    """Trains to the recipe's horizon. Every process of the mesh calls this.
-
-    Args:
-        asked: The `gpt` recipe or one whose `make_model` is a `Grug`.
-        mesh: The devices.
-        run_dir: The run.
-        dtype: "float32" or "bfloat16", for weights and activations in a step.
-        resume: Continue from the newest good checkpoint.
-        command: The command line, for the records.
-        log: Called with lines for the user.
-        source: The text of the recipe's own file, which is kept with the run.
-        trackers: What makes the further destinations of metrics.
-        named: Fields that the user named in this command.
-
-    Returns:
-        An exit code of `train.guard`.
-
-    Raises:
-        ValueError: The run exists and `resume` is false; or its recipe, text or tokenizer differs; or the recipe does
-            not fit the mesh. A refusal on process 0 is raised on every process.
-    """
+    """Trains to the recipe's horizon and returns an exit code of `train.guard`. Every process of the mesh calls this.
+    asked: the `gpt` recipe or one whose `make_model` is a `Grug`; dtype: of weights and activations in a step; source:
+    the text of the recipe's own file; named: fields that the user named. Raises ValueError, on every process, if the
+    run exists and `resume` is false, or its recipe, text or tokenizer differs, or the recipe does not fit the mesh."""
     path, ranks, core = run_dir.stage(STAGE), processes(), core_of(asked)
     recipe = resolve(with_absolute_paths(asked))
     check_model_axis(recipe.model, mesh)
@@ -247,12 +230,8 @@ def evaluate(run_dir: RunDir, mesh: Mesh, *, dtype: str, log: Callable[[str], No
 
 
 def load(run_dir: RunDir, mesh: Mesh, dtype: str, log: Callable[[str], None]) -> LoadedJax:
-    """Loads the run's newest good JAX state, sharded over the mesh.
-
-    Raises:
-        FileNotFoundError: The run has no JAX model.
-        ValueError: The model was trained with another tokenizer than the run's.
-    """
+    """Loads the run's newest good JAX state, sharded over the mesh. Raises FileNotFoundError without one, ValueError if
+    another tokenizer than the run's trained it."""
     tokenizer = run_dir.tokenizer()
     found = manifest.latest(run_dir.checkpoints(STAGE), log)
     if found is None:
