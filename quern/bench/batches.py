@@ -63,14 +63,10 @@ def _child(order: dict[str, Any], requests: Iterator[Any]) -> Iterator[dict[str,
         loader = Loader(corpus, order["context"], order["batch_rows"], order["seed"])
         loader.report()
         loader.batch(step)
-        seconds = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - computed}
-        yield seconds | _memory()
-
-
-def _memory() -> dict[str, float]:
-    """Most bytes of this process's memory, and those of its own that it shares with no other process; from Linux."""
-    found = {"peak_bytes": resident("VmHWM"), "own_bytes": resident("RssAnon")}
-    return {name: value for name, value in found.items() if value is not None}
+        found = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - computed}
+        # The most memory of this process, and what it shares with no other one; from Linux.
+        found |= {"peak_bytes": resident("VmHWM"), "own_bytes": resident("RssAnon")}
+        yield {name: value for name, value in found.items() if value is not None}
 
 
 if __name__ == "__main__":

@@ -145,16 +145,14 @@ class Turn(NamedTuple):
 def second_turns(setup: Setup, port: int, context: int) -> Iterator[Figure]:
     """Chats of one client, each with another first question of about the whole context: how much sooner a second turn
     answers. In the benchmark's tokenizer a character is a token."""
-    firsts, seconds, cached = [], [], []
+    rounds = []
     for number in range(setup.rounds + 1):
         numbers = random.Random(f"{setup.seed} {number}")
-        pairs = [two_turns(port, context, numbers) for _ in range(CHATS)]
-        if number:  # the first round warms up
-            firsts.append([first.seconds for first, _ in pairs])
-            seconds.append([second.seconds for _, second in pairs])
-            cached += [second.cached_tokens / second.prompt_tokens for _, second in pairs]
-    one, two = np.median(firsts, axis=1), np.median(seconds, axis=1)
-    size = pairs[0][0].prompt_tokens
+        rounds.append([two_turns(port, context, numbers) for _ in range(CHATS)])
+    kept = rounds[1:]  # the first one warms up
+    one, two = np.median([[[turn.seconds for turn in pair] for pair in pairs] for pairs in kept], axis=1).T
+    cached = [second.cached_tokens / second.prompt_tokens for pairs in kept for _, second in pairs]
+    size = kept[0][0][0].prompt_tokens
     yield figure(f"first turn of {size} tokens: time to first token, median", "ms", 1000 * one)
     yield figure("second turn of that chat: time to first token, median", "ms", 1000 * two)
     note = f"{np.mean(cached):.0%} of the prompt cached"

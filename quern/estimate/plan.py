@@ -127,8 +127,7 @@ def _fastest(
     for sized in _sized(layout, fixed=options.recipe.train.micro_batch_tokens is not None):
         train = sized.recipe.train
         one = Candidate(layout.dp, layout.tp, zero, train.micro_batch_tokens, share=share)
-        one = replace(one, optimizer_memory=train.optimizer_memory)
-        note = ""
+        one, note = replace(one, optimizer_memory=train.optimizer_memory), ""
         for again in _recomputed(sized):
             needed = memory(again, device, options.compile, traced)
             one = replace(one, recomputed=again.recipe.train.recompute, memory=needed)
@@ -148,15 +147,19 @@ def _sized(layout: Layout, fixed: bool) -> list[Layout]:
         return [layout]
     context, rows = layout.recipe.model.context, layout.rows
     counts = [2**power for power in range(rows.bit_length()) if 2**power < rows] + [rows]
-    trains = [replace(layout.recipe.train, micro_batch_tokens=count * context) for count in counts]
-    return [replace(layout, recipe=replace(layout.recipe, train=train)) for train in trains]
+    return [_trained(layout, micro_batch_tokens=count * context) for count in counts]
 
 
 def _recomputed(layout: Layout) -> list[Layout]:
     """Returns the layout with none of its blocks run again in the backward pass, a quarter … all; or the recipe's."""
-    train, depth = layout.recipe.train, len(layout.whole.blocks)
-    counts = [train.recompute] if train.recompute else sorted({-(-depth * quarter // 4) for quarter in range(5)})
-    return [replace(layout, recipe=replace(layout.recipe, train=replace(train, recompute=count))) for count in counts]
+    asked, depth = layout.recipe.train.recompute, len(layout.whole.blocks)
+    counts = [asked] if asked else sorted({-(-depth * quarter // 4) for quarter in range(5)})
+    return [_trained(layout, recompute=count) for count in counts]
+
+
+def _trained(layout: Layout, **fields: int) -> Layout:
+    train = replace(layout.recipe.train, **fields)
+    return replace(layout, recipe=replace(layout.recipe, train=train))
 
 
 # Output -----------------------------------------------------------------------------------------------------

@@ -17,42 +17,11 @@ Links follow the α-β model (Hockney, 1994): a ring of n ranks takes (n - 1) ho
 plus its bytes over β. Shards are neighbours within a machine. A ring over several machines is as fast as its slowest
 part: the adapters of its members in each machine. Kernel launches, waiting for data and stragglers are left out.
 
-Bytes: by group and kind of collective, in one optimizer step. A ring sends 2(n-1)/n times a tensor's bytes to sum it on
-all n ranks, (n-1)/n to gather, scatter or exchange it (mesh.py). With n replicas, m shards, s bytes per element (of a
-gradient on the way there, of a parameter on the way back), over the optimizer's buckets of P elements each, padding
-included (buckets.py), of which a step updates all:
-
-    data/reduce_scatter   (n-1)/n · s · Σ P of buckets that are cut           gradients to their regions
-    data/all_gather       the same                                            parameters back
-                          of buckets that replicas share (zero3.py), in each micro-batch: gradients once; parameters
-                          once, of all blocks except the last twice
-    data/all_to_all       s · Σ (E + O) of stacks that do not divide          from regions to owners, and back
-    data/all_reduce       2(n-1)/n · (s · Σ P of small buckets + 32 + 4)      their gradients; the numbers of targets,
-                                                                              positions and FLOPs; the loss;
-                                                                              8 more for the passes of a step, where
-                                                                              replicas share parameters
-    world/all_reduce      2(nm-1)/nm · 4                                      the gradient's norm
-    model/all_to_all      s · Σ (H - W + (m-1) W) of stacks of cut matrices   gradients to whole matrices, and back
-    model/…               sent in each micro-batch, see below
-
-E are the elements of a rank's region that other replicas own, O the elements that its replica owns in other regions
-(ownership.py; on average at most 2/n of P). H are the elements that a rank holds of its replica's matrices, W the
-elements of its own matrices (H/m, where they divide by m). So these two kinds differ from rank to rank. A tensor's
-share is rounded down to whole bytes. `Mesh.traffic` measures the same over a step.
-
-Through the model group go in one micro-batch (`bytes_sent`), for N tokens, padded to m·t; width D; R regions
-(parallel/tensor.py):
-
-    all-gather       (m-1)/m · s·D · (2(R+1) · m·t + M·m)     regions' inputs, the head's input, and backward the
-                                                              gradients of regions' and embedding's outputs
-    reduce-scatter   the same                                 their transposes
-    all-reduce       2(m-1)/m · (8·N + 4·P)                   softmax denominators and targets' logits; summed gradients
-                     and 2(m-1)/m · 4·N                       maxima, if the logits have no cap
-
-with M the shifts by a token (gpt's smear) and P the elements of replicated parameters. This is about 4·R+4 times the
-stream, where data parallelism sends each parameter's gradient and value once per step. A block that runs again in the
-backward pass (model/recompute.py) repeats its collectives up to the last region's product: m·t more rows are gathered
-for each of its regions, and scattered for each but the last, or for all where what the block adds is dropped out.
+Bytes: docs/parallelism.md has the formula of each group and kind of collective. A gradient goes there and a parameter
+comes back, over the optimizer's buckets with their padding (buckets.py), of which a step updates all; a tensor's share
+is rounded down to whole bytes. A block that runs again in the backward pass (model/recompute.py) repeats its
+collectives of tensor parallelism up to the last region's product: its regions' rows are gathered again, and scattered
+for each region but the last, or for all where what the block adds is dropped out.
 """
 
 from __future__ import annotations

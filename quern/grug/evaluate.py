@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -41,8 +41,7 @@ def validate(
     token_bytes: bytes of each token, by id; rows: rows of a batch, a multiple of its shards; mesh: the current mesh.
     Sums are float64. Raises ValueError when no target encodes a byte.
     """
-    context = cfg.model.context
-    table = np.asarray(token_bytes, dtype=np.int64)
+    context, table = cfg.model.context, np.asarray(token_bytes, dtype=np.int64)
     nats, tokens, size = 0.0, 0, 0
     # Widths are multiples of `multiple`; each width is compiled once.
     for batch in windows(corpus, context, rows=rows, multiple=max(64, context // 4)):
@@ -64,8 +63,7 @@ def group_sizes(cfg: StepConfig) -> Counter[str]:
     """The number of parameters in each optimizer group. A mesh must be set."""
     shapes = jax.eval_shape(lambda: cfg.core.init_parameters(cfg.model, key=jax.random.key(0)))
     sizes: Counter[str] = Counter()
-    for group, shape in zip(jax.tree.leaves(cfg.core.group_of(shapes)), jax.tree.leaves(shapes), strict=True):
-        sizes[group] += shape.size
+    jax.tree.map(lambda group, shape: sizes.update({group: shape.size}), cfg.core.group_of(shapes), shapes)
     return sizes
 
 
@@ -94,13 +92,7 @@ def matmul_flops(dtype: str, device: Any, size: int, repeats: int) -> float:
     with jax.set_mesh(mesh):
         a = place(np.ones((size, size), np.float32), P(None, None), mesh).astype(dtype)
         times = jax.jit(partial(jnp.matmul, preferred_element_type=jnp.float32))
-        times(a, a).block_until_ready()
-        best = float("inf")
-        for _ in range(repeats):
-            start = time.perf_counter()
-            times(a, a).block_until_ready()
-            best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
+        return 2 * size**3 / min([_seconds(times, a, a) for _ in range(repeats + 1)][1:])  # the first one compiles
 
 
 def choose_dtype(dtype: str | None) -> str:
@@ -129,14 +121,16 @@ def probe(device: Any) -> dict[str, list[float]]:
         shapes = (ROWS, TOKENS, WIDTH), (CHANNELS, WIDTH)
         ones = [place(np.ones(shape, np.float32), P(*(None for _ in shape)), mesh) for shape in shapes]
         inputs = {dtype: [x.astype(dtype) for x in ones] for dtype in rates}
-        for dtype in rates:
-            jax.block_until_ready(_layer(*inputs[dtype]))
-        for _ in range(ROUNDS):
+        for _ in range(ROUNDS + 1):
             for dtype, taken in rates.items():
-                start = time.perf_counter()
-                jax.block_until_ready(_layer(*inputs[dtype]))
-                taken.append(3 * 2 * ROWS * TOKENS * WIDTH * CHANNELS / (time.perf_counter() - start))
-    return rates
+                taken.append(3 * 2 * ROWS * TOKENS * WIDTH * CHANNELS / _seconds(_layer, *inputs[dtype]))
+    return {dtype: taken[1:] for dtype, taken in rates.items()}  # the first round compiles
+
+
+def _seconds(function: Callable[..., Any], *arguments: jax.Array) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(function(*arguments))
+    return time.perf_counter() - start
 
 
 @jax.jit

@@ -173,10 +173,10 @@ def forward(
     """
     mask = AttentionMask() if mask is None else mask
     x = norm(look_up(params.embedding, tokens, None))
-    x = x + params.smear_scale * _smear(params.smear_gate, x) * previous(x)
-    x0 = x
+    gate = params.smear_gate
+    smear = jax.nn.sigmoid(product("btc,oc->bto", x[..., : gate.shape[1]], gate, BTD))
+    x = x0 = halfway = x + params.smear_scale * smear * previous(x)
     rotary = rotary_table(tokens.shape[1], cfg.head_dim, cfg.rope_base)
-    halfway = x
     for layer, (block, window) in enumerate(zip(params.blocks, cfg.window_sizes(), strict=True)):
         if layer == len(params.blocks) // 2:
             halfway = x
@@ -221,7 +221,7 @@ def self_attention(
         gate = GATE_RANGE * jax.nn.sigmoid(product("btc,kc->btk", seen, block.value_gate, BTF))
         v = v + gate[..., None] * split_heads(look_up(block.value_embedding, tokens, "model"), cfg.head_dim)
     q, k = (norm(rotate(x, *rotary)) * QK_SCALE for x in (q, k))
-    y = merge_heads(attend(q, k, v, mask))
+    y = jnp.reshape(attend(q, k, v, mask), (*x.shape[:2], -1), out_sharding=BTF)
     return product("bth,dh->btd", y, jax.reshard(block.out, P(None, "model")), BTD)
 
 
@@ -236,12 +236,6 @@ def split_heads(x: jax.Array, head_dim: int) -> jax.Array:
     """(B, T, H·E) → (B, T, H, E), sharded along H."""
     B, T, HE = x.shape
     return jnp.reshape(x, (B, T, HE // head_dim, head_dim), out_sharding=P(BATCH, None, "model", None))
-
-
-def merge_heads(x: jax.Array) -> jax.Array:
-    """(B, T, H, E) → (B, T, H·E), sharded along H·E."""
-    B, T, H, E = x.shape
-    return jnp.reshape(x, (B, T, H * E), out_sharding=BTF)
 
 
 def norm(x: jax.Array) -> jax.Array:
@@ -271,11 +265,6 @@ def rotate(x: jax.Array, cos: np.ndarray, sin: np.ndarray) -> jax.Array:
     """Rotates the pairs (i, i + E/2) of each head of x (B, T, H, E) clockwise by its position's angles, in fp32."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos + second * sin, second * cos - first * sin], axis=-1).astype(x.dtype)
-
-
-def _smear(gate: jax.Array, x: jax.Array) -> jax.Array:
-    seen = x[..., : gate.shape[1]]
-    return jax.nn.sigmoid(product("btc,oc->bto", seen, gate, BTD))
 
 
 def _with_window(mask: AttentionMask, window: int | None) -> AttentionMask:

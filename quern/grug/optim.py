@@ -28,17 +28,10 @@ from quern.recipe import ResolvedOptim
 
 def group_of(params: Params) -> Params:
     """Returns the same structure with the name of each parameter's group; a field without one is a group by itself."""
-    fields = {
-        "query": "matrices", "key": "matrices", "value": "matrices", "out": "matrices", "up": "matrices",
-        "down": "matrices", "value_gate": "gates", "value_embedding": "value_embeddings", "smear_gate": "smear",
-        "smear_scale": "smear", "backout_scale": "smear",
-    }  # fmt: skip
-
-    def name(path: tuple[Any, ...], _: Any) -> str:
-        field: str = path[-1].name
-        return fields.get(field, field)
-
-    return jax.tree_util.tree_map_with_path(name, params)
+    groups = {"value_gate": "gates", "value_embedding": "value_embeddings"}
+    groups |= dict.fromkeys(("query", "key", "value", "out", "up", "down"), "matrices")
+    groups |= dict.fromkeys(("smear_gate", "smear_scale", "backout_scale"), "smear")
+    return jax.tree_util.tree_map_with_path(lambda path, _: groups.get(path[-1].name, path[-1].name), params)
 
 
 def rules(recipe: ResolvedOptim, dtype: jnp.dtype, depth: int) -> dict[str, optax.GradientTransformationExtraArgs]:
@@ -156,7 +149,7 @@ def _by_shape(function: Callable[..., tuple[jax.Array, jax.Array]], tree: Any, s
     if jax.default_backend() == "cpu":
         function = _one_by_one(function)
     seconds = jax.tree.leaves(second)
-    devices = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in AXES)
+    devices = math.prod(jax.sharding.get_abstract_mesh().shape.values())
     results: list[tuple[jax.Array, jax.Array]] = [(x, x) for x in matrices]
     for shape in dict.fromkeys(x.shape for x in matrices):
         members = [i for i, x in enumerate(matrices) if x.shape == shape]

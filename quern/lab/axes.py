@@ -9,15 +9,11 @@ where h' is h without its first token and distinct(h) is the number of tokens th
 uniform distribution over the vocabulary. A context does not reach beyond the BOS of its document or the start of its
 row, as in training. Nothing is tuned.
 
-The speed is measured apart from the training runs: both arms train in this process. Pairs of steps alternate in the
-order A B B A, so that both arms meet the same disturbances of the machine and a drift cancels; the training runs need
-no quiet machine then. A step is timed with the making of its batch: by the process's own time on a CPU with one thread,
-which other processes hardly change, else by the clock. The steps are spread over the whole schedule, since a batch or a
-window may grow during a run. It is divided into `PARTS`: the ratio of a part is the median over its pairs, which a step
-that was disturbed does not move, and the parts are weighted by the time that the baseline spends in them. The standard
-error is that of the bootstrap over the pairs of each part.
-
-JAX models are measured by their own trainer.
+The speed of PyTorch's models is measured apart from the training runs (docs/ladder.md): both arms train in this
+process, in pairs of turns whose order alternates, so that both meet the same disturbances. A step is timed with
+the making of its batch. The steps are spread over the whole schedule, since a batch or a window may grow during a run:
+in each of its `PARTS` the ratio is the median over the pairs, and the parts are weighted by the time that the baseline
+spends in them. The standard error is that of the bootstrap over the pairs of each part.
 """
 
 from __future__ import annotations

@@ -53,17 +53,17 @@ class Trial:
     `model.count.Parameters`."""
 
     recipe: str
-    steps: int
-    seed: int
-    data_seed: int
-    tokens: int
-    flops: float
-    seconds: float
-    bpb: float | None
-    tokens_per_second: float
-    peak_bytes: int
-    parameters: dict[str, int]
-    curve: tuple[Point, ...]
+    steps: int = 0
+    seed: int = 0
+    data_seed: int = 0
+    tokens: int = 0
+    flops: float = 0.0
+    seconds: float = 0.0
+    bpb: float | None = None
+    tokens_per_second: float = 0.0
+    peak_bytes: int = 0
+    parameters: dict[str, int] = field(default_factory=dict)
+    curve: tuple[Point, ...] = ()
     flops_parts: dict[str, float] = field(default_factory=dict)
 
 

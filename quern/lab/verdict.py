@@ -1,15 +1,10 @@
 """Verdicts on all ideas of one study together, from runs over seeds that may be looked at after every pair.
 
 Statistics on scores; nothing here trains or reads a file. A score is a loss (bits per byte): lower is better. A
-difference is idea - baseline of two runs with the same seed. docs/statistics.md explains the choices.
-
-- The variances of the ideas are moderated (Smyth 2004, "Linear models and empirical Bayes methods"): what the ideas
-  have in common tells about each, which saves pairs.
-- The boundary over the looks is Wang & Tsiatis' (1987), integrated for the registered most pairs (Armitage,
-  McPherson & Rowe 1969).
-- The false discovery rate is bounded among the ideas called better or worse, and among those called "no difference"
-  (Benjamini & Hochberg 1995); intervals are widened as much (Benjamini & Yekutieli 2005). A verdict follows from its
-  interval alone.
+difference is idea - baseline of two runs with the same seed. docs/statistics.md explains the choices and has the
+sources: moderated variances (Smyth 2004), a boundary over the looks (Wang & Tsiatis 1987) that is integrated (Armitage,
+McPherson & Rowe 1969), false discovery rates (Benjamini & Hochberg 1995) and intervals as wide (Benjamini & Yekutieli
+2005). A verdict follows from its interval alone.
 """
 
 from __future__ import annotations

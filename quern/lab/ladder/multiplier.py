@@ -2,9 +2,8 @@
 
 The baseline's loss over compute C is L(C) = E + A / C^α, fitted to its mean loss on each rung (Hestness et al. 2017,
 arXiv 1712.00409). An idea that at a rung spends c and is better by d than the baseline there has the multiplier
-m = C(L(C₀) + d) / c, where C₀ is what the baseline spends and C(·) inverts L: 1.08 means 8 % saved. Intervals are
-quantiles over draws of the baseline's means and of d; they do not cover the error of the law itself, which matters
-little here because C is close to C₀.
+m = C(L(C₀) + d) / c, where C₀ is what the baseline spends and C(·) inverts L. Intervals are quantiles over draws of the
+baseline's means and of d; they do not cover the error of the law itself, which matters little close to C₀.
 """
 
 from __future__ import annotations
@@ -101,8 +100,7 @@ class Difference:
 
 def multiplier(curve: Curve, base: float, own: float, difference: Difference) -> Floats:
     """ln of an idea's compute multiplier, by draw; the first is the estimate."""
-    degrees = difference.degrees
-    generator = np.random.default_rng([SEED, *difference.key.encode()])
+    degrees, generator = difference.degrees, np.random.default_rng([SEED, *difference.key.encode()])
     noise = generator.standard_t(min(degrees, 1e6), DRAWS) if degrees > 0 else np.full(DRAWS, math.nan)
     noise[0] = 0.0
     logs_D = curve.log_compute(curve.loss(base) + difference.value + difference.error * noise) - math.log(own)

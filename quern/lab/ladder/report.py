@@ -52,10 +52,6 @@ class Row:
         rungs = sorted(self.flops)
         return course([self.computes[rung] for rung in rungs], [self.flops[rung] for rung in rungs])
 
-    def best(self) -> float:
-        """The multiplier on the highest rung, by which tables are sorted."""
-        return float(self.flops[max(self.flops)][0]) if self.flops else -math.inf
-
 
 def rows(study: Comparison) -> list[Row]:
     """All ideas of a study, the largest multiplier on its highest rung first."""
@@ -80,7 +76,7 @@ def rows(study: Comparison) -> list[Row]:
                 noise = np.random.default_rng(rung).standard_normal(len(logs)) * speed["error"]
                 row.seconds[rung] = logs + noise * (np.arange(len(logs)) > 0)
         found.append(row)
-    return sorted(found, key=lambda row: -row.best())
+    return sorted(found, key=lambda row: -row.flops[max(row.flops)][0] if row.flops else math.inf)
 
 
 def judgements_of(study: Comparison) -> dict[int, Judgement]:
@@ -166,10 +162,17 @@ def study_tables(study: Comparison) -> list[Table]:
     for rung, judgement in judgements.items():
         on_rung = sorted((row for row in found if rung in row.findings), key=lambda one: one.findings[rung].difference)
         head = ("idea", "pairs", "difference", "interval", "verdict", "multiplier by FLOPs", "by seconds")
-        noise = f"SD of a pair's difference {judgement.sd:.4f}; A/A floor: {_cell(judgement.floor)}"
+        one = judgement.floor
+        floor = f"{one.difference:+.4f} {interval(one)}, {one.verdict}" if one else "not measured"
+        noise = f"SD of a pair's difference {judgement.sd:.4f}; A/A floor: {floor}"
         failed = [name for name in study.ideas if any(one.error for one in judged_trials(study, name, rung).values())]
         lines = [proxy_line(study, rung), noise, *([f"could not be trained: {', '.join(failed)}"] if failed else [])]
-        tables.append((f"Rung {rung}", lines, head, [_cells(row, rung) for row in on_rung]))
+        body = [
+            [row.idea, str(one.pairs), f"{one.difference:+.4f}", interval(one), one.verdict]
+            + [str(told(logs[rung])) if rung in logs else "" for logs in (row.flops, row.seconds)]
+            for row, one in ((row, row.findings[rung]) for row in on_rung)
+        ]
+        tables.append((f"Rung {rung}", lines, head, body))
     if made := predictions(study, found):
         held = f"The interval holds for {sum(one.holds for one in made)} of {len(made)} ideas."
         body = [[one.idea, str(one.rung), str(one.predicted), f"{one.measured:.3f}"] for one in made]
@@ -183,19 +186,9 @@ def study_lines(study: Comparison) -> list[str]:
     return [line for title, told_, head, body in study_tables(study) for line in (title, *told_, *grid(head, body))]
 
 
-def _cells(row: Row, rung: int) -> list[str]:
-    one = row.findings[rung]
-    flops, seconds = (str(told(logs[rung])) if rung in logs else "" for logs in (row.flops, row.seconds))
-    return [row.idea, str(one.pairs), f"{one.difference:+.4f}", interval(one), one.verdict, flops, seconds]
-
-
 def interval(finding: Finding) -> str:
     """Returns the interval of a finding, with … for an end that is not finite."""
     return f"[{', '.join(format(end, '+.4f') if math.isfinite(end) else '…' for end in finding.interval)}]"
-
-
-def _cell(finding: Finding | None) -> str:
-    return "not measured" if finding is None else f"{finding.difference:+.4f} {interval(finding)}, {finding.verdict}"
 
 
 def write_verdicts(study: Comparison) -> None:

@@ -11,13 +11,14 @@ import ast
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Self, TypedDict
 
 import quern
 from quern.lab.study import Study
+from quern.lab.trainer import Trial
 from quern.recipe import OPERATIONAL, Recipe
 from quern.records import read_lines, typed
 from quern.resolve import resolve
@@ -189,12 +190,11 @@ class ArmRecord:
     source: str
 
 
-@dataclass(frozen=True)
-class TrialRecord:
-    """A finished trial: the fields of `trainer.Trial`, and what it rests on.
+@dataclass(frozen=True, kw_only=True)
+class TrialRecord(Trial):
+    """A finished trial, and what it rests on.
 
     Args:
-        recipe: Name of the arm.
         rung: Number of the rung.
         seed: Number of the pair: both arms have its seeds of initial weights and data order (`Plan.vary`).
         value: The tuned field's; None for the recipe's own.
@@ -205,19 +205,8 @@ class TrialRecord:
         error: Why there is no result.
     """
 
-    recipe: str
     rung: int
-    seed: int
     value: float | None = None
-    bpb: float | None = None
-    steps: int = 0
-    tokens: int = 0
-    flops: float = 0.0
-    seconds: float = 0.0
-    tokens_per_second: float = 0.0
-    peak_bytes: int = 0
-    curve: tuple[dict[str, Any], ...] = ()
-    flops_parts: dict[str, float] = field(default_factory=dict)
     commit: str | None = None
     changed: tuple[str, ...] = ()
     machine: str = ""

@@ -7,13 +7,13 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from scipy import special
 
 from quern.lab.arms import Arm, Train
 from quern.lab.ladder.study import TRIALS, Comparison, TrialRecord, at_rung
 from quern.lab.study import now
-from quern.lab.trainer import Trial
 from quern.lab.verdict import Finding, Judgement, Rules, judge, reach, score
 from quern.records import git_output
 
@@ -200,28 +200,24 @@ class Worker:
     def _train(self, job: Job) -> None:
         self._check_machine(job.rung)
         plan = self.study.plan
-        facts = TrialRecord(
-            job.arm,
-            job.rung,
-            -1,
-            job.value,
-            commit=self.commit,
-            changed=self.changed,
-            machine=self.about,
-            text=plan.text,
-            numbers=plan.numbers[str(job.rung)],
-            code=self.study.arms[job.arm].code,
-        )
+        facts: dict[str, Any] = {
+            "rung": job.rung,
+            "value": job.value,
+            "commit": self.commit,
+            "changed": self.changed,
+            "machine": self.about,
+            "text": plan.text,
+            "numbers": plan.numbers[str(job.rung)],
+            "code": self.study.arms[job.arm].code,
+        }
         arm, recipe = self.arms[job.arm], self.arms[job.arm].recipe
         if job.value is not None:
             recipe = replace(recipe, optim=replace(recipe.optim, **{plan.tune: job.value}))
         sized = replace(arm, recipe=at_rung(recipe, plan.rungs[str(job.rung)]))
-        names = TrialRecord.__dataclass_fields__.keys() & Trial.__dataclass_fields__.keys() - {"recipe", "seed"}
         try:
             trials = self.train(sized, [plan.seeds(seed) for seed in job.seeds])
             for seed, trial in zip(job.seeds, trials, strict=False):
-                body = asdict(trial)
-                self._keep(replace(facts, seed=seed, time=now(), **{name: body[name] for name in names}))
+                self._keep(TrialRecord(**asdict(trial) | facts | {"seed": seed, "time": now()}))
         except (RuntimeError, ValueError) as error:
             if job.arm == plan.base:
                 raise
@@ -229,7 +225,7 @@ class Worker:
                 self.lost.add((job.arm, job.rung))
                 self.log(f"rung {job.rung}, {job.arm}: {error}")
                 return
-            self._keep(replace(facts, seed=job.seeds[0], error=str(error)[:300]))
+            self._keep(TrialRecord(job.arm, seed=job.seeds[0], error=str(error)[:300], **facts))
 
     def _check_machine(self, rung: int) -> None:
         """Raises ValueError if trials of the rung have another device, dtype or compilation: scores would differ."""
@@ -242,7 +238,7 @@ class Worker:
             )
 
     def _keep(self, trial: TrialRecord) -> None:
-        defaults = asdict(TrialRecord("", -1, -1))
+        defaults = asdict(TrialRecord("", seed=-1, rung=-1))
         self.study.add(TRIALS, {name: value for name, value in asdict(trial).items() if value != defaults[name]})
         score = trial.error or ("diverged" if trial.bpb is None else f"{trial.bpb:.4f} bits per byte")
         value = "" if trial.value is None else f", {self.study.plan.tune} {trial.value:g}"

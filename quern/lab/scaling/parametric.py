@@ -1,14 +1,13 @@
 """The parametric fit of the loss, L(N, D) = E + A / N^α + B / D^β (arXiv 2203.15556, approach 3).
 
-The objective is the sum of Huber's loss of the errors of ln L, × 10³, with its analytic gradient, for SciPy's L-BFGS.
-Unlike the paper's grid of 4,500 starts, the starts come from variable projection: at fixed (α, β) the loss is linear in
-(E, A, B), which non-negative least squares finds. N: parameters; D: tokens; C: FLOPs.
+docs/scaling.md explains the fit. N: parameters; D: tokens; C: FLOPs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -169,10 +168,9 @@ def fit_surface(
 def _too_few(n: Array, d: Array) -> str:
     """Why these runs cannot determine the constants; empty if they can."""
     runs, sizes, tokens = len(set(zip(n, d, strict=True))), len(set(n)), len(set(d))
-    if runs >= FEWEST_RUNS and min(sizes, tokens) >= 3:
-        return ""
-    needed = f"needs {FEWEST_RUNS} different runs, of 3 sizes and 3 numbers of tokens"
-    return f"the fit {needed}: there are {runs}, of {sizes} and {tokens}"
+    needed = f"the fit needs {FEWEST_RUNS} different runs, of 3 sizes and 3 numbers of tokens"
+    few = runs < FEWEST_RUNS or min(sizes, tokens) < 3
+    return f"{needed}: there are {runs}, of {sizes} and {tokens}" if few else ""
 
 
 def _constant(surface: Surface, n: Array, d: Array, noise: float) -> str:
@@ -190,19 +188,14 @@ def _leave_out(
     runs, order = len(loss), np.argsort(loss)[::-1]
     few = max(1, round(HIGHEST_SHARE * runs))
     budgets = np.asarray([] if budget is None else budget, float)
-    groups = {f"the {few} highest losses" if few > 1 else "the highest loss": order[:few]}
-    groups |= {f"budget {flops:.3g}": np.flatnonzero(budgets == flops) for flops in np.unique(budgets)}
-    groups = {label: left for label, left in groups.items() if runs - len(left) >= FEWEST_RUNS}
-    singles = [np.array([run]) for run in range(runs)]
+    groups = {f"the {few} highest losses" if few > 1 else "the highest loss": np.isin(np.arange(runs), order[:few])}
+    groups |= {f"budget {flops:.3g}": budgets == flops for flops in np.unique(budgets)}
+    groups = {label: left for label, left in groups.items() if runs - left.sum() >= FEWEST_RUNS}
     names = [*groups, *(labels or [f"run {run + 1}" for run in range(runs)])]
-    dropped = [*groups.values(), *singles]
-    weights = np.ones((len(dropped), runs))
-    for row, left in enumerate(dropped):
-        weights[row, left] = 0
-    theta = problem.refit(best, weights)
+    dropped = np.array([*groups.values(), *np.eye(runs, dtype=bool)])
     fits = [
-        LeftOut(name, len(left), float(np.exp(e)), float(alpha), float(beta), float(beta / (alpha + beta)))
-        for name, left, (e, _, _, alpha, beta) in zip(names, dropped, theta, strict=True)
+        LeftOut(name, int(left.sum()), float(np.exp(e)), float(alpha), float(beta), float(beta / (alpha + beta)))
+        for name, left, (e, _, _, alpha, beta) in zip(names, dropped, problem.refit(best, ~dropped), strict=True)
     ]
     yield from fits[: len(groups)]
     whole = best[4] / (best[3] + best[4])
@@ -257,11 +250,10 @@ class _Problem:
     def starts(self) -> list[Array]:
         """The best starts of variable projection."""
         loss, starts = np.exp(self.target), list[Array]()
-        for alpha in EXPONENTS:
-            for beta in EXPONENTS:
-                design = np.stack([np.ones_like(self.x), np.exp(-alpha * self.x), np.exp(-beta * self.y)], axis=1)
-                solution = optimize.nnls(design / loss[:, None], np.ones_like(loss))[0]
-                starts.append(np.array([*np.log(np.maximum(solution, LEAST_E * loss.min())), alpha, beta]))
+        for alpha, beta in product(EXPONENTS, repeat=2):
+            design = np.stack([np.ones_like(self.x), np.exp(-alpha * self.x), np.exp(-beta * self.y)], axis=1)
+            solution = optimize.nnls(design / loss[:, None], np.ones_like(loss))[0]
+            starts.append(np.array([*np.log(np.maximum(solution, LEAST_E * loss.min())), alpha, beta]))
         return sorted(starts, key=lambda start: self.objective(start)[0])[:STARTS]
 
     def refit(self, best: Array, weights: Array) -> Array:

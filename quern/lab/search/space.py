@@ -1,14 +1,7 @@
 """Search spaces over the fields of a recipe, from text such as `optim.matrix-lr=0.005..0.08:log`.
 
-A space is a list of entries, or a TOML file of them. An entry is a field of the recipe and its values:
-
-    optim.matrix-lr=0.005..0.08:log        a range, uniform in the logarithm
-    train.warmdown-share=0.3..0.9          a range, uniform
-    train.batch-tokens=4096..16384:4096    a range with a step
-    model.windows=SSSL,SSL,L               choices
-
-Values are checked against the types and ranges of the recipe's fields, and quern/validate.py. A combination of
-values that no run can have is found only when its trial starts.
+docs/sweeps.md has the forms. Values are checked against the types and ranges of the recipe's fields, and
+quern/validate.py. A combination of values that no run can have is found only when its trial starts.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """`quern lab sweep`: searches the fields of a recipe for the lowest validation bits per byte, with Optuna.
 
-A trial trains one set of values on the same seeds as every other trial; its value is the mean of the final bits per
-byte. A run that diverges counts as `verdict.WORST`. A sweep can be killed at any moment and started again, and any
-number of workers may share its folder (trials.py). The value of the best trial is too good, because it was selected:
-confirm it with `quern lab compare` on other seeds.
-
-Claims are those of all studies (lab/study.py), not Optuna's heartbeat: that needs a database, notices a dead worker
-after minutes, and repeats its trial under another number.
+docs/sweeps.md explains trials, kills and workers (trials.py). Claims are those of all studies (lab/study.py), not
+Optuna's heartbeat: that needs a database, notices a dead worker after minutes, and repeats its trial under another
+number.
 """
 
 from __future__ import annotations

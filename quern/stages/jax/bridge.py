@@ -90,7 +90,7 @@ def _problems(expected: Mapping[str, Any], found: Mapping[str, np.ndarray]) -> I
 
 
 def write_weights(path: Path, tensors: Mapping[str, np.ndarray], facts: dict[str, Any]) -> None:
-    """Writes one safetensors file, completely or not at all. facts: JSON for its header (recipe, tokenizer, step)."""
+    """Writes one safetensors file, whole or not at all. facts: JSON for its header."""
     arrays = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
     with whole_file(path) as part:
         part.write_bytes(save(arrays, {"quern": json.dumps(facts)}))
@@ -152,8 +152,8 @@ def bring_over(run_dir: RunDir, mesh: Mesh, stage: str | None, log: Callable[[st
 def _gpt_recipe(body: dict[str, Any]) -> Resolved:
     """Reads a saved recipe. Raises ValueError unless its callables are those of the `gpt` recipe."""
     expected = RECIPE.to_json()
-    for field in (name for name in expected if name.startswith("make_")):
-        if body.get(field) != expected[field]:
+    for field in expected:
+        if field.startswith("make_") and body.get(field) != expected[field]:
             raise ValueError(
                 f"the JAX twin computes the `gpt` recipe only, and this one has {field} = {body.get(field)}: train it "
                 "with `quern pretrain`, or copy the core into a file of your own (docs/grug.md)"

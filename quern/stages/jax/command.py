@@ -145,16 +145,12 @@ def main(arguments: Arguments, log: Callable[[str], None]) -> int:
     verb, rest = arguments[0], Arguments(arguments[1:])
     if verb not in VERBS:
         raise ValueError(f"there is no 'grug {verb}'{nearest(verb, VERBS)}; all of them: quern grug")
-    if verb == "gauntlet":
-        return _gauntlet(rest, log)
-    if verb == "train":
-        return _train(rest, log)
+    if verb in ("train", "gauntlet"):
+        return (_train if verb == "train" else _gauntlet)(rest, log)
     known = {f.name for f in fields(JaxRunOptions)}
-    told = {name: value for name, value in read_config(_config_of(rest)).items() if name in known}
-    options = check_flags.read(
-        JaxMoveOptions, [*as_flags(told), *rest], prog=f"quern grug {verb}", description=VERBS[verb]
-    )
-    return _move(verb, options, log)
+    told = as_flags({name: value for name, value in read_config(rest).items() if name in known})
+    prog, description = f"quern grug {verb}", VERBS[verb]
+    return _move(verb, check_flags.read(JaxMoveOptions, [*told, *rest], prog=prog, description=description), log)
 
 
 def _need_jax() -> None:
@@ -196,13 +192,11 @@ def _train(rest: Arguments, log: Callable[[str], None]) -> int:
 
 def training(arguments: Arguments, recipe: Recipe) -> JaxTrainOptions:
     """The options of `quern grug train`: the recipe, changed by the configuration file, then by the flags."""
-    path = _config_of(arguments)
-    told = as_flags(read_config(path))
+    words = Arguments((*as_flags(read_config(arguments)), *arguments.flags))
     try:
-        return parse(
-            JaxTrainOptions, recipe, Arguments((*told, *arguments.flags)), verb="grug train", description=VERBS["train"]
-        )
+        return parse(JaxTrainOptions, recipe, words, verb="grug train", description=VERBS["train"])
     except ValueError as error:
+        path = arguments.value("config")
         raise ValueError(f"{error} (with the fields of {path})" if path else str(error)) from error
 
 
@@ -246,18 +240,18 @@ def open_mesh(where: JaxRunOptions) -> Any:
     processes = where.processes
     if processes.coordinator is not None or processes.scheduler:
         join_processes(processes.coordinator, processes.count, processes.id)
-    axes = where.mesh
-    return make_mesh(replica_dcn=axes.replica_dcn, replica=axes.replica, data=axes.data, model=axes.model)
+    return make_mesh(**vars(where.mesh))
 
 
-def read_config(path: Path | None) -> dict[str, Any]:
-    """The fields in a YAML or JSON file; none without a file. Raises ValueError for other contents."""
+def read_config(rest: Arguments) -> dict[str, Any]:
+    """The fields in the YAML or JSON file of --config, which is read before the flags are; none without a file."""
+    path = rest.value("config")
     if path is None:
         return {}
     import yaml
 
-    text = path.read_text(encoding="utf-8")
-    body = yaml.safe_load(text) if path.suffix in (".yaml", ".yml") else json.loads(text)
+    text = Path(path).read_text(encoding="utf-8")
+    body = yaml.safe_load(text) if path.endswith((".yaml", ".yml")) else json.loads(text)
     if not isinstance(body, dict):
         raise ValueError(f"{path} must hold recipe fields by name, such as depth: 4")
     return body
@@ -277,12 +271,6 @@ def as_flags(body: dict[str, Any], prefix: str = "") -> list[str]:
         elif value is not None:
             flags.append(f"--{name}={value}")
     return flags
-
-
-def _config_of(rest: Arguments) -> Path | None:
-    """The value of --config, needed before the flags are parsed."""
-    path = rest.value("config")
-    return Path(path) if path is not None else None
 
 
 def _split_cpu(devices: int) -> None:

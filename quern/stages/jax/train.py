@@ -174,13 +174,8 @@ def _validated_plan(
     recipe: Resolved, cfg: StepConfig, prepared: Prepared, mesh: Mesh, origin: Origin
 ) -> loop.TrainingPlan:
     """The plan of the loop, with the run's validation and its saves."""
-    token_bytes, rows = prepared.tokenizer.token_bytes(), _eval_rows(recipe, mesh)
-
-    def validation(run: JaxRun) -> dict[str, Any]:
-        return validate(run.arrays.params, prepared.val, token_bytes, rows, mesh, cfg)
-
     return replace(
-        make_plan(recipe, cfg, [(recipe.train.eval_every, validation)]),
+        make_plan(recipe, cfg, [(recipe.train.eval_every, lambda run: _validate(run, recipe, prepared, mesh))]),
         save_every=recipe.train.save_every,
         peak_flops=measure_peak_flops(cfg.dtype, mesh),
         meta=origin.meta(),
@@ -210,14 +205,11 @@ def make_plan(recipe: Resolved, cfg: StepConfig, evaluators: Sequence[tuple[int,
 
 
 def evaluate(run_dir: RunDir, mesh: Mesh, *, dtype: str, log: Callable[[str], None]) -> dict[str, Any]:
-    """Measures `val_bpb` and `val_loss` (nats per token) of the run's newest JAX state, and appends the first to
-    evaluate.jsonl."""
+    """Measures the run's newest JAX state, and appends its bits per byte to evaluate.jsonl."""
     loaded = load(run_dir, mesh, dtype, log)
     prepared = data_of_run(loaded.recipe, run_dir, lambda line: None, STAGE)
     with jax.set_mesh(mesh):
-        rows = _eval_rows(loaded.recipe, mesh)
-        params, token_bytes = loaded.run.arrays.params, loaded.tokenizer.token_bytes()
-        score = validate(params, prepared.val, token_bytes, rows, mesh, loaded.run.cfg)
+        score = _validate(loaded.run, loaded.recipe, prepared, mesh)
     line = {"stage": STAGE, "step": loaded.run.step, "task": "validation", "metric": "bpb"}
     if jax.process_index() == 0:
         run_dir.append("evaluate.jsonl", [line | {"value": score["val_bpb"]}])
@@ -255,15 +247,14 @@ def load(run_dir: RunDir, mesh: Mesh, dtype: str, log: Callable[[str], None]) ->
 
 def core_of(recipe: Recipe) -> type[Grug]:
     """Returns the functions of a recipe's model: the core's for `gpt`. Raises ValueError for other PyTorch recipes."""
-    made = recipe.make_model
-    own = isinstance(made, type) and issubclass(made, Grug)
+    made, own = recipe.make_model, isinstance(recipe.make_model, type) and issubclass(recipe.make_model, Grug)
     for field in ("make_rules",) if own else ("make_model", "make_rules"):
         if code_path(getattr(recipe, field)) != code_path(getattr(gpt.RECIPE, field)):
             raise ValueError(
                 f"recipe '{recipe.name}' has {field} = {recipe.to_json()[field]}, which is PyTorch's: train it with "
                 "`quern pretrain`, or write the idea for the JAX twin (docs/grug.md)"
             )
-    return made if isinstance(made, type) and issubclass(made, Grug) else Grug
+    return made if own else Grug  # pyright: ignore[reportReturnType]
 
 
 def describe(mesh: Mesh) -> str:
@@ -273,10 +264,11 @@ def describe(mesh: Mesh) -> str:
     return f"{mesh.devices.size} x {kind}" + (f" ({axes})" if axes else "")
 
 
-def _eval_rows(recipe: Resolved, mesh: Mesh) -> int:
-    """Rows of a validation batch: about a micro-batch, and a multiple of its shards."""
-    shards = batch_shards(mesh)
-    return max(1, recipe.micro_batch_rows // shards) * shards
+def _validate(run: JaxRun, recipe: Resolved, prepared: Prepared, mesh: Mesh) -> dict[str, Any]:
+    """Measures a state on the validation text, in batches of about a micro-batch: a multiple of its shards."""
+    shards, token_bytes = batch_shards(mesh), prepared.tokenizer.token_bytes()
+    rows = max(1, recipe.micro_batch_rows // shards) * shards
+    return validate(run.arrays.params, prepared.val, token_bytes, rows, mesh, run.cfg)
 
 
 def _write_facts(path: Path, cfg: StepConfig, mesh: Mesh, command: str) -> None:
