@@ -53,7 +53,8 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> 
             f"attention takes an AttentionMask (causal, window, segment_ids), not a {type(mask).__name__}: "
             "dense masks are not supported, describe the visible keys with its fields"
         )
-    mask = _simplest(mask, q.shape[1])
+    if mask.window is not None and mask.window >= q.shape[1]:  # it covers the whole row
+        mask = replace(mask, window=None)
     return choose(jax.default_backend(), q, mask)(q, k, v, mask)
 
 
@@ -69,11 +70,6 @@ def choose(platform: str, q: jax.Array | jax.ShapeDtypeStruct, mask: AttentionMa
     if platform == "tpu" and mask.causal and T % SPLASH_BLOCK == 0 and E % SPLASH_BLOCK == 0:
         return splash_attention
     return blocked_attention
-
-
-def _simplest(mask: AttentionMask, T: int) -> AttentionMask:
-    """Drops a window that covers the whole row."""
-    return replace(mask, window=None) if mask.window is not None and mask.window >= T else mask
 
 
 def reference_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:

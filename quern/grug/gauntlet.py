@@ -1,11 +1,7 @@
 """The gauntlet: checks and measures the core or an experiment, a class of functions (`Grug` in state.py).
 
-The checks of attention, for the shapes and dtypes of `CASES`: the path that a platform chooses there agrees with the
-reference, forward and backward, over several blocks of queries, with a window that crosses them. A path of another
-platform is emulated: splash interpreted, cuDNN's call by XLA. The checks of the model, on tiny sizes: the attention
-gives the reference's logits, gradients are finite and reach every parameter, a mesh of all devices equals one device,
-and steps on one batch lower the loss. The measurements, on one device: time to first step, tokens per second, peak
-memory. The gauntlet does not measure a model's quality.
+docs/grug.md says what it checks. A path of another platform is emulated: splash interpreted, cuDNN's call by XLA. The
+measurements are on one device. The gauntlet does not measure a model's quality.
 """
 
 from __future__ import annotations
@@ -186,12 +182,13 @@ def bounds(
 
 def check(core: type[Grug]) -> dict[str, dict[str, Any]]:
     """Returns value, bar and verdict of each check of the model."""
-    cfg, wide = StepConfig(TINY, OPTIM, "float32", None, core=core), widest_mesh()
+    cfg, wide = StepConfig(TINY, OPTIM, "float32", None, core=core), make_mesh(model=2 - len(jax.devices()) % 2)
     host = random_batch(TINY, 0, batch_shards(wide))
     one, many = (_losses_and_grads(cfg, host, mesh) for mesh in (single_mesh(), wide))
-    silent = [path for path, g in one["grads"].items() if not np.any(g)]
-    infinite = [path for path, g in one["grads"].items() if not np.all(np.isfinite(g))]
-    gap = max(relative(many["grads"][path], g) for path, g in one["grads"].items())
+    grads = one["grads"]
+    silent = [path for path, g in grads.items() if not np.any(g)]
+    infinite = [path for path, g in grads.items() if not np.all(np.isfinite(g))]
+    gap = max(relative(many["grads"][path], g) for path, g in grads.items())
     bar = f"≤ {TOLERANCE:g} relative"
     return {
         "fast attention = reference, logits": _found(relative(one["fast"], one["reference"]), TOLERANCE, bar),
@@ -211,12 +208,12 @@ def measure(core: type[Grug], steps: int) -> dict[str, float]:
     with jax.set_mesh(mesh):
         state = jax.block_until_ready(init_state(0, cfg))
         batches = [_placed(random_batch(REFERENCE, seed, 1), mesh) for seed in range(2)]
-        seconds = []
+        times = [time.perf_counter()]
         for step in range(steps + 2):
-            start = time.perf_counter()
             state, metrics = _step(state, batches[step % 2], cfg)
             jax.block_until_ready(metrics)
-            seconds.append(time.perf_counter() - start)
+            times.append(time.perf_counter())
+    seconds = np.diff(times).tolist()
     usual = statistics.median(seconds[2:])
     return {
         "seconds to first step": round(seconds[0], 3),
@@ -229,12 +226,6 @@ def measure(core: type[Grug], steps: int) -> dict[str, float]:
 def single_mesh() -> Mesh:
     """Returns a mesh of the first device."""
     return make_mesh(devices=jax.devices()[:1])
-
-
-def widest_mesh() -> Mesh:
-    """Returns a mesh of all devices, with a `model` axis of 2 where their number is even."""
-    count = len(jax.devices())
-    return make_mesh(model=2 if count % 2 == 0 else 1)
 
 
 def random_batch(shape: ResolvedModel, seed: int, multiple: int, rows: int = ROWS) -> dict[str, np.ndarray]:
@@ -275,8 +266,7 @@ def moved(p: jax.Array) -> jax.Array:
 
 
 def _progress(cfg: StepConfig, host: dict[str, np.ndarray]) -> float:
-    mesh = single_mesh()
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh := single_mesh()):
         state, batch, losses = init_state(0, cfg), _placed(host, mesh), []
         for _ in range(4):
             state, metrics = _step(state, batch, cfg)
@@ -304,7 +294,4 @@ def _found(value: float, limit: float, bar: str) -> dict[str, Any]:
 
 def _peak_bytes(mesh: Mesh) -> float:
     """Peak memory of the device where it is counted, else of this process."""
-    stats = mesh.devices.flat[0].memory_stats()
-    if stats and "peak_bytes_in_use" in stats:
-        return stats["peak_bytes_in_use"]
-    return peak_resident()
+    return (mesh.devices.flat[0].memory_stats() or {}).get("peak_bytes_in_use") or peak_resident()

@@ -1,14 +1,8 @@
 """The device mesh, products of sharded arrays, the processes that share the mesh, and their malloc settings.
 
-The mesh has four axes:
-
-    replica_dcn   copies of the model on groups of machines that a slow network connects
-    replica       copies of the model within a group
-    data          rows of the batch; parameters and optimizer state at rest are sharded along it too (ZeRO-3)
-    model         heads, feed-forward channels and vocabulary (tensor parallel)
-
-Every axis is explicit (`AxisType.Explicit`): an array's type includes its sharding, and an operation whose result could
-be sharded in several ways names one. On one device every axis has size 1.
+docs/grug.md explains its four axes: `replica_dcn` and `replica` are copies of the model; parameters and optimizer state
+at rest are sharded along `data` too (ZeRO-3). Every axis is explicit (`AxisType.Explicit`): an array's type includes
+its sharding, and an operation whose result could be sharded in several ways names one.
 """
 
 from __future__ import annotations

@@ -181,7 +181,9 @@ def forward(
         if layer == len(params.blocks) // 2:
             halfway = x
         x = params.residual_scales[layer] * x + params.x0_scales[layer] * x0
-        x = x + self_attention(block, norm(x), tokens, rotary, _with_window(mask, window), cfg, attend)
+        windows = [size for size in (mask.window, window) if size is not None]
+        narrow = replace(mask, window=min(windows, default=None))
+        x = x + self_attention(block, norm(x), tokens, rotary, narrow, cfg, attend)
         x = x + feed_forward(block, norm(x))
     return norm(x - params.backout_scale * halfway)
 
@@ -265,8 +267,3 @@ def rotate(x: jax.Array, cos: np.ndarray, sin: np.ndarray) -> jax.Array:
     """Rotates the pairs (i, i + E/2) of each head of x (B, T, H, E) clockwise by its position's angles, in fp32."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos + second * sin, second * cos - first * sin], axis=-1).astype(x.dtype)
-
-
-def _with_window(mask: AttentionMask, window: int | None) -> AttentionMask:
-    windows = [size for size in (mask.window, window) if size is not None]
-    return replace(mask, window=min(windows, default=None))
