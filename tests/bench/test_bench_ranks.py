@@ -12,20 +12,7 @@ from quern.bench.options import read_options
 
 def test_two_processes_against_one(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
-    flags = [
-        "--trace",
-        str(trace),
-        "--quick",
-        "--rounds",
-        "1",
-        "--no-compile",
-        "--threads",
-        "1",
-        "--dtype",
-        "fp32",
-        "--out",
-        str(tmp_path),
-    ]
+    flags = f"--trace {trace} --quick --rounds 1 --no-compile --threads 1 --dtype fp32 --out {tmp_path}".split()
     assert command.run(read_options(["ranks", *flags]), lambda line: None) == 0
     body = json.loads((tmp_path / "bench" / "ranks.json").read_text(encoding="utf-8"))
     found = {one["name"]: one["values"] for one in body["measures"]}

@@ -35,25 +35,19 @@ def test_the_vertex_is_the_minimum_of_the_parabola() -> None:
     assert (vertex.n, vertex.loss, vertex.refusal) == (pytest.approx(4e6, rel=1e-9), pytest.approx(1.5), "")
 
 
-@pytest.mark.parametrize(
-    ("x", "loss", "reason"),
-    [
-        (
-            [1, 2, 4, 8],
-            [4.0, 3.0, 2.2, 1.6],
-            "the minimum, 45.3, is above the measured range of the size, which ends at 8",
-        ),
-        (
-            [1, 2, 4, 8],
-            [1.6, 2.2, 3.0, 4.0],
-            "is below the measured range of the size, which ends at 1: measure smaller",
-        ),
-        ([1, 2, 4, 8], [1.0, 2.0, 2.0, 1.0], "the parabola has a maximum"),
-        ([1, 2, 4], [2.0, 1.0, 2.0], "3 of at least 4 different values of the size"),
-        ([1, 2, 2, 4, 4], [2.0, 1.0, 1.1, 2.0, 2.1], "3 of at least 4 different values of the size"),
-        ([], [], "0 of at least 4"),
-    ],
-)
+ABOVE = "the minimum, 45.3, is above the measured range of the size, which ends at 8"
+BELOW = "is below the measured range of the size, which ends at 1: measure smaller"
+REFUSED: list[tuple[list[float], list[float], str]] = [
+    ([1, 2, 4, 8], [4.0, 3.0, 2.2, 1.6], ABOVE),
+    ([1, 2, 4, 8], [1.6, 2.2, 3.0, 4.0], BELOW),
+    ([1, 2, 4, 8], [1.0, 2.0, 2.0, 1.0], "the parabola has a maximum"),
+    ([1, 2, 4], [2.0, 1.0, 2.0], "3 of at least 4 different values of the size"),
+    ([1, 2, 2, 4, 4], [2.0, 1.0, 1.1, 2.0, 2.1], "3 of at least 4 different values of the size"),
+    ([], [], "0 of at least 4"),
+]
+
+
+@pytest.mark.parametrize(("x", "loss", "reason"), REFUSED)
 def test_a_parabola_without_a_measured_minimum_is_refused(x: list[float], loss: list[float], reason: str) -> None:
     vertex = parabola(x, loss)
     assert reason in vertex.refusal

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quern.flags.recipe_flags import Arguments, parse
 from quern.lab.options import ScalingOptions
 from quern.lab.scaling import isoflop
 from quern.lab.scaling.parametric import Surface
@@ -267,28 +266,3 @@ def test_a_plan_that_fits_nothing_is_refused(changes: dict[str, Any], reason: st
     with pytest.raises(ValueError, match=reason):
         run(options(tmp_path, **changes), FakeTrainer(), lambda line: None)
     assert not list(tmp_path.iterdir())
-
-
-def flags(*given: str) -> ScalingOptions:
-    return parse(ScalingOptions, RECIPE, Arguments(given), verb="lab scaling")
-
-
-def test_the_flags_of_the_verb() -> None:
-    found = flags("--budgets", "1e13", "3e13", "--sizes", "2", "4x320", "--seeds", "2", "--data", "x.txt", "--plan")
-    assert (found.budgets, found.sizes, found.seeds, found.plan) == ((1e13, 3e13), ("2", "4x320"), 2, True)
-    assert found.recipe.data == "x.txt"
-
-
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        (("--budgets", "0"), "--budgets must be a number above 0"),
-        (("--seeds", "0"), "--seeds must be a whole number between 1"),
-        (("--level", "1"), "--level must be a number between 0.5 and 0.999"),
-        (("--resamples", "5"), "--resamples must be a whole number between 100"),
-        (("--tokens-per-second", "0"), "--tokens-per-second must be a number above 0"),
-    ],
-)
-def test_a_value_out_of_range_is_refused(given: tuple[str, ...], reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        flags(*given)
