@@ -35,6 +35,7 @@ from quern.data.packing import METHODS, pack
 from quern.data.shards import Corpus
 from quern.data.token_file import ShardWriter
 from quern.process import start
+from quern.stages.hold_out import first
 from quern.temporaries import scratch_folder
 from quern.terminal import counted, silent
 from quern.text.documents import read
@@ -67,13 +68,7 @@ class Setup(Bench):
         megabytes, data = 0.2 if self.quick else self.options.megabytes, self.options.data
         if data is None:
             return list(corpus.documents(self.seed, megabytes))
-        texts, size = list[str](), 0
-        for text in read(data):
-            texts.append(text)
-            size += len(text)
-            if size >= megabytes * 1e6:
-                break
-        return texts
+        return list(first(read(data), megabytes))
 
     @cached_property
     def text_bytes(self) -> int:
@@ -194,14 +189,14 @@ def _many_documents(setup: Setup, documents: int) -> Iterator[Figure]:
             with start("quern.bench.batches", "loader", order) as process:
                 return process.ask(step)
 
-        first = ask(middle)
+        fresh = ask(middle)
         starts, resumes = ([ask(step) for _ in range(setup.rounds)] for step in (0, middle))
     name = f"{documents:,} documents"
     setup.settings[name] = {"tokens": documents * MANY_MEAN_TOKENS, "context": MANY_CONTEXT, "middle_step": middle}
     yield figure(f"{name}: start", "s", [one["seconds"] for one in starts])
     yield figure(f"{name}: resume in mid-epoch", "s", [one["seconds"] for one in resumes])
-    yield figure(f"{name}: resume without row counts", "s", first["seconds"], "packs half an epoch")
-    if "peak_bytes" in first:
+    yield figure(f"{name}: resume without row counts", "s", fresh["seconds"], "packs half an epoch")
+    if "peak_bytes" in fresh:
         note = f"{max(one['own_bytes'] for one in resumes) / 1e6:,.0f} MB of it not shared"
         yield figure(f"{name}: peak memory", "MB", [one["peak_bytes"] / 1e6 for one in resumes], note)
 

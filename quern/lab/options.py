@@ -155,8 +155,6 @@ class ScalingOptions:
     estimate before the first run."""
     resamples: Annotated[int, Interval(ge=100, le=10**6)] = 1000
     """Resamples of the bootstrap."""
-    level: Annotated[float, Interval(ge=0.5, le=0.999)] = 0.95
-    """Level of the intervals."""
     plan: bool = False
     """Print the plan and stop."""
     fit: bool = False

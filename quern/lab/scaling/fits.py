@@ -20,6 +20,8 @@ Array = NDArray[Any]
 FEWEST_CELLS = 4
 """The fewest points of a parabola: its three coefficients and one more."""
 FEWEST_BUDGETS = 3
+LEVEL = 0.95
+"""Level of the intervals."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,12 @@ class Estimate:
         return f"{self.value:.4g} [{self.low:.4g}, {self.high:.4g}]"
 
 
-def estimate(value: float, samples: Array, level: float, dof: int, inflation: float = 1.0) -> Estimate:
+def estimate(value: float, samples: Array, dof: int, inflation: float = 1.0) -> Estimate:
     """The expanded percentile interval of a bootstrap (Hesterberg 2015, arXiv 1411.5279): plain percentiles are too
     narrow for few runs, so the tails are those of Student's t.
     """
     lost = float(np.isnan(samples).mean())
-    tail = float(special.ndtr(-special.stdtrit(dof, (1 + level) / 2) * inflation)) - lost
+    tail = float(special.ndtr(-special.stdtrit(dof, (1 + LEVEL) / 2) * inflation)) - lost
     if tail <= 0:
         return Estimate(float(value), -np.inf, np.inf)
     low, high = np.quantile(samples[~np.isnan(samples)], [tail, 1 - tail])
@@ -136,7 +138,6 @@ class Envelope:
     leave_out: tuple[tuple[float, float, float], ...] = ()
     misfit: float = float("nan")
     samples: Array = field(default_factory=lambda: np.empty((0, 0, 2)), repr=False, compare=False)
-    _level: float = field(default=0.95, repr=False)
     _dof: int = field(default=1, repr=False)
 
     @property
@@ -152,8 +153,7 @@ class Envelope:
         values, drawn = row @ point, np.einsum("b,sbk->sk", row, samples)
         columns = {"parameters": [1, 0], "tokens": [0, 1], "ratio": [-1, 1]}
         return {
-            name: estimate(float(values @ column), drawn @ column, self._level, self._dof).exp()
-            for name, column in columns.items()
+            name: estimate(float(values @ column), drawn @ column, self._dof).exp() for name, column in columns.items()
         }
 
 
@@ -169,7 +169,6 @@ def envelope(
     loss: ArrayLike,
     *,
     resamples: int = 1000,
-    level: float = 0.95,
     seed: int = 0,
 ) -> Envelope:
     """Fits a parabola to each budget, and power laws to their minima.
@@ -181,7 +180,6 @@ def envelope(
         budget: The planned FLOPs of each run: runs with equal values form a parabola.
         n, d, loss: Parameters, tokens and loss of each run.
         resamples, seed: Of the bootstrap.
-        level: Level of the intervals.
     """
     budget, n, d, loss = (np.asarray(values, float) for values in (budget, n, d, loss))
     rng = np.random.default_rng(seed)
@@ -192,15 +190,13 @@ def envelope(
     optima, samples = [], []
     for flops, group in groups.items():
         drawn = rng.choice(pool, (resamples, int(group.sum())))  # also if it is refused: conventions draw alike
-        optimum, logs = _optimum(flops, n[group], d[group], loss[group], drawn, level, dof)
+        optimum, logs = _optimum(flops, n[group], d[group], loss[group], drawn, dof)
         optima.append(optimum)
         samples += [] if optimum.refusal else [logs]
-    return replace(_laws(tuple(optima), samples, level, dof), misfit=lack_of_fit(budget, n, loss))
+    return replace(_laws(tuple(optima), samples, dof), misfit=lack_of_fit(budget, n, loss))
 
 
-def _optimum(
-    flops: float, n: Array, d: Array, loss: Array, deviations: Array, level: float, dof: int
-) -> tuple[Optimum, Array]:
+def _optimum(flops: float, n: Array, d: Array, loss: Array, deviations: Array, dof: int) -> tuple[Optimum, Array]:
     """The optimum of one budget, and ln N* and ln D* (resamples, 2) with these deviations (resamples, cells) of the
     losses; NaN where the parabola has a maximum."""
     vertex = parabola(n, loss)
@@ -215,21 +211,21 @@ def _optimum(
     curve = np.polyfit(x, np.log(d), 2)  # at one budget, ln D is a smooth function of ln N
     best = np.log(vertex.n) - centre
     log_n, log_d = np.append(at, best) + centre, np.polyval(curve, np.append(at, best))  # the optimum is the last one
-    parameters, tokens, ratio = (estimate(one[-1], one[:-1], level, dof).exp() for one in (log_n, log_d, log_d - log_n))
-    lowest, outside = estimate(vertex.loss, c + b * at / 2, level, dof), float(1 - inside.mean())
+    parameters, tokens, ratio = (estimate(one[-1], one[:-1], dof).exp() for one in (log_n, log_d, log_d - log_n))
+    lowest, outside = estimate(vertex.loss, c + b * at / 2, dof), float(1 - inside.mean())
     found = Optimum(flops, len(n), "", parameters, tokens, ratio, lowest, outside)
     return found, np.stack([log_n, log_d], axis=1)[:-1]
 
 
-def _laws(optima: tuple[Optimum, ...], samples: Sequence[Array], level: float, dof: int) -> Envelope:
+def _laws(optima: tuple[Optimum, ...], samples: Sequence[Array], dof: int) -> Envelope:
     accepted = [one for one in optima if not one.refusal]
     if len(accepted) < FEWEST_BUDGETS:
         reason = f"{len(accepted)} of at least {FEWEST_BUDGETS} budgets have an optimum"
-        return Envelope(optima, reason, _level=level, _dof=dof)
+        return Envelope(optima, reason, _dof=dof)
     drawn, logs, points = np.stack(samples, axis=1), np.log([one.flops for one in accepted]), _points(accepted)
     slope = np.linalg.pinv(np.vander(logs - logs.mean(), 2))[0]
     slopes = np.einsum("b,sbk->sk", slope, drawn)
-    ratio = estimate(np.diff(points).mean(), np.diff(drawn)[..., 0].mean(1), level, dof)
+    ratio = estimate(np.diff(points).mean(), np.diff(drawn)[..., 0].mean(1), dof)
     leave_out = []
     for left in range(len(logs)) if len(logs) > FEWEST_BUDGETS else ():
         kept = np.arange(len(logs)) != left
@@ -237,12 +233,11 @@ def _laws(optima: tuple[Optimum, ...], samples: Sequence[Array], level: float, d
         leave_out.append((accepted[left].flops, float(n_exponent), float(d_exponent)))
     return Envelope(
         optima,
-        parameters=estimate(slope @ points[:, 0], slopes[:, 0], level, dof),
-        tokens=estimate(slope @ points[:, 1], slopes[:, 1], level, dof),
+        parameters=estimate(slope @ points[:, 0], slopes[:, 0], dof),
+        tokens=estimate(slope @ points[:, 1], slopes[:, 1], dof),
         ratio=ratio.exp(),
         leave_out=tuple(leave_out),
         samples=drawn,
-        _level=level,
         _dof=dof,
     )
 

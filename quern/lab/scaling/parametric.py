@@ -83,7 +83,6 @@ class SurfaceFit:
     kappa: float = 6.0
     gamma: float = 1.0
     samples: Array = field(default_factory=lambda: np.empty((0, 5)), repr=False, compare=False)
-    level: float = field(default=0.95, repr=False)
 
     def predict(self, flops: float) -> dict[str, Estimate]:
         """The best parameters and tokens for a budget, their ratio, and the loss there. The interval of the loss is
@@ -93,7 +92,7 @@ class SurfaceFit:
         with np.errstate(divide="ignore"):  # E may be 0
             theta = np.array([[np.log(s.E), np.log(s.A), np.log(s.B), s.alpha, s.beta]])
         points, drawn = (_optimum(one, flops, self.kappa, self.gamma) for one in (theta, self.samples))
-        return {name: _estimate(points[name][0], drawn[name], self.runs, self.level).exp() for name in points}
+        return {name: _estimate(points[name][0], drawn[name], self.runs).exp() for name in points}
 
 
 def _optimum(theta: Array, flops: float, kappa: float, gamma: float) -> dict[str, Array]:
@@ -110,8 +109,8 @@ def _optimum(theta: Array, flops: float, kappa: float, gamma: float) -> dict[str
     return {"parameters": log_n, "tokens": log_d, "ratio": log_d - log_n, "loss": loss}
 
 
-def _estimate(value: float, samples: Array, runs: int, level: float) -> Estimate:
-    return estimate(value, samples, level, runs - 5, inflation=(runs / (runs - 5)) ** 0.5)
+def _estimate(value: float, samples: Array, runs: int) -> Estimate:
+    return estimate(value, samples, runs - 5, inflation=(runs / (runs - 5)) ** 0.5)
 
 
 def fit_surface(
@@ -123,12 +122,11 @@ def fit_surface(
     flops: ArrayLike | None = None,
     labels: Sequence[str] | None = None,
     resamples: int = 1000,
-    level: float = 0.95,
     seed: int = 0,
 ) -> SurfaceFit:
     """Fits the surface to runs of n parameters, d tokens and a final loss. budget: planned FLOPs, each of which the
     leave-out table drops once; flops: of each run, for `predict`, by default 6 N D; labels: names of the runs, for the
-    table; level: of the intervals."""
+    table."""
     n, d, loss = (np.asarray(values, float) for values in (n, d, loss))
     runs = len(n)
     if refusal := _too_few(n, d):
@@ -148,7 +146,7 @@ def fit_surface(
     values = [*whole, surface.beta / (surface.alpha + surface.beta)]
     drawn = [*samples.T, samples[:, 4] / (samples[:, 3] + samples[:, 4])]
     intervals = {
-        name: _estimate(value, one, runs, level)
+        name: _estimate(value, one, runs)
         for name, value, one in zip(("E", "A", "B", "alpha", "beta", "exponent"), values, drawn, strict=True)
     }
     return SurfaceFit(
@@ -161,7 +159,6 @@ def fit_surface(
         kappa=float(np.exp(log_kappa)),
         gamma=float(gamma),
         samples=samples,
-        level=level,
     )
 
 

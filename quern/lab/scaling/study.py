@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from quern.lab.options import ScalingOptions
-from quern.lab.scaling.fits import FEWEST_CELLS, Envelope, Estimate, envelope
+from quern.lab.scaling.fits import FEWEST_CELLS, LEVEL, Envelope, Estimate, envelope
 from quern.lab.scaling.isoflop import CONVENTIONS, TOLERANCE, Cell, Key, Plan, Stability, make_plan, most_stable
 from quern.lab.scaling.parametric import SurfaceFit, fit_surface
 from quern.lab.study import Study, check_name
@@ -79,7 +79,7 @@ def run(
         if warning := study.compare_facts(facts):
             log(warning)
         failed = _train(study, options, plan, trainer, log)
-    body, lines = fit_study(plan, study.finished, options.resamples, options.level)
+    body, lines = fit_study(plan, study.finished, options.resamples)
     write_whole(options.folder / FITS, json.dumps(body, indent=2, allow_nan=False) + "\n")
     if options.check and predicted:
         lines += ["", *check_lines(options.check, predicted, body)]
@@ -160,9 +160,7 @@ def _predictions(options: ScalingOptions) -> dict[str, Any] | None:
     return fits
 
 
-def fit_study(
-    plan: Plan, finished: dict[Key, dict[str, Any]], resamples: int, level: float
-) -> tuple[dict[str, Any], list[str]]:
+def fit_study(plan: Plan, finished: dict[Key, dict[str, Any]], resamples: int) -> tuple[dict[str, Any], list[str]]:
     """Fits every convention to the finished runs. Returns the body of fits.json, and lines for a terminal."""
     cells = {cell.key: cell for cell in plan.cells}
     finished = {key: line for key, line in finished.items() if key in cells}
@@ -182,9 +180,9 @@ def fit_study(
     envelopes, surfaces, labels = {}, {}, [cells[key].name for key in usable]
     for name, convention in CONVENTIONS.items():
         sizes = np.array([line["parameters"][convention.field] for line in runs], float)
-        envelopes[name] = envelope(budget, sizes, tokens, loss, resamples=resamples, level=level)
+        envelopes[name] = envelope(budget, sizes, tokens, loss, resamples=resamples)
         surfaces[name] = fit_surface(
-            sizes, tokens, loss, budget=budget, flops=flops, labels=labels, resamples=resamples, level=level
+            sizes, tokens, loss, budget=budget, flops=flops, labels=labels, resamples=resamples
         )
     stable = most_stable(envelopes)
     ahead = AHEAD * max((cell.budget for cell in plan.cells), default=math.nan)
@@ -197,7 +195,7 @@ def fit_study(
     }
     body = {
         "runs": {"planned": len(cells), "used": len(usable), **notes},
-        "level": level,
+        "level": LEVEL,
         "resamples": resamples,
         "conventions": {
             name: {"meaning": one.meaning, "envelope": envelopes[name], "surface": surfaces[name]}
@@ -206,7 +204,7 @@ def fit_study(
         "stable": stable,
         "predictions": {"flops": ahead, **predictions},
     }
-    used = [f"{len(usable)} of {len(cells)} runs are used; intervals of {100 * level:g} %"]
+    used = [f"{len(usable)} of {len(cells)} runs are used; intervals of {100 * LEVEL:g} %"]
     used += [f"{kind.replace('_', ' ')}: {'; '.join(names)}" for kind, names in notes.items() if names]
     report = {name: convention_lines(envelopes[name], surfaces[name], ahead, predictions[name]) for name in CONVENTIONS}
     report["stability"] = stability_lines(stable)
