@@ -10,7 +10,7 @@ For each block of queries, the blocked path computes only the keys that the bloc
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -28,29 +28,25 @@ ONES = 16
 SPLASH_BLOCK = 128
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["segment_ids"], meta_fields=["causal", "window"])
+@partial(jax.tree_util.register_dataclass, data_fields=["segment_ids"], meta_fields=["window"])
 @dataclass(frozen=True)
 class AttentionMask:
-    """The keys that a query may see. There is no dense form.
+    """The keys that a query may see: its own and earlier ones. There is no dense form. window: only the last so many
+    tokens, the query's own included; segment_ids: (B, T) integers; only keys of the query's own segment."""
 
-    causal: no later keys. window: only the last `window` tokens, the query's own included (causal masks only).
-    segment_ids: (B, T) integers; only keys of the query's own segment.
-    """
-
-    causal: bool = True
     window: int | None = None
-    segment_ids: jax.Array | None = field(default=None)
+    segment_ids: jax.Array | None = None
 
     def __post_init__(self) -> None:
-        if self.window is not None and (self.window < 1 or not self.causal):
-            raise ValueError("a window needs a causal mask and at least 1 token")
+        if self.window is not None and self.window < 1:
+            raise ValueError("a window needs at least 1 token")
 
 
 def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
     """Computes attention (B, T, H, E) by the path that `choose` selects. Raises TypeError for a dense mask."""
     if not isinstance(mask, AttentionMask):
         raise TypeError(
-            f"attention takes an AttentionMask (causal, window, segment_ids), not a {type(mask).__name__}: "
+            f"attention takes an AttentionMask (window, segment_ids), not a {type(mask).__name__}: "
             "dense masks are not supported, describe the visible keys with its fields"
         )
     if mask.window is not None and mask.window >= q.shape[1]:  # it covers the whole row
@@ -61,13 +57,13 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> 
 def choose(platform: str, q: jax.Array | jax.ShapeDtypeStruct, mask: AttentionMask) -> Callable[..., jax.Array]:
     """Returns the function for a platform ("cpu", "gpu", "tpu") and inputs of this shape and dtype.
 
-    cuDNN's kernel takes half precision and heads of multiples of 8 up to 128, and here no segments. Splash takes causal
-    masks, and rows and heads of multiples of 128.
+    cuDNN's kernel takes half precision and heads of multiples of 8 up to 128, and here no segments. Splash takes rows
+    and heads of multiples of 128.
     """
     T, E = q.shape[1], q.shape[-1]
     if platform == "gpu" and q.dtype != jnp.float32 and E % 8 == 0 and E <= 128 and mask.segment_ids is None:
         return cudnn_attention
-    if platform == "tpu" and mask.causal and T % SPLASH_BLOCK == 0 and E % SPLASH_BLOCK == 0:
+    if platform == "tpu" and T % SPLASH_BLOCK == 0 and E % SPLASH_BLOCK == 0:
         return splash_attention
     return blocked_attention
 
@@ -86,7 +82,7 @@ def reference_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: Attentio
 def visible(mask: AttentionMask, first: int, last: int, low: int, high: int) -> jax.Array:
     """Returns whether queries first … last - 1 see keys low … high - 1: booleans (B or 1, 1, 1, queries, keys)."""
     distance = jnp.arange(first, last)[:, None] - jnp.arange(low, high)
-    allowed = distance >= 0 if mask.causal else jnp.ones(distance.shape, bool)
+    allowed = distance >= 0
     if mask.window is not None:
         allowed = allowed & (distance < mask.window)
     allowed = allowed[None, None, None]
@@ -174,7 +170,7 @@ def _blocks(T: int, mask: AttentionMask) -> list[tuple[int, int, int, int]]:
     size = BLOCK_QUERIES if mask.window is None else min(BLOCK_QUERIES, max(64, mask.window // 2))
     window = mask.window or T
     spans = [(first, min(T, first + size)) for first in range(0, T, size)]
-    return [(i, j, max(0, i - window + 1), j) if mask.causal else (i, j, 0, T) for i, j in spans]
+    return [(i, j, max(0, i - window + 1), j) for i, j in spans]
 
 
 def _over_queries(x: jax.Array, weights: jax.Array) -> jax.Array:
@@ -230,7 +226,7 @@ def cudnn_attention(
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return jax.nn.dot_product_attention(
-            q, k, v, is_causal=mask.causal, local_window_size=window, implementation=implementation
+            q, k, v, is_causal=True, local_window_size=window, implementation=implementation
         )
 
     return _each_device(local, q, k, v)

@@ -51,9 +51,7 @@ def oracle(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: AttentionMask) -> 
             seen = [
                 s
                 for s in range(T)
-                if (s <= t or not mask.causal)
-                and (mask.window is None or t - s < mask.window)
-                and (ids is None or ids[b, s] == ids[b, t])
+                if s <= t and (mask.window is None or t - s < mask.window) and (ids is None or ids[b, s] == ids[b, t])
             ]
             for h in range(H):
                 scores = k[b, seen, h // groups].astype(np.float64) @ q[b, t, h] / np.sqrt(E)
@@ -71,7 +69,6 @@ def draw(B: int, T: int, H: int, K: int, E: int) -> tuple[np.ndarray, np.ndarray
 def masks_of(T: int, segments: jax.Array) -> dict[str, AttentionMask]:
     return {
         "causal": AttentionMask(),
-        "everything": AttentionMask(causal=False),
         "window of 1": AttentionMask(window=1),
         "window": AttentionMask(window=5),
         "window over the whole row": AttentionMask(window=T),
@@ -120,7 +117,7 @@ def many_blocks() -> dict[str, float]:
     with jax.set_mesh(mesh):
         q, k, v = (place(x, P(BATCH, None, "model", None), mesh) for x in host)
         segments = place(ids, P(BATCH, None), mesh)
-        for mask in (AttentionMask(), AttentionMask(window=150, segment_ids=segments), AttentionMask(causal=False)):
+        for mask in (AttentionMask(), AttentionMask(window=150, segment_ids=segments)):
             y, found = pulled(q, k, v, mask, blocked_attention)
             _, expected = pulled(q, k, v, mask, reference_attention)
             worst["output"] = max(worst["output"], relative(y, oracle(*host, mask)))
@@ -129,15 +126,15 @@ def many_blocks() -> dict[str, float]:
     return worst
 
 
-def chosen(rows: list[tuple[str, str, int, int, bool, bool]]) -> list[str]:
-    """The path for each (platform, dtype, tokens, head dim, causal, segments)."""
+def chosen(rows: list[tuple[str, str, int, int, bool]]) -> list[str]:
+    """The path for each (platform, dtype, tokens, head dim, segments)."""
     return [
         choose(
             platform,
             jax.ShapeDtypeStruct((1, T, 2, E), jnp.dtype(dtype)),
-            AttentionMask(causal=causal, segment_ids=jnp.zeros((1, T), int) if segments else None),
+            AttentionMask(segment_ids=jnp.zeros((1, T), int) if segments else None),
         ).__name__
-        for platform, dtype, T, E, causal, segments in rows
+        for platform, dtype, T, E, segments in rows
     ]
 
 

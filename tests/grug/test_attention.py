@@ -15,18 +15,16 @@ def test_several_blocks_of_queries(grug: Grug) -> None:
 
 
 CHOICES = [
-    (("cpu", "bfloat16", 512, 128, True, False), "blocked_attention"),
-    (("gpu", "bfloat16", 600, 8, True, False), "cudnn_attention"),
-    (("gpu", "float16", 512, 128, False, False), "cudnn_attention"),
-    (("gpu", "float32", 512, 128, True, False), "blocked_attention"),
-    (("gpu", "bfloat16", 512, 128, True, True), "blocked_attention"),
-    (("gpu", "bfloat16", 512, 136, True, False), "blocked_attention"),
-    (("gpu", "bfloat16", 512, 12, True, False), "blocked_attention"),
-    (("tpu", "bfloat16", 640, 128, True, True), "splash_attention"),
-    (("tpu", "float32", 640, 256, True, False), "splash_attention"),
-    (("tpu", "bfloat16", 600, 128, True, False), "blocked_attention"),
-    (("tpu", "bfloat16", 640, 64, True, False), "blocked_attention"),
-    (("tpu", "bfloat16", 640, 128, False, False), "blocked_attention"),
+    (("cpu", "bfloat16", 512, 128, False), "blocked_attention"),
+    (("gpu", "bfloat16", 600, 8, False), "cudnn_attention"),
+    (("gpu", "float32", 512, 128, False), "blocked_attention"),
+    (("gpu", "bfloat16", 512, 128, True), "blocked_attention"),
+    (("gpu", "bfloat16", 512, 136, False), "blocked_attention"),
+    (("gpu", "bfloat16", 512, 12, False), "blocked_attention"),
+    (("tpu", "bfloat16", 640, 128, True), "splash_attention"),
+    (("tpu", "float32", 640, 256, False), "splash_attention"),
+    (("tpu", "bfloat16", 600, 128, False), "blocked_attention"),
+    (("tpu", "bfloat16", 640, 64, False), "blocked_attention"),
 ]
 
 

@@ -176,7 +176,7 @@ def _dimension(entry: str, recipe: Recipe) -> Dimension:
 
 
 def _refuse_field(name: str, recipe: Recipe) -> None:
-    known, reason = field_names(recipe), REFUSED.get(name)
+    known, reason = list(field_names(recipe)), REFUSED.get(name)
     if any(f"{name}.".startswith(f"{part}.") for part in FOR_FINE_TUNING):
         reason = "is for fine-tuning, and a sweep pretrains"
     elif name in recipe.unused:
