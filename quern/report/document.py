@@ -20,6 +20,7 @@ from quern.report.records import (
     StageRecords,
     Table,
     as_object,
+    as_objects,
     duration,
     finite,
     flatten,
@@ -125,28 +126,23 @@ def document(run: RunRecords) -> Document:
 def _tiles(run: RunRecords) -> Pairs:
     stage, tiles = run.main_stage, [("parameters", run.parameters("total"), human)]
     if stage is not None:
+        speeds = stage.column("tokens_per_second")[1]  # a slow first step or a pause does not move the median
         tiles += [
             ("pretraining steps" if stage.name == "pretrain" else "steps", stage.last("step"), number),
             ("training tokens", stage.last("tokens"), human),
             ("compute", stage.last("flops"), human_flops),
             ("time in training steps", stage.last("seconds"), duration),
-            ("tokens per second", _median(stage, "tokens_per_second"), human),
+            ("tokens per second", statistics.median(speeds) if speeds else None, human),
             ("bits per byte, held out", stage.last("val_bpb"), "{:.3f}".format),
         ]
     asked = _asked(run) if _trained_on_tinyworld(run) else []
-    above = f"{sum(not row.standing for row in asked)} of {len(asked)}"
-    return [*([("kinds of question above chance", above)] if asked else []), *_shown(tiles)]
+    above = [("kinds of question above chance", f"{sum(not row.standing for row in asked)} of {len(asked)}")]
+    return [*(above if asked else []), *_shown(tiles)]
 
 
 def _shown(figures: Iterable[tuple[str, float | None, Callable[[float], str]]]) -> Pairs:
     """The figures that are recorded, as text."""
     return [(label, show(value)) for label, value, show in figures if value is not None]
-
-
-def _median(stage: StageRecords, key: str) -> float | None:
-    """A slow first step or a pause does not move the median."""
-    values = stage.column(key)[1]
-    return statistics.median(values) if values else None
 
 
 def _facts(title: str, pairs: Pairs) -> list[Group]:
@@ -230,8 +226,7 @@ def _evaluation(run: RunRecords) -> list[Group]:
 
 def _more(run: RunRecords) -> Iterable[Group]:
     """An estimate of the gain from more text or time, for a model of another text than the built-in world."""
-    stage, compression = run.stage("pretrain"), run.part("tokenizer").get("compression")
-    known = as_object(compression[0] if isinstance(compression, list) and compression else None)
+    stage, known = run.stage("pretrain"), next(iter(as_objects(run.part("tokenizer").get("compression"))), {})
     tokens = finite(as_object(run.part("data").get("train")).get("tokens"))
     values = (run.parameters("kaplan"), tokens, finite(known.get("bytes_per_token")))
     parameters, text, ratio = (value or 0.0 for value in values)
@@ -262,15 +257,14 @@ def _samples(run: RunRecords) -> Iterable[Group]:
 
 
 def _talk(sample: Record) -> Conversation:
-    messages = sample.get("messages")
-    turns = [turn for turn in messages if isinstance(turn, dict)] if isinstance(messages, list) else []
+    turns = as_objects(sample.get("messages"))
     return Conversation([(str(turn.get("role")), _parts(turn.get("content"))) for turn in turns])
 
 
 def _parts(content: Any) -> list[tuple[str, str]]:
     if not isinstance(content, list):
         return [("text", str(content))]
-    return [(str(part.get("type")), str(part.get("text", ""))) for part in content if isinstance(part, dict)]
+    return [(str(part.get("type")), str(part.get("text", ""))) for part in as_objects(content)]
 
 
 def _events(stage: StageRecords) -> list[list[str]]:

@@ -11,6 +11,8 @@ without a change here. Units are decimal: 1 kB is 1,000 bytes.
 
 import json
 import math
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from quern.records import read_regular
+from quern.terminal import counted
 
 Record = dict[str, Any]
 """A line of a record, or a whole file of JSON."""
@@ -98,7 +101,7 @@ class RunRecords:
     @property
     def main_stage(self) -> StageRecords | None:
         """Pretraining, or else the first stage."""
-        return self.stage("pretrain") or (self.stages[0] if self.stages else None)
+        return self.stage("pretrain") or next(iter(self.stages), None)
 
     def part(self, key: str) -> Record:
         """An object in run.json."""
@@ -121,20 +124,18 @@ def read_run(folder: Path) -> RunRecords:
             "or train one first with `quern run`"
         )
     recipe = next((stage.recipe for stage in stages if stage.recipe), {})
-    identities = (json.dumps([score.get("stage"), score.get("task"), score.get("metric")]) for score in scores)
-    latest = list(dict(zip(identities, scores, strict=True)).values())
-    shown = list({_question(sample): sample for sample in samples}.values())
-    return RunRecords(folder.resolve().name, run, recipe, stages, latest, shown, reader.notes)
+    latest = {json.dumps([score.get(name) for name in ("stage", "task", "metric")]): score for score in scores}
+    shown = {_question(sample): sample for sample in samples}
+    name, notes = folder.resolve().name, reader.notes
+    return RunRecords(name, run, recipe, stages, list(latest.values()), list(shown.values()), notes)
 
 
 def finite(value: Any) -> float | None:
-    """A number as a float; None for anything else, for NaN and for infinities."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:
-        return None
+    """A number as a float; None for anything else, for NaN, infinities and integers that no float can hold."""
+    with suppress(OverflowError):
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+    return None
 
 
 def as_object(value: Any) -> Record:
@@ -142,10 +143,14 @@ def as_object(value: Any) -> Record:
     return value if isinstance(value, dict) else {}
 
 
+def as_objects(value: Any) -> list[Record]:
+    """The objects in a value that should be a list of them."""
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+
+
 def stage_order(name: str) -> tuple[int, str]:
     """Sorts stages in the order of training, and others behind them."""
-    known = list(STAGE_TITLES)
-    return (known.index(name) if name in known else len(known), name)
+    return [*STAGE_TITLES, name].index(name), name
 
 
 def _question(sample: Record) -> str:
@@ -180,8 +185,7 @@ class _Reader:
         # Split at "\n" only: str.splitlines would also cut at separators inside a sample's text.
         lines = [_parse(text) for text in self._text(name).split("\n") if text.strip()]
         if torn := lines.count(None):
-            plural = "s" if torn > 1 else ""
-            self.notes.append(f"{torn} line{plural} of {name} could not be read (skipped).")
+            self.notes.append(f"{counted(torn, 'line')} of {name} could not be read (skipped).")
         return [line for line in lines if line is not None]
 
     def _text(self, name: str) -> str:
@@ -262,8 +266,7 @@ def human_bytes(value: float) -> str:
 
 def human_flops(value: float) -> str:
     """4.7e14 → 470 TFLOP."""
-    prefixes = "ZEPTGM"
-    return _scaled(value, [f" {prefix}FLOP" for prefix in prefixes], smallest=1e6) or f"{value:,.0f} FLOP"
+    return _scaled(value, [f" {prefix}FLOP" for prefix in "ZEPTGM"], smallest=1e6) or f"{value:,.0f} FLOP"
 
 
 def duration(seconds: float) -> str:
@@ -281,14 +284,10 @@ def percent(share: float) -> str:
     return f"{value:.1f}%" if 0 < abs(value) < 9.95 or 99 < value < 99.95 else f"{value:.0f}%"
 
 
-def _scaled(value: float, units: list[str] | tuple[str, ...], smallest: float = 1e3) -> str:
+def _scaled(value: float, units: Sequence[str], smallest: float = 1e3) -> str:
     """The value in the largest unit that fits (units: largest first, a factor of 1,000 apart); "" if none fits."""
-    size = smallest * 1000 ** (len(units) - 1)
-    for unit in units:
-        if abs(value) >= 0.9995 * size:
-            return f"{value / size:.3g}{unit}"
-        size /= 1000
-    return ""
+    sizes = ((smallest * 1000.0**power, unit) for power, unit in zip(reversed(range(len(units))), units, strict=True))
+    return next((f"{value / size:.3g}{unit}" for size, unit in sizes if abs(value) >= 0.9995 * size), "")
 
 
 def flatten(record: Record, prefix: str = "") -> Pairs:
