@@ -213,8 +213,8 @@ class Worker:
         arm, recipe = self.arms[job.arm], self.arms[job.arm].recipe
         if job.value is not None:
             recipe = replace(recipe, optim=replace(recipe.optim, **{plan.tune: job.value}))
-        sized = replace(arm, recipe=at_rung(recipe, plan.rungs[str(job.rung)]))
         try:
+            sized = replace(arm, recipe=at_rung(recipe, plan.rungs[str(job.rung)]))
             trials = self.train(sized, [plan.seeds(seed) for seed in job.seeds])
             for seed, trial in zip(job.seeds, trials, strict=False):
                 self._keep(TrialRecord(**asdict(trial) | facts | {"seed": seed, "time": now()}))
