@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from quern.data.packing import windows
 from quern.data.shards import Corpus
-from quern.grug.mesh import BATCH, anywhere, make_mesh, place, product
+from quern.grug.mesh import BATCH, gather, make_mesh, place, product
 from quern.grug.model import Params
 from quern.grug.state import StepConfig, eval_step
 
@@ -102,7 +102,7 @@ def choose_dtype(dtype: str | None) -> str:
     if jax.default_backend() != "cpu":
         return "bfloat16"
     rates = probe(jax.local_devices()[0])
-    return "bfloat16" if anywhere(is_faster(rates["bfloat16"], rates["float32"])) else "float32"
+    return "bfloat16" if any(gather(is_faster(rates["bfloat16"], rates["float32"]))) else "float32"
 
 
 def is_faster(narrow: Sequence[float], wide: Sequence[float]) -> bool:

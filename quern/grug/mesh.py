@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import math
 import os
 import sys
@@ -26,7 +27,6 @@ from jax.sharding import PartitionSpec as P
 from quern.process import waiting
 from quern.recipe import ResolvedModel
 
-TEXT_BYTES = 4096
 START_SECONDS = 300
 """Seconds for which a process waits for the others to start."""
 AnyMesh = Mesh | AbstractMesh
@@ -110,35 +110,30 @@ def join_processes(coordinator: str | None, processes: int | None, process_id: i
         raise ValueError(f"cannot join the other processes ({error}): give coordinator, processes and id") from error
 
 
-def same_everywhere(text: str) -> str:
-    """Returns process 0's text in every process, up to TEXT_BYTES bytes of it."""
+def gather(value: Any) -> list[Any]:
+    """Returns the JSON value of each process, in every process."""
     if jax.process_count() == 1:
-        return text
-    padded = np.frombuffer(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"), np.uint8)
-    return bytes(multihost_utils.broadcast_one_to_all(padded).tolist()).rstrip(b"\0").decode(errors="ignore")
+        return [value]
+    own = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.array(own.size)).tolist()
+    rows = multihost_utils.process_allgather(np.pad(own, (0, max(sizes) - own.size)))
+    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
 @contextlib.contextmanager
 def first_process_first() -> Iterator[None]:
     """Runs the body on process 0, then on the others; these raise ValueError with its message if it failed there."""
     if jax.process_index() > 0:
-        if problem := same_everywhere(""):
+        if problem := gather("")[0]:
             raise ValueError(problem)
         yield
         return
     try:
         yield
     except Exception as error:
-        same_everywhere(str(error) or type(error).__name__)
+        gather(str(error) or type(error).__name__)
         raise
-    same_everywhere("")
-
-
-def anywhere(flag: bool) -> bool:
-    """Returns whether the flag is set in any process."""
-    if jax.process_count() == 1:
-        return flag
-    return bool(multihost_utils.process_allgather(np.asarray(flag)).any())
+    gather("")
 
 
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of malloc.h; a threshold of -1 means never

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from quern.data.batch import Batch
 from quern.grug.gauntlet import moved
-from quern.grug.mesh import anywhere, first_process_first, join_processes, make_mesh, same_everywhere
+from quern.grug.mesh import first_process_first, gather, join_processes, make_mesh
 from quern.grug.state import JaxTrainState, StepConfig, device_batch, init_state, state_of, step_config, train_step
 from quern.recipe import ModelRecipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
@@ -77,9 +77,9 @@ def main(coordinator: str, process: int, folder: Path) -> None:
         _, losses = steps(mesh, cfg, folder)
         found = {
             "losses": losses,
-            "named alike": same_everywhere(f"name-{process}"),
-            "one raised": anywhere(process == 1),
-            "none raised": anywhere(False),
+            "named alike": gather(f"name-{process}")[0],
+            "one raised": any(gather(process == 1)),
+            "none raised": any(gather(False)),
             "refusal": refusal,
         }
     print(json.dumps(found), flush=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,7 @@ from jax.sharding import Mesh as Devices
 from jax.sharding import PartitionSpec as P
 
 from quern.data.batch import Batch
-from quern.grug.mesh import place
+from quern.grug.mesh import gather, place
 from quern.grug.state import JaxTrainState, StepConfig, device_batch, train_step
 from quern.mesh import Mesh, ProcessGroup, alone
 from quern.model.count import Flops
@@ -30,15 +29,9 @@ class Processes(ProcessGroup):
     """JAX's processes. Values pass through its collectives, so only the thread that takes the steps may send them."""
 
     def gather_objects(self, value: Any) -> list[Any]:
-        if self.size == 1:
-            return [value]
-        self.traffic.calls["values"] += 1
-        own = np.frombuffer(json.dumps(value).encode(), np.uint8)
-        sizes = multihost_utils.process_allgather(np.array(own.size)).tolist()
-        padded = np.zeros(max(sizes), np.uint8)
-        padded[: own.size] = own
-        rows = multihost_utils.process_allgather(padded)
-        return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+        if self.size > 1:
+            self.traffic.calls["values"] += 1
+        return gather(value)
 
     def broadcast_object(self, value: Any) -> Any:
         return self.gather_objects(value)[0]
