@@ -105,7 +105,8 @@ def response(port: int, path: str, body: dict[str, Any]) -> Iterator[http.client
 def rate(requests: Sequence[Sent]) -> float:
     """Tokens a second while all clients were busy: up to the last start of a request, the share that had arrived."""
     until = max(one.start for one in requests)
-    return sum(one.tokens * np.mean(np.array(one.arrivals) <= until) for one in requests if one.arrivals) / until
+    arrived = (one.tokens * np.mean(np.array(one.arrivals) <= until) for one in requests if one.arrivals)
+    return float(sum(arrived)) / until
 
 
 def latencies(name: str, rounds: Sequence[Sequence[Sent]]) -> Iterator[Figure]:

@@ -62,8 +62,13 @@ def main(arguments: Sequence[str], log: Callable[[str], None]) -> int:
     machine = select_attention(detect(None, None, options.compile, options.threads))
     chosen = round(time.monotonic() - began, 2)
     limits = measure_limits(machine, options.quick)
-    body = head("gpu", Bench(machine, options.seed, options.quick)) | {"load_average_before": load}
-    body |= {"notes": list(machine.notes), "seconds_to_choose_attention": chosen, "limits": vars(limits)}
+    body = head("gpu", Bench(machine, options.seed, options.quick))
+    body |= {
+        "load_average_before": load,
+        "notes": list(machine.notes),
+        "seconds_to_choose_attention": chosen,
+        "limits": vars(limits),
+    }
     body |= {"seconds": 0.0, "sections": {}}
     found = body["machine"]
     log(f"{found['processor']}, {found['dtype']}, {'compiled' if machine.compile else 'eager'}")

@@ -140,7 +140,7 @@ class Handler(BaseHTTPRequestHandler):
     def _send(self, status: int, media_type: str, content: bytes, more: Mapping[str, str] = SECURITY_HEADERS) -> None:
         self.send_response(status)
         headers = {"Content-Type": media_type, "Content-Length": str(len(content)), "Cache-Control": "no-store"}
-        for name, value in (headers | more).items():
+        for name, value in {**headers, **more}.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)
