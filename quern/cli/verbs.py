@@ -146,11 +146,18 @@ def on_ranks(
     """
     from quern.mesh import refuse_uneven, refuse_unshared
     from quern.resolve import resolve
+    from quern.runs.run_lock import refuse_in_use
+    from quern.stages.own_text import refuse_unfit
     from quern.stages.session import Session
     from quern.train import launch
 
     where, here, ranks = options.where, launch.place(), options.nodes * options.ranks
     trackers = find_trackers(options.track if here.main else ())
+    if here.main:  # before the machine is tried out, which may compile
+        refuse_in_use(where.run_dir)
+        begins = verb in ("run", "pretrain") and not getattr(options, "start", None)
+        if begins and not where.run_dir.has_trained("pretrain"):
+            refuse_unfit(options.recipe, where.out)
     if here.ranks == 1:
         refuse_uneven(ranks, options.tp)
         refuse_unshared(ranks, options.tp, options.zero)
@@ -227,6 +234,7 @@ def verb_evaluate(verb: str, rest: Arguments) -> int:
     if options.ranks > 1 and here.ranks == 1:
         return launch.launch([verb, *rest], options.ranks, restarts=0, stopped="before the evaluation ended")
     rank_log = log if here.main else silent
+    where.compile = False  # as in `open_engine`
     with launch.joined(
         "quern evaluate", 1, lambda threads: where.machine(threads, log=rank_log), where.threads, PEER_SECONDS
     ) as (machine, mesh):
@@ -252,7 +260,8 @@ def verb_run(verb: str, rest: Arguments) -> int:
 
 def open_engine(options: CompleteOptions | ChatOptions) -> Any:
     """The engine of the run's model, and the loaded model. Standard output is for replies alone."""
-    options.where.run_dir.require_trained(options.stage)  # before the machine is tried out, which may compile
+    options.where.run_dir.require_trained(options.stage)
+    options.where.compile = False  # here nothing is compiled, and to try the compiler takes seconds
     from quern.generate.engine import Engine
     from quern.runs.load import load
 

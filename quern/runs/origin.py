@@ -234,7 +234,8 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     """The recipe with absolute paths, so that it is valid in every working directory."""
 
     def absolute(name: str) -> str:
-        named = name not in BUILT_IN_CONVERSATIONS and (Path(name).exists() or set(name) & set("*?["))
+        built_in = not name.strip() or name in BUILT_IN_CONVERSATIONS  # an empty path would be the working directory
+        named = not built_in and (Path(name).exists() or set(name) & set("*?["))
         return str(Path(name).absolute()) if named else name
 
     return map_paths(recipe, absolute)

@@ -162,11 +162,16 @@ def with_shards(recipe: Made, public: PublicData | None) -> Made:
     return recipe if public is None else replace(recipe, shards=public.shards)
 
 
-def _data(recipe: Resolved, out: Path) -> _Known | None:
-    name = recipe.data
-    if name == "tinyworld" or data_paths(name) or name.endswith(".bin"):
+def name_of_set(data: str) -> str | None:
+    """The public data set that a recipe's `data` names; None for tinyworld and for files.
+
+    Raises:
+        FileNotFoundError: There is no such file, folder or data set.
+        ValueError: The set is for fine-tuning.
+    """
+    if data == "tinyworld" or data_paths(data) or data.endswith(".bin"):
         return None
-    name = next((one for one in name.split("\n") if "\n" in name and not data_paths(one)), name)
+    name = next((one for one in data.split("\n") if "\n" in data and not data_paths(one)), data)
     if not name.startswith(PREFIX) and name not in data_sets.DATASETS:
         raise FileNotFoundError(
             f"--data {name}: there is no such file, folder or data set; use tinyworld, a path, one of "
@@ -178,6 +183,13 @@ def _data(recipe: Resolved, out: Path) -> _Known | None:
             f"--data {name}: the set holds {data_sets.DATASETS[name].kind} to fine-tune on, no text: give it to "
             "--conversations"
         )
+    return name
+
+
+def _data(recipe: Resolved, out: Path) -> _Known | None:
+    name = name_of_set(recipe.data)
+    if name is None:
+        return None
     known = _find(name, out, recipe.text.split, "documents")
     return known if recipe.val is None else replace(known, files=replace(known.files, val=()))
 

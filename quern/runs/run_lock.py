@@ -68,6 +68,16 @@ def lock_holder(run_dir: RunDir) -> str | None:
     return None
 
 
+def refuse_in_use(run_dir: RunDir) -> None:
+    """Raises RunInUseError if a process holds the run's lock."""
+    if who := lock_holder(run_dir):
+        raise RunInUseError(_in_use(run_dir.run, who))
+
+
+def _in_use(run: str, who: str) -> str:
+    return f"run '{run}' is in use by {who}: wait until it ends, stop it, or name another run with --run"
+
+
 def _named(held: int) -> str:
     return os.pread(held, 1 << 16, 0).decode("utf-8") or "another process"
 
@@ -99,9 +109,7 @@ def _acquire(path: Path, run: str) -> int:
                 looked = True
                 time.sleep(LOOK_SECONDS)
                 continue
-            raise RunInUseError(
-                f"run '{run}' is in use by {who}: wait until it ends, stop it, or name another run with --run"
-            ) from error
+            raise RunInUseError(_in_use(run, who)) from error
         if _is_at(held, path):
             return held
         os.close(held)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from quern.estimate.own_text import LEAST_BYTES, MINUTES, MOST_READINGS, best_depth
 from quern.machine import measure_peak_flops
 from quern.recipe import Recipe
-from quern.stages.prepare import Prepared, fit_vocabulary
+from quern.runs.public_data import name_of_set
+from quern.stages.prepare import Prepared, fit_vocabulary, own_megabytes
 from quern.stages.session import Session
 from quern.terminal import human_size
 
@@ -16,17 +18,25 @@ MFU = 0.25
 LENGTHS = ("train.steps", "train.minutes", "train.horizon_ratio")
 
 
-def fit_time(recipe: Recipe, session: Session, megabytes: float) -> Recipe:
-    """The recipe with the vocabulary that fits a text, and with a time, where neither size nor length is asked for.
+def refuse_unfit(recipe: Recipe, out: Path) -> None:
+    """Refuses a text that is missing, or too short to learn from, without reading it.
 
     Raises:
-        ValueError: The text is too short to learn from.
+        FileNotFoundError: There is no such data.
+        ValueError: The text is too short, or none is named.
     """
-    if megabytes * 1e6 < LEAST_BYTES:
+    if not recipe.data.strip():
+        raise ValueError("data is empty: name a file, a folder or a data set")
+    megabytes = own_megabytes(recipe, out) if name_of_set(recipe.data) is None else None
+    if megabytes is not None and megabytes * 1e6 < LEAST_BYTES:
         raise ValueError(
             f"the text has {megabytes * 1e6:,.0f} bytes: training needs {LEAST_BYTES:,} at least, about "
             "a page, and 1 MB, about two novels, to write sentences of its own"
         )
+
+
+def fit_time(recipe: Recipe, session: Session, megabytes: float) -> Recipe:
+    """The recipe with the vocabulary that fits a text, and with a time, where neither size nor length is asked for."""
     recipe = fit_vocabulary(recipe, megabytes)
     train = recipe.train
     open_length = train.steps is None and train.minutes is None and "train.horizon_ratio" not in session.named

@@ -52,12 +52,17 @@ def test_more_time_and_more_text_make_a_deeper_model() -> None:
     assert "warning: this is little text" in expectation(1e6, 5e4, 1e6)[-1] and len(expectation(1e6, 1e6, 1e6)) == 2
 
 
-def test_a_text_too_short_to_learn_from_is_refused_and_leaves_no_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_text_that_is_missing_or_too_short_is_refused_at_once_and_leaves_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tiny.txt").write_text("this is thirty three bytes of tx\n", encoding="utf-8")
     flags = f"--data {tmp_path}/tiny.txt --out {tmp_path}/out --no-compile --dtype fp32 --threads 1".split()
+    monkeypatch.setattr("quern.machine.detect", None)  # refused before the compiler is tried, which takes seconds
+    monkeypatch.chdir(tmp_path)
     for verb in ("run", "pretrain"):
+        for data, expected in (("none.txt", "there is no such file, folder or"), ("", "data is empty: name a")):
+            assert main.main([verb, "--data", data, *flags[2:]]) == 1
+            assert expected in capsys.readouterr().err
         assert main.main([verb, *flags]) == 1
         assert (
             capsys.readouterr()
@@ -65,6 +70,8 @@ def test_a_text_too_short_to_learn_from_is_refused_and_leaves_no_run(
             .startswith(f"quern {verb}: the text has 33 bytes: training needs 2,000 at least, about a page, and 1 MB")
         )
     assert not list((tmp_path / "out").rglob("*.json"))
+    monkeypatch.undo()
+    (tmp_path / "tiny.txt").write_text("this is thirty three bytes of tx\n" * 100, encoding="utf-8")
     assert main.main(["run", *flags, "--chat", "--no-sft"]) == 1
     assert "leave one of them out" in capsys.readouterr().err
     for encoding in ("klingon", "hex"):
