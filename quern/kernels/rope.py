@@ -26,10 +26,11 @@ EPS = 1e-6
 def rotary_angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines (…, T, 1, E / 2), fp32, of the angles at positions (…, T), by frequencies (E / 2,) in radians.
 
-    For several tokens this is a custom operator, because the compiler would otherwise compute the cosines again for
-    every element of every layer. For one token the call of the operator would cost more than that.
+    Compiled, for several tokens, this is a custom operator, because the compiler would otherwise compute the cosines
+    again for every element of every layer. For one token the call of the operator would cost more than that.
     """
-    return (_angles if positions.size(-1) == 1 else _rotary_angles)(positions, frequencies)
+    compiled = torch.compiler.is_compiling() and positions.size(-1) > 1
+    return (_rotary_angles if compiled else _angles)(positions, frequencies)
 
 
 def _angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:

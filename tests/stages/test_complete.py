@@ -2,6 +2,7 @@
 
 import io
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -317,3 +318,9 @@ class Recording(Engine):
     def _interrupted(self) -> Iterator[Event]:
         raise KeyboardInterrupt
         yield
+
+
+def test_one_reply_does_not_wait_for_the_compiler(tuned: Path) -> None:
+    asked = ["chat", "--out", str(tuned), "--max-tokens", "3", "-p", "Who is Hugo?", "--threads", "1"]
+    code = f"import sys; from quern.cli.main import main; sys.exit(main({asked}) or 'torch._dynamo' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quern.kernels.attention.blocked import attend_blocked, kept_elements
+from quern.kernels.attention.blocked import attend_blocked, attend_blocks, kept_elements
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +45,11 @@ def attend_in_blocks(
     q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2).contiguous() for x in (q_BTHE, k_BTKE, v_BTKE))
     fixed, varying = split_window(mask.window, q_BTHE.size(1))
     kept = kept_elements(q_BHTE, fixed)
-    y_BHTE, _ = attend_blocked(q_BHTE, k_BKTE, v_BKTE, mask.documents_BT, fixed, varying, scale, kept)
+    # The operator's first call outside a compiled function imports the compiler, seconds that inference need not wait.
+    operator = torch.is_grad_enabled() or torch.compiler.is_compiling() or q_BHTE.is_meta
+    y_BHTE, _ = (attend_blocked if operator else attend_blocks)(
+        q_BHTE, k_BKTE, v_BKTE, mask.documents_BT, fixed, varying, scale, kept
+    )
     return y_BHTE.transpose(1, 2)
 
 

@@ -98,8 +98,7 @@ def _now(window: int, varying: Tensor | None, T: int) -> int:
     return value if value < T else 0
 
 
-@torch.library.custom_op("quern::attend_blocked", mutates_args=())
-def attend_blocked(
+def attend_blocks(
     q_BHTE: Tensor,
     k_BKTE: Tensor,
     v_BKTE: Tensor,
@@ -129,6 +128,9 @@ def attend_blocked(
         torch.softmax(p, -1, out=p)
         y[:, queries] = torch.bmm(p, v[:, keys].contiguous())
     return y.view(q_BHTE.shape), kept
+
+
+attend_blocked = torch.library.custom_op("quern::attend_blocked", mutates_args=())(attend_blocks)
 
 
 @attend_blocked.register_fake
