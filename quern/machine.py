@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 from quern.process import environment, set_child_env  # isort: skip  # before PyTorch, which reads it
 
@@ -27,9 +27,25 @@ import torch
 from quern import compiler
 from quern.process import peak_resident, reset_peak_resident
 
-Attention = Callable[..., torch.Tensor]
-"""Computes attention: (q_BTHE, k_BTKE, v_BTKE, mask, scale=None) → (B, T, H, E), with a `kernels.attention.MaskSpec`;
-one kernel, or a choice among several (kernels/attention/autotune.py)."""
+
+class Attention(Protocol):
+    """Computes attention: one kernel, or a choice among several (kernels/attention/autotune.py)."""
+
+    def __call__(
+        self,
+        q_BTHE: torch.Tensor,
+        k_BTKE: torch.Tensor,
+        v_BTKE: torch.Tensor,
+        mask: Any,
+        scale: float | None = None,
+    ) -> torch.Tensor:
+        """Returns (B, T, H, E). mask: a `kernels.attention.MaskSpec`."""
+        ...
+
+    def prepare(self, mask: Any, T: int, device: torch.device) -> Any:
+        """Returns the mask with everything that is computed once for all layers."""
+        ...
+
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 PROBE_SECONDS = 0.05

@@ -1,8 +1,9 @@
 """Benchmarks of kernels: attention by path, length and mask, training with windows, and the loss.
 
-A path's changes of layout are included, and calls are eager. The loss is head, softcap and cross-entropy with their
-gradients. Its memory is the most that one call holds beyond what was held before it, after the compiler has run; each
-path has its own process (`python -m quern.bench.kernels`).
+A path's changes of layout are included, and calls are eager except for flex_attention, which on a CPU has no backward
+pass and compiles for every shape: there it is measured at the longest length, forward alone. The loss is head, softcap
+and cross-entropy with their gradients. Its memory is the most that one call holds beyond what was held before it, after
+the compiler has run; each path has its own process (`python -m quern.bench.kernels`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from quern.bench.measure import Bench, Figure, Job, Seconds, alternate, figure, 
 from quern.kernels import cross_entropy as kernels
 from quern.kernels.attention.attend import MaskSpec
 from quern.kernels.attention.autotune import Picked, available, kind_of
-from quern.kernels.attention.backends import BLOCKED, PLAIN, SDPA, Backend
+from quern.kernels.attention.backends import BLOCKED, PLAIN, SDPA, Backend, flex
 from quern.kernels.softcap import Cap, TanhCap
 from quern.machine import Machine, detect, machine_flags
 from quern.process import serve, start
@@ -43,11 +44,16 @@ def attention(setup: Setup) -> Iterator[Figure]:
     if not isinstance(picked, Picked):
         raise TypeError("the machine has not chosen how to compute attention: use autotune.select_attention")
     setup.settings.update(tokens=tokens, heads=HEADS, head_dim=HEAD_DIM, picked=str(picked))
-    paths = paths_of(setup.machine)
+    paths, forward_only = paths_of(setup.machine, setup.quick)
     for T in lengths:
         masks, shape = example_masks(setup, tokens // T, T, T // 4, 4 / T), (tokens // T, T, HEADS, HEAD_DIM)
-        cases = [(f"T={T}, {name}: {one.name}", mask, one) for (name, mask), one in product(masks.items(), paths)]
-        taken = attention_seconds(setup, cases, shape)
+
+        def cases(paths: list[Backend], T: int = T, masks: dict[str, MaskSpec] = masks) -> Iterator[Case]:
+            return ((f"T={T}, {name}: {path.name}", mask, path) for (name, mask), path in product(masks.items(), paths))
+
+        taken = attention_seconds(setup, cases(paths), shape)
+        if lengths[-1] == T:
+            taken |= attention_seconds(setup, cases(forward_only), shape, backward=False)
         yield from (figure(name, "ms", 1e3 * seconds) for name, seconds in taken.items())
 
         def both(mask: str, path: str, T: int = T, taken: Seconds = taken) -> np.ndarray:
@@ -62,8 +68,11 @@ def attention(setup: Setup) -> Iterator[Figure]:
                 yield figure(f"T={T}, {name}: sdpa / {path}", "×", both(name, SDPA.name) / both(name, path))
 
 
-def paths_of(machine: Machine) -> list[Backend]:
-    return [BLOCKED, SDPA, PLAIN] if machine.device.type == "cpu" else [*available(machine), PLAIN]
+def paths_of(machine: Machine, quick: bool) -> tuple[list[Backend], list[Backend]]:
+    """Returns the paths to measure at all lengths, and those to measure at the longest one, forward alone."""
+    if machine.device.type != "cpu":
+        return [*available(machine), PLAIN], []
+    return [BLOCKED, SDPA, PLAIN], [flex()] if machine.compile and not quick else []
 
 
 def example_masks(bench: Bench, rows: int, T: int, window: int, starts: float) -> dict[str, MaskSpec]:
@@ -77,11 +86,19 @@ Case = tuple[str, MaskSpec, Backend]
 """The name of a figure without its pass, a mask, and the path that computes it."""
 
 
-def attention_seconds(bench: Bench, cases: Iterable[Case], shape: tuple[int, int, int, int]) -> Seconds:
+def attention_seconds(
+    bench: Bench, cases: Iterable[Case], shape: tuple[int, int, int, int], backward: bool = True
+) -> Seconds:
     """Times all cases, which alternate, by "<name> forward" and "<name> backward". shape: (B, T, H, E)."""
     q, k, v, grad = (bench.random(*shape, seed=i) for i in range(4))
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    return bench.passes({name: partial(path.attend, q, k, v, mask, None) for name, mask, path in cases}, inputs, grad)
+    inputs = [x.requires_grad_(backward) for x in (q, k, v)]
+    forwards = {
+        name: partial(path.attend, q, k, v, path.prepare(mask, shape[1], bench.machine.device), None)
+        for name, mask, path in cases
+    }
+    if backward:
+        return bench.passes(forwards, inputs, grad)
+    return bench.seconds({f"{name} forward": forward for name, forward in forwards.items()})
 
 
 def windows(setup: Setup) -> Iterator[Figure]:

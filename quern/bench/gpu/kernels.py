@@ -2,7 +2,8 @@
 
 Attention: each path that skips what masks hide, and the definition computed in the dtype, against the definition in
 fp32; and TFLOP/s over the pairs of query and key that see each other: 4 · pairs · heads · head dim forward, 2.5 times
-that backward (FlashAttention-2, arXiv 2307.08691), for 16,384 tokens a call.
+that backward (FlashAttention-2, arXiv 2307.08691), for 16,384 tokens a call. Paths that compile for each shape
+(flex_attention) have only 16,384 and 4,096 tokens with a head dim of 128.
 
 Rotary positions, the loss, Muon's iteration: each kernel against its plain definition, for exactness (in fp32) and for
 speed (compiled). GB/s count each input read once and each output written once.
@@ -45,6 +46,7 @@ from quern.train.state import build_model
 
 TOKENS, WIDTH, WINDOW = 16_384, 2048, 1024
 SHAPES = [(128, T) for T in (16_384, 4096, 1024, 2048, 8192)] + [(64, T) for T in (16_384, 4096, 1024)]
+BY_SHAPE = ((128, 16_384), (128, 4096))
 EXACTNESS = (("bfloat16", 128), ("bfloat16", 64), ("float16", 128), ("bfloat16", 256), ("bfloat16", 32))
 FLOPS = {"forward": 1.0, "backward": 2.5}
 OVER_FULL = ", over full"
@@ -59,7 +61,7 @@ def exactness(bench: GpuBench) -> Iterator[Figure]:
     rounded = Backend("definition", attend_rounded, windows=True, documents=True, growing=True)
     kinds = (("float32", 16),) if bench.quick else EXACTNESS
     for (dtype, E), path in itertools.product(kinds, [*paths(bench), rounded]):
-        if not path.windows:
+        if not path.windows or path.by_shape:
             continue
         place, worst = f"{path.name}, {dtype}, head dim {E}: error", (0.0, "")
         try:
@@ -68,7 +70,8 @@ def exactness(bench: GpuBench) -> Iterator[Figure]:
                 if fits(path, kind_of(mask, T)):
                     shapes = enumerate((4, 4 // groups, 4 // groups, 4))
                     *inputs, grad = (bench.random(2, T, H, E, dtype=getattr(torch, dtype), seed=i) for i, H in shapes)
-                    ours, plain = bound(path.attend, mask), bound(attend_plain, mask)
+                    prepared = path.prepare(mask, T, bench.machine.device)
+                    ours, plain = bound(path.attend, prepared), bound(attend_plain, mask)
                     case = f"{T} tokens, groups of {groups}, window {mask.window}"
                     case += "" if mask.documents_BT is None else ", documents"
                     worst = max(worst, (worst_error(ours, plain, inputs, grad), case))
@@ -111,7 +114,7 @@ def speed(bench: GpuBench) -> Iterator[Figure]:
         cases: dict[str, Case] = {
             name: (name, mask, path)
             for (kind, mask), path in itertools.product(masks.items(), paths(bench))
-            if fits(path, kind_of(mask, T))
+            if fits(path, kind_of(mask, T)) and (not path.by_shape or (E, T) in BY_SHAPE)
             for name in [place(E, T, kind, path.name)]
         }
         taken = attention_seconds(bench, cases.values(), (rows, T, heads, E))
