@@ -50,7 +50,13 @@ def loss_fn(
     x = forward(params, batch["tokens"], cfg)
     if block_tokens is None or block_tokens >= x.shape[1]:
         return jnp.sum(token_losses(params, x, batch["targets"], cfg) * batch["scale"])
-    return _blockwise(params, x, batch, cfg, block_tokens)
+    if x.shape[1] % block_tokens:
+        raise ValueError(f"blocks of {block_tokens} positions do not divide rows of {x.shape[1]}")
+    _refuse_cap(cfg)
+    head = jax.reshard(params.head, P(jax.typeof(params.head).sharding.spec[0], None))
+    at_target = _at_target(params, x, batch["targets"], cfg)
+    totals = cast(jax.Array, _log_totals(x, head, batch["scale"], cfg, block_tokens))
+    return totals - jnp.sum(at_target * batch["scale"])
 
 
 def token_losses(params: Params, x: jax.Array, targets: jax.Array, cfg: ResolvedModel) -> jax.Array:
@@ -73,17 +79,6 @@ def _at_target(params: Params, x: jax.Array, targets: jax.Array, cfg: ResolvedMo
 def _refuse_cap(cfg: ResolvedModel) -> None:
     if cfg.softcap > MAX_SOFTCAP:
         raise ValueError(f"model.softcap {cfg.softcap} is too large for this loss: use at most {MAX_SOFTCAP:g}")
-
-
-def _blockwise(params: Params, x: jax.Array, batch: Batch, cfg: ResolvedModel, size: int) -> jax.Array:
-    if x.shape[1] % size:
-        raise ValueError(f"blocks of {size} positions do not divide rows of {x.shape[1]}")
-    _refuse_cap(cfg)
-    vocabulary = jax.typeof(params.head).sharding.spec[0]
-    head = jax.reshard(params.head, P(vocabulary, None))
-    at_target = _at_target(params, x, batch["targets"], cfg)
-    totals = cast(jax.Array, _log_totals(x, head, batch["scale"], cfg, size))
-    return totals - jnp.sum(at_target * batch["scale"])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))

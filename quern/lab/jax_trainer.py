@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from quern.grug.evaluate import group_sizes, validate
+from quern.grug.evaluate import group_sizes
 from quern.grug.mesh import keep_freed_memory, make_mesh, use_cpu
 from quern.grug.state import step_config
 from quern.lab.trainer import Note, Trainer
@@ -19,7 +19,7 @@ from quern.recipe import Resolved
 from quern.records import Records
 from quern.runs.training import make_batches
 from quern.stages.jax.backend import JaxBackend, JaxRun, processes
-from quern.stages.jax.train import core_of, fresh_run, make_plan
+from quern.stages.jax.train import core_of, fresh_run, make_plan, validate_run
 from quern.stages.prepare import Prepared
 from quern.train import loop
 from quern.train.state import Counters
@@ -39,10 +39,9 @@ class JaxTrainer(Trainer):
         self, recipe: Resolved, prepared: Prepared, every: int, note: Note, on_step: Callable[[int, float], None]
     ) -> tuple[int, Counters, Counts]:
         cfg = step_config(recipe, str(self.machine.dtype).removeprefix("torch."), core_of(recipe))
-        token_bytes, rows = prepared.tokenizer.token_bytes(), recipe.micro_batch_rows
 
         def evaluate(run: JaxRun) -> dict[str, Any]:
-            return note(run, validate(run.arrays.params, prepared.val, token_bytes, rows, self._mesh, cfg))
+            return note(run, validate_run(run, recipe, prepared, self._mesh))
 
         with jax.set_mesh(self._mesh):
             kinds: dict[str, int] = dict.fromkeys(KINDS, 0)

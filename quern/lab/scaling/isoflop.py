@@ -89,7 +89,11 @@ class Plan:
 def make_plan(recipe: Recipe, budgets: Sequence[float], sizes: Sequence[str], seeds: Sequence[int] = (0,)) -> Plan:
     """Plans a study."""
     counted = {size: _count(recipe, size) for size in dict.fromkeys(sizes)}
-    _refuse_mixed({size: resolved for size, (resolved, *_) in counted.items()})
+    for flag, field in (("--text.vocab-size", "vocab_size"), ("--model.context", "context")):
+        values = {size: getattr(resolved.model, field) for size, (resolved, *_) in counted.items()}
+        if len(set(values.values())) > 1:
+            listed = ", ".join(f"{value:,} at {size}" for size, value in values.items())
+            raise ValueError(f"the sizes differ in {flag[2:]} ({listed}): set {flag} for all of them")
     cells, refused = [], []
     for size, (resolved, counter, counts) in counted.items():
         model = resolved.model
@@ -119,16 +123,6 @@ def _sized(recipe: Recipe, size: str) -> Recipe:
 def _count(recipe: Recipe, size: str) -> tuple[Resolved, FlopCounter, Parameters]:
     resolved = resolve(_sized(recipe, size))
     return resolved, flop_counter(resolved), parameters(resolved)
-
-
-def _refuse_mixed(recipes: Mapping[str, Resolved]) -> None:
-    for flag, values in (
-        ("--text.vocab-size", {size: one.model.vocab_size for size, one in recipes.items()}),
-        ("--model.context", {size: one.model.context for size, one in recipes.items()}),
-    ):
-        if len(set(values.values())) > 1:
-            listed = ", ".join(f"{value:,} at {size}" for size, value in values.items())
-            raise ValueError(f"the sizes differ in {flag[2:]} ({listed}): set {flag} for all of them")
 
 
 def _length(fixed_batch: int | None, budget: float, counter: FlopCounter, context: int) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from optuna.trial import FrozenTrial, TrialState
 
-from quern.lab.search.space import Dimension, Space
+from quern.lab.search.space import Dimension, Space, shown
 from quern.lab.search.trials import TRIALS, Sweep
 from quern.lab.verdict import WORST, score
 from quern.records import strict
@@ -118,8 +118,8 @@ def _lines(folder: Path, facts: dict[str, Any], ranked: Sequence[Line], names: l
         scores = [score(run["bpb"]) for run in trial["runs"]]
         spread = f"{statistics.stdev(scores):.4f}" if len(scores) > 1 else "-"
         label = f"{trial['trial']}{' (baseline)' if trial['baseline'] else ''}"
-        shown = [_text(trial["values"][name]) for name in names]
-        rows.append((label, f"{trial['bpb']:.4f}", spread, str(len(scores)), trial["outcome"], *shown))
+        values = [shown(trial["values"][name]) for name in names]
+        rows.append((label, f"{trial['bpb']:.4f}", spread, str(len(scores)), trial["outcome"], *values))
     lines = ["", f"the best {len(rows)} of {facts['trials']:,} trials; bits per byte, and their SD over the seeds"]
     lines += grid(["trial", "bpb", "SD", "runs", "outcome", *(name.replace("_", "-") for name in names)], rows)
     lines += [""] + [f"  {count:,} {outcome}" for outcome, count in facts["outcomes"].items()]
@@ -138,7 +138,7 @@ def _lines(folder: Path, facts: dict[str, Any], ranked: Sequence[Line], names: l
             f"importances need {FEWEST_FOR_IMPORTANCES} trials, and {FEWEST_BEST} or more that were not pruned"
         )
     lines += [f"warning: {line}" for line in facts["edges"]]
-    flags = [f"--{name.replace('_', '-')} {_text(value, 6)}" for name, value in facts["best"]["values"].items()]
+    flags = [f"--{name.replace('_', '-')} {shown(value, 6)}" for name, value in facts["best"]["values"].items()]
     return [*lines, f"best: {' '.join(flags)}", f"written: {folder / RESULTS}, {folder / TRIALS}, {folder / FIGURE}"]
 
 
@@ -146,19 +146,15 @@ def _value(trial: Line) -> float:
     return float(trial["bpb"])
 
 
-def _text(value: Any, digits: int = 4) -> str:
-    return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
-
-
 # The figure -------------------------------------------------------------------------------------------------
 
 
-def draw_pairs(path: Path, ranked: Sequence[Line], shown: Sequence[Dimension]) -> None:
+def draw_pairs(path: Path, ranked: Sequence[Line], fields: Sequence[Dimension]) -> None:
     """Draws each field against the value (on the diagonal) and each pair of fields, coloured by the value."""
     scores = np.array([_value(trial) for trial in ranked])
     worst = float(np.quantile(scores, WORST_SHOWN))
     worst = worst if worst > scores[0] else float(scores.max())
-    size = len(shown)
+    size = len(fields)
     figure = Figure(figsize=(2.4 * size + 2.0, 2.0 * size + 1.0))
     panels = figure.subplots(size, size, squeeze=False, gridspec_kw={"wspace": 0.35, "hspace": 0.35})
     mapped = None
@@ -167,17 +163,17 @@ def draw_pairs(path: Path, ranked: Sequence[Line], shown: Sequence[Dimension]) -
         if column > row:
             axes.set_visible(False)
             continue
-        xs, ys = _coordinates(shown[column], ranked), _coordinates(shown[row], ranked)
+        xs, ys = _coordinates(fields[column], ranked), _coordinates(fields[row], ranked)
         if row == column:
             ys = np.minimum(scores, worst)
             axes.set_title("bits per byte", fontsize=7)
         else:
-            _scale(axes, shown[row], "y", label=column == 0)
+            _scale(axes, fields[row], "y", label=column == 0)
         # The best trials are drawn last, on top of the others.
         colours = {"c": np.minimum(scores, worst)[::-1], "cmap": "viridis_r", "vmin": scores[0], "vmax": worst}
         mapped = axes.scatter(xs[::-1], ys[::-1], s=12, **colours)
         axes.plot(xs[0], ys[0], "*", color="crimson", markersize=10)
-        _scale(axes, shown[column], "x", label=row == size - 1)
+        _scale(axes, fields[column], "x", label=row == size - 1)
         axes.tick_params(labelsize=7)
     if mapped is not None:
         figure.colorbar(mapped, ax=panels, label="bits per byte", shrink=0.6)
@@ -195,6 +191,6 @@ def _scale(axes: Axes, one: Dimension, axis: str, label: bool) -> None:
     if one.log:
         axes.set(**{f"{axis}scale": "log"})
     if one.choices:
-        axes.set(**{f"{axis}ticks": range(len(one.choices)), f"{axis}ticklabels": [*map(_text, one.choices)]})
+        axes.set(**{f"{axis}ticks": range(len(one.choices)), f"{axis}ticklabels": [*map(shown, one.choices)]})
     if label:
         getattr(axes, f"set_{axis}label")(one.name.replace("_", "-"), fontsize=8)

@@ -212,6 +212,11 @@ def _range(name: str, text: str, parts: tuple[str, str, str], kinds: tuple[type,
     return Dimension(name, text, ends[0], ends[1], step, how == "log")
 
 
+def shown(value: Any, digits: int = 4) -> str:
+    """A value of a field as text."""
+    return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 

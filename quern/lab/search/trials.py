@@ -19,7 +19,7 @@ import torch
 from optuna.exceptions import TrialPruned
 from optuna.trial import TrialState
 
-from quern.lab.search.space import Space, apply
+from quern.lab.search.space import Space, apply, shown
 from quern.lab.study import Study
 from quern.lab.trainer import Point, Trainer
 from quern.lab.verdict import WORST, score
@@ -103,7 +103,7 @@ class Trial:
             outcome, value = "failed", WORST
             self._report_missing()
         self._finish(outcome, value, reason, time.time() - began)
-        texts = [f"{name.replace('_', '-')}={_shown(value)}" for name, value in self.begun.values.items()]
+        texts = [f"{name.replace('_', '-')}={shown(value)}" for name, value in self.begun.values.items()]
         more = " …" if len(texts) > SHOWN_FIELDS else ""
         why = f" ({reason.partition(chr(10))[0][:SHOWN_REASON]})" if reason else ""
         told = f"trial {self.number}: {value:.4f} bits per byte, {outcome}{why}"
@@ -205,7 +205,3 @@ def fill(study: optuna.Study, lines: Sequence[dict[str, Any]], space: Space) -> 
             )
         )
     return study
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -175,7 +175,7 @@ def _validated_plan(
 ) -> loop.TrainingPlan:
     """The plan of the loop, with the run's validation and its saves."""
     return replace(
-        make_plan(recipe, cfg, [(recipe.train.eval_every, lambda run: _validate(run, recipe, prepared, mesh))]),
+        make_plan(recipe, cfg, [(recipe.train.eval_every, lambda run: validate_run(run, recipe, prepared, mesh))]),
         save_every=recipe.train.save_every,
         peak_flops=measure_peak_flops(cfg.dtype, mesh),
         meta=origin.meta(),
@@ -209,7 +209,7 @@ def evaluate(run_dir: RunDir, mesh: Mesh, *, dtype: str, log: Callable[[str], No
     loaded = load(run_dir, mesh, dtype, log)
     prepared = data_of_run(loaded.recipe, run_dir, lambda line: None, STAGE)
     with jax.set_mesh(mesh):
-        score = _validate(loaded.run, loaded.recipe, prepared, mesh)
+        score = validate_run(loaded.run, loaded.recipe, prepared, mesh)
     line = {"stage": STAGE, "step": loaded.run.step, "task": "validation", "metric": "bpb"}
     if jax.process_index() == 0:
         run_dir.append("evaluate.jsonl", [line | {"value": score["val_bpb"]}])
@@ -264,7 +264,7 @@ def describe(mesh: Mesh) -> str:
     return f"{mesh.devices.size} x {kind}" + (f" ({axes})" if axes else "")
 
 
-def _validate(run: JaxRun, recipe: Resolved, prepared: Prepared, mesh: Mesh) -> dict[str, Any]:
+def validate_run(run: JaxRun, recipe: Resolved, prepared: Prepared, mesh: Mesh) -> dict[str, Any]:
     """Measures a state on the validation text, in batches of about a micro-batch: a multiple of its shards."""
     shards, token_bytes = batch_shards(mesh), prepared.tokenizer.token_bytes()
     rows = max(1, recipe.micro_batch_rows // shards) * shards
