@@ -20,10 +20,8 @@ from dataclasses import asdict, dataclass, field
 
 @dataclass(frozen=True)
 class Load:
-    """Requests to send. seconds: no request starts later; rate: requests a second of the open loop, 0 for a closed one.
-
-    long_tokens: Client 0 of a closed loop sends prompts of this length; 0 for prompts like the others'.
-    """
+    """Requests to send. seconds: no request starts later; rate: requests a second of the open loop, 0 for a closed one;
+    long_tokens: prompts of client 0 of a closed loop, 0 for the others' length."""
 
     port: int
     model: str

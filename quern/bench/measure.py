@@ -122,11 +122,8 @@ def first_line(error: BaseException) -> str:
 
 
 def alternate(rounds: int, jobs: Mapping[str, Callable[[], float]], warm_up: bool = True) -> Seconds:
-    """Runs each job once per round and returns the values by job.
-
-    Every other round runs in reverse order, so that no job always follows the same job. warm_up: Begin with a round
-    that is not counted.
-    """
+    """Runs each job once per round and returns the values by job. Every other round runs in reverse order. warm_up:
+    begin with a round that is not counted."""
     taken: dict[str, list[float]] = {name: [] for name in jobs}
     for turn in range(0 if warm_up else 1, rounds + 1):
         for name in list(jobs)[:: 1 if turn % 2 == 0 else -1]:

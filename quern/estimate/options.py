@@ -32,11 +32,8 @@ NVLINK_SECONDS, PCIE_SECONDS = 3e-6, 1e-5
 
 @dataclass(frozen=True)
 class Processor:
-    """A GPU, or one rank's share of a CPU, in FLOP/s, bytes, bytes per second and seconds.
-
-    `link_bandwidth` and `link_seconds` (of one hop) are those between the GPUs of a machine, of which there are usually
-    `per_machine`. The driver, NCCL and the allocator keep `reserved` bytes.
-    """
+    """A GPU, or one rank's share of a CPU, in FLOP/s, bytes, bytes per second and seconds. Links are those between the
+    GPUs of a machine, their seconds of one hop; `reserved`: bytes of the driver, NCCL and the allocator."""
 
     peak_flops: float
     memory: float

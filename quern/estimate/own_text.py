@@ -55,10 +55,8 @@ def bits_per_byte(parameters: float, text_bytes: float, read_bytes: float) -> fl
 
 
 def vocabulary(megabytes: float) -> int:
-    """Returns the vocabulary for a text: 512 tokens for 0.1 MB, 2,048 for 1 MB, 4,096 for 10 MB, at most 8,192.
-
-    A token must be read often to be learned, and each one has a row in the embedding and in the head.
-    """
+    """Returns the vocabulary for a text: 512 tokens for 0.1 MB, 2,048 for 1 MB, 4,096 for 10 MB, at most 8,192: a token
+    must be read often to be learned."""
     return max(320, min(8192, 2 ** math.floor(11 + 0.5 * math.log2(max(1e-6, megabytes)))))
 
 
@@ -97,11 +95,8 @@ def expectation(parameters: float, text_bytes: float, read_bytes: float) -> list
 
 
 def more(parameters: float, text_bytes: float, read_bytes: float, measured: float) -> list[tuple[str, float]]:
-    """Returns what the law expects of more text and time, from the bits per byte that a run measured.
-
-    Returns:
-        (label, bits per byte), without cases in which the text would be learned by heart.
-    """
+    """Returns what the law expects of more text and time, from the bits per byte that a run measured: (label, bits per
+    byte), without cases in which the text would be learned by heart."""
     readings = read_bytes / text_bytes
     scale = measured / bits_per_byte(parameters, text_bytes, read_bytes) if readings <= MOST_READINGS else 1.0
     cases = (

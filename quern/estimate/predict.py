@@ -117,9 +117,7 @@ def part(size_in_bytes: int, ranks: int) -> int:
 
 def bytes_sent(model: Any, tokens: int, shards: int, recomputed: int) -> dict[str, int]:
     """Bytes that a rank sends through its model group in one training micro-batch of B·T tokens, by kind of collective.
-
-    model: Whole, in its training dtype; recomputed: the first so many blocks run again in the backward pass.
-    """
+    model: whole, in its training dtype; recomputed: so many first blocks run again in the backward pass."""
     plan = plan_of(model)
     width, itemsize = model.embedding.weight.size(1), model.embedding.weight.itemsize
     filled = -(-tokens // shards) * shards
@@ -180,10 +178,8 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of one step by part; `data` is the part of its communication that nothing hides, `hidden` the rest.
-
-    `flops` are those of the model over all ranks; `traffic` is the bytes that a rank sends, by collective.
-    """
+    """Seconds of one step by part; `data`: what nothing hides of its communication, `hidden` the rest; `flops`: of the
+    model over all ranks; `traffic`: bytes that a rank sends, by collective."""
 
     products: float
     pointwise: float

@@ -55,11 +55,7 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> 
 
 
 def choose(platform: str, q: jax.Array | jax.ShapeDtypeStruct, mask: AttentionMask) -> Callable[..., jax.Array]:
-    """Returns the function for a platform ("cpu", "gpu", "tpu") and inputs of this shape and dtype.
-
-    cuDNN's kernel takes half precision and heads of multiples of 8 up to 128, and here no segments. Splash takes rows
-    and heads of multiples of 128.
-    """
+    """Returns the function for a platform ("cpu", "gpu", "tpu") and inputs of this shape and dtype (docs/grug.md)."""
     T, E = q.shape[1], q.shape[-1]
     if platform == "gpu" and q.dtype != jnp.float32 and E % 8 == 0 and E <= 128 and mask.segment_ids is None:
         return cudnn_attention
@@ -98,11 +94,8 @@ def blocked_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionM
 
 
 def blocked_with_totals(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> tuple[jax.Array, jax.Array]:
-    """`blocked_attention`, and the log of each query's sum of exp(score): (B, T, H) fp32. Both have gradients.
-
-    Heads are the leading dims and the queries of a group are stacked along T, so each product is a plain batch of
-    matrix products. On a CPU that is nearly twice as fast as with T first.
-    """
+    """`blocked_attention`, and the log of each query's sum of exp(score): (B, T, H) fp32. Heads are the leading dims
+    and a group's queries are stacked along T, so each product is a plain batch of matrix products."""
     G = q.shape[2] // k.shape[2]
     q, k, v = (jnp.transpose(x, (0, 2, 1, 3)) for x in (_below(q, G), k, v))
     # Without the barrier XLA fuses the transposition into the products, which then run in fp32.
@@ -174,11 +167,8 @@ def _blocks(T: int, mask: AttentionMask) -> list[tuple[int, int, int, int]]:
 
 
 def _over_queries(x: jax.Array, weights: jax.Array) -> jax.Array:
-    """(B, K, M, E), (B, K, M, S) → fp32 (B, K, E, S), summed over the M queries.
-
-    M is split into two dims: then XLA's CPU backend transposes the first operand and uses the matrix units. With a
-    single summed dim that is not the last one it multiplies in fp32, a quarter as fast. x is the smaller operand.
-    """
+    """(B, K, M, E), (B, K, M, S) → fp32 (B, K, E, S), summed over the M queries, which are split into two dims so that
+    XLA's CPU backend uses the matrix units (docs/grug.md). x is the smaller operand."""
     halves = [
         jnp.reshape(
             z, (*z.shape[:2], 2 - z.shape[2] % 2, -1, z.shape[3]), out_sharding=P(BATCH, "model", None, None, None)

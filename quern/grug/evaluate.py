@@ -77,10 +77,7 @@ def flops_per_token(cfg: StepConfig) -> float:
 
 
 def measure_peak_flops(dtype: str, mesh: Mesh) -> float:
-    """Measures the FLOP/s of one device with large square products, times the number of devices.
-
-    The devices of a CPU share its cores, so they count as one per process.
-    """
+    """Measures the FLOP/s of large square products on one device, times the devices. Those of a CPU count as one."""
     device = next(device for device in mesh.devices.flat if device.process_index == jax.process_index())
     devices = jax.process_count() if device.platform == "cpu" else mesh.devices.size
     return devices * matmul_flops(dtype, device, 2048, 8)
@@ -106,10 +103,7 @@ def choose_dtype(dtype: str | None) -> str:
 
 
 def is_faster(narrow: Sequence[float], wide: Sequence[float]) -> bool:
-    """Returns whether the median ratio of the rates, bf16 to fp32, is above CLEARLY.
-
-    The ratio is taken within each round: a busy machine slows both of a round, and the median ignores an odd round.
-    """
+    """Returns whether the median over the rounds of the ratio of the rates, bf16 to fp32, is above CLEARLY."""
     return median(a / b for a, b in zip(narrow, wide, strict=True)) > CLEARLY
 
 

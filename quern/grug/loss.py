@@ -26,11 +26,8 @@ Batch = dict[str, jax.Array]
 
 
 def measured_block(platform: str, dtype: str, context: int) -> int | None:
-    """Returns the faster `block_tokens` of `loss_fn`, as measured (docs/grug.md).
-
-    Blocks are faster on CPUs in bf16, where their logits stay in the cache. Elsewhere, and where blocks do not divide a
-    row, the loss takes whole rows (None).
-    """
+    """Returns the faster `block_tokens` of `loss_fn`: blocks that divide a row on CPUs in bf16, where their logits stay
+    in the cache, else None for whole rows."""
     return BLOCK_TOKENS if platform == "cpu" and dtype == "bfloat16" and context % BLOCK_TOKENS == 0 else None
 
 
@@ -60,11 +57,8 @@ def loss_fn(
 
 
 def token_losses(params: Params, x: jax.Array, targets: jax.Array, cfg: ResolvedModel) -> jax.Array:
-    """Computes the nats of each target (B, T), fp32, from hidden states (B, T, D).
-
-    Capped logits need no maximum subtracted, and each target's logit is computed from its row of the head. That saves
-    two passes over the vocabulary. Raises ValueError for a cap over 60: fp32 cannot sum such exponentials.
-    """
+    """Computes the nats of each target (B, T), fp32, from hidden states (B, T, D). Capped logits need no maximum
+    subtracted, which saves a pass; ValueError for a cap over 60, since fp32 cannot sum such exponentials."""
     _refuse_cap(cfg)
     total = jnp.sum(jnp.exp(logits(params, x, cfg)), axis=-1)
     return jnp.log(total) - _at_target(params, x, targets, cfg)
@@ -83,11 +77,8 @@ def _refuse_cap(cfg: ResolvedModel) -> None:
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _log_totals(x: jax.Array, head: jax.Array, scale: jax.Array, cfg: ResolvedModel, size: int) -> jax.Array:
-    """Sum of scale · log(sum of exp(logits)), a block at a time.
-
-    It has a custom gradient: the cotangent of a sum is one number, so the forward pass computes each block's gradients
-    from the logits it holds. Autodiff would compute the logits a second time.
-    """
+    """Sum of scale · log(sum of exp(logits)), a block at a time. The cotangent of a sum is one number, so the forward
+    pass computes each block's gradients from the logits it holds; autodiff would compute these again."""
     return jnp.sum(jax.lax.map(lambda block: _totals(block[0], head, cfg, block[1])[0], _cut(x, scale, size)))
 
 

@@ -44,11 +44,8 @@ def make_mesh(
     model: int = 1,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """Makes a mesh of these sizes over `devices`, by default all devices of all processes.
-
-    data: None takes the devices that the other axes leave. Raises ValueError, with the number of devices, when the
-    sizes do not multiply to it.
-    """
+    """Makes a mesh of these sizes over some devices, by default all of all processes; data: None takes what the other
+    axes leave. Raises ValueError when the sizes do not multiply to the number of devices."""
     devices = jax.devices() if devices is None else list(devices)
     others = replica_dcn * replica * model
     if min(replica_dcn, replica, model, data or 1) < 1:
@@ -147,10 +144,7 @@ def use_cpu(threads: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep freed memory for the next step; other C libraries are left alone (docs/grug.md has figures).
-
-    It holds for the whole process. Call it before JAX starts its threads.
-    """
+    """Makes glibc keep freed memory for the next step, before JAX starts its threads (docs/grug.md has figures)."""
     if sys.platform != "linux":
         return
     with contextlib.suppress(OSError, AttributeError):
@@ -160,11 +154,8 @@ def keep_freed_memory() -> None:
 
 
 def product(subscripts: str, x: jax.Array, y: jax.Array, spec: P, dtype: Any = None) -> jax.Array:
-    """Computes einsum(subscripts, x, y), sharded by `spec`, accumulated in fp32; its dtype is x's by default.
-
-    Its gradients also run on matrix units (docs/grug.md, "Products"). Each letter is in at least
-    two of the three terms, so the gradients are einsums of the same letters.
-    """
+    """Computes einsum(subscripts, x, y), sharded by `spec`, accumulated in fp32; its dtype is x's by default. Each
+    letter is in at least two of the three terms, so its gradients are einsums, too (docs/grug.md, "Products")."""
     return cast(jax.Array, _product(subscripts, x, y, spec, dtype or x.dtype))
 
 

@@ -74,11 +74,8 @@ def has_value_embedding(layer: int, depth: int) -> bool:
 
 
 def layout(cfg: ResolvedModel, mesh: AnyMesh) -> Params:
-    """Returns Params of `jax.ShapeDtypeStruct`: each parameter's shape and its sharding at rest.
-
-    A width or vocabulary that an axis does not divide is not sharded along it. Raises ValueError for a model axis that
-    does not divide heads or feed-forward channels.
-    """
+    """Returns Params of `jax.ShapeDtypeStruct`: each parameter's shape and its sharding at rest. What an axis does not
+    divide is not sharded along it; ValueError for a model axis that does not divide heads or feed-forward channels."""
     check_model_axis(cfg, mesh)
     depth, D, V, K = cfg.depth, cfg.width, cfg.vocab_size, cfg.kv_heads
     HE, KE = cfg.heads * cfg.head_dim, K * cfg.head_dim
@@ -113,10 +110,8 @@ def layout(cfg: ResolvedModel, mesh: AnyMesh) -> Params:
 
 
 def init_parameters(cfg: ResolvedModel, *, key: jax.Array) -> Params:
-    """Returns new fp32 parameters, sharded over the current mesh; the values do not depend on the mesh.
-
-    Their distributions are those of the PyTorch model; the generator, and so the values, are not.
-    """
+    """Returns new fp32 parameters, sharded over the current mesh, which does not change their values. Their
+    distributions are those of the PyTorch model, not its values."""
     shapes = layout(cfg, jax.sharding.get_abstract_mesh())
     bound = math.sqrt(3.0 / cfg.width)
     keys = iter(jax.random.split(key, len(jax.tree.leaves(shapes))))

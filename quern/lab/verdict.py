@@ -96,10 +96,8 @@ class Judgement:
 
 @lru_cache
 def _crossings(most_pairs: int) -> tuple[Floats, Floats]:
-    """Boundaries c, and the probability that |mean √n / sd| of normal differences without effect reaches c at any look.
-
-    The density of the sum of n differences that have not crossed is integrated from look to look.
-    """
+    """Boundaries c, and the probability that |mean √n / sd| of normal differences without effect reaches c at any look:
+    the density of the sum of n differences that have not crossed is integrated from look to look."""
     boundaries = np.linspace(0.5, 8, 51)[:, None]
     nodes, weights = np.polynomial.legendre.leggauss(64)
     end = boundaries * math.sqrt(FIRST_LOOK) * (FIRST_LOOK / most_pairs) ** (SHAPE - 0.5)
@@ -118,12 +116,10 @@ def critical(level: ArrayLike, most_pairs: int) -> Floats:
 
 
 def moderate(variances: ArrayLike, degrees: ArrayLike) -> tuple[Floats, Floats]:
-    """Computes what the variances of the ideas of a study (last axis) have in common.
-
-    Moments of the log variances (Smyth 2004, section 6.2), with less weight. All differences share the runs of the
-    baseline, so their variances correlate by up to 1/4, and K of them know no more than K / (1 + (K - 1)/4)
-    independent ones. The factor (K - 3) / (K - 1), as James and Stein's, is for the error of the weight itself.
-    """
+    """Computes what the variances of the ideas of a study (last axis) have in common: moments of their logarithms
+    (Smyth 2004, section 6.2), with less weight, since all differences share the baseline's runs. K ideas, which
+    correlate by up to 1/4, know no more than K / (1 + (K - 1)/4) independent ones; (K - 3) / (K - 1), as James and
+    Stein's, is for the error of the weight."""
     v, df = np.broadcast_arrays(np.asarray(variances, float), np.asarray(degrees, float))
     known = (v > LEAST_VARIANCE) & (df > 0)
     half, count = np.where(known, df, 1.0) / 2, np.maximum(known.sum(-1, keepdims=True), 2)
@@ -214,12 +210,9 @@ class Estimate(NamedTuple):
 
 
 def estimate(found: Moments) -> Estimate:
-    """Estimates idea - baseline: mean of (idea - a · baseline) over the pairs, - (1 - a) · mean of the other seeds.
-
-    a is 1 for a plain paired difference, and in studies of fewer than four ideas. The less the runs of a pair have in
-    common, the more the other seeds tell, and the lower is a: for runs of equal variance σ² whose differences have the
-    variance τ² the best is 1 - (others / all seeds) · τ² / 2σ². Any a is unbiased; the error is that of the a used.
-    """
+    """Estimates idea - baseline: mean of (idea - a · baseline) over the pairs, - (1 - a) · mean of the other seeds. a
+    is 1 in studies of fewer than four ideas. For runs of equal variance σ² whose differences have the variance τ² the
+    best is 1 - (others / all seeds) · τ² / 2σ²; any a is unbiased, and the error is that of the a used."""
     n, degrees = np.maximum(found.pairs, 1.0), np.maximum(found.pairs - 1, 0.0)
     others, seeds = np.maximum(found.others, 1.0), np.maximum(found.pairs + found.others, 2.0)
 

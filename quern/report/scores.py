@@ -61,10 +61,8 @@ class ScoreRow:
 
 @dataclass(frozen=True)
 class ScoreTable:
-    """Scores of the stages (name, title).
-
-    chart: whether they are shares, which the page draws in a plot above it; folded: whether the page folds the table.
-    """
+    """Scores of the stages (name, title). chart: whether the page draws them in a plot above; folded: whether it folds
+    them."""
 
     title: str
     introduction: str

@@ -114,10 +114,8 @@ class Prediction:
 
 
 def predictions(study: Comparison, found: Sequence[Row]) -> list[Prediction]:
-    """Predicts each idea's multiplier on its highest rung from those below, without a trial of that rung.
-
-    The interval is that of the measurement: it has the error of the prediction and that of the measured value.
-    """
+    """Predicts each idea's multiplier on its highest rung from those below alone. The interval is that of the
+    measurement."""
     made: list[Prediction] = []
     for row in found:
         rungs = sorted(row.flops)

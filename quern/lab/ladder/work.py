@@ -66,10 +66,8 @@ class Options:
 
 
 def judged(study: Comparison, rung: int) -> Judgement:
-    """The verdicts on all ideas of a study at a rung, at equal steps.
-
-    An idea whose runs are those of the baseline, bit for bit, changes nothing, and says nothing of the noise of others.
-    """
+    """The verdicts on all ideas at a rung, at equal steps. Runs that are the baseline's, bit for bit, say nothing of
+    noise."""
     base = _scores(study, study.plan.base, rung)
     runs = {name: scores for name in study.ideas if (scores := _scores(study, name, rung))}
     same = {name for name, scores in runs.items() if all(base.get(seed, math.nan) == scores[seed] for seed in scores)}

@@ -65,10 +65,8 @@ def to_torch(params: Params) -> dict[str, np.ndarray]:
 
 
 def from_torch(tensors: Mapping[str, np.ndarray], cfg: ResolvedModel, mesh: Mesh) -> Params:
-    """Converts arrays, by their names in the PyTorch model, into parameters that are sharded over the mesh.
-
-    Raises ValueError naming the arrays that are missing, unknown or of another shape.
-    """
+    """Converts arrays, by their names in the PyTorch model, into parameters on the mesh. Raises ValueError naming those
+    that are missing, unknown or of another shape."""
     shapes = layout(cfg, mesh)
     names = torch_names(shapes)
     expected = dict(zip(jax.tree.leaves(names), jax.tree.leaves(shapes), strict=True))
