@@ -176,14 +176,13 @@ def _more_workers(
     try:
         for number in range(1, options.workers):
             env, words = {**environment(), WORKER: "1", **variables(number)}, [*command, "--workers", "1"]
-            with (options.folder / f"worker-{number}.log").open("ab") as log_file:
-                start = subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stdout=log_file, stderr=log_file)
-                workers.append(start)
+            with (options.folder / f"worker-{number}.log").open("ab") as out:
+                workers.append(subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stdout=out, stderr=out))
         yield
         for number, worker in enumerate(workers, 1):
             if worker.wait() != 0:
                 log(f"worker {number} ended with code {worker.returncode}: see {options.folder}/worker-{number}.log")
     finally:
         for worker in workers:
-            worker.terminate()
-            worker.wait()
+            with worker:
+                worker.terminate()
