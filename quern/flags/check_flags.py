@@ -1,7 +1,7 @@
-"""Checks flags before tyro reads them, so that each mistake gives an error of one line.
+"""Reads the flags of a dataclass, and gives an error of one line for each mistake.
 
-It knows the flags of a dataclass (numbers, choices, switches, texts, and tuples of these) and one positional argument.
-tyro converts the values and prints the help.
+It knows numbers, choices, switches, texts, and tuples of these, and one positional argument. tyro, whose rules these
+are, prints the help: its parser of a recipe takes a fifth of a second to build.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import shutil
 import textwrap
 from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
@@ -77,10 +77,12 @@ def _parsed_text(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
 
 @dataclass(frozen=True)
 class Flag:
-    """name: with dashes, such as --train.log-every; kind: the type of its value; required: it has no default; appended:
-    given again, it adds values; annotation: that of its field, with the range."""
+    """name: with dashes, such as --train.log-every; path: the names of its parts and its field; kind: the type of its
+    value; required: it has no default; appended: given again, it adds values; annotation: that of its field, with the
+    range."""
 
     name: str
+    path: tuple[str, ...]
     kind: Any
     required: bool = False
     appended: bool = False
@@ -132,48 +134,43 @@ def read(
 
     Raises:
         ValueError: Naming the wrong flag and its valid values.
-        SystemExit: After the help (code 0), or for what only tyro refuses (code 2).
+        SystemExit: After the help (code 0).
     """
-    arguments = check(kind, arguments, prog, complete=default is None)
-    instead: dict[str, Any] = {} if default is None else {"default": default}
     if HELP_FLAGS in arguments:
         print(*(name for _, names in _flags(kind) for name in names if name.startswith("--")), sep="\n")
         raise SystemExit(0)
-    if not HELP.isdisjoint(arguments):  # tyro does not wrap it
-        width = shutil.get_terminal_size().columns
-        for part in [*(description or inspect.getdoc(kind) or "").split("\n\n"), *filter(None, [more])]:
-            print(part if part.startswith("example: ") else textwrap.fill(part, width), end="\n\n")
-        arguments = ["--help"]
+    if HELP.isdisjoint(arguments):
+        return _made(kind, default, check(kind, arguments, prog, complete=default is None))
+    width = shutil.get_terminal_size().columns  # tyro does not wrap it
+    for part in [*(description or inspect.getdoc(kind) or "").split("\n\n"), *filter(None, [more])]:
+        print(part if part.startswith("example: ") else textwrap.fill(part, width), end="\n\n")
+    instead: dict[str, Any] = {} if default is None else {"default": default}
     with VALUES:
-        return tyro.cli(kind, prog=prog, args=arguments, description="", config=(tyro.conf.DisallowNone,), **instead)
+        return tyro.cli(kind, prog=prog, args=["--help"], description="", config=(tyro.conf.DisallowNone,), **instead)
 
 
-def check(kind: type, arguments: Sequence[str], prog: str, complete: bool = False) -> list[str]:
-    """Checks the names and the values of flags, and returns the arguments for tyro: a value that begins with a dash is
-    joined to its flag.
+def check(kind: type, arguments: Sequence[str], prog: str, complete: bool = False) -> dict[str, Any]:
+    """Reads the values of flags, by field; those of a part are a dict.
 
     complete: also refuse a command line that lacks a required flag. Raises ValueError for the first unknown flag and
     the first value that cannot be read.
     """
-    if not HELP.isdisjoint(arguments):
-        return list(arguments)
     known = {spelling: flag for flag, spellings in _flags(kind) for spelling in spellings}
-    hints = get_type_hints(kind, include_extras=True).values()
-    positional = next((Flag("", _bare(hint)) for hint in hints if _is(hint, POSITIONAL)), None)
+    positional = next(_positionals(kind), None)
     given: set[str] = set()
-    read: list[str] = []
+    read: dict[str, Any] = {}
     at = 0
     while at < len(arguments):
         argument = arguments[at]
         typed, equals, value = argument.partition("=")
         at += 1
-        read.append(argument)
         if not typed.startswith("-") or typed == "-":
-            if positional is None:
+            if positional is None or (not positional.many and "" in given):
                 run = "; the name of a run follows the verb at once" if "--run" in known else ""
                 text = ", a text follows -p" if "-p" in known else ""
                 raise ValueError(f"'{typed}' belongs to no option: see {prog} --help{run}{text}")
-            _check_values(positional, "the argument", [argument])
+            _put(read, positional, _converted(positional, "the argument", [argument]))
+            given.add("")
             continue
         flag = known.get(_dashed(typed))
         if flag is None:
@@ -184,22 +181,49 @@ def check(kind: type, arguments: Sequence[str], prog: str, complete: bool = Fals
         if flag.kind is bool:
             if equals:
                 raise ValueError(f"{flag.name} takes no value: give {flag.name} or {negated(flag.name)}")
+            _put(read, flag, [_dashed(typed) == flag.name])
             continue
         values = [value] if equals else _values(arguments[at:], known, flag.many)
         at += 0 if equals else len(values)
         values = [_whole(value) if flag.number is int else value for value in values]
-        _check_values(flag, typed, values)
-        if equals or (not flag.many and values[0].startswith("-")):
-            read[-1] = f"{flag.name}={values[0]}"
-        else:
-            read += values
-    missing = [flag.name for flag in known.values() if flag.required and flag.name not in given]
+        _put(read, flag, _converted(flag, typed, values))
+    needed = [*known.values(), *([positional] if positional else [])]
+    missing = [flag.name or flag.path[-1].upper() for flag in needed if flag.required and flag.name not in given]
     if complete and missing:
         raise ValueError(f"{missing[0]} is missing: see {prog} --help")
     return read
 
 
-def _flags(kind: type, prefix: str = "") -> Iterator[tuple[Flag, list[str]]]:
+def _put(read: dict[str, Any], flag: Flag, values: list[Any]) -> None:
+    """Adds the values of a flag. A list follows what the flag or the positional argument gave before."""
+    *parts, own = flag.path
+    for part in parts:
+        read = read.setdefault(part, {})
+    read[own] = (*read.get(own, ()), *values) if flag.many else values[0]
+
+
+def _made(kind: type[T], default: T | None, given: dict[str, Any]) -> T:
+    """An instance with the values that `check` has read."""
+    values, hints = dict[str, Any](), get_type_hints(kind)
+    for f in fields(kind):  # type: ignore[arg-type]
+        if isinstance(value := given.get(f.name), dict):
+            made = None if f.default_factory is MISSING else f.default_factory()
+            part: Any = made if default is None else getattr(default, f.name)
+            value = _made(hints[f.name] if part is None else type(part), part, value)
+        if value is not None:
+            values[f.name] = value
+    return kind(**values) if default is None else replace(default, **values)  # type: ignore[type-var]
+
+
+def _positionals(kind: type) -> Iterator[Flag]:
+    hints = get_type_hints(kind, include_extras=True)
+    for f in fields(kind):
+        if _is(hints[f.name], POSITIONAL):
+            required = f.default is MISSING and f.default_factory is MISSING
+            yield Flag("", (f.name,), _bare(hints[f.name]), required)
+
+
+def _flags(kind: type, prefix: str = "", path: tuple[str, ...] = ()) -> Iterator[tuple[Flag, list[str]]]:
     """Every flag of a dataclass with all its spellings."""
     hints, plain = get_type_hints(kind, include_extras=True), get_type_hints(kind)
     for f in fields(kind):
@@ -212,10 +236,10 @@ def _flags(kind: type, prefix: str = "") -> Iterator[tuple[Flag, list[str]]]:
         own = next((mark.name for mark in marks if getattr(mark, "name", None) is not None), f.name)
         if is_dataclass(bare):
             assert isinstance(bare, type)
-            yield from _flags(bare, f"{prefix}{own}." if own else prefix)
+            yield from _flags(bare, f"{prefix}{own}." if own else prefix, (*path, f.name))
             continue
         required = f.default is MISSING and f.default_factory is MISSING
-        flag = Flag(_dashed(f"--{prefix}{own}"), bare, required, _is(hint, APPENDED), hint)
+        flag = Flag(_dashed(f"--{prefix}{own}"), (*path, f.name), bare, required, _is(hint, APPENDED), hint)
         aliases = [alias for mark in marks for alias in getattr(mark, "aliases", None) or ()]
         yield flag, [flag.name, *aliases, *([negated(flag.name)] if bare is bool else [])]
 
@@ -247,12 +271,13 @@ def _values(rest: Sequence[str], known: Container[str], many: bool) -> list[str]
     return values
 
 
-def _check_values(flag: Flag, typed: str, values: list[str]) -> None:
+def _converted(flag: Flag, typed: str, values: list[str]) -> list[Any]:
     kind = next(kind for kind in flag.choices if kind is not type(None))
-    names = [str(choice) for choice in get_args(kind)] if get_origin(kind) is Literal else None
+    names = {str(choice): choice for choice in get_args(kind)} if get_origin(kind) is Literal else {}
     takes = f"one of {', '.join(names)}" if names else NUMBERS.get(kind, "a value")
     if not values and not flag.many:
         raise ValueError(f"{typed} takes {takes}: none was given")
+    found: list[Any] = []
     for value in values:
         if (names and value not in names) or (kind in NUMBERS and not _reads(kind, value)):
             raise ValueError(f"{typed} takes {takes}, not '{value}'")
@@ -260,9 +285,12 @@ def _check_values(flag: Flag, typed: str, values: list[str]) -> None:
             refuse_outside(flag.annotation, flag.number(value), flag.name)
         if hasattr(kind, "parse"):
             try:
-                kind.parse(value)
+                found.append(kind.parse(value))
             except ValueError as error:
                 raise ValueError(f"{typed} {error}") from error
+        else:
+            found.append(names[value] if names else kind(value))
+    return found
 
 
 def _whole(value: str) -> str:

@@ -61,7 +61,7 @@ def killed_and_resumed(
 
 @pytest.mark.parametrize(
     ("command", "dtype", "chains", "kills"),
-    [(PRETRAIN, "fp32", 2, 2), (PRETRAIN, "bf16", 2, 1), (SFT, "fp32", 2, 1), (RL, "fp32", 2, 1)],
+    [(PRETRAIN, "fp32", 2, 1), (PRETRAIN, "bf16", 1, 1), (SFT, "fp32", 1, 1), (RL, "fp32", 1, 1)],
     ids=["pretrain-fp32", "pretrain-bf16", "sft-fp32", "rl-fp32"],
 )
 def test_killed_and_resumed_is_uninterrupted(
@@ -74,8 +74,7 @@ def test_killed_and_resumed_is_uninterrupted(
         "0",
     )
     assert differing == [], places
-    # One may have been drawn beyond a run's end. Two hundred are a campaign.
-    assert len(places) >= chains * kills - 1, places
+    assert len(places) == chains * kills, places  # two hundred, several in one run, are a campaign
     assert sum(place.startswith("save") for place in places) >= chains // 2, places
 
 
@@ -138,7 +137,7 @@ def test_the_check_can_fail(bench: Bench) -> None:
 LONG = [
     *PRETRAIN[: PRETRAIN.index("--train.steps")],
     "--train.steps",
-    "200",
+    "80",
     *PRETRAIN[PRETRAIN.index("--optim.lr-scale") :],
 ]
 

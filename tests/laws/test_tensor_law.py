@@ -14,7 +14,7 @@ from tests.support.ranks import Ranks
 
 BAR = 1e-5
 Law = Callable[[str, float | int | str, str], None]
-LAYOUTS = ((1, 1, False), (2, 2, False), (2, 2, True), (4, 4, False), (4, 2, False), (4, 2, True))
+LAYOUTS = ((1, 1, False), (2, 2, True), (4, 4, False), (4, 2, True))
 """(ranks, tp, accumulated in micro-batches of unequal size); ranks / tp replicas."""
 COMPARED, GENERATED = "tests.parallel.sharded:compared", "tests.parallel.sharded:generated"
 

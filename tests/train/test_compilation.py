@@ -65,9 +65,9 @@ def recipe_of(source: Recipe, depth: int) -> Resolved:
 
 
 # Kinds of blocks at a depth of eight, and the parts around them. gpt: windows S and L, with and without a value
-# embedding, of which S without one, S with one and L with one occur; enter and leave. llama: its block, the last norm.
-# unet: with a skip and without, with a value embedding and without, no attention; enter, merge, leave.
-@pytest.mark.parametrize(("source", "most"), [(gpt.RECIPE, 5), (llama.RECIPE, 2), (unet.RECIPE, 7)])
+# embedding, of which S without one, S with one and L with one occur; enter and leave. unet: with a skip and without,
+# with a value embedding and without, no attention; enter, merge, leave.
+@pytest.mark.parametrize(("source", "most"), [(gpt.RECIPE, 5), (unet.RECIPE, 7)])
 def test_nothing_is_compiled_after_the_first_step(source: Recipe, most: int, tmp_path: Path) -> None:
     recipe, counter = recipe_of(source, 8), Counter()
     model = build_model(recipe, MACHINE, 0)
@@ -87,11 +87,11 @@ def test_nothing_is_compiled_after_the_first_step(source: Recipe, most: int, tmp
 
     # A window that grows, as in the recipe's own schedule, and micro-batches of one size.
     plan = toy_plan(
-        6, micro_batch_rows=ROWS // 2, evaluators=[(1, evaluate)], schedule=recipe.make_schedule(recipe.train)
+        4, micro_batch_rows=ROWS // 2, evaluators=[(1, evaluate)], schedule=recipe.make_schedule(recipe.train)
     )
     with StageFolder(tmp_path) as folder:
         assert loop.train(TorchBackend(state, MACHINE), toy_loader(), plan, folder, pytest.fail) == 0
-    assert seen == [seen[0]] * 6 and counter.graphs == seen[0], "something was compiled after the first step"
+    assert seen == [seen[0]] * 4 and counter.graphs == seen[0], "something was compiled after the first step"
     assert 0 < seen[0] <= most
 
 
