@@ -3,7 +3,7 @@
 #   make quickstart   text → model → chat, then a report          make laws      measure the laws, write docs/laws.md
 #   make rl           practise counting and spelling, after the quickstart
 #   make test         the whole suite                             make bench     throughput of every stage
-#   make check        lint, types, import layers                  make campaign  the slow, many-trial tests
+#   make check        lint, types of what changed, import layers  make campaign  the slow, many-trial tests
 #   make clean        remove caches and .venv, keep out/
 #
 # Variables:  PYTHON  the interpreter that makes .venv (3.11 or newer)
@@ -22,12 +22,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
+TYPED := $(VENV)/.typed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # A file, or a group of files that share a server process, runs in one worker; tests/conftest.py puts the slowest first.
 PARALLEL := -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 LAWS := out/laws.json
 
-.PHONY: help setup quickstart rl test check types lint layers laws bench campaign clean
+.PHONY: help setup quickstart rl test check types changed-types lint layers laws bench campaign clean
 
 help:
 	@sed -n -e '/^$$/q' -e 's/^# \{0,1\}//p' Makefile
@@ -71,10 +72,20 @@ test: $(DEV)
 
 # In parallel, because pyright uses one core when it starts.
 check: $(DEV)
-	@$(MAKE) --no-print-directory --output-sync --jobs 2 types lint layers
+	@$(MAKE) --no-print-directory --output-sync --jobs 2 changed-types lint layers
 
 types:
 	$(BIN)/pyright --threads $(JOBS)
+
+# In a clean clone these are all files.
+changed-types:
+	@touch $(TYPED).new
+	@files=$$($(BIN)/python tests/changed.py $(TYPED)); case $$files in \
+		all) $(MAKE) --no-print-directory types;; \
+		none) echo "nothing has changed since the last check of types";; \
+		*) echo "pyright reads what changed, and what imports it: make types reads all"; $(BIN)/pyright $$files;; \
+	esac
+	@mv $(TYPED).new $(TYPED)
 
 lint:
 	$(BIN)/ruff check .

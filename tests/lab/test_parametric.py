@@ -56,7 +56,7 @@ def test_the_leave_out_rows_are_fits_of_the_rest() -> None:
     rows = {row.label: row for row in whole.leave_out}
     assert [*rows][:5] == ["the highest loss", *(f"budget {flops:.3g}" for flops in BUDGETS)]
     influential = whole.leave_out[-1].label
-    dropped = {f"budget {budget:.3g}": flops == budget for budget in BUDGETS}
+    dropped = {f"budget {budget:.3g}": flops == budget for budget in BUDGETS[-1:]}
     dropped[influential] = np.arange(len(n)) == int(influential.removeprefix("run ")) - 1
     for label, left in dropped.items():
         row, alone = rows[label], fitted(fit_surface(n[~left], d[~left], loss[~left], resamples=100))
@@ -132,7 +132,7 @@ def covered(trials: int) -> dict[str, float]:
 
 
 def test_intervals_cover_the_constants() -> None:
-    assert min(covered(8).values()) >= 0.9
+    assert min(covered(4).values()) == 1
 
 
 @pytest.mark.campaign

@@ -11,7 +11,7 @@ BAR = 1e-5
 Law = Callable[[str, float | int | str, str], None]
 
 
-@pytest.mark.parametrize(("count", "tp"), [(2, 1), (3, 1), (4, 2)])
+@pytest.mark.parametrize(("count", "tp"), [(3, 1), (4, 2)])
 def test_n_ranks_are_one(count: int, tp: int, ranks: Ranks, law: Law, tmp_path: Path) -> None:
     found = ranks(count, "tests.parallel.cadence:every_second", tp, folder=str(tmp_path))
     worst = max(max(one["worst"], one["reshaped"]) for one in found)

@@ -48,28 +48,27 @@ class Runs:
         restarts: int = 0,
         counted: bool = False,
     ) -> Found:
-        return self.together([fault], flags, restarts, counted)[0]
+        return self.together([(fault, flags)], restarts, counted)[0]
 
     def together(
         self,
-        faults: Sequence[dict[str, Any] | None],
-        flags: Sequence[str] = SHORT,
+        faults: Sequence[tuple[dict[str, Any] | None, Sequence[str]]],
         restarts: int = 0,
         counted: bool = False,
     ) -> list[Found]:
-        """Makes one run for each fault. flags: more flags of the command. `stage` in an answer: the run's records."""
-        command = [PRETRAIN[0], *PRETRAIN[3:]] if "--data" in flags else PRETRAIN  # one --data names all texts
+        """Makes one run for each fault and its flags, more ones of the command. `stage` in an answer: its records."""
         numbers = [self.count + 1 + number for number in range(len(faults))]
         self.count += len(faults)
         requests = [
             {
-                "arguments": [*command, *flags, "--run", str(number)],
+                # One --data names all texts.
+                "arguments": [PRETRAIN[0], *PRETRAIN[3 if "--data" in flags else 1 :], *flags, "--run", str(number)],
                 "faults": [fault],
                 "ranks": 2,
                 "restarts": restarts,
                 "counted": counted,
             }
-            for number, fault in zip(numbers, faults, strict=True)
+            for number, (fault, flags) in zip(numbers, faults, strict=True)
         ]
         stages = [self.server.folder / f"out/runs/{number}/pretrain" for number in numbers]
         answers = self.server.together(requests)
@@ -197,7 +196,7 @@ class Kind:
 KINDS = {
     "kill": Kind(check_killed, times=2),
     "stop": Kind(check_stopped, flags=(*SHORT, "--timeout", str(STOPPED_TIMEOUT_SECONDS))),
-    "raise": Kind(check_raised, times=2),
+    "raise": Kind(check_raised),
     "term": Kind(check_asked_to_stop),
     "agent": Kind(check_without_agent, flags=ENDLESS),
     "disk": Kind(check_disk, "save", during_a_save),
@@ -206,28 +205,39 @@ KINDS = {
 }
 
 
-def each_time(name: str, times: int, seed: int, runs: Runs, events: list[dict[str, Any]]) -> list[Found]:
-    """Makes and checks runs with this fault, alternating between the ranks, each in its own stretch of the run."""
-    kind, rng = KINDS[name], random.Random(f"{name} {seed}")
-    faults = []
+def faults(name: str, times: int, seed: int, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """So many of this kind, alternating between the ranks, each in its own stretch of the run."""
+    kind, rng, made = KINDS[name], random.Random(f"{name} {seed}"), []
     for time in range(times):
         rank, stretch = (time + 1) % 2, (time + rng.random()) / times
-        faults.append({"kind": name, "rank": rank, "part": kind.part, "number": kind.number(events[rank], stretch)})
-    found = runs.together(faults, kind.flags)
-    for fault, one in zip(faults, found, strict=True):
-        kind.check(one, fault["rank"], fault["number"])
-    return found
+        made.append({"kind": name, "rank": rank, "part": kind.part, "number": kind.number(events[rank], stretch)})
+    return made
+
+
+@pytest.fixture(scope="module")
+def one_of_each(runs: Runs, events: list[dict[str, Any]]) -> list[tuple[dict[str, Any], Found]]:
+    """Faults of each kind, and what the runs that had them said. They run at the same time, except the slow one."""
+    made = [fault for name in KINDS if name != "slow" for fault in faults(name, KINDS[name].times, 0, events)]
+    alone = faults("slow", 1, 0, events)
+    found = [run for part in (made, alone) for run in runs.together([(f, KINDS[f["kind"]].flags) for f in part])]
+    return list(zip([*made, *alone], found, strict=True))
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_fault(name: str, runs: Runs, events: list[dict[str, Any]]) -> None:
-    each_time(name, KINDS[name].times, 0, runs, events)
+def test_fault(name: str, one_of_each: list[tuple[dict[str, Any], Found]]) -> None:
+    own = [(fault, run) for fault, run in one_of_each if fault["kind"] == name]
+    assert len(own) == KINDS[name].times
+    for fault, run in own:
+        KINDS[name].check(run, fault["rank"], fault["number"])
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", KINDS)
 def test_fault_many_times(name: str, runs: Runs, events: list[dict[str, Any]], law: Law) -> None:
-    found = each_time(name, CAMPAIGN_TIMES, 1, runs, events)
+    made = faults(name, CAMPAIGN_TIMES, 1, events)
+    found = runs.together([(fault, KINDS[name].flags) for fault in made])
+    for fault, run in zip(made, found, strict=True):
+        KINDS[name].check(run, fault["rank"], fault["number"])
     seconds = [one["seconds"] for one in found if one["seconds"] is not None]
     if seconds:
         law(f"{name}, {len(found)} times: seconds from the fault until no process is left", max(seconds), "< 35")

@@ -117,8 +117,10 @@ def formula(architecture: str, dp: int, tp: int, zero: int = 2) -> list[dict[str
     return ranks
 
 
-@pytest.mark.parametrize("architecture", ["gpt", "llama", "unet"])
-@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (3, 1), (4, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("architecture", "dp", "tp"),
+    [("gpt", 2, 1), ("gpt", 3, 1), ("gpt", 2, 2), ("llama", 4, 1), ("llama", 1, 2), ("unet", 3, 1), ("unet", 2, 2)],
+)
 def test_a_step_sends_what_the_formula_says(architecture: str, dp: int, tp: int, ranks: Ranks) -> None:
     kinds = {"data/reduce_scatter", "data/all_gather", "data/all_reduce"} if dp > 1 else set()
     kinds |= {f"model/{kind}" for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all") if tp > 1}
@@ -143,7 +145,7 @@ def test_the_comparison_can_fail(ranks: Ranks) -> None:
     assert found[0] != expected[0] and found[1] != expected[1]
 
 
-@pytest.mark.parametrize("architecture", ["gpt", "llama", "unet"])
+@pytest.mark.parametrize("architecture", ["gpt", "unet"])
 def test_gradients_leave_while_others_are_made(architecture: str, ranks: Ranks) -> None:
     """In the first step buckets wait for those that the model completes last. If the ranks sent in different orders,
     this would hang."""

@@ -33,7 +33,7 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="--replicas needs Linux")
 NO_END = {token: -100.0 for token in toy_tokenizer().special_ids.values()}
-LONG, CHOICES, MANY = 200, 8, 15
+LONG, CHOICES, MANY = 120, 8, 15
 """Tokens and choices of an answer, and answers: a replica has seats for 32 choices."""
 
 

@@ -413,15 +413,20 @@ def copied(folder: Path) -> Iterator[Path]:
         shutil.rmtree(copy)
 
 
-def trials(folder: Path, seed: int, count: int, only: str = "") -> Iterator[dict[str, Any]]:
-    """Damages each kind of file in turn, and runs one of the commands that read it."""
+def drawn(folder: Path, seed: int, count: int, only: str) -> Iterator[tuple[Kind, Sequence[str], random.Random]]:
+    """Draws files, each kind in turn where there are trials enough, and for each a command that reads it."""
     there = [kind for kind in kinds(folder) if only in kind.path]
     for number in range(count):
         rng = random.Random(f"{seed} {number}")
-        kind = there[number % len(there)]
+        kind = there[number * max(1, len(there) // count) % len(there)]
+        yield kind, rng.choice(list(kind.commands)), rng
+
+
+def trials(folder: Path, seed: int, count: int, only: str = "") -> Iterator[dict[str, Any]]:
+    """Damages files, and runs for each one of the commands that read it."""
+    for kind, command, rng in drawn(folder, seed, count, only):
         with copied(folder) as copy:
             done = damage(copy / kind.path, rng)
-            command = rng.choice(list(kind.commands))
             found = trial(command)
             if found["outcome"] == "refused" and (copy / "experiments/records/s").exists():
                 found["outcome"] = "published"
@@ -439,21 +444,21 @@ def apart(function: Callable[[], object]) -> None:
     assert os.waitpid(pid, 0)[1] == 0, function
 
 
-def warm(folder: Path) -> None:
+def warm(folder: Path, seed: int, count: int, only: str = "") -> None:
     """Checks that each command reads the whole files, and notes the modules that it imports."""
     names = set[str]()
-    for command in {tuple(command) for kind in kinds(folder) for command in kind.commands}:
+    for command in {tuple(command) for _, command, _ in drawn(folder, seed, count, only)}:
         with copied(folder):
             assert run(*command) in (0, 75), command
         names |= sys.modules.keys()
     folder.with_name("modules").write_text("\n".join(sorted(names)), encoding="utf-8")
 
 
-def begin(folder: Path) -> None:
+def begin(folder: Path, *trials: Any) -> None:
     if not folder.exists():
         folder.mkdir(parents=True)
         apart(lambda: build(folder))
-        apart(lambda: warm(folder))
+        apart(lambda: warm(folder, *trials))
     for name in folder.with_name("modules").read_text(encoding="utf-8").split():
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -463,7 +468,8 @@ def begin(folder: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    begin(Path(sys.argv[1]) / "whole")
-    for line in trials(Path(sys.argv[1]) / "whole", int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:]):
+    whole, asked = Path(sys.argv[1]) / "whole", (int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
+    begin(whole, *asked)
+    for line in trials(whole, *asked):
         print(json.dumps(line), flush=True)
     os._exit(0)
