@@ -72,7 +72,7 @@ def saved(mesh: Mesh, memory: str, target: str) -> None:
 def test_replicas(zero: int, ranks: Ranks, tmp_path: Path) -> None:
     for memory in ("device", "cpu"):
         function = "tests.laws.test_optimizer_memory_law:saved"
-        ranks(3, function, zero=zero, memory=memory, target=str(tmp_path / memory))
+        ranks(2, function, zero=zero, memory=memory, target=str(tmp_path / memory))
     stays, visits = (checkpoint.load(manifest.path_of(tmp_path / name, 3))[0] for name in ("device", "cpu"))
     assert stays.keys() == visits.keys()
     assert all(torch.equal(stays[name], visits[name]) for name in stays)
