@@ -216,10 +216,7 @@ def test_training_reports_speed_against_the_peak_of_its_rounds(tmp_path: Path, s
 
 
 def test_starts_can_be_left_out(tmp_path: Path, said: list[str]) -> None:
-    assert (
-        command.run(read_options(["train", *QUICK, "--no-start", "--out", str(tmp_path)]), said.append)
-        == 0
-    )
+    assert command.run(read_options(["train", *QUICK, "--no-start", "--out", str(tmp_path)]), said.append) == 0
     names = [m["name"] for m in records(tmp_path)["train"]["measures"]]
     assert names == [*(f"{what}{step}" for step in STEPS for what in ("training", "MFU")), "matmul peak"]
 
