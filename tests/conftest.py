@@ -4,6 +4,7 @@ the server processes that several files use, and the order of files under xdist.
 `pytest --laws-out FILE` writes what the `law` fixture recorded in tests that passed as JSON, also under xdist.
 """
 
+import gc
 import ipaddress
 import json
 import signal
@@ -112,7 +113,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Refuses versions of pytest and xdist that do not group: servers and compiled models would be made twice."""
+    """Refuses versions of pytest and xdist that do not group: servers and compiled models would be made twice.
+
+    What is there by now stays, so no search for garbage looks at it.
+    """
+    gc.freeze()
+    gc.enable()
     if getattr(session.config.option, "loadgroup", False) and not all("@" in item.nodeid for item in session.items):
         raise pytest.UsageError("xdist cannot group tests under this version of pytest: use constraints.txt's")
 
@@ -192,6 +198,7 @@ class LawRecorder:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all tests are collected: an eighth of that time
     path = config.getoption("--laws-out")
     is_worker = hasattr(config, "workerinput")  # xdist workers send their reports to the controller
     if path is not None and not is_worker:
