@@ -19,13 +19,9 @@ from quern.records import read_events, read_metrics
 from quern.train import manifest
 from quern.train.guard import EXIT_NOT_SAVED, EXIT_STOPPED
 from quern.train.heartbeat import StragglerDetector
-from tests.support.faulty_ranks import FaultyRanks
+from tests.support.faulty_ranks import PRETRAIN, SHORT, FaultyRanks
 
 ROOT = Path(__file__).parents[2]
-PRETRAIN = """pretrain --data text.jsonl --depth 2 --text.vocab-size 320 --model.width 32 --model.head-dim 16
- --model.kv-heads 1 --model.context 48 --train.batch-tokens 192 --train.micro-batch-tokens 144 --optim.lr-scale 0.3
- --train.log-every 1 --train.eval-every 8 --out out --no-compile --dtype fp32 --threads 1""".split()
-SHORT = ("--train.steps", "12", "--train.save-every", "3")
 ENDLESS = ("--train.steps", "100000", "--train.save-every", "50000")
 """For runs that must not end before the fault is noticed."""
 STATED_SECONDS = 30

@@ -2,12 +2,13 @@
 
     python tests/support/faulty_ranks.py        reads a JSON request per line of stdin, writes a JSON answer per line
 
-Slow imports happen once. For each run the server forks an agent, which acts like torchrun: it holds the store through
-which the ranks connect, and forks the ranks. When a rank exits with an error, the agent sends SIGTERM to the others,
-later SIGKILL, and restarts all. A request is a list of runs. Several run at once, since they mostly wait. A run has
-`arguments` (of the command line), `ranks`, `restarts`, and `faults`: the fault of each attempt (or null), as {"kind",
-"rank", "part", "number"}: see `Fault`; and `counted`: whether its events are counted. tests/support/fork_server.py
-defines events and parts. The machine's peak is not measured.
+Slow imports happen once, and one run without faults, in the server. For each run the server forks an agent, which acts
+like torchrun: it holds the store through which the ranks connect, and forks the ranks. When a rank exits with an error,
+the agent sends SIGTERM to the others, later SIGKILL, and restarts all. A request is a list of runs. Several run at
+once, since they mostly wait. A run has `arguments` (of the command line), `ranks`, `restarts`, and `faults`: the fault
+of each attempt (or null), as {"kind", "rank", "part", "number"}: see `Fault`; and `counted`: whether its events are
+counted. tests/support/fork_server.py defines events and parts. The machine's
+peak is not measured.
 
 An answer holds for each run `exits` (for each attempt, the ranks' statuses), `result` (the reported outcome, or null),
 `events` (the number of each rank's events, if counted), `places` and `seconds` (of the faults, and the time from the
@@ -34,11 +35,15 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.line_server import ROOT, LineServer
+from tests.support.line_server import ROOT, LineServer, run_first
 
 SHUTDOWN_SECONDS = 30
 AT_ONCE = 5
 """Concurrent runs."""
+PRETRAIN = """pretrain --data text.jsonl --depth 2 --text.vocab-size 320 --model.width 32 --model.head-dim 16
+ --model.kv-heads 1 --model.context 48 --train.batch-tokens 192 --train.micro-batch-tokens 144 --optim.lr-scale 0.3
+ --train.log-every 1 --train.eval-every 8 --out out --no-compile --dtype fp32 --threads 1""".split()
+SHORT = ("--train.steps", "12", "--train.save-every", "3")
 
 
 class FaultyRanks(LineServer):
@@ -284,12 +289,14 @@ def together(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def serve() -> None:
     sys.path.insert(0, str(ROOT))
-    # What the ranks import: once for all of them.
+    # What the ranks import, trace and register: once for all of them.
+    from quern.cli import main
     from quern.report import build  # noqa: F401
     from quern.stages import evaluate, pretrain, rl, run_all, session, sft  # noqa: F401
     from tests.support import fork_server  # noqa: F401
 
     session.measure_peak_flops = lambda machine: 1e12
+    run_first(lambda: main.main([*PRETRAIN, *SHORT, "--run", "first"]))
     gc.collect()
     gc.freeze()  # children need not copy these objects
     for line in sys.stdin:

@@ -1,8 +1,9 @@
 """Runs `quern` commands in forked children, and ends one by SIGKILL at a chosen event. A process of its own.
 
-    python tests/support/fork_server.py LOG        a JSON request on each line of stdin, a JSON answer on each of stdout
+    python tests/support/fork_server.py LOG COMMAND…      a JSON request per line of stdin, a JSON answer per line of stdout
 
-Everything slow to import is imported once, also what a command imports when it needs it; a child costs milliseconds. A
+Everything slow to import is imported once, also what a command imports when it needs it, and the command runs once in
+the server, so that what a process traces and registers is there for all children: one costs milliseconds. A
 request holds `arguments` (the command line's) and, optionally, `kill`: [part, number], or `counted`: true. Events are
 the calls that quern's own training code makes or receives, of Python and of C functions alike, as Python's profiler
 sees them: before each forward, gradient, update, write, fsync and rename there is one. They begin with `Session.train`:
@@ -37,7 +38,7 @@ from quern.recipes import gpt  # noqa: F401
 from quern.rl import environments  # noqa: F401
 from quern.stages import pretrain, rl, session, sft  # noqa: F401
 from quern.train import checkpoint, loop
-from tests.support.line_server import serve_forks
+from tests.support.line_server import run_first, serve_forks
 
 ROOT = Path(main.__file__).parents[1]
 TRAINING = tuple(
@@ -127,6 +128,7 @@ def child(request: dict[str, Any], answer: int) -> int:
 
 if __name__ == "__main__":
     session.measure_peak_flops = lambda machine: 1e12
+    run_first(lambda: main.main(sys.argv[2:]))
     gc.collect()
     gc.freeze()  # children need not copy these objects
     serve_forks(child, Path(sys.argv[1]), {"place": None, "events": None})

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, Self
@@ -48,6 +49,17 @@ class LineServer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def run_first(command: Callable[[], int]) -> None:
+    """Runs a command in this process, which it leaves without other threads: forks would not have them."""
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    assert command() == 0
+    sys.stdout.flush()
+    os.dup2(answers, 1)
+    os.close(answers)
+    assert threading.active_count() == 1, threading.enumerate()
 
 
 def serve_forks(child: Callable[[dict[str, Any], int], int], log: Path, unknown: dict[str, Any]) -> None:

@@ -46,7 +46,8 @@ class Bench(LineServer):
         with open(folder / "talks.jsonl", "w", encoding="utf-8") as file:
             talks = sorted(corpus.conversations(0, 40, "train"), key=lambda talk: len(str(talk)))[:20]
             file.writelines(json.dumps({"messages": talk}) + "\n" for talk in talks)
-        super().__init__([str(ROOT / "tests/support/fork_server.py"), str(folder / "log.txt")], folder)
+        server = [str(ROOT / "tests/support/fork_server.py"), str(folder / "log.txt")]
+        super().__init__([*server, *PRETRAIN, *self.flags(BASE, "fp32")], folder)
 
     def run(
         self, command: Sequence[str], name: str, dtype: str, *, refused: bool = False, **request: Any
@@ -71,8 +72,6 @@ class Bench(LineServer):
         """The name of a run that can be begun: for fine-tuning, one with a base model."""
         name, runs = f"{next(self.names)}-{command[0]}-{dtype}", self.folder / "out" / "runs"
         if command[0] == "sft":
-            if not (runs / BASE).exists():
-                self.run(PRETRAIN, BASE, dtype)
             shutil.copytree(runs / BASE, runs / name)
         if command[0] == "rl":
             if not (runs / TUNED).exists():
