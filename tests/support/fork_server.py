@@ -1,6 +1,6 @@
 """Runs `quern` commands in forked children, and ends one by SIGKILL at a chosen event. A process of its own.
 
-    python tests/support/fork_server.py LOG COMMAND…      a JSON request per line of stdin, a JSON answer per line of stdout
+    python tests/support/fork_server.py LOG COMMAND…  a JSON request per line of stdin, a JSON answer per line of stdout
 
 Everything slow to import is imported once, also what a command imports when it needs it, and the command runs once in
 the server, so that what a process traces and registers is there for all children: one costs milliseconds. A
