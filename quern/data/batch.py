@@ -82,7 +82,6 @@ class Batches(ABC):
     """Batches by step, from 0.
 
     Args:
-        corpus: The documents.
         context: Targets of a row.
         batch_rows: Rows of a global batch, over all ranks.
         seed: 0 to 2**63 - 1.
@@ -184,7 +183,6 @@ def prefetch(
     """Reads batches ahead in a thread, which ends when the iterator is closed or dropped.
 
     Args:
-        loader: The batches.
         start, stop: The first step, and the one after the last; None reads without an end.
         depth: How many batches are read early.
         rank, ranks: As `BatchSource.batch`.

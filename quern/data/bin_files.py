@@ -55,7 +55,6 @@ class _BinPart(Part):
     """The documents of a token file, which is mapped when it is read.
 
     Args:
-        path: The file.
         starts: (documents + 1,) index in the file of the first token of each document, and of the one after the last.
         skipped: Tokens before the first document that belong to none.
     """
@@ -75,10 +74,6 @@ def read_bin(*paths: str | Path, bos: int = 50256) -> Corpus:
 
     Documents end with the delimiter if the text ends with it and does not begin with it; else they begin with it, and
     tokens before the first one in a file are skipped: modded-nanogpt cuts a document that a file has no room for.
-
-    Args:
-        paths: The files.
-        bos: The delimiter.
 
     Raises:
         FileNotFoundError, ValueError: A file is missing, empty or damaged, or holds no delimiter.
@@ -120,7 +115,6 @@ def write_bin(
         splits: The documents of "train" and "val".
         folder: Where to; created if needed.
         name: The name of the data, for file names.
-        form: The format.
         progress: Called with the number of tokens written.
 
     Returns:

@@ -130,7 +130,6 @@ class Loader(Batches):
     """Batches of packed rows.
 
     Args:
-        corpus, context, batch_rows, seed, group_size: See `Batches`.
         packing: A key of `packing.METHODS`, or a packer.
         too_long: What happens to a document longer than context + 1 tokens: "split" cuts it into pieces (best-fit
             then keeps tails, unless there are masks), "crop" keeps its head, "drop" leaves it out.

@@ -118,7 +118,6 @@ def windows(corpus: Corpus, context: int, rows: int = 32, multiple: int = 64) ->
     batch, longest first. Bits per byte is measured on these windows; they need no seed.
 
     Args:
-        corpus: The documents.
         context: Most targets of a window.
         rows: Rows of every batch; unused rows of the last batch are fully masked.
         multiple: T is the longest window of the batch rounded up to this, at most `context`. It bounds the number

@@ -105,7 +105,6 @@ class Corpus:
     """Documents of token ids.
 
     Args:
-        parts: The documents.
         bos: The id that every document starts with.
         fingerprint: Of the shards; None for other sources.
         cache: A folder where a loader may keep what it found out about the documents; None for other sources.

@@ -25,9 +25,6 @@ GROUPS_KEPT = 2  # a batch may span two
 class StreamLoader(Batches):
     """Batches of rows cut from the stream.
 
-    Args:
-        corpus, context, batch_rows, seed, group_size: See `Batches`.
-
     Raises:
         ValueError: As `Batches`, or the corpus has masks.
     """

@@ -105,7 +105,6 @@ def map_tokens(path: Path, headerless: bool = False) -> np.ndarray:
     """Maps a .bin file into memory.
 
     Args:
-        path: The file.
         headerless: Whether a file without the magic number is read as bare uint16.
 
     Raises:

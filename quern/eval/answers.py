@@ -45,7 +45,6 @@ class Answered:
     """An item with the model's answer.
 
     Args:
-        item: The item.
         parts: The reply's text, tool calls and outputs.
         text: The reply's text, or the option that the model picked.
         correct: Whether it is right.
@@ -66,7 +65,6 @@ class Comparison:
     """Two models on one task.
 
     Args:
-        task: The task.
         count: Items.
         first, second: Mean scores.
         only_first, only_second: Items with a higher score of this model.

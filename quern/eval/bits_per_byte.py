@@ -122,8 +122,6 @@ def text_scores(
 
     Args:
         model: In evaluation mode.
-        tokenizer: Its tokenizer.
-        machine: The machine that computes.
         val: The validation text.
         train: Training text, as from `sample`; None: not measured.
         kinds: The kind of each document of `val`; "" has no score of its own. Empty: no kinds.

@@ -194,7 +194,6 @@ def find_chat_tasks(
         out: The output folder, for downloads.
         names: Tasks by name; none are all that can be asked. Those that cannot are logged.
         limit: The most items of each task: the first ones of an order that is always the same.
-        log: Takes lines for the user.
 
     Raises:
         ValueError: A task does not exist, has no file or several, or its file is damaged.
@@ -245,7 +244,6 @@ def run_chat(
     """Asks chat tasks.
 
     Args:
-        engine: The model.
         tasks: As from `find_chat_tasks`.
         records: Where the answers are written.
         base: The model was not fine-tuned.

@@ -248,10 +248,8 @@ def run_core(
     """Asks CORE's tasks. An interrupted evaluation continues with the next task.
 
     Args:
-        engine: The model.
         tasks: With their files, as from `find_tasks`.
         records: Where the answers are kept.
-        log: Takes lines for the user.
         limit: The most items of each task.
         group: The ranks that score some batches each; rank 0 writes. None is a single process.
 
@@ -323,7 +321,6 @@ def core_bundle(out: Path, log: Callable[[str], None], bundle: tuple[str, str] =
     """The folder with the files of CORE's tasks; downloads and unpacks the bundle if the folder is not there.
 
     Args:
-        out: The output folder.
         log: Called with a line when this process waits for another one's download.
         bundle: The address and the SHA-256 of what is downloaded.
 

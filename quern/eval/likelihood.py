@@ -119,7 +119,6 @@ def score_examples(
     Args:
         model: In evaluation mode.
         examples: In any order.
-        machine: The machine that computes.
         vocab_size: Tokens of the tokenizer; the model's vocabulary may be padded.
         progress: Called with the number of examples that are scored.
         group: The ranks that score some batches each; None is a single process.

@@ -63,8 +63,6 @@ def run_task(
     item of a kind fits, the Score has a count of 0 and no value.
 
     Args:
-        engine: The model.
-        task: The task.
         count: The largest number of items of each kind.
         base: Ask by the task's `base_prompt` instead of in the chat format, for a model without fine-tuning.
         group: The ranks that ask some batches each, and all get every reply; None is a single process.

@@ -154,7 +154,6 @@ def on_ranks(
     Args:
         batches: The numbers of the items; each from 0 on is in one batch. Equal on all ranks.
         compute: Takes a batch, and returns a result for each of its items.
-        group: The ranks; None is a single process.
         progress: Called with about how many items all ranks have done.
     """
     found: list[tuple[int, Result]] = []

@@ -100,10 +100,7 @@ def prepare_mixture(recipe: Resolved, tokenizer: Tokenizer, out: Path, fetch: Fe
 
     Args:
         recipe: Says the sources, the seed, the context, and the folder of test rows.
-        tokenizer: Encodes the conversations.
-        out: The output folder.
         fetch: Downloads a public data set and returns its files.
-        log: Takes lines for the user.
 
     Raises:
         ValueError: A conversation is wrong or holds a test row, or there are too few.

@@ -160,7 +160,6 @@ def open_source(asked: ConversationSource, recipe: Recipe, out: Path, fetch: Fet
     """Opens a source, and downloads it if it is a public set.
 
     Args:
-        asked: The source.
         recipe: Says the seed and the size of the built-in sources.
         out: The output folder, which has the cache of digests.
         fetch: Downloads a public set.

@@ -86,11 +86,7 @@ def load(
     """Loads the newest intact checkpoint of a stage.
 
     Args:
-        run_dir: The run.
-        machine: The device and dtype of the model.
-        log: Called with lines for the user.
         stage: The stage to load; by default the last one that was trained.
-        callables: The recipe's code.
 
     Raises:
         FileNotFoundError: There is no checkpoint; the message names the command to run first.
@@ -111,11 +107,8 @@ def read_start(run_dir: RunDir, stages: Sequence[str], at: str, log: Callable[[s
     """Loads the checkpoint that another run or stage starts from.
 
     Args:
-        run_dir: The run of the checkpoint.
         stages: The stages to search; the first one with checkpoints is used.
         at: NEWEST, BEFORE_WARMDOWN (kept from before the learning rates fell), or a step.
-        log: Called with lines for the user.
-        callables: The recipe's code.
 
     Raises:
         FileNotFoundError: There is no such run, or no checkpoint.

@@ -183,8 +183,6 @@ def compare_answers(first: str, second: str, out: Path, log: Log) -> None:
 
     Args:
         first, second: RUN or RUN/STAGE; without a stage, the last one of the first run that has answers.
-        out: The output folder.
-        log: Takes lines for the user.
 
     Raises:
         FileNotFoundError: A model has no answers.

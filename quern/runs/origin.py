@@ -143,8 +143,6 @@ def compare(began: Origin | None, now: Origin, run_dir: RunDir, stage: str, besi
     Args:
         began: The record on disk; None for a stage that begins.
         now: The record of what the command would train with.
-        run_dir: The run.
-        stage: The stage.
         besides: Parts and fields of the recipe to ignore.
 
     Returns:
@@ -177,9 +175,6 @@ def require_same(
     """Raises ValueError for the first input that both records have and that differs.
 
     Args:
-        began, now: The two records.
-        run_dir: The run.
-        stage: The stage.
         what: The name of what began with the first record; empty for the run.
         instead: Advice for an input other than the tokenizer, besides training under another name.
     """

@@ -83,7 +83,6 @@ def public_data(recipe: Resolved, out: Path, log: Log = silent) -> PublicData | 
 
     Args:
         recipe: Its `shards` is the number of training files; None for as many as its tokens need.
-        out: The output folder.
         log: Called with a line where a part of the set is enough.
 
     Raises:

@@ -28,8 +28,6 @@ def find_saved(verb: str, arguments: Arguments, recipe: Recipe, source: str | No
     """Finds the saved recipe that a command continues with.
 
     Args:
-        verb: The command.
-        arguments: The rest of the command.
         recipe: The recipe for a new run.
         source: The text of that recipe's file, if it has one.
 

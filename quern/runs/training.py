@@ -42,7 +42,6 @@ def fit_to_text(recipe: Resolved, tokenizer: Tokenizer, corpus: Corpus) -> Resol
     the size that was asked for: its vocabulary is filled up to a multiple (`LanguageModel.vocabulary_multiple`).
 
     Args:
-        recipe: Resolved.
         tokenizer: The text's.
         corpus: The training tokens. A text of several groups counts as read once.
     """
@@ -81,10 +80,6 @@ def ready_model(
 
     Args:
         recipe: Resolved, with the tokenizer's vocabulary.
-        tokenizer: The tokenizer.
-        machine: The machine that computes.
-        mesh: The ranks.
-        log: Takes lines for the user.
         weights: fp32 weights by parameter name; None draws them from the recipe's seed.
         compiled: Whether the machine may compile it.
 

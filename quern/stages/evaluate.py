@@ -141,12 +141,8 @@ def run(
     task or the stage is named.
 
     Args:
-        run_dir: The run.
-        machine: The machine that computes.
         asked: The questions.
-        log: Takes lines for the user.
         callables: The callables of the recipe, if the user named the recipe's file.
-        mesh: The ranks. None is a single process.
 
     Raises:
         FileNotFoundError: The run has no model to evaluate, or not this stage.

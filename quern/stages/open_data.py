@@ -25,10 +25,6 @@ def open_data(
     """Opens the tokenizer and the shards that a stage began with.
 
     Args:
-        recipe: The run's recipe, resolved.
-        run_dir: The run.
-        origin: The record of the stage's inputs.
-        log: Takes lines for the user.
         named: The user named the text in this command, so it must still be the same. Otherwise its shards are used,
             whatever the text is now.
         workers: Processes that encode text, where shards are missing.

@@ -111,7 +111,6 @@ def open_source(recipe: Resolved, out: Path, log: Callable[[str], None] = lambda
     """Opens the recipe's data.
 
     Args:
-        recipe: Resolved.
         out: The folder that everything goes under; what killed processes left there is removed.
         log: Called with lines on which files are read and which are ignored, and on a very small validation text.
 
@@ -256,7 +255,6 @@ def sampled(
     """Samples a text by reading it twice: to find its size, then to choose pieces of it. It holds one piece in memory.
 
     Args:
-        texts: Opens the documents.
         megabytes: The size of the sample, to within a piece and a percent or so. A text that is not larger is
             returned whole.
         seed: Equal seeds choose equal pieces.
@@ -297,12 +295,7 @@ def prepare(
     """Prepares everything that training needs of the text.
 
     Args:
-        recipe: Resolved.
-        out: The output folder.
-        log: Takes lines for the user.
         tokenizer: None for the one that the recipe names, else for one trained on the text.
-        workers: Processes that encode text.
-        start_workers: Where they run.
     """
     if is_tokens(recipe.data):
         if recipe.make_documents is not None:

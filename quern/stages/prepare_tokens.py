@@ -64,7 +64,6 @@ def open_tokens(
     """Opens the recipe's token files.
 
     Args:
-        recipe: Resolved.
         log: Called with lines on which files are read and which are ignored.
         tokenizer: The run's, where there is one: the file that the recipe names need not be there any more.
         public: The files of the recipe's data, where it is a public data set.

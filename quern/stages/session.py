@@ -75,14 +75,10 @@ class Session:
 
     Args:
         stage: Its name: pretrain, sft or rl.
-        machine: The machine that computes.
-        run_dir: The run.
         command: The command line, for the records.
         resume: Continue from the newest good checkpoint.
         source: The text of the recipe's own Python file, if the user named one.
-        log: Takes lines for the user.
         trackers: Functions that make the further destinations of metrics.
-        mesh: The ranks.
         named: Recipe fields that the user named in this command.
         start: The checkpoint of another run that this stage begins with.
         go_on: The command that continues after a stop, for messages.

@@ -22,7 +22,6 @@ def content_fingerprint(paths: Iterable[Path], cache: Path, progress: Callable[[
     """Hashes the contents of files in the given order; names, paths and times do not matter.
 
     Args:
-        paths: The files.
         cache: The JSON file of known digests; written when something changed.
         progress: Called with the number of bytes hashed so far.
 

@@ -47,7 +47,6 @@ def to_messages(record: Any, ignored: Counter[str] | None = None) -> list[Messag
     """Converts a JSON value in one of the shapes above to messages that pass `chat.validate`.
 
     Args:
-        record: The value.
         ignored: Counts the keys of records and of messages that hold something and are not read.
 
     Raises:
@@ -143,7 +142,6 @@ def of_whatsapp(text: str, person: str | None = None) -> list[list[Message]]:
     """Converts WhatsApp's export of a chat: a conversation for each day.
 
     Args:
-        text: The export.
         person: Whom the model learns to write as. All others are users.
 
     Raises:

@@ -15,7 +15,6 @@ class DataSet:
 
     Args:
         about: A line for the user.
-        repository: OWNER/NAME.
         folder: The folder that holds them there; "" for the root.
         train: The training files, in reading order.
         val: The files for validation; of conversations and questions, the test split.

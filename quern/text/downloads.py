@@ -86,12 +86,6 @@ def list_repository(name: HubName) -> Repository:
 def download(repository: Repository, file: str, path: Path, progress: Progress = lambda *step: None) -> None:
     """Downloads a file of a data set of the Hub, unless it is there, and checks it before it appears at `path`.
 
-    Args:
-        repository: The listing that has the file.
-        file: Its path there.
-        path: Its local path.
-        progress: Called as bytes arrive.
-
     Raises:
         OSError: The file cannot be downloaded; the message says what to do.
     """

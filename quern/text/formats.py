@@ -66,7 +66,6 @@ def converted(
     malformed, is skipped if the files that can be read hold at least as many bytes.
 
     Args:
-        paths: The files.
         wanted: The columns to read from a table; the others are `UNREAD`.
         convert: Takes a value. Raises ValueError, TypeError, KeyError, IndexError or AttributeError.
         log: Takes a line when the first record is skipped, and one when all are read. None: no record is skipped.
@@ -132,7 +131,6 @@ def read_rows(
     """Reads a whole file of rows, such as the questions of a task.
 
     Args:
-        path: The file.
         what: The rows, for messages.
         columns: The columns to read from a table.
         convert: Takes a row, an object. Raises as for `converted`.

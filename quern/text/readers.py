@@ -94,7 +94,6 @@ def open_utf8(path: Path, encoding: str = UTF8) -> BinaryIO:
     """Opens a file, decompressed according to its name, as bytes of UTF-8.
 
     Args:
-        path: The file.
         encoding: Its encoding, or "auto". Bytes of UTF-8 are not checked here. A file of another one is read whole.
 
     Raises:

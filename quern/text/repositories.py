@@ -76,7 +76,6 @@ class Repository:
     """The files of a data set at one commit.
 
     Args:
-        name: OWNER/NAME.
         commit: The commit.
         files: Path → (size in bytes, SHA-256 in hex or None if the server does not state it).
         configs: The list `configs` of the card, as parsed from its YAML.

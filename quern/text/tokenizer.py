@@ -171,10 +171,8 @@ class Tokenizer:
         """Learns merges from a stream of texts. Memory grows with the number of different words, not of texts.
 
         Args:
-            texts: The corpus.
             vocab_size: The number of ids, including the special tokens. A corpus with too few pairs to merge gives a
                 smaller vocabulary and a line in `notes`.
-            pattern: The split pattern.
             max_bytes: The number of bytes to read at most.
         """
         smallest = 256 + len(SPECIAL_TOKENS)

@@ -65,14 +65,11 @@ def save(
     """Writes a checkpoint, which is durable when this returns. Every rank of the mesh calls this.
 
     Args:
-        folder: The checkpoints.
-        step: The step of this one.
         tensors: Any dtype, shape and device, saved bit for bit; shared storage is written once per name. On a mesh,
             the slices that this rank holds; in a sequence, those of each file.
         meta: Plain JSON (string keys, lists not tuples, finite numbers), so that it reads back equal; rank 0's is
             saved. With a true `kept`, this checkpoint is never removed, and later saves do not count it.
         keep: Number of complete checkpoints to leave, this one included. They are verified before any is removed.
-        mesh: The ranks; None for one process.
 
     Returns:
         The path of the checkpoint.
@@ -118,7 +115,6 @@ def load(path: Path, *, verified: bool = False) -> tuple[dict[str, torch.Tensor]
     """Returns (whole tensors on the CPU, meta) of a checkpoint. Raises CheckpointError.
 
     Args:
-        path: The checkpoint.
         verified: Whether another rank has just checked the hashes.
     """
     manifest = read_manifest(path) if verified else verify(path)

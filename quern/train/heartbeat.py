@@ -53,7 +53,6 @@ class Heartbeat:
 
     Args:
         timeout: Seconds without progress in a training step, after which this rank looks for the cause.
-        log: Takes a line for the user.
         parent: Process id of the process that started the ranks; this process exits when that one is gone.
     """
 

@@ -251,8 +251,6 @@ def joined(
         tp: Tensor-parallel shards.
         detect: Takes the number of CPU threads.
         threads: CPU threads of this rank; None shares the cores equally.
-        timeout: See `Heartbeat`.
-        zero: See `Mesh`.
     """
     here = place()
     if here.ranks == 1:

@@ -95,11 +95,7 @@ def train(
     """Trains from `backend.run.step` to the end of the plan; SIGTERM and SIGINT finish the step and save.
 
     Args:
-        backend: The state and what changes it.
-        loader: The batches.
-        plan: How to train.
         folder: This rank's records; checkpoints are below its path.
-        log: Takes lines for the user.
         advance: Called after each step with its loss, and the speed once that is known.
         explain: Tells the user why training ended early, and what to do next.
         clock: Read before and after each step.
@@ -260,8 +256,6 @@ def resume(
 
     Args:
         backend: A fresh state around the same model.
-        folder: The checkpoints.
-        log: Takes lines for the user.
         check: Called with the checkpoint's meta and path before anything is restored; raises to refuse it.
 
     Returns:

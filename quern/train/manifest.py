@@ -48,7 +48,6 @@ def write_manifest(
 
     Args:
         temporary: The checkpoint's folder, under its temporary name.
-        step: The step of the checkpoint.
         files: `describe` of each file, by name.
         meta: The caller's JSON.
         library: Name and version of the library that wrote the files.
@@ -131,7 +130,6 @@ def latest(folder: Path, report: Callable[[str], None]) -> tuple[Path, dict[str,
     """Returns (path, manifest) of the newest checkpoint that verifies; None when there is none.
 
     Args:
-        folder: The checkpoints.
         report: Takes a line for each damaged checkpoint that is skipped.
 
     Raises:

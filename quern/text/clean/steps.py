@@ -39,8 +39,6 @@ class Cleaned(Iterator[str]):
     """The documents that every step keeps. A document that a step removes is not shown to those after it.
 
     Args:
-        texts: The documents.
-        steps: In their order.
         documents: How many were read so far.
         removed: How many each step has removed so far, by its name.
     """

@@ -117,12 +117,9 @@ def encoded(
     """Encodes documents in order.
 
     Args:
-        texts: The documents.
-        tokenizer: Encodes them.
         dtype: uint16 or uint32.
         workers: Processes that encode; with 1, this process does.
         unit_characters: A unit ends with the document that gives it this many characters.
-        start_workers: Where they run.
 
     Yields:
         The documents of one unit.
@@ -177,9 +174,7 @@ def write_shards(
 
     Args:
         texts: All documents of the split.
-        tokenizer: Encodes them.
         folder, split, fingerprint, shard_tokens: As `ShardWriter`.
-        log: Takes lines for the user.
         workers, unit_characters, start_workers: As `encoded`.
         megabytes: The size of the text, for the time left; None if unknown.
 
