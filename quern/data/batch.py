@@ -55,8 +55,6 @@ class Batch:
 
     def split(self, rows: int) -> Iterator[Batch]:
         """Micro-batches of `rows` rows, in order; the last one may be smaller."""
-        if rows < 1:
-            raise ValueError(f"a micro-batch needs at least one row, not {rows}")
         for at in range(0, self.rows, rows):
             part = slice(at, at + rows)
             weight = None if self.weight is None else self.weight[part]
@@ -104,8 +102,6 @@ class Batches(ABC):
     ) -> None:
         if context < 1 or batch_rows < 1:
             raise ValueError(f"context ({context}) and batch_rows ({batch_rows}) must be at least 1")
-        if group_size is not None and group_size < 1:
-            raise ValueError(f"group_size ({group_size}) must be at least 1")
         if not 0 <= seed < 1 << 63:
             raise ValueError(f"seed {seed} is refused: use a whole number from 0 to 2**63 - 1")
         self.corpus, self.context, self.batch_rows, self.seed = corpus, context, batch_rows, seed

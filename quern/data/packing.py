@@ -26,6 +26,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -124,10 +125,8 @@ def windows(corpus: Corpus, context: int, rows: int = 32, multiple: int = 64) ->
             of shapes; `context` gives one shape.
 
     Raises:
-        ValueError: A number is below 1, or no document has a token after BOS.
+        ValueError: No document has a token after BOS.
     """
-    if context < 1 or rows < 1 or multiple < 1:
-        raise ValueError(f"context ({context}), rows ({rows}) and multiple ({multiple}) must be at least 1")
     document, offset = cut(corpus.lengths, context)
     if not document.size:
         raise ValueError("nothing to evaluate: no document has a token after its BOS")
@@ -237,15 +236,7 @@ def best_fit(lengths: np.ndarray, row_tokens: int, buffer: int, keep_tails: bool
     return document, np.array(taken, dtype=np.int64), np.array(row_offsets, dtype=np.int64)
 
 
-def greedy_crop(lengths: np.ndarray, row_tokens: int, *_: object) -> Rows:
-    return _greedy(lengths, row_tokens, crop=True)
-
-
-def greedy_pad(lengths: np.ndarray, row_tokens: int, *_: object) -> Rows:
-    return _greedy(lengths, row_tokens, crop=False)
-
-
-def _greedy(lengths: np.ndarray, row_tokens: int, crop: bool) -> Rows:
+def _greedy(lengths: np.ndarray, row_tokens: int, *_: object, crop: bool) -> Rows:
     taken: list[int] = []
     row_offsets = [0]
     space = row_tokens
@@ -287,8 +278,8 @@ def first_fit_decreasing(lengths: np.ndarray, row_tokens: int, *_: object) -> Ro
 
 METHODS: dict[str, Packer] = {
     "best-fit": best_fit,
-    "greedy-crop": greedy_crop,
-    "greedy-pad": greedy_pad,
+    "greedy-crop": partial(_greedy, crop=True),
+    "greedy-pad": partial(_greedy, crop=False),
     "first-fit-decreasing": first_fit_decreasing,
 }
 """The packers by the name that a recipe gives."""
@@ -306,21 +297,15 @@ def pack(
 
     Args:
         lengths: (documents,) tokens of each document with BOS, at least 1, in order.
-        row_tokens: Slots of a row.
+        row_tokens: Slots of a row; at least 2 to keep tails.
         method: A key of `METHODS`, or a packer.
         buffer: Number of documents that best-fit chooses from.
         keep_tails: Whether best-fit keeps the tails that it cuts off. Other packers ignore it.
 
     Raises:
-        ValueError: A value is out of range, or the method is unknown.
+        ValueError: The method is unknown.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    if row_tokens < 1 or buffer < 1:
-        raise ValueError(f"row_tokens ({row_tokens}) and buffer ({buffer}) must be at least 1")
-    if lengths.ndim != 1 or (lengths.size and lengths.min() < 1):
-        raise ValueError("packing needs a flat list of document lengths, each at least 1 token")
-    if keep_tails and row_tokens < 2:
-        raise ValueError("keep_tails needs rows of at least 2 tokens: BOS and one token of a tail")
     document, length, row_offsets = packer(method)(np.minimum(lengths, row_tokens), row_tokens, buffer, keep_tails)
     start = _starts(document, length) if keep_tails else np.zeros_like(document)
     offered = len(lengths), int(lengths.sum()) - len(lengths)

@@ -270,15 +270,11 @@ class Corpus:
 
     # Their tokens --------------------------------------------------------------------------------------------------
 
-    def gather(self, document: int, start: int = 0, length: int | None = None) -> np.ndarray:
-        """`length` tokens of one document from `start` on, int32; to its end without a length."""
+    def gather(self, document: int, start: int = 0) -> np.ndarray:
+        """The tokens of one document from `start` on, int32."""
         begin, tokens = self.take(np.array([document]))
-        rest = int(tokens[0]) - start
-        length = rest if length is None else length
-        if start < 0 or not 0 <= length <= rest:
-            raise ValueError(f"document {document} has {tokens[0]} tokens, not {start} + {length}")
-        out = np.empty(length, dtype=np.int32)
-        self.copy(out, np.zeros(1, np.int64), begin + start, np.array([length]))
+        out = np.empty(int(tokens[0]) - start, dtype=np.int32)
+        self.copy(out, np.zeros(1, np.int64), begin + start, tokens - start)
         return out
 
     def copy(self, out: np.ndarray, at: np.ndarray, source: np.ndarray, length: np.ndarray, mask: bool = False) -> None:

@@ -7,29 +7,21 @@ training text is read once, document by document; memory grows with the question
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from quern.eval.task import Item
 from quern.mesh import ProcessGroup
-from quern.text.clean.word_runs import WORDS, digest, passage_runs, runs, split_words
+from quern.text.clean.word_runs import Passages
 
 _OPTION = re.compile(r"^([A-Z])\) (.*)$", re.MULTILINE)
 
 
 def find_contaminated(questions: Sequence[str], documents: Iterable[str]) -> list[bool]:
     """Whether each question, a text with its answer, shares a run of `WORDS` words with a document."""
-    wanted: dict[int, dict[bytes, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for number, question in enumerate(questions):
-        for size, mark in passage_runs(question, WORDS):
-            wanted[size][mark].append(number)
-    found = [False] * len(questions)
+    known, found = Passages(questions), [False] * len(questions)
     for document in documents:
-        split = split_words(document)
-        for size, known in wanted.items():
-            for run in runs(split, size):
-                for number in known.get(digest(run), ()):
-                    found[number] = True
+        for number in known.found_in(document):
+            found[number] = True
     return found
 
 

@@ -37,6 +37,7 @@ from quern.text.repositories import PREFIX, local_copy
 from quern.text.sources import Where, format_of, list_talks
 from quern.text.tinyworld import chat, corpus, skills
 from quern.text.tinyworld.prose import Pen
+from quern.text.tinyworld.skills import exchange
 
 ROW = ("question", "choices", "answer")
 KEYS = (*conversations.KEYS, *ROW)
@@ -56,10 +57,10 @@ def to_messages(record: Any, ignored: Counter[str] | None = None) -> list[Messag
         question, choices, answer = (record.get(key) for key in ROW)
         rest = {key: value for key, value in record.items() if key not in ROW}
         if isinstance(question, str) and isinstance(choices, list):
-            turns = _exchange(multiple_choice(question, choices), _letter(answer, choices))
+            turns = exchange(multiple_choice(question, choices), _letter(answer, choices))
             return conversations.to_messages({**rest, "messages": turns}, ignored)
         if isinstance(question, str) and isinstance(answer, str):
-            return conversations.to_messages({**rest, "messages": _exchange(question, word_problem(answer))}, ignored)
+            return conversations.to_messages({**rest, "messages": exchange(question, word_problem(answer))}, ignored)
     return conversations.to_messages(record, ignored)
 
 
@@ -106,10 +107,6 @@ def _letter(answer: Any, choices: Sequence[str]) -> str:
     )
 
 
-def _exchange(question: str, reply: str | list[ContentPart]) -> list[Message]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
-
-
 HELD_OUT_EVERY = 50
 """One conversation in so many is held out for validation."""
 FEWEST_HELD_OUT = 8
@@ -124,21 +121,14 @@ Fetch = Callable[[ConversationSource], Mapping[str, Where]]
 
 @dataclass(frozen=True)
 class OpenSource:
-    """A source that can be read.
-
-    Args:
-        asked: What the recipe says of it.
-        marks: What its conversations depend on; they are the same if the marks are.
-        splits: "train" and "val", or ALL.
-        read: Yields the conversations of a split.
-        public: A set that others made: test rows in it are left out. In a user's file they are an error.
-    """
+    """A source that can be read."""
 
     asked: ConversationSource
-    marks: tuple[str, ...]
-    splits: tuple[str, ...]
+    marks: tuple[str, ...]  # its conversations are the same if these are
+    splits: tuple[str, ...]  # "train" and "val", or ALL
     read: Callable[[str], Iterator[Conversation]]
     public: bool = False
+    """A set that others made: test rows in it are left out. In a user's file they are an error."""
 
     @property
     def built_in(self) -> bool:

@@ -47,14 +47,7 @@ def clipped_ratios(
     where it is (Schulman et al., 2017, https://arxiv.org/abs/1707.06347; two limits: DAPO §3.1). So the weights r·A of
     a plain policy gradient give exactly its gradient at the current model.
 
-    Args:
-        logprobs: Log-probability of each token under the current model.
-        sampled_logprobs: The same under the model that sampled it.
-        weights: The tokens' advantages.
-        low, high: How far the ratio may leave 1 before a token stops counting.
-
-    Returns:
-        The new weights, same shape.
+    weights: The tokens' advantages; low, high: how far the ratio may leave 1 before a token stops counting.
     """
     ratio = np.exp(logprobs - sampled_logprobs)
     clipped = ((weights > 0) & (ratio > 1 + high)) | ((weights < 0) & (ratio < 1 - low))

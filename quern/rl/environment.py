@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from quern.data.token_file import fingerprint as marks_of
 from quern.eval.task import Item
+from quern.temporaries import sha256_of
+from quern.text.tinyworld.skills import bucket
 
 HELD_OUT_SHARE = 10
 """One question in this many belongs to the split that decides, and is never practised."""
@@ -35,17 +37,12 @@ class Environment:
 
 def fingerprint(environments: Sequence[Environment]) -> str:
     """SHA-256 (hex) of the environments' names and files."""
-    digest = hashlib.sha256()
-    for environment in environments:
-        parts = [environment.name.encode("utf-8"), *(path.read_bytes() for path in environment.files)]
-        digest.update(b"".join(hashlib.sha256(part).digest() for part in parts))
-    return digest.hexdigest()
+    return marks_of(*(part for one in environments for part in (one.name, *map(sha256_of, one.files))))
 
 
 def is_held_out(item: Item) -> bool:
     """Whether a question belongs to the split that decides. Only its text counts, so no seed can mix the splits."""
-    digest = hashlib.blake2b(item.question.encode("utf-8"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0
+    return bucket(item.question, HELD_OUT_SHARE) == 0
 
 
 def draw_item(environment: Environment, seed: str, held_out: bool = False) -> Item:

@@ -38,29 +38,17 @@ MULTIPLE = 64
 
 @dataclass(frozen=True)
 class Rollout:
-    """A reply. Lists have one value for each token of the reply.
+    """A reply. Lists have one value for each token of the reply, except the prompt, which begins with BOS."""
 
-    Args:
-        slot: The number of its question in the batch of all ranks.
-        prompt: Token ids from BOS to the beginning of the reply.
-        ids: Token ids of the reply.
-        sampled: Whether the model chose the token; a tool's output is forced.
-        logprobs: Log-probabilities in sampling; after `Rollouts` kept it for several updates, in training.
-        reward: The environment's reward, minus the penalty for its length.
-        right: Whether the environment's reward is at least 1.
-        truncated: Whether max_tokens or the context ended it.
-        weights: Advantages.
-    """
-
-    slot: int
+    slot: int  # the number of its question in the batch of all ranks
     prompt: list[int]
     ids: list[int]
-    sampled: list[bool]
-    logprobs: list[float]
-    reward: float
+    sampled: list[bool]  # whether the model chose the token; a tool's output is forced
+    logprobs: list[float]  # in sampling; of a reply that is kept for several updates, in training
+    reward: float  # minus the penalty for its length
     right: bool
     truncated: bool
-    weights: list[float] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)  # advantages
 
     @property
     def span(self) -> slice:

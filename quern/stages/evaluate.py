@@ -11,7 +11,7 @@ from typing import Any
 from quern.data.shards import Corpus
 from quern.eval.bits_per_byte import kinds_of_documents, sample, text_scores
 from quern.eval.chat import CHAT, Asked, find_chat_tasks, run_chat
-from quern.eval.contamination import WORDS, contaminated_shares, passage
+from quern.eval.contamination import contaminated_shares, passage
 from quern.eval.core import CORE, CoreTask, core_bundle, core_passages, find_tasks, run_core
 from quern.eval.run_task import Records, run_task
 from quern.eval.score import Score
@@ -32,6 +32,7 @@ from quern.stages.prepare import Prepared
 from quern.stages.session import main_first
 from quern.terminal import Meter
 from quern.text.chat import Message, render_prompt
+from quern.text.clean.word_runs import WORDS
 from quern.text.tinyworld.corpus import documents_of_kinds
 from quern.train.state import build_model
 

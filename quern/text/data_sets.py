@@ -43,8 +43,17 @@ def _numbered(template: str, count: int, first: int = 0) -> tuple[str, ...]:
     return tuple(template.format(index) for index in range(first, first + count))
 
 
+def _parquet(split: str, count: int) -> tuple[str, ...]:
+    return _numbered(f"{split}-{{:05d}}-of-{count:05d}.parquet", count)
+
+
 def _tests(about: str, repository: str, folder: str) -> DataSet:
-    return DataSet(about, repository, folder, (), ("test-00000-of-00001.parquet",), kind="tests")
+    return DataSet(about, repository, folder, (), _parquet("test", 1), "tests")
+
+
+def _talks(about: str, repository: str, folder: str, files: int) -> DataSet:
+    train, test = _parquet("train", files), _parquet("test", 1)
+    return DataSet(about, repository, folder, train, test, "conversations", file_rows=115_000)
 
 
 DATASETS: Mapping[str, DataSet] = MappingProxyType(
@@ -66,8 +75,8 @@ DATASETS: Mapping[str, DataSet] = MappingProxyType(
             "WikiText-103: Wikipedia's good articles, a paragraph or heading in each row (270 MB a shard)",
             "Salesforce/wikitext",
             "wikitext-103-raw-v1",
-            _numbered("train-{:05d}-of-00002.parquet", 2),
-            ("validation-00000-of-00001.parquet",),
+            _parquet("train", 2),
+            _parquet("validation", 1),
             file_tokens=65_000_000,
         ),
         "fineweb-edu": DataSet(
@@ -107,46 +116,35 @@ DATASETS: Mapping[str, DataSet] = MappingProxyType(
                 "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
             ),
         ),
-        "smol-smoltalk": DataSet(
-            "Conversations for small assistants (115,000 a shard, 230 MB)",
-            "HuggingFaceTB/smol-smoltalk",
-            "data",
-            _numbered("train-{:05d}-of-00004.parquet", 4),
-            ("test-00000-of-00001.parquet",),
-            kind="conversations",
-            file_rows=115_000,
+        "smol-smoltalk": _talks(
+            "Conversations for small assistants (115,000 a shard, 230 MB)", "HuggingFaceTB/smol-smoltalk", "data", 4
         ),
-        "smoltalk": DataSet(
+        "smoltalk": _talks(
             "Conversations for assistants, the full mixture (115,000 a shard, 220 MB)",
             "HuggingFaceTB/smoltalk",
             "data/all",
-            _numbered("train-{:05d}-of-00009.parquet", 9),
-            ("test-00000-of-00001.parquet",),
-            kind="conversations",
-            file_rows=115_000,
+            9,
         ),
         "gsm8k": DataSet(
             "Grade-school word problems with worked answers (columns question, answer)",
             "openai/gsm8k",
             "main",
-            ("train-00000-of-00001.parquet",),
-            ("test-00000-of-00001.parquet",),
-            kind="questions",
+            _parquet("train", 1),
+            _parquet("test", 1),
+            "questions",
         ),
         "mmlu": DataSet(
             "Multiple-choice questions of school and university (columns question, choices, answer); 47 MB",
             "cais/mmlu",
             "all",
-            ("auxiliary_train-00000-of-00001.parquet",),
-            ("test-00000-of-00001.parquet",),
-            kind="questions",
+            _parquet("auxiliary_train", 1),
+            _parquet("test", 1),
+            "questions",
         ),
         "arc_easy": _tests("Science questions of grade school", "allenai/ai2_arc", "ARC-Easy"),
         "arc_challenge": _tests("Those that simple methods get wrong", "allenai/ai2_arc", "ARC-Challenge"),
         "humaneval": _tests(
-            "Functions to write from their docstrings, with tests",
-            "openai/openai_humaneval",
-            "openai_humaneval",
+            "Functions to write from their docstrings, with tests", "openai/openai_humaneval", "openai_humaneval"
         ),
     }
 )

@@ -17,7 +17,7 @@ from typing import Any, TypedDict
 
 from quern.records import read_json
 from quern.temporaries import write_whole
-from quern.text.clean.word_runs import WORDS, digest, passage_runs, runs, split_words
+from quern.text.clean.word_runs import WORDS, Passages, runs, split_words
 from quern.validate import install
 
 SHINGLE_WORDS = 5
@@ -175,13 +175,5 @@ def benchmark_questions(passages: Iterable[str], words: int = WORDS) -> Step:
         passages: The texts to look for; those of fewer than 5 words are in every large text, and ignored.
         words: Length of a run.
     """
-    known: dict[int, set[bytes]] = {}
-    for passage in passages:
-        for size, mark in passage_runs(passage, words):
-            known.setdefault(size, set()).add(mark)
-
-    def keep(text: str) -> bool:
-        split = split_words(text)
-        return not any(digest(run) in marks for size, marks in known.items() for run in runs(split, size))
-
-    return Step("benchmark questions", keep)
+    known = Passages(passages, words)
+    return Step("benchmark questions", lambda text: next(known.found_in(text), None) is None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 WORDS = 13
 SHORTEST = 5
@@ -32,8 +32,20 @@ def digest(run: str) -> bytes:
     return hashlib.blake2b(run.encode("utf-8"), digest_size=8).digest()
 
 
-def passage_runs(passage: str, words: int = WORDS) -> Iterator[tuple[int, bytes]]:
-    """The number of words and the digest of each run to look for; none for a passage of fewer than `SHORTEST` words."""
-    split = split_words(passage)
-    size = min(words, len(split))
-    return ((size, digest(run)) for run in (runs(split, size) if size >= SHORTEST else ()))
+class Passages:
+    """Passages that are looked for in texts, by number, in the order in which they were given."""
+
+    def __init__(self, passages: Iterable[str], words: int = WORDS) -> None:
+        self._runs: dict[int, dict[bytes, list[int]]] = {}  # words of a run → its digest → the passages
+        for number, passage in enumerate(passages):
+            split = split_words(passage)
+            size = min(words, len(split))
+            for run in runs(split, size) if size >= SHORTEST else ():
+                self._runs.setdefault(size, {}).setdefault(digest(run), []).append(number)
+
+    def found_in(self, text: str) -> Iterator[int]:
+        """The passages that share a run of words with a text; some of them several times."""
+        split = split_words(text)
+        for size, known in self._runs.items():
+            for run in runs(split, size):
+                yield from known.get(digest(run), ())
