@@ -54,9 +54,8 @@ NANOGPT = BinFormat("train.bin", "val.bin", header=False, begins=False, file_tok
 class _BinPart(Part):
     """The documents of a token file, which is mapped when it is read.
 
-    Args:
-        starts: (documents + 1,) index in the file of the first token of each document, and of the one after the last.
-        skipped: Tokens before the first document that belong to none.
+    starts: (documents + 1,) index in the file of the first token of each document, and of the one after the last;
+    skipped: tokens before the first document, which belong to none.
     """
 
     def __init__(self, path: Path, starts: np.ndarray, skipped: int) -> None:

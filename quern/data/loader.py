@@ -49,13 +49,8 @@ SAVE_EVERY = 16
 class _Chunk:
     """A packed chunk.
 
-    Args:
-        packing: Its rows.
-        source: Position in the corpus of the token that the BOS of each segment replaces.
-        resumed: Whether a segment begins in mid-document.
-        broken: Whether a segment ends in mid-document.
-        order: The rows, shuffled.
-        heads: Number of pieces that begin a document.
+    For each segment: the position in the corpus of the token that its BOS replaces (source), whether it begins
+    (resumed) and ends in mid-document (broken). order: the rows, shuffled; heads: the pieces that begin a document.
     """
 
     packing: Packing

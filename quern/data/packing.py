@@ -41,12 +41,8 @@ TOO_LONG = ("split", "crop", "drop")
 class Pieces:
     """The pieces of consecutive documents of a corpus.
 
-    Args:
-        starts, lengths: (documents,) int64, as in the corpus.
-        document: (pieces,) the document of each piece, counted from the first of these documents.
-        offset: (pieces,) the index in the document of the token that BOS replaces (0: BOS itself).
-        report: documents_without_target, documents_too_long, documents_split, pieces, left_out_share; see
-            `Loader.report`.
+    starts, lengths: (documents,) int64, as in the corpus; document: (pieces,) counted from the first of these; offset:
+    (pieces,) the index in the document of the token that BOS replaces, 0 for BOS itself; report: see `Loader.report`.
     """
 
     starts: np.ndarray

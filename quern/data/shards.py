@@ -56,9 +56,7 @@ class Part:
 class _Shard(Part):
     """A prepared shard. Each file is checked once, before it is read: the constructor looks at sizes and the header.
 
-    Args:
-        folder, entry, dtype: As the manifest has them.
-        hashed: Whether files are hashed.
+    entry, dtype: as the manifest has them; hashed: whether files are hashed.
     """
 
     def __init__(self, folder: Path, entry: dict[str, Any], dtype: str, hashed: bool) -> None:

@@ -104,10 +104,9 @@ def _program(name: str, row: Mapping[str, Any]) -> Item:
 
 
 def program_of(item: Item, reply: str) -> Program:
-    """The program of a reply, with its check.
+    """The program of a reply (`program_in`), with its check: a whole function, or a body that continues the prompt.
 
-    The program (`program_in`) is a whole function, or a body that continues the prompt. In both cases the prompt is
-    before it, which has imports and functions that the tests use.
+    The prompt is before both, since it has imports and functions that the tests use.
     """
     assert isinstance(item, ProgramItem)
     code, name = program_in(reply), item.entry_point
@@ -129,11 +128,8 @@ def _passed(items: Sequence[Item], replies: Sequence[str]) -> list[bool]:
 class ChatTask:
     """One entry.
 
-    Args:
-        name: Its score is "chat/NAME".
-        read: (name, row of its file) → an item. None: its questions are made.
-        baseline: The accuracy that counts as 0 in ChatCORE; None: the task is no part of it.
-        how: How it is asked: arguments of `Task`.
+    Its score is "chat/NAME". read: (name, row of its file) → an item; None: its questions are made. baseline: the
+    accuracy that counts as 0 in ChatCORE; None: the task is no part of it. how: arguments of `Task`.
     """
 
     name: str

@@ -35,9 +35,9 @@ class Example:
     Args:
         rows: Token ids of each option, from BOS on; one row in language modelling.
         starts: For each row, the index of the first token that is scored; the span ends with the row.
-        gold: The right option; 0 in language modelling.
-        shared: Leading tokens that all rows share, which are read once; 0 for a single row. The token before the first
-            scored one is not among them, because that one is predicted from it.
+        gold: The right option.
+        shared: Leading tokens that all rows share, which are read once. The token before the first scored one is not
+            among them, because that one is predicted from it.
         cropped: Whether tokens were cut.
     """
 
@@ -116,12 +116,8 @@ def score_examples(
 ) -> list[Answer]:
     """The answers to examples, in their order.
 
-    Args:
-        model: In evaluation mode.
-        examples: In any order.
-        vocab_size: Tokens of the tokenizer; the model's vocabulary may be padded.
-        progress: Called with the number of examples that are scored.
-        group: The ranks that score some batches each; None is a single process.
+    The model is in evaluation mode. vocab_size: tokens of the tokenizer, since the model's vocabulary may be padded;
+    progress: called with the number of examples that are scored; group: the ranks that score some batches each.
     """
 
     def compute(batch: Sequence[int]) -> list[Answer]:

@@ -98,13 +98,9 @@ def accuracy(task: str, correct: Sequence[bool], chances: Sequence[float], **set
 
 
 def mean_score(name: str, parts: Sequence[tuple[Score, float]]) -> Score:
-    """The mean of the centred accuracies (p − b) / (1 − b) of tasks.
+    """The mean of the centred accuracies (p − b) / (1 − b) of tasks, given p and b of each; without those of no value.
 
     The interval takes the tasks as independent, although two of CORE's ask the same questions, with and without shots.
-
-    Args:
-        name: The score's name.
-        parts: Accuracies p with their baselines b. Those without a value do not count.
     """
     known = [(score.value, score.count, base) for score, base in parts if score.value is not None]
     if not known:

@@ -33,11 +33,7 @@ _LABEL = re.compile(r"\s*(question|problem)\s*:\s*", re.IGNORECASE)
 
 
 class TaskRows:
-    """A set of test rows.
-
-    Attributes:
-        fingerprint: SHA-256 (hex) of all questions.
-    """
+    """A set of test rows. fingerprint: SHA-256 (hex) of all questions."""
 
     def __init__(self) -> None:
         self._short: dict[bytes, str] = {}

@@ -99,12 +99,8 @@ def to_continue(saved: Resolved, named: Collection[str], at_peak: bool = False) 
     """The recipe for a new run that continues a finished one.
 
     Length, batch and learning rates are those of the finished run; the order of the documents is new. Fields that
-    depend on a named field are derived again.
-
-    Args:
-        saved: The finished run's recipe.
-        named: The fields named in the command.
-        at_peak: Whether the checkpoint was saved at the peak learning rate, so that no warm-up is needed.
+    depend on a named field are derived again. at_peak: the checkpoint is from before the rates fell, so no warm-up is
+    needed.
     """
     length = {"train.steps", "train.minutes", "train.horizon_ratio", "train.batch_tokens"} & set(named)
     train = replace(saved.train, minutes=None, eval_every=None, save_every=None)

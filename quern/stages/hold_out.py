@@ -23,14 +23,10 @@ SPACE = re.compile(r"\s")
 
 
 def hold_out(texts: Callable[[], Iterator[str]], megabytes: float) -> Callable[[str], Iterator[str]]:
-    """Decides how to hold out. It reads the documents until every twentieth is enough, or to their end.
+    """Decides how to hold out: it reads the documents until every twentieth is enough, or to their end.
 
-    Args:
-        texts: Opens the documents, as often as it is called.
-        megabytes: The most that is held out, by whole documents.
-
-    Returns:
-        A function that opens a split, "train" or "val"; together they hold every document.
+    texts opens the documents, as often as it is called; megabytes: the most that is held out, by whole documents.
+    Returns a function that opens a split, "train" or "val"; together they hold every document.
     """
     tail = _tail_of(texts(), megabytes)
 

@@ -22,15 +22,10 @@ def open_data(
     named: bool = False,
     workers: int = 1,
 ) -> Prepared:
-    """Opens the tokenizer and the shards that a stage began with.
+    """Opens the tokenizer and the shards that a stage began with; shards that are gone are made again.
 
-    Args:
-        named: The user named the text in this command, so it must still be the same. Otherwise its shards are used,
-            whatever the text is now.
-        workers: Processes that encode text, where shards are missing.
-
-    Raises:
-        ValueError: The tokenizer or the text is another one; the message holds both fingerprints and what to do.
+    named: the user named the text in this command, so it must still be the same. Otherwise its shards are used,
+    whatever the text is now. Raises ValueError if the tokenizer or the text is another one, with both fingerprints.
     """
     tokenizer = run_dir.tokenizer()
     require_same(origin, replace(origin, tokenizer=tokenizer.fingerprint), run_dir, "pretrain")

@@ -174,20 +174,10 @@ def named_tokenizer(
     log: Callable[[str], None] = lambda line: None,
     public: PublicData | None = None,
 ) -> Tokenizer | None:
-    """The tokenizer of `text.tokenizer`, or of a public set of tokens.
+    """The tokenizer of `text.tokenizer`, or of a public set of tokens; `own`, the run's, where no file is named.
 
-    Args:
-        recipe: Names the file.
-        own: The run's, where there is one: then the named file need not be there any more.
-        log: Called with a line on the tokenizer.
-        public: The files of the recipe's data, where it is a public data set.
-
-    Returns:
-        The tokenizer; the run's own, or None, where no file is named.
-
-    Raises:
-        FileNotFoundError: The named file is missing.
-        ValueError: It is no tokenizer, or another one than the run's.
+    The named file need not be there any more where there is an own tokenizer. Raises FileNotFoundError if it is
+    missing, ValueError if it is no tokenizer or another one than the run's.
     """
     name = recipe.text.tokenizer
     if name is None and public is not None and public.tokenizer is not None:

@@ -340,11 +340,8 @@ def open_folder(
 def main_first(mesh: Mesh) -> Iterator[None]:
     """Runs the body on rank 0 first, then on the other ranks, which find what rank 0 has written.
 
-    The body may take hours. So the other ranks poll the store without a time limit, instead of waiting in a collective;
-    train/heartbeat.py ends them when rank 0 is gone. Every rank passes here equally often.
-
-    Raises:
-        PeersLostError: on the other ranks, without running the body, when the body raised on rank 0.
+    The other ranks poll the store without a time limit, instead of waiting in a collective; train/heartbeat.py ends
+    them when rank 0 is gone. Every rank passes here equally often. PeersLostError: the body raised on rank 0.
     """
     if mesh.world.size == 1:
         yield

@@ -139,13 +139,9 @@ LEFT_OUT = re.compile(r"^<.*>$|^\u200e|omitted$|weggelassen>?$")
 
 
 def of_whatsapp(text: str, person: str | None = None) -> list[list[Message]]:
-    """Converts WhatsApp's export of a chat: a conversation for each day.
+    """Converts WhatsApp's export of a chat: a conversation for each day. The model learns to write as `person`.
 
-    Args:
-        person: Whom the model learns to write as. All others are users.
-
-    Raises:
-        ValueError: The text is no such export, or the person is not named, or says nothing in it.
+    Raises ValueError if the text is no such export, or if the person is not named, or says nothing in it.
     """
     days: dict[str, list[tuple[str, str]]] = {}
     day: list[tuple[str, str]] = []

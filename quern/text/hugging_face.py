@@ -45,73 +45,7 @@ DIALECT = {
 FIRST_TOKENS = ("<|bos|>", "<|endoftext|>", "<|begin_of_text|>", "<|startoftext|>", "<s>")
 """Names of the token that begins documents."""
 
-CHAT_TEMPLATE = r"""
-{%- set now = namespace(in_turn=false, tools='', pieces=[['<|bos|>', false]], own='') -%}
-{%- for tool in tools or [] -%}
-  {%- set now.tools = now.tools + '\n' + (tool['function'] | tojson(separators=(',', ':'))) -%}
-{%- endfor -%}
-{%- if now.tools -%}
-  {%- set now.tools = 'You can call these tools, as {"name":"…","arguments":{…}}:' + now.tools -%}
-  {%- if messages[0]['role'] not in ['system', 'developer'] -%}
-    {%- set now.pieces = now.pieces + [['<|system_start|>' + now.tools + '<|system_end|>', false]] -%}
-  {%- endif -%}
-{%- endif -%}
-{%- for message in messages -%}
-  {%- set role = 'system' if message['role'] == 'developer' else message['role'] -%}
-  {%- set mine = role == 'assistant' -%}
-  {%- if role not in ['system', 'user', 'assistant', 'tool'] -%}
-    {{- raise_exception('roles are system, user, assistant and tool') -}}
-  {%- endif -%}
-  {%- if now.in_turn and role not in ['assistant', 'tool'] -%}
-    {%- set now.pieces = now.pieces + [['<|assistant_end|>', true]] -%}{%- set now.in_turn = false -%}
-  {%- endif -%}
-  {%- if role != 'tool' -%}
-    {%- if not now.in_turn -%}{%- set now.pieces = now.pieces + [['<|' + role + '_start|>', false]] -%}{%- endif -%}
-    {%- set parts = message['content'] or [] -%}
-    {%- if parts is string -%}{%- set parts = [{'type': 'text', 'text': parts}] -%}{%- endif -%}
-    {%- for part in parts -%}
-      {%- set kind, text = part['type'], part['text'] -%}
-      {%- if kind != 'text' -%}{%- set text = '<|' + kind + '_start|>' + text + '<|' + kind + '_end|>' -%}{%- endif -%}
-      {%- set now.pieces = now.pieces + [[text, mine and kind != 'output']] -%}
-    {%- endfor -%}
-    {%- if role == 'system' and now.tools -%}
-      {%- set now.pieces = now.pieces + [[('\n\n' if message['content'] else '') + now.tools, false]] -%}
-    {%- endif -%}
-    {%- set calls = message['tool_calls'] or [] -%}
-    {%- set later = messages[loop.index:] -%}
-    {%- for call in calls -%}
-      {%- set number, function = loop.index0, call['function'] -%}
-      {%- set given = function['arguments'] -%}
-      {%- if given is not string -%}{%- set given = given | tojson(separators=(',', ':')) -%}{%- endif -%}
-      {%- set text = '{"name":' + (function['name'] | tojson) + ',"arguments":' + given + '}' -%}
-      {%- set now.pieces = now.pieces + [['<|tool_start|>' + text + '<|tool_end|>', true]] -%}
-      {%- for output in later -%}
-        {%- set own = output['tool_call_id'] == call['id'] if output['tool_call_id'] else loop.index0 == number -%}
-        {%- if output['role'] == 'tool' and loop.index0 < calls | length and own -%}
-          {%- set now.pieces = now.pieces + [['<|output_start|>' + output['content'] + '<|output_end|>', false]] -%}
-        {%- endif -%}
-      {%- endfor -%}
-    {%- endfor -%}
-    {%- if calls -%}{%- set now.in_turn = true -%}
-    {%- elif not now.in_turn -%}{%- set now.pieces = now.pieces + [['<|' + role + '_end|>', mine]] -%}{%- endif -%}
-  {%- endif -%}
-  {%- if loop.last and now.in_turn and not (add_generation_prompt and role == 'tool') -%}
-    {%- set now.pieces = now.pieces + [['<|assistant_end|>', true]] -%}{%- set now.in_turn = false -%}
-  {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt and not now.in_turn -%}
-  {%- set now.pieces = now.pieces + [['<|assistant_start|>', false]] -%}
-{%- endif -%}
-{%- for piece in now.pieces + [['', false]] -%}
-  {%- if piece[1] -%}{%- set now.own = now.own + piece[0] -%}
-  {%- else -%}
-    {%- if now.own -%}
-      {%- generation -%}{{- now.own -}}{%- endgeneration -%}{%- set now.own = '' -%}
-    {%- endif -%}
-    {{- piece[0] -}}
-  {%- endif -%}
-{%- endfor -%}
-""".strip()
+CHAT_TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8").strip()
 """`chat.render` of OpenAI's messages and tools (conversations.py) as a Jinja template; with add_generation_prompt,
 `chat.render_prompt`. Arguments that are text are copied as they are. `generation` marks learned words
 of the assistant, in whole runs, because transformers marks only the first token of a run's last character."""

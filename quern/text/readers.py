@@ -91,13 +91,10 @@ class Skipped:
 
 
 def open_utf8(path: Path, encoding: str = UTF8) -> BinaryIO:
-    """Opens a file, decompressed according to its name, as bytes of UTF-8.
+    """Opens a file, decompressed according to its name, as bytes of UTF-8, which are not checked here.
 
-    Args:
-        encoding: Its encoding, or "auto". Bytes of UTF-8 are not checked here. A file of another one is read whole.
-
-    Raises:
-        UnreadableError: The file is not in the encoding.
+    encoding: its encoding, or "auto"; a file of another one than UTF-8 is read whole. Raises UnreadableError if the
+    file is not in the encoding.
     """
     compression = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix.lower())
     if compression is None:

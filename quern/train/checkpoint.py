@@ -114,8 +114,7 @@ def save(
 def load(path: Path, *, verified: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Returns (whole tensors on the CPU, meta) of a checkpoint. Raises CheckpointError.
 
-    Args:
-        verified: Whether another rank has just checked the hashes.
+    verified: another rank has just checked the hashes.
     """
     manifest = read_manifest(path) if verified else verify(path)
     try:

@@ -51,9 +51,8 @@ class Failure(NamedTuple):
 class Heartbeat:
     """Runs from its construction until `close`, which every rank calls before the first of them leaves.
 
-    Args:
-        timeout: Seconds without progress in a training step, after which this rank looks for the cause.
-        parent: Process id of the process that started the ranks; this process exits when that one is gone.
+    timeout: seconds without progress in a training step, after which this rank looks for the cause; parent: the process
+    that started the ranks, without which this one exits.
     """
 
     def __init__(self, mesh: Mesh, timeout: float, log: Callable[[str], None], parent: int) -> None:
@@ -89,12 +88,8 @@ class Heartbeat:
     def report_peer_loss(self, why: str) -> bool:
         """Logs the cause of a collective that failed, unless another rank reports it.
 
-        Args:
-            why: The failure of the collective; "" if this rank was asked to end, which is no failure where no rank is
-                gone.
-
-        Returns:
-            Whether the failure is final.
+        Returns whether the failure is final. why: the failure; "" if this rank was asked to end, which is no failure
+        where no rank is gone.
         """
         self._end_if_orphaned()
         lost = f"rank {self.mesh.rank} lost the others: {why}"

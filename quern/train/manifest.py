@@ -44,13 +44,9 @@ class NewerCheckpointError(CheckpointError):
 def write_manifest(
     temporary: Path, step: int, files: dict[str, dict[str, Any]], meta: dict[str, Any], library: dict[str, str]
 ) -> None:
-    """Writes and syncs the manifest, then syncs the folder.
+    """Writes and syncs the manifest, then syncs the folder, which has its temporary name.
 
-    Args:
-        temporary: The checkpoint's folder, under its temporary name.
-        files: `describe` of each file, by name.
-        meta: The caller's JSON.
-        library: Name and version of the library that wrote the files.
+    files: `describe` of each file, by name; library: name and version of the library that wrote the files.
     """
     content = {"schema": SCHEMA, "step": step, **library, "files": files, "meta": meta}
     manifest = temporary / MANIFEST

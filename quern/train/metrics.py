@@ -57,12 +57,8 @@ class Window:
 class Moment:
     """The values that a line of the log is computed from.
 
-    Attributes:
-        run: The run's counters (`Counters` in state.py).
-        last: The last step (`StepResult` in step.py).
-        window: The timed steps since the last line.
-        lr: The multiplier of the learning rates in the last step.
-        peak_flops: The machine's, per second.
+    run: `Counters` of state.py; last: the last `StepResult` of step.py; window: the timed steps since the last line;
+    lr: the multiplier of the learning rates in the last step; peak_flops: the machine's, per second.
     """
 
     run: Any

@@ -72,12 +72,8 @@ def train_on(
 ) -> StepResult:
     """Runs one step and advances `state`.
 
-    Returns:
-        The result. Its verdict ("step", "skip", "stop", or "empty" for weighted targets of which there are none) is the
-        same on all ranks.
-
-    Raises:
-        ValueError: No token of the global batch is a target, and the targets have no weights.
+    The verdict of the result is the same on all ranks: "step", "skip", "stop", or "empty" for weighted targets of which
+    there are none. Raises ValueError for a batch without weights and without targets.
     """
     targets, positions, products, attention, _ = batch.counts()
     if targets == 0:

@@ -38,9 +38,7 @@ class Step:
 class Cleaned(Iterator[str]):
     """The documents that every step keeps. A document that a step removes is not shown to those after it.
 
-    Args:
-        documents: How many were read so far.
-        removed: How many each step has removed so far, by its name.
+    documents, removed: how many were read so far, and how many each step has removed, by its name.
     """
 
     texts: Iterator[str]

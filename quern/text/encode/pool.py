@@ -41,10 +41,8 @@ ENOUGH_WORKERS = 16
 class Encoded(NamedTuple):
     """The documents of one unit.
 
-    Args:
-        ids: (T,) of the dtype that was asked for, BOS first in each document.
-        lengths: (documents,) int64, ids of each, BOS included.
-        text_bytes: Their size in bytes of UTF-8.
+    ids: (T,) of the dtype that was asked for, BOS first in each document; lengths: (documents,) int64, ids of each, BOS
+    included; text_bytes: their size in UTF-8.
     """
 
     ids: np.ndarray
@@ -114,18 +112,9 @@ def encoded(
     unit_characters: int = UNIT_CHARACTERS,
     start_workers: StartWorkers = on_processes,
 ) -> Generator[Encoded, None, None]:
-    """Encodes documents in order.
+    """Encodes documents in order, a unit of at least `unit_characters` at a time; with one worker, in this process.
 
-    Args:
-        dtype: uint16 or uint32.
-        workers: Processes that encode; with 1, this process does.
-        unit_characters: A unit ends with the document that gives it this many characters.
-
-    Yields:
-        The documents of one unit.
-
-    Raises:
-        RuntimeError: A worker has died.
+    Raises RuntimeError if a worker has died.
     """
     units = _units(texts, unit_characters)
     first = list(islice(units, FEW_UNITS))
@@ -172,11 +161,7 @@ def write_shards(
 ) -> None:
     """Writes a split, or what an earlier writer of the same split has left to do.
 
-    Args:
-        texts: All documents of the split.
-        folder, split, fingerprint, shard_tokens: As `ShardWriter`.
-        workers, unit_characters, start_workers: As `encoded`.
-        megabytes: The size of the text, for the time left; None if unknown.
+    Arguments are those of `ShardWriter` and `encoded`; megabytes: the size of the text, for the time left, if known.
 
     Raises:
         ValueError: There are no documents.
