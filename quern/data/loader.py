@@ -1,19 +1,15 @@
-"""Loader of packed rows, prefetch in a thread, and windows for validation.
+"""Loader of packed rows.
 
 Each epoch takes one group of documents after the other (batch.py). It permutes the pieces (packing.py) of a group by
 (seed, epoch, group), cuts the permutation into chunks, packs each chunk into rows, and shuffles the rows of the chunk.
 The rows of all epochs form one endless sequence; step s reads rows s·batch_rows to (s + 1)·batch_rows - 1, so a batch
 may span two epochs. Rank r of N reads rows r, r + N, … of the global batch. So neither the number of ranks nor
-accumulation changes the training data, and resuming needs no state.
+accumulation changes the training data, and resuming needs no state beside the number of rows of each chunk, which is
+kept in a file (docs/data.md) or found again by packing.
 
-Chunks are packed when they are first read (about a million pieces a second). The number of rows of each chunk is kept,
-in a file beside the shards too: a run that is resumed finds its place in it, and packs one chunk.
-
-Best-fit keeps the tail of a piece that it cuts, so an epoch shows every token once. With masks it does not,
-because a tail may have no target. With masks, a BOS in mid-document is no target. A BOS that follows a part of
-a document that continues elsewhere is never a target, because no document ended there.
-
-Pieces without a target are left out. The first segment of a row is never cut shorter than the row, so every
+Best-fit keeps the tail of a piece that it cuts, so an epoch shows every token once; with masks it does not, because a
+tail may have no target. Then a BOS in mid-document is no target, nor is a BOS after a part of a document that continues
+elsewhere. Pieces without a target are left out. The first segment of a row is never cut shorter than the row, so every
 row has a target, and so has every batch and micro-batch of every rank.
 """
 
@@ -62,10 +58,9 @@ class _Chunk:
 
 
 class _RowCounts:
-    """The rows of each chunk, in reading order, which find the chunk of any row. Rows are known once a chunk is packed.
+    """The rows of each chunk, in reading order, which find the chunk of any row; known once a chunk is packed.
 
-    They are kept in a file, so that a resumed run does not pack again what came before it. Where it is missing or not
-    whole, they are found again by packing. Several processes may write it.
+    They are kept in a file, which several processes may write.
     """
 
     def __init__(self, path: Path | None) -> None:

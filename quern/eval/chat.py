@@ -8,13 +8,9 @@ Each is one entry of TASKS. Their files, or those of CORE with the same question
     gsm8k      {"question": …, "answer": "… #### 12"}
     humaneval  {"task_id": …, "prompt": …, "entry_point": …, "canonical_solution": …, "test": …}
 
-Options get the letters A, B, …, and the answer is a letter, as `quern sft` teaches it.
-
-ChatCORE is the mean of the centred accuracies (p − b) / (1 − b) of ARC-Easy, ARC-Challenge, MMLU (b = 0.25), GSM8K and
-HumanEval (b = 0), as in nanochat. It has the name only if all questions of the five tasks were asked.
-
-Source of HumanEval: Chen et al., 2021, "Evaluating Large Language Models Trained on Code",
-https://arxiv.org/abs/2107.03374.
+Options get the letters A, B, …, and the answer is a letter, as `quern sft` teaches it. ChatCORE is the mean of centred
+accuracies (docs/evaluation.md). Source of HumanEval: Chen et al., 2021, "Evaluating Large Language Models Trained on
+Code", https://arxiv.org/abs/2107.03374.
 """
 
 from __future__ import annotations

@@ -1,22 +1,12 @@
-"""CORE: 22 few-shot tasks for base models, scored by likelihood and averaged.
-
-One entry for each task, its file, the rows of that, and their prompts. The mean of the centred accuracies is called
-CORE only if all questions of all 22 tasks were asked.
-
-Two versions of the baselines exist. v1 is that of the paper and of most published numbers, GPT-2's 0.2565 among them;
-v2 corrects three tasks. Both are always reported, with the version's name.
+"""CORE: 22 few-shot tasks for base models, scored by likelihood and averaged (docs/evaluation.md).
 
 A prompt is solved examples, then the question, as rows of token ids with the span that is scored. The shots of item i
 are drawn from all other rows by `random.Random(1234 + i)`, where i is the item's number in the order of
-`random.Random(1337)`. Every row begins with BOS. A row that does not fit is cut from its left, by itself, as nanochat
-and lm-evaluation-harness do.
+`random.Random(1337)`. Every row begins with BOS. A row that does not fit is cut from its left, by itself.
 
 Source: DCLM (Li et al., 2024, arXiv 2406.11794) and nanochat, whose evaluation code defines delimiters, seeds and
-spans; the data of LLM Foundry.
-
-The files come from the public evaluation bundle of nanochat: a zip with core.yaml, whose `dataset_uri` of each task is
-a path in the bundle's data folder. Without that file, tasks are found by the names of their files. Nothing else of the
-zip is unpacked.
+spans; the data of LLM Foundry. The files come from nanochat's public bundle, a zip whose core.yaml has a path for each
+task. Without that file, tasks are found by the names of their files.
 """
 
 from __future__ import annotations

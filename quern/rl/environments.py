@@ -1,17 +1,9 @@
-"""The built-in environments, and how one is found: by name, or in a file.
+"""The built-in environments (docs/rl.md), and how one is found: by name, or in a file.
 
 A new environment is one Python file that ends in `ENVIRONMENT = Environment(…)`; `quern rl --rl.rewards FILE` uses it.
-
-    gsm8k      GSM8K's training problems. The reward is 1 if the last number of the reply is the answer, else 0.
-    programs   Programs to write in Python. The reward is 1 if the program in the reply passes its check in the sandbox,
-               else 0. The file programs.jsonl of `rl.data` has a line for each exercise: {"prompt": "Write a function
-               add(a, b) …", "check": "assert program.add(2, 3) == 5"}. The check runs in another process than the
-               program (docs/sandbox.md).
-    sums word_problems spelling counting   Questions of the built-in world. The reward is 1 for a right reply, else 0.
-
-Sums and word problems come from the part of the world that is trained on. Spelling and counting ask for words that no
-conversation asks for, so a model that has learnt those by heart has something to practise. What `quern evaluate` asks
-for is in no environment.
+The check of a program runs in another process than the program (docs/sandbox.md). Spelling and counting ask for words
+that no conversation asks for, so a model that has learnt those by heart has something to practise. What `quern
+evaluate` asks for is in no environment.
 """
 
 from __future__ import annotations

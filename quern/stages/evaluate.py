@@ -63,20 +63,7 @@ class _Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Questions:
-    """The questions of an evaluation.
-
-    Args:
-        questions: The number of questions of each kind.
-        tasks: Names of built-in tasks, paths of task files, core or core/TASK, chat or chat/TASK. Empty: the built-in
-            tasks that suit the recipe.
-        stage: The only stage to evaluate. None: the untrained model and every stage of the run.
-        bundle: The folder with the files of CORE's tasks. None, or core: the public bundle, which is downloaded.
-        limit: The most questions of each task of CORE, of the chat tasks and of lm-eval.
-        harness: Tasks of lm-evaluation-harness, by name or file.
-        chat_data: The folder with the files of the chat tasks. None: they are downloaded.
-        samples: Replies to each problem of HumanEval for pass@k.
-        contamination: Also look for the questions in the training text.
-    """
+    """The questions of an evaluation; the flags of `quern evaluate` have these names and meanings."""
 
     questions: int
     tasks: Sequence[str] = ()

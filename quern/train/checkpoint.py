@@ -3,14 +3,12 @@
 A checkpoint is a folder `step-00000100` of safetensors files and one `manifest.json` (manifest.py). A save writes
 to `step-00000100.tmp-<id>`, fsyncs the files, writes the manifest last, fsyncs the folder, renames it, fsyncs the
 parent, and only then removes checkpoints older than the newest `keep` complete ones. So a crash at any point leaves
-every earlier checkpoint intact. Reading checks every hash, because the readers of safetensors and pickle all load a
-flipped byte silently.
+every earlier checkpoint intact. Reading checks every hash, because the readers of safetensors load a flipped byte
+silently.
 
 The format is that of torch.distributed.checkpoint's Hugging Face storage, without its import, which takes half a
-second: safetensors files, whose headers say where each slice begins in its tensor. On a mesh every rank writes its
-slices and hashes its share of the files, and rank 0 does the rest. Reading returns whole tensors, for any number of
-ranks that wrote them. This file knows names of tensors and JSON, not models or optimizers. One run at a time may write
-into a folder; any number of processes may read.
+second. On a mesh every rank writes its slices and hashes its share of the files, and rank 0 does the rest. Reading
+returns whole tensors, for any number of ranks that wrote them. One run at a time may write into a folder.
 """
 
 from __future__ import annotations

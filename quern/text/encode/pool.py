@@ -1,11 +1,8 @@
 """Encodes a stream of documents on several processes, in the order of the stream, and writes them as token shards.
 
-The stream is read in this process and cut into units of about a million characters, wherever the workers are. Each
-worker takes the next unit when it is free. Units wait until those before them were yielded, so the result is the same
-for any number of workers, and at most `AHEAD` units for each worker are in memory.
-
-A writer that was stopped, even by SIGKILL, is continued after its last whole shard. The text before that is read again,
-which takes a few percent of the time of encoding it, but not encoded again.
+The stream is read in this process and cut into units of about a million characters. Each worker takes the next unit
+when it is free. Units wait until those before them were yielded, so the result is the same for any number of workers,
+and at most `AHEAD` units for each worker are in memory. docs/preparing.md says how a stopped writer is continued.
 """
 
 from __future__ import annotations

@@ -2,15 +2,13 @@
 
 An Exercise is a question, its answer, and a reply that shows the steps: a tool call for sums, and for counting the word
 spelled letter by letter, then again with running numbers. A reply spells as the documents do: "The word river is
-spelled r-i-v-e-r", so a model that has read how a word is spelled can say it. The letter of a choice stands directly
-after its option, in the list and in the reply ("- Pebblewick B"): a small model copies a line long before it can say
-the letter alone. A hash of the content decides which exercises are held out for the evaluation:
+spelled r-i-v-e-r". The letter of a choice stands directly after its option, in the list and in the reply: a small model
+copies a line long before it can say the letter alone. A hash of the content decides which exercises are held out:
 
 - sums: one pair of operands in ten (in either order, for + and *) is in no training text;
 - word problems: held-out operands, and one pair of (character, things) in six, which no training problem uses;
-- spelling and counting: no training text asks for two words in six. One of them is held out, the other is practised in
-  reinforcement learning. Documents do spell both ("river is spelled r-i-v-e-r"), because a tokenized model could not
-  know their letters otherwise. No text counts their letters;
+- spelling and counting: no training text asks for two words in six, one held out, one practised in reinforcement
+  learning. Documents do spell both, because a tokenized model could not know their letters otherwise;
 - multiple choice: the wordings are held out. The options are random.
 """
 
