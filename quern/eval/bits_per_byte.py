@@ -42,11 +42,7 @@ class BitsPerByte:
 
     @classmethod
     def of(cls, nats: float, tokens: int, num_bytes: int) -> "BitsPerByte":
-        """Computes the measure from sums, which may be sums over ranks.
-
-        Raises:
-            ValueError: No byte was measured.
-        """
+        """Computes the measure from sums, which may be sums over ranks. Raises ValueError: no byte was measured."""
         if num_bytes < 1 or tokens < 1:
             raise ValueError(
                 "bits per byte needs at least one target that stands for text: the batches are empty, "

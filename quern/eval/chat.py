@@ -19,6 +19,7 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
@@ -87,16 +88,12 @@ def _choice(name: str, row: Mapping[str, Any]) -> Item:
     return question(multiple_choice(asked.removeprefix(LABEL), options), letters[gold], letters, name)
 
 
-def _problem(name: str, row: Mapping[str, Any]) -> Item:
-    return gsm8k.problem(row)
-
-
-def _program(name: str, row: Mapping[str, Any]) -> Item:
+def _program(row: Mapping[str, Any]) -> Item:
     texts = [row[key] for key in ("prompt", "canonical_solution", "entry_point", "test")]
     if not all(isinstance(text, str) for text in texts) or not texts[2].isidentifier():
         raise ValueError("its prompt, canonical_solution or test is no text, or its entry_point no name")
     prompt, solution, entry_point, test = texts
-    return ProgramItem(name, [{"role": "user", "content": prompt}], solution, entry_point=entry_point, test=test)
+    return ProgramItem("humaneval", [{"role": "user", "content": prompt}], solution, entry_point=entry_point, test=test)
 
 
 def program_of(item: Item, reply: str) -> Program:
@@ -124,12 +121,12 @@ def _passed(items: Sequence[Item], replies: Sequence[str]) -> list[bool]:
 class ChatTask:
     """One entry.
 
-    Its score is "chat/NAME". read: (name, row of its file) → an item; None: its questions are made. baseline: the
+    Its score is "chat/NAME". read: (row of its file) → an item; None: its questions are made. baseline: the
     accuracy that counts as 0 in ChatCORE; None: the task is no part of it. how: arguments of `Task`.
     """
 
     name: str
-    read: Callable[[str, Mapping[str, Any]], Item] | None
+    read: Callable[[Mapping[str, Any]], Item] | None
     baseline: float | None
     how: Mapping[str, Any]
 
@@ -148,10 +145,8 @@ _CODE = {
     "base_stop": BASE_STOP,
 }
 TASKS = (
-    ChatTask("arc_easy", _choice, 0.25, _LETTERS),
-    ChatTask("arc_challenge", _choice, 0.25, _LETTERS),
-    ChatTask("mmlu", _choice, 0.25, _LETTERS),
-    ChatTask("gsm8k", _problem, 0.0, _NUMBER),
+    *(ChatTask(name, partial(_choice, name), 0.25, _LETTERS) for name in ("arc_easy", "arc_challenge", "mmlu")),
+    ChatTask("gsm8k", gsm8k.problem, 0.0, _NUMBER),
     ChatTask("humaneval", _program, 0.0, _CODE),
     ChatTask("spelling", None, None, _WORDS),
     ChatTask("counting", None, None, _WORDS),
@@ -172,8 +167,9 @@ class Asked:
 
 def read_items(path: Path, name: str) -> list[Item]:
     """The items of a task's file, in the file's order. Raises as `read_rows`."""
-    read = BY_NAME[name].read or _choice
-    return read_rows(path, name, COLUMNS, lambda row: read(name, row))
+    read = BY_NAME[name].read
+    assert read is not None  # the other tasks have no file
+    return read_rows(path, name, COLUMNS, read)
 
 
 def find_chat_tasks(

@@ -30,11 +30,7 @@ VOCABULARIES: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
 
 
 def published(name: str) -> Tokenizer:
-    """The vocabulary with this name.
-
-    Raises:
-        FileNotFoundError: tiktoken's cache does not have its file, whole.
-    """
+    """The vocabulary with this name. Raises FileNotFoundError: tiktoken's cache does not have its file, whole."""
     env = environment()
     folder = env.get("TIKTOKEN_CACHE_DIR") or env.get("DATA_GYM_CACHE_DIR")
     folder = Path(folder or Path(tempfile.gettempdir(), "data-gym-cache"))

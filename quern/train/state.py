@@ -173,8 +173,8 @@ def compile_model(model: Any, machine: Machine) -> None:
 
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-CHUNK_WORDS = 1 << 17
-"""Words of 8 bytes hashed at a time: temporaries stay in a CPU's cache, and a GPU launches few kernels."""
+CHUNK = 1 << 18
+"""Elements that are hashed at a time, which bounds the memory."""
 MULTIPLIER = 6364136223846793005  # odd; Knuth's MMIX generator
 
 
@@ -208,27 +208,17 @@ def refuse_unequal_replicas(state: TrainState) -> None:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Hashes the bits of a tensor and their positions.
+    """Hashes the bits of a tensor and their positions: int64, without dims, on the tensor's device.
 
-    A change of any one element changes the checksum, since each word is multiplied by an odd number modulo 2^64. The
-    odd numbers are pseudorandom, so that tensors that differ in many places get different checksums, too.
-
-    Returns:
-        int64, without dims, on the tensor's device.
+    A change of any one element changes the checksum, since each is multiplied by an odd number modulo 2^64. The odd
+    numbers are pseudorandom, so that tensors that differ in many places get different checksums, too.
     """
     flat = tensor.detach().reshape(-1)
-    per_word = 8 // flat.element_size()
-    if flat.storage_offset() % per_word:
-        flat = flat.clone()  # a view as words must start at a whole word
-    count = len(flat) // per_word * per_word
-    words, tail = flat[:count].view(torch.int64), flat[count:].view(BITS[flat.element_size()]).to(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     draws = torch.Generator().manual_seed(0)  # the same on every rank
-    weights = (torch.randint(1 << 62, (min(CHUNK_WORDS, max(len(words), per_word)),), generator=draws) | 1).to(
-        flat.device
-    )
-    for chunk in (*words.split(CHUNK_WORDS), tail):
-        total = total * MULTIPLIER + (chunk * weights[: len(chunk)]).sum()
+    weights = (torch.randint(1 << 62, (min(CHUNK, len(flat)),), generator=draws) | 1).to(flat.device)
+    for chunk in flat.view(BITS[flat.element_size()]).split(CHUNK):
+        total = total * MULTIPLIER + (chunk.to(torch.int64) * weights[: len(chunk)]).sum()
     return total
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quern.train import manifest
-from quern.train.state import CHUNK_WORDS, checksum
+from quern.train.state import CHUNK, checksum
 from tests.parallel.test_faults import PRETRAIN, SHORT, lines_with
 from tests.support.faulty_ranks import FaultyRanks
 
@@ -66,7 +66,7 @@ def test_equal_replicas_train_and_state_that_differs_after_a_resume_is_refused(f
 def test_checksum_sees_every_bit_and_the_order(dtype: torch.dtype) -> None:
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
     generator = torch.Generator().manual_seed(1)
-    for count in (1, 3, 4, 1001, 8 * CHUNK_WORDS // dtype.itemsize + 5):
+    for count in (1, 3, 4, 1001, CHUNK + 5):
         tensor = torch.randint(-100, 100, (count,), generator=generator).to(integer).view(dtype)
         found = {checksum(tensor).item()}
         places = sorted({0, count // 2, count - 1})
