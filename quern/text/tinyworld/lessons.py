@@ -38,8 +38,7 @@ def spelling(pen: Pen) -> str:
     text = []
     for _ in range(5 + pen.below(12)):
         if pen.maybe(0.15):
-            exercise = skills.spelling_exercise(pen)
-            text.append(f"{exercise.question} {exercise.reply}")
+            text.append(_worked(skills.spelling_exercise(pen), 1))
             continue
         word = pen.pick(WORDS)
         text.append(pen.pick(_W["spelling_lines"]).format(word=word, spelled=skills.spelled(word)))
@@ -51,12 +50,10 @@ def counting(pen: Pen) -> str:
 
     Nothing but copying predicts mixed letters, so a model that numbers them can number those of any word.
     """
-    return "\n".join(_mixed_letters(pen) if pen.maybe(0.5) else _counted_word(pen) for _ in range(5 + pen.below(6)))
-
-
-def _counted_word(pen: Pen) -> str:
-    exercise = skills.counting_exercise(pen)
-    return f"{exercise.question} {exercise.reply}"
+    return "\n".join(
+        _mixed_letters(pen) if pen.maybe(0.5) else _worked(skills.counting_exercise(pen), 1)
+        for _ in range(5 + pen.below(6))
+    )
 
 
 def _mixed_letters(pen: Pen) -> str:
