@@ -30,19 +30,12 @@ DOCUMENT_SIZE = 1000
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of tokens with their targets.
+    """Rows of tokens with their targets."""
 
-    Args:
-        tokens: (B, T) int32. Padding is BOS.
-        targets: (B, T) int32; targets[b, t] is the token after tokens[b, t].
-        mask: (B, T) bool, True where the target counts. False at padding.
-        weight: (B, T) float32, or None for equal weights.
-    """
-
-    tokens: np.ndarray
-    targets: np.ndarray
-    mask: np.ndarray
-    weight: np.ndarray | None = None
+    tokens: np.ndarray  # (B, T) int32. Padding is BOS.
+    targets: np.ndarray  # (B, T) int32; targets[b, t] is the token after tokens[b, t]
+    mask: np.ndarray  # (B, T) bool, True where the target counts. False at padding.
+    weight: np.ndarray | None = None  # (B, T) float32, or None for equal weights
 
     @classmethod
     def of_rows(cls, rows: np.ndarray, mask: np.ndarray) -> Batch:

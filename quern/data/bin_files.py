@@ -29,22 +29,14 @@ BATCH_TOKENS = 1 << 22
 
 @dataclass(frozen=True)
 class BinFormat:
-    """How token files are written.
+    """How token files are written."""
 
-    Args:
-        train, val: Names of the files of a split; {name} is that of the data, {number} that of the file.
-        first: The number of the first training file.
-        header: The file begins with a header.
-        begins: The delimiter begins documents; else it ends them.
-        file_tokens: A file is closed as soon as it has this many tokens; None for one file.
-    """
-
-    train: str
+    train: str  # names of the files; {name} is that of the data, {number} that of the file
     val: str
-    first: int = 0
-    header: bool = True
-    begins: bool = True
-    file_tokens: int | None = 100_000_000
+    first: int = 0  # the number of the first training file
+    header: bool = True  # the file begins with a header
+    begins: bool = True  # the delimiter begins documents; else it ends them
+    file_tokens: int | None = 100_000_000  # a file is closed as soon as it has this many tokens; None for one file
 
 
 MODDED_NANOGPT = BinFormat("{name}_train_{number:06d}.bin", "{name}_val_{number:06d}.bin", first=1)

@@ -153,24 +153,15 @@ class Packing:
 
     A segment is BOS and the document's tokens start + 1 to start + length - 1. In a kept tail (start > 0), BOS
     replaces the last token of the previous segment of that document.
-
-    Args:
-        row_tokens: Slots of a row.
-        document: (segments,) int64, indices into the lengths that were packed.
-        start: (segments,) int64, 0 at the head of a document.
-        length: (segments,) int64, tokens with BOS.
-        row_offsets: (rows + 1,) int64.
-        offered_documents: Number of documents that were packed.
-        offered_tokens: Their tokens before cropping, without BOS.
     """
 
-    row_tokens: int
-    document: np.ndarray
-    start: np.ndarray
-    length: np.ndarray
-    row_offsets: np.ndarray
-    offered_documents: int
-    offered_tokens: int
+    row_tokens: int  # slots of a row
+    document: np.ndarray  # (segments,) int64, indices into the lengths that were packed
+    start: np.ndarray  # (segments,) int64, 0 at the head of a document
+    length: np.ndarray  # (segments,) int64, tokens with BOS
+    row_offsets: np.ndarray  # (rows + 1,) int64
+    offered_documents: int  # number of documents that were packed
+    offered_tokens: int  # their tokens before cropping, without BOS
 
     @property
     def rows(self) -> int:

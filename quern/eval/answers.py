@@ -42,44 +42,28 @@ Scores = dict[tuple[str, int], float]
 
 @dataclass(frozen=True)
 class Answered:
-    """An item with the model's answer.
-
-    Args:
-        parts: The reply's text, tool calls and outputs.
-        text: The reply's text, or the option that the model picked.
-        correct: Whether it is right.
-        number: The place of the item among those of its kind.
-        losses: The mean loss of each option in nats, where options were scored.
-    """
+    """An item with the model's answer."""
 
     item: Item
-    parts: list[ContentPart]
-    text: str
-    correct: bool
-    number: int = 0
-    losses: tuple[float, ...] = ()
+    parts: list[ContentPart]  # the reply's text, tool calls and outputs
+    text: str  # the reply's text, or the option that the model picked
+    correct: bool  # whether it is right
+    number: int = 0  # the place of the item among those of its kind
+    losses: tuple[float, ...] = ()  # the mean loss of each option in nats, where options were scored
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two models on one task.
-
-    Args:
-        count: Items.
-        first, second: Mean scores.
-        only_first, only_second: Items with a higher score of this model.
-        p: The p value of McNemar's exact test, two-sided; None where scores are not 0 or 1.
-        low, high: The 95 % interval of first − second.
-    """
+    """Two models on one task."""
 
     task: str
-    count: int
-    first: float
+    count: int  # items
+    first: float  # mean scores
     second: float
-    only_first: int
+    only_first: int  # items with a higher score of this model
     only_second: int
-    p: float | None
-    low: float
+    p: float | None  # the p value of McNemar's exact test, two-sided; None where scores are not 0 or 1
+    low: float  # the 95 % interval of first − second
     high: float
 
 

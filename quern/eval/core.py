@@ -53,24 +53,16 @@ CORE = "core"
 
 @dataclass(frozen=True)
 class CoreTask:
-    """One task.
+    """One task."""
 
-    Args:
-        name: As in the paper.
-        file: The name of its data without .jsonl.
-        kind: choice: one context, the likeliest of several continuations. schema: several contexts, the one under which
-            the continuation is likeliest. language: every token of the continuation is the likeliest one.
-        shots: Solved examples before the question.
-        delimiter: The text between a question and its answer.
-        v1, v2: The accuracy that counts as 0, by version.
-    """
-
-    name: str
-    file: str
+    name: str  # as in the paper
+    file: str  # the name of its data without .jsonl
     kind: Kind
-    shots: int
-    delimiter: str = " "
-    v1: float = 0.0
+    """choice: one context, the likeliest of several continuations. schema: several contexts, the one under which the
+    continuation is likeliest. language: every token of the continuation is the likeliest one."""
+    shots: int  # solved examples before the question
+    delimiter: str = " "  # the text between a question and its answer
+    v1: float = 0.0  # the accuracy that counts as 0, by version
     v2: float = 0.0
 
     def baseline(self, version: str) -> float:

@@ -24,22 +24,16 @@ CHAT_STAGES = ("sft", "rl")
 
 @dataclass(frozen=True)
 class Item:
-    """One question.
+    """One question."""
 
-    Args:
-        kind: Items of one kind share a score, which is named "<task>/<kind>".
-        messages: The conversation so far. It ends in the user's question.
-        answer: The reference answer. With `choices`, it is one of them.
-        choices: The options, of which the model picks the one of least loss per byte. None: the model answers in its
-            own words.
-        chance: The accuracy of the best blind guess. With `choices`, the score uses 1 / len(choices) instead.
-    """
-
-    kind: str
-    messages: list[Message]
-    answer: str
+    kind: str  # items of one kind share a score, which is named "<task>/<kind>"
+    messages: list[Message]  # the conversation so far. It ends in the user's question.
+    answer: str  # the reference answer. With `choices`, it is one of them.
     choices: tuple[str, ...] | None = None
+    """The options, of which the model picks the one of least loss per byte. None: the model answers in its own
+    words."""
     chance: float = 0.0
+    """The accuracy of the best blind guess. With `choices`, the score uses 1 / len(choices) instead."""
 
     @property
     def question(self) -> str:
@@ -67,31 +61,24 @@ def any_stage(recipe: Resolved, stage: str) -> bool:
 
 @dataclass(frozen=True)
 class Task:
-    """An evaluation.
+    """An evaluation."""
 
-    Args:
-        name: The first part of the names of its scores.
-        items: (seed, count) → the items, at most `count` of each kind. A kind has choices in all its items or in none.
-        grade: (item, reply) → whether the text of a reply is right. Not used for items with choices.
-        base_prompt: The text that a base model continues to answer the item.
-        max_tokens: The largest number of tokens of a reply.
-        suits: Whether `quern evaluate` asks this stage of this recipe by default. Built-in tasks only.
-        base_stop: A base model's reply ends before any of these texts.
-        grade_all: (items, replies) → whether each reply is right, where they are graded together, such as programs that
-            a sandbox runs. Replaces `grade`.
-        example: (item, tokenizer, context) → the rows of tokens by whose likelihoods the model answers, or None where
-            they do not fit; in place of its prompt and choices.
-        data: The fingerprint of all that the rows of `example` come from. Their answers are kept: a later evaluation
-            of the same weights does not ask again. Empty: every evaluation asks.
-    """
-
-    name: str
+    name: str  # the first part of the names of its scores
     items: Callable[[int, int], Sequence[Item]]
+    """(seed, count) → the items, at most `count` of each kind. A kind has choices in all its items or in none."""
     grade: Callable[[Item, str], bool] = contains_answer
-    base_prompt: Callable[[Item], str] = question_and_answer
-    max_tokens: int = 96
+    """(item, reply) → whether the text of a reply is right. Not used for items with choices."""
+    base_prompt: Callable[[Item], str] = question_and_answer  # the text that a base model continues to answer the item
+    max_tokens: int = 96  # the largest number of tokens of a reply
     suits: Callable[[Resolved, str], bool] = any_stage
-    base_stop: tuple[str, ...] = ("\n",)
+    """Whether `quern evaluate` asks this stage of this recipe by default. Built-in tasks only."""
+    base_stop: tuple[str, ...] = ("\n",)  # a base model's reply ends before any of these texts
     grade_all: Callable[[Sequence[Item], Sequence[str]], Sequence[bool]] | None = None
+    """(items, replies) → whether each reply is right, where they are graded together, such as programs that a sandbox
+    runs. Replaces `grade`."""
     example: Callable[[Item, Tokenizer, int], Example | None] | None = None
+    """(item, tokenizer, context) → the rows of tokens by whose likelihoods the model answers, or None where they do not
+    fit; in place of its prompt and choices."""
     data: str = ""
+    """The fingerprint of all that the rows of `example` come from. Their answers are kept: a later evaluation of the
+    same weights does not ask again. Empty: every evaluation asks."""

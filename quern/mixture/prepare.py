@@ -42,19 +42,14 @@ after split."""
 
 @dataclass(frozen=True)
 class Mixture:
-    """Training and held-out conversations, and a record of each source.
+    """Training and held-out conversations, and a record of each source."""
 
-    Args:
-        train: With repeats.
-        val: Held out, without repeats.
-        sources: For each source its name and repeats, the `conversations` and `tokens` of an epoch, the
-            conversations that are `held_out`, the `copies` of held-out ones that are not trained on, those that are
-            `lost` because the context holds no reply of theirs, and the test rows of tasks that are `left_out`.
-    """
-
-    train: Corpus
-    val: Corpus
+    train: Corpus  # with repeats
+    val: Corpus  # held out, without repeats
     sources: list[dict[str, Any]]
+    """For each source its name and repeats, the `conversations` and `tokens` of an epoch, the conversations that are
+    `held_out`, the `copies` of held-out ones that are not trained on, those that are `lost` because the context holds
+    no reply of theirs, and the test rows of tasks that are `left_out`."""
 
     def lines(self) -> list[str]:
         """The sources for the user; none if there is a single one, read as it is."""

@@ -18,21 +18,15 @@ TRIES = 1000
 
 @dataclass(frozen=True)
 class Environment:
-    """Questions that a program can grade.
+    """Questions that a program can grade."""
 
-    Args:
-        name: The name of its scores.
-        ask: (seed) → a question. Equal seeds give equal questions; a seed is any text.
-        reward: (item, text of the reply without tool calls) → its reward, a finite number; usually 0 or 1.
-        files: The files that questions and rewards are read from; a resumed stage must find the same contents.
-        notes: Lines for the user on how they were read.
-    """
-
-    name: str
-    ask: Callable[[str], Item]
+    name: str  # the name of its scores
+    ask: Callable[[str], Item]  # (seed) → a question. Equal seeds give equal questions; a seed is any text.
     reward: Callable[[Item, str], float]
+    """(item, text of the reply without tool calls) → its reward, a finite number; usually 0 or 1."""
     files: tuple[Path, ...] = ()
-    notes: tuple[str, ...] = ()
+    """The files that questions and rewards are read from; a resumed stage must find the same contents."""
+    notes: tuple[str, ...] = ()  # lines for the user on how they were read
 
 
 def fingerprint(environments: Sequence[Environment]) -> str:

@@ -59,31 +59,21 @@ BY_CONTENT = ("data", "val", "shards", "conversations", "text.tokenizer", "sft.t
 
 @dataclass(frozen=True)
 class Origin:
-    """Fingerprints (hex) and locations of a stage's inputs; None for an input that the stage does not have.
+    """Fingerprints (hex) and locations of a stage's inputs; None for an input that the stage does not have."""
 
-    Attributes:
-        tokenizer: Fingerprint of the run's tokenizer.
-        text: Fingerprint of the tokenized text.
-        tokens: Fingerprint of the token shards.
-        shards: Folder of the shards, relative to the output folder if inside it.
-        conversations: Fingerprint of the token ids for fine-tuning.
-        source: SHA-256 of the recipe's Python file.
-        base: The model that provided the initial weights: run (None for the same run), stage, step, tokens.
-        rewards: Fingerprint of the files that questions and rewards of reinforcement learning are read from.
-        group_size: Size of the groups in which documents are shuffled; None if all documents are one group.
-        recipe: The resolved recipe as JSON.
-    """
-
-    tokenizer: str
-    text: str | None = None
-    tokens: str | None = None
-    shards: str | None = None
-    conversations: str | None = None
-    source: str | None = None
+    tokenizer: str  # fingerprint of the run's tokenizer
+    text: str | None = None  # fingerprint of the tokenized text
+    tokens: str | None = None  # fingerprint of the token shards
+    shards: str | None = None  # folder of the shards, relative to the output folder if inside it
+    conversations: str | None = None  # fingerprint of the token ids for fine-tuning
+    source: str | None = None  # SHA-256 of the recipe's Python file
     base: dict[str, Any] | None = None
+    """The model that provided the initial weights: run (None for the same run), stage, step, tokens."""
     rewards: str | None = None
+    """Fingerprint of the files that questions and rewards of reinforcement learning are read from."""
     group_size: int | None = None
-    recipe: dict[str, Any] = field(default_factory=dict)
+    """Size of the groups in which documents are shuffled; None if all documents are one group."""
+    recipe: dict[str, Any] = field(default_factory=dict)  # the resolved recipe as JSON
 
     def to_json(self) -> dict[str, Any]:
         """The contents of origin.json: all but the recipe, which has a file of its own."""

@@ -57,21 +57,13 @@ class _Known:
 
 @dataclass(frozen=True)
 class PublicData:
-    """The files of a public data set that a run reads.
+    """The files of a public data set that a run reads."""
 
-    Args:
-        name: For file names.
-        train: The training files.
-        val: The files for validation.
-        tokenizer: The vocabulary of tokens.
-        available: The number of training files that the set has.
-    """
-
-    name: str
-    train: tuple[Path, ...]
-    val: tuple[Path, ...]
-    tokenizer: Path | None
-    available: int
+    name: str  # for file names
+    train: tuple[Path, ...]  # the training files
+    val: tuple[Path, ...]  # the files for validation
+    tokenizer: Path | None  # the vocabulary of tokens
+    available: int  # the number of training files that the set has
 
     @property
     def shards(self) -> int:

@@ -47,23 +47,15 @@ MOST_BYTES = 2_000_000_000
 
 @dataclass(frozen=True)
 class Source:
-    """A text that is not tokenized yet.
+    """A text that is not tokenized yet."""
 
-    Args:
-        name: For file names.
-        fingerprint: Changes when the text does.
-        read: Opens the documents of a split.
-        megabytes: Size of the whole text, None if it is not known before it is read.
-        alike: The text is the same everywhere, as what a program generates, so its beginning is a sample of it.
-        public: Its files, where it is a public data set.
-    """
-
-    name: str
-    fingerprint: str
-    read: Callable[[str], Iterator[str]]
-    megabytes: Callable[[], float | None]
+    name: str  # for file names
+    fingerprint: str  # changes when the text does
+    read: Callable[[str], Iterator[str]]  # opens the documents of a split
+    megabytes: Callable[[], float | None]  # size of the whole text, None if it is not known before it is read
     alike: bool = False
-    public: PublicData | None = None
+    """The text is the same everywhere, as what a program generates, so its beginning is a sample of it."""
+    public: PublicData | None = None  # its files, where it is a public data set
 
 
 @dataclass(frozen=True)

@@ -71,38 +71,26 @@ def result(folder: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """One call of a training stage.
+    """One call of a training stage."""
 
-    Args:
-        stage: Its name: pretrain, sft or rl.
-        command: The command line, for the records.
-        resume: Continue from the newest good checkpoint.
-        source: The text of the recipe's own Python file, if the user named one.
-        trackers: Functions that make the further destinations of metrics.
-        named: Recipe fields that the user named in this command.
-        start: The checkpoint of another run that this stage begins with.
-        go_on: The command that continues after a stop, for messages.
-        locked: The caller holds the run's lock.
-        workers: Processes that encode text; None is one for each CPU thread of all ranks of this machine, up to a
-            number beyond which more are of no use.
-        shown: Takes a step's loss and speed, and returns what the progress line says.
-    """
-
-    stage: str
+    stage: str  # its name: pretrain, sft or rl
     machine: Machine
     run_dir: RunDir
-    command: str = ""
-    resume: bool = False
-    source: str | None = None
+    command: str = ""  # the command line, for the records
+    resume: bool = False  # continue from the newest good checkpoint
+    source: str | None = None  # the text of the recipe's own Python file, if the user named one
     log: Callable[[str], None] = silent
-    trackers: Sequence[MakeTracker] = ()
+    trackers: Sequence[MakeTracker] = ()  # functions that make the further destinations of metrics
     mesh: Mesh = field(default_factory=alone)
-    named: Collection[str] = ()
-    start: Start | None = None
-    go_on: str = ""
-    locked: bool = False
+    named: Collection[str] = ()  # recipe fields that the user named in this command
+    start: Start | None = None  # the checkpoint of another run that this stage begins with
+    go_on: str = ""  # the command that continues after a stop, for messages
+    locked: bool = False  # the caller holds the run's lock
     workers: int | None = None
+    """Processes that encode text; None is one for each CPU thread of all ranks of this machine, up to a number beyond
+    which more are of no use."""
     shown: Callable[[dict[str, Any]], str] = loss_and_speed
+    """Takes a step's loss and speed, and returns what the progress line says."""
 
     @property
     def resume_command(self) -> str:

@@ -11,28 +11,19 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class DataSet:
-    """The files of a data set of the Hugging Face Hub, relative to `folder`.
+    """The files of a data set of the Hugging Face Hub, relative to `folder`."""
 
-    Args:
-        about: A line for the user.
-        folder: The folder that holds them there; "" for the root.
-        train: The training files, in reading order.
-        val: The files for validation; of conversations and questions, the test split.
-        kind: The reader for them; tests are questions to evaluate with, never to train on.
-        file_tokens: Tokens in a training file, of documents and tokens.
-        file_rows: Rows in a training file, of conversations.
-        tokenizer: Of tokens, the address and the SHA-256 (hex) of the vocabulary that made them.
-    """
-
-    about: str
+    about: str  # a line for the user
     repository: str
-    folder: str
-    train: tuple[str, ...]
-    val: tuple[str, ...]
+    folder: str  # the folder that holds them there; "" for the root
+    train: tuple[str, ...]  # the training files, in reading order
+    val: tuple[str, ...]  # the files for validation; of conversations and questions, the test split
     kind: Literal["documents", "conversations", "questions", "tests", "tokens"] = "documents"
-    file_tokens: int = 0
-    file_rows: int = 0
+    """The reader for them; tests are questions to evaluate with, never to train on."""
+    file_tokens: int = 0  # tokens in a training file, of documents and tokens
+    file_rows: int = 0  # rows in a training file, of conversations
     tokenizer: tuple[str, str] | None = None
+    """Of tokens, the address and the SHA-256 (hex) of the vocabulary that made them."""
 
     def path(self, file: str) -> str:
         """The path of a file in the repository."""

@@ -73,18 +73,13 @@ class HubName:
 
 @dataclass(frozen=True)
 class Repository:
-    """The files of a data set at one commit.
-
-    Args:
-        commit: The commit.
-        files: Path → (size in bytes, SHA-256 in hex or None if the server does not state it).
-        configs: The list `configs` of the card, as parsed from its YAML.
-    """
+    """The files of a data set at one commit."""
 
     name: str
-    commit: str
+    commit: str  # the commit
     files: Mapping[str, tuple[int, str | None]]
-    configs: Sequence[Any] = ()
+    """Path → (size in bytes, SHA-256 in hex or None if the server does not state it)."""
+    configs: Sequence[Any] = ()  # the list `configs` of the card, as parsed from its YAML
 
 
 def data_set(repository: Repository, name: HubName, split: str, kind: Literal["documents", "conversations"]) -> DataSet:

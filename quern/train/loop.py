@@ -62,17 +62,11 @@ class TrainingPlan:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How training ended.
+    """How training ended."""
 
-    Attributes:
-        code: An exit code of guard.py.
-        reason: For the user; empty when training is done.
-        good: The last good checkpoint of a run that diverged.
-    """
-
-    code: int
-    reason: str = ""
-    good: Path | None = None
+    code: int  # an exit code of guard.py
+    reason: str = ""  # for the user; empty when training is done
+    good: Path | None = None  # the last good checkpoint of a run that diverged
 
     def advice(self, go_on: str, lower_rates: str) -> str:
         """Completes the reason. go_on: the command that continues; lower_rates: the flag that halves the rates."""
