@@ -22,7 +22,7 @@ from quern import compiler
 from quern.data.loader import Batch
 from quern.data.packing import windows
 from quern.data.shards import Corpus
-from quern.eval.score import Score, own_part
+from quern.eval.score import SINGLE, Score, own_part
 from quern.machine import Machine
 from quern.mesh import ProcessGroup
 from quern.model.base import LanguageModel, token_losses
@@ -60,7 +60,7 @@ def bits_per_byte(
     batches: Iterable[Batch],
     token_bytes: np.ndarray,
     machine: Machine,
-    replicas: ProcessGroup | None = None,
+    replicas: ProcessGroup = SINGLE,
 ) -> BitsPerByte:
     """Measures a model, without gradients. The model does not change.
 
@@ -82,7 +82,7 @@ def bits_per_byte(
         nats += float(losses_BT[counts_BT].sum())
         tokens += int(counts_BT.sum())
         num_bytes += int(bytes_BT.sum())
-    if replicas is not None and replicas.size > 1:
+    if replicas.size > 1:
         totals = torch.tensor([nats, tokens, num_bytes], dtype=torch.float64, device=machine.device)
         replicas.all_reduce(totals).wait()
         nats, tokens, num_bytes = totals[0].item(), int(totals[1]), int(totals[2])
@@ -112,7 +112,7 @@ def text_scores(
     kinds: Sequence[str] = (),
     context: int,
     rows: int,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup = SINGLE,
 ) -> list[Score]:
     """Measures a model's texts. The validation text is read once, kind by kind, and its score is of their sum.
 
@@ -123,7 +123,7 @@ def text_scores(
         kinds: The kind of each document of `val`; "" has no score of its own. Empty: no kinds.
         context: The most targets of a window.
         rows: Windows in a batch.
-        group: The ranks that measure some batches each; None is a single process.
+        group: The ranks that measure some batches each.
 
     Returns:
         Scores named validation, train, and validation/KIND for each kind.

@@ -29,7 +29,7 @@ import numpy as np
 from quern.eval import gsm8k
 from quern.eval.answers import ENDING, Answered, write_answers
 from quern.eval.run_task import Records, fitting, run_task
-from quern.eval.score import Prompts, Score, interval, is_main, mean_score, on_ranks
+from quern.eval.score import SINGLE, Prompts, Score, interval, mean_score, on_ranks
 from quern.eval.task import Item, Task, question
 from quern.eval.tasks import tinyworld
 from quern.generate.engine import Engine
@@ -227,7 +227,7 @@ def run_chat(
     *,
     base: bool,
     samples: int = 1,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup = SINGLE,
 ) -> list[Score]:
     """Asks chat tasks.
 
@@ -236,7 +236,7 @@ def run_chat(
         records: Where the answers are written.
         base: The model was not fine-tuned.
         samples: Replies to each problem of HumanEval, from which pass@k is estimated; 1: none besides the greedy one.
-        group: The ranks that ask some batches each; rank 0 writes. None is a single process.
+        group: The ranks that ask some batches each; rank 0 writes.
 
     Returns:
         A score for each task, then the mean of ChatCORE's tasks, if there is one.
@@ -252,7 +252,7 @@ def run_chat(
         fits = fitting(engine, task, asked.items, base)
         prompts = [(asked.items[number], ids) for number, ids in fits]
         found, right = sampled_scores(engine, task, prompts, samples, base=base, group=group)
-        if fits and is_main(group):
+        if fits and group.rank == 0:
             header = {**records.identity, "task": f"{CHAT}/{name}, pass@1 of {samples} samples"}
             scored = [
                 (Answered(asked.items[number], [], f"{n} of {samples}", n == samples, number), n / samples)
@@ -271,7 +271,7 @@ def sampled_scores(
     samples: int,
     *,
     base: bool,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup = SINGLE,
 ) -> tuple[list[Score], list[int]]:
     """pass@k of sampled programs, for each k of `K` up to their number, without bias.
 
@@ -288,7 +288,7 @@ def sampled_scores(
         (replies,) = engine.generate([prompts[at]], samples=samples, **how)
         return [sum(_passed([asked[at][0]] * samples, [reply.text for reply in replies]))]
 
-    with Meter(f"{name}, {samples} samples", len(asked), "problems", silent=not is_main(group)) as meter:
+    with Meter(f"{name}, {samples} samples", len(asked), "problems", silent=group.rank != 0) as meter:
         right = on_ranks([[at] for at in range(len(asked))], compute, group, meter.at)
     scores = []
     for k in (k for k in K if k <= samples):

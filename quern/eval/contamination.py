@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from quern.eval.score import SINGLE
 from quern.eval.task import Item
 from quern.mesh import ProcessGroup
 from quern.text.clean.word_runs import Passages
@@ -32,16 +33,16 @@ def passage(item: Item) -> str:
 
 
 def contaminated_shares(
-    passages: Mapping[str, Sequence[str]], documents: Iterable[str], group: ProcessGroup | None = None
+    passages: Mapping[str, Sequence[str]], documents: Iterable[str], group: ProcessGroup = SINGLE
 ) -> dict[str, float]:
     """The share of each task's questions that share a run of words with the training text.
 
     Args:
         passages: Task → the texts of its questions.
         documents: The training text, or this rank's part of it; read once, for all tasks.
-        group: The ranks that read a part each; None is a single process.
+        group: The ranks that read a part each.
     """
     own = find_contaminated([text for texts in passages.values() for text in texts], documents)
-    found = iter(own if group is None else map(any, zip(*group.gather_objects(own), strict=True)))
+    found = map(any, zip(*group.gather_objects(own), strict=True))
     shares = {task: [next(found) for _ in texts] for task, texts in passages.items()}
     return {task: sum(own) / len(own) for task, own in shares.items() if own}

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from quern.eval.likelihood import Example, common, fit
 from quern.eval.run_task import Records, run_task
-from quern.eval.score import Score, mean_score
+from quern.eval.score import SINGLE, Score, mean_score
 from quern.eval.task import Item, Task
 from quern.generate.engine import Engine
 from quern.mesh import ProcessGroup
@@ -224,7 +224,7 @@ def run_core(
     log: Callable[[str], None],
     *,
     limit: int | None = None,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup = SINGLE,
 ) -> list[Score]:
     """Asks CORE's tasks. An interrupted evaluation continues with the next task.
 
@@ -232,7 +232,7 @@ def run_core(
         tasks: With their files, as from `find_tasks`.
         records: Where the answers are kept.
         limit: The most items of each task.
-        group: The ranks that score some batches each; rank 0 writes. None is a single process.
+        group: The ranks that score some batches each; rank 0 writes.
 
     Returns:
         A score for each task, then the means by version.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quern import compiler
-from quern.eval.score import on_ranks
+from quern.eval.score import SINGLE, on_ranks
 from quern.generate.cache import KVCache, PrefillContext, pad
 from quern.machine import Machine
 from quern.mesh import ProcessGroup
@@ -98,7 +98,7 @@ def score_examples(
     machine: Machine,
     vocab_size: int,
     progress: Callable[[int], None] = lambda done: None,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup = SINGLE,
 ) -> list[Answer]:
     """The answers to examples, in their order.
 

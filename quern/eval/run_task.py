@@ -13,7 +13,7 @@ import numpy as np
 
 from quern.eval.answers import Answered, answers_file, kept_score, write_answers
 from quern.eval.likelihood import Example, choice_example, score_examples
-from quern.eval.score import Prompts, Score, accuracy, is_main, on_ranks
+from quern.eval.score import SINGLE, Prompts, Score, accuracy, on_ranks
 from quern.eval.task import Item, Task
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion
@@ -54,7 +54,7 @@ def run_task(
     *,
     count: int = 200,
     base: bool = False,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup = SINGLE,
     records: Records | None = None,
 ) -> Graded:
     """Asks the items of a task.
@@ -65,7 +65,7 @@ def run_task(
     Args:
         count: The largest number of items of each kind.
         base: Ask by the task's `base_prompt` instead of in the chat format, for a model without fine-tuning.
-        group: The ranks that ask some batches each, and all get every reply; None is a single process.
+        group: The ranks that ask some batches each, and all get every reply.
         records: Where rank 0 writes the answers to each kind once they are complete. Where `task.data` is given, equal
             answers that are there are not asked again. None: nowhere.
 
@@ -80,15 +80,15 @@ def run_task(
         name, of_kind = f"{task.name}/{kind}", [item for item in items if item.kind == kind]
         path = records and answers_file(records.folder, task.name, kind)
         header = {**(records.identity if records else {}), "task": name, **_settings(engine, task, len(of_kind))}
-        score = kept_score(path, header) if path and task.data and is_main(group) else None
-        score = score if group is None else group.broadcast_object(score)
+        score = kept_score(path, header) if path and task.data and group.rank == 0 else None
+        score = group.broadcast_object(score)
         if score is None:
             replies, settings = _ask(engine, task, of_kind, name, base, group)
             chances = [1 / len(one.item.choices) if one.item.choices else one.item.chance for one in replies]
             settings["skipped"] = len(of_kind) - len(replies)
             score = accuracy(name, [reply.correct for reply in replies], chances, **settings)
             graded.replies.extend(replies)
-            if path and is_main(group):
+            if path and group.rank == 0:
                 answers = [(reply, int(reply.correct)) for reply in replies]
                 write_answers(path, header | {"score": asdict(score)}, answers)
         graded.scores.append(score)
@@ -109,7 +109,7 @@ def _settings(engine: Engine, task: Task, count: int) -> dict[str, Any]:
 
 
 def _ask(
-    engine: Engine, task: Task, items: Sequence[Item], name: str, base: bool, group: ProcessGroup | None
+    engine: Engine, task: Task, items: Sequence[Item], name: str, base: bool, group: ProcessGroup
 ) -> tuple[list[Answered], dict[str, Any]]:
     """The answers to items of one kind, and the settings of their score."""
     with_choices = {item.choices is not None for item in items}
@@ -130,7 +130,7 @@ def fitting(engine: Engine, task: Task, items: Sequence[Item], base: bool) -> li
 
 
 def _generated(
-    engine: Engine, task: Task, items: Sequence[Item], name: str, base: bool, group: ProcessGroup | None
+    engine: Engine, task: Task, items: Sequence[Item], name: str, base: bool, group: ProcessGroup
 ) -> tuple[list[Answered], dict[str, Any]]:
     """The model's own words, which rank 0 grades: programs run once, and a limit of time cannot divide the ranks."""
     asked = fitting(engine, task, items, base)
@@ -142,14 +142,14 @@ def _generated(
         how = {"max_tokens": task.max_tokens, "sampling": GREEDY, "stop": stop, "plain": base}
         return [samples[0] for samples in engine.generate([prompts[row] for row in rows], **how)]
 
-    with Meter(name, len(asked), "questions", silent=not is_main(group)) as meter:
+    with Meter(name, len(asked), "questions", silent=group.rank != 0) as meter:
         batches = [order[first : first + BATCH_ROWS] for first in range(0, len(order), BATCH_ROWS)]
         done = on_ranks(batches, compute, group, meter.at)
     right = list[bool]()
-    if is_main(group):
+    if group.rank == 0:
         own, texts = [items[number] for number, _ in asked], [reply.text for reply in done]
         right = list(map(bool, task.grade_all(own, texts) if task.grade_all else map(task.grade, own, texts)))
-    right = right if group is None else group.broadcast_object(right)
+    right = group.broadcast_object(right)
     replies = [
         Answered(items[number], list(reply.parts), reply.text, correct, number)
         for (number, _), reply, correct in zip(asked, done, right, strict=True)
@@ -158,7 +158,7 @@ def _generated(
 
 
 def _likeliest(
-    engine: Engine, task: Task, items: Sequence[Item], name: str, base: bool, group: ProcessGroup | None
+    engine: Engine, task: Task, items: Sequence[Item], name: str, base: bool, group: ProcessGroup
 ) -> tuple[list[Answered], dict[str, Any]]:
     """The options of the least loss: a model that knows the answer but not how to reply is measured fairly.
 
@@ -166,7 +166,7 @@ def _likeliest(
     `example`, per token. Source: GPT-3 (Brown et al., 2020, arXiv 2005.14165, section 2.4).
     """
     prompts, replies, cropped = Prompts(engine.tokenizer.bos), list[Answered](), 0
-    with Meter(name, len(items), "questions", silent=not is_main(group)) as meter:
+    with Meter(name, len(items), "questions", silent=group.rank != 0) as meter:
         for first in range(0, len(items), CHUNK):
             numbers = range(len(items))[first : first + CHUNK]
             made = [(number, _example(engine, task, items[number], name, base)) for number in numbers]

@@ -22,11 +22,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from quern.mesh import ProcessGroup
+from quern.mesh import ProcessGroup, alone
 from quern.terminal import counted
 
 CONFIDENT = NormalDist().inv_cdf(0.975)
 """1.96, standard errors on each side of a value: an interval of 95%."""
+SINGLE = alone().world
+"""The group of a single process."""
 Result = TypeVar("Result")
 
 
@@ -121,20 +123,15 @@ class Prompts:
         return {"prompt_hash": self._digest.hexdigest()[:16], "bos": self._begin}
 
 
-def own_part(work: Sequence[Result] | Iterator[Result], group: ProcessGroup | None) -> Iterator[Result]:
-    """Every size-th piece of work, from this rank's on. group: None is a single process."""
-    return islice(work, 0 if group is None else group.rank, None, 1 if group is None else group.size)
-
-
-def is_main(group: ProcessGroup | None) -> bool:
-    """Whether this rank writes and prints."""
-    return group is None or group.rank == 0
+def own_part(work: Sequence[Result] | Iterator[Result], group: ProcessGroup) -> Iterator[Result]:
+    """Every size-th piece of work, from this rank's on."""
+    return islice(work, group.rank, None, group.size)
 
 
 def on_ranks(
     batches: Sequence[Sequence[int]],
     compute: Callable[[Sequence[int]], Sequence[Result]],
-    group: ProcessGroup | None,
+    group: ProcessGroup,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[Result]:
     """Computes the results of numbered items, each batch on one rank. All ranks call this, and get all results.
@@ -145,9 +142,9 @@ def on_ranks(
         progress: Called with about how many items all ranks have done.
     """
     found: list[tuple[int, Result]] = []
-    total, ranks = sum(map(len, batches)), 1 if group is None else group.size
+    total = sum(map(len, batches))
     for batch in own_part(batches, group):
         found += zip(batch, compute(batch), strict=True)
-        progress(min(total, len(found) * ranks))
-    parts = [found] if group is None else group.gather_objects(found)
-    return [result for _, result in sorted((pair for part in parts for pair in part), key=lambda pair: pair[0])]
+        progress(min(total, len(found) * group.size))
+    pairs = (pair for part in group.gather_objects(found) for pair in part)
+    return [result for _, result in sorted(pairs, key=lambda pair: pair[0])]
