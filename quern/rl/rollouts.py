@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -103,44 +104,27 @@ class _Kept:
     rollouts: list[Rollout]
 
 
+@dataclass(eq=False)
 class Rollouts:
-    """The batches of reinforcement learning.
+    """The batches of reinforcement learning."""
 
-    Args:
-        engine: Generates with the model in training.
-        environments: Where questions come from; they take turns.
-        settings: Numbers of groups and samples, penalties, updates.
-        seed: The seed of questions and replies.
-        micro_batch_rows: Rows of a whole context in one forward pass.
-        reference: The model that the divergence is measured from; needed if `settings.kl` is above 0.
-        folder: Where the replies of a round are kept, if several updates use them.
-        kept_steps: The steps of the checkpoints from which training can go on. Older rounds are removed.
-        shards: The ranks among which tensor parallelism divides the model. All of them sample the same replies; the
-            first one rewards them and keeps them.
-    """
+    ahead: ClassVar = False
 
-    ahead = False
-
-    def __init__(
-        self,
-        engine: Engine,
-        environments: Sequence[Environment],
-        settings: RlRecipe,
-        seed: int,
-        *,
-        micro_batch_rows: int,
-        reference: LanguageModel | None = None,
-        folder: Path | None = None,
-        kept_steps: Callable[[], Sequence[int]] = tuple,
-        shards: ProcessGroup | None = None,
-    ) -> None:
-        if settings.kl and reference is None:
-            raise ValueError("a weight of the divergence needs the model that it is measured from")
-        self.engine, self.environments, self.settings, self.seed = engine, environments, settings, seed
-        self.micro_batch_rows, self.reference, self.folder = micro_batch_rows, reference, folder
-        self.kept_steps, self.shards = kept_steps, shards or alone().model
-        self.tally = Tally()
-        self._round, self._kept = -1, []
+    engine: Engine  # generates with the model in training
+    environments: Sequence[Environment]  # where questions come from; they take turns
+    settings: RlRecipe
+    seed: int  # of questions and replies
+    micro_batch_rows: int  # rows of a whole context in one forward pass
+    reference: LanguageModel | None = None  # the divergence is measured from it, if `settings.kl` is above 0
+    folder: Path | None = None  # where the replies of a round are kept, if several updates use them
+    kept_steps: Callable[[], Sequence[int]] = tuple
+    """The steps of the checkpoints from which training can go on. Older rounds are removed."""
+    shards: ProcessGroup = field(default_factory=lambda: alone().model)
+    """The ranks among which tensor parallelism divides the model. All of them sample the same replies; the first one
+    rewards them and keeps them."""
+    tally: Tally = field(default_factory=Tally, init=False)
+    _round: int = field(default=-1, init=False)
+    _kept: list[Rollout] = field(default_factory=list[Rollout], init=False)
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
         """This rank's replies of a step. A rank without a useful reply gets a row without targets."""
