@@ -46,9 +46,6 @@ class GrowingBatches(Batches):
         names = ("tokens", "targets", "mask")
         return Batch(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
-    def position(self, step: int) -> tuple[int, int]:
-        return self.unit.position(self.first(step))
-
     @property
     def steps_per_epoch(self) -> int:
         return -(-self.unit.steps_per_epoch // 2)

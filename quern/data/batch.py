@@ -105,10 +105,6 @@ class Batches(ABC):
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
         """Rows rank, rank + ranks, … of the global batch of `step`."""
 
-    @abstractmethod
-    def position(self, step: int) -> tuple[int, int]:
-        """(epoch, row in that epoch) of the first row of the batch of `step`."""
-
     @property
     @abstractmethod
     def steps_per_epoch(self) -> int:
@@ -125,12 +121,9 @@ class Batches(ABC):
                 f"rank {rank} of {ranks} cannot read a batch of {self.batch_rows} rows: use fewer ranks, "
                 "or more tokens in a batch (at least one row for each rank)"
             )
-        return self._first_row(step) + np.arange(rank, self.batch_rows, ranks)
-
-    def _first_row(self, step: int) -> int:
         if step < 0:
             raise ValueError(f"step {step} is negative; steps count from 0")
-        return step * self.batch_rows
+        return step * self.batch_rows + np.arange(rank, self.batch_rows, ranks)
 
     def _documents(self, group: int) -> tuple[int, int]:
         """The first document of a group, and the one after its last."""

@@ -178,13 +178,6 @@ class Loader(Batches):
             done = here
         return Batch.of_rows(tokens, mask[:, 1:])
 
-    def position(self, step: int) -> tuple[int, int]:
-        first = self._first_row(step)
-        with self._lock:
-            self._count_to(first, silent=True)
-            epoch, _ = self._group_of(self._counts.find(first)[0])
-            return epoch, first - (self._counts.rows_before(epoch * self._groups) if epoch else 0)
-
     @property
     def steps_per_epoch(self) -> int:
         """Steps that read every row of the first epoch; other epochs differ by a few. Packs the whole epoch."""

@@ -48,10 +48,6 @@ class StreamLoader(Batches):
             self._fill(row * self.context, out)
         return Batch.of_rows(tokens, np.ones((len(rows), self.context), dtype=bool))
 
-    def position(self, step: int) -> tuple[int, int]:
-        epoch, offset = divmod(self._first_row(step) * self.context, self._tokens)
-        return epoch, offset // self.context
-
     @property
     def steps_per_epoch(self) -> int:
         return -(-self._tokens // (self.batch_rows * self.context))

@@ -17,7 +17,7 @@ from quern.data.loader import Batch, Loader
 from quern.data.packing import METHODS, windows
 from quern.data.shards import Corpus
 from quern.data.token_file import ShardWriter
-from tests.support.batches import token_hash
+from tests.support.batches import epoch_of, token_hash
 
 BOS = 0
 
@@ -48,8 +48,8 @@ def rows(batch: Batch) -> list[list[int]]:
 
 def epoch_rows(loader: Loader, epoch: int) -> list[list[int]]:
     steps = range(10_000)
-    first = next(s for s in steps if loader.position(s)[0] == epoch)
-    last = next(s for s in steps if loader.position(s)[0] == epoch + 1)
+    first = next(s for s in steps if epoch_of(loader, s) == epoch)
+    last = next(s for s in steps if epoch_of(loader, s) == epoch + 1)
     return [row for step in range(first, last) for row in rows(loader.batch(step))]
 
 
@@ -83,7 +83,7 @@ def parts(row: list[int]) -> list[list[int]]:
 
 def full_rows(loader: Loader, epoch: int = 0) -> list[tuple[list[int], list[bool]]]:
     """The rows of an epoch, context + 1 tokens each, with their masks. The loader has batches of one row."""
-    steps = [s for s in range(5000) if loader.position(s)[0] == epoch]
+    steps = [s for s in range(5000) if epoch_of(loader, s) == epoch]
     batches = [loader.batch(s) for s in steps]
     return [([*b.tokens[0, :1].tolist(), *b.targets[0].tolist()], [False, *b.mask[0].tolist()]) for b in batches]
 
@@ -201,8 +201,7 @@ def test_seeds_never_collide_and_negative_ones_are_refused():
 def test_positions_and_steps_per_epoch():
     loader = sized(11)(corpus_of(random_lengths(50, 30)), 16, 4)
     total = loader.steps_per_epoch
-    assert loader.position(0) == (0, 0) and loader.position(3) == (0, 12)
-    assert loader.position(total - 1)[0] == 0 and loader.position(total)[0] == 1
+    assert epoch_of(loader, total - 1) == 0 and epoch_of(loader, total) == 1
     with pytest.raises(ValueError, match="negative"):
         loader.batch(-1)
 
@@ -286,7 +285,7 @@ def test_padding_methods_learn_whole_conversations(longest):
     corpus, lengths, masks = conversations(100, seed=2, longest=longest)
     loader = Loader(corpus, 24, 1, packing="first-fit-decreasing")
     learnt: Counter[int] = Counter()
-    for step in (s for s in range(200) if loader.position(s)[0] == 0):
+    for step in (s for s in range(200) if epoch_of(loader, s) == 0):
         batch = loader.batch(step)
         learnt.update(batch.targets[batch.mask].tolist())
     expected = [1000 * (i + 1) + p for i, mask in enumerate(masks) for p, counts in enumerate(mask) if counts]

@@ -24,7 +24,7 @@ from quern.data.packing import METHODS
 from quern.data.shards import Corpus
 from quern.data.stream_loader import StreamLoader
 from quern.data.token_file import ShardWriter
-from tests.support.batches import token_hash
+from tests.support.batches import epoch_of, token_hash
 
 BOS = 0
 CONTEXT, BATCH_ROWS, SEED = 32, 12, 7
@@ -109,7 +109,7 @@ def make(request: pytest.FixtureRequest) -> Make:
     def build(kind: type[Loader] = Loader, packing: str = "best-fit") -> Loader:
         return sized(kind, 40, 20)(data, CONTEXT, BATCH_ROWS, SEED, packing, group_size=group_size)
 
-    assert build().position(STEPS - 1)[0] >= 2, "the law must cross epochs"
+    assert epoch_of(build(), STEPS - 1) >= 2, "the law must cross epochs"
     return build
 
 
@@ -249,7 +249,7 @@ def test_groups_come_in_order_once_and_then_in_another_order():
     of_token = {tuple(doc[1:5]): group for group, doc in zip(groups, docs, strict=True) if len(doc) > 4}
     orders: list[list[int]] = [[] for _ in range(6)]
     for step in itertools.count():
-        epoch, _ = loader.position(step)
+        epoch = epoch_of(loader, step)
         if epoch == len(orders):
             break
         row = loader.batch(step).targets[0].tolist()
@@ -290,7 +290,7 @@ def coverage_deviation(loader: Loader, docs: list[list[int]]) -> int:
     seen: Counter[int] = Counter()
     strange = 0
     for step in range(loader.steps_per_epoch):
-        if loader.position(step)[0] == 0:
+        if epoch_of(loader, step) == 0:
             batch = loader.batch(step)
             rows = np.concatenate([batch.tokens[:, :1], batch.targets], axis=1)
             seen.update(rows[rows != BOS].tolist())
@@ -429,7 +429,7 @@ STREAM_LAWS: dict[str, tuple[Callable[[Any], int], str]] = {
 
 @pytest.mark.parametrize("name", STREAM_LAWS)
 def test_the_stream(name: str, law: Callable[..., None]) -> None:
-    assert stream().position(STEPS - 1)[0] >= 2, "the law must cross epochs"
+    assert epoch_of(stream(), STEPS - 1) >= 2, "the law must cross epochs"
     measure, bar = STREAM_LAWS[name]
     deviation = sum(measure(partial(stream, group_size=size)) for size in (None, GROUP, 10_000))
     assert deviation == 0

@@ -3,6 +3,16 @@
 import hashlib
 
 from quern.data.batch import Batches
+from quern.data.loader import Loader
+
+
+def epoch_of(loader: Batches, step: int) -> int:
+    """The epoch of the first row of a step."""
+    first = step * loader.batch_rows
+    if not isinstance(loader, Loader):
+        return first * loader.context // loader.corpus.num_tokens
+    loader._count_to(first, silent=True)
+    return loader._group_of(loader._counts.find(first)[0])[0]
 
 
 def token_hash(loader: Batches, step: int) -> str:
