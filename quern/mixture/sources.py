@@ -127,8 +127,7 @@ class OpenSource:
     marks: tuple[str, ...]  # its conversations are the same if these are
     splits: tuple[str, ...]  # "train" and "val", or ALL
     read: Callable[[str], Iterator[Conversation]]
-    public: bool = False
-    """A set that others made: test rows in it are left out. In a user's file they are an error."""
+    public: bool = False  # a set that others made: test rows in it are left out. In a user's file they are an error.
 
     @property
     def built_in(self) -> bool:

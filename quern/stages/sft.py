@@ -111,11 +111,9 @@ def _run(asked: Recipe, session: Session) -> int:
 class Lessons:
     """Conversations that are ready to be trained on."""
 
-    recipe: Resolved
-    """Resolved, with the batch, the rates and the steps that follow from the conversations."""
+    recipe: Resolved  # resolved, with the batch, the rates and the steps that follow from the conversations
     batches: Loader
-    evaluator: Evaluator
-    """The loss on the held-out conversations."""
+    evaluator: Evaluator  # the loss on the held-out conversations
     talks: Mixture
 
     @property

@@ -34,17 +34,13 @@ from quern.train.step import StepResult
 class TrainingPlan:
     """The plan of one stage. peak_flops (of the machine, per second) feeds the MFU."""
 
-    steps: int
-    """Steps of the first plan, where there is a budget."""
+    steps: int  # steps of the first plan, where there is a budget
     schedule: Callable[[float], Multipliers]
-    micro_batch_rows: int
-    """Rows in one forward pass."""
+    micro_batch_rows: int  # rows in one forward pass
     log_every: int
-    save_every: int | None
-    """Steps between checkpoints; None saves none, not even at the end."""
+    save_every: int | None  # steps between checkpoints; None saves none, not even at the end
     keep: int
-    flops: Callable[[Batch, float], Flops]
-    """Takes a batch and the share of the run that is done."""
+    flops: Callable[[Batch, float], Flops]  # takes a batch and the share of the run that is done
     peak_flops: float
     evaluators: Sequence[tuple[int, Evaluator]] = ()
     save_in_background: bool = False
@@ -54,8 +50,7 @@ class TrainingPlan:
     """A step that is saved and whose checkpoint is never removed, such as the last one before the rates fall."""
     budget_seconds: float | None = None
     """Time in steps that the run takes: the steps are planned again while it trains (horizon.py)."""
-    recorded: Sequence[Plan] = ()
-    """Plans that the run made before it was interrupted, for the steps that it repeats."""
+    recorded: Sequence[Plan] = ()  # plans that the run made before it was interrupted, for the steps that it repeats
     meta: dict[str, Any] = field(default_factory=dict)
     """Goes into every checkpoint beside the state: the recipe, the tokenizer's fingerprint, …"""
 

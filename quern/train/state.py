@@ -35,23 +35,16 @@ class Counters:
     """How far a run is; every checkpoint holds it beside the tensors."""
 
     guard: Guard
-    step: int = 0
-    """Updates done, skipped or empty."""
-    empty_steps: int = 0
-    """Steps without a target."""
-    tokens: int = 0
-    """Targets trained on."""
-    flops: Flops = Flops()
-    """FLOPs of all positions."""
-    seconds: float = 0.0
-    """Time spent in steps."""
+    step: int = 0  # updates done, skipped or empty
+    empty_steps: int = 0  # steps without a target
+    tokens: int = 0  # targets trained on
+    flops: Flops = Flops()  # FLOPs of all positions
+    seconds: float = 0.0  # time spent in steps
     unlogged_nats: float = 0.0
-    unlogged_tokens: int = 0
-    """Loss since the last line of the log: a resumed run logs what the uninterrupted one would."""
+    unlogged_tokens: int = 0  # loss since the last line of the log: a resumed run logs what the uninterrupted one would
     earlier_updates: int = 0
     """Made by the stage whose optimizer state this one goes on with. AdamW's bias corrections count them."""
-    plans: list[tuple[int, int]] = field(default_factory=list)
-    """Plans of a run that trains for a time (horizon.py)."""
+    plans: list[tuple[int, int]] = field(default_factory=list)  # plans of a run that trains for a time (horizon.py)
 
     @property
     def updates(self) -> int:

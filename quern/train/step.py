@@ -30,13 +30,11 @@ from quern.train.state import TrainState
 class DeviceBatch:
     """This replica's rows of a global batch, on the device."""
 
-    micros: list[tuple[Tensor, Tensor, Tensor]]
-    """Tokens, targets and scale (`to_device`) of each forward pass."""
+    micros: list[tuple[Tensor, Tensor, Tensor]]  # tokens, targets and scale (`to_device`) of each forward pass
     counts: Callable[[], list[int]]
     """Returns, once they have reached the host, over all replicas: the valid targets, the positions, the FLOPs of
     products and of attention, and the forward passes that a replica must make."""
-    weighted: bool
-    """Whether the targets have weights."""
+    weighted: bool  # whether the targets have weights
     update_flops: float
 
 
