@@ -153,7 +153,7 @@ def test_runs_on_other_data_are_not_compared(out: Path, capsys: pytest.CaptureFi
     rows = (out / "copa.jsonl").read_text(encoding="utf-8").replace("one", "six")
     (out / "copa.jsonl").write_text(rows, encoding="utf-8")
     assert main.main(core(out, "--run", "second")) == 0
-    assert main.main(["evaluate", "--out", str(out), "--against", "second"]) == 1
+    assert main.main(["runs", "--out", str(out), "compare", "first", "second"]) == 1
     assert "core/copa: 9 items only of first/pretrain and 9 items only of second/pretrain" in capsys.readouterr().err
 
 
