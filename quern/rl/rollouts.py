@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -108,7 +107,7 @@ class _Kept:
 class Rollouts:
     """The batches of reinforcement learning."""
 
-    ahead: ClassVar = False
+    ahead = False
 
     engine: Engine  # generates with the model in training
     environments: Sequence[Environment]  # where questions come from; they take turns
