@@ -75,6 +75,7 @@ class Meter:
         if self._kept and done >= self._first[0] + self._kept[0] * ((self.total or done) - self._first[0]):
             self._kept.pop(0)
             self.log(f"{self._counted(done)}, {note}")
+            self.last_line = now
         if now - self.started < PATIENCE_SECONDS:
             return
         if self.console.is_terminal:

@@ -31,7 +31,7 @@ CHOICES = {
     "sft.too_long": ("crop", "drop"),
 }
 
-NEAREST, ALIKE = 3, 0.7
+NEAREST, ALIKE = 3, 0.65
 """The most suggestions for an unknown name, and the least similarity (difflib's ratio) of a suggestion."""
 FILLED_IN = ("model.depth", "model.vocab_size", "model.bos")
 """Fields of the shape that are never set directly: they follow from `depth` and the tokenizer."""

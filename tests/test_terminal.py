@@ -35,6 +35,8 @@ def test_plain_lines_without_a_terminal_and_not_too_many(capsys: pytest.CaptureF
     ]
     long_since(Meter("reading", None, "bytes")).at(5)
     assert capsys.readouterr().out == "reading: 5 bytes\n"
+    long_since(Meter("training", 9, "steps", keeps=True)).at(1, "loss 1")
+    assert capsys.readouterr().out == "training: 1 of 9 steps, loss 1\n"  # said once
 
 
 def test_plain_lines_say_how_long_it_takes_still(

@@ -77,7 +77,7 @@ def with_run(verb: str, words: Arguments) -> Arguments:
     known = verb in (*OF_A_RUN, "report", "export") or (verb == "grug" and words[0] in ("eval", "export", "import"))
     if verb in ("run", "pretrain"):
         known = RunDir(Path(words.value("out") or "out"), name).folder.is_dir()
-        if not known:
+        if not known and not Path(name).exists():
             raise ValueError(
                 f"there is no run and no recipe '{name}': --run {name} gives a new run this name; recipes are "
                 f"{', '.join(recipe_names())}, or the path of a .py file"

@@ -77,9 +77,12 @@ def best_depth(recipe: Recipe, text_bytes: float, bytes_per_token: float, flops:
     return min(range(LEAST_DEPTH, MOST_DEPTH + 1), key=loss)
 
 
-def expectation(parameters: float, text_bytes: float, read_bytes: float) -> list[str]:
-    """Returns lines for the user: how much text there is, how often it is read, what to expect."""
-    expected = bits_per_byte(parameters, text_bytes, read_bytes)
+def expectation(parameters: float, text_bytes: float, read_bytes: float, untrained: float) -> list[str]:
+    """Returns lines for the user: how much text there is, how often it is read, what to expect.
+
+    untrained: Bits per byte before training, the most that is expected.
+    """
+    expected = min(untrained, bits_per_byte(parameters, text_bytes, read_bytes))
     what = next(text for most, text in EXPECTED if expected <= most)
     lines = [
         f"your text: {human_size(text_bytes)} to train on, about {text_bytes / 6:,.0f} words of English; it is read "

@@ -32,7 +32,9 @@ def load_recipe(name: str) -> tuple[Recipe, str | None]:
         return importlib.import_module(f"quern.recipes.{name}").RECIPE, None
     path = Path(name)
     if path.suffix != ".py" or not path.is_file():
-        raise ValueError(f"there is no recipe '{name}': use {', '.join(recipe_names())}, or the path of a .py file")
+        text = f"; a text needs --data before it: --data {name}" if path.exists() else ""
+        names = ", ".join(recipe_names())
+        raise ValueError(f"there is no recipe '{name}': use {names}, or the path of a .py file{text}")
     from quern.flags.recipe_file import read_recipe_file  # the list of names is printed without it
 
     return read_recipe_file(path)

@@ -15,6 +15,7 @@ replacement characters would be trained on unnoticed. documents.py and conversat
 
 import csv
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
@@ -41,6 +42,8 @@ TEXT_PIECE_CHARACTERS = 1 << 20
 PARQUET_BATCH_ROWS = 256
 JSON_BYTES = 1 << 29
 CSV_FIELD_CHARACTERS = 1 << 28
+NO_TEXT = re.compile(rb"[\0-\x08\x0e-\x1a]")
+"""Bytes of programs and pictures; logs with colours have the escape."""
 UNREAD: Any = ...
 """The value of a table's column that is not read."""
 Found = TypeVar("Found")
@@ -219,6 +222,8 @@ def _decode(raw: bytes, path: Path, line: int) -> str:
         return raw.decode("utf-8-sig" if line == 0 else UTF8)  # the first line can start with a byte order mark
     except UnicodeDecodeError as error:
         before = raw[: error.start].split(b"\n")
+        if NO_TEXT.search(raw):
+            raise UnreadableError(f"{path} is no text, but a program, a picture or the like: leave it out") from error
         like = recognized(path)
         hint = "" if like in (None, UTF8) else f"it looks like {like}, which --text.encoding auto reads; or "
         raise UnreadableError(

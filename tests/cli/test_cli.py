@@ -171,7 +171,7 @@ def test_every_shell_has_its_script_and_others_are_told_which(capsys: pytest.Cap
     )
 
 
-def test_a_run_may_follow_the_verb_at_once(tmp_path: Path) -> None:
+def test_a_run_may_follow_the_verb_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def with_run(verb: str, *words: str) -> list[str]:
         return [*verbs.with_run(verb, Arguments(words))]
 
@@ -188,6 +188,12 @@ def test_a_run_may_follow_the_verb_at_once(tmp_path: Path) -> None:
     for line in unchanged.split(","):
         verb, *words = line.split()
         assert with_run(verb, *words) == words
+    (tmp_path / "mine.txt").touch()
+    for verb in ("run", "pretrain", "prepare"):
+        for text in ("mine.txt", str(tmp_path)):
+            with monkeypatch.context() as here, pytest.raises(ValueError, match=f"--data before it: --data {text}$"):
+                here.chdir(tmp_path)
+                verbs.parse(verb, verbs.with_run(verb, Arguments((text,))), verbs.PrepareOptions)
 
 
 def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,6 +211,7 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
         ("pretrian", "^quern: there is no 'pretrian'; nearest: pretrain; all of them: quern --help$"),
         ("lab sweeps", "^quern lab: the lab has no 'sweeps'; nearest: sweep; all of them: quern lab$"),
         ("grug trian", "^quern grug: there is no 'grug trian'; nearest: train; all of them: quern grug$"),
+        ("rnu", "^quern: there is no 'rnu'; nearest: run"),
         ("zzz", "^quern: there is no 'zzz'; all of them: quern --help$"),
         ("chat his -p x", "^quern chat: there is no run 'his' under .*/out: make one with `quern run`"),
         ("report his", "^quern report: there is no run 'his' under .*/out: make one with `quern run`"),

@@ -324,7 +324,7 @@ def test_keys_are_added_shown_once_and_removed(tmp_path: Path) -> None:
         assert key not in file.read_text()
         assert keys("list") == ["ali", "ben"]
         for wrong in (["add", "ali"], ["add", "two words"], ["remove", "cy"], ["add"], ["lst"], []):
-            with pytest.raises(ValueError, match=r"quern serve keys"):
+            with pytest.raises(ValueError, match=r"keys (add|remove|list|takes)"):
                 keys(*wrong)
         keys("remove", "ali")
         assert server.holder(f"Bearer {key}") is None and keys("list") == ["ben"]

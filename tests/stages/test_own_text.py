@@ -49,7 +49,9 @@ def test_more_time_and_more_text_make_a_deeper_model() -> None:
     depths = [best_depth(recipe, 1e7, 3.2, flops) for flops in (1e11, 1e13, 1e15, 1e17)]
     assert depths == sorted(depths) and depths[0] == 2 and depths[-1] > 4
     assert best_depth(recipe, 1e5, 3.2, 1e15) < best_depth(recipe, 1e7, 3.2, 1e15)
-    assert "warning: this is little text" in expectation(1e6, 5e4, 1e6)[-1] and len(expectation(1e6, 1e6, 1e6)) == 2
+    little, enough = (expectation(1e6, size, 1e6, untrained=4) for size in (5e4, 1e6))
+    assert "warning: this is little text" in little[-1] and len(enough) == 2
+    assert "about 5.2 bits per byte" in expectation(1e5, 2.5e3, 2e4, untrained=5.2)[1]  # the law alone says 6.5
 
 
 def test_a_text_that_is_missing_or_too_short_is_refused_at_once_and_leaves_no_run(

@@ -96,6 +96,7 @@ def test_damaged_json_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (b'[{"text": "a"}, 7]', "a.json, record 2: expected an object"),
         (b'[{"text": "a"}, {"body": "b"}]', "a.json, record 2: there is no 'text', only 'body': .*--text.column NAME"),
         (b'["a",\n"\xff"]', "a.json, line 2: byte 2 of the line is not UTF-8"),
+        (b'["\x01\xff"]', "a.json is no text, but a program, a picture or the like: leave it out"),
         (b"[" * 100_000, "a.json: not JSON"),
     ]:
         path.write_bytes(body)

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str], log: Callable[[str], None]) -> int:
     does = "add NAME makes a key, remove NAME takes it away, list names the holders"
     action = arguments[0] if arguments else ""
     if action not in ("add", "remove", "list", *HELP):
-        raise ValueError(f"quern serve keys takes add, remove or list, not '{action}': {does}")
+        raise ValueError(f"keys takes add, remove or list, not '{action}': {does}")
     flags, shown = (arguments, "add|remove|list") if action in HELP else (arguments[1:], action)
     options = read(KeysOptions, flags, prog=f"quern serve keys {shown}", description=f"{does}.")
     for line in change_keys(action, options.name, options.keys):
@@ -120,7 +120,7 @@ def change_keys(action: str, name: str, path: Path) -> list[str]:
     if action == "list":
         return holders or [f"{path} has no key: `quern serve keys add NAME` makes one"]
     if not re.fullmatch(r"[^\s#]+", name):
-        raise ValueError(f"quern serve keys {action} NAME: name the holder in one word, without a #")
+        raise ValueError(f"keys {action} NAME: name the holder in one word, without a #")
     if action == "remove":
         if name not in holders:
             raise ValueError(f"{path} has no key of {name}: `quern serve keys list` names the holders")
