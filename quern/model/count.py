@@ -142,8 +142,8 @@ class Flops:
 class FlopCounter:
     """Counts the FLOPs of a resolved recipe's training steps; it is called with a batch.
 
-    The products of a position are counted on one row, and again where they change during a run. Windows and documents
-    are those of each batch.
+    The products of a position are counted on one row, and again where the model asks how much of a run is done and they
+    change with it. Windows and documents are those of each batch.
     """
 
     def __init__(self, recipe: Resolved) -> None:
@@ -151,6 +151,7 @@ class FlopCounter:
         other_than_bos = 0 if recipe.model.bos else 1
         self._row = torch.full((1, recipe.model.context), other_than_bos)
         self._products: dict[float, float] = {}
+        self._asks = False
         self._spans: dict[tuple[int | None, ...], Counter[int | None]] = {}
         groups = make_groups(self._model.parameter_groups(), recipe.make_rules(recipe), self._model.named_parameters())
         self.update = sum(
@@ -183,6 +184,8 @@ class FlopCounter:
 
     def _products_at(self, progress: float) -> float:
         """FLOPs of the products of one position. The changes during a run are searched by bisection."""
+        if self._products and not self._asks:
+            return next(iter(self._products.values()))
         low, high = 0.0, 1.0
         while progress not in self._products:
             if high - low <= RESOLUTION or (high - low < 1 and self._known(low) == self._known(high)):
@@ -200,6 +203,8 @@ class FlopCounter:
         """Runs a row forward and backward, which counts its products and the spans of its attention."""
         spans = _Spans()
         context = self._model.context(self._row, progress).with_backend(spans, self._row, self._model.windows)
+        if type(context) is CausalContext:
+            context = _Watched(context)
         row = self._row.to("meta")
 
         def train() -> None:
@@ -209,6 +214,8 @@ class FlopCounter:
                 loss.backward()
 
         self._products[progress] = _products(train) / row.numel()
+        own = type(self._model).context is not LanguageModel.context
+        self._asks |= own or not isinstance(context, _Watched) or context.asked
         self._spans[self._windows(context)] = spans.found
 
     def _windows(self, context: CausalContext) -> tuple[int | None, ...]:
@@ -234,6 +241,18 @@ def _counter(counted: _Counted) -> FlopCounter:
 def flop_counter(recipe: Resolved) -> FlopCounter:
     """Returns the counter of a resolved recipe's steps. Recipes of the same model and the same rules share it."""
     return _counter(_Counted(recipe.make_model, recipe.model, recipe.make_rules, recipe.optim, recipe))
+
+
+class _Watched(CausalContext):
+    """Notes whether the model asks how much of the run is done."""
+
+    def __init__(self, context: CausalContext) -> None:
+        vars(self).update(vars(context), asked=False)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "progress":
+            self.asked = True
+        return super().__getattribute__(name)
 
 
 class _Spans:

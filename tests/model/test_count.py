@@ -125,6 +125,11 @@ def test_changes_during_a_run_are_found() -> None:
     assert sum(np.subtract(found, found[0])) == pytest.approx(500 * head, rel=0.01)
 
 
+def test_a_model_that_does_not_ask_for_the_progress_is_traced_once() -> None:
+    counter, batch = FlopCounter(of(SMALL)), a_batch(SMALL)
+    assert len({counter(batch, progress) for progress in (0.0, 0.4, 1.0)}) == len(counter._products) == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cache_bytes_are_a_real_caches(dtype: torch.dtype) -> None:
     model = GPT(replace(SMALL, windows="L")).to(dtype)
