@@ -154,7 +154,8 @@ def on_ranks(
     where, here, ranks = options.where, launch.place(), options.nodes * options.ranks
     trackers = find_trackers(options.track if here.main else ())
     if here.main:  # before the machine is tried out, which may compile
-        refuse_in_use(where.run_dir)
+        if options.nodes == 1:  # else another node may train this run already, and waits for this one
+            refuse_in_use(where.run_dir)
         begins = verb in ("run", "pretrain") and not getattr(options, "start", None)
         if begins and not where.run_dir.has_trained("pretrain"):
             refuse_unfit(options.recipe, where.out)
