@@ -193,7 +193,8 @@ def test_conversations_are_valid_and_vary(conversations):
     assert len({repr(messages) for messages in conversations}) > 0.8 * len(conversations)
     assert sum(share for share, _ in EXCHANGES) == 100
     assert max(len(messages) for messages in conversations) >= 6
-    replies = [spoken(messages[-1]) for messages in conversations if "who are you" in spoken(messages[-2]).lower()]
+    turns = [turn for messages in conversations for turn in zip(messages, messages[1:], strict=False)]
+    replies = [spoken(reply) for said, reply in turns if "who are you" in spoken(said).lower()]
     assert len(replies) > 20 and all(reply.startswith("I am quern, ") for reply in replies)
 
 

@@ -97,7 +97,7 @@ def _plain(text: str) -> str:
 
 
 def _say(pen: Pen, wordings: Sequence[str]) -> str:
-    while _is_held_out(typed := _typed(pen, pen.pick(wordings), pen.maybe(0.2))):
+    while _is_held_out(typed := _typed(pen, pen.pick(wordings), pen.maybe(0.5))):
         pass
     return typed
 
@@ -108,7 +108,7 @@ def identity(pen: Pen) -> Exchange:
 
 def small_talk(pen: Pen) -> Exchange:
     groups = _W["small_talk"]
-    talk = pen.pick(groups[:COMMON] if pen.maybe(0.5) else groups)
+    talk = pen.pick(groups[:COMMON] if pen.maybe(0.4) else groups)
     return exchange(_say(pen, talk["said"]), pen.pick(talk["reply"]))
 
 
@@ -170,18 +170,18 @@ def _exercise(kind: str) -> Callable[[Pen], Exchange]:
 
 # The percentage of exchanges of each kind
 EXCHANGES: tuple[tuple[int, Callable[[Pen], Exchange]], ...] = (
-    (28, fact),
-    (8, _exercise("sums")),
-    (8, _exercise("word_problems")),
+    (24, fact),
+    (7, _exercise("sums")),
+    (7, _exercise("word_problems")),
     (8, _exercise("spelling")),
-    (9, _exercise("counting")),
+    (14, _exercise("counting")),
     (10, _exercise("choice")),
     (10, drills.options),
     (2, drills.about_letters),
     (3, drills.dictionary),
     (4, introduction),
     (3, identity),
-    (4, small_talk),
+    (5, small_talk),
     (1, story_on_request),
     (2, listing),
 )
@@ -192,7 +192,7 @@ def conversation(pen: Pen) -> list[Message]:
     messages: list[Message] = []
     if pen.maybe(0.06):
         messages.append({"role": "system", "content": pen.pick(_W["system_messages"])})
-    if pen.maybe(0.05):
+    if pen.maybe(0.3):
         messages += small_talk(pen)
     messages += pen.pick_by_share(EXCHANGES)[-1](pen)
     while pen.maybe(0.2) and len(messages) < 7:
