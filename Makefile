@@ -22,7 +22,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
-TYPED := $(VENV)/.typed
+TYPED := .pytest_cache/typed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # A file, or a group of files that share a server process, runs in one worker; tests/conftest.py puts the slowest first.
 PARALLEL := -n $(JOBS) --dist loadgroup --no-loadscope-reorder
@@ -79,7 +79,7 @@ types:
 
 # In a clean clone these are all files.
 changed-types:
-	@touch $(TYPED).new
+	@mkdir -p $(dir $(TYPED)) && touch $(TYPED).new
 	@files=$$($(BIN)/python tests/changed.py $(TYPED)); case $$files in \
 		all) $(MAKE) --no-print-directory types;; \
 		none) echo "nothing has changed since the last check of types";; \

@@ -59,6 +59,8 @@ def run_first(command: Callable[[], int]) -> None:
     sys.stdout.flush()
     os.dup2(answers, 1)
     os.close(answers)
+    for thread in set(threading.enumerate()) - {threading.main_thread()}:
+        thread.join(20)  # that of the signals ends soon after the command
     assert threading.active_count() == 1, threading.enumerate()
 
 
