@@ -15,12 +15,13 @@ from matplotlib.figure import Figure
 from quern.flags.recipe_flags import Arguments, parse
 from quern.lab.arms import Idea, read_idea
 from quern.lab.ladder.multiplier import told
-from quern.lab.ladder.report import Row, interval, rows, study_tables
+from quern.lab.ladder.report import Row, calibration, interval, rows, study_tables
 from quern.lab.ladder.study import Comparison, at_rung, numbers
 from quern.lab.log.page import GREY, HEADER, STYLE, Page, repeat, svg, table
 from quern.lab.options import CompareOptions
 from quern.lab.verdict import Finding
 from quern.recipes import load_recipe
+from quern.records import read_json
 from quern.terminal import counted
 
 OLD = "old baseline: "
@@ -61,6 +62,13 @@ class _Told:
         except (ValueError, IndexError):  # a flag or a recipe that is no more
             return True
 
+    @cached_property
+    def answers(self) -> dict[str, list[str]]:
+        """The known answers of the project, for a study that `quern lab calibrate` began; {} for others."""
+        file = self.study.folder.parents[1] / "known_answers.json"  # experiments/, beside records/STUDY
+        began = self.study.plan.facts["command"].startswith("quern lab calibrate ")
+        return read_json(file, dict[str, list[str]]) if began and file.is_file() else {}
+
     def page(self) -> Page:
         name, plan = self.study.name, self.study.plan
         files: dict[str, str] = {}
@@ -70,6 +78,9 @@ class _Told:
             lines += [f"![Compute multipliers over the baseline's FLOPs]({name}-multipliers.svg)\n"]
         for title, told_, head, body in study_tables(self.study):
             lines += [f"## {title}\n", *(f"{line}\n" for line in told_), *table(head, body), ""]
+        for rung in self.rungs if self.answers else ():
+            lines += [f"## Known answers on rung {rung}\n", "```"]
+            lines += [*calibration(self.study, rung, self.answers), "```\n"]
         for rung in self.rungs:
             found = {row.idea: row.findings[rung] for row in self.rows if rung in row.findings}
             files[f"{name}-{rung}.svg"] = intervals(found, plan.delta)
