@@ -153,15 +153,14 @@ def on_ranks(
 
     where, here, ranks = options.where, launch.place(), options.nodes * options.ranks
     trackers = find_trackers(options.track if here.main else ())
-    if here.main:  # before the machine is tried out, which may compile
+    if here.ranks == 1:  # before the machine is tried out, which may compile, and before other ranks could wait
+        refuse_uneven(ranks, options.tp)
+        refuse_unshared(ranks, options.tp, options.zero)
         if options.nodes == 1:  # else another node may train this run already, and waits for this one
             refuse_in_use(where.run_dir)
         begins = verb in ("run", "pretrain") and not getattr(options, "start", None)
         if begins and not where.run_dir.has_trained("pretrain"):
             refuse_unfit(options.recipe, where.out)
-    if here.ranks == 1:
-        refuse_uneven(ranks, options.tp)
-        refuse_unshared(ranks, options.tp, options.zero)
     if ranks > 1 and here.ranks == 1:
         if verb in ("pretrain", "run"):
             resolve(options.recipe, ranks // options.tp)  # refuses bad values before any rank starts
