@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from quern import validate
 from quern.estimate.own_text import LEAST_BYTES, MINUTES, MOST_READINGS, best_depth
 from quern.machine import measure_peak_flops
 from quern.recipe import Recipe
@@ -19,12 +20,13 @@ LENGTHS = ("train.steps", "train.minutes", "train.horizon_ratio")
 
 
 def refuse_unfit(recipe: Recipe, out: Path) -> None:
-    """Refuses a text that is missing, or too short to learn from, without reading it.
+    """Refuses wrong values, and a text that is missing or too short to learn from, without reading it.
 
     Raises:
         FileNotFoundError: There is no such data.
-        ValueError: The text is too short, or none is named.
+        ValueError: A value is wrong, the text is too short, or none is named.
     """
+    validate.check(recipe)
     if not recipe.data.strip():
         raise ValueError("data is empty: name a file, a folder or a data set")
     megabytes = own_megabytes(recipe, out) if name_of_set(recipe.data) is None else None
