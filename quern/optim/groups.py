@@ -117,7 +117,7 @@ def table(recipe: Resolved) -> dict[str, GroupRule]:
     optim = recipe.optim
     lr, decay = muon_rate(optim)
     rules = {"matrices": GroupRule(Muon(optim.muon_beta2, decay, optim.muon_steps), lr)}
-    for name, group in adamw_groups(optim, recipe.model.depth).items():
+    for name, group in adamw_groups(optim, recipe.depth).items():
         rules[name] = GroupRule(AdamW((group.beta1, group.beta2), optim.eps, group.weight_decay), group.lr)
     return rules
 

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from quern.serve.answers import Chat, as_api_error, encode, server_sent
 from quern.serve.errors import Items, Strict
-from quern.serve.forms import MAX_TOOLS, Function, JsonSchema, Name
+from quern.serve.forms import MAX_TOOLS, JsonSchema, Name
 from quern.serve.schema import ChatRequest, parse_request
 
 NAMES = {
@@ -70,8 +70,12 @@ class TextOptions(Strict):
     format: PlainFormat | SchemaFormat | None = None
 
 
-class FunctionTool(Function):
-    type: Literal["function"]
+class FunctionTool(Strict):
+    type: Literal["function"]  # the first field, so that a tool of another kind is refused by its kind
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class NamedChoice(Strict):

@@ -317,7 +317,7 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
         ("prepare --train.steps 3", "--train.steps does nothing in `quern prepare`: give it to the verb that trains"),
         ("prepare --ray auto", "--ray names a cluster: give --engine ray with it, or leave it out"),
         ("tokenizer --engine ray", "--engine is for `quern prepare`"),
-        ("prepare --ranks 2", "unknown option --ranks; all of them: quern prepare --help"),
+        ("prepare --ranks 2", "unknown option --ranks; nearest: --ray; all of them: quern prepare --help"),
         ("evaluate --depth 3", "quern evaluate: --depth belongs to the run's recipe and cannot change: leave it out"),
         ("chat --port 3", "unknown option --port; .*quern chat --help"),
         ("evaluate --questions 0", "quern evaluate: --questions must be a whole number between 1 and 1,000,000, not 0"),

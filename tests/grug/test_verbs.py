@@ -17,7 +17,7 @@ def test_models_move_both_ways(grug: Grug) -> None:
 def test_the_twin_trains_the_numbers_of_the_gpt_recipe(grug: Grug) -> None:
     found = grug("verbs:recipes")
     assert found["as it is"] == found["every number changed"] == []
-    assert found["one number"] == ["optim.gate_lr"] and len(found["all"]) == 46
+    assert found["one number"] == ["optim.gate_lr"] and len(found["all"]) == 45
 
 
 def test_a_file_trains_on_data_and_its_run_keeps_it(grug: Grug) -> None:

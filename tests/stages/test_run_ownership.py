@@ -18,6 +18,7 @@ import torch
 from quern.cli import main
 from quern.data.batch import GROUP_SIZE, groups_of
 from quern.data.shards import Corpus
+from quern.estimate.own_text import MOST_READINGS
 from quern.records import read_events, read_metrics
 from quern.runs.origin import read_origin
 from quern.runs.run_dir import RunDir
@@ -458,14 +459,14 @@ def test_a_run_that_was_stopped_goes_on_by_the_command_it_names(
 
 
 def test_before_training_it_says_what_it_will_do(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [*SHAPE, "--data", str(folder / "text.jsonl"), "--train.steps", "38", "--train.eval-every", "1000"]
+    flags = [*SHAPE, "--data", str(folder / "text.jsonl"), "--train.steps", "76", "--train.eval-every", "1000"]
     flags += ["--train.batch-tokens", "1024"]
     shutil.rmtree(folder / "out/runs/app")
     assert quern(folder, "pretrain", *flags) == 0
     said = capsys.readouterr().out
     tokens = int(said.split("parameters; text: ")[1].split(" tokens")[0].replace(",", ""))
-    epochs = 38 * 1024 / tokens
-    assert epochs > 4 and f"length: 38,912 tokens, {epochs:.2g} epochs of the text" in said
+    epochs = 76 * 1024 / tokens
+    assert epochs > MOST_READINGS and f"length: 77,824 tokens, {epochs:.2g} epochs of the text" in said
     assert f"warning: the text is read {epochs:.2g} times" in said
-    assert f"--train.steps {int(4 * tokens / 1024)}" in said
+    assert f"--train.steps {int(MOST_READINGS * tokens / 1024)}" in said
     assert "of steps, by this machine's speed" in said and "memory: at most" in said

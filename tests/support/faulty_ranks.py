@@ -296,7 +296,7 @@ def serve() -> None:
     from tests.support import fork_server  # noqa: F401
 
     session.measure_peak_flops = lambda machine: 1e12
-    run_first(lambda: main.main([*PRETRAIN, *SHORT, "--run", "first"]))
+    run_first(lambda name: main.main([*PRETRAIN, *SHORT, "--run", name]), "first")
     gc.collect()
     gc.freeze()  # children need not copy these objects
     for line in sys.stdin:

@@ -128,7 +128,8 @@ def child(request: dict[str, Any], answer: int) -> int:
 
 if __name__ == "__main__":
     session.measure_peak_flops = lambda machine: 1e12
-    run_first(lambda: main.main(sys.argv[2:]))
+    at = sys.argv.index("--run") + 1
+    run_first(lambda name: main.main([*sys.argv[2:at], name, *sys.argv[at + 1 :]]), sys.argv[at])
     gc.collect()
     gc.freeze()  # children need not copy these objects
     serve_forks(child, Path(sys.argv[1]), {"place": None, "events": None})

@@ -51,11 +51,19 @@ class LineServer:
         self.close()
 
 
-def run_first(command: Callable[[], int]) -> None:
-    """Runs a command in this process, which it leaves without other threads: forks would not have them."""
+def run_first(command: Callable[[str], int], name: str) -> None:
+    """Runs a command in this process, which it leaves without other threads: forks would not have them.
+
+    command: takes the run's name. A child runs it before, under another one, and prepares the text: the library that
+    trains tokenizers keeps threads, for which forks of this process would wait forever.
+    """
     answers = os.dup(1)
     os.dup2(2, 1)
-    assert command() == 0
+    child = os.fork()
+    if child == 0:
+        os._exit(command(f"{name}-text"))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert command(name) == 0
     sys.stdout.flush()
     os.dup2(answers, 1)
     os.close(answers)

@@ -93,11 +93,11 @@ def forward_operator(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Returns y and the log-sum-exp (B, H, T) fp32. first_BT, last_BT: of `document_bounds`."""
-    from quern.kernels.attention import flash_launch as launcher  # imports Triton
+    from quern.kernels.attention.flash_launch import forward  # imports Triton
 
     with torch.cuda.device_of(q_BTHE):
         q, k, v = (_readable(x) for x in (q_BTHE, k_BTKE, v_BTKE))
-        return launcher.forward(q, k, v, first_BT, _window(window, varying), scale)
+        return forward(q, k, v, first_BT, _window(window, varying), scale)
 
 
 @forward_operator.register_fake
@@ -121,12 +121,12 @@ def backward_operator(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, contiguous; the same bits at every call."""
-    from quern.kernels.attention import flash_launch as launcher  # imports Triton
+    from quern.kernels.attention.flash_launch import backward  # imports Triton
 
     documents = None if first_BT is None or last_BT is None else (first_BT, last_BT)
     with torch.cuda.device_of(q_BTHE):
         grad, q, k, v, y = (_readable(x) for x in (grad_BTHE, q_BTHE, k_BTKE, v_BTKE, y_BTHE))
-        return launcher.backward(grad, q, k, v, y, lse_BHT, documents, _window(window, varying), scale)
+        return backward(grad, q, k, v, y, lse_BHT, documents, _window(window, varying), scale)
 
 
 @backward_operator.register_fake
