@@ -79,6 +79,14 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def in_eager_inference() -> bool:
+    """Whether nobody traces or differentiates this code, so that an operator's plain function does as well.
+
+    The first call of an operator outside a compiled function imports the compiler, for which a reply need not wait.
+    """
+    return not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+
+
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
     """Returns `function`, which torch.compile does not trace (torch.compiler.disable imports it at once)."""
     return _disable_dynamo(function)

@@ -19,7 +19,7 @@ from quern.records import typed
 
 SCHEMA = 1
 SMALL_DEPTH = 8
-"""Below it vocabulary, context and three rules are ours, measured there; from it on all are nanochat's."""
+"""Below this depth, vocabulary, context, and how rates and the tables' decay scale are ours; from it on nanochat's."""
 
 if TYPE_CHECKING:
     from typing import Generic

@@ -137,7 +137,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def git_output(path: Path, *arguments: str) -> str | None:
-    """What git prints in a folder; None outside a repository, and where git is not installed or does not answer."""
+    """Runs git in a folder and returns its output; None if git fails, is not installed or does not answer."""
     command = ["git", "-C", str(path), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)

@@ -89,7 +89,7 @@ def table_decay_rule(recipe: Resolved, text_tokens: int) -> float:
     needs no more than nanochat's decay. A run that repeats its text memorises it in the tables, so the best decay grows
     with the number of readings (three studies of 200 steps, at one size). From depth 8 on it is nanochat's.
     """
-    if recipe.model.depth >= SMALL_DEPTH:
+    if recipe.depth >= SMALL_DEPTH:
         return 1.0
     readings = recipe.train.steps * recipe.train.batch_tokens / max(1, text_tokens)
     share = min(1.0, (readings - 1) / (READINGS_OF_FULL_DECAY - 1))

@@ -23,7 +23,7 @@ GROUPS_KEPT = 2  # a batch may span two
 
 
 class StreamLoader(Batches):
-    """Batches of rows cut from the stream. Raises ValueError As `Batches`, or the corpus has masks."""
+    """Batches of rows cut from the stream. Raises ValueError where `Batches` does, and for a corpus with masks."""
 
     def __init__(
         self,

@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quern.compiler import in_eager_inference
+
 
 def embed(tokens_BT: Tensor, weight_VD: Tensor) -> Tensor:
     """Returns rows of the weight: (B, T) integers → (B, T, D)."""
-    # Without a gradient the operator gains nothing, and its first call in eager code imports the compiler.
-    plain = not torch.is_grad_enabled() and (tokens_BT.size(-1) == 1 or not torch.compiler.is_compiling())
-    if weight_VD.device.type != "cpu" or plain:
+    one_token = tokens_BT.size(-1) == 1 and not torch.is_grad_enabled()  # the call would cost more than the rows
+    if weight_VD.device.type != "cpu" or one_token or in_eager_inference():
         return F.embedding(tokens_BT, weight_VD)
     return _embed(tokens_BT, weight_VD)
 

@@ -17,8 +17,9 @@ Scalar = float | Tensor
 
 
 State = dict[str, Tensor]
+"""The tensors that a rule keeps for its parameters, by name."""
 Scalars = dict[str, Scalar]
-"""What a rule keeps for its parameters, and the numbers of one update, by name."""
+"""The numbers of one update, by name."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ class DataSet:
     file_tokens: int = 0  # tokens in a training file, of documents and tokens
     file_rows: int = 0  # rows in a training file, of conversations
     tokenizer: tuple[str, str] | None = None
-    """Of tokens, the address and the SHA-256 (hex) of the vocabulary that made them."""
+    """The address and the SHA-256 (hex) of the vocabulary that made the tokens; for kind "tokens"."""
 
     def path(self, file: str) -> str:
         """The path of a file in the repository."""

@@ -175,10 +175,12 @@ def _steps(
         if stopping:
             break
     saver.settle()
-    if run.step == horizon.steps:
-        return Outcome(EXIT_DONE)
+    return Outcome(EXIT_DONE) if run.step == horizon.steps else _stopped(run, folder, saved=bool(plan.save_every))
+
+
+def _stopped(run: Counters, folder: Records, saved: bool) -> Outcome:
     folder.event("stop", step=run.step, reason="signal")
-    return Outcome(EXIT_STOPPED, f"stopped after step {run.step} as asked{', and saved' if plan.save_every else ''}")
+    return Outcome(EXIT_STOPPED, f"stopped after step {run.step} as asked{', and saved' if saved else ''}")
 
 
 def _batches(backend: Backend, loader: BatchSource, plan: TrainingPlan, horizon: Horizon) -> Generator[Any, None, None]:

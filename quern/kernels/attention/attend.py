@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quern.compiler import in_eager_inference
 from quern.kernels.attention.blocked import attend_blocked, attend_blocks, kept_elements
 
 
@@ -48,11 +49,8 @@ def attend_in_blocks(
     q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2).contiguous() for x in (q_BTHE, k_BTKE, v_BTKE))
     fixed, varying = split_window(mask.window, q_BTHE.size(1))
     kept = kept_elements(q_BHTE, fixed)
-    # The operator's first call outside a compiled function imports the compiler, seconds that inference need not wait.
-    operator = torch.is_grad_enabled() or torch.compiler.is_compiling() or q_BHTE.is_meta
-    y_BHTE, _ = (attend_blocked if operator else attend_blocks)(
-        q_BHTE, k_BKTE, v_BKTE, mask.documents_BT, fixed, varying, scale, kept
-    )
+    path = attend_blocks if in_eager_inference() and not q_BHTE.is_meta else attend_blocked
+    y_BHTE, _ = path(q_BHTE, k_BKTE, v_BKTE, mask.documents_BT, fixed, varying, scale, kept)
     return y_BHTE.transpose(1, 2)
 
 

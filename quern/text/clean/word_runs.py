@@ -33,7 +33,7 @@ def digest(run: str) -> bytes:
 
 
 class Passages:
-    """Passages that are looked for in texts, by number, in the order in which they were given."""
+    """Passages to find in texts. Each has a number, its place in the order in which they were given."""
 
     def __init__(self, passages: Iterable[str], words: int = WORDS) -> None:
         self._runs: dict[int, dict[bytes, list[int]]] = {}  # words of a run → its digest → the passages
