@@ -265,7 +265,6 @@ def open_engine(options: CompleteOptions | ChatOptions) -> Any:
     from quern.generate.engine import Engine
     from quern.runs.load import load
 
-    options.where.compile = False  # one conversation has too few steps for that
     machine = options.where.machine(log=log_to_stderr)
     loaded = load(options.where.run_dir, machine, log_to_stderr, options.stage)
     return Engine(loaded.model, loaded.tokenizer, machine), loaded
