@@ -148,7 +148,7 @@ def on_ranks(
     from quern.resolve import resolve
     from quern.runs.run_lock import refuse_in_use
     from quern.stages.own_text import refuse_unfit
-    from quern.stages.session import Session
+    from quern.stages.session import Session, trained_already
     from quern.train import launch
 
     where, here, ranks = options.where, launch.place(), options.nodes * options.ranks
@@ -158,6 +158,8 @@ def on_ranks(
         refuse_unshared(ranks, options.tp, options.zero)
         if options.nodes == 1:  # else another node may train this run already, and waits for this one
             refuse_in_use(where.run_dir)
+            if verb != "run" and where.run_dir.has_trained(verb) and not options.resume:
+                raise ValueError(trained_already(where.run, verb))
         begins = verb in ("run", "pretrain") and not getattr(options, "start", None)
         if begins and not where.run_dir.has_trained("pretrain"):
             refuse_unfit(options.recipe, where.out)

@@ -19,7 +19,7 @@ import tyro
 from quern.flags import check_flags
 from quern.records import drop_torn_end, read_lines
 from quern.runs.run_dir import STAGES, RunDir, instead_of_no_run, runs_in
-from quern.runs.run_lock import lock_holder, run_lock
+from quern.runs.run_lock import run_lock
 from quern.temporaries import remove_whole
 from quern.terminal import duration, grid, human_size
 
@@ -91,7 +91,7 @@ def _row(run_dir: RunDir) -> list[str]:
         facts.get("data", {}).get("source", NONE),
         NONE if bits is None else f"{bits:.3f}",
         duration(time.time() - written),
-        "running" if lock_holder(run_dir) else "",
+        "running" if run_dir.holder else "",
     ]
 
 
@@ -124,7 +124,7 @@ def bits_per_byte(run_dir: RunDir) -> float | None:
 def show(run_dir: RunDir, log: Log) -> None:
     """Logs the facts of one run, and the last scores of each of its stages."""
     told = dict(zip(HEAD[:-1], _row(run_dir), strict=False)) | {"folder": str(run_dir.folder.absolute())}
-    told |= {"command": _facts(run_dir).get("command", NONE), "in use by": lock_holder(run_dir) or "nobody"}
+    told |= {"command": _facts(run_dir).get("command", NONE), "in use by": run_dir.holder or "nobody"}
     for line in read_lines(run_dir.folder / "evaluate.jsonl"):
         if line["stage"] != "untrained" and line.get("value") is not None:
             told[f"{line['stage']} {line['task']}"] = f"{line['metric']} {line['value']:.3f}"

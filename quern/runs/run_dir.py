@@ -8,8 +8,10 @@ out/runs/<run>/{pretrain,sft,rl}/  recipe.json  origin.json  metrics.jsonl  even
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
+import os
 import re
 import shlex
 import tempfile
@@ -36,6 +38,7 @@ STAGES = ("pretrain", "sft", "rl")
 NEWEST, BEFORE_WARMDOWN = "newest", "before-warmdown"
 """Checkpoints by name; others are steps."""
 NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
+LOCK = ".lock"
 SHOWN_RUNS = 5
 OTHER = "or choose another folder with --out"
 INSTEAD = {
@@ -81,6 +84,19 @@ class RunDir:
     def flags(self) -> str:
         """The command-line flags that name the run."""
         return shlex.join(["--run", self.run, *([] if self.out == Path("out") else ["--out", str(self.out)])])
+
+    @property
+    def holder(self) -> str | None:
+        """The name of the process that holds the run's lock (run_lock.py); None if no process does."""
+        try:
+            with open(self.folder / LOCK, "rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return holder_in(file.fileno())
+        except FileNotFoundError:
+            pass
+        return None
 
     def stage(self, name: str) -> Path:
         return self.folder / name
@@ -143,7 +159,10 @@ class RunDir:
             other = next((folder for folder in nearby(self.out) if RunDir(folder, self.run).folder.is_dir()), None)
             advice = f"it is under {other}, so give --out {other}" if other else instead_of_no_run(self.out)
             return f"there is no run '{self.run}' under {self.out.absolute()}: {advice}"
-        return f"run '{self.run}' has no {what} yet: `quern {verb} {self.flags}` makes one"
+        makes_one = f"`quern {verb} {self.flags}` makes one"
+        if who := self.holder:
+            makes_one = f"{who} is at work there: wait for its first checkpoint, or press Ctrl-C there, which saves one"
+        return f"run '{self.run}' has no {what} yet: {makes_one}"
 
     def refuse_damaged_recipes(self) -> None:
         """Raises ValueError if a recipe.json of the run is damaged; the message names it."""
@@ -222,6 +241,11 @@ class RunDir:
         self.folder.mkdir(parents=True, exist_ok=True)
         with naming(self.folder / name), (self.folder / name).open("a", encoding="utf-8", errors=NAMES) as file:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+
+
+def holder_in(lock: int) -> str:
+    """The name of the process that an open lock file tells."""
+    return os.pread(lock, 1 << 16, 0).decode("utf-8") or "another process"
 
 
 def runs_in(out: Path) -> list[RunDir]:

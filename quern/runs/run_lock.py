@@ -15,15 +15,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quern.runs.run_dir import RunDir
+from quern.runs.run_dir import LOCK, RunDir, holder_in
 from quern.temporaries import NAMES, holder
 
 if TYPE_CHECKING:
     from quern.mesh import Mesh
 
-NAME = ".lock"
 LOOK_SECONDS = 0.005
-"""More than `lock_holder` takes to look at a lock."""
+"""More than `RunDir.holder` takes to look at a lock."""
 
 
 class RunInUseError(ValueError):
@@ -39,7 +38,7 @@ def run_lock(run_dir: RunDir, command: str, mesh: Mesh | None = None) -> Iterato
     if mesh is not None and not mesh.main:
         yield
         return
-    path = run_dir.folder / NAME
+    path = run_dir.folder / LOCK
     folders = [folder for folder in (run_dir.folder, run_dir.folder.parent, run_dir.out) if not folder.exists()]
     held = _acquire(path, run_dir.run)
     try:
@@ -47,7 +46,7 @@ def run_lock(run_dir: RunDir, command: str, mesh: Mesh | None = None) -> Iterato
         os.pwrite(held, holder(command).encode("utf-8", NAMES), 0)
         yield
     finally:
-        if _is_at(held, path) and os.listdir(path.parent) == [NAME]:  # the body wrote nothing: leave no empty run
+        if _is_at(held, path) and os.listdir(path.parent) == [LOCK]:  # the body wrote nothing: leave no empty run
             path.unlink()
             with suppress(OSError):  # another process may already use one of them
                 for folder in folders:
@@ -55,31 +54,14 @@ def run_lock(run_dir: RunDir, command: str, mesh: Mesh | None = None) -> Iterato
         os.close(held)
 
 
-def lock_holder(run_dir: RunDir) -> str | None:
-    """Names the process that holds the run's lock; None if no process does."""
-    try:
-        with open(run_dir.folder / NAME, "rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return _named(file.fileno())
-    except FileNotFoundError:
-        pass
-    return None
-
-
 def refuse_in_use(run_dir: RunDir) -> None:
     """Raises RunInUseError if a process holds the run's lock."""
-    if who := lock_holder(run_dir):
+    if who := run_dir.holder:
         raise RunInUseError(_in_use(run_dir.run, who))
 
 
 def _in_use(run: str, who: str) -> str:
     return f"run '{run}' is in use by {who}: wait until it ends, stop it, or name another run with --run"
-
-
-def _named(held: int) -> str:
-    return os.pread(held, 1 << 16, 0).decode("utf-8") or "another process"
 
 
 def _is_at(held: int, path: Path) -> bool:
@@ -103,7 +85,7 @@ def _acquire(path: Path, run: str) -> int:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            who = _named(held)
+            who = holder_in(held)
             os.close(held)
             if not looked:
                 looked = True

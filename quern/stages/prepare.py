@@ -35,7 +35,7 @@ from quern.text.encode.pool import StartWorkers, on_processes, write_shards
 from quern.text.formats import text_megabytes
 from quern.text.readers import UTF8
 from quern.text.repositories import TRAIN, local_copy
-from quern.text.sources import AS_TEXT, DOCUMENTS, Listing, Where, data_paths, format_of, list_source
+from quern.text.sources import AS_TEXT, COMPRESSED, DOCUMENTS, Listing, Where, data_paths, format_of, list_source
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import Tokenizer, compression_report, split_pattern, training_pieces
 
@@ -76,8 +76,7 @@ class Prepared:
 
 
 def own_megabytes(recipe: Recipe, out: Path) -> float | None:
-    """The size of the text that the recipe names, without reading it; None if it is no text of the user's own, or is
-    compressed."""
+    """The size of the text that the recipe names, about, without reading it; None if it is no text of one's own."""
     paths = None if recipe.data == "tinyworld" or is_tokens(recipe.data) else data_paths(recipe.data)
     if paths is None:
         return None
@@ -174,7 +173,8 @@ def _of_files(recipe: Resolved, out: Path, log: Callable[[str], None]) -> Source
         marks.append(_digest(listing, out))
 
     def megabytes() -> float | None:
-        return None if filter_marks else text_megabytes(listings["text"], recipe.text.column)
+        guessed = any(path.suffix.lower() in COMPRESSED for path in listings["text"].files)
+        return None if filter_marks or guessed else text_megabytes(listings["text"], recipe.text.column)
 
     return Source(name, fingerprint(*marks, *filter_marks), filtered, megabytes, public=public)
 

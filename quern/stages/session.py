@@ -69,6 +69,13 @@ def result(folder: Path) -> str:
     return "".join(form.format(last[name]) for name, form in RESULT.items() if isinstance(last.get(name), float))
 
 
+def trained_already(run: str, stage: str) -> str:
+    """The message for a stage that was trained before, when no --resume continues it."""
+    _, participle, again = WORDS[stage]
+    advice = f"continue with --resume, or {again} with `quern {stage} --from {run} --run NAME`"
+    return f"run '{run}' has been {participle} already: {advice}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Session:
     """One call of a training stage."""
@@ -117,17 +124,13 @@ class Session:
         with nullcontext() if self.locked else run_lock(self.run_dir, self.command, self.mesh):
             # Behind the lock: while another process trains, that one is named. Rank 0 alone takes the lock.
             done = self.mesh.world.broadcast_object(self.run_dir.has_trained(self.stage))
-            name, (_, participle, again) = self.run_dir.run, WORDS[self.stage]
             if done and not self.resume:
-                raise ValueError(
-                    f"run '{name}' has been {participle} already: continue with --resume, or {again} with "
-                    f"`quern {self.stage} --from {name} --run NAME`"
-                )
+                raise ValueError(trained_already(self.run_dir.run, self.stage))
             trained = [stage for stage in STAGES if self.run_dir.has_trained(stage)]
             if self.start is not None and not self.resume and trained:
                 raise ValueError(
-                    f"run '{name}' has a model of its own ({', '.join(trained)}): name a new run with --run, to begin "
-                    "it with the model that --from names"
+                    f"run '{self.run_dir.run}' has a model of its own ({', '.join(trained)}): name a new run with "
+                    "--run, to begin it with the model that --from names"
                 )
             yield
 

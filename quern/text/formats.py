@@ -44,6 +44,8 @@ JSON_BYTES = 1 << 29
 CSV_FIELD_CHARACTERS = 1 << 28
 NO_TEXT = re.compile(rb"[\0-\x08\x0e-\x1a]")
 """Bytes of programs and pictures; logs with colours have the escape."""
+COMPRESSION = 3
+"""Bytes of text in a byte of a compressed file, about: 2.7 by gzip, 3.5 by Zstandard's best."""
 UNREAD: Any = ...
 """The value of a table's column that is not read."""
 Found = TypeVar("Found")
@@ -164,16 +166,14 @@ def place(path: Path, record: int) -> str:
     return f"{path}, {'line' if format_of(path) == '.jsonl' else 'record'} {record + 1}"
 
 
-def text_megabytes(listing: Listing, column: str) -> float | None:
-    """The megabytes of text that a source has in a column, without reading it; None if a file is compressed."""
-    sizes = [_text_bytes(entry.path, column) for entry in listing.read]
-    known = [size for size in sizes if size is not None]
-    return sum(known) / 1e6 if len(known) == len(sizes) else None
+def text_megabytes(listing: Listing, column: str) -> float:
+    """The megabytes of text that a source has in a column, about, without reading it."""
+    return sum(_text_bytes(entry.path, column) for entry in listing.read) / 1e6
 
 
-def _text_bytes(path: Path, column: str) -> int | None:
+def _text_bytes(path: Path, column: str) -> int:
     if format_of(path) != ".parquet":
-        return None if path.suffix.lower() in COMPRESSED else path.stat().st_size
+        return path.stat().st_size * (COMPRESSION if path.suffix.lower() in COMPRESSED else 1)
     try:
         metadata = pq.read_metadata(path)
     except (pa.ArrowException, OSError) as error:

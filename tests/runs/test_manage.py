@@ -10,7 +10,7 @@ import pytest
 from quern.cli.main import main
 from quern.runs import manage
 from quern.runs.run_dir import RunDir
-from quern.runs.run_lock import lock_holder, run_lock
+from quern.runs.run_lock import run_lock
 
 
 def write_run(out: Path, name: str, bits: float, age: float = 0.0, **recipe: object) -> RunDir:
@@ -133,7 +133,7 @@ def test_looking_at_a_lock_does_not_stop_who_takes_it(mine: RunDir, monkeypatch:
     fcntl.flock(looking, fcntl.LOCK_SH)
     monkeypatch.setattr("quern.runs.run_lock.time.sleep", lambda seconds: looking.close())
     with run_lock(mine, "quern sft"):
-        assert (lock_holder(mine) or "").endswith("(`quern sft`)")
+        assert (mine.holder or "").endswith("(`quern sft`)")
 
 
 def test_runs_nearby_are_named_where_the_folder_has_none(

@@ -18,6 +18,7 @@ from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from quern.runs.load import load
 from quern.runs.run_dir import RunDir, naming, plainly, refuse_unwritable
+from quern.runs.run_lock import run_lock
 from quern.runs.saved import find_saved
 from quern.stages import sft
 from quern.stages.session import Session
@@ -83,6 +84,8 @@ def test_a_missing_run_a_missing_tokenizer_and_an_untrained_run_are_told_apart(r
     with pytest.raises(FileNotFoundError) as untrained:
         run_dir.tokenizer()
     assert str(untrained.value) == f"run 'r' has no model yet: `quern run --run r --out {run_dir.out}` makes one"
+    with run_lock(run_dir, "quern pretrain"), pytest.raises(FileNotFoundError, match="quern pretrain.*: wait for its"):
+        run_dir.require_trained("pretrain")
     run_dir.checkpoints("pretrain").mkdir(parents=True)
     with pytest.raises(FileNotFoundError) as lost:
         run_dir.tokenizer()

@@ -124,7 +124,10 @@ def test_it_answers(out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert replies[0] == replies[1] and replies[0].endswith("\n")
 
 
-def test_what_exists_is_not_trained_over(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_exists_is_not_trained_over(
+    out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quern.machine.detect", None)  # refused before the compiler is tried, which takes seconds
     again = {"pretrain": "train on from its model with `quern pretrain --from toy", "sft": "`quern sft --from toy"}
     for verb, flags, done in (("pretrain", PRETRAIN, "pretrained"), ("sft", SFT, "fine-tuned")):
         assert main.main([verb, *flags, "--run", "toy", "--out", str(out)]) == 1

@@ -42,7 +42,7 @@ from quern.runs.run_lock import run_lock
 from quern.runs.training import fit_to_text, make_batches
 from quern.stages.jax.backend import JaxBackend, JaxRun, arrays_of, processes
 from quern.stages.open_data import data_of_run, open_data
-from quern.stages.prepare import Prepared, prepare
+from quern.stages.prepare import Prepared, fit_vocabulary, own_megabytes, prepare
 from quern.stages.session import loss_and_speed, open_folder, result
 from quern.temporaries import write_whole
 from quern.terminal import Meter, counted
@@ -84,7 +84,8 @@ def run(
     the text of the recipe's own file; named: fields that the user named. Raises ValueError, on every process, if the
     run exists and `resume` is false, or its recipe, text or tokenizer differs, or the recipe does not fit the mesh."""
     path, ranks, core = run_dir.stage(STAGE), processes(), core_of(asked)
-    recipe = resolve(with_absolute_paths(asked))
+    asked = with_absolute_paths(asked)
+    recipe = resolve(fit_vocabulary(asked, own_megabytes(asked, run_dir.out)))
     check_model_axis(recipe.model, mesh)
     with _held(run_dir, ranks.main, command, resume), jax.set_mesh(mesh):
         began = read_origin(path) if resume and (path / FILE).exists() else None  # an imported model has none
