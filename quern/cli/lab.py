@@ -27,7 +27,11 @@ T = TypeVar("T", CompareOptions, SweepOptions, ScalingOptions, PlanOptions)
 
 
 def _compare(
-    rest: Arguments, help_text: str, tool: str = "compare", answers: Mapping[str, Sequence[str]] | None = None
+    rest: Arguments,
+    help_text: str,
+    tool: str = "compare",
+    answers: Mapping[str, Sequence[str]] | None = None,
+    typed: Sequence[str] | None = None,
 ) -> int:
     names = rest.recipes
     if len(names) < 1 + (tool == "compare") and not rest.asks_for_help:
@@ -43,7 +47,7 @@ def _compare(
     ]
     if len({arm.name for arm in arms}) < len(arms):
         raise ValueError("two arms have one name: give every arm's file a name of its own")
-    line = shlex.join(["quern", "lab", tool, *rest])
+    line = shlex.join(["quern", "lab", tool, *(typed or rest)])
     return command.run(arms, read[0][1], set(rest.given), line, log, answers=answers)
 
 
@@ -55,15 +59,15 @@ def _calibrate(rest: Arguments, help_text: str) -> int:
     """Trains ideas whose outcome is known (`quern lab calibrate BASELINE ANSWERS.json`); they lie beside that file."""
     if rest.asks_for_help:
         return _compare(rest, help_text, "calibrate")
-    if len(rest.recipes) < 2:
+    if len(rest.recipes) != 2 or not rest[1].endswith(".json"):
         raise ValueError(
-            "name a baseline and the known answers: quern lab calibrate experiments/baseline.py "
+            "name a baseline and the file of known answers: quern lab calibrate experiments/baseline.py "
             "experiments/known_answers.json --data FOLDER"
         )
     answers = read_json(Path(rest[1]), dict[str, list[str]])
     names = [str(next(Path(rest[1]).parent.rglob(f"{idea}.py"))) for idea in answers]
     arguments = Arguments((rest[0], *names, "--ladder", "--study", "calibration", *rest[2:]))
-    return _compare(arguments, help_text, "calibrate", answers)
+    return _compare(arguments, help_text, "calibrate", answers, rest)
 
 
 def _sweep(rest: Arguments, help_text: str) -> int:

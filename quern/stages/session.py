@@ -49,6 +49,8 @@ RESULT = {
     "val_pass_1": ", validation pass@1 {:.3f}",
 }
 """Metrics of the last step that the user is told."""
+CLEARLY_WORSE = 1.02
+"""A last validation loss of so many times the best one is a text learned by heart."""
 WORDS = {
     "pretrain": ("pretraining", "pretrained", "train on from its model"),
     "sft": ("fine-tuning", "fine-tuned", "fine-tune again under another name"),
@@ -67,6 +69,18 @@ def result(folder: Path) -> str:
     """The last loss and validation of a stage, for the end of a line."""
     last = {name: value for line in read_metrics(folder) for name, value in line.items()}
     return "".join(form.format(last[name]) for name, form in RESULT.items() if isinstance(last.get(name), float))
+
+
+def past_its_best(folder: Path) -> list[str]:
+    """A line for the user where a stage's validation ended clearly worse than it has been."""
+    found = [(line["val_loss"], line["step"]) for line in read_metrics(folder) if "val_loss" in line]
+    if not found or found[-1][0] <= CLEARLY_WORSE * min(found)[0]:
+        return []
+    loss, step = min(found)
+    return [
+        f"warning: the validation loss was best at step {step:,}, {loss:.3f}; since then the texts are learned by "
+        f"heart: train anew for about {step:,} steps, or give more of them"
+    ]
 
 
 def trained_already(run: str, stage: str) -> str:
@@ -243,6 +257,8 @@ class Session:
         if code == EXIT_DONE and self.mesh.main:
             spent = f"{state.tokens:,} tokens in {state.seconds:,.0f} s of steps"
             self.log(f"{participle} on {spent}{result(self.folder)} → {self.folder}")
+            for line in past_its_best(self.folder):
+                self.log(line)
         return code
 
     def _explain(self, recipe: Resolved, outcome: loop.Outcome) -> str:

@@ -168,3 +168,19 @@ def test_a_comparison_from_the_command_line(
     plan = Path("experiments/records/cap/study.json")
     plan.write_text(re.sub(r'"0": "\w+"', '"0": "other"', plan.read_text()))
     assert main.main(["lab", "log"]) == 0 and "old one" in Path("experiments/LOG.md").read_text(encoding="utf-8")
+
+
+def test_calibration_records_the_command_that_was_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("base", "idea"):
+        Path(f"{name}.py").write_text("from quern.recipes.gpt import RECIPE\n", encoding="utf-8")
+    Path("answers.json").write_text('{"idea": ["no difference"]}', encoding="utf-8")
+    seen: list[object] = []
+    monkeypatch.setattr("quern.lab.ladder.command.run", lambda *given, **more: seen.extend((*given, more)) or 0)
+    assert main.main(["lab", "calibrate", "base.py", "idea.py"]) == 1
+    assert "name a baseline and the file of known answers" in capsys.readouterr().err
+    assert main.main(["lab", "calibrate", "base.py", "answers.json", "--delta", "0.01"]) == 0
+    assert "quern lab calibrate base.py answers.json --delta 0.01" in seen
+    assert seen[-1] == {"answers": {"idea": ["no difference"]}}

@@ -16,6 +16,7 @@ from quern.estimate.own_text import PARAMETERS_PER_BYTE, best_depth, bits_per_by
 from quern.recipes.gpt import RECIPE
 from quern.stages import own_text as fitted
 from quern.stages.prepare import fit_vocabulary, own_megabytes
+from quern.stages.session import past_its_best
 
 
 def test_the_vocabulary_follows_from_the_text_unless_it_is_given(tmp_path: Path) -> None:
@@ -38,9 +39,9 @@ def test_the_law_is_the_published_one_and_repeated_text_counts_less() -> None:
     twice = 1e6 + 1e6 * 2 * (1 - math.exp(-1 / 2))
     assert bits_per_byte(1e6, 1e6, 2e6) == pytest.approx(1.0 + 18.4 * 1e6**-0.34 + 54.2 * twice**-0.28)
     assert bits_per_byte(1e9, 1e6, 1e6) == bits_per_byte(PARAMETERS_PER_BYTE * 1e6, 1e6, 1e6)
-    brought = dict(more(1e6, 1e6, 5e6, 2.0))
+    brought = dict(more(1e6, 1e6, 2e6, 2.0))
     assert all(value <= 2.0 for value in brought.values()) and "ten times the time" not in brought  # learned by heart
-    assert brought["ten times the text, in the same time"] < brought["twice the time"]
+    assert brought["ten times the text and the time"] < brought["twice the time"]
     assert dict(more(1e6, 1e6, 5e7, 9.0))["ten times the text, in the same time"] < 3  # which the run cannot scale
 
 
@@ -98,7 +99,7 @@ def test_size_and_time_follow_from_the_text_where_they_are_open(monkeypatch: pyt
     world = SimpleNamespace(size=2, broadcast_object=lambda value: value)
 
     def session(*named: str, source: str | None = None) -> Any:
-        mesh = SimpleNamespace(tp=1, world=world)
+        mesh = SimpleNamespace(tp=1, dp=1, world=world)
         return SimpleNamespace(named=named, source=source, mesh=mesh, machine=None, log=said.append)
 
     said: list[str] = []
@@ -113,8 +114,22 @@ def test_size_and_time_follow_from_the_text_where_they_are_open(monkeypatch: pyt
     deeper = fitted.fit_depth(left, session(), prepared)
     assert deeper == replace(left, depth=best_depth(left, 3e5, 3.0, fitted.MFU * 2e11 * 60 * own_text.MINUTES))
     assert fitted.fit_depth(left, session("depth"), prepared) is left
-    timed = replace(left, train=replace(left.train, steps=1000, batch_tokens=4096))
+    timed = replace(left, train=replace(left.train, steps=1000, batch_tokens=8192))
+    most = own_text.MOST_READINGS * 100_000
     fewer = fitted.fit_readings(timed, session(), prepared).train
-    assert (fewer.steps, fewer.minutes) == (own_text.MOST_READINGS * 100_000 // 4096, None)
+    assert (fewer.steps, fewer.batch_tokens, fewer.minutes) == (most // 4096, 4096, None)  # a short run's batch
+    asked = fitted.fit_readings(timed, session("train.batch_tokens"), prepared).train
+    assert (asked.steps, asked.batch_tokens) == (most // 8192, 8192)
     assert fitted.fit_readings(timed, session("train.minutes"), prepared) is timed
-    assert ["fitted to 300 kB" in said[0], "learned by heart" in said[1], len(said)] == [True, True, 2]
+    assert ["fitted to 300 kB" in said[0], "learned by heart" in said[1], len(said)] == [True, True, 3]
+
+
+def test_a_run_that_learned_its_text_by_heart_says_when_it_was_best(tmp_path: Path) -> None:
+    def told(*losses: float) -> list[str]:
+        lines = [f'{{"step": {9 * number}, "val_loss": {loss}}}\n' for number, loss in enumerate(losses, 1)]
+        (tmp_path / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+        return past_its_best(tmp_path)
+
+    (line,) = told(4.0, 3.0, 3.5)
+    assert line.startswith("warning: the validation loss was best at step 18, 3.000") and "about 18 steps" in line
+    assert told(4.0, 3.0, 3.05) == [] and told(4.0) == [] and told() == []
