@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from quern import validate
-from quern.estimate.own_text import LEAST_BYTES, MINUTES, MOST_READINGS, best_depth
+from quern.estimate.own_text import LEAST_BYTES, MINUTES, best_depth, most_readings, parameters_of
 from quern.machine import measure_peak_flops
 from quern.recipe import Recipe
 from quern.resolve import batch_rule, resolve
@@ -67,15 +67,17 @@ def fit_depth(recipe: Recipe, session: Session, prepared: Prepared) -> Recipe:
 
 def fit_readings(recipe: Recipe, session: Session, prepared: Prepared) -> Recipe:
     """The recipe with fewer steps, where its time was not asked for and reads a small text too often."""
-    steps, batch_tokens, most = recipe.train.steps, recipe.train.batch_tokens, MOST_READINGS * prepared.train.num_tokens
+    steps, batch_tokens, tokens = recipe.train.steps, recipe.train.batch_tokens, prepared.train.num_tokens
     assert steps is not None and batch_tokens is not None
+    readings = most_readings(parameters_of(recipe), tokens * prepared.bytes_per_token)
+    most = int(readings * tokens)
     if steps * batch_tokens <= most or set(LENGTHS) & set(session.named):
         return recipe
     if "train.batch_tokens" not in session.named:  # it follows from the length
         batch_tokens = batch_rule(most, resolve(recipe).model.context, session.mesh.dp)
     fewer = max(1, most // batch_tokens)
     session.log(
-        f"{fewer:,} steps of {batch_tokens:,} tokens instead, which read the text {MOST_READINGS} times: read more "
+        f"{fewer:,} steps of {batch_tokens:,} tokens instead, which read the text {readings:.2g} times: read more "
         "often, it is learned by heart; more text helps, and --train.minutes asks for another time"
     )
     return replace(recipe, train=replace(recipe.train, minutes=None, steps=fewer, batch_tokens=batch_tokens))

@@ -12,7 +12,7 @@ import numpy as np
 
 from quern.data.shards import Corpus
 from quern.estimate.memory_check import memory_check
-from quern.estimate.own_text import MOST_READINGS, expectation
+from quern.estimate.own_text import expectation, most_readings
 from quern.generate.engine import Engine
 from quern.mesh import Mesh
 from quern.optim.schedule import Multipliers
@@ -111,12 +111,13 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
     made_by = getattr(recipe.make_batches, "__qualname__", None)
     packing = {"method": made_by or recipe.train.packing, **batches.report()}
     counts = facts["model"]["parameters"]
-    many = MANY_EPOCHS if own is None else MOST_READINGS  # as often as `fit_readings` lets a small text be read
-    lines = overview(recipe, counts["total"], plan, prepared, needed, mesh, many)
+    many, expected = MANY_EPOCHS, []
     if own is not None:
         size, read = (n * prepared.bytes_per_token for n in (prepared.train.num_tokens, tokens_of(recipe)))
         untrained = math.log2(prepared.tokenizer.vocab_size) / prepared.bytes_per_token
-        lines[:0] = expectation(counts["kaplan"], size, read, untrained)
+        many = most_readings(counts["kaplan"], size)  # as often as `fit_readings` lets it be read
+        expected = expectation(counts["kaplan"], size, read, untrained)
+    lines = [*expected, *overview(recipe, counts["total"], plan, prepared, needed, mesh, many)]
     if packing.get("cropped_share", 0) > 0:
         lines.append(f"{packing['cropped_share']:.1%} of the text is in no row: --train.packing best-fit loses none")
     lines.append(f"pretraining: {counted(plan.steps, 'step')} of {recipe.train.batch_tokens:,} tokens")
@@ -239,7 +240,7 @@ def overview(
     data: Prepared,
     memory: tuple[float, float] | None,
     mesh: Mesh,
-    many: int = MANY_EPOCHS,
+    many: float = MANY_EPOCHS,
 ) -> list[str]:
     """Describes a run of so many parameters before its first step; memory: as `memory_check` returns it.
 
@@ -268,7 +269,7 @@ def overview(
     if epochs > many:
         fewer = max(1, int(many * data.train.num_tokens / recipe.train.batch_tokens))
         lines.append(
-            f"warning: the text is read {_digits(epochs)} times. After about {many}, reading it again adds "
+            f"warning: the text is read {_digits(epochs)} times. After about {many:.2g}, reading it again adds "
             f"little: give more text, or --train.steps {fewer}"
         )
     return lines

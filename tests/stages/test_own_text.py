@@ -12,7 +12,16 @@ import pytest
 
 from quern.cli import main
 from quern.estimate import own_text
-from quern.estimate.own_text import PARAMETERS_PER_BYTE, best_depth, bits_per_byte, expectation, more, vocabulary
+from quern.estimate.own_text import (
+    PARAMETERS_PER_BYTE,
+    best_depth,
+    bits_per_byte,
+    expectation,
+    more,
+    most_readings,
+    parameters_of,
+    vocabulary,
+)
 from quern.recipes.gpt import RECIPE
 from quern.stages import own_text as fitted
 from quern.stages.prepare import fit_vocabulary, own_megabytes
@@ -43,6 +52,13 @@ def test_the_law_is_the_published_one_and_repeated_text_counts_less() -> None:
     assert all(value <= 2.0 for value in brought.values()) and "ten times the time" not in brought  # learned by heart
     assert brought["ten times the text and the time"] < brought["twice the time"]
     assert dict(more(1e6, 1e6, 5e7, 9.0))["ten times the text, in the same time"] < 3  # which the run cannot scale
+
+
+def test_a_text_is_read_less_often_by_a_model_that_can_learn_it_by_heart() -> None:
+    assert most_readings(4e6, 1e6) == most_readings(1e6, 1e6) == 5 and most_readings(1e6, 4e6) == 10
+    assert most_readings(1e6, 1e5) == most_readings(1e6, 1e4) == 10
+    shallow, deep = (replace(RECIPE, depth=depth) for depth in (2, 4))
+    assert most_readings(parameters_of(shallow), 1e7) > 1.5 * most_readings(parameters_of(deep), 1e7)
 
 
 def test_more_time_and_more_text_make_a_deeper_model() -> None:
@@ -115,7 +131,7 @@ def test_size_and_time_follow_from_the_text_where_they_are_open(monkeypatch: pyt
     assert deeper == replace(left, depth=best_depth(left, 3e5, 3.0, fitted.MFU * 2e11 * 60 * own_text.MINUTES))
     assert fitted.fit_depth(left, session("depth"), prepared) is left
     timed = replace(left, train=replace(left.train, steps=1000, batch_tokens=8192))
-    most = own_text.MOST_READINGS * 100_000
+    most = int(100_000 * most_readings(parameters_of(timed), 3e5))
     fewer = fitted.fit_readings(timed, session(), prepared).train
     assert (fewer.steps, fewer.batch_tokens, fewer.minutes) == (most // 4096, 4096, None)  # a short run's batch
     asked = fitted.fit_readings(timed, session("train.batch_tokens"), prepared).train

@@ -18,7 +18,7 @@ import torch
 from quern.cli import main
 from quern.data.batch import GROUP_SIZE, groups_of
 from quern.data.shards import Corpus
-from quern.estimate.own_text import MOST_READINGS
+from quern.estimate.own_text import READINGS
 from quern.records import read_events, read_metrics
 from quern.runs.origin import read_origin
 from quern.runs.run_dir import RunDir
@@ -466,7 +466,7 @@ def test_before_training_it_says_what_it_will_do(folder: Path, capsys: pytest.Ca
     said = capsys.readouterr().out
     tokens = int(said.split("parameters; text: ")[1].split(" tokens")[0].replace(",", ""))
     epochs = 76 * 1024 / tokens
-    assert epochs > MOST_READINGS and f"length: 77,824 tokens, {epochs:.2g} epochs of the text" in said
+    assert epochs > READINGS and f"length: 77,824 tokens, {epochs:.2g} epochs of the text" in said
     assert f"warning: the text is read {epochs:.2g} times" in said
-    assert f"--train.steps {int(MOST_READINGS * tokens / 1024)}" in said
+    assert f"--train.steps {int(READINGS * tokens / 1024)}" in said
     assert "of steps, by this machine's speed" in said and "memory: at most" in said
