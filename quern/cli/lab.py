@@ -22,7 +22,6 @@ from quern.validate import install, nearest
 if TYPE_CHECKING:
     from quern.lab.trainer import Trainer
 
-EXAMPLE = "quern lab compare experiments/baseline.py experiments/swiglu.py"
 T = TypeVar("T", CompareOptions, SweepOptions, ScalingOptions, PlanOptions)
 
 
@@ -35,7 +34,7 @@ def _compare(
 ) -> int:
     names = rest.recipes
     if len(names) < 1 + (tool == "compare") and not rest.asks_for_help:
-        raise ValueError(f"name a baseline and at least one idea, as recipes or .py files: {EXAMPLE}")
+        raise ValueError(f"name a baseline and at least one idea, as recipes or .py files: {EXAMPLES['lab']}")
     read = [(name, *_options(CompareOptions, f"lab {tool}", rest, help_text, name)) for name in names or ["gpt"]]
     from quern.lab.arms import Arm
     from quern.lab.ladder import command
@@ -119,28 +118,49 @@ def _plan(rest: Arguments, help_text: str) -> int:
     return plan.run(options, log)
 
 
-TOOLS: dict[str, tuple[Callable[[Arguments, str], int], str]] = {
-    "compare": (_compare, "compare ideas with a baseline over paired seeds, until the verdict"),
-    "ladder": (_ladder, "train the baseline on the ladder's rungs, for compute multipliers (compare … --ladder)"),
-    "calibrate": (_calibrate, "test a rung of the ladder on ideas whose outcome is known"),
-    "sweep": (_sweep, "search over fields of the recipe"),
-    "scaling": (_scaling, "train an IsoFLOP grid, and fit scaling laws to it"),
-    "log": (_log, "write the experiment log, a page per study and the ideas' verdicts, from records"),
-    "board": (_board, "show runs and studies on a local page"),
-    "plan": (_plan, "estimate time, memory and cost of a run on given GPUs"),
+TOOLS: dict[str, tuple[Callable[[Arguments, str], int], str, str]] = {
+    "compare": (
+        _compare,
+        "compare ideas with a baseline over paired seeds, until the verdict",
+        "experiments/baseline.py experiments/swiglu.py --ladder --data texts/",
+    ),
+    "ladder": (
+        _ladder,
+        "train the baseline on the ladder's rungs, for compute multipliers (compare … --ladder)",
+        "experiments/baseline.py --data texts/",
+    ),
+    "calibrate": (
+        _calibrate,
+        "test a rung of the ladder on ideas whose outcome is known",
+        "experiments/baseline.py experiments/known_answers.json --data texts/",
+    ),
+    "sweep": (
+        _sweep,
+        "search over fields of the recipe",
+        "--space optim.matrix-lr=0.005..0.08:log --train.steps 300 --trials 60",
+    ),
+    "scaling": (
+        _scaling,
+        "train an IsoFLOP grid, and fit scaling laws to it",
+        "--data texts/ --budgets 1e13 3e13 1e14 --sizes 1 2 3 4 5 --plan",
+    ),
+    "log": (_log, "write the experiment log, a page per study and the ideas' verdicts, from records", "--study ladder"),
+    "board": (_board, "show runs and studies on a local page", "--port 8010"),
+    "plan": (_plan, "estimate time, memory and cost of a run on given GPUs", "--depth 20 --gpus 64 --gpu h100"),
 }
+"""Each tool, what it does, and the arguments of an example."""
 
 
 def main(arguments: Arguments, log: Callable[[str], None]) -> int:
     """Runs a tool and returns its exit code. Raises SystemExit after the help."""
     if not arguments or arguments[0] in check_flags.HELP:
-        tools = listed({name: summary for name, (_, summary) in TOOLS.items()})
+        tools = listed({name: summary for name, (_, summary, _) in TOOLS.items()})
         log(f"usage: quern lab TOOL [RECIPE…] [FLAGS]\n\n{tools}\n\nexample: {EXAMPLES['lab']}")
         raise SystemExit(0)
     if arguments[0] not in TOOLS:
         raise ValueError(f"the lab has no '{arguments[0]}'{nearest(arguments[0], TOOLS)}; all of them: quern lab")
-    run, summary = TOOLS[arguments[0]]
-    return run(Arguments(arguments[1:]), summary)
+    run, summary, example = TOOLS[arguments[0]]
+    return run(Arguments(arguments[1:]), f"{summary}\n\nexample: quern lab {arguments[0]} {example}")
 
 
 def _options(
