@@ -337,7 +337,7 @@ def _bits_per_byte(run: RunRecords) -> str:
 def _average_accuracy(run: RunRecords) -> str:
     """The mean over all tasks, so that the summary does not pick the best one."""
     stages = score_stages(run)
-    if not stages or stages[-1] == "untrained":
+    if not stages:
         return ""
     scores = [row.scores[-1] for row in score_rows(run) if row.metric == "accuracy"]
     known = [score for score in scores if score is not None]

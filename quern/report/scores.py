@@ -104,13 +104,12 @@ def score_stages(run: RunRecords) -> list[str]:
 
 
 def _evaluated(run: RunRecords) -> dict[tuple[str, str], dict[str, Record]]:
-    """(task, metric) → stage → record, without tasks that no trained stage was asked."""
+    """(task, metric) → stage → record."""
     groups: dict[tuple[str, str], dict[str, Record]] = {}
     for line in run.scores:
         key = (str(line.get("task", "")), str(line.get("metric", "")))
         groups.setdefault(key, {})[str(line.get("stage", ""))] = line
-    alone = len(score_stages(run)) == 1
-    return {key: lines for key, lines in groups.items() if alone or lines.keys() != {"untrained"}}
+    return groups
 
 
 def score_rows(run: RunRecords) -> list[ScoreRow]:

@@ -1,4 +1,4 @@
-"""Evaluates the stages of a run and the untrained model: bits per byte, the questions of tasks, samples."""
+"""Evaluates the stages of a run: bits per byte, also of the untrained model, the questions of tasks, samples."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ from quern.text.clean.word_runs import WORDS
 from quern.text.tinyworld.corpus import documents_of_kinds
 from quern.train.state import build_model
 
-UNTRAINED_QUESTIONS = 60
-
-
+UNTRAINED = "untrained"
 CHATS: tuple[tuple[str, ...], ...] = (
     ("Who are you?",),
     ("What is 384 + 527?",),
@@ -149,14 +147,14 @@ def run(
         drop_torn_end(run_dir.folder / file)  # of an evaluation that was killed
     texts: _Texts | None = None
     shares: dict[str, float] | None = None
-    for name in [asked.stage] if asked.stage else ["untrained", *stages]:
-        loaded = load(run_dir, machine, log, stages[0] if name == "untrained" else name, callables)
+    for name in [asked.stage] if asked.stage else [UNTRAINED, *stages]:
+        loaded = load(run_dir, machine, log, stages[0] if name == UNTRAINED else name, callables)
         texts = texts or _open_texts(loaded.recipe, run_dir, mesh)
-        if name == "untrained":
+        if name == UNTRAINED:
             fresh = build_model(loaded.recipe, machine, loaded.recipe.seed).eval()
             loaded = LoadedModel(fresh, loaded.tokenizer, loaded.recipe, name, 0)
         lines = evaluation.score(loaded, texts)
-        if asked.contamination and name != "untrained":
+        if asked.contamination and name != UNTRAINED:
             if shares is None:
                 shares = evaluation.contamination(loaded.recipe, texts.prepared)
             lines = _with_shares(lines, shares, name, log)
@@ -202,8 +200,10 @@ class _Evaluation:
 
     def tasks(self, loaded: LoadedModel) -> Sequence[Task]:
         """The tasks besides those of CORE, chat and lm-eval. A run should not take longer for scores of a model that
-        was never taught to answer."""
+        was never taught to answer; an untrained one answers at random, without an end."""
         found = self.found
+        if loaded.stage == UNTRAINED:
+            return []
         left_out = found.core or found.chat or found.harness or loaded.stage == "pretrain" and not self.asked.stage
         return [] if left_out and not found.chosen else self.suiting(loaded.recipe, loaded.stage)
 
@@ -223,16 +223,17 @@ class _Evaluation:
                 loaded.tokenizer,
                 self.machine,
                 texts.prepared.val,
-                None if name == "untrained" else texts.sample,
+                None if name == UNTRAINED else texts.sample,
                 kinds=texts.kinds,
                 context=engine.context,
                 rows=loaded.recipe.micro_batch_rows,
                 group=world,
             )
         samples: Lines = []
-        count = min(self.asked.questions, UNTRAINED_QUESTIONS) if name == "untrained" else self.asked.questions
         for task in self.tasks(loaded):
-            graded = run_task(engine, task, count=count, base=name == "pretrain", group=world, records=records)
+            graded = run_task(
+                engine, task, count=self.asked.questions, base=name == "pretrain", group=world, records=records
+            )
             scores += graded.scores
             if chats:  # one reply of each kind
                 shown = {reply.item.kind: reply for reply in graded.replies}.values()
@@ -240,7 +241,7 @@ class _Evaluation:
                 samples += [_chat(name, talk) for talk in talks]
         self.append("samples.jsonl", samples + (_samples(engine, loaded, texts) if self.mesh.main else []))
         lines = _lines(loaded, scores, log)
-        if name == "untrained":
+        if name == UNTRAINED:
             return lines
         if found.core:
             log(f"CORE: {name}")

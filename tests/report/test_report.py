@@ -293,9 +293,8 @@ def test_the_headline_is_about_what_the_run_learned(tmp_path, data, conversation
         {"stage": "untrained", "task": "validation", "metric": "bpb", "value": 2.5},
         {"stage": "pretrain", "task": "validation", "metric": "bpb", "value": 1.25},
     ]
-    for stage, value in (("untrained", 0.0), ("sft", 0.55))[: 1 + sft]:
-        for task in ("tinyworld/facts", "tinyworld/sums"):
-            scores.append({"stage": stage, "task": task, "metric": "accuracy", "value": value})
+    for task in ("tinyworld/facts", "tinyworld/sums")[: 2 * sft]:
+        scores.append({"stage": "sft", "task": task, "metric": "accuracy", "value": 0.55})
     lines(folder / "evaluate.jsonl", scores)
     markdown, page = report(folder)
     assert headline in markdown.replace("\\", "") and headline in page.text
