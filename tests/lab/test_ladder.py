@@ -119,6 +119,11 @@ def test_multipliers_are_those_that_the_runs_were_drawn_with(tmp_path: Path) -> 
     assert judged(study, 0).findings["wrecks"].verdict == "worse"
     text = "\n".join(study_lines(study))
     assert "predicted" in text and "multiplier" in text
+    for runs in (runs for (idea, rung, _), runs in study.trials.items() if (idea, rung) == ("grows", 2)):
+        for seed in sorted(runs)[2:]:
+            del runs[seed]
+    (grows,) = (row for row in rows(study) if row.idea == "grows")
+    assert grows.findings[2].pairs == 2 and set(grows.flops) == {0, 1}, "two pairs say nothing"
 
 
 def test_worse_and_null_ideas_do_not_go_up(tmp_path: Path) -> None:

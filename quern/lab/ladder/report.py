@@ -26,7 +26,7 @@ from quern.lab.ladder.multiplier import (
     told,
 )
 from quern.lab.ladder.study import Comparison
-from quern.lab.ladder.work import finished, judged, judged_trials, proxy_line, scores_of
+from quern.lab.ladder.work import LOOKS, finished, judged, judged_trials, proxy_line, scores_of
 from quern.lab.verdict import Finding, Judgement, Rules, reach
 from quern.records import strict
 from quern.temporaries import write_whole
@@ -54,7 +54,7 @@ class Row:
 
 
 def rows(study: Comparison) -> list[Row]:
-    """All ideas of a study, the largest multiplier on its highest rung first."""
+    """All ideas of a study, the largest multiplier on its highest rung first. There is none before the first look."""
     judgements = judgements_of(study)
     flops, seconds = (baseline_curve(study, axis) for axis in ("flops", "seconds"))
     found: list[Row] = []
@@ -62,7 +62,7 @@ def rows(study: Comparison) -> list[Row]:
         row = Row(idea, {rung: one.findings[idea] for rung, one in judgements.items() if idea in one.findings})
         for rung, finding in row.findings.items():
             base, own = finished(study, study.plan.base, rung), finished(study, idea, rung)
-            if flops is None or finding.pairs < 2:
+            if flops is None or finding.pairs < min(LOOKS[0], study.plan.most_pairs):
                 continue
             difference = Difference(finding.difference, finding.error, finding.degrees, f"{idea} {rung}")
             spent = statistics.fmean(one.flops for one in base)
