@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -27,6 +29,8 @@ from quern.terminal import counted
 OLD = "old baseline: "
 VERDICT_COLOURS = {"better": "#2a7f3f", "worse": "#b3402a", "undecided": "#b0892a"}
 """All other verdicts are grey."""
+LABEL_POINTS = 7.0
+"""The least distance of two labels."""
 
 
 def read(folder: Path) -> Page:
@@ -162,23 +166,37 @@ def agreement(about: Idea, row: Row) -> str:
 
 
 def multipliers(rows: Sequence[Row]) -> str:
-    """The compute multiplier of each idea over the baseline's FLOPs, with bands of 95 %, as an SVG document."""
+    """The compute multiplier of each idea over the baseline's FLOPs, with intervals of 95 %, as an SVG document."""
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+        shown = [row for row in rows if row.flops]
+        figure = Figure(figsize=(6.4, max(4.2, 0.16 * len(shown))), layout="constrained")
         axes = figure.add_subplot(xscale="log", yscale="log")
         axes.axhline(1, color=GREY, linewidth=0.8)
-        shown = [row for row in rows if row.flops]
         colours = matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, max(1, len(shown))))
+        ends: list[tuple[float, float, Row, Any]] = []
         for row, colour in zip(shown, colours, strict=True):
             rungs = sorted(row.flops)
             x, found = [row.computes[rung] for rung in rungs], [told(row.flops[rung]) for rung in rungs]
-            axes.plot(x, [one.value for one in found], "o-", color=colour, markersize=3, linewidth=1)
-            axes.fill_between(
-                x, [one.low for one in found], [one.high for one in found], color=colour, alpha=0.12, linewidth=0
-            )
-            axes.annotate(row.idea, (x[-1], found[-1].value), (4, 0), textcoords="offset points", fontsize=6)
+            values = np.array([one.value for one in found])
+            errors = np.abs([[one.low for one in found], [one.high for one in found]] - values)
+            axes.errorbar(x, values, errors, fmt="o-", color=colour, markersize=3, linewidth=1)
+            ends.append((values[-1], x[-1], row, colour))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
         axes.set_xlabel("training FLOPs of the baseline")
         axes.set_ylabel("compute multiplier")
+        computes = [compute for row in shown for compute in row.computes.values()] or [1.0]
+        axes.set_xlim(min(computes) / 1.5, max(computes) * 2)  # room for labels
+        figure.draw_without_rendering()  # places are known from here on
+        free = math.inf
+        for value, x, row, colour in sorted(ends, key=lambda end: -end[0]):  # labels that would touch move down
+            own = axes.transData.transform((x, value))[1] * 72 / figure.dpi
+            free = min(own, free - LABEL_POINTS)
+            line = {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "shrinkB": 3, "relpos": (0, 0.5)}
+            at = (30, free - own)
+            axes.annotate(
+                row.idea, (x, value), at, textcoords="offset points", fontsize=6, va="center", arrowprops=line
+            )
         return svg(figure)
 
 
