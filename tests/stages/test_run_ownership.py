@@ -466,7 +466,8 @@ def test_before_training_it_says_what_it_will_do(folder: Path, capsys: pytest.Ca
     said = capsys.readouterr().out
     tokens = int(said.split("parameters; text: ")[1].split(" tokens")[0].replace(",", ""))
     epochs = 76 * 1024 / tokens
-    assert epochs > READINGS and f"length: 77,824 tokens, {epochs:.2g} epochs of the text" in said
+    most = 2 * READINGS  # of so small a text
+    assert epochs > most and f"length: 77,824 tokens, {epochs:.2g} epochs of the text" in said
     assert f"warning: the text is read {epochs:.2g} times" in said
-    assert f"--train.steps {int(READINGS * tokens / 1024)}" in said
+    assert f"--train.steps {int(most * tokens / 1024)}" in said
     assert "of steps, by this machine's speed" in said and "memory: at most" in said
