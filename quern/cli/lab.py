@@ -59,10 +59,8 @@ def _calibrate(rest: Arguments, help_text: str) -> int:
     if rest.asks_for_help:
         return _compare(rest, help_text, "calibrate")
     if len(rest.recipes) != 2 or not rest[1].endswith(".json"):
-        raise ValueError(
-            "name a baseline and the file of known answers: quern lab calibrate experiments/baseline.py "
-            "experiments/known_answers.json --data FOLDER"
-        )
+        example = TOOLS["calibrate"][2]
+        raise ValueError(f"name a baseline and the file of known answers, as in quern lab calibrate {example}")
     answers = read_json(Path(rest[1]), dict[str, list[str]])
     names = [str(next(Path(rest[1]).parent.rglob(f"{idea}.py"))) for idea in answers]
     arguments = Arguments((rest[0], *names, "--ladder", "--study", "calibration", *rest[2:]))

@@ -34,7 +34,7 @@ REPEATS_WORTH = 2.0
 large models on web text it is 15; small ones memorise a small text sooner."""
 PARAMETERS_PER_BYTE = 1
 READINGS, FEW_BYTES = 5, 400_000
-"""`most_readings` of a text with a byte for each parameter; of fewer bytes than these it is more."""
+"""The limit of `most_readings`, and the size of a text in bytes below which the limit rises."""
 EXPECTED = (
     (1.75, "sentences that hold together for a while"),
     (2.15, "sentences that read like the text and make little sense"),
@@ -54,12 +54,12 @@ def bits_per_byte(parameters: float, text_bytes: float, read_bytes: float) -> fl
 
 
 def most_readings(parameters: float, text_bytes: float) -> float:
-    """Returns how often a text is read before a model learns it by heart, where the law does not hold any more.
+    """Returns how often a model may read a text before it learns the text by heart, where the law no longer holds.
 
-    A text is read 5 times; one of more bytes than parameters more often, and one so small that 5 times are few steps up
-    to 10 times. In bits per byte, 1 MB gave 2.10 and 2.53 when 4 million parameters read it 5 and 10 times, and 2.13,
-    2.09, 2.09 and 2.14 when 0.7 million read it 3, 5, 7 and 10 times; 100 kB gave 2.57 and 2.43 for 5 and 10 times, and
-    10 MB were still learned from in the seventh. The roots are a guess between these.
+    The limit is 5 readings. It rises for a text with more bytes than the model has parameters. It rises to 10 for a
+    small text, of which 5 readings are few steps. Bits per byte after some readings, one run each: 1 MB and 4 million
+    parameters, 2.10 (5) and 2.53 (10); 1 MB and 0.7 million, 2.13 (3), 2.09 (5), 2.09 (7) and 2.14 (10); 100 kB, 2.57
+    (5) and 2.43 (10); 10 MB still improved in its seventh reading. The roots are a guess between these runs.
     """
     return READINGS * max(1.0, math.sqrt(text_bytes / parameters), min(2.0, math.sqrt(FEW_BYTES / text_bytes)))
 

@@ -159,10 +159,10 @@ class RunDir:
             other = next((folder for folder in nearby(self.out) if RunDir(folder, self.run).folder.is_dir()), None)
             advice = f"it is under {other}, so give --out {other}" if other else instead_of_no_run(self.out)
             return f"there is no run '{self.run}' under {self.out.absolute()}: {advice}"
-        makes_one = f"`quern {verb} {self.flags}` makes one"
-        if who := self.holder:
-            makes_one = f"{who} is at work there: wait for its first checkpoint, or press Ctrl-C there, which saves one"
-        return f"run '{self.run}' has no {what} yet: {makes_one}"
+        advice = f"`quern {verb} {self.flags}` makes one"
+        if verb == "run" and (who := self.holder):
+            advice = f"{who} is training it; wait for its first checkpoint"
+        return f"run '{self.run}' has no {what} yet: {advice}"
 
     def refuse_damaged_recipes(self) -> None:
         """Raises ValueError if a recipe.json of the run is damaged; the message names it."""

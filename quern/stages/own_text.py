@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
 from quern import validate
-from quern.estimate.own_text import LEAST_BYTES, MINUTES, best_depth, most_readings, parameters_of
+from quern.estimate.own_text import LEAST_BYTES, MINUTES, best_depth, expectation, most_readings, parameters_of
 from quern.machine import measure_peak_flops
-from quern.recipe import Recipe
+from quern.recipe import Recipe, Resolved
 from quern.resolve import batch_rule, resolve
 from quern.runs.public_data import name_of_set
 from quern.stages.prepare import Prepared, fit_vocabulary, own_megabytes
@@ -81,6 +82,21 @@ def fit_readings(recipe: Recipe, session: Session, prepared: Prepared) -> Recipe
         "often, it is learned by heart; more text helps, and --train.minutes asks for another time"
     )
     return replace(recipe, train=replace(recipe.train, minutes=None, steps=fewer, batch_tokens=batch_tokens))
+
+
+def readings_and_expectation(recipe: Resolved, prepared: Prepared, parameters: int) -> tuple[float, list[str]]:
+    """Returns how often the model may read the text, and lines on what to expect of the run.
+
+    Args:
+        recipe: With the final length.
+        prepared: The text.
+        parameters: Those of the matrices and the head.
+    """
+    tokens, read = prepared.train.num_tokens, recipe.train.steps * recipe.train.batch_tokens
+    text_bytes, read_bytes = (count * prepared.bytes_per_token for count in (tokens, read))
+    untrained = math.log2(prepared.tokenizer.vocab_size) / prepared.bytes_per_token
+    lines = expectation(parameters, text_bytes, read_bytes, untrained)
+    return most_readings(parameters, text_bytes), lines
 
 
 def _has_open_depth(recipe: Recipe, session: Session) -> bool:

@@ -12,7 +12,6 @@ import numpy as np
 
 from quern.data.shards import Corpus
 from quern.estimate.memory_check import memory_check
-from quern.estimate.own_text import expectation, most_readings
 from quern.generate.engine import Engine
 from quern.mesh import Mesh
 from quern.optim.schedule import Multipliers
@@ -24,7 +23,7 @@ from quern.runs.public_data import with_shards
 from quern.runs.training import fit_to_text, make_batches, ready_model, validation
 from quern.stages.complete import GOES_ON, continuations, continued
 from quern.stages.open_data import open_data
-from quern.stages.own_text import fit_depth, fit_readings, fit_time
+from quern.stages.own_text import fit_depth, fit_readings, fit_time, readings_and_expectation
 from quern.stages.prepare import Prepared, own_megabytes, prepare
 from quern.stages.session import Session, main_first
 from quern.terminal import counted, duration, human_size
@@ -111,12 +110,7 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
     made_by = getattr(recipe.make_batches, "__qualname__", None)
     packing = {"method": made_by or recipe.train.packing, **batches.report()}
     counts = facts["model"]["parameters"]
-    many, expected = MANY_EPOCHS, []
-    if own is not None:
-        size, read = (n * prepared.bytes_per_token for n in (prepared.train.num_tokens, tokens_of(recipe)))
-        untrained = math.log2(prepared.tokenizer.vocab_size) / prepared.bytes_per_token
-        many = most_readings(counts["kaplan"], size)  # as often as `fit_readings` lets it be read
-        expected = expectation(counts["kaplan"], size, read, untrained)
+    many, expected = (MANY_EPOCHS, []) if own is None else readings_and_expectation(recipe, prepared, counts["kaplan"])
     lines = [*expected, *overview(recipe, counts["total"], plan, prepared, needed, mesh, many)]
     if packing.get("cropped_share", 0) > 0:
         lines.append(f"{packing['cropped_share']:.1%} of the text is in no row: --train.packing best-fit loses none")

@@ -50,7 +50,7 @@ RESULT = {
 }
 """Metrics of the last step that the user is told."""
 CLEARLY_WORSE = 1.02
-"""A last validation loss of so many times the best one is a text learned by heart."""
+"""The ratio of the last validation loss to the lowest one above which a stage warns."""
 WORDS = {
     "pretrain": ("pretraining", "pretrained", "train on from its model"),
     "sft": ("fine-tuning", "fine-tuned", "fine-tune again under another name"),
@@ -72,14 +72,15 @@ def result(folder: Path) -> str:
 
 
 def past_its_best(folder: Path) -> list[str]:
-    """A line for the user where a stage's validation ended clearly worse than it has been."""
-    found = [(line["val_loss"], line["step"]) for line in read_metrics(folder) if "val_loss" in line]
+    """Returns a warning if the last validation loss of a stage is clearly above its lowest one, else nothing."""
+    lines = [line for line in read_metrics(folder) if isinstance(line.get("val_loss"), float)]
+    found = [(line["val_loss"], line["step"]) for line in lines]
     if not found or found[-1][0] <= CLEARLY_WORSE * min(found)[0]:
         return []
     loss, step = min(found)
     return [
-        f"warning: the validation loss was best at step {step:,}, {loss:.3f}; since then the texts are learned by "
-        f"heart: train anew for about {step:,} steps, or give more of them"
+        f"warning: the validation loss was lowest at step {step:,} ({loss:.3f}). After that step the model learned its "
+        f"texts by heart: start a new run of about {step:,} steps, or add texts"
     ]
 
 

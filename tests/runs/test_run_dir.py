@@ -84,8 +84,8 @@ def test_a_missing_run_a_missing_tokenizer_and_an_untrained_run_are_told_apart(r
     with pytest.raises(FileNotFoundError) as untrained:
         run_dir.tokenizer()
     assert str(untrained.value) == f"run 'r' has no model yet: `quern run --run r --out {run_dir.out}` makes one"
-    with run_lock(run_dir, "quern pretrain"), pytest.raises(FileNotFoundError, match="quern pretrain.*: wait for its"):
-        run_dir.require_trained("pretrain")
+    with run_lock(run_dir, "quern pretrain"), pytest.raises(FileNotFoundError, match="quern pretrain.*; wait for its"):
+        run_dir.require_trained(None)
     run_dir.checkpoints("pretrain").mkdir(parents=True)
     with pytest.raises(FileNotFoundError) as lost:
         run_dir.tokenizer()

@@ -147,5 +147,8 @@ def test_a_run_that_learned_its_text_by_heart_says_when_it_was_best(tmp_path: Pa
         return past_its_best(tmp_path)
 
     (line,) = told(4.0, 3.0, 3.5)
-    assert line.startswith("warning: the validation loss was best at step 18, 3.000") and "about 18 steps" in line
+    assert line.startswith("warning: the validation loss was lowest at step 18 (3.000)") and "about 18 steps" in line
     assert told(4.0, 3.0, 3.05) == [] and told(4.0) == [] and told() == []
+    with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 9, "val_loss": null}\n')  # of a model that diverged
+    assert past_its_best(tmp_path) == []

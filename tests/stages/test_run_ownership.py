@@ -458,7 +458,10 @@ def test_a_run_that_was_stopped_goes_on_by_the_command_it_names(
     assert steps(folder, "pretrain", "halted")
 
 
-def test_before_training_it_says_what_it_will_do(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_before_training_it_says_what_it_will_do(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quern.stages.session.CLEARLY_WORSE", 0.0)
     flags = [*SHAPE, "--data", str(folder / "text.jsonl"), "--train.steps", "76", "--train.eval-every", "1000"]
     flags += ["--train.batch-tokens", "1024"]
     shutil.rmtree(folder / "out/runs/app")
@@ -466,6 +469,7 @@ def test_before_training_it_says_what_it_will_do(folder: Path, capsys: pytest.Ca
     said = capsys.readouterr().out
     tokens = int(said.split("parameters; text: ")[1].split(" tokens")[0].replace(",", ""))
     epochs = 76 * 1024 / tokens
+    assert "warning: the validation loss was lowest at step 76 (" in said
     most = 2 * READINGS  # of so small a text
     assert epochs > most and f"length: 77,824 tokens, {epochs:.2g} epochs of the text" in said
     assert f"warning: the text is read {epochs:.2g} times" in said
