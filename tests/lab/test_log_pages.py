@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quern.lab.log.page import Page
+from quern.lab.log.page import Page, Verdict
 from quern.lab.log.publish import idea_files, run
 from quern.lab.options import LogOptions
 from quern.lab.scaling.study import check_lines
@@ -84,20 +84,61 @@ def test_a_prediction_is_checked_against_the_budget_that_it_is_for(tmp_path: Pat
     assert any("loss" in line and line.rstrip().endswith("no") for line in check_lines("first", predicted, measured))
 
 
-def test_an_ideas_file_tells_every_study_and_the_index_the_newest(tmp_path: Path) -> None:
-    idea, index = tmp_path / "grug" / "swift.py", tmp_path / "README.md"  # a folder holds the ideas of the JAX twin
+def told(study: str, verdict: str, runs: int, rung: int = 0, baseline: str = "b") -> Page:
+    """The page of a study whose name is its time, with one verdict."""
+    decided, text = verdict != "undecided", f"{verdict} ({runs} pairs)"
+    one = Verdict(study, rung, (baseline,), False, runs, decided, text, verdict)
+    return Page(study, study, [], {}, {"swift": [one]})
+
+
+def project(folder: Path, docstring: str) -> tuple[Path, Path]:
+    """The file of an idea, and the index."""
+    idea, index = folder / "grug" / "swift.py", folder / "README.md"  # a folder holds the ideas of the JAX twin
     idea.parent.mkdir()
-    idea.write_text('"""Title.\n\nVerdict: none yet.\n\nA remark.\n"""\n', encoding="utf-8")
+    idea.write_text(f'"""{docstring}"""\n', encoding="utf-8")
     index.write_text("| [swift.py](swift.py) | Title | `seam` | none |\n", encoding="utf-8")
-    told = [("better at equal steps. Study small.", "steps: better"), ("undecided. Study large.", "steps: undecided")]
-    studies = [Page(str(at), str(at), [], {}, {"swift": one}) for at, one in enumerate(told)]
+    return idea, index
+
+
+def test_an_ideas_file_tells_the_newest_baseline_first_and_the_index_it_alone(tmp_path: Path) -> None:
+    idea, index = project(tmp_path, "Title.\n\nVerdict: none yet.\n\nA remark.\n")
+    studies = [told("1", "better", 8, baseline="small"), told("3", "undecided", 3, baseline="large")]
     found = idea_files([studies[0], Page("2", "2", [], {}), studies[1]], tmp_path)
-    verdict = "Verdict: undecided. Study large. Before: better at equal steps. Study small."
+    verdict = "Verdict: undecided (3 pairs). Study 3. Before: better (8 pairs). Study 1."
     assert found[idea] == f'"""Title.\n\n{verdict}\n\nA remark.\n"""\n'
-    assert found[index].endswith("| steps: undecided |\n")
-    assert idea_files([studies[0]], tmp_path)[idea].count("Study") == 1
-    idea.write_text('"""Title.\n\nChanged: 0.5, its bound.\nVerdict: none yet.\n"""\n', encoding="utf-8")
+    assert found[index].endswith("| undecided |\n")
+    idea.write_text('"""Title.\n\nChanged: 2, its bound.\nVerdict: none yet.\n"""\n', encoding="utf-8")
     old, both = idea_files(studies[:1], tmp_path), idea_files(studies, tmp_path)
-    before = "Before the change: better at equal steps. Study small."
+    before = "Before the change: better (8 pairs). Study 1."
     assert f"Verdict: not yet measured. {before}\n" in old[idea] and old[index].endswith("| not yet measured |\n")
-    assert f"Verdict: undecided. Study large. {before}\n" in both[idea] and both[index].endswith("undecided |\n")
+    assert f"Verdict: undecided (3 pairs). Study 3. {before}\n" in both[idea]
+    assert both[index].endswith("| undecided |\n")
+
+
+@pytest.mark.parametrize(
+    ("newer", "verdict", "short"),
+    [
+        (told("2", "undecided", 3), "better (5 pairs). Study 1.", "better"),  # interrupted
+        (told("2", "undecided", 5), "better (5 pairs). Study 1.", "better"),
+        (told("2", "worse", 5), "worse (5 pairs). Study 2.", "worse"),
+        (told("2", "undecided", 8), "undecided (8 pairs). Study 2.", "undecided"),
+        (told("2", "worse", 2, 1), "worse (2 pairs). Study 2. Before: better (5 pairs). Study 1.", "worse"),
+    ],
+)
+def test_the_verdict_with_the_most_pairs_on_a_rung_counts(
+    tmp_path: Path, newer: Page, verdict: str, short: str
+) -> None:
+    idea, index = project(tmp_path, "Title.\n\nVerdict: none yet.\n")
+    found = idea_files([told("1", "better", 5), newer], tmp_path)
+    assert f"Verdict: {verdict}\n" in found[idea] and found[index].endswith(f"| {short} |\n")
+
+
+def test_a_study_that_lacks_published_trials_is_refused(tmp_path: Path) -> None:
+    given = test_scaling.options(tmp_path / "out", study="flops")
+    run_scaling(given, test_scaling.FakeTrainer(), lambda line: None, facts=start_facts(CPU, "quern lab scaling"))
+    _, files = publish(tmp_path / "out", tmp_path / "project", "flops")
+    cells = given.folder / "cells.jsonl"
+    cells.write_text("".join(cells.read_text(encoding="utf-8").splitlines(keepends=True)[2:]), encoding="utf-8")
+    with pytest.raises(ValueError, match="cells.jsonl has 2 lines that this study of the same name lacks"):
+        publish(tmp_path / "out", tmp_path / "project", "flops")
+    assert all(path.read_text(encoding="utf-8") == text for path, text in files.items())

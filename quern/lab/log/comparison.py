@@ -19,14 +19,13 @@ from quern.lab.arms import Idea, read_idea
 from quern.lab.ladder.multiplier import told
 from quern.lab.ladder.report import Row, calibration, interval, rows, study_tables
 from quern.lab.ladder.study import Comparison, at_rung, numbers
-from quern.lab.log.page import GREY, HEADER, STYLE, Page, repeat, svg, table
+from quern.lab.log.page import GREY, HEADER, STYLE, Page, Verdict, repeat, svg, table
 from quern.lab.options import CompareOptions
 from quern.lab.verdict import Finding
 from quern.recipes import load_recipe
 from quern.records import read_json
 from quern.terminal import counted
 
-OLD = "old baseline: "
 VERDICT_COLOURS = {"better": "#2a7f3f", "worse": "#b3402a", "undecided": "#b0892a"}
 """All other verdicts are grey."""
 LABEL_POINTS = 7.0
@@ -132,20 +131,29 @@ class _Told:
         ]
         return [self.setup() + "\n", *table(head, body)]
 
-    def verdicts(self) -> dict[str, tuple[str, str]]:
-        """The text for each idea's docstring, and the cell of the index."""
-        mark = OLD if self.old else ""
-        found: dict[str, tuple[str, str]] = {}
+    def verdicts(self) -> dict[str, list[Verdict]]:
+        """The verdict on each idea, by rung. That on its highest rung also tells the multiplier and the trend."""
+        plan, found = self.study.plan, dict[str, list[Verdict]]()
         for row in self.rows:
-            parts = [
-                f"{one.verdict} on rung {rung} ({one.difference:+.4f} bits per byte, {counted(one.pairs, 'pair')})"
-                for rung, one in row.findings.items()
-            ]
-            if parts:
-                more = f"; multiplier {_multiplier(row)}" if row.flops else ""
-                more += f", {row.course.trend}" if row.course else ""
-                short = parts[-1].partition(" (")[0] + (f", {_multiplier(row)}" if row.flops else "")
-                found[row.idea] = f"{mark}{'; '.join(parts)}{more}. Study {self.study.name}.", mark + short
+            for rung, one in row.findings.items():
+                text = f"{one.verdict} on rung {rung}"
+                about = f" ({one.difference:+.4f} bits per byte, {counted(one.pairs, 'pair')})"
+                top = rung == max(row.findings)
+                course = f", {row.course.trend}" if row.course else ""
+                more = (f"; multiplier {_multiplier(row)}" if row.flops else "") + course if top else ""
+                short = text + (f", {_multiplier(row)}" if row.flops and top else "")
+                baseline, decided = (plan.base, plan.text, plan.numbers[str(rung)]), one.verdict != "undecided"
+                told_ = Verdict(
+                    self.study.name,
+                    rung,
+                    baseline,
+                    self.old,
+                    one.pairs + one.failed,
+                    decided,
+                    text + about + more,
+                    short,
+                )
+                found.setdefault(row.idea, []).append(told_)
         return found
 
     def about(self, idea: str) -> Idea:

@@ -26,15 +26,30 @@ STYLE: dict[Any, Any] = {
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """A study's verdict on an idea on one rung. baseline: what identifies the baseline on that rung; old: it is another
+    one today; runs: runs of the idea that were judged; text: for the idea's docstring; short: for the index."""
+
+    study: str
+    rung: int
+    baseline: tuple[str, ...]
+    old: bool
+    runs: int
+    decided: bool
+    text: str
+    short: str
+
+
+@dataclass(frozen=True)
 class Page:
     """A study as the log shows it. section: its lines in experiments/LOG.md; files: texts by their names in
-    docs/experiments; verdicts: by idea, the text for its docstring and the cell of the index."""
+    docs/experiments; verdicts: by idea, on each rung."""
 
     name: str
     registered: str
     section: list[str]
     files: dict[str, str]
-    verdicts: dict[str, tuple[str, str]] = field(default_factory=dict)
+    verdicts: dict[str, list[Verdict]] = field(default_factory=dict)
 
 
 def machine_line(facts: dict[str, Any]) -> str:

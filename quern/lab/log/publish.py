@@ -10,15 +10,19 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from quern.lab.arms import read_idea, with_verdict
 from quern.lab.ladder.study import FILES
 from quern.lab.log import comparison, searches
-from quern.lab.log.page import HEADER, Page
+from quern.lab.log.page import HEADER, Page, Verdict
 from quern.lab.options import LogOptions
 from quern.temporaries import write_whole
+from quern.terminal import counted
+
+OLD = "old baseline: "
 
 
 class Kind(NamedTuple):
@@ -60,6 +64,7 @@ def run(options: LogOptions, log: Callable[[str], None]) -> int:
         source = options.out / "lab" / name
         _page(source)  # a damaged study leaves what was published as it is
         texts = _public(source, _kind(source), options.folder)
+        _refuse_loss(records / name, texts)
         (records / name).mkdir(parents=True, exist_ok=True)
         for file, text in texts.items():
             write_whole(records / name / file, text)
@@ -73,6 +78,18 @@ def run(options: LogOptions, log: Callable[[str], None]) -> int:
         write_whole(path, text)
         log(f"wrote the verdicts in {path}")
     return 0
+
+
+def _refuse_loss(published: Path, texts: dict[str, str]) -> None:
+    """Raises ValueError if a published study has lines that the records which would replace it lack."""
+    for file, text in texts.items():
+        if file.endswith(".jsonl") and (published / file).is_file():
+            lost = set((published / file).read_text(encoding="utf-8").splitlines()) - set(text.splitlines())
+            if lost:
+                raise ValueError(
+                    f"{published / file} has {counted(len(lost), 'line')} that this study of the same name lacks: go "
+                    "on from the published records, rename the study's folder, or remove the published one"
+                )
 
 
 def _kind(folder: Path) -> Kind:
@@ -141,11 +158,8 @@ def pages(studies: Sequence[Page]) -> dict[str, str]:
 
 
 def idea_files(studies: Sequence[Page], folder: Path) -> dict[Path, str]:
-    """The files of ideas, and their index, whose verdicts change: path → new text.
-
-    A file lists every study of its idea, the newest first; those of an idea that has changed since (`Idea.changed`) are
-    told apart. The index shows the newest study of the idea as it is now.
-    """
+    """The files of ideas, and their index, whose verdicts change: path → new text. Verdicts on an idea that has changed
+    since (`Idea.changed`) are told apart, and the index leaves them out."""
     index = folder / "README.md"
     texts = {path: path.read_text(encoding="utf-8") for path in (index, *folder.rglob("*.py")) if path.exists()}
     changed = dict(texts)
@@ -153,14 +167,30 @@ def idea_files(studies: Sequence[Page], folder: Path) -> dict[Path, str]:
         idea = read_idea(texts[path])
         if not idea.verdict:
             continue
-        told: dict[bool, list[tuple[str, str]]] = {True: [], False: []}
+        told: dict[bool, list[Verdict]] = {True: [], False: []}
         for study in reversed(studies):
-            if path.stem in study.verdicts:
-                told[study.registered >= idea.changed].append(study.verdicts[path.stem])
-        now, former = (" Before: ".join(verdict for verdict, _ in told[when]) for when in (True, False))
+            told[study.registered >= idea.changed] += study.verdicts.get(path.stem, ())
+        (now, short), (former, _) = _told(told[True]), _told(told[False])
         verdict = (now or "not yet measured.") + (former and f" Before the change: {former}")
         changed[path] = with_verdict(texts[path], verdict)
-        short = told[True][0][1] if now else "not yet measured"
         row = re.compile(rf"^(\| \[{path.stem}\.py\].*\| )[^|]*( \|)$", re.MULTILINE)
         changed[index] = row.sub(lambda match, short=short: f"{match[1]}{short}{match[2]}", changed.get(index, ""))
     return {path: text for path, text in changed.items() if text != texts.get(path, "")}
+
+
+def _told(found: Sequence[Verdict]) -> tuple[str, str]:
+    """The verdicts that count, and that of the index, on the highest rung of today's baseline. found: the newest study
+    first. On one rung against one baseline, the verdict with the most runs counts: a study that was interrupted does
+    not replace a whole one. Of equally many, a decided one counts before an undecided, then the newest."""
+    most: dict[Any, Verdict] = {}
+    for one in sorted(found, key=lambda one: (-one.runs, not one.decided)):
+        most.setdefault((one.baseline, one.rung), one)
+    kept = [one for one in found if one in most.values()]
+    if not kept:
+        return "", "not yet measured"
+    texts = [
+        f"{OLD if old else ''}{'; '.join(one.text for one in verdicts)}. Study {study}."
+        for (study, old), verdicts in groupby(kept, key=lambda one: (one.study, one.old))
+    ]
+    top = max(kept, key=lambda one: (not one.old, one.rung))
+    return " Before: ".join(texts), (OLD if top.old else "") + top.short
