@@ -21,69 +21,45 @@ PAIRS = 128 * 129 // 2 + 384 * 128 + 512 * 513 // 2
 DEPTH_2_FLOPS_PER_TOKEN = 6 * (1_441_792 + GATES) + 12 * 128 * PAIRS / 512
 
 
-def test_a_cell_costs_its_budget() -> None:
-    budgets = (1e12, 3e13, 1e15)
-    plan = make_plan(RECIPE, budgets, ["2x128", "4", "4x320"])
-    assert [(cell.budget, cell.size) for cell in plan.cells] == [
-        (budget, size) for size in ("2x128", "4", "4x320") for budget in budgets
-    ]
+def test_a_cell_costs_its_budget_and_its_recipe_has_its_size_and_length() -> None:
+    recipe, budgets, sizes = replace(RECIPE, seed=5), (1e12, 1e15), ("2x128", "4x320")
+    plan = make_plan(recipe, budgets, sizes, seeds=(0, 2))
+    keys = [(budget, size, seed) for size in sizes for budget in budgets for seed in (0, 2)]
+    assert [cell.key for cell in plan.cells] == keys
     for cell in plan.cells:
-        assert abs(cell.flops / cell.budget - 1) <= 0.01
-        assert cell.tokens == cell.steps * cell.batch_tokens
-    for cell in plan.cells[:3]:
+        assert abs(cell.flops / cell.budget - 1) <= 0.01 and cell.tokens == cell.steps * cell.batch_tokens
+    for cell in plan.cells[:4]:
         assert cell.parameters == DEPTH_2_PARAMETERS
         assert cell.flops == cell.tokens * DEPTH_2_FLOPS_PER_TOKEN
+    last = plan.cells[-1]
+    resolved = resolve(last.recipe(recipe))
+    assert (resolved.model.depth, resolved.model.width) == (last.depth, last.width) == (4, 320)
+    assert (resolved.train.steps, resolved.train.batch_tokens) == (last.steps, last.batch_tokens)
+    assert resolved.seed == 5, "the recipe's seed decides the built-in text"
 
 
-def test_the_recipe_of_a_cell_has_its_size_and_length() -> None:
-    recipe = replace(RECIPE, seed=5)
-    cell = make_plan(recipe, [3e13], ["4x320"], seeds=[2]).cells[0]
-    resolved = resolve(cell.recipe(recipe))
-    assert (resolved.model.depth, resolved.model.width) == (cell.depth, cell.width) == (4, 320)
-    assert (resolved.train.steps, resolved.train.batch_tokens) == (cell.steps, cell.batch_tokens)
-    assert (cell.seed, resolved.seed) == (2, 5)  # the recipe's seed decides the built-in text
-
-
-def test_a_short_run_gets_a_smaller_batch() -> None:
-    """At 4,096 tokens a step, 5e11 FLOPs would be 12.7 steps of depth 2."""
-    cell = make_plan(RECIPE, [5e11], ["2x128"]).cells[0]
+def test_a_short_run_gets_a_smaller_batch_and_a_budget_that_no_steps_cost_is_named() -> None:
+    (cell,) = make_plan(RECIPE, [5e11], ["2x128"]).cells  # at 4,096 tokens a step it would be 12.7 steps
     assert cell.batch_tokens < 4096 and cell.batch_tokens % 512 == 0
-
-
-def test_a_budget_that_no_number_of_steps_costs_is_named() -> None:
-    fixed = replace(RECIPE, train=TrainRecipe(batch_tokens=65_536))
-    plan = make_plan(fixed, [1e12, 1e15], ["2x128"])
+    assert "1 steps of 512 tokens miss the budget" in make_plan(RECIPE, [1e9], ["2x128"]).refused[0]
+    plan = make_plan(replace(RECIPE, train=TrainRecipe(batch_tokens=65_536)), [1e12, 1e15], ["2x128"])
     assert [cell.budget for cell in plan.cells] == [1e15]
-    assert len(plan.refused) == 1
-    assert plan.refused[0].startswith("1e+12 FLOPs, size 2x128: 2 steps of 65,536 tokens miss the budget by 20.8 %")
-    assert "a smaller --train.batch-tokens" in plan.refused[0]
-    assert "1 steps of 512 tokens miss the budget" in make_plan(RECIPE, [1e9], ["2"]).refused[0]
+    (reason,) = plan.refused
+    assert reason.startswith("1e+12 FLOPs, size 2x128: 2 steps of 65,536 tokens miss the budget by 20.8 %")
+    assert "a smaller --train.batch-tokens" in reason
 
 
-def test_every_seed_trains_every_cell() -> None:
-    plan = make_plan(RECIPE, [1e14], ["2", "3"], seeds=range(3))
-    assert [(cell.size, cell.seed) for cell in plan.cells] == [(size, seed) for size in "23" for seed in range(3)]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "reason"),
-    [
+def test_sizes_that_cannot_be_compared_are_refused() -> None:
+    for sizes, reason in (
         (["4", "8"], r"^the sizes differ in text.vocab-size \(8,192 at 4, 32,768 at 8\): set --text.vocab-size"),
         (["4", "four"], "^'four' is no size: give a depth such as 4, or DEPTHxWIDTH such as 4x320$"),
         (["0"], "depth must be a whole number between 1 and 1,000"),
-    ],
-)
-def test_sizes_that_cannot_be_compared_are_refused(sizes: list[str], reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        make_plan(RECIPE, [1e14], sizes)
-
-
-def test_sizes_on_both_sides_of_depth_8_share_what_is_set() -> None:
+    ):
+        with pytest.raises(ValueError, match=reason):
+            make_plan(RECIPE, [1e14], sizes)
     recipe = replace(RECIPE, text=replace(RECIPE.text, vocab_size=8192), model=ModelRecipe(context=1024))
-    assert len(make_plan(recipe, [1e15], ["4", "8"]).cells) == 2
+    assert len(make_plan(recipe, [1e15], ["4", "8"]).cells) == 2, "they share what is set"
 
-
-# Conventions ------------------------------------------------------------------------------------------------
 
 FLOPS = (1e18, 2e18, 5e18, 1e19)
 PUBLISHED = {

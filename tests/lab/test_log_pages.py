@@ -8,12 +8,12 @@ import pytest
 from quern.lab.log.page import Page, Verdict
 from quern.lab.log.publish import idea_files, run
 from quern.lab.options import LogOptions
-from quern.lab.scaling.study import check_lines
 from quern.lab.scaling.study import run as run_scaling
 from quern.lab.search.sweep import run as run_sweep
 from quern.lab.study import start_facts
 from tests.lab import test_scaling, test_sweep
 from tests.lab.sweep_worker import FakeTrainer as SweepTrainer
+from tests.lab.test_scaling import counts_are_kept  # noqa: F401  (used by each test)
 from tests.support.tiny_model import CPU
 
 
@@ -21,23 +21,36 @@ def publish(out: Path, project: Path, name: str) -> tuple[str, dict[Path, str]]:
     """Publishes a study; returns its page, and the text of all files of the project."""
     (project / "experiments").mkdir(parents=True, exist_ok=True)
     run(LogOptions(study=(name,), out=out, folder=project), lambda line: None)
-    files = {path: path.read_text(encoding="utf-8") for path in project.rglob("*") if path.is_file()}
+    files = texts(project)
     run(LogOptions(folder=project), lambda line: None)
-    assert {path: path.read_text(encoding="utf-8") for path in files} == files, "made again, they are the same"
+    assert texts(project) == files, "made again, they are the same"
     assert not any("/private/" in text for text in files.values())
     return files[project / "docs" / "experiments" / f"{name}.md"], files
 
 
+def texts(project: Path) -> dict[Path, str]:
+    return {path: path.read_text(encoding="utf-8") for path in project.rglob("*") if path.is_file()}
+
+
 def test_a_scaling_study_has_a_page_with_its_laws(tmp_path: Path) -> None:
-    given = test_scaling.options(tmp_path / "out", study="flops")
+    out, project = tmp_path / "out", tmp_path / "project"
+    given = test_scaling.options(out, study="flops")
     facts = start_facts(CPU, "quern lab scaling /private/folder/idea.py --data=/private/text.txt")
     run_scaling(given, test_scaling.FakeTrainer(), lambda line: None, facts=facts)
-    page, files = publish(tmp_path / "out", tmp_path / "project", "flops")
+    page, files = publish(out, project, "flops")
     assert "](flops-kaplan.svg)" in page and "envelope: N* ∝ C^" in page and "tokens per parameter vary least" in page
     assert "quern lab scaling idea.py --data=text.txt" in page
-    figure = files[tmp_path / "project" / "docs" / "experiments" / "flops-kaplan.svg"]
+    figure = files[project / "docs" / "experiments" / "flops-kaplan.svg"]
     assert "parameters (kaplan)" in figure and all(f"{budget:.3g} FLOPs" in figure for budget in test_scaling.BUDGETS)
-    assert "28 of 28 runs used" in files[tmp_path / "project" / "experiments" / "LOG.md"]
+    assert "28 of 28 runs used" in files[project / "experiments" / "LOG.md"]
+    cells = given.folder / "cells.jsonl"
+    cells.write_text("".join(cells.read_text(encoding="utf-8").splitlines(keepends=True)[2:]), encoding="utf-8")
+    with pytest.raises(ValueError, match="cells.jsonl has 2 lines that this study of the same name lacks"):
+        publish(out, project, "flops")
+    assert texts(project) == files
+    (out / "lab" / "begun").mkdir()
+    with pytest.raises(FileNotFoundError, match="no finished study in .*begun"):
+        publish(out, project, "begun")
 
 
 def test_a_sweep_has_a_page_with_its_best_trials(tmp_path: Path) -> None:
@@ -56,32 +69,7 @@ def test_a_sweep_has_a_page_with_its_best_trials(tmp_path: Path) -> None:
         (given.folder / "results.json").write_text(damaged, encoding="utf-8")
         with pytest.raises(ValueError, match=f"lab/s is damaged .KeyError.'{key}'"):
             publish(tmp_path / "out", tmp_path / "project", "s")
-    assert all(path.read_text(encoding="utf-8") == text for path, text in files.items())
-
-
-def test_a_folder_without_a_finished_study_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "out" / "lab" / "begun").mkdir(parents=True)
-    with pytest.raises(FileNotFoundError, match="no finished study in .*begun"):
-        publish(tmp_path / "out", tmp_path, "begun")
-
-
-def test_a_prediction_is_checked_against_the_budget_that_it_is_for(tmp_path: Path) -> None:
-    first = test_scaling.options(tmp_path, study="first")
-    test_scaling.study(first)
-    with pytest.raises(ValueError, match=r"first predicts 3e\+15 FLOPs: give that with --budgets"):
-        test_scaling.study(test_scaling.options(tmp_path, study="other", check="first"))
-    with pytest.raises(ValueError, match="no fitted study in .*/lab/none"):
-        test_scaling.study(test_scaling.options(tmp_path, study="other", check="none"))
-    sizes = ("5", "6", "7", "6x512", "7x640")
-    later = test_scaling.options(tmp_path, study="later", check="first", budgets=(3e15,), sizes=sizes)
-    measured, lines = test_scaling.study(later)
-    kaplan = [line for line in lines if line.strip().startswith("kaplan") and "surface" in line]
-    assert any("predictions of first for 3e+15 FLOPs" in line for line in lines)
-    assert kaplan and any("loss" in line and line.rstrip().endswith("yes") for line in kaplan)
-    predicted = test_scaling.fits(first)
-    far = predicted["predictions"]["kaplan"]["surface"]["loss"]
-    far |= {"value": 9.0, "low": 8.9, "high": 9.1}
-    assert any("loss" in line and line.rstrip().endswith("no") for line in check_lines("first", predicted, measured))
+    assert texts(tmp_path / "project") == files
 
 
 def told(study: str, verdict: str, runs: int, rung: int = 0, baseline: str = "b") -> Page:
@@ -131,14 +119,3 @@ def test_the_verdict_with_the_most_pairs_on_a_rung_counts(
     idea, index = project(tmp_path, "Title.\n\nVerdict: none yet.\n")
     found = idea_files([told("1", "better", 5), newer], tmp_path)
     assert f"Verdict: {verdict}\n" in found[idea] and found[index].endswith(f"| {short} |\n")
-
-
-def test_a_study_that_lacks_published_trials_is_refused(tmp_path: Path) -> None:
-    given = test_scaling.options(tmp_path / "out", study="flops")
-    run_scaling(given, test_scaling.FakeTrainer(), lambda line: None, facts=start_facts(CPU, "quern lab scaling"))
-    _, files = publish(tmp_path / "out", tmp_path / "project", "flops")
-    cells = given.folder / "cells.jsonl"
-    cells.write_text("".join(cells.read_text(encoding="utf-8").splitlines(keepends=True)[2:]), encoding="utf-8")
-    with pytest.raises(ValueError, match="cells.jsonl has 2 lines that this study of the same name lacks"):
-        publish(tmp_path / "out", tmp_path / "project", "flops")
-    assert all(path.read_text(encoding="utf-8") == text for path, text in files.items())

@@ -15,7 +15,7 @@ import pytest
 from quern.lab.options import ScalingOptions
 from quern.lab.scaling import isoflop
 from quern.lab.scaling.parametric import Surface
-from quern.lab.scaling.study import run
+from quern.lab.scaling.study import check_lines, run
 from quern.lab.trainer import Trainer, Trial
 from quern.model.count import FlopCounter, Parameters, parameters
 from quern.recipe import Recipe, ResolvedModel
@@ -72,7 +72,7 @@ class FakeTrainer(Trainer):
 
 
 def options(out: Path, **changes: Any) -> ScalingOptions:
-    return replace(ScalingOptions(RECIPE, BUDGETS, SIZES, out=out, resamples=100), **changes)
+    return replace(ScalingOptions(RECIPE, BUDGETS, SIZES, out=out, resamples=10), **changes)
 
 
 def study(given: ScalingOptions, trainer: FakeTrainer | None = None) -> tuple[dict[str, Any], list[str]]:
@@ -90,22 +90,19 @@ def cells(given: ScalingOptions) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (given.folder / "cells.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def contains(estimate: dict[str, float], truth: float) -> bool:
-    return estimate["low"] <= truth <= estimate["high"]
-
-
 def test_a_study_finds_the_law_and_predicts_the_next_budget(tmp_path: Path) -> None:
-    body, lines = study(options(tmp_path, resamples=400, seeds=2))
+    body, lines = study(options(tmp_path, resamples=100, seeds=2))
     assert body["runs"] == {"planned": 56, "used": 56, "diverged": [], "missing": [], "off_budget": []}
     surface = body["conventions"]["kaplan"]["surface"]
     for name in ("E", "A", "B", "alpha", "beta"):
-        assert contains(surface["intervals"][name], getattr(TRUE, name)), name
+        assert surface["intervals"][name]["low"] <= getattr(TRUE, name) <= surface["intervals"][name]["high"], name
     ahead = body["predictions"]
     assert ahead["flops"] == 3e15
     found = ahead["kaplan"]["surface"]
     flops = surface["kappa"] * found["parameters"]["value"] ** surface["gamma"] * found["tokens"]["value"]
     assert flops == pytest.approx(3e15)
-    assert contains(found["loss"], TRUE.loss(found["parameters"]["value"], found["tokens"]["value"]).item())
+    best = TRUE.loss(found["parameters"]["value"], found["tokens"]["value"]).item()
+    assert found["loss"]["low"] <= best <= found["loss"]["high"]
     assert body["stable"]["name"] in body["conventions"]
     printed = "\n".join(lines)
     for part in (
@@ -266,3 +263,22 @@ def test_a_plan_that_fits_nothing_is_refused(changes: dict[str, Any], reason: st
     with pytest.raises(ValueError, match=reason):
         run(options(tmp_path, **changes), FakeTrainer(), lambda line: None)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_prediction_is_checked_against_the_budget_that_it_is_for(tmp_path: Path) -> None:
+    first = options(tmp_path, study="first", resamples=100)
+    study(first)
+    with pytest.raises(ValueError, match=r"first predicts 3e\+15 FLOPs: give that with --budgets"):
+        study(options(tmp_path, study="other", check="first"))
+    with pytest.raises(ValueError, match="no fitted study in .*/lab/none"):
+        study(options(tmp_path, study="other", check="none"))
+    sizes = ("5", "6", "7", "6x512", "7x640")
+    later = options(tmp_path, study="later", check="first", budgets=(3e15,), sizes=sizes, resamples=100)
+    measured, lines = study(later)
+    kaplan = [line for line in lines if line.strip().startswith("kaplan") and "surface" in line]
+    assert any("predictions of first for 3e+15 FLOPs" in line for line in lines)
+    assert kaplan and any("loss" in line and line.rstrip().endswith("yes") for line in kaplan)
+    predicted = fits(first)
+    far = predicted["predictions"]["kaplan"]["surface"]["loss"]
+    far |= {"value": 9.0, "low": 8.9, "high": 9.1}
+    assert any("loss" in line and line.rstrip().endswith("no") for line in check_lines("first", predicted, measured))

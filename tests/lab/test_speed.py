@@ -2,11 +2,13 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from quern.lab import axes
 from quern.lab.axes import LEAST_PAIRS, PARTS, _alternate, measure_speed
 from quern.recipe import ModelRecipe, Recipe, TextRecipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
@@ -18,10 +20,11 @@ GROWS = 1.1, 1.3
 
 
 class Noisy:
-    """A machine on which steps take longer and longer, vary, and are disturbed now and then."""
+    """A machine on which steps take longer and longer, vary, and are disturbed now and then. arms: their steps."""
 
     def __init__(self, seed: int) -> None:
         self.rng, self.time = np.random.default_rng(seed), 0.0
+        self.arms = [partial(self.step, arm) for arm in (0, 1)]
 
     def step(self, arm: int, share: float) -> float:
         factor = GROWS[share >= 0.5] if arm else 1.0
@@ -35,22 +38,16 @@ def test_the_error_is_that_of_the_ratio() -> None:
     """Over 24 measurements the ratio is as far from the true one as the errors say."""
     found = []
     for seed in range(24):
-        machine = Noisy(seed)
-        arms = [lambda share, arm=arm, machine=machine: machine.step(arm, share) for arm in (0, 1)]
-        speed = _alternate(arms, 2, 0.01, 1000)
+        speed = _alternate(Noisy(seed).arms, 2, 0.01, 1000)
         assert speed.error <= 0.01 and speed.pairs >= PARTS * LEAST_PAIRS
         found.append(math.log(speed.ratio / (sum(GROWS) / 2)) / speed.error)
     assert 0.6 < np.std(found) < 1.6 and abs(np.mean(found)) < 0.5
-
-
-def test_it_ends_when_the_time_is_over() -> None:
     machine = Noisy(0)
-    arms = [lambda share, arm=arm: machine.step(arm, share) for arm in (0, 1)]
-    assert _alternate(arms, 2, 1e-9, 5.0).error > 1e-9
-    assert 4.0 <= machine.time < 15
+    assert _alternate(machine.arms, 2, 1e-9, 5.0).error > 1e-9 and 4.0 <= machine.time < 15, "the time is over"
 
 
-def test_a_deeper_model_is_slower_and_a_twin_is_not(tmp_path: Path) -> None:
+def test_a_deeper_model_is_slower_and_a_twin_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(axes, "TURN_SECONDS", 0.04)
     text = tmp_path / "text.txt"
     rng = np.random.default_rng(0)
     text.write_text("\n\n".join(" ".join(rng.choice("a river under seven stones".split(), 40)) for _ in range(90)))

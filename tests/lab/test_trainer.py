@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quern.cli import main
 from quern.flags.recipe_file import read_recipe_file
+from quern.lab.arms import Train, in_process, train_here
 from quern.lab.ladder.study import Comparison
 from quern.lab.trainer import Trainer, Trial
 from quern.model.gpt import GPT
@@ -55,15 +56,29 @@ def toy(text: Path, **train: Any) -> Recipe:
     )
 
 
-def test_a_trial_is_the_pretraining_with_its_seeds(text: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The texts are prepared once for all tests."""
+    return tmp_path_factory.mktemp("out")
+
+
+@pytest.fixture(scope="module")
+def trainer(out: Path) -> Trainer:
+    return Trainer(out, CPU)
+
+
+def pretrained(recipe: Recipe, out: Path, run: str) -> list[dict[str, Any]]:
+    """The metrics of `quern pretrain`."""
+    run_dir = RunDir(out, run)
+    pretrain.run(recipe, Session(stage="pretrain", machine=CPU, run_dir=run_dir))
+    return read_metrics(run_dir.stage("pretrain"))
+
+
+def test_a_trial_is_the_pretraining_with_its_seeds(text: Path, out: Path, trainer: Trainer) -> None:
     recipe = toy(text)
-    trainer = Trainer(tmp_path / "out", CPU)
     seen: list[tuple[int, float]] = []
     trial = trainer.train(recipe, name="toy", seed=3, data_seed=4, on_step=lambda step, s: seen.append((step, s)))
-    run_dir = RunDir(tmp_path / "out", "toy")
-    pretrain.run(replace(recipe, seed=3, data_seed=4), Session(stage="pretrain", machine=CPU, run_dir=run_dir))
-    metrics = read_metrics(run_dir.stage("pretrain"))
-    last = {key: line[key] for line in metrics for key in line}
+    last = {key: line[key] for line in pretrained(replace(recipe, seed=3, data_seed=4), out, "seeds") for key in line}
     assert trial.bpb == last["val_bpb"] and trial.tokens == last["tokens"] and trial.flops == last["flops"]
     assert [step for step, _ in seen] == [1, 2, 3, 4, 5, 6] and trial.curve[-1].bpb == trial.bpb
     assert trial.parameters["total"] > trial.parameters["transformer"] > 0 and trial.peak_bytes > 1e6
@@ -75,37 +90,29 @@ def test_a_trial_is_the_pretraining_with_its_seeds(text: Path, tmp_path: Path) -
     assert typed(json.loads(json.dumps(asdict(again))), Trial) == again
 
 
-@pytest.mark.parametrize("train", [{"fp8": "all"}, {"clip_norm": 0.01}, {"packing": "stream"}])
-def test_a_trial_computes_what_pretraining_computes(text: Path, tmp_path: Path, train: dict[str, Any]) -> None:
-    recipe, trainer, run_dir = toy(text, **train), Trainer(tmp_path / "out", CPU), RunDir(tmp_path / "out", "toy")
+@pytest.mark.parametrize("change", [{"fp8": "all"}, {"clip_norm": 0.01}, {"packing": "stream"}, "prefix_token"])
+def test_a_trial_computes_what_pretraining_computes(text: Path, out: Path, trainer: Trainer, change: Any) -> None:
+    recipe = toy(text, **(change if isinstance(change, dict) else {}))
+    if isinstance(change, str):  # its model is told the vocabulary
+        recipe = replace(recipe, make_model=read_recipe_file(EXPERIMENTS / f"{change}.py")[0].make_model)
     trial = trainer.train(recipe, name="toy", seed=0, data_seed=0)
-    pretrain.run(recipe, Session(stage="pretrain", machine=CPU, run_dir=run_dir))
-    scores = [line["val_bpb"] for line in read_metrics(run_dir.stage("pretrain")) if "val_bpb" in line]
-    assert trial.bpb == scores[-1]
-    assert trainer.train(toy(text), name="plain", seed=0, data_seed=0).bpb != trial.bpb
+    run = "-".join(map(str, change.values())) if isinstance(change, dict) else change
+    scores = [line["val_bpb"] for line in pretrained(recipe, out, run) if "val_bpb" in line]
+    assert trial.bpb == scores[-1] != trainer.train(toy(text), name="plain", seed=0, data_seed=0).bpb
 
 
-def test_a_trial_tells_the_model_its_vocabulary_as_pretraining_does(text: Path, tmp_path: Path) -> None:
-    trainer, run_dir = Trainer(tmp_path / "out", CPU), RunDir(tmp_path / "out", "toy")
+def test_a_kept_model_is_told_the_vocabulary_of_another_text(text: Path, tmp_path: Path) -> None:
     recipe = replace(toy(text), make_model=read_recipe_file(EXPERIMENTS / "prefix_token.py")[0].make_model)
-    trial = trainer.train(recipe, name="prefix_token", seed=0, data_seed=0)
-    pretrain.run(recipe, Session(stage="pretrain", machine=CPU, run_dir=run_dir))
-    scores = [line["val_bpb"] for line in read_metrics(run_dir.stage("pretrain")) if "val_bpb" in line]
-    plain = trainer.train(toy(text), name="plain", seed=0, data_seed=0)
-    assert trial.bpb == scores[-1] != plain.bpb
-
     other = tmp_path / "other.txt"
     other.write_text("\n\n".join(text.read_text(encoding="utf-8").upper().split("\n\n")), encoding="utf-8")
-    elsewhere = replace(recipe, data=str(other))
+    trainer, elsewhere = Trainer(tmp_path / "out", CPU), replace(recipe, data=str(other))
     trainer.train(recipe, name="prefix_token", seed=0, data_seed=0)
     after = trainer.train(elsewhere, name="prefix_token", seed=0, data_seed=0)
     alone = Trainer(tmp_path / "out", CPU).train(elsewhere, name="prefix_token", seed=0, data_seed=0)
-    assert after.bpb == alone.bpb, "the model knows the vocabulary of the text before"
+    assert after.bpb == alone.bpb
 
 
-def test_a_trial_ends_early_and_a_diverged_one_has_no_score(text: Path, tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path / "out", CPU)
-
+def test_a_trial_ends_early_and_a_diverged_one_has_no_score(text: Path, trainer: Trainer) -> None:
     def prune(point: object) -> None:
         raise StopAsyncIteration
 
@@ -115,6 +122,12 @@ def test_a_trial_ends_early_and_a_diverged_one_has_no_score(text: Path, tmp_path
     assert trainer.train(lost, name="lost", seed=0, data_seed=0).bpb is None
     with pytest.raises(ValueError, match="a trial trains for steps, so that trials are comparable: give --train.steps"):
         trainer.train(replace(lost, train=TrainRecipe(minutes=1)), name="lost", seed=0, data_seed=0)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The message of a call that the command line refuses."""
+    assert main.main(["lab", *arguments]) == 1
+    return capsys.readouterr().err
 
 
 def test_a_comparison_from_the_command_line(
@@ -127,38 +140,36 @@ def test_a_comparison_from_the_command_line(
             f"RECIPE = replace(GPT, model=replace(GPT.model, softcap={cap}))\n",
             encoding="utf-8",
         )
-    assert main.main(["lab", "compare", "base.py"]) == 1
-    assert "name a baseline and at least one idea" in capsys.readouterr().err
-    assert main.main(["lab", "compare", "base.py", "idea.py", "--train.minutes", "3"]) == 1
-    assert "--train.minutes does nothing in a study" in capsys.readouterr().err
-    shape = ["--model.width", "32", "--model.head-dim", "16", "--model.context", "32", "--text.vocab-size", "300"]
-    steps = ["--train.steps", "4", "--train.batch-tokens", "128", "--text.val-megabytes", "0.004", "--depth", "1"]
-    steps += ["--optim.lr-scale", "0.015625"]
-    rules = ["--most-pairs", "3", "--alpha", "0.4", "--study", "cap"]
-    where = ["--data", str(text), "--no-compile", "--dtype", "fp32", "--threads", "1", "--device", "cpu"]
-    command = ["lab", "compare", "base.py", "idea.py", *shape, *steps, *rules, *where]
-    assert main.main([*command, "--most-pairs", "2"]) == 1 and not Path("out/lab").exists()
-    assert "2 pairs decide nothing: give at least 3" in capsys.readouterr().err
-    assert main.main([*command, "--ladder"]) == 1
-    assert "a rung sets depth, model.context" in capsys.readouterr().err
-    assert main.main([*command, "--rungs", "2"]) == 1
-    assert "--rungs is for the ladder" in capsys.readouterr().err
-    assert main.main(command) == 0
+    assert "name a baseline and at least one idea" in refused(capsys, "compare", "base.py")
+    minutes = refused(capsys, "compare", "base.py", "idea.py", "--train.minutes", "3")
+    assert "--train.minutes does nothing in a study" in minutes
+    command = "compare base.py idea.py --model.width 32 --model.head-dim 16 --model.context 32 --text.vocab-size 300 "
+    command += "--train.steps 4 --train.batch-tokens 128 --text.val-megabytes 0.004 --depth 1 --optim.lr-scale 0.015625"
+    command += " --most-pairs 3 --alpha 0.4 --study cap --no-compile --dtype fp32 --threads 1 --device cpu"
+    given = [*command.split(), "--data", str(text)]
+    assert "2 pairs decide nothing: give at least 3" in refused(capsys, *given, "--most-pairs", "2")
+    assert "a rung sets depth, model.context" in refused(capsys, *given, "--ladder")
+    assert "--rungs is for the ladder" in refused(capsys, *given, "--rungs", "2") and not Path("out/lab").exists()
+
+    def train(out: Path, machine: Any, variables: Any) -> Train:
+        """The idea in a process, as the command does; the baseline, whose process would be the same, in this one."""
+        child, here = in_process(out, machine, variables), train_here(out, machine)
+        return lambda arm, seeds: (child if arm.name == "idea" else here)(arm, seeds)
+
+    monkeypatch.setattr("quern.lab.ladder.command.in_process", train)
+    assert main.main(["lab", *given]) == 0
     said = capsys.readouterr().out
     assert "trigram" in said and "multiplier by FLOPs" in said
     study = Comparison(Path("out/lab/cap"))
     assert study.plan.facts["command"].startswith("quern lab compare base.py idea.py")
-    assert {(arm, rung, len(runs)) for (arm, rung, _), runs in study.trials.items()} == {
-        ("base", 0, 6),
-        ("idea", 0, 3),
-        ("base", 1, 3),
-    }
+    counts = {(arm, rung): len(runs) for (arm, rung, _), runs in study.trials.items()}
+    assert counts == {("base", 0): 6, ("idea", 0): 3, ("base", 1): 3}
     trials = [one for runs in study.trials.values() for one in runs.values()]
     assert len({one.bpb for one in trials}) == len(trials) and {one.steps for one in trials} == {4, 6}
     before = (study.folder / "trials.jsonl").read_text()
-    assert main.main(command) == 0, "a study that is complete trains nothing"
+    assert main.main(["lab", *given]) == 0, "a study that is complete trains nothing"
     assert (study.folder / "trials.jsonl").read_text() == before and str(text.parent) not in before
-    assert main.main(["lab", "log", "--study", "cap"]) == 1 and not Path("experiments").exists()
+    assert "experiments is no folder" in refused(capsys, "log", "--study", "cap") and not Path("experiments").exists()
     Path("experiments").mkdir()
     assert main.main(["lab", "log", "--study", "cap"]) == 0
     page = Path("docs/experiments/cap.md").read_text(encoding="utf-8")
@@ -179,8 +190,8 @@ def test_calibration_records_the_command_that_was_typed(
     Path("answers.json").write_text('{"idea": ["no difference"]}', encoding="utf-8")
     seen: list[object] = []
     monkeypatch.setattr("quern.lab.ladder.command.run", lambda *given, **more: seen.extend((*given, more)) or 0)
-    assert main.main(["lab", "calibrate", "base.py", "idea.py"]) == 1
-    assert "name a baseline and the file of known answers" in capsys.readouterr().err
+    told = refused(capsys, "calibrate", "base.py", "idea.py")
+    assert "name a baseline and the file of known answers" in told
     assert main.main(["lab", "calibrate", "base.py", "answers.json", "--delta", "0.01"]) == 0
     assert "quern lab calibrate base.py answers.json --delta 0.01" in seen
     assert seen[-1] == {"answers": {"idea": ["no difference"]}}

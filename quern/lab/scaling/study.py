@@ -29,6 +29,8 @@ from quern.temporaries import write_whole
 from quern.terminal import Meter, duration, grid
 
 CELLS, FITS = "cells.jsonl", "fits.json"
+WAYS = "envelope", "surface"
+"""The two fits of a convention."""
 AHEAD = 10
 """The prediction is for a budget that is larger by this factor than the largest of the study."""
 MISFIT = 0.05
@@ -101,11 +103,6 @@ def _description(options: ScalingOptions, plan: Plan, source: str | None) -> dic
     }
 
 
-def _flops(line: dict[str, Any]) -> float:
-    """FLOPs of the model alone, as the budgets have them."""
-    return float(line["flops"] - line.get("flops_parts", {}).get("update", 0))
-
-
 def _train(
     study: Grid, options: ScalingOptions, plan: Plan, trainer: Trainer, log: Callable[[str], None]
 ) -> list[Cell]:
@@ -160,57 +157,55 @@ def _predictions(options: ScalingOptions) -> dict[str, Any] | None:
     return fits
 
 
+def _flops(line: dict[str, Any]) -> float:
+    """FLOPs of the model alone, as the budgets have them."""
+    return float(line["flops"] - line.get("flops_parts", {}).get("update", 0))
+
+
 def fit_study(plan: Plan, finished: dict[Key, dict[str, Any]], resamples: int) -> tuple[dict[str, Any], list[str]]:
     """Fits every convention to the finished runs. Returns the body of fits.json, and lines for a terminal."""
     cells = {cell.key: cell for cell in plan.cells}
     finished = {key: line for key, line in finished.items() if key in cells}
     usable = {key: line for key, line in finished.items() if line["bpb"] is not None}
-    runs = list(usable.values())
+    off = [(cells[key].name, _flops(line) / line["budget"] - 1) for key, line in usable.items()]
     notes = {
         "diverged": [cells[key].name for key, line in finished.items() if line["bpb"] is None],
         "missing": [cell.name for key, cell in cells.items() if key not in finished] + list(plan.refused),
-        "off_budget": [
-            f"{cells[key].name}: {100 * (_flops(line) / line['budget'] - 1):+.1f} %"
-            for key, line in usable.items()
-            if abs(_flops(line) / line["budget"] - 1) > TOLERANCE
-        ],
+        "off_budget": [f"{name}: {100 * share:+.1f} %" for name, share in off if abs(share) > TOLERANCE],
     }
+    runs, ahead = list(usable.values()), AHEAD * max((cell.budget for cell in plan.cells), default=math.nan)
     flops = np.array([_flops(line) for line in runs])
     budget, tokens, loss = (np.array([line[name] for line in runs], float) for name in ("budget", "tokens", "bpb"))
-    envelopes, surfaces, labels = {}, {}, [cells[key].name for key in usable]
+    fitted: dict[str, tuple[Envelope, SurfaceFit]] = {}
     for name, convention in CONVENTIONS.items():
         sizes = np.array([line["parameters"][convention.field] for line in runs], float)
-        envelopes[name] = envelope(budget, sizes, tokens, loss, resamples=resamples)
-        surfaces[name] = fit_surface(
-            sizes, tokens, loss, budget=budget, flops=flops, labels=labels, resamples=resamples
-        )
-    stable = most_stable(envelopes)
-    ahead = AHEAD * max((cell.budget for cell in plan.cells), default=math.nan)
+        about = {"budget": budget, "flops": flops, "labels": [name for name, _ in off]}
+        surface = fit_surface(sizes, tokens, loss, **about, resamples=resamples)
+        fitted[name] = envelope(budget, sizes, tokens, loss, resamples=resamples), surface
+    stable = most_stable({name: found for name, (found, _) in fitted.items()})
     predictions = {
-        name: {
-            "envelope": {} if envelopes[name].refusal else envelopes[name].predict(ahead),
-            "surface": {} if surfaces[name].refusal else surfaces[name].predict(ahead),
-        }
-        for name in CONVENTIONS
+        name: {way: {} if one.refusal else one.predict(ahead) for way, one in zip(WAYS, both, strict=True)}
+        for name, both in fitted.items()
     }
+    report = {name: convention_lines(*both, ahead, predictions[name]) for name, both in fitted.items()}
+    report["stability"] = _stability_lines(stable)
     body = {
         "runs": {"planned": len(cells), "used": len(usable), **notes},
         "level": LEVEL,
         "resamples": resamples,
         "conventions": {
-            name: {"meaning": one.meaning, "envelope": envelopes[name], "surface": surfaces[name]}
-            for name, one in CONVENTIONS.items()
+            name: {"meaning": CONVENTIONS[name].meaning, **dict(zip(WAYS, both, strict=True))}
+            for name, both in fitted.items()
         },
         "stable": stable,
         "predictions": {"flops": ahead, **predictions},
+        "report": report,
     }
-    used = [f"{len(usable)} of {len(cells)} runs are used; intervals of {100 * LEVEL:g} %"]
-    used += [f"{kind.replace('_', ' ')}: {'; '.join(names)}" for kind, names in notes.items() if names]
-    report = {name: convention_lines(envelopes[name], surfaces[name], ahead, predictions[name]) for name in CONVENTIONS}
-    report["stability"] = stability_lines(stable)
+    lines = [f"{len(usable)} of {len(cells)} runs are used; intervals of {100 * LEVEL:g} %"]
+    lines += [f"{kind.replace('_', ' ')}: {'; '.join(names)}" for kind, names in notes.items() if names]
     for name, one in CONVENTIONS.items():
-        used += ["", f"{name}: {one.meaning}", *report[name]]
-    return _as_json({**body, "report": report}), [*used, "", *report["stability"]]
+        lines += ["", f"{name}: {one.meaning}", *report[name]]
+    return _as_json(body), [*lines, "", *report["stability"]]
 
 
 def _as_json(value: Any) -> Any:
@@ -253,62 +248,52 @@ def convention_lines(
     found: Envelope, surface: SurfaceFit, ahead: float, predictions: Mapping[str, Mapping[str, Estimate]]
 ) -> list[str]:
     """The fits by one convention."""
-    lines = [*_budget_rows(found), *_law_lines(found), *_surface_lines(surface)]
-    for method, predicted in predictions.items():
-        shown = ", ".join(f"{what} {one}" for what, one in predicted.items())
-        lines += [f"  at {ahead:.3g} FLOPs by the {method}: {shown}"] if predicted else []
-    return lines
-
-
-def _budget_rows(found: Envelope) -> list[str]:
     head = ("FLOPs", "runs", "parameters", "tokens", "tokens per parameter", "bits per byte")
     rows = [
         (
             f"{one.flops:.3g}",
             str(one.cells),
-            *(str(value or "-") for value in (one.parameters, one.tokens, one.ratio, one.loss)),
+            *(str(x or "-") for x in (one.parameters, one.tokens, one.ratio, one.loss)),
         )
         for one in found.optima
     ]
-    refusals = [f"  {one.flops:.3g} FLOPs: {one.refusal}" for one in found.optima if one.refusal]
-    return [*grid(head, rows), *refusals] if rows else []
-
-
-def _law_lines(found: Envelope) -> list[str]:
+    lines = grid(head, rows) if rows else []
+    lines += [f"  {one.flops:.3g} FLOPs: {one.refusal}" for one in found.optima if one.refusal]
     if found.refusal:
-        return [f"  no envelope: {found.refusal}"]
-    left = [f"  without {flops:.3g} FLOPs: N* ∝ C^{n:.3f}, D* ∝ C^{d:.3f}" for flops, n, d in found.leave_out]
-    if found.misfit < MISFIT:
-        left.append(
+        lines.append(f"  no envelope: {found.refusal}")
+    else:
+        lines.append(
+            f"  envelope: N* ∝ C^{found.parameters}, D* ∝ C^{found.tokens}, tokens per parameter {found.ratio}"
+        )
+        lines += [f"  without {flops:.3g} FLOPs: N* ∝ C^{n:.3f}, D* ∝ C^{d:.3f}" for flops, n, d in found.leave_out]
+    if not found.refusal and found.misfit < MISFIT:
+        lines.append(
             f"  lack of fit: a cubic term fits the budgets better (p = {found.misfit:.2g}), so the intervals of the "
             "minima are too narrow: measure sizes closer to them"
         )
-    law = f"  envelope: N* ∝ C^{found.parameters}, D* ∝ C^{found.tokens}, tokens per parameter {found.ratio}"
-    return [law, *left]
-
-
-def _surface_lines(found: SurfaceFit) -> list[str]:
-    if found.surface is None:
-        return [f"  no parametric fit: {found.refusal}"]
-    names = {"alpha": "α", "beta": "β", "exponent": "a = β / (α + β)"}
-    shown = ", ".join(f"{names.get(name, name)} {one}" for name, one in found.intervals.items())
-    lines = [f"  E + A / N^α + B / D^β: {shown}; one run deviates by {100 * found.residual_sd:.2f} %"]
-    lines += [f"  {found.note}"] if found.note else []
-    for one in found.leave_out:
+    if surface.surface is None:
+        lines.append(f"  no parametric fit: {surface.refusal}")
+    else:
+        names = {"alpha": "α", "beta": "β", "exponent": "a = β / (α + β)"}
+        shown = ", ".join(f"{names.get(name, name)} {one}" for name, one in surface.intervals.items())
+        lines.append(f"  E + A / N^α + B / D^β: {shown}; one run deviates by {100 * surface.residual_sd:.2f} %")
+        lines += [f"  {surface.note}"] if surface.note else []
+    for one in surface.leave_out:
         constants = f"E {one.E:.4g}, α {one.alpha:.3f}, β {one.beta:.3f}, a {one.exponent:.3f}"
         lines.append(f"  without {one.label}: {constants}")
+    for way, predicted in predictions.items():
+        shown = ", ".join(f"{what} {one}" for what, one in predicted.items())
+        lines += [f"  at {ahead:.3g} FLOPs by the {way}: {shown}"] if predicted else []
     return lines
 
 
-def stability_lines(stable: Stability) -> list[str]:
-    """Which convention has the most stable ratio of tokens to parameters."""
+def _stability_lines(stable: Stability) -> list[str]:
     if stable.spreads is None or stable.support is None:
         return [f"conventions are not compared: {stable.refusal}"]
     spreads = ", ".join(f"{name} {100 * spread:.0f} %" for name, spread in stable.spreads.items())
-    support = 100 * stable.support[stable.name or ""]
     return [
         f"tokens per parameter vary least over the budgets by the convention {stable.name} "
-        f"(SD: {spreads}), in {support:.0f} % of the resamples"
+        f"(SD: {spreads}), in {100 * stable.support[stable.name or '']:.0f} % of the resamples"
     ]
 
 
@@ -335,13 +320,11 @@ def check_lines(name: str, predicted: Mapping[str, Any], measured: Mapping[str, 
     return [f"the predictions of {name} for {flops:.3g} FLOPs", *grid(head, rows)]
 
 
-def _checked(predicted: Mapping[str, float | None], measured: Mapping[str, float | None]) -> tuple[str, str, str]:
-    """Both as text, and whether their intervals overlap; a limit that is None is infinite."""
-
-    def ends(one: Mapping[str, float | None]) -> Estimate:
-        infinite = {"value": math.nan, "low": -math.inf, "high": math.inf}
-        return Estimate(**{name: end if (found := one[name]) is None else found for name, end in infinite.items()})
-
-    ours, theirs = ends(predicted), ends(measured)
-    overlap = ours.low <= theirs.high and theirs.low <= ours.high
-    return str(ours), str(theirs), "yes" if overlap else "no"
+def _checked(*estimates: Mapping[str, float | None]) -> tuple[str, str, str]:
+    """A predicted and a measured estimate as text, and whether their intervals overlap; an end of None is infinite."""
+    infinite = {"value": math.nan, "low": -math.inf, "high": math.inf}
+    ours, theirs = (
+        Estimate(**{name: end if (found := one[name]) is None else found for name, end in infinite.items()})
+        for one in estimates
+    )
+    return str(ours), str(theirs), "yes" if ours.low <= theirs.high and theirs.low <= ours.high else "no"
