@@ -1,15 +1,15 @@
 """Sweeps of a fake trainer, one after another in forked processes, which may kill themselves.
 
-    python tests/lab/sweep_worker.py FOLDER TRIALS KILLS [--workers N]
+    python tests/lab/sweep_worker.py FOLDER TRIALS KILLS [--workers 1]
 
 KILLS is a list of numbers such as 500,900,0: the first process sends itself SIGKILL before the 500th call of a function
-of the sweep or of its files, the last one runs to its end. Prints the exit codes as JSON. The fake trainer's
-result is a pure function of the recipe's fields and the seed.
+of the sweep or of its files; the last one starts a second worker and runs to its end. Prints the exit codes as JSON.
+With --workers 1, it is that second worker. The result of the fake trainer is a pure function of the recipe's fields and
+the seed.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -96,11 +96,11 @@ class Killer:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-def sweep(folder: Path, trials: int, workers: int, kill_at: int) -> int:
+def sweep(folder: Path, trials: int, kills: str, workers: int, kill_at: int) -> int:
     options = SweepOptions(RECIPE, SPACE, out=folder, sampler="random", trials=trials, seeds=2, workers=workers)
     if kill_at:
         sys.setprofile(Killer(kill_at))
-    command = (sys.executable, __file__, str(folder), str(trials), "0")
+    command = (sys.executable, __file__, str(folder), str(trials), kills)
     return run(options, lambda line: None, FakeTrainer(folder / "ran.txt"), command)
 
 
@@ -116,18 +116,12 @@ def forked(run_child: Callable[[], int]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("trials", type=int)
-    parser.add_argument("kills")
-    parser.add_argument("--workers", type=int, default=1)
-    given = parser.parse_args()
-    kills = [int(number) for number in given.kills.split(",")]
-    if kills == [0]:
-        sys.exit(sweep(given.folder, given.trials, given.workers, 0))
-    print(json.dumps([forked(lambda at=at: sweep(given.folder, given.trials, given.workers, at)) for at in kills]))
+def main(folder: Path, trials: int, kills: str, *worker: str) -> None:
+    if worker:
+        sys.exit(sweep(folder, trials, kills, 1, 0))
+    at = [int(number) for number in kills.split(",")]
+    print(json.dumps([forked(lambda n=n: sweep(folder, trials, kills, 1 if n else 2, n)) for n in at]))
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -2,9 +2,9 @@
 
 import json
 import math
-import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quern.lab.arms import Arm, Seeds
+from quern.lab.arms import Arm, Seeds, Train
 from quern.lab.ladder.multiplier import Curve, Difference, Mean, course, multiplier, told
 from quern.lab.ladder.report import calibration, predictions, rows, study_lines
 from quern.lab.ladder.study import (
@@ -97,18 +97,27 @@ SAVINGS = {
 }
 
 
-def climb(folder: Path, **options: Any) -> tuple[Comparison, Drawn]:
+def start(study: Comparison, arms: dict[str, Arm], train: Train, ideas: Sequence[str], **more: Any) -> list[str]:
+    """Works until nothing is wanted. Returns what is said."""
+    said, about = list[str](), more.pop("about", "")
+    Worker(study, arms, train, about, said.append).run(Options(**{"rungs": (0,), "ideas": ideas, **more}))
+    return said
+
+
+def climb(folder: Path, **more: Any) -> tuple[Comparison, Drawn]:
     study, arms = make(folder, ["base", *SAVINGS])
     drawn = Drawn(SAVINGS)
-    Worker(study, arms, drawn, "", lambda line: None).run(
-        Options(**{"rungs": (0, 1, 2), "ideas": list(SAVINGS), **options})
-    )
+    start(study, arms, drawn, list(SAVINGS), **{"rungs": (0, 1, 2), **more})
     return study, drawn
 
 
-def test_multipliers_are_those_that_the_runs_were_drawn_with(tmp_path: Path) -> None:
-    study, _ = climb(tmp_path / "study", every=True)
-    found = {row.idea: row for row in rows(study)}
+@pytest.fixture
+def climbed(tmp_path: Path) -> Comparison:
+    return climb(tmp_path / "study", every=True)[0]
+
+
+def test_multipliers_are_those_that_the_runs_were_drawn_with(climbed: Comparison) -> None:
+    study, found = climbed, {row.idea: row for row in rows(climbed)}
     for idea, savings in SAVINGS.items():
         for rung in SIZES:
             true, one = savings.get(rung, 1.0), told(found[idea].flops[rung])
@@ -136,14 +145,24 @@ def test_worse_and_null_ideas_do_not_go_up(tmp_path: Path) -> None:
     assert len(study.runs("base", 0)) >= 6, "the baseline has further seeds for the A/A floor"
 
 
-def test_a_rung_that_gets_known_answers_wrong_is_not_to_be_used(tmp_path: Path) -> None:
-    study, _ = climb(tmp_path / "study", rungs=(0,))
+def test_a_rung_that_gets_known_answers_wrong_is_not_to_be_used(climbed: Comparison) -> None:
     answers = {"steady": ["better"], "fades": ["better", "no difference"], "wrecks": ["worse"], "absent": ["worse"]}
-    text = "\n".join(calibration(study, 0, answers))
+    text = "\n".join(calibration(climbed, 0, answers))
     assert "3 of 4 known answers are right: do not use it" in text and "not measured" in text
     assert "noise: SD of 6 seeds 0.00" in text and "8 pairs find an effect of 0.0" in text
     del answers["absent"]
-    assert "3 of 3 known answers are right: it may judge" in "\n".join(calibration(study, 0, answers))
+    assert "3 of 3 known answers are right: it may judge" in "\n".join(calibration(climbed, 0, answers))
+
+
+def test_a_measured_speed_gives_a_multiplier_by_seconds_with_its_error(climbed: Comparison) -> None:
+    for idea, error in (("steady", 0.001), ("idles", 0.05)):
+        climbed.add(SPEEDS, {"recipe": idea, "rung": 1, "ratio": 1.25, "error": error, "seconds": 0.1, "pairs": 9})
+    found = {row.idea: (told(row.flops[1]), told(row.seconds[1])) for row in rows(climbed) if row.seconds}
+    assert found.keys() == {"steady", "idles"}
+    for idea, (flops, seconds) in found.items():
+        assert seconds.value == pytest.approx(flops.value / 1.25)
+        width = math.log(seconds.high / seconds.low) / math.log(flops.high / flops.low)
+        assert 0.9 < width < 1.1 if idea == "steady" else width > 1.2
 
 
 def test_the_top_rungs_multiplier_is_predicted_for_85_percent_of_ideas(tmp_path: Path) -> None:
@@ -171,38 +190,31 @@ def test_the_top_rungs_multiplier_is_predicted_for_85_percent_of_ideas(tmp_path:
 def test_two_workers_share_a_study_and_it_resumes(tmp_path: Path) -> None:
     folder = tmp_path / "study"
     study, arms = make(folder, ["base", *SAVINGS])
-    drawn, options = Drawn(SAVINGS), Options(rungs=(0,), ideas=list(SAVINGS))
-
-    def work() -> None:
-        Worker(Comparison(folder), arms, drawn, "", lambda line: None).run(options)
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    drawn = Drawn(SAVINGS)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: start(Comparison(folder), arms, drawn, list(SAVINGS)), range(2)))
     assert len(drawn.trained) == len(set(drawn.trained)), "no trial is trained twice"
     lines = (folder / "trials.jsonl").read_text().splitlines()
     assert len(lines) == len(drawn.trained)
     (folder / "trials.jsonl").write_text("\n".join(lines[:-1]) + "\n" + lines[-1][:20])  # a kill tears the last line
     study, arms = make(folder, ["base", *SAVINGS])
     again = Drawn(SAVINGS)
-    Worker(study, arms, again, "", lambda line: None).run(options)
+    start(study, arms, again, list(SAVINGS))
     assert len(again.trained) == 1
     assert json.loads((folder / "trials.jsonl").read_text().splitlines()[-1])["bpb"]
 
 
 def test_one_rung_is_of_one_kind_of_machine(tmp_path: Path) -> None:
     study, arms = make(tmp_path / "study", ["base", "grows"])
-    Worker(study, arms, Drawn({}), "cpu bfloat16, 1 threads", lambda line: None).run(Options((0,), []))
+    start(study, arms, Drawn({}), [], about="cpu bfloat16, 1 threads")
     with pytest.raises(ValueError, match="another machine"):
-        Worker(study, arms, Drawn({}), "cpu float32, 1 threads", lambda line: None).run(Options((0,), ["grows"]))
-    Worker(study, arms, Drawn({}), "cpu bfloat16, 2 threads", lambda line: None).run(Options((0,), ["grows"]))
+        start(study, arms, Drawn({}), ["grows"], about="cpu float32, 1 threads")
+    start(study, arms, Drawn({}), ["grows"], about="cpu bfloat16, 2 threads")
 
 
 def test_a_twin_changes_nothing_and_hides_no_noise(tmp_path: Path) -> None:
     study, arms = make(tmp_path / "study", ["base", "twin", "idles"])
-    Worker(study, arms, Drawn({}), "", lambda line: None).run(Options((0, 1), ["twin", "idles"]))
+    start(study, arms, Drawn({}), ["twin", "idles"], rungs=(0, 1))
     found = judged(study, 0)
     assert (found.findings["twin"].verdict, found.findings["twin"].interval) == ("no difference", (0.0, 0.0))
     assert len(study.runs("twin", 0)) == 3 and not study.runs("twin", 1)
@@ -210,63 +222,48 @@ def test_a_twin_changes_nothing_and_hides_no_noise(tmp_path: Path) -> None:
     assert {str(told(row.flops[0])) for row in rows(study) if row.idea == "twin"} == {"1.000 [1.000, 1.000]"}
 
 
-def test_failures_are_records_and_end_the_idea_at_the_rung(tmp_path: Path) -> None:
-    study, arms = make(tmp_path / "study", ["base", "odd"])
-    drawn = Drawn({})
+@pytest.mark.parametrize("tune", ["", "matrix_lr"])
+def test_a_failure_is_a_record_and_a_killed_process_is_tried_at_the_next_start(tmp_path: Path, tune: str) -> None:
+    study, arms = make(tmp_path / "study", ["base", "odd", "killed", "idles"], tune=tune)
+    drawn, ideas = Drawn({}), ["odd", "killed", "idles"]
+    errors = {"odd": "its process failed", "killed": "the arm killed process failed: it ended with code -9"}
 
     def train(arm: Arm, seeds: Iterable[Seeds]) -> Iterator[Trial]:
-        if arm.name == "odd":
-            raise RuntimeError("its process failed")
+        if arm.name in errors and list(seeds)[0][0] not in TUNE_SEEDS:
+            raise RuntimeError(errors[arm.name])
         return drawn(arm, seeds)
 
-    Worker(study, arms, train, "", lambda line: None).run(Options(rungs=(0,), ideas=["odd"]))
-    assert [one.error for one in study.runs("odd", 0).values()] == ["its process failed"]
+    start(study, arms, train, ideas)
+    assert [one.error for one in study.runs("odd", 0, chosen(study, "odd")).values() if one.error] == [errors["odd"]]
     assert "could not be trained: odd" in "\n".join(study_lines(study)) and "odd" not in judged(study, 0).findings
-
-
-def test_a_process_that_was_killed_is_tried_at_the_next_start(tmp_path: Path) -> None:
-    study, arms = make(tmp_path / "study", ["base", "odd", "idles"])
-    drawn = Drawn({})
-
-    def train(arm: Arm, seeds: Iterable[Seeds]) -> Iterator[Trial]:
-        if arm.name == "odd":
-            raise RuntimeError("the arm odd process failed: it ended with code -9")
-        return drawn(arm, seeds)
-
-    Worker(study, arms, train, "", lambda line: None).run(Options((0,), ["odd", "idles"]))
-    assert not study.runs("odd", 0) and len(study.runs("idles", 0)) >= 3
-    Worker(study, arms, drawn, "", lambda line: None).run(Options((0,), ["odd", "idles"]))
-    assert len(study.runs("odd", 0)) >= 3
+    assert judged(study, 0).findings.keys() == {"idles"}
+    start(study, arms, drawn, ideas)
+    assert judged(study, 0).findings.keys() == {"idles", "killed"}
 
 
 def test_a_baseline_above_the_trigram_is_refused(tmp_path: Path) -> None:
     study, arms = make(tmp_path / "study", ["base", "grows"])
-    study.ngrams[0]["3"] = 1.0
     (tmp_path / "study" / BASELINES).write_text('{"rung": 0, "1": 3.0, "2": 2.9, "3": 2.0}\n')
     with pytest.raises(ValueError, match="no proxy"):
-        Worker(study, arms, Drawn(SAVINGS), "", lambda line: None).run(Options(rungs=(0,), ideas=["grows"]))
+        start(study, arms, Drawn(SAVINGS), ["grows"])
     assert not study.runs("grows", 0), "no idea is trained on it"
-    (tmp_path / "study" / BASELINES).write_text('{"rung": 0, "1": 3.0, "2": 2.9, "3": 2.8}\n')
-    study.refresh()
-    assert "trigram 2.800" in proxy_line(study, 0)
+    assert "trigram 2.000" in proxy_line(study, 0)
 
 
-def test_a_margin_out_of_reach_is_refused_before_an_idea_is_trained(tmp_path: Path) -> None:
-    def start(name: str, noise: float, **more: Any) -> tuple[Comparison, list[str]]:
-        study, arms = make(tmp_path / name, ["base", "grows"])
-        lines: list[str] = []
-        Worker(study, arms, Drawn({}, noise), "", lines.append).run(Options((0,), ["grows"], **more))
-        return study, [line for line in lines if "pairs find" in line]
+@pytest.mark.parametrize("tune", ["", "matrix_lr"])
+def test_a_margin_out_of_reach_is_refused_before_an_idea_is_trained(tmp_path: Path, tune: str) -> None:
+    def told_with(name: str, noise: float, **more: Any) -> list[str]:
+        study, arms = make(tmp_path / name, ["base", "grows"], tune=tune)
+        return [line for line in start(study, arms, Drawn({}, noise), ["grows"], **more) if "pairs find" in line]
 
     for name, more in (("quiet", {"noise": 0.001}), ("loud", {"noise": 0.02, "any_delta": True})):
-        study, told = start(name, **more)
-        assert len(told) == 1 and "8 pairs find an effect of 0.0" in told[0] and study.runs("grows", 0)
-    with pytest.raises(
-        ValueError, match=r"cannot show that an idea changes less than 0\.005 .* give --any-delta.* --delta 0\.0"
-    ):
-        start("refused", 0.02)
+        (line,) = told_with(name, **more)
+        assert "8 pairs find an effect of 0.0" in line
+    reason = r"cannot show that an idea changes less than 0\.005 .* give --any-delta.* --delta 0\.0"
+    with pytest.raises(ValueError, match=reason):
+        told_with("refused", 0.02)
     study = Comparison(tmp_path / "refused")
-    assert study.runs("base", 0) and not study.runs("grows", 0)
+    assert study.runs("base", 0, chosen(study, "base")) and not judged(study, 0).findings
 
 
 def test_a_study_refuses_other_rules_and_other_code(tmp_path: Path) -> None:
@@ -343,18 +340,6 @@ def test_the_trend_of_a_multiplier_that_holds_is_rarely_called_another() -> None
     assert 0.9 < np.mean(covered) < 0.99
 
 
-def test_a_measured_speed_gives_a_multiplier_by_seconds_with_its_error(tmp_path: Path) -> None:
-    study, _ = climb(tmp_path / "study", rungs=(0, 1), every=True)
-    for idea, error in (("steady", 0.001), ("idles", 0.05)):
-        study.add(SPEEDS, {"recipe": idea, "rung": 1, "ratio": 1.25, "error": error, "seconds": 0.1, "pairs": 9})
-    found = {row.idea: (told(row.flops[1]), told(row.seconds[1])) for row in rows(study) if row.seconds}
-    assert found.keys() == {"steady", "idles"}
-    for idea, (flops, seconds) in found.items():
-        assert seconds.value == pytest.approx(flops.value / 1.25)
-        width = math.log(seconds.high / seconds.low) / math.log(flops.high / flops.low)
-        assert 0.9 < width < 1.1 if idea == "steady" else width > 1.2
-
-
 def test_every_arm_tunes_the_same_multiples_on_seeds_of_their_own(tmp_path: Path) -> None:
     study, arms = make(tmp_path / "study", ["base", "idea"], tune="matrix_lr")
     best = {"base": 0.02, "idea": 0.04}
@@ -367,25 +352,9 @@ def test_every_arm_tunes_the_same_multiples_on_seeds_of_their_own(tmp_path: Path
             bpb = 2.0 + np.log(rate / best[arm.name]) ** 2 + 0.001 * np.sin(9 * seed + len(arm.name))
             yield Trial(arm.name, 10, seed, data_seed, 10, 1e13, 1.0, bpb, 1.0, 1, {}, ())
 
-    Worker(study, arms, train, "", lambda line: None).run(Options(rungs=(0,), ideas=["idea"]))
+    start(study, arms, train, ["idea"])
     assert {arm: chosen(study, arm) for arm in best} == best
     assert {rate for arm, rate in trained if arm == "idea"} == {0.01, 0.014, 0.02, 0.028, 0.04}
     assert trained["idea", 0.01] == set(TUNE_SEEDS) and set(range(3)) <= trained["idea", 0.04]
     # Seeds that chose the value would favour the arm that they chose it for.
     assert judged(study, 0).findings["idea"].pairs == len(study.runs("idea", 0, 0.04)) - len(TUNE_SEEDS) == 3
-
-
-def test_a_tuned_study_also_refuses_a_margin_out_of_reach_and_names_failures(tmp_path: Path) -> None:
-    study, arms = make(tmp_path / "loud", ["base", "grows"], tune="matrix_lr")
-    with pytest.raises(ValueError, match="cannot show that an idea changes less"):
-        Worker(study, arms, Drawn({}, 0.02), "", lambda line: None).run(Options((0,), ["grows"]))
-    study, arms = make(tmp_path / "quiet", ["base", "grows"], tune="matrix_lr")
-    drawn = Drawn({})
-
-    def train(arm: Arm, seeds: Iterable[Seeds]) -> Iterator[Trial]:
-        if arm.name == "grows" and next(iter(seeds))[0] not in TUNE_SEEDS:
-            raise RuntimeError("its process failed")
-        return drawn(arm, seeds)
-
-    Worker(study, arms, train, "", lambda line: None).run(Options((0,), ["grows"], any_delta=True))
-    assert "could not be trained: grows" in "\n".join(study_lines(study))

@@ -1,4 +1,4 @@
-"""Sweeps of a fake trainer: results, pruning, workers, and kills at any moment."""
+"""Sweeps of a fake trainer: results, pruning, errors, workers, kills at any moment, and the records."""
 
 from __future__ import annotations
 
@@ -11,29 +11,36 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 
+from quern import machine as machines
 from quern.cli import main
 from quern.flags.recipe_file import read_recipe_file
 from quern.flags.recipe_flags import Arguments, parse
 from quern.lab import search
 from quern.lab.options import SweepOptions
+from quern.lab.search.results import importances, write_results
 from quern.lab.search.space import apply, read_space
 from quern.lab.search.sweep import run
+from quern.lab.search.trials import Sweep, fill
+from quern.lab.study import start_facts
 from quern.lab.verdict import WORST
 from quern.optim.groups import table
 from quern.optim.schedule import warmup_stable_decay
 from quern.recipe import Recipe
 from quern.recipes.gpt import RECIPE as BASELINE
+from quern.records import read_lines
 from quern.resolve import resolve
 from tests.lab.sweep_worker import RECIPE, SPACE, FakeRun, FakeTrainer, score
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "tests/lab/sweep_worker.py"
+RATES = ("optim.matrix-lr=0.01..0.05:log",)
+"""A space whose baseline is 0.02."""
 
 
 def options(out: Path, **changed: Any) -> SweepOptions:
@@ -44,16 +51,8 @@ def sweep(given: SweepOptions, trainer: Any = None) -> tuple[list[dict[str, Any]
     """Runs a sweep: its trials, its results, and what it logged."""
     lines: list[str] = []
     assert run(given, lines.append, trainer or FakeTrainer()) == 0
-    trials = [json.loads(line) for line in (given.folder / "sweep.jsonl").read_text(encoding="utf-8").splitlines()]
+    trials = read_lines(given.folder / "sweep.jsonl")
     return trials, json.loads((given.folder / "results.json").read_text(encoding="utf-8")), lines
-
-
-def worker(*arguments: object) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error", str(SCRIPT), *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def expected(values: dict[str, Any], seeds: int = 2) -> float:
@@ -63,10 +62,7 @@ def expected(values: dict[str, Any], seeds: int = 2) -> float:
     return statistics.fmean(WORST if diverged else score(recipe, seed) for seed in range(seeds))
 
 
-# Results ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("sampler", "number"), [("random", 24), ("tpe", 24), ("gp", 13)])
+@pytest.mark.parametrize(("sampler", "number"), [("random", 24), ("tpe", 24), ("gp", 12)])
 def test_a_sweep_finds_the_best_of_its_trials(tmp_path: Path, sampler: Any, number: int) -> None:
     trials, results, lines = sweep(options(tmp_path, sampler=sampler, trials=number))
     assert len(trials) == number == results["trials"]
@@ -102,16 +98,23 @@ def test_the_best_at_the_edge_is_a_warning(tmp_path: Path) -> None:
     assert results["edges"] == []
 
 
-def test_diverged_and_refused_trials_are_kept_with_a_finite_value(tmp_path: Path) -> None:
-    space = ("optim.matrix-lr=0.03,0.09", "train.batch-tokens=4096,4097")
-    trials, results, _ = sweep(options(tmp_path, space=space, sampler="grid"))
+def test_trials_without_a_score_are_kept_with_a_finite_value(tmp_path: Path) -> None:
+    class Small(FakeTrainer):
+        def train(self, recipe: Recipe, **how: Any) -> FakeRun:
+            if recipe.train.batch_tokens == 8192:
+                raise MemoryError("8192 tokens do not fit")
+            return super().train(recipe, **how)
+
+    space = ("optim.matrix-lr=0.03,0.09", "train.batch-tokens=4096,4097,8192")
+    trials, results, _ = sweep(options(tmp_path, space=space, sampler="grid"), Small())
     values = {(one["values"]["optim.matrix_lr"], one["values"]["train.batch_tokens"]): one for one in trials}
-    assert values[0.03, 4096]["outcome"] == "finished"
-    assert (values[0.09, 4096]["outcome"], values[0.09, 4096]["bpb"]) == ("diverged", WORST)
+    outcomes = {4096: "diverged", 4097: "refused", 8192: "out of memory"}
+    assert {size: values[0.09, size]["outcome"] for size in outcomes} == outcomes
+    assert {values[0.09, size]["bpb"] for size in outcomes} == {WORST} and values[0.03, 4096]["outcome"] == "finished"
     assert [body["bpb"] for body in values[0.09, 4096]["runs"]] == [None, None]
-    assert (values[0.03, 4097]["outcome"], values[0.03, 4097]["bpb"]) == ("refused", WORST)
     assert "train.batch-tokens must be a multiple of model.context" in values[0.03, 4097]["reason"]
-    assert results["outcomes"] == {"diverged": 1, "finished": 1, "refused": 2}
+    assert values[0.03, 8192]["reason"] == "8192 tokens do not fit"
+    assert results["outcomes"] == {"diverged": 1, "finished": 1, "out of memory": 2, "refused": 2}
 
 
 def test_the_command_line_of_a_sweep_and_of_its_workers() -> None:
@@ -120,9 +123,6 @@ def test_the_command_line_of_a_sweep_and_of_its_workers() -> None:
     assert given.space == ("optim.matrix-lr=0.1..0.2", "a.toml") and given.recipe.train.steps == 9
     assert given.workers == 1  # a worker gets the command of the sweep with --workers 1 at its end
     assert given.folder == Path("out/lab/a")
-
-
-# Pruning ----------------------------------------------------------------------------------------------------
 
 
 def test_wilcoxon_ends_worse_trials_after_some_seeds_and_never_the_best(tmp_path: Path) -> None:
@@ -147,8 +147,6 @@ def test_hyperband_ends_worse_trials_in_their_first_run(tmp_path: Path) -> None:
     assert min(len(one["reported"]) for one in ended) < 8
     assert results["best"]["outcome"] == "finished"
 
-
-# Refusals ---------------------------------------------------------------------------------------------------
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "grid of a range": ({"sampler": "grid"}, "a grid needs the values of optim.matrix-lr"),
@@ -179,33 +177,58 @@ def test_without_the_extra_the_error_names_it(
     assert "sweeps need extra packages" in told and "pip install -e '.[lab]'" in told
 
 
-def test_a_study_keeps_its_plan_and_may_grow(tmp_path: Path) -> None:
-    before, _, _ = sweep(options(tmp_path, trials=5))
+FACTS: dict[str, Any] = start_facts(machines.detect("cpu", "fp32", compile=False), "quern lab sweep")
+
+
+def test_a_study_keeps_its_plan_and_the_facts_of_its_first_start_and_may_grow(tmp_path: Path) -> None:
+    def start(trials: int, source: str = "RECIPE = …", **changed: Any) -> list[str]:
+        lines: list[str] = []
+        facts = FACTS | {"commit": f"at {trials}", "registered": str(trials)}
+        run(options(tmp_path, trials=trials, **changed), lines.append, FakeTrainer(), facts=facts, source=source)
+        return [line for line in lines if line.startswith("warning: the study")]
+
+    assert start(5) == []
+    before = read_lines(tmp_path / "lab/s/sweep.jsonl")
     with pytest.raises(ValueError, match="study s was registered with another pruner, seeds"):
-        sweep(options(tmp_path, seeds=6, pruner="wilcoxon"))
+        start(5, seeds=6, pruner="wilcoxon")
     with pytest.raises(ValueError, match=r"another space\.train\.final_lr"):
-        sweep(options(tmp_path, space=(*SPACE, "train.final-lr=0..0.1")))
-    after, _, _ = sweep(options(tmp_path, trials=8, sampler="tpe"))
+        start(5, space=(*SPACE, "train.final-lr=0..0.1"))
+    with pytest.raises(ValueError, match="registered with another source"):
+        start(5, source="RECIPE = … # edited")
+    told = "warning: the study 's' was started by other software: commit at 5 then, at 8 now"
+    assert start(8, sampler="tpe") == [told]
+    after = read_lines(tmp_path / "lab/s/sweep.jsonl")
     assert after[:5] == before and len(after) == 8
     assert len({json.dumps(one["values"]) for one in after}) == 8  # a later start draws other values
+    results = json.loads((tmp_path / "lab/s/results.json").read_text(encoding="utf-8"))
+    assert results["facts"]["registered"] == "5" and results["trials"] == 8
 
 
-# Workers, deaths ----------------------------------------------------------------------------------
+def test_another_device_dtype_or_compilation_is_refused(tmp_path: Path) -> None:
+    study = Sweep.register(tmp_path / "s", {"facts": FACTS})
+    assert study.compare_facts(start_facts(machines.detect("cpu", "fp32", compile=False), "again")) is None
+    for name, flag in (("device", "--device"), ("dtype", "--dtype"), ("compiled", "--compile")):
+        with pytest.raises(ValueError, match=rf"the study 's' was started with another {flag} \(.* then, other now\)"):
+            study.compare_facts(FACTS | {"machine": FACTS["machine"] | {name: "other"}})
 
 
-def test_an_error_fails_the_trial_and_the_next_start_repeats_it_without_its_finished_runs(tmp_path: Path) -> None:
-    class Faulty(FakeTrainer):
+def test_an_error_of_the_disk_ends_the_worker_and_finished_runs_are_not_repeated(tmp_path: Path) -> None:
+    """It is no property of the trial, whose number of errors would be limited."""
+
+    class Full(FakeTrainer):
         runs = 0
 
         def train(self, recipe: Recipe, **how: Any) -> FakeRun:
             self.runs += 1
-            if self.runs == 4:
+            if self.runs >= 4:
                 raise OSError("the disk is full")
             return super().train(recipe, **how)
 
     ran = tmp_path / "ran.txt"
-    with pytest.raises(OSError, match="disk is full"):
-        sweep(options(tmp_path, trials=5), Faulty(ran))
+    trainer = Full(ran)
+    for _ in range(3):
+        with pytest.raises(OSError, match="disk is full"):
+            sweep(options(tmp_path, trials=5), trainer)
     trials, _, _ = sweep(options(tmp_path, trials=5), FakeTrainer(ran))
     assert len(trials) == 5
     assert all(trial["bpb"] == pytest.approx(expected(trial["values"])) for trial in trials)
@@ -213,17 +236,25 @@ def test_an_error_fails_the_trial_and_the_next_start_repeats_it_without_its_fini
     assert len(lines) == len(set(lines)) == 10
 
 
-def test_out_of_memory_is_an_outcome(tmp_path: Path) -> None:
-    class Small(FakeTrainer):
+def test_a_trial_that_fails_again_is_finished_and_blocks_no_other(tmp_path: Path) -> None:
+    class Faulty(FakeTrainer):
         def train(self, recipe: Recipe, **how: Any) -> FakeRun:
-            if recipe.train.batch_tokens == 8192:
-                raise MemoryError("8192 tokens do not fit")
+            if recipe.optim.matrix_lr == 0.02:
+                raise ZeroDivisionError("the rule divides by the rate - 0.02")
             return super().train(recipe, **how)
 
-    given = options(tmp_path, space=("train.batch-tokens=4096,8192",), sampler="grid")
-    trials, results, _ = sweep(given, Small())
-    assert results["outcomes"] == {"finished": 1, "out of memory": 1}
-    assert [one["reason"] for one in trials if one["outcome"] == "out of memory"] == ["8192 tokens do not fit"]
+    # As the first trial it is also the best at first, with which Wilcoxon's test compares the next one.
+    given = options(tmp_path, trials=4, space=RATES, seeds=5, pruner="wilcoxon")
+    with pytest.raises(ZeroDivisionError):
+        sweep(given, Faulty())
+    trials, results, lines = sweep(given, Faulty())
+    assert len(trials) == 4 and set(results["outcomes"]) <= {"failed", "finished", "pruned"}
+    failed = next(one for one in trials if one["outcome"] == "failed")
+    assert (failed["bpb"], failed["values"]["optim.matrix_lr"], failed["runs"]) == (WORST, 0.02, [])
+    assert failed["reason"] == "ZeroDivisionError: the rule divides by the rate - 0.02"
+    assert failed["baseline"]  # also as the second try
+    assert results["against_baseline"] is None and results["best"]["outcome"] == "finished"
+    assert any("8.0000 bits per byte, failed (ZeroDivisionError: the rule" in line for line in lines)
 
 
 def test_the_torn_end_of_a_trial_that_runs_is_dropped(tmp_path: Path) -> None:
@@ -236,31 +267,78 @@ def test_the_torn_end_of_a_trial_that_runs_is_dropped(tmp_path: Path) -> None:
     assert [run["seed"] for run in after[4]["runs"]] == [0, 1]
 
 
-def assert_exact(out: Path, trials: int) -> None:
-    """Every trial has finished once, with the right value, and no run was trained twice."""
-    lines = [json.loads(line) for line in (out / "lab/sweep/sweep.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert len(lines) == trials
-    for line in lines:
-        assert line["bpb"] == pytest.approx(expected(line["values"]))
-    assert sorted(line["trial"] for line in lines) == list(range(trials))
-    assert {line["outcome"] for line in lines} <= {"finished", "diverged"}
-    assert len({json.dumps(line["values"]) for line in lines}) == trials
-
-
-def test_a_sweep_that_is_killed_ten_times_loses_and_repeats_no_trial(tmp_path: Path) -> None:
-    kills = [random.Random(7).randrange(500, 4000) for _ in range(10)]
-    codes = json.loads(worker(tmp_path, 104, ",".join(map(str, [*kills, 0]))))
-    assert codes == [-9] * 10 + [0]
-    assert_exact(tmp_path, 104)
-    runs = Counter((tmp_path / "ran.txt").read_text(encoding="utf-8").splitlines())
-    assert len(runs) == 208
-    assert sum(runs.values()) <= 208 + 10  # a kill may come between the end of a run and its record
-
-
-def test_two_workers_share_a_sweep(tmp_path: Path) -> None:
-    worker(tmp_path, 16, 0, "--workers", 2)
-    assert_exact(tmp_path, 16)
+def test_a_sweep_that_is_killed_and_ends_with_two_workers_loses_and_repeats_no_trial(tmp_path: Path) -> None:
+    kills = [random.Random(7).randrange(500, 3000) for _ in range(6)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    script, told = ROOT / "tests/lab/sweep_worker.py", ",".join(map(str, [*kills, 0]))
+    command = [sys.executable, "-W", "error", str(script), str(tmp_path), "40", told]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0 and json.loads(done.stdout) == [-9] * 6 + [0], done.stderr
     assert (tmp_path / "lab/sweep/worker-1.log").read_text(encoding="utf-8") == ""
+    lines = read_lines(tmp_path / "lab/sweep/sweep.jsonl")
+    assert sorted(line["trial"] for line in lines) == list(range(40)), "every trial has finished once"
+    assert all(line["bpb"] == pytest.approx(expected(line["values"])) for line in lines)
+    assert {line["outcome"] for line in lines} <= {"finished", "diverged"}
+    assert len({json.dumps(line["values"]) for line in lines}) == 40
+    runs = Counter((tmp_path / "ran.txt").read_text(encoding="utf-8").splitlines())
+    assert len(runs) == 80 and sum(runs.values()) <= 80 + 6  # a kill may come between the end of a run and its record
+
+
+# Results ----------------------------------------------------------------------------------------------------
+
+
+def lines_with(pruned: float) -> list[dict[str, Any]]:
+    """40 trials, the last ten of them ended by Wilcoxon's test with a partial mean of `pruned`."""
+    return [
+        {
+            "trial": number,
+            "outcome": "pruned" if number >= 30 else "finished",
+            "bpb": pruned if number >= 30 else 1.5 + number / 100,
+            "values": {
+                "optim.matrix_lr": 0.001 + number / 1000,
+                "train.warmdown_share": 0.3 + 0.01 * (7 * number % 50),
+            },
+            "baseline": False,
+            "reported": {},
+            "runs": [{"bpb": 1.5 + number / 100}] * (1 if number >= 30 else 2),
+        }
+        for number in range(40)
+    ]
+
+
+def test_the_mean_of_some_seeds_is_never_the_best(tmp_path: Path) -> None:
+    """Optuna compares a trial that it prunes with the best of the study, which need not be one that counts."""
+    space, lines = read_space(SPACE, resolve(RECIPE)), lines_with(pruned=1.4)
+    study, other = (fill(optuna.create_study(), one, space) for one in (lines, lines_with(pruned=3.0)))
+    kept = Sweep.register(tmp_path / "s", {"seeds": [[0, 0], [1, 1]], "facts": None})
+    kept.finished = lines
+    told = write_results(kept, study, space)
+    results = json.loads((tmp_path / "s/results.json").read_text(encoding="utf-8"))
+    assert (results["best"]["trial"], results["best"]["bpb"]) == (0, 1.5)
+    assert results["outcomes"] == {"finished": 30, "pruned": 10}
+    assert not [line for line in told if " pruned " in line]
+    assert importances(study) == importances(other) != {}
+
+
+def test_a_run_that_diverged_is_null_in_the_records_and_counts_in_the_difference_from_the_best(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Curved(FakeRun):
+        curve: tuple[float, ...] = (1.5, math.nan)
+
+    class Unlucky(FakeTrainer):
+        def train(self, recipe: Recipe, **how: Any) -> FakeRun:
+            done = super().train(recipe, **how)
+            return Curved(1, math.nan) if done.seed == 1 and recipe.optim.matrix_lr == 0.02 else done
+
+    trials, results, _ = sweep(options(tmp_path, space=RATES, trials=6, seeds=3), Unlucky())
+    own, best = trials[0], results["best"]
+    assert own["baseline"] and own["outcome"] == "diverged" and best["outcome"] == "finished"
+    assert own["runs"][1] == {"seed": 1, "bpb": None, "curve": [1.5, None]}
+    pairs = zip(best["runs"], own["runs"], strict=True)
+    difference = statistics.fmean(ours["bpb"] - (theirs["bpb"] or WORST) for ours, theirs in pairs)
+    assert results["against_baseline"]["bpb"] == pytest.approx(difference) == pytest.approx(best["bpb"] - own["bpb"])
+    for name in ("sweep.jsonl", "results.json"):
+        assert "NaN" not in (tmp_path / "lab/s" / name).read_text(encoding="utf-8")
 
 
 # The study of all rates -------------------------------------------------------------------------------------
