@@ -1,14 +1,12 @@
-"""CORE against a scorer that reads one example at a time, uncached; its prompts, baselines, files and records."""
+"""CORE against a second scorer, which reads one row at a time, uncached; its baselines, files and records."""
 
 import gzip
 import json
-import math
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,7 +17,9 @@ from quern.eval.likelihood import Example, score_examples
 from quern.eval.run_task import Records
 from quern.generate.engine import Engine
 from quern.model.gpt import GPT
+from quern.records import read_lines
 from quern.text.tokenizer import Tokenizer
+from tests.support.core_oracle import questions, verdict
 from tests.support.tiny_model import CPU, tiny_model, tiny_tokenizer
 
 TIES = 1e-6
@@ -74,23 +74,8 @@ def model_of(tokenizer: Tokenizer, seed: int = 0, context: int = CONTEXT) -> GPT
     return tiny_model(tokenizer.vocab_size, context=context, seed=seed).eval()
 
 
-def engine_of(tokenizer: Tokenizer, seed: int = 0) -> Engine:
-    return Engine(model_of(tokenizer, seed), tokenizer, CPU)
-
-
-def alone(model: GPT, example: Example, vocab_size: int) -> tuple[list[float], bool]:
-    """One row after the other through the whole model, with logits of every position: mean losses, and whether the
-    first row is what the model would say."""
-    losses, says = [], []
-    for row, start in zip(example.rows, example.starts, strict=True):
-        tokens = torch.tensor([row[:-1]])
-        with torch.no_grad():
-            logits = model.logits(model(tokens, model.context(tokens)))[0, :, :vocab_size].double()
-        span = range(start, len(row))
-        logs = torch.log_softmax(logits, -1)
-        losses.append(-sum(logs[at - 1, row[at]].item() for at in span) / len(span))
-        says.append(all(int(logits[at - 1].argmax()) == row[at] for at in span))
-    return losses, says[0]
+def engine_of(tokenizer: Tokenizer) -> Engine:
+    return Engine(model_of(tokenizer, 4), tokenizer, CPU)
 
 
 def with_lookback(tokenizer: Tokenizer) -> GPT:
@@ -105,11 +90,11 @@ def with_lookback(tokenizer: Tokenizer) -> GPT:
 
 @pytest.mark.parametrize("make_model", [model_of, with_lookback])
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_batches_and_the_cache_change_no_score(
+def test_prompts_and_scores_are_those_of_one_row_at_a_time(
     bundle: Path, tokenizer: Tokenizer, name: str, make_model: Callable[[Tokenizer], GPT]
 ) -> None:
-    task, model = BY_NAME[name], make_model(tokenizer)
-    rows, context = read_rows(next(bundle.rglob(f"{task.file}.jsonl*")), task), int(model.shape.context or 0)
+    task, model, path = BY_NAME[name], make_model(tokenizer), next(bundle.rglob(f"{BY_NAME[name].file}.jsonl*"))
+    rows, context = read_rows(path, task), int(model.shape.context or 0)
     made = [make_example(task, rows, item, tokenizer, context) for item in range(len(rows))]
     examples = [example for example in made if example]
     assert len(examples) == 14
@@ -120,36 +105,11 @@ def test_batches_and_the_cache_change_no_score(
     if make_model is with_lookback and task.kind != "language":
         assert any(example.shared for example in examples)
     answers = score_examples(model, examples, CPU, tokenizer.vocab_size)
-    for example, answer in zip(examples, answers, strict=True):
-        losses, says = alone(model, example, tokenizer.vocab_size)
-        assert answer.losses == pytest.approx(losses, abs=1e-4)
-        close = sorted(losses)[1:2] and sorted(losses)[1] - min(losses) < TIES
-        expected = says if task.kind == "language" else int(np.argmin(losses)) == example.gold
-        assert answer.correct == expected or close
-
-
-def test_a_prompt_is_the_shots_and_the_question(tokenizer: Tokenizer) -> None:
-    task, rows = BY_NAME["arc_easy"], rows_of("choice", 14, random.Random(1))
-    example = make_example(task, rows, 3, tokenizer, 10_000)
-    assert example and not example.cropped
-    shots = random.Random(1234 + 3).sample([row for row in range(14) if row != 3], 10)
-    expected = "".join(f"{rows[s]['query']}\nAnswer: {rows[s]['choices'][rows[s]['gold']]}\n\n" for s in shots)
-    for row, choice in zip(example.rows, rows[3]["choices"], strict=True):
-        assert row[0] == tokenizer.bos
-        assert tokenizer.decode(list(row[1:])) == f"{expected}{rows[3]['query']}\nAnswer: {choice}"
-    assert {row[: example.starts[0]] for row in example.rows} == {example.rows[0][: example.starts[0]]}
-    schema, options = BY_NAME["winograd"], rows_of("schema", 3, random.Random(2))
-    found = make_example(schema, options, 1, tokenizer, 10_000)
-    assert found and len({row[start:] for row, start in zip(found.rows, found.starts, strict=True)}) == 1
-    language, texts = BY_NAME["lambada_openai"], [{"context": "the miller ground the ", "continuation": "corn"}]
-    asked = make_example(language, texts, 0, tokenizer, 10_000)
-    assert asked and tokenizer.decode(list(asked.rows[0][asked.starts[0] :])) == " corn"
-
-
-def test_options_that_begin_alike_are_scored_from_one_token_on(tokenizer: Tokenizer) -> None:
-    rows = [{"query": "the baker said", "choices": ["corn", "corn and bread"], "gold": 0}]
-    example = make_example(BY_NAME["copa"], rows, 0, tokenizer, 100)
-    assert example and example.starts[0] == example.starts[1] == len(example.rows[0]) - 1
+    for question, example, answer in zip(questions(path, task, tokenizer), examples, answers, strict=True):
+        assert example.rows == tuple(tuple(ids[-(context + 1) :]) for ids in question.rows)
+        alone = verdict(model, question, task.kind, context, tokenizer.vocab_size)
+        assert answer.losses == pytest.approx(alone.losses, abs=1e-4)
+        assert answer.correct == alone.correct or alone.margin < TIES
 
 
 def test_each_option_is_cut_by_itself(tokenizer: Tokenizer) -> None:
@@ -170,7 +130,7 @@ def test_each_option_is_cut_by_itself(tokenizer: Tokenizer) -> None:
 
 
 def test_the_mean_of_all_tasks_has_a_name_and_a_version(bundle: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    engine, records, said = engine_of(tokenizer, 4), tmp_path / "records", list[str]()
+    engine, records, said = engine_of(tokenizer), tmp_path / "records", list[str]()
     scores = run_core(engine, find_tasks(bundle), Records(records, {"step": 3}), said.append)
     assert [score.task for score in scores[-2:]] == ["CORE v1", "CORE v2"]
     for version, mean in zip(VERSIONS, scores[-2:], strict=True):
@@ -180,18 +140,11 @@ def test_the_mean_of_all_tasks_has_a_name_and_a_version(bundle: Path, tokenizer:
         ]
         assert mean.value == pytest.approx(sum(centred) / 22)
     assert scores[-1].value != scores[-2].value
-    for kind, chance in (("choice", 0.25), ("schema", 0.5), ("language", 0.0)):  # random weights score chance
-        own = [score for score, task in zip(scores, TASKS, strict=False) if task.kind == kind]
-        assert {score.chance for score in own} == {chance}
-        count = sum(score.count for score in own)
-        share = sum((score.value or 0) * score.count for score in own) / count
-        assert abs(share - chance) <= 2 * math.sqrt(chance * (1 - chance) / count), kind
-    lines = [
-        json.loads(line) for line in (records / "core/boolq.answers.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
-    assert (
-        len(lines) == 15 and lines[0]["step"] == 3 and {"item", "prompt", "answer", "gold", "losses"} <= set(lines[1])
-    )
+    chances = {"choice": 0.25, "schema": 0.5, "language": 0.0}
+    assert [score.chance for score in scores[:-2]] == [chances[task.kind] for task in TASKS]
+    lines = read_lines(records / "core/boolq.answers.jsonl")
+    assert len(lines) == 15 and lines[0]["step"] == 3
+    assert {"item", "prompt", "answer", "gold", "losses"} <= set(lines[1])
     (next(bundle.rglob("coqa.jsonl"))).unlink()
     scores = run_core(engine, find_tasks(bundle), Records(records, {"step": 3}), said.append)
     assert [score.task for score in scores[-2:]] == [f"mean of 21 of CORE's 22 tasks, {v}" for v in VERSIONS]
@@ -220,38 +173,6 @@ def test_a_finished_task_is_not_asked_again(
     assert run_core(engine, tasks, Records(records, {"step": 1}), print) == again
     run_core(engine, tasks, Records(records, {"step": 2}), print, limit=5)
     assert asked[4:] == [5, 5, 5], "another step or another limit is another evaluation"
-
-
-def test_a_model_that_knows_the_answers_scores_one_on_every_task(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """The model says "yes" after a colon, a dot and a d; the right answers do."""
-    for task in TASKS:
-        rows: list[dict[str, Any]] = []
-        for number in range(14):
-            gold = number % 2
-            text = f"{number} {WORDS[number % 12]}."
-            rows.append(
-                {"query": text, "choices": ["yes", "no"] if not gold else ["no", "yes"], "gold": gold}
-                if task.kind == "choice"
-                else {"context_options": [f"{number} wil", f"{number} rid"][:: 1 if gold else -1], "gold": gold}
-                | {"continuation": "yes"}
-                if task.kind == "schema"
-                else {"context": text, "continuation": "yes"}
-            )
-        (tmp_path / f"{task.file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    model = model_of(tokenizer)
-    model.initialize(0)  # the blocks add nothing yet: the head sees the current token
-    yes = tokenizer.encode("d yes")
-    pairs = [pair for lead in ".:d" for pair in zip(tokenizer.encode(lead) + yes[1:], yes[1:], strict=False)]
-    tokens, targets = torch.tensor([pair[:1] for pair in pairs]), torch.tensor([pair[1] for pair in pairs])
-    x_ND = model(tokens, model.context(tokens))[:, 0].detach()
-    optimizer = torch.optim.Adam([model.head.weight], lr=0.05)
-    for _ in range(200):
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model.logits(x_ND), targets).backward()
-        optimizer.step()
-    engine = Engine(model, tokenizer, CPU)
-    scores = run_core(engine, find_tasks(tmp_path), Records(tmp_path / "records", {}), lambda line: None)
-    assert {score.task: score.value for score in scores if score.value != 1.0} == {}
 
 
 @pytest.mark.parametrize(
