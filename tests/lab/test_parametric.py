@@ -14,7 +14,7 @@ from quern.lab.scaling.parametric import Surface, SurfaceFit, fit_surface
 TRUE = Surface(E=1.8, A=480.0, B=2100.0, alpha=0.35, beta=0.37)
 BUDGETS = (1e17, 3e17, 1e18, 3e18)
 CONSTANTS = ("E", "A", "B", "alpha", "beta")
-FLOPS = np.repeat(BUDGETS, 7)
+FLOPS: Any = np.repeat(BUDGETS, 7)
 N = 0.09 * FLOPS**0.5 * np.tile(np.logspace(-0.6, 0.6, 7), len(BUDGETS))
 D = FLOPS / (6 * N)
 """FLOPs, sizes and tokens of seven runs at each budget."""
