@@ -37,15 +37,17 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else plural}"
 
 
-def listed(texts: Mapping[str, str]) -> str:
-    """Names and their texts in two columns, wrapped at the width of the terminal."""
-    room, width = max(map(len, texts)) + 4, shutil.get_terminal_size().columns
-    rows = [textwrap.wrap(text, max(20, width - 1 - room)) for text in texts.values()]
-    return "\n".join(
-        f"{f'  {name}' if not line else '':{room}}{part}"
-        for name, parts in zip(texts, rows, strict=True)
-        for line, part in enumerate(parts)
-    )
+def listed(texts: Mapping[str, str], longest: int = 99) -> str:
+    """Names and their texts in two columns, wrapped at the width of the terminal.
+
+    A name of more than `longest` characters has its text below it.
+    """
+    room = max((len(name) for name in texts if len(name) <= longest), default=longest) + 4
+    width, lines = max(20, shutil.get_terminal_size().columns - 1 - room), list[str]()
+    for name, text in texts.items():
+        parts = ["" for _ in range(len(name) + 4 > room)] + textwrap.wrap(text, width)
+        lines += [f"{'' if number else f'  {name}':{room}}{part}".rstrip() for number, part in enumerate(parts)]
+    return "\n".join(lines)
 
 
 def silent(line: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quern.cli import options
-from quern.flags.check_flags import check
+from quern.flags.check_flags import check, flags_of
 from tests.test_layers import LAYER, LAYERS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -126,6 +126,6 @@ def test_the_flags_beside_those_of_other_trainers_exist() -> None:
     for fragment in fragments:
         words = shlex.split(fragment)
         verb, words = (words[1], words[2:]) if words[0] == "quern" else ("pretrain", words)
-        assert check(kinds[verb], words, "quern")
+        assert check(flags_of(kinds[verb]), words, "quern")
     with pytest.raises(ValueError, match="--train.step"):
-        check(kinds["pretrain"], ["--train.stepp", "3"], "quern")
+        check(flags_of(kinds["pretrain"]), ["--train.stepp", "3"], "quern")

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
 from annotated_types import Interval
 
 from quern.field_types import Amount, Count, Few, Seed
 from quern.flags import check_flags
-from quern.flags.check_flags import UNSAID, DeviceOptions
+from quern.flags.check_flags import DeviceOptions, Mark
 from quern.resolve import MICRO_BATCH_TOKENS
 
 What = Literal["tokenizer", "encode", "packing", "loading", "train", "prefill", "decode", "attention", "windows",
@@ -30,7 +29,7 @@ class BenchOptions(DeviceOptions):
     example: quern bench gpu --help
     """
 
-    what: Annotated[tuple[What, ...], tyro.conf.Positional] = ()
+    what: Annotated[tuple[What, ...], Mark.POSITIONAL] = ()
     """Parts to measure. Default: all except prepare, ranks, grug, serve and quality."""
     out: Path = Path("out")
     """The folder of the records, which are written to bench/ in it."""
@@ -40,20 +39,20 @@ class BenchOptions(DeviceOptions):
     """Seed of the weights and the data."""
     batch_tokens: Count = MICRO_BATCH_TOKENS
     """`train`, `ranks`, `grug`: tokens of one optimizer step, in micro-batches of at most 4,096."""
-    trace: Annotated[Path | None, UNSAID] = None
+    trace: Path | None = None
     """`ranks`: also write a timeline of some steps to this file, for ui.perfetto.dev. Default: none."""
     start: bool = True
     """`train`: also measure start-up time and peak memory of new processes, which takes longest."""
-    data: Annotated[Path | None, UNSAID] = None
+    data: Path | None = None
     """Text for tokenizer, encode, prepare and packing: a file or a folder. Default: the built-in world. `quality`: a
     second text, such as articles of an encyclopedia, large enough to be read once; its validation text is held out."""
     megabytes: Amount = 8.0
     """How much of that text to use."""
     documents: Annotated[int, Interval(ge=1, le=10**9)] = 1_000_000
     """`packing`: documents of the corpus whose loader is started and resumed; 100,000,000 takes minutes."""
-    train: Annotated[Path | None, UNSAID] = None
+    train: Path | None = None
     """`quality`: the training text, a file or a folder. It has no default."""
-    val: Annotated[Path | None, UNSAID] = None
+    val: Path | None = None
     """`quality`: the validation text of `--train`. It has no default."""
     minutes: Amount = 10.0
     """`quality`: minutes of training, counted in steps only."""

@@ -1,6 +1,6 @@
 """The command line: a verb, a recipe's name or file, and the recipe's fields as flags.
 
-tyro makes the flags from dataclasses (options.py, or the file of the verb's stage). A user error is printed as one
+The flags are the fields of dataclasses (options.py, or the file of the stage). A user error is printed as one
 line, without a traceback. Ctrl-C during imports is one line too. The exit codes are those of `train/guard.py`.
 """
 

@@ -1,4 +1,4 @@
-"""The options of the verbs that take a recipe or open a run, as dataclasses for tyro.
+"""The options of the verbs that take a recipe or open a run, as dataclasses.
 
 Verbs with options of their own define them in the file of their stage.
 """
@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-import tyro
 from annotated_types import Interval
 
 from quern.cluster import cluster_cpus, connect
 from quern.field_types import Amount, Count, Few, Port, Seed
-from quern.flags.check_flags import RARE, UNSAID, DeviceOptions
+from quern.flags.check_flags import DeviceOptions, Mark, Spelled
 from quern.flags.recipe_flags import ALL, FINE_TUNING, FOLLOWING, RL, WORKERS, Refusal
 from quern.generate.sampling import CHAT, Sampling
 from quern.recipe import FOR_FINE_TUNING, FOR_RL, IN_FINE_TUNING, Recipe
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 _OTHER_VERB = "does nothing in `quern {verb}`: give it to the verb that trains"
 _OF_THE_RUN = "belongs to the run's recipe and cannot change: leave it out"
 QUESTIONS = Refusal("questions", "is for `quern evaluate` and `quern run`")
-FLAT = tyro.conf.arg(name="")
-"""The fields of this part are flags without a prefix."""
 
 
 def log(line: str) -> None:
@@ -76,7 +73,7 @@ class TokenizerOptions:
         Refusal("text.tokenizer", "names a tokenizer, and `quern tokenizer` trains one: leave it out"),
     )
 
-    recipe: Annotated[Recipe, FLAT]
+    recipe: Annotated[Recipe, Mark.FLAT]
     out: Path = Path("out")
     """The output folder."""
 
@@ -85,7 +82,7 @@ class TokenizerOptions:
 class EncodingOptions:
     """A verb that turns text into tokens."""
 
-    workers: Annotated[Few | None, UNSAID, RARE] = None
+    workers: Annotated[Few | None, Mark.RARE] = None
     """Processes that turn text into tokens. Default: one per CPU thread, at most 16."""
 
 
@@ -97,12 +94,12 @@ class PrepareOptions(EncodingOptions, TokenizerOptions):
 
     engine: Literal["processes", "ray"] = "processes"
     """Where the workers run: in processes of this machine, or on a Ray cluster, by default one on each of its CPUs."""
-    ray: Annotated[str | None, UNSAID] = None
+    ray: str | None = None
     """With --engine ray: the cluster, auto or HOST:PORT. Default: auto."""
-    to: Annotated[Literal["bin", "nanogpt"] | None, UNSAID] = None
+    to: Literal["bin", "nanogpt"] | None = None
     """Also write the tokens for other programs: bin for modded-nanogpt and llm.c, nanogpt for nanoGPT. Default: only
     quern's own shards, under --out."""
-    dir: Annotated[Path | None, UNSAID] = None
+    dir: Path | None = None
     """With --to: the folder to write. Default: none."""
 
     def __post_init__(self) -> None:
@@ -130,26 +127,26 @@ class RanksOptions:
 
     refusals: ClassVar = (RL, *FOLLOWING)
 
-    recipe: Annotated[Recipe, FLAT]
-    where: Annotated[RunOptions, FLAT] = field(default_factory=RunOptions)
+    recipe: Annotated[Recipe, Mark.FLAT]
+    where: Annotated[RunOptions, Mark.FLAT] = field(default_factory=RunOptions)
     resume: bool = False
     """Continue from the newest good checkpoint, with the run's recipe and text; `run` also does without."""
     ranks: Few = 1
     """Processes on this machine that train together."""
-    nodes: Annotated[Few, RARE] = 1
+    nodes: Annotated[Few, Mark.RARE] = 1
     """Machines that run this command together, with the same number of ranks each."""
-    rendezvous: Annotated[str, RARE] = ""
+    rendezvous: Annotated[str, Mark.RARE] = ""
     """With several nodes: host:port, a free port of one of the nodes."""
-    tp: Annotated[Few, RARE] = 1
+    tp: Annotated[Few, Mark.RARE] = 1
     """Ranks that share one replica of the model (tensor parallelism); the replicas are data parallel."""
-    zero: Annotated[Literal[2, 3], RARE] = 2
+    zero: Annotated[Literal[2, 3], Mark.RARE] = 2
     """2: the replicas share the optimizer's state; 3: also parameters and gradients, which are gathered block by block,
     with less memory and more communication."""
-    restarts: Annotated[int, Interval(ge=0, le=10**6), RARE] = 3
+    restarts: Annotated[int, Interval(ge=0, le=10**6), Mark.RARE] = 3
     """With several ranks: how often all ranks restart after one fails."""
-    timeout: Annotated[Amount, RARE] = 60.0
+    timeout: Annotated[Amount, Mark.RARE] = 60.0
     """With several ranks: seconds without progress in a training step until all ranks restart."""
-    track: Annotated[tuple[Literal["tensorboard", "wandb"], ...], RARE] = ()
+    track: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Mark.RARE] = ()
     """Also send metrics to these."""
 
     def __post_init__(self) -> None:
@@ -161,15 +158,13 @@ class RanksOptions:
 class RunAllOptions(EncodingOptions, RanksOptions):
     """Flags of `quern run`."""
 
-    questions: Annotated[Few, RARE] = 200
+    questions: Annotated[Few, Mark.RARE] = 200
     """Held-out questions of each kind in the evaluation."""
     chat: bool = False
     """Also fine-tune a model of your own text, by default on the built-in conversations."""
     sft: bool = True
     """--no-sft skips fine-tuning and leaves a base model."""
-    program: Annotated[
-        Literal["ollama", "llama.cpp", "transformers"] | None, tyro.conf.arg(name="for", help_behavior_hint="")
-    ] = None
+    program: Annotated[Literal["ollama", "llama.cpp", "transformers"] | None, Spelled("for")] = None
     """Export the trained model for this program, into the run's folder. ollama and llama.cpp read models of the recipe
     llama with one digit in a token alone: --for makes both the default. Default: no export."""
 
@@ -178,7 +173,7 @@ class RunAllOptions(EncodingOptions, RanksOptions):
 class TrainOptions(RanksOptions):
     """Flags of `quern pretrain`, `quern sft` and `quern rl`."""
 
-    start: Annotated[str | None, tyro.conf.arg(name="from", help_behavior_hint="")] = None
+    start: Annotated[str | None, Spelled("from")] = None
     """Start a new run (--run) with the model of this run. With --resume: only if the new run has no checkpoint yet.
     Default: random weights, the run's base model, or for `quern rl` its fine-tuned model."""
     from_step: str = NEWEST
@@ -239,8 +234,8 @@ class _ModelOptions:
 
     refusals: ClassVar = (WORKERS, Refusal(ALL, _OF_THE_RUN))
 
-    recipe: tyro.conf.Suppress[Recipe]
-    where: Annotated[RunOptions, FLAT] = field(default_factory=RunOptions)
+    recipe: Annotated[Recipe, Mark.HIDDEN]
+    where: Annotated[RunOptions, Mark.FLAT] = field(default_factory=RunOptions)
 
 
 @dataclass
@@ -252,12 +247,12 @@ class EvaluateOptions(_ModelOptions):
     tasks: tuple[str, ...] = ()
     """Built-in tasks by name, task files (.py), core and core/TASK, or chat and chat/TASK. Default: the built-in tasks
     that suit the run's data. The base model answers questions only with --tasks or --stage pretrain."""
-    bundle: Annotated[Path | None, UNSAID] = None
+    bundle: Path | None = None
     """The folder with the files of CORE's tasks (.jsonl, .jsonl.gz), for --tasks core. Default: core, the public
     bundle, which is downloaded."""
-    limit: Annotated[Annotated[int, Interval(ge=1, le=10**7)] | None, UNSAID] = None
+    limit: Annotated[int, Interval(ge=1, le=10**7)] | None = None
     """The most questions of each task of CORE, of the chat tasks and of --harness. Default: all."""
-    chat_data: Annotated[Path | None, UNSAID] = None
+    chat_data: Path | None = None
     """The folder with the files of ARC, MMLU, GSM8K and HumanEval, for --tasks chat. Default: they are downloaded."""
     samples: Few = 1
     """Programs for each problem of HumanEval: above 1, pass@k is estimated from so many at temperature 0.8."""
@@ -270,7 +265,7 @@ class EvaluateOptions(_ModelOptions):
     """Also ask these tasks of lm-evaluation-harness: names, or files NAME.yaml. Needs the extra `eval`."""
     ranks: Few = 1
     """Processes on this machine that share the questions and the text."""
-    stage: Annotated[Literal["pretrain", "sft", "rl"] | None, UNSAID] = None
+    stage: Literal["pretrain", "sft", "rl"] | None = None
     """Evaluate only this stage. Default: the untrained model and every stage of the run."""
 
 
@@ -280,7 +275,7 @@ class _GenerateOptions(_ModelOptions):
 
     refusals: ClassVar = (Refusal(ALL, _OF_THE_RUN, but="seed"),)  # --seed is that of the sampling
 
-    sampling: Annotated[Sampling, FLAT] = CHAT
+    sampling: Annotated[Sampling, Mark.FLAT] = CHAT
     max_tokens: Count = 256
     """The most tokens in a reply."""
     seed: Seed = 0
@@ -291,14 +286,14 @@ class _GenerateOptions(_ModelOptions):
 class CompleteOptions(_GenerateOptions):
     """Flags of `quern complete`."""
 
-    prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"], help_behavior_hint="")] = None
+    prompt: Annotated[str | None, Spelled("prompt", "-p")] = None
     """The beginning of the text, printed before its continuation; "" for the beginning of a document. Default, and
     with -: standard input."""
     stage: Literal["pretrain", "sft", "rl"] = "pretrain"
     """The stage whose model continues the text."""
-    samples: Annotated[Few, tyro.conf.arg(aliases=["-n"])] = 1
+    samples: Annotated[Few, Spelled("samples", "-n")] = 1
     """Completions of the prompt, separated by a line ---."""
-    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    stop: Annotated[tuple[str, ...], Mark.REPEATED] = ()
     """End a completion before this text. Repeat the flag for several texts; $'\\n' is a newline in most shells."""
 
     def __post_init__(self) -> None:
@@ -310,12 +305,12 @@ class CompleteOptions(_GenerateOptions):
 class ChatOptions(_GenerateOptions):
     """Flags of `quern chat`."""
 
-    prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"], help_behavior_hint="")] = None
+    prompt: Annotated[str | None, Spelled("prompt", "-p")] = None
     """Ask this one question and exit; a base model continues it. Default: a conversation, whose
     questions can also come from a pipe, one in each line."""
     complete: bool = False
     """Continue texts instead of answering questions, by default with the base model."""
-    stage: Annotated[Literal["pretrain", "sft", "rl"] | None, UNSAID] = None
+    stage: Literal["pretrain", "sft", "rl"] | None = None
     """The stage whose model replies. Default: the run's last stage; with --complete, pretrain."""
 
     def __post_init__(self) -> None:
@@ -327,7 +322,7 @@ class ChatOptions(_GenerateOptions):
 class ServeOptions(_ModelOptions):
     """Flags of `quern serve`."""
 
-    stage: Annotated[Literal["pretrain", "sft", "rl"] | None, UNSAID] = None
+    stage: Literal["pretrain", "sft", "rl"] | None = None
     """The stage whose model replies. Default: the run's last stage."""
     lan: bool = False
     """Serve the devices of this network, such as a phone: listen on every address, ask for a key, and print a link with
@@ -337,21 +332,21 @@ class ServeOptions(_ModelOptions):
     allowed_hosts: tuple[str, ...] = ()
     """Further host names for which to answer, such as chat.example.org. Known are IP addresses, localhost, --host and
     this machine's name; "*" is any name, which lets web pages reach the server by DNS rebinding."""
-    trusted_proxy: Annotated[tuple[str, ...], RARE] = ()
+    trusted_proxy: Annotated[tuple[str, ...], Mark.RARE] = ()
     """Addresses or networks of proxies, such as 127.0.0.1: the client's address is then the one that they report in
     X-Forwarded-For. Default: none is believed."""
     port: Port = 8000
     """The port to listen on; 0 picks a free one."""
-    keys: Annotated[Path | None, UNSAID] = None
+    keys: Path | None = None
     """A file with the SHA-256 hash of an API key and the holder's name in each line, which `quern serve keys add NAME`
     writes; it is read again when it changes. Default: no key is asked for."""
-    access_log: Annotated[Path | None, UNSAID] = None
+    access_log: Path | None = None
     """Append a JSON line for each request, without its text. Default: no log."""
-    prefix_megabytes: Annotated[float, Interval(ge=0, le=1e6), RARE] = 256.0
+    prefix_megabytes: Annotated[float, Interval(ge=0, le=1e6), Mark.RARE] = 256.0
     """Memory of each model for prompts that were read: later ones with the same beginning start sooner. 0 for none."""
     also: tuple[str, ...] = ()
     """Further runs to serve. Requests choose by name: quern-RUN."""
-    watch_seconds: Annotated[float, Interval(ge=0, le=1e6), RARE] = 0.0
+    watch_seconds: Annotated[float, Interval(ge=0, le=1e6), Mark.RARE] = 0.0
     """Look so often for a newer checkpoint, and send new requests to it; 0 for never."""
     replicas: Annotated[int, Interval(ge=1, le=2**10)] = 1
     """Processes that each have the models and share the port; on GPUs, one GPU each. The log names a port of each."""
@@ -359,13 +354,13 @@ class ServeOptions(_ModelOptions):
     """The most POST requests by one holder of a key, or by one address without keys; 0 for any number."""
     requests_at_once: Annotated[int, Interval(ge=0, le=10**9)] = 0
     """The most open POST requests by one holder of a key, or by one address without keys; 0 for any number."""
-    request_seconds: Annotated[Amount, RARE] = 600.0
+    request_seconds: Annotated[Amount, Mark.RARE] = 600.0
     """The longest time that a request may take."""
-    cors: Annotated[tuple[str, ...], RARE] = ()
+    cors: Annotated[tuple[str, ...], Mark.RARE] = ()
     """Origins, as https://example.org, whose web pages may use the API in a browser. Default: none."""
-    tls_cert: Annotated[Path | None, UNSAID] = None
+    tls_cert: Path | None = None
     """The file of a certificate (PEM), to serve HTTPS; with --tls-key. Default: HTTP."""
-    tls_key: Annotated[Path | None, UNSAID] = None
+    tls_key: Path | None = None
     """The file of the certificate's private key (PEM). Default: HTTP."""
 
     def __post_init__(self) -> None:

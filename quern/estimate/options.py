@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-import tyro
 from annotated_types import Interval
 
 from quern.field_types import Amount, Few
-from quern.flags.check_flags import UNSAID
+from quern.flags.check_flags import Mark
 from quern.flags.recipe_flags import FOLLOWING
 from quern.recipe import Recipe
 
@@ -89,7 +88,7 @@ class PlanOptions:
 
     refusals: ClassVar = FOLLOWING[:1]
 
-    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
+    recipe: Annotated[Recipe, Mark.FLAT]
     gpus: Few = 8
     """Number of GPUs in all; of ranks, for --gpu cpu."""
     gpu: Literal["a100", "h100", "h200", "b200", "l40s", "rtx4090", "cpu"] = "h100"
@@ -98,15 +97,15 @@ class PlanOptions:
         "ib-ndr"
     )
     """Between machines; ib: an adapter for each GPU, ethernet: one for each machine."""
-    per_machine: Annotated[Few | None, UNSAID] = None
+    per_machine: Few | None = None
     """GPUs in one machine. Default: as machines are usually sold."""
-    matmul_tflops: Annotated[Amount | None, UNSAID] = None
+    matmul_tflops: Amount | None = None
     """Measured rate of a GPU's large matrix products (`quern bench train`). Default: 70 % of its peak."""
-    dollars_per_hour: Annotated[Annotated[float, Interval(ge=0, le=1e6)] | None, UNSAID] = None
+    dollars_per_hour: Annotated[float, Interval(ge=0, le=1e6)] | None = None
     """The price of one GPU. Default: as in quern/estimate/options.py."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     """The compute dtype."""
     compile: bool = True
     """--no-compile: memory of an eager run."""
-    json: Annotated[Path | None, UNSAID] = None
+    json: Path | None = None
     """Also write everything to this file. Default: no file."""

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 
@@ -21,7 +21,6 @@ from quern.estimate.memory import Activations, Memory, activations, memory
 from quern.estimate.memory_check import machine_memory
 from quern.estimate.options import NETWORKS, PROCESSORS, PlanOptions, cpu_rank
 from quern.estimate.predict import Cluster, Step, predict
-from quern.flags.check_flags import UNSAID
 from quern.machine import measure_peak_flops
 from quern.model.count import flop_counter, parameters
 from quern.recipe import Resolved
@@ -43,8 +42,8 @@ class Candidate:
     zero: int = 2
     micro_batch_tokens: int = 0
     recomputed: int = 0
-    memory: Annotated[Memory | None, UNSAID] = None
-    step: Annotated[Step | None, UNSAID] = None
+    memory: Memory | None = None
+    step: Step | None = None
     refusal: str = ""
     share: float = 1.0
     note: str = ""

@@ -1,23 +1,39 @@
-"""Reads the flags of a dataclass, and gives an error of one line for each mistake.
+"""Reads the flags of a dataclass, prints their help, and gives an error of one line for each mistake.
 
-It knows numbers, choices, switches, texts, and tuples of these, and one positional argument. tyro, whose rules these
-are, prints the help: its parser of a recipe takes a fifth of a second to build.
+A flag is a switch, or takes a number, a choice, a text or several of these; there may be one positional argument. The
+help of a flag is the text below its field. `Mark` says where a field is not a flag like the others.
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
 import shutil
+import sys
 import textwrap
-from collections.abc import Container, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from enum import Enum
+from functools import cache
+from itertools import pairwise, takewhile
+from pathlib import Path
+from types import NoneType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    NoReturn,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-import tyro
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
-
-from quern.field_types import UNIONS, Threads, refuse_outside
+from quern.field_types import UNIONS, Threads, annotations_of, refuse_outside
+from quern.terminal import listed
+from quern.validate import flag as flag_of
 from quern.validate import nearest
 
 if TYPE_CHECKING:
@@ -25,30 +41,44 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-UNSAID: Any = tyro.conf.arg(help_behavior_hint="")
-"""Marks a flag that is None by default and whose help text says what that means ("Default: …")."""
-SUPPRESSED, POSITIONAL, APPENDED = (
-    get_args(mark[int])[1:] for mark in (tyro.conf.Suppress, tyro.conf.Positional, tyro.conf.UseAppendAction)
-)
-RARE = "rare"
-"""Marks a flag that --help does not show."""
+
+class Mark(Enum):
+    """A mark in the annotation of a field."""
+
+    FLAT = "the fields of this part are flags without a prefix"
+    HIDDEN = "no flag"
+    POSITIONAL = "an argument without a flag"
+    REPEATED = "given again, the flag adds values"
+    RARE = "--help does not show the flag"
+
+
+class Spelled(NamedTuple):
+    """Spells the flag of a field differently: its name, and a short form such as -p."""
+
+    name: str
+    short: str = ""
+
+
 HELP_ALL, HELP_FLAGS = "--help-all", "--help-flags"
 HELP = frozenset(("-h", "--help", HELP_ALL, HELP_FLAGS))
 """The flags that print instead of running a verb: its help, all of it, the names of its flags."""
 NUMBERS = {int: "a whole number", float: "a number"}
+VALUES = {int: "INT", float: "FLOAT", Path: "PATH"}
+LONGEST = 22
+"""Characters of a flag in the help that leave room for its text beside it."""
 
 
 @dataclass(kw_only=True)
 class DeviceOptions:
     """The device that computes."""
 
-    device: Annotated[Literal["cpu", "cuda", "mps"] | None, UNSAID] = None
+    device: Literal["cpu", "cuda", "mps"] | None = None
     """Default: the fastest device available."""
-    dtype: Annotated[Literal["bf16", "fp32"] | None, UNSAID, RARE] = None
+    dtype: Annotated[Literal["bf16", "fp32"] | None, Mark.RARE] = None
     """Default: bf16 if it is measured to be faster."""
-    threads: Annotated[Threads | None, UNSAID, RARE] = None
+    threads: Annotated[Threads | None, Mark.RARE] = None
     """CPU threads, which all workers of a study share. Default: one per core."""
-    compile: Annotated[bool, RARE] = True
+    compile: Annotated[bool, Mark.RARE] = True
     """--no-compile runs eagerly."""
 
     def detect(self, threads: int | None = None) -> Machine:
@@ -57,203 +87,222 @@ class DeviceOptions:
         return detect(self.device, self.dtype, self.compile, threads or self.threads)
 
 
-VALUES = ConstructorRegistry()
-
-
-@VALUES.primitive_rule
-def _parsed_text(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    """A class with a function `parse` is one value, not a group of flags."""
-    kind: Any = info.type
-    if not (isinstance(kind, type) and hasattr(kind, "parse")):
-        return None
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="TEXT",
-        instance_from_str=lambda given: kind.parse(given[0]),
-        is_instance=lambda value: isinstance(value, kind),
-        str_from_instance=lambda value: [str(value)],
-    )
-
-
 @dataclass(frozen=True)
 class Flag:
-    """name: with dashes, such as --train.log-every; path: the names of its parts and its field; kind: the type of its
-    value; required: it has no default; appended: given again, it adds values; annotation: that of its field, with the
-    range."""
+    """A flag.
+
+    Args:
+        name: Its spelling, such as --train.log-every; empty for the positional argument.
+        part: The part of the options that it belongs to, such as train; empty for none.
+        path: The names of its parts and its field.
+        owner: The class of its field.
+        annotation: That of its field.
+        kind: The type of one value.
+        many: Whether it takes several values.
+        default: The field's default, or MISSING.
+        short: Another spelling, such as -p.
+        rare: Whether only --help-all shows it.
+        repeated: Whether it adds values when it is given again.
+        told: The default as --help shows it; None for the value of `default`.
+    """
 
     name: str
+    part: str
     path: tuple[str, ...]
+    owner: type
+    annotation: Any
     kind: Any
-    required: bool = False
-    appended: bool = False
-    annotation: Any = None
+    many: bool
+    default: Any
+    short: str
+    rare: bool
+    repeated: bool
+    told: str | None = None
 
     @property
-    def many(self) -> bool:
-        """It takes several values."""
-        return get_origin(self.kind) is tuple
+    def spellings(self) -> list[str]:
+        return [one for one in (self.name, self.short, negated(self.name) if self.kind is bool else "") if one]
+
+    @property
+    def takes(self) -> str:
+        """The value in messages."""
+        return f"one of {', '.join(map(str, self.choices))}" if self.choices else NUMBERS.get(self.kind, "a value")
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        """The types that one value may have."""
-        kind = get_args(self.kind)[0] if self.many else self.kind
-        return get_args(kind) if get_origin(kind) in UNIONS else (kind,)
+        return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
     @property
-    def number(self) -> type | None:
-        """int or float if the flag takes a number."""
-        return next((kind for kind in self.choices if kind in NUMBERS), None)
+    def has_few_choices(self) -> bool:
+        """Whether the choices fit beside the flag in the help."""
+        return 0 < len("".join(map(str, self.choices))) < 2 * LONGEST
+
+    @property
+    def head(self) -> str:
+        """The flag and its value in the help."""
+        names, more = ", ".join(self.spellings), " …" if self.many else ""
+        if not self.name or self.kind is bool:
+            return f"{names or self.path[-1].upper()}{more}"
+        value = f"{{{','.join(map(str, self.choices))}}}" if self.has_few_choices else VALUES.get(self.kind, "TEXT")
+        return f"{names} {value}{more}"
+
+    @property
+    def text(self) -> str:
+        """The text below the field, and the default where it does not say it."""
+        named = ((one.__module__, one.__name__, self.path[-1]) for one in self.owner.__mro__ if is_dataclass(one))
+        text = next((found for module, *of in named if (found := _texts(module).get(tuple(of)))), "")
+        if self.choices and not (self.name and self.has_few_choices):
+            text = f"{', '.join(map(str, self.choices))}. {text}"
+        if "Default" in text or "no default" in text:
+            return text
+        default = " ".join(map(str, self.default)) if isinstance(self.default, tuple) else self.default
+        told = "(required)" if self.default is MISSING else f"(default: {'none' if default in ('', None) else default})"
+        return f"{text} {self.told or told}".strip()
 
 
-def rare(kind: type) -> list[tuple[str, Any, Any]]:
-    """The fields with the mark RARE, as `make_dataclass` takes them, without flags; also those of the parts."""
-    found, hints = list[tuple[str, Any, Any]](), get_type_hints(kind, include_extras=True)
-    for f in fields(kind):
-        hint = hints[f.name]
-        if RARE in getattr(hint, "__metadata__", ()):
-            found.append((f.name, tyro.conf.Suppress[hint], field(default=f.default)))
-        elif isinstance(part := _bare(hint), type) and f.default_factory is part and (own := rare(part)):
-            frozen = part.__dataclass_params__.frozen  # pyright: ignore[reportAttributeAccessIssue]
-            made = make_dataclass(part.__name__, own, bases=(part,), frozen=frozen)
-            found.append((f.name, Annotated[(made, *hint.__metadata__)], field(default_factory=made)))
+@cache
+def _texts(module: str) -> Mapping[tuple[str, ...], str]:
+    """(class, field) → the text below the field in the source of a module, in one line."""
+    found = {}
+    for owner in ast.parse(inspect.getsource(sys.modules[module])).body:
+        if isinstance(owner, ast.ClassDef):
+            for field, below in pairwise(owner.body):
+                match field, below:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                        found[owner.name, name] = " ".join(text.split())
     return found
 
 
-def read(
-    kind: type[T],
-    arguments: Sequence[str],
-    *,
-    prog: str,
-    description: str | None = None,
-    default: T | None = None,
-    more: str = "",
-) -> T:
-    """Makes an instance of a dataclass from its flags.
+def flags_of(kind: type, prefix: str = "", path: tuple[str, ...] = (), **parts: Any) -> Iterator[Flag]:
+    """The flags of a dataclass. parts: values of fields, which replace the defaults."""
+    plain = get_type_hints(kind)
+    for f in fields(kind):
+        annotation, own = annotations_of(kind)[f.name], (*path, f.name)
+        marks = getattr(annotation, "__metadata__", ())
+        default: Any = parts.get(f.name, f.default if f.default_factory is MISSING else f.default_factory())
+        spelled = next((mark for mark in marks if isinstance(mark, Spelled)), Spelled(f.name))
+        several = get_args(plain[f.name]) if get_origin(plain[f.name]) in UNIONS else (plain[f.name],)
+        type_: Any = next(one for one in several if one is not NoneType)
+        if Mark.HIDDEN in marks or get_origin(type_) is Callable:  # a recipe's code
+            continue
+        if is_dataclass(type_):
+            within = "" if Mark.FLAT in marks else f"{prefix}{spelled.name}."
+            values = {} if default is MISSING else {one.name: getattr(default, one.name) for one in fields(default)}
+            part: Any = type(default) if values else type_
+            yield from flags_of(part, within, own, **values)
+            continue
+        many = get_origin(type_) is tuple
+        yield Flag(
+            "" if Mark.POSITIONAL in marks else f"--{flag_of(prefix + spelled.name)}",
+            prefix.removesuffix("."),
+            own,
+            kind,
+            annotation,
+            get_args(type_)[0] if many else type_,
+            many,
+            default,
+            spelled.short,
+            rare=Mark.RARE in marks,
+            repeated=Mark.REPEATED in marks,
+        )
 
-    more: Text at the end of --help.
 
-    Raises:
-        ValueError: Naming the wrong flag and its valid values.
-        SystemExit: After the help (code 0).
-    """
+def read(kind: type[T], arguments: Sequence[str], *, prog: str, description: str | None = None) -> T:
+    """Makes an instance of a dataclass from its flags; see `check` and `show_help`."""
+    flags = list(flags_of(kind))
+    if not HELP.isdisjoint(arguments):
+        show_help(flags, arguments, prog, description or inspect.getdoc(kind) or "")
+    return made(kind, check(flags, arguments, prog, complete=True))
+
+
+def show_help(flags: Sequence[Flag], arguments: Sequence[str], prog: str, description: str) -> NoReturn:
+    """Prints the help that the arguments ask for. Raises SystemExit (code 0)."""
     if HELP_FLAGS in arguments:
-        print(*(name for _, names in _flags(kind) for name in names if name.startswith("--")), sep="\n")
+        print(*(name for flag in flags for name in flag.spellings if name.startswith("--")), sep="\n")
         raise SystemExit(0)
-    if HELP.isdisjoint(arguments):
-        return _made(kind, default, check(kind, arguments, prog, complete=default is None))
-    width = shutil.get_terminal_size().columns  # tyro does not wrap it
-    for part in [*(description or inspect.getdoc(kind) or "").split("\n\n"), *filter(None, [more])]:
-        print(part if part.startswith("example: ") else textwrap.fill(part, width), end="\n\n")
-    instead: dict[str, Any] = {} if default is None else {"default": default}
-    with VALUES:
-        return tyro.cli(kind, prog=prog, args=["--help"], description="", config=(tyro.conf.DisallowNone,), **instead)
+    width = shutil.get_terminal_size().columns
+    usage = " ".join([*(f"[{flag.head}]" for flag in flags if not flag.name), "[FLAGS]"])
+    for part in [*description.split("\n\n"), f"usage: {prog} {usage}"]:
+        print(part if part.startswith(("example: ", "usage: ")) else textwrap.fill(part, width), end="\n\n")
+    parts = dict[str, list[Flag]]()
+    for flag in flags:
+        if not flag.rare or HELP_ALL in arguments:
+            parts.setdefault(flag.part, []).append(flag)
+    for part, own in parts.items():
+        print(textwrap.fill(f"{part}: {inspect.getdoc(own[0].owner)}", width) if part else "flags:")
+        print(listed({flag.head: flag.text for flag in own}, LONGEST), end="\n\n")
+    if HELP_ALL not in arguments and any(flag.rare for flag in flags):
+        more = ", ".join(sorted({flag.part for flag in flags if flag.rare and flag.part}))
+        print(f"all flags{f', also of {more}' if more else ''}: {prog} {HELP_ALL}")
+    raise SystemExit(0)
 
 
-def check(kind: type, arguments: Sequence[str], prog: str, complete: bool = False) -> dict[str, Any]:
+def check(flags: Iterable[Flag], arguments: Sequence[str], prog: str, complete: bool = False) -> dict[str, Any]:
     """Reads the values of flags, by field; those of a part are a dict.
 
     complete: also refuse a command line that lacks a required flag. Raises ValueError for the first unknown flag and
     the first value that cannot be read.
     """
-    known = {spelling: flag for flag, spellings in _flags(kind) for spelling in spellings}
-    positional = next(_positionals(kind), None)
-    given: set[str] = set()
-    read: dict[str, Any] = {}
-    at = 0
-    while at < len(arguments):
-        argument = arguments[at]
+    known = {spelling: flag for flag in flags for spelling in flag.spellings or [""]}
+    values, given, rest = dict[str, Any](), set[str](), list(arguments)
+    while rest:
+        argument = rest.pop(0)
         typed, equals, value = argument.partition("=")
-        at += 1
         if not typed.startswith("-") or typed == "-":
-            if positional is None or (not positional.many and "" in given):
+            flag, found = known.get(""), [argument]
+            if flag is None or (not flag.many and "" in given):
                 run = "; the name of a run follows the verb at once" if "--run" in known else ""
                 text = ", a text follows -p" if "-p" in known else ""
                 raise ValueError(f"'{typed}' belongs to no option: see {prog} --help{run}{text}")
-            _put(read, positional, _converted(positional, "the argument", [argument]))
-            given.add("")
-            continue
-        flag = known.get(_dashed(typed))
-        if flag is None:
-            raise ValueError(_unknown(typed, list(known), prog))
-        if flag.many and not flag.appended and flag.name in given:
-            raise ValueError(f"{flag.name} is given twice: give all its values after one {flag.name}")
-        given.add(flag.name)
-        if flag.kind is bool:
-            if equals:
+            typed = "the argument"
+        else:
+            flag = known.get(_dashed(typed))
+            if flag is None:
+                raise ValueError(_unknown(typed, [*known], prog))
+            if flag.many and flag.name in given and not flag.repeated:
+                raise ValueError(f"{flag.name} is given twice: give all its values after one {flag.name}")
+            if flag.kind is bool and equals:
                 raise ValueError(f"{flag.name} takes no value: give {flag.name} or {negated(flag.name)}")
-            _put(read, flag, [_dashed(typed) == flag.name])
-            continue
-        values = [value] if equals else _values(arguments[at:], known, flag.many)
-        at += 0 if equals else len(values)
-        values = [_whole(value) if flag.number is int else value for value in values]
-        _put(read, flag, _converted(flag, typed, values))
-    needed = [*known.values(), *([positional] if positional else [])]
-    missing = [flag.name or flag.path[-1].upper() for flag in needed if flag.required and flag.name not in given]
-    if complete and missing:
-        raise ValueError(f"{missing[0]} is missing: see {prog} --help")
-    return read
+            found = [value] if equals else [] if flag.kind is bool else _values(rest, known, flag.many)
+            rest = rest if equals else rest[len(found) :]
+        given.add(flag.name)
+        part = values
+        for name in flag.path[:-1]:
+            part = part.setdefault(name, {})
+        own = flag.path[-1]
+        if flag.kind is bool:
+            part[own] = _dashed(typed) == flag.name
+        elif flag.many:
+            part[own] = (*part.get(own, ()), *(_converted(flag, typed, one) for one in found))
+        elif found:
+            part[own] = _converted(flag, typed, found[0])
+        else:
+            raise ValueError(f"{typed} takes {flag.takes}: none was given")
+    for flag in known.values():
+        if complete and flag.default is MISSING and flag.name not in given:
+            raise ValueError(f"{flag.name or flag.path[-1].upper()} is missing: see {prog} --help")
+    return values
 
 
-def _put(read: dict[str, Any], flag: Flag, values: list[Any]) -> None:
-    """Adds the values of a flag. A list follows what the flag or the positional argument gave before."""
-    *parts, own = flag.path
-    for part in parts:
-        read = read.setdefault(part, {})
-    read[own] = (*read.get(own, ()), *values) if flag.many else values[0]
-
-
-def _made(kind: type[T], default: T | None, given: dict[str, Any]) -> T:
-    """An instance with the values that `check` has read."""
-    values, hints = dict[str, Any](), get_type_hints(kind)
+def made(kind: type[T], given: Mapping[str, Any], **parts: Any) -> T:
+    """An instance with the values that `check` has read. parts: fields that replace the defaults."""
+    values = dict(parts)
     for f in fields(kind):  # type: ignore[arg-type]
-        if isinstance(value := given.get(f.name), dict):
-            made = None if f.default_factory is MISSING else f.default_factory()
-            part: Any = made if default is None else getattr(default, f.name)
-            value = _made(hints[f.name] if part is None else type(part), part, value)
-        if value is not None:
-            values[f.name] = value
-    return kind(**values) if default is None else replace(default, **values)  # type: ignore[type-var]
+        if f.name in given:
+            part = parts.get(f.name) or (f.default if f.default_factory is MISSING else f.default_factory())
+            values[f.name] = _changed(part, given[f.name])
+    return kind(**values)
 
 
-def _positionals(kind: type) -> Iterator[Flag]:
-    hints = get_type_hints(kind, include_extras=True)
-    for f in fields(kind):
-        if _is(hints[f.name], POSITIONAL):
-            required = f.default is MISSING and f.default_factory is MISSING
-            yield Flag("", (f.name,), _bare(hints[f.name]), required)
-
-
-def _flags(kind: type, prefix: str = "", path: tuple[str, ...] = ()) -> Iterator[tuple[Flag, list[str]]]:
-    """Every flag of a dataclass with all its spellings."""
-    hints, plain = get_type_hints(kind, include_extras=True), get_type_hints(kind)
-    for f in fields(kind):
-        hint = hints[f.name]
-        if _is(hint, SUPPRESSED) or _is(hint, POSITIONAL):
-            continue
-        bare, marks = plain[f.name], getattr(hint, "__metadata__", ())
-        if get_origin(bare) in UNIONS:  # several values, or None
-            bare = next((kind for kind in get_args(bare) if get_origin(kind) is tuple), bare)
-        own = next((mark.name for mark in marks if getattr(mark, "name", None) is not None), f.name)
-        if is_dataclass(bare):
-            assert isinstance(bare, type)
-            yield from _flags(bare, f"{prefix}{own}." if own else prefix, (*path, f.name))
-            continue
-        required = f.default is MISSING and f.default_factory is MISSING
-        flag = Flag(_dashed(f"--{prefix}{own}"), (*path, f.name), bare, required, _is(hint, APPENDED), hint)
-        aliases = [alias for mark in marks for alias in getattr(mark, "aliases", None) or ()]
-        yield flag, [flag.name, *aliases, *([negated(flag.name)] if bare is bool else [])]
-
-
-def _is(hint: Any, marks: tuple[Any, ...]) -> bool:
-    return any(mark in getattr(hint, "__metadata__", ()) for mark in marks)
-
-
-def _bare(hint: Any) -> Any:
-    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+def _changed(part: Any, given: Any) -> Any:
+    """The value that was given, or the part with the values of a dict."""
+    if not isinstance(given, dict):
+        return given
+    return replace(part, **{name: _changed(getattr(part, name), value) for name, value in given.items()})
 
 
 def _dashed(typed: str) -> str:
-    """The spelling with dashes; tyro accepts underscores too."""
+    """The spelling with dashes; underscores are read too."""
     return typed[:2] + typed[2:].replace("_", "-")
 
 
@@ -263,50 +312,29 @@ def negated(name: str) -> str:
 
 
 def _values(rest: Sequence[str], known: Container[str], many: bool) -> list[str]:
-    values: list[str] = []
-    for argument in rest if many else rest[:1]:
-        if argument.startswith("--") or argument in known:
-            break
-        values.append(argument)
-    return values
+    return list(takewhile(lambda word: not word.startswith("--") and word not in known, rest if many else rest[:1]))
 
 
-def _converted(flag: Flag, typed: str, values: list[str]) -> list[Any]:
-    kind = next(kind for kind in flag.choices if kind is not type(None))
-    names = {str(choice): choice for choice in get_args(kind)} if get_origin(kind) is Literal else {}
-    takes = f"one of {', '.join(names)}" if names else NUMBERS.get(kind, "a value")
-    if not values and not flag.many:
-        raise ValueError(f"{typed} takes {takes}: none was given")
-    found: list[Any] = []
-    for value in values:
-        if (names and value not in names) or (kind in NUMBERS and not _reads(kind, value)):
-            raise ValueError(f"{typed} takes {takes}, not '{value}'")
-        if flag.number is not None:
-            refuse_outside(flag.annotation, flag.number(value), flag.name)
-        if hasattr(kind, "parse"):
-            try:
-                found.append(kind.parse(value))
-            except ValueError as error:
-                raise ValueError(f"{typed} {error}") from error
-        else:
-            found.append(names[value] if names else kind(value))
+def _converted(flag: Flag, typed: str, value: str) -> Any:
+    if hasattr(flag.kind, "parse"):
+        try:
+            return flag.kind.parse(value)
+        except ValueError as error:
+            raise ValueError(f"{typed} {error}") from error
+    try:
+        found = {str(one): one for one in flag.choices}[value] if flag.choices else _read(flag.kind, value)
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{typed} takes {flag.takes}, not '{value}'") from error
+    if flag.kind in NUMBERS:
+        refuse_outside(flag.annotation, found, flag.name)
     return found
 
 
-def _whole(value: str) -> str:
-    """A whole number that is written as 1e3 or 2.0, in digits; anything else as it is."""
-    with suppress(ValueError):
-        if not value.isdecimal() and float(value).is_integer():
-            return str(int(float(value)))
-    return value
-
-
-def _reads(kind: type, value: str) -> bool:
-    try:
-        kind(value)
-    except ValueError:
-        return False
-    return True
+def _read(kind: type, value: str) -> Any:
+    if kind is int and not value.isdecimal():
+        number = float(value)  # as in 1e3
+        return int(number) if number.is_integer() else int(value)
+    return kind(value)
 
 
 def _unknown(typed: str, known: list[str], prog: str) -> str:

@@ -1,22 +1,20 @@
 """The fields of a recipe as flags.
 
-tyro makes the flags. Fields without a flag (callables, and those that the verb's `refusals` name) are hidden in the
-help; on the command line they are refused with the reason, and so are fields that have no effect because of the values
-of others (`IDLE`).
+Fields without a flag (callables, and those that the verb's `refusals` name) are not in the help; on the command line
+they are refused with the reason, and so are fields that have no effect because of the values of others (`IDLE`).
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import field, fields, is_dataclass, make_dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
 from functools import cached_property
 from glob import glob
 from itertools import takewhile
+from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
-
-import tyro
+from typing import Any, NamedTuple, TypeVar
 
 from quern.flags import check_flags
 from quern.recipe import FOR_FINE_TUNING, Recipe
@@ -36,8 +34,9 @@ class Refusal(NamedTuple):
     reason: str
     but: str = ""
 
-    def covers(self, name: str, recipe: Recipe) -> bool:
-        covered = name in field_names(recipe) if self.names == ALL else _within(name, self.names)
+    def covers(self, name: str, fields: Collection[str]) -> bool:
+        """Whether a flag is one of these. fields: all of the recipe."""
+        covered = name in fields if self.names == ALL else _within(name, self.names)
         return covered and not _within(name, self.but)
 
 
@@ -96,7 +95,7 @@ class Arguments(tuple[str, ...]):
         return shlex.join(["quern", verb, *self])
 
     def value(self, field: str) -> str | None:
-        """The value of a flag; the last one counts, as for tyro."""
+        """The value of a flag; the last one counts."""
         words = self.given.get(field, [])
         at = max((at for at, word in enumerate(words) if word.startswith("--")), default=0)
         _, equals, value = words[at].partition("=") if words else ("", "", "")
@@ -110,7 +109,7 @@ class Arguments(tuple[str, ...]):
 F = TypeVar("F")
 
 
-def parse(flags: type[F], recipe: Recipe, arguments: Arguments, *, verb: str, description: str | None = None) -> F:
+def parse(flags: type[F], recipe: Recipe, arguments: Arguments, *, verb: str, description: str = "") -> F:
     """Reads the flags of a verb.
 
     Args:
@@ -120,44 +119,38 @@ def parse(flags: type[F], recipe: Recipe, arguments: Arguments, *, verb: str, de
         arguments: The command line after the verb. Its recipes are read already.
 
     Raises:
-        ValueError: A flag is refused; see also `check_flags.read`.
+        ValueError: A flag is refused; see also `check_flags.check`.
+        SystemExit: After the help (code 0).
     """
     refusals: tuple[Refusal, ...] = (*getattr(flags, "refusals", ()), *EVERYWHERE)
+    names = frozenset(field_names(recipe))
+
+    def why_none(name: str) -> str | None:
+        """The reason why the verb has no flag of this name; None if it may have one."""
+        reason = next((rule.reason for rule in refusals if rule.covers(name, names)), None)
+        return why_unused(name, recipe) if reason is None and name in recipe.unused else reason
+
     for name in arguments.given:
-        if reason := _why_no_flag(name, refusals, recipe):
+        if reason := why_none(name):
             raise ValueError(f"--{flag(name)} {reason.format(verb=verb)}")
-    hidden = {name for name in field_names(recipe) if _why_no_flag(name, refusals, recipe)}
-    short = arguments.asks_for_help and {check_flags.HELP_ALL, check_flags.HELP_FLAGS}.isdisjoint(arguments)
-    folded = {
-        name for name in field_names(recipe) if short and not _within(name, f"{OFTEN} {verb.replace(' ', '-')}")
-    } - hidden
-    rare = check_flags.rare(flags) if short else []
-    groups = ", ".join(sorted({name.partition(".")[0] for name in folded if "." in name}))
-    shown = _offered(recipe, hidden | folded, _filled(recipe), "derived from the run" if verb == "sft" else None)
-    markers = getattr(get_type_hints(flags, include_extras=True)["recipe"], "__metadata__", ())
-    kind = make_dataclass(
-        flags.__name__,
-        [("recipe", Annotated[(type(shown), *markers)]), *rare],
-        bases=(flags,),
-        namespace={"__post_init__": lambda self: None},  # the checks of `flags` run below
-        frozen=flags.__dataclass_params__.frozen,  # type: ignore[attr-defined]
-    )
-    parsed = check_flags.read(
-        kind,
-        arguments.flags,
-        prog=f"quern {verb}",
-        description=description,
-        default=kind(recipe=shown),
-        more=f"all flags{f', also of {groups}' if groups else ''}: quern {verb} --help-all" if short else "",
-    )
-    values = {f.name: getattr(parsed, f.name) for f in fields(flags)}  # type: ignore[arg-type]
-    return flags(**values | {"recipe": _plain(parsed.recipe, recipe)})
-
-
-def _why_no_flag(name: str, refusals: Sequence[Refusal], recipe: Recipe) -> str | None:
-    """The reason why a verb has no flag of this name; None if it may have one."""
-    reason = next((rule.reason for rule in refusals if rule.covers(name, recipe)), None)
-    return why_unused(name, recipe) if reason is None and name in recipe.unused else reason
+    offered = []
+    for one in check_flags.flags_of(flags, recipe=recipe):
+        part, *own = one.path
+        if part == "recipe" and why_none(name := ".".join(own)) is None:
+            text = name == "data"  # names, one in each line
+            default = tuple(recipe.data.split("\n")) if text else one.default
+            rare = not _within(name, f"{OFTEN} {verb.replace(' ', '-')}")
+            offered.append(replace(one, many=one.many or text, default=default, rare=rare))
+        elif part != "recipe":
+            offered.append(one)
+    if arguments.asks_for_help:
+        filled = _filled(recipe)
+        offered = [replace(one, told=_default(one, filled, verb == "sft")) for one in offered]
+        check_flags.show_help(offered, arguments, f"quern {verb}", description)
+    given = check_flags.check(offered, arguments.flags, f"quern {verb}", complete=True)
+    if "data" in given.get("recipe", ()):
+        given["recipe"]["data"] = "\n".join(given["recipe"]["data"])
+    return check_flags.made(flags, given, recipe=recipe)
 
 
 def _within(name: str, parts: str) -> bool:
@@ -171,40 +164,8 @@ def field_names(part: Any, prefix: str = "") -> Iterator[str]:
         value = getattr(part, f.name)
         if is_dataclass(value):
             yield from field_names(value, f"{prefix}{f.name}.")
-        elif not _is_code(f.name, value):
+        elif not (callable(value) or f.name.startswith("make_")):
             yield prefix + f.name
-
-
-def _offered(part: Any, hidden: set[str], filled: Any, derived: str | None, prefix: str = "") -> Any:
-    """An equal object of a derived class, in which tyro finds no flags for the hidden fields.
-
-    For a field that is None, the help shows `derived` or the field's value in `filled`, the resolved part.
-    """
-    hints = get_type_hints(type(part), include_extras=True)
-    offered, values = [], {}
-    for f in fields(part):
-        name, kind, value = prefix + f.name, hints[f.name], getattr(part, f.name)
-        hide = name in hidden or _is_code(f.name, value)
-        if is_dataclass(value):
-            hide = hidden.issuperset(field_names(value, name + "."))
-            value = _offered(value, hidden, getattr(filled, f.name), derived, name + ".")
-            kind = type(value)
-        elif name == "data":
-            kind, value = tuple[str, ...], tuple(value.split("\n"))
-        elif value is None:
-            kind = Annotated[kind, tyro.conf.arg(help_behavior_hint=_default(getattr(filled, f.name), derived))]
-        if name in OF_DATA:
-            kind = Annotated[kind, tyro.conf.arg(name=OF_DATA[name])]
-        offered.append((f.name, tyro.conf.Suppress[kind] if hide else kind, field(default=value)))
-        values[f.name] = value
-    made = make_dataclass(type(part).__name__, offered, bases=(type(part),), frozen=True, kw_only=True)
-    made.__doc__ = type(part).__doc__
-    return made(**values)
-
-
-def _is_code(name: str, value: Any) -> bool:
-    """Whether a field holds a function of the recipe's file, or would hold one."""
-    return callable(value) or name.startswith("make_")
 
 
 def _filled(recipe: Recipe) -> Recipe:
@@ -215,19 +176,15 @@ def _filled(recipe: Recipe) -> Recipe:
         return recipe
 
 
-def _default(value: Any, derived: str | None) -> str:
+def _default(one: check_flags.Flag, filled: Recipe, of_the_run: bool) -> str | None:
+    """The default of a recipe's field that is None, as the help shows it."""
+    if one.path[0] != "recipe" or one.default is not None:
+        return None
+    value = attrgetter(".".join(one.path[1:]))(filled)
     if value is None:
         return "(default: unset)"
     shown = f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
-    return f"(default: {derived})" if derived else f"(default: {shown}; follows)"
-
-
-def _plain(offered: Any, like: Any) -> Any:
-    """The same values in the classes of `like`."""
-    values = {f.name: (getattr(offered, f.name), getattr(like, f.name)) for f in fields(like)}
-    if isinstance(given := getattr(offered, "data", None), tuple):
-        values["data"] = "\n".join(given), like.data
-    return type(like)(**{n: _plain(new, old) if is_dataclass(old) else new for n, (new, old) in values.items()})
+    return "(default: derived from the run)" if of_the_run else f"(default: {shown}; follows)"
 
 
 _TOKENIZED = "is for a tokenizer that is trained on the text, and this one is there already: leave it out"

@@ -13,11 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
-
 from quern.field_types import code_path
 from quern.flags import check_flags
-from quern.flags.check_flags import UNSAID
+from quern.flags.check_flags import Mark
 from quern.flags.recipe_flags import Arguments
 from quern.recipe import Recipe
 from quern.recipes import load_recipe
@@ -40,7 +38,7 @@ class ExportOptions:
     """The run's name."""
     out: Path = Path("out")
     """The output folder that holds the run."""
-    stage: Annotated[Literal["pretrain", "sft", "rl"] | None, UNSAID] = None
+    stage: Literal["pretrain", "sft", "rl"] | None = None
     """Default: the run's last stage."""
     dtype: Literal["fp32", "bf16", "fp16", "q8_0"] = "fp32"
     """fp32 is exact; bf16 has half the size. Only gguf: fp16, and q8_0, 8.5 bits per weight."""
@@ -122,7 +120,7 @@ def export_plan(program: str | None, run_dir: RunDir, log: Callable[[str], None]
 class ImportOptions:
     """Flags of `quern import`."""
 
-    folder: tyro.conf.Positional[Path]
+    folder: Annotated[Path, Mark.POSITIONAL]
     """The folder to read: config.json, *.safetensors and tokenizer.json."""
     run: str
     """The new run's name."""
@@ -130,7 +128,7 @@ class ImportOptions:
     """The output folder for the run."""
     stage: Literal["pretrain", "sft"] = "pretrain"
     """pretrain: a base model; sft: a chat model."""
-    tokenizer: Annotated[Path | None, UNSAID] = None
+    tokenizer: Path | None = None
     """A tokenizer.json of quern's, where the folder has none. Default: the folder's."""
     data: str = "tinyworld"
     """The text for evaluation."""

@@ -6,11 +6,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-import tyro
 from annotated_types import Interval
 
 from quern.field_types import Few, Port, Positive, Rate, Seed
-from quern.flags.check_flags import UNSAID, DeviceOptions
+from quern.flags.check_flags import DeviceOptions, Mark
 from quern.flags.recipe_flags import FINE_TUNING, FOLLOWING, RL, Refusal
 from quern.recipe import Recipe
 
@@ -46,16 +45,16 @@ class CompareOptions:
 
     refusals: ClassVar = TRIALS
 
-    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
-    where: Annotated[WorkerOptions, tyro.conf.arg(name="")] = field(default_factory=WorkerOptions)
+    recipe: Annotated[Recipe, Mark.FLAT]
+    where: Annotated[WorkerOptions, Mark.FLAT] = field(default_factory=WorkerOptions)
     out: Path = Path("out")
     """The output folder; studies are in its folder lab."""
-    study: Annotated[str | None, UNSAID] = None
+    study: str | None = None
     """The study's name; an existing study continues, also in several processes at a time. Default: from the names of
     the arms, or ladder."""
     workers: Few = 1
     """Arms that train at the same time: on GPUs each worker has one, on a CPU they share its threads."""
-    ray: Annotated[str | None, UNSAID] = None
+    ray: str | None = None
     """A Ray cluster whose machines train the arms: auto or HOST:PORT. Default: this machine."""
     ladder: bool = False
     """Compare on the ladder's sizes, for compute multipliers and their trend."""
@@ -98,12 +97,12 @@ class SweepOptions:
 
     refusals: ClassVar = TRIALS
 
-    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
+    recipe: Annotated[Recipe, Mark.FLAT]
     space: tuple[str, ...] = ()
     """The fields to vary: FIELD=LOW..HIGH, FIELD=LOW..HIGH:log, FIELD=LOW..HIGH:STEP, FIELD=A,B,C; or .toml files."""
     out: Path = Path("out")
     """The output folder; studies are in its folder lab."""
-    study: Annotated[str | None, UNSAID] = None
+    study: str | None = None
     """The study's name; an existing study continues. Default: the name of the .toml file, or sweep."""
     sampler: Literal["tpe", "gp", "random", "grid"] = "tpe"
     """gp: a Gaussian process, for up to about 100 costly trials. grid: all combinations, without --trials."""
@@ -121,7 +120,7 @@ class SweepOptions:
     workers: Few = 1
     """Processes on this machine that run trials at the same time. On another machine that shares the folder, run the
     same command."""
-    where: Annotated[WorkerOptions, tyro.conf.arg(name="")] = field(default_factory=WorkerOptions)
+    where: Annotated[WorkerOptions, Mark.FLAT] = field(default_factory=WorkerOptions)
 
     @property
     def name(self) -> str:
@@ -139,7 +138,7 @@ class ScalingOptions:
 
     refusals: ClassVar = TRIALS
 
-    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
+    recipe: Annotated[Recipe, Mark.FLAT]
     budgets: tuple[Annotated[float, Interval(gt=0, le=1e30)], ...] = (1e13, 3e13, 1e14, 3e14)
     """Training FLOPs of a run."""
     sizes: tuple[str, ...] = ("1", "2", "3", "4", "5", "6", "7")
@@ -150,7 +149,7 @@ class ScalingOptions:
     """The study's name."""
     out: Path = Path("out")
     """The output folder; the study is in lab/ below it."""
-    tokens_per_second: Annotated[Positive | None, UNSAID] = None
+    tokens_per_second: Positive | None = None
     """Measured training speed of the recipe at its own --depth (`quern bench train`), to estimate the time. Default: no
     estimate before the first run."""
     resamples: Annotated[int, Interval(ge=100, le=10**6)] = 1000
@@ -160,10 +159,10 @@ class ScalingOptions:
     fit: bool = False
     """Fit the finished runs without training, also while another process trains."""
 
-    check: Annotated[str | None, UNSAID] = None
+    check: str | None = None
     """A study whose prediction is compared with this one's optimum; --budgets must have the budget that it predicts.
     Default: no comparison."""
-    where: Annotated[WorkerOptions, tyro.conf.arg(name="")] = field(default_factory=WorkerOptions)
+    where: Annotated[WorkerOptions, Mark.FLAT] = field(default_factory=WorkerOptions)
 
     @property
     def folder(self) -> Path:

@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-import tyro
+from typing import Annotated, Any
 
 from quern.flags import check_flags
+from quern.flags.check_flags import Mark
 from quern.records import drop_torn_end, read_lines
 from quern.runs.run_dir import STAGES, RunDir, instead_of_no_run, runs_in
 from quern.runs.run_lock import run_lock
@@ -34,7 +33,7 @@ TAKES = {"show": "RUN", "rename": "RUN NEW", "remove": "RUN", "compare": "RUN RU
 class RunsOptions:
     """Flags of `quern runs`."""
 
-    words: tyro.conf.Positional[tuple[str, ...]] = ()
+    words: Annotated[tuple[str, ...], Mark.POSITIONAL] = ()
     """show RUN, rename RUN NEW, remove RUN…, or compare RUN RUN…, where a run may be RUN/STAGE. Default: a table."""
     out: Path = Path("out")
     """The output folder that has the runs."""

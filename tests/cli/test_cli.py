@@ -386,8 +386,8 @@ def test_every_number_among_the_flags_has_its_range() -> None:
         jax_command.JaxMoveOptions,
         jax_command.GauntletOptions,
     ]
-    flags = [flag for kind in kinds for flag, _ in check_flags._flags(kind)]
-    assert [flag.name for flag in flags if flag.number and range_of(flag.annotation) is None] == []
+    flags = [flag for kind in kinds for flag in check_flags.flags_of(kind)]
+    assert [flag.name for flag in flags if flag.kind in check_flags.NUMBERS and range_of(flag.annotation) is None] == []
 
 
 def test_an_unknown_run_names_those_that_there_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

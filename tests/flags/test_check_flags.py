@@ -1,17 +1,20 @@
-"""What tyro reads is read alike; what it refuses is refused in one line."""
+"""Flags are read as they are documented; each mistake is refused in one line."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
-import tyro
 
-from quern.flags.check_flags import read
+from quern.field_types import Count
+from quern.flags.check_flags import Mark, Spelled, read
 
 
 @dataclass
 class Inner:
+    """An inner part."""
+
     steps: int | None = None
     rate: float = 0.5
     in_background: bool = False
@@ -20,28 +23,47 @@ class Inner:
 @dataclass
 class Flags:
     folder: Path
-    what: Annotated[tuple[Literal["a", "b"], ...], tyro.conf.Positional] = ()
+    """A text of
+    two lines: 100 % of it
+    (in one paragraph)."""
+    what: Annotated[tuple[Literal["a", "b"], ...], Mark.POSITIONAL] = ()
     inner: Inner = field(default_factory=Inner)
-    plain: Annotated[Inner, tyro.conf.arg(name="")] = field(default_factory=Inner)
+    plain: Annotated[Inner, Mark.FLAT] = field(default_factory=Inner)
     kinds: tuple[Literal["x", "y"], ...] = ()
-    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"])] = None
+    stop: Annotated[tuple[str, ...], Mark.REPEATED] = ()
+    prompt: Annotated[str | None, Spelled("prompt", "-p")] = None
+    rare: Annotated[Count, Mark.RARE] = 3
+    """Default: three."""
+
+
+F = Path("f")
 
 
 @pytest.mark.parametrize(
-    "typed",
+    ("typed", "expected"),
     [
-        "--folder f",
-        "a b --folder=f --inner.steps 3 --inner.rate 1e-3 --inner.in-background",
-        "--folder f --inner.in_background --inner.steps 4 --no-in-background",
-        "--rate -3 --folder f --kinds x y -p hello",
-        "--folder f --kinds --prompt -1",
-        "--folder f --stop a --stop b",
-        "--folder f --inner.in-background --inner.no-in-background --inner.rate 1 --inner.rate 2",
+        ("--folder f", Flags(F)),
+        (
+            "a b --folder=f --inner.steps 3 --inner.rate 1e-3 --inner.in-background",
+            Flags(F, ("a", "b"), Inner(3, 1e-3, True)),
+        ),
+        (
+            "--folder f --inner.in_background --inner.steps 4e0 --no-in-background",
+            Flags(F, inner=Inner(4, in_background=True)),
+        ),
+        ("--rate -3 --folder f --kinds x y -p hello", Flags(F, plain=Inner(rate=-3), kinds=("x", "y"), prompt="hello")),
+        ("--folder f --kinds --prompt -1", Flags(F, prompt="-1")),
+        ("--folder f --stop a --stop b", Flags(F, stop=("a", "b"))),
+        (
+            "--folder f --inner.in-background --inner.no-in-background --inner.rate 1 --inner.rate 2",
+            Flags(F, inner=Inner(rate=2)),
+        ),
+        ("--folder f -p -hello", Flags(F, prompt="-hello")),
+        ("--folder f --prompt=--x --rate=-3", Flags(F, plain=Inner(rate=-3), prompt="--x")),
     ],
 )
-def test_what_is_read_is_what_tyro_reads(typed: str) -> None:
-    assert read(Flags, typed.split(), prog="p") == tyro.cli(Flags, args=typed.split())
+def test_flags_are_read(typed: str, expected: Flags) -> None:
+    assert read(Flags, typed.split(), prog="p") == expected
 
 
 @pytest.mark.parametrize(
@@ -59,30 +81,26 @@ def test_what_is_read_is_what_tyro_reads(typed: str) -> None:
         ("--folder f --background", "unknown option --background; nearest: --in-background"),
         ("a --kinds x b", "--kinds takes one of x, y, not 'b'"),
         ("--folder f -q", "unknown option -q; all of them: p --help"),
+        ("--folder f --rare 0", "--rare must be a whole number between 1 and 1,000,000,000,000, not 0"),
+        ("--folder f --kinds x --kinds y", "--kinds is given twice: give all its values after one --kinds"),
     ],
 )
-def test_what_is_refused_is_refused_by_tyro_too(typed: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_refused_in_one_line(typed: str, expected: str) -> None:
     with pytest.raises(ValueError) as refused:
         read(Flags, typed.split(), prog="p")
     assert str(refused.value).startswith(expected) and "\n" not in str(refused.value)
-    with pytest.raises(SystemExit):
-        tyro.cli(Flags, args=typed.split())
-    capsys.readouterr()
 
 
-@pytest.mark.parametrize("typed", [["-p", "-hello"], ["--prompt", "-x"], ["--prompt=-x"], ["--prompt=--x"]])
-def test_a_value_may_begin_with_a_dash(typed: list[str]) -> None:
-    expected = typed[-1].removeprefix("--prompt=")
-    assert read(Flags, ["--folder", "f", *typed, "--rate=-3"], prog="p").prompt == expected
-
-
-def test_a_list_is_given_once() -> None:
-    """tyro keeps the last one, silently."""
-    with pytest.raises(ValueError, match="^--kinds is given twice: give all its values after one --kinds$"):
-        read(Flags, ["--folder", "f", "--kinds", "x", "--kinds", "y"], prog="p")
-
-
-def test_help_is_shown_whatever_else_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        read(Flags, ["--nope", "--help"], prog="p")
-    assert "--inner.steps" in capsys.readouterr().out
+@pytest.mark.parametrize("asked", ["--help", "--help-all"])
+def test_help_joins_the_lines_of_a_text_and_is_shown_whatever_else_is_wrong(
+    asked: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as ended:
+        read(Flags, ["--nope", asked], prog="p", description="Reads.\n\nexample: p a")
+    shown = re.sub(" {3,}", "  ", capsys.readouterr().out)
+    assert "  --folder PATH  A text of two lines: 100 % of it (in one paragraph).\n" in shown
+    assert "usage: p [WHAT …] [FLAGS]\n" in shown and "  --stop TEXT …  (default: none)\n" in shown
+    assert "inner: An inner part.\n" in shown and "  --inner.steps INT" in shown and ended.value.code == 0
+    assert ("  --rare INT  Default: three.\n" in shown) is (asked == "--help-all")
+    assert ("all flags: p --help-all" in shown) is (asked == "--help")

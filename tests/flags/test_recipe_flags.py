@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Annotated
 
 import pytest
-import tyro
 
 from quern.cli.options import EvaluateOptions, PretrainOptions
+from quern.flags.check_flags import Mark
 from quern.flags.recipe_flags import Arguments, field_names, parse, refuse_idle
 from quern.recipe import ConversationSource, Recipe
 from quern.recipes import gpt, llama
@@ -15,7 +15,7 @@ from quern.recipes import gpt, llama
 
 @dataclass
 class Flags:
-    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
+    recipe: Annotated[Recipe, Mark.FLAT]
     speed: int = 1
     """How fast."""
 

@@ -9,10 +9,9 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-import tyro
-
-from quern.flags.check_flags import HELP, read
+from quern.flags.check_flags import HELP, Mark, read
 from quern.records import read_regular
 from quern.temporaries import write_whole
 
@@ -21,7 +20,7 @@ from quern.temporaries import write_whole
 class KeysOptions:
     """Flags of `quern serve keys`."""
 
-    name: tyro.conf.Positional[str] = ""
+    name: Annotated[str, Mark.POSITIONAL] = ""
     """add, remove: the holder of the key, in one word."""
     keys: Path = Path("keys.txt")
     """The file of the keys' hashes."""

@@ -14,12 +14,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-import tyro
 from annotated_types import Interval
 
 from quern.field_types import Few, Threads
 from quern.flags import check_flags
-from quern.flags.check_flags import UNSAID, negated
+from quern.flags.check_flags import Mark, negated
 from quern.flags.recipe_flags import FINE_TUNING, FOLLOWING, RL, WORKERS, Arguments, Refusal, parse
 from quern.recipe import Recipe
 from quern.recipes import chosen_recipe, load_recipe
@@ -45,7 +44,7 @@ class Axes:
     """Copies of the model on groups of machines that a slow network connects."""
     replica: Few = 1
     """Copies of the model within a group."""
-    data: Annotated[Few | None, UNSAID] = None
+    data: Few | None = None
     """Shards of the batch, the parameters and the optimizer's state. Default: all devices that remain for this axis."""
     model: Few = 1
     """Shards of heads, feed-forward channels and vocabulary (tensor parallelism)."""
@@ -55,11 +54,11 @@ class Axes:
 class Processes:
     """Several processes with one mesh: give each the `coordinator`, or use a `scheduler`."""
 
-    coordinator: Annotated[str | None, UNSAID] = None
+    coordinator: str | None = None
     """host:port of process 0. Default: a single process."""
-    count: Annotated[Few | None, UNSAID] = None
+    count: Few | None = None
     """The number of processes. Default: that of the cluster, if JAX detects one."""
-    id: Annotated[Annotated[int, Interval(ge=0, le=10**6)] | None, UNSAID] = None
+    id: Annotated[int, Interval(ge=0, le=10**6)] | None = None
     """The number of this process, from 0. Default: that of the cluster, if JAX detects one."""
     scheduler: bool = False
     """Ask Slurm, Open MPI, Kubernetes or the TPU pod for the above."""
@@ -73,9 +72,9 @@ class JaxRunOptions:
     """The output folder; all files of a run are below it."""
     run: str = "first"
     """The run's name."""
-    dtype: Annotated[Literal["bf16", "fp32"] | None, UNSAID] = None
+    dtype: Literal["bf16", "fp32"] | None = None
     """Default: bf16 on accelerators, and on CPUs if it is measured to be clearly faster."""
-    cpu_devices: Annotated[Threads | None, UNSAID] = None
+    cpu_devices: Threads | None = None
     """Split the CPU into this many devices, to try a mesh. Default: one device."""
     mesh: Axes = field(default_factory=Axes)
     processes: Processes = field(default_factory=Processes)
@@ -101,13 +100,13 @@ class JaxTrainOptions:
         ),
     )
 
-    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
-    where: Annotated[JaxRunOptions, tyro.conf.arg(name="")] = field(default_factory=JaxRunOptions)
+    recipe: Annotated[Recipe, Mark.FLAT]
+    where: Annotated[JaxRunOptions, Mark.FLAT] = field(default_factory=JaxRunOptions)
     resume: bool = False
     """Continue from the newest good checkpoint; the mesh may differ."""
     track: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Also send metrics to these."""
-    config: Annotated[Path | None, UNSAID] = None
+    config: Path | None = None
     """A YAML or JSON file of these flags, such as {"depth": 4, "train": {"steps": 300}, "run": "twin"}; flags override
     it. Default: no file."""
 
@@ -116,10 +115,10 @@ class JaxTrainOptions:
 class JaxMoveOptions:
     """Flags of `quern grug eval`, `export` and `import`."""
 
-    where: Annotated[JaxRunOptions, tyro.conf.arg(name="")] = field(default_factory=JaxRunOptions)
-    config: Annotated[Path | None, UNSAID] = None
+    where: Annotated[JaxRunOptions, Mark.FLAT] = field(default_factory=JaxRunOptions)
+    config: Path | None = None
     """The configuration file of `quern grug train`. Default: no file."""
-    stage: Annotated[Literal["pretrain", "sft"] | None, UNSAID] = None
+    stage: Literal["pretrain", "sft"] | None = None
     """`import`: the PyTorch stage. Default: the run's last stage."""
 
 
@@ -127,7 +126,7 @@ class JaxMoveOptions:
 class GauntletOptions:
     """Flags of `quern grug gauntlet`."""
 
-    file: tyro.conf.Positional[str]
+    file: Annotated[str, Mark.POSITIONAL]
     """A Python file that ends in a recipe of the JAX twin (docs/grug.md), or gpt for the core as it is."""
     out: Path = Path("out")
     """The output folder; the record is <out>/gauntlet/<name of the recipe>.json."""
