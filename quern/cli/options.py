@@ -111,8 +111,7 @@ class PrepareOptions(EncodingOptions, TokenizerOptions):
     def encoders(self) -> tuple[int, StartWorkers]:
         """The number of workers, and where they run. Connects to the cluster."""
         from quern.machine import cpu_threads
-        from quern.text.encode.cluster import on_cluster
-        from quern.text.encode.pool import ENOUGH_WORKERS, on_processes
+        from quern.text.encode.pool import ENOUGH_WORKERS, on_cluster, on_processes
 
         start_workers, count = on_processes, cpu_threads
         if self.engine == "ray":

@@ -75,7 +75,6 @@ class Batches(ABC):
     Args:
         context: Targets of a row.
         batch_rows: Rows of a global batch, over all ranks.
-        seed: 0 to 2**63 - 1.
         group_size: Size of the documents that are shuffled together, in tokens + `DOCUMENT_SIZE` for each document;
             None for all documents, which a corpus needs in which one source follows the other.
 
@@ -162,29 +161,20 @@ def groups_of(corpus: Corpus, group_size: int | None = GROUP_SIZE) -> int:
 def prefetch(
     loader: BatchSource, start: int, stop: int | None, depth: int = 2, rank: int = 0, ranks: int = 1
 ) -> Generator[Batch, None, None]:
-    """Reads batches ahead in a thread, which ends when the iterator is closed or dropped.
+    """Reads the batches of steps `start` to `stop` - 1, `depth` of them ahead, in a thread that ends when the iterator
+    is closed or dropped. An error of the loader is raised where its batch would have come."""
+    pool = ThreadPoolExecutor(1, "prefetch")
+    steps = itertools.count(start) if stop is None else iter(range(start, stop))
+    ready = deque[Future[Batch]]()
 
-    Args:
-        start, stop: The first step, and the one after the last; None reads without an end.
-        depth: How many batches are read early.
-        rank, ranks: As `BatchSource.batch`.
+    def submit(count: int) -> None:
+        ready.extend(pool.submit(loader.batch, step, rank, ranks) for step in itertools.islice(steps, count))
 
-    Yields:
-        The batches in order. An error of the loader is raised where its batch would have come.
-    """
-    pool, steps = (
-        ThreadPoolExecutor(1, "prefetch"),
-        iter(itertools.count(start) if stop is None else range(start, stop)),
-    )
-
-    def submit(count: int) -> list[Future[Batch]]:
-        return [pool.submit(loader.batch, step, rank, ranks) for step in itertools.islice(steps, count)]
-
-    ready = deque(submit(depth + 1))
+    submit(depth + 1)
     try:
         while ready:
             batch = ready.popleft().result()
-            ready += submit(1)
+            submit(1)
             yield batch
     finally:
         pool.shutdown(cancel_futures=True)

@@ -43,23 +43,6 @@ MODDED_NANOGPT = BinFormat("{name}_train_{number:06d}.bin", "{name}_val_{number:
 NANOGPT = BinFormat("train.bin", "val.bin", header=False, begins=False, file_tokens=None)
 
 
-class _BinPart(Part):
-    """The documents of a token file, which is mapped when it is read.
-
-    starts: (documents + 1,) index in the file of the first token of each document, and of the one after the last;
-    skipped: tokens before the first document, which belong to none.
-    """
-
-    def __init__(self, path: Path, starts: np.ndarray, skipped: int) -> None:
-        self.path, self.skipped, self._tokens = path, skipped, slice(int(starts[0]), int(starts[-1]))
-        self._starts = starts[:-1] - starts[0]
-        self.count, self.documents, self.masked = int(starts[-1] - starts[0]), len(starts) - 1, False
-        self.mapped_bytes = path.stat().st_size
-
-    def read(self) -> tuple[np.ndarray, None]:
-        return map_tokens(self.path, headerless=True)[self._tokens], None
-
-
 def read_bin(*paths: str | Path, bos: int = 50256) -> Corpus:
     """Opens the files of one text, in order.
 
@@ -76,12 +59,26 @@ def read_bin(*paths: str | Path, bos: int = 50256) -> Corpus:
         first = int(found[0])
         if ending and first and whole:  # the first document has no delimiter before it
             tokens = map_tokens(path, headerless=True)[:first]
-            parts.append(Part(np.concatenate([np.array([bos], tokens.dtype), tokens]), np.zeros(1, np.int64)))
+            with_bos = np.concatenate([np.array([bos], tokens.dtype), tokens])
+            parts.append(Part.of_arrays(with_bos, np.zeros(1, np.int64)))
         skipped = 0 if ending and whole else first
         whole = bool(found[-1] == count - 1)
-        starts = found if ending and whole else np.append(found, count)
-        parts.append(_BinPart(path, starts, skipped))
+        parts.append(_part(path, found if ending and whole else np.append(found, count), skipped))
     return Corpus(parts, bos)
+
+
+def _part(path: Path, starts: np.ndarray, skipped: int) -> Part:
+    """The documents of a file. starts: of each, and the end of the last."""
+    begin, end = int(starts[0]), int(starts[-1])
+    own = starts[:-1] - begin
+    return Part(
+        count=end - begin,
+        documents=len(own),
+        starts=lambda: own,
+        read=lambda: (map_tokens(path, headerless=True)[begin:end], None),
+        mapped_bytes=path.stat().st_size,
+        skipped=skipped,
+    )
 
 
 def _find(path: Path, bos: int, step: int = 1 << 24) -> tuple[np.ndarray, int]:

@@ -43,18 +43,14 @@ SAVE_EVERY = 16
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A packed chunk.
-
-    For each segment: the position in the corpus of the token that its BOS replaces (source), whether it begins
-    (resumed) and ends in mid-document (broken). order: the rows, shuffled; heads: the pieces that begin a document.
-    """
+    """A packed chunk."""
 
     packing: Packing
-    source: np.ndarray
-    resumed: np.ndarray
-    broken: np.ndarray
-    order: np.ndarray
-    heads: int
+    source: np.ndarray  # of each segment: the position in the corpus of the token that its BOS replaces
+    resumed: np.ndarray  # whether it begins in mid-document
+    broken: np.ndarray  # whether it ends in mid-document
+    order: np.ndarray  # the rows, shuffled
+    heads: int  # pieces that begin a document
 
 
 class _RowCounts:
@@ -192,12 +188,11 @@ class Loader(Batches):
         Returns:
             documents: Number of documents of the corpus; documents_measured: of the group.
             documents_without_target: Number of documents of the group that are left out: no target, or dropped.
-            documents_too_long: Documents longer than a row, left out or not; documents_split: those that were cut.
-            pieces: Pieces of the group, whole documents included.
+            documents_too_long: Documents longer than a row, left out or not.
             left_out_share: Share of the group's tokens (without BOS) in no piece: no target, or dropped.
             added_bos_share: Share of all slots with a BOS that cutting added.
-            The shares of `Packing.report` over the first chunk; cropped_share is of the tokens in pieces, or with
-            "crop" of whole documents.
+            And `Packing.report` of the first chunk; cropped_share is of the tokens in pieces, or with "crop" of whole
+            documents.
         """
         chunk, _, _ = self._find(0, silent=True)
         group, packed = self._pieces(self._first), chunk.packing.report()
@@ -208,21 +203,16 @@ class Loader(Batches):
     def _find(self, row: int, silent: bool) -> tuple[_Chunk, int, int]:
         """The chunk of a row (an index over all epochs), its first row, and its end. silent: as `Meter`."""
         with self._lock:
-            self._count_to(row, silent)
+            if self._counts.total <= row:
+                with Meter("packing the text before this step", row, "rows", silent) as meter:
+                    while self._counts.total <= row:
+                        meter.at(self._counts.total)
+                        self._append_chunk()
             turn, part, first, end = self._counts.find(row)
             chunk = self._chunk(turn, part)
             if len(chunk.order) != end - first:
                 raise ValueError(f"{self._counts.path} was made from other rows: remove it")
             return chunk, first, end
-
-    def _count_to(self, row: int, silent: bool) -> None:
-        """Packs chunks until the one of this row is known."""
-        if self._counts.total > row:
-            return
-        with Meter("packing the text before this step", row, "rows", silent) as meter:
-            while self._counts.total <= row:
-                meter.at(self._counts.total)
-                self._append_chunk()
 
     def _append_chunk(self) -> None:
         turn, part = self._next_chunk()

@@ -39,17 +39,13 @@ TOO_LONG = ("split", "crop", "drop")
 
 @dataclass(frozen=True)
 class Pieces:
-    """The pieces of consecutive documents of a corpus.
+    """The pieces of consecutive documents of a corpus."""
 
-    starts, lengths: (documents,) int64, as in the corpus; document: (pieces,) counted from the first of these; offset:
-    (pieces,) the index in the document of the token that BOS replaces, 0 for BOS itself; report: see `Loader.report`.
-    """
-
-    starts: np.ndarray
+    starts: np.ndarray  # (documents,) int64, as in the corpus
     lengths: np.ndarray
-    document: np.ndarray
-    offset: np.ndarray
-    report: dict[str, float]
+    document: np.ndarray  # (pieces,) counted from the first of these
+    offset: np.ndarray  # (pieces,) the index in the document of the token that BOS replaces, 0 for BOS itself
+    report: dict[str, float]  # see `Loader.report`
 
     def __len__(self) -> int:
         return len(self.document)
@@ -70,8 +66,6 @@ def make_pieces(corpus: Corpus, first: int, last: int, context: int, too_long: s
     report = {
         "documents_without_target": int((~learning).sum()),
         "documents_too_long": int(long.sum()),
-        "documents_split": int((long & learning).sum()) if too_long == "split" else 0,
-        "pieces": len(document),
         "left_out_share": 1 - in_pieces / max(1, int(lengths.sum()) - len(lengths)),
     }
     return Pieces(starts, lengths, document, offset, report)
@@ -109,13 +103,12 @@ def narrow(indices: np.ndarray) -> np.ndarray:
 
 
 def windows(corpus: Corpus, context: int, rows: int = 32, multiple: int = 64) -> Iterator[Batch]:
-    """Cuts every document into consecutive windows; each token except the leading BOS is a target once.
+    """Cuts every document into consecutive windows, on which bits per byte are measured.
 
-    A window has tokens [BOS, t1 … t(n-1)] and targets [t1 … tn], n ≤ context. Windows of similar length share a
-    batch, longest first. Bits per byte is measured on these windows; they need no seed.
+    A window has tokens [BOS, t1 … t(n-1)] and targets [t1 … tn], n ≤ context, so each token except the leading BOS is a
+    target once. Windows of similar length share a batch, longest first.
 
     Args:
-        context: Most targets of a window.
         rows: Rows of every batch; unused rows of the last batch are fully masked.
         multiple: T is the longest window of the batch rounded up to this, at most `context`. It bounds the number
             of shapes; `context` gives one shape.
@@ -160,32 +153,20 @@ class Packing:
     start: np.ndarray  # (segments,) int64, 0 at the head of a document
     length: np.ndarray  # (segments,) int64, tokens with BOS
     row_offsets: np.ndarray  # (rows + 1,) int64
-    offered_documents: int  # number of documents that were packed
-    offered_tokens: int  # their tokens before cropping, without BOS
+    offered_tokens: int  # tokens of all documents before cropping, without BOS
 
     @property
     def rows(self) -> int:
         return len(self.row_offsets) - 1
 
     def report(self) -> dict[str, float]:
-        """Measures the packing.
-
-        Returns:
-            rows: Number of rows.
-            utilisation, padding_share: Shares of all slots that hold a segment, and that hold none.
-            cropped_share: Share of the offered tokens (without BOS) that are in no segment.
-            tails_kept: How often a document was cut and its tail kept; each costs one slot for a second BOS.
-        """
-        slots = self.rows * self.row_tokens
-        filled = int(self.length.sum())
-        placed = filled - len(self.length)
-        return {
-            "rows": self.rows,
-            "utilisation": filled / slots if slots else 0.0,
-            "padding_share": 1 - filled / slots if slots else 0.0,
-            "cropped_share": 1 - placed / self.offered_tokens if self.offered_tokens else 0.0,
-            "tails_kept": len(self.length) - self.offered_documents,
-        }
+        """The rows, the shares of slots that hold a segment (`utilisation`) and that hold none (`padding_share`), and
+        the share of the offered tokens (without BOS) that are in no segment (`cropped_share`)."""
+        filled, slots = int(self.length.sum()), self.rows * self.row_tokens
+        used = filled / slots if slots else 0.0
+        cropped = 1 - (filled - len(self.length)) / self.offered_tokens if self.offered_tokens else 0.0
+        empty = 1 - used if slots else 0.0
+        return {"rows": self.rows, "utilisation": used, "padding_share": empty, "cropped_share": cropped}
 
 
 def best_fit(lengths: np.ndarray, row_tokens: int, buffer: int, keep_tails: bool) -> Rows:
@@ -295,8 +276,7 @@ def pack(
     lengths = np.asarray(lengths, dtype=np.int64)
     document, length, row_offsets = packer(method)(np.minimum(lengths, row_tokens), row_tokens, buffer, keep_tails)
     start = _starts(document, length) if keep_tails else np.zeros_like(document)
-    offered = len(lengths), int(lengths.sum()) - len(lengths)
-    return Packing(row_tokens, document, start, length, row_offsets, *offered)
+    return Packing(row_tokens, document, start, length, row_offsets, int(lengths.sum()) - len(lengths))
 
 
 def packer(method: str | Packer) -> Packer:

@@ -7,14 +7,15 @@ the format of prepared shards, bin_files.py reads the files of other programs. E
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from quern.data.token_file import check, map_tokens, read_manifest
+from quern.data.token_file import check, map_tokens, read_manifest, shard_files
 
 Spans = tuple[np.ndarray, np.ndarray]
 """(starts, lengths) of some documents, each (documents,) int64; starts are counted over all parts."""
@@ -26,77 +27,58 @@ FILES_MAPPED = 64
 """Files that stay mapped. Each needs an open file, of which a process may have about a thousand."""
 
 
+@dataclass(frozen=True, eq=False)
 class Part:
-    """Documents end to end in memory; subclasses map files.
+    """Documents end to end, in memory or in a file that is mapped when it is read."""
 
-    Args:
-        tokens: (count,) ids.
-        starts: (documents,) int64, the index of the first token of each document; 0 is the first.
-        mask: (count,) bool, True where a token is to be learned; None if all are.
-    """
+    count: int  # tokens
+    documents: int
+    starts: Callable[[], np.ndarray]  # (documents,) int64, the index of the first token of each; 0 is the first
+    read: Callable[[], tuple[np.ndarray, np.ndarray | None]]  # the tokens, and a mask, True where one is learned
+    masked: bool = False
+    mapped_bytes: int = 0  # size of the files that `read` maps
+    skipped: int = 0  # tokens of the file that belong to no document
 
-    mapped_bytes = 0
-    """Size of the files that `read` maps."""
-    skipped = 0
-    """Tokens of the file that belong to no document, and are not read."""
-
-    def __init__(self, tokens: np.ndarray, starts: np.ndarray, mask: np.ndarray | None = None) -> None:
-        self._arrays, self._starts = (tokens, mask), starts
-        self.count, self.documents, self.masked = len(tokens), len(starts), mask is not None
-
-    def starts(self) -> np.ndarray:
-        """(documents,) int64, as given."""
-        return self._starts
-
-    def read(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """The tokens and their mask."""
-        return self._arrays
+    @classmethod
+    def of_arrays(cls, tokens: np.ndarray, starts: np.ndarray, mask: np.ndarray | None = None) -> Part:
+        return cls(len(tokens), len(starts), lambda: starts, lambda: (tokens, mask), mask is not None)
 
 
-class _Shard(Part):
-    """A prepared shard. Each file is checked once, before it is read: the constructor looks at sizes and the header.
+def _shard(folder: Path, entry: dict[str, Any], dtype: str, hashed: bool) -> Part:
+    """A prepared shard. Sizes and the header are checked here, the contents of each file once, before it is read.
 
     entry, dtype: as the manifest has them; hashed: whether files are hashed.
     """
+    count, documents, mask = entry["tokens"], entry["documents"], entry.get("mask")
+    for file in shard_files(entry):
+        check(folder, file, verify=False)
+    tokens = map_tokens(folder / entry["name"])
+    if tokens.dtype.name != dtype or len(tokens) != count or mask and mask["bytes"] != count:
+        raise ValueError(f"{folder / entry['name']} does not match the manifest; prepare it again")
 
-    def __init__(self, folder: Path, entry: dict[str, Any], dtype: str, hashed: bool) -> None:
-        self.folder, self.entry, self.hashed = folder, entry, hashed
-        self.count, self.documents, self.masked = int(entry["tokens"]), int(entry["documents"]), "mask" in entry
-        self._index, self._tokens = entry["starts"], [entry, *([entry["mask"]] if self.masked else [])]
-        self.mapped_bytes = sum(file["bytes"] for file in self._tokens)
-        self._checked: set[str] = set()
-        for file in (self._index, *self._tokens):
-            check(folder, file, verify=False)
-        tokens = map_tokens(folder / entry["name"])
-        if tokens.dtype.name != dtype or len(tokens) != self.count:
-            raise ValueError(f"{folder / entry['name']} does not match the manifest; prepare it again")
+    @cache
+    def checked(kind: str) -> Path:
+        return check(folder, entry[kind] if kind else entry, hashed)
 
-    def starts(self) -> np.ndarray:
-        new = self._index["name"] not in self._checked
-        path = self._check(self._index)
+    @cache
+    def index() -> Path:
+        path = checked("starts")
         try:
             starts = np.load(path, mmap_mode="r", allow_pickle=False)
-            sound = starts.shape == (self.documents,) and starts.dtype == np.int64
+            sound = starts.shape == (documents,) and starts.dtype == np.int64 and starts[0] == 0
+            sound = sound and bool((np.diff(starts, append=count) > 0).all())
         except (ValueError, EOFError):
-            starts, sound = np.empty(0), False
-        if new and not (sound and starts[0] == 0 and (np.diff(starts, append=self.count) > 0).all()):
-            self._checked.remove(path.name)
-            raise ValueError(f"{path} does not match {self.entry['name']}; prepare it again")
-        return starts
+            sound = False
+        if not sound:
+            raise ValueError(f"{path} does not match {entry['name']}; prepare it again")
+        return path
 
-    def read(self) -> tuple[np.ndarray, np.ndarray | None]:
-        path, *mask = map(self._check, self._tokens)
-        masks = [np.memmap(path, dtype=bool, mode="r").view(np.ndarray) for path in mask]
-        if masks and len(masks[0]) != self.count:
-            raise ValueError(f"{mask[0]} has not one byte for each token; prepare the data again")
-        return map_tokens(path), masks[0] if masks else None
+    def read() -> tuple[np.ndarray, np.ndarray | None]:
+        learned = np.memmap(checked("mask"), dtype=bool, mode="r").view(np.ndarray) if mask else None
+        return map_tokens(checked("")), learned
 
-    def _check(self, file: dict[str, Any]) -> Path:
-        """The path of a file whose contents are as they were written."""
-        if file["name"] not in self._checked:
-            check(self.folder, file, self.hashed)
-            self._checked.add(file["name"])
-        return self.folder / file["name"]
+    mapped = entry["bytes"] + (mask["bytes"] if mask else 0)
+    return Part(count, documents, lambda: np.load(index(), mmap_mode="r"), read, bool(mask), mapped)
 
 
 class Corpus:
@@ -151,7 +133,7 @@ class Corpus:
             there = ", ".join(manifest["splits"]) or "none"
             raise ValueError(f"{folder} has no split {split!r} (there: {there}); prepare it again")
         entry = manifest["splits"][split]
-        parts = [_Shard(folder, file, entry["dtype"], verify) for file in entry["files"]]
+        parts = [_shard(folder, file, entry["dtype"], verify) for file in entry["files"]]
         before = np.cumsum([0] + [part.mapped_bytes for part in parts])
         for part in parts[: np.searchsorted(before, VERIFIED_BYTES)] if verify else []:
             part.starts()
@@ -165,18 +147,10 @@ class Corpus:
         masks: Sequence[np.ndarray | Sequence[bool]] | None = None,
     ) -> Corpus:
         """A corpus in memory. Each document starts with the same BOS; `masks` is True at tokens to be learned."""
-        if not len(ids) or any(len(document) == 0 for document in ids):
-            raise ValueError("a corpus needs at least one document, and each needs at least its BOS")
-        if masks is not None and [len(m) for m in masks] != [len(document) for document in ids]:
-            raise ValueError("each document's mask must be as long as its ids")
-        bos = int(ids[0][0])
-        other = next((index for index, document in enumerate(ids) if document[0] != bos), None)
-        if other is not None:
-            raise ValueError(f"document {other} starts with id {ids[other][0]}, document 0 with BOS {bos}")
         lengths = np.array([len(document) for document in ids], dtype=np.int64)
         tokens = np.concatenate([np.asarray(document, dtype=np.int32) for document in ids])
         mask = None if masks is None else np.concatenate([np.asarray(m, dtype=bool) for m in masks])
-        return cls([Part(tokens, np.cumsum(lengths) - lengths, mask)], bos)
+        return cls([Part.of_arrays(tokens, np.cumsum(lengths) - lengths, mask)], int(ids[0][0]))
 
     @classmethod
     def join(cls, corpora: Sequence[Corpus]) -> Corpus:
@@ -194,25 +168,12 @@ class Corpus:
 
     @property
     def num_documents(self) -> int:
-        return int(self._sizes[0][-1])
+        return int(self._firsts[-1]) if self._chosen is None else len(self._chosen[1])
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all documents, BOS included."""
-        return int(self._sizes[1][-1])
-
-    @property
-    def _sizes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Documents and tokens before each part, and of all. Chosen documents are like one part."""
-        if self._chosen is None:
-            return self._firsts, self._bases
-        return np.array([0, len(self._chosen[1])]), np.array([0, self._chosen[1].sum()])
-
-    def _begins(self, number: int) -> np.ndarray:
-        """Tokens of a part before each of its documents."""
-        if self._chosen is None:
-            return self.parts[number].starts()
-        return np.cumsum(self._chosen[1]) - self._chosen[1]
+        return int(self._bases[-1] if self._chosen is None else self._chosen[1].sum())
 
     @cached_property
     def _spans(self) -> Spans:
@@ -249,22 +210,23 @@ class Corpus:
 
     def tokens_before(self, document: int) -> int:
         """Tokens of all documents before this one."""
-        firsts, tokens = self._sizes
-        number = int(np.searchsorted(firsts, document, side="right")) - 1
-        local = document - int(firsts[number])
-        return int(tokens[number]) + (int(self._begins(number)[local]) if local else 0)
+        if self._chosen is not None:
+            return int(self._chosen[1][:document].sum())
+        return self.num_tokens if document == self.num_documents else int(self.take(np.array([document]))[0][0])
 
     def at_size(self, size: int, each: int) -> int:
         """The first document before which there are `size` tokens, where each document counts as `each` more; the
         number of documents if there is none."""
-        firsts, tokens = self._sizes
-        before = tokens + each * firsts
+        if self._chosen is not None:
+            sizes = self._chosen[1] + each
+            return int(np.searchsorted(np.cumsum(sizes) - sizes, size))
+        before = self._bases + each * self._firsts
         number = int(np.searchsorted(before, size, side="right")) - 1
-        if number == len(firsts) - 1:
+        if number == len(self.parts):
             return self.num_documents
-        begins = self._begins(number)
-        sizes = begins + each * np.arange(len(begins))
-        return int(firsts[number] + np.searchsorted(sizes, size - before[number], side="left"))
+        starts = self.parts[number].starts()
+        sizes = starts + each * np.arange(len(starts))
+        return int(self._firsts[number] + np.searchsorted(sizes, size - before[number]))
 
     # Their tokens --------------------------------------------------------------------------------------------------
 

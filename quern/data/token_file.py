@@ -20,6 +20,7 @@ import mmap
 import os
 from array import array
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any, BinaryIO, Literal, NotRequired, TypedDict
@@ -37,39 +38,31 @@ MANIFEST = "manifest.json"
 Positive = Annotated[int, msgspec.Meta(ge=1, lt=2**62)]
 
 
-class NamedFile(FileFacts):
-    """The entry of a file in a manifest."""
-
+class _File(FileFacts):
     name: FileName
 
 
-class Shard(NamedFile):
-    """The entry of a shard with its index and its mask."""
-
+class _Shard(_File):
     tokens: Positive
     documents: Positive
-    starts: NamedFile
-    mask: NotRequired[NamedFile]
+    starts: _File
+    mask: NotRequired[_File]
 
 
-class Split(TypedDict):
-    """The entry of a split."""
-
+class _Split(TypedDict):
     dtype: Literal["uint16", "uint32"]
     vocab_size: Positive
     bos: Natural
     documents: NotRequired[Natural]
     tokens: NotRequired[Natural]
-    files: list[Shard]
+    files: list[_Shard]
 
 
-class Manifest(TypedDict):
-    """The manifest of prepared data."""
-
+class _Manifest(TypedDict):
     version: Literal[1]
     fingerprint: str
-    splits: dict[str, Split]
-    unfinished: dict[str, Split]
+    splits: dict[str, _Split]
+    unfinished: dict[str, _Split]
 
 
 def fingerprint(*parts: str) -> str:
@@ -83,16 +76,14 @@ def fingerprint(*parts: str) -> str:
 
 def prepared(folder: str | Path, fingerprint: str, splits: Iterable[str] = ("train", "val")) -> bool:
     """Whether `folder` has these splits with this fingerprint, and every file with its size."""
-    folder = Path(folder)
     try:
-        manifest = read_manifest(folder)
-    except (FileNotFoundError, ValueError):
-        return False  # absent or unreadable: in both cases prepare it again
-    if manifest["fingerprint"] != fingerprint or not set(splits) <= set(manifest["splits"]):
-        return False
-    files = [file for split in splits for file in split_files(manifest["splits"][split])]
-    paths = [(folder / file["name"], file["bytes"]) for file in files]
-    return all(path.is_file() and path.stat().st_size == size for path, size in paths)
+        manifest = read_manifest(Path(folder))
+        shards = [shard for split in splits for shard in manifest["splits"][split]["files"]]
+        for file in (file for shard in shards for file in shard_files(shard)):
+            check(Path(folder), file, verify=False)
+    except (FileNotFoundError, ValueError, KeyError):
+        return False  # absent, damaged or in part: in each case prepare it again
+    return manifest["fingerprint"] == fingerprint
 
 
 def header(count: int, dtype: np.dtype) -> bytes:
@@ -131,9 +122,9 @@ def map_tokens(path: Path, headerless: bool = False) -> np.ndarray:
     return np.frombuffer(mapped, dtype="<u2")
 
 
-def split_files(entry: dict[str, Any]) -> list[dict[str, Any]]:
-    """All files of one split of a manifest."""
-    return [file for shard in entry["files"] for file in (shard, shard["starts"], shard.get("mask")) if file]
+def shard_files(shard: dict[str, Any]) -> list[dict[str, Any]]:
+    """The entries of a shard's files."""
+    return [file for file in (shard, shard["starts"], shard.get("mask")) if file]
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -163,7 +154,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: the data was not prepared, or not to the end; prepare it again")
-    return dict(read_json(path, Manifest, "prepare the data again"))
+    return dict(read_json(path, _Manifest, "prepare the data again"))
 
 
 def write_manifest(folder: Path, fingerprint: str, splits: dict[str, Any], unfinished: dict[str, Any]) -> None:
@@ -202,36 +193,35 @@ class ShardWriter:
         self.folder, self.split, self.shard_tokens = Path(folder), split, shard_tokens
         self.vocab_size, self.bos, self.fingerprint = vocab_size, bos, fingerprint
         self.dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+        self._layout = {"dtype": self.dtype.name, "vocab_size": vocab_size, "bos": bos}
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_abandoned(self.folder, split)
-        self._files = self._finished_files()
-        self.documents = sum(file["documents"] for file in self._files)
+        self._shards = self._finished_shards()
+        self.documents = sum(shard["documents"] for shard in self._shards)
         """How many documents the split has so far."""
         self._temporary = TemporaryFolder(self.folder / split)
+        self._begin_shard()
+
+    def _begin_shard(self) -> None:
         self._file: BinaryIO | None = None
         self._mask: BinaryIO | None = None
-        self._starts = array("q")
-        self._tokens = 0
+        self._starts, self._tokens = array("q"), 0
 
     def __enter__(self) -> ShardWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
-        try:
+        with ExitStack() as stack:
+            stack.callback(self._temporary.remove)
+            for file in filter(None, (self._file, self._mask)):
+                stack.callback(file.close)  # flushes the buffer, which fails again on a full disk
             if kind is None:
                 self._finish_split()
-        finally:
-            try:
-                for file in (self._file, self._mask):
-                    if file is not None:
-                        file.close()  # flushes the buffer, which fails again on a full disk
-            finally:
-                self._temporary.remove()
 
     @property
     def tokens(self) -> int:
         """How many tokens the split has so far."""
-        return sum(file["tokens"] for file in self._files) + self._tokens
+        return sum(shard["tokens"] for shard in self._shards) + self._tokens
 
     def add(self, ids: Sequence[int] | np.ndarray, mask: np.ndarray | None = None) -> None:
         """Appends one document: `add_documents` with this one."""
@@ -249,20 +239,20 @@ class ShardWriter:
             ValueError: An id is not in the vocabulary, a document does not start with BOS, or the mask does not fit.
         """
         ends = np.cumsum(lengths)
-        self._refuse_wrong(ids, ends - lengths, ends)
+        starts = ends - lengths
+        self._refuse_wrong(ids, starts, ends)
         if mask is not None and mask.shape != ids.shape or (mask is None) != (self._mask is None) and self._file:
             raise ValueError(f"document {self.documents} of {self.split} needs a mask as long as its ids, as all have")
         first = begin = 0
         while first < len(lengths):
             # The document with which the shard reaches its size is its last one.
-            last = min(len(lengths) - 1, int(np.searchsorted(ends, begin + self.shard_tokens - self._tokens)))
-            end = int(ends[last])
-            starts = ends[first : last + 1] - lengths[first : last + 1] - begin
-            self._write(ids[begin:end], starts, None if mask is None else mask[begin:end])
+            last = min(len(lengths), int(np.searchsorted(ends, begin + self.shard_tokens - self._tokens)) + 1)
+            end = int(ends[last - 1])
+            self._write(ids[begin:end], starts[first:last] - begin, None if mask is None else mask[begin:end])
             if self._tokens >= self.shard_tokens:
                 self._finish_shard()
                 self._write_manifest(whole=False)
-            first, begin = last + 1, end
+            first, begin = last, end
 
     def _refuse_wrong(self, ids: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
         empty = starts == ends
@@ -281,7 +271,7 @@ class ShardWriter:
     def _write(self, ids: np.ndarray, starts: np.ndarray, mask: np.ndarray | None) -> None:
         """Appends documents to the open shard. starts: of the documents in `ids`."""
         if self._file is None:
-            path = self._temporary.path / f"{self.split}-{len(self._files):05d}.bin"
+            path = self._temporary.path / f"{self.split}-{len(self._shards):05d}.bin"
             self._file = open(path, "wb")  # noqa: SIM115
             self._file.write(bytes(HEADER_BYTES))
             self._mask = None if mask is None else open(path.with_suffix(".mask"), "wb")  # noqa: SIM115
@@ -299,26 +289,24 @@ class ShardWriter:
         assert self._file is not None
         self._file.seek(0)
         self._file.write(header(self._tokens, self.dtype))
+        made = {"": Path(self._file.name), "starts": Path(self._file.name).with_suffix(".starts.npy")}
+        np.save(made["starts"], np.array(self._starts, dtype="<i8"), allow_pickle=False)
         self._file.close()
-        path = Path(self._file.name)
-        starts = path.with_suffix(".starts.npy")
-        np.save(starts, np.array(self._starts, dtype="<i8"), allow_pickle=False)
-        sync_path(path)
-        sync_path(starts)
-        entry = describe(path) | {"tokens": self._tokens, "documents": len(self._starts)}
-        entry["starts"] = describe(starts)
         if self._mask is not None:
             self._mask.close()
-            sync_path(path.with_suffix(".mask"))
-            entry["mask"] = describe(path.with_suffix(".mask"))
-        if self.split in self._manifest()["splits"]:
+            made["mask"] = Path(self._mask.name)
+        for path in made.values():
+            sync_path(path)
+        entry = describe(made.pop("")) | {"tokens": self._tokens, "documents": len(self._starts)}
+        entry |= {kind: describe(path) for kind, path in made.items()}
+        if not self._shards:
             # The manifest must not list files while they are replaced: a crash here then reads as "not prepared".
             self._write_manifest(whole=False)
-        for file in split_files({"files": [entry]}):
-            os.replace(path.parent / file["name"], self.folder / file["name"])
+        for file in shard_files(entry):
+            os.replace(self._temporary.path / file["name"], self.folder / file["name"])
         sync_path(self.folder)
-        self._files.append(entry)
-        self._file, self._mask, self._starts, self._tokens = None, None, array("q"), 0
+        self._shards.append(entry)
+        self._begin_shard()
 
     def _finish_split(self) -> None:
         """Finishes the last shard, and lists the split as whole."""
@@ -326,7 +314,7 @@ class ShardWriter:
             raise ValueError(f"no documents for the split {self.split!r}: nothing to write in {self.folder}")
         if self._file is not None:
             self._finish_shard()
-        listed = {file["name"] for file in split_files({"files": self._files})}
+        listed = {file["name"] for shard in self._shards for file in shard_files(shard)}
         for old in self.folder.glob(f"{self.split}-[0-9]*.*"):
             if old.name not in listed:
                 old.unlink()
@@ -334,40 +322,36 @@ class ShardWriter:
 
     # The manifest -------------------------------------------------------------------------------------------------
 
-    def _manifest(self) -> dict[str, Any]:
+    def _read_manifest(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The whole splits and the unfinished ones of the same tokens; none if the folder has others."""
         try:
-            return read_manifest(self.folder)
+            manifest = read_manifest(self.folder)
         except (FileNotFoundError, ValueError):
-            return {"fingerprint": None, "splits": {}, "unfinished": {}}
+            return {}, {}
+        return (manifest["splits"], manifest["unfinished"]) if manifest["fingerprint"] == self.fingerprint else ({}, {})
 
-    def _layout(self) -> dict[str, Any]:
-        return {"dtype": self.dtype.name, "vocab_size": self.vocab_size, "bos": self.bos}
-
-    def _finished_files(self) -> list[dict[str, Any]]:
+    def _finished_shards(self) -> list[dict[str, Any]]:
         """The shards of an earlier writer of the same tokens, up to the first one that is not sound."""
-        manifest, files = self._manifest(), []
-        entry = manifest["unfinished"].get(self.split)
-        same = self._layout() | {"shard_tokens": self.shard_tokens}
-        if entry is None or manifest["fingerprint"] != self.fingerprint or not same.items() <= entry.items():
+        entry = self._read_manifest()[1].get(self.split, {})
+        sound = list[dict[str, Any]]()
+        if not (self._layout | {"shard_tokens": self.shard_tokens}).items() <= entry.items():
             return []
         for shard in entry["files"]:
             try:
-                for file in split_files({"files": [shard]}):
+                for file in shard_files(shard):
                     check(self.folder, file, verify=True)
             except (FileNotFoundError, ValueError):
                 break  # it is written again, with those after it
-            files.append(shard)
-        return files
+            sound.append(shard)
+        return sound
 
     def _write_manifest(self, whole: bool) -> None:
         """Lists the finished shards, as a whole split or as an unfinished one."""
-        manifest = self._manifest()
-        same = manifest["fingerprint"] == self.fingerprint
-        splits, unfinished = (manifest[key] if same else {} for key in ("splits", "unfinished"))
+        splits, unfinished = self._read_manifest()
         for entries in (splits, unfinished):
             entries.pop(self.split, None)
-        counts = {key: sum(file[key] for file in self._files) for key in ("documents", "tokens")}
-        entry = self._layout() | counts | {"files": self._files}
+        counts = {key: sum(shard[key] for shard in self._shards) for key in ("documents", "tokens")}
+        entry = self._layout | counts | {"files": self._shards}
         if whole:
             splits[self.split] = entry
         else:

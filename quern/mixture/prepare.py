@@ -12,8 +12,9 @@ import hashlib
 import inspect
 import json
 from array import array
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from quern.mixture.task_rows import TaskRows, built_in_rows
 from quern.recipe import Recipe, Resolved
 from quern.records import read_json
 from quern.temporaries import write_whole
-from quern.terminal import Meter, counted
+from quern.terminal import Meter, counted, silent
 from quern.text import chat, conversations, data_sets, documents, formats, readers
 from quern.text.documents import Conversation
 from quern.text.tokenizer import Tokenizer
@@ -38,6 +39,14 @@ from quern.text.tokenizer import Tokenizer
 LEFT_OUT, HASHES = "left_out.json", "hashes.npy"
 """In the folder of a source: how many test rows were left out, and 8 bytes of hash of each conversation's tokens, split
 after split."""
+CODE = (chat, conversations, documents, formats, readers, tools, sources, task_rows)
+"""The modules on whose code the tokens of a source depend."""
+NOTES = {
+    "repeats": "each {:g} times",
+    "left_out": "{:,} test rows of tasks left out",
+    "copies": "{:,} copies of held-out conversations left out",
+    "lost": "{:,} of its conversations are lost",
+}
 
 
 @dataclass(frozen=True)
@@ -53,39 +62,33 @@ class Mixture:
 
     def lines(self) -> list[str]:
         """The sources for the user; none if there is a single one, read as it is."""
+        found, usual = list[str](), {"repeats": 1}
+        for one in self.sources:
+            size = f"  {one['source']}: {counted(one['conversations'], 'conversation')}, {one['tokens']:,} tokens"
+            notes = [note.format(one[key]) for key, note in NOTES.items() if one[key] != usual.get(key, 0)]
+            found.append("; ".join([size, *notes]))
         first = self.sources[0]
-        if len(self.sources) == 1 and first["repeats"] == 1 and not first["left_out"] and not first["copies"]:
-            return []
-        return [
-            f"  {one['source']}: {counted(one['conversations'], 'conversation')}, {one['tokens']:,} tokens"
-            + (f", each {one['repeats']:g} times" if one["repeats"] != 1 else "")
-            + (f"; {one['left_out']:,} test rows of tasks left out" if one["left_out"] else "")
-            + (f"; {one['copies']:,} copies of held-out conversations left out" if one["copies"] else "")
-            + (f"; {one['lost']:,} of its conversations are lost" if one["lost"] else "")
-            for one in self.sources
-        ]
+        plain = len(found) == 1 and first["repeats"] == 1 and not first["left_out"] and not first["copies"]
+        return [] if plain else found
 
 
-@dataclass
-class _Checked:
-    """The conversations of a split that hold no test row. left_out: how many of a public set did."""
+@dataclass(frozen=True)
+class _Prepared:
+    """A source in shards."""
 
     source: OpenSource
-    rows: TaskRows
-    left_out: int = field(default=0, init=False)
+    splits: list[Corpus]
+    hashes: np.ndarray  # of each conversation, split after split
+    held: np.ndarray  # conversations of the first split that are held out
+    lost: int
+    left_out: int
 
-    def read(self, split: str) -> Iterator[Conversation]:
-        for conversation in self.source.read(split):
-            row = None if self.source.built_in else self.rows.find(conversation.messages)
-            if row is None:
-                yield conversation
-            elif self.source.public:
-                self.left_out += 1
-            else:
-                raise ValueError(
-                    f"{conversation.place}: the conversation holds a test question, that of {row}: remove it, since a "
-                    "model that has learned it cannot be tested on it"
-                )
+    @property
+    def hidden(self) -> np.ndarray:
+        """The hashes of what no source may train on."""
+        if self.source.has_val and not self.source.built_in:
+            return self.hashes[self.splits[0].num_documents :]
+        return self.hashes[self.held]
 
 
 def prepare_mixture(recipe: Resolved, tokenizer: Tokenizer, out: Path, fetch: Fetch, log: Log) -> Mixture:
@@ -100,10 +103,9 @@ def prepare_mixture(recipe: Resolved, tokenizer: Tokenizer, out: Path, fetch: Fe
         FileNotFoundError: There is no such source.
         OSError: A file cannot be read or downloaded.
     """
-    opened = [open_source(asked, recipe, out, fetch, log) for asked in recipe.conversation_sources]
-    rows = _task_rows(recipe, opened, out)
+    opened, rows = _open(recipe, out, fetch, log)
     ready = [_prepared(source, rows, tokenizer, recipe, out) for source in opened]
-    hidden = np.concatenate([one.hidden() for one in ready])
+    hidden = np.concatenate([one.hidden for one in ready])
     found, train, val = [], [], []
     for number, one in enumerate(ready):
         whole, asked = one.splits[0], one.source.asked
@@ -127,100 +129,91 @@ def prepare_mixture(recipe: Resolved, tokenizer: Tokenizer, out: Path, fetch: Fe
     return Mixture(Corpus.join(train), Corpus.join(val), found)
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """A source in shards: its splits, a hash of each conversation, those of its first split that are held out, and the
-    numbers of the lost ones and of the test rows."""
-
-    source: OpenSource
-    splits: list[Corpus]
-    hashes: np.ndarray
-    held: np.ndarray
-    lost: int
-    left_out: int
-
-    def hidden(self) -> np.ndarray:
-        """The hashes of what no source may train on."""
-        if self.source.has_val and not self.source.built_in:
-            return self.hashes[self.splits[0].num_documents :]
-        return self.hashes[self.held]
-
-
-def _prepared(source: OpenSource, rows: TaskRows, tokenizer: Tokenizer, recipe: Resolved, out: Path) -> _Prepared:
-    """Opens the shards of a source; reads and tokenizes the source if they are not whole."""
-    modules = (chat, conversations, documents, formats, readers, tools, sources, task_rows)
-    code = [inspect.getsource(module) for module in modules]
-    marks = (*source.marks, str(source.public), "" if source.built_in else rows.fingerprint)
-    mark = fingerprint(tokenizer.fingerprint, *marks, *code)
-    folder = out / "data" / f"{source.name}-chat-{mark[:8]}"
-    if not prepared(folder, mark, source.splits) or not all((folder / name).exists() for name in (LEFT_OUT, HASHES)):
-        _tokenize(_Checked(source, rows), tokenizer, folder, mark)
-    splits = [Corpus.open(folder, split, fingerprint=mark) for split in source.splits]
-    # Something is learned from those with a reply in the context.
-    pieces = make_pieces(splits[0], 0, splits[0].num_documents, recipe.model.context, recipe.sft.too_long)
-    held = np.arange(0) if source.has_val else _held_out(splits[0], pieces.document, recipe.model.context)
-    lost = splits[0].num_documents - len(pieces.document)
-    left_out = read_json(folder / LEFT_OUT, int, "remove its folder")
-    return _Prepared(source, splits, np.load(folder / HASHES), held, lost, left_out)
-
-
 def check_mixture(recipe: Recipe, out: Path, fetch: Fetch) -> None:
     """Reads and checks every conversation of a recipe, and writes nothing. Raises as `prepare_mixture`."""
-    opened = [open_source(asked, recipe, out, fetch, lambda line: None) for asked in recipe.conversation_sources]
-    rows = _task_rows(recipe, opened, out)
-    # The built-in sources have as many as are asked for.
-    counts = [2 if one.built_in else sum(1 for _ in _Checked(one, rows).read(one.splits[0])) for one in opened]
-    empty = [source for source, count in zip(opened, counts, strict=True) if not count]
-    if empty:
-        raise ValueError(_holds_none(empty[0]))
-    _refuse_few(
-        recipe, sum(counts), sum(count > 1 or source.has_val for source, count in zip(opened, counts, strict=True))
-    )
+    opened, rows = _open(recipe, out, fetch, silent)
+    count = held_out = 0
+    for source in opened:
+        # The built-in sources have as many as are asked for.
+        own = 2 if source.built_in else sum(1 for _ in _read(source, source.splits[0], rows, Counter()))
+        if not own:
+            raise _too_few(source.asked.source, "0 conversations")
+        count, held_out = count + own, held_out + (own > 1 or source.has_val)
+    _refuse_few(recipe, count, held_out)
 
 
-def _refuse_few(recipe: Recipe, count: int, held_out: int, lost: int = 0) -> None:
-    if count and held_out:
-        return
-    names = " and ".join(one.source for one in recipe.conversation_sources)
-    missing = "to train on" if held_out else "to hold out"
-    there = counted(count + held_out, "conversation")
-    if lost:
-        there += f", {lost} of them without a reply in the context of {recipe.model.context} tokens"
-    raise ValueError(
-        f"{names} holds {there}, none {missing}: fine-tuning needs a source with at least 2 different ones"
-    )
-
-
-def _holds_none(source: OpenSource) -> str:
-    return f"{source.asked.source} holds 0 conversations: fine-tuning needs a source with at least 2 different ones"
-
-
-def _task_rows(recipe: Recipe, opened: list[OpenSource], out: Path) -> TaskRows:
-    """The test rows that files are compared with: of the named folder, of public sets that are there, and the built-in
-    world's questions where the run learns that world."""
-    rows = TaskRows()
+def _open(recipe: Recipe, out: Path, fetch: Fetch, log: Log) -> tuple[list[OpenSource], TaskRows]:
+    """The sources, and the test rows that files are compared with: of the named folder, of public sets that are there,
+    and the built-in world's questions where the run learns that world."""
+    opened, rows = [open_source(asked, recipe, out, fetch, log) for asked in recipe.conversation_sources], TaskRows()
     if recipe.sft.tests is not None:
         rows.read(Path(recipe.sft.tests), "--sft.tests")
     if all(source.built_in for source in opened):
-        return rows
+        return opened, rows
     for name in (name for name, known in data_sets.DATASETS.items() if known.kind in ("questions", "tests")):
         folder = out / "downloads" / name / "val"
         if any(folder.glob("*.parquet")):
             rows.read(folder, name)
     if recipe.data == "tinyworld" or recipe.has_built_in_conversations:
         built_in_rows(rows, recipe.seed)
-    return rows
+    return opened, rows
 
 
-def _tokenize(checked: _Checked, tokenizer: Tokenizer, folder: Path, mark: str) -> None:
-    source, tokens, hashes = checked.source, 0, array("Q")
+def _read(source: OpenSource, split: str, rows: TaskRows, left_out: Counter[str]) -> Iterator[Conversation]:
+    """The conversations of a split that hold no test row. Those of a public set that do are counted by their row."""
+    for conversation in source.read(split):
+        row = None if source.built_in else rows.find(conversation.messages)
+        if row is None:
+            yield conversation
+        elif source.public:
+            left_out[row] += 1
+        else:
+            raise ValueError(
+                f"{conversation.place}: the conversation holds a test question, that of {row}: remove it, since a "
+                "model that has learned it cannot be tested on it"
+            )
+
+
+def _refuse_few(recipe: Recipe, count: int, held_out: int, lost: int = 0) -> None:
+    if count and held_out:
+        return
+    there = counted(count + held_out, "conversation")
+    if lost:
+        there += f", {lost} of them without a reply in the context of {recipe.model.context} tokens"
+    names = " and ".join(one.source for one in recipe.conversation_sources)
+    raise _too_few(names, f"{there}, none {'to train on' if held_out else 'to hold out'}")
+
+
+def _too_few(names: str, there_are: str) -> ValueError:
+    return ValueError(f"{names} holds {there_are}: fine-tuning needs a source with at least 2 different ones")
+
+
+def _prepared(source: OpenSource, rows: TaskRows, tokenizer: Tokenizer, recipe: Resolved, out: Path) -> _Prepared:
+    """Opens the shards of a source; reads and tokenizes the source if they are not whole."""
+    marks = (*source.marks, str(source.public), "" if source.built_in else rows.fingerprint)
+    mark = fingerprint(tokenizer.fingerprint, *marks, *map(inspect.getsource, CODE))
+    folder = out / "data" / f"{source.name}-chat-{mark[:8]}"
+    if not prepared(folder, mark, source.splits) or not all((folder / name).exists() for name in (LEFT_OUT, HASHES)):
+        _tokenize(source, rows, tokenizer, folder, mark)
+    splits = [Corpus.open(folder, split, fingerprint=mark) for split in source.splits]
+    # Something is learned from those with a reply in the context.
+    learning = make_pieces(splits[0], 0, splits[0].num_documents, recipe.model.context, recipe.sft.too_long).document
+    held = np.arange(0) if source.has_val else _held_out(splits[0], learning, recipe.model.context)
+    lost = splits[0].num_documents - len(learning)
+    left_out = read_json(folder / LEFT_OUT, int, "remove its folder")
+    return _Prepared(source, splits, np.load(folder / HASHES), held, lost, left_out)
+
+
+def _tokenize(source: OpenSource, rows: TaskRows, tokenizer: Tokenizer, folder: Path, mark: str) -> None:
+    tokens, hashes, left_out = 0, array("Q"), Counter[str]()
+    known = {"vocab_size": tokenizer.vocab_size, "bos": tokenizer.bos, "fingerprint": mark}
     for split in source.splits:
-        read = checked.read(split)
+        read = _read(source, split, rows, left_out)
         first = next(read, None)
         if first is None:
-            raise ValueError(_holds_none(source))
+            raise _too_few(source.asked.source, "0 conversations")
         with (
-            ShardWriter(folder, split, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos, fingerprint=mark) as writer,
+            ShardWriter(folder, split, **known) as writer,
             Meter(f"tokenizing {source.asked.source}", source.asked.limit, "conversations") as meter,
         ):
             finished = writer.documents  # by a writer that was stopped
@@ -231,7 +224,7 @@ def _tokenize(checked: _Checked, tokenizer: Tokenizer, folder: Path, mark: str) 
                 hashes.append(_hash(ids))
                 tokens += len(ids)
                 meter.at(number + 1, f"{tokens / 1e6:.1f}M tokens")
-            write_whole(folder / LEFT_OUT, json.dumps(checked.left_out))
+            write_whole(folder / LEFT_OUT, json.dumps(left_out.total()))
             np.save(folder / HASHES, np.array(hashes, dtype=np.uint64))  # the shards are not valid yet
 
 

@@ -31,10 +31,9 @@ from quern.recipe import BUILT_IN_CONVERSATIONS, ConversationSource, Recipe
 from quern.terminal import Meter
 from quern.text import conversations, data_sets, tinyworld
 from quern.text.chat import ContentPart, Message
-from quern.text.content import content_fingerprint
 from quern.text.documents import Conversation, conversation_rows
 from quern.text.repositories import PREFIX, local_copy
-from quern.text.sources import Where, format_of, list_talks
+from quern.text.sources import Where, content_fingerprint, format_of, list_talks
 from quern.text.tinyworld import chat, corpus, skills
 from quern.text.tinyworld.prose import Pen
 from quern.text.tinyworld.skills import exchange

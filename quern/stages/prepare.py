@@ -29,13 +29,22 @@ from quern.stages.prepare_tokens import is_tokens, named_tokenizer, open_tokens,
 from quern.temporaries import alone_in, remove_abandoned
 from quern.terminal import Meter
 from quern.text.clean.steps import read_records, recorded
-from quern.text.content import content_fingerprint
 from quern.text.documents import read, warning_of
 from quern.text.encode.pool import StartWorkers, on_processes, write_shards
 from quern.text.formats import text_megabytes
 from quern.text.readers import UTF8
 from quern.text.repositories import TRAIN, local_copy
-from quern.text.sources import AS_TEXT, COMPRESSED, DOCUMENTS, Listing, Where, data_paths, format_of, list_source
+from quern.text.sources import (
+    AS_TEXT,
+    COMPRESSED,
+    DOCUMENTS,
+    Listing,
+    Where,
+    content_fingerprint,
+    data_paths,
+    format_of,
+    list_source,
+)
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import Tokenizer, compression_report, split_pattern, training_pieces
 

@@ -30,6 +30,8 @@ LISTS = ("messages", "conversations")
 ALPACA = ("instruction", "input", "output", "history")
 PAIRS = (("prompt", "completion"), ("prompt", "response"))
 CHATGPT = ("mapping", "current_node")
+ASKED = ("user", "assistant")
+"""The roles of a question and its answer."""
 BESIDE = ("system", "system_prompt", "tools", "functions")
 """The keys that are read beside a list of messages."""
 KEYS = (*LISTS, *ALPACA, *dict.fromkeys(key for pair in PAIRS for key in pair), *CHATGPT, *BESIDE)
@@ -53,15 +55,8 @@ def to_messages(record: Any, ignored: Counter[str] | None = None) -> list[Messag
         ValueError: The record has another shape or is not a valid conversation.
     """
     row = record if isinstance(record, Mapping) else {"messages": record}
-    used = [key for key in LISTS if row.get(key) is not None][:1]
-    given = row[used[0]] if used else None
-    if not used and row.get("instruction") is not None and row.get("output") is not None:
-        used, given = [*ALPACA], _of_alpaca(row)
-    pair = next((pair for pair in PAIRS if all(isinstance(row.get(key), str | list) for key in pair)), None)
-    if not used and pair is not None:
-        used, given = [*pair], _of_pair(*(row[key] for key in pair))
-    if not used and isinstance(row.get("mapping"), Mapping):
-        used, given = [*CHATGPT], _of_chatgpt(row["mapping"], row.get("current_node"))
+    used, given = _shape(row)
+    if used == CHATGPT:
         row = {key: row[key] for key in CHATGPT if key in row}  # titles, dates, identifiers
     if not isinstance(given, list):
         raise ValueError(no_shape(row if row is record else ()))
@@ -75,6 +70,24 @@ def to_messages(record: Any, ignored: Counter[str] | None = None) -> list[Messag
         of_turns = (key for turn in given for key, value in turn.items() if key not in TURN_KEYS and not _empty(value))
         ignored.update(unread.union(f"{used[0]}.{key}" for key in of_turns))
     return [_message(turn) for turn in joined]
+
+
+def _shape(row: Mapping[str, Any]) -> tuple[tuple[str, ...], Any]:
+    """The keys of the list of messages in a record, and the list."""
+    for key in LISTS:
+        if row.get(key) is not None:
+            return (key,), row[key]
+    if row.get("instruction") is not None and row.get("output") is not None:
+        question = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
+        exchanges = [*(row.get("history") or ()), (question, row["output"])]
+        return ALPACA, [_said(role, text) for pair in exchanges for role, text in zip(ASKED, pair, strict=True)]
+    for pair in PAIRS:
+        if all(isinstance(row.get(key), str | list) for key in pair):
+            sides = ((role, row[key]) for role, key in zip(ASKED, pair, strict=True))
+            return pair, [turn for role, it in sides for turn in (it if isinstance(it, list) else [_said(role, it)])]
+    if isinstance(row.get("mapping"), Mapping):
+        return CHATGPT, _of_chatgpt(row["mapping"], row.get("current_node"))
+    return (), None
 
 
 def no_shape(names: Iterable[str]) -> str:
@@ -95,21 +108,6 @@ def json_text(value: Any) -> str:
 
 def _empty(value: Any) -> bool:
     return value is None or value in ("", [], {})
-
-
-def _of_alpaca(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    question = "\n\n".join(filter(None, (record["instruction"], record.get("input"))))
-    exchanges = [*(record.get("history") or ()), (question, record["output"])]
-    roles = ("user", "assistant")
-    return [{"role": role, "content": text} for pair in exchanges for role, text in zip(roles, pair, strict=True)]
-
-
-def _of_pair(question: Any, answer: Any) -> list[Any]:
-    """Each is a text, or a list of messages."""
-    both = ((question, "user"), (answer, "assistant"))
-    return [
-        turn for value, role in both for turn in (value if isinstance(value, list) else [_said(role, value)])
-    ]  # fmt: skip
 
 
 def _of_chatgpt(nodes: Any, last: Any) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from quern.terminal import silent
 from quern.text.chat import Message, parts
 from quern.text.conversations import KEYS, of_whatsapp, to_messages
 from quern.text.formats import converted, place
@@ -37,10 +38,8 @@ PLAIN_CHARACTERS = 100
 
 
 class Conversation(NamedTuple):
-    """place: its file and record, for messages."""
-
     messages: list[Message]
-    place: str
+    place: str  # its file and record, for messages
 
 
 def read(
@@ -74,15 +73,13 @@ def _text(value: Any, column: str) -> str:
         value = value[column]
     elif not isinstance(value, str):
         raise ValueError(f'expected an object such as {{"{column}": …}}')
-    if value is None:
-        return ""
-    if not isinstance(value, str):
+    if not isinstance(value, str | None):
         raise ValueError(
             f"{column!r} holds {type(value).__name__}, not text: "
             "make it text, or name what holds the text with --text.column NAME"
         )
-    _refuse_surrogates(value)
-    return value
+    _refuse_surrogates(value or "")
+    return value or ""
 
 
 def _refuse_surrogates(text: str) -> None:
@@ -97,12 +94,8 @@ def _refuse_surrogates(text: str) -> None:
 
 
 def warning_of(paths: Sequence[Path], separated: bool = False, encoding: str = "utf-8") -> str | None:
-    """Looks for what a model would learn to write by mistake, at the beginning of the first text files: a mark that
-    ends documents, such as <|endoftext|>, unless the marks are known (`separated`), or the tags of a web page.
-
-    Returns:
-        A line for the user; None if there is nothing of the kind.
-    """
+    """A warning about what a model would learn to write by mistake, at the beginning of the first text files: a mark
+    that ends documents, such as <|endoftext|>, unless the marks are known (`separated`), or tags of a web page."""
     text_files = (path for path in paths if format_of(path) in (*PLAIN, "") and path.exists())
     for path in islice(text_files, MARKED_FILES):
         with suppress(UnreadableError, OSError):  # the reading tells of it
@@ -130,7 +123,7 @@ def conversation_rows(
         source: A file, a folder, or several of these, of .jsonl, .json, .csv, .tsv and .parquet files; or a .txt file
             that WhatsApp exported.
         log: Called with lines about read, ignored and skipped files, records and keys.
-        convert: Converts a record to messages, and counts the keys that it ignores. A text is WhatsApp's export.
+        convert: Converts a record to messages, and counts the keys that it ignores.
         keys: The keys of a record that `convert` reads.
         limit: The most conversations to read.
         person: Whom the model learns to write as, in WhatsApp's export.
@@ -140,10 +133,9 @@ def conversation_rows(
             and the record.
         OSError: A file is missing or cut short.
     """
-    found = list_talks(source)
-    if log is not None:
-        for line in found.lines("conversations"):
-            log(line)
+    found, say = list_talks(source), log or silent
+    for line in found.lines("conversations"):
+        say(line)
     skipped, count, first, ignored = 0, 0, "", Counter[str]()
 
     def messages_of(value: Any) -> list[list[Message]]:
@@ -154,8 +146,7 @@ def conversation_rows(
         _refuse_surrogates(json.dumps(messages, ensure_ascii=False))
         return messages
 
-    said = log and (lambda line: log(f"conversations: {line}"))
-    several = converted(found.files, keys, messages_of, said)
+    several = converted(found.files, keys, messages_of, log and (lambda line: say(f"conversations: {line}")))
     for messages, path, record in ((one, path, record) for talks, path, record in several for one in talks):
         if limit is not None and count >= limit:
             break
@@ -170,26 +161,24 @@ def conversation_rows(
             f"{first}: there is no assistant's turn, nor in any other conversation of the source: fine-tuning "
             "learns the assistant's answers, so add them"
         )
-    if skipped and log is not None:
-        log(f"conversations: skipped {skipped:,} without an assistant's turn to learn, the first is {first}")
-    if ignored and log is not None:
+    if skipped:
+        say(f"conversations: skipped {skipped:,} without an assistant's turn to learn, the first is {first}")
+    if ignored:
         named = ", ".join(f"{key!r} in {rows:,}" for key, rows in ignored.most_common(NAMES_SHOWN))
-        log(f"conversations: keys that are not used, with the number of records: {named}")
+        say(f"conversations: keys that are not used, with the number of records: {named}")
 
 
 def _learned(message: Message) -> bool:
     """Whether a part of a message, or its end, is learned."""
-    if message["role"] != "assistant":
-        return False
-    own = (part for part in parts(message) if part["type"] != "output")
-    return message.get("weight") != 0 or any(part.get("weight") != 0 for part in own)
+    own = (part.get("weight") for part in parts(message) if part["type"] != "output")
+    return message["role"] == "assistant" and any(weight != 0 for weight in (message.get("weight"), *own))
 
 
 def _no_column(column: str, names: Sequence[str]) -> str:
     shown = [name if len(name) <= NAME_CHARACTERS else f"{name[:NAME_CHARACTERS]}…" for name in names[:NAMES_SHOWN]]
-    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     there_are = ", ".join(map(repr, shown)) or "nothing"
-    hint = f"there is no {column!r}, only {there_are}{more}: name the one that holds the text with --text.column NAME"
+    there_are += f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    hint = f"there is no {column!r}, only {there_are}: name the one that holds the text with --text.column NAME"
     if {"messages", "conversations"} & set(names):
         hint += " (conversations are for fine-tuning, --conversations)"
     return hint

@@ -17,6 +17,7 @@ import csv
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,25 +25,19 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from quern.terminal import human_size
-from quern.text.readers import (
-    CONVERTED,
-    CUE,
-    UTF8,
-    Malformed,
-    Skipped,
-    UnreadableError,
-    convert,
-    open_utf8,
-    recognized,
-)
+from quern.terminal import human_size, silent
+from quern.text.readers import CONVERTED, CUE, UTF8, UnreadableError, convert, open_utf8, recognized
 from quern.text.sources import COMPRESSED, Listing, format_of
 
 TEXT_PIECE_CHARACTERS = 1 << 20
 PARQUET_BATCH_ROWS = 256
 JSON_BYTES = 1 << 29
 CSV_FIELD_CHARACTERS = 1 << 28
-NO_TEXT = re.compile(rb"[\0-\x08\x0e-\x1a]")
+FEW_RECORDS = 1000
+"""A larger source may have one malformed record in so many."""
+MOST_AT_ONCE = 10
+"""More malformed records above that share end the reading at once, not at the end of the source."""
+NO_TEXT = re.compile(rb"[\1-\x08\x0e-\x1a]")
 """Bytes of programs and pictures; logs with colours have the escape."""
 COMPRESSION = 3
 """Bytes of text in a byte of a compressed file, about: 2.7 by gzip, 3.5 by Zstandard's best."""
@@ -52,27 +47,75 @@ Found = TypeVar("Found")
 Records = Iterator[tuple[Any, int]]
 """Values and their numbers in the file, from 0: text (.txt, .md), JSON values (.jsonl, .json), or objects with all
 columns (.csv, .tsv, .parquet); `Malformed` in the place of a malformed record."""
+Log = Callable[[str], None]
+REFUSALS = (ValueError, TypeError, LookupError, AttributeError)
+"""The errors of a function that converts records."""
+
+
+class Malformed(ValueError):
+    """A record that is no record of its format; the next one can be read. lines: what it takes of the file."""
+
+    def __init__(self, reason: str, lines: int = 1) -> None:
+        super().__init__(reason)
+        self.lines = lines
+
+
+@dataclass
+class _Skipped:
+    """Counts what the reading of a source skips: records, and whole files."""
+
+    log: Log | None
+    first: str = ""
+    odd: int = 0
+    seen: int = 0
+    bytes_read: int = 0
+    bad: list[tuple[int, Exception]] = field(default_factory=list)  # bytes and error of the files that cannot be read
+
+    def skip(self, error: Malformed) -> None:
+        """Counts a malformed record; raises ValueError if there are too many."""
+        self.odd += error.lines
+        if not self.first and self.log is not None:
+            self.log(f"skipping malformed records, of which 1 in {FEW_RECORDS:,} may be; the first is {error}")
+        self.first = self.first or str(error)
+        if self.log is None or self.odd >= self.seen > 1 or self.odd > MOST_AT_ONCE + self.seen // FEW_RECORDS:
+            raise self._refusal() from error.__cause__
+
+    def finish(self, files: int) -> None:
+        """Logs what was skipped of so many files, or raises the first error if it is too much."""
+        log = self.log or silent
+        if self.odd and self.seen < max(FEW_RECORDS + 1, FEW_RECORDS * self.odd):
+            raise self._refusal()
+        if self.odd:
+            log(f"skipped {self.odd:,} malformed of {self.seen:,} records")
+        if self.bad:
+            error, told = self.bad[0][1], f"{len(self.bad):,} of {files:,} files"
+            if sum(size for size, _ in self.bad) > self.bytes_read:
+                instead = "cannot be read, with more than half of the bytes: leave them out with --data.exclude"
+                raise type(error)(f"{error}; {told} {instead}")
+            log(f"skipped {told} that cannot be read; the first: {error}")
+
+    def _refusal(self) -> ValueError:
+        more = f"; {self.odd:,} of {self.seen:,} records are malformed, and 1 in {FEW_RECORDS:,} may be"
+        return ValueError(self.first + (more if self.odd > 1 else ""))
 
 
 def converted(
     paths: Sequence[Path],
     wanted: Sequence[str],
     convert: Callable[[Any], Found],
-    log: Callable[[str], None] | None = None,
+    log: Log | None = None,
     separator: str | None = None,
     encoding: str = UTF8,
 ) -> Iterator[tuple[Found, Path, int]]:
     """Reads and converts the records of a source. With a log, the odd malformed record does not stop a large source,
-    and the odd file that cannot be read does not stop a source of several.
+    and the odd file that cannot be read does not stop a source of several (docs/data.md).
 
-    A record is malformed if it is not of its format, or if it cannot be converted. Of a source with over `FEW_RECORDS`
-    records, one in so many may be: they are skipped, counted, and the first is named. A source whose first records are
-    all malformed has another form, and is refused. A file that cannot be read, or whose first two records are
-    malformed, is skipped if the files that can be read hold at least as many bytes.
+    A record is malformed if it is not of its format, or if it cannot be converted. A file among several that begins
+    with two malformed records, or has no other, counts as one that cannot be read.
 
     Args:
         wanted: The columns to read from a table; the others are `UNREAD`.
-        convert: Takes a value. Raises ValueError, TypeError, KeyError, IndexError or AttributeError.
+        convert: Takes a value. Raises one of `REFUSALS`.
         log: Takes a line when the first record is skipped, and one when all are read. None: no record is skipped.
         separator: The mark between the records of text; None makes the file one record.
         encoding: The encoding of text, tables and JSON, or "auto"; see readers.py.
@@ -84,62 +127,53 @@ def converted(
         ValueError: A file is damaged, or too many records are malformed; the message names the first.
         OSError: A file cannot be read to its end.
     """
-    counted, tolerant = Skipped(log), log is not None and len(paths) > 1
+    skipped, tolerant = _Skipped(log), log is not None and len(paths) > 1
     for path in paths:
+        begun, early = not tolerant, list[Malformed]()
         try:
-            yield from _converted(path, _records(path, wanted, separator, encoding), convert, counted, tolerant)
-            counted.bytes_read += path.stat().st_size
+            for value, record in _records(path, wanted, separator, encoding):
+                skipped.seen += 1
+                found = _convert(value, convert, path, record)
+                if not begun and isinstance(found, Malformed):
+                    early.append(found)
+                    if len(early) == 2:
+                        break
+                    continue
+                for odd in (*early, *([found] if isinstance(found, Malformed) else [])):
+                    skipped.skip(odd)
+                early, begun = [], True
+                if not isinstance(found, Malformed):
+                    yield found, path, record
+            if early:
+                raise UnreadableError(str(early[0])) from early[0].__cause__
+            skipped.bytes_read += path.stat().st_size
         except (UnreadableError, OSError) as error:
             if not tolerant:
                 raise
-            counted.bad.append((path.stat().st_size if path.exists() else 0, error))
-    counted.finish(len(paths))
+            skipped.bad.append((path.stat().st_size if path.exists() else 0, error))
+    skipped.finish(len(paths))
 
 
-def _converted(
-    path: Path, records: Records, convert: Callable[[Any], Found], counted: Skipped, tolerant: bool
-) -> Iterator[tuple[Found, Path, int]]:
-    """The records of a file. If it is one of several (`tolerant`), it is unreadable where it begins with two malformed
-    ones, or has no other."""
-    begun, early = False, None
-    for value, record in records:
-        counted.seen += 1
-        try:
-            if isinstance(value, Malformed):
-                raise value
-            found = convert(value)
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
-            reason = str(error) if error is value else f"{place(path, record)}: {error}"
-            odd = (error.lines if isinstance(error, Malformed) else 1, reason, error)
-            if begun or not tolerant:
-                counted.skip(*odd)
-            elif early:
-                raise UnreadableError(early[1]) from error
-            else:
-                early = odd
-            continue
-        if early:
-            counted.skip(*early)
-        begun, early = True, None
-        yield found, path, record
-    if early:
-        raise UnreadableError(early[1])
+def _convert(value: Any, convert: Callable[[Any], Found], path: Path, record: int) -> Found | Malformed:
+    if isinstance(value, Malformed):
+        return value
+    try:
+        return convert(value)
+    except REFUSALS as error:
+        odd = Malformed(f"{place(path, record)}: {error}")
+        odd.__cause__ = error
+        return odd
 
 
 def read_rows(
-    path: Path,
-    what: str,
-    columns: Sequence[str],
-    convert: Callable[[Any], Found],
-    log: Callable[[str], None] | None = None,
+    path: Path, what: str, columns: Sequence[str], convert: Callable[[Any], Found], log: Log | None = None
 ) -> list[Found]:
     """Reads a whole file of rows, such as the questions of a task.
 
     Args:
         what: The rows, for messages.
-        columns: The columns to read from a table.
+        columns, log: As for `converted`.
         convert: Takes a row, an object. Raises as for `converted`.
-        log: As for `converted`.
 
     Raises:
         ValueError: A row cannot be converted, or there is none; the message names the file and the row.
@@ -151,7 +185,7 @@ def read_rows(
             if not isinstance(value, dict):
                 raise ValueError("it is no object")
             return convert(value)
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
+        except REFUSALS as error:
             reason = f"it has no {error}" if isinstance(error, KeyError) else error
             raise ValueError(f"no row of {what}: {reason}") from error
 
@@ -177,9 +211,9 @@ def _text_bytes(path: Path, column: str) -> int:
     try:
         metadata = pq.read_metadata(path)
     except (pa.ArrowException, OSError) as error:
-        raise _unreadable(path, error) from error
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
+        raise _cut_short(path, error) from error
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    chunks = (group.column(number) for group in groups for number in range(group.num_columns))
     return sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == column)
 
 
@@ -203,7 +237,7 @@ def _records(path: Path, wanted: Sequence[str], separator: str | None, encoding:
     return ((value, record) for record, value in enumerate(values))
 
 
-def _unreadable(path: Path, error: Exception) -> OSError:
+def _cut_short(path: Path, error: Exception) -> OSError:
     return OSError(f"cannot read {path}, it may be cut short or damaged: {error}")
 
 
@@ -213,13 +247,13 @@ def _lines(path: Path, encoding: str) -> Iterator[bytes]:
         with open_utf8(path, encoding) as stream:
             yield from stream
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _cut_short(path, error) from error
 
 
 def _decode(raw: bytes, path: Path, line: int) -> str:
     """Decodes lines; line: the number of the first one, from 0."""
     try:
-        return raw.decode("utf-8-sig" if line == 0 else UTF8)  # the first line can start with a byte order mark
+        text = raw.decode("utf-8-sig" if line == 0 else UTF8)  # the first line can start with a byte order mark
     except UnicodeDecodeError as error:
         before = raw[: error.start].split(b"\n")
         if NO_TEXT.search(raw):
@@ -230,17 +264,17 @@ def _decode(raw: bytes, path: Path, line: int) -> str:
             f"{path}, line {line + len(before)}: byte {len(before[-1]) + 1} of the line is "
             f"not UTF-8 ({error.reason}): {hint}convert the file to UTF-8, for example with iconv"
         ) from error
+    if "\0" in text:
+        raise UnreadableError(
+            f"{path}, line {line + 1}: NUL bytes, so it is no text, or UTF-16 without a mark (--text.encoding "
+            "utf-16-le): leave it out with --data.exclude"
+        )
+    return text
 
 
 def _text_pieces(path: Path, encoding: str) -> Iterator[str]:
-    piece: list[str] = []
-    size = 0
+    piece, size = list[str](), 0
     for line, raw in enumerate(_lines(path, encoding)):
-        if b"\0" in raw:
-            raise UnreadableError(
-                f"{path}, line {line + 1}: NUL bytes, so it is no text, or UTF-16 without a mark (--text.encoding "
-                "utf-16-le): leave it out with --data.exclude"
-            )
         piece.append(_decode(raw, path, line))
         size += len(piece[-1])
         if size >= TEXT_PIECE_CHARACTERS:
@@ -269,15 +303,11 @@ def _json_lines(path: Path, encoding: str) -> Records:
         if not raw.strip():
             continue
         try:
-            text = _decode(raw, path, line)
-        except ValueError as error:
+            yield json.loads(_decode(raw, path, line)), line
+        except UnreadableError as error:
             yield Malformed(str(error)), line
-            continue
-        try:
-            value = json.loads(text)
         except (ValueError, RecursionError) as error:
-            value = Malformed(f"{path}, line {line + 1}: not a line of JSON ({error})")
-        yield value, line
+            yield Malformed(f"{path}, line {line + 1}: not a line of JSON ({error})"), line
 
 
 def _json_values(path: Path, encoding: str) -> list[Any]:
@@ -286,7 +316,7 @@ def _json_values(path: Path, encoding: str) -> list[Any]:
             pieces = iter(lambda: stream.read(1 << 20), b"")  # a larger one would be allocated at once
             raw = b"".join(islice(pieces, (JSON_BYTES >> 20) + 1))
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _cut_short(path, error) from error
     if len(raw) > JSON_BYTES:
         raise UnreadableError(
             f"{path} holds more than {human_size(JSON_BYTES)} of JSON, which would be read at once: make it a .jsonl, "
@@ -353,4 +383,4 @@ def _parquet_rows(path: Path, wanted: Sequence[str]) -> Iterator[dict[str, Any]]
                 for batch in file.iter_batches(PARQUET_BATCH_ROWS, row_groups=[group], columns=columns):
                     yield from ({**value, **unread} for value in batch.to_pylist())
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UnreadableError(f"cannot read {path}, it may be cut short or damaged: {error}") from error
+        raise UnreadableError(str(_cut_short(path, error))) from error

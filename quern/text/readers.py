@@ -1,8 +1,7 @@
 """Opens files as UTF-8: decompressed, other encodings decoded, and papers, books and pages turned into text.
 
 A byte order mark of UTF-16 or UTF-32 names the encoding; "auto" recognizes others with charset-normalizer, an estimate
-from the first bytes. The library markitdown, an extra, turns `CONVERTED` files into Markdown, whole. `Skipped` counts
-malformed records and files that cannot be read.
+from the first bytes. The library markitdown, an extra, turns `CONVERTED` files into Markdown, whole.
 """
 
 from __future__ import annotations
@@ -11,14 +10,10 @@ import codecs
 import importlib.util
 import io
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, cast
 
 import pyarrow as pa
-
-from quern.terminal import silent
 
 UTF8, AUTO = "utf-8", "auto"
 LOOKED_AT = 1 << 18
@@ -32,62 +27,8 @@ CUE = re.compile(r"^(WEBVTT.*|\d+|[\d:.,]+ --> [\d:.,]+.*)\n", re.MULTILINE)
 """A line of a subtitle that is not spoken: its number, or its time."""
 
 
-FEW_RECORDS = 1000
-"""A larger source may have one malformed record in so many."""
-MOST_AT_ONCE = 10
-"""More malformed records above that share end the reading at once, not at the end of the source."""
-
-
-class Malformed(ValueError):
-    """A record that is no record of its format; the next one can be read. lines: what it takes of the file."""
-
-    def __init__(self, reason: str, lines: int = 1) -> None:
-        super().__init__(reason)
-        self.lines = lines
-
-
 class UnreadableError(ValueError):
     """A file that cannot be read to its end."""
-
-
-@dataclass
-class Skipped:
-    """Counts what the reading of a source skips: records, and whole files."""
-
-    log: Callable[[str], None] | None
-    first: str = ""
-    odd: int = 0
-    seen: int = 0
-    bytes_read: int = 0
-    bad: list[tuple[int, Exception]] = field(default_factory=list)
-    """The bytes and the error of each file that cannot be read."""
-
-    def skip(self, lines: int, reason: str, error: Exception) -> None:
-        """Counts a malformed record; raises ValueError if there are too many."""
-        self.odd += lines
-        if not self.first and self.log is not None:
-            self.log(f"skipping malformed records, of which 1 in {FEW_RECORDS:,} may be; the first is {reason}")
-        self.first = self.first or reason
-        if self.log is None or self.odd >= self.seen > 1 or self.odd > MOST_AT_ONCE + self.seen // FEW_RECORDS:
-            raise ValueError(self._refusal()) from error
-
-    def finish(self, files: int) -> None:
-        """Logs what was skipped of so many files, or raises the first error if it is too much."""
-        log = self.log or silent
-        if self.odd and self.seen < max(FEW_RECORDS + 1, FEW_RECORDS * self.odd):
-            raise ValueError(self._refusal())
-        if self.odd:
-            log(f"skipped {self.odd:,} malformed of {self.seen:,} records")
-        if self.bad:
-            error, told = self.bad[0][1], f"{len(self.bad):,} of {files:,} files"
-            if sum(size for size, _ in self.bad) > self.bytes_read:
-                instead = "cannot be read, with more than half of the bytes: leave them out with --data.exclude"
-                raise type(error)(f"{error}; {told} {instead}")
-            log(f"skipped {told} that cannot be read; the first: {error}")
-
-    def _refusal(self) -> str:
-        more = f"; {self.odd:,} of {self.seen:,} records are malformed, and 1 in {FEW_RECORDS:,} may be"
-        return self.first + (more if self.odd > 1 else "")
 
 
 def open_utf8(path: Path, encoding: str = UTF8) -> BinaryIO:

@@ -1,4 +1,4 @@
-"""Lists the files of a source: which are read, in which order, and which are ignored.
+"""Lists the files of a source: which are read, in which order, and which are ignored; and fingerprints their contents.
 
 A source is a file, a folder with all its subfolders, or several of these. Names that begin with a dot are skipped.
 Links are followed. No file or folder is listed twice, even if several links lead to it or a link leads to a parent of
@@ -7,15 +7,21 @@ the source. Sizes are in bytes on disk. formats.py opens the files.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatch
 from glob import glob
 from itertools import chain
 from pathlib import Path
+from typing import Annotated, NamedTuple
 
+import msgspec
+
+from quern.records import read_json
+from quern.temporaries import write_whole
 from quern.terminal import human_size
 from quern.text.readers import CONVERTED, can_convert, looks_like_text
 from quern.validate import install
@@ -44,19 +50,20 @@ NO_ENDING = "without an ending"
 MARKITDOWN = f"papers, books and pages need the extra `documents`: {install('documents')}"
 Where = str | Path | Sequence[Path]
 """A source."""
+CHUNK_BYTES = 1 << 20
+Digest = tuple[int, int, int, Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]]
+"""Size, times of change in nanoseconds, and SHA-256 (hex) of a file."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A file, its size in bytes, and its kind (the extension)."""
+class Entry(NamedTuple):
+    """A file, its size in bytes, and its kind: the extension, or why it has none that counts."""
 
     path: Path
     size: int
     kind: str
 
 
-@dataclass(frozen=True)
-class Listing:
+class Listing(NamedTuple):
     """The files of a source in reading order, and the ignored files."""
 
     read: tuple[Entry, ...]
@@ -69,10 +76,7 @@ class Listing:
     def without(self, folder: Path) -> Listing:
         """The listing without what is in a folder, such as that of the outputs."""
         away = folder.resolve()
-        read, ignored = (
-            [one for one in part if away not in one.path.resolve().parents] for part in vars(self).values()
-        )
-        return Listing(tuple(read), tuple(ignored))
+        return Listing(*(tuple(one for one in part if away not in one.path.resolve().parents) for part in self))
 
     def lines(self, what: str) -> list[str]:
         """Lines for the user about read and ignored files, each starting with `what`."""
@@ -109,9 +113,6 @@ def list_source(
             the folder. None includes all.
         exclude: Patterns of files of a folder that are ignored.
 
-    Returns:
-        The files to read, sorted by their path in the source, and the ignored ones.
-
     Raises:
         FileNotFoundError: There is no such file or folder, or it has no file of these formats.
         ValueError: The source is a file of another format.
@@ -123,7 +124,7 @@ def list_source(
     source = Path(source)
     if source.is_file():
         entry = Entry(source, source.stat().st_size, _kind(source))
-        if not _is_readable(entry, formats) and not _is_other_text(source, formats):
+        if not _is_read(entry, formats, named=True):
             instead = f"its name must end in {_accepted(formats)}{_needs([entry])}"
             if "" in formats and format_of(source) == ".rtf":
                 instead = "save it as .docx, .html or .txt"
@@ -131,26 +132,23 @@ def list_source(
         return Listing((entry,), ())
     if not source.is_dir():
         raise FileNotFoundError(f"there is no file or folder {source}")
-    found = sorted(_walk(source), key=lambda entry: entry.path.relative_to(source).as_posix())
 
     def chosen(entry: Entry) -> bool:
         inside = entry.path.relative_to(source)
-        if exclude is not None and _matches(inside, exclude):
-            return False
-        if include is None:
-            return not set(SKIPPED_FOLDERS) & set(inside.parts) and _is_readable(entry, formats)
-        return _matches(inside, include) and (_is_readable(entry, formats) or _is_other_text(entry.path, formats))
+        left_out = exclude is not None and _matches(inside, exclude)
+        left_out |= bool({*SKIPPED_FOLDERS} & {*inside.parts}) if include is None else not _matches(inside, include)
+        return not left_out and _is_read(entry, formats, named=include is not None)
 
-    flags = [chosen(entry) for entry in found]
-    read = tuple(entry for entry, use in zip(found, flags, strict=True) if use)
-    ignored = tuple(entry for entry, use in zip(found, flags, strict=True) if not use)
+    read, ignored = list[Entry](), list[Entry]()
+    for entry in sorted(_walk(source), key=lambda entry: entry.path.relative_to(source).as_posix()):
+        (read if chosen(entry) else ignored).append(entry)
     if not read:
         there_are = f" (it holds {_counts(ignored)})" if ignored else ""
         matches = f" and matches {include}" if include else ""
         raise FileNotFoundError(
             f"nothing to read in {source}{there_are}: no file ends in {_accepted(formats)}{matches}{_needs(ignored)}"
         )
-    return Listing(read, ignored)
+    return Listing(tuple(read), tuple(ignored))
 
 
 def list_talks(source: Where) -> Listing:
@@ -160,15 +158,11 @@ def list_talks(source: Where) -> Listing:
 
 
 def find_file(folder: Path, *stems: str, inside: Sequence[str] = ()) -> Path | None:
-    """Finds a file of rows (.jsonl, .json, .parquet) by its name, anywhere in a folder.
+    """Finds a file of rows (.jsonl, .json, .parquet) by its name, anywhere in a folder; None if there is none.
 
     Args:
-        folder: The folder. Upper case counts as lower case in it, and "-" as "_".
-        stems: The names that the file may have, without the ending.
+        stems: The names that the file may have, without the ending, in lower case and with "_" for "-".
         inside: Names of folders in which every file that begins with "test" counts.
-
-    Returns:
-        The file; None if there is none.
 
     Raises:
         FileNotFoundError: There is no such folder, or it has no file of these formats.
@@ -202,16 +196,15 @@ def format_of(path: Path) -> str:
     return found if plain == name or found in FORMATS and found != ".parquet" else ""
 
 
-def _is_readable(entry: Entry, formats: Sequence[str]) -> bool:
-    if entry.kind == NO_ENDING:
-        return "" in formats and looks_like_text(entry.path)
-    form = format_of(entry.path)
-    return entry.kind.startswith(".") and bool(form) and form in formats and (form not in CONVERTED or can_convert())
-
-
-def _is_other_text(path: Path, formats: Sequence[str]) -> bool:
-    """Whether a file of an unknown format looks like text, where texts are asked for."""
-    return "" in formats and format_of(path) not in (*CONVERTED, ".rtf", "") and looks_like_text(path)
+def _is_read(entry: Entry, formats: Sequence[str], named: bool) -> bool:
+    """Whether a file is read. named: the user's command names it, or a pattern of the command does."""
+    form, plain = format_of(entry.path), entry.kind == NO_ENDING
+    if not plain and not entry.kind.startswith("."):
+        return False
+    if form and form in formats:
+        return form not in CONVERTED or can_convert()
+    unknown = named and form not in (*CONVERTED, ".rtf", "")
+    return "" in formats and (plain or unknown) and looks_like_text(entry.path)
 
 
 def _needs(entries: Iterable[Entry]) -> str:
@@ -264,11 +257,10 @@ def _counts(entries: Iterable[Entry]) -> str:
     for entry in entries:
         kinds.setdefault(entry.kind, []).append(entry)
     ranked = sorted(kinds.items(), key=lambda item: -sum(entry.size for entry in item[1]))
-    shown = [
-        f"{members[0].path.name if len(members) == 1 else f'{len(members):,} {kind}'} "
-        f"({human_size(sum(entry.size for entry in members))})"
-        for kind, members in ranked[:KINDS_SHOWN]
-    ]
+    shown = list[str]()
+    for kind, members in ranked[:KINDS_SHOWN]:
+        name = members[0].path.name if len(members) == 1 else f"{len(members):,} {kind}"
+        shown.append(f"{name} ({human_size(sum(entry.size for entry in members))})")
     more = sum(len(members) for _, members in ranked[KINDS_SHOWN:])
     return ", ".join([*shown, f"{more:,} more"] if more else shown)
 
@@ -277,3 +269,40 @@ def _accepted(formats: Sequence[str]) -> str:
     plain = " ".join(name for name in formats if name not in (".parquet", "", *CODE, *CONVERTED))
     more = ", an ending of code or of plain text" if "" in formats else ""
     return f"{plain} (also compressed, such as {formats[0]}.gz or {formats[0]}.zst) or .parquet{more}"
+
+
+def content_fingerprint(paths: Iterable[Path], cache: Path, progress: Callable[[int], None]) -> str:
+    """Hashes the contents of files in the given order; names, paths and times do not matter.
+
+    Args:
+        cache: A JSON file of known digests, path → `Digest`. A file is hashed again when its size or a time differs. A
+            damaged cache is made again, and deleted files are dropped from it.
+        progress: Called with the number of bytes hashed so far.
+
+    Returns:
+        SHA-256 (hex) over the SHA-256 of each file.
+
+    Raises:
+        OSError: A file cannot be read, or the cache cannot be written.
+    """
+    try:
+        known = read_json(cache, dict[str, Digest])
+    except (FileNotFoundError, ValueError):
+        known = dict[str, Digest]()
+    kept = {name: entry for name, entry in known.items() if Path(name).exists()}
+    done, whole = 0, hashlib.sha256()
+    for path in paths:
+        info, name = path.stat(), str(path.resolve())
+        mark = (info.st_size, info.st_mtime_ns, info.st_ctime_ns)
+        if name not in kept or kept[name][:3] != mark:
+            digest = hashlib.sha256()
+            with open(path, "rb") as file:
+                while chunk := file.read(CHUNK_BYTES):
+                    digest.update(chunk)
+                    done += len(chunk)
+                    progress(done)
+            kept[name] = (*mark, digest.hexdigest())
+        whole.update(bytes.fromhex(kept[name][3]))
+    if kept != known:
+        write_whole(cache, json.dumps(kept, indent=1))
+    return whole.hexdigest()

@@ -72,14 +72,14 @@ def split_pattern(digits: int) -> str:
     return SPLIT_PATTERN.replace(r"\p{N}{1,2}", rf"\p{{N}}{{1,{digits}}}")
 
 
-def _for_engine(pattern: str) -> str:
-    """A pattern that matches the same pieces, in three quarters of the time with the engine of tiktoken and rustbpe.
+OWN_PATTERNS = tuple(map(split_pattern, (1, 2, 3)))
 
-    It is quern's own without the possessive marks. They change no match: in no alternative can what follows a
-    quantifier match a character that the quantifier would give back.
-    """
-    own = pattern in map(split_pattern, (1, 2, 3))
-    return re.sub(r"([+*?}])\+", r"\1", pattern) if own else pattern
+
+def _for_engine(pattern: str) -> str:
+    """A pattern that matches the same pieces, in three quarters of the time with the engine of tiktoken and rustbpe."""
+    # The possessive marks of quern's own change no match: in no alternative can what follows a quantifier match a
+    # character that the quantifier would give back.
+    return re.sub(r"([+*?}])\+", r"\1", pattern) if pattern in OWN_PATTERNS else pattern
 
 
 SPECIAL_TOKENS = (
@@ -144,7 +144,7 @@ class Tokenizer:
         if len(set(special_tokens)) != len(special_tokens) or "<|bos|>" not in special_tokens:
             raise ValueError("special tokens must differ from each other and contain <|bos|>")
         self.pattern = pattern
-        self._bounded = pattern in map(split_pattern, (1, 2, 3))
+        self._own = pattern in OWN_PATTERNS
         self.merges = tuple(merges)
         self.single_bytes = single_bytes
         self.special_tokens = tuple(special_tokens)
@@ -152,7 +152,6 @@ class Tokenizer:
         self.notes = tuple(notes)
         self.vocab_size = len(ranks) + len(special_tokens)
         self.bos = self.special_ids["<|bos|>"]
-        self._first_special = len(ranks)
         self._bytes = [*ranks, *(name.encode("utf-8") for name in special_tokens)]
         self._encoding = tiktoken.Encoding(
             "quern", pat_str=_for_engine(pattern), mergeable_ranks=ranks, special_tokens=self.special_ids
@@ -184,20 +183,14 @@ class Tokenizer:
         import rustbpe  # only training needs it
 
         trainer = rustbpe.Tokenizer()  # pyright: ignore[reportAttributeAccessIssue]  (compiled, without stubs)
-        pieces = training_pieces(texts, max_bytes)
-        trainer.train_from_iterator(
-            pieces, vocab_size - len(SPECIAL_TOKENS), buffer_size=TRAINING_BUFFER_PIECES, pattern=_for_engine(pattern)
-        )
+        pieces, size = training_pieces(texts, max_bytes), vocab_size - len(SPECIAL_TOKENS)
+        trainer.train_from_iterator(pieces, size, buffer_size=TRAINING_BUFFER_PIECES, pattern=_for_engine(pattern))
         ranked = sorted(trainer.get_mergeable_ranks(), key=lambda item: item[1])
         # Two pairs can spell the same bytes. Encoding ranks by bytes, so only the earlier pair counts.
         merges = list(dict.fromkeys(bytes(token) for token, rank in ranked if rank >= 256))
         reached = len(merges) + smallest
-        notes = []
-        if reached < vocab_size:
-            notes.append(
-                f"The corpus has too few different words for {vocab_size:,} tokens: the vocabulary has {reached:,}."
-            )
-        return cls(merges, pattern, notes=notes)
+        few = f"The corpus has too few different words for {vocab_size:,} tokens: the vocabulary has {reached:,}."
+        return cls(merges, pattern, notes=[few] if reached < vocab_size else ())
 
     def _contents(self) -> dict[str, str | list[str]]:
         unusual = self.single_bytes != IN_ORDER
@@ -210,10 +203,9 @@ class Tokenizer:
 
     def save(self, path: str | Path) -> Path:
         """Writes the tokenizer as JSON, atomically."""
-        path = Path(path)
         contents = {"format": FILE_FORMAT, "fingerprint": self.fingerprint, **self._contents()}
-        write_whole(path, json.dumps(contents, indent=1))
-        return path
+        write_whole(Path(path), json.dumps(contents, indent=1))
+        return Path(path)
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
@@ -284,47 +276,38 @@ class Tokenizer:
         return self._split(partial(self._encoding.encode_to_numpy, disallowed_special=()), text)
 
     def _split(self, encode: Callable[[str], Ids], text: str) -> Ids:
+        if len(text) >= LONGEST_SPACE and not self._own and _LONG_SPACE.search(text):
+            raise ValueError(
+                f"a text has {LONGEST_SPACE:,} white-space characters in a row, which its tokenizer cannot split: "
+                "shorten them, or use a tokenizer that quern trains"
+            )
         try:
-            return encode(self._readable(text))
+            return encode(well_formed(text))
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # tiktoken's, if a pattern of others backtracks too often
                 raise
             raise ValueError("the tokenizer's pattern cannot split a text: use one that quern trains") from error
 
-    def _readable(self, text: str) -> str:
-        if len(text) >= LONGEST_SPACE and not self._bounded and _LONG_SPACE.search(text):
-            raise ValueError(
-                f"a text has {LONGEST_SPACE:,} white-space characters in a row, which its tokenizer cannot split: "
-                "shorten them, or use a tokenizer that quern trains"
-            )
-        return well_formed(text)
-
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes of the ids, joined; a special token gives its name."""
-        table = self._bytes
-        pieces = []
-        for token in ids:
-            if not 0 <= token < len(table):
-                raise ValueError(f"token id {token} is outside the vocabulary of {len(table)}")
-            pieces.append(table[token])
-        return b"".join(pieces)
+        table, ids = self._bytes, [*ids]
+        if ids and not 0 <= min(ids) <= max(ids) < len(table):
+            wrong = next(token for token in ids if not 0 <= token < len(table))
+            raise ValueError(f"token id {wrong} is outside the vocabulary of {len(table)}")
+        return b"".join(map(table.__getitem__, ids))
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids; bytes that are not valid UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def token_bytes(self) -> np.ndarray:
-        """int32 (vocab_size,): the number of bytes of each token, 0 for special tokens.
-
-        A token that holds a part of a character counts its raw bytes, not those of a replacement character. Bits per
-        byte divides by the sum of these.
-        """
+        """int32 (vocab_size,): the number of bytes of each token, 0 for special tokens. Bits per byte divides by the
+        sum of these; a token that holds a part of a character counts its raw bytes."""
         return np.array([len(token) for token in self.vocabulary()], dtype=np.int32)
 
     def vocabulary(self) -> list[bytes]:
         """The bytes of each token, by id; empty for special tokens."""
-        ordinary = self._bytes[: self._first_special]
-        return [*ordinary, *[b""] * (len(self._bytes) - len(ordinary))]
+        return [*self._bytes[: -len(self.special_tokens)], *[b""] * len(self.special_tokens)]
 
 
 def unused_name(id_: int) -> str:

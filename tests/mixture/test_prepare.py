@@ -23,7 +23,7 @@ from quern.recipes import gpt
 from quern.runs import origin
 from quern.runs.origin import corpus_fingerprint
 from quern.stages.evaluate import chats
-from quern.text import content
+from quern.text import sources
 from quern.text.chat import render
 from quern.text.tinyworld import corpus as tinyworld
 from quern.text.tokenizer import Tokenizer
@@ -258,7 +258,7 @@ def peak_bytes(path: str, out: Path) -> int:
 
 def test_memory_does_not_grow_with_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each conversation its place, length and piece are kept, and nothing of its 750 bytes of text."""
-    monkeypatch.setattr(content, "CHUNK_BYTES", 1 << 12)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 1 << 12)
     monkeypatch.setattr(packing, "MASK_TOKENS", 1 << 12)
     monkeypatch.setattr(origin, "HASHED_DOCUMENTS", 16)
     reply = "answer number day " * 40

@@ -11,7 +11,7 @@ def epoch_of(loader: Batches, step: int) -> int:
     first = step * loader.batch_rows
     if not isinstance(loader, Loader):
         return first * loader.context // loader.corpus.num_tokens
-    loader._count_to(first, silent=True)
+    loader._find(first, silent=True)
     return loader._group_of(loader._counts.find(first)[0])[0]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quern.text.content import content_fingerprint
+from quern.text.sources import content_fingerprint
 
 
 @pytest.fixture

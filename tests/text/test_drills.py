@@ -4,7 +4,7 @@ import re
 from collections import Counter
 
 from quern.text.chat import Message, validate
-from quern.text.tinyworld import corpus, drills, lessons
+from quern.text.tinyworld import corpus, lessons, skills
 from quern.text.tinyworld.data import WORDS
 from quern.text.tinyworld.facts import CHARACTERS, RELATIONS, VALUES
 from quern.text.tinyworld.prose import Pen
@@ -51,7 +51,7 @@ def right(question: str, options: list[str]) -> list[str]:
 def test_every_question_about_a_list_has_one_right_option_and_the_reply_is_its_letter() -> None:
     letters: dict[int, Counter[str]] = {}
     several = 0
-    for messages in exchanges(drills.options, 1500):
+    for messages in exchanges(skills.options, 1500):
         first, *lines = str(messages[0]["content"]).split("\n")
         options = dict(map(letter_and_option, lines))
         assert "".join(options) == "ABCDE"[: len(options)] and len(set(options.values())) == len(options) >= 2
@@ -86,13 +86,13 @@ def test_shelves_are_read_again_in_another_order_and_hold_every_word() -> None:
 
 def test_no_drill_tells_a_letter_of_a_held_out_word() -> None:
     named = set()
-    for make in (drills.about_letters, drills.dictionary):
+    for make in (skills.about_letters, skills.dictionary):
         for messages in exchanges(make, 3000):
             question, reply = (str(message["content"]) for message in messages)
             words = [word for word in re.findall(r"[a-z]+", question) if word in WORDS and f"word {word} " in reply]
             assert words
             for word in words:
-                if make is drills.dictionary:
+                if make is skills.dictionary:
                     named.add(word)
                     assert reply == f"The word {word} is in my dictionary."
                 else:

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from quern.cli import main
-from quern.text.encode import cluster as encoders
-from quern.text.encode.cluster import on_cluster
-from quern.text.encode.pool import encoded, on_processes, write_shards
+from quern.text.encode import pool as encoders
+from quern.text.encode.pool import encoded, on_cluster, on_processes, write_shards
 from quern.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]

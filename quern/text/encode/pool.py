@@ -1,8 +1,9 @@
 """Encodes a stream of documents on several processes, in the order of the stream, and writes them as token shards.
 
-The stream is read in this process and cut into units of about a million characters. Each worker takes the next unit
-when it is free. Units wait until those before them were yielded, so the result is the same for any number of workers,
-and at most `AHEAD` units for each worker are in memory. docs/preparing.md says how a stopped writer is continued.
+The stream is read in this process and cut into units of about a million characters. Each worker, a process of this
+machine or an actor of a Ray cluster, takes the next unit when it is free. Units wait until those before them were
+yielded, so the result is the same for any number of workers, and at most `AHEAD` units for each worker are in memory.
+docs/preparing.md says how a stopped writer is continued.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, closing, contextmanager
-from itertools import chain, islice
+from itertools import chain, cycle, islice
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from quern.cluster import SECONDS_TO_START, last_line, ray_module
 from quern.data.token_file import SHARD_TOKENS, ShardWriter
 from quern.terminal import Meter, counted
 from quern.text.tokenizer import Tokenizer, well_formed
@@ -31,20 +33,18 @@ UNIT_CHARACTERS = 1 << 20
 AHEAD = 2
 FEW_UNITS = 8
 """A shorter stream is encoded here: a worker takes about half a second to start."""
+RESTARTS = 10
+"""How often an encoder of a cluster may be lost."""
 ENOUGH_WORKERS = 16
 """So many workers by default at most: this process reads and writes some 200 MB/s, which a dozen workers encode."""
 
 
 class Encoded(NamedTuple):
-    """The documents of one unit.
+    """The documents of one unit."""
 
-    ids: (T,) of the dtype that was asked for, BOS first in each document; lengths: (documents,) int64, ids of each, BOS
-    included; text_bytes: their size in UTF-8.
-    """
-
-    ids: np.ndarray
-    lengths: np.ndarray
-    text_bytes: int
+    ids: np.ndarray  # (T,) of the dtype that was asked for, BOS first in each document
+    lengths: np.ndarray  # (documents,) int64, ids of each, BOS included
+    text_bytes: int  # size in UTF-8
 
 
 Submit = Callable[[list[str]], Future[Encoded]]
@@ -99,6 +99,45 @@ def _end_with_parent() -> None:
 def _encode(unit: list[str]) -> Encoded:
     tokenizer, dtype = _worker[0]
     return encode_unit(tokenizer, unit, dtype)
+
+
+class _Encoder:
+    """The actor of a cluster: encodes one unit after the other on one CPU."""
+
+    def __init__(self, tokenizer: Tokenizer, dtype: str) -> None:
+        self._tokenizer, self._dtype = tokenizer, np.dtype(dtype)
+
+    def ready(self) -> None:
+        """Returns when the actor runs."""
+
+    def encode(self, unit: list[str]) -> Encoded:
+        return encode_unit(self._tokenizer, unit, self._dtype)
+
+
+@contextmanager
+def on_cluster(tokenizer: Tokenizer, dtype: np.dtype, workers: int) -> Iterator[Submit]:
+    """`StartWorkers` on the Ray cluster that `quern.cluster` has connected, each of whose machines has quern installed.
+
+    An encoder whose machine is lost starts on another one, and encodes its units again: equal units, equal ids. Raises
+    RuntimeError if the cluster has no room for the encoders, or encoders were lost too often.
+    """
+    ray = ray_module()
+    kind = ray.remote(_Encoder).options(num_cpus=1, max_restarts=RESTARTS, max_task_retries=RESTARTS)
+    encoders = [kind.remote(tokenizer, dtype.str) for _ in range(workers)]
+    turns = cycle(encoders)
+    try:
+        ray.get([encoder.ready.remote() for encoder in encoders], timeout=SECONDS_TO_START)
+        yield lambda unit: next(turns).encode.remote(unit).future()
+    except ray.exceptions.GetTimeoutError as error:
+        raise RuntimeError(
+            f"the cluster has had no room for {workers} encoders of one CPU each for {SECONDS_TO_START} s: give fewer "
+            "--workers"
+        ) from error
+    except ray.exceptions.RayError as error:
+        raise RuntimeError(f"an encoder of the Ray cluster failed: {last_line(error)}") from error
+    finally:
+        for encoder in encoders:
+            ray.kill(encoder)
 
 
 def encoded(

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from quern.text.chat import ContentPart, Message
-from quern.text.tinyworld import drills, plots
+from quern.text.tinyworld import data, skills
 from quern.text.tinyworld.data import CLOSINGS, FOLLOW_UPS, OPENINGS, TAILS, wordings
 from quern.text.tinyworld.facts import CAST, FIELDS, HOMES, RELATIONS, Character
 from quern.text.tinyworld.prose import Pen, joined, story
@@ -149,10 +149,10 @@ def _list_about(pen: Pen) -> Exchange:
 def _list_days(pen: Pen) -> Exchange:
     kind = pen.below(4)
     if kind == 0:
-        return exchange(pen.pick(_W["days_questions"]), f"The days of the week are {joined(plots.DAYS)}.")
+        return exchange(pen.pick(_W["days_questions"]), f"The days of the week are {joined(data.DAYS)}.")
     if kind == 1:
-        return exchange(pen.pick(_W["months_questions"]), f"The months are {joined(plots.MONTHS)}.")
-    names = plots.DAYS if kind == 2 else plots.MONTHS
+        return exchange(pen.pick(_W["months_questions"]), f"The months are {joined(data.MONTHS)}.")
+    names = data.DAYS if kind == 2 else data.MONTHS
     index = pen.below(len(names))
     now, later = names[index], names[(index + 1) % len(names)]
     if pen.maybe(0.5):
@@ -176,9 +176,9 @@ EXCHANGES: tuple[tuple[int, Callable[[Pen], Exchange]], ...] = (
     (8, _exercise("spelling")),
     (14, _exercise("counting")),
     (10, _exercise("choice")),
-    (10, drills.options),
-    (2, drills.about_letters),
-    (3, drills.dictionary),
+    (10, skills.options),
+    (2, skills.about_letters),
+    (3, skills.dictionary),
     (4, introduction),
     (3, identity),
     (5, small_talk),

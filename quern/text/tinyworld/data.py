@@ -57,14 +57,21 @@ DOINGS = lines(_TABLE["doings"])
 OPPOSITES = tuple(tuple(pair.split("/")) for pair in words(_TABLE["opposites"]))
 CATALOGUE: dict[str, tuple[str, ...]] = {category: words(block) for category, block in _TABLE["catalogue"].items()}
 
+_PLOTS, _PLOT_WORDINGS = table("plots"), wordings("plots")
+DAYS, MONTHS, SEASONS, WEATHER, TIMES = (words(_PLOTS[key]) for key in "days months seasons weather times".split())
+VESSELS, SMALL, PLOT_THINGS, NUMBERS = (words(_PLOTS[key]) for key in "vessels small things numbers".split())
+SPOTS, STORY_OPENINGS, ENDINGS, BRIDGES, MORALS = (
+    _PLOT_WORDINGS[key] for key in "spots openings endings bridges morals".split()
+)
+PLOTS: tuple[tuple[tuple[str, ...], ...], ...] = tuple(plot["scenes"] for plot in _PLOT_WORDINGS["plots"])
+
 Wordings = Mapping[str, tuple[str, ...]]
-QUESTIONS: Wordings = wordings("wordings")["questions"]
-HELD_OUT_QUESTIONS: Wordings = wordings("wordings")["held_out_questions"]
-ANSWERS: Wordings = wordings("wordings")["answers"]
-STATEMENTS: Wordings = wordings("wordings")["statements"]
-SELF_STATEMENTS: Wordings = wordings("wordings")["self_statements"]
-DIRECT_QUESTIONS: Wordings = wordings("wordings")["direct_questions"]
-TAILS: Wordings = wordings("wordings")["tails"]
-FOLLOW_UPS: Wordings = wordings("wordings")["follow_ups"]
+_WORDINGS: dict[str, Wordings] = wordings("wordings")
+QUESTIONS, HELD_OUT_QUESTIONS, DIRECT_QUESTIONS, FOLLOW_UPS, ANSWERS, STATEMENTS, SELF_STATEMENTS, TAILS = (
+    _WORDINGS[key]
+    for key in (
+        "questions held_out_questions direct_questions follow_ups answers statements self_statements tails".split()
+    )
+)
 OPENINGS: list[str] = table("wordings")["openings"]
 CLOSINGS: list[str] = table("wordings")["closings"]

@@ -5,7 +5,7 @@ quizzes, questions with answers, characters that share a fact, the order of days
 errands, lettered lists that are read twice, and facts about quern.
 """
 
-from quern.text.tinyworld import drills, plots, skills
+from quern.text.tinyworld import data, skills
 from quern.text.tinyworld.data import ADJECTIVES, CATALOGUE, DOINGS, OPPOSITES, THINGS, WORDS, table, wordings
 from quern.text.tinyworld.facts import CAST, FIELDS, HOMES, RELATIONS, VALUES, a, upper_first
 from quern.text.tinyworld.prose import Pen, joined
@@ -73,7 +73,7 @@ def quiz(pen: Pen) -> str:
     text = []
     for _ in range(2 + pen.below(4)):
         if pen.maybe(0.5):
-            messages = [str(message["content"]) for message in drills.options(pen)]
+            messages = [str(message["content"]) for message in skills.options(pen)]
             text.append("\n".join(f"{ask}\nAnswer: {reply}" for ask, reply in zip(*[iter(messages)] * 2, strict=True)))
         else:
             exercise = skills.choice_exercise(pen)
@@ -116,7 +116,7 @@ def order(pen: Pen) -> str:
     text = []
     for _ in range(4 + pen.below(6)):
         kind = pen.below(4)
-        names = plots.DAYS if kind == 0 else plots.MONTHS
+        names = data.DAYS if kind == 0 else data.MONTHS
         if kind < 2:
             index = pen.below(len(names))
             before, after = names[index], names[(index + 1) % len(names)]
@@ -171,7 +171,7 @@ def errands(pen: Pen) -> str:
         return "\n".join([title.format_map(words), *items, "and {food}, of course.".format_map(words)])
     first, count = pen.below(7), 3 + pen.below(5)
     doings = pen.rng.sample(DOINGS, count)
-    days = [f"On {plots.DAYS[(first + day) % 7]} {words['he']} {doing}." for day, doing in enumerate(doings)]
+    days = [f"On {data.DAYS[(first + day) % 7]} {words['he']} {doing}." for day, doing in enumerate(doings)]
     title = pen.pick(("A week in the life of {name}, {a_kind}:", "What {name} the {work} of {home} did last week:"))
     return title.format_map(words) + ("\n" if pen.maybe(0.5) else " ") + " ".join(days)
 

@@ -8,7 +8,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from quern.text.tinyworld import plots
+from quern.text.tinyworld import data
 from quern.text.tinyworld.data import (
     ADJECTIVES,
     ANSWERS,
@@ -87,16 +87,16 @@ class Pen:
             "adj": adjective,
             "a_adj": a(adjective),
             "mood": pick(MOODS),
-            "vessel": pick(plots.VESSELS),
-            "day": pick(plots.DAYS),
-            "season": pick(plots.SEASONS),
-            "weather": pick(plots.WEATHER),
-            "time": pick(plots.TIMES),
-            "spot": pick(plots.SPOTS),
-            "small": pick(plots.SMALL),
-            "thing": pick(plots.THINGS),
-            "number": pick(plots.NUMBERS),
-            "month": pick(plots.MONTHS),
+            "vessel": pick(data.VESSELS),
+            "day": pick(data.DAYS),
+            "season": pick(data.SEASONS),
+            "weather": pick(data.WEATHER),
+            "time": pick(data.TIMES),
+            "spot": pick(data.SPOTS),
+            "small": pick(data.SMALL),
+            "thing": pick(data.PLOT_THINGS),
+            "number": pick(data.NUMBERS),
+            "month": pick(data.MONTHS),
         }
 
     def tell(self, character: Character, relation: str, pronoun: float = 0.0) -> str:
@@ -131,7 +131,7 @@ def _fits(scenes: str, hero: Character, other: Character) -> bool:
 
 def _adventure(pen: Pen, hero: Character) -> tuple[list[str], Mapping[str, str], Character]:
     """The scenes of one plot, the fields of their templates, and the other character."""
-    templates = [pen.pick(scene) for scene in pen.pick(plots.PLOTS)]
+    templates = [pen.pick(scene) for scene in pen.pick(data.PLOTS)]
     other = pen.other(hero)
     while not _fits(" ".join(templates), hero, other):
         other = pen.other(hero)
@@ -143,10 +143,10 @@ def story(pen: Pen, hero: Character | None = None, short: bool = False) -> str:
     """A story of one plot, sometimes two, with a few facts about the hero."""
     hero = hero or pen.someone()
     scenes, words, other = _adventure(pen, hero)
-    told = [pen.pick(plots.OPENINGS).format_map(words)]
-    ending = pen.pick(plots.ENDINGS).format_map(words)
+    told = [pen.pick(data.STORY_OPENINGS).format_map(words)]
+    ending = pen.pick(data.ENDINGS).format_map(words)
     if pen.maybe(0.3):
-        ending += " " + pen.pick(plots.MORALS)
+        ending += " " + pen.pick(data.MORALS)
     if short:
         return " ".join([told[0], *scenes, ending])
     told += [pen.tell(hero, relation, 0.4) for relation in pen.relations(1 + pen.below(3))]
@@ -158,7 +158,7 @@ def story(pen: Pen, hero: Character | None = None, short: bool = False) -> str:
         paragraphs[1:] = [" ".join(scenes)]
     if pen.maybe(0.3):
         more, words, _ = _adventure(pen, hero)
-        paragraphs.append(pen.pick(plots.BRIDGES).format_map(words) + " " + " ".join(more))
+        paragraphs.append(pen.pick(data.BRIDGES).format_map(words) + " " + " ".join(more))
     text = "\n\n".join(paragraphs) + ("\n\n" if pen.maybe(0.3) else " ") + ending
     return pen.pick(_W["titles"]).format_map(words) + "\n\n" + text if pen.maybe(0.3) else text
 
@@ -254,7 +254,7 @@ def diary(pen: Pen) -> str:
         text = [pen.pick(_W["diary"]).format_map(words), pen.own(writer, pen.pick(RELATIONS))]
         if pen.maybe(0.6):
             text.append(pen.tell(pen.other(writer), pen.pick(RELATIONS)))
-        entries.append(f"{plots.DAYS[(first + day) % 7]}. {' '.join(text)}")
+        entries.append(f"{data.DAYS[(first + day) % 7]}. {' '.join(text)}")
     return f"The diary of {writer.name}, {a(writer.kind)} from {writer.home}\n\n" + "\n\n".join(entries)
 
 
