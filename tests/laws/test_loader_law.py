@@ -220,27 +220,6 @@ def test_row_counts_of_other_code_are_not_used(tmp_path: Path, monkeypatch: pyte
     assert len(list((folder / "train-rows").iterdir())) == 2
 
 
-def test_the_first_steps_need_the_first_shards_only(tmp_path: Path):
-    """In the first epoch, groups are read in order; later shards may be written, or arrive, while training runs."""
-    docs = documents()
-    write(tmp_path, docs, shard_tokens=200)
-    expected = Loader(Corpus.from_arrays(docs), CONTEXT, BATCH_ROWS, SEED, group_size=GROUP)
-    needed = sum(map(len, docs[:78]))
-    steps = needed // (CONTEXT + 1) // BATCH_ROWS
-    corpus = Corpus.open(tmp_path, "train", verify=False)
-    counts = [part.count for part in corpus.parts]
-    begins = np.cumsum(counts) - counts
-    late = np.flatnonzero(begins >= needed).tolist()
-    assert steps >= 2 and len(late) > 10
-    for number in late:
-        for path in tmp_path.glob(f"train-{number:05d}.*"):
-            path.unlink()
-    loader = Loader(corpus, CONTEXT, BATCH_ROWS, SEED, group_size=GROUP)
-    assert all(token_hash(loader, step) == token_hash(expected, step) for step in range(steps))
-    with pytest.raises(FileNotFoundError, match=r"train-\d+.*(is missing|does not exist)"):
-        loader.batch(3 * steps)
-
-
 def test_groups_come_in_order_once_and_then_in_another_order():
     docs = documents()
     loader = Loader(Corpus.from_arrays(docs), CONTEXT, 1, SEED, group_size=GROUP)

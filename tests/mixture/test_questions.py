@@ -1,18 +1,12 @@
 """Rows of question sets as conversations: calculator calls agree with the calculator, letters with the choices."""
 
-import gzip
-import json
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quern.generate.tools import calculate
 from quern.mixture.sources import to_messages, word_problem
-from quern.text.chat import Message, parts
+from quern.text.chat import Message
 
-GSM8K = Path(__file__).parents[3] / "shared/data/gsm8k/train.jsonl.gz"
 ANSWER = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72 clips.\n#### 72"
 
 
@@ -56,22 +50,6 @@ def test_a_mark_that_the_calculator_contradicts_stays_text(mark: str, output: st
         assert found == [{"type": "text", "text": "It is so."}]
     else:
         assert [part["text"] for part in found] == ["It is ", mark[2:].split("=")[0], output, "so."]
-
-
-@pytest.mark.skipif(not GSM8K.exists(), reason="GSM8K is not here")
-def test_the_real_rows_convert() -> None:
-    """No mark is left in a text, the text is the answer without its marks, and outputs are the calculator's."""
-    with gzip.open(GSM8K, "rt", encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
-    marks = calls = 0
-    for row in rows:
-        found = parts(reply(row))
-        text = "".join(part["text"] for part in found if part["type"] == "text")
-        assert text == re.sub(r"<<[^<>]*=[^<>=]*>>", "", row["answer"]) and text.splitlines()[-1].startswith("#### ")
-        outputs = [part["text"] for part in found if part["type"] == "output"]
-        assert outputs == [calculate(part["text"]) for part in found if part["type"] == "tool"]
-        marks, calls = marks + row["answer"].count("<<"), calls + len(outputs)
-    assert len(rows) == 7473 and calls / marks > 0.95
 
 
 def test_multiple_choice_is_asked_with_letters() -> None:

@@ -35,7 +35,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.train([*texts, "What is the sum? It is brief. " * 20], 400)
 
 
-def test_the_rendering_is_exactly_this(tokenizer: Tokenizer) -> None:
+def test_the_rendering_is_exactly_this_and_what_the_assistant_writes_is_learned(tokenizer: Tokenizer) -> None:
     ids, mask = render(tokenizer, CONVERSATION)
     assert ids.dtype == np.int32 and mask.dtype == np.bool_ and ids.shape == mask.shape
     assert tokenizer.decode(ids.tolist()) == (
@@ -43,10 +43,6 @@ def test_the_rendering_is_exactly_this(tokenizer: Tokenizer) -> None:
         "<|assistant_start|>It is <|tool_start|>17*3<|tool_end|><|output_start|>51<|output_end|>51."
         "<|assistant_end|><|user_start|>Thanks<|user_end|><|assistant_start|>Welcome<|assistant_end|>"
     )
-
-
-def test_only_what_the_assistant_writes_is_learned(tokenizer: Tokenizer) -> None:
-    ids, mask = render(tokenizer, CONVERSATION)
     assert tokenizer.decode(ids[mask].tolist()) == (
         "It is <|tool_start|>17*3<|tool_end|>51.<|assistant_end|>Welcome<|assistant_end|>"
     )
@@ -67,12 +63,6 @@ def test_the_prompt_is_the_start_of_the_rendering(tokenizer: Tokenizer) -> None:
     open_call: Any = {"role": "assistant", "content": [{"type": "tool", "text": "1+1"}]}
     with pytest.raises(ValueError, match="add its output"):
         render_prompt(tokenizer, [*CONVERSATION[:2], open_call])
-
-
-def test_empty_contents_are_rendered(tokenizer: Tokenizer) -> None:
-    ids, mask = render(tokenizer, [{"role": "user", "content": ""}, {"role": "assistant", "content": []}])
-    assert tokenizer.decode(ids.tolist()) == ("<|bos|><|user_start|><|user_end|><|assistant_start|><|assistant_end|>")
-    assert mask.tolist() == [False] * 4 + [True]
 
 
 # Special tokens' names whole, cut anywhere, nested in each other, and glued out of parts.

@@ -224,15 +224,6 @@ def test_every_shape_comes_from_every_file(tmp_path: Path) -> None:
     ]
 
 
-def test_a_file_without_a_known_shape_names_the_shapes(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"question": ["a"]}), tmp_path / "a.parquet")
-    for path in (tmp_path / "a.parquet", write(tmp_path / "a.json", [{"question": "a"}])):
-        with pytest.raises(
-            ValueError, match=rf"{path.name}.*: not a conversation: it has only 'question': a conversat"
-        ):
-            list(read_conversations(path))
-
-
 def test_conversations_without_an_answer_are_skipped_or_refused(tmp_path: Path) -> None:
     said: list[str] = []
     path = write(tmp_path / "a.jsonl", [[USER], [USER, ANSWER], [USER]])

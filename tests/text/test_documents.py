@@ -3,7 +3,6 @@
 import gzip
 import json
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,7 +12,6 @@ import pytest
 from quern.text import formats
 from quern.text.documents import read
 from quern.text.sources import files
-from tests.support.small_text import read_conversations
 
 TEXTS = ["Hello there.", "大家好，世界。", "مرحبا بالعالم", "👩‍👩‍👧‍👦 e\u0301", "line one\nline two\r\n", "0"]
 
@@ -110,32 +108,6 @@ def test_the_last_ending_decides_in_any_case(tmp_path: Path) -> None:
     assert list(read(tmp_path)) == ["one", "two"]
 
 
-def refuse(call: Callable[[], object], *words: str, error: type[Exception] = ValueError) -> None:
-    with pytest.raises(error) as caught:
-        call()
-    message = str(caught.value)
-    assert "\n" not in message
-    for word in words:
-        assert word in message
-
-
-def test_bytes_that_are_not_utf8_are_named_by_file_and_line(tmp_path: Path) -> None:
-    (tmp_path / "latin.txt").write_bytes("gut\nf\u00fcr\n".encode("latin-1"))
-    refuse(lambda: list(read(tmp_path / "latin.txt")), "latin.txt, line 2", "byte 2", "iconv")
-    (tmp_path / "bad.jsonl").write_bytes(json_lines(["fine"]) + b'{"text": "\xff"}\n')
-    refuse(lambda: list(read(tmp_path / "bad.jsonl")), "bad.jsonl, line 2", "UTF-8")
-
-
-def test_damaged_records_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_bytes(json_lines(["fine"]) + b"\n{oops\n")
-    refuse(lambda: list(read(path)), "bad.jsonl, line 3", "JSON")
-    path.write_text("[1]\n", encoding="utf-8")
-    refuse(lambda: list(read(path)), "line 1", "object")
-    path.write_text('{"text": 7}\n', encoding="utf-8")
-    refuse(lambda: list(read(path)), "line 1", "int")
-
-
 @pytest.mark.parametrize("kind", ["gz", "zst", "parquet"])
 def test_a_file_cut_short_is_an_error_not_a_short_corpus(tmp_path: Path, kind: str) -> None:
     path = tmp_path / ("cut.parquet" if kind == "parquet" else f"cut.jsonl.{kind}")
@@ -146,22 +118,8 @@ def test_a_file_cut_short_is_an_error_not_a_short_corpus(tmp_path: Path, kind: s
         path.write_bytes((gzip.compress if kind == "gz" else zstd)(json_lines(texts)))
     assert list(read(path)) == texts
     path.write_bytes(path.read_bytes()[:-100])
-    refuse(lambda: list(read(path)), path.name, error=ValueError if kind == "parquet" else OSError)
-
-
-def test_an_unknown_column_is_answered_with_the_columns_there_are(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "a.parquet", ["x"], column="body")
-    refuse(lambda: list(read(tmp_path / "a.parquet")), "'text'", "'body'", "'id'", "--text.column NAME")
-    assert list(read(tmp_path / "a.parquet", column="body")) == ["x"]
-    (tmp_path / "b.jsonl").write_text('{"messages": []}\n', encoding="utf-8")
-    refuse(lambda: list(read(tmp_path / "b.jsonl")), "'text'", "'messages'", "fine-tuning")
-
-
-def test_a_source_without_anything_to_read_says_what_would_fit(tmp_path: Path) -> None:
-    refuse(lambda: files(tmp_path), str(tmp_path), ".parquet", ".jsonl", ".txt.gz", error=FileNotFoundError)
-    refuse(lambda: files(tmp_path / "absent"), "absent", error=FileNotFoundError)
-    (tmp_path / "book.png").write_bytes(b"x\0")
-    refuse(lambda: files(tmp_path / "book.png"), "book.png", ".txt", "an ending of code")
+    with pytest.raises(ValueError if kind == "parquet" else OSError, match=path.name):
+        list(read(path))
 
 
 def test_parquet_is_streamed_by_row_group(tmp_path: Path) -> None:
@@ -179,34 +137,3 @@ def test_parquet_is_streamed_by_row_group(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert count == len(texts)
     assert peak_python < 3_000_000 and peak_arrow < 4_000_000
-
-
-CONVERSATION = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "2+2?"},
-    {"role": "assistant", "content": [{"type": "tool", "text": "2+2"}, {"type": "output", "text": "4"}]},
-]
-
-
-def test_conversations_come_from_json_lines_and_parquet(tmp_path: Path) -> None:
-    plain = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
-    lines = [
-        json.dumps({"messages": CONVERSATION, "source": "mine"}),
-        json.dumps(CONVERSATION),
-        json.dumps({"messages": [{**message, "id": 1} for message in plain]}),
-    ]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    pq.write_table(pa.table({"messages": [plain, plain], "id": [1, 2]}), tmp_path / "b.parquet")
-    assert list(read_conversations(tmp_path)) == [CONVERSATION, CONVERSATION, plain, plain, plain]
-
-
-def test_a_wrong_conversation_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    wrong = {"messages": [{"role": "assistant", "content": "hi"}]}
-    path.write_text(json.dumps({"messages": CONVERSATION}) + "\n" + json.dumps(wrong), encoding="utf-8")
-    refuse(lambda: list(read_conversations(path)), "a.jsonl, line 2", "user first")
-    for value in ("text", None, [1], [{"role": "user"}], [{"role": "tool", "content": "x"}]):
-        path.write_text(json.dumps({"messages": value}), encoding="utf-8")
-        refuse(lambda: list(read_conversations(path)), "line 1", "not a conversation")
-    (tmp_path / "b.txt").write_text("x", encoding="utf-8")
-    refuse(lambda: list(read_conversations(tmp_path / "b.txt")), "b.txt", ".jsonl")

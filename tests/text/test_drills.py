@@ -4,7 +4,7 @@ import re
 from collections import Counter
 
 from quern.text.chat import Message, validate
-from quern.text.tinyworld import corpus, lessons, skills
+from quern.text.tinyworld import lessons, skills
 from quern.text.tinyworld.data import WORDS
 from quern.text.tinyworld.facts import CHARACTERS, RELATIONS, VALUES
 from quern.text.tinyworld.prose import Pen
@@ -100,14 +100,6 @@ def test_no_drill_tells_a_letter_of_a_held_out_word() -> None:
             if found := re.search(r"The (first|last) letter is (\w)\.", reply):
                 assert found[2] == words[0][0 if found[1] == "first" else -1]
     assert {*HELD_OUT_WORDS, *PRACTICE_WORDS} <= named
-
-
-def test_a_reply_spells_before_it_counts() -> None:
-    for messages in corpus.conversations(5, 1500):
-        for message in messages:
-            counted = re.findall(r"[a-z]\d*(?:-[a-z]\d*)+", str(message["content"]))
-            if message["role"] == "assistant" and re.search(r"\d", " ".join(counted)):
-                assert re.sub(r"\d", "", counted[1]) == counted[0]
 
 
 def test_mixed_letters_are_counted_and_are_no_word() -> None:

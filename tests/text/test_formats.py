@@ -95,6 +95,8 @@ def test_damaged_json_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (b'["a", ', r"a.json: not JSON \(Expecting value"),
         (b'{"text": "a"}\n{"text": "b"}\n', "a.json: not JSON .*: line 2.*; if each line is .* rename it to .jsonl$"),
         (b'[{"text": "a"}, 7]', "a.json, record 2: expected an object"),
+        (b'[{"text": 7}]', "a.json, record 1: 'text' holds int, not text"),
+        (b'[{"messages": []}]', r"there is no 'text', only 'messages': .* \(conversations are for fine-tuning"),
         (b'[{"text": "a"}, {"body": "b"}]', "a.json, record 2: there is no 'text', only 'body': .*--text.column NAME"),
         (b'["a",\n"\xff"]', "a.json, line 2: byte 2 of the line is not UTF-8"),
         (b'["\x01\xff"]', "a.json is no text, but a program, a picture or the like: leave it out"),

@@ -174,6 +174,9 @@ def test_a_chat_that_whatsapp_exported_is_a_conversation_a_day(tmp_path: Path) -
     }
     with pytest.raises(ValueError, match="one of Anna, Ben: name that one, as --conversations FILE,column=Anna"):
         list(read_rows(path))
+    path.write_text("x", encoding="utf-8")
+    with pytest.raises(ValueError, match="chat.txt, record 1: .*unless WhatsApp exported it: give .jsonl"):
+        list(read_rows(path))
 
 
 def test_what_chatgpt_exported_is_the_branch_that_was_shown_last(tmp_path: Path) -> None:

@@ -55,11 +55,3 @@ def test_memory_does_not_grow_with_text_or_sample(megabytes: float) -> None:
     finally:
         tracemalloc.stop()
     assert abs(size - megabytes * 1e6) < 2 * 7_600 + 0.02 * megabytes * 1e6 and peak < 1e6
-
-
-def test_the_sample_starts_before_its_end_is_read() -> None:
-    """The trainer gets pieces as they are read: the second reading is lazy."""
-    opened = [numbered(2_000, 50), numbered(2_000, 50)]
-    later = iter(opened)
-    chosen = sampled(lambda: next(later), 0.2, "seed", lambda done: None)
-    assert next(chosen) and len(list(itertools.islice(opened[1], 3_000))) > 1_000

@@ -50,6 +50,11 @@ def test_an_empty_folder_says_what_it_holds(tmp_path: Path) -> None:
     write(tmp_path / "b.parquet.gz", "x")  # Parquet compresses inside
     with pytest.raises(FileNotFoundError, match="nothing to read"):
         files(tmp_path)
+    with pytest.raises(FileNotFoundError, match="absent"):
+        files(tmp_path / "absent")
+    (tmp_path / "a.png").write_bytes(b"x\0")
+    with pytest.raises(ValueError, match="a.png: its name must end in .txt .*, an ending of code"):
+        files(tmp_path / "a.png")
 
 
 def test_links_are_followed_once(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from quern.text.chat import validate
 from quern.text.tinyworld import corpus
 from quern.text.tinyworld.chat import EXCHANGES
-from quern.text.tinyworld.corpus import KINDS_OF_TEXT, QUESTION_KINDS, Question, check
+from quern.text.tinyworld.corpus import QUESTION_KINDS, Question, check
 from quern.text.tinyworld.data import HELD_OUT_QUESTIONS, QUESTIONS, expand, lines
 from quern.text.tinyworld.facts import CAST, CHARACTERS, RELATIONS, VALUES
 from quern.text.tinyworld.prose import Pen
@@ -176,12 +176,6 @@ def test_documents_vary(documents):
                     " ".join("_" if word in facts or word.title() in facts else word for word in sentence.split())
                 )
     assert len(forms) > 5000
-
-
-def test_kinds_of_text():
-    texts = corpus.kinds_of_text(0, 5000)
-    assert tuple(texts) == KINDS_OF_TEXT
-    assert all(len(text) >= 5000 for text in texts.values())
 
 
 # -------------------------------------------------------------------------------------- conversations
