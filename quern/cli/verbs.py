@@ -163,9 +163,9 @@ def on_ranks(
         begins = verb in ("run", "pretrain") and not getattr(options, "start", None)
         if begins and not where.run_dir.has_trained("pretrain"):
             refuse_unfit(options.recipe, where.out)
-    if ranks > 1 and here.ranks == 1:
         if verb in ("pretrain", "run"):
-            resolve(options.recipe, ranks // options.tp)  # refuses bad values before any rank starts
+            resolve(options.recipe, ranks // options.tp)  # refuses bad values
+    if ranks > 1 and here.ranks == 1:
         how = (options.ranks, options.restarts, options.nodes, options.rendezvous, stopped)
         return launch.launch([verb, *rest], *how)
     rank_log = log if here.main else silent

@@ -71,6 +71,9 @@ def test_flags_are_read(typed: str, expected: Flags) -> None:
     [
         ("", "--folder is missing: see p --help"),
         ("--folder f --inner.steps many", "--inner.steps takes a whole number, not 'many'"),
+        ("--folder f --inner.steps 1e-3", "--inner.steps takes a whole number, not '1e-3'"),
+        ("--folder f --inner.steps inf", "--inner.steps takes a whole number, not 'inf'"),
+        ("--folder f --inner.steps nan", "--inner.steps takes a whole number, not 'nan'"),
         ("--folder f --inner.steps=2.5", "--inner.steps takes a whole number, not '2.5'"),
         ("--folder f --inner.rate", "--inner.rate takes a number: none was given"),
         ("--folder --inner.rate 3", "--folder takes a value: none was given"),

@@ -42,6 +42,7 @@ def test_a_command_line_is_read_once() -> None:
     assert values == {"train.log_every": "3", "run": "b", "out": None, "from": None, "compile": None}
     assert typed.repeated(("run", "track", "from")) == "--track tensorboard wandb --run a --run=b".split()
     assert {"train.log_every", "data"} < {*field_names(gpt.RECIPE)}
+    assert Arguments(("--data", "my texts/a b.txt")).command("run") == "quern run --data 'my texts/a b.txt'"
     assert not Arguments().recipes and not Arguments().given and Arguments(("-h",)).asks_for_help
 
 
@@ -59,6 +60,7 @@ def test_the_help_shows_what_has_a_flag(capsys: pytest.CaptureFixture[str]) -> N
         parse(PretrainOptions, llama.RECIPE, Arguments(("--help-all",)), verb="pretrain")
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "--model.dropout" in shown and "--optim.matrix-lr" in shown and "Tokens in a training row" in shown
+    assert "--depth INT The one dial" in shown and "(default: 40; follows)" in shown and "(default: unset)" in shown
     assert not any(
         word in shown for word in ("fixed", "make-", "softcap", "unused", "--sft", "smear-lr", "sft options")
     )
