@@ -1,10 +1,8 @@
 """Batch: the tokens of one training step; Batches: the interface of every loader; prefetch: a thread that reads ahead.
 
-A batch is a pure function of (seed, step), for any number of ranks and micro-batches.
-
-Loaders shuffle within groups of consecutive documents. The first epoch reads the groups in order, so that the first
-steps need the first shards only; later epochs read them in another order. So a loader keeps one group in memory,
-however large the corpus, and a corpus of at most one group is shuffled as a whole.
+A batch is a pure function of (seed, step), for any number of ranks and micro-batches. Loaders shuffle within groups of
+consecutive documents. The first epoch reads the groups in order, later ones in another order. So a loader keeps one
+group in memory, however large the corpus, and a corpus of at most one group is shuffled as a whole.
 """
 
 from __future__ import annotations
@@ -55,14 +53,12 @@ class Batch:
 
 
 class BatchSource(Protocol):
-    """A source of batches for the training loop.
-
-    Attributes:
-        ahead: Whether batches may be read before their step. False where a batch depends on the model.
-    """
+    """A source of batches for the training loop."""
 
     @property
-    def ahead(self) -> bool: ...
+    def ahead(self) -> bool:
+        """Whether batches may be read before their step. False where a batch depends on the model."""
+        ...
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
         """This rank's rows of the global batch of `step`."""
@@ -85,12 +81,7 @@ class Batches(ABC):
     ahead = True
 
     def __init__(
-        self,
-        corpus: Corpus,
-        context: int,
-        batch_rows: int,
-        seed: int = 0,
-        group_size: int | None = GROUP_SIZE,
+        self, corpus: Corpus, context: int, batch_rows: int, seed: int = 0, group_size: int | None = GROUP_SIZE
     ) -> None:
         if context < 1 or batch_rows < 1:
             raise ValueError(f"context ({context}) and batch_rows ({batch_rows}) must be at least 1")

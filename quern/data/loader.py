@@ -153,7 +153,7 @@ class Loader(Batches):
         self._lock = threading.Lock()
         first = next((group for group in range(self._groups) if len(self._pieces(group))), None)
         if first is None:
-            long = sum(int((self._pieces(group).lengths > self._row_tokens).sum()) for group in range(self._groups))
+            long = sum(int(self._pieces(group).report["documents_too_long"]) for group in range(self._groups))
             raise ValueError(
                 f"nothing to learn: none of {counted(corpus.num_documents, 'document')} has a target in a row of "
                 f"{self._row_tokens:,} tokens ({long:,} are longer than that and too_long is "
@@ -194,11 +194,10 @@ class Loader(Batches):
             And `Packing.report` of the first chunk; cropped_share is of the tokens in pieces, or with "crop" of whole
             documents.
         """
-        chunk, _, _ = self._find(0, silent=True)
-        group, packed = self._pieces(self._first), chunk.packing.report()
+        chunk, group = self._find(0, silent=True)[0], self._pieces(self._first)
         documents = {"documents": self.corpus.num_documents, "documents_measured": len(group.lengths)}
         added = (len(chunk.source) - chunk.heads) / (chunk.packing.rows * self._row_tokens)
-        return documents | group.report | packed | {"added_bos_share": added}
+        return documents | group.report | chunk.packing.report() | {"added_bos_share": added}
 
     def _find(self, row: int, silent: bool) -> tuple[_Chunk, int, int]:
         """The chunk of a row (an index over all epochs), its first row, and its end. silent: as `Meter`."""

@@ -44,11 +44,8 @@ class Part:
         return cls(len(tokens), len(starts), lambda: starts, lambda: (tokens, mask), mask is not None)
 
 
-def _shard(folder: Path, entry: dict[str, Any], dtype: str, hashed: bool) -> Part:
-    """A prepared shard. Sizes and the header are checked here, the contents of each file once, before it is read.
-
-    entry, dtype: as the manifest has them; hashed: whether files are hashed.
-    """
+def _shard(folder: Path, entry: dict[str, Any], dtype: str) -> Part:
+    """A prepared shard. Sizes and the header are checked here, the hash of each file once, before it is read."""
     count, documents, mask = entry["tokens"], entry["documents"], entry.get("mask")
     for file in shard_files(entry):
         check(folder, file, verify=False)
@@ -58,7 +55,7 @@ def _shard(folder: Path, entry: dict[str, Any], dtype: str, hashed: bool) -> Par
 
     @cache
     def checked(kind: str) -> Path:
-        return check(folder, entry[kind] if kind else entry, hashed)
+        return check(folder, entry[kind] if kind else entry, verify=True)
 
     @cache
     def index() -> Path:
@@ -112,14 +109,13 @@ class Corpus:
         self._touched_bytes = 0
 
     @classmethod
-    def open(cls, folder: str | Path, split: str, *, fingerprint: str | None = None, verify: bool = True) -> Corpus:
-        """Opens a split of a prepared folder and checks it against the manifest.
+    def open(cls, folder: str | Path, split: str, *, fingerprint: str | None = None) -> Corpus:
+        """Opens a split of a prepared folder and checks it against the manifest. Files beyond the first
+        `VERIFIED_BYTES` are hashed when they are first read.
 
         Args:
             folder, split: As given to `ShardWriter`.
             fingerprint: The expected fingerprint; None accepts any.
-            verify: Whether to check the hash of each file (about a second per GB), not only size and header. Files
-                beyond the first `VERIFIED_BYTES` are hashed when they are first read.
 
         Raises:
             FileNotFoundError, ValueError: A file is missing, damaged, or has another fingerprint; the message
@@ -133,18 +129,16 @@ class Corpus:
             there = ", ".join(manifest["splits"]) or "none"
             raise ValueError(f"{folder} has no split {split!r} (there: {there}); prepare it again")
         entry = manifest["splits"][split]
-        parts = [_shard(folder, file, entry["dtype"], verify) for file in entry["files"]]
+        parts = [_shard(folder, file, entry["dtype"]) for file in entry["files"]]
         before = np.cumsum([0] + [part.mapped_bytes for part in parts])
-        for part in parts[: np.searchsorted(before, VERIFIED_BYTES)] if verify else []:
+        for part in parts[: np.searchsorted(before, VERIFIED_BYTES)]:
             part.starts()
             part.read()
         return cls(parts, entry["bos"], manifest["fingerprint"], folder / f"{split}-rows")
 
     @classmethod
     def from_arrays(
-        cls,
-        ids: Sequence[np.ndarray | Sequence[int]],
-        masks: Sequence[np.ndarray | Sequence[bool]] | None = None,
+        cls, ids: Sequence[np.ndarray | Sequence[int]], masks: Sequence[np.ndarray | Sequence[bool]] | None = None
     ) -> Corpus:
         """A corpus in memory. Each document starts with the same BOS; `masks` is True at tokens to be learned."""
         lengths = np.array([len(document) for document in ids], dtype=np.int64)

@@ -26,13 +26,7 @@ class StreamLoader(Batches):
     """Batches of rows cut from the stream. Raises ValueError where `Batches` does, and for a corpus with masks."""
 
     def __init__(
-        self,
-        corpus: Corpus,
-        context: int,
-        batch_rows: int,
-        seed: int = 0,
-        *,
-        group_size: int | None = GROUP_SIZE,
+        self, corpus: Corpus, context: int, batch_rows: int, seed: int = 0, *, group_size: int | None = GROUP_SIZE
     ) -> None:
         super().__init__(corpus, context, batch_rows, seed, group_size)
         if corpus.masked:
@@ -54,13 +48,8 @@ class StreamLoader(Batches):
 
     def report(self) -> dict[str, float]:
         """Documents and rows of an epoch (the next epoch may fill the last row), and the shares of `Packing.report`."""
-        return {
-            "documents": self.corpus.num_documents,
-            "rows": -(-self._tokens // self.context),
-            "utilisation": 1.0,
-            "padding_share": 0.0,
-            "cropped_share": 0.0,
-        }
+        counts = {"documents": self.corpus.num_documents, "rows": -(-self._tokens // self.context)}
+        return counts | {"utilisation": 1.0, "padding_share": 0.0, "cropped_share": 0.0}
 
     def _fill(self, start: int, out: np.ndarray) -> None:
         """Copies the tokens of the stream from position `start` on."""

@@ -145,18 +145,9 @@ class OpenSource:
 
 
 def open_source(asked: ConversationSource, recipe: Recipe, out: Path, fetch: Fetch, log: Log) -> OpenSource:
-    """Opens a source, and downloads it if it is a public set.
+    """Opens a source, and downloads it if it is a public set. Raises as `prepare_mixture`.
 
-    Args:
-        recipe: Says the seed and the size of the built-in sources.
-        out: The output folder, which has the cache of digests.
-        fetch: Downloads a public set.
-        log: Takes lines on read, ignored and skipped files.
-
-    Raises:
-        FileNotFoundError: There is no such source; the message names what would work.
-        ValueError: The data set holds no conversations.
-        OSError: A file cannot be downloaded or read.
+    recipe: says the seed and the size of the built-in sources; out: has the cache of digests.
     """
     if asked.source in BUILT_IN_CONVERSATIONS:
         return _built_in(asked, recipe)

@@ -297,18 +297,15 @@ def _call(call: Mapping[str, Any], own_tool: bool) -> str:
 
 def _message(turn: Mapping[str, Any]) -> Message:
     """The message without other keys. A text in several parts is one; parts that are not learned say so."""
-    learned = turn["role"] != "assistant" or turn["weight"] != 0
-    parts = [_part(part, learned) for part in _parts(turn)]
-    texts = [part["text"] for part in parts if part["type"] == "text" and "weight" not in part]
-    content = "".join(texts) if len(texts) == len(parts) else parts
-    return cast(Message, {"role": turn["role"], "content": content} | _weighted(learned))
+    weight = 0 if turn["role"] == "assistant" and turn["weight"] == 0 else 1
+    parts = list[dict[str, Any]]()
+    for part in _parts(turn):
+        own = weight if part.get("weight") is None else part.get("weight")
+        parts.append({"type": part["type"], "text": part["text"]} | _unless_learned(own))
+    plain = all(part["type"] == "text" and "weight" not in part for part in parts)
+    content = "".join(str(part["text"]) for part in parts) if plain else parts
+    return cast(Message, {"role": turn["role"], "content": content} | _unless_learned(weight))
 
 
-def _part(part: ContentPart, learned: bool) -> ContentPart:
-    weight = part.get("weight")
-    weighted = _weighted(learned if weight is None else weight != 0)
-    return cast(ContentPart, {"type": part["type"], "text": part["text"]} | weighted)
-
-
-def _weighted(learned: bool) -> dict[str, Any]:
-    return {} if learned else {"weight": 0}
+def _unless_learned(weight: Any) -> dict[str, Any]:
+    return {"weight": 0} if weight == 0 else {}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ Progress = Callable[[str, int, int], None]
 """(file name, bytes so far, total bytes), called as bytes arrive."""
 
 
-class _Bar:
+class _Bar(AbstractContextManager["_Bar"]):
     """A progress bar as both libraries drive it, for the bytes of one file: it calls `said(done, total)`."""
 
     def __init__(self, said: Callable[[int, int], None], total: int = 0, initial: int = 0, **options: object) -> None:
@@ -46,14 +47,10 @@ class _Bar:
     def reset(self) -> None:
         self.done = 0
 
-    def close(self) -> None:
+    def close(self, *error: object) -> None:
         pass
 
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
+    __exit__ = close
 
 
 def endpoint() -> str:
@@ -97,6 +94,8 @@ def download(repository: Repository, file: str, path: Path, progress: Progress =
     set_child_env(QUIET_HUB)
     import huggingface_hub
     from huggingface_hub.constants import HF_HUB_DOWNLOAD_TIMEOUT
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers
 
     commit = repository.commit
     url = huggingface_hub.hf_hub_url(repository.name, file, repo_type="dataset", revision=commit, endpoint=endpoint())
@@ -111,7 +110,12 @@ def download(repository: Repository, file: str, path: Path, progress: Progress =
                     arrived()
                     progress(path.name, done, size)
 
-                _transfer(url, part, size, advance)
+                with open(part, "ab") as target:
+                    have = target.tell() if target.tell() <= size else target.truncate(0)
+                    bar: Any = partial(_Bar, advance)  # the library goes on by itself where a connection breaks
+                    how: Any = {"headers": build_hf_headers(), "expected_size": size, "tqdm_class": bar}
+                    http_get(url, target, resume_size=have, **how)
+                    os.fsync(target.fileno())
             found = sha256_of(part)
             if sha256 in (None, found):
                 break
@@ -132,18 +136,6 @@ def download(repository: Repository, file: str, path: Path, progress: Progress =
             time.sleep(PAUSES[tries - 1])
     os.replace(part, path)
     sync_path(path.parent)
-
-
-def _transfer(url: str, part: Path, size: int, said: Callable[[int, int], None]) -> None:
-    """Downloads the missing bytes of a part. The library goes on by itself where a connection breaks."""
-    from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import build_hf_headers
-
-    with open(part, "ab") as file:
-        have = file.tell() if file.tell() <= size else file.truncate(0)
-        bar: Any = partial(_Bar, said)
-        http_get(url, file, resume_size=have, headers=build_hf_headers(), expected_size=size, tqdm_class=bar)
-        os.fsync(file.fileno())
 
 
 def retrieve(url: str, sha256: str | None, path: Path, progress: Progress = lambda *step: None) -> None:

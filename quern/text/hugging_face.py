@@ -60,7 +60,13 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     """
     if tokenizer.pattern not in DIALECT:
         raise ValueError("the tokenizer splits text by a pattern of its own, which may mean something else there")
-    hf = _library()
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ImportError(
+            f"Hugging Face's tokenizer.json needs an extra package ({error}): {install('export')}"
+        ) from error
+    hf: Any = tokenizers
     tokens = [*(bytes([byte]) for byte in tokenizer.single_bytes), *tokenizer.merges]
     made = hf.Tokenizer(
         hf.models.BPE(
@@ -224,16 +230,6 @@ def _refuse_other_merges(tokenizer: Tokenizer, merges: Sequence[tuple[bytes, ...
 def _refuse(differing: Sequence[str]) -> None:
     if differing:
         raise ValueError(f"quern's tokenizer would encode differently: its {', '.join(differing)} cannot be kept")
-
-
-def _library() -> Any:
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise ImportError(
-            f"Hugging Face's tokenizer.json needs an extra package ({error}): {install('export')}"
-        ) from error
-    return tokenizers
 
 
 @cache

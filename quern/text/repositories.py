@@ -1,9 +1,8 @@
 """Data sets of the Hugging Face Hub by name: which files of a repository are the training and the validation text.
 
-A name is hf:OWNER/NAME[:CONFIG][@REVISION]. The card of a repository (README.md) may list its configs, their splits
-and the files of each; without such a list, a config is a folder, and a split is a word in a file's path. These are the
-rules of Hugging Face's library `datasets`, for files alone. They hold for a local copy of a repository too. This file
-opens no connection; downloads.py lists and downloads.
+The card of a repository (README.md) may list its configs, their splits and the files of each; without such a list, a
+config is a folder, and a split is a word in a file's path. These are the rules of Hugging Face's library `datasets`,
+for files alone. They hold for a local copy of a repository too. downloads.py lists and downloads.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ SHOWN = 12
 
 @dataclass(frozen=True)
 class HubName:
-    """The parts of a name. config, revision: "" for the default ones."""
+    """hf:OWNER/NAME[:CONFIG][@REVISION]. config, revision: "" for the default ones."""
 
     repository: str
     config: str = ""
@@ -66,7 +65,7 @@ class HubName:
 
     @property
     def folder(self) -> str:
-        """A name for a folder, different for each name."""
+        """A name for its folder."""
         digest = hashlib.sha256(str(self).encode("utf-8")).hexdigest()[:8]
         return f"{re.sub(r'[^A-Za-z0-9.]+', '-', str(self))}-{digest}"
 
@@ -76,9 +75,8 @@ class Repository:
     """The files of a data set at one commit."""
 
     name: str
-    commit: str  # the commit
-    files: Mapping[str, tuple[int, str | None]]
-    """Path → (size in bytes, SHA-256 in hex or None if the server does not state it)."""
+    commit: str
+    files: Mapping[str, tuple[int, str | None]]  # path → size in bytes, and SHA-256 in hex if the server states it
     configs: Sequence[Any] = ()  # the list `configs` of the card, as parsed from its YAML
 
 
@@ -91,19 +89,11 @@ def data_set(repository: Repository, name: HubName, split: str, kind: Literal["d
     splits = _splits(repository, name, split)
     train = _of(splits, split)
     if not train:
-        there_are = _list(splits) or "none"
-        raise ValueError(f"{name} has no split '{split}': its splits are {there_are}")
+        raise ValueError(f"{name} has no split '{split}': its splits are {_list(splits) or 'none'}")
     val = tuple(file for file in _of(splits, "validation") if file not in train)
     size = sum(PLAIN_BYTES.get(f".{file.rpartition('.')[2]}", 1.0) * repository.files[file][0] for file in train)
-    return DataSet(
-        about=str(name),
-        repository=name.repository,
-        folder="",
-        train=train,
-        val=val,
-        kind=kind,
-        file_tokens=max(1, round(size / BYTES_PER_TOKEN / len(train))),
-    )
+    tokens = max(1, round(size / BYTES_PER_TOKEN / len(train)))
+    return DataSet(str(name), name.repository, "", train, val, kind, file_tokens=tokens)
 
 
 class _Copy(HubName):
@@ -135,7 +125,11 @@ def local_copy(
     splits = set().union(*named)
     if not files or not keys and not (TRAIN in splits and (len(splits) > 1 or card and all(named))):
         return None
-    configs = _configs(folder / CARD, head) if "configs" in keys else ()
+    try:
+        configs = yaml.safe_load(head)["configs"] or () if "configs" in keys else ()
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{folder / CARD} is damaged ({reason}): correct it, or name the files") from error
     chosen = data_set(Repository(str(folder), "", files, configs), _Copy(str(folder)), split, kind)
     others = len(found) - len(chosen.train) - len(chosen.val)
     log(
@@ -143,16 +137,6 @@ def local_copy(
         f"validation {len(chosen.val):,}, and {others:,} are not read; name files to read others"
     )
     return [folder / file for file in chosen.train], [folder / file for file in chosen.val]
-
-
-def _configs(card: Path, head: str) -> Sequence[Any]:
-    """The list `configs` of a card. head: its first lines, which are YAML."""
-    try:
-        return yaml.safe_load(head)["configs"] or ()
-    except yaml.YAMLError as error:
-        raise ValueError(
-            f"{card} is damaged ({' '.join(str(error).split())}): correct it, or name the files"
-        ) from error
 
 
 def _of(splits: Mapping[str, tuple[str, ...]], split: str) -> tuple[str, ...]:
@@ -164,7 +148,11 @@ def _splits(repository: Repository, name: HubName, split: str) -> dict[str, tupl
     readable = _readable(repository, name)
     configs = {str(one["config_name"]): one for one in repository.configs if "config_name" in one}
     if not configs:
-        return _by_words(_in_folder(readable, name) if name.config else readable, split)
+        found = _matching(readable, [f"{name.config}/**", f"data/{name.config}/**"]) if name.config else readable
+        if not found:
+            folders = _list(sorted({file.rpartition("/")[0] for file in readable} - {""}))
+            raise ValueError(f"{name}: there is no config or folder '{name.config}'; the folders are {folders}")
+        return _by_words(found, split)
     default = [key for key, one in configs.items() if one.get("default") or key == "default"]
     chosen = name.config or (default or list(configs))[0]
     if chosen not in configs or not (name.config or default or len(configs) == 1):
@@ -174,11 +162,10 @@ def _splits(repository: Repository, name: HubName, split: str) -> dict[str, tupl
     body = configs[chosen]
     listed = body.get("data_files")
     if listed is None:
-        return _by_words(_matching(readable, [f"{body.get('data_dir', chosen)}/**"]), split)
+        return _by_words(_matching(readable, f"{body.get('data_dir', chosen)}/**"), split)
     if isinstance(listed, str) or all(isinstance(one, str) for one in listed):
-        return {TRAIN: _matching(readable, [listed] if isinstance(listed, str) else listed)}
-    paths = {str(one["split"]): one["path"] for one in listed}
-    found = {key: _matching(readable, [path] if isinstance(path, str) else path) for key, path in paths.items()}
+        return {TRAIN: _matching(readable, listed)}
+    found = {str(one["split"]): _matching(readable, one["path"]) for one in listed}
     return {key: files for key, files in found.items() if files}
 
 
@@ -199,14 +186,6 @@ def _format(file: str) -> str:
     return format_of(Path(file))
 
 
-def _in_folder(files: tuple[str, ...], name: HubName) -> tuple[str, ...]:
-    found = _matching(files, [f"{name.config}/**", f"data/{name.config}/**"])
-    if not found:
-        folders = sorted({file.rpartition("/")[0] for file in files} - {""})
-        raise ValueError(f"{name}: there is no config or folder '{name.config}'; the folders are {_list(folders)}")
-    return found
-
-
 def _by_words(files: Iterable[str], split: str) -> dict[str, tuple[str, ...]]:
     """The split of each file by the last such word in its path; files without one are for training if all are."""
     words = sorted({split, *(word for known in WORDS.values() for word in known)}, key=len, reverse=True)
@@ -220,11 +199,11 @@ def _by_words(files: Iterable[str], split: str) -> dict[str, tuple[str, ...]]:
     return {key: tuple(its) for key, its in (found or {TRAIN: unnamed}).items()}
 
 
-def _matching(files: Sequence[str], patterns: Iterable[str]) -> tuple[str, ...]:
+def _matching(files: Sequence[str], patterns: str | Iterable[str]) -> tuple[str, ...]:
     """The files that a pattern names: `*` is within a folder, `**` crosses folders, a folder's name is all in it."""
     from fsspec.utils import glob_translate
 
-    plain = [pattern.removeprefix("./") for pattern in patterns]
+    plain = [pattern.removeprefix("./") for pattern in ([patterns] if isinstance(patterns, str) else patterns)]
     whole = re.compile("|".join(glob_translate(form) for pattern in plain for form in (pattern, f"{pattern}/**")))
     return tuple(file for file in files if whole.match(file))
 

@@ -84,16 +84,7 @@ def _for_engine(pattern: str) -> str:
 
 SPECIAL_TOKENS = (
     "<|bos|>",
-    "<|system_start|>",
-    "<|system_end|>",
-    "<|user_start|>",
-    "<|user_end|>",
-    "<|assistant_start|>",
-    "<|assistant_end|>",
-    "<|tool_start|>",
-    "<|tool_end|>",
-    "<|output_start|>",
-    "<|output_end|>",
+    *(f"<|{part}_{end}|>" for part in ("system", "user", "assistant", "tool", "output") for end in ("start", "end")),
 )
 
 Ids = TypeVar("Ids", list[int], np.ndarray)
@@ -160,12 +151,7 @@ class Tokenizer:
 
     @classmethod
     def train(
-        cls,
-        texts: Iterable[str],
-        vocab_size: int,
-        pattern: str = SPLIT_PATTERN,
-        *,
-        max_bytes: int = 2_000_000_000,
+        cls, texts: Iterable[str], vocab_size: int, pattern: str = SPLIT_PATTERN, *, max_bytes: int = 2_000_000_000
     ) -> "Tokenizer":
         """Learns merges from a stream of texts. Memory grows with the number of different words, not of texts.
 

@@ -103,16 +103,16 @@ def test_damage_is_reported_with_the_files_name(folder, damage):
             other.write_bytes(raw)
 
 
-def test_damaged_sizes_and_headers_are_seen_without_hashing(folder):
+def test_damaged_sizes_and_headers_are_seen(folder):
     path = folder / "val-00000.bin"
     raw = path.read_bytes()
     for header in ((1, 1, 5), (20240520, 9, 5), (20240520, 1, 5)):
         path.write_bytes(struct.pack("<3i", *header) + raw[12:])
         with pytest.raises(ValueError, match="val-00000.bin"):
-            Corpus.open(folder, "val", verify=False)
+            Corpus.open(folder, "val")
     truncate(folder / "val-00000.starts.npy", [])
     with pytest.raises(ValueError, match="val-00000.starts.npy"):
-        Corpus.open(folder, "val", verify=False)
+        Corpus.open(folder, "val")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 2}'])

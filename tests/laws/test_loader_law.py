@@ -30,6 +30,7 @@ BOS = 0
 CONTEXT, BATCH_ROWS, SEED = 32, 12, 7
 STEPS = 48  # more than two epochs of the corpus below
 GROUP = 80_000  # about 78 of the documents below
+RANKS = (2, 5, 12)  # dividing the rows of a batch, not dividing them, and one row each
 FIELDS = ("tokens", "targets", "mask")
 
 Make = Callable[..., Batches]
@@ -89,15 +90,13 @@ def accumulation_deviation(make: Make, rows: int, split: Callable[[Batch, int], 
 
 
 def resume_deviation(make: Make) -> int:
-    """Resumes at every step, and resumes the resumed one again three steps later."""
+    """Resumes at every step, for four steps each; the next resumption begins in the middle of them."""
     uninterrupted = make()
     expected = [uninterrupted.batch(step) for step in range(STEPS)]
     total = 0
     for start in range(STEPS):
-        for begin in (start, start + 3):
-            fresh = make()
-            for step in range(begin, min(begin + 4, STEPS)):
-                total += differing(fresh.batch(step), expected[step])
+        fresh = make()
+        total += sum(differing(fresh.batch(step), expected[step]) for step in range(start, min(start + 4, STEPS)))
     return total
 
 
@@ -115,13 +114,13 @@ def make(request: pytest.FixtureRequest) -> Make:
 
 @pytest.mark.parametrize("packing", METHODS)
 def test_ranks(make, packing, law):
-    worst = max(rank_deviation(lambda: make(packing=packing), ranks) for ranks in (1, 2, 3, 4, 5, 6, 12))
+    worst = max(rank_deviation(lambda: make(packing=packing), ranks) for ranks in RANKS)
     assert worst == 0
     law("N ranks read the batch of one rank", worst, "every token, target and mask equal")
 
 
 def test_accumulation(make, law):
-    worst = max(accumulation_deviation(make, rows) for rows in (1, 2, 5, 6, 12, 99))
+    worst = max(accumulation_deviation(make, rows) for rows in (1, 5, 12, 99))
     assert worst == 0
     law("micro-batches of any size make up the batch", worst, "every token, target and mask equal")
 
@@ -291,12 +290,6 @@ def test_every_token_once(packing, chunk_documents, group_size, law):
     law("an epoch holds every token once, however long the documents", deviation, "tokens missing or repeated")
 
 
-def test_hash_sees_every_field():
-    loader = Loader(corpus("sft"), CONTEXT, BATCH_ROWS, SEED)
-    other = Loader(corpus("pretraining"), CONTEXT, BATCH_ROWS, SEED)
-    assert token_hash(loader, 0) == token_hash(loader, 0) != token_hash(loader, 1) != token_hash(other, 1)
-
-
 class BrokenRanks(Loader):
     """Each rank shuffles for itself, as a loader seeded with its rank would."""
 
@@ -394,11 +387,11 @@ def stream_coverage_deviation(make: Callable[[], StreamLoader]) -> int:
 EQUAL = "every token, target and mask equal"
 STREAM_LAWS: dict[str, tuple[Callable[[Any], int], str]] = {
     "N ranks read the batch of one rank: stream": (
-        lambda make: sum(rank_deviation(make, ranks) for ranks in (1, 2, 3, 4, 5, 6, 12)),
+        lambda make: sum(rank_deviation(make, ranks) for ranks in RANKS),
         EQUAL,
     ),
     "micro-batches of any size make up the batch: stream": (
-        lambda make: sum(accumulation_deviation(make, rows) for rows in (1, 2, 5, 12, 99)),
+        lambda make: sum(accumulation_deviation(make, rows) for rows in (1, 5, 99)),
         EQUAL,
     ),
     "the loader resumed at any step, across epochs = uninterrupted: stream": (resume_deviation, "bit for bit"),

@@ -11,44 +11,36 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
 from quern.records import read_json
 from quern.temporaries import write_whole
-from quern.text.clean.word_runs import WORDS, Passages, runs, split_words
+from quern.text.clean.word_runs import Passages, runs, split_words
 from quern.validate import install
 
 SHINGLE_WORDS = 5
 """Near duplicates share most of their runs of so many words."""
+PERMUTATIONS = 128
+"""More make the decision about near duplicates sharper and slower; a kept document takes about 4 kB of memory."""
 SPLITS = ("train", "val")
 STOP_WORDS = frozenset("the be to of and that have with".split())
 
 
 @dataclass(frozen=True)
 class Step:
-    """name: for the report; keep: whether a document stays."""
-
-    name: str
-    keep: Callable[[str], bool]
+    name: str  # for the report
+    keep: Callable[[str], bool]  # whether a document stays
 
 
-@dataclass
 class Cleaned(Iterator[str]):
-    """The documents that every step keeps. A document that a step removes is not shown to those after it.
+    """The documents that every step keeps. A document that a step removes is not shown to those after it."""
 
-    documents, removed: how many were read so far, and how many each step has removed, by its name.
-    """
-
-    texts: Iterator[str]
-    steps: Iterable[Step]
-    documents: int = field(default=0, init=False)
-    removed: dict[str, int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.steps = tuple(self.steps)
-        self.removed = {step.name: 0 for step in self.steps}
+    def __init__(self, texts: Iterator[str], steps: Iterable[Step]) -> None:
+        self.texts, self.steps = texts, tuple(steps)
+        self.documents = 0  # how many were read so far
+        self.removed = {step.name: 0 for step in self.steps}  # how many each step has removed, by its name
 
     def __next__(self) -> str:
         for text in self.texts:
@@ -100,21 +92,19 @@ def exact_duplicates() -> Step:
     seen: set[bytes] = set()
 
     def keep(text: str) -> bool:
-        mark = hashlib.blake2b(text.strip().encode("utf-8", "surrogatepass"), digest_size=16).digest()
-        new = mark not in seen
-        seen.add(mark)
-        return new
+        known = len(seen)
+        seen.add(hashlib.blake2b(text.strip().encode("utf-8", "surrogatepass"), digest_size=16).digest())
+        return len(seen) > known
 
     return Step("exact duplicates", keep)
 
 
-def near_duplicates(threshold: float = 0.8, permutations: int = 128) -> Step:
+def near_duplicates(threshold: float = 0.8) -> Step:
     """Removes documents that nearly equal an earlier one: MinHash (Broder, 1997) with locality-sensitive hashing.
 
     Args:
         threshold: The Jaccard similarity of the sets of runs of 5 words from which two documents count as the same;
             around it, the decision is a matter of chance, which is the same in every run.
-        permutations: More make the decision sharper and slower. Each kept document takes about 4 kB of memory for 128.
 
     Raises:
         ImportError: datasketch is not installed.
@@ -123,11 +113,11 @@ def near_duplicates(threshold: float = 0.8, permutations: int = 128) -> Step:
         from datasketch import MinHash, MinHashLSH
     except ImportError as error:
         raise ImportError(f"near duplicates need an extra package ({error}): {install('data')}") from error
-    index, numbers = MinHashLSH(threshold=threshold, num_perm=permutations), itertools.count()
+    index, numbers = MinHashLSH(threshold=threshold, num_perm=PERMUTATIONS), itertools.count()
 
     def keep(text: str) -> bool:
         words = split_words(text)
-        sketch = MinHash(num_perm=permutations, seed=1)
+        sketch = MinHash(num_perm=PERMUTATIONS, seed=1)
         sketch.update_batch([run.encode("utf-8") for run in runs(words, min(SHINGLE_WORDS, max(1, len(words))))])
         if index.query(sketch):
             return False
@@ -138,14 +128,11 @@ def near_duplicates(threshold: float = 0.8, permutations: int = 128) -> Step:
 
 
 def quality(least_words: int = 50) -> Step:
-    """Removes what does not look like English prose, by rules of Gopher.
+    """Removes what does not look like English prose, by rules of Gopher: too few words, words too short, too long or
+    without letters, many symbols, bullets and ellipses, and fewer than two frequent words.
 
     Source: Rae et al., 2021, https://arxiv.org/abs/2112.11446, appendix A. Ours leave out the rules about repetitions
     and the largest number of words.
-
-    A document stays if it has `least_words` words, if they have 3 to 10 characters on average, if four of five of them
-    have a letter, if at most one symbol # or … comes to ten words, if at most nine of ten lines begin with a bullet
-    and three of ten end with an ellipsis, and if two of Gopher's eight frequent words occur.
     """
 
     def keep(text: str) -> bool:
@@ -164,14 +151,10 @@ def quality(least_words: int = 50) -> Step:
     return Step("quality", keep)
 
 
-def benchmark_questions(passages: Iterable[str], words: int = WORDS) -> Step:
+def benchmark_questions(passages: Iterable[str]) -> Step:
     """Removes documents that share a run of words with a passage, such as a benchmark's question with its answer.
 
     `quern evaluate --contamination` counts by the same rule (word_runs.py), so that it then counts none.
-
-    Args:
-        passages: The texts to look for; those of fewer than 5 words are in every large text, and ignored.
-        words: Length of a run.
     """
-    known = Passages(passages, words)
+    known = Passages(passages)
     return Step("benchmark questions", lambda text: next(known.found_in(text), None) is None)

@@ -27,25 +27,24 @@ def runs(words: Sequence[str], size: int) -> Iterator[str]:
     return (" ".join(words[first : first + size]) for first in range(len(words) - size + 1))
 
 
-def digest(run: str) -> bytes:
-    """8 bytes of hash of a run."""
+def _digest(run: str) -> bytes:
     return hashlib.blake2b(run.encode("utf-8"), digest_size=8).digest()
 
 
 class Passages:
     """Passages to find in texts. Each has a number, its place in the order in which they were given."""
 
-    def __init__(self, passages: Iterable[str], words: int = WORDS) -> None:
+    def __init__(self, passages: Iterable[str]) -> None:
         self._runs: dict[int, dict[bytes, list[int]]] = {}  # words of a run → its digest → the passages
         for number, passage in enumerate(passages):
             split = split_words(passage)
-            size = min(words, len(split))
+            size = min(WORDS, len(split))
             for run in runs(split, size) if size >= SHORTEST else ():
-                self._runs.setdefault(size, {}).setdefault(digest(run), []).append(number)
+                self._runs.setdefault(size, {}).setdefault(_digest(run), []).append(number)
 
     def found_in(self, text: str) -> Iterator[int]:
         """The passages that share a run of words with a text; some of them several times."""
         split = split_words(text)
         for size, known in self._runs.items():
             for run in runs(split, size):
-                yield from known.get(digest(run), ())
+                yield from known.get(_digest(run), ())
