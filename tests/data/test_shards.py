@@ -2,9 +2,7 @@
 
 import os
 import resource
-import signal
 import struct
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -254,35 +252,6 @@ def test_another_fingerprint_replaces_every_split(folder):
     assert sorted(p.name for p in folder.glob("train*")) == ["train-00000.bin", "train-00000.starts.npy"]
     write(folder, "val", documents(2), mark="b")
     assert prepared(folder, "b")
-
-
-WRITE_AND_WAIT = """
-import sys, time
-from quern.data.token_file import ShardWriter
-writer = ShardWriter(sys.argv[1], "train", vocab_size=500, bos=499, fingerprint="a")
-writer.add([499, 1, 2])
-print("writing", flush=True)
-time.sleep(60)
-"""
-
-
-def temporaries(folder: Path) -> list[Path]:
-    return sorted(folder.rglob(".*.tmp-*"))
-
-
-def test_files_of_a_killed_writer_are_removed_and_those_of_a_living_one_stay(tmp_path):
-    with subprocess.Popen([sys.executable, "-c", WRITE_AND_WAIT, tmp_path], stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout and process.stdout.readline() == b"writing\n"
-            (work,) = temporaries(tmp_path)
-            write(tmp_path, "train", documents(5))
-            assert temporaries(tmp_path) == [work]
-        finally:
-            process.kill()
-    assert process.returncode == -signal.SIGKILL and temporaries(tmp_path) == [work]
-    (tmp_path / ".train.tmp-unlocked").mkdir()  # killed between the creation and the lock
-    write(tmp_path, "train", documents(5))
-    assert temporaries(tmp_path) == [] and contents(Corpus.open(tmp_path, "train")) == documents(5)
 
 
 def test_a_full_disk_leaves_no_temporary_folder(tmp_path):

@@ -4,6 +4,7 @@ import base64
 import json
 import random
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def sample_texts(count: int) -> Iterator[str]:
     yield from islice(corpus.documents(5, 0.3, "train"), 300)
 
 
-TEXTS = list(sample_texts(3000))
+TEXTS = list(sample_texts(1700))  # 2,000 in all
 
 
 def made(
@@ -199,12 +200,16 @@ def test_an_unknown_split_and_tokens_that_merging_never_forms_are_refused() -> N
 # tiktoken ---------------------------------------------------------------------------------------------------
 
 
+@cache
+def trained_merges() -> tuple[bytes, ...]:
+    return Tokenizer.train(TEXTS[::3], 1500).merges
+
+
 def vocabulary(size: int) -> dict[bytes, int]:
     """Ranks of a vocabulary of this size: GPT-2's order of the bytes, trained merges, then bytes that no text has."""
-    trained = Tokenizer.train(TEXTS[::3], 1500).merges
     singles = [bytes([byte]) for byte in (*range(33, 256), *range(33))]
     rng = random.Random(size)
-    tokens = dict.fromkeys([*singles, *trained])
+    tokens = dict.fromkeys([*singles, *trained_merges()])
     while len(tokens) < size:
         tokens[b"\xff" + rng.randbytes(5)] = None
     return {token: rank for rank, token in enumerate(tokens)}
