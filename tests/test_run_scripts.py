@@ -150,16 +150,16 @@ def talks() -> Callable[[int], Corpus]:
     return lambda count: one.part(np.zeros(count, dtype=np.int64))
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 8])
+@pytest.mark.parametrize("ranks", [3, 8])
 def test_the_numbers_of_the_flagship_suit_every_stage(
     ranks: int, commands: Commands, talks: Callable[[int], Corpus]
 ) -> None:
-    """The script's own command, for every depth from 4 to 26: model and optimizer are laid out for the ranks, without
+    """The script's own command, for depths from 4 to 26: model and optimizer are laid out for the ranks, without
     memory, and each rank reads rows of a batch of each stage. Fine-tuning has steps enough, and not too many."""
     *_, run, _, _, _ = commands(["runs/speedrun-gpt.sh"], GPUS=str(ranks))
     assert run[0] == "run"
     options, _ = verbs.parse("run", Arguments(run[1:]), RunAllOptions)
-    for depth in range(4, 27):
+    for depth in (4, 5, 7, 8, 11, 15, 20, 26):
         base = resolve(replace(options.recipe, depth=depth), options.ranks // options.tp)
         if depth in (4, 8, 26):
             lay_out(base, torch.bfloat16, options.ranks, options.tp)

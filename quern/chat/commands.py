@@ -6,6 +6,7 @@ The commands are one table from a name to a function and a line of help.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,13 +15,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.cells import cell_len
 from rich.console import Console
+from rich.text import Text
 
 from quern.chat.conversation import Conversation, ask
 from quern.chat.lines import DIM, PLAIN, QUOTES, Read, Screen, Terminal, next_entry, of_pipe
-from quern.chat.xray import xray
 from quern.field_types import Count, Seed, annotations_of, refuse_outside
 from quern.generate.engine import Engine
+from quern.generate.reply import Completion
 from quern.generate.sampling import Sampling
 from quern.records import read_regular
 from quern.stages.complete import complete
@@ -29,7 +32,7 @@ from quern.terminal import listed
 from quern.text.chat import parts
 from quern.text.conversations import to_messages
 from quern.text.printable import printable
-from quern.text.tokenizer import well_formed
+from quern.text.tokenizer import Tokenizer, well_formed
 from quern.validate import nearest
 
 ENDS = ("", "exit", "quit", "/exit", "/quit")
@@ -40,6 +43,9 @@ A line that ends with \\ continues on the next line. Lines between {QUOTES} and 
 Tab completes commands and the names of files. Ctrl-C ends a reply, or at the prompt the chat."""
 BASE_MODEL = "This base model was never taught the chat format: it continues texts. `quern sft` teaches it to answer."
 NO_SYSTEM = '""'
+OTHERS = 3
+LIKELY, UNLIKELY = 0.5, 0.1
+HEAD = ("token", "probability", "likeliest other tokens")
 
 
 def run(
@@ -196,6 +202,49 @@ def show_xray(conversation: Conversation, text: str) -> None:
     if conversation.last is None:
         raise ValueError("there is no reply to show: enter something first")
     conversation.put(xray(conversation.engine.tokenizer, conversation.last))
+
+
+def xray(tokenizer: Tokenizer, reply: Completion) -> str:
+    """A table with a line for each token, in colours if stdout is a terminal. Probabilities are at
+    temperature 1."""
+    if not reply.logprobs:
+        raise ValueError("the reply has no probabilities")
+    names = [token_name(tokenizer, token) for token in reply.ids]
+    width = max(cell_len(name) for name in (*names, HEAD[0]))
+    lines = [Text(f"{HEAD[0]}{' ' * (width - len(HEAD[0]))}  {HEAD[1]}  {HEAD[2]}", style="bold")]
+    rows = zip(reply.ids, names, reply.sampled, reply.logprobs, reply.top_logprobs, strict=True)
+    for token, name, sampled, value, top in rows:
+        others = [f"{token_name(tokenizer, id)} {_percent(other)}" for id, other in top if id != token]
+        line = Text(f"{name}{' ' * (width - cell_len(name))}  ")
+        if sampled:
+            line.append(f"{_percent(value):>{len(HEAD[1])}}", style=_colour(math.exp(value)))
+            line.append(f"  {', '.join(others[:OTHERS])}", style="dim")
+        else:
+            line.append(f"{'given':>{len(HEAD[1])}}  by the tool", style="dim")
+        lines.append(line)
+    console = Console(highlight=False)
+    with console.capture() as captured:
+        console.print(Text("\n").join(lines), soft_wrap=True)
+    return captured.get()
+
+
+def token_name(tokenizer: Tokenizer, token: int) -> str:
+    """A token as shown: its text as a JSON string, a special token's name, or the bytes of a part of a character."""
+    raw = tokenizer.decode_bytes([token])
+    if token in tokenizer.special_ids.values():
+        return raw.decode("utf-8")
+    try:
+        return printable(json.dumps(raw.decode("utf-8"), ensure_ascii=False))
+    except UnicodeDecodeError:
+        return repr(raw)
+
+
+def _percent(logprob: float) -> str:
+    return f"{100 * math.exp(logprob):.1f} %"
+
+
+def _colour(probability: float) -> str:
+    return "green" if probability >= LIKELY else "yellow" if probability >= UNLIKELY else "red"
 
 
 def change(conversation: Conversation, text: str, name: str) -> None:

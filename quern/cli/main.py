@@ -6,14 +6,12 @@ line, without a traceback. Ctrl-C during imports is one line too. The exit codes
 
 from __future__ import annotations
 
-import codecs
 import io
 import os
 import os.path
 import select
 import signal
 import sys
-import unicodedata
 
 from quern import __version__
 from quern.process import environment, prompt_signals  # importing it sets what PyTorch reads when it is imported
@@ -62,26 +60,14 @@ def discard_unread() -> bool:
     return bool(unread)
 
 
-def _in_ascii(error: UnicodeError) -> tuple[str, int]:
-    """Writes what a stream cannot encode: letters of names as \\u043d, so that names stay apart, signs as "?"."""
-    assert isinstance(error, UnicodeEncodeError)
-    lost = error.object[error.start : error.end]
-    named = (one.isalnum() or unicodedata.category(one) == "Cs" for one in lost)  # Cs: bytes that are no UTF-8
-    return "".join(
-        one.encode("ascii", "backslashreplace").decode() if name else "?" for one, name in zip(lost, named, strict=True)
-    ), error.end
-
-
-codecs.register_error("quern", _in_ascii)
-
-
 def run_verb(arguments: list[str]) -> int:
     """Runs a verb and returns its exit code. Each branch imports only what it needs: PyTorch takes seconds."""
     from quern.cli.summaries import SUMMARIES, following, usage
+    from quern.temporaries import NAMES
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="quern")
+            stream.reconfigure(errors=NAMES)
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:], "--help"]
     if not arguments or arguments[0] in ("-h", "--help"):

@@ -65,18 +65,11 @@ def write_study(out: Path) -> None:
     (folder / "verdicts.json").write_text(json.dumps([verdict | {"verdict": "better, small"}]))
 
 
-@pytest.fixture(scope="module")
-def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
-    browser = Chrome(tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
-
-
 @pytest.fixture(autouse=True)
-def no_problems(chrome: Chrome) -> Iterator[None]:
-    chrome.problems.clear()
-    yield
-    assert chrome.problems == []
+def chrome(browser: Chrome) -> Iterator[Chrome]:
+    browser.problems.clear()
+    yield browser
+    assert browser.problems == []
 
 
 @pytest.fixture

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from quern.chat.commands import talk
+from quern.chat.commands import talk, token_name, xray
 from quern.chat.conversation import Conversation
-from quern.chat.xray import token_name, xray
 from quern.field_types import Seed, annotations_of, refuse_outside
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Generation

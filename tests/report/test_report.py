@@ -5,9 +5,7 @@ import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
-import jinja2
 import pytest
 
 from quern.report.build import build, fenced, inline, sparkline
@@ -158,17 +156,6 @@ def test_chats_printed_after_a_run_cannot_steer_the_terminal(tmp_path):
     assert sample_chat(run_dir) == ["you   │ \ufffd[2J?", "quern │ \ufffd", ""]
 
 
-def test_escaping_is_what_makes_it_safe(tmp_path, monkeypatch):
-    """The test above can fail: without the escape the same run carries a script into the page."""
-
-    def unescaped(**options: Any) -> jinja2.Environment:
-        return jinja2.Environment(**{**options, "autoescape": False})
-
-    monkeypatch.setattr("quern.report.build.Environment", unescaped)
-    build(hostile_run(tmp_path))
-    assert "<script>alert(1)" in (tmp_path / "report.html").read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize("parts", [{"sft": False, "samples": False}, {"scores": False}])
 def test_a_run_that_stopped_on_the_way(tmp_path, parts):
     markdown, page = report(write_run(tmp_path, **parts))
@@ -317,9 +304,10 @@ def test_only_a_resumption_that_trained_is_marked(tmp_path):
     assert read_run(tmp_path).stages[0].resumed_at() == [4]
 
 
-def test_a_report_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_path):
+def test_a_second_report_has_the_same_bytes_and_one_that_cannot_be_written_leaves_the_old_one(tmp_path):
     folder = write_run(tmp_path, sft=False)
-    before = build(folder)[0].read_bytes()
+    before, page = (path.read_bytes() for path in build(folder))
+    assert [path.read_bytes() for path in build(folder)] == [before, page]
     (folder / "report.html").unlink()
     (folder / "report.html").mkdir()
     with pytest.raises(OSError, match="cannot write .*report.html"):
@@ -334,11 +322,6 @@ def test_a_long_run_makes_a_light_page(tmp_path):
     lines(tmp_path / "pretrain" / "metrics.jsonl", metrics)
     build(tmp_path)
     assert (tmp_path / "report.html").stat().st_size < 1_000_000
-
-
-def test_two_builds_are_the_same_bytes(full):
-    first = [(full[0] / name).read_bytes() for name in ("report.md", "report.html")]
-    assert [path.read_bytes() for path in build(full[0])] == first
 
 
 def test_markdown_escapes():
