@@ -39,7 +39,7 @@ from quern.stages.hold_out import first
 from quern.temporaries import scratch_folder
 from quern.terminal import counted, silent
 from quern.text.documents import read
-from quern.text.encode.pool import write_shards
+from quern.text.encode.pool import UNIT_CHARACTERS, write_shards
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import Tokenizer
 
@@ -116,7 +116,7 @@ def encode(setup: Setup) -> Iterator[Figure]:
 def prepare(setup: Setup) -> Iterator[Figure]:
     """Text to shards, the text several times over: reading, encoding, and writing; one worker is this process."""
     tokenizer, data = setup.tokenizer, setup.options.data
-    passes = max(1, round((12e6 if setup.quick else PREPARED_BYTES) / setup.text_bytes))
+    passes = max(1, round((3e6 if setup.quick else PREPARED_BYTES) / setup.text_bytes))
     megabytes = passes * setup.text_bytes / 1e6
     children: dict[int, int] = {}
     processor: dict[int, list[float]] = {1: [], 2: []}
@@ -129,7 +129,8 @@ def prepare(setup: Setup) -> Iterator[Figure]:
     def write(workers: int) -> None:
         before = sum(os.times()[:4])  # of this process and of its children that have ended
         with scratch_folder() as folder:
-            how = {"workers": workers, "megabytes": megabytes}
+            unit = UNIT_CHARACTERS // (8 if setup.quick else 1)  # workers start for eight units
+            how = {"workers": workers, "megabytes": megabytes, "unit_characters": unit}
             write_shards(documents(workers), tokenizer, folder, "train", "bench", silent, **how)
         processor[workers].append(sum(os.times()[:4]) - before)
 

@@ -1,21 +1,26 @@
-"""A load generator for OpenAI-compatible servers: clients that stream completions, and when each piece arrived.
+"""A load generator for OpenAI-compatible servers: clients that stream replies, and when each piece of text arrived.
 
 A client of a closed loop sends its next request when the last one has ended; in an open loop, requests are sent at
 random times (Poisson), however many are open. Token ids are sent, so the server's tokenizer plays no part. Run as
-`python -m quern.bench.load`, with the settings of `Load` as JSON on standard input, it writes one JSON line for
-each request.
-
-Terms: TTFT, the time from sending a request to its first text; ITL, a gap between two pieces of text.
+`python -m quern.bench.load`, it is a child process (quern/process.py) whose order is a `Load`.
 """
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
+import http.client
 import json
 import random
-import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from quern.process import serve
+
+MOST_OPEN = 256
+"""Requests of an open loop that are sent at the same time; more of them wait."""
 
 
 @dataclass(frozen=True)
@@ -37,101 +42,75 @@ class Load:
 
 
 @dataclass
-class Sent:
-    """One request. Times are seconds since the first request was sent."""
+class Reply:
+    """A streamed reply. start, arrivals: seconds on `time.perf_counter`, when the request was sent and each piece of
+    text came."""
 
-    client: int
     start: float
+    client: int = 0
     arrivals: list[float] = field(default_factory=list)
-    end: float = 0.0
-    tokens: int = 0
-    error: str = ""
+    text: str = ""
+    usage: dict[str, Any] = field(default_factory=dict)
 
 
-Arrived = list[tuple[float, bytes]]
-"""Bytes as they arrived and when. They are read later: clients must cost little."""
+@contextlib.contextmanager
+def post(port: int, path: str, body: dict[str, Any]) -> Iterator[http.client.HTTPResponse]:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=600)) as connection:
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        yield connection.getresponse()
 
 
-async def request(load: Load, client: int, prompt: list[int], origin: float, seed: int) -> tuple[Sent, Arrived]:
-    """Streams one completion. `read` completes what is returned."""
-    sent = Sent(client, time.perf_counter() - origin)
-    body = json.dumps(
-        {
-            "model": load.model,
-            "prompt": prompt,
-            "max_tokens": load.reply_tokens,
-            "temperature": 1.0,
-            "seed": seed,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-    ).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    )
-    arrived: Arrived = []
-    try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", load.port)
-        writer.write(head.encode() + body)
-        while data := await reader.read(1 << 16):
-            arrived.append((time.perf_counter(), data))
-        writer.close()
-    except OSError as error:
-        sent.error = str(error)
-    sent.end = time.perf_counter() - origin
-    return sent, arrived
-
-
-def read(sent: Sent, arrived: Arrived, origin: float) -> None:
-    """Fills in what a response said, and when each piece of text arrived."""
-    status, done, rest = b"", False, b""
+def stream(port: int, path: str, body: dict[str, Any], client: int = 0) -> Reply:
+    """Streams one reply. Raises RuntimeError if the request fails, or its reply has no text."""
+    reply, rest = Reply(time.perf_counter(), client), b""
+    with post(port, path, body | {"stream": True, "stream_options": {"include_usage": True}}) as response:
+        # The pieces are parsed when all have arrived: clients must cost little.
+        arrived = [(time.perf_counter(), data) for data in iter(lambda: response.read1(1 << 16), b"")]
     for at, data in arrived:
         *lines, rest = (rest + data).split(b"\n")
-        status = status or (lines[0] if lines else b"")
         for line in lines:
-            done |= line.startswith(b"data: [DONE]")
-            if done or not line.startswith(b"data: "):
-                continue
-            event = json.loads(line[6:])
-            if "error" in event:
-                sent.error = event["error"]["message"]
-            elif not event["choices"]:
-                sent.tokens = event["usage"]["completion_tokens"]
-            elif event["choices"][0]["text"]:
-                sent.arrivals.append(at - origin)
-    if not sent.error and b" 200 " not in status:
-        sent.error = status.decode(errors="replace").strip() or "there was no answer"
-    elif not sent.error and not done:
-        sent.error = "the stream ended without [DONE]"
+            event = json.loads(line[6:]) if line.startswith(b"data: {") else {}
+            reply.usage = event.get("usage") or reply.usage
+            for choice in event.get("choices", []):
+                if piece := choice.get("text") or choice.get("delta", {}).get("content"):
+                    reply.text += piece
+                    reply.arrivals.append(at)
+    if not (reply.usage and reply.arrivals):
+        end = b"".join(data for _, data in arrived)[-300:].decode(errors="replace").strip()
+        raise RuntimeError(f"a request failed (status {response.status}): {end or 'there was no answer'}")
+    return reply
 
 
-async def run(load: Load) -> list[Sent]:
-    """All requests, in the order of their ends."""
-    numbers = random.Random(load.seed)
-    origin = time.perf_counter()
-    done: list[tuple[Sent, Arrived]] = []
+def run(load: Load) -> list[Reply]:
+    """Returns the replies to all requests. Raises RuntimeError if one fails."""
+    numbers, origin = random.Random(load.seed), time.perf_counter()
 
-    async def one(client: int, length: int = load.prompt_tokens) -> None:
+    def send(client: int, length: int = load.prompt_tokens) -> Reply:
         prompt = [load.bos, *(numbers.randrange(load.vocab_size) for _ in range(length - 1))]
-        done.append(await request(load, client, prompt, origin, numbers.getrandbits(40)))
+        body = {"model": load.model, "prompt": prompt, "max_tokens": load.reply_tokens, "temperature": 1.0}
+        return stream(load.port, "/v1/completions", body | {"seed": numbers.getrandbits(40)}, client)
 
-    async def closed(client: int) -> None:
+    def closed(client: int) -> list[Reply]:
+        length, replies = client == 0 and load.long_tokens or load.prompt_tokens, []
         while time.perf_counter() - origin < load.seconds:
-            await one(client, load.long_tokens if client == 0 and load.long_tokens else load.prompt_tokens)
+            replies.append(send(client, length))
+        return replies
 
-    tasks, at = [], 0.0
-    if not load.rate:
-        tasks = [asyncio.create_task(closed(client)) for client in range(load.clients)]
-    while load.rate and (at := at + numbers.expovariate(load.rate)) < load.seconds:
-        await asyncio.sleep(max(0.0, origin + at - time.perf_counter()))
-        tasks.append(asyncio.create_task(one(len(tasks))))
-    await asyncio.gather(*tasks)
-    for sent, arrived in done:
-        read(sent, arrived, origin)
-    return [sent for sent, _ in done]
+    with ThreadPoolExecutor(MOST_OPEN if load.rate else load.clients) as pool:
+        if not load.rate:
+            replies = [one for found in pool.map(closed, range(load.clients)) for one in found]
+        else:
+            sent, at = [], 0.0
+            while (at := at + numbers.expovariate(load.rate)) < load.seconds:
+                time.sleep(max(0.0, origin + at - time.perf_counter()))
+                sent.append(pool.submit(send, len(sent)))
+            replies = [future.result() for future in sent]
+    return replies
+
+
+def _child(order: dict[str, Any], _: Iterator[Any]) -> Iterator[dict[str, Any]]:
+    yield {"replies": [asdict(reply) for reply in run(Load(**order))]}
 
 
 if __name__ == "__main__":
-    for one in asyncio.run(run(Load(**json.loads(sys.stdin.read())))):
-        print(json.dumps(asdict(one)))
+    serve(_child)

@@ -6,26 +6,20 @@ in the same thread.
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import itertools
 import json
 import random
 import string
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
 
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from quern.bench.data import Setup
-from quern.bench.load import Load, Sent
+from quern.bench.load import Load, Reply, post, stream
 from quern.bench.material import pair_tokenizer, reference, talking_model
 from quern.bench.measure import Figure, figure, seconds_of
 from quern.generate.engine import Engine
@@ -66,7 +60,7 @@ def serve(setup: Setup) -> Iterator[Figure]:
         seeds = itertools.count(setup.seed)  # no prompt is sent twice: it would be known
         for turn in range(setup.rounds):
             alone = {"seed": setup.seed + turn, "ordinary": ordinary, "length": length, "reply": reply}
-            with response(port, OFFLINE, alone) as answer:
+            with post(port, OFFLINE, alone) as answer:
                 offline.append(json.loads(answer.read())["rate"])
             closed.append(sent(replace(load, seed=next(seeds))))
         rates = np.array([rate(one) for one in closed])
@@ -94,24 +88,17 @@ def offline_rate(engine: Engine, seed: int, ordinary: int, length: int, reply: i
     return ROWS * reply / seconds
 
 
-@contextlib.contextmanager
-def response(port: int, path: str, body: dict[str, Any]) -> Iterator[http.client.HTTPResponse]:
-    """The answer to a request."""
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=600)) as connection:
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-        yield connection.getresponse()
-
-
-def rate(requests: Sequence[Sent]) -> float:
+def rate(replies: Sequence[Reply]) -> float:
     """Tokens a second while all clients were busy: up to the last start of a request, the share that had arrived."""
-    until = max(one.start for one in requests)
-    arrived = (one.tokens * np.mean(np.array(one.arrivals) <= until) for one in requests if one.arrivals)
-    return float(sum(arrived)) / until
+    starts = [one.start for one in replies]
+    first, last = min(starts), max(starts)
+    arrived = (one.usage["completion_tokens"] * np.mean(np.array(one.arrivals) <= last) for one in replies)
+    return float(sum(arrived)) / (last - first)
 
 
-def latencies(name: str, rounds: Sequence[Sequence[Sent]]) -> Iterator[Figure]:
+def latencies(name: str, rounds: Sequence[Sequence[Reply]]) -> Iterator[Figure]:
     """Time to the first token, gaps between pieces; medians and 95th percentiles of each round."""
-    first = [[one.arrivals[0] - one.start for one in requests] for requests in rounds]
+    first = [[one.arrivals[0] - one.start for one in replies] for replies in rounds]
     gaps = [np.concatenate([np.diff(one.arrivals) for one in requests]) for requests in rounds]
     for title, values in (("time to first token", first), ("gap between pieces", gaps)):
         for share in (50, 95):
@@ -121,26 +108,10 @@ def latencies(name: str, rounds: Sequence[Sequence[Sent]]) -> Iterator[Figure]:
     yield figure(f"{name}: 95th percentile / median of gaps", "×", ratios)
 
 
-def sent(load: Load) -> list[Sent]:
-    """Runs the load generator in a process of its own. Raises RuntimeError if a request failed."""
-    command = [sys.executable, "-m", "quern.bench.load"]
-    done = subprocess.run(command, input=json.dumps(asdict(load)), capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"the load generator failed: {done.stderr[-500:]}")
-    requests = [Sent(**json.loads(line)) for line in done.stdout.splitlines()]
-    failed = [one.error for one in requests if one.error]
-    if failed:
-        raise RuntimeError(f"{len(failed)} of {len(requests)} requests failed, the first with: {failed[0]}")
-    return requests
-
-
-class Turn(NamedTuple):
-    """One turn of a chat. seconds: until its first text."""
-
-    seconds: float
-    text: str
-    prompt_tokens: int
-    cached_tokens: int
+def sent(load: Load) -> list[Reply]:
+    """Runs the load generator in a process of its own. Raises RuntimeError if a request fails."""
+    with start("quern.bench.load", "load generator", asdict(load)) as process:
+        return [Reply(**one) for one in process.answer()["replies"]]
 
 
 def second_turns(setup: Setup, port: int, context: int) -> Iterator[Figure]:
@@ -151,41 +122,28 @@ def second_turns(setup: Setup, port: int, context: int) -> Iterator[Figure]:
         numbers = random.Random(f"{setup.seed} {number}")
         rounds.append([two_turns(port, context, numbers) for _ in range(CHATS)])
     kept = rounds[1:]  # the first one warms up
-    one, two = np.median([[[turn.seconds for turn in pair] for pair in pairs] for pairs in kept], axis=1).T
-    cached = [second.cached_tokens / second.prompt_tokens for pairs in kept for _, second in pairs]
-    size = kept[0][0][0].prompt_tokens
+    waits = [[[turn.arrivals[0] - turn.start for turn in pair] for pair in pairs] for pairs in kept]
+    one, two = np.median(waits, axis=1).T
+    second = [pair[1].usage for pairs in kept for pair in pairs]
+    cached = [usage["prompt_tokens_details"]["cached_tokens"] / usage["prompt_tokens"] for usage in second]
+    size = kept[0][0][0].usage["prompt_tokens"]
     yield figure(f"first turn of {size} tokens: time to first token, median", "ms", 1000 * one)
     yield figure("second turn of that chat: time to first token, median", "ms", 1000 * two)
     note = f"{np.mean(cached):.0%} of the prompt cached"
     yield figure("first turn / second turn: time to first token", "×", one / two, note)
 
 
-def two_turns(port: int, context: int, numbers: random.Random) -> tuple[Turn, Turn]:
+def two_turns(port: int, context: int, numbers: random.Random) -> list[Reply]:
     """A new chat. A token of a reply has at most two bytes, so the second turn fits into the context."""
-    length = context - AROUND - 2 * TURN_REPLY - QUESTION
-    asked = "".join(numbers.choices(string.ascii_letters, k=length))
-    messages = [{"role": "user", "content": asked}]
-    first = chat_turn(port, messages)
-    messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": asked[:QUESTION]}]
-    return first, chat_turn(port, messages)
-
-
-def chat_turn(port: int, messages: list[dict[str, str]]) -> Turn:
-    """Streams one turn. Raises RuntimeError if it failed."""
-    body: dict[str, Any] = {"model": NAME, "messages": messages, "max_tokens": TURN_REPLY, "seed": 0, "stream": True}
-    text, start, arrived, usage = "", time.perf_counter(), 0.0, None
-    with response(port, "/v1/chat/completions", body | {"stream_options": {"include_usage": True}}) as lines:
-        for line in lines:
-            if not line.startswith(b"data: {"):
-                continue
-            event = json.loads(line[6:])
-            usage = event.get("usage") or usage
-            for choice in event.get("choices", []):
-                text += choice["delta"].get("content") or ""
-                arrived = arrived or (time.perf_counter() if text else 0.0)
-    if usage is None or not arrived:
-        raise RuntimeError("a turn of a chat failed, or had no text")
-    return Turn(arrived - start, text, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
+    asked = "".join(numbers.choices(string.ascii_letters, k=context - AROUND - 2 * TURN_REPLY - QUESTION))
+    messages: list[dict[str, str]] = []
+    turns: list[Reply] = []
+    for question in (asked, asked[:QUESTION]):
+        messages.append({"role": "user", "content": question})
+        body = {"model": NAME, "messages": messages, "max_tokens": TURN_REPLY, "seed": 0}
+        turns.append(stream(port, "/v1/chat/completions", body))
+        messages.append({"role": "assistant", "content": turns[-1].text})
+    return turns
 
 
 def main() -> None:

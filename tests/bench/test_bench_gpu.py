@@ -12,9 +12,8 @@ import torch
 
 from quern.bench.gpu import command, options
 from quern.bench.gpu.command import AIMS, UNMEASURED, page, verdict
-from quern.bench.gpu.kernels import bytes_of_a_step, iterate, pairs
-from quern.bench.gpu.setup import GpuBench, Limits, data_sheet, measure_limits, worst_error
-from quern.bench.gpu.train import kind_of_kernel, recipe_of
+from quern.bench.gpu.kernels import bytes_of_a_step, iterate, pairs, worst_error
+from quern.bench.gpu.train import GpuBench, Limits, data_sheet, kind_of_kernel, measure_limits, recipe_of
 from quern.bench.measure import Figure, OutOfTime, figure
 from quern.kernels.attention.attend import MaskSpec, visible
 from quern.machine import Machine

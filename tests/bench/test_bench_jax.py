@@ -15,7 +15,6 @@ from quern.bench.jax import jax_order
 from quern.bench.material import reference
 from quern.bench.options import read_options
 from quern.machine import Machine
-from quern.process import start
 from tests.support.jax_process import environment
 from tests.support.line_server import ROOT
 
@@ -24,12 +23,6 @@ from tests.support.line_server import ROOT
 def compiled_quickly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environment(tmp_path / "compiled", devices=1).items():
         monkeypatch.setenv(name, value)
-
-
-@pytest.fixture
-def setup() -> Setup:
-    machine = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)
-    return Setup(machine, 5, quick=True, rounds=1)
 
 
 def test_both_trainers_are_measured_and_recorded(tmp_path: Path) -> None:
@@ -56,16 +49,9 @@ except ValueError as error:  # when it has the state of the training, and traces
 """
 
 
-def test_the_jax_process_loads_no_torch(setup: Setup) -> None:
-    order = jax_order(reference(True, 5), setup, 17)
+def test_the_jax_process_loads_no_torch() -> None:
+    machine = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)
+    order = jax_order(reference(True, 5), Setup(machine, 5, quick=True), 17)
     command = [sys.executable, "-c", TORCH_FREE, json.dumps(order)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith("False True blocks of 17 positions"), done.stdout + done.stderr
-
-
-def test_an_error_there_is_one_error_here(setup: Setup) -> None:
-    with (
-        start("quern.bench.jax", "JAX", jax_order(reference(True, 5), setup, 17)) as process,
-        pytest.raises(RuntimeError, match=r"JAX process failed: ValueError: blocks of 17 positions"),
-    ):
-        process.ask("facts")

@@ -20,8 +20,7 @@ import torch
 
 from quern.bench.gpu.kernels import OVER_FULL, cross_entropy, decoding, exactness, muon, place, rope, speed
 from quern.bench.gpu.options import parse
-from quern.bench.gpu.setup import QUICK_ROUNDS, ROUNDS, GpuBench, measure_limits
-from quern.bench.gpu.train import real, training_bf16, training_fp8
+from quern.bench.gpu.train import GpuBench, measure_limits, real, training_bf16, training_fp8
 from quern.bench.measure import Bench, Figure, OutOfTime, first_line, head, number, table, write
 from quern.kernels.attention.autotune import select_attention
 from quern.machine import detect
@@ -79,7 +78,7 @@ def main(arguments: Sequence[str], log: Callable[[str], None]) -> int:
         deadline = began + 60 * options.minutes
         if len(options.sections) > 1:
             deadline = min(deadline, time.monotonic() + SECTIONS[name][1])
-        sizes = options.seed, options.quick, QUICK_ROUNDS if options.quick else ROUNDS, deadline
+        sizes = options.seed, options.quick, 2 if options.quick else 5, deadline
         bench = GpuBench(machine, *sizes, limits=limits, data=options.data, tokenizer=options.tokenizer)
         log(f"\n{name}")
         body["sections"][name] = run(name, bench, log)

@@ -16,15 +16,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quern.bench.gpu.setup import GpuBench, worst_error
-from quern.bench.gpu.train import recipe_of
+from quern.bench.gpu.train import GpuBench, recipe_of
 from quern.bench.kernels import CAP, Case, attention_seconds, example_masks, loss_inputs, loss_jobs, loss_paths
 from quern.bench.measure import Figure, figure, peak_bytes
 from quern.generate.cache import KVCache, decode
@@ -93,6 +92,25 @@ def grid(bench: GpuBench) -> Iterator[tuple[int, int, MaskSpec]]:
     for T, window, each in itertools.product(lengths, (None, 64), (1, 7, 150)):
         ids_T = torch.arange(T, dtype=torch.int32, device=bench.machine.device)
         yield T, 2, MaskSpec(window, torch.stack([ids_T // each, ids_T // (2 * each)]))
+
+
+def worst_error(
+    function: Callable[..., Tensor], plain: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor
+) -> float:
+    """Returns the largest relative error (2-norm) of the output and the gradients, against `plain` in fp32."""
+
+    def with_gradients(function: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in inputs]
+        y = function(*leaves)
+        return [y.detach(), *torch.autograd.grad(y, leaves, grad.to(y.dtype))]
+
+    worst = 0.0
+    for x, e in zip(with_gradients(function, inputs[0].dtype), with_gradients(plain, torch.float32), strict=True):
+        size = e.norm().item()
+        if size >= 1e-6 * math.sqrt(e.numel()):  # smaller gradients are zero except for rounding
+            error = (x.float() - e).norm().item() / size
+            worst = max(worst, error if math.isfinite(error) else math.inf)
+    return worst
 
 
 def attend_rounded(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:

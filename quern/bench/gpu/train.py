@@ -1,4 +1,5 @@
-"""Sections of `quern bench gpu` about training: speed, memory, and the time by kind of kernel, in bf16 and FP8.
+"""Context of the sections of `quern bench gpu`, the device's limits, and the sections about training: speed, memory,
+and the time by kind of kernel, in bf16 and FP8.
 
 The model is the `gpt` recipe at depth 12: width 768, 6 heads of 128, vocabulary 32,768, windows SSSL, rows of 2,048
 tokens; a step has 32 rows of random tokens in one micro-batch. MFU is the model's FLOPs (`count.FlopCounter`) over the
@@ -15,7 +16,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import mean, median
 from typing import Any
@@ -25,14 +26,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from quern.bench.batches import random_batch
-from quern.bench.gpu.setup import GpuBench
 from quern.bench.material import take_step, training_state
-from quern.bench.measure import Figure, figure, seconds_of
+from quern.bench.measure import Bench, Figure, call_seconds, figure, seconds_of
 from quern.data.loader import Loader
 from quern.data.packing import windows
 from quern.data.shards import Corpus
 from quern.eval.bits_per_byte import bits_per_byte
-from quern.machine import peak_memory, reset_peak_memory
+from quern.machine import Machine, measure_peak_flops, peak_memory, reset_peak_memory
 from quern.model.count import FlopCounter
 from quern.model.fp8 import use_fp8
 from quern.recipe import ModelRecipe, Resolved, TextRecipe, TrainRecipe
@@ -41,6 +41,49 @@ from quern.resolve import resolve
 from quern.stages.prepare_tokens import is_tokens, open_tokens
 from quern.text.documents import read
 from quern.train.state import build_model, build_state, compile_model
+
+DATA_SHEET = {"A100": 312e12, "H100": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H200": 989e12, "B200": 2250e12}
+"""Dense bf16 FLOP/s from NVIDIA's data sheets. The longest key that is part of a device's name counts."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """FLOP/s of a large product in the compute dtype, bytes/s of a large copy, and the data sheet's FLOP/s if known."""
+
+    flops: float
+    bytes_per_second: float
+    sheet: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuBench(Bench):
+    """Context of a section. data: text or tokens to train on; tokenizer: of the tokens."""
+
+    limits: Limits
+    data: str | None = None
+    tokenizer: str | None = None
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.machine.device.type == "cuda"
+
+
+def measure_limits(machine: Machine, quick: bool) -> Limits:
+    """Measures the device on random numbers: on zeros a GPU draws less power and runs faster than on data."""
+    size, copied = (256, 2**20) if quick else (8192, 2**31)
+    x = torch.randint(0, 100, (copied,), device=machine.device, dtype=torch.int8)
+    y = torch.empty_like(x)
+    copy = min(call_seconds(lambda: y.copy_(x), machine, quick) for _ in range(3))
+    return Limits(measure_peak_flops(machine, size), 2 * copied / copy, data_sheet(machine))
+
+
+def data_sheet(machine: Machine) -> float | None:
+    """Returns the data sheet's bf16 FLOP/s, None for an unknown device or another compute dtype."""
+    name = str(machine.describe()["processor"])
+    known = [part for part in DATA_SHEET if part in name]
+    return DATA_SHEET[max(known, key=len)] if known and machine.dtype == torch.bfloat16 else None
+
 
 ROWS, STEPS, PROFILED_STEPS = 32, 20, 3
 KINDS = {
