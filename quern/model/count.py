@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -153,11 +153,13 @@ class FlopCounter:
         self._products: dict[float, float] = {}
         self._asks = False
         self._spans: dict[tuple[int | None, ...], Counter[int | None]] = {}
-        groups = make_groups(self._model.parameter_groups(), recipe.make_rules(recipe), self._model.named_parameters())
-        self.update = sum(
-            _products(dry_run(group.rule, p, p.dtype)) / group.every for group in groups for p in _stacks(group)
-        )
+        self._rules = recipe.make_rules(recipe)
+
+    @cached_property
+    def update(self) -> float:
         """FLOPs of the update of one step; of a group that is updated every n-th step, its n-th part."""
+        groups = make_groups(self._model.parameter_groups(), self._rules, self._model.named_parameters())
+        return sum(_products(dry_run(group.rule, p, p.dtype)) / group.every for group in groups for p in _stacks(group))
 
     def __call__(self, batch: Batch, progress: float) -> Flops:
         """FLOPs of a training step on the rows of `batch`. progress: share of the run that is done, from 0 to 1."""

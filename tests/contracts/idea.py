@@ -1,10 +1,12 @@
 """An idea's file at toy size: its recipe, a state with every weight moved from where it starts, its batches."""
 
+import json
 import sys
 import traceback
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,10 +20,10 @@ from quern.runs.training import make_batches
 from quern.train.state import TrainState, build_model, build_state
 from quern.train.step import train_step
 from tests.support.deviation import deviation
-from tests.support.toy_training import CPU, VOCABULARY, snapshot, toy_corpus, toy_recipe
+from tests.support.toy_training import CPU, VOCABULARY, copy_of, differing, snapshot, toy_corpus, toy_recipe
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
-STEPS = 4
+STEPS, HALF = 2, 1
 TOKENS = [b"", *(b"a" * size for size in range(1, VOCABULARY))]
 """The BOS, and tokens each of which begins with the one before it."""
 
@@ -44,7 +46,7 @@ def toy(name: str) -> Resolved:
     shape |= {field: getattr(small.model, field) for field in ("width", "context", "vocab_size")}
     # A rounding error makes no whole step of AdamW, and where it turns the mask of cautious decay, rate · decay of the
     # weight stays below the contracts' tolerance.
-    calm = {"lr_scale": 0.1, "eps": 1e-4} | ({} if "optim.decay_scale" in recipe.unused else {"decay_scale": 5e-4})
+    calm = {"lr_scale": 0.1, "eps": 3e-4} | ({} if "optim.decay_scale" in recipe.unused else {"decay_scale": 5e-4})
     return Resolved.of(
         resolve(
             replace(
@@ -85,15 +87,17 @@ def train(state: TrainState, recipe: Resolved, first: int, last: int) -> list[fl
     losses = []
     for step in range(first, last):
         batch, clip_norm = batches.batch(step, data.rank, data.size), recipe.train.clip_norm
-        losses.append(train_step(state, batch, schedule(step), CPU, micro_batch_rows=5, clip_norm=clip_norm).loss)
+        losses.append(train_step(state, batch, schedule(step), CPU, micro_batch_rows=16, clip_norm=clip_norm).loss)
     return losses
 
 
 @dataclass(frozen=True)
 class Trained:
-    """One uninterrupted run: the weights before, `snapshot` after, the tensors of a checkpoint, the losses."""
+    """One uninterrupted run: the weights before; what a checkpoint holds at half; `snapshot` and the tensors of a
+    checkpoint after; the losses."""
 
     before: dict[str, torch.Tensor]
+    half: tuple[dict[str, torch.Tensor], str]
     after: dict[str, torch.Tensor]
     saved: dict[str, torch.Tensor]
     losses: list[float]
@@ -104,8 +108,30 @@ def trained(name: str) -> Trained:
     recipe = toy(name)
     state = state_of(recipe)
     before = {key: p.detach().clone() for key, p in state.model.named_parameters()}
-    losses = train(state, recipe, 0, STEPS)
-    return Trained(before, snapshot(state), {key: t.clone() for key, t in state.tensors().items()}, losses)
+    losses = train(state, recipe, 0, HALF)
+    half = copy_of(state.tensors()), json.dumps(state.meta())
+    losses += train(state, recipe, HALF, STEPS)
+    return Trained(before, half, snapshot(state), copy_of(state.tensors()), losses)
+
+
+@cache
+def resumed_apart(name: str) -> list[str]:
+    """Names of what differs where the second half starts from what was saved."""
+    tensors, meta = trained(name).half
+    state = state_of(toy(name))
+    state.restore(tensors, json.loads(meta))
+    train(state, toy(name), HALF, STEPS)
+    return differing(trained(name).after, snapshot(state))
+
+
+CODES: dict[Any, str] = {}
+
+
+def first_with_its_code(name: str) -> str:
+    """The first idea asked for whose code is that of this one, from which it differs in numbers."""
+    recipe = toy(name)
+    code = recipe.make_model, recipe.make_rules, recipe.make_schedule, recipe.make_batches
+    return CODES.setdefault(code, name)
 
 
 def apart_on_ranks(mesh: Mesh, names: list[str], folder: str) -> dict[str, float | str]:

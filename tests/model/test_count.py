@@ -59,18 +59,18 @@ def a_batch(shape: ResolvedModel, rows: int = 3) -> Batch:
 
 
 def test_the_reference_size_by_hand() -> None:
-    """Padding costs as much as text: no target of the batch counts."""
-    found = FlopCounter(of(REFERENCE))(a_batch(REFERENCE), 0.5)
+    """Padding costs as much as text: no target of the batch counts. Muon's five steps have a Gram matrix (2 R² C) each,
+    its square (2 R³) and the product with it (2 R² C), R ≤ C."""
+    counter = FlopCounter(of(REFERENCE))
+    found = counter(a_batch(REFERENCE), 1.0)
     gates = 2 * 12 * 4 + 24  # of the value embeddings and of the smear
     assert found.products == 6 * 3 * 512 * (12 * 4 * 256**2 + 8192 * 256 + gates)
     assert found.attention == 12 * 3 * 256 * 4 * pairs(512)
-    assert FlopCounter(of(REFERENCE)).per_token() == (found.products + found.attention) / (3 * 512)
-
-
-def test_attention_is_counted_by_the_pairs_that_see_each_other() -> None:
-    full, windowed = (FlopCounter(of(replace(REFERENCE, windows=w))).step(512) for w in ("L", "SSSL"))
-    assert full.products == windowed.products
-    assert full.attention == 12 * 256 * 4 * pairs(512)
+    assert counter.per_token() == (found.products + found.attention) / (3 * 512)
+    muon = 4 * (4 * 5 * 6 * 256**3 + 2 * 5 * (4 * 256**2 * 1024 + 2 * 256**3))
+    assert found.update == muon == counter.step(1).update == counter.step(8192).update
+    windowed = FlopCounter(of(replace(REFERENCE, windows="SSSL"))).step(512)
+    assert windowed.products == found.products / 3
     assert windowed.attention == 12 * 256 * (3 * pairs(512, 128) + pairs(512))
 
 
@@ -81,13 +81,6 @@ def test_recipes_that_differ_in_no_product_are_counted_once() -> None:
     assert flop_counter(replace(recipe, seed=7, train=replace(recipe.train, steps=7))) is counter
     for other in (of(SMALL), of(REFERENCE, Documents), replace(recipe, make_rules=lambda r: recipe.make_rules(r))):
         assert flop_counter(other) is not counter
-
-
-def test_muon_is_counted_per_step() -> None:
-    """Five steps, each with a Gram matrix (2 R² C), its square (2 R³) and the product with it (2 R² C), R ≤ C."""
-    by_hand = 4 * (4 * 5 * 6 * 256**3 + 2 * 5 * (4 * 256**2 * 1024 + 2 * 256**3))
-    counter = FlopCounter(of(REFERENCE))
-    assert counter.update == by_hand == counter.step(1).update == counter.step(8192).update
 
 
 class Documents(GPT):
@@ -118,11 +111,11 @@ class Changing(GPT):
 
 
 def test_changes_during_a_run_are_found() -> None:
-    counter, batch = FlopCounter(of(SMALL, Changing)), a_batch(SMALL)
-    found = [counter(batch, step / 1000).products for step in range(1000)]
+    counter, batch = FlopCounter(of(replace(SMALL, depth=1), Changing)), a_batch(SMALL)
+    found = [counter(batch, step / 500).products for step in range(500)]
     head = 6 * 3 * 32 * 48 * 101
     assert set(np.subtract(found, found[0])) == {0, head}
-    assert sum(np.subtract(found, found[0])) == pytest.approx(500 * head, rel=0.01)
+    assert sum(np.subtract(found, found[0])) == pytest.approx(250 * head, rel=0.01)
 
 
 def test_a_model_that_does_not_ask_for_the_progress_is_traced_once() -> None:
@@ -169,6 +162,5 @@ def test_a_group_without_a_kind_is_named() -> None:
 def test_default_horizon_follows_the_counts() -> None:
     """12 tokens for each parameter of the matrices and the head."""
     recipe = resolve(replace(RECIPE, depth=6, text=TextRecipe(vocab_size=8192), train=TrainRecipe(horizon_ratio=12.0)))
-    assert recipe.train.steps and recipe.train.batch_tokens
     horizon = recipe.train.steps * recipe.train.batch_tokens
     assert horizon == pytest.approx(12 * parameters(recipe).kaplan, rel=0.01)
