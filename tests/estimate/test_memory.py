@@ -29,7 +29,7 @@ class Case:
     dtype: str
     rows: int
     micro_rows: int
-    width: int = 384
+    width: int = 256
     recomputed: int = 0
     zero: int = 2
 

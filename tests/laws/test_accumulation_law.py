@@ -6,6 +6,7 @@ by their number, gradients cleared between them.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -44,18 +45,24 @@ def ours(state: TrainState, batch: Batch, rows: int) -> torch.Tensor:
     return accumulate(state, send_batch(batch, state.optimizer.mesh, CPU, rows), CPU)
 
 
+Updated = tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]
+"""The loss, every gradient, and the weights after one update."""
+
+
+@cache
+def updated(accumulate: Accumulate, kind: str, rows: int) -> Updated:
+    state = toy_state()
+    loss = accumulate(state, batch_of(kind), rows)
+    state.optimizer.grad_norm()
+    grads = {name: p.grad.clone() for name, p in state.model.named_parameters()}
+    state.optimizer.step(0, Multipliers())
+    return loss, grads, {name: p.detach() for name, p in state.model.named_parameters()}
+
+
 def deviation(accumulate: Accumulate, kind: str, rows: int) -> tuple[float, float, float]:
     """Relative differences of (loss, the worst gradient, the worst weight after one update) from the whole batch."""
-    batch = batch_of(kind)
-    results = []
-    for path, size in ((ours, ROWS), (accumulate, rows)):
-        state = toy_state()
-        loss = path(state, batch, size)
-        state.optimizer.grad_norm()
-        grads = {name: p.grad.clone() for name, p in state.model.named_parameters()}
-        state.optimizer.step(0, Multipliers())
-        results.append((loss, grads, {name: p.detach() for name, p in state.model.named_parameters()}))
-    (loss, grads, weights), (loss_n, grads_n, weights_n) = results
+    loss, grads, weights = updated(ours, kind, ROWS)
+    loss_n, grads_n, weights_n = updated(accumulate, kind, rows)
     return (
         abs(float(loss_n - loss)) / abs(float(loss)),
         max(((grads_n[name] - g).norm() / g.norm()).item() for name, g in grads.items()),
@@ -133,16 +140,11 @@ def broken(mistake: str) -> Accumulate:
     return path
 
 
-@pytest.mark.parametrize("mistake", ["cleared between micro-batches", "mean of means", "divided once more"])
+@pytest.mark.parametrize("mistake", ["none", "cleared between micro-batches", "mean of means", "divided once more"])
 def test_the_check_can_fail(mistake: str) -> None:
-    loss, gradient, _ = deviation(broken(mistake), "uneven", 2)
-    assert gradient > 1000 * BAR
-    assert loss > 100 * BAR or mistake == "cleared between micro-batches"
-    assert max(deviation(broken("none"), "uneven", 2)) <= BAR
-
-
-def test_what_a_normalising_optimizer_hides_shows_in_the_gradients() -> None:
-    """A gradient too large by a factor moves the weights almost as before: why gradients are compared, and not
-    only updates."""
-    loss, gradient, _ = deviation(broken("divided once more"), "full", 2)
-    assert gradient == pytest.approx(0.75, rel=1e-3) and loss == pytest.approx(0.75, rel=1e-3)
+    loss, gradient, weights = deviation(broken(mistake), "uneven", 2)
+    if mistake == "none":
+        assert max(loss, gradient, weights) <= BAR
+    else:
+        assert gradient > 1000 * BAR
+        assert loss > 100 * BAR or mistake == "cleared between micro-batches"

@@ -52,7 +52,7 @@ DOCUMENTS = [
 ]
 HEAD_DIMS = [Case(129, 66, "mixed", H=1, K=1, E=E, scale=E**-0.5) for E in (16, 64, 128, 256)]
 SCALES = [Case(130, H=1, K=1, scale=scale) for scale in (0.01, 0.12, 1.0)]
-LONG = [Case(1000, H=1, K=1), Case(1000, 64, "mixed", H=2, K=1)]
+LONG = [Case(1000, 64, "mixed", H=1, K=1)]  # without a window: a campaign, the interpreter takes seconds
 WHOLE_GRID = [
     Case(T, min(window, 2 * T), documents, H=H, K=K, B=2)
     for T, window, (H, K), documents in itertools.product(
@@ -145,16 +145,18 @@ MISTAKES = {  # the file, what stands there, what is planted
     "sums not rescaled": ("flash_forward", "total * shrink + tl.sum(p, 1)", "total + tl.sum(p, 1)"),
     "log-sum-exp without the peak": ("flash_forward", "peak + tl.log2(total)", "tl.log2(total)"),
 }
-TELLING = [Case(129, 20, "mixed", H=4, K=2), Case(65, H=4, K=2), Case(129, 40, H=1, K=1)]
+TELLING = [Case(129, 40, H=1, K=1), Case(33, H=4, K=2), Case(129, 20, "mixed", H=2, K=1)]
 
 
 def deviation_with(mistake: str) -> float:
+    """The first deviation that shows the mistake."""
     file, right, wrong = MISTAKES[mistake]
     with planted(f"quern.kernels.attention.{file}", right, wrong):
         importers = [f"quern.kernels.attention.{name}" for name in ("flash_backward", "flash_launch") if name != file]
         kept = {name: sys.modules.pop(name) for name in importers if name in sys.modules}
         try:
-            return worst_deviation(TELLING)
+            found = (worst_deviation([case]) for case in TELLING)
+            return next((apart for apart in found if apart > 100 * FP32_BAR), 0.0)
         finally:
             sys.modules.update(kept)
 

@@ -16,7 +16,7 @@ from tests.support.mutant import planted
 
 FP32_BAR = 1e-5
 GAIN = 1.2
-LENGTHS = (1, 17, 127, 129, 1000)
+LENGTHS = (1, 17, 127, 129)
 HEADS = ((3, 32), (1, 48), (2, 128))  # number and dim; half of 48 is no power of two
 
 Law = Callable[[str, float | int | str, str], None]
@@ -37,8 +37,6 @@ def cases(lengths: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor, Tensor, Te
     """x, cosines, sines and a gradient of y: the tables full or half-truncated, of one row of tokens or of each; x a
     tensor of its own or a slice of a merged projection, the gradient laid out in another order."""
     for (T, (H, E)), (number, B) in itertools.product(itertools.product(lengths, HEADS), enumerate((1, 2))):
-        if T == 1000 and H > 1:  # the interpreter takes long
-            continue
         generator = torch.Generator().manual_seed(T + E)
         angles = 3 * torch.randn(B, T, 1, E // 2, generator=generator)
         angles[..., E // 4 if number else E :] = 0  # the second half of the pairs stands still
@@ -99,7 +97,7 @@ def traced_deviation() -> float:
     for path, _ in PAIRS.values():
         torch.compiler.reset()  # it counts the versions of both pairs' one lambda together
         traced = torch.compile(path, backend="aot_eager", fullgraph=True)
-        for case in cases((17,)):
+        for case in list(cases((17,)))[:2]:
             worst = max(worst, deviation(with_gradient(traced, *case), with_gradient(path, *case)))
     return worst
 

@@ -80,10 +80,10 @@ def test_a_layer_with_a_bias_or_of_another_kind_is_left_alone() -> None:
     assert again.dynamic == again.static == () and again.skipped["head"] == "it is a Fp8Head already"
 
 
-def built(make: Any, **shape: Any) -> Any:
+def built(make: Any, depth: int = 4, **shape: Any) -> Any:
     """A model of that architecture in which FP8 can multiply everything; all entries are random, also zero ones."""
     sizes: dict[str, Any] = {"width": 32, "head_dim": 16, "context": 16, "vocab_size": 64, "bos": 0, **shape}
-    recipe = resolve(replace(make, depth=4, model=replace(make.model, windows="L", **sizes)))
+    recipe = resolve(replace(make, depth=depth, model=replace(make.model, windows="L", **sizes)))
     made: Any = recipe.make_model(recipe.model)
     generator = torch.Generator().manual_seed(0)
     made.initialize(0)
@@ -152,9 +152,7 @@ def test_a_merged_product_that_the_hardware_refuses_is_named() -> None:
 def test_a_device_that_multiplies_no_fp8_keeps_everything() -> None:
     report = use_fp8(model().to("meta"))
     assert report.dynamic == report.static == ()
-    assert set(report.skipped.values()) == {
-        "this meta device has no FP8 product",
-    }
+    assert set(report.skipped.values()) == {"this meta device has no FP8 product"}
 
 
 def test_one_line_says_it_all() -> None:
@@ -200,57 +198,38 @@ def test_the_loss_takes_its_products_from_the_head() -> None:
     assert not torch.equal(found, exact) and (found - exact).norm() <= 0.05 * exact.norm()
 
 
+def trained_part(make: Any, compiled: bool) -> list[Any]:
+    """Results and gradients of a model of which one feed-forward is compiled whole, or is not."""
+    made = built(make, depth=2)
+    use_fp8(made)
+    ids = torch.arange(32).view(2, 16)
+    with compiler.eager(False):
+        if compiled:
+            made.blocks[1].mlp.compile(backend="aot_eager", fullgraph=True, dynamic=False)
+        x = made(ids, made.context(ids))
+        x.square().sum().backward()
+        with torch.no_grad():
+            without = made(ids, made.context(ids))
+    return [x.detach(), without, *(p.grad for p in made.blocks.parameters())]
+
+
 # torch's own tracer makes an object of a class that it says none should be made of, and looks at every input's .grad.
 @pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be:DeprecationWarning")
 @pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_a_merged_product_compiles_whole_and_to_the_same_bits() -> None:
-    results = []
-    for compiled in (False, True):
-        made = built(llama)
-        use_fp8(made)
-        module, x = made.blocks[0].mlp, torch.ones(16, 32).requires_grad_()
-        with compiler.eager(False):
-            if compiled:
-                module.compile(backend="aot_eager", fullgraph=True, dynamic=False)
-            y = module(x)
-            y.square().sum().backward()
-        results.append([y.detach(), x.grad, module.gate_up.grad, module.down.weight.grad])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_a_part_of_a_block_compiles_whole_and_to_the_same_bits(name: str) -> None:
+    """No break in the graph of linear layers or of a merged product, and the evaluation is that of the plain model."""
+    plain, compiled = (trained_part(RECIPES[name], one) for one in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(plain, compiled, strict=True) if a is not None)
 
 
-@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be:DeprecationWarning")
-@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_a_part_of_a_block_compiles_whole_and_to_the_same_bits() -> None:
-    """No break in the graph; the evaluation of the compiled model is that of the plain one."""
-    batch = toy_loader().batch(0)
-    inputs = to_device(batch, int(batch.mask.sum()), CPU)
-    results = []
-    for compiled in (False, True):
-        made = toy_state(toy_recipe(model={"vocab_size": 64})).model
-        use_fp8(made)
-        with compiler.eager(False):
-            if compiled:
-                made.blocks[1].mlp.compile(backend="aot_eager", fullgraph=True, dynamic=False)
-            x = made(inputs[0], made.context(inputs[0]))
-            x.square().sum().backward()
-            with torch.no_grad():
-                without = made(inputs[0], made.context(inputs[0]))
-        results.append([x.detach(), without, *(p.grad for p in made.blocks.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True) if a is not None)
-
-
-def test_a_recipe_asks_for_it() -> None:
+def test_a_recipe_asks_for_all_or_the_head() -> None:
     said: list[str] = []
     assert lower_precision(toy_recipe(), model(), said.append) == {} and said == []
-    made = model()
-    facts = lower_precision(toy_recipe(fp8="all"), made, said.append)["fp8"]
-    assert facts["static"] == ("head",) and "smear_gate" in facts["skipped"] and type(made.head) is Fp8Head
+    facts = lower_precision(toy_recipe(fp8="all"), model(), said.append)["fp8"]
+    assert facts["static"] == ("head",) and len(facts["dynamic"]) == 12 and "smear_gate" in facts["skipped"]
     assert len(said) == 1 and said[0].startswith("fp8: 12 layers")
-
-
-def test_the_head_alone_can_be_in_fp8() -> None:
     made = model()
-    said: list[str] = []
     facts = lower_precision(toy_recipe(fp8="head"), made, said.append)["fp8"]
     assert facts["dynamic"] == () and facts["static"] == ("head",) and isinstance(made.head, Fp8Head)
     assert not any(isinstance(one, Fp8Linear) for one in made.modules())

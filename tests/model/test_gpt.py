@@ -119,27 +119,11 @@ def test_a_token_reaches_exactly_as_far_as_the_windows_allow(windows: list[int |
     assert changed == list(range(at, min(24, reach + 1)))
 
 
-def test_rows_do_not_meet_and_length_does_not_matter() -> None:
-    model, ids = random_model(), tokens(B=3)
-    whole = model(ids, CausalContext())
-    for row in range(3):
-        alone = model(ids[row : row + 1, :15], CausalContext())
-        assert (whole[row : row + 1, :15] - alone).abs().max() <= 1e-5
-
-
 def test_window_pattern_ends_long_and_a_short_one_is_a_quarter() -> None:
     shape = replace(SHAPE, depth=6, context=24, windows="SSSL")
     assert GPT(shape).windows == [6, 6, 6, None, 6, None]
     assert GPT(replace(shape, windows="L")).windows == [None] * 6
     assert GPT(replace(shape, windows="S", depth=2, context=3)).windows == [1, None]
-
-
-def test_logits_never_leave_the_softcap() -> None:
-    model = random_model()
-    with torch.no_grad():
-        model.head.weight.mul_(1000)
-    logits = model.logits(model(tokens(), CausalContext()))
-    assert 14.9 < logits.abs().max() <= 15.0
 
 
 # How it starts ----------------------------------------------------------------------------------------------
@@ -172,8 +156,8 @@ def test_initial_spread_of_every_matrix() -> None:
     assert weights["x0_scales"].tolist() == pytest.approx([0.2, 0.15, 0.1, 0.05])
 
 
-@pytest.mark.parametrize("vocabulary", [53, 8192])
-def test_the_first_loss_is_that_of_a_uniform_guess(vocabulary: int) -> None:
+def test_the_first_loss_is_that_of_a_uniform_guess() -> None:
+    vocabulary = 8192
     model = initialised(GPT(replace(SHAPE, vocab_size=vocabulary)), 0)
     ids = tokens(V=vocabulary)
     total, losses = loss_sum(model, ids, ids.roll(-1, 1), torch.full(ids.shape, 1 / ids.numel()))
@@ -182,17 +166,16 @@ def test_the_first_loss_is_that_of_a_uniform_guess(vocabulary: int) -> None:
 
 
 def test_every_parameter_receives_a_gradient_once_the_zero_projections_have_moved() -> None:
-    recipe = toy_recipe()
-    state, loader = toy_state(recipe, moved=0.0), toy_loader()
+    state, loader = toy_state(toy_recipe(), moved=0.0), toy_loader()
     named = dict(state.model.named_parameters())
+    before = {name: p.detach().clone() for name, p in named.items()}
 
     def silent() -> set[str]:
         return {name for name, p in named.items() if p.grad is None or p.grad.count_nonzero() == 0}
 
     train_step(state, loader.batch(0), Multipliers(), CPU, micro_batch_rows=8)
     # What lies before a projection of zeros hears nothing yet; a bound on the silence, so that it is no habit.
-    at_first = silent()
-    assert at_first <= {
+    assert silent() <= {
         name
         for name in named
         if name.startswith(("blocks.", "value_embeddings."))
@@ -202,20 +185,4 @@ def test_every_parameter_receives_a_gradient_once_the_zero_projections_have_move
     for step in (1, 2):
         train_step(state, loader.batch(step), Multipliers(), CPU, micro_batch_rows=8)
     assert silent() == set()
-
-
-def test_every_parameter_moves_in_training() -> None:
-    state, loader = toy_state(toy_recipe(), moved=0.0), toy_loader()
-    before = {name: p.detach().clone() for name, p in state.model.named_parameters()}
-    for step in range(3):
-        train_step(state, loader.batch(step), Multipliers(), CPU, micro_batch_rows=8)
-    unmoved = [name for name, p in state.model.named_parameters() if torch.equal(p, before[name])]
-    assert unmoved == []
-
-
-def test_parameter_groups_hold_each_parameter_once() -> None:
-    model = GPT(SHAPE)
-    reported = [name for members in model.parameter_groups().values() for name, _ in members]
-    assert sorted(reported) == sorted(name for name, _ in model.named_parameters())
-    matrices = model.parameter_groups()["matrices"]
-    assert all(parameter.dim() == 2 for _, parameter in matrices) and len(matrices) == 6 * 3
+    assert [name for name, p in named.items() if torch.equal(p, before[name])] == []

@@ -11,17 +11,16 @@ from torch._dynamo.testing import CompileCounter
 from quern import compiler
 from quern.data.batch import Batch
 from quern.data.shards import Corpus
-from quern.mesh import alone
-from quern.model.base import loss_sum, token_losses
+from quern.model.base import loss_sum
 from quern.model.unet import UNet, value_embedding_of, without_attention
 from quern.recipe import Resolved, ResolvedModel
 from quern.recipes.unet import RECIPE
 from quern.resolve import resolve
 from quern.runs.training import make_batches
 from quern.train.state import TrainState, build_state
-from quern.train.step import accumulate, send_batch, train_step
+from quern.train.step import train_step
 from tests.support.models import initialised, randomized
-from tests.support.toy_training import CPU
+from tests.support.toy_training import CPU, copy_of, differing
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -181,39 +180,6 @@ def test_windows_grow_by_blocks_of_128_as_in_the_source() -> None:
     assert before == (1792, 896)
 
 
-def test_future_tokens_change_no_earlier_loss() -> None:
-    model, tokens = random_model(), torch.tensor(IDS)
-    targets = tokens.roll(-1, 1)
-    for position in (1, 4, 5, 6, 15, 23):  # a BOS among the changes begins or ends a document
-        for new in (BOS, 3):
-            other = tokens.clone()
-            other[:, position] = torch.where(other[:, position] == new, 5, new)
-            before, after = (token_losses(model, model(x, model.context(x)), targets) for x in (tokens, other))
-            assert torch.equal(before[:, :position], after[:, :position])
-            assert not torch.equal(before[:, position], after[:, position])
-
-
-def test_documents_do_not_see_each_other() -> None:
-    model, tokens = random_model(), torch.tensor(IDS[:1])
-    x_BTD = model(tokens, model.context(tokens))
-    other = tokens.clone()
-    other[0, 7:15] += 1
-    changed = model(other, model.context(other))
-    assert torch.equal(x_BTD[:, :7], changed[:, :7]) and torch.equal(x_BTD[:, 15:], changed[:, 15:])
-    assert not torch.equal(x_BTD[:, 7:15], changed[:, 7:15])
-    for start, end in ((0, 5), (5, 6), (6, 15), (15, 24)):  # positions are relative: each as if it stood alone
-        alone = model(tokens[:, start:end], model.context(tokens[:, start:end]))
-        torch.testing.assert_close(alone, x_BTD[:, start:end], rtol=0, atol=1e-5)
-
-
-def test_rows_do_not_see_each_other() -> None:
-    model, tokens = random_model(), torch.tensor(IDS)
-    together = model(tokens, model.context(tokens))
-    for row in range(3):
-        alone = model(tokens[row : row + 1], model.context(tokens[row : row + 1]))
-        torch.testing.assert_close(alone[0], together[row], rtol=0, atol=1e-5)
-
-
 # How it starts ----------------------------------------------------------------------------------------------
 
 
@@ -276,19 +242,6 @@ def toy_batch() -> Batch:
     return Batch(tokens, np.roll(tokens, -1, 1), np.ones(tokens.shape, dtype=bool))
 
 
-def test_micro_batches_add_up_to_the_whole() -> None:
-    recipe = toy_recipe()
-    states = [build_state(recipe, CPU, random_model(recipe.model)) for _ in range(2)]
-    batches = [send_batch(toy_batch(), alone(), CPU, rows) for rows in (1, 3)]
-    losses = [accumulate(state, batch, CPU, 0.5).item() for state, batch in zip(states, batches, strict=True)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    for state in states:
-        state.optimizer.grad_norm()
-    for (name, one), (_, whole) in zip(*(s.model.named_parameters() for s in states), strict=True):
-        assert one.grad is not None and whole.grad is not None and whole.grad.any(), name
-        assert (one.grad - whole.grad).abs().max() <= 1e-5 * whole.grad.abs().max(), name
-
-
 def test_a_resumed_run_is_the_uninterrupted_one() -> None:
     """From the tensors of a step on: stacks of matrices, windows that go on growing, rows from the same stream."""
     recipe = toy_recipe()
@@ -300,15 +253,14 @@ def test_a_resumed_run_is_the_uninterrupted_one() -> None:
         for step in steps:
             train_step(state, loader.batch(step), schedule(step), CPU, micro_batch_rows=1)
 
-    whole, first, second = (build_state(recipe, CPU, initialised(Small(recipe.model), 0)) for _ in range(3))
-    run(whole, range(8))
-    run(first, range(5))
-    second.restore({name: t.clone() for name, t in first.tensors().items()}, first.meta())
-    run(second, range(5, 8))
-    assert all(torch.equal(t, second.tensors()[name]) for name, t in whole.tensors().items())
-    assert not torch.equal(
-        whole.tensors()["master.blocks.0.attention.qkv"], first.tensors()["master.blocks.0.attention.qkv"]
-    )
+    whole, second = (build_state(recipe, CPU, initialised(Small(recipe.model), 0)) for _ in range(2))
+    run(whole, range(3))
+    saved = copy_of(whole.tensors())
+    second.restore(copy_of(saved), whole.meta())
+    run(whole, range(3, 6))
+    run(second, range(3, 6))
+    assert differing(whole.tensors(), second.tensors()) == []
+    assert "master.blocks.0.attention.qkv" in differing(whole.tensors(), saved)
 
 
 def test_every_parameter_moves_and_the_loss_falls() -> None:

@@ -10,12 +10,9 @@ from quern.optim.adamw import AdamW
 from quern.optim.groups import Rule
 from quern.optim.muon import (
     Muon,
-    cautious_step_,
-    equal_rows,
+    PlainMuon,
     newton_schulz,
     polar_express,
-    reduce_variance_,
-    restore_norm,
 )
 
 CONSTANTS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "beta2": 0.9, "weight_decay": 0.1}
@@ -41,7 +38,7 @@ def test_a_transposed_matrix_gives_the_transposed_result(orthogonalize: Any, dty
     torch.testing.assert_close(orthogonalize(x), orthogonalize(x.mT.contiguous()).mT, **close)
 
 
-@pytest.mark.parametrize("scale", [1e-12, 1e-6, 1e6])
+@pytest.mark.parametrize("scale", [1e-12, 1e6])
 def test_the_update_ignores_the_scale_of_the_gradient(scale: float) -> None:
     grad = random(2, 16, 24)
     torch.testing.assert_close(updated(grad * scale), updated(grad), rtol=1e-4, atol=1e-5)
@@ -64,37 +61,6 @@ def test_a_dead_row_stays_dead_and_the_rest_finite() -> None:
     assert change[0, 2].abs().max() > 1e-3
 
 
-def test_equal_rows_have_norm_one() -> None:
-    x = random(3, 8, 5) * torch.logspace(-3, 3, 8)[:, None]
-    torch.testing.assert_close(equal_rows(x).norm(dim=-1), torch.ones(3, 8))
-
-
-@pytest.mark.parametrize("shape", [(2, 8, 8), (2, 20, 4), (2, 4, 20)])
-def test_restored_norm_is_an_orthogonal_matrixs(shape: tuple[int, int, int]) -> None:
-    norms = restore_norm(7 * random(*shape)).norm(dim=(-2, -1))
-    torch.testing.assert_close(norms, torch.full((2,), min(shape[1:]) ** 0.5))
-
-
-@pytest.mark.parametrize("shape", [(3, 8, 8), (3, 20, 4), (3, 4, 20)])
-def test_variance_reduction_evens_out_the_longer_side_and_keeps_the_norm(shape: tuple[int, int, int]) -> None:
-    _, rows, columns = shape
-    across = -1 if rows >= columns else -2
-    loud = torch.logspace(-1, 1, rows)[:, None] if across == -1 else torch.logspace(-1, 1, columns)
-    x = random(*shape) * loud
-    second = Muon().init_state(x)["second"]
-    assert second.shape == ((3, rows, 1) if across == -1 else (3, 1, columns))
-    out = reduce_variance_(x, second, 0.9)
-    torch.testing.assert_close(out.norm(dim=(-2, -1)), x.norm(dim=(-2, -1)))
-    sizes = out.norm(dim=across)
-    torch.testing.assert_close(sizes, sizes.mean(dim=-1, keepdim=True).expand_as(sizes), rtol=1e-3, atol=0)
-
-
-def test_caution_decays_only_where_the_update_shrinks_the_weight() -> None:
-    master = torch.tensor([[[1.0, -1.0, 1.0, -1.0]]])
-    cautious_step_(master, torch.tensor([[[0.5, 0.5, -0.5, -0.5]]]), 0.1, 0.2)
-    torch.testing.assert_close(master, torch.tensor([[[0.93, -1.05, 1.05, -0.93]]]))
-
-
 @pytest.mark.parametrize("steps", [1, 2, 5])
 @pytest.mark.parametrize(("rows", "columns"), [(16, 16), (24, 6), (6, 24)])
 def test_the_step_has_an_orthogonal_matrixs_norm_however_far_the_iteration_came(
@@ -112,7 +78,7 @@ def test_out_is_the_rounded_master() -> None:
     assert torch.equal(out, master.bfloat16())
 
 
-@pytest.mark.parametrize("rule", [AdamW(weight_decay=0.1), Muon(weight_decay=0.1)])
+@pytest.mark.parametrize("rule", [AdamW(weight_decay=0.1), Muon(weight_decay=0.1), PlainMuon()])
 def test_new_scalars_and_sizes_are_not_compiled_anew(rule: Rule) -> None:
     """A schedule changes the scalars at every step: compiled once, and the results are those of Python
     numbers."""

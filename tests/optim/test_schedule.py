@@ -24,15 +24,6 @@ def test_rates_rise_in_the_warm_up_and_never_after(steps: int) -> None:
     assert steps < 100 or rates[-1] < rates[-2] < rates[len(rates) // 2]
 
 
-def test_without_ramps_the_rate_is_flat() -> None:
-    assert {learning_rate(step, 10, warmup_steps=0, warmdown_share=0.0) for step in range(10)} == {1.0}
-
-
-def test_a_warm_down_over_the_whole_run_starts_at_the_peak() -> None:
-    rates = [learning_rate(step, 4, warmup_steps=0, warmdown_share=1.0, final=0.0) for step in range(4)]
-    assert rates == pytest.approx([1.0, 0.75, 0.5, 0.25])
-
-
 @pytest.mark.parametrize(
     ("step", "expected"), [(0, 0.85), (200, 0.91), (400, 0.97), (1400, 0.97), (2700, 0.935), (4000, 0.90)]
 )
