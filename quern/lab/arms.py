@@ -26,15 +26,8 @@ from quern.records import typed
 from quern.runs.origin import with_absolute_paths
 from quern.temporaries import scratch_folder
 
-PARTS = {
-    "Hypothesis": "hypothesis",
-    "Source": "source",
-    "Published": "published",
-    "Expected effect": "expected",
-    "Changed": "changed",
-    "Verdict": "verdict",
-}
-"""Part of a docstring → field of `Idea`."""
+PARTS = ("Hypothesis", "Source", "Published", "Expected effect", "Changed", "Verdict")
+"""Parts of a docstring; the first word of each is the field of `Idea`."""
 _BEGINS = re.compile(rf"^({'|'.join(PARTS)}):\s*", re.MULTILINE)
 _PREDICTS = re.compile(r"(?:slightly |clearly )?(no difference|better|worse)\b")
 """How an expected effect that predicts a verdict begins. Anything else is no prediction."""
@@ -44,16 +37,15 @@ EVALUATIONS = 2
 
 @dataclass(frozen=True)
 class Idea:
-    """An idea's docstring. Parts that it lacks are empty."""
+    """An idea's docstring. Parts that it lacks are empty. published: the figure that the source measured, and its date;
+    changed: when the idea itself last changed, as ISO 8601 text, and how: studies before tried another idea."""
 
     title: str
     hypothesis: str = ""
     source: str = ""
     published: str = ""
-    """The figure that the source measured, with its date."""
     expected: str = ""
     changed: str = ""
-    """When the idea itself last changed, as ISO 8601 text, and how: studies registered before tried another idea."""
     verdict: str = ""
 
     @property
@@ -66,7 +58,8 @@ class Idea:
 def read_idea(source: str) -> Idea:
     """Reads the docstring of an idea's file. source: the text of the file."""
     title, *words = _BEGINS.split(ast.get_docstring(ast.parse(source)) or "")
-    parts = {PARTS[name]: " ".join(text.split()) for name, text in zip(words[::2], words[1::2], strict=True)}
+    fields = [name.partition(" ")[0].lower() for name in words[::2]]
+    parts = {name: " ".join(text.split()) for name, text in zip(fields, words[1::2], strict=True)}
     return Idea(" ".join(title.split()), **parts)
 
 
@@ -75,14 +68,13 @@ def with_verdict(source: str, verdict: str) -> str:
     body = ast.parse(source).body
     if not body or not isinstance(body[0], ast.Expr) or ast.get_docstring(ast.parse(source)) is None:
         return source
-    lines, end = source.split("\n"), body[0].end_lineno or 0
-    begin = next((at for at in range(body[0].lineno - 1, end) if lines[at].startswith("Verdict:")), None)
+    lines, last = source.split("\n"), body[0].end_lineno or 0
+    begin = next((at for at in range(body[0].lineno - 1, last) if lines[at].startswith("Verdict:")), None)
     if begin is None:
         return source
-    after = next((at for at in range(begin + 1, end - 1) if not lines[at].strip() or _BEGINS.match(lines[at])), end - 1)
-    quotes = [] if after < end - 1 else ['"""']  # the docstring's last line may hold the verdict's end
-    rest = lines[after:] if after < end - 1 else lines[end:]
-    return "\n".join([*lines[:begin], *textwrap.wrap(f"Verdict: {verdict}", 120), *quotes, *rest])
+    after = next((at for at in range(begin + 1, last - 1) if not lines[at].strip() or _BEGINS.match(lines[at])), last)
+    quotes = [] if after < last else ['"""']  # the docstring's last line may hold the verdict's end
+    return "\n".join([*lines[:begin], *textwrap.wrap(f"Verdict: {verdict}", 120), *quotes, *lines[after:]])
 
 
 @dataclass(frozen=True)
@@ -103,7 +95,7 @@ Train = Callable[[Arm, Iterable[Seeds]], Iterator[Trial]]
 
 def in_process(out: Path, machine: Mapping[str, Any], variables: Mapping[str, str] | None = None) -> Train:
     """Returns what trains arms in a child process of this machine."""
-    return lambda arm, seeds: map(_trial, _ask_process(_order(arm, out, machine), seeds, variables))
+    return lambda arm, seeds: (typed(one, Trial) for one in _ask_process(_order(arm, out, machine), seeds, variables))
 
 
 def train_here(out: Path, machine: Mapping[str, Any]) -> Train:
@@ -118,16 +110,23 @@ def train_here(out: Path, machine: Mapping[str, Any]) -> Train:
 
 
 def on_cluster(out: Path, machine: Mapping[str, Any]) -> Train:
-    """Returns what trains arms in a Ray actor, after `connect`. Its machine needs quern, and the text at the same
-    path."""
+    """Returns what trains arms in a Ray actor, after `connect`. Its machine needs quern, and the text at the same path.
+    It raises RuntimeError if the cluster has no room."""
 
     def train(arm: Arm, seeds: Iterable[Seeds]) -> Iterator[Trial]:
-        ray = ray_module()
+        ray, threads = ray_module(), machine["threads"]
         arm = replace(arm, recipe=with_absolute_paths(arm.recipe))  # a worker runs in another folder
-        actor = _start_actor(_order(arm, out.resolve(), machine))
+        needs = {"num_cpus": threads, "num_gpus": int(machine["device"] == "cuda")}
+        actor = ray.remote(_Host).options(**needs).remote(_order(arm, out.resolve(), machine))
         try:
+            ray.get(actor.ready.remote(), timeout=SECONDS_TO_START)
             for answer in actor.train.options(num_returns="streaming").remote(list(seeds)):
-                yield _trial(ray.get(answer))
+                yield typed(ray.get(answer), Trial)
+        except ray.exceptions.GetTimeoutError as error:
+            raise RuntimeError(
+                f"the cluster has had no room for a worker with {threads} CPU threads and {needs['num_gpus']} GPUs for "
+                f"{SECONDS_TO_START} s: give fewer --workers or fewer --threads"
+            ) from error
         except ray.exceptions.RayError as error:
             raise RuntimeError(last_line(error)) from error
         finally:
@@ -147,15 +146,10 @@ def trainer_for(recipe: Recipe, out: Path, machine: Machine) -> Trainer:
     return Trainer(out, select_attention(machine))
 
 
-def _trial(body: dict[str, Any]) -> Trial:
-    return typed(body, Trial)
-
-
 def _order(arm: Arm, out: Path, machine: Mapping[str, Any]) -> dict[str, Any]:
     """The order for a process that trains an arm."""
-    path = str(arm.path) if arm.path else None
-    body = {"name": arm.name, "recipe": arm.recipe.to_json(), "path": path, "source": arm.source}
-    return body | {"out": str(out), "machine": dict(machine)}
+    body = {"name": arm.name, "recipe": arm.recipe.to_json(), "source": arm.source}
+    return body | {"path": arm.path and str(arm.path), "out": str(out), "machine": dict(machine)}
 
 
 def _ask_process(
@@ -176,24 +170,6 @@ def _answers(order: dict[str, Any], requests: Iterator[Any]) -> Iterator[dict[st
         callables = found.callables()
     arm = Arm(order["name"], Recipe.from_json(order["recipe"], **callables))
     return (asdict(trial) for trial in train_here(Path(order["out"]), order["machine"])(arm, requests))
-
-
-def _start_actor(order: dict[str, Any]) -> Any:
-    """Starts the actor and waits for it. Raises RuntimeError if the cluster has no room."""
-    ray = ray_module()
-    threads, gpus = order["machine"]["threads"], 1 if order["machine"]["device"] == "cuda" else 0
-    actor = ray.remote(_Host).options(num_cpus=threads, num_gpus=gpus).remote(order)
-    try:
-        ray.get(actor.ready.remote(), timeout=SECONDS_TO_START)
-    except ray.exceptions.GetTimeoutError as error:
-        ray.kill(actor)
-        raise RuntimeError(
-            f"the cluster has had no room for a worker with {threads} CPU threads and {gpus} GPUs for "
-            f"{SECONDS_TO_START} s: give fewer --workers or fewer --threads"
-        ) from error
-    except ray.exceptions.RayError as error:
-        raise RuntimeError(last_line(error)) from error
-    return actor
 
 
 class _Host:

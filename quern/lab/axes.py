@@ -41,16 +41,13 @@ ORDER = 3
 
 
 def ngram_bits(train: Iterable[Batch], val: Iterable[Batch], token_bytes: np.ndarray, bos: int) -> dict[int, float]:
-    """Bits per byte of the unigram, bigram and trigram.
+    """Computes the bits per byte of the unigram, bigram and trigram, by order.
 
     Args:
         train: The batches of the run. Each target that counts is counted with the tokens before it.
         val: The validation batches. As in `bits_per_byte`, a target counts if its token has at least one byte.
         token_bytes: The number of bytes of each token id, (vocabulary,).
         bos: The id that begins each document.
-
-    Returns:
-        Bits per byte by order, 1 to `ORDER`.
 
     Raises:
         ValueError: There is no target to count or to score.
@@ -99,14 +96,10 @@ def _look_up(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.nda
     return np.where(keys[at] == wanted, values[at], 0)
 
 
-PARTS = 4
-WARMUP_STEPS = 3
-"""Steps of each arm that are not timed: the first ones compile."""
-LEAST_PAIRS = 6
-"""Pairs in each part before the first estimate of the error; each later estimate has a quarter more pairs."""
-TURN_SECONDS = 0.2
-"""Least time of the steps that an arm takes before the other one follows."""
-RESAMPLES = 500
+PARTS, RESAMPLES = 4, 500
+WARMUP_STEPS = 3  # of each arm, which are not timed: the first ones compile
+LEAST_PAIRS = 6  # in each part before the first estimate of the error; each later estimate has a quarter more pairs
+TURN_SECONDS = 0.2  # least time of the steps that an arm takes before the other one follows
 
 
 @dataclass(frozen=True)
@@ -205,14 +198,8 @@ class _Arm:
         clock = time.process_time if on_cpu and threads == 1 else time.perf_counter
         number, start = min(train.steps - 1, int(share * train.steps)), clock()
         batch, made = self.batches.batch(number), clock()
-        train_step(
-            self.state,
-            batch,
-            self.schedule(number),
-            self.machine,
-            micro_batch_rows=self.recipe.micro_batch_rows,
-            clip_norm=train.clip_norm,
-        )
+        how = {"micro_batch_rows": self.recipe.micro_batch_rows, "clip_norm": train.clip_norm}
+        train_step(self.state, batch, self.schedule(number), self.machine, **how)
         self.machine.synchronize()
         making, training = made - start, clock() - made
         return making + training if on_cpu else max(making, training)

@@ -39,14 +39,9 @@ FAILURES = 0.05
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules that a study registers before its first run.
-
-    Args:
-        delta: Bits per byte. A smaller difference does not matter.
-        most_pairs: Pairs after which an idea stays undecided.
-        alpha: Expected share of false verdicts among those of each kind, and the probability of any "better" or
-            "worse" where no idea makes a difference.
-    """
+    """The rules that a study registers before its first run. delta: a smaller difference, in bits per byte, does not
+    matter; most_pairs: an idea stays undecided after them; alpha: expected share of false verdicts among those of each
+    kind, and the probability of any "better" or "worse" where no idea makes a difference."""
 
     delta: float
     most_pairs: int
@@ -61,18 +56,10 @@ class Rules:
 
 @dataclass(frozen=True)
 class Finding:
-    """An idea against the baseline.
-
-    Args:
-        verdict: "small": the difference is below delta.
-        pairs: Pairs whose runs both finished.
-        failed: Runs of the idea that failed.
-        difference: Idea - baseline, bits per byte; nan without a pair.
-        error: Standard error of the difference.
-        degrees: Its degrees of freedom.
-        interval: Interval of the true difference. The verdict, except "fails", follows from it alone.
-        correlation: Pearson's, of baseline and idea over the seeds; nan for fewer than three pairs.
-    """
+    """An idea against the baseline, in bits per byte; nan without a pair. pairs: runs of both that finished; failed:
+    runs of the idea; difference, error, degrees: idea - baseline, with its standard error and degrees of freedom;
+    interval: of the true difference, from which the verdict follows, except "fails"; correlation: Pearson's, of the
+    runs of a pair, for three pairs or more."""
 
     verdict: Verdict
     pairs: int
@@ -84,8 +71,7 @@ class Finding:
     correlation: float
 
 
-@dataclass(frozen=True)
-class Judgement:
+class Judgement(NamedTuple):
     """The findings by idea. floor: the baseline against itself, on the seeds that no idea has; None for fewer than two;
     sd: of a pair's difference, what the ideas have in common."""
 

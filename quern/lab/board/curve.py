@@ -11,8 +11,9 @@ import os
 import re
 from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 Body = TypeVar("Body", dict[str, Any], list[Any])
 
@@ -22,33 +23,32 @@ class KeptFile:
     is missing."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.modified = path, 0.0
-        self._seen: tuple[float, int] | None = (0.0, -1)
+        self.path, self.modified, self._size = path, 0.0, -1
 
     def changed(self) -> bool:
-        before = self._seen
+        before = self.modified, self._size
         try:
             facts = self.path.stat()
-            self._seen, self.modified = (facts.st_mtime, facts.st_size), facts.st_mtime
+            self.modified, self._size = facts.st_mtime, facts.st_size
         except OSError:
-            self._seen, self.modified = None, 0.0
-        return self._seen != before
+            self.modified, self._size = 0.0, 0
+        return (self.modified, self._size) != before
 
     def json(self, empty: Body) -> Body:
         """The file's object or list; `empty` if it is missing or damaged, since the board must show the other runs."""
-        body = _parse(self._lines(b""))[0]
+        (body,) = _parse([self._content()])
         return body if isinstance(body, type(empty)) else empty
 
     def lines(self) -> list[dict[str, Any]]:
         """The objects of a JSONL file."""
-        return [row for row in _parse(self._lines(b"\n")) if isinstance(row, dict)]
+        lines = [line for line in self._content().split(b"\n") if line]
+        return [row for row in _parse(lines) if isinstance(row, dict)]
 
-    def _lines(self, separator: bytes) -> list[bytes]:
+    def _content(self) -> bytes:
         try:
-            content = self.path.read_bytes()
+            return self.path.read_bytes()
         except OSError:
-            content = b""
-        return [line for line in content.split(separator) if line] if separator else [content]
+            return b""
 
 
 def flatten(body: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -67,10 +67,8 @@ def is_number(value: Any) -> bool:
 Line = tuple[int, bytes]
 """The offset of the byte after a line, and the line without its newline."""
 
-WHOLE_BYTES = 48 << 10
-"""At most this many new bytes are read whole."""
-WINDOW_BYTES = 768
-"""First size of the window that is read at an offset."""
+WHOLE_BYTES, WINDOW_BYTES, BUFFER_BYTES = 48 << 10, 768, 1 << 11
+"""At most so many new bytes are read whole; half of the window in which a line is searched; read at a time."""
 STEP = re.compile(rb'"step": (\d+)[,}]')  # as json.dumps writes it
 
 
@@ -97,7 +95,7 @@ class Curve:
     def refresh(self, points: int, every: int | None = None) -> None:
         """Reads what is new. points: lines to sample; every: steps between validations."""
         try:
-            with self.path.open("rb", buffering=0) as file:
+            with self.path.open("rb", BUFFER_BYTES) as file:
                 facts = os.fstat(file.fileno())
                 inode = facts.st_ino % (1 << 53)  # the page's numbers are doubles
                 replaced = self.identity != inode or facts.st_size < self.end
@@ -106,21 +104,22 @@ class Curve:
                     self.clear(inode)
                     self._sampled = max(points, 0 if replaced else self._sampled)
                 if facts.st_size > self.end:
-                    self._extend(file.fileno(), facts.st_size, self._sampled, every)
+                    self._extend(file, facts.st_size, self._sampled, every)
         except FileNotFoundError:
             self.clear(0)
 
-    def _extend(self, file: int, size: int, points: int, every: int | None) -> None:
-        start = self.end
-        if size - start <= WHOLE_BYTES:
-            lines = list(_lines(os.pread(file, size - start, start), start))
+    def _extend(self, file: BinaryIO, size: int, points: int, every: int | None) -> None:
+        if size - self.end <= WHOLE_BYTES:
+            lines = list(_lines(file, self.end, size))
         else:
-            tail = _lines_after(file, size - 3 * WINDOW_BYTES, 3 * WINDOW_BYTES)
-            lines = _sample(file, start, tail[-1][0] if tail else size, points) + tail
+            tail = list(_lines(file, size - 3 * WINDOW_BYTES, size))
+            stop = tail[-1][0] if tail else size
+            positions = range(self.end, stop, max(1, (stop - self.end) // max(points, 1)))
+            lines = [line for at in positions for line in islice(_lines(file, at, stop), 1)] + tail
             if every:
                 lines += _validations(file, lines, every, points)
             lines = sorted(dict(lines).items())
-        for offset, fields in zip((offset for offset, _ in lines), _parse([line for _, line in lines]), strict=True):
+        for (offset, _), fields in zip(lines, _parse([line for _, line in lines]), strict=True):
             if isinstance(fields, dict):
                 self.rows.append((offset, fields))
                 self.last |= {name: value for name, value in fields.items() if value is not None}
@@ -130,33 +129,17 @@ class Curve:
             self.end = lines[-1][0]
 
 
-def _lines(content: bytes, start: int) -> Iterator[Line]:
-    """The complete lines of `content`, which begins at a line's start, at offset `start` of the file."""
-    for line in content[: content.rfind(b"\n") + 1].splitlines(keepends=True):
-        start += len(line)
-        yield start, line[:-1]
+def _lines(file: BinaryIO, begin: int, end: int) -> Iterator[Line]:
+    """The whole lines that begin between two offsets."""
+    at = max(0, begin - 1)
+    file.seek(at)
+    at += len(file.readline()) if begin > 0 else 0
+    while at < end and (line := file.readline()).endswith(b"\n"):
+        at += len(line)
+        yield at, line[:-1]
 
 
-def _lines_after(file: int, offset: int, size: int) -> list[Line]:
-    """The whole lines in a window, without the one that begins before it."""
-    begin = max(0, offset - 1)
-    content = os.pread(file, size + 1, begin)
-    skipped = content.find(b"\n") + 1 if offset else 0
-    return list(_lines(content[skipped:], begin + skipped))
-
-
-def _sample(file: int, start: int, stop: int, points: int) -> list[Line]:
-    """The first line after each of `points` evenly spaced offsets; `start` is a line's start."""
-    lines: list[Line] = []
-    size = WINDOW_BYTES
-    for position in range(start, stop, max(1, (stop - start) // max(points, 1))):
-        while not (found := _lines_after(file, position, size)) and position + size < stop:
-            size *= 2  # for the positions that follow, too
-        lines += found[:1]
-    return lines
-
-
-def _validations(file: int, lines: list[Line], every: int, points: int) -> list[Line]:
+def _validations(file: BinaryIO, lines: list[Line], every: int, points: int) -> list[Line]:
     """The lines at up to `points` multiples of `every` but the training loop's own, which is the first of several.
 
     Steps grow with the offset, and lines have nearly equal lengths: a guess between sampled lines is seldom far off.
@@ -170,8 +153,8 @@ def _validations(file: int, lines: list[Line], every: int, points: int) -> list[
         (low, before), (high, after) = anchors[at - 1 : at + 1]
         guess = low + (high - low) * (target - before) // max(1, after - before)
         mark = b'"step": %d,' % target
-        for begin, size in ((guess - WINDOW_BYTES, 2 * WINDOW_BYTES), (low, high - low + WINDOW_BYTES)):
-            near = _lines_after(file, max(0, begin), size)
+        for begin, end in ((guess - WINDOW_BYTES, guess + WINDOW_BYTES), (low, high + WINDOW_BYTES)):
+            near = list(_lines(file, begin, end))
             own = [line for line in near if mark in line[1]]
             if own and own[-1] != near[-1]:  # the window has the line after them, too
                 break
@@ -183,9 +166,8 @@ def _parse(lines: list[bytes]) -> list[Any]:
     """The value of each line; None for a line that is not JSON. All are parsed as one array, which is faster."""
     try:
         values = json.loads(b"[" + b",".join(lines) + b"]", parse_constant=lambda name: None)
-        if len(values) == len(lines):
-            return values
     except (ValueError, RecursionError):
-        if len(lines) == 1:
-            return [None]
-    return [value for line in lines for value in _parse([line])]  # some line is damaged: find out which one
+        values = []
+    if len(values) == len(lines):
+        return values
+    return [None] if len(lines) == 1 else [value for line in lines for value in _parse([line])]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
+
+import numpy as np
 
 from quern.lab.board.curve import Curve, KeptFile, flatten, is_number
 from quern.records import EVENTS, METRICS
@@ -36,24 +38,20 @@ class Entry:
         return [at for at, _ in pairs], [value for _, value in pairs]
 
     def _along(self, x: str, rows: list[dict[str, Any]]) -> list[Any]:
-        """The x of each row. A line of a validation has tokens only: the rest is interpolated between other lines."""
+        """The x of each row. A line of a validation has tokens only: the rest is interpolated between other lines, and
+        has the mean rate after the last one."""
         if all(x in fields for fields in rows):
             return [fields[x] for fields in rows]
         pairs = ((fields.get("tokens"), fields.get(x)) for _, fields in self.curve.rows)
-        known: list[Any] = [(0, 0.0), *(pair for pair in pairs if all(map(is_number, pair)))]
-        return [fields[x] if x in fields else _interpolated(known, fields.get("tokens")) for fields in rows]
+        tokens_N, values_N = np.array([(0, 0), *(pair for pair in pairs if all(map(is_number, pair)))], float).T
+        last, rate = tokens_N[-1], values_N[-1] / max(tokens_N[-1], 1)
 
+        def at(own: Any) -> float | None:
+            if not is_number(own) or not last:
+                return None
+            return float(rate * own if own >= last else np.interp(own, tokens_N, values_N))
 
-def _interpolated(known: list[tuple[float, float]], tokens: Any) -> float | None:
-    """A value at a number of tokens from known (tokens, value); after the last of them at the mean rate."""
-    last = known[-1]
-    if not is_number(tokens) or not last[0]:
-        return None
-    if tokens >= last[0]:
-        return last[1] * tokens / last[0]
-    at = max(1, bisect_right(known, tokens, key=lambda pair: pair[0]))
-    (t0, v0), (t1, v1) = known[at - 1], known[at]
-    return v0 + (v1 - v0) * (tokens - t0) / (t1 - t0)
+        return [fields[x] if x in fields else at(fields.get("tokens")) for fields in rows]
 
 
 class Run(Entry):
@@ -62,8 +60,8 @@ class Run(Entry):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder.parent.name, folder.name, Curve(folder / METRICS))
         self.folder = folder
-        self._events, self._recipe, self._metrics = (
-            KeptFile(folder / name) for name in (EVENTS, "recipe.json", METRICS)
+        self._events, self._recipe, self._metrics = map(
+            KeptFile, (folder / EVENTS, folder / "recipe.json", folder / METRICS)
         )
         self._every: int | None = None
         self._end = "running"
@@ -76,23 +74,18 @@ class Run(Entry):
             self._every = every if isinstance(every, int) and every > 0 else None
         self.curve.refresh(points, self._every)
         if self._events.changed():
-            self._read_events()
+            events = self._events.lines()
+            last = next((e for e in reversed(events) if e.get("kind") in ENDS), {"kind": "start"})
+            planned = next((e["steps"] for e in reversed(events) if is_number(e.get("steps"))), None)
+            self.steps, self.reason = planned or self.recipe.get("train.steps"), str(last.get("reason", ""))
+            self._end = ENDS[last["kind"]]
+            self.status = "diverged" if "not finite" in self.reason else self._end
         self._metrics.changed()
         written = max(self._metrics.modified, self._events.modified)
         self.age = max(0.0, now - written) if written else 0.0
         if self._end == "running":
             self.status = "stuck" if self.age > self._patience() else "running"
             self.reason = "no line for long: the run waits, or its process was killed" if self.status == "stuck" else ""
-
-    def _read_events(self) -> None:
-        events = self._events.lines()
-        last = next((e for e in reversed(events) if e.get("kind") in ENDS), {"kind": "start"})
-        planned = next((e["steps"] for e in reversed(events) if is_number(e.get("steps"))), None)
-        self.steps = planned or self.recipe.get("train.steps")
-        self.reason = str(last.get("reason", ""))
-        self.status = self._end = ENDS[last["kind"]]
-        if "not finite" in self.reason:
-            self.status = "diverged"
 
     def _patience(self) -> float:
         times = [f["seconds"] for _, f in self.curve.rows[-12:] if is_number(f.get("seconds"))]
@@ -162,7 +155,7 @@ def _runs(line: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _trial(trial: dict[str, Any], recipes: dict[str, Any]) -> Entry:
     """A finished trial; the lines of its curve are its validations."""
-    arm, curve = str(trial.get("recipe", "")), Curve(Path())
+    arm, recipe, curve = str(trial.get("recipe", "")), recipes.get(str(trial.get("recipe", ""))), Curve(Path())
     points = [point for point in trial.get("curve") or [] if isinstance(point, dict)]
     curve.rows = [(number, point | {"val_bpb": point.pop("bpb", None)}) for number, point in enumerate(points, 1)]
     curve.end, curve.identity = len(points), 1
@@ -170,12 +163,10 @@ def _trial(trial: dict[str, Any], recipes: dict[str, Any]) -> Entry:
     curve.last = {name: trial[name] for name in names if name in trial}
     curve.last |= {"step": trial.get("steps"), "val_bpb": trial.get("bpb")}
     entry = Entry(arm, f"seed {trial.get('seed')}", curve)
-    entry.steps = trial.get("steps")
-    entry.status = "diverged" if trial.get("bpb") is None else "finished"
-    recipe = recipes.get(arm)
+    entry.steps, entry.status = trial.get("steps"), "diverged" if trial.get("bpb") is None else "finished"
     entry.recipe = flatten(recipe) if isinstance(recipe, dict) else {}
     entry.recipe |= {k: trial[k] for k in ("seed", "data_seed", "pair", "rung", "value") if k in trial}
-    entry.recipe |= {"arm": arm, "train.steps": trial.get("steps")}
+    entry.recipe |= {"arm": arm, "train.steps": entry.steps}
     return entry
 
 

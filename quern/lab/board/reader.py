@@ -20,9 +20,8 @@ from quern.runs.run_dir import STAGES, RunDir
 from quern.train import metrics
 
 REPORT = "report.html"
-OVERVIEW_POINTS = 32
-"""Lines sampled from each run before any curve is asked for."""
-MOST_POINTS = 2000
+OVERVIEW_POINTS, MOST_POINTS = 32, 2000
+"""Lines sampled from each run before any curve is asked for, and at most."""
 AXES = ("steps", "tokens", "flops", "seconds")
 LABELS = {
     curve.key: [f"{curve.title}, {curve.unit}", curve.share]
@@ -49,8 +48,7 @@ class Board:
         with self._lock:
             self._scan()
             entries = self._entries(study)
-            recipes = [entry.recipe for entry in entries.values()]
-            constant = _constant(recipes)
+            constant = _constant([entry.recipe for entry in entries.values()])
             body = {
                 "folder": str(self.out),
                 "studies": sorted(self._studies),
@@ -118,30 +116,25 @@ class Board:
 
     def _scan(self) -> None:
         now = time.time()
-        folders = {f"{f.parent.name}/{f.name}": f for f in (p.parent for p in self.out.glob(f"runs/*/*/{METRICS}"))}
-        self._runs = {name: self._runs.get(name) or Run(folder) for name, folder in sorted(folders.items(), key=_order)}
-        for run in self._runs.values():
-            run.refresh(OVERVIEW_POINTS, now)
+        folders = sorted((path.parent for path in self.out.glob(f"runs/*/*/{METRICS}")), key=_order)
+        self._runs = {(name := f"{f.parent.name}/{f.name}"): self._runs.get(name) or Run(f) for f in folders}
         found = find_studies(self.out).items()
         self._studies = {name: self._studies.get(name) or Study(folder) for name, folder in found}
+        for run in self._runs.values():
+            run.refresh(OVERVIEW_POINTS, now)
         for study in self._studies.values():
             study.refresh(now)
 
 
-def _order(item: tuple[str, Path]) -> tuple[str, int]:
+def _order(stage: Path) -> tuple[str, int]:
     """Sorts stages under their run, in the order of training."""
-    stage = item[1].name
-    return item[1].parent.name, STAGES.index(stage) if stage in STAGES else len(STAGES)
+    return stage.parent.name, STAGES.index(stage.name) if stage.name in STAGES else len(STAGES)
 
 
 def _constant(recipes: list[dict[str, Any]]) -> dict[str, Any]:
     """The fields that all recipes have with one value."""
-    if not recipes:
-        return {}
-    kept = set(recipes[0])
-    for recipe in recipes[1:]:
-        kept = {name for name in kept if name in recipe and recipe[name] == recipes[0][name]}
-    return {name: value for name, value in recipes[0].items() if name in kept}
+    first = recipes[0] if recipes else {}
+    return {k: value for k, value in first.items() if all(k in one and one[k] == value for one in recipes)}
 
 
 def _metrics(entries: Any) -> list[str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -32,8 +31,7 @@ LEAST_SPREAD = 0.35 / STEP
 Trend = Literal["grows", "holds", "fades", "unclear"]
 
 
-@dataclass(frozen=True)
-class Mean:
+class Mean(NamedTuple):
     """A mean loss, with its standard error, at a compute (FLOPs or seconds)."""
 
     compute: float
@@ -87,8 +85,7 @@ class Curve:
         return np.where(above > 0, found, math.inf)
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """Idea − baseline in bits per byte, with its standard error and degrees of freedom. key: names its draws, which
     differ from those of other ideas and rungs; those of the baseline's curve are the same for all."""
 
@@ -113,8 +110,7 @@ def told(logs_D: Floats) -> Estimate:
     return Estimate(*(math.exp(min(one, 700.0)) for one in (logs_D[0], *ends)))
 
 
-@dataclass(frozen=True)
-class Course:
+class Course(NamedTuple):
     """How a multiplier changes over the rungs. factor: multiplier of one rung over that of the rung below."""
 
     factor: Estimate
@@ -152,23 +148,19 @@ def extrapolate(computes: Sequence[float], logs_RD: Sequence[Floats], to: float,
     found = _lines(computes, logs_RD)
     height_D, slope_D, middle = found or (logs_RD[0], np.zeros(DRAWS), math.log(computes[0]))
     variance = math.inf if found is None else float(np.var(slope_D))
-    prior = spread * _size(height_D)
+    prior = spread * (abs(float(height_D[0])) + SMALL)
     trust = prior**2 / (prior**2 + variance)
     noise = generator.standard_normal(DRAWS) * prior * math.sqrt(1 - trust)  # of the slope, given its estimate
     noise[0] = 0.0
     return height_D + (trust * slope_D[0] + noise) * (math.log(to) - middle)
 
 
-def _size(height_D: Floats) -> float:
-    """The unit of an idea's slope: its |ln m|, and SMALL."""
-    return abs(float(height_D[0])) + SMALL
-
-
 def slope_spread(lines: Sequence[tuple[Sequence[float], Sequence[Floats]]]) -> float:
     """Standard deviation of the true slopes of ln m over ln C among ideas, as a share of |ln m| + SMALL, by moments; at
     least `LEAST_SPREAD`, since few ideas on two rungs tell little."""
     found = [one for computes, logs_RD in lines if (one := _lines(computes, logs_RD)) is not None]
-    slopes = [float(slope_D[0]) / _size(height_D) for height_D, slope_D, _ in found]
-    noise = [float(np.var(slope_D)) / _size(height_D) ** 2 for height_D, slope_D, _ in found]
+    sizes = [abs(float(height_D[0])) + SMALL for height_D, _, _ in found]
+    slopes = [float(slope_D[0]) / size for (_, slope_D, _), size in zip(found, sizes, strict=True)]
+    noise = [float(np.var(slope_D)) / size**2 for (_, slope_D, _), size in zip(found, sizes, strict=True)]
     own = float(np.mean(np.square(slopes)) - np.mean(noise)) if found else 0.0
     return max(LEAST_SPREAD, math.sqrt(max(0.0, own)))

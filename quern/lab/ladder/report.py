@@ -8,7 +8,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from quern.lab.ladder.multiplier import (
     told,
 )
 from quern.lab.ladder.study import Comparison
-from quern.lab.ladder.work import LOOKS, finished, judged, judged_trials, proxy_line, scores_of
+from quern.lab.ladder.work import LOOKS, base_scores, finished, judged, judged_trials, proxy_line
 from quern.lab.verdict import Finding, Judgement, Rules, reach
 from quern.records import strict
 from quern.temporaries import write_whole
@@ -93,14 +93,13 @@ def baseline_curve(study: Comparison, axis: str, most: float = math.inf) -> Curv
         trials = finished(study, study.plan.base, rung)
         if len(trials) < 2 or rung > most:
             continue
-        scores = scores_of(trials)
+        scores = base_scores(study, rung)
         compute = statistics.median(getattr(one, axis) for one in trials)
         means.append(Mean(compute, statistics.fmean(scores), statistics.stdev(scores) / math.sqrt(len(scores))))
     return Curve(means) if len(means) > 1 else None
 
 
-@dataclass(frozen=True)
-class Prediction:
+class Prediction(NamedTuple):
     """An idea's multiplier on the top rung, as the rungs below predict it and as it was measured."""
 
     idea: str
@@ -147,15 +146,11 @@ def study_tables(study: Comparison) -> list[Table]:
     tables: list[Table] = []
     if len(judgements) > 1:
         head = ("idea", *(f"rung {rung}" for rung in judgements), "from rung to rung", "trend")
-        body = [
-            [
-                row.idea,
-                *(str(told(row.flops[rung])) if rung in row.flops else "" for rung in judgements),
-                "" if row.course is None else str(row.course.factor),
-                "" if row.course is None else row.course.trend,
-            ]
-            for row in found
-        ]
+        body: list[list[str]] = []
+        for row in found:
+            cells = [str(told(row.flops[rung])) if rung in row.flops else "" for rung in judgements]
+            way = row.course
+            body.append([row.idea, *cells, *([str(way.factor), way.trend] if way else ["", ""])])
         tables.append(("Compute multipliers, by FLOPs", [], head, body))
     for rung, judgement in judgements.items():
         on_rung = sorted((row for row in found if rung in row.findings), key=lambda one: one.findings[rung].difference)
@@ -212,7 +207,7 @@ def calibration(study: Comparison, rung: int, answers: Mapping[str, Sequence[str
         ok = got.removesuffix(", small") in expected
         right += ok
         lines.append([idea, " or ".join(expected), got, difference, "right" if ok else "wrong"])
-    scores = scores_of(finished(study, study.plan.base, rung))
+    scores = base_scores(study, rung)
     known = [one.correlation for one in judgement.findings.values() if math.isfinite(one.correlation)]
     usable = "it may judge" if right >= FEWEST_RIGHT * len(answers) else "do not use it"
     spread = f"{statistics.stdev(scores):.4f}" if len(scores) > 1 else "not measured"

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Self, TypedDict
+from typing import Any, Self
 
 import quern
 from quern.lab.study import Study
@@ -142,22 +142,15 @@ def _imports(tree: ast.AST) -> Iterator[str]:
 
 ARMS, TRIALS, SPEEDS, BASELINES = "arms.jsonl", "trials.jsonl", "speeds.jsonl", "baselines.jsonl"
 FILES = (Study.PLAN, ARMS, TRIALS, SPEEDS, BASELINES)
+Numbers = dict[str, float]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The rules that a comparison fixes before its first run: flags of `CompareOptions`, and what they rest on.
-
-    Args:
-        base: Name of the baseline.
-        rungs: By number, as text.
-        numbers: By rung: fingerprint of the baseline's resolved numbers.
-        text: Fingerprint of the text.
-        data: Name of the text.
-        ladder: Whether the rungs are sizes; else a baseline that a trigram beats is not refused.
-        facts: Command, machine, versions and time of the start.
-        metric: What is compared; lower is better.
-    """
+    """The rules that a comparison fixes before its first run: flags of `CompareOptions`, and what they rest on. rungs:
+    by number, as text; numbers: by rung, fingerprints of the baseline's resolved numbers; text, data: fingerprint and
+    name of the text; ladder: whether the rungs are sizes, else a baseline that a trigram beats is not refused; facts:
+    of the start; metric: what is compared, lower is better."""
 
     base: str
     rungs: dict[str, Rung]
@@ -192,18 +185,9 @@ class ArmRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRecord(Trial):
-    """A finished trial, and what it rests on.
-
-    Args:
-        rung: Number of the rung.
-        seed: Number of the pair: both arms have its seeds of initial weights and data order (`Plan.vary`).
-        value: The tuned field's; None for the recipe's own.
-        commit: Commit of the code; changed: tracked files that differed from it.
-        machine: Device, dtype, compilation, processor, torch.
-        time: When the trial ended, as ISO 8601 text.
-        text, numbers, code: Fingerprints, as in `Plan` and `ArmRecord`.
-        error: Why there is no result.
-    """
+    """A finished trial, and what it rests on. seed: the pair's, of which both arms have the seeds (`Plan.vary`); value:
+    of the tuned field, None for the recipe's own; changed: tracked files that differed from the commit; time: its end;
+    text, numbers, code: fingerprints, as in `Plan` and `ArmRecord`; error: why there is no result."""
 
     rung: int
     value: float | None = None
@@ -215,21 +199,6 @@ class TrialRecord(Trial):
     numbers: str = ""
     code: str = ""
     error: str = ""
-
-
-class SpeedRecord(TypedDict):
-    """How fast an idea is on a rung, as `lab.axes.Speed`."""
-
-    recipe: str
-    rung: int
-    ratio: float
-    error: float
-    seconds: float
-    pairs: int
-
-
-Ngrams = TypedDict("Ngrams", {"rung": int, "1": float, "2": float, "3": float})
-"""Bits per byte of the n-grams that count the baseline's tokens on a rung, by order."""
 
 
 class Comparison(Study):
@@ -263,10 +232,11 @@ class Comparison(Study):
         """(arm, rung, value of the tuned field) → seed → trial."""
         for trial in read_lines(self.folder / TRIALS, TrialRecord):
             self.trials.setdefault((trial.recipe, trial.rung, trial.value), {}).setdefault(trial.seed, trial)
-        speeds: list[SpeedRecord] = read_lines(self.folder / SPEEDS, SpeedRecord)
-        self.speeds = {(one["recipe"], one["rung"]): one for one in speeds}
-        ngrams: list[Ngrams] = read_lines(self.folder / BASELINES, Ngrams)
-        self.ngrams = {one["rung"]: one for one in ngrams}
+        self.speeds = {(one["recipe"], one["rung"]): one for one in read_lines(self.folder / SPEEDS)}
+        """(idea, rung) → the fields of `lab.axes.Speed`."""
+        ngrams: list[Numbers] = read_lines(self.folder / BASELINES, Numbers)
+        self.ngrams = {int(one["rung"]): one for one in ngrams}
+        """Rung → bits per byte of the n-grams that count the baseline's tokens, by order, as text."""
 
     @property
     def ideas(self) -> list[str]:
@@ -276,7 +246,7 @@ class Comparison(Study):
         """The finished trials of an arm at a rung, by seed."""
         return self.trials.get((arm, rung, value), {})
 
-    def counted(self, rung: int) -> Ngrams:
+    def counted(self, rung: int) -> Numbers:
         """The n-grams of a rung. Raises ValueError if they are not there."""
         if rung not in self.ngrams:
             raise ValueError(f"{self.folder / BASELINES} has no rung {rung}: run the study again, which counts it")

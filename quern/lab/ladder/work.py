@@ -17,24 +17,15 @@ from quern.lab.study import now
 from quern.lab.verdict import Finding, Judgement, Rules, judge, reach, score
 from quern.records import git_output
 
-LOOKS = (3, 5, 8, 12, 16)
-"""An idea is judged after so many pairs: they train in one process, which compiles once."""
-TUNE_FACTORS = (0.5, 0.7, 1.0, 1.4, 2.0)
-"""Multiples of the tuned field that every arm tries."""
-TUNE_SEEDS = (1_000, 1_001)
-"""Seeds that no verdict uses."""
-CURVE_SEEDS = 3
-"""Seeds of the baseline on the rung above the highest one, which its loss over compute needs."""
-BLOCK = 3
-"""Seeds of the baseline that one process trains."""
-LEAST_MARGIN = 0.02
-"""Bits per byte by which a baseline must be below the trigram that counts its tokens, and three standard errors."""
-SURE = 0.9
-"""A delta is refused if even the lower limit (one-sided) of the baseline's noise leaves it out of reach."""
-SETTLED = ("worse", "worse, small", "no difference", "fails")
-"""Verdicts with which an idea does not go up."""
-DIED = "ended with code"
-"""Words of the message of `process.Child.answer` about a process that died."""
+LOOKS = (3, 5, 8, 12, 16)  # pairs after which an idea is judged: they train in one process, which compiles once
+TUNE_FACTORS = (0.5, 0.7, 1.0, 1.4, 2.0)  # multiples of the tuned field that every arm tries
+TUNE_SEEDS = (1_000, 1_001)  # seeds that no verdict uses
+CURVE_SEEDS = 3  # of the baseline on the rung above the highest one, which its loss over compute needs
+BLOCK = 3  # seeds of the baseline that one process trains
+LEAST_MARGIN = 0.02  # bits per byte by which a baseline must be below the trigram, and three standard errors
+SURE = 0.9  # a delta is refused if even the lower limit (one-sided) of the baseline's noise leaves it out of reach
+SETTLED = ("worse", "worse, small", "no difference", "fails")  # verdicts with which an idea does not go up
+DIED = "ended with code"  # words of the message of `process.Child.answer` about a process that died
 
 
 @dataclass(frozen=True)
@@ -75,7 +66,7 @@ def judged(study: Comparison, rung: int) -> Judgement:
     equal = {
         name: Finding("no difference", len(runs[name]), 0, 0.0, 0.0, math.inf, (0.0, 0.0), math.nan) for name in same
     }
-    return replace(found, findings=found.findings | equal)
+    return found._replace(findings=found.findings | equal)
 
 
 def _rules(study: Comparison) -> Rules:
@@ -112,10 +103,10 @@ def wanted(study: Comparison, options: Options, values: Mapping[str, Sequence[fl
     """The jobs that the study lacks now; none once all ideas of this start are judged. values: of the tuned field, by
     arm."""
     lowest, ideas = min(map(int, study.plan.rungs)), list(options.ideas)
+    tuned = [(arm, value) for arm in (study.plan.base, *ideas) for value in values[arm]]
     jobs = [
         Job(arm, lowest, missing, value)
-        for arm in (study.plan.base, *ideas)
-        for value in values[arm]
+        for arm, value in tuned
         if (missing := tuple(seed for seed in TUNE_SEEDS if seed not in study.runs(arm, lowest, value)))
     ]
     if jobs:
@@ -245,7 +236,7 @@ class Worker:
 
 def proxy_line(study: Comparison, rung: int) -> str:
     """The bits per byte of the n-grams that count the baseline's tokens at a rung, and the baseline's own."""
-    known, scores = study.counted(rung), _base_scores(study, rung)
+    known, scores = study.counted(rung), base_scores(study, rung)
     told = f"unigram {known['1']:.3f}, bigram {known['2']:.3f}, trigram {known['3']:.3f} bits per byte"
     if not scores:
         return told
@@ -256,7 +247,7 @@ def proxy_line(study: Comparison, rung: int) -> str:
 def check_proxy(study: Comparison, rung: int) -> None:
     """Compares the baseline with the trigram that counts the same tokens. Raises ValueError if it is not clearly below:
     verdicts on a rung of the ladder would mean nothing."""
-    scores = _base_scores(study, rung)
+    scores = base_scores(study, rung)
     error = statistics.stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else 0.0
     most = study.counted(rung)["3"] - max(LEAST_MARGIN, 3 * error)
     if study.plan.ladder and scores and statistics.fmean(scores) > most:
@@ -269,7 +260,7 @@ def check_proxy(study: Comparison, rung: int) -> None:
 def check_reach(study: Comparison, rung: int, options: Options) -> str:
     """Says what a study can find at a rung, before its first idea is trained there; "" later. Raises ValueError if
     delta is clearly out of reach on the ladder, unless `Options.any_delta` allows that."""
-    scores = _base_scores(study, rung)
+    scores = base_scores(study, rung)
     if len(scores) < 2 or any(judged_trials(study, name, rung) for name in study.ideas):
         return ""
     sd, rules, degrees = math.sqrt(2) * statistics.stdev(scores), _rules(study), len(scores) - 1
@@ -288,9 +279,6 @@ def check_reach(study: Comparison, rung: int, options: Options) -> str:
     )
 
 
-def scores_of(trials: Sequence[TrialRecord]) -> list[float]:
-    return [one.bpb for one in trials if one.bpb is not None]
-
-
-def _base_scores(study: Comparison, rung: int) -> list[float]:
-    return scores_of(finished(study, study.plan.base, rung))
+def base_scores(study: Comparison, rung: int) -> list[float]:
+    """The scores of the baseline that verdicts use."""
+    return [one.bpb for one in finished(study, study.plan.base, rung) if one.bpb is not None]
