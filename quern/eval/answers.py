@@ -42,28 +42,31 @@ Scores = dict[tuple[str, int], float]
 
 @dataclass(frozen=True)
 class Answered:
-    """An item with the model's answer."""
+    """An item with the model's answer. parts: text, tool calls and outputs; text: the reply's, or the option that the
+    model picked; number: the item's among those of its kind; losses: of each option that was scored, mean nats."""
 
     item: Item
-    parts: list[ContentPart]  # the reply's text, tool calls and outputs
-    text: str  # the reply's text, or the option that the model picked
-    correct: bool  # whether it is right
-    number: int = 0  # the place of the item among those of its kind
-    losses: tuple[float, ...] = ()  # the mean loss of each option in nats, where options were scored
+    parts: list[ContentPart]
+    text: str
+    correct: bool
+    number: int = 0
+    losses: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two models on one task."""
+    """Two models on one task. first, second: mean scores; only_first, only_second: items with a higher score of that
+    model; p: of McNemar's exact test, two-sided, None where scores are not 0 or 1; low, high: 95 % interval of first −
+    second."""
 
     task: str
-    count: int  # items
-    first: float  # mean scores
+    count: int
+    first: float
     second: float
-    only_first: int  # items with a higher score of this model
+    only_first: int
     only_second: int
-    p: float | None  # the p value of McNemar's exact test, two-sided; None where scores are not 0 or 1
-    low: float  # the 95 % interval of first − second
+    p: float | None
+    low: float
     high: float
 
 
@@ -139,7 +142,7 @@ def paired_bootstrap(differences: Sequence[float] | np.ndarray) -> tuple[float, 
     from scipy.stats import bootstrap
 
     values = np.asarray(differences, dtype=np.float64)
-    if len(values) == 1:
+    if len(values) == 1:  # SciPy refuses it
         return float(values[0]), float(values[0])
     at_once, draw = max(1, CELLS // len(values)), np.random.default_rng(0)
     found = bootstrap((values,), np.mean, n_resamples=RESAMPLES, batch=at_once, method="percentile", rng=draw)
@@ -147,15 +150,8 @@ def paired_bootstrap(differences: Sequence[float] | np.ndarray) -> tuple[float, 
 
 
 def compare(task: str, first: Scores, second: Scores, names: tuple[str, str]) -> Comparison:
-    """Compares two models on one task.
-
-    Args:
-        task, names: The task and the names of the models, for messages.
-        first, second: Their scores.
-
-    Raises:
-        ValueError: The items are not the same; the message says how many are missing.
-    """
+    """Compares two models on one task, given their scores. task, names: for messages. Raises ValueError if the items
+    are not the same; the message says how many are missing."""
     only = [len(one.keys() - other.keys()) for one, other in ((first, second), (second, first))]
     if any(only):
         parts = [f"{count:,} items only of {name}" for count, name in zip(only, names, strict=True) if count]

@@ -62,9 +62,8 @@ def bits_per_byte(
     machine: Machine,
     replicas: ProcessGroup = SINGLE,
 ) -> BitsPerByte:
-    """Measures a model, without gradients. The model does not change.
-
-    Losses are summed in float64, so the result does not depend on how rows are grouped into batches.
+    """Measures a model, without gradients. The model does not change. Losses are summed in float64, so the result does
+    not depend on how rows are grouped into batches.
 
     Args:
         token_bytes: The number of bytes of each token id, (vocab_size,).

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from string import ascii_uppercase
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,15 +47,11 @@ from quern.text.tinyworld.corpus import questions
 
 CHAT = "chat"
 COLUMNS = "question query choices answerKey answer gold prompt entry_point test task_id canonical_solution".split()
-LABEL = "Question: "
-"""CORE's files begin their questions with it."""
-GENERATED = 256
-"""Questions of spelling and of counting, without a limit."""
+LABEL = "Question: "  # CORE's files begin their questions with it
+GENERATED = 256  # questions of spelling and of counting, without a limit
 ORDER_SEED = 1337
-BASE_STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
-"""A base model's function ends before these, as in the paper."""
-SAMPLING = Sampling(temperature=0.8, top_p=0.95)
-"""The sampling of pass@k, as in the paper for many samples."""
+BASE_STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # a base model's function ends before, as in the paper
+SAMPLING = Sampling(temperature=0.8, top_p=0.95)  # of pass@k, as in the paper for many samples
 K = (1, 10, 100)
 
 
@@ -119,11 +115,8 @@ def _passed(items: Sequence[Item], replies: Sequence[str]) -> list[bool]:
 
 @dataclass(frozen=True)
 class ChatTask:
-    """One entry.
-
-    Its score is "chat/NAME". read: (row of its file) → an item; None: its questions are made. baseline: the
-    accuracy that counts as 0 in ChatCORE; None: the task is no part of it. how: arguments of `Task`.
-    """
+    """One entry. read: makes an item of a row of its file, None if its questions are made; baseline: the accuracy that
+    counts as 0 in ChatCORE, None if the task is no part of it; how: arguments of `Task`."""
 
     name: str
     read: Callable[[Mapping[str, Any]], Item] | None
@@ -156,8 +149,7 @@ PARTS = [task for task in TASKS if task.baseline is not None]
 """The parts of ChatCORE."""
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(NamedTuple):
     """A task with its items in the order in which they are asked. whole: they are all that the task has."""
 
     task: ChatTask
@@ -175,11 +167,10 @@ def read_items(path: Path, name: str) -> list[Item]:
 def find_chat_tasks(
     folder: Path | None, out: Path, names: Sequence[str], limit: int | None, log: Callable[[str], None]
 ) -> list[Asked]:
-    """Tasks with their items.
+    """Finds tasks with their items.
 
     Args:
-        folder: Has the files, also in its subfolders. None: they are downloaded.
-        out: The output folder, for downloads.
+        folder: Has the files, also in its subfolders. None: they are downloaded into `out`, the output folder.
         names: Tasks by name; none are all that can be asked. Those that cannot are logged.
         limit: The most items of each task: the first ones of an order that is always the same.
 
@@ -229,18 +220,9 @@ def run_chat(
     samples: int = 1,
     group: ProcessGroup = SINGLE,
 ) -> list[Score]:
-    """Asks chat tasks.
-
-    Args:
-        tasks: As from `find_chat_tasks`.
-        records: Where the answers are written.
-        base: The model was not fine-tuned.
-        samples: Replies to each problem of HumanEval, from which pass@k is estimated; 1: none besides the greedy one.
-        group: The ranks that ask some batches each; rank 0 writes.
-
-    Returns:
-        A score for each task, then the mean of ChatCORE's tasks, if there is one.
-    """
+    """Asks chat tasks, whose answers rank 0 writes to `records`. Returns a score for each task, then the mean of
+    ChatCORE's tasks, if there is one. base: the model was not fine-tuned; samples: replies to each problem of HumanEval
+    from which pass@k is estimated, 1 for none; group: the ranks that ask some batches each."""
     scores: dict[str, Score] = {}
     sampled: list[Score] = []
     for asked in tasks:
@@ -273,10 +255,8 @@ def sampled_scores(
     base: bool,
     group: ProcessGroup = SINGLE,
 ) -> tuple[list[Score], list[int]]:
-    """pass@k of sampled programs, for each k of `K` up to their number, without bias.
-
-    Intervals are of 1.96 standard errors over the problems. Also returns the number of right replies to each problem.
-    """
+    """Estimates pass@k of sampled programs, for each k of `K` up to their number, with intervals over the problems.
+    Also returns the number of right replies to each problem."""
     if not asked:
         return [], []
     prompts, name = [ids for _, ids in asked], f"{CHAT}/{asked[0][0].kind}"

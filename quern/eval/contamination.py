@@ -39,7 +39,7 @@ def contaminated_shares(
 
     Args:
         passages: Task → the texts of its questions.
-        documents: The training text, or this rank's part of it; read once, for all tasks.
+        documents: This rank's part of the training text; read once, for all tasks.
         group: The ranks that read a part each.
     """
     own = find_contaminated([text for texts in passages.values() for text in texts], documents)

@@ -53,16 +53,16 @@ CORE = "core"
 
 @dataclass(frozen=True)
 class CoreTask:
-    """One task."""
+    """One task. file: the name of its data without .jsonl; delimiter: between a question and its answer; v1, v2: the
+    accuracy that counts as 0, by version; kind: of one context, the likeliest of several continuations (choice); the
+    context under which the continuation is likeliest (schema); every token is the likeliest one (language)."""
 
-    name: str  # as in the paper
-    file: str  # the name of its data without .jsonl
+    name: str
+    file: str
     kind: Kind
-    """choice: one context, the likeliest of several continuations. schema: several contexts, the one under which the
-    continuation is likeliest. language: every token of the continuation is the likeliest one."""
-    shots: int  # solved examples before the question
-    delimiter: str = " "  # the text between a question and its answer
-    v1: float = 0.0  # the accuracy that counts as 0, by version
+    shots: int
+    delimiter: str = " "
+    v1: float = 0.0
     v2: float = 0.0
 
     def baseline(self, version: str) -> float:
@@ -107,16 +107,9 @@ BY_NAME: Mapping[str, CoreTask] = MappingProxyType({task.name: task for task in 
 
 
 def find_tasks(folder: Path, names: Sequence[str] = ()) -> list[tuple[CoreTask, Path]]:
-    """Tasks with their files.
-
-    Args:
-        folder: The files are in it or in its subfolders.
-        names: Tasks by name; none are all that the folder has.
-
-    Raises:
-        FileNotFoundError: There is no such folder, or it has no file of rows.
-        ValueError: A task does not exist, or has no file or several.
-    """
+    """Finds tasks with their files in a folder and its subfolders. names: none are all that the folder has. Raises
+    FileNotFoundError if there is no such folder, and ValueError for a task that does not exist, or has no file or
+    several."""
     unknown = [name for name in names if name not in BY_NAME]
     if unknown:
         raise ValueError(f"CORE has no task '{unknown[0]}': use {', '.join(BY_NAME)}")
@@ -130,11 +123,8 @@ def find_tasks(folder: Path, names: Sequence[str] = ()) -> list[tuple[CoreTask, 
 
 
 def read_rows(path: Path, task: CoreTask) -> list[Row]:
-    """The rows of a task's file, in the order in which they are numbered and asked.
-
-    Raises:
-        ValueError: A line is not a row of this kind of task, or there are too few rows for the shots.
-    """
+    """Reads a task's file, in the order in which its rows are numbered and asked. Raises ValueError for a line that is
+    no row of this kind of task, and for too few rows for the shots."""
     rows = formats.read_rows(path, task.name, FIELDS[task.kind], lambda row: _checked(row, task.kind))
     if len(rows) <= task.shots:
         raise ValueError(
@@ -230,15 +220,12 @@ def run_core(
 
     Args:
         tasks: With their files, as from `find_tasks`.
-        records: Where the answers are kept.
+        records: Where rank 0 writes the answers, and finds those that were written before.
         limit: The most items of each task.
-        group: The ranks that score some batches each; rank 0 writes.
+        group: The ranks that score some batches each.
 
     Returns:
         A score for each task, then the means by version.
-
-    Raises:
-        ValueError: A file is damaged.
     """
     asked = {task for task, _ in tasks}
     if missing := [task.name for task in TASKS if task not in asked]:
@@ -299,15 +286,8 @@ BUNDLE = (
 
 
 def core_bundle(out: Path, log: Callable[[str], None], bundle: tuple[str, str] = BUNDLE) -> Path:
-    """The folder with the files of CORE's tasks; downloads and unpacks the bundle if the folder is not there.
-
-    Args:
-        log: Called with a line when this process waits for another one's download.
-        bundle: The address and the SHA-256 of what is downloaded.
-
-    Raises:
-        OSError: The bundle cannot be downloaded; the message says what to do.
-    """
+    """The folder with the files of CORE's tasks; downloads and unpacks the bundle if it is not there. bundle: its
+    address and the SHA-256 of what is downloaded. Raises OSError if it cannot be, and says what to do."""
     folder = out / "downloads" / "core"
     unpacked = folder / "eval_data"
     try:

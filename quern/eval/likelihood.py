@@ -30,25 +30,34 @@ CACHED_TOKENS = 4 * BATCH_TOKENS
 
 @dataclass(frozen=True)
 class Example:
-    """One question."""
+    """One question.
 
-    rows: tuple[tuple[int, ...], ...]  # token ids of each option, from BOS on; one row in language modelling
-    starts: tuple[int, ...]  # for each row, the index of the first token that is scored; the span ends with the row
-    gold: int  # the right option
+    Args:
+        rows: Token ids of each option, from BOS on; one row in language modelling.
+        starts: For each row, the index of the first token that is scored; the span ends with the row.
+        gold: The right option.
+        shared: Leading tokens that all rows share, which are read once. The token before the first scored one is not
+            among them, because that one is predicted from it.
+        cropped: Whether tokens were cut.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    starts: tuple[int, ...]
+    gold: int
     shared: int
-    """Leading tokens that all rows share, which are read once. The token before the first scored one is not among them,
-    because that one is predicted from it."""
-    cropped: bool  # whether tokens were cut
+    cropped: bool
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The model's answer to an example."""
+    """The model's answer to an example. losses: mean nats of the scored tokens of each row; pick: the row of the least;
+    greedy: for each row, whether every scored token is the likeliest one; correct: the pick is the right one, or, in
+    language modelling, every token is the likeliest."""
 
-    losses: tuple[float, ...]  # mean loss of the scored tokens of each row, in nats
-    pick: int  # the row with the lowest loss, the first of equal ones
-    correct: bool  # whether that is the right one; in language modelling, whether every scored token is the likeliest
-    greedy: tuple[bool, ...]  # for each row, whether every scored token is the likeliest one
+    losses: tuple[float, ...]
+    pick: int
+    correct: bool
+    greedy: tuple[bool, ...]
 
     def nats(self, example: Example) -> np.ndarray:
         """The summed loss of the scored tokens of each row."""

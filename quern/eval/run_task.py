@@ -57,10 +57,7 @@ def run_task(
     group: ProcessGroup = SINGLE,
     records: Records | None = None,
 ) -> Graded:
-    """Asks the items of a task.
-
-    An item whose prompt leaves the context no room for a reply is not asked. `Score.skipped` counts these items; if no
-    item of a kind fits, the Score has a count of 0 and no value.
+    """Asks the items of a task. An item whose prompt leaves the context no room for a reply is counted as skipped.
 
     Args:
         count: The largest number of items of each kind.

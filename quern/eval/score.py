@@ -34,24 +34,32 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Score:
-    """The value of a metric on the questions of a task."""
+    """The value of a metric on the questions of a task.
+
+    Args:
+        count: Questions asked; bytes for bpb.
+        chance: The score of guessing on the same questions.
+        prompt_hash: Hash of the token ids that the model was given; equal hashes mean the same questions, in the same
+            words, through the same tokenizer.
+        bos: Whether every prompt began with it.
+        cropped: Prompts cut to fit the context.
+        skipped: Questions that did not fit and were not asked; where that is all of them, there is no value.
+        contaminated: The share of the questions that are in the training text (quern.eval.contamination).
+    """
 
     task: str
     metric: str
     value: float | None
     low: float | None
     high: float | None
-    count: int  # questions asked; bytes for bpb
-    chance: float | None  # the score of guessing on the same questions
+    count: int
+    chance: float | None
     prompt_hash: str | None = None
-    """Hash of the token ids that the model was given; equal hashes mean the same questions, in the same words, through
-    the same tokenizer."""
-    bos: bool | None = None  # whether every prompt began with it
+    bos: bool | None = None
     shots: int = 0
-    cropped: int = 0  # prompts cut to fit the context
-    skipped: int = 0  # questions that did not fit and were not asked; where that is all of them, there is no value
+    cropped: int = 0
+    skipped: int = 0
     contaminated: float | None = None
-    """The share of the questions that are in the training text (quern.eval.contamination)."""
 
     def described(self, context: int) -> str:
         """The score as text. context: the model's, in tokens."""

@@ -24,16 +24,22 @@ CHAT_STAGES = ("sft", "rl")
 
 @dataclass(frozen=True)
 class Item:
-    """One question."""
+    """One question.
 
-    kind: str  # items of one kind share a score, which is named "<task>/<kind>"
-    messages: list[Message]  # the conversation so far. It ends in the user's question.
-    answer: str  # the reference answer. With `choices`, it is one of them.
+    Args:
+        kind: Items of one kind share a score, which is named "<task>/<kind>".
+        messages: The conversation so far. It ends in the user's question.
+        answer: The reference answer. With `choices`, it is one of them.
+        choices: The options, of which the model picks the one of least loss per byte. None: the model answers in its
+            own words.
+        chance: The accuracy of the best blind guess. With `choices`, the score uses 1 / len(choices) instead.
+    """
+
+    kind: str
+    messages: list[Message]
+    answer: str
     choices: tuple[str, ...] | None = None
-    """The options, of which the model picks the one of least loss per byte. None: the model answers in its own
-    words."""
     chance: float = 0.0
-    """The accuracy of the best blind guess. With `choices`, the score uses 1 / len(choices) instead."""
 
     @property
     def question(self) -> str:

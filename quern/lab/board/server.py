@@ -131,11 +131,11 @@ class Handler(BaseHTTPRequestHandler):
             raise ValueError("runs are renamed and removed on the machine that has them: quern runs")
         self._json(asked(request))
 
-    def _json(self, body: Any) -> None:
-        self._send(200, "application/json", json.dumps(body, allow_nan=False).encode("ascii"))
+    def _json(self, body: Any, status: int = 200) -> None:
+        self._send(status, "application/json", json.dumps(body, allow_nan=False).encode("ascii"))
 
     def _error(self, status: int, message: str) -> None:
-        self._send(status, "application/json", json.dumps({"error": message}).encode("ascii"))
+        self._json({"error": message}, status)
 
     def _send(self, status: int, media_type: str, content: bytes, more: Mapping[str, str] = SECURITY_HEADERS) -> None:
         self.send_response(status)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,9 @@ from matplotlib.figure import Figure
 from quern.lab.log.page import GREY, HEADER, STYLE, Page, machine_line, repeat, svg, table
 from quern.lab.scaling.isoflop import CONVENTIONS
 from quern.lab.scaling.study import CELLS, FITS, Grid
-from quern.lab.verdict import score
+from quern.lab.search.space import change_line, trial_row
 from quern.records import read_json, read_lines
+from quern.validate import flag
 
 SCALING_FILES = (Grid.PLAN, CELLS, FITS)
 
@@ -87,7 +87,7 @@ def read_sweep(folder: Path) -> Page:
         "",
         "## Importances\n",
         "How much each field decides whether a trial is among the best tenth (PED-ANOVA, arXiv 2304.10255).\n",
-        *table(("field", "importance"), [(_flag(field), f"{share:.1%}") for field, share in _important(facts)]),
+        *table(("field", "importance"), [(flag(field), f"{share:.1%}") for field, share in _important(facts)]),
         "",
         *(f"- {line}" for line in facts["edges"]),
         "",
@@ -111,8 +111,7 @@ def _best(facts: dict[str, Any]) -> str:
     best = f"The best trial has {facts['best']['bpb']:.4f} bits per byte"
     if change is None:
         return f"{best}."
-    error = f" ± {change['standard_error']:.4f}" if "standard_error" in change else ""
-    return f"{best}, {change['bpb']:+.4f}{error} against the recipe's own values; it is selected, so this is too good."
+    return f"{best}, {change_line(change)} against the recipe's own values; it is selected, so this is too good."
 
 
 def _important(facts: dict[str, Any]) -> list[tuple[str, float]]:
@@ -122,18 +121,6 @@ def _important(facts: dict[str, Any]) -> list[tuple[str, float]]:
 def _trials(facts: dict[str, Any], trials: list[dict[str, Any]]) -> list[str]:
     names = [name for name, _ in _important(facts)][:SHOWN_FIELDS] or list(facts["plan"]["space"])[:SHOWN_FIELDS]
     whole = [trial for trial in trials if trial["bpb"] is not None and trial["outcome"] in ("finished", "diverged")]
-    rows = []
-    for trial in sorted(whole, key=lambda one: one["bpb"])[:SHOWN_TRIALS]:
-        scores = [score(run["bpb"]) for run in trial["runs"]]
-        spread = f"{statistics.stdev(scores):.4f}" if len(scores) > 1 else ""
-        label = f"{trial['trial']}{' (baseline)' if trial['baseline'] else ''}"
-        rows.append((label, f"{trial['bpb']:.4f}", spread, *(_value(trial["values"][name]) for name in names)))
-    return table(("trial", "bits per byte", "SD", *map(_flag, names)), rows)
-
-
-def _flag(field: str) -> str:
-    return field.replace("_", "-")
-
-
-def _value(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    rows = [trial_row(trial, names) for trial in sorted(whole, key=lambda one: one["bpb"])[:SHOWN_TRIALS]]
+    head = ("trial", "bits per byte", "SD", *map(flag, names))
+    return table(head, [(*row[:3], *row[5:]) for row in rows])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,11 +17,9 @@ from scipy import special
 Array = NDArray[Any]
 """An array of float64."""
 
-FEWEST_CELLS = 4
-"""The fewest points of a parabola: its three coefficients and one more."""
+FEWEST_CELLS = 4  # points of a parabola: its three coefficients and one more
 FEWEST_BUDGETS = 3
-LEVEL = 0.95
-"""Level of the intervals."""
+LEVEL = 0.95  # of the intervals
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,7 @@ def estimate(value: float, samples: Array, dof: int, inflation: float = 1.0) -> 
 # Parabolas --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Vertex:
+class Vertex(NamedTuple):
     """The minimum of a parabola in ln N. refusal: why there is no minimum."""
 
     n: float = np.nan
@@ -163,13 +160,7 @@ def _points(optima: Sequence[Optimum]) -> Array:
 
 
 def envelope(
-    budget: ArrayLike,
-    n: ArrayLike,
-    d: ArrayLike,
-    loss: ArrayLike,
-    *,
-    resamples: int = 1000,
-    seed: int = 0,
+    budget: ArrayLike, n: ArrayLike, d: ArrayLike, loss: ArrayLike, *, resamples: int = 1000, seed: int = 0
 ) -> Envelope:
     """Fits a parabola to each budget, and power laws to their minima.
 

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,8 +25,7 @@ Key = tuple[float, str, int]
 """Budget, size and seed of a cell."""
 
 
-@dataclass(frozen=True)
-class Convention:
+class Convention(NamedTuple):
     """A way to count parameters. field: its name in `model.count.Parameters`."""
 
     field: str

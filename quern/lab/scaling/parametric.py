@@ -15,19 +15,13 @@ from scipy import optimize
 
 from quern.lab.scaling.fits import Array, Estimate, estimate
 
-FEWEST_RUNS = 8
-"""Runs that differ in N or D: the five constants and three more."""
+FEWEST_RUNS = 8  # that differ in N or D: the five constants and three more
 HUBER_DELTA = 1e-3
-SCALE = 1e3
-"""Multiplies the objective: L-BFGS stops early without it."""
-EXPONENTS = np.geomspace(0.05, 1.6, 8)
-"""The exponents of the starts: all pairs."""
-STARTS = 3
-"""The best ones are optimised."""
-LEAST_E = 1e-3
-"""Least E of a start, as a share of the lowest loss. The fit may go below; its gradient in ln E vanishes there."""
-HIGHEST_SHARE = 0.02
-"""Share of the runs that the leave-out row of the highest losses lacks."""
+SCALE = 1e3  # multiplies the objective: L-BFGS stops early without it
+EXPONENTS = np.geomspace(0.05, 1.6, 8)  # of the starts: all pairs
+STARTS = 3  # the best ones are optimised
+LEAST_E = 1e-3  # of a start, as a share of the lowest loss; the fit may go below, where the gradient in ln E vanishes
+HIGHEST_SHARE = 0.02  # of the runs, which the leave-out row of the highest losses lacks
 
 
 @dataclass(frozen=True)
@@ -47,7 +41,7 @@ class Surface:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A fit without some runs. share: the exponent a of N* ∝ C^a."""
+    """A fit without some runs. exponent: a of N* ∝ C^a."""
 
     label: str
     runs: int
@@ -59,15 +53,12 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class SurfaceFit:
-    """A fitted surface with intervals from a bootstrap over runs.
+    """A fitted surface, or a refusal, with intervals from a bootstrap over runs.
 
     Args:
-        runs: Number of runs.
-        surface: The optimum.
-        refusal: Why there is none.
-        intervals: Intervals of E, A, B, alpha, beta, and of `exponent`: a of N* ∝ C^a.
-        leave_out: Fits without each budget, the highest losses, and the most influential run.
         note: What the runs do not determine.
+        intervals: Of E, A, B, alpha, beta, and of `exponent`: a of N* ∝ C^a.
+        leave_out: Fits without each budget, the highest losses, and the most influential run.
         residual_sd: Standard deviation of ln L around the surface: the noise of one run, and what the form misses.
         kappa, gamma: C = kappa · N^gamma · D on these runs; 6 and 1 by the usual rule.
         samples: (resamples, 5): ln E, ln A, ln B, α, β.
@@ -131,7 +122,8 @@ def fit_surface(
     runs = len(n)
     if refusal := _too_few(n, d):
         return SurfaceFit(runs, refusal=refusal)
-    problem = _Problem.of(n, d, loss)
+    means = float(np.log(n).mean()), float(np.log(d).mean())
+    problem = _Problem(np.log(n) - means[0], np.log(d) - means[1], np.log(loss), means)
     best, objective = problem.fit()
     whole = problem.constants(best[None])[0]
     surface = Surface(*map(float, (*np.exp(whole[:3]), *whole[3:])), objective=objective)
@@ -208,11 +200,6 @@ class _Problem:
     y: Array
     target: Array
     means: tuple[float, float]
-
-    @staticmethod
-    def of(n: Array, d: Array, loss: Array) -> _Problem:
-        x, y = np.log(n), np.log(d)
-        return _Problem(x - x.mean(), y - y.mean(), np.log(loss), (float(x.mean()), float(y.mean())))
 
     def constants(self, theta: Array) -> Array:
         """ln E, ln A, ln B, α, β of many theta (S, 5)."""

@@ -16,32 +16,30 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from optuna.trial import FrozenTrial, TrialState
 
-from quern.lab.search.space import Dimension, Space, shown
+from quern.lab.search.space import Dimension, Space, change_line, shown, trial_row
 from quern.lab.search.trials import TRIALS, Sweep
 from quern.lab.verdict import WORST, score
 from quern.records import strict
 from quern.temporaries import write_whole
 from quern.terminal import grid
+from quern.validate import flag
 
 RESULTS, FIGURE = "results.json", "pairs.svg"
 Line = dict[str, Any]
 """A line of `trials.TRIALS`."""
-SHOWN_TRIALS = 10
-SHOWN_FIELDS = 5
-"""Fields in the figure and in the table: the most important ones."""
+SHOWN_TRIALS, SHOWN_FIELDS = 10, 5  # in the table and in the figure: the most important fields
 FEWEST_FOR_IMPORTANCES = 20
-BEST_SHARE, FEWEST_BEST = 0.1, 5
-"""The trials that count as the best, for importances."""
-MEASURED = ("finished", "diverged", "pruned")
-"""Outcomes of trials whose runs have been trained. The others have the penalty as their value."""
-WORST_SHOWN = 0.9
-"""Colours of the figure end at this quantile of the values, so that a few bad trials do not hide the others."""
+BEST_SHARE, FEWEST_BEST = 0.1, 5  # the trials that count as the best, for importances
+MEASURED = ("finished", "diverged", "pruned")  # outcomes of trials whose runs were trained; the others have the penalty
+WORST_SHOWN = 0.9  # colours end at this quantile of the values, so that a few bad trials do not hide the others
 
 
 def write_results(sweep: Sweep, study: optuna.Study, space: Space) -> list[str]:
     """Writes results.json and the figure. Returns lines for a terminal. study: Optuna's, of the finished trials."""
     folder, trials = sweep.folder, sweep.finished
-    ranked = sorted((trial for trial in trials if is_whole(trial)), key=_value)
+    # The value of a trial that Wilcoxon's test ended is a mean over some seeds, though it is COMPLETE to Optuna.
+    whole = (trial for trial in trials if trial["bpb"] is not None and trial["outcome"] != "pruned")
+    ranked = sorted(whole, key=lambda trial: trial["bpb"])
     if not ranked:
         return ["no trial has a value"]
     weights, outcomes, best = importances(study), [str(trial["outcome"]) for trial in trials], ranked[0]
@@ -59,12 +57,6 @@ def write_results(sweep: Sweep, study: optuna.Study, space: Space) -> list[str]:
     names = sorted(space.texts(), key=lambda name: -weights.get(name, 0.0))[:SHOWN_FIELDS]
     draw_pairs(folder / FIGURE, ranked, [one for name in names for one in space.dimensions if one.name == name])
     return _lines(folder, facts, ranked, names, len(space.dimensions))
-
-
-def is_whole(trial: Line) -> bool:
-    """Whether a trial's value is the mean over all seeds. That of a trial that Wilcoxon's test ended is not, though
-    Optuna's state of it is COMPLETE: some seeds have lower losses than others."""
-    return trial["bpb"] is not None and trial["outcome"] != "pruned"
 
 
 def importances(study: optuna.Study) -> dict[str, float]:
@@ -94,8 +86,8 @@ def edge_warnings(space: Space, best: Line) -> list[str]:
     for one in space.dimensions:
         value = best["values"][one.name]
         if edge := one.edge(value):
-            name, way = one.name.replace("_", "-"), "lower" if edge == "lower" else "higher"
-            found.append(f"the best {name} ({value:.4g}) is at the {edge} edge of {one.text}: search {way} values too")
+            told = f"the best {flag(one.name)} ({value:.4g}) is at the {edge} edge of {one.text}: search "
+            found.append(f"{told}{'lower' if edge == 'lower' else 'higher'} values too")
     return found
 
 
@@ -113,37 +105,25 @@ def against_baseline(best: Line, trials: Sequence[Line]) -> dict[str, float] | N
 
 
 def _lines(folder: Path, facts: dict[str, Any], ranked: Sequence[Line], names: list[str], fields: int) -> list[str]:
-    rows = []
-    for trial in ranked[:SHOWN_TRIALS]:
-        scores = [score(run["bpb"]) for run in trial["runs"]]
-        spread = f"{statistics.stdev(scores):.4f}" if len(scores) > 1 else "-"
-        label = f"{trial['trial']}{' (baseline)' if trial['baseline'] else ''}"
-        values = [shown(trial["values"][name]) for name in names]
-        rows.append((label, f"{trial['bpb']:.4f}", spread, str(len(scores)), trial["outcome"], *values))
+    rows = [trial_row(trial, names) for trial in ranked[:SHOWN_TRIALS]]
     lines = ["", f"the best {len(rows)} of {facts['trials']:,} trials; bits per byte, and their SD over the seeds"]
-    lines += grid(["trial", "bpb", "SD", "runs", "outcome", *(name.replace("_", "-") for name in names)], rows)
-    lines += [""] + [f"  {count:,} {outcome}" for outcome, count in facts["outcomes"].items()]
-    change = facts["against_baseline"]
-    if change is not None:
-        error = f" ± {change['standard_error']:.4f}" if "standard_error" in change else ""
-        lines.append(
-            f"best against the recipe's own values: {change['bpb']:+.4f}{error} bits per byte on the same seeds"
-        )
-        lines.append("The best of many is too good by selection: confirm it with `quern lab compare` on other seeds.")
+    lines += grid(["trial", "bpb", "SD", "runs", "outcome", *map(flag, names)], rows)
+    lines += ["", *(f"  {count:,} {outcome}" for outcome, count in facts["outcomes"].items())]
+    if change := facts["against_baseline"]:
+        told = f"best against the recipe's own values: {change_line(change)} bits per byte on the same seeds"
+        lines += [
+            told,
+            "The best of many is too good by selection: confirm it with `quern lab compare` on other seeds.",
+        ]
     if facts["importances"]:
-        top = [f"{name.replace('_', '-')} {share:.0%}" for name, share in facts["importances"].items()]
+        top = [f"{flag(name)} {share:.0%}" for name, share in facts["importances"].items()]
         lines.append(f"importances (PED-ANOVA): {', '.join(top[: 2 * SHOWN_FIELDS])}")
     elif fields > 1:
-        lines.append(
-            f"importances need {FEWEST_FOR_IMPORTANCES} trials, and {FEWEST_BEST} or more that were not pruned"
-        )
+        told = f"importances need {FEWEST_FOR_IMPORTANCES} trials, and {FEWEST_BEST} or more that were not pruned"
+        lines.append(told)
     lines += [f"warning: {line}" for line in facts["edges"]]
-    flags = [f"--{name.replace('_', '-')} {shown(value, 6)}" for name, value in facts["best"]["values"].items()]
+    flags = [f"--{flag(name)} {shown(value, 6)}" for name, value in facts["best"]["values"].items()]
     return [*lines, f"best: {' '.join(flags)}", f"written: {folder / RESULTS}, {folder / TRIALS}, {folder / FIGURE}"]
-
-
-def _value(trial: Line) -> float:
-    return float(trial["bpb"])
 
 
 # The figure -------------------------------------------------------------------------------------------------
@@ -151,33 +131,29 @@ def _value(trial: Line) -> float:
 
 def draw_pairs(path: Path, ranked: Sequence[Line], fields: Sequence[Dimension]) -> None:
     """Draws each field against the value (on the diagonal) and each pair of fields, coloured by the value."""
-    scores = np.array([_value(trial) for trial in ranked])
+    scores, size = np.array([trial["bpb"] for trial in ranked]), len(fields)
     worst = float(np.quantile(scores, WORST_SHOWN))
-    worst = worst if worst > scores[0] else float(scores.max())
-    size = len(fields)
+    scores = np.minimum(scores, worst if worst > scores[0] else scores.max())
     figure = Figure(figsize=(2.4 * size + 2.0, 2.0 * size + 1.0))
-    panels = figure.subplots(size, size, squeeze=False, gridspec_kw={"wspace": 0.35, "hspace": 0.35})
-    mapped = None
+    panels: Any = figure.subplots(size, size, squeeze=False, gridspec_kw={"wspace": 0.35, "hspace": 0.35})
+    mapped: Any = None
     for row, column in np.ndindex(size, size):
-        axes: Any = panels[row][column]
+        axes = panels[row][column]
+        axes.set_visible(column <= row)
         if column > row:
-            axes.set_visible(False)
             continue
         xs, ys = _coordinates(fields[column], ranked), _coordinates(fields[row], ranked)
         if row == column:
-            ys = np.minimum(scores, worst)
+            ys = scores
             axes.set_title("bits per byte", fontsize=7)
         else:
             _scale(axes, fields[row], "y", label=column == 0)
         # The best trials are drawn last, on top of the others.
-        colours = {"c": np.minimum(scores, worst)[::-1], "cmap": "viridis_r", "vmin": scores[0], "vmax": worst}
-        mapped = axes.scatter(xs[::-1], ys[::-1], s=12, **colours)
+        mapped = axes.scatter(xs[::-1], ys[::-1], s=12, c=scores[::-1], cmap="viridis_r")
         axes.plot(xs[0], ys[0], "*", color="crimson", markersize=10)
         _scale(axes, fields[column], "x", label=row == size - 1)
         axes.tick_params(labelsize=7)
-    if mapped is not None:
-        figure.colorbar(mapped, ax=panels, label="bits per byte", shrink=0.6)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.colorbar(mapped, ax=panels, label="bits per byte", shrink=0.6)
     figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
 
 
@@ -193,4 +169,4 @@ def _scale(axes: Axes, one: Dimension, axis: str, label: bool) -> None:
     if one.choices:
         axes.set(**{f"{axis}ticks": range(len(one.choices)), f"{axis}ticklabels": [*map(shown, one.choices)]})
     if label:
-        getattr(axes, f"set_{axis}label")(one.name.replace("_", "-"), fontsize=8)
+        getattr(axes, f"set_{axis}label")(flag(one.name), fontsize=8)

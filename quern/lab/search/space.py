@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import statistics
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from typing import Any, get_args, get_type_hints
 
 from quern.field_types import range_of, refuse_outside
 from quern.flags.recipe_flags import field_names
+from quern.lab.verdict import score
 from quern.recipe import FOR_FINE_TUNING, OPERATIONAL, Recipe
 from quern.validate import FILLED_IN, annotation_of, check, flag, why_unused
 
@@ -99,7 +101,7 @@ class Dimension:
 
 @dataclass(frozen=True)
 class Space:
-    """The dimensions of a search, by the names of their fields."""
+    """The dimensions of a search."""
 
     dimensions: tuple[Dimension, ...]
 
@@ -163,7 +165,9 @@ def _dimension(entry: str, recipe: Recipe) -> Dimension:
     if not equals or not text:
         raise ValueError(f"'{entry}' has no values: {FORMS}")
     _refuse_field(name, recipe)
-    kinds = _kinds(recipe, name)
+    part, _, own = name.rpartition(".")
+    kind = get_type_hints(type(getattr(recipe, part) if part else recipe))[own]
+    kinds = get_args(kind) or (kind,)  # (float, NoneType) for float | None
     body, _, how = text.partition(":")
     low, dots, high = body.partition("..")
     if dots:
@@ -217,6 +221,21 @@ def shown(value: Any, digits: int = 4) -> str:
     return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
 
 
+def trial_row(trial: Mapping[str, Any], names: Sequence[str]) -> tuple[str, ...]:
+    """A finished trial as cells: number, bits per byte, their SD over the seeds, runs, outcome, values of fields."""
+    scores = [score(run["bpb"]) for run in trial["runs"]]
+    spread = f"{statistics.stdev(scores):.4f}" if len(scores) > 1 else ""
+    label = f"{trial['trial']}{' (baseline)' if trial['baseline'] else ''}"
+    values = (shown(trial["values"][name]) for name in names)
+    return label, f"{trial['bpb']:.4f}", spread, str(len(scores)), trial["outcome"], *values
+
+
+def change_line(change: Mapping[str, float]) -> str:
+    """The difference of the best trial from the recipe's own values."""
+    error = f" ± {change['standard_error']:.4f}" if "standard_error" in change else ""
+    return f"{change['bpb']:+.4f}{error}"
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -224,13 +243,6 @@ def _is_number(value: Any) -> bool:
 def _refuse_range(name: str, values: Sequence[Any]) -> None:
     for value in filter(_is_number, values):
         refuse_outside(annotation_of(name), value, flag(name))
-
-
-def _kinds(recipe: Recipe, name: str) -> tuple[type, ...]:
-    """The types of a field: (float, NoneType) for float | None."""
-    part, _, own = name.rpartition(".")
-    kind = get_type_hints(type(getattr(recipe, part) if part else recipe))[own]
-    return get_args(kind) or (kind,)
 
 
 def _value(word: str, kinds: tuple[type, ...], entry: str) -> Any:

@@ -31,13 +31,11 @@ from quern.process import end_with_parent, environment
 from quern.recipe import Recipe
 from quern.resolve import resolve
 from quern.terminal import counted
+from quern.validate import flag
 
-FEWEST_SEEDS_TO_PRUNE = 5
-"""Wilcoxon's test on four pairs or fewer hardly reaches the threshold."""
-REDUCTION = 2
-"""Hyperband's factor between the budgets of a bracket: four brackets for 8 evaluations."""
-WORKER = "QUERN_SWEEP_WORKER"
-"""Variable: set for a worker, which ends with the sweep that started it."""
+FEWEST_SEEDS_TO_PRUNE = 5  # Wilcoxon's test on four pairs or fewer hardly reaches the threshold
+REDUCTION = 2  # Hyperband's factor between the budgets of a bracket: four brackets for 8 evaluations
+WORKER = "QUERN_SWEEP_WORKER"  # the variable of a worker, which ends with the sweep that started it
 
 
 def run(
@@ -57,17 +55,20 @@ def run(
     baseline = resolve(options.recipe)
     space = read_space(options.space, baseline)
     _check(options, space)
-    points, own = _points(options, space, baseline)
-    wanted = len(points) if options.sampler == "grid" else options.trials
+    points, is_grid = _points(options, space, baseline), options.sampler == "grid"
+    wanted = len(points) if is_grid else options.trials
     sweep = Sweep.register(options.folder, _plan(options, space, baseline.seed, source) | {"facts": facts})
     if warning := sweep.compare_facts(facts):
         log(warning)
     if is_worker := WORKER in environment():
         threading.Thread(target=end_with_parent, args=(sys.stdin,), daemon=True).start()
-    log(f"sweep {options.name}: {_summary(options, space, wanted, len(sweep.finished))}")
+    done = f", {len(sweep.finished):,} of them finished" if sweep.finished else ""
+    fields, seeds = counted(len(space.dimensions), "field"), counted(options.seeds, "seed")
+    log(f"sweep {options.name}: {counted(wanted, 'trial')}{done}, {options.sampler} over {fields}, {seeds} each")
+    log(f"everything is in {options.folder}")
     if "train.batch_tokens" in space.texts() and options.recipe.train.steps is not None:
         log("note: train.steps is fixed, so trials with larger batches train on more tokens")
-    if not own and options.sampler != "grid":
+    if not points:
         log("note: the space does not contain the recipe's own values, so no trial is the baseline")
 
     def do(number: int) -> None:
@@ -75,7 +76,7 @@ def run(
             log(f"trial {number} was left unfinished: it goes on")
         point = points[number] if number < len(points) else None
         study = optuna.create_study(study_name=options.name, sampler=_sampler(options, number), pruner=_pruner(options))
-        trial = begin(sweep, number, space, point, own and number == 0, study)
+        trial = begin(sweep, number, space, point, point is not None and not is_grid, study)
         ended = Trial(sweep, number, options.recipe, trial).run(trainer, log)
         best = min((one["bpb"] for one in sweep.finished if one["outcome"] != "pruned"), default=None)
         shown = "" if best is None else f", best {best:.4f}"
@@ -109,13 +110,12 @@ def _plan(options: SweepOptions, space: Space, seed: int, source: str | None) ->
 def _check(options: SweepOptions, space: Space) -> None:
     if options.recipe.train.minutes is not None:
         raise ValueError("a trial trains for steps, so that trials are comparable: give --train.steps")
-    without = [one for one in space.dimensions if not one.values()]
-    if options.sampler == "grid" and without:
-        name = without[0].name.replace("_", "-")
-        raise ValueError(
-            f"a grid needs the values of {name}, not the range {without[0].text}: "
-            f"list them ({name}=A,B,C) or give a step ({name}=LOW..HIGH:STEP)"
-        )
+    for one in space.dimensions if options.sampler == "grid" else ():
+        if not one.values():
+            raise ValueError(
+                f"a grid needs the values of {(name := flag(one.name))}, not the range {one.text}: list them "
+                f"({name}=A,B,C) or give a step ({name}=LOW..HIGH:STEP)"
+            )
     if options.pruner == "wilcoxon" and options.seeds < FEWEST_SEEDS_TO_PRUNE:
         raise ValueError(
             f"--pruner wilcoxon needs --seeds {FEWEST_SEEDS_TO_PRUNE} or more: with {options.seeds} it has too few "
@@ -125,15 +125,14 @@ def _check(options: SweepOptions, space: Space) -> None:
         raise ValueError(f"--pruner hyperband needs --evaluations {REDUCTION**2} or more, not {options.evaluations}")
 
 
-def _points(options: SweepOptions, space: Space, baseline: Recipe) -> tuple[list[dict[str, Any]], bool]:
-    """The trials with fixed values: all of a grid, or the recipe's own values, for comparison; and whether the first
-    one is the recipe's own."""
+def _points(options: SweepOptions, space: Space, baseline: Recipe) -> list[dict[str, Any]]:
+    """The trials with fixed values: all of a grid, or the recipe's own values, for comparison."""
     if options.sampler == "grid":
         names = [one.name for one in space.dimensions]
         rows = itertools.product(*(one.values() for one in space.dimensions))
-        return [dict(zip(names, row, strict=True)) for row in rows], False
+        return [dict(zip(names, row, strict=True)) for row in rows]
     own = space.point(baseline)
-    return ([], False) if own is None else ([own], True)
+    return [] if own is None else [own]
 
 
 def _sampler(options: SweepOptions, number: int) -> optuna.samplers.BaseSampler:
@@ -152,13 +151,6 @@ def _pruner(options: SweepOptions) -> optuna.pruners.BasePruner:
         if options.pruner == "hyperband":
             return pruners.HyperbandPruner(min_resource=1, max_resource=options.evaluations, reduction_factor=REDUCTION)
     return pruners.NopPruner()
-
-
-def _summary(options: SweepOptions, space: Space, wanted: int, finished: int) -> str:
-    done = f", {finished:,} of them finished" if finished else ""
-    trials, fields = counted(wanted, "trial"), counted(len(space.dimensions), "field")
-    seeds = counted(options.seeds, "seed")
-    return f"{trials}{done}, {options.sampler} over {fields}, {seeds} each; everything is in {options.folder}"
 
 
 # Workers ----------------------------------------------------------------------------------------------------

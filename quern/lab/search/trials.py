@@ -26,13 +26,12 @@ from quern.lab.verdict import WORST, score
 from quern.recipe import Recipe
 from quern.records import read_lines, strict
 from quern.resolve import resolve
+from quern.validate import flag
 
 TRIALS, RUNNING = "sweep.jsonl", "running.jsonl"
 SHOWN_FIELDS, SHOWN_REASON = 5, 100
-MOST_FAILURES = 2
-"""A trial that errors have ended so often is not tried again."""
-BRACKETS = "completed_rung_"
-"""Prefix of the attributes in which Hyperband keeps a trial's state."""
+MOST_FAILURES = 2  # a trial that errors have ended so often is not tried again
+BRACKETS = "completed_rung_"  # prefix of the attributes in which Hyperband keeps a trial's state
 
 
 @dataclass
@@ -64,8 +63,7 @@ class Sweep(Study):
 
     def missing(self, wanted: int) -> list[int]:
         """The numbers of the trials that have not finished."""
-        known = {line["trial"] for line in self.finished}
-        return [number for number in range(wanted) if number not in known]
+        return sorted(set(range(wanted)) - {line["trial"] for line in self.finished})
 
 
 @dataclass
@@ -103,7 +101,7 @@ class Trial:
             outcome, value = "failed", WORST
             self._report_missing()
         self._finish(outcome, value, reason, time.time() - began)
-        texts = [f"{name.replace('_', '-')}={shown(value)}" for name, value in self.begun.values.items()]
+        texts = [f"{flag(name)}={shown(value)}" for name, value in self.begun.values.items()]
         more = " …" if len(texts) > SHOWN_FIELDS else ""
         why = f" ({reason.partition(chr(10))[0][:SHOWN_REASON]})" if reason else ""
         told = f"trial {self.number}: {value:.4f} bits per byte, {outcome}{why}"
@@ -149,14 +147,11 @@ class Trial:
             for pair in range(len(self.begun.runs), len(self.sweep.body["seeds"])):
                 self.optuna.report(WORST, pair)
 
-    def _frozen(self) -> optuna.trial.FrozenTrial:
-        return self.optuna.study.trials[self.optuna.number]
-
     def _reported(self) -> dict[int, float]:
-        return self._frozen().intermediate_values
+        return self.optuna.study.trials[self.optuna.number].intermediate_values
 
     def _finish(self, outcome: str, value: float, reason: str | None, seconds: float) -> None:
-        attributes = self._frozen().system_attrs
+        attributes = self.optuna.study.trials[self.optuna.number].system_attrs
         line = {
             "trial": self.number,
             "outcome": outcome,
