@@ -22,12 +22,8 @@ from quern.mesh import ProcessGroup
 from quern.terminal import Meter
 from quern.text.chat import render_prompt, render_text
 
-BATCH_ROWS = 32
-"""Replies that are generated together."""
-
-
-CHUNK = 256
-"""Items of scored options whose rows are in memory at a time."""
+BATCH_ROWS = 32  # replies that are generated together
+CHUNK = 256  # items of scored options whose rows are in memory at a time
 FORMAT = 3
 """The version of kept answers. A higher number for other prompts or spans: answers of an old format are not kept."""
 
@@ -80,7 +76,11 @@ def run_task(
         score = kept_score(path, header) if path and task.data and group.rank == 0 else None
         score = group.broadcast_object(score)
         if score is None:
-            replies, settings = _ask(engine, task, of_kind, name, base, group)
+            options = {item.choices is not None for item in of_kind}
+            if task.example is None and len(options) == 2:
+                raise ValueError(f"{name}: some items have choices and some have none; give them different kinds")
+            ask = _likeliest if task.example is not None or options == {True} else _generated
+            replies, settings = ask(engine, task, of_kind, name, base, group)
             chances = [1 / len(one.item.choices) if one.item.choices else one.item.chance for one in replies]
             settings["skipped"] = len(of_kind) - len(replies)
             score = accuracy(name, [reply.correct for reply in replies], chances, **settings)
@@ -103,18 +103,6 @@ def _settings(engine: Engine, task: Task, count: int) -> dict[str, Any]:
         "device": engine.machine.device.type,
         "dtype": str(engine.model.embedding.weight.dtype).removeprefix("torch."),
     }
-
-
-def _ask(
-    engine: Engine, task: Task, items: Sequence[Item], name: str, base: bool, group: ProcessGroup
-) -> tuple[list[Answered], dict[str, Any]]:
-    """The answers to items of one kind, and the settings of their score."""
-    with_choices = {item.choices is not None for item in items}
-    if task.example is None and len(with_choices) == 2:
-        raise ValueError(f"{name}: some items have choices and some have none; give them different kinds")
-    if task.example is not None or with_choices == {True}:
-        return _likeliest(engine, task, items, name, base, group)
-    return _generated(engine, task, items, name, base, group)
 
 
 def fitting(engine: Engine, task: Task, items: Sequence[Item], base: bool) -> list[tuple[int, list[int]]]:

@@ -8,7 +8,7 @@ import pytest
 from quern.data.loader import Batch
 from quern.data.packing import windows
 from quern.data.shards import Corpus
-from quern.eval.bits_per_byte import bits_per_byte, kinds_of_documents, sample, text_scores
+from quern.eval.bits_per_byte import BitsPerByte, bits_per_byte, kinds_of_documents, sample, text_scores
 from quern.text.tinyworld.corpus import KINDS_OF_TEXT, documents, documents_of_kinds
 from tests.support.tiny_model import CPU, TEXTS, plain_bits_per_byte, tiny_model, tiny_tokenizer
 
@@ -52,11 +52,8 @@ def test_a_sample_is_all_over_the_text_and_no_larger_than_asked(tokens: int, len
     assert set(first.starts) <= set(corpus.starts) and corpus.num_tokens == sample(corpus, 10**6).num_tokens
     if tokens == 1000:
         assert first.starts.max() > 0.7 * corpus.starts.max()
-
-
-def test_one_long_document_is_cut() -> None:
-    part = sample(Corpus.from_arrays([[0, *range(1, 500)]]), 60)
-    assert part.gather(0).tolist() == list(range(60))
+    cut = sample(Corpus.from_arrays([[0, *range(1, 500)]]), 60)
+    assert cut.gather(0).tolist() == list(range(60)), "one long document is cut"
 
 
 def test_documents_of_the_world_are_known_by_their_text() -> None:
@@ -78,32 +75,21 @@ def model(tokenizer):
     return tiny_model(tokenizer.vocab_size)
 
 
-def test_special_tokens_and_masked_targets_count_on_neither_side(tokenizer, model):
-    bos, end = tokenizer.bos, tokenizer.special("<|assistant_end|>")
-    ids = tokenizer.encode("the corn")
+def test_special_tokens_masked_targets_and_padding_count_on_neither_side(tokenizer, model):
+    bos, end, ids = tokenizer.bos, tokenizer.special("<|assistant_end|>"), tokenizer.encode("the corn")
     row = np.array([[bos, *ids, end, bos, *ids]])
-    tokens, targets = row[:, :-1], row[:, 1:]
-    everything = np.ones(targets.shape, dtype=bool)
-    text_only = everything.copy()
+
+    def measured(row: np.ndarray, mask: np.ndarray) -> BitsPerByte:
+        return bits_per_byte(model, [Batch(row[:, :-1], row[:, 1:], mask)], tokenizer.token_bytes(), CPU)
+
+    everything = np.ones((1, row.shape[1] - 1), dtype=bool)
+    text_only, first = everything.copy(), np.arange(row.shape[1] - 1)[None] < len(ids)
     text_only[0, len(ids) : len(ids) + 2] = False
-    table = tokenizer.token_bytes()
-    whole = bits_per_byte(model, [Batch(tokens, targets, everything)], table, CPU)
-    assert whole == bits_per_byte(model, [Batch(tokens, targets, text_only)], table, CPU)
-    assert (whole.tokens, whole.bytes) == (2 * len(ids), 16)
-    first = everything.copy()
-    first[0, len(ids) :] = False
-    assert bits_per_byte(model, [Batch(tokens, targets, first)], table, CPU).bytes == 8
-
-
-def test_what_padding_holds_does_not_matter(tokenizer, model):
-    ids = tokenizer.encode("the corn")
-    row = np.array([[tokenizer.bos, *ids, 3, 5]])
-    mask = np.arange(row.shape[1] - 1)[None] < len(ids)
-    table = tokenizer.token_bytes()
-    one = bits_per_byte(model, [Batch(row[:, :-1], row[:, 1:], mask)], table, CPU)
-    row[0, -2:] = tokenizer.bos
-    other = bits_per_byte(model, [Batch(row[:, :-1], row[:, 1:], mask)], table, CPU)
-    assert one == other
+    whole = measured(row, everything)
+    assert whole == measured(row, text_only) and (whole.tokens, whole.bytes) == (2 * len(ids), 16)
+    part = measured(row, first)
+    row[:, len(ids) + 1 :] = 3
+    assert part == measured(row, first) and part.bytes == 8, "what padding holds does not matter"
 
 
 def test_nothing_to_measure_is_refused(tokenizer, model):

@@ -282,7 +282,7 @@ def test_only_all_questions_of_all_tasks_are_chatcore() -> None:
     by_hand = [(0.625 * 0.375, 0.75), (0.25 * 0.75, 0.75), (0.4 * 0.6, 0.75), (0.1 * 0.9, 1.0)]
     error = math.sqrt(sum(v / 100 / scale**2 for v, scale in by_hand)) / 5
     assert mean.high == pytest.approx(mean.value + 1.959964 * error)
-    cut = chat_core([*asked[:4], replace(asked[4], whole=False)], scores)
+    cut = chat_core([*asked[:4], asked[4]._replace(whole=False)], scores)
     assert cut and cut.task == "mean of 5 of ChatCORE's 5 tasks, not all questions"
     left = chat_core(asked, scores | {"mmlu": replace(scores["mmlu"], skipped=3)})
     assert left and left.task == "mean of 5 of ChatCORE's 5 tasks, 3 questions left out"

@@ -48,7 +48,7 @@ def ask(
     return board.curves({"x": x, "y": y, "points": points, "runs": dict.fromkeys(names, [0, 0])} | more)["runs"]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_sample_is_true_lines_and_has_all_validations(tmp_path: Path, seed: int) -> None:
     written = lines(20_000, seed, pad=(0, 400)[seed % 2])
     path = tmp_path / "metrics.jsonl"
@@ -127,37 +127,32 @@ def test_x_of_a_validation_is_interpolated(tmp_path: Path) -> None:
 
 HOUR = 3600
 START = {"kind": "start", "step": 0, "steps": 500}
+SAVE, STOP = {"kind": "save", "step": 20}, {"kind": "stop", "step": 20, "reason": "signal"}
+SLOW = [{"step": step, "tokens": step, "seconds": 300.0 * step, "loss": 2.0} for step in (1, 2, 3)]
 
 
 @pytest.mark.parametrize(
     ("events", "age", "status"),
     [
         ([START, {"kind": "finish", "step": 500}], 9 * HOUR, "finished"),
-        ([START, {"kind": "stop", "step": 20, "reason": "signal"}], 9 * HOUR, "stopped"),
-        ([START, {"kind": "stop", "step": 20, "reason": "11 steps in a row were not finite; …"}], HOUR, "diverged"),
-        ([START, {"kind": "stop", "reason": "signal"}, {"kind": "resume", "step": 20, "steps": 500}], 5, "running"),
-        ([START, {"kind": "save", "step": 20}], 100, "running"),
-        ([START, {"kind": "save", "step": 20}], 200, "stuck"),
+        ([START, STOP], 9 * HOUR, "stopped"),
+        ([START, STOP | {"reason": "11 steps in a row were not finite; …"}], HOUR, "diverged"),
+        ([START, STOP, {"kind": "resume", "step": 20, "steps": 500}], 5, "running"),
+        ([START, SAVE], 100, "running"),
+        ([START, SAVE], 200, "stuck"),
         ([], 5, "running"),
+        (SLOW, 2000, "running"),
+        (SLOW, 4000, "stuck"),
     ],
 )
 def test_statuses(tmp_path: Path, events: list[dict[str, Any]], age: float, status: str) -> None:
-    folder = write_run(tmp_path, "a", "".join(lines(200)), events)
-    written = time.time() - age
+    slow = "".join(json.dumps(row) + "\n" for row in SLOW)
+    folder = write_run(tmp_path, "a", *((slow, [START]) if events is SLOW else ("".join(lines(200)), events)))
     for name in ("metrics.jsonl", "events.jsonl"):
-        os.utime(folder / name, (written, written))
+        os.utime(folder / name, (time.time() - age, time.time() - age))
     [run] = Board(tmp_path).listing()["runs"]
     assert run["status"] == status and run["age"] == pytest.approx(age, abs=30)
     assert run["steps"] == (500 if events else 1000)
-
-
-def test_a_slow_run_is_not_stuck(tmp_path: Path) -> None:
-    rows = [{"step": step, "tokens": step, "seconds": 300.0 * step, "loss": 2.0} for step in (1, 2, 3)]
-    folder = write_run(tmp_path, "a", "".join(json.dumps(row) + "\n" for row in rows), [START])
-    for age, status in ((2000, "running"), (4000, "stuck")):
-        for name in ("metrics.jsonl", "events.jsonl"):
-            os.utime(folder / name, (time.time() - age, time.time() - age))
-        assert Board(tmp_path).listing()["runs"][0]["status"] == status
 
 
 def test_damage_does_not_hide_the_other_runs(tmp_path: Path) -> None:
@@ -236,13 +231,13 @@ def test_a_study(tmp_path: Path) -> None:
 
 
 def test_sweeps_and_isoflop_studies_are_studies(tmp_path: Path) -> None:
-    lines = {
-        "grid": ("cells.jsonl", {**trial("gpt", 0, 1.25), "budget": 3e13, "size": "4x96"}),
-        "search": ("sweep.jsonl", {"trial": 7, "runs": [trial("gpt", 0, 1.25), trial("gpt", 1, 1.5)]}),
-    }
-    for name, (file, line) in lines.items():
+    cell, runs = (
+        {**trial("gpt", 0, 1.25), "budget": 3e13, "size": "4x96"},
+        [trial("gpt", 0, 1.25), trial("gpt", 1, 1.5)],
+    )
+    for name, file, line in (("grid", "cells", cell), ("search", "sweep", {"trial": 7, "runs": runs})):
         (tmp_path / "lab" / name).mkdir(parents=True)
-        (tmp_path / "lab" / name / file).write_text(json.dumps(line) + "\n")
+        (tmp_path / "lab" / name / f"{file}.jsonl").write_text(json.dumps(line) + "\n")
     board = Board(tmp_path)
     assert [run["run"] for run in board.listing("grid")["runs"]] == ["4x96 at 3e+13 FLOPs"]
     assert [run["run"] for run in board.listing("search")["runs"]] == ["trial 7", "trial 7"]
@@ -285,4 +280,3 @@ def test_a_thousand_long_runs_open_without_reading_them_whole(tmp_path: Path, mo
     (tmp_path / "runs/run-0500/pretrain/events.jsonl").touch()
     board.listing()
     assert read, "a changed file is read again"
-    print(f"1,000 runs × 10,000 points: {seconds:.2f} s; parsing everything {whole:.0f} s")

@@ -69,7 +69,7 @@ def test_equals_a_plain_dictionary() -> None:
     assert found == pytest.approx({order: plain(batches(), val, order) for order in (1, 2, 3)})
 
 
-def test_padding_and_what_was_not_trained_on_count_nothing() -> None:
+def test_what_is_masked_counts_nothing() -> None:
     val = list(windows(corpus(7, 20), 16, rows=4))
     masked = [replace(batch, mask=np.zeros_like(batch.mask)) for batch in batches()]
     assert ngram_bits([*batches(), *masked], [*val, replace(val[0], mask=np.zeros_like(val[0].mask))], SIZES, BOS) == (
@@ -77,11 +77,3 @@ def test_padding_and_what_was_not_trained_on_count_nothing() -> None:
     )
     with pytest.raises(ValueError, match="n-grams need targets"):
         ngram_bits(masked, val, SIZES, BOS)
-
-
-def test_a_text_of_pairs_is_a_bigrams() -> None:
-    """Each token decides the next one: the bigram needs almost no bits, the unigram all of log2 of the alphabet."""
-    text = Corpus.from_arrays([[BOS, *(1 + at % 22 for at in range(2000))]])
-    batch = list(windows(text, 2000))
-    found = ngram_bits(batch, batch, np.ones(V, int), BOS)
-    assert found[2] < 0.1 and found[1] == pytest.approx(math.log2(22), abs=0.01)

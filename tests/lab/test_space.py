@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quern.flags.recipe_file import read_recipe_file
-from quern.lab.search.space import Space, apply, read_space
+from quern.lab.search.space import apply, read_space
 from quern.recipe import Recipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
@@ -96,10 +96,12 @@ def test_a_wrong_entry_is_refused_with_the_right_form(entry: str) -> None:
 
 
 def test_a_field_is_in_the_space_once() -> None:
-    with pytest.raises(ValueError, match="optim.matrix-lr is in the space twice"):
-        read_space(["optim.matrix-lr=0.1,0.2", "optim.matrix_lr=0.1..0.2"], RECIPE)
-    with pytest.raises(ValueError, match="the space is empty"):
-        read_space([], RECIPE)
+    for entries, message in (
+        (["optim.matrix-lr=0.1,0.2", "optim.matrix_lr=0.1..0.2"], "optim.matrix-lr is in the space twice"),
+        ([], "the space is empty"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_space(entries, RECIPE)
 
 
 def test_a_file_means_the_same_as_its_entries(tmp_path: Path) -> None:
@@ -148,19 +150,17 @@ def test_the_edge_of_a_range(entry: str, value: object, edge: str | None) -> Non
 def test_the_recipes_own_values_are_a_point_if_they_are_in_the_space() -> None:
     recipe: Recipe = resolve(replace(RECIPE, train=replace(RECIPE.train, steps=10, batch_tokens=4096)))
 
-    def point(*entries: str) -> dict[str, object] | None:
-        space: Space = read_space(entries, recipe)
-        return space.point(recipe)
-
-    assert point("optim.matrix-lr=0.01..0.1:log") == {"optim.matrix_lr": 0.02}
-    assert point("optim.matrix-lr=0.01..0.1:log", "train.batch-tokens=4096,8192") == {
-        "optim.matrix_lr": 0.02,
-        "train.batch_tokens": 4096,
-    }
-    assert point("train.batch-tokens=4096..8192:4096") == {"train.batch_tokens": 4096}
-    assert point("train.batch-tokens=1024..8192:1792") is None  # 4096 is between two of its values
-    assert point("optim.matrix-lr=0.03..0.1:log") is None
-    assert point("train.clip-norm=none,1") == {"train.clip_norm": None}
+    for entry, value in (
+        ("optim.matrix-lr=0.01..0.1:log", 0.02),
+        ("train.batch-tokens=4096,8192", 4096),
+        ("train.batch-tokens=4096..8192:4096", 4096),
+        ("train.batch-tokens=1024..8192:1792", "absent"),  # 4096 is between two of its values
+        ("optim.matrix-lr=0.03..0.1:log", "absent"),
+        ("train.clip-norm=none,1", None),
+    ):
+        name = entry.partition("=")[0].replace("-", "_")
+        both = read_space([entry, "optim.head-lr=0.001..0.1"], recipe).point(recipe)
+        assert both == (None if value == "absent" else {name: value, "optim.head_lr": 0.008}), entry
 
 
 @pytest.mark.parametrize("path", sorted(EXPERIMENTS.glob("studies/*.toml")), ids=lambda path: path.stem)

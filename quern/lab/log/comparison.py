@@ -103,8 +103,9 @@ class _Told:
         plan = self.study.plan
         machines = {one.machine for runs in self.study.trials.values() for one in runs.values() if one.machine}
         first = plan.rungs[str(min(self.rungs, default=min(map(int, plan.rungs))))]
-        size = "" if first.width is None else f"{first.depth}x{first.width}, vocabulary {first.vocab_size:,}, context "
-        size += "" if first.width is None else f"{first.context:,}, "
+        size = ""
+        if first.width is not None:
+            size = f"{first.depth}x{first.width}, vocabulary {first.vocab_size:,}, context {first.context:,}, "
         old = " **Its baseline is an old one: the defaults have changed since.**" if self.old else ""
         return (
             f"Baseline `{plan.base}` on `{plan.data}` (text {plan.text}); the lowest rung is {size}{first.steps:,} "
@@ -117,43 +118,30 @@ class _Told:
     def section(self) -> list[str]:
         """The study's section of experiments/LOG.md: a row for each idea, the largest multiplier first."""
         head = ["idea", *(f"rung {rung}" for rung in self.rungs), "multiplier", "trend", "expected", "as expected"]
-        body = [
-            [
-                row.idea,
-                *(f"{one.verdict}, {one.difference:+.4f} {interval(one)}" if one else "" for one in findings),
-                _multiplier(row),
-                "" if row.course is None else row.course.trend,
-                self.about(row.idea).direction or "",
-                agreement(self.about(row.idea), row),
-            ]
-            for row in self.rows
-            for findings in [[row.findings.get(rung) for rung in self.rungs]]
-        ]
+        body: list[list[str]] = []
+        for row in self.rows:
+            about, findings = self.about(row.idea), (row.findings.get(rung) for rung in self.rungs)
+            cells = (f"{one.verdict}, {one.difference:+.4f} {interval(one)}" if one else "" for one in findings)
+            trend = row.course.trend if row.course else ""
+            body.append([row.idea, *cells, _multiplier(row), trend, about.direction or "", agreement(about, row)])
         return [self.setup() + "\n", *table(head, body)]
 
     def verdicts(self) -> dict[str, list[Verdict]]:
         """The verdict on each idea, by rung. That on its highest rung also tells the multiplier and the trend."""
-        plan, found = self.study.plan, dict[str, list[Verdict]]()
+        name, plan, found = self.study.name, self.study.plan, dict[str, list[Verdict]]()
         for row in self.rows:
             for rung, one in row.findings.items():
-                text = f"{one.verdict} on rung {rung}"
-                about = f" ({one.difference:+.4f} bits per byte, {counted(one.pairs, 'pair')})"
                 top = rung == max(row.findings)
-                course = f", {row.course.trend}" if row.course else ""
-                more = (f"; multiplier {_multiplier(row)}" if row.flops else "") + course if top else ""
-                short = text + (f", {_multiplier(row)}" if row.flops and top else "")
-                baseline, decided = (plan.base, plan.text, plan.numbers[str(rung)]), one.verdict != "undecided"
-                told_ = Verdict(
-                    self.study.name,
-                    rung,
-                    baseline,
-                    self.old,
-                    one.pairs + one.failed,
-                    decided,
-                    text + about + more,
-                    short,
-                )
-                found.setdefault(row.idea, []).append(told_)
+                short = f"{one.verdict} on rung {rung}"
+                text = f"{short} ({one.difference:+.4f} bits per byte, {counted(one.pairs, 'pair')})"
+                if top and row.flops:
+                    text, short = f"{text}; multiplier {_multiplier(row)}", f"{short}, {_multiplier(row)}"
+                if top and row.course:
+                    text += f", {row.course.trend}"
+                baseline, runs = (plan.base, plan.text, plan.numbers[str(rung)]), one.pairs + one.failed
+                decided = one.verdict != "undecided"
+                verdict = Verdict(name, rung, baseline, self.old, runs, decided, text, short)
+                found.setdefault(row.idea, []).append(verdict)
         return found
 
     def about(self, idea: str) -> Idea:
@@ -185,8 +173,8 @@ def multipliers(rows: Sequence[Row]) -> str:
         for row, colour in zip(shown, colours, strict=True):
             rungs = sorted(row.flops)
             x, found = [row.computes[rung] for rung in rungs], [told(row.flops[rung]) for rung in rungs]
-            values = np.array([one.value for one in found])
-            errors = np.abs([[one.low for one in found], [one.high for one in found]] - values)
+            values, low, high = np.array(found).T
+            errors = np.abs([low - values, high - values])
             axes.errorbar(x, values, errors, fmt="o-", color=colour, markersize=3, linewidth=1)
             ends.append((values[-1], x[-1], row, colour))
         axes.yaxis.set_major_formatter("{x:g}")
@@ -201,10 +189,8 @@ def multipliers(rows: Sequence[Row]) -> str:
             own = axes.transData.transform((x, value))[1] * 72 / figure.dpi
             free = min(own, free - LABEL_POINTS)
             line = {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "shrinkB": 3, "relpos": (0, 0.5)}
-            at = (30, free - own)
-            axes.annotate(
-                row.idea, (x, value), at, textcoords="offset points", fontsize=6, va="center", arrowprops=line
-            )
+            how: dict[str, Any] = {"textcoords": "offset points", "fontsize": 6, "va": "center", "arrowprops": line}
+            axes.annotate(row.idea, (x, value), (30, free - own), **how)
         return svg(figure)
 
 

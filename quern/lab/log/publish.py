@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from quern.lab.arms import read_idea, with_verdict
 from quern.lab.ladder.study import FILES
@@ -25,18 +25,12 @@ from quern.terminal import counted
 OLD = "old baseline: "
 
 
-class Kind(NamedTuple):
-    """A kind of study: the files of its records, and the function that makes its page from a folder of them."""
-
-    files: Sequence[str]
-    read: Callable[[Path], Page]
-
-
-KINDS = (
-    Kind(FILES, comparison.read),
-    Kind(searches.SWEEP_FILES, searches.read_sweep),
-    Kind(searches.SCALING_FILES, searches.read_scaling),
+KINDS: tuple[tuple[Sequence[str], Callable[[Path], Page]], ...] = (
+    (FILES, comparison.read),
+    (searches.SWEEP_FILES, searches.read_sweep),
+    (searches.SCALING_FILES, searches.read_scaling),
 )
+"""Of each kind of study: the files of its records, and the function that makes its page from a folder of them."""
 INTRODUCTION = (
     "# The experiment log\n",
     "In a comparison, each row is an idea against the baseline of its study, over paired seeds. Differences are in "
@@ -63,7 +57,7 @@ def run(options: LogOptions, log: Callable[[str], None]) -> int:
     for name in options.study:
         source = options.out / "lab" / name
         _page(source)  # a damaged study leaves what was published as it is
-        texts = _public(source, _kind(source), options.folder)
+        texts = _public(source, options.folder)
         _refuse_loss(records / name, texts)
         (records / name).mkdir(parents=True, exist_ok=True)
         for file, text in texts.items():
@@ -92,29 +86,27 @@ def _refuse_loss(published: Path, texts: dict[str, str]) -> None:
                 )
 
 
-def _kind(folder: Path) -> Kind:
-    """The kind of study that a folder holds."""
-    for kind in KINDS:
-        if all((folder / file).is_file() for file in kind.files):
-            return kind
-    raise FileNotFoundError(
-        f"there is no finished study in {folder}: `quern lab compare`, `quern lab sweep` and `quern lab scaling` make "
-        "one"
-    )
+def _kind(folder: Path) -> tuple[Sequence[str], Callable[[Path], Page]]:
+    """The files of the study in a folder, and what reads them."""
+    for files, read in KINDS:
+        if all((folder / file).is_file() for file in files):
+            return files, read
+    verbs = "`quern lab compare`, `quern lab sweep` and `quern lab scaling`"
+    raise FileNotFoundError(f"there is no finished study in {folder}: {verbs} make one")
 
 
 def _page(folder: Path) -> Page:
     """The page of the study in a folder. Raises ValueError if its records are not whole."""
     try:
-        return _kind(folder).read(folder)
+        return _kind(folder)[1](folder)
     except (LookupError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ValueError(f"{folder} is damaged ({error!r}): put back a copy of its files, or remove it") from error
 
 
-def _public(source: Path, kind: Kind, project: Path) -> dict[str, str]:
+def _public(source: Path, project: Path) -> dict[str, str]:
     """The records of a study by file, without the folders of the texts and of the recipe files: records are published,
     folders are private. The fingerprint identifies the text."""
-    texts = {file: (source / file).read_text(encoding="utf-8") for file in kind.files}
+    texts = {file: (source / file).read_text(encoding="utf-8") for file in _kind(source)[0]}
     for file, text in texts.items():
         if not file.endswith(".json"):
             continue
