@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Interval
 
-from quern.field_types import Few, Port, Positive, Rate, Seed
+from quern.field_types import Few, Port, Positive, Rate
 from quern.flags.check_flags import DeviceOptions, Mark
 from quern.flags.recipe_flags import FINE_TUNING, FOLLOWING, RL, Refusal
 from quern.recipe import Recipe
@@ -75,8 +75,6 @@ class CompareOptions:
     """An idea that is not decided after so many pairs stays undecided."""
     any_delta: bool = False
     """Train ideas although, by the baseline's noise, so many pairs cannot show a change of less than delta."""
-    vary: Literal["both", "init", "data"] = "both"
-    """The parts that differ between the pairs: the initial weights, the order of the data, or both."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +113,6 @@ class SweepOptions:
     """Runs of each trial, with the same seeds in every trial."""
     evaluations: Few = 8
     """Validations of each run."""
-    sampler_seed: Seed = 0
-    """Seed of the sampler."""
     workers: Few = 1
     """Processes on this machine that run trials at the same time. On another machine that shares the folder, run the
     same command."""

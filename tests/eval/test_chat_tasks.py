@@ -20,7 +20,6 @@ from quern.eval.chat import (
     PARTS,
     TASKS,
     Asked,
-    ProgramItem,
     chat_core,
     find_chat_tasks,
     program_of,
@@ -296,28 +295,6 @@ def test_a_base_model_continues_text(folder: Path) -> None:
     code, mmlu = (one.task.task(one.items) for one in asked_of(folder, "humaneval", "mmlu")[::-1])
     assert code.base_prompt(code.items(0, 1)[0]) == CODE["prompt"] and "\ndef" in code.base_stop
     assert mmlu.base_prompt(mmlu.items(0, 1)[0]).endswith("\nC) oak\nAnswer:")
-
-
-def real_data() -> Path | None:
-    folders = (parent / "shared" / "data" for parent in Path(__file__).resolve().parents)
-    return next((path for path in folders if path.is_dir()), None)
-
-
-def test_the_published_files_are_read() -> None:
-    data = real_data()
-    if data is None:
-        pytest.skip("no folder shared/data above this one")
-    counts = {"arc_easy": 2376, "arc_challenge": 1172, "gsm8k": 1319, "humaneval": 164}
-    items = {asked.task.name: asked.items for asked in find_chat_tasks(data, data, list(counts), None, print)}
-    assert {name: len(own) for name, own in items.items()} == counts
-    assert not any(item.question.startswith("Question:") for item in items["arc_easy"])
-    programs = [program_of(item, item.question + item.answer) for item in items["humaneval"][::8]]
-    assert all(isinstance(item, ProgramItem) and item.test for item in items["humaneval"])
-    try:
-        with Sandbox(workers=2) as sandbox:
-            assert all(outcome.passed for outcome in sandbox.run(programs))
-    except SandboxError:
-        pytest.skip("no sandbox works on this machine")
 
 
 def test_the_command_asks_chat_tasks_and_finds_planted_questions(

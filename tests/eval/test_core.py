@@ -3,7 +3,7 @@
 import gzip
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from experiments.bigram import BigramGPT
-from quern.eval import run_task as running
 from quern.eval.core import BY_NAME, TASKS, VERSIONS, find_tasks, make_example, read_rows, run_core
-from quern.eval.likelihood import Example, score_examples
+from quern.eval.likelihood import score_examples
 from quern.eval.run_task import Records
 from quern.generate.engine import Engine
 from quern.model.gpt import GPT
@@ -149,30 +148,6 @@ def test_the_mean_of_all_tasks_has_a_name_and_a_version(bundle: Path, tokenizer:
     scores = run_core(engine, find_tasks(bundle), Records(records, {"step": 3}), said.append)
     assert [score.task for score in scores[-2:]] == [f"mean of 21 of CORE's 22 tasks, {v}" for v in VERSIONS]
     assert "not asked: coqa" in said
-
-
-def test_a_finished_task_is_not_asked_again(
-    bundle: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[int] = []
-
-    def counted(model: Any, examples: Sequence[Example], *arguments: Any, **options: Any) -> Any:
-        asked.append(len(examples))
-        if len(asked) == 3:
-            raise KeyboardInterrupt
-        return score_examples(model, examples, *arguments, **options)
-
-    monkeypatch.setattr(running, "score_examples", counted)
-    records, engine = tmp_path / "records", engine_of(tokenizer)
-    tasks = find_tasks(bundle, ["copa", "winograd", "openbook_qa"])
-    with pytest.raises(KeyboardInterrupt):
-        run_core(engine, tasks, Records(records, {"step": 1}), print)
-    assert not (records / "core/openbook_qa.answers.jsonl").exists()
-    again = run_core(engine, tasks, Records(records, {"step": 1}), print)
-    assert len(asked) == 4
-    assert run_core(engine, tasks, Records(records, {"step": 1}), print) == again
-    run_core(engine, tasks, Records(records, {"step": 2}), print, limit=5)
-    assert asked[4:] == [5, 5, 5], "another step or another limit is another evaluation"
 
 
 @pytest.mark.parametrize(

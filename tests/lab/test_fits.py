@@ -25,12 +25,6 @@ def study(noise: float, seed: int = 0) -> tuple[np.ndarray, ...]:
     return budget, n, budget / (6 * n), loss + np.random.default_rng(seed).normal(0, noise, len(n))
 
 
-def test_the_vertex_is_the_minimum_of_the_parabola() -> None:
-    x = np.array([1e6, 2e6, 5e6, 1e7, 3e7])
-    vertex = parabola(x, 0.25 * np.log(x / 4e6) ** 2 + 1.5)
-    assert (vertex.n, vertex.loss, vertex.refusal) == (pytest.approx(4e6, rel=1e-9), pytest.approx(1.5), "")
-
-
 ABOVE = "the minimum, 45.3, is above the measured range of the size, which ends at 8"
 BELOW = "is below the measured range of the size, which ends at 1: measure smaller"
 FEW = "3 of at least 4 different values of the size"

@@ -78,16 +78,6 @@ def test_a_sweep_finds_the_best_of_its_trials(tmp_path: Path, sampler: Any, numb
     assert any(line.startswith("best: --optim.matrix-lr 0.0") for line in lines)
 
 
-def test_a_grid_is_trained_once(tmp_path: Path) -> None:
-    space = ("optim.matrix-lr=0.01,0.02,0.04", "train.warmdown-share=0.4..0.8:0.2")
-    trials, results, lines = sweep(options(tmp_path, space=space, sampler="grid", trials=1))
-    points = (trial["values"] for trial in trials)
-    found = {(point["optim.matrix_lr"], round(point["train.warmdown_share"], 6)) for point in points}
-    assert len(trials) == 9
-    assert found == {(rate, share) for rate in (0.01, 0.02, 0.04) for share in (0.4, 0.6, 0.8)}
-    assert not results["edges"] or "warning" in "\n".join(lines)
-
-
 def test_the_best_at_the_edge_is_a_warning(tmp_path: Path) -> None:
     _, results, lines = sweep(options(tmp_path, space=("optim.matrix-lr=0.001,0.002,0.003",), sampler="grid"))
     assert results["edges"] == [

@@ -70,7 +70,7 @@ def run(
         text=(prepared.origin.text or "")[:SHOWN],
         data=Path(base.recipe.data).name,
         facts=facts,
-        **{name: getattr(options, name) for name in ("delta", "alpha", "most_pairs", "tune", "vary", "ladder")},
+        **{name: getattr(options, name) for name in ("delta", "alpha", "most_pairs", "tune", "ladder")},
     )
     study = Comparison.of(folder, plan, [_record(arm, facts["commit"]) for arm in arms])
     asked = Options(sorted(options.rungs), [arm.name for arm in arms[1:]], options.every, options.any_delta)

@@ -145,12 +145,12 @@ FILES = (Study.PLAN, ARMS, TRIALS, SPEEDS, BASELINES)
 Numbers = dict[str, float]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """The rules that a comparison fixes before its first run: flags of `CompareOptions`, and what they rest on. rungs:
     by number, as text; numbers: by rung, fingerprints of the baseline's resolved numbers; text, data: fingerprint and
     name of the text; ladder: whether the rungs are sizes, else a baseline that a trigram beats is not refused; facts:
-    of the start; metric: what is compared, lower is better."""
+    of the start; vary: what differs between pairs, initial weights and data order; metric: lower is better."""
 
     base: str
     rungs: dict[str, Rung]
@@ -161,14 +161,10 @@ class Plan:
     alpha: float
     most_pairs: int
     tune: str
-    vary: str
+    vary: str = "both"
     ladder: bool
     facts: dict[str, Any]
     metric: str = "validation bits per byte after the last step"
-
-    def seeds(self, pair: int) -> tuple[int, int]:
-        """The seeds of the initial weights and of the data order of a pair."""
-        return pair * (self.vary != "data"), pair * (self.vary != "init")
 
 
 @dataclass(frozen=True)
@@ -185,9 +181,9 @@ class ArmRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRecord(Trial):
-    """A finished trial, and what it rests on. seed: the pair's, of which both arms have the seeds (`Plan.vary`); value:
-    of the tuned field, None for the recipe's own; changed: tracked files that differed from the commit; time: its end;
-    text, numbers, code: fingerprints, as in `Plan` and `ArmRecord`; error: why there is no result."""
+    """A finished trial, and what it rests on. seed: of the pair; value: of the tuned field, None for the recipe's own;
+    changed: tracked files that differed from the commit; time: its end; text, numbers, code: fingerprints, as in `Plan`
+    and `ArmRecord`; error: why there is no result."""
 
     rung: int
     value: float | None = None

@@ -204,7 +204,7 @@ class Worker:
             recipe = replace(recipe, optim=replace(recipe.optim, **{plan.tune: job.value}))
         try:
             sized = replace(arm, recipe=at_rung(recipe, plan.rungs[str(job.rung)]))
-            trials = self.train(sized, [plan.seeds(seed) for seed in job.seeds])
+            trials = self.train(sized, [(seed, seed) for seed in job.seeds])
             for seed, trial in zip(job.seeds, trials, strict=False):
                 self._keep(TrialRecord(**asdict(trial) | facts | {"seed": seed, "time": now()}))
         except (RuntimeError, ValueError) as error:

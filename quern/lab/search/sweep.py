@@ -137,7 +137,7 @@ def _points(options: SweepOptions, space: Space, baseline: Recipe) -> list[dict[
 
 def _sampler(options: SweepOptions, number: int) -> optuna.samplers.BaseSampler:
     """A sampler whose random numbers differ from those of other trials."""
-    seed = int(np.random.SeedSequence((options.sampler_seed, number)).generate_state(1)[0])
+    seed = int(np.random.SeedSequence((0, number)).generate_state(1)[0])
     if options.sampler == "gp":
         return samplers.GPSampler(seed=seed, deterministic_objective=False)
     return samplers.TPESampler(seed=seed) if options.sampler == "tpe" else samplers.RandomSampler(seed=seed)
