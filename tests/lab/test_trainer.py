@@ -171,9 +171,13 @@ def test_a_comparison_from_the_command_line(
     assert (study.folder / "trials.jsonl").read_text() == before and str(text.parent) not in before
     assert "experiments is no folder" in refused(capsys, "log", "--study", "cap") and not Path("experiments").exists()
     Path("experiments").mkdir()
+    Path("experiments/idea.py").write_text('"""An idea.\n\nVerdict: none.\n"""\n', encoding="utf-8")
     assert main.main(["lab", "log", "--study", "cap"]) == 0
     page = Path("docs/experiments/cap.md").read_text(encoding="utf-8")
     assert "(cap-multipliers.svg)" in page and str(text.parent) not in page
+    assert re.search(
+        r"^Verdict: .+ on rung 0 \(.+, 3 pairs\); multiplier × ", Path("experiments/idea.py").read_text("utf-8"), re.M
+    )
     log = Path("experiments/LOG.md").read_text(encoding="utf-8")
     assert "| idea | " in log and "old one" not in log
     plan = Path("experiments/records/cap/study.json")
