@@ -83,10 +83,7 @@ class LoadedModel:
 def load(
     run_dir: RunDir, machine: Machine, log: Callable[[str], None], stage: str | None = None, callables: Code = None
 ) -> LoadedModel:
-    """Loads the newest intact checkpoint of a stage.
-
-    Args:
-        stage: The stage to load; by default the last one that was trained.
+    """Loads the newest intact checkpoint of a stage, by default of the last one that was trained.
 
     Raises:
         FileNotFoundError: There is no checkpoint; the message names the command to run first.
@@ -94,9 +91,8 @@ def load(
     """
     name = run_dir.require_trained(stage)[-1]
     tokenizer = run_dir.tokenizer()
-    path = _pick(run_dir, name, NEWEST, log)
-    with waiting(f"the disk to read {path}", log=log):
-        start = open_checkpoint(run_dir, name, path, callables)
+    with waiting(f"the disk to read {run_dir.checkpoints(name)}", log=log):
+        start = open_checkpoint(run_dir, name, pick(run_dir, name, NEWEST, log), callables)
     trained = replace(start.origin, tokenizer=start.meta["tokenizer"])
     require_same(trained, replace(trained, tokenizer=tokenizer.fingerprint), run_dir, name)
     model = build_model(start.recipe, machine, None, weights_of(start.tensors))
@@ -104,27 +100,21 @@ def load(
 
 
 def read_start(run_dir: RunDir, stages: Sequence[str], at: str, log: Callable[[str], None], callables: Code) -> Start:
-    """Loads the checkpoint that another run or stage starts from.
+    """Loads the checkpoint that another run or stage starts from: of the first of `stages` that has checkpoints.
 
-    Args:
-        stages: The stages to search; the first one with checkpoints is used.
-        at: NEWEST, BEFORE_WARMDOWN (kept from before the learning rates fell), or a step.
-
-    Raises:
-        FileNotFoundError: There is no such run, or no checkpoint.
-        CheckpointError: The checkpoint is damaged.
-        ValueError: `at` names no checkpoint.
+    at: NEWEST, BEFORE_WARMDOWN (kept from before the learning rates fell), or a step. Raises FileNotFoundError or
+    ValueError where there is no such run or checkpoint, CheckpointError for a damaged one.
     """
     stage = next((name for name in stages if run_dir.has_trained(name)), None)
     if stage is None:
         what, verb = ("base model", "pretrain") if "pretrain" in stages else (f"stage '{stages[0]}'", stages[0])
         raise FileNotFoundError(run_dir.has_no(what, verb))
-    return open_checkpoint(run_dir, stage, _pick(run_dir, stage, at, log), callables)
+    return open_checkpoint(run_dir, stage, pick(run_dir, stage, at, log), callables)
 
 
 def open_checkpoint(run_dir: RunDir, stage: str, path: Path, callables: Code = None) -> Start:
-    """Loads a checkpoint with its recipe and origin. Raises as `checkpoint.load` and `RunDir.read_recipe`."""
-    tensors, meta = checkpoint.load(path)
+    """Loads a verified checkpoint with its recipe and origin. Raises as `checkpoint.load` and `RunDir.read_recipe`."""
+    tensors, meta = checkpoint.load(path, verified=True)
     try:
         typed(meta, _Meta)
     except ValueError as error:
@@ -135,12 +125,15 @@ def open_checkpoint(run_dir: RunDir, stage: str, path: Path, callables: Code = N
     return Start(run_dir, stage, recipe, tensors, meta, origin)
 
 
-def _pick(run_dir: RunDir, stage: str, at: str, log: Callable[[str], None]) -> Path:
+def pick(run_dir: RunDir, stage: str, at: str, log: Callable[[str], None]) -> Path:
+    """Verifies a checkpoint of a stage, and returns its path. Arguments and errors as of `read_start`."""
     folder = run_dir.checkpoints(stage)
     if at == NEWEST:
-        found = manifest.latest(folder, log)
-        if found is None:
-            raise CheckpointError(run_dir.no_good_checkpoint(stage))
+        if (found := manifest.latest(folder, log)) is None:
+            raise CheckpointError(
+                f"none of the checkpoints under {folder} is good: put back a copy of one, or remove the folder "
+                f"{folder.parent} and run `quern {stage} {run_dir.flags}` again"
+            )
         return found[0]
     steps = manifest.steps(folder)
     step = int(at) if at.isdigit() else None
@@ -151,4 +144,5 @@ def _pick(run_dir: RunDir, stage: str, at: str, log: Callable[[str], None]) -> P
             f"--from-step {at}: run '{run_dir.run}' has no such checkpoint; there are {NEWEST} and the steps "
             f"{', '.join(map(str, steps))}"
         )
-    return manifest.path_of(folder, step)
+    manifest.verify(path := manifest.path_of(folder, step))
+    return path

@@ -60,10 +60,10 @@ def main(arguments: Sequence[str], log: Log, description: str) -> int:
         compare(names, runs, log)
     elif not action:
         table(options.out, runs_in(options.out), log)
-    for one in runs if action in ("show", "remove") else ():
+    for one in runs:
         if action == "show":
             show(one, log)
-        elif options.yes or asked(one):
+        elif action == "remove" and (options.yes or asked(one)):
             remove(one, log)
     return 0
 
@@ -180,12 +180,8 @@ def compare(names: Sequence[str], runs: Sequence[RunDir], log: Log) -> None:
 def compare_answers(first: str, second: str, out: Path, log: Log) -> None:
     """Logs the scores of two models, item by item, and appends them to the first run's comparisons.jsonl.
 
-    Args:
-        first, second: RUN or RUN/STAGE; without a stage, the last one of the first run that has answers.
-
-    Raises:
-        FileNotFoundError: A model has no answers.
-        ValueError: It is one model, or the two share no task or were asked different items.
+    first, second: RUN or RUN/STAGE; without a stage, the last one of the first run that has answers. Raises
+    FileNotFoundError for a model without answers, ValueError for one model or for different questions.
     """
     from quern.eval.answers import compare, read_answers  # late: they need NumPy
 

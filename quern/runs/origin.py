@@ -7,8 +7,8 @@ compared with it (`compare`): a stage owns its inputs, because training on other
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from quern.runs.run_dir import STAGES, RunDir
 from quern.text.tokenizer import Tokenizer
 from quern.train import manifest
 from quern.train.manifest import CheckpointError, read_manifest
-from quern.validate import flag
+from quern.validate import check_body, flag
 
 FILE = "origin.json"
 HASHED_DOCUMENTS = 256
@@ -38,20 +38,12 @@ COMPARED = {
     "rewards": "the files of --rl.rewards or --rl.data have",
     "group_size": "the order of documents, which follows from quern's version, has",
 }
-CHANGEABLE = OPERATIONAL | {
-    "train.steps",
-    "train.warmup_steps",
-    "train.warmdown_share",
-    "train.final_lr",
-    "train.clip_norm",
-    "sft.steps",
-    "sft.epochs",
-    "sft.lr_share",
-    "sft.warmdown_share",
-    "rl.steps",
-    "rl.lr_share",
-    "rl.warmdown_share",
-}
+CHANGEABLE = (
+    OPERATIONAL
+    | {f"train.{name}" for name in ("steps", "warmup_steps", "warmdown_share", "final_lr", "clip_norm")}
+    | {f"sft.{name}" for name in ("steps", "epochs", "lr_share", "warmdown_share")}
+    | {f"rl.{name}" for name in ("steps", "lr_share", "warmdown_share")}
+)
 """Fields of the recipe that may change when a stage is resumed, besides every field of `optim`."""
 BY_CONTENT = ("data", "val", "shards", "conversations", "text.tokenizer", "sft.tests")
 """Fields that name files: the fingerprints of their contents are compared instead."""
@@ -81,8 +73,8 @@ class Origin:
 
     def meta(self) -> dict[str, Any]:
         """The entries of a checkpoint's meta that say what it was made from."""
-        own = {"tokenizer": self.tokenizer, "seed": self.recipe["seed"]}
-        return {"recipe": self.recipe, **own, "origin": self.to_json()}
+        own = {"recipe": self.recipe, "tokenizer": self.tokenizer, "seed": self.recipe["seed"]}
+        return own | {"origin": self.to_json()}
 
     @staticmethod
     def of_checkpoint(meta: dict[str, Any]) -> Origin:
@@ -91,21 +83,17 @@ class Origin:
 
 
 def read_origin(stage: Path, recipe: dict[str, Any] | None = None) -> Origin | None:
-    """Reads the record of a stage folder; a file that is missing is replaced by its copy in the newest checkpoint.
+    """Reads the record of a stage's folder; a file that is missing is replaced by its copy in the newest checkpoint.
 
-    Args:
-        stage: The stage's folder.
-        recipe: The recipe as JSON; None reads recipe.json.
-
-    Returns:
-        The record; None for a stage that has not begun.
-
-    Raises:
-        ValueError: A file is damaged.
+    recipe: the recipe as JSON, instead of recipe.json. Returns None for a stage that has not begun. Raises ValueError
+    for a damaged file.
     """
     origin, path = stage / FILE, stage / "recipe.json"
     if recipe is None and path.exists():
-        recipe = read_json(path, dict[str, Any])
+        instead = "put back a copy of it, or remove it; going on with the same flags writes it again"
+        recipe = read_json(path, dict[str, Any], instead)
+        with _damaged(path, instead):
+            check_body(recipe)
     meta = {} if origin.exists() and recipe is not None else newest_meta(stage)
     recipe = recipe or meta.get("recipe")
     if recipe is None or not (origin.exists() or meta):
@@ -113,10 +101,16 @@ def read_origin(stage: Path, recipe: dict[str, Any] | None = None) -> Origin | N
     if not origin.exists():
         return Origin.of_checkpoint(meta | {"recipe": recipe})
     found = read_json(origin, dict[str, Any], instead := "remove it, the run's checkpoints hold the same facts")
-    try:
+    with _damaged(origin, instead):
         return typed(found | {"recipe": recipe}, Origin)
+
+
+@contextmanager
+def _damaged(path: Path, instead: str) -> Iterator[None]:
+    try:
+        yield
     except ValueError as error:
-        raise ValueError(f"{origin} is damaged ({error}): {instead}") from error
+        raise ValueError(f"{path} is damaged ({error}): {instead}") from error
 
 
 def newest_meta(stage: Path) -> dict[str, Any]:
@@ -128,18 +122,10 @@ def newest_meta(stage: Path) -> dict[str, Any]:
 
 
 def compare(began: Origin | None, now: Origin, run_dir: RunDir, stage: str, besides: Sequence[str] = ()) -> list[str]:
-    """Compares what a resumed stage is made from with what it began with: its inputs, then its recipe.
+    """Compares what a resumed stage is made from (`now`) with what it began with: its inputs, then its recipe.
 
-    Args:
-        began: The record on disk; None for a stage that begins.
-        now: The record of what the command would train with.
-        besides: Parts and fields of the recipe to ignore.
-
-    Returns:
-        One line "field old → new" for each changed field of the recipe.
-
-    Raises:
-        ValueError: An input or a field changed that must not; the message says what to do instead.
+    began: None for a stage that begins; besides: parts and fields of the recipe to ignore. Returns a line
+    "field old → new" for each changed field. Raises ValueError for an input or a field that must not change.
     """
     if began is None:
         return []
@@ -164,9 +150,8 @@ def require_same(
 ) -> None:
     """Raises ValueError for the first input that both records have and that differs.
 
-    Args:
-        what: The name of what began with the first record; empty for the run.
-        instead: Advice for an input other than the tokenizer, besides training under another name.
+    what: the name of what began with the first record, by default the run; instead: advice for an input other than the
+    tokenizer, besides training under another name.
     """
     for name, changed in COMPARED.items():
         before, found = getattr(began, name), getattr(now, name)

@@ -60,8 +60,8 @@ class PublicData:
     """The files of a public data set that a run reads."""
 
     name: str  # for file names
-    train: tuple[Path, ...]  # the training files
-    val: tuple[Path, ...]  # the files for validation
+    train: tuple[Path, ...]
+    val: tuple[Path, ...]
     tokenizer: Path | None  # the vocabulary of tokens
     available: int  # the number of training files that the set has
 
@@ -73,9 +73,7 @@ class PublicData:
 def public_data(recipe: Resolved, out: Path, log: Log = silent) -> PublicData | None:
     """The files of the recipe's data; None for tinyworld and for a file or a folder.
 
-    Args:
-        recipe: Its `shards` is the number of training files; None for as many as its tokens need.
-        log: Called with a line where a part of the set is enough.
+    log: called with a line where a part of the set is enough.
 
     Raises:
         FileNotFoundError: There is no such file, folder or data set.
@@ -99,14 +97,10 @@ def public_data(recipe: Resolved, out: Path, log: Log = silent) -> PublicData | 
 def with_local_data(recipe: Recipe, out: Path, arguments: Sequence[str], log: Log) -> Recipe:
     """The recipe with paths in the place of standard input ("-") and of addresses (http, https) in its data.
 
-    Args:
-        recipe: Names the data.
-        out: The output folder: the files are kept below it.
-        arguments: The command line. With --ranks or --nodes, standard input cannot be read.
-        log: Called with the SHA-256 of each file.
+    The files are kept below the output folder. arguments: the command line.
 
     Raises:
-        ValueError: Standard input is a terminal, or empty, or several ranks would read it.
+        ValueError: Standard input is a terminal, or empty, or several ranks (--ranks, --nodes) would read it.
         OSError: A file cannot be downloaded.
     """
 
@@ -130,7 +124,7 @@ def with_local_data(recipe: Recipe, out: Path, arguments: Sequence[str], log: Lo
 
 
 def _kept_input(folder: Path, log: Log) -> Path:
-    """Standard input as a file that is named by its contents."""
+    """Writes standard input to a file that is named by its contents."""
     if sys.stdin is None or sys.stdin.isatty() or not (content := sys.stdin.buffer.read()):
         raise ValueError("--data -: nothing is piped in; give text, as in cat texts/*.txt | quern run --data -")
     digest = hashlib.sha256(content).hexdigest()
@@ -142,8 +136,7 @@ def _kept_input(folder: Path, log: Log) -> Path:
 
 
 def shards_used(recipe: Resolved, out: Path) -> int | None:
-    """The number of training files of a public data set that the recipe's run reads; None for other data. Raises as
-    `public_data`; it downloads nothing but the list of a repository's files."""
+    """The number of training files of a public data set that the recipe's run reads; None for other data."""
     known = _data(recipe, out)
     return None if known is None else _shards(recipe, known.files)
 
@@ -154,12 +147,7 @@ def with_shards(recipe: Made, public: PublicData | None) -> Made:
 
 
 def name_of_set(data: str) -> str | None:
-    """The public data set that a recipe's `data` names; None for tinyworld and for files.
-
-    Raises:
-        FileNotFoundError: There is no such file, folder or data set.
-        ValueError: The set is for fine-tuning.
-    """
+    """The public data set that a recipe's `data` names; None for tinyworld and for files. Raises as `public_data`."""
     if data == "tinyworld" or data_paths(data) or data.endswith(".bin"):
         return None
     name = next((one for one in data.split("\n") if "\n" in data and not data_paths(one)), data)
@@ -204,11 +192,7 @@ def fetch_conversations(asked: ConversationSource, out: Path) -> dict[str, tuple
 
 
 def fetch_tests(names: Iterable[str], out: Path) -> Path:
-    """Downloads the test files of question sets by name. Returns the folder that holds them all.
-
-    Raises:
-        OSError: A file cannot be downloaded; the message says what to do.
-    """
+    """Downloads the test files of question sets by name, and returns the folder that holds them all."""
     try:
         for name in names:
             known = _find(name, out, "test", "conversations")

@@ -164,16 +164,6 @@ class RunDir:
             advice = f"{who} is training it; wait for its first checkpoint"
         return f"run '{self.run}' has no {what} yet: {advice}"
 
-    def refuse_damaged_recipes(self) -> None:
-        """Raises ValueError if a recipe.json of the run is damaged; the message names it."""
-        for path in sorted(self.folder.glob("*/recipe.json")):
-            instead = "put back a copy of it, or remove it; going on with the same flags writes it again"
-            body = read_json(path, dict[str, Any], instead)
-            try:
-                check_body(body)
-            except ValueError as error:
-                raise ValueError(f"{path} is damaged ({error}): {instead}") from error
-
     def read_recipe(
         self,
         body: dict[str, Any],
@@ -181,11 +171,10 @@ class RunDir:
         digest: str | None = None,
         callables: Mapping[str, Callable[..., Any]] | None = None,
     ) -> Resolved:
-        """Builds the recipe that a stage or a checkpoint saved.
+        """Builds the recipe that a stage or a checkpoint saved as JSON.
 
         Args:
-            body: The recipe as JSON.
-            stage: The stage, whose folder keeps the recipe's own file, if it came from one.
+            stage: Its folder keeps the recipe's own file, if the recipe came from one.
             digest: SHA-256 of that file when training began (origin.json); a file that differs is not executed.
             callables: The recipe's code, where the user named its file.
 
@@ -223,13 +212,6 @@ class RunDir:
         if source not in (None, named):
             require_trusted(self.out, kept)
         return source
-
-    def no_good_checkpoint(self, stage: str) -> str:
-        """The message for a stage whose checkpoints are all damaged."""
-        return (
-            f"none of the checkpoints under {self.checkpoints(stage)} is good: put back a copy of one, or remove the "
-            f"folder {self.stage(stage)} and run `quern {stage} {self.flags}` again"
-        )
 
     def write(self, name: str, body: dict[str, Any]) -> None:
         """Writes a JSON file of the run's folder atomically."""

@@ -19,7 +19,6 @@ from quern.runs.run_dir import BEFORE_WARMDOWN, STAGES, RunDir
 
 def read_saved(run_dir: RunDir, stage: str, callables: dict[str, Callable[..., Any]] | None = None) -> Resolved | None:
     """The recipe that a stage saved, with its code; None if the stage has not begun. Raises as `RunDir.read_recipe`."""
-    run_dir.refuse_damaged_recipes()
     origin = read_origin(run_dir.stage(stage))
     return None if origin is None else run_dir.read_recipe(origin.recipe, stage, origin.source, callables)
 
@@ -28,8 +27,7 @@ def find_saved(verb: str, arguments: Arguments, recipe: Recipe, source: str | No
     """Finds the saved recipe that a command continues with.
 
     Args:
-        recipe: The recipe for a new run.
-        source: The text of that recipe's file, if it has one.
+        recipe: The recipe for a new run; source: the text of its file, if it has one.
 
     Returns:
         The saved recipe, prepared for the fields that the flags name, and the source of its file. None if the command
@@ -39,6 +37,8 @@ def find_saved(verb: str, arguments: Arguments, recipe: Recipe, source: str | No
         FileNotFoundError: There is no such run.
         ValueError: There is no stage to continue, or the saved recipe cannot be read.
     """
+    if verb not in (*STAGES, "run"):
+        return None
     begins_with = arguments.value("from") if verb != "run" else None
     resume, chosen, fields = "--resume" in arguments, bool(arguments.recipes), set(arguments.given)
     own = RunDir(Path(arguments.value("out") or "out"), arguments.value("run") or "first")
@@ -46,9 +46,6 @@ def find_saved(verb: str, arguments: Arguments, recipe: Recipe, source: str | No
     if resume and own.has_trained(stage):
         begins_with = None  # the new run has already begun
     run_dir = RunDir(own.out, begins_with) if begins_with else own
-    if verb not in (*STAGES, "run"):
-        return None
-    run_dir.refuse_damaged_recipes()
     if verb in ("sft", "rl") and (begins_with or not resume):
         return None  # the stage reads the recipe of the model that it begins with (stages/sft.py, stages/rl.py)
     if not (resume or begins_with or (verb == "run" and run_dir.has_trained(stage))):

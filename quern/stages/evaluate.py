@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,14 @@ class Questions:
             OSError: A file cannot be downloaded.
             ImportError: lm-evaluation-harness is not installed.
         """
-        harness = self._lm_eval(mesh)
+        harness = None
+        if self.harness:
+            if mesh.world.size > 1:
+                raise ValueError("--harness runs in one process: leave --ranks out, or ask its tasks separately")
+            from quern.eval.harness import find_harness_tasks, run_harness
+
+            manager, tasks = find_harness_tasks(self.harness)
+            harness = partial(run_harness, manager=manager, tasks=tasks, limit=self.limit)
         core, chat = _named(self.tasks, CORE), _named(self.tasks, CHAT)
         chosen = [load_task(name) for name in dict.fromkeys(self.tasks) if name not in (*core, *chat)]
         for number, task in enumerate(chosen):
@@ -100,17 +108,6 @@ class Questions:
             asked = find_chat_tasks(self.chat_data, out, _parts(chat, CHAT), self.limit, log) if chat else []
         return _Found(find_tasks(bundle, _parts(core, CORE)) if bundle else [], asked, harness, chosen)
 
-    def _lm_eval(self, mesh: Mesh) -> Callable[[LoadedModel, Machine], list[Score]] | None:
-        """The function that asks a model the tasks of lm-eval. Fails now if a task or lm-eval itself is missing."""
-        if not self.harness:
-            return None
-        if mesh.world.size > 1:
-            raise ValueError("--harness runs in one process: leave --ranks out, or ask its tasks separately")
-        from quern.eval.harness import find_harness_tasks, run_harness
-
-        manager, tasks = find_harness_tasks(self.harness)
-        return lambda loaded, machine: run_harness(loaded, machine, manager, tasks, self.limit)
-
 
 def run(
     run_dir: RunDir,
@@ -120,14 +117,12 @@ def run(
     callables: Mapping[str, Callable[..., Any]] | None = None,
     mesh: Mesh | None = None,
 ) -> None:
-    """Scores the stages of a run, logs a table, and appends to evaluate.jsonl and samples.jsonl.
+    """Scores the stages of a run, logs a table, and appends to evaluate.jsonl, samples.jsonl and answers/STAGE/.
 
-    The answers to the questions are in answers/STAGE/ in the run's folder. On a mesh every rank calls
-    this and computes some of the batches; rank 0 writes. The base model (stage pretrain) answers questions only if a
-    task or the stage is named.
+    On a mesh every rank calls this and computes some of the batches; rank 0 writes. The base model (stage pretrain)
+    answers questions only if a task or the stage is named.
 
     Args:
-        asked: The questions.
         callables: The callables of the recipe, if the user named the recipe's file.
 
     Raises:
@@ -238,7 +233,7 @@ class _Evaluation:
             if chats:  # one reply of each kind
                 shown = {reply.item.kind: reply for reply in graded.replies}.values()
                 talks = [[*reply.item.messages, {"role": "assistant", "content": reply.parts}] for reply in shown]
-                samples += [_chat(name, talk) for talk in talks]
+                samples += [{"stage": name, "kind": "chat", "messages": talk} for talk in talks]
         self.append("samples.jsonl", samples + (_samples(engine, loaded, texts) if self.mesh.main else []))
         lines = _lines(loaded, scores, log)
         if name == UNTRAINED:
@@ -262,17 +257,12 @@ class _Evaluation:
         train, tokenizer, group = prepared.train, prepared.tokenizer, self.mesh.world
 
         def documents() -> Iterator[str]:
-            silent = not self.mesh.main
-            with Meter("reading the training text", train.num_documents, "documents", silent) as meter:
+            with Meter("reading the training text", train.num_documents, "documents", not self.mesh.main) as meter:
                 for number in range(group.rank, train.num_documents, group.size):
                     yield tokenizer.decode(train.gather(number, 1).tolist())
                     meter.at(number + 1)
 
-        return contaminated_shares(self._passages(recipe), documents(), group)
-
-    def _passages(self, recipe: Resolved) -> dict[str, list[str]]:
-        """The texts of the questions of each score."""
-        texts: dict[str, list[str]] = {}
+        texts: dict[str, list[str]] = {}  # of the questions of each score
         suiting = self.suiting(recipe, CHAT_STAGES[0])
         items = [(f"{task.name}/{item.kind}", item) for task in suiting for item in task.items(0, self.asked.questions)]
         items += [(f"{CHAT}/{asked.task.name}", item) for asked in self.found.chat for item in asked.items]
@@ -280,11 +270,11 @@ class _Evaluation:
             texts.setdefault(name, []).append(passage(item))
         for task, path in self.found.core:
             texts[f"{CORE}/{task.name}"] = core_passages(task, path, self.asked.limit)
-        return texts
+        return contaminated_shares(texts, documents(), group)
 
 
 def refuse_unequal(model: dict[str, Any], group: ProcessGroup) -> None:
-    """Raises ValueError, on every rank, if the ranks have loaded different models. model: what names this rank's."""
+    """Raises ValueError, on every rank, if the ranks have loaded different models. model: the facts on this rank's."""
     found = group.gather_objects(model)
     if any(one != found[0] for one in found):
         raise ValueError(
@@ -318,15 +308,12 @@ def _with_shares(lines: Lines, shares: Mapping[str, float], stage: str, log: Log
     return [line | {"contaminated": shares.get(line["task"])} for line in lines]
 
 
-def _chat(name: str, messages: Sequence[Message]) -> dict[str, Any]:
-    return {"stage": name, "kind": "chat", "messages": messages}
-
-
 def _samples(engine: Engine, loaded: LoadedModel, texts: _Texts) -> Lines:
     """Continuations by a base model, or conversations with a chat model, for prompts that fit the context."""
     name, recipe = loaded.stage, loaded.recipe
     if name in CHAT_STAGES:
-        return [_chat(name, messages) for chat in chats(recipe) if (messages := converse(engine, chat))]
+        found = [messages for chat in chats(recipe) if (messages := converse(engine, chat))]
+        return [{"stage": name, "kind": "chat", "messages": messages} for messages in found]
     pairs = continuations(engine, recipe, texts.prepared.val)
     return [{"stage": name, "kind": "completion", "prompt": prompt, "text": text} for prompt, text in pairs]
 

@@ -24,8 +24,8 @@ def open_data(
 ) -> Prepared:
     """Opens the tokenizer and the shards that a stage began with; shards that are gone are made again.
 
-    named: the user named the text in this command, so it must still be the same. Otherwise its shards are used,
-    whatever the text is now. Raises ValueError if the tokenizer or the text is another one, with both fingerprints.
+    named: the user named the text in this command, so it must still be the same; else its shards are used, whatever the
+    text is now. Raises ValueError if the tokenizer or the text is another one.
     """
     tokenizer = run_dir.tokenizer()
     require_same(origin, replace(origin, tokenizer=tokenizer.fingerprint), run_dir, "pretrain")

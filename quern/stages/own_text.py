@@ -22,12 +22,7 @@ LENGTHS = ("train.steps", "train.minutes", "train.horizon_ratio")
 
 
 def refuse_unfit(recipe: Recipe, out: Path) -> None:
-    """Refuses wrong values, and a text that is missing or too short to learn from, without reading it.
-
-    Raises:
-        FileNotFoundError: There is no such data.
-        ValueError: A value is wrong, the text is too short, or none is named.
-    """
+    """Raises FileNotFoundError or ValueError for a wrong value, or a missing or too short text, without reading it."""
     validate.check(recipe)
     if not recipe.data.strip():
         raise ValueError("data is empty: name a file, a folder or a data set")
@@ -85,13 +80,7 @@ def fit_readings(recipe: Recipe, session: Session, prepared: Prepared) -> Recipe
 
 
 def readings_and_expectation(recipe: Resolved, prepared: Prepared, parameters: int) -> tuple[float, list[str]]:
-    """Returns how often the model may read the text, and lines on what to expect of the run.
-
-    Args:
-        recipe: With the final length.
-        prepared: The text.
-        parameters: Those of the matrices and the head.
-    """
+    """How often a model of so many parameters may read the text, and lines on what to expect of the run."""
     tokens, read = prepared.train.num_tokens, recipe.train.steps * recipe.train.batch_tokens
     text_bytes, read_bytes = (count * prepared.bytes_per_token for count in (tokens, read))
     untrained = math.log2(prepared.tokenizer.vocab_size) / prepared.bytes_per_token

@@ -54,13 +54,17 @@ MOST_BYTES = 2_000_000_000
 """A longer text is sampled up to here: it is read twice."""
 
 
+Read = Callable[[str], Iterator[str]]
+"""Opens the documents of a split."""
+
+
 @dataclass(frozen=True)
 class Source:
     """A text that is not tokenized yet."""
 
     name: str  # for file names
     fingerprint: str  # changes when the text does
-    read: Callable[[str], Iterator[str]]  # opens the documents of a split
+    read: Read
     megabytes: Callable[[], float | None]  # size of the whole text, None if it is not known before it is read
     alike: bool = False
     """The text is the same everywhere, as what a program generates, so its beginning is a sample of it."""
@@ -108,14 +112,11 @@ def fit_vocabulary(recipe: Recipe, megabytes: float | None) -> Recipe:
 
 
 def open_source(recipe: Resolved, out: Path, log: Callable[[str], None] = lambda line: None) -> Source:
-    """Opens the recipe's data.
+    """Opens the recipe's data, both splits of which hold text.
 
     Args:
-        out: The folder that everything goes under; what killed processes left there is removed.
+        out: The output folder; what killed processes left there is removed.
         log: Called with lines on which files are read and which are ignored, and on a very small validation text.
-
-    Returns:
-        The source, both splits of which hold text.
 
     Raises:
         FileNotFoundError: There is no such data; the message names what would work.
@@ -127,9 +128,7 @@ def open_source(recipe: Resolved, out: Path, log: Callable[[str], None] = lambda
     return _tinyworld(recipe, log) if recipe.data == "tinyworld" else _of_files(recipe, out, log)
 
 
-def _filter(
-    recipe: Resolved, texts: Callable[[str], Iterator[str]]
-) -> tuple[Callable[[str], Iterator[str]], list[str]]:
+def _filter(recipe: Resolved, texts: Read) -> tuple[Read, list[str]]:
     """The texts after the recipe's `make_documents`, and what a fingerprint needs to know of it."""
     make = recipe.make_documents
     if make is None:
@@ -156,7 +155,7 @@ def _of_files(recipe: Resolved, out: Path, log: Callable[[str], None]) -> Source
     separator, encoding = recipe.text.separator, recipe.text.encoding
     if line := warning_of([path for one in listings.values() for path in one.files], bool(separator), encoding):
         log(line)
-    held_out: Callable[[str], Iterator[str]] | None = None
+    held_out: Read | None = None
     once = cache(lambda line: log(f"text: {line}"))  # the text is read several times
 
     def texts(source: Where) -> Iterator[str]:
@@ -226,9 +225,7 @@ def train_tokenizer(recipe: Resolved, source: Source, out: Path, log: Callable[[
         log(f"tokenizer: {path} is up to date")
         return tokenizer
     refuse_unwritable(out)
-    start = time.monotonic()
-    size = text.tokenizer_megabytes
-    texts = source.read("train")
+    start, size, texts = time.monotonic(), text.tokenizer_megabytes, source.read("train")
     if not source.alike:  # the seed is of the text: a run's seed does not change its tokens
         with Meter("measuring the text", None, "MB") as meter:
             texts = sampled(lambda: source.read("train"), size, source.fingerprint, lambda done: meter.at(done / 1e6))
@@ -255,14 +252,9 @@ def sampled(
 ) -> Iterator[str]:
     """Samples a text by reading it twice: to find its size, then to choose pieces of it. It holds one piece in memory.
 
-    Args:
-        megabytes: The size of the sample, to within a piece and a percent or so. A text that is not larger is
-            returned whole.
-        seed: Equal seeds choose equal pieces.
-        progress: Called with the bytes that the first reading has seen.
-
-    Returns:
-        Documents, or pieces of at most 65,536 characters of long ones, in the order of the text.
+    megabytes: the size of the sample, about; a text that is not larger is returned whole. Equal seeds choose equal
+    pieces. progress: called with the bytes that the first reading has seen. Returns documents, or pieces of at most
+    65,536 characters of long ones, in the order of the text.
     """
     total = 0
     for piece in training_pieces(texts(), MOST_BYTES):
@@ -293,11 +285,8 @@ def prepare(
     workers: int = 1,
     start_workers: StartWorkers = on_processes,
 ) -> Prepared:
-    """Prepares everything that training needs of the text.
-
-    Args:
-        tokenizer: None for the one that the recipe names, else for one trained on the text.
-    """
+    """Prepares everything that training needs of the text, with a tokenizer, the one that the recipe names, or one that
+    is trained on the text."""
     if is_tokens(recipe.data):
         if recipe.make_documents is not None:
             raise ValueError(

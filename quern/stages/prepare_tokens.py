@@ -61,19 +61,10 @@ def open_tokens(
     tokenizer: Tokenizer | None = None,
     public: PublicData | None = None,
 ) -> tuple[Tokenizer, Corpus, Corpus]:
-    """Opens the recipe's token files.
+    """Opens the recipe's token files, and returns (tokenizer, training corpus, validation corpus).
 
-    Args:
-        log: Called with lines on which files are read and which are ignored.
-        tokenizer: The run's, where there is one: the file that the recipe names need not be there any more.
-        public: The files of the recipe's data, where it is a public data set.
-
-    Returns:
-        (tokenizer, training corpus, validation corpus).
-
-    Raises:
-        FileNotFoundError: A file is missing; the message names it.
-        ValueError: There is no tokenizer, or too little to hold some out.
+    tokenizer: the run's, where there is one; public: the files of the recipe's data, where it is a public data set.
+    Raises FileNotFoundError for a missing file, ValueError without a tokenizer or enough text to hold some out.
     """
     listed, other = token_listings(recipe, public)
     for line in listed.lines("tokens"):
@@ -103,7 +94,7 @@ def open_tokens(
 
 
 def _unnamed_tokenizer(recipe: Resolved, files: Sequence[Path]) -> str:
-    """The tokenizer beside token files, or "gpt2" if their ids are GPT-2's. Raises ValueError if it is neither."""
+    """The tokenizer beside token files, or "gpt2" if their ids are GPT-2's."""
     for path in (files[0].parent / "tokenizer.json", *sorted(files[0].parent.glob("*.tiktoken"))):
         if path.is_file():
             return str(path)
@@ -125,8 +116,7 @@ def write_tokens(
     form: BinFormat,
     log: Callable[[str], None],
 ) -> None:
-    """Writes prepared tokens as files of another program, with the tokenizer beside them. Arguments and errors as
-    `bin_files.write_bin`."""
+    """Writes prepared tokens as files of another program (`write_bin`), with the tokenizer beside them."""
     total = sum(corpus.num_tokens for corpus in splits.values())
     with naming(folder), Meter("writing tokens", total / 1e6, "M tokens") as meter:
         files = write_bin(splits, folder, name, form, lambda done: meter.at(done / 1e6))
@@ -174,11 +164,8 @@ def named_tokenizer(
     log: Callable[[str], None] = lambda line: None,
     public: PublicData | None = None,
 ) -> Tokenizer | None:
-    """The tokenizer of `text.tokenizer`, or of a public set of tokens; `own`, the run's, where no file is named.
-
-    The named file need not be there any more where there is an own tokenizer. Raises FileNotFoundError if it is
-    missing, ValueError if it is no tokenizer or another one than the run's.
-    """
+    """The tokenizer of `text.tokenizer`, or of a public set of tokens; `own`, the run's, where no file is named or the
+    named one is gone. Raises FileNotFoundError if it is missing, ValueError if it is another one than `own`."""
     name = recipe.text.tokenizer
     if name is None and public is not None and public.tokenizer is not None:
         name = str(public.tokenizer)

@@ -17,7 +17,6 @@ from quern.mesh import Mesh
 from quern.optim.schedule import Multipliers
 from quern.recipe import FOR_FINE_TUNING, FOR_RL, Recipe, Resolved
 from quern.resolve import batch_rule, resolve
-from quern.runs.load import Start
 from quern.runs.origin import Origin, compare, read_origin, refuse_second_tokenizer, source_digest, with_absolute_paths
 from quern.runs.public_data import with_shards
 from quern.runs.training import fit_to_text, make_batches, ready_model, validation
@@ -31,7 +30,7 @@ from quern.text.tokenizer import Tokenizer
 from quern.train import loop
 from quern.train.guard import EXIT_DONE
 from quern.train.horizon import recorded_plans
-from quern.train.state import TrainState, build_state
+from quern.train.state import build_state
 from quern.train.step import accumulate, send_batch
 
 CALIBRATION_STEPS = 8
@@ -48,15 +47,12 @@ Check = Callable[[Resolved, Tokenizer], None]
 
 
 def run(recipe: Recipe, session: Session, check: Check = lambda recipe, tokenizer: None) -> int:
-    """Trains to the recipe's horizon. On a mesh every rank calls this.
+    """Trains to the recipe's horizon, and returns an exit code of `train.guard`. On a mesh every rank calls this.
 
     Args:
         recipe: What to train; fields that are None follow from depth.
         session: Where, and how the command was given.
         check: Called by every rank when the text is prepared, before the model is built.
-
-    Returns:
-        An exit code of `train.guard`.
 
     Raises:
         ValueError: The run exists and `resume` was not asked for; or its recipe, text or tokenizer is another one.
@@ -105,7 +101,9 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
     batches = make_batches(recipe, prepared.train)
     state = build_state(recipe, machine, model, mesh)
     if start is not None:
-        _load_start(state, start, log)
+        fits, step = state.go_on(start.tensors, start.meta["state"]), start.meta["state"]["step"]
+        moments = "with its optimizer state" if fits else "without its optimizer state: the optimizer is another one"
+        log(f"weights: step {step:,} of {start.stage} in run '{start.run_dir.run}'; {moments}")
     plan = _plan(recipe, session, origin, prepared, changed)
     made_by = getattr(recipe.make_batches, "__qualname__", None)
     packing = {"method": made_by or recipe.train.packing, **batches.report()}
@@ -120,7 +118,11 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
         recipe, state, batches, plan, origin, prepared.tokenizer, changed=changed, lines=lines, facts=facts
     )
     if code == EXIT_DONE and mesh.world.size == 1 and not session.locked:  # `quern run` goes on, and shows more
-        _show(Engine(state.model.eval(), prepared.tokenizer, machine), recipe, prepared.val, log)
+        log(f"the model continues texts, from {GOES_ON} on:")
+        engine = Engine(state.model.eval(), prepared.tokenizer, machine)
+        for pair in continuations(engine, recipe, prepared.val, SHOWN):
+            for line in continued(*pair):
+                log(line)
     return code
 
 
@@ -128,27 +130,20 @@ def _plan(
     recipe: Resolved, session: Session, origin: Origin, prepared: Prepared, changed: Sequence[str]
 ) -> loop.TrainingPlan:
     """The settings of the loop. A resumed run repeats the plans of its steps, unless its minutes changed."""
+    before_warmdown = round((1 - recipe.train.warmdown_share) * recipe.train.steps)
     plan = session.plan(
         recipe,
         origin,
         steps=recipe.train.steps,
         schedule=recipe.make_schedule(recipe.train),
         evaluator=validation(recipe, prepared.tokenizer, prepared.val, session.machine),
-        keep_step=_warmdown_start(recipe.train.steps, recipe.train.warmdown_share),
+        keep_step=before_warmdown if 0 < before_warmdown < recipe.train.steps else None,
     )
     if recipe.train.minutes is None:
         return plan
     repeats = session.resume and not any(line.startswith("train.minutes") for line in changed)
     recorded = session.mesh.world.broadcast_object(recorded_plans(session.folder) if repeats else [])
     return replace(plan, budget_seconds=60 * recipe.train.minutes, recorded=recorded)
-
-
-def _show(engine: Engine, recipe: Resolved, val: Corpus, log: Callable[[str], None]) -> None:
-    """Logs how the model continues openings."""
-    log(f"the model continues texts, from {GOES_ON} on:")
-    for pair in continuations(engine, recipe, val, SHOWN):
-        for line in continued(*pair):
-            log(line)
 
 
 def _text(recipe: Resolved, session: Session, began: Origin | None) -> Prepared:
@@ -162,27 +157,13 @@ def _text(recipe: Resolved, session: Session, began: Origin | None) -> Prepared:
     return prepared
 
 
-def _load_start(state: TrainState, start: Start, log: Callable[[str], None]) -> None:
-    """Puts the weights, and the optimizer's moments where they fit, of another run's checkpoint into a fresh state."""
-    fits = state.go_on(start.tensors, start.meta["state"])
-    moments = "with its optimizer state" if fits else "without its optimizer state, since the optimizer is another one"
-    log(f"weights: step {start.meta['state']['step']:,} of {start.stage} in run '{start.run_dir.run}'; {moments}")
-
-
-def _warmdown_start(steps: int, share: float) -> int | None:
-    """The step at which the learning rates begin to fall; None if no step between the first and the last is."""
-    step = round((1 - share) * steps)
-    return step if 0 < step < steps else None
-
-
 def _fit_minutes(
     recipe: Resolved, asked: Recipe, session: Session, began: Origin | None, model: Any, corpus: Corpus
 ) -> dict[str, int]:
     """Finds `steps` and `batch_tokens` of `train`: a first plan of what fits into its minutes (train/horizon.py).
 
-    A resumed run keeps its first plan, also where it died before its first checkpoint. Otherwise a few steps are timed,
-    which changes the model. The batch is the one that was asked for. Else it follows from the horizon, and the horizon
-    from the batch and the speed: iterated until they agree.
+    A resumed run keeps its first plan. Otherwise a few steps are timed, which changes the model. Unless a batch was
+    asked for, it follows from the horizon, and the horizon from the batch and the speed: iterated until they agree.
     """
     mesh = session.mesh
     assert recipe.train.minutes is not None
@@ -190,8 +171,7 @@ def _fit_minutes(
         raise ValueError("train.minutes cannot be measured with --tp: give train.steps instead")
     if began is not None:
         return {name: began.recipe["train"][name] for name in ("steps", "batch_tokens")}
-    measured = _time_parts(recipe, session, model, corpus)
-    micro_seconds, update_seconds = mesh.world.broadcast_object(measured)
+    micro_seconds, update_seconds = mesh.world.broadcast_object(_time_parts(recipe, session, model, corpus))
     micro_tokens = recipe.micro_batch_rows * recipe.model.context
     steps, batch_tokens = 1, recipe.train.batch_tokens
     for _ in range(8):
@@ -236,11 +216,8 @@ def overview(
     mesh: Mesh,
     many: float = MANY_EPOCHS,
 ) -> list[str]:
-    """Describes a run of so many parameters before its first step; memory: as `memory_check` returns it.
-
-    The last lines say where the text is repeated often, or because few files were fetched.
-    """
-    tokens, public = tokens_of(recipe), data.public
+    """Describes a run of so many parameters before its first step. memory: as `memory_check` returns it."""
+    tokens, public = recipe.train.steps * recipe.train.batch_tokens, data.public
     epochs = tokens / max(1, data.train.num_tokens)
     room = ""
     if memory is not None:
@@ -267,11 +244,6 @@ def overview(
             f"little: give more text, or --train.steps {fewer}"
         )
     return lines
-
-
-def tokens_of(recipe: Resolved) -> int:
-    """The tokens of a run, repeated ones included."""
-    return recipe.train.steps * recipe.train.batch_tokens
 
 
 def _digits(value: float) -> str:

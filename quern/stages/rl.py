@@ -22,7 +22,7 @@ from quern.resolve import fine_tuning_rates, resolve
 from quern.rl.advantages import pass_at_k
 from quern.rl.environment import Environment, draw_item, fingerprint
 from quern.rl.environments import load_environment
-from quern.rl.rollouts import Rollouts, Tally, divergence
+from quern.rl.rollouts import Rollouts, divergence
 from quern.runs.load import Start, open_checkpoint
 from quern.runs.origin import compare, source_digest
 from quern.runs.training import precision_of, rates_fall, ready_model
@@ -39,19 +39,15 @@ VAL_SEED = "validation"
 
 
 def run(recipe: Recipe, session: Session) -> int:
-    """Trains a fine-tuned model on rewards. On a mesh every rank calls this.
+    """Trains a fine-tuned model on rewards, and returns an exit code of `train.guard`. On a mesh every rank calls this.
 
     Args:
         recipe: What the user asked for; of it count `rl` and the fields `IN_FINE_TUNING`.
         session: Where, and how the command was given. Its start is the model to begin with, by default the fine-tuned
             model of the run.
 
-    Returns:
-        An exit code of `train.guard`.
-
     Raises:
-        FileNotFoundError: There is no fine-tuned model.
-        CheckpointError: No good checkpoint of it.
+        FileNotFoundError, CheckpointError: There is no fine-tuned model, or no good checkpoint of it.
         ValueError: An environment does not exist, replicas share parameters, or the run practised before and `resume`
             was not asked for.
         RunInUseError: Another process trains in the run.
@@ -97,8 +93,11 @@ def _run(asked: Recipe, session: Session) -> int:
         evaluator=validation(rollouts, mesh),
         keep_step=0,  # the divergence from the first weights is measured to the end
     )
-    recorded = (1, lambda state: _added_up(rollouts.tally, mesh, machine))
-    plan = replace(plan, evaluators=[recorded, *plan.evaluators], row_tokens=recipe.model.context)
+
+    def tally(state: TrainState) -> dict[str, float]:
+        return rollouts.tally.means(_reduced(list(rollouts.tally.sums.values()), mesh, machine))
+
+    plan = replace(plan, evaluators=[(1, tally), *plan.evaluators], row_tokens=recipe.model.context)
     replies = recipe.rl.groups * recipe.rl.samples
     told = (
         f"reinforcement learning: {counted(plan.steps, 'step')} of {replies} replies to {recipe.rl.groups} questions "
@@ -145,21 +144,10 @@ def _kept_start(session: Session) -> Start:
 def rl_recipe(asked: Recipe, base: Resolved) -> Resolved:
     """The fine-tuned model's recipe with what is asked for reinforcement learning; resolved.
 
-    The rate is `rl.lr_share` of what pretraining uses at its own batch, without weight decay. Validations and
-    checkpoints follow every quarter, unless their number was asked for.
+    The rate is `rl.lr_share` of what pretraining uses at its own batch. Validations and checkpoints follow every
+    quarter, unless their number was asked for. Raises ValueError for values that contradict each other.
     """
-    own = {name.removeprefix("train."): getattr(asked.train, name.removeprefix("train.")) for name in IN_FINE_TUNING}
-    quarter = max(1, asked.rl.steps // VALIDATIONS)
-    own["eval_every"], own["save_every"] = own["eval_every"] or quarter, own["save_every"] or quarter
-    files = tuple(str(Path(name).absolute()) if name.endswith(".py") else name for name in asked.rl.rewards)
-    data = str(Path(asked.rl.data).absolute()) if asked.rl.data else None
-    _check(asked.rl)
-    recipe = resolve(replace(base, train=replace(base.train, **own), rl=replace(asked.rl, rewards=files, data=data)))
-    return fine_tuning_rates(recipe, recipe.rl.lr_share, recipe.train.batch_tokens)
-
-
-def _check(rl: RlRecipe) -> None:
-    """Raises ValueError for values that contradict each other."""
+    rl = asked.rl
     if not rl.rewards:
         raise ValueError("rl.rewards is empty: name what to practise, such as counting")
     if rl.overlong_tokens > rl.max_tokens:
@@ -168,17 +156,21 @@ def _check(rl: RlRecipe) -> None:
         raise ValueError(
             f"rl.updates must be at most rl.groups, {rl.groups}, not {rl.updates}: each update needs a group"
         )
+    own = {name.removeprefix("train."): getattr(asked.train, name.removeprefix("train.")) for name in IN_FINE_TUNING}
+    quarter = max(1, rl.steps // VALIDATIONS)
+    own["eval_every"], own["save_every"] = own["eval_every"] or quarter, own["save_every"] or quarter
+    files = tuple(str(Path(name).absolute()) if name.endswith(".py") else name for name in rl.rewards)
+    data = str(Path(rl.data).absolute()) if rl.data else None
+    recipe = resolve(replace(base, train=replace(base.train, **own), rl=replace(rl, rewards=files, data=data)))
+    return fine_tuning_rates(recipe, recipe.rl.lr_share, recipe.train.batch_tokens)
 
 
 def validation(rollouts: Rollouts, mesh: Mesh) -> Evaluator:
     """Scores held-out questions of every environment, sampled at temperature 1 as in training.
 
-    Records pass@1 and pass@k over all of them and for each environment, the divergence from the model that the stage
-    began with in nats per token, and the largest difference between a token's log-probability in sampling and in
-    training.
-
-    Raises:
-        ValueError: An environment has no held-out question, none to practise, or none that fits the context.
+    Records pass@1 and pass@k, the divergence from the model that the stage began with in nats per token, and the
+    largest difference between a token's log-probability in sampling and in training. Raises ValueError for an
+    environment without a held-out question, one to practise, or one that fits the context.
     """
     settings = rollouts.settings
     samples, indices = settings.val_samples, range(mesh.data.rank, settings.val_questions, mesh.data.size)
@@ -222,12 +214,8 @@ def validation(rollouts: Rollouts, mesh: Mesh) -> Evaluator:
     return evaluate
 
 
-def _added_up(tally: Tally, mesh: Mesh, machine: Machine) -> dict[str, float]:
-    """The means over the replies of all ranks."""
-    return tally.means(_reduced(list(tally.sums.values()), mesh, machine))
-
-
 def _reduced(values: list[float], mesh: Mesh, machine: Machine, op: str = "sum") -> list[float]:
+    """The values added up over the ranks."""
     if mesh.data.size == 1:  # a device alone may have no float64
         return values
     total = torch.tensor(values, dtype=torch.float64, device=machine.device)

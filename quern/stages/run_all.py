@@ -33,9 +33,9 @@ from quern.train.guard import EXIT_DONE
 
 
 def run(recipe: Recipe, session: Session, *, questions: int, chat: bool = False, sft: bool = True) -> int:
-    """Prepares, pretrains, fine-tunes, evaluates and reports; each stage continues where it was stopped.
+    """Prepares, pretrains, fine-tunes, evaluates and reports, and returns an exit code of `train.guard`.
 
-    On a mesh every rank calls this.
+    Each stage continues where it was stopped. On a mesh every rank calls this.
 
     Args:
         recipe: What to train; fields that are None follow from depth.
@@ -43,9 +43,6 @@ def run(recipe: Recipe, session: Session, *, questions: int, chat: bool = False,
         questions: Held-out questions of each kind to evaluate with.
         chat: Whether to fine-tune a model of another text than the built-in world for which no conversations are named.
         sft: Whether to fine-tune at all.
-
-    Returns:
-        An exit code of `train.guard`.
 
     Raises:
         ValueError: As from the stages, or `chat` and `sft` contradict each other.
@@ -112,9 +109,8 @@ def _for_fine_tuning(
     recipe: Recipe, run_dir: RunDir, named: Collection[str], callables: dict[str, Callable[..., Any]] | None
 ) -> Recipe:
     """Returns what the user asks of fine-tuning; the recipe may be the one that pretraining saved."""
-    if run_dir.has_trained("sft"):
-        saved = read_saved(run_dir, "sft", callables)
-        return overlay(saved, recipe, named) if saved else recipe
+    if run_dir.has_trained("sft") and (saved := read_saved(run_dir, "sft", callables)):
+        return overlay(saved, recipe, named)
     if not run_dir.has_trained("pretrain"):
         return recipe
     derived = {name: None for name in ("eval_every", "save_every") if f"train.{name}" not in named}
@@ -125,10 +121,9 @@ def sample_chat(run_dir: RunDir) -> list[str]:
     """The chats of the last evaluation, or the continuations of a base model, as lines for the terminal."""
     samples = read_run(run_dir.folder).samples
     last = [one for one in samples if one["stage"] == samples[-1]["stage"]][-evaluate.SHOWN_CHATS :]
+    lines = list[str]()
     if last and last[0]["kind"] == "completion":
         lines = [f"the base model continues texts that it has not read, from {GOES_ON} on:", ""]
-    else:
-        lines = []
     for sample in last:
         if sample["kind"] == "completion":
             lines += continued(sample["prompt"], sample["text"])

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +71,9 @@ def result(folder: Path) -> str:
 
 
 def past_its_best(folder: Path) -> list[str]:
-    """Returns a warning if the last validation loss of a stage is clearly above its lowest one, else nothing."""
-    lines = [line for line in read_metrics(folder) if isinstance(line.get("val_loss"), float)]
-    found = [(line["val_loss"], line["step"]) for line in lines]
+    """A warning if the last validation loss of a stage is clearly above its lowest one, else nothing."""
+    lines = read_metrics(folder)
+    found = [(line["val_loss"], line["step"]) for line in lines if isinstance(line.get("val_loss"), float)]
     if not found or found[-1][0] <= CLEARLY_WORSE * min(found)[0]:
         return []
     loss, step = min(found)
@@ -152,11 +151,9 @@ class Session:
     def begin(self, asked: Recipe, before: str) -> tuple[Origin, Resolved, Tokenizer, Start | None]:
         """Reads what a stage after pretraining continues with, or begins with: `start`, else the stage `before`.
 
-        asked: The recipe of the command, whose code counts where the user named its file.
-
         Returns:
-            The origin on disk, or for a stage that begins that of its first model; the recipe and the tokenizer of the
-            model; the checkpoint to begin with, None for a stage that continues.
+            The origin on disk, or of the first model of a stage that begins; the recipe and the tokenizer of the model;
+            the checkpoint to begin with, None for a stage that continues.
         """
         run_dir, callables = self.run_dir, asked.callables() if self.source else None
         if not run_dir.has_trained(self.stage):
@@ -167,7 +164,6 @@ class Session:
                 step, run = start.meta["state"]["step"], start.run_dir.run
                 self.log(f"weights: step {step:,} of {start.stage} in run '{run}'")
             return start.origin_in(run_dir), start.recipe, tokenizer, start
-        run_dir.refuse_damaged_recipes()
         origin, tokenizer = read_origin(self.folder), run_dir.tokenizer()
         if origin is None:
             raise FileNotFoundError(f"{self.folder} has no recipe, and its checkpoints cannot be read: remove it")
@@ -184,10 +180,7 @@ class Session:
         evaluator: Evaluator,
         keep_step: int | None = None,
     ) -> loop.TrainingPlan:
-        """Collects the settings of the loop.
-
-        keep_step: A step whose checkpoint is never removed, 0 for the weights that the stage begins with.
-        """
+        """Collects the settings of the loop. keep_step: 0 keeps the weights that the stage begins with."""
         train = recipe.train
         return loop.TrainingPlan(
             steps=steps,
@@ -221,9 +214,7 @@ class Session:
         """Resumes or begins the stage, runs the loop, logs the result, and returns an exit code of `train.guard`.
 
         Args:
-            recipe, state: The resolved recipe, and a fresh state with the weights to begin with.
-            batches, plan: The batches, and the settings of the loop.
-            origin, tokenizer: Saved with the stage and the run.
+            state: Fresh, with the weights to begin with.
             changed: The fields that the user changed in the recipe of a stage that is resumed, as lines.
             lines: For the user, before the first step.
             facts: For run.json. A stage that begins writes it and the tokenizer; None writes neither.
@@ -254,7 +245,8 @@ class Session:
                     meter.total = state.plans[-1][1] if state.plans else plan.steps
                     meter.at(state.step, self.shown(line))
 
-                code = loop.train(backend, batches, plan, folder, meter.log, advance, partial(self._explain, recipe))
+                rates = self._lower_rates(recipe)
+                code = loop.train(backend, batches, plan, folder, meter.log, advance, self.resume_command, rates)
         if code == EXIT_DONE and self.mesh.main:
             spent = f"{state.tokens:,} tokens in {state.seconds:,.0f} s of steps"
             self.log(f"{participle} on {spent}{result(self.folder)} → {self.folder}")
@@ -262,15 +254,11 @@ class Session:
                 self.log(line)
         return code
 
-    def _explain(self, recipe: Resolved, outcome: loop.Outcome) -> str:
-        """Tells the user why training ended early, and what to do next."""
-        flag, value = {
-            "pretrain": ("optim.lr-scale", recipe.optim.lr_scale),
-            "sft": ("sft.lr-share", recipe.sft.lr_share),
-            "rl": ("rl.lr-share", recipe.rl.lr_share),
-        }[self.stage]
-        rates = f"--{flag} {(value or 0) / 2:.3g}"  # of a recipe whose rules use no lr_scale, None
-        return outcome.advice(self.resume_command, rates)
+    def _lower_rates(self, recipe: Resolved) -> str:
+        """The flag that halves the stage's rates."""
+        if self.stage == "pretrain":  # lr_scale is None in a recipe whose rules use none
+            return f"--optim.lr-scale {(recipe.optim.lr_scale or 0) / 2:.3g}"
+        return f"--{self.stage}.lr-share {getattr(recipe, self.stage).lr_share / 2:.3g}"
 
     def _has_finished(self) -> bool:
         """Whether the stage's last event is its end. A process that is killed after the last save leaves none."""
@@ -284,9 +272,8 @@ class Session:
         if self.mesh.main and facts:
             describe_run(self.run_dir, self.machine, self.command, facts)
             tokenizer.save(self.run_dir.folder / "tokenizer.json")
-        kept = plan.keep_step == 0
-        if self.start is not None or kept:  # the run never needs the other one again
-            meta = plan.meta | {"state": state.meta(), "kept": kept}
+        if self.start is not None or plan.keep_step == 0:  # the run never needs the other one again
+            meta = plan.meta | {"state": state.meta(), "kept": plan.keep_step == 0}
             checkpoint.save(self.folder / "checkpoints", 0, state.slices(), meta, plan.keep, mesh=self.mesh)
 
     def _resume(self, backend: TorchBackend, plan: loop.TrainingPlan, origin: Origin, changed: Sequence[str]) -> bool:
@@ -309,24 +296,19 @@ class Session:
                 f"run '{name}' was {WORDS[self.stage][1]} for {state.step:,} steps, so {steps} {plan.steps:,} is "
                 f"behind it: give more steps, or leave --{steps} out"
             )
-        base = origin.base if origin.base is not None and origin.base["run"] is not None else None
-        if not resumed and self.start is None and base is not None:
+        if not resumed and self.start is None and (begun := (origin.base or {}).get("run")) is not None:
             raise ValueError(
-                f"run '{name}' has no checkpoint, not even of what it began with, step {base['step']:,} of run "
-                f"'{base['run']}': remove {self.folder}, and begin again with --from {base['run']}"
+                f"run '{name}' has no checkpoint, not even of run '{begun}', which it began with: remove "
+                f"{self.folder}, and begin again with --from {begun}"
             )
         return resumed
 
 
 def describe_run(run_dir: RunDir, machine: Machine, command: str, facts: dict[str, Any]) -> None:
     """Writes run.json: how the run was started, on which machine, and the facts on its model and data."""
-    own = {
-        "command": command,
-        "git": git_hash(Path(__file__).parent),
-        "machine": machine.describe(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-    }
-    run_dir.write("run.json", own | facts)
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    own = {"command": command, "git": git_hash(Path(__file__).parent), "machine": machine.describe()}
+    run_dir.write("run.json", own | {"versions": versions} | facts)
 
 
 @contextmanager
@@ -348,8 +330,8 @@ def open_folder(
 def main_first(mesh: Mesh) -> Iterator[None]:
     """Runs the body on rank 0 first, then on the other ranks, which find what rank 0 has written.
 
-    The other ranks poll the store without a time limit, instead of waiting in a collective; train/heartbeat.py ends
-    them when rank 0 is gone. Every rank passes here equally often. PeersLostError: the body raised on rank 0.
+    The other ranks poll the store without a time limit; train/heartbeat.py ends them when rank 0 is gone. Every rank
+    passes here equally often. Raises PeersLostError if the body raised on rank 0.
     """
     if mesh.world.size == 1:
         yield

@@ -5,7 +5,6 @@ Only the batches differ: the mask leaves nothing but the assistant's words and t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,15 +17,8 @@ from quern.machine import Machine
 from quern.mixture.prepare import Mixture, prepare_mixture
 from quern.recipe import FOR_RL, IN_FINE_TUNING, Recipe, Resolved, TrainRecipe
 from quern.resolve import fine_tuning_rates, resolve, sft_batch_rule
-from quern.runs.origin import (
-    Origin,
-    compare,
-    corpus_fingerprint,
-    source_digest,
-    with_absolute_paths,
-)
+from quern.runs.origin import compare, corpus_fingerprint, source_digest, with_absolute_paths
 from quern.runs.public_data import fetch_conversations
-from quern.runs.run_dir import RunDir
 from quern.runs.training import precision_of, rates_fall, ready_model
 from quern.stages.session import Session, main_first
 from quern.terminal import counted
@@ -40,19 +32,15 @@ VAL_BATCHES = 8
 
 
 def run(recipe: Recipe, session: Session) -> int:
-    """Fine-tunes a base model. On a mesh every rank calls this.
+    """Fine-tunes a base model, and returns an exit code of `train.guard`. On a mesh every rank calls this.
 
     Args:
         recipe: What the user asked for; `sft_recipe` says which of it counts.
         session: Where, and how the command was given. Its start is the model to fine-tune, by default the base model
             of the run.
 
-    Returns:
-        An exit code of `train.guard`.
-
     Raises:
-        FileNotFoundError: There is no base model.
-        CheckpointError: No good checkpoint of it.
+        FileNotFoundError, CheckpointError: There is no base model, or no good checkpoint of it.
         ValueError: The run was fine-tuned and `resume` was not asked for, or its conversations are others now.
         RunInUseError: Another process trains in the run.
     """
@@ -66,20 +54,21 @@ def _run(asked: Recipe, session: Session) -> int:
     lessons = prepare_lessons(asked, base, tokenizer, session)
     recipe, batches, talks = lessons.recipe, lessons.batches, lessons.talks
     source = session.source or (start and start.run_dir.kept_source(start.stage))
-    origin = replace(
-        first,
-        recipe=recipe.to_json(),
-        conversations=lessons.fingerprint,
-        source=source_digest(source) or first.source,
-    )
+    digest = source_digest(source) or first.source
+    origin = replace(first, recipe=recipe.to_json(), conversations=lessons.fingerprint, source=digest)
     changed = compare(None if start else first, origin, run_dir, session.stage, FOR_RL)
     weights = start and weights_of(start.tensors)
     model, facts = ready_model(recipe, tokenizer, machine, mesh, log, weights=weights)
     state = build_state(recipe, machine, model, mesh)
-    if start is None:
-        _mention_later_base(first, run_dir, log)
-    elif not state.go_on(start.tensors, start.meta["state"]):
-        log("the optimizer begins without the base model's state, which is another optimizer's")
+    newest = max(manifest.steps(run_dir.checkpoints("pretrain")), default=0)
+    if start is not None:
+        if not state.go_on(start.tensors, start.meta["state"]):
+            log("the optimizer begins without the base model's state, which is another optimizer's")
+    elif first.base is not None and first.base["run"] is None and newest > first.base["step"]:
+        log(
+            f"fine-tuning began with step {first.base['step']:,} of the base model, which has {newest:,} now: to "
+            f"fine-tune that one, `quern sft --from {run_dir.run} --run NAME`"
+        )
     steps = recipe.sft.steps
     assert steps is not None  # `prepare_lessons` filled it in
     plan = session.plan(
@@ -162,22 +151,9 @@ def _lost(report: dict[str, float], recipe: Resolved) -> str:
     return f", {lost:,} of them lost, with {reason} {context} ({long:,} longer)"
 
 
-def _mention_later_base(origin: Origin, run_dir: RunDir, log: Callable[[str], None]) -> None:
-    """Says so where the run's base model was trained on after fine-tuning began with it."""
-    newest = max(manifest.steps(run_dir.checkpoints("pretrain")), default=0)
-    if origin.base is not None and origin.base["run"] is None and newest > origin.base["step"]:
-        log(
-            f"fine-tuning began with step {origin.base['step']:,} of the base model, which has {newest:,} now: to "
-            f"fine-tune that one, `quern sft --from {run_dir.run} --run NAME`"
-        )
-
-
 def sft_recipe(asked: Recipe, base: Resolved) -> Resolved:
-    """The base model's recipe with the fields asked for fine-tuning, resolved except for what the conversations decide.
-
-    asked: unresolved; of it count `sft`, where the conversations come from, and the fields `IN_FINE_TUNING`. Raises
-    ValueError for values that would not do.
-    """
+    """The base model's recipe, resolved except for what the conversations decide, with `sft`, the sources of
+    conversations and the fields `IN_FINE_TUNING` that are asked for. Raises ValueError for values that do not fit."""
     own = {name.removeprefix("train."): getattr(asked.train, name.removeprefix("train.")) for name in IN_FINE_TUNING}
     text = replace(base.text, tinyworld_conversations=asked.text.tinyworld_conversations)
     train = replace(base.train, **own)

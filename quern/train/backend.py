@@ -25,12 +25,7 @@ Told = list[list[float]]
 
 
 class Backend(Protocol):
-    """A run's state, and the functions that change it.
-
-    Attributes:
-        run: The counters.
-        mesh: The ranks. Each takes its part of a batch, by `mesh.data`.
-    """
+    """A run's state, and the functions that change it. Each rank takes its part of a batch, by `mesh.data`."""
 
     @property
     def run(self) -> Counters: ...
@@ -38,29 +33,23 @@ class Backend(Protocol):
     @property
     def mesh(self) -> Mesh: ...
 
-    def begin(self) -> None:
-        """Checks what must hold before the first step."""
-        ...
+    # Checks what must hold before the first step.
+    def begin(self) -> None: ...
 
-    def send(self, batch: Batch, rows: int, flops: Flops) -> Any:
-        """Starts to send this rank's part of a batch to the device, for passes of so many rows."""
-        ...
+    # Starts to send this rank's part of a batch to the device, for passes of so many rows.
+    def send(self, batch: Batch, rows: int, flops: Flops) -> Any: ...
 
-    def step(self, sent: Any, multipliers: Multipliers, tell: Sequence[float]) -> tuple[StepResult, Told]:
-        """Takes one step, counts it in `run`, and tells the other ranks, if there are any, some numbers beside it."""
-        ...
+    # Takes one step, counts it in `run`, and tells the other ranks, if there are any, some numbers beside it.
+    def step(self, sent: Any, multipliers: Multipliers, tell: Sequence[float]) -> tuple[StepResult, Told]: ...
 
-    def evaluate(self, evaluator: Evaluator) -> dict[str, Any]:
-        """Runs an evaluator, without dropout."""
-        ...
+    # Runs an evaluator, without dropout.
+    def evaluate(self, evaluator: Evaluator) -> dict[str, Any]: ...
 
-    def save(self, copied: bool) -> list[dict[str, Slice]]:
-        """Returns this rank's slices of the state, for each file that it writes; on the host if they are copied."""
-        ...
+    # Returns this rank's slices of the state, for each file that it writes; on the host if they are copied.
+    def save(self, copied: bool) -> list[dict[str, Slice]]: ...
 
-    def restore(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
-        """Puts the state where a checkpoint left it. Raises an error of Python for one that does not fit."""
-        ...
+    # Puts the state where a checkpoint left it. Raises an error of Python for one that does not fit.
+    def restore(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None: ...
 
 
 @dataclass
@@ -107,10 +96,8 @@ class TorchBackend:
 
     def save(self, copied: bool) -> list[dict[str, Slice]]:
         slices = {name: part for name, part in self.run.slices().items() if part.saved}
-        if copied:
-            slices = {
-                name: replace(part, tensor=part.tensor.detach().to("cpu", copy=True)) for name, part in slices.items()
-            }
+        for name, part in slices.items() if copied else ():
+            slices[name] = replace(part, tensor=part.tensor.detach().to("cpu", copy=True))
         return [slices]
 
     def restore(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ import shutil
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,7 @@ from quern.train.manifest import (
     candidates,
     describe,
     is_kept,
-    is_whole,
     read_manifest,
-    require_plain_json,
     verify,
     write_manifest,
 )
@@ -77,7 +75,8 @@ def save(
     """
     if keep < 1 or step < 0:
         raise ValueError(f"keep must be at least 1 and step at least 0, got keep={keep}, step={step}")
-    require_plain_json(meta)
+    if json.loads(json.dumps(meta, allow_nan=False)) != meta:
+        raise ValueError("meta must read back equal: use string keys and lists, not tuples or numbers as keys")
     mesh = mesh or alone()
     files, final = mesh.files, folder / f"step-{step:08d}"
     temporary = folder / files.broadcast_object(f"{final.name}.tmp-{uuid.uuid4().hex}")
@@ -95,9 +94,13 @@ def save(
                 name = f"shard-{files.rank + 1:05d}-model-{number:05d}-of-{len(parts):05d}.safetensors"
                 _write_tensors(temporary / name, own)
         with _failing_together(files, refused):
-            found = files.gather_objects(_settle(temporary, files))
+            found: dict[str, dict[str, Any]] = {}
+            for file in sorted(temporary.iterdir())[files.rank :: files.size]:  # this rank's share of all files
+                sync_path(file)
+                found[file.name] = describe(file)
+            gathered = files.gather_objects(found)
             if mesh.main:
-                facts = dict(sorted((name, one) for part in found for name, one in part.items()))
+                facts = dict(sorted((name, one) for part in gathered for name, one in part.items()))
                 write_manifest(temporary, step, facts, meta, {"torch": torch.__version__})
                 _put_in_place(temporary, final)
     except CheckpointError:
@@ -165,15 +168,6 @@ def _failing_together(files: ProcessGroup, describe: Callable[[OSError], str]) -
         raise CheckpointError(said[0]) from failure
 
 
-def _settle(temporary: Path, files: ProcessGroup) -> dict[str, dict[str, Any]]:
-    """Fsyncs and describes this rank's share of the files that all ranks wrote."""
-    found = {}
-    for file in sorted(temporary.iterdir())[files.rank :: files.size]:
-        sync_path(file)
-        found[file.name] = describe(file)
-    return found
-
-
 def _owned(tensors: Tensors, main: bool) -> dict[str, Slice]:
     """The slices that this rank writes; rank 0 writes tensors that every rank has whole."""
     slices = {
@@ -217,7 +211,9 @@ def _prune(folder: Path, saved: Path, keep: int) -> None:
     for path in (complete[step] for step in sorted(complete, reverse=True) if complete[step] != saved):
         if whole >= keep:
             _remove(path)
-        elif is_whole(path):
+            continue
+        with suppress(CheckpointError):
+            verify(path)
             whole += 1
 
 

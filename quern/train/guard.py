@@ -34,8 +34,6 @@ class Guard:
     """
 
     def __init__(self, max_skips: int):
-        if max_skips < 0:
-            raise ValueError(f"max_skips must be 0 (stop at the first) or more, got {max_skips}")
         self.max_skips = max_skips
         self.skips_in_row = 0
         self.skips = 0
@@ -62,9 +60,8 @@ class Stop:
     """While open, the first SIGTERM, SIGINT or SIGHUP sets `requested`; a second SIGTERM or SIGINT ends the process.
 
     After the first SIGTERM or SIGINT, both signals get the kernel's default action. So the second one works even while
-    Python is blocked in a native call, and the shell sees a death by signal. Checkpoints and records survive it.
-    Signals that arrive together, during one native call, count as one. On exit, the earlier handlers are restored.
-    Outside the main thread Python allows no handlers, so none are installed.
+    Python is blocked in a native call. Signals that arrive together, during one native call, count as one. On exit, the
+    earlier handlers are restored. Outside the main thread, where Python allows no handlers, none are installed.
 
     SIGHUP means that the terminal is gone. The kernel and the shell may each send it, so it never counts as the second
     signal. If it is ignored at the start (nohup), it stays ignored. While this is open, output to a terminal or pipe

@@ -86,10 +86,9 @@ class Heartbeat:
         return Failure(*json.loads(self._store.get("failure")))
 
     def report_peer_loss(self, why: str) -> bool:
-        """Logs the cause of a collective that failed, unless another rank reports it.
+        """Logs the cause of a failed collective, unless another rank reports it. Returns whether the failure is final.
 
-        Returns whether the failure is final. why: the failure; "" if this rank was asked to end, which is no failure
-        where no rank is gone.
+        why: the failure; "" if this rank was asked to end, which is no failure where no rank is gone.
         """
         self._end_if_orphaned()
         lost = f"rank {self.mesh.rank} lost the others: {why}"
@@ -210,11 +209,8 @@ class StragglerDetector:
         self._named: set[int] = set()
 
     def observe(self, seconds: Sequence[float]) -> str | None:
-        """Takes each rank's seconds in this step, without waiting.
-
-        Returns:
-            A line for the user when a window ends in which a rank was slow that was not slow in the window before.
-        """
+        """Takes each rank's seconds in this step, without waiting. Returns a line for the user when a window ends in
+        which a rank was slow that was not slow in the window before."""
         self._steps.append(seconds)
         if len(self._steps) < self.window_steps:
             return None

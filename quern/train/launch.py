@@ -23,9 +23,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,8 +53,7 @@ EXPECTED = (*USERS, RuntimeError)
 """These errors are reported without a traceback."""
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """This process among those of the command. restart: how often all ranks were restarted."""
 
     rank: int
@@ -70,9 +68,8 @@ class Place:
 
 def place() -> Place:
     """Reads torchrun's variables; without them this is the only process."""
-    given = environment()
     names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "TORCHELASTIC_RESTART_COUNT": 0}
-    return Place(*(int(given.get(name, default)) for name, default in names.items()))
+    return Place(*(int(environment().get(name, default)) for name, default in names.items()))
 
 
 # The parent -------------------------------------------------------------------------------------------------
@@ -86,10 +83,10 @@ def launch(
     rendezvous: str = "",
     stopped: str = "before training began",
 ) -> int:
-    """Runs `quern` with these arguments on several processes, and waits for them.
+    """Runs `quern` with these arguments on several processes, waits for them, and returns the command's exit code.
 
     SIGTERM, SIGINT and SIGHUP make the ranks of every machine finish the step, save and exit. A second SIGTERM or
-    SIGINT kills them.
+    SIGINT kills them. Before training begins, the exit code is 128 + the signal's number.
 
     Args:
         arguments: The command line, after `quern`.
@@ -98,9 +95,6 @@ def launch(
         nodes: Machines that run this command together.
         rendezvous: host:port of one of the machines, where they meet; unused for one machine.
         stopped: When a signal stopped ranks that left no outcome, for the message.
-
-    Returns:
-        The command's exit code; 128 + the signal's number where a signal came before training began.
     """
     with scratch_folder() as folder:
         result = folder / "result.json"
@@ -285,7 +279,7 @@ def joined(
         except BaseException as error:
             for which in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(which, signal.SIG_IGN)
-            exit_now(_report_early(error, here, log) if heartbeat is None else _report(error, here, log, heartbeat))
+            exit_now(_report(error, here, log, heartbeat))
 
 
 def restarted(mesh: Mesh) -> bool:
@@ -294,35 +288,26 @@ def restarted(mesh: Mesh) -> bool:
 
 
 class _TerminatedError(BaseException):
-    """A signal outside the training loop. The agent terminates the ranks that a failed rank left; they report the peer
-    first."""
-
-    def end(self, log: Callable[[str], None]) -> int:
-        """Says that the signal ended this rank, unless `launch` sent it, and returns the exit code."""
-        if RESULT in environment():
-            return 1
-        log(f"rank {place().rank} was ended by {signal.Signals(self.args[0]).name}")
-        return 128 + self.args[0]
+    """A signal outside the training loop. The agent terminates the ranks that a failed rank left."""
 
 
-def _report_early(error: BaseException, here: Place, log: Callable[[str], None]) -> int:
-    """Reports an error before the ranks are connected, and returns the exit code. One rank of each machine reports."""
-    if isinstance(error, USERS):
-        if here.local_rank == 0:
-            log(str(error))
+def _report(error: BaseException, here: Place, log: Callable[[str], None], heartbeat: Heartbeat | None) -> int:
+    """Reports an error, and returns the exit code. heartbeat: None before the ranks are connected."""
+    lost, ended = isinstance(error, PeersLostError), isinstance(error, _TerminatedError)
+    if heartbeat is not None and (lost or ended) and heartbeat.report_peer_loss(str(error) if lost else ""):
         return finish(1)
-    if isinstance(error, _TerminatedError):
-        return error.end(log)
-    log(f"rank {here.rank} failed while it joined the others: {type(error).__name__}: {error}")
-    return 1
-
-
-def _report(error: BaseException, here: Place, log: Callable[[str], None], heartbeat: Heartbeat) -> int:
-    """Reports an error, and returns the exit code."""
-    if isinstance(error, (PeersLostError, _TerminatedError)):
-        ended = isinstance(error, _TerminatedError)
-        final = heartbeat.report_peer_loss("" if ended else str(error))
-        return finish(1) if final else error.end(log) if ended else 1
+    if ended and RESULT not in environment():  # else `launch` has sent the signal
+        log(f"rank {here.rank} was ended by {signal.Signals(error.args[0]).name}")
+        return 128 + error.args[0]
+    if lost or ended:
+        return 1
+    if heartbeat is None:
+        if isinstance(error, USERS):
+            if here.local_rank == 0:
+                log(str(error))
+            return finish(1)
+        log(f"rank {here.rank} failed while it joined the others: {type(error).__name__}: {error}")
+        return 1
     step = heartbeat.mesh.progress.step
     if isinstance(error, USERS) and step is None:
         if here.main:

@@ -55,22 +55,6 @@ class TrainingPlan:
     """Goes into every checkpoint beside the state: the recipe, the tokenizer's fingerprint, …"""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How training ended."""
-
-    code: int  # an exit code of guard.py
-    reason: str = ""  # for the user; empty when training is done
-    good: Path | None = None  # the last good checkpoint of a run that diverged
-
-    def advice(self, go_on: str, lower_rates: str) -> str:
-        """Completes the reason. go_on: the command that continues; lower_rates: the flag that halves the rates."""
-        if self.code == EXIT_DIVERGED:
-            advice = f"go on from there with lower rates, `{go_on} {lower_rates}`" if self.good else "lower the rates"
-            return f"{self.reason}. Next, {advice}"
-        return f"{self.reason}: continue with `{go_on}`" if self.code == EXIT_STOPPED else self.reason
-
-
 def train(
     backend: Backend,
     loader: BatchSource,
@@ -78,7 +62,8 @@ def train(
     folder: Records,
     log: Callable[[str], None],
     advance: Callable[[dict[str, Any]], None] = lambda line: None,
-    explain: Callable[[Outcome], str] = lambda outcome: outcome.reason,
+    go_on: str = "--resume",
+    lower_rates: str = "",
     clock: Callable[[], float] = time.perf_counter,
 ) -> int:
     """Trains from `backend.run.step` to the end of the plan; SIGTERM and SIGINT finish the step and save.
@@ -86,7 +71,7 @@ def train(
     Args:
         folder: This rank's records; checkpoints are below its path.
         advance: Called after each step with its loss, and the speed once that is known.
-        explain: Tells the user why training ended early, and what to do next.
+        go_on: The command that continues a run that ended early, for the user; lower_rates: its flag for lower rates.
         clock: Read before and after each step.
 
     Returns:
@@ -106,15 +91,20 @@ def train(
     ):
         try:
             saver = Saver(backend, folder, plan.keep, plan.save_in_background, plan.meta)
-            outcome = _steps(backend, batches, plan, horizon, stop, saver, folder, log, advance, clock)
+            code = _steps(backend, batches, plan, horizon, stop, saver, folder, log, advance, clock)
         except CheckpointError as error:
             folder.event("stop", step=run.step, reason=str(error))
-            outcome = Outcome(EXIT_NOT_SAVED, f"stopped at step {run.step}: {error}")
-        if outcome.reason:
-            log(explain(outcome))
-    if outcome.code == EXIT_DONE:
-        folder.event("finish", step=run.step, tokens=run.tokens, seconds=round(run.seconds, 3))
-    return outcome.code
+            log(f"stopped at step {run.step}: {error}")
+            return EXIT_NOT_SAVED
+        if code == EXIT_DIVERGED:
+            _explain_divergence(run, folder, log, f"{go_on} {lower_rates}")
+        elif code == EXIT_STOPPED:
+            folder.event("stop", step=run.step, reason="signal")
+            saved = ", and saved" if plan.save_every else ""
+            log(f"stopped after step {run.step} as asked{saved}: continue with `{go_on}`")
+        else:
+            folder.event("finish", step=run.step, tokens=run.tokens, seconds=round(run.seconds, 3))
+    return code
 
 
 def _steps(
@@ -128,7 +118,8 @@ def _steps(
     log: Callable[[str], None],
     advance: Callable[[dict[str, Any]], None],
     clock: Callable[[], float],
-) -> Outcome:
+) -> int:
+    """Takes the steps that are left, and returns an exit code of guard.py."""
     run, mesh, alone = backend.run, backend.mesh, backend.mesh.world.size == 1
     window, stragglers, fresh, own_seconds = metrics.Window(), StragglerDetector(), True, 0.0
     for batch in batches:
@@ -151,7 +142,7 @@ def _steps(
         advance({"loss": result.loss} | window.speed())
         if result.verdict == "stop":
             saver.settle()
-            return _diverged(run, folder, log)
+            return EXIT_DIVERGED
         if alone:
             heard = [[float(stop.requested), own_seconds, horizon.wanted(run.step, run.seconds)]]
         if horizon.decide(run.step, int(heard[0][2])):  # by rank 0's clock
@@ -175,12 +166,7 @@ def _steps(
         if stopping:
             break
     saver.settle()
-    return Outcome(EXIT_DONE) if run.step == horizon.steps else _stopped(run, folder, saved=bool(plan.save_every))
-
-
-def _stopped(run: Counters, folder: Records, saved: bool) -> Outcome:
-    folder.event("stop", step=run.step, reason="signal")
-    return Outcome(EXIT_STOPPED, f"stopped after step {run.step} as asked{', and saved' if saved else ''}")
+    return EXIT_DONE if run.step == horizon.steps else EXIT_STOPPED
 
 
 def _batches(backend: Backend, loader: BatchSource, plan: TrainingPlan, horizon: Horizon) -> Generator[Any, None, None]:
@@ -229,12 +215,13 @@ def _count(run: Counters, result: StepResult, folder: Records) -> None:
         folder.event("skip", step=run.step, loss=result.loss, grad_norm=result.grad_norm)
 
 
-def _diverged(run: Counters, folder: Records, log: Callable[[str], None]) -> Outcome:
-    found = manifest.latest(folder.path / "checkpoints", log)
-    good = f"the last good checkpoint is {found[0]}" if found else "there is no checkpoint yet"
-    reason = f"{run.guard.skips_in_row} steps in a row were not finite; {good}"
+def _explain_divergence(run: Counters, folder: Records, log: Callable[[str], None], go_on: str) -> None:
+    reason, advice = "there is no checkpoint yet", "lower the rates"
+    if found := manifest.latest(folder.path / "checkpoints", log):
+        reason, advice = f"the last good checkpoint is {found[0]}", f"go on from there with lower rates, `{go_on}`"
+    reason = f"{run.guard.skips_in_row} steps in a row were not finite; {reason}"
     folder.event("stop", step=run.step, reason=reason)
-    return Outcome(EXIT_DIVERGED, f"stopped at step {run.step}: {reason}", found[0] if found else None)
+    log(f"stopped at step {run.step}: {reason}. Next, {advice}")
 
 
 def resume(
@@ -243,17 +230,10 @@ def resume(
     log: Callable[[str], None],
     check: Callable[[dict[str, Any], Path], None] = lambda meta, path: None,
 ) -> bool:
-    """Puts the state where the newest good checkpoint left it. Rank 0 decides which one that is.
+    """Puts a fresh state where the newest good checkpoint left it. Rank 0 decides which one that is.
 
-    Args:
-        backend: A fresh state around the same model.
-        check: Called with the checkpoint's meta and path before anything is restored; raises to refuse it.
-
-    Returns:
-        False where there is no checkpoint.
-
-    Raises:
-        CheckpointError: There are checkpoints, and none of them is good.
+    check: called with the checkpoint's meta and path before anything is restored; raises to refuse it. Returns False
+    where there is no checkpoint. Raises CheckpointError if there are some, and none of them is good.
     """
     mesh, found = backend.mesh, None
     if mesh.main and (found := manifest.latest(folder, log)) is None and manifest.steps(folder):
@@ -277,9 +257,9 @@ def resume(
 class Saver:
     """Saves a run's checkpoints below the folder of its records, at once or in the background.
 
-    In the background the rank's slices are copied first. A thread then saves them through collectives of its own
-    (`Mesh.files`), so the checkpoint is the same, byte for byte. At most one save runs at a time, and the next one, or
-    the end, raises its error on all ranks. The copies take as much memory as the rank's masters and moments.
+    In the background the rank's slices are copied first (as much memory as its masters and moments). A thread then
+    saves them through collectives of its own (`Mesh.files`): the same checkpoint, byte for byte. At most one save runs
+    at a time, and the next one, or the end, raises its error on all ranks.
     """
 
     def __init__(self, backend: Backend, records: Records, keep: int, background: bool, meta: dict[str, Any]) -> None:

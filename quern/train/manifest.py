@@ -21,13 +21,10 @@ SCHEMA = 1
 MANIFEST = "manifest.json"
 
 
-class _Schema(TypedDict):
+class Manifest(TypedDict):
+    """A manifest. meta: the caller's JSON."""
+
     schema: int
-
-
-class Manifest(_Schema):
-    """A manifest of this schema. meta: the caller's JSON."""
-
     step: Natural
     files: dict[FilePath, FileFacts]
     meta: dict[str, Any]
@@ -35,10 +32,6 @@ class Manifest(_Schema):
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or is damaged. The message names it and the reason."""
-
-
-class NewerCheckpointError(CheckpointError):
-    """The checkpoint is complete, but a newer version wrote it, which this version cannot read."""
 
 
 def write_manifest(
@@ -57,27 +50,25 @@ def write_manifest(
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Returns a checkpoint's manifest, its own hash checked. Raises CheckpointError or NewerCheckpointError."""
+    """Returns a checkpoint's manifest. Raises CheckpointError for a damaged one, ValueError for a newer schema."""
     file = path / MANIFEST
     try:
         manifest = read_json(file, dict[str, Any])
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     # The hash covers the content without itself in every schema, so a damaged schema number is not taken for a newer
     # version.
     if manifest.pop("sha256", None) != _content_hash(manifest):
         raise CheckpointError(f"{file} does not match its own sha256")
+    if isinstance(schema := manifest.get("schema"), int) and schema > SCHEMA:
+        raise ValueError(
+            f"{path} has checkpoint schema {schema}, this version reads up to {SCHEMA}: update quern, or move this "
+            "checkpoint away to go on from an earlier one"
+        )
     try:
-        if typed(manifest, _Schema)["schema"] <= SCHEMA:
-            return dict(typed(manifest, Manifest))
+        return dict(typed(manifest, Manifest))
     except ValueError as error:
         raise CheckpointError(f"{file} is not a manifest: {error}") from error
-    raise NewerCheckpointError(
-        f"{path} has checkpoint schema {manifest['schema']}, this version reads up to {SCHEMA}: "
-        "update quern, or move this checkpoint away to go on from an earlier one"
-    )
 
 
 def _content_hash(content: dict[str, Any]) -> str:
@@ -88,16 +79,6 @@ def _content_hash(content: dict[str, Any]) -> str:
 def describe(file: Path) -> dict[str, Any]:
     """Returns the size and hash of a file, as in the manifest."""
     return {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
-
-
-def require_plain_json(meta: dict[str, Any]) -> None:
-    """Raises ValueError unless `meta` reads back equal."""
-    try:
-        same = json.loads(json.dumps(meta, allow_nan=False)) == meta
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"meta must be plain JSON: {error}") from error
-    if not same:
-        raise ValueError("meta must read back equal: use string keys and lists, not tuples or numbers as keys")
 
 
 # `.old-` exists only between the two renames that replace a step by a new save of the same step.
@@ -125,24 +106,18 @@ def path_of(folder: Path, step: int) -> Path:
 def latest(folder: Path, report: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
     """Returns (path, manifest) of the newest checkpoint that verifies; None when there is none.
 
-    Args:
-        report: Takes a line for each damaged checkpoint that is skipped.
-
-    Raises:
-        NewerCheckpointError: for a complete checkpoint that this version cannot read.
+    report: takes a line for each damaged checkpoint that is skipped. Raises ValueError for a newer schema.
     """
     for step, path in sorted(candidates(folder).items(), reverse=True):
         try:
             return path, verify(path)
-        except NewerCheckpointError:
-            raise
         except CheckpointError as error:
             report(f"step {step} is damaged and is skipped: {error}")
     return None
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """Returns the manifest of a checkpoint, after checking every size and hash. Raises CheckpointError."""
+    """Returns the manifest of a checkpoint, after checking every size and hash. Raises as `read_manifest`."""
     manifest = read_manifest(path)
     named = FOLDER.fullmatch(path.name)
     if named and int(named[1]) != manifest["step"]:
@@ -180,13 +155,3 @@ def is_kept(path: Path) -> bool:
         return bool(read_manifest(path)["meta"].get("kept"))
     except CheckpointError:
         return False
-
-
-def is_whole(path: Path) -> bool:
-    try:
-        verify(path)
-    except NewerCheckpointError:
-        return True
-    except CheckpointError:
-        return False
-    return True

@@ -10,8 +10,6 @@ once, before the first step.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -83,7 +81,7 @@ class TrainState(Counters):
         return self.optimizer.slices()
 
     def restore(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
-        """Bit for bit what `tensors` and `meta` gave."""
+        """Restores the state that `tensors` and `meta` returned, bit for bit."""
         self.optimizer.load_state_tensors(tensors)
         self.count_from(meta)
 
@@ -174,10 +172,7 @@ MULTIPLIER = 6364136223846793005  # odd; Knuth's MMIX generator
 def refuse_unequal_replicas(state: TrainState) -> None:
     """Compares the parameters, and the optimizer state that every replica holds, over the data axis.
 
-    The optimizer state that only one rank owns has no second copy to compare. Every rank of the mesh calls this.
-
-    Raises:
-        ValueError: on every rank, when the ranks differ. The message names the ranks and a tensor.
+    Every rank of the mesh calls this. Raises ValueError, on every rank, which names a rank and a tensor that differ.
     """
     mesh = state.optimizer.mesh
     if mesh.data.size == 1:
@@ -187,17 +182,15 @@ def refuse_unequal_replicas(state: TrainState) -> None:
     own = torch.stack([checksum(tensor).to(device) for tensor in tensors.values()])
     found = own.new_empty(mesh.world.size * len(own))
     mesh.world.all_gather(found, own).wait()
-    rows = [tuple(row) for row in found.view(mesh.world.size, -1).tolist()]
-    differing = _differing(rows, mesh.tp)
-    if differing:
-        (rank, reference), names = differing[0], list(tensors)
-        places = [name for name, a, b in zip(names, rows[rank], rows[reference], strict=True) if a != b]
-        more = f" and {len(places) - 1} more" if len(places) > 1 else ""
-        raise ValueError(
-            f"the ranks do not start from equal weights: {', '.join(f'rank {one} differs' for one, _ in differing)} "
-            f"from rank {reference} in {places[0]}{more}. Nothing was trained: start the same command again. If it "
-            f"fails again, have the memory of these ranks' machines checked"
-        )
+    rows = found.view(mesh.world.size, -1).tolist()
+    for rank, row in enumerate(rows):
+        reference = rank % mesh.tp  # the first replica of its shard
+        if places := [name for name, a, b in zip(tensors, row, rows[reference], strict=True) if a != b]:
+            raise ValueError(
+                f"the ranks do not start from equal weights: rank {rank} differs from rank {reference} in {places[0]}, "
+                f"of {len(places)} tensors. Nothing was trained: start the same command again. If it fails again, have "
+                "the memory of these ranks' machines checked"
+            )
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -225,14 +218,3 @@ def _replicated(state: TrainState) -> dict[str, Tensor]:
             held = {"master": bucket.masters, **bucket.state}
             found |= {f"{name} of {bucket.parameters[0][0]}": tensor for name, tensor in held.items()}
     return found
-
-
-def _differing(rows: Sequence[tuple[int, ...]], tp: int) -> list[tuple[int, int]]:
-    """Returns the ranks that differ from most replicas of their shard, each with a rank that does not."""
-    differing = []
-    for shard in range(tp):
-        ranks = range(shard, len(rows), tp)
-        usual, _ = Counter(rows[rank] for rank in ranks).most_common(1)[0]
-        reference = next(rank for rank in ranks if rows[rank] == usual)
-        differing += [(rank, reference) for rank in ranks if rows[rank] != usual]
-    return differing

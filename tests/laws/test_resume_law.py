@@ -9,17 +9,13 @@ import json
 import random
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Sequence
 
 import pytest
 
 from quern.records import read_events, read_metrics
 from quern.train.guard import EXIT_STOPPED
-from tests.support.line_server import ENVIRONMENT
-from tests.support.run_bench import PRETRAIN, RL, SFT, Bench, differences, logged
+from tests.support.run_bench import PRETRAIN, RL, SFT, Bench, differences
 
 Law = Callable[[str, float | int | str, str], None]
 
@@ -61,7 +57,7 @@ def killed_and_resumed(
 
 @pytest.mark.parametrize(
     ("command", "dtype", "chains", "kills"),
-    [(PRETRAIN, "fp32", 2, 1), (PRETRAIN, "bf16", 1, 1), (SFT, "fp32", 1, 1), (RL, "fp32", 1, 1)],
+    [(PRETRAIN, "fp32", 2, 2), (PRETRAIN, "bf16", 1, 1), (SFT, "fp32", 1, 1), (RL, "fp32", 1, 1)],
     ids=["pretrain-fp32", "pretrain-bf16", "sft-fp32", "rl-fp32"],
 )
 def test_killed_and_resumed_is_uninterrupted(
@@ -74,7 +70,7 @@ def test_killed_and_resumed_is_uninterrupted(
         "0",
     )
     assert differing == [], places
-    assert len(places) == chains * kills, places  # two hundred, several in one run, are a campaign
+    assert len(places) == chains * kills, places  # two hundred are a campaign
     assert sum(place.startswith("save") for place in places) >= chains // 2, places
 
 
@@ -91,32 +87,13 @@ def test_killed_and_resumed_200_times(command: Sequence[str], dtype: str, chains
     assert len(places) >= 2.5 * chains and sum(place.startswith("save") for place in places) >= chains
 
 
-def test_killed_five_times_within_one_epoch(bench: Bench, law: Law) -> None:
-    """First in the first step, then after a save, then twice before another one, then while resuming."""
-    command, dtype, name = PRETRAIN, "fp32", bench.fresh(PRETRAIN, "fp32")
-    reference, events = bench.reference(command, dtype)
-    places = []
-    for part, share in (("train", 0.02), ("train", 0.4), ("train", 0.03), ("train", 0.05), ("resume", 0.5)):
-        resume = ["--resume"] if places else []
-        kill = [part, 1 + int(share * events[part])]
-        places.append(bench.run([*command, *resume], name, dtype, kill=kill)["place"])
-    assert None not in places
-    bench.run([*command, "--resume"], name, dtype)
-    differing = differences(bench.stage(name, command), reference)
-    law("resumed = uninterrupted: killed five times in one epoch", len(differing), "0")
-    assert differing == [], places
-
-
 def test_the_runs_go_on_past_their_second_epoch(bench: Bench) -> None:
     """Else the law would say nothing of it."""
-    for command in (PRETRAIN, SFT):
-        stage, _ = bench.reference(command, "fp32")
-        if command is PRETRAIN:
-            facts = json.loads((stage.parent / "run.json").read_text(encoding="utf-8"))
-            assert read_metrics(stage)[-1]["tokens"] > 2 * facts["data"]["train"]["tokens"]
-        else:
-            data = next(event for event in read_events(stage) if event["kind"] == "data")
-            assert 2 * data["rows"] < 19 * 4
+    stage, _ = bench.reference(PRETRAIN, "fp32")
+    facts = json.loads((stage.parent / "run.json").read_text(encoding="utf-8"))
+    assert read_metrics(stage)[-1]["tokens"] > 2 * facts["data"]["train"]["tokens"]
+    events = read_events(bench.reference(SFT, "fp32")[0])
+    assert 2 * next(event for event in events if event["kind"] == "data")["rows"] < 19 * 4
 
 
 def test_the_check_can_fail(bench: Bench) -> None:
@@ -131,69 +108,19 @@ def test_the_check_can_fail(bench: Bench) -> None:
         assert len(differences(bench.stage(name, PRETRAIN), reference)) > 10, sabotage
 
 
-# From outside -----------------------------------------------------------------------------------------------
-
-
-LONG = [
-    *PRETRAIN[: PRETRAIN.index("--train.steps")],
-    "--train.steps",
-    "80",
-    *PRETRAIN[PRETRAIN.index("--optim.lr-scale") :],
-]
-
-
-def begin(bench: Bench, name: str, *more: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "quern.cli.main", *LONG, *more, *Bench.flags(name, "fp32")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=bench.folder,
-        env=ENVIRONMENT,
-    )
-
-
-def wait_for(process: subprocess.Popen[str], there: Callable[[], bool]) -> None:
-    until = time.monotonic() + 200
-    while not there():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.005)
-
-
-def test_processes_killed_and_stopped_from_outside(bench: Bench, law: Law) -> None:
-    """A process of its own, killed by the clock; its resumption, stopped by SIGTERM, exits with 75; the
-    resumption of that ends as the run that nobody touched."""
-    reference, name = bench.fresh(LONG, "fp32"), bench.fresh(LONG, "fp32")
-    bench.run(LONG, reference, "fp32")
-    stage = bench.stage(name, LONG)
-    process = begin(bench, name)
-    wait_for(process, lambda: len(read_metrics(stage)) >= 9)
-    process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    process = begin(bench, name, "--resume")
-    wait_for(process, lambda: [event["kind"] for event in read_events(stage)].count("compile") == 2)
-    process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=200)[0]
-    assert process.returncode == EXIT_STOPPED == 75, output
-    assert (
-        f"as asked, and saved: continue with `quern pretrain --resume --run {name} --no-compile" in output
-        and "Traceback" not in output
-    )
-    bench.run([*LONG, "--resume"], name, "fp32")
+def test_killed_and_then_stopped_by_a_signal(bench: Bench, law: Law) -> None:
+    """It dies; its resumption gets SIGTERM in a step, saves and exits with 75; the resumption of that ends the run."""
+    (reference, events), name = bench.reference(PRETRAIN, "fp32"), bench.fresh(PRETRAIN, "fp32")
+    bench.run(PRETRAIN, name, "fp32", kill=["train", int(0.5 * events["train"])])
+    known = len(bench.log())
+    stop = ["train", int(0.2 * events["train"])]
+    assert bench.run([*PRETRAIN, "--resume"], name, "fp32", kill=stop, signal=signal.SIGTERM)["status"] == EXIT_STOPPED
+    assert f"as asked, and saved: continue with `quern pretrain --resume --run {name} --no-comp" in bench.log()[known:]
+    bench.run([*PRETRAIN, "--resume"], name, "fp32")
     # The step it was stopped at was saved as well, so another one may be kept.
-    differing = differences(stage, bench.stage(reference, LONG), ignored="kept")
-    law("resumed = uninterrupted: killed, then stopped by SIGTERM, from outside", len(differing), "0")
+    differing = differences(bench.stage(name, PRETRAIN), reference, ignored="kept")
+    law("resumed = uninterrupted: killed, then stopped by SIGTERM", len(differing), "0")
     assert differing == []
-
-
-def test_resuming_with_another_recipe_is_refused_and_harms_nothing(bench: Bench) -> None:
-    name = bench.copied(PRETRAIN, "fp32")
-    before, known = logged(bench.stage(name, PRETRAIN)), len(bench.log())
-    bench.run([*PRETRAIN, "--resume", "--seed", "1"], name, "fp32", refused=True)
-    assert "seed 0 → 1 would make it another run" in bench.log()[known:]
-    assert logged(bench.stage(name, PRETRAIN)) == before
 
 
 def test_reinforcement_learning_from_another_run_keeps_its_first_model(bench: Bench) -> None:

@@ -17,6 +17,7 @@ from quern.machine import detect
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from quern.runs.load import load
+from quern.runs.origin import read_origin
 from quern.runs.run_dir import RunDir, naming, plainly, refuse_unwritable
 from quern.runs.run_lock import run_lock
 from quern.runs.saved import find_saved
@@ -94,10 +95,9 @@ def test_a_missing_run_a_missing_tokenizer_and_an_untrained_run_are_told_apart(r
 
 
 def test_a_damaged_recipe_is_named(run_dir: RunDir) -> None:
-    path = run_dir.stage("pretrain") / "recipe.json"
-    path.parent.mkdir()
-    path.write_text(json.dumps(resolve(RECIPE).to_json()), encoding="utf-8")
-    run_dir.refuse_damaged_recipes()
+    stage = save(run_dir, resolve(RECIPE).to_json()).parents[1]
+    (path := stage / "recipe.json").write_text(json.dumps(resolve(RECIPE).to_json()), encoding="utf-8")
+    assert read_origin(stage) is not None
     for body, expected in (
         ('{"train": {"ste', "Unterminated string"),
         ("[]", "Expected .object., got .array."),
@@ -107,7 +107,7 @@ def test_a_damaged_recipe_is_named(run_dir: RunDir) -> None:
     ):
         path.write_text(body, encoding="utf-8")
         with pytest.raises(ValueError, match=f"^{path} is damaged .{expected}.*: put back a copy of it, or remove it"):
-            run_dir.refuse_damaged_recipes()
+            read_origin(stage)
 
 
 def test_an_error_of_the_system_names_the_path_and_what_to_do(tmp_path: Path) -> None:

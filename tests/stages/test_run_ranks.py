@@ -1,4 +1,4 @@
-"""`quern run` on two ranks over gloo, from nothing: models, scores and report of one process; and after a fault."""
+"""`quern run` on two ranks over gloo, from nothing and after a fault: models, scores and report of one process."""
 
 import json
 from pathlib import Path
@@ -29,6 +29,8 @@ def planted(*arguments, **options):
 sft.ready_model = planted
 RECIPE = replace(BASELINE, name="planted")
 """
+RL = """--rl.rewards counting --rl.kl 0.1 --rl.steps 2 --rl.groups 3 --rl.samples 3 --rl.max-tokens 6
+ --rl.val-questions 2 --rl.val-samples 2 --no-compile --dtype fp32 --threads 1""".split()
 
 
 def request(folder: Path, name: str, *arguments: str, **how: Any) -> dict[str, Any]:
@@ -37,14 +39,21 @@ def request(folder: Path, name: str, *arguments: str, **how: Any) -> dict[str, A
 
 
 @pytest.fixture(scope="module")
-def cold(faulty_server: FaultyRanks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A folder with the runs of one process, of two replicas and of two shards, and what the two replicas said."""
+def cold(faulty_server: FaultyRanks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """A folder with the runs of one process, of two replicas, of which one dies while they fine-tune, and of two
+    shards; and the answers to the last two, and to a command whose fine-tuning fails by an error of the user."""
     folder = tmp_path_factory.mktemp("cold")
-    alone, replicas = request(folder, "alone", ranks=1), request(folder, "replicas", counted=True)
-    found = faulty_server.together([alone, replicas, request(folder, "shards", "--tp", "2")])
-    for one in found:
-        assert one["exits"] in ([[0]], [[0, 0]]) and one["result"] == 0, one["said"]
-    return folder, found[1]
+    (folder / "planted.py").write_text(RECIPE, encoding="utf-8")
+    killed = {"faults": [{"kind": "kill", "rank": 1, "step": PRETRAIN_STEPS + 5}], "restarts": 1}
+    requests = [
+        request(folder, "alone", ranks=1),
+        request(folder, "replicas", **killed),
+        request(folder, "shards", "--tp", "2"),
+        request(folder, "refused", str(folder / "planted.py"), restarts=1),
+    ]
+    alone, *others = faulty_server.together(requests)
+    assert alone["result"] == 0, alone["said"]
+    return folder, others
 
 
 def scores(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -52,77 +61,58 @@ def scores(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+def titles(run: Path) -> list[str]:
+    text = (run / "report.md").read_text(encoding="utf-8")
+    return [line for line in text.splitlines() if line.startswith("## ")]
+
+
 @pytest.mark.parametrize("name", ["replicas", "shards"])
-def test_two_ranks_leave_what_one_process_leaves(cold: tuple[Path, dict[str, Any]], name: str) -> None:
+def test_two_ranks_leave_what_one_process_leaves(cold: tuple[Path, list[dict[str, Any]]], name: str) -> None:
     folder, _ = cold
     runs = [folder / each / "runs" / each for each in ("alone", name)]
     files = [{str(p.relative_to(run)) for p in run.rglob("*") if p.suffix != ".safetensors"} for run in runs]
     assert files[0] == files[1]
     assert files[0] >= {"report.html", "report.md", "evaluate.jsonl", "answers/sft/tinyworld/sums.answers.jsonl"}
     for stage, steps in (("pretrain", PRETRAIN_STEPS), ("sft", SFT_STEPS)):
-        one, two = ({line["step"]: line for line in read_metrics(run / stage)} for run in runs)
-        assert one.keys() == two.keys() and max(one) == steps
-        for step in one:
-            for field in {"loss", "val_loss"} & one[step].keys():
-                assert two[step][field] == pytest.approx(one[step][field], rel=ALIKE)
+        one, two = (read_metrics(run / stage) for run in runs)
+        assert [line["step"] for line in one] == [line["step"] for line in two] and one[-1]["step"] == steps
+        for theirs, ours in zip(one, two, strict=True):
+            for field in {"loss", "val_loss"} & theirs.keys():
+                assert ours[field] == pytest.approx(theirs[field], rel=ALIKE)
     for theirs, ours in zip(scores(folder, "alone"), scores(folder, name), strict=True):
         assert ours["value"] == pytest.approx(theirs["value"], rel=ALIKE)
         assert ours | {"value": 0} == theirs | {"value": 0}
     assert titles(runs[0]) == titles(runs[1])
 
 
-def test_each_step_is_said_once_and_taken_by_both(cold: tuple[Path, dict[str, Any]]) -> None:
-    _, replicas = cold
-    for line, times in {"tokens: train": 1, "fine-tuned on": 1, "evaluating: sft": 1, "report: ": 2}.items():
-        assert len(lines_with(line, replicas["said"])) == times, replicas["said"]
-    assert [len(replicas["events"][rank]["begins"]) for rank in "01"] == [PRETRAIN_STEPS + SFT_STEPS] * 2
+def test_each_step_is_said_once_also_where_a_rank_dies_or_fine_tuning_fails(
+    cold: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    """The killed run goes on within fine-tuning. An error of the user ends all ranks, also after pretraining."""
+    folder, (killed, shards, refused) = cold
+    for found, times in ((killed, 2), (shards, 1)):
+        assert found["exits"][times - 1 :] == [[0, 0]] and found["result"] == 0, found["said"]
+        for line, count in {"tokens: train": 1, "fine-tuned on": 1, "evaluating: sft": 1, "report: ": 2}.items():
+            assert len(lines_with(line, found["said"])) == count, found["said"]
+    assert len(lines_with("resumed at step", killed["said"])) == 1, killed["said"]
+    assert lines_with("pretraining: finished already", killed["said"]), killed["said"]
+    assert refused["exits"] == [[0, 0]] and refused["result"] == 1, refused["said"]
+    assert lines_with("quern run:", refused["said"]) == ["quern run: planted"]
+    assert manifest.steps(folder / "refused/runs/refused/pretrain/checkpoints")[-1] == PRETRAIN_STEPS
 
 
-def titles(run: Path) -> list[str]:
-    text = (run / "report.md").read_text(encoding="utf-8")
-    return [line for line in text.splitlines() if line.startswith("## ")]
-
-
-def test_shards_practise_as_one_process(cold: tuple[Path, dict[str, Any]], faulty_server: FaultyRanks) -> None:
+def test_shards_practise_as_one_process(cold: tuple[Path, list[dict[str, Any]]], faulty_server: FaultyRanks) -> None:
     """Reinforcement learning of the same model: the replies, and what is learned of them."""
     out = cold[0] / "alone"
-    stage = f"rl --from alone --out {out} --rl.rewards counting --rl.kl 0.1 --rl.steps 2 --rl.groups 3 --rl.samples 3"
-    sizes = "--rl.max-tokens 6 --rl.val-questions 2 --rl.val-samples 2 --no-compile --dtype fp32 --threads 1"
     runs = {"practised": (), "practised-in-shards": ("--tp", "2")}
-    found = faulty_server.together(
-        [
-            {"arguments": [*stage.split(), *sizes.split(), "--run", run, *flags], "faults": [], "restarts": 0}
-            | {"ranks": 2 if flags else 1, "counted": False}
-            for run, flags in runs.items()
-        ]
-    )
+    requests = [
+        {"arguments": ["rl", "--from", "alone", "--out", str(out), *RL, "--run", run, *flags], "faults": []}
+        | {"ranks": 2 if flags else 1, "restarts": 0, "counted": False}
+        for run, flags in runs.items()
+    ]
+    found = faulty_server.together(requests)
     assert [one["result"] for one in found] == [0, 0], [one["said"] for one in found]
     one, two = (read_metrics(out / "runs" / run / "rl") for run in runs)
     for theirs, ours in zip(one, two, strict=True):
         for field in {"loss", "entropy", "reply_tokens", "val_kl"} & theirs.keys():
             assert ours[field] == pytest.approx(theirs[field], rel=ALIKE, abs=1e-6)
-
-
-def test_a_rank_dies_while_fine_tuning_or_preparation_fails(
-    cold: tuple[Path, dict[str, Any]], faulty_server: FaultyRanks
-) -> None:
-    """The killed run goes on within fine-tuning, and ends as the undisturbed one. An error of the user ends all ranks,
-    also after the steps of pretraining."""
-    folder, replicas = cold
-    recipe = folder / "planted.py"
-    recipe.write_text(RECIPE, encoding="utf-8")
-    begins = replicas["events"]["1"]["begins"][PRETRAIN_STEPS + 4]
-    fault = {"kind": "kill", "rank": 1, "part": "train", "number": begins + 1}
-    killed, refused = faulty_server.together(
-        [
-            request(folder, "killed", faults=[fault], restarts=1),
-            request(folder, "refused", str(recipe), restarts=1),
-        ]
-    )
-    assert killed["places"] and killed["exits"][1:] == [[0, 0]] and killed["result"] == 0, killed["said"]
-    assert len(lines_with("resumed at step", killed["said"])) == 1, killed["said"]
-    assert lines_with("pretraining: finished already", killed["said"]), killed["said"]
-    assert scores(folder, "killed") == scores(folder, "replicas")
-    assert refused["exits"] == [[0, 0]] and refused["result"] == 1, refused["said"]
-    assert lines_with("quern run:", refused["said"]) == ["quern run: planted"]
-    assert manifest.steps(folder / "refused/runs/refused/pretrain/checkpoints")[-1] == PRETRAIN_STEPS

@@ -73,8 +73,8 @@ class FaultyRanks(LineServer):
 
 
 class Fault:
-    """A profile function that injects a fault into this process before its `number`-th event of a part. Without a fault
-    it counts the events of each part, and the events of "train" before each step.
+    """A profile function that injects a fault into this process before its `number`-th event of a part, or at the
+    beginning of a `step`. Without a fault it counts the events of each part, and those of "train" before each step.
 
     Kinds: "kill", "stop" and "term" send signals to this process; "agent" kills the agent; "raise" raises a ValueError;
     "disk" limits all files to 50,000 bytes from then on; "slow" sleeps in every step. In the `number`-th step, for any
@@ -111,6 +111,8 @@ class Fault:
     def each_step(self, frame: FrameType) -> None:
         self.begins.append(self.counts["train"])
         step = len(self.begins)
+        if self.fault.get("step") == step:
+            self.happen(f"step {step}")
         if self.fault.get("kind") == "slow":
             own = time.perf_counter() - self.woke  # of the previous step, for any load of the machine
             time.sleep(min(2.0, own))

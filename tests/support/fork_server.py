@@ -10,7 +10,7 @@ sees them: before each forward, gradient, update, write, fsync and rename there 
 what comes before, such as the flags and the model, writes nothing of the run's stage, and a death there proves little.
 `part` is "save" (inside a checkpoint's save), "resume" (inside the loop's resume) or "train" (anywhere else). Nothing
 of quern is replaced, with two exceptions: a request's `sabotage` breaks the resuming on purpose, and the machine's peak
-is not measured, which only the `mfu` column would show.
+is not measured, which only the `mfu` column would show. A request's `signal` is sent instead of SIGKILL.
 
 An answer holds `status` (the exit code, or minus the signal), `place` (where the child died, or null) and `events`
 (how many of each part there were, if the child came to its end). Without `kill` and `counted` nothing is counted, which
@@ -49,10 +49,10 @@ PARTS: dict[CodeType, str] = {checkpoint.save.__code__: "save", loop.resume.__co
 
 
 class Events:
-    """A profile function: counts the events of each part, and kills this process before one of them."""
+    """A profile function: counts the events of each part, and sends this process a signal before one of them."""
 
-    def __init__(self, kill: tuple[str, int] | None, answer: int) -> None:
-        self.kill, self.answer = kill, answer
+    def __init__(self, kill: tuple[str, int] | None, which: int, answer: int) -> None:
+        self.kill, self.which, self.answer = kill, which, answer
         self.counts = {"train": 0, "save": 0, "resume": 0}
         self.part = "train"
         self.ours: dict[str, bool] = {}  # by file, asked on every call that Python makes: the hash of a code is slow
@@ -74,8 +74,9 @@ class Events:
         if self.kill == (part, self.counts[part]):
             called = getattr(argument, "__name__", "") if event == "c_call" else ""
             place = f"{part}: {Path(code.co_filename).name} {code.co_name} {called}".rstrip()
-            os.write(self.answer, json.dumps({"place": place}).encode())
-            os.kill(os.getpid(), signal.SIGKILL)
+            if self.which == signal.SIGKILL:
+                os.write(self.answer, json.dumps({"place": place}).encode())
+            os.kill(os.getpid(), self.which)
 
 
 def sabotaged(kind: str) -> None:
@@ -113,7 +114,8 @@ def child(request: dict[str, Any], answer: int) -> int:
     if request.get("sabotage"):
         sabotaged(request["sabotage"])
     part_and_number = request.get("kill")
-    events = Events(tuple(part_and_number) if part_and_number else None, answer)
+    which = request.get("signal", signal.SIGKILL)
+    events = Events(tuple(part_and_number) if part_and_number else None, which, answer)
     if part_and_number or request.get("counted"):
         profiled(events)
     try:

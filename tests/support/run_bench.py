@@ -15,6 +15,7 @@ import torch
 from quern.records import read_metrics
 from quern.text.tinyworld import corpus
 from quern.train import checkpoint, manifest
+from quern.train.guard import EXIT_STOPPED
 from tests.support.line_server import ROOT, LineServer
 from tests.support.small_text import write_text
 
@@ -54,8 +55,9 @@ class Bench(LineServer):
     ) -> dict[str, Any]:
         """Runs a command to its end, or to where the request kills it. refused: it is expected to end with 1."""
         answer = self.ask({"arguments": [*command, *self.flags(name, dtype)], **request}, gone={})
-        died = answer.get("status") == -signal.SIGKILL and "kill" in request
-        assert died or answer.get("status") == int(refused), (command, answer, self.log()[-3000:])
+        stopped = EXIT_STOPPED if "signal" in request else -signal.SIGKILL
+        expected = (int(refused), stopped) if "kill" in request else (int(refused),)
+        assert answer.get("status") in expected, (command, answer, self.log()[-3000:])
         return answer
 
     @staticmethod

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -11,8 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from quern.train.checkpoint import load
+from quern.train.checkpoint import load, save
 from quern.train.manifest import CheckpointError, latest
 from tests.train.checkpoint_oracle import fast_folder, identity_of, no_report, on_disk, put, temporaries, watched
 
@@ -260,21 +262,12 @@ def test_an_error_at_any_point_is_clear_and_harms_nothing(error: OSError, fast_f
 def test_a_file_size_limit_is_a_clear_error(fast_folder: Path) -> None:
     """A real error: the kernel refuses the write (EFBIG; Python ignores SIGXFSZ)."""
     put(fast_folder, 1, 1)
-    script = (
-        "import resource, sys, torch\nfrom pathlib import Path\n"
-        "from quern.train.checkpoint import CheckpointError, save\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-        "try: save(Path(sys.argv[1]), 2, {'x': torch.zeros(100_000)}, {}, keep=1)\n"
-        "except CheckpointError as error: print(error)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(fast_folder)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"cannot write the checkpoint of step 2 to {fast_folder}: File too large" in done.stdout
-    assert "about 400,000 bytes" in done.stdout
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match="about 400,000 bytes") as refused:
+            save(fast_folder, 2, {"x": torch.zeros(100_000)}, {}, keep=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert f"cannot write the checkpoint of step 2 to {fast_folder}: File too large" in str(refused.value)
     assert on_disk(fast_folder) == {1: 1} and temporaries(fast_folder) == []

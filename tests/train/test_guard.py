@@ -42,9 +42,9 @@ with Stop() as stop:
 """
 
 
-def start(folder: Path, then: str, before: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+def start(folder: Path, then: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [*before, sys.executable, "-c", TRAINER, str(folder), then],
+        [sys.executable, "-c", TRAINER, str(folder), then],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -76,12 +76,7 @@ def test_guard_decides_as_restated_and_resumes_exactly_anywhere() -> None:
             assert second.state() == whole.state()
 
 
-def test_guard_refuses_a_negative_limit() -> None:
-    with pytest.raises(ValueError, match="max_skips must be 0"):
-        Guard(-1)
-
-
-@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])
 def test_first_signal_finishes_the_step_saves_and_exits_75(which: signal.Signals, tmp_path: Path) -> None:
     process = start(tmp_path, "save")
     process.send_signal(which)
@@ -151,11 +146,6 @@ def test_outside_the_main_thread_nothing_is_installed() -> None:
     assert seen == [(before, False)]
 
 
-def wait_for_saved(process: subprocess.Popen[str], folder: Path) -> None:
-    assert process.wait(timeout=30) == EXIT_STOPPED
-    assert (folder / "saved").exists()
-
-
 def test_hang_ups_come_in_numbers_and_never_end_the_process() -> None:
     before = signal.getsignal(signal.SIGHUP)
     try:
@@ -167,18 +157,6 @@ def test_hang_ups_come_in_numbers_and_never_end_the_process() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_nohup_keeps_being_ignored(tmp_path: Path) -> None:
-    process = start(tmp_path, "save", before=("nohup",))
-    process.send_signal(signal.SIGHUP)
-    begun = int((tmp_path / "begun").read_text(encoding="utf-8") or 0)
-    while int((tmp_path / "begun").read_text(encoding="utf-8") or begun) < begun + 10:
-        assert process.poll() is None
-        time.sleep(0.02)
-    process.terminate()
-    process.communicate(timeout=20)
-    assert process.returncode == EXIT_STOPPED
-
-
 def test_a_closed_pipe_does_not_lose_the_save(tmp_path: Path) -> None:
     process = start(tmp_path, "chatty")
     assert process.stdout is not None and process.stderr is not None
@@ -186,7 +164,8 @@ def test_a_closed_pipe_does_not_lose_the_save(tmp_path: Path) -> None:
     process.stderr.close()
     time.sleep(0.2)
     process.send_signal(signal.SIGHUP)
-    wait_for_saved(process, tmp_path)
+    assert process.wait(timeout=30) == EXIT_STOPPED
+    assert (tmp_path / "saved").read_text(encoding="utf-8") == "SIGHUP"
 
 
 def test_a_terminal_that_hangs_up_does_not_lose_the_save(tmp_path: Path) -> None:
@@ -204,5 +183,5 @@ def test_a_terminal_that_hangs_up_does_not_lose_the_save(tmp_path: Path) -> None
     while b"ready" not in os.read(terminal, 1000):
         pass
     os.close(terminal)
-    wait_for_saved(process, tmp_path)
+    assert process.wait(timeout=30) == EXIT_STOPPED
     assert (tmp_path / "saved").read_text(encoding="utf-8") == "SIGHUP"

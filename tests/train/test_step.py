@@ -20,14 +20,12 @@ from quern.text.tokenizer import Tokenizer
 from quern.train.state import TrainState
 from quern.train.step import accumulate, send_batch, to_device, train_step
 from tests.support.toy_training import (
-    CONTEXT,
     CPU,
     ROWS,
     differing,
     poisoned,
     snapshot,
     toy_loader,
-    toy_plan,
     toy_recipe,
     toy_state,
 )
@@ -163,15 +161,19 @@ def make_one_gradient(state: TrainState, name: str, value: float) -> None:
     state.model.spoiled = handle  # so that a test can put it right again
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("row", [0, ROWS - 1])  # in the first micro-batch, in the last
-def test_a_loss_that_is_not_finite_leaves_no_trace_and_the_next_step_is_taken(value: float, row: int, law: Law) -> None:
+@pytest.mark.parametrize(
+    ("value", "row", "clip_norm"),  # in the first micro-batch, in the last
+    [(math.nan, 0, None), (math.inf, ROWS - 1, None), (-math.inf, 0, 0.1), (math.nan, ROWS - 1, 0.1)],
+)
+def test_a_loss_that_is_not_finite_leaves_no_trace_and_the_next_step_is_taken(
+    value: float, row: int, clip_norm: float | None, law: Law
+) -> None:
     loader = toy_loader()
     state, never = toy_state(), toy_state()
     for other in (state, never):
         step(other, loader.batch(0))
     before = snapshot(state)
-    result = step(state, poisoned(loader.batch(1), value, row))
+    result = step(state, poisoned(loader.batch(1), value, row), clip_norm)
     assert result.verdict == "skip" and not math.isfinite(result.loss)
     left = differing(snapshot(state), before)
     law("a step that is not finite: tensors changed", len(left), "0")
@@ -184,8 +186,10 @@ def test_a_loss_that_is_not_finite_leaves_no_trace_and_the_next_step_is_taken(va
     assert differing(snapshot(state), snapshot(never)) == []
 
 
-@pytest.mark.parametrize("name", ["head.weight", "blocks.0.mlp.up.weight", "smear_scale", "embedding.weight"])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("head.weight", math.nan), ("blocks.0.mlp.up.weight", math.inf), ("smear_scale", math.nan)],
+)
 def test_one_gradient_that_is_not_finite_is_enough(name: str, value: float) -> None:
     loader, state = toy_loader(), toy_state()
     before = snapshot(state)
@@ -198,13 +202,6 @@ def test_one_gradient_that_is_not_finite_is_enough(name: str, value: float) -> N
     assert differing(snapshot(state), before) != []
 
 
-def test_clipping_does_not_spread_what_is_not_finite() -> None:
-    loader, state = toy_loader(), toy_state()
-    before = snapshot(state)
-    assert step(state, poisoned(loader.batch(0)), clip_norm=0.1).verdict == "skip"
-    assert differing(snapshot(state), before) == []
-
-
 def test_the_check_for_traces_can_fail() -> None:
     """A loop that looks at nothing before it updates."""
     loader, state = toy_loader(), toy_state()
@@ -212,19 +209,3 @@ def test_the_check_for_traces_can_fail() -> None:
     accumulate(state, send_batch(poisoned(loader.batch(0)), state.optimizer.mesh, CPU, 3), CPU)
     state.optimizer.step(0, Multipliers())
     assert differing(snapshot(state), before) != []
-
-
-def test_too_many_in_a_row_say_stop_and_change_nothing() -> None:
-    loader, state = toy_loader(), toy_state(toy_recipe(max_skips=2))
-    before = snapshot(state)
-    verdicts = [step(state, poisoned(loader.batch(0))).verdict for _ in range(3)]
-    assert verdicts == ["skip", "skip", "stop"]
-    assert differing(snapshot(state), before) == []
-
-
-def test_what_a_step_reports() -> None:
-    loader, state = toy_loader(masked=True), toy_state()
-    results = [step(state, loader.batch(index)) for index in range(3)]
-    assert [r.tokens for r in results] == [int(loader.batch(index).mask.sum()) for index in range(3)]
-    assert state.tokens == sum(r.tokens for r in results) and state.step == 3
-    assert toy_plan().steps > 3 and results[0].tokens < CONTEXT * ROWS

@@ -23,14 +23,14 @@ from quern.grug.model import JaxBlock, Params, layout
 from quern.grug.state import Grug, state_of, step_config
 from quern.recipe import Resolved, ResolvedModel
 from quern.recipes.gpt import RECIPE
+from quern.runs.load import pick
 from quern.runs.origin import Origin
-from quern.runs.run_dir import STAGES, RunDir
+from quern.runs.run_dir import NEWEST, STAGES, RunDir
 from quern.stages.jax.backend import JaxBackend, JaxRun, processes
 from quern.stages.jax.train import STAGE, load
 from quern.temporaries import whole_file
 from quern.train import checkpoint, manifest
 from quern.train.guard import Guard
-from quern.train.manifest import CheckpointError
 from quern.train.state import weights_of
 
 _IN_BLOCK = {
@@ -131,9 +131,7 @@ def bring_over(run_dir: RunDir, mesh: Mesh, stage: str | None, log: Callable[[st
     trained = [name for name in ([stage] if stage else STAGES) if run_dir.has_trained(name)]
     if not trained:
         raise FileNotFoundError(run_dir.has_no("PyTorch model", "pretrain"))
-    if (found := manifest.latest(run_dir.checkpoints(trained[-1]), log)) is None:
-        raise CheckpointError(run_dir.no_good_checkpoint(trained[-1]))
-    tensors, meta = checkpoint.load(found[0])
+    tensors, meta = checkpoint.load(pick(run_dir, trained[-1], NEWEST, log), verified=True)
     recipe = _gpt_recipe(meta["recipe"])
     with jax.set_mesh(mesh):
         weights = {name: tensor.float().numpy() for name, tensor in weights_of(tensors).items()}
@@ -143,7 +141,7 @@ def bring_over(run_dir: RunDir, mesh: Mesh, stage: str | None, log: Callable[[st
     meta = Origin(run_dir.tokenizer().fingerprint, recipe=recipe.to_json()).meta() | {"state": run.meta()}
     ranks = processes()
     checkpoint.save(target, run.step, JaxBackend(run, ranks).save(copied=True), meta, recipe.train.keep, ranks)
-    log(f"imported step {run.step:,} of {found[0].parent.parent.name} → {target}")
+    log(f"imported step {run.step:,} of {trained[-1]} → {target}")
     return target
 
 

@@ -160,11 +160,8 @@ def _train(
             perplexity = math.exp(min(line["loss"], 700))  # e^710 exceeds a float
             meter.at(run.step, f"{loss_and_speed(line)}, perplexity {perplexity:,.1f}")
 
-        def explain(outcome: loop.Outcome) -> str:
-            lower = f"--optim.lr-scale {(recipe.optim.lr_scale or 0) / 2:.3g}"
-            return outcome.advice(f"quern grug train --resume {run_dir.flags}", lower)
-
-        code = loop.train(backend, batches, plan, folder, meter.log, advance, explain)
+        go_on, rates = f"quern grug train --resume {run_dir.flags}", (recipe.optim.lr_scale or 0) / 2
+        code = loop.train(backend, batches, plan, folder, meter.log, advance, go_on, f"--optim.lr-scale {rates:.3g}")
     if code == EXIT_DONE:
         spent = f"{run.tokens:,} tokens in {run.seconds:,.0f} s of steps"
         log(f"trained on {spent}{result(folder.path)} → {folder.path}")
