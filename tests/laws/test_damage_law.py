@@ -15,7 +15,7 @@ import pytest
 from tests.support.line_server import ENVIRONMENT, ROOT
 
 Law = Callable[[str, float | int | str, str], None]
-FEW, MANY = 27, 2000
+FEW, MANY = 18, 2000
 
 
 def failures(folder: Path, seed: int, trials: int) -> list[str]:

@@ -66,7 +66,7 @@ def test_shards_do_not_depend_on_the_processes(
 ) -> None:
     expected, wrong = plain(tokenizer, tmp_path / "plain", shard_tokens), 0
     assert len(expected) >= (3 if shard_tokens == 10**8 else 15)
-    for workers, unit_characters in ((1, 700), (2, 700), (3, 300), (3, 10_000)):
+    for workers, unit_characters in ((1, 700), (2, 10_000), (3, 300)):
         folder = tmp_path / f"{workers}-{unit_characters}"
         how: dict[str, Any] = {"workers": workers, "shard_tokens": shard_tokens, "unit_characters": unit_characters}
         write_shards(iter(TEXTS), tokenizer, folder, "train", "mark", lambda line: None, **how)
@@ -173,10 +173,10 @@ def killed(preparation: Preparation, trials: range, law: Law) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for workers in /proc")
 def test_a_killed_preparation_is_continued(preparation: Preparation, law: Law) -> None:
-    killed(preparation, range(3), law)
+    killed(preparation, range(2), law)
 
 
 @pytest.mark.campaign
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for workers in /proc")
 def test_preparations_killed_100_times(preparation: Preparation, law: Law) -> None:
-    killed(preparation, range(3, 53), law)
+    killed(preparation, range(2, 52), law)

@@ -19,7 +19,6 @@ import pytest
 
 from quern.records import read_events, read_metrics
 from quern.train.guard import EXIT_STOPPED
-from tests.laws.test_resume_law import wait_for
 from tests.support.faulty_ranks import FaultyRanks
 from tests.support.line_server import ENVIRONMENT
 from tests.support.run_bench import PRETRAIN, differences
@@ -122,15 +121,18 @@ def begun(bench: Bench, *more: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+def wait_for(process: subprocess.Popen[str], there: Callable[[], bool]) -> None:
+    until = time.monotonic() + 200
+    while not there():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.005)
+
+
 def ranks_of(launcher: int) -> list[int]:
-    """The processes that it has started and that are still there, by their parent's number."""
-    found = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = status.read_text(encoding="utf-8").rpartition(")")[2].split()
-            if int(fields[1]) == launcher and fields[0] != "Z":
-                found.append(int(status.parent.name))
-    return found
+    """The processes that it has started and that are still there."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text(encoding="utf-8")
+    return [int(child) for child in children.split() if not gone(int(child))]
 
 
 def compilations(stage: Path) -> int:

@@ -65,10 +65,6 @@ def write_again(path: Path, rng: random.Random) -> None:
     path.write_bytes(content)
 
 
-def remove(path: Path, rng: random.Random) -> None:
-    path.unlink()
-
-
 CHANGES = {append: True, remove_a_line: True, change_a_letter: True, touch: False, write_again: False}
 """What is done to a file, and whether its content is another one then."""
 
@@ -224,9 +220,23 @@ def pairs(bench: Bench, trials: Sequence[int]) -> tuple[list[str], list[str]]:
 
 
 def test_two_processes_on_one_run(bench: Bench, law: Law) -> None:
-    wrong, done = pairs(bench, [1])
-    law("two processes on one run: wrong outcomes", len(wrong), "0")
-    assert wrong == [], done
+    """The first one stands still while the second one begins."""
+    (reference, _), name = bench.reference(PRETRAIN, "fp32"), bench.fresh(PRETRAIN, "fp32")
+    lock, known = bench.stage(name, PRETRAIN).parent / ".lock", len(bench.log())
+    with begin(bench, name, *PRETRAIN) as first:
+        while not (lock.exists() and lock.stat().st_size):
+            assert first.poll() is None, first.communicate()
+            time.sleep(0.005)
+        first.send_signal(signal.SIGSTOP)
+        try:
+            bench.run(PRETRAIN, name, "fp32", refused=True)
+        finally:
+            first.send_signal(signal.SIGCONT)
+        said = first.communicate(timeout=200)[0]
+    assert f"is in use by process {first.pid} on" in bench.log()[known:] and first.returncode == 0, said
+    differing = differences(bench.stage(name, PRETRAIN), reference)
+    law("two processes on one run: wrong outcomes", len(differing), "0")
+    assert differing == []
 
 
 @pytest.mark.campaign

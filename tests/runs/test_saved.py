@@ -1,4 +1,4 @@
-"""A run's saved recipe: which fields may change on a resume, and what a new run takes from it."""
+"""A run's record: which fields and inputs may change on a resume, and what a new run takes from it."""
 
 import json
 from collections.abc import Sequence
@@ -6,13 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from quern.data.batch import DOCUMENT_SIZE, GROUP_SIZE
+from quern.data.shards import Corpus
 from quern.flags.recipe_flags import field_names
 from quern.recipe import FOR_FINE_TUNING, Recipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
-from quern.runs.origin import Origin, compare
+from quern.runs.origin import Origin, compare, group_size_of, require_same
 from quern.runs.run_dir import RunDir
 from quern.runs.saved import overlay, to_continue
 
@@ -84,3 +87,17 @@ def test_a_field_that_is_named_overrules_the_saved_one_and_no_other() -> None:
     assert overlay(HERE, given, {"train.steps", "run", "no_compile"}) == replace(
         HERE, train=replace(HERE.train, steps=7)
     )
+
+
+def test_a_run_with_batches_in_another_order_is_refused(tmp_path: Path) -> None:
+    documents = GROUP_SIZE // (DOCUMENT_SIZE + 2)
+    one = Corpus.from_arrays([[0, 1]])
+    small, large = (one.part(np.zeros(number, dtype=np.int64)) for number in (documents, documents + 1))
+    assert group_size_of(small) is None and group_size_of(large) == GROUP_SIZE
+    run_dir, ungrouped = RunDir(tmp_path, "old"), Origin("t", tokens="k")  # also of a version that knew no groups
+    grouped = replace(ungrouped, group_size=GROUP_SIZE)
+    for origin in (ungrouped, grouped):
+        require_same(origin, origin, run_dir, "pretrain")
+    for began, now in ((ungrouped, grouped), (replace(grouped, group_size=GROUP_SIZE // 2), grouped)):
+        with pytest.raises(ValueError, match=r"version, has changed since .*`quern pretrain --from old "):
+            require_same(began, now, run_dir, "pretrain")

@@ -183,20 +183,6 @@ def test_the_files_of_chat_tasks_are_downloaded_by_name(
         fetch_tests(["humaneval"], tmp_path / "other")
 
 
-def test_a_copy_of_a_held_out_conversation_of_the_test_split_is_not_trained_on(
-    served: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dataset = DATASETS["smoltalk"]
-    fetch = partial(fetch_conversations, out=tmp_path)
-    own = tmp_path / "own.parquet"
-    copied = rows("smoltalk", dataset, dataset.val[0])[:7]
-    pq.write_table(pa.Table.from_pylist([*rows("smoltalk", dataset, "own"), *copied]), own)
-    model = replace(RECIPE.model, context=4096)
-    recipe = Resolved.of(RECIPE, model=model, conversations=("smoltalk,limit=100", str(own)))
-    mixture = prepare_mixture(recipe, TOKENIZER, tmp_path, fetch, print)
-    assert [one["copies"] for one in mixture.sources] == [0, 7]
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [

@@ -2,7 +2,6 @@
 
 import io
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,7 +126,7 @@ def pieces(engine: Engine, prompt: str, max_tokens: int = 40, temperature: float
 # What is continued, and how it ends ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prompt", [PROMPT, "", "Grüße aus Köln! 👋🏽", "12 + 7 =", "a <|bos|> b"])
+@pytest.mark.parametrize("prompt", ["", "Grüße aus Köln! 👋🏽", "a <|bos|> b"])
 def test_it_is_greedy_generation_without_a_cache(prompt: str, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = run(capsys, base, "--temperature", "0", "--max-tokens", "30", "-p", prompt)
     expected = greedy(model_of(llama_recipe(context=CONTEXT)), prompt, 30)
@@ -318,9 +317,3 @@ class Recording(Engine):
     def _interrupted(self) -> Iterator[Event]:
         raise KeyboardInterrupt
         yield
-
-
-def test_one_reply_does_not_wait_for_the_compiler(tuned: Path) -> None:
-    asked = ["chat", "--out", str(tuned), "--max-tokens", "3", "-p", "Who is Hugo?", "--threads", "1"]
-    code = f"import sys; from quern.cli.main import main; sys.exit(main({asked}) or 'torch._dynamo' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)

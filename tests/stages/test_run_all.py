@@ -124,19 +124,6 @@ def test_it_answers(out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert replies[0] == replies[1] and replies[0].endswith("\n")
 
 
-def test_what_exists_is_not_trained_over(
-    out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("quern.machine.detect", None)  # refused before the compiler is tried, which takes seconds
-    again = {"pretrain": "train on from its model with `quern pretrain --from toy", "sft": "`quern sft --from toy"}
-    for verb, flags, done in (("pretrain", PRETRAIN, "pretrained"), ("sft", SFT, "fine-tuned")):
-        assert main.main([verb, *flags, "--run", "toy", "--out", str(out)]) == 1
-        said = capsys.readouterr().err
-        assert f"has been {done} already: continue with --resume, " in said and again[verb] in said
-    assert main.main(["sft", *SFT, "--run", "fresh", "--out", str(out)]) == 1
-    assert "there is no run 'fresh'" in capsys.readouterr().err
-
-
 def test_a_recipe_of_ones_own_is_trained_resumed_and_talked_to(
     out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,7 @@ from quern.runs.origin import read_origin
 from quern.runs.run_dir import RunDir
 from quern.runs.run_lock import run_lock
 from quern.stages.complete import GOES_ON
+from quern.stages.session import WORDS
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint, manifest
@@ -330,11 +331,13 @@ def test_a_model_is_fine_tuned_as_often_as_wanted(runs: Runs) -> None:
 # The whole way --------------------------------------------------------------------------------------------------
 
 
-def test_who_trains_is_said_of_a_run_that_has_checkpoints_already(runs: Runs) -> None:
+def test_who_trains_is_said_of_a_run_that_has_checkpoints_already(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quern.machine.detect", None)  # refused before the compiler is tried, which takes seconds
     for verb, flags in (("pretrain", SHAPE), ("sft", SFT)):
         with run_lock(RunDir(runs.folder / "out", "app"), "quern run --run app"):
             runs.refused([f"in use by process {os.getpid()} on ", "(`quern run --run app`)"], verb, *flags)
-        runs.refused(["already: continue with --resume"], verb, *flags)
+        again = f"already: continue with --resume, or {WORDS[verb][2]} with `quern {verb} --from app"
+        runs.refused([again], verb, *flags)
 
 
 def test_a_text_of_ones_own_makes_a_base_model_that_continues_what_was_held_out(runs: Runs) -> None:

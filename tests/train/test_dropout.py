@@ -12,9 +12,8 @@ from quern.eval.bits_per_byte import batch_losses
 from quern.optim.schedule import Multipliers
 from quern.recipe import ModelRecipe, Recipe
 from quern.recipes.llama import RECIPE
-from quern.records import StageFolder, read_metrics
+from quern.records import read_metrics
 from quern.resolve import resolve
-from quern.train.loop import TrainingPlan, resume, train
 from quern.train.state import TrainState, build_model, build_state
 from tests.support.toy_training import (
     CONTEXT,
@@ -22,12 +21,12 @@ from tests.support.toy_training import (
     VOCABULARY,
     differing,
     snapshot,
-    toy_backend,
     toy_corpus,
     toy_loader,
     toy_plan,
     toy_schedule,
 )
+from tests.train.test_loop import go
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -36,15 +35,6 @@ def dropping(dropout: float = 0.2) -> TrainState:
     shape = ModelRecipe(width=32, head_dim=16, context=CONTEXT, vocab_size=VOCABULARY, windows="L", dropout=dropout)
     recipe: Recipe = resolve(replace(RECIPE, depth=2, model=shape))
     return build_state(recipe, CPU, build_model(recipe, CPU, 0))
-
-
-def go(
-    path: Path, state: TrainState, plan: TrainingPlan, loader: Loader | None = None, again: bool = False, seed: int = 0
-) -> None:
-    with StageFolder(path) as folder:
-        if again:
-            assert resume(toy_backend(state), folder.path / "checkpoints", print)
-        train(replace(toy_backend(state), seed=seed), loader or toy_loader(), plan, folder, print)
 
 
 def test_a_resumed_run_drops_what_the_uninterrupted_one_does(tmp_path: Path) -> None:

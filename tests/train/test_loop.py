@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +39,20 @@ TIMED = {"seconds", "tokens_per_second", "mfu"}
 
 
 def go(
-    path: Path, state: TrainState, plan: TrainingPlan | None = None, loader: Loader | None = None, again: bool = False
+    path: Path,
+    state: TrainState,
+    plan: TrainingPlan | None = None,
+    loader: Loader | None = None,
+    again: bool = False,
+    seed: int = 0,
 ) -> tuple[int, list[str]]:
     """Trains in the folder `path`; returns the exit code and what was said."""
-    said: list[str] = []
+    said, backend = list[str](), replace(toy_backend(state), seed=seed)
     with StageFolder(path) as folder:
         if again:
-            resume(toy_backend(state), folder.path / "checkpoints", said.append)
+            resume(backend, folder.path / "checkpoints", said.append)
         how = {"lower_rates": "--optim.lr-scale"}
-        code = train(toy_backend(state), loader or toy_loader(), plan or toy_plan(), folder, said.append, **how)
+        code = train(backend, loader or toy_loader(), plan or toy_plan(), folder, said.append, **how)
     return code, said
 
 
