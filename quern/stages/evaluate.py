@@ -26,7 +26,7 @@ from quern.mixture.sources import own_files, read_rows
 from quern.recipe import Resolved
 from quern.records import drop_torn_end
 from quern.runs.load import LoadedModel, load
-from quern.runs.run_dir import STAGES, RunDir
+from quern.runs.run_dir import RunDir
 from quern.stages.complete import continuations
 from quern.stages.open_data import data_of_run
 from quern.stages.prepare import Prepared
@@ -132,17 +132,13 @@ def run(
     mesh = mesh or alone()
     mesh.progress.begin_stage(EVALUATING)
     machine = replace(machine, dtype=mesh.world.broadcast_object(machine.dtype))  # each rank has measured its own
-    stages = [name for name in STAGES if run_dir.has_trained(name)]
-    if not stages:
-        raise FileNotFoundError(run_dir.has_no("model to evaluate"))
-    if asked.stage is not None and asked.stage not in stages:
-        raise FileNotFoundError(run_dir.has_no(f"stage '{asked.stage}'", asked.stage))
+    stages = run_dir.require_trained(asked.stage)
     evaluation = _Evaluation(run_dir, machine, mesh, log, asked, asked.find(run_dir.out, mesh, log))
     for file in ("evaluate.jsonl", "samples.jsonl") if mesh.main else ():
         drop_torn_end(run_dir.folder / file)  # of an evaluation that was killed
     texts: _Texts | None = None
     shares: dict[str, float] | None = None
-    for name in [asked.stage] if asked.stage else [UNTRAINED, *stages]:
+    for name in stages if asked.stage else [UNTRAINED, *stages]:
         loaded = load(run_dir, machine, log, stages[0] if name == UNTRAINED else name, callables)
         texts = texts or _open_texts(loaded.recipe, run_dir, mesh)
         if name == UNTRAINED:

@@ -42,6 +42,8 @@ from tests.support.hub_server import Hub, hub_server
 from tests.support.llama_run import llama_recipe, write_run
 from tests.support.toy_training import CPU
 
+pytestmark = pytest.mark.usefixtures("eager")
+
 TOKENIZER = Tokenizer.train(["the miller grinds the grain and the baker bakes the bread, day after day"] * 4, 280)
 OF_FINEWEB = {"id": "<urn:1>", "dump": "CC-MAIN-2024-10", "url": "http://a.example", "token_count": 9, "score": 3.1}
 PLAIN = "--no-compile --dtype fp32 --threads 1 --device cpu".split()

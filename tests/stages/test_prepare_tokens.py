@@ -38,6 +38,8 @@ from quern.text.hugging_face import spell, tokenizer_json
 from quern.text.tokenizer import Tokenizer
 from tests.support.toy_training import CPU
 
+pytestmark = pytest.mark.usefixtures("eager")
+
 TOKENIZER = Tokenizer.train(["the miller grinds the grain and the baker bakes the bread, day after day"] * 4, 280)
 
 

@@ -15,6 +15,8 @@ from quern.stages.sft import fit_to_conversations, sft_recipe
 from quern.train.step import train_step
 from tests.support.toy_training import CPU, ROWS, toy_loader, toy_state
 
+pytestmark = pytest.mark.usefixtures("eager")
+
 BASE = resolve(
     replace(
         llama.RECIPE,
@@ -83,7 +85,6 @@ def test_values_are_checked_against_the_bases_context(changes: dict[str, Any], m
         sft_recipe(replace(gpt.RECIPE, **changes), BASE)
 
 
-@pytest.mark.usefixtures("eager")
 def test_the_optimizer_goes_on_where_the_base_models_was() -> None:
     """The first update is the one that the base model's own optimizer would have made."""
     base, tuned = toy_state(), toy_state()
