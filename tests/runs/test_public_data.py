@@ -1,6 +1,5 @@
 """Data sets of the Hugging Face Hub by name, from a small hub on loopback (tests/support/hub_server.py)."""
 
-import io
 import json
 import os
 import subprocess
@@ -10,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from quern.recipe import ConversationSource, Resolved, TextRecipe
@@ -20,13 +17,7 @@ from quern.resolve import resolve
 from quern.runs.public_data import fetch_conversations, public_data, shards_used
 from quern.text import data_sets, downloads
 from quern.text.data_sets import DataSet
-from tests.support.hub_server import COMMIT, Hub, hub_server
-
-
-def parquet(rows: list[dict[str, Any]]) -> bytes:
-    buffer = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(rows), buffer)
-    return buffer.getvalue()
+from tests.support.hub_server import COMMIT, Hub, hub_server, parquet
 
 
 def words(file: str) -> bytes:

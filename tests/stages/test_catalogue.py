@@ -5,7 +5,6 @@ The files are small, made here, and have the columns and names of the published 
 
 import base64
 import hashlib
-import io
 import math
 import os
 from collections.abc import Iterator
@@ -16,8 +15,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from quern.cli import main
@@ -38,7 +35,7 @@ from quern.stages.session import Session
 from quern.text import data_sets
 from quern.text.data_sets import DATASETS, DataSet
 from quern.text.tokenizer import Tokenizer
-from tests.support.hub_server import Hub, hub_server
+from tests.support.hub_server import Hub, hub_server, parquet
 from tests.support.llama_run import llama_recipe, write_run
 from tests.support.toy_training import CPU
 
@@ -93,10 +90,8 @@ def hub() -> Iterator[Hub]:
         for name, dataset in DATASETS.items():
             held = hub.sets.setdefault(dataset.repository, {})
             for file in (*dataset.train[:FILES], *dataset.val):
-                buffer = io.BytesIO(token_shard(file) if dataset.kind == "tokens" else b"")
-                if dataset.kind != "tokens":
-                    pq.write_table(pa.Table.from_pylist(rows(name, dataset, file)), buffer)
-                held[dataset.path(file)] = buffer.getvalue()
+                made = token_shard(file) if dataset.kind == "tokens" else parquet(rows(name, dataset, file))
+                held[dataset.path(file)] = made
         hub.others = {"r50k_base.tiktoken": vocabulary()}
         yield hub
 

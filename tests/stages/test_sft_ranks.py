@@ -3,20 +3,16 @@
 Real commands over gloo; the data set is on a loopback server.
 """
 
-import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from quern.records import read_events
 from quern.train import manifest
 from tests.parallel.test_faults import PRETRAIN, SHORT, lines_with
 from tests.support.faulty_ranks import FaultyRanks
-from tests.support.hub_server import Hub, hub_server
+from tests.support.hub_server import Hub, hub_server, parquet
 
 RECIPE = """
 import os
@@ -45,12 +41,6 @@ PLAIN = "--out out --run cold --no-compile --dtype fp32 --threads 1 --sft.steps 
 MIXTURE = ("--conversations", "gsm8k,repeats=2")
 
 
-def parquet(rows: list[dict[str, Any]]) -> bytes:
-    buffer = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(rows), buffer)
-    return buffer.getvalue()
-
-
 @pytest.fixture
 def hub() -> Iterator[Hub]:
     """A hub with a small question set."""
@@ -64,7 +54,7 @@ def hub() -> Iterator[Hub]:
 def test_one_rank_fetches_and_the_other_waits(faulty_server: FaultyRanks, hub: Hub, tmp_path: Path) -> None:
     path = tmp_path / "cold.py"
     path.write_text(RECIPE.format(url=hub.url), encoding="utf-8")
-    found = faulty_server(["pretrain", str(path), *PRETRAIN[1:], *SHORT, "--run", "cold"])
+    found = faulty_server(["pretrain", str(path), *PRETRAIN[1:], *SHORT, "--run", "cold"], ranks=1)
     assert found["result"] == 0, found["said"]
     found = faulty_server(["sft", *PLAIN, *MIXTURE])
     assert found["exits"] == [[0, 0]] and found["result"] == 0, found["said"]

@@ -2,6 +2,7 @@
 
 import hashlib
 import http.server
+import io
 import json
 import socket
 import struct
@@ -12,7 +13,17 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 COMMIT = "c0ffee" + "0" * 34
+
+
+def parquet(rows: list[dict[str, Any]]) -> bytes:
+    """A file of these rows."""
+    buffer = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), buffer)
+    return buffer.getvalue()
 
 
 @dataclass
