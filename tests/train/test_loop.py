@@ -51,8 +51,8 @@ def go(
     with StageFolder(path) as folder:
         if again:
             resume(backend, folder.path / "checkpoints", said.append)
-        how = {"lower_rates": "--optim.lr-scale"}
-        code = train(backend, loader or toy_loader(), plan or toy_plan(), folder, said.append, **how)
+        batches, rates = loader or toy_loader(), "--optim.lr-scale"
+        code = train(backend, batches, plan or toy_plan(), folder, said.append, lower_rates=rates)
     return code, said
 
 
