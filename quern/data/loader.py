@@ -54,48 +54,36 @@ class _Chunk:
 
 
 class _RowCounts:
-    """The rows of each chunk, in reading order, which find the chunk of any row; known once a chunk is packed.
+    """The chunks that were packed, in reading order, which find the chunk of any row. They are kept in a file, which
+    several processes may write.
 
-    They are kept in a file, which several processes may write.
+    chunks: (turn of its group, number in the group, rows of all chunks to its end) of each.
     """
 
     def __init__(self, path: Path | None) -> None:
-        self.path = path
-        self._turns, self._ends = _read_counts(path)  # of each chunk: the turn of its group, and the rows to its end
-        self._saved = len(self._ends)
+        self.path, self.chunks = path, _read_counts(path)
+        self._saved = len(self.chunks)
 
     @property
     def total(self) -> int:
         """Rows of all chunks that are known."""
-        return self._ends[-1] if self._ends else 0
-
-    @property
-    def last(self) -> tuple[int, int]:
-        """(turn, chunk in the group) of the last known chunk; (0, -1) before the first."""
-        turn = self._turns[-1] if self._turns else 0
-        return turn, len(self._turns) - bisect_left(self._turns, turn) - 1
+        return self.chunks[-1][2] if self.chunks else 0
 
     def find(self, row: int) -> tuple[int, int, int, int]:
         """The chunk of a row below `total`: its turn, its number in the group, its first row, and its end."""
-        at = bisect_right(self._ends, row)
-        turn = self._turns[at]
-        return turn, at - bisect_left(self._turns, turn), self._ends[at - 1] if at else 0, self._ends[at]
+        at = bisect_right(self.chunks, row, key=lambda chunk: chunk[2])
+        turn, part, end = self.chunks[at]
+        return turn, part, self.chunks[at - 1][2] if at else 0, end
 
-    def rows_before(self, turn: int) -> int:
-        """Rows of all turns before this one, whose chunks are all known."""
-        at = bisect_left(self._turns, turn)
-        return self._ends[at - 1] if at else 0
-
-    def append(self, turn: int, rows: int) -> None:
+    def append(self, turn: int, part: int, rows: int) -> None:
         """Adds the next chunk."""
-        self._turns.append(turn)
-        self._ends.append(self.total + rows)
-        if self.path is None or len(self._ends) < self._saved + SAVE_EVERY:
+        self.chunks.append((turn, part, self.total + rows))
+        if self.path is None or len(self.chunks) < self._saved + SAVE_EVERY:
             return
-        self._saved = len(self._ends)
-        body = np.array([self._turns, self._ends], dtype="<i8").tobytes()
+        self._saved = len(self.chunks)
+        body = np.array(self.chunks, dtype="<i8").tobytes()
         try:
-            if len(_read_counts(self.path)[1]) < len(self._ends):  # other ranks write it too
+            if len(_read_counts(self.path)) < len(self.chunks):  # other ranks write it too
                 with whole_file(self.path) as temporary:
                     temporary.write_bytes(hashlib.sha256(body).digest() + body)
         except OSError as error:
@@ -103,13 +91,11 @@ class _RowCounts:
             self.path = None
 
 
-def _read_counts(path: Path | None) -> tuple[list[int], list[int]]:
-    """The turns and the ends in a file; none if it is missing or not whole."""
+def _read_counts(path: Path | None) -> list[tuple[int, int, int]]:
+    """The chunks in a file; none if it is missing or not whole."""
     raw = path.read_bytes() if path is not None and path.is_file() else b""
-    if hashlib.sha256(raw[32:]).digest() != raw[:32]:
-        return [], []
-    turns, ends = np.frombuffer(raw[32:], dtype="<i8").reshape(2, -1).tolist()
-    return turns, ends
+    whole = hashlib.sha256(raw[32:]).digest() == raw[:32]
+    return [*map(tuple, np.frombuffer(raw[32:], dtype="<i8").reshape(-1, 3).tolist())] if whole else []
 
 
 class Loader(Batches):
@@ -180,7 +166,8 @@ class Loader(Batches):
         with self._lock:
             while self._next_chunk()[0] < self._groups:
                 self._append_chunk()
-            return -(-self._counts.rows_before(self._groups) // self.batch_rows)
+            chunks = self._counts.chunks
+            return -(-chunks[bisect_left(chunks, (self._groups,)) - 1][2] // self.batch_rows)
 
     def report(self) -> dict[str, float]:
         """Measures the first group of the first epoch; a corpus of up to `group_size` is one group.
@@ -215,11 +202,11 @@ class Loader(Batches):
 
     def _append_chunk(self) -> None:
         turn, part = self._next_chunk()
-        self._counts.append(turn, len(self._chunk(turn, part).order))
+        self._counts.append(turn, part, len(self._chunk(turn, part).order))
 
     def _next_chunk(self) -> tuple[int, int]:
         """The first chunk that is not counted: the turn of its group (see `_group_of`), and its number in the group."""
-        turn, part = self._counts.last
+        turn, part = self._counts.chunks[-1][:2] if self._counts.chunks else (0, -1)
         part += 1
         while part >= len(self._bounds(turn)) - 1:
             turn, part = turn + 1, 0
