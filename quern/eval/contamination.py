@@ -1,6 +1,6 @@
 """Which questions of a task share a long passage with the training text.
 
-A question is contaminated if any run of 13 words in it is also in a training document (text/clean/word_runs.py). The
+A question is contaminated if any run of 13 words in it is also in a training document (text/clean/steps.py). The
 training text is read once, document by document; memory grows with the questions only.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from quern.eval.score import SINGLE
 from quern.eval.task import Item
 from quern.mesh import ProcessGroup
-from quern.text.clean.word_runs import Passages
+from quern.text.clean.steps import Passages
 
 _OPTION = re.compile(r"^([A-Z])\) (.*)$", re.MULTILINE)
 

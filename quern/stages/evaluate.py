@@ -33,7 +33,7 @@ from quern.stages.prepare import Prepared
 from quern.stages.session import main_first
 from quern.terminal import Meter
 from quern.text.chat import Message, render_prompt
-from quern.text.clean.word_runs import WORDS
+from quern.text.clean.steps import WORDS
 from quern.text.tinyworld.corpus import documents_of_kinds
 from quern.train.state import build_model
 

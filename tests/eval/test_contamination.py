@@ -5,7 +5,7 @@ import random
 import pytest
 
 from quern.eval.contamination import find_contaminated
-from quern.text.clean.word_runs import SHORTEST, WORDS
+from quern.text.clean.steps import SHORTEST, WORDS
 
 WORD_LIST = [f"word{number}" for number in range(500)]
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
 from quern.records import read_json
 from quern.temporaries import write_whole
-from quern.text.clean.word_runs import Passages, runs, split_words
 from quern.validate import install
 
 SHINGLE_WORDS = 5
@@ -26,6 +26,11 @@ PERMUTATIONS = 128
 """More make the decision about near duplicates sharper and slower; a kept document takes about 4 kB of memory."""
 SPLITS = ("train", "val")
 STOP_WORDS = frozenset("the be to of and that have with".split())
+WORDS = 13
+"""A text contains a passage if any run of so many words of the passage is in it: the rule of GPT-3 (Brown et al., 2020,
+https://arxiv.org/abs/2005.14165, appendix C). Of a passage with fewer words, all of them, in order, must be there."""
+SHORTEST = 5
+"""Passages of fewer words are in every large text by chance, and are never looked for."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +159,40 @@ def quality(least_words: int = 50) -> Step:
 def benchmark_questions(passages: Iterable[str]) -> Step:
     """Removes documents that share a run of words with a passage, such as a benchmark's question with its answer.
 
-    `quern evaluate --contamination` counts by the same rule (word_runs.py), so that it then counts none.
+    `quern evaluate --contamination` counts by the same rule (`Passages`), so that it then counts none.
     """
     known = Passages(passages)
     return Step("benchmark questions", lambda text: next(known.found_in(text), None) is None)
+
+
+def split_words(text: str) -> list[str]:
+    """The words of a text, in lower case without punctuation."""
+    return re.findall(r"\w+", text.lower())
+
+
+def runs(words: Sequence[str], size: int) -> Iterator[str]:
+    """All runs of `size` words."""
+    return (" ".join(words[first : first + size]) for first in range(len(words) - size + 1))
+
+
+def _digest(run: str) -> bytes:
+    return hashlib.blake2b(run.encode("utf-8"), digest_size=8).digest()
+
+
+class Passages:
+    """Passages to find in texts. Each has a number, its place in the order in which they were given."""
+
+    def __init__(self, passages: Iterable[str]) -> None:
+        self._runs: dict[int, dict[bytes, list[int]]] = {}  # words of a run → its digest → the passages
+        for number, passage in enumerate(passages):
+            split = split_words(passage)
+            size = min(WORDS, len(split))
+            for run in runs(split, size) if size >= SHORTEST else ():
+                self._runs.setdefault(size, {}).setdefault(_digest(run), []).append(number)
+
+    def found_in(self, text: str) -> Iterator[int]:
+        """The passages that share a run of words with a text; some of them several times."""
+        split = split_words(text)
+        for size, known in self._runs.items():
+            for run in runs(split, size):
+                yield from known.get(_digest(run), ())
