@@ -48,7 +48,10 @@ def adamw(group: constants.AdamWGroup, eps: float) -> optax.GradientTransformati
     chain = optax.chain(moments, optax.add_decayed_weights(group.weight_decay))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        steps, state = chain.update(updates, state, params)
+        # optax jits a function of trees, and jaxlib takes dataclasses of equally many fields for one type: it would
+        # sometimes return the class of a file that was loaded before.
+        with jax.disable_jit():
+            steps, state = chain.update(updates, state, params)
         lr = group.lr * extra["multipliers"].lr
         return jax.tree.map(lambda step: -lr * step, steps), state
 

@@ -2,17 +2,19 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import PartitionSpec as P
 
 from quern.grug import attention, gauntlet, model
+from quern.grug.attention import AttentionMask
 from quern.grug.mesh import BATCH, place
 from quern.grug.state import Grug, StepConfig, init_state, step_config, train_step
 from quern.optim.schedule import Multipliers
@@ -21,24 +23,26 @@ from quern.stages.jax.train import core_of
 from tests.grug.parity import recipe_in, recipes_of
 
 
-def core_in(name: str) -> type[Grug]:
-    return core_of(recipe_in(f"grug/{name}.py"))
+def passes(name: str) -> None:
+    """An experiment. Its own attention has one path, so fp32 does for it. One layer has every kind of parameter."""
+    core = core_of(recipe_in(f"grug/{name}.py"))
+    with patch.object(gauntlet, "TINY", replace(gauntlet.TINY, depth=1)):
+        found = gauntlet.check_attention(core, gauntlet.CASES[:1]) | gauntlet.check(core)
+    assert len(found) == 7 and all(value["passed"] for value in found.values()), found
 
 
-def checks(name: str) -> dict[str, Any]:
-    """Returns whether each check of an experiment passed. Its own attention has one path, so fp32 does for it."""
-    core = Grug if name == "gpt" else core_in(name)
-    cases = [case for case in gauntlet.CASES if case[2] == "bfloat16"] if name == "gpt" else []
-    cases = [gauntlet.CASES[0], *cases]
-    found = gauntlet.check_attention(core, cases) | gauntlet.check(core)
-    return {check: value["passed"] for check, value in found.items()}
+def check_the_attention_of_each_platform() -> None:
+    """The core's model passes as core.py, whose functions are the same."""
+    cases = [case for case in gauntlet.CASES if case[2] == "bfloat16"]
+    found = gauntlet.check_attention(Grug, cases)
+    assert len(found) == 3 and all(value["passed"] for value in found.values()), found
 
 
-def broken() -> list[str]:
-    """Returns the checks of the model that fail on a core that is broken in three ways."""
+def check_a_broken_experiment_is_noticed() -> None:
+    """In three ways, each of which one check sees."""
     good: Callable[..., jax.Array] = model.forward
 
-    def wrong(q: jax.Array, k: jax.Array, v: jax.Array, mask: attention.AttentionMask) -> jax.Array:
+    def wrong(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
         return 1.01 * attention.reference_attention(q, k, v, mask)
 
     def silent(params: model.Params, tokens: jax.Array, *rest: Any, **more: Any) -> jax.Array:
@@ -48,76 +52,66 @@ def broken() -> list[str]:
         return good(replace(params, blocks=blocks), tokens, *rest, **more) / forgetful
 
     core = type("Broken", (Grug,), {"reference_attention": wrong, "forward": silent})
-    return [check for check, value in gauntlet.check(core).items() if not value["passed"]]
+    with patch.object(gauntlet, "TINY", replace(gauntlet.TINY, depth=1)):
+        failed = [check for check, value in gauntlet.check(core).items() if not value["passed"]]
+    for notices in ("fast attention = reference", "parameters without", "devices = 1, loss"):
+        assert any(notices in check for check in failed) and len(failed) < 6, failed
 
 
-@contextmanager
-def planted(fault: str) -> Iterator[None]:
-    """Breaks each path of attention in one way: a window or a block of keys that is off by one key, a later key."""
-    blocks, visible = attention._blocks, attention.visible
+def check_a_fault_in_attention_is_far_outside_the_bound() -> None:
+    """A window or a block of keys that is off by one key, and a later key."""
+    blocks, visible, totals = attention._blocks, attention.visible, attention.blocked_with_totals
 
-    def shifted(path: Any, by: int) -> Any:
-        def call(q: Any, k: Any, v: Any, mask: attention.AttentionMask) -> Any:
-            return path(q, k, v, mask if mask.window is None else replace(mask, window=mask.window + by))
+    def narrow(q: Any, k: Any, v: Any, mask: AttentionMask) -> Any:
+        return totals(q, k, v, mask if mask.window is None else replace(mask, window=mask.window - 1))
 
-        return call
-
-    def short(T: int, mask: attention.AttentionMask) -> list[tuple[int, int, int, int]]:
+    def short(T: int, mask: AttentionMask) -> list[tuple[int, int, int, int]]:
         return [(first, last, low + (low > 0), high) for first, last, low, high in blocks(T, mask)]
 
-    def later(mask: attention.AttentionMask, first: int, last: int, low: int, high: int) -> jax.Array:
+    def later(mask: AttentionMask, first: int, last: int, low: int, high: int) -> jax.Array:
         return visible(mask, first + 1, last + 1, low, high) | visible(mask, first, last, low, high)
 
-    with ExitStack() as stack:
-        if fault == "a block's first key":
-            stack.enter_context(patch.object(attention, "_blocks", short))
-        elif fault == "a later key":
-            stack.enter_context(patch.object(attention, "visible", later))
-        else:
-            by = 1 if fault == "a wide window" else -1
-            totals = shifted(attention.blocked_with_totals, by)
-            stack.enter_context(patch.object(attention, "blocked_with_totals", totals))
-            emulated = {path: shifted(function, by) for path, function in gauntlet.EMULATED.items()}
-            stack.enter_context(patch.dict(gauntlet.EMULATED, emulated))
-        yield
+    def wide(q: Any, k: Any, v: Any, mask: AttentionMask) -> Any:
+        wider = mask if mask.window is None else replace(mask, window=mask.window + 1)
+        return attention.cudnn_attention(q, k, v, wider, implementation="xla")
+
+    on_cpu, on_gpu = gauntlet.CASES[1], gauntlet.CASES[3]
+    for planted, case in (
+        (patch.object(attention, "blocked_with_totals", narrow), on_cpu),
+        (patch.object(attention, "_blocks", short), on_cpu),
+        (patch.object(attention, "visible", later), on_cpu),
+        (patch.dict(gauntlet.EMULATED, {attention.cudnn_attention: wide}), on_gpu),
+    ):
+        with planted:
+            (found,) = gauntlet.check_attention(Grug, [case]).values()
+        assert found["value"] > 20, (planted, found)
 
 
-def noticed(fault: str) -> dict[str, Any]:
-    """Deviations over their bounds with a planted fault, in one case of each path that can have it."""
-    several = fault == "a narrow window"  # a wide one is the same line of each path
-    cases = [gauntlet.CASES[at] for at in ((1, 3, 5) if several else (1,))]
-    with planted(fault):
-        found = gauntlet.check_attention(Grug, cases)
-    return {check: value["value"] for check, value in found.items()}
-
-
-def edits() -> dict[str, Any]:
-    """The changes that the sinks' file makes to core.py: in the resolved recipe, the step, the start and the program;
-    and how far a training step with every sink at minus infinity, and at 0, is from the core's."""
-    recipes = recipes_of(("grug/core.py", "grug/attention_sink.py"))
+def check_the_sinks_are_the_core_and_their_edit() -> None:
+    """In the resolved recipe, the step, the start and the program; and in a training step with every sink at minus
+    infinity, and at 0."""
+    recipes = recipes_of(("grug/core.py", "grug/attention_sink.py"), depth=1)
     core, sinks = (step_config(recipe, "float32", core_of(recipe)) for recipe in recipes)
     first, second = (recipe.to_json() for recipe in recipes)
+    assert sorted(name for name in first if first[name] != second[name]) == ["make_model", "name"]
+    assert [f.name for f in fields(core) if getattr(core, f.name) != getattr(sinks, f.name)] == ["core"]
+    own = [name for name in Grug.__annotations__ if vars(core.core).get(name) is not vars(sinks.core).get(name)]
+    assert sorted(own) == ["attention", "forward", "group_of", "init_parameters", "reference_attention"]
     rates = [repr(sorted(cfg.core.rules(cfg.optim, jnp.dtype("float32"), cfg.model.depth))) for cfg in (core, sinks)]
+    assert rates[0] == rates[1]
     with jax.set_mesh(gauntlet.single_mesh()):
         start, other = (init_state(0, cfg).params for cfg in (core, sinks))
-        programs = [operations(start, core), operations(other, sinks)]
-        found: dict[str, Any] = {
-            "recipe": sorted(name for name in first if first[name] != second[name]),
-            "step": [f.name for f in fields(core) if getattr(core, f.name) != getattr(sinks, f.name)],
-            "functions": sorted(
-                name for name in Grug.__annotations__ if vars(core.core).get(name) is not vars(sinks.core).get(name)
-            ),
-            "rules": rates[0] == rates[1],
-            "start": all(np.array_equal(a, b) for a, b in zip(leaves(start), leaves(without(other)), strict=True)),
-            "removed": dict(programs[0] - programs[1]),
-            "added": dict(programs[1] - programs[0]),
-        }
-        expected = after_a_step(start, core)
-        for name, value in (("off", -jnp.inf), ("on", 0.0)):
+        assert all(np.array_equal(a, b) for a, b in zip(leaves(start), leaves(without(other)), strict=True))
+        before, after = operations(start, core), operations(other, sinks)
+        added = dict(after - before)
+        assert before - after == Counter() and added.pop("logistic") == 1  # one gate of a sink in each layer
+        assert set(added) <= {"sub", "mul", "broadcast_in_dim", "convert_element_type", "reshape"}
+        expected, gaps = after_a_step(start, core), []
+        for value in (-jnp.inf, 0.0):
             blocks = tuple(replace(block, sinks=jnp.full_like(block.sinks, value)) for block in other.blocks)
             got = after_a_step(replace(other, blocks=blocks), sinks)
-            found[name] = max(gauntlet.relative(a, b) for a, b in zip(got, expected, strict=True))
-    return found
+            gaps.append(max(gauntlet.relative(a, b) for a, b in zip(got, expected, strict=True)))
+    assert gaps[0] <= 1e-6 and gaps[1] > 1e-3
 
 
 def operations(params: Any, cfg: StepConfig) -> Counter[str]:
@@ -132,22 +126,17 @@ def operations(params: Any, cfg: StepConfig) -> Counter[str]:
             if not inner:
                 yield equation.primitive.name
 
-    traced = jax.make_jaxpr(lambda p, t: cfg.core.forward(p, t, cfg.model))(params, tokens_of(cfg))
+    tokens = place(gauntlet.random_batch(cfg.model, 0, 1)["tokens"], P(BATCH, None), gauntlet.single_mesh())
+    traced = jax.make_jaxpr(lambda p, t: cfg.core.forward(p, t, cfg.model))(params, tokens)
     return Counter(walk(traced.jaxpr))
-
-
-def tokens_of(cfg: StepConfig) -> jax.Array:
-    host = gauntlet.random_batch(cfg.model, 0, 1)["tokens"]
-    return place(host, P(BATCH, None), gauntlet.single_mesh())
 
 
 def after_a_step(params: Any, cfg: StepConfig) -> list[np.ndarray]:
     """The loss and the weights, without sinks, after a step from perturbed weights."""
-    state = init_state(0, cfg)
-    state = replace(state, params=jax.tree.map(lambda p: gauntlet.moved(p) if np.all(np.isfinite(p)) else p, params))
+    params = jax.jit(partial(jax.tree.map, gauntlet.moved))(params)
     host = gauntlet.random_batch(cfg.model, 0, 1)
     batch = {name: place(x[None], P(None, BATCH, None), gauntlet.single_mesh()) for name, x in host.items()}
-    state, metrics = train_step(state, batch, Multipliers(), cfg)
+    state, metrics = train_step(replace(init_state(0, cfg), params=params), batch, Multipliers(), cfg)
     return [np.asarray(metrics["loss"]), *leaves(without(state.params))]
 
 
@@ -161,20 +150,13 @@ def leaves(params: Any) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
 
 
-def refused() -> dict[str, str]:
-    """The messages of PyTorch's side about a recipe of the twin, and of the twin about PyTorch's."""
-    said = {}
-    for name, function in (
-        ("torch", lambda: load("grug/attention_sink.py").make_model(None)),
-        ("model", lambda: core_of(load("document_mask.py"))),
-        ("rules", lambda: core_of(load("adamw_everywhere.py"))),
-    ):
-        try:
-            function()
-        except ValueError as error:
-            said[name] = str(error)
-    return said
+def check_a_recipe_of_the_other_library_is_refused() -> None:
+    def recipe(name: str) -> Resolved:
+        return Resolved.of(recipe_in(name))
 
-
-def load(name: str) -> Resolved:
-    return Resolved.of(recipe_in(name))
+    with pytest.raises(ValueError, match="train it with `quern grug train"):
+        recipe("grug/attention_sink.py").make_model(None)
+    with pytest.raises(ValueError, match="make_model = document_mask:DocumentsGPT, which is PyTorch's"):
+        core_of(recipe("document_mask.py"))
+    with pytest.raises(ValueError, match="make_rules = adamw_everywhere:rules, which is PyTorch's"):
+        core_of(recipe("adamw_everywhere.py"))

@@ -3,6 +3,7 @@
 Every function returns relative deviations: the norm of the difference over the norm of the expected value.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -18,6 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 from quern import compiler
 from quern.data.batch import Batch
+from quern.data.loader import Loader
+from quern.data.shards import Corpus
 from quern.grug.attention import AttentionMask
 from quern.grug.loss import loss_fn
 from quern.grug.mesh import BATCH, make_mesh, place
@@ -36,13 +39,16 @@ from quern.grug.state import (
 from quern.model.base import loss_sum
 from quern.model.context import CausalContext
 from quern.optim import groups
-from quern.optim.schedule import Multipliers
-from quern.recipe import Recipe, Resolved
+from quern.optim.schedule import Multipliers, warmup_stable_decay
+from quern.recipe import ModelRecipe, OptimRecipe, Recipe, Resolved, TrainRecipe
 from quern.recipes import load_recipe
 from quern.resolve import resolve
 from quern.stages.jax.bridge import from_torch, to_torch
 from quern.stages.jax.train import core_of
+from quern.text.tinyworld import corpus as tinyworld_corpus
+from quern.text.tokenizer import Tokenizer
 from quern.train.state import TrainState as TorchState
+from quern.train.state import build_model, build_state
 from quern.train.step import to_device
 from quern.train.step import train_step as torch_step
 from tests.support.toy_training import CPU, ROWS, toy_loader, toy_recipe, toy_schedule, toy_state
@@ -92,8 +98,7 @@ def recipe_of(depth: int = 2, train: dict[str, Any] | None = None, **model: Any)
 
 @cache
 def recipe_in(file: str) -> Recipe:
-    """The recipe of a file of experiments/. A process loads it once: a second load makes classes of its own, and JAX
-    mixes those that it has traced."""
+    """The recipe of a file of experiments/."""
     return load_recipe(str(EXPERIMENTS / file))[0]
 
 
@@ -115,13 +120,15 @@ def weights_of(state: TorchState) -> Arrays:
 
 
 def batch_of(kind: str, step: int = 0) -> Batch:
-    """kind: "full", or "weighted": a third of the targets, with signed weights."""
+    """kind: "full", or "weighted": a third of the targets, with signed weights; "half": of the rows from the third."""
     batch = toy_loader().batch(step)
     if kind == "full":
         return batch
-    rng = np.random.default_rng(step)
-    mask = rng.random(batch.mask.shape) < 0.33
-    return replace(batch, mask=mask, weight=rng.normal(size=mask.shape).astype(np.float32))
+    rng, begin = np.random.default_rng(step), 0 if kind == "weighted" else 2
+    mask, weight = batch.mask.copy(), np.ones(batch.mask.shape, np.float32)
+    mask[begin:] = rng.random(mask[begin:].shape) < 0.33
+    weight[begin:] = rng.normal(size=mask[begin:].shape)
+    return replace(batch, mask=mask, weight=weight)
 
 
 def state_on(weights: Arrays, cfg: StepConfig, mesh: Mesh) -> JaxTrainState:
@@ -131,14 +138,14 @@ def state_on(weights: Arrays, cfg: StepConfig, mesh: Mesh) -> JaxTrainState:
 # Against PyTorch --------------------------------------------------------------------------------------------
 
 
-def forward_and_backward(kind: str, model: dict[str, Any]) -> dict[str, float]:
-    """Logits, loss and the worst gradient, on one device.
+def forward_and_backward(model: dict[str, Any]) -> dict[str, float]:
+    """Logits, loss and the worst gradient, on one device; some rows have all targets, the others weighted ones.
 
     Gradients are compared for each row. A scale is a single number, and its gradient over a whole batch can be a
     thousandth of its terms; fp32 then has three digits fewer, on both sides.
     """
     recipe = recipe_of(**model)
-    torch_state, batch, mesh = toy_state(recipe), batch_of(kind), mesh_of("one")
+    torch_state, batch, mesh = toy_state(recipe), batch_of("half"), mesh_of("one")
     weights, tokens = weights_of(torch_state), torch.from_numpy(batch.tokens.astype(np.int64))
     with torch.no_grad():
         expected = torch_state.model.logits(torch_state.model(tokens, torch_state.model.context(tokens))).numpy()
@@ -277,12 +284,41 @@ def table() -> list[str]:
     return sorted(names | {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)})
 
 
+def curves(steps: int, shown: int) -> list[float]:
+    """Returns |loss of JAX - loss of PyTorch| in nats for the first `shown` of `steps` steps, and the loss's decrease.
+
+    Both train on the built-in world from the same weights. The rates are a third of the recipe's. At the full rates
+    batches of this size amplify rounding: PyTorch in micro-batches of half the rows deviates from its own curve by 0.02
+    nats within 300 steps, here by less than 0.0001.
+    """
+    context, rows = 64, 8
+    texts = list(itertools.islice(tinyworld_corpus.documents(0, 1.0), 400))
+    tokenizer = Tokenizer.train(texts, 512)
+    corpus = Corpus.from_arrays([[tokenizer.bos, *tokenizer.encode(text)] for text in texts])
+    shape = ModelRecipe(width=64, head_dim=32, context=context, vocab_size=tokenizer.vocab_size)
+    train = TrainRecipe(steps=steps, batch_tokens=rows * context)
+    slower = OptimRecipe(lr_scale=0.01, smear_lr=0.002)
+    recipe = Resolved.of(resolve(replace(toy_recipe(), model=shape, train=train, optim=slower)))
+    loader, schedule = Loader(corpus, context, rows, 0), warmup_stable_decay(recipe.train)
+    torch_state = build_state(recipe, CPU, build_model(recipe, CPU, 0))
+    mesh, cfg, found, losses = mesh_of("one"), step_config(recipe, "float32"), [], []
+    with jax.set_mesh(mesh):
+        state = state_on(weights_of(torch_state), cfg, mesh)
+        for step in range(shown):
+            batch = loader.batch(step)
+            expected = torch_step(torch_state, batch, schedule(step), CPU, micro_batch_rows=rows)
+            state, metrics = train_step(state, device_batch(batch, rows, mesh), schedule(step), cfg)
+            found.append(abs(float(metrics["loss"]) - expected.loss))
+            losses.append(expected.loss)
+    return [*found, losses[0] - float(np.mean(losses[-10:]))]
+
+
 # Against one device -----------------------------------------------------------------------------------------
 
 
-def on_mesh(name: str, depth: int, micro_rows: int = ROWS) -> dict[str, float]:
+def on_mesh(name: str, micro_rows: int = ROWS) -> dict[str, float]:
     """Loss, gradients and the state after a step on a mesh, against one device with the whole batch."""
-    recipe = recipe_of(depth)
+    recipe = recipe_of(1)
     cfg, weights = step_config(recipe, "float32"), weights_of(toy_state(recipe))
     batch = batch_of("weighted", step=1)  # with that of step 0 the gradient of backout_scale cancels to a hundredth
     results = []

@@ -1,55 +1,49 @@
-"""Runs the JAX twin's stage in processes that get killed: a server that imports once and forks before JAX starts.
+"""Runs the JAX twin's stage in processes that get signals: a server that imports once and forks before JAX starts.
 
     python -m tests.grug.runs LOG     a JSON request on each line of stdin, a JSON answer on each of stdout
 
-A request holds `arguments` (of `quern grug train`), `kill`: null, or the number of the event before which the child
-kills itself with SIGKILL, and `counted`: whether events are counted that kill nothing. Events are the calls of Python
-and C functions in the loop, its backend, checkpoints and records.py, in any thread. An answer holds `status` (the
-exit code, or minus the signal) and `events`.
+A request holds `arguments` (of `quern grug train`), `at`: null, or the number of the event before which the child sends
+itself the signal `sent`, and `counted`: whether events are counted. Events are the calls of Python and C functions in
+the loop, its backend, checkpoints and records.py, in any thread. An answer holds `status` (the exit code, or minus the
+signal) and `events`.
 """
 
 import json
 import os
-import signal
 import sys
 import threading
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from quern import records
 from quern.cli import main
 from quern.stages.jax import backend
 from quern.stages.jax import train as jax_train
 from quern.train import checkpoint, loop
 from tests.support.line_server import serve_forks
 
-COUNTED = tuple(str(Path(module.__file__ or "")) for module in (backend, checkpoint, loop)) + (
-    str(Path(main.__file__).parents[1] / "records.py"),
-)
-
-
-class Events:
-    """A profile function for all threads; counts, and kills this process before one event."""
-
-    def __init__(self, kill: int | None) -> None:
-        self.kill, self.count = kill, 0
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event in ("call", "c_call") and frame.f_code.co_filename in COUNTED:
-            self.count += 1
-            if self.count == self.kill:
-                os.kill(os.getpid(), signal.SIGKILL)
+COUNTED = tuple(str(Path(module.__file__ or "")) for module in (backend, checkpoint, loop, records))
 
 
 def child(request: dict[str, Any], answer: int) -> int:
-    events = Events(request["kill"])
-    if request["kill"] or request["counted"]:
+    count = 0
+
+    def events(frame: FrameType, event: str, argument: Any) -> None:
+        """A profile function for all threads."""
+        nonlocal count
+        if event in ("call", "c_call") and frame.f_code.co_filename in COUNTED:
+            count += 1
+            if count == request["at"]:
+                os.kill(os.getpid(), request["sent"])
+
+    if request["at"] or request["counted"]:
         threading.setprofile(events)
         sys.setprofile(events)
     status = main.main(["grug", "train", *request["arguments"]])
     sys.setprofile(None)
     sys.stdout.flush()
-    os.write(answer, json.dumps({"events": events.count}).encode())
+    os.write(answer, json.dumps({"events": count}).encode())
     return status
 
 
@@ -57,3 +51,4 @@ if __name__ == "__main__":
     # Only the `mfu` column needs the peak, and measuring it takes longer than these runs.
     jax_train.measure_peak_flops = lambda dtype, mesh: 1e12  # type: ignore[assignment]
     serve_forks(child, Path(sys.argv[1]), {"events": None})
+    os._exit(0)  # a clean shutdown would take seconds

@@ -6,6 +6,7 @@ python -m tests.grug.two_processes COORDINATOR ID FOLDER
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def steps(mesh: Mesh, cfg: StepConfig, folder: Path | None) -> tuple[JaxTrainSta
     rounding.
     """
     state, losses, rng = init_state(0, cfg), [], np.random.default_rng(0)
-    state = state_of(jax.tree.map(moved, state.params), jax.random.key(1), cfg)
+    state = state_of(jax.jit(partial(jax.tree.map, moved))(state.params), jax.random.key(1), cfg)
     schedule, first = RECIPE.make_schedule(TrainRecipe(steps=12, warmup_steps=2)), state
     for step in range(2):
         tokens = rng.integers(0, 62, (ROWS, 17), dtype=np.int32)

@@ -15,6 +15,7 @@ from unittest.mock import patch
 import jax
 import numpy as np
 import torch
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import quern.recipes.gpt
@@ -41,6 +42,7 @@ from tests.grug.parity import EXPERIMENTS, relative
 from tests.support.small_text import write_text
 from tests.support.toy_training import CPU
 
+BAR = 1e-5
 WHERE = ["--out", "out", "--dtype", "fp32"]
 TRAIN = """train --data text.jsonl --depth 1 --text.vocab-size 320 --model.width 32 --model.head-dim 16
  --model.context 32 --train.batch-tokens 256 --train.micro-batch-tokens 256 --train.steps 4
@@ -68,25 +70,31 @@ def verb(*arguments: str) -> str:
         return str(error)
 
 
-def chain() -> dict[str, Any]:
-    """train → eval → export → PyTorch's measure; PyTorch's checkpoint → import → equal logits; and what is refused."""
-    mesh = make_mesh(devices=jax.devices()[:1])  # programs for one device compile faster
+@contextlib.contextmanager
+def on_one_device() -> Iterator[Mesh]:
+    """A folder, and verbs that compute on one device, whose programs compile faster."""
+    mesh = make_mesh(devices=jax.devices()[:1])
     peak = patch.object(jax_stage, "measure_peak_flops", lambda dtype, mesh: 1e12)
     with folder(), peak, patch.object(command, "open_mesh", lambda where: mesh):
+        yield mesh
+
+
+def check_models_move_both_ways() -> None:
+    """train → eval → export → PyTorch's measure; PyTorch's checkpoint → import → equal logits; and what is refused."""
+    with on_one_device() as mesh:
         twin, back = RunDir(Path("out"), "twin"), RunDir(Path("out"), "back")
-        found: dict[str, Any] = {"export before training": verb("export", "--run", "twin")}
-        found["verbs"] = [verb(*TRAIN, "--run", "twin"), verb("eval", "--run", "twin"), verb("export", "--run", "twin")]
-        found["import over a JAX model"] = verb("import", "--run", "twin")
+        assert "no run 'twin'" in verb("export", "--run", "twin")
+        assert [verb(*words, "--run", "twin") for words in (TRAIN, ["eval"], ["export"])] == ["", "", ""]
+        assert "has a JAX model already" in verb("import", "--run", "twin")
         loaded = load(twin, CPU, print)
         prepared = data_of_run(loaded.recipe, twin, print, jax_stage.STAGE)
-        batches = windows(prepared.val, 32, rows=8)
         measured = json.loads((twin.folder / "evaluate.jsonl").read_text(encoding="utf-8").splitlines()[-1])
-        expected = bits_per_byte(loaded.model, batches, loaded.tokenizer.token_bytes(), CPU).bpb
-        found["step"], found["bits per byte"] = loaded.step, relative(measured["value"], expected)
+        batches, token_bytes = windows(prepared.val, 32, rows=8), loaded.tokenizer.token_bytes()
+        assert relative(measured["value"], bits_per_byte(loaded.model, batches, token_bytes, CPU).bpb) <= BAR
 
         shutil.copytree(twin.folder, back.folder)
         shutil.rmtree(back.stage(jax_stage.STAGE))
-        found["import"] = verb("import", "--run", "back")
+        assert verb("import", "--run", "back") == ""
         tokens = np.random.default_rng(0).integers(0, 320, (8, 32)).astype(np.int32)
         twice = jax_stage.load(back, mesh, "float32", print)
         with jax.set_mesh(mesh):
@@ -96,38 +104,45 @@ def chain() -> dict[str, Any]:
         with torch.no_grad():
             inputs = torch.from_numpy(tokens.astype(np.int64))
             theirs = loaded.model.logits(loaded.model(inputs, loaded.model.context(inputs))).numpy()
-        found["imported step"], found["logits"] = twice.run.step, relative(ours, theirs)
-        found |= refusals(back)
-    return found
+        assert loaded.step == twice.run.step == 4 and relative(ours, theirs) <= BAR
+
+        newest = manifest.latest(back.checkpoints("pretrain"), print)  # now as PyTorch's own
+        assert newest is not None
+        tensors, meta = checkpoint.load(newest[0])
+        del meta["trained_by"]
+        checkpoint.save(back.checkpoints("pretrain"), 5, tensors, meta, 1)
+        assert "has a base model that PyTorch trained" in verb("export", "--run", "back")
+        shutil.rmtree(back.stage(jax_stage.STAGE))
+        meta["recipe"]["make_model"] = "quern.model.unet:UNet"
+        checkpoint.save(back.checkpoints("pretrain"), 6, tensors, meta, 1)
+        assert "the JAX twin computes the `gpt` recipe only" in verb("import", "--run", "back")
 
 
-def from_a_file() -> dict[str, Any]:
-    """Trains a file of the twin, resumes, evaluates; what is refused; and a trial of it in a study."""
-    mesh = make_mesh(devices=jax.devices()[:1])
-    peak = patch.object(jax_stage, "measure_peak_flops", lambda dtype, mesh: 1e12)
-    with folder(), peak, patch.object(command, "open_mesh", lambda where: mesh):
-        file, run_dir = "idea.py", RunDir(Path("out"), "idea")
-        shutil.copy(EXPERIMENTS / "grug" / "attention_sink.py", file)
-        train = ["train", file, *TRAIN[1:], "--run", "idea"]
-        found: dict[str, Any] = {"verbs": [verb(*train)]}
-        found["without the file"] = verb("train", *TRAIN[1:], "--run", "idea", "--resume", "--train.steps", "6")
-        found["verbs"] += [verb(*train, "--resume", "--train.steps", "6")]
-        Path(file).unlink()  # the run has a copy
-        found["verbs"] += [verb("eval", "--run", "idea")]
+def check_a_file_trains_on_data_and_its_run_keeps_it() -> None:
+    """Trains a file of the twin, resumes, evaluates; and what is refused."""
+    with on_one_device() as mesh:
+        run_dir, train = RunDir(Path("out"), "idea"), ["train", "idea.py", *TRAIN[1:], "--run", "idea"]
+        shutil.copy(EXPERIMENTS / "grug" / "attention_sink.py", "idea.py")
+        more = ("--resume", "--train.steps", "6")
+        assert verb(*train) == ""
+        assert "make-model idea:Sinks" in verb("train", *train[2:], *more)
+        assert verb(*train, *more) == ""
+        Path("idea.py").unlink()  # the run has a copy
+        assert verb("eval", "--run", "idea") == ""
         loaded = jax_stage.load(run_dir, mesh, "float32", print)
-        found["trained"] = [loaded.run.step, loaded.recipe.name, loaded.run.cfg.core.__name__]
+        assert (loaded.run.step, loaded.recipe.name, loaded.run.cfg.core.__name__) == (6, "attention_sink", "Sinks")
         block: Any = loaded.run.arrays.params.blocks[0]
-        found["sinks move"] = bool(np.any(np.asarray(block.sinks)))
-        found["export"] = verb("export", "--run", "idea")
-        lines = read_metrics(run_dir.stage(jax_stage.STAGE) / "metrics.jsonl")
-        found["perplexity"] = [relative(x["perplexity"], math.exp(x["loss"])) for x in lines if "loss" in x]
+        assert np.any(np.asarray(block.sinks))
+        assert "comes from a file ('attention_sink')" in verb("export", "--run", "idea")
+        lines = [line for line in read_metrics(run_dir.stage(jax_stage.STAGE) / "metrics.jsonl") if "loss" in line]
+        assert len(lines) == 2 and all(relative(x["perplexity"], math.exp(x["loss"])) <= 1e-6 for x in lines)
         wide = make_mesh(model=4, devices=jax.devices()[:4])
         with patch.object(command, "open_mesh", lambda where: wide):
-            found["axis"] = [verb(*train[:1], *TRAIN[1:], "--run", "wide"), verb("export", "--run", "idea")]
-        return found
+            for words in ([*TRAIN, "--run", "wide"], ["export", "--run", "idea"]):
+                assert "2 heads cannot be spread over --mesh.model 4: use one of [1, 2]" in verb(*words)
 
 
-def trials() -> dict[str, Any]:
+def check_a_study_trains_files_of_the_twin() -> None:
     """A file of the twin in a process of its own, twice; another one here."""
     with folder():
         arms = {}
@@ -140,30 +155,11 @@ def trials() -> dict[str, Any]:
         (sinks,) = train_here(Path("out"), machine)(arms["attention_sink"], [(1, 1)])
         recipe = resolve(arms["core"].recipe)
         counts = count(weightless(replace(recipe, make_model=GPT, model=replace(recipe.model, vocab_size=320))))
-        return {
-            "repeats": core.bpb == again.bpb,
-            "counts": [
-                core.parameters == asdict(counts.parameters),
-                core.flops >= 6 * core.tokens * counts.parameters.kaplan,
-            ],
-            "curve": [point.step for point in core.curve],
-            "added": sinks.parameters["scalars"] - core.parameters["scalars"],
-            "gap": abs((core.bpb or 9) - (sinks.bpb or 0)),
-        }
-
-
-def refusals(run_dir: RunDir) -> dict[str, str]:
-    """Saves the run's base model as PyTorch's own, then as one of another architecture."""
-    newest = manifest.latest(run_dir.checkpoints("pretrain"), print)
-    assert newest is not None
-    tensors, meta = checkpoint.load(newest[0])
-    del meta["trained_by"]
-    checkpoint.save(run_dir.checkpoints("pretrain"), 5, tensors, meta, 1)
-    found = {"export over PyTorch's model": verb("export", "--run", "back")}
-    shutil.rmtree(run_dir.stage(jax_stage.STAGE))
-    meta["recipe"]["make_model"] = "quern.model.unet:UNet"
-    checkpoint.save(run_dir.checkpoints("pretrain"), 6, tensors, meta, 1)
-    return found | {"import of another architecture": verb("import", "--run", "back")}
+    assert core.bpb == again.bpb and core.bpb is not None and sinks.bpb is not None
+    assert core.parameters == asdict(counts.parameters)
+    assert core.flops >= 6 * core.tokens * counts.parameters.kaplan
+    assert [point.step for point in core.curve] == [2, 3]
+    assert sinks.parameters["scalars"] - core.parameters["scalars"] == 2 and 0 < abs(core.bpb - sinks.bpb) < 0.3
 
 
 def changed(part: Any) -> Any:
@@ -173,21 +169,18 @@ def changed(part: Any) -> Any:
     return replace(part, **numbers, **{name: changed(value) for name, value in values.items() if is_dataclass(value)})
 
 
-def recipes() -> dict[str, list[str]]:
-    """Fields in which the recipe that `quern grug train` trains differs from the `gpt` recipe, as it is and with every
-    number changed; and that the comparison names a changed number."""
+def check_the_twin_trains_the_numbers_of_the_gpt_recipe() -> None:
+    """As it is and with every number changed; and the comparison names a changed number."""
     run, recipe, seen = jax_stage.run, quern.recipes.gpt.RECIPE, []
     jax_stage.run = lambda recipe, *rest, **more: seen.append(recipe) or 0  # type: ignore[assignment]
     try:
-        found = {}
-        for name, expected in (("as it is", recipe), ("every number changed", changed(recipe))):
+        for expected in (recipe, changed(recipe)):
             quern.recipes.gpt.RECIPE = expected
-            assert verb("train") == ""
-            found[name] = differences(seen[-1], expected)
+            assert verb("train") == "" and differences(seen[-1], expected) == []
     finally:
         jax_stage.run, quern.recipes.gpt.RECIPE = run, recipe
-    one = replace(recipe, optim=replace(recipe.optim, gate_lr=0.03))
-    return found | {"one number": differences(one, recipe), "all": differences(changed(recipe), recipe)}
+    assert differences(replace(recipe, optim=replace(recipe.optim, gate_lr=0.03)), recipe) == ["optim.gate_lr"]
+    assert len(differences(changed(recipe), recipe)) == 45
 
 
 def differences(one: Recipe, other: Recipe) -> list[str]:

@@ -72,7 +72,7 @@ def serve() -> None:
         try:
             function = getattr(importlib.import_module(f"tests.grug.{module}"), name)
             answer = {"result": function(**request["arguments"])}
-        except Exception:  # reported to the test, which fails with it
+        except (Exception, pytest.fail.Exception):  # reported to the test, which fails with it
             answer = {"error": traceback.format_exc()}
         print(json.dumps(answer), file=answers, flush=True)
 
