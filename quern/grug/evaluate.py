@@ -76,20 +76,15 @@ def flops_per_token(cfg: StepConfig) -> float:
     return 6 * (sizes["matrices"] + sizes["head"]) + 12 * shape.heads * shape.head_dim * float(sum(spans))
 
 
-def measure_peak_flops(dtype: str, mesh: Mesh) -> float:
-    """Measures the FLOP/s of large square products on one device, times the devices. Those of a CPU count as one."""
+def measure_peak_flops(dtype: str, mesh: Mesh, size: int = 2048) -> float:
+    """Measures the FLOP/s of the fastest of eight products of (size, size) matrices on one device, accumulated in fp32,
+    times the devices. Those of a CPU count as one."""
     device = next(device for device in mesh.devices.flat if device.process_index == jax.process_index())
-    devices = jax.process_count() if device.platform == "cpu" else mesh.devices.size
-    return devices * matmul_flops(dtype, device, 2048, 8)
-
-
-def matmul_flops(dtype: str, device: Any, size: int, repeats: int) -> float:
-    """Returns FLOP/s of the fastest of some products of (size, size) matrices on one device, accumulated in fp32."""
-    mesh = make_mesh(devices=[device])
-    with jax.set_mesh(mesh):
-        a = place(np.ones((size, size), np.float32), P(None, None), mesh).astype(dtype)
+    devices, alone = jax.process_count() if device.platform == "cpu" else mesh.devices.size, make_mesh(devices=[device])
+    with jax.set_mesh(alone):
+        a = place(np.ones((size, size), np.float32), P(None, None), alone).astype(dtype)
         times = jax.jit(partial(jnp.matmul, preferred_element_type=jnp.float32))
-        return 2 * size**3 / min([_seconds(times, a, a) for _ in range(repeats + 1)][1:])  # the first one compiles
+        return devices * 2 * size**3 / min([_seconds(times, a, a) for _ in range(9)][1:])  # the first one compiles
 
 
 def choose_dtype(dtype: str | None) -> str:

@@ -184,17 +184,17 @@ def check(core: type[Grug]) -> dict[str, dict[str, Any]]:
     """Returns value, bar and verdict of each check of the model."""
     cfg, wide = StepConfig(TINY, OPTIM, "float32", None, core=core), make_mesh(model=2 - len(jax.devices()) % 2)
     host = random_batch(TINY, 0, batch_shards(wide))
-    one, many = (_losses_and_grads(cfg, host, mesh) for mesh in (single_mesh(), wide))
-    grads = one["grads"]
+    (fast, reference), loss, grads = _evaluated(cfg, host, single_mesh(), [core.attention, core.reference_attention])
+    _, wide_loss, wide_grads = _evaluated(cfg, host, wide, [])
     silent = [path for path, g in grads.items() if not np.any(g)]
     infinite = [path for path, g in grads.items() if not np.all(np.isfinite(g))]
-    gap = max(relative(many["grads"][path], g) for path, g in grads.items())
+    gap = max(relative(wide_grads[path], g) for path, g in grads.items())
     bar = f"≤ {TOLERANCE:g} relative"
     return {
-        "fast attention = reference, logits": _found(relative(one["fast"], one["reference"]), TOLERANCE, bar),
+        "fast attention = reference, logits": _found(relative(fast, reference), TOLERANCE, bar),
         "gradients that are not finite": _found(len(infinite), 0, "none"),
         f"parameters without a gradient {silent}": _found(len(silent), 0, "none"),
-        f"{wide.devices.size} devices = 1, loss": _found(relative(many["loss"], one["loss"]), TOLERANCE, bar),
+        f"{wide.devices.size} devices = 1, loss": _found(relative(wide_loss, loss), TOLERANCE, bar),
         f"{wide.devices.size} devices = 1, worst gradient": _found(gap, TOLERANCE, bar),
         "loss after four steps, of the first": _found(_progress(cfg, host), 0.999, "below 1"),
     }
@@ -238,25 +238,22 @@ def random_batch(shape: ResolvedModel, seed: int, multiple: int, rows: int = ROW
     return {"tokens": row_tokens[:, :-1], "targets": row_tokens[:, 1:], "scale": scale}
 
 
-def _losses_and_grads(cfg: StepConfig, host: dict[str, np.ndarray], mesh: Mesh) -> dict[str, Any]:
-    """Logits on both paths, loss and gradients, at perturbed weights: zero weights would zero other gradients."""
+def _evaluated(
+    cfg: StepConfig, host: dict[str, np.ndarray], mesh: Mesh, paths: Sequence[Callable[..., jax.Array]]
+) -> tuple[list[np.ndarray], float, dict[str, np.ndarray]]:
+    """Logits on each path, loss and gradients, at perturbed weights: zero weights would zero other gradients."""
     core, shape = cfg.core, cfg.model
 
-    def of(params: Any, tokens: jax.Array, attend: Callable[..., jax.Array]) -> np.ndarray:
-        run = jax.jit(lambda params, tokens: logits(params, core.forward(params, tokens, shape, attend=attend), shape))
-        return np.asarray(run(params, tokens))
+    def logits_of(params: Any, tokens: jax.Array, attend: Callable[..., jax.Array]) -> jax.Array:
+        return logits(params, core.forward(params, tokens, shape, attend=attend), shape)
 
     with jax.set_mesh(mesh):
-        params = jax.tree.map(moved, init_state(0, cfg).params)
+        params = jax.jit(partial(jax.tree.map, moved))(init_state(0, cfg).params)
         batch = _placed(host, mesh)
+        outputs = [np.asarray(jax.jit(partial(logits_of, attend=path))(params, batch["tokens"])) for path in paths]
         loss, grads = jax.jit(jax.value_and_grad(lambda p: loss_fn(p, batch, shape, forward=core.forward)))(params)
         leaves = jax.tree_util.tree_leaves_with_path(grads)
-        return {
-            "fast": of(params, batch["tokens"], core.attention),
-            "reference": of(params, batch["tokens"], core.reference_attention),
-            "loss": float(loss),
-            "grads": {jax.tree_util.keystr(path): np.asarray(g) for path, g in leaves},
-        }
+        return outputs, float(loss), {jax.tree_util.keystr(path): np.asarray(g) for path, g in leaves}
 
 
 def moved(p: jax.Array) -> jax.Array:
