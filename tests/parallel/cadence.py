@@ -9,14 +9,13 @@ from typing import Any
 import torch
 
 from experiments.adamw_every_second import rules
-from quern import compiler
 from quern.mesh import Mesh, alone
 from quern.parallel.plan import shard_model
 from quern.parallel.zero2 import Zero2
 from quern.recipe import OptimRecipe
 from quern.train import checkpoint, manifest
 from quern.train.state import TrainState, build_state
-from tests.parallel.compared import Snapshot, advance, apart, moved, recipe, small_cuts, state_apart
+from tests.parallel.compared import Snapshot, advance, apart, begin, moved, recipe, state_apart
 from tests.support.deviation import deviation
 from tests.support.toy_training import CPU, toy_loader
 
@@ -30,8 +29,7 @@ def every_second(mesh: Mesh, folder: str, forget: bool = False) -> dict[str, Any
     Returns the deviations, the names that a resume changes, and the bytes that this rank sent in each step. forget:
     the mistake of updating from the gradients of the last step alone.
     """
-    compiler.set_eager(True)
-    small_cuts()
+    begin()
     reference = cadence_state(alone())
     state = cadence_state(mesh)
     path, sent, worst = Path(folder) / str(mesh.world.size), [], 0.0

@@ -33,22 +33,23 @@ from tests.parallel.sharded import on_one_rank
 from tests.support.deviation import deviation
 from tests.support.toy_training import CPU, toy_loader, toy_recipe, toy_schedule, toy_state
 
-STEPS = 10
+STEPS = 10  # of the schedule
 # With 1e-10, AdamW makes a whole step of the rounding of a gradient that cancels out, which depends on the CPU.
 EPS = 1e-4
+COUNTED = {2: "two", 4: "four", 10: "ten"}
 RECIPES = {"gpt": gpt.RECIPE, "llama": llama.RECIPE, "unet": unet.RECIPE}
 
 
-def optimized(mesh: Mesh, masked: bool, rows: int, clip: float | None, broken: str = "") -> dict[str, float]:
-    """Ten steps on the mesh and on one process → deviations of losses, norms, gradients, state after 1 and 10.
+def optimized(
+    mesh: Mesh, masked: bool, rows: int, clip: float | None, steps: int = STEPS, broken: str = ""
+) -> dict[str, float]:
+    """Steps on the mesh and on one process → deviations of losses, norms, gradients, state after the first and last.
 
     broken: one of `BROKEN`, which must show.
     """
-    compiler.set_eager(True)
-    small_cuts()
-    BROKEN[broken]()
+    begin(broken)
     loader = toy_loader(masked)
-    expected = on_one_rank(mesh, lambda: trained(toy_state(recipe()), loader.batch, rows, clip))
+    expected = on_one_rank(mesh, lambda: trained(toy_state(recipe()), loader.batch, rows, clip, steps))
 
     def own(step: int) -> Batch:
         return loader.batch(step, mesh.data.rank, mesh.data.size)
@@ -56,21 +57,23 @@ def optimized(mesh: Mesh, masked: bool, rows: int, clip: float | None, broken: s
     return apart_from(expected, sharded_state(mesh), own, rows, clip, gradients=True)
 
 
-def small_cuts() -> None:
+def begin(broken: str = "") -> None:
     """The toy's embeddings are cut, its scalars are not."""
+    compiler.set_eager(True)
+    (BROKEN | SHARING_BROKEN)[broken]()
     buckets.SMALL_ELEMENTS = 100
     buckets.LEAST_ELEMENTS = 1024
 
 
-def optimized_shards(mesh: Mesh, architecture: str, recomputed: int = 0, broken: str = "") -> dict[str, float]:
+def optimized_shards(
+    mesh: Mesh, architecture: str, recomputed: int = 0, steps: int = 4, broken: str = ""
+) -> dict[str, float]:
     """The same with tensor parallelism or shared parameters, for each architecture, at sizes that do not divide."""
-    compiler.set_eager(True)
-    small_cuts()
-    (BROKEN | SHARING_BROKEN)[broken]()
+    begin(broken)
 
     def whole() -> Whole:
         state = _state(sharded.whole_model(architecture), architecture, alone())
-        return trained(state, lambda step: _rows(mesh, step)[0], 2, 0.5)
+        return trained(state, lambda step: _rows(mesh, step)[0], 2, 0.5, steps)
 
     expected = on_one_rank(mesh, whole)
     model = shard_model(sharded.whole_model(architecture), mesh)
@@ -101,11 +104,11 @@ class Whole:
     last: Snapshot
 
 
-def trained(state: TrainState, batch: Callable[[int], Batch], rows: int, clip: float | None) -> Whole:
+def trained(state: TrainState, batch: Callable[[int], Batch], rows: int, clip: float | None, count: int) -> Whole:
     steps = [advance(state, batch(0), 0, rows, clip)]
     gradients = {name: p.grad.clone() for name, p in state.model.named_parameters() if p.grad is not None}
     first = Snapshot.of(state)
-    steps += [advance(state, batch(step), step, rows, clip) for step in range(1, STEPS)]
+    steps += [advance(state, batch(step), step, rows, clip) for step in range(1, count)]
     return Whole(steps, gradients, first, Snapshot.of(state))
 
 
@@ -128,18 +131,16 @@ def apart_from(
             if gradients:
                 worst["gradients"] = gradients_apart(ours.optimizer, expected.gradients)
             worst["one update"] = state_apart(ours, expected.first)
-    return worst | {"ten updates": state_apart(ours, expected.last)}
+    return worst | {f"{COUNTED[len(expected.steps)]} updates": state_apart(ours, expected.last)}
 
 
 def saved_shards(mesh: Mesh, architecture: str, source: str | None, target: str) -> list[str]:
-    """Resumes from `source`, or trains three steps; saves to `target` → what differs in a bit from the file loaded."""
-    compiler.set_eager(True)
-    small_cuts()
+    """Resumes from `source`, or trains a step; saves to `target` → what differs in a bit from the file loaded."""
+    begin()
     state = _state(shard_model(sharded.whole_model(architecture), mesh), architecture, mesh)
     differing = []
     if source is None:
-        for step in range(3):
-            advance(state, _rows(mesh, step)[1], step, 2, None)
+        advance(state, _rows(mesh, 0)[1], 0, 2, None)
     else:
         differing = restored(state, source)
     checkpoint.save(Path(target), 3, state.slices(), {"state": state.meta()}, keep=1, mesh=mesh)
@@ -305,19 +306,6 @@ BROKEN = {
     "parameters are not gathered": _not_gathered,
     "a local number of targets": _local_count,
 }
-
-
-def saved(mesh: Mesh, source: str | None, target: str, steps: int) -> list[str]:
-    """Resumes from `source` if there is one, trains `steps` on, saves to `target`; what differs in a bit from the file
-    after loading."""
-    compiler.set_eager(True)
-    small_cuts()
-    state, loader = sharded_state(mesh), toy_loader()
-    differing = [] if source is None else restored(state, source)
-    for step in range(steps):
-        advance(state, loader.batch(step, mesh.data.rank, mesh.data.size), step, 2, None)
-    checkpoint.save(Path(target), 3, state.slices(), {"state": state.meta()}, keep=1, mesh=mesh)
-    return differing
 
 
 def silent(mesh: Mesh) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quern import compiler
 from quern.estimate.predict import bytes_sent
@@ -102,7 +102,6 @@ def whole_pass(architecture: str, whole: tuple[Tensor, ...]) -> dict[str, Any]:
         "gradients": {name: p.grad for name, p in model.named_parameters()},
         "terms": terms_of_scales(architecture, whole),
         "evaluated": evaluated(model, whole[0], whole[1]),
-        "weights": {name: p.detach() for name, p in model.named_parameters()},
     }
 
 
@@ -127,16 +126,13 @@ def compared(
     mesh.data.all_reduce(loss).wait()
     for p in model.parameters():
         mesh.data.all_reduce(p.grad).wait()
-    parameters = dict(whole_parameters(model, mesh))
-    found = {
+    return {
         "loss": deviation([loss], [expected["loss"]]),
         "losses": deviation([losses], [expected["losses"][mesh.data.rank * B : (mesh.data.rank + 1) * B]]),
         "gradients": gradients_apart(model, expected["gradients"], expected["terms"]),
         "evaluation": deviation(evaluated(model, whole[0], whole[1]), expected["evaluated"]),
-        "weights": deviation([parameters[name] for name in expected["weights"]], [*expected["weights"].values()]),
         "bytes": float(sum(abs(sent[kind] - sum(one[kind] for one in formula)) for kind in sent)),
     }
-    return found
 
 
 def generated(mesh: Mesh, architecture: str, broken: str = "") -> float:
@@ -196,21 +192,6 @@ def gradients_apart(model: Any, expected: dict[str, Tensor], terms: dict[str, fl
         else:
             worst = max(worst, deviation([found], [wanted]))
     return worst
-
-
-@torch.no_grad()
-def whole_parameters(model: nn.Module, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    """(name, logical tensor) of every parameter, one after the other, on every rank: for `load_state_dict` of a model
-    that is not cut."""
-    for name, p in model.named_parameters():
-        held = sharding_of(p)
-        if held is None:
-            yield name, p.detach().clone()
-            continue
-        part = p.detach().movedim(held.dim, 0).contiguous()
-        whole = part.new_empty(mesh.model.size * part.size(0), *part.shape[1:])
-        mesh.model.all_gather(whole, part).wait()
-        yield name, whole[: held.whole].movedim(0, held.dim).contiguous()
 
 
 # Ways to be wrong -------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ Real commands on two ranks over gloo, in forked processes under an agent that ac
 tests/laws/test_ranks_resume_law.py compares resumed runs with an undisturbed run.
 """
 
+import itertools
 import json
 import random
 import re
@@ -35,40 +36,21 @@ class Runs:
     """Runs of the command above, each under its own name, with a fault in one of two ranks."""
 
     def __init__(self, server: FaultyRanks) -> None:
-        self.server, self.count = server, 0
+        self.server, self.names = server, map(str, itertools.count(1))
 
-    def __call__(
-        self,
-        fault: dict[str, Any] | None = None,
-        flags: Sequence[str] = SHORT,
-        restarts: int = 0,
-        counted: bool = False,
-    ) -> Found:
-        return self.together([(fault, flags)], restarts, counted)[0]
+    def __call__(self, fault: dict[str, Any] | None = None, flags: Sequence[str] = SHORT, **more: Any) -> Found:
+        return self.together([(fault, flags)], **more)[0]
 
-    def together(
-        self,
-        faults: Sequence[tuple[dict[str, Any] | None, Sequence[str]]],
-        restarts: int = 0,
-        counted: bool = False,
-    ) -> list[Found]:
+    def together(self, runs: Sequence[tuple[dict[str, Any] | None, Sequence[str]]], **more: Any) -> list[Found]:
         """Makes one run for each fault and its flags, more ones of the command. `stage` in an answer: its records."""
-        numbers = [self.count + 1 + number for number in range(len(faults))]
-        self.count += len(faults)
-        requests = [
-            {
-                # One --data names all texts.
-                "arguments": [PRETRAIN[0], *PRETRAIN[3 if "--data" in flags else 1 :], *flags, "--run", str(number)],
-                "faults": [fault],
-                "ranks": 2,
-                "restarts": restarts,
-                "counted": counted,
-            }
-            for number, (fault, flags) in zip(numbers, faults, strict=True)
-        ]
-        stages = [self.server.folder / f"out/runs/{number}/pretrain" for number in numbers]
-        answers = self.server.together(requests)
-        return [answer | {"stage": stage} for answer, stage in zip(answers, stages, strict=True)]
+        names, requests = [name for name, _ in zip(self.names, runs, strict=False)], []
+        for name, (fault, flags) in zip(names, runs, strict=True):
+            begin = PRETRAIN[3 if "--data" in flags else 1 :]  # one --data names all texts
+            arguments = [PRETRAIN[0], *begin, *flags, "--run", name]
+            plain = {"faults": [fault], "ranks": 2, "restarts": 0, "counted": False}
+            requests.append({"arguments": arguments, **plain, **more})
+        stages = [self.server.folder / f"out/runs/{name}/pretrain" for name in names]
+        return [answer | {"stage": s} for answer, s in zip(self.server.together(requests), stages, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +59,16 @@ def runs(faulty_server: FaultyRanks) -> Runs:
 
 
 @pytest.fixture(scope="module")
-def events(runs: Runs) -> list[dict[str, Any]]:
-    """Counts the events of each part, by rank, in a run without faults."""
-    untouched = runs(counted=True)
-    assert untouched["exits"] == [[0, 0]] and untouched["result"] == 0, untouched["said"]
+def untouched(runs: Runs) -> Found:
+    """A run without faults, whose events are counted."""
+    found = runs(counted=True)
+    assert found["exits"] == [[0, 0]] and found["result"] == 0, found["said"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def events(untouched: Found) -> list[dict[str, Any]]:
+    """The events of each part, by rank."""
     return [untouched["events"][str(rank)] for rank in range(2)]
 
 
@@ -179,18 +167,16 @@ def check_slow(found: Found, rank: int, number: int) -> None:
 
 @dataclass(frozen=True)
 class Kind:
-    """A fault of `faulty_ranks.py`: the check of its end, the part and event where it happens, the run's flags, and how
-    many runs have it, the first in rank 1."""
+    """A fault of `faulty_ranks.py`: the check of its end, the part and event where it happens, the run's flags."""
 
     check: Callable[[Found, int, int], None]
     part: str = "train"
     number: Callable[[dict[str, Any], float], int] = during_training
     flags: Sequence[str] = SHORT
-    times: int = 1
 
 
 KINDS = {
-    "kill": Kind(check_killed, times=2),
+    "kill": Kind(check_killed),
     "stop": Kind(check_stopped, flags=(*SHORT, "--timeout", str(STOPPED_TIMEOUT_SECONDS))),
     "raise": Kind(check_raised),
     "term": Kind(check_asked_to_stop),
@@ -202,7 +188,7 @@ KINDS = {
 
 
 def faults(name: str, times: int, seed: int, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """So many of this kind, alternating between the ranks, each in its own stretch of the run."""
+    """So many of this kind, alternating between the ranks from rank 1 on, each in its own stretch of the run."""
     kind, rng, made = KINDS[name], random.Random(f"{name} {seed}"), []
     for time in range(times):
         rank, stretch = (time + 1) % 2, (time + rng.random()) / times
@@ -211,20 +197,19 @@ def faults(name: str, times: int, seed: int, events: list[dict[str, Any]]) -> li
 
 
 @pytest.fixture(scope="module")
-def one_of_each(runs: Runs, events: list[dict[str, Any]]) -> list[tuple[dict[str, Any], Found]]:
-    """Faults of each kind, and what the runs that had them said. They run at the same time, except the slow one."""
-    made = [fault for name in KINDS if name != "slow" for fault in faults(name, KINDS[name].times, 0, events)]
-    alone = faults("slow", 1, 0, events)
-    found = [run for part in (made, alone) for run in runs.together([(f, KINDS[f["kind"]].flags) for f in part])]
-    return list(zip([*made, *alone], found, strict=True))
+def one_of_each(runs: Runs, events: list[dict[str, Any]]) -> dict[str, tuple[dict[str, Any], Found]]:
+    """A fault of each kind, and the run that had it. They run at the same time, except the slow one."""
+    made = {name: faults(name, 1, 0, events)[0] for name in KINDS}
+    together = [name for name in KINDS if name != "slow"]
+    found = dict(zip(together, runs.together([(made[name], KINDS[name].flags) for name in together]), strict=True))
+    found["slow"] = runs(made["slow"], KINDS["slow"].flags)
+    return {name: (made[name], found[name]) for name in KINDS}
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_fault(name: str, one_of_each: list[tuple[dict[str, Any], Found]]) -> None:
-    own = [(fault, run) for fault, run in one_of_each if fault["kind"] == name]
-    assert len(own) == KINDS[name].times
-    for fault, run in own:
-        KINDS[name].check(run, fault["rank"], fault["number"])
+def test_fault(name: str, one_of_each: dict[str, tuple[dict[str, Any], Found]]) -> None:
+    fault, run = one_of_each[name]
+    KINDS[name].check(run, fault["rank"], fault["number"])
 
 
 @pytest.mark.campaign
@@ -261,9 +246,9 @@ def test_users_errors_are_said_once_and_not_tried_again(runs: Runs) -> None:
         assert words in found["said"] and "rank" not in found["said"].replace("ranks", ""), found["said"]
 
 
-def test_saved_in_the_background_is_saved_at_once(runs: Runs) -> None:
+def test_saved_in_the_background_is_saved_at_once(runs: Runs, untouched: Found) -> None:
     """Byte for byte, except for recipe and clocks, and for the order in a file's header, which safetensors shuffles."""
-    stages = [runs(flags=[*SHORT, *more])["stage"] for more in ([], ["--train.save-in-background"])]
+    stages = [untouched["stage"], runs(flags=[*SHORT, "--train.save-in-background"])["stage"]]
     files = [
         {str(f.relative_to(stage)): header_and_data(f) for f in stage.glob("checkpoints/*/*.safetensors")}
         for stage in stages

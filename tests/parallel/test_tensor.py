@@ -140,10 +140,9 @@ def test_loss_over_parts_of_a_vocabulary(cap: str, ranks: Ranks) -> None:
 
 
 def test_what_is_dropped_does_not_depend_on_shards(ranks: Ranks) -> None:
-    for count in (2, 4):
-        for found in ranks(count, "tests.parallel.tensor_parts:dropped", tp=count):
-            assert found["deviation"] <= 1e-5
-            assert found["from the model without"] > 1e-2
+    for found in ranks(4, "tests.parallel.tensor_parts:dropped", tp=4):
+        assert found["deviation"] <= 1e-5
+        assert found["from the model without"] > 1e-2
 
 
 def test_fp8_shards(ranks: Ranks) -> None:
@@ -155,7 +154,7 @@ def test_fp8_shards(ranks: Ranks) -> None:
 
 
 def test_compiled_shards(ranks: Ranks) -> None:
-    for found in ranks(2, "tests.parallel.tensor_parts:compiled", tp=2, architecture="unet", depth=4):
+    for found in ranks(2, "tests.parallel.tensor_parts:compiled", tp=2, architecture="unet", depth=2):
         assert found["deviation"] <= 1e-6
         assert found["graphs"] > 0
 

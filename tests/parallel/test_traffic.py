@@ -119,7 +119,7 @@ def formula(architecture: str, dp: int, tp: int, zero: int = 2) -> list[dict[str
 
 @pytest.mark.parametrize(
     ("architecture", "dp", "tp"),
-    [("gpt", 2, 1), ("gpt", 3, 1), ("gpt", 2, 2), ("llama", 4, 1), ("llama", 1, 2), ("unet", 3, 1), ("unet", 2, 2)],
+    [("gpt", 3, 1), ("gpt", 2, 2), ("llama", 1, 2), ("unet", 2, 2)],
 )
 def test_a_step_sends_what_the_formula_says(architecture: str, dp: int, tp: int, ranks: Ranks) -> None:
     kinds = {"data/reduce_scatter", "data/all_gather", "data/all_reduce"} if dp > 1 else set()
@@ -131,7 +131,7 @@ def test_a_step_sends_what_the_formula_says(architecture: str, dp: int, tp: int,
     assert ranks(dp * tp, "tests.parallel.test_traffic:counted", tp=tp, architecture=architecture) == expected
 
 
-@pytest.mark.parametrize(("architecture", "dp", "tp"), [("gpt", 2, 1), ("unet", 3, 1), ("llama", 2, 2)])
+@pytest.mark.parametrize(("architecture", "dp", "tp"), [("unet", 3, 1), ("llama", 2, 2)])
 def test_so_does_a_step_of_replicas_that_share_parameters(architecture: str, dp: int, tp: int, ranks: Ranks) -> None:
     found = ranks(dp * tp, "tests.parallel.test_traffic:counted", tp=tp, zero=3, architecture=architecture)
     assert found == formula(architecture, dp, tp, zero=3)

@@ -76,30 +76,6 @@ def snapshot(optimizer: Zero2) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in optimizer.state_tensors().items()}
 
 
-def test_elementwise_groups_are_torchs_adamw() -> None:
-    ours, theirs = toy(), toy()
-    constants: list[dict[str, Any]] = [
-        {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1},
-        {"lr": 0.03, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.0},
-    ]
-    halves = [list(m.named_parameters()) for m in (ours, theirs)]
-    groups = []
-    for i, c in enumerate(constants):
-        rule = AdamW(c["betas"], c["eps"], c["weight_decay"])
-        groups.append(ParameterGroup(f"half {i}", rule, tuple(halves[0][i::2]), c["lr"]))
-    optimizer = Zero2(groups)
-    oracle = torch.optim.AdamW([{"params": [p for _, p in halves[1][i::2]], **c} for i, c in enumerate(constants)])
-    for step in range(20):
-        for model in (ours, theirs):
-            model.loss(step).backward()
-        optimizer.step(step, Multipliers())
-        optimizer.drop_grads()
-        oracle.step()
-        oracle.zero_grad()
-    for (name, mine), (_, other) in zip(*halves, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6, msg=name)
-
-
 def test_matrices_are_updated_as_by_muon_alone() -> None:
     model = toy()
     named = model.parameter_groups()["matrices"]
@@ -248,20 +224,17 @@ def test_clipping_is_torchs(dtype: torch.dtype, max_norm: float) -> None:
         torch.testing.assert_close(mine.grad, other.grad, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("name", ["scales", "up.2", "head"])
-def test_one_bad_gradient_is_noticed(name: str, poison: float) -> None:
+def test_one_bad_gradient_is_noticed() -> None:
     model = toy(torch.bfloat16)
     optimizer = driver(model)
-    model.loss(0).backward()
-    assert optimizer.grad_norm().isfinite()
-    grad = dict(model.named_parameters())[name].grad
-    assert grad is not None
-    grad.view(-1)[-1] = poison
-    assert not optimizer.grad_norm().isfinite()
-    optimizer.drop_grads()
-    model.loss(0).backward()
-    assert optimizer.grad_norm().isfinite()
+    for name, poison in (("scales", torch.nan), ("up.2", torch.inf), ("head", -torch.inf)):
+        model.loss(0).backward()
+        assert optimizer.grad_norm().isfinite()
+        grad = dict(model.named_parameters())[name].grad
+        assert grad is not None
+        grad.view(-1)[-1] = poison
+        assert not optimizer.grad_norm().isfinite()
+        optimizer.drop_grads()
 
 
 @pytest.mark.campaign  # half a minute of compiling on a CPU
@@ -283,22 +256,26 @@ def cadence_driver(model: Toy, **options: Any) -> Zero2:
     return Zero2(make_groups(model.parameter_groups(), rules, model.named_parameters()), **options)
 
 
-def test_updates_on_every_nth_step_are_those_of_a_plain_loop() -> None:
+def test_updates_on_every_nth_step_are_those_of_torchs_adamw() -> None:
+    """On every step, and on every third with the mean of its gradients; with constants and a factor of its own."""
     ours, theirs = toy(), toy()
-    every, halves = (1, 3), [list(m.named_parameters()) for m in (ours, theirs)]
-    rule, options = AdamW((0.8, 0.95), 1e-3, 0.1), {"betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}
-    optimizer = Zero2([ParameterGroup(f"{i}", rule, tuple(halves[0][i::2]), 0.01, every[i]) for i in (0, 1)])
-    oracles = [torch.optim.AdamW([p for _, p in halves[1][i::2]], lr=(0.01, 0.02)[i], **options) for i in (0, 1)]
+    every, factor, halves = (1, 3), (1.0, 2.0), [list(m.named_parameters()) for m in (ours, theirs)]
+    constants = [(0.01, (0.8, 0.95), 1e-3, 0.1), (0.03, (0.9, 0.99), 1e-6, 0.0)]
+    groups, oracles = [], []
+    for i, (lr, betas, eps, decay) in enumerate(constants):
+        groups.append(ParameterGroup(f"{i}", AdamW(betas, eps, decay), tuple(halves[0][i::2]), lr, every[i]))
+        parameters = [p for _, p in halves[1][i::2]]
+        oracles.append(torch.optim.AdamW(parameters, lr=lr * factor[i], betas=betas, eps=eps, weight_decay=decay))
+    optimizer = Zero2(groups)
     for step in range(12):
         for model in (ours, theirs):
             model.loss(step).backward()
-        optimizer.step(step, Multipliers(groups={"1": 2.0}))
+        optimizer.step(step, Multipliers(groups={"1": factor[1]}))
         optimizer.drop_grads()
         for n, oracle in zip(every, oracles, strict=True):
             if (step + 1) % n == 0:
-                for group in oracle.param_groups:
-                    for p in group["params"]:
-                        p.grad /= n
+                for p in oracle.param_groups[0]["params"]:
+                    p.grad /= n
                 oracle.step()
                 oracle.zero_grad()
     for (name, mine), (_, other) in zip(*halves, strict=True):

@@ -1,6 +1,6 @@
 """Replicas that share their parameters: what they hold by hand, what is refused, in bf16, and compiled.
 
-tests/laws/test_zero3_law.py compares them with one process."""
+tests/laws/test_ranks_law.py compares them with one process."""
 
 from dataclasses import replace
 from typing import Any

@@ -96,3 +96,4 @@ def serve() -> None:
 
 if __name__ == "__main__":
     serve()
+    os._exit(0)  # a clean shutdown would take seconds
