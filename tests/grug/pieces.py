@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -57,9 +57,10 @@ def oracle(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: AttentionMask) -> 
     return y
 
 
-def draw(B: int, T: int, H: int, K: int, E: int) -> list[np.ndarray]:
+def draw(B: int, T: int, H: int, K: int, E: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(T)
-    return [rng.normal(size=(B, T, heads, E)).astype(np.float32) for heads in (H, K, K)]
+    q, k, v = (rng.normal(size=(B, T, heads, E)).astype(np.float32) for heads in (H, K, K))
+    return q, k, v
 
 
 @partial(jax.jit, static_argnames="function")
@@ -69,10 +70,10 @@ def pulled(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, functi
     return y, pull(q)
 
 
-def agree(functions: list[Callable[..., Any]], host: list[np.ndarray], mesh: Any, mask: AttentionMask) -> None:
+def agree(functions: list[Callable[..., Any]], host: Sequence[np.ndarray], mesh: Any, mask: AttentionMask) -> None:
     """Asserts that outputs are the oracle's, and gradients those of the first function."""
-    inputs, expected = [place(x, HEADS, mesh) for x in host], oracle(*host, mask)
-    found = [pulled(*inputs, mask, function) for function in functions]
+    (q, k, v), expected = (place(x, HEADS, mesh) for x in host), oracle(host[0], host[1], host[2], mask)
+    found = [pulled(q, k, v, mask, function) for function in functions]
     for y, gradients in found:
         gaps = [relative(a, b) for a, b in zip(gradients, found[0][1], strict=True)]
         assert max(relative(y, expected), *gaps) <= BAR, (mask.window, gaps)
@@ -121,10 +122,10 @@ def check_segments_in_the_tpu_kernel_interpreted() -> None:
     """The gauntlet checks the rest of it."""
     mesh, ids = mesh_of("one"), (np.arange(256) // 100).astype(np.int32)[None]
     with jax.set_mesh(mesh):
-        inputs = [place(x, HEADS, mesh) for x in draw(1, 256, 2, 1, 128)]
+        q, k, v = (place(x, HEADS, mesh) for x in draw(1, 256, 2, 1, 128))
         mask = AttentionMask(segment_ids=place(ids, P(BATCH, None), mesh))
-        found = paths.splash_attention(*inputs, mask, interpret=True)
-        assert relative(found, reference_attention(*inputs, mask)) <= BAR
+        found = paths.splash_attention(q, k, v, mask, interpret=True)
+        assert relative(found, reference_attention(q, k, v, mask)) <= BAR
 
 
 def check_a_dense_mask_is_refused() -> None:
@@ -205,7 +206,7 @@ def check_an_update_keeps_the_classes_of_its_parameters() -> None:
             one: Any
             other: Any
 
-        params = Block(jnp.zeros(2), jnp.zeros(3))
+        params: Any = Block(jnp.zeros(2), jnp.zeros(3))
         state = rule.init(params)
         changes, state = jax.eval_shape(partial(rule.update, multipliers=Multipliers()), params, state, params)
         assert type(changes) is type(state[0].mu) is type(state[0].nu) is Block

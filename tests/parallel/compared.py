@@ -58,9 +58,13 @@ def optimized(
 
 
 def begin(broken: str = "") -> None:
-    """The toy's embeddings are cut, its scalars are not."""
     compiler.set_eager(True)
+    small_cuts()
     (BROKEN | SHARING_BROKEN)[broken]()
+
+
+def small_cuts() -> None:
+    """The toy's embeddings are cut, its scalars are not."""
     buckets.SMALL_ELEMENTS = 100
     buckets.LEAST_ELEMENTS = 1024
 
