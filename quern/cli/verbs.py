@@ -299,24 +299,22 @@ def verb_chat(verb: str, rest: Arguments) -> int:
 
 def verb_serve(verb: str, rest: Arguments) -> int:
     if (verb, *rest[:1]) == KEYS:  # it has its own flags
-        from quern.serve.gate import keys as keys_command
+        from quern.serve.access import keys_command
 
-        return keys_command.main(rest[1:], log)
+        return keys_command(rest[1:], log)
     options, _ = parse(verb, rest, ServeOptions)
     try:
-        from quern.serve import command, replicas
-        from quern.serve.gate import lan
-        from quern.serve.gate.frontier import Gate
-        from quern.serve.gate.hosts import Hosts
-        from quern.serve.gate.keys import KeysFile
+        from quern.serve import replicas, server
+        from quern.serve.access import Hosts, KeysFile, admit_lan
+        from quern.serve.gate import Gate
         from quern.serve.worker import Limits
     except ImportError as error:
         raise ImportError(f"serving needs extra packages ({error}): {install('serve')}") from error
     here = replicas.join()
     if here is None:  # a port that is taken is refused before the machine is tried out, which may compile
-        command.listen(options.host, options.port).close()
+        server.listen(options.host, options.port).close()
     keys = None if options.keys is None else KeysFile(options.keys, log)
-    keys, invite = lan.admit(keys) if options.lan else (keys, None)
+    keys, invite = admit_lan(keys) if options.lan else (keys, None)
     run_dirs = [RunDir(options.where.out, run) for run in (options.where.run, *options.also)]
     for one in run_dirs:
         one.require_trained(options.stage)
@@ -325,13 +323,13 @@ def verb_serve(verb: str, rest: Arguments) -> int:
         replicas.run(again, options.replicas, options.host, options.port, machine, log)
         return 0
     machine, kept = options.where.machine(here and here.threads, log=log), options.prefix_megabytes
-    sources = {f"quern-{one.run}": command.Source(one, options.stage, machine, kept) for one in run_dirs}
+    sources = {f"quern-{one.run}": server.Source(one, options.stage, machine, kept) for one in run_dirs}
     with options.access_log.open("a", encoding="utf-8") if options.access_log else contextlib.nullcontext() as file:
         access = file and functools.partial(print, file=file, flush=True)
         rates = options.requests_per_minute, options.requests_at_once
         hosts = Hosts(options.host, options.allowed_hosts)
         gate = Gate(hosts, keys, access, *rates, options.cors, options.trusted_proxy)
-        command.run(
+        server.run(
             sources, options.host, options.port, gate, Limits(seconds=options.request_seconds), log,
             watch_seconds=options.watch_seconds, tls=options.tls, replica=here, invite=invite,
         )  # fmt: skip

@@ -1,5 +1,16 @@
-"""Generation with one model, for everyone who needs replies: evaluation, reinforcement learning, chat, the server."""
+"""Generation with one model, for everyone who needs replies: evaluation, reinforcement learning, chat, the server.
 
+Continuous batching: rows join the running batch (batch.py) when a seat is free and leave it with their last token. A
+step decodes one token for every running row, reads a part of the waiting prompts, and chooses the next tokens. Prompts
+are read in waves, each with a cache of its own, from which finished rows are copied into free seats of the running
+batch. Seats have room for a whole row, so a row that has joined never has to leave before its end.
+
+A row's tokens do not depend on the other rows: it has its own cache, its own random numbers (sample.py), its own bias.
+"""
+
+from __future__ import annotations
+
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -7,16 +18,20 @@ from typing import Any
 import torch
 
 from quern import compiler
-from quern.generate.cache import KVCache, PrefixCache
+from quern.generate.batch import Entry, RunningBatch
+from quern.generate.cache import KVCache, PrefixCache, pad
 from quern.generate.compiled import CompiledDecode
 from quern.generate.grammar import Grammar, GrammarError, Grammars
 from quern.generate.reply import Completion, Event, Generation, Reply, Row, Token
-from quern.generate.sample import generator, log_probabilities
+from quern.generate.sample import choose, generator, log_probabilities
 from quern.generate.sampling import Sampling
-from quern.generate.scheduler import INTERLEAVED_TOKENS, Scheduler
 from quern.machine import Machine
 from quern.model.base import LanguageModel
 from quern.text.tokenizer import Tokenizer
+
+PREFILL_TOKENS = 8192  # prompt tokens in one forward pass, padding included
+INTERLEAVED_TOKENS = 256
+"""Prompt tokens, or tokens of a text to score, that a server reads between two tokens of the replies that run."""
 
 
 class ContextOverflow(ValueError):
@@ -30,10 +45,10 @@ class ContextOverflow(ValueError):
 
 
 class Engine:
-    """Generates with one model. Not thread-safe: the server runs it in a single thread (serve/models.py).
+    """Generates with one model. Not thread-safe: the server runs it in a single thread (serve/worker.py).
 
-    All requests share one running batch (scheduler.py). Callers that wait for their replies iterate over `events`; a
-    server submits requests and calls `step` itself. Weights may change while no request is open.
+    All requests share one running batch. Callers that wait for their replies iterate over `events`; a server submits
+    requests and calls `step` itself. Weights may change while no request is open.
 
     Args:
         max_rows: The most rows in one batch; further rows wait until one of them leaves.
@@ -54,25 +69,28 @@ class Engine:
                 f"the tokenizer has {tokenizer.vocab_size} tokens, the model {model.shape.vocab_size}: they do not "
                 "belong together; use the tokenizer.json of the model's run"
             )
-        self.model, self.tokenizer, self.machine = model, tokenizer, machine
+        self.model, self.tokenizer, self.machine, self.max_rows = model, tokenizer, machine, max_rows
         self.context = model.shape.context
-        self._compiled = CompiledDecode(model, self.context) if machine.compile else None
         self.prefixes = PrefixCache(int(prefix_megabytes * 1e6)) if prefix_megabytes else None
-        self.scheduler = Scheduler(
-            model, machine, tokenizer.vocab_size, tokenizer.bos, max_rows, self._compiled, self.prefixes
-        )
+        self.waiting: deque[Row] = deque()
+        self._compiled = CompiledDecode(model, self.context) if machine.compile else None
+        self._wave: list[Entry] = []  # prompts that are read together
+        self._wave_cache: KVCache | None = None
+        self.batch = RunningBatch(model, tokenizer.vocab_size, max_rows, self._compiled)
 
     @cached_property
     def grammars(self) -> Grammars:
         """Compiles the forms that replies can be bound to."""
         return Grammars(self.tokenizer)
 
+    @property
+    def running(self) -> int:
+        """Rows that are answering or whose prompts are being read. Any thread may ask."""
+        return len(self.batch) + sum(len(entry.rows) for entry in self._wave if not entry.joined)
+
     def warm_up(self, rows: Sequence[int]) -> None:
         """Compiles the decode step for these numbers of rows, to which smaller batches are padded, if the machine
-        compiles.
-
-        It pays off after some thousands of steps: in a server, not for a few questions.
-        """
+        compiles. It pays off after some thousands of steps: in a server, not for a few questions."""
         if self._compiled is not None:
             for count in rows:
                 self._compiled.warm_up(count)
@@ -87,10 +105,7 @@ class Engine:
 
     def events(self, prompts: Sequence[Sequence[int]], **options: Any) -> Iterator[Event]:
         """Yields the final pieces of every sample, each sample's `Completion` last; closing the iterator stops the
-        work.
-
-        Arguments and errors are those of `submit`.
-        """
+        work. Arguments and errors are those of `submit`."""
         generation = self.submit(prompts, **options)
 
         def produced() -> Iterator[Event]:
@@ -106,17 +121,6 @@ class Engine:
 
         return produced()
 
-    def step(self, prefill_tokens: int | None = None) -> None:
-        """One token for every running row of every generation. Arguments are those of `Scheduler.step`.
-
-        If it fails, all rows are lost, and the engine can be used again.
-        """
-        try:
-            self.scheduler.step(prefill_tokens)
-        except BaseException:
-            self.scheduler.reset()
-            raise
-
     def read(self, prompt: Sequence[int], top: int = 0, part: int = INTERLEAVED_TOKENS) -> Iterator[list[Token]]:
         """Yields the tokens of a text after its first one with their log-probabilities, and `top` likeliest ones each.
 
@@ -129,8 +133,7 @@ class Engine:
         for start in range(0, len(prompt) - 1, part):
             tokens = prompt[start : start + part + 1]
             with torch.inference_mode(), compiler.eager():
-                tokens_BT = torch.tensor([tokens[:-1]], device=cache.positions_B.device)
-                lengths_B = torch.tensor([len(tokens) - 1], device=cache.positions_B.device)
+                tokens_BT, lengths_B = pad([tokens[:-1]], 0, cache.positions_B.device)
                 x_BTD = cache.append(self.model, tokens_BT, lengths_B, self.machine.attention)
                 logits_TV = self.model.logits(x_BTD[0])[:, : self.tokenizer.vocab_size]
                 scored = log_probabilities(logits_TV, tokens[1:], top)
@@ -169,7 +172,7 @@ class Engine:
             bias: Added to the logits of these tokens; -inf forbids one.
             form: The form of each text, from `grammars`; special tokens cannot occur in it.
             calls: The form of a call of the caller's tools, from `grammars`; they replace the calculator.
-            must_call: Begin with a call.
+            must_call: Begin with a call, which needs `calls`.
 
         Returns:
             The open generation; `step` adds its events.
@@ -179,39 +182,173 @@ class Engine:
             GrammarError: No text of the form is short enough.
             ValueError: A prompt or a stop string is empty, or a number is out of range.
         """
-        if must_call and calls is None:
-            raise ValueError("must_call needs the form of a call: give calls as well")
-        self._refuse(prompts, samples, max_tokens, [*stop_ids, *(bias or {})])
+        if samples < 1 or max_tokens < 1:
+            raise ValueError(f"samples ({samples}) and max_tokens ({max_tokens}) must be at least 1")
+        for token in [*stop_ids, *(bias or {})]:
+            if not 0 <= token < self.tokenizer.vocab_size:
+                raise ValueError(f"{token} is no token: ids are 0 to {self.tokenizer.vocab_size - 1}")
         seeds = [seed] * len(prompts) if isinstance(seed, int) else seed
         generation, rows = Generation(len(prompts) * samples), list[Row]()
         top = {False: None, True: 0}[logprobs] if isinstance(logprobs, bool) else logprobs
         for p, prompt in enumerate(prompts):
-            room = min(max_tokens, self.context - len(prompt))
-            _require_ending(form, "text", room)
-            if must_call:
-                _require_ending(calls, "call", room - 1)
-            for s in range(samples):
-                reply = Reply(self.tokenizer, len(prompt), room, stop, plain, stop_ids, form, calls, must_call)
-                random = generator(seeds[p], prompt, s)
-                rows.append(Row(generation, p, s, prompt, reply, random, sampling or Sampling(), bias or {}, top))
-        self.scheduler.waiting.extend(rows)
-        return generation
-
-    def _refuse(self, prompts: Sequence[Sequence[int]], samples: int, max_tokens: int, tokens: Sequence[int]) -> None:
-        """Refuses numbers below 1, prompts that are empty or too long, and ids that are no tokens."""
-        if samples < 1 or max_tokens < 1:
-            raise ValueError(f"samples ({samples}) and max_tokens ({max_tokens}) must be at least 1")
-        for prompt in prompts:
             if not prompt:
                 raise ValueError("a prompt is empty: begin it with the tokenizer's BOS")
             if len(prompt) >= self.context:
                 raise ContextOverflow(len(prompt), self.context)
-        for token in tokens:
-            if not 0 <= token < self.tokenizer.vocab_size:
-                raise ValueError(f"{token} is no token: ids are 0 to {self.tokenizer.vocab_size - 1}")
+            room = min(max_tokens, self.context - len(prompt))
+            for demanded, what, most in ((form, "text", room), (calls if must_call else None, "call", room - 1)):
+                if demanded is not None and demanded.shortest(most) is None:
+                    raise GrammarError(f"no {what} of the form that ends within {most} tokens was found")
+            for s in range(samples):
+                reply = Reply(self.tokenizer, len(prompt), room, stop, plain, stop_ids, form, calls, must_call)
+                random = generator(seeds[p], prompt, s)
+                rows.append(Row(generation, p, s, prompt, reply, random, sampling or Sampling(), bias or {}, top))
+        self.waiting.extend(rows)
+        return generation
 
+    def reset(self) -> None:
+        """Cancels all generations and forgets their rows."""
+        reading = [row for entry in self._wave for row in entry.rows]
+        for row in (*self.waiting, *reading, *self.batch.rows):
+            row.generation.cancel()
+        self.waiting.clear()
+        self._wave, self._wave_cache = [], None
+        self.batch.leave(self.batch.taken)
 
-def _require_ending(form: Grammar | None, what: str, room: int) -> None:
-    """Raises GrammarError unless a text of the form that ends within `room` tokens is found."""
-    if form is not None and form.shortest(room) is None:
-        raise GrammarError(f"no {what} of the form that ends within {room} tokens was found")
+    def step(self, prefill_tokens: int | None = None) -> None:
+        """One token for every running row of every generation, and prompts of waiting ones.
+
+        prefill_tokens: The most prompt tokens to read, so that running rows wait little. None reads prompts until no
+        seat is free: the highest throughput, when nobody watches.
+
+        If it fails, all rows are lost, and the engine can be used again.
+        """
+        try:
+            with torch.inference_mode():
+                self._step(prefill_tokens)
+        except BaseException:
+            self.reset()
+            raise
+
+    def _step(self, prefill_tokens: int | None) -> None:
+        if any(row.generation.cancelled for row in self.waiting):
+            self.waiting = deque(row for row in self.waiting if not row.generation.cancelled)
+        seats = zip(self.batch.taken, self.batch.rows, strict=True)
+        if gone := [seat for seat, row in seats if row.generation.cancelled]:
+            self.batch.leave(gone)
+        busy = len(self.batch) > 0
+        if busy:
+            self.batch.decode(shrink=not self.waiting)
+        left = PREFILL_TOKENS if prefill_tokens is None else prefill_tokens
+        while left > 0 and (self._wave or self._next_wave(left)):
+            computed = self._read(left if busy else PREFILL_TOKENS)
+            left -= computed if prefill_tokens is not None else 0
+        if len(self.batch):
+            self._choose()
+
+    def _next_wave(self, budget: int) -> bool:
+        """Starts to read the prompts that waited longest, as many as there are free seats. False if there are none.
+
+        A wave has prompts without a known beginning, or only prompts with one, which take different paths. It has one
+        prompt, or as many as are read with at most `budget` tokens: several short prompts, or a part of a long one.
+        """
+        wave: list[Entry] = []
+        widest = rows = 0
+        while self.waiting and rows < self.max_rows - len(self.batch):
+            row = self.waiting[0]
+            if wave and row.tokens is wave[-1].tokens:
+                wave[-1].rows.append(self.waiting.popleft())
+                rows += 1
+                continue
+            prefix = None if self.prefixes is None else self.prefixes.find(row.tokens)
+            start = 0 if prefix is None else prefix.length
+            wider = max(widest, len(row.tokens) - start)
+            if wave and ((start > 0) != (wave[0].read > 0) or (len(wave) + 1) * wider > budget):
+                break
+            wave.append(Entry([self.waiting.popleft()], len(wave), prefix, start))
+            if self.prefixes is not None:
+                self.prefixes.count(row.tokens, prefix)
+                wave[-1].cut = self.prefixes.branch(row.tokens, start)
+            if row.prompt == 0:
+                row.generation.cached_tokens = start
+            widest, rows = wider, rows + 1
+        if wave:
+            self._wave, self._wave_cache = wave, KVCache(self.model, len(wave), max(len(one.tokens) for one in wave))
+            for entry in wave:
+                if (prefix := entry.prefix) is not None:
+                    self._wave_cache.put(entry.at, prefix.cache, 0, prefix.length)
+                    entry.logits_V = prefix.logits_V if entry.read == len(entry.tokens) else None
+        return bool(wave)
+
+    def _read(self, budget: int) -> int:
+        """Reads a part of the wave's prompts, at most so many tokens; prompts that are finished join the batch.
+
+        Returns the number of tokens that were computed.
+        """
+        wave, cache, computed = self._wave, self._wave_cache, 0
+        assert cache is not None
+        if unread := sum(entry.read < len(entry.tokens) for entry in wave):
+            chunks = [entry.chunk(max(1, budget // unread)) for entry in wave]
+            tokens_BT, lengths_B = pad(chunks, self.tokenizer.bos, cache.positions_B.device)
+            computed = tokens_BT.numel()
+            with compiler.eager():  # a model in training is compiled for its training shape
+                x_BD = cache.prefill(self.model, tokens_BT, lengths_B, self.machine.attention)
+            ends: list[Entry] = []
+            for entry, chunk in zip(wave, chunks, strict=True):
+                entry.read += len(chunk)
+                if chunk and entry.read == len(entry.tokens):
+                    ends.append(entry)
+                elif chunk and entry.read == entry.cut:
+                    self._keep(entry.tokens[: entry.read], cache, entry.at)
+            if ends:
+                index_N = torch.tensor([entry.at for entry in ends], device=x_BD.device)
+                logits_NV = self.model.logits(x_BD[index_N])[:, : self.tokenizer.vocab_size]
+                for entry, logits_V in zip(ends, logits_NV, strict=True):
+                    entry.logits_V = logits_V
+                    # The cache of a prompt alone is of use to nobody else: it need not be copied.
+                    self._keep(entry.tokens, cache, entry.at, logits_V, alone=len(wave) == 1)
+        if joining := [entry for entry in wave if entry.logits_V is not None and not entry.joined]:
+            coming = (row for entry in wave for row in entry.rows)
+            self.batch.join(joining, cache, max(row.room for row in (*coming, *self.waiting)))
+            for entry in joining:
+                entry.joined = True
+        if all(entry.joined for entry in wave):
+            self._wave, self._wave_cache = [], None
+        return computed
+
+    def _keep(
+        self,
+        tokens: Sequence[int],
+        cache: KVCache,
+        row: int,
+        logits_V: torch.Tensor | None = None,
+        alone: bool = False,
+    ) -> None:
+        if self.prefixes is not None and self.prefixes.wants(tokens, logits_V is not None):
+            row_1 = torch.tensor([row], device=cache.positions_B.device)
+            own = None if logits_V is None else logits_V.clone()
+            self.prefixes.add(tokens, cache if alone else cache.take(row_1, len(tokens)), own)
+
+    def _choose(self) -> None:
+        """The next token of every row that has logits, and what becomes final with it."""
+        rows, logits_BV = self.batch.rows, self.batch.logits_BV
+        tokens = [row.reply.choose(token) for row, token in zip(rows, choose(rows, logits_BV), strict=True)]
+        wanted = max((row.logprobs for row in rows if row.logprobs is not None), default=None)
+        told = [] if wanted is None else log_probabilities(logits_BV, tokens, wanted)
+        finished = []
+        for number, (seat, row) in enumerate(zip(self.batch.taken, rows, strict=True)):
+            events, place = row.generation.events, (row.prompt, row.sample)
+            if row.logprobs is not None:
+                value, top = told[number]
+                row.reply.logprobs.append(value)
+                row.reply.top_logprobs.append(top[: row.logprobs])
+                start = row.reply.start(tokens[number])
+                events.append(Event(*place, Token(tokens[number], value, top[: row.logprobs], start)))
+            events += [Event(*place, delta) for delta in row.reply.push(tokens[number])]
+            if row.reply.finish_reason is not None:
+                events.append(Event(*place, row.reply.completion()))
+                row.generation.unfinished -= 1
+                finished.append(seat)
+                if row.sample == 0:  # the last token is not in the cache
+                    self._keep([*row.tokens, *row.reply.ids[:-1]], self.batch.cache, seat)
+        self.batch.leave(finished)

@@ -69,6 +69,15 @@ class Grammars:
         """One of several texts. Raises GrammarError."""
         return self._compile(self._matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, texts))))
 
+    def calls(self, tools: Mapping[str, Mapping[str, Any]]) -> Grammar:
+        """A call of one of several tools, by the schemas of their arguments. Raises GrammarError."""
+        rules = ["start: " + " | ".join(f"call{number}" for number in range(len(tools)))]
+        for number, (name, schema) in enumerate(tools.items()):
+            head = json.dumps(f'{{"name":{json.dumps(name)},"arguments":')
+            own = json.dumps({**schema, "x-guidance": {"whitespace_flexible": False}})
+            rules += [f'call{number}: {head} arguments{number} "}}"', f"arguments{number}: %json {own}"]
+        return self._compile(self._matcher.grammar_from_lark("\n".join(rules)))
+
     def _compile(self, grammar: str) -> Grammar:
         return Grammar(self._compiled(grammar), self.tokenizer)
 

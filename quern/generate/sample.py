@@ -1,4 +1,4 @@
-"""Chooses the next token of every row in a batch.
+"""Chooses the next token of every row in a batch (`choose`).
 
 The filters run in this order: temperature, top-k, top-p (nucleus sampling: Holtzman et al., 2020,
 https://arxiv.org/abs/1904.09751), min-p (Nguyen et al., 2024, "Turning Up the Heat: Min-p Sampling",
@@ -22,10 +22,39 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quern.generate.reply import Row
 from quern.generate.sampling import Sampling
 
 SPAN = 128  # tokens of the vocabulary that share one entry in the first race
 LEAST_TEMPERATURE = 1e-30  # logits up to 1e8 divided by it are finite in fp32
+
+
+def choose(rows: Sequence[Row], logits_BV: Tensor) -> list[int]:
+    """Samples every row's next token, each with its own settings."""
+    allowed = [row.reply.allowed() for row in rows]
+    changed = [at for at, row in enumerate(rows) if row.bias or row.sampling.penalises or allowed[at] is not None]
+    if changed:
+        logits_BV = logits_BV.clone()
+        for at in changed:
+            row, mask_V = rows[at], allowed[at]
+            penalise(row.sampling, logits_BV[at], row.tokens, row.reply.ids)
+            if row.bias:
+                ids = torch.tensor(list(row.bias), device=logits_BV.device)
+                logits_BV[at, ids] += torch.tensor(list(row.bias.values()), device=logits_BV.device)
+            if mask_V is not None:
+                logits_BV[at].masked_fill_(torch.from_numpy(~mask_V).to(logits_BV.device), -torch.inf)
+    groups: dict[Sampling, list[int]] = {}
+    for at, row in enumerate(rows):
+        groups.setdefault(row.sampling, []).append(at)
+    picked = [0] * len(rows)
+    for sampling, group in groups.items():
+        own_BV = logits_BV if len(group) == len(rows) else logits_BV[group]
+        uniform_BN = None
+        if sampling.temperature > 0:
+            uniform_BN = draw([rows[at].random for at in group], own_BV.size(-1)).to(own_BV.device)
+        for at, token in zip(group, sample(own_BV, sampling, uniform_BN).tolist(), strict=True):
+            picked[at] = token
+    return picked
 
 
 def penalise(sampling: Sampling, logits_V: Tensor, prompt: Sequence[int], reply: Sequence[int]) -> None:

@@ -1,8 +1,8 @@
 """Writes a run's model as a folder in Hugging Face's format, whole or not at all.
 
 It holds weights in safetensors, configuration, tokenizer, chat template and a model card. `llama` is Hugging Face's own
-Llama, which `quern import` reads too. `gpt` and `unet` bring their Python files, those of hf/ word for
-word, which `trust_remote_code=True` runs; their weights keep names and values. An idea's subclass is refused.
+Llama, which `quern import` reads too. `gpt` and `unet` bring their Python files, modeling_quern*.py
+word for word, which `trust_remote_code=True` runs; their weights keep names and values. An idea's subclass is refused.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def _texts(loaded: LoadedModel, dtype: torch.dtype, log: Callable[[str], None]) 
         config |= llama_format.config_to(shape)
     else:
         config |= _config(loaded.model, tokenizer)
-        for name in ("configuration_quern.py", "modeling_quern.py", f"modeling_{config['model_type']}.py"):
-            texts[name] = (Path(__file__).parent / "hf" / name).read_text(encoding="utf-8")
+        for name in ("modeling_quern.py", f"modeling_{config['model_type']}.py"):
+            texts[name] = (Path(__file__).parent / name).read_text(encoding="utf-8")
     texts |= {"config.json": _json(config), "generation_config.json": _json(_generation_config(tokenizer))}
     try:
         texts["tokenizer.json"] = _json(tokenizer_json(tokenizer))
@@ -124,7 +124,7 @@ def _config(model: LanguageModel, tokenizer: Tokenizer) -> dict[str, Any]:
     return {
         "architectures": [f"{prefix}ForCausalLM"],
         "auto_map": {
-            "AutoConfig": f"configuration_quern.{prefix}Config",
+            "AutoConfig": f"modeling_quern.{prefix}Config",
             "AutoModelForCausalLM": f"modeling_{name}.{prefix}ForCausalLM",
         },
         "model_type": name,

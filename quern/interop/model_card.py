@@ -19,17 +19,35 @@ from quern.records import read_json, read_lines, read_metrics
 from quern.runs.load import LoadedModel
 from quern.runs.run_dir import STAGES, RunDir
 
-HEAD = """---
+CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
-license: {license}
+license: unknown
 tags:
 - quern
 - {architecture}
 ---
-"""
-UNKNOWN_LICENSE = "unknown"
-LICENSE = """\
+
+# {run}
+
+A language model of the architecture `{architecture}` with {parameters:,} parameters: step {step:,} of the stage
+`{stage}`. Written by quern {version}.
+
+## Use
+
+{use}
+## Sizes
+
+{sizes}
+## Training
+
+{training}
+{scores}## Limits
+
+{limits}
+
+## License
+
 The license is not recorded. Before you publish this folder, replace `license: unknown` at the top of this file; the
 texts that the model was trained on may limit the choice.
 """
@@ -47,6 +65,7 @@ CHAT = """\
 messages = [{"role": "user", "content": "Who are you?"}]
 inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")"""
 TEXT = 'inputs = tokenizer("Once upon a time", return_tensors="pt")'
+NO_TOKENIZER = "The folder has no tokenizer: the model takes and gives token ids.\n"
 SPECIAL = (
     "The tokenizer reads `<|user_start|>` and the like as special tokens also in a user's message. Pass "
     "`split_special_tokens=True` for text that you do not trust."
@@ -63,122 +82,95 @@ DOCUMENTS = "A BOS token begins a document: tokens after it do not see those bef
 
 
 def model_card(loaded: LoadedModel, run_dir: RunDir, weights: Mapping[str, Tensor], *, has_tokenizer: bool) -> str:
-    """The text of README.md, from the run's records. Raises ValueError, which names the file, for a damaged
-    record."""
-    architecture, parameters = loaded.recipe.name, sum(tensor.numel() for tensor in weights.values())
-    remote = type(loaded.model) is not Llama
-    parts = [
-        HEAD.format(license=UNKNOWN_LICENSE, architecture=architecture),
-        f"# {run_dir.run}\n",
-        f"A language model of the architecture `{architecture}` with {parameters:,} parameters: step {loaded.step:,} "
-        f"of the stage `{loaded.stage}`. Written by quern {__version__}.\n",
-        "## Use\n",
-        _use(loaded.stage, remote, has_tokenizer),
-        "## Sizes\n",
-        _table(("", ""), _sizes(loaded, weights)),
-        "## Training\n",
-        _table(("stage", "learned from", "steps", "tokens", "loss", "held-out loss"), _stages(loaded, run_dir)),
-    ]
-    if scores := _scores(loaded, run_dir):
-        parts += ["## Scores\n", _table(("task", "measure", "value", "95% interval", "guessing", "of"), scores)]
-    notes = [SPECIAL] if has_tokenizer else ["The folder has no tokenizer."]
-    notes += REMOTE_CODE if remote else ()
-    notes += [DOCUMENTS] if type(loaded.model) is UNet else ()
-    return "\n".join([*parts, "## Limits\n", *(f"- {note}" for note in notes), "", "## License\n", LICENSE])
+    """The text of README.md, from the run's records. Raises ValueError, which names the file, for a damaged record."""
+    remote, scores = type(loaded.model) is not Llama, _scores(loaded, run_dir)
+    trust, prompt = ", trust_remote_code=True" if remote else "", TEXT if loaded.stage == "pretrain" else CHAT
+    notes = [SPECIAL] if has_tokenizer else []
+    notes += [*(REMOTE_CODE if remote else ()), *([DOCUMENTS] if type(loaded.model) is UNet else ())]
+    score_head = ("task", "measure", "value", "95% interval", "guessing", "of")
+    stage_head = ("stage", "learned from", "steps", "tokens", "loss", "held-out loss", "bits per byte")
+    return CARD.format(
+        architecture=loaded.recipe.name,
+        run=run_dir.run,
+        parameters=sum(tensor.numel() for tensor in weights.values()),
+        step=loaded.step,
+        stage=loaded.stage,
+        version=__version__,
+        use=USE.format(trust=trust, prompt=prompt) if has_tokenizer else NO_TOKENIZER,
+        sizes=_table(("", ""), _sizes(loaded, weights)),
+        training=_table(stage_head, _stages(loaded, run_dir)),
+        scores=f"## Scores\n\n{_table(score_head, scores)}\n" if scores else "",
+        limits="\n".join(f"- {note}" for note in notes),
+    )
 
 
-def _use(stage: str, remote: bool, has_tokenizer: bool) -> str:
-    prompt = CHAT if stage != "pretrain" else TEXT
-    text = USE.format(trust=", trust_remote_code=True" if remote else "", prompt=prompt)
-    return text if has_tokenizer else "The folder has no tokenizer: the model takes and gives token ids.\n"
-
-
-def _sizes(loaded: LoadedModel, weights: Mapping[str, Tensor]) -> list[Sequence[str]]:
+def _sizes(loaded: LoadedModel, weights: Mapping[str, Tensor]) -> list[Sequence[Any]]:
     shape = loaded.recipe.model
-    rows = {
-        "layers": shape.depth,
-        "width": shape.width,
-        "query heads": shape.heads,
-        "key and value heads": shape.kv_heads,
-        "head dim": shape.head_dim,
-        "context, tokens": shape.context,
-        "vocabulary": loaded.tokenizer.vocab_size,
-    }
-    shown = [(name, f"{value:,}") for name, value in rows.items() if value is not None]
-    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()})
-    windows = [f"{window:,}" if window is not None else "all" for window in loaded.model.windows]
-    return [*shown, ("tokens that each layer sees", ", ".join(windows)), ("weights", ", ".join(dtypes))]
+    return [
+        ("layers", shape.depth),
+        ("width", shape.width),
+        ("query heads", shape.heads),
+        ("key and value heads", shape.kv_heads),
+        ("head dim", shape.head_dim),
+        ("context, tokens", shape.context),
+        ("vocabulary", loaded.tokenizer.vocab_size),
+        ("tokens that each layer sees", ", ".join(f"{one:,}" if one else "all" for one in loaded.model.windows)),
+        ("weights", ", ".join(sorted({str(one.dtype).removeprefix("torch.") for one in weights.values()}))),
+    ]
 
 
-def _stages(loaded: LoadedModel, run_dir: RunDir) -> list[Sequence[str]]:
+def _stages(loaded: LoadedModel, run_dir: RunDir) -> list[Sequence[Any]]:
     """One row for each stage up to the exported one."""
-    rows: list[Sequence[str]] = []
-    for stage in STAGES[: STAGES.index(loaded.stage) + 1]:
-        if not run_dir.has_trained(stage):
-            continue
-        lines = read_metrics(run_dir.stage(stage))
-        if stage == loaded.stage:
-            lines = [line for line in lines if (line.get("step") or 0) <= loaded.step]
-        held_out = _last(lines, "val_loss")
-        bits = _last(lines, "val_bpb")
-        rows.append(
-            (
-                stage,
-                _learned_from(run_dir, stage),
-                _number(_last(lines, "step")),
-                _number(_last(lines, "tokens")),
-                _number(_last(lines, "loss")),
-                _number(held_out) + (f" ({_number(bits)} bits per byte)" if bits is not None else ""),
-            )
-        )
+    rows: list[Sequence[Any]] = []
+    for stage in filter(run_dir.has_trained, STAGES[: STAGES.index(loaded.stage) + 1]):
+        known: dict[str, Any] = {}
+        for line in read_metrics(run_dir.stage(stage)):
+            if stage != loaded.stage or (line.get("step") or 0) <= loaded.step:
+                known |= {name: value for name, value in line.items() if value is not None}
+        last = (known.get(name) for name in ("step", "tokens", "loss", "val_loss", "val_bpb"))
+        rows.append((stage, _learned_from(run_dir, stage), *last))
     return rows
 
 
 def _learned_from(run_dir: RunDir, stage: str) -> str:
-    if imported := run_dir.facts().get("imported"):
-        return f"imported from {_name(imported)}"
+    """The sources of a stage, as a reader elsewhere may see them: of a path, its last part."""
     path = run_dir.stage(stage) / "recipe.json"
     recipe = read_json(path, dict[str, Any]) if path.exists() else {}
+    if imported := run_dir.facts().get("imported"):
+        return f"imported from {Path(imported).name}"
     if stage == "pretrain":
-        return ", ".join(map(_name, (recipe.get("data") or "").split("\n")))
-    if stage == "rl":
-        return ", ".join(_name(reward) for reward in (recipe.get("rl") or {}).get("rewards") or ())
-    return ", ".join(_name(one["source"]) for one in recipe.get("conversations") or [{"source": "tinyworld"}])
+        sources = (recipe.get("data") or "").split("\n")
+    elif stage == "rl":
+        sources = (recipe.get("rl") or {}).get("rewards") or ()
+    else:
+        sources = [one["source"] for one in recipe.get("conversations") or [{"source": "tinyworld"}]]
+    return ", ".join(Path(source).name for source in sources)
 
 
-def _scores(loaded: LoadedModel, run_dir: RunDir) -> list[Sequence[str]]:
+def _scores(loaded: LoadedModel, run_dir: RunDir) -> list[Sequence[Any]]:
     """The newest score of each task and measure, of the exported weights only."""
     lines = read_lines(run_dir.folder / "evaluate.jsonl")
     mine = [line for line in lines if (line.get("stage"), line.get("step")) == (loaded.stage, loaded.step)]
     newest = {(line.get("task"), line.get("metric")): line for line in mine}
     return [
         (
-            str(task),
-            "bits per byte" if metric == "bpb" else str(metric),
-            _number(line.get("value")),
-            " to ".join(_number(line[end]) for end in ("low", "high") if line.get(end) is not None),
-            _number(line.get("chance")),
-            _number(line.get("count")),
+            task,
+            "bits per byte" if metric == "bpb" else metric,
+            line.get("value"),
+            " to ".join(_shown(line[end]) for end in ("low", "high") if line.get(end) is not None),
+            line.get("chance"),
+            line.get("count"),
         )
         for (task, metric), line in newest.items()
     ]
 
 
-def _last(lines: Iterable[dict[str, Any]], key: str) -> float | None:
-    return next((line[key] for line in reversed(list(lines)) if line.get(key) is not None), None)
+def _shown(value: Any) -> str:
+    if isinstance(value, float) and value != int(value):
+        return f"{value:,.4f}"
+    return f"{int(value):,}" if isinstance(value, int | float) else str(value or "").replace("|", "/")
 
 
-def _name(source: str) -> str:
-    """A source as a reader elsewhere may see it: of a path, its last part."""
-    return Path(str(source)).name
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:,.4f}" if isinstance(value, float) and value != int(value) else f"{int(value):,}"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)
+def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    lines = [head, ["---"] * len(head), *(map(_shown, row) for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

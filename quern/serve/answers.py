@@ -16,7 +16,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from quern.generate.reply import Completion, Delta, Event, Token
-from quern.serve.errors import ApiError
+from quern.serve.schema import ApiError
 from quern.serve.worker import Job
 from quern.text.tokenizer import Tokenizer
 

@@ -13,32 +13,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from quern.machine import Machine, worker_variables
 from quern.process import end_with_parent, environment, waiting
-from quern.serve.server import DRAIN_SECONDS, ended_by_signals, listen
+from quern.serve.server import DRAIN_SECONDS, Place, ended_by_signals, listen
 
 PLACE = "QUERN_REPLICA"
 """Variable: the fields of a replica's `Place`."""
 LOOK_SECONDS, RESTART_SECONDS = 0.2, 1.0
-
-
-@dataclass(frozen=True)
-class Place:
-    """The place of this process among the replicas. own_port: of this one alone, 0 for any; link: to the
-    parent."""
-
-    number: int
-    port: int
-    own_port: int
-    threads: int
-    link: socket.socket
-
-    def report_ready(self) -> None:
-        self.link.send(b".")
 
 
 def join() -> Place | None:

@@ -12,9 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from quern.serve.answers import Chat, as_api_error, encode, server_sent
-from quern.serve.errors import Items, Strict
-from quern.serve.forms import MAX_TOOLS, JsonSchema, Name
-from quern.serve.schema import ChatRequest, parse_request
+from quern.serve.schema import MAX_TOOLS, ChatRequest, Items, JsonSchema, Name, Strict, parse_request
 
 NAMES = {
     r"^messages$": "input",

@@ -1,4 +1,4 @@
-"""The paths of the API: which request is read there, how it becomes a job of the engine, and what answers it."""
+"""The paths of the API: which request is read there, and what answers it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import asyncio
 import codecs
 import inspect
 import json
-import math
 import re
-import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -20,26 +18,20 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quern import __version__
-from quern.generate.engine import Engine
-from quern.generate.grammar import Grammar
 from quern.generate.reply import Completion, Event, Generation, Token
 from quern.serve.answers import JSON, UNKNOWN, Answer, Chat, EventStream, Text, as_api_error, error_response
-from quern.serve.errors import ApiError, Strict, invalid
-from quern.serve.forms import NamedTool, Tool, calls_of, form_of
-from quern.serve.models import Models
+from quern.serve.prompts import read_chat, read_texts, require_tokens, tokens_of
 from quern.serve.responses import Responses, ResponsesRequest
 from quern.serve.schema import (
-    ChatMessage,
+    ApiError,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    Strict,
     TokenizeRequest,
     parse_request,
-    turns,
 )
-from quern.serve.worker import Worker
-from quern.text.chat import render_prompt, render_text
-from quern.text.tokenizer import Tokenizer
+from quern.serve.worker import Models, Worker
 
 MAX_BODY_BYTES = 1 << 20
 MAX_MARKS = 1 << 13
@@ -47,8 +39,6 @@ MAX_MARKS = 1 << 13
 validating so many takes some 50 ms, in which no other client is served."""
 SMALL_BYTES = 1 << 12
 """A body up to this size is decoded at once; a larger one between two steps of the engine."""
-DEFAULT_TEXT_TOKENS = 16
-"""Tokens of a completion whose request does not say, as in OpenAI's API."""
 MOST_NAMES, NAME_CHARACTERS = 20, 80
 """The most ignored fields that the header names, and the most characters of each name."""
 Body = TypeVar("Body", bound=Strict)
@@ -131,8 +121,7 @@ def openapi(
         del own["additionalProperties"]  # they are ignored
         body = {"required": True, "content": {"application/json": {"schema": own}}}
         paths[path] = {"post": {"summary": inspect.getdoc(function), "requestBody": body, "responses": answered}}
-    if "ChatMessage" in shared:
-        del shared["ChatMessage"]["additionalProperties"]
+    del shared["ChatMessage"]["additionalProperties"]
     for path, function in gets.items():
         name = re.sub(r":path(?=})", "", path)
         model = {"name": "model", "in": "path", "required": True, "schema": {"enum": models}}
@@ -149,50 +138,23 @@ async def chat(http: Request, request: ChatRequest, model: Worker) -> Response:
 
 async def start_chat(model: Worker, request: ChatRequest) -> Chat:
     """Queues a chat. Raises ApiError if it cannot be served."""
-    engine, samples = model.engine, request.n or 1
-    prompt, options = await asyncio.to_thread(read_chat, engine, request)
-    options["logprobs"] = (request.top_logprobs or 0) if request.logprobs else False
-    job = model.submit(lambda: engine.submit([prompt], **options), samples)
-    return Chat(job, model.tokenizer, model.name, [prompt], samples, bool(request.logprobs), "calls" in options)
-
-
-def read_chat(engine: Engine, request: ChatRequest) -> tuple[list[int], dict[str, Any]]:
-    """The prompt of a chat, and the arguments of `Engine.submit`."""
-    tokenizer, choice = engine.tokenizer, request.tool_choice
-    tools = [] if choice == "none" else request.tools or []
-    prompt = _chat_tokens(tokenizer, request.messages, tools)
-    _require_room(prompt, engine.context, "messages")
-    # The engine also ends the reply at the end of the context.
-    wanted = min(request.max_completion_tokens or request.max_tokens or engine.context, engine.context)
-    options: dict[str, Any] = {"max_tokens": wanted, **_options(engine, request, prompt, wanted)}
-    if choice == "none":
-        options["bias"][tokenizer.special("<|tool_start|>")] = -math.inf
-    if tools or choice not in (None, "auto", "none"):
-        calls = calls_of(engine.grammars, tools, choice)
-        must_call = choice == "required" or isinstance(choice, NamedTool)
-        if must_call:
-            _require_ending(calls, min(wanted, engine.context - len(prompt)) - 1, "tools")
-        options |= {"calls": calls, "must_call": must_call}
-    return prompt, options
+    prompt, options = await asyncio.to_thread(read_chat, model.engine, request)
+    job = model.submit(lambda: model.engine.submit([prompt], **options), options["samples"])
+    given = job, model.tokenizer, model.name, [prompt], options["samples"], bool(request.logprobs)
+    return Chat(*given, calls="calls" in options)
 
 
 async def completions(http: Request, request: CompletionRequest, model: Worker) -> Response:
     """Continues a text, a list of texts, or token ids."""
-    engine, tokenizer, samples = model.engine, model.tokenizer, request.n or 1
-    sent = request.prompts()
-    prompts = await asyncio.to_thread(_text_tokens, tokenizer, sent)
-    wanted = DEFAULT_TEXT_TOKENS if request.max_tokens is None else request.max_tokens
-    for prompt in prompts:
-        _require_room(prompt, engine.context + (wanted == 0), "prompt")
-    options = await asyncio.to_thread(_options, engine, request, max(prompts, key=len), wanted)
-    options |= {"max_tokens": min(wanted, engine.context), "plain": True}
-    logprobs = False if request.logprobs is None else request.logprobs
-    both = zip(prompts, sent, strict=True)
-    echo = [await _echo(model, ids, logprobs, own != ids) for ids, own in both] if request.echo else None
+    prompts, options = await asyncio.to_thread(read_texts, model.engine, request)
+    samples, logprobs, echo = options["samples"], options["logprobs"], None
+    if request.echo:
+        both = zip(prompts, request.prompts(), strict=True)
+        echo = [await _echo(model, ids, logprobs, own != ids) for ids, own in both]
 
     def begin() -> Generation:
-        if wanted:
-            return engine.submit(prompts, logprobs=logprobs, **options)
+        if options["max_tokens"]:
+            return model.engine.submit(prompts, **options)
         done = Generation(0)
         for number, prompt in enumerate(prompts):
             for sample in range(samples):
@@ -200,7 +162,7 @@ async def completions(http: Request, request: CompletionRequest, model: Worker) 
         return done
 
     job = model.submit(begin, len(prompts) * samples)
-    answer = Text(job, tokenizer, model.name, prompts, samples, logprobs is not False, echo=echo)
+    answer = Text(job, model.tokenizer, model.name, prompts, samples, logprobs is not False, echo=echo)
     return await respond(http, answer, request)
 
 
@@ -239,84 +201,14 @@ async def tokenize(_: Request, request: TokenizeRequest, model: Worker) -> Respo
     return await model.call(lambda: JSON({**counted, "tokens": tokens}))
 
 
-def tokens_of(tokenizer: Tokenizer, request: TokenizeRequest) -> list[int]:
-    """The tokens of a text or of a chat. Raises ApiError unless exactly one of them is given."""
-    if (request.prompt is None) == (request.messages is None):
-        raise ApiError("Send either 'prompt' or 'messages'.", param="prompt", code="invalid_value")
-    if request.messages is not None:
-        return _chat_tokens(tokenizer, request.messages, request.tools or [])
-    text = request.prompt or ""
-    return tokenizer.encode(text) if request.add_special_tokens is False else render_text(tokenizer, text)
-
-
 async def detokenize(_: Request, request: DetokenizeRequest, model: Worker) -> Response:
     """Returns the text of token ids."""
 
     def read() -> Response:
-        _require_tokens(model.tokenizer, request.tokens, "tokens")
+        require_tokens(model.tokenizer, request.tokens, "tokens")
         return JSON({"prompt": model.tokenizer.decode(request.tokens)})
 
     return await model.call(read)
-
-
-def _require_tokens(tokenizer: Tokenizer, ids: Sequence[int], param: str) -> None:
-    wrong = [token for token in ids if not 0 <= token < tokenizer.vocab_size]
-    if wrong:
-        raise invalid(param, f"{wrong[0]} is no token; ids are 0 to {tokenizer.vocab_size - 1}")
-
-
-def _options(
-    engine: Engine, request: ChatRequest | CompletionRequest, longest: Sequence[int], wanted: int
-) -> dict[str, Any]:
-    """The arguments of `Engine.submit` for the longest prompt and replies of at most `wanted` tokens."""
-    tokenizer = engine.tokenizer
-    form = None
-    if request.bound and wanted:
-        form, param = form_of(engine.grammars, request.response_format, request.structured_outputs)
-        _require_ending(form, min(wanted, engine.context - len(longest)), param)
-    bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
-    _require_tokens(tokenizer, list(bias), "logit_bias")
-    _require_tokens(tokenizer, request.stop_token_ids or [], "stop_token_ids")
-    return {
-        "samples": request.n or 1,
-        "sampling": request.sampling,
-        "seed": secrets.randbits(63) if request.seed is None else request.seed,
-        "stop": [request.stop] if isinstance(request.stop, str) else request.stop or [],
-        "stop_ids": request.stop_token_ids or [],
-        "bias": bias,
-        "form": form,
-    }
-
-
-def _require_ending(form: Grammar, room: int, param: str) -> None:
-    if form.shortest(room) is None:
-        raise invalid(param, f"no such text that ends within {room} tokens was found: allow more, or demand less")
-
-
-def _chat_tokens(tokenizer: Tokenizer, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[int]:
-    try:
-        return render_prompt(tokenizer, turns(messages, tools))
-    except (ValueError, RecursionError) as error:
-        raise invalid("messages", error) from None
-
-
-def _text_tokens(tokenizer: Tokenizer, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-    """Token ids of each prompt. Ids are taken as they are; a text is the beginning of a document."""
-    for prompt in prompts:
-        if not isinstance(prompt, str):
-            _require_tokens(tokenizer, prompt, "prompt")
-    return [render_text(tokenizer, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-
-
-def _require_room(prompt: Sequence[int], context: int, param: str) -> None:
-    if len(prompt) >= context:
-        raise ApiError(
-            f"This model's context holds {context} tokens; '{param}' already takes {len(prompt)}: shorten it.",
-            param=param,
-            code="context_length_exceeded",
-            n_prompt_tokens=len(prompt),
-            n_ctx=context,
-        )
 
 
 async def respond(http: Request, answer: Answer, request: ChatRequest | CompletionRequest) -> Response:

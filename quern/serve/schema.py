@@ -1,32 +1,28 @@
-"""The requests of the API: `/v1/chat/completions`, `/v1/completions`, `/tokenize`, `/detokenize`.
+"""The requests of the API: fields, ranges, and the error for a wrong one. responses.py has those of `/v1/responses`.
 
 Field names and error shapes are those of OpenAI's API, so its clients work unchanged. A parameter that the API does not
 define, or that this server does not support, is refused by name. Additions are the fields of `Sampling` that the API
-lacks (top_k, min_p, repetition_penalty), `stop_token_ids`, `structured_outputs`, and `parts`, which holds the
-calculator's calls and their outputs in an assistant message and in a stream's delta. The responses are in answers.py.
+lacks (top_k, min_p, repetition_penalty), `stop_token_ids`, `structured_outputs` (json, regex or choice), and `parts`,
+which holds the calculator's calls and their outputs in an assistant message and in a stream's delta.
 
 Sources: https://platform.openai.com/docs/api-reference/chat, https://platform.openai.com/docs/api-reference/completions;
 https://docs.vllm.ai/en/stable/serving/openai_compatible_server/ for the additions and for tokenizing.
 """
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
-from pydantic import Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from quern.field_types import annotations_of
 from quern.generate.sampling import Sampling
-from quern.serve.errors import ApiError, Items, Strict, invalid
-from quern.serve.forms import MAX_TOOLS, ResponseFormat, StructuredOutputs, Tool, ToolChoice
-from quern.text.chat import Message
-from quern.text.conversations import to_messages
 
 MAX_CHOICES = 128
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 200
+MAX_TOOLS = 64
 MAX_TOP_LOGPROBS = 20
 MAX_PROMPTS = 32
 MAX_TOKENS = 1 << 16
@@ -45,6 +41,62 @@ INSTEAD = {
     '{"type": "json_schema", "json_schema": {"name": "…", "schema": {…}}}',
     "structured_outputs": 'give one of {"json": schema}, {"regex": "…"} and {"choice": ["…", …]}',
 }
+
+
+class ApiError(Exception):
+    """An error for the client, in OpenAI's shape: {"error": {message, type, param, code}}.
+
+    Args:
+        message: A sentence.
+        status: The HTTP status.
+        kind: OpenAI's type of the error.
+        param: The wrong field.
+        code: OpenAI's code.
+        retry_after: Seconds after which a request with status 429 or 503 may be repeated.
+        extra: Further fields.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int = 1,
+        **extra: Any,
+    ):
+        super().__init__(message)
+        self.status, self.retry_after = status, retry_after
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code, **extra}}
+
+    def renamed(self, rename: Callable[[str], str]) -> "ApiError":
+        """The error with another name for its parameter."""
+        told, param = self.body["error"], self.body["error"]["param"]
+        if param is not None:
+            told["param"] = rename(param)
+            told["message"] = told["message"].replace(f"'{param}'", f"'{told['param']}'")
+        return self
+
+
+def invalid(param: str, why: object) -> ApiError:
+    """The error for a parameter with a wrong value."""
+    return ApiError(f"Invalid value for '{param}': {why}.", param=param, code="invalid_value")
+
+
+class Strict(BaseModel):
+    """A part of a request: unknown fields are refused, and no value is converted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    instead: ClassVar[Mapping[str, str]] = {}
+    """The correct usage of a parameter, where pydantic's message does not name it."""
+
+
+Item = TypeVar("Item")
+Items = Annotated[list[Item], Field(fail_fast=True)]
+"""A list whose validation ends with the first wrong item: an error for each of 100,000 takes seconds to build."""
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class TextPart(Strict):
@@ -83,6 +135,50 @@ class ChatMessage(Strict):
     function_call: None = None
 
 
+class JsonSchema(Strict):
+    name: Name
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Strict):
+    """Exactly one of these."""
+
+    json_: Annotated[dict[str, Any] | None, Field(alias="json")] = None
+    regex: Annotated[str | None, Field(min_length=1, max_length=4096)] = None
+    choice: Annotated[Items[Annotated[str, Field(min_length=1)]] | None, Field(min_length=1, max_length=1024)] = None
+
+
+class Function(Strict):
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
 class StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -91,6 +187,7 @@ class StreamOptions(Strict):
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _Id = Annotated[str, Field(pattern=r"^\d{1,9}$")]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
+_Ids = Annotated[Items[int], Field(min_length=1)]
 _OWN = {"temperature": Annotated[float, Field(ge=0, le=2)]}
 """Fields whose range is narrower in OpenAI's API than in `Sampling`."""
 _SAMPLING_FIELDS: dict[str, Any] = {
@@ -123,12 +220,6 @@ class Generating(_SamplingRequest):
         return Sampling(**{name: value for name, value in given.items() if value is not None})
 
     @property
-    def bound(self) -> bool:
-        """Whether the text of the reply must have a certain form."""
-        form = self.response_format
-        return self.structured_outputs is not None or (form is not None and form.type != "text")
-
-    @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
@@ -149,9 +240,6 @@ class ChatRequest(Generating):
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-
-
-_Ids = Annotated[Items[int], Field(min_length=1)]
 
 
 class CompletionRequest(Generating):
@@ -219,6 +307,10 @@ def parse_request(kind: type[Request], body: Any, ignored: list[str] | None = No
     return request
 
 
+def _only(param: str, why: str) -> ApiError:
+    return ApiError(f"'{param}' {why}.", param=param, code="invalid_value")
+
+
 def _without_unknown(kind: type[Strict], value: Any, where: str, ignored: list[str]) -> Any:
     """The object without the fields that `kind` lacks, whose names are added to `ignored`; other values unchanged."""
     if not isinstance(value, dict):
@@ -226,14 +318,6 @@ def _without_unknown(kind: type[Strict], value: Any, where: str, ignored: list[s
     known = {field.alias or name for name, field in kind.model_fields.items()}
     ignored += [f"{where}{name}" for name in value if name not in known]
     return {name: one for name, one in value.items() if name in known}
-
-
-def _only(param: str, why: str) -> ApiError:
-    return ApiError(f"'{param}' {why}.", param=param, code="invalid_value")
-
-
-def _unknown(param: str) -> ApiError:
-    return ApiError(f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
 
 
 def _refusal(error: ValidationError, kind: type[Strict], body: Any) -> ApiError:
@@ -246,7 +330,7 @@ def _refusal(error: ValidationError, kind: type[Strict], body: Any) -> ApiError:
     first = errors[at]
     param = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in paths[at]).removeprefix(".")
     if first["type"] == "extra_forbidden":
-        return _unknown(param)
+        return ApiError(f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
     if first["type"] == "missing":
         return ApiError(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
     where = f"for '{param}'" if param else "in the body"
@@ -266,79 +350,3 @@ def _path(body: Any, loc: tuple[int | str, ...]) -> list[int | str]:
             body = cast(Any, body)[place]
             path.append(place)
     return path
-
-
-def turns(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[Message]:
-    """The conversation in the chat format, by the conversion of fine-tuning: a model reads what it was trained on.
-
-    Any order of roles becomes one that is trained. A chat that ends with the assistant's text or a tool's output is
-    continued in the same turn. Raises ApiError for a message that lacks what its role needs, ValueError for others.
-    """
-    open_calls: set[str] = set()  # calls without an output, by id
-    for number, message in enumerate(messages):
-        where = f"messages[{number}]"
-        if message.role == "tool":
-            if message.tool_call_id not in open_calls:
-                raise invalid(f"{where}.tool_call_id", "it must be the id of a call before it, without an output yet")
-            open_calls.remove(message.tool_call_id)
-            continue
-        if open_calls:
-            raise invalid(where, f"the call '{min(open_calls)}' has no output yet")
-        if message.tool_call_id is not None:
-            raise invalid(f"{where}.tool_call_id", "only a tool message has one")
-        if message.role == "assistant":
-            open_calls = _calls(message, where)
-            if message.content is None and not message.parts and not open_calls:
-                raise invalid(f"{where}.content", "send a text, or tool_calls")
-        elif message.content is None or message.tool_calls is not None:
-            raise invalid(where, f"a {message.role} message has 'content' and no 'tool_calls'")
-    if open_calls:
-        raise invalid("messages", f"the call '{min(open_calls)}' has no output yet")
-    record = _in_turns([message.model_dump() for message in messages])
-    return to_messages({"messages": record, "tools": [tool.model_dump() for tool in tools]})
-
-
-def _in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A system message, then the user and the assistant in turn, as models are trained.
-
-    Every system message joins the first one, and a message joins the one before it of the same role, each as a
-    paragraph. An empty message of the user begins a chat in which the user says nothing first.
-    """
-    system: list[dict[str, Any]] = []
-    turns: list[dict[str, Any]] = []
-    for message in messages:
-        message["content"] = message["parts"] or message["content"] or ""
-        if isinstance(message["content"], list) and not message["parts"]:
-            message["content"] = "".join(part["text"] for part in message["content"])
-        into = system if message["role"] in ("system", "developer") else turns
-        before = into[-1] if into else None
-        if before is None or (into is turns and (before["role"] != message["role"] or message["role"] == "tool")):
-            into.append(message)
-        else:
-            before["content"] = _joined(before["content"], message["content"])
-            before["tool_calls"] = message["tool_calls"]  # the one before has none: they would lack their outputs
-    silent = [] if turns and turns[0]["role"] == "user" else [{"role": "user", "content": ""}]
-    return [*system, *silent, *turns]
-
-
-def _joined(one: Any, other: Any) -> Any:
-    """Two contents as paragraphs of one, each a text or a list of parts."""
-    if isinstance(one, str) and isinstance(other, str):
-        return "\n\n".join(filter(None, (one, other)))
-    both = [[{"type": "text", "text": own}] if isinstance(own, str) else own for own in (one, other)]
-    return [*both[0], {"type": "text", "text": "\n\n"}, *both[1]]
-
-
-def _calls(message: ChatMessage, where: str) -> set[str]:
-    """The ids of a message's calls."""
-    ids: set[str] = set()
-    for number, call in enumerate(message.tool_calls or []):
-        param = f"{where}.tool_calls[{number}]"
-        if call.id in ids:
-            raise invalid(f"{param}.id", "another call has it too")
-        try:
-            json.loads(call.function.arguments or "{}")
-        except (ValueError, RecursionError):
-            raise invalid(f"{param}.function.arguments", "it is not JSON") from None
-        ids.add(call.id)
-    return ids

@@ -1,9 +1,12 @@
-"""The HTTP server: an OpenAI-compatible API over one or more engines, and the page to chat on.
+"""`quern serve`: opens the runs' models, compiles them, serves an OpenAI-compatible API and the page to chat on.
 
-`create_app` builds the application, `serve` runs it, by default on loopback. Cross-origin requests fail, unless an
+`create_app` builds the application, `serve` runs it, by default on loopback; `run` does both for runs, and looks for
+newer checkpoints. With several replicas, each of them does so (replicas.py). Cross-origin requests fail, unless an
 origin is named: a body must be declared as JSON, which browsers send across origins only with a permission, and a
 request for another host name is refused.
 """
+
+from __future__ import annotations
 
 import asyncio
 import contextlib
@@ -15,6 +18,8 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -25,13 +30,15 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from quern.generate.engine import Engine
-from quern.serve.gate.connections import HEADER_BYTES, Connections
-from quern.serve.gate.frontier import Frontier, Gate
-from quern.serve.gate.hosts import Hosts
-from quern.serve.models import IDLE_SECONDS, Models
-from quern.serve.page import Welcome, page_routes
+from quern.machine import Machine
+from quern.runs.load import load
+from quern.runs.run_dir import STAGES, RunDir
+from quern.serve.access import Hosts
+from quern.serve.gate import HEADER_BYTES, Connections, Frontier, Gate
+from quern.serve.page import Welcome, page_routes, read_welcome
 from quern.serve.routes import ON_ERROR, routes
-from quern.serve.worker import Limits
+from quern.serve.worker import IDLE_SECONDS, Limits, Models
+from quern.train import manifest
 
 TRIM_SECONDS = 5.0
 TOKENIZING_THREADS = 1  # each keeps memory of its longest text
@@ -39,7 +46,121 @@ DRAIN_SECONDS = 30
 """Replies that are being written when the server is asked to stop have so long to end."""
 WARM_ROWS = (1, 8, 32)
 """The sizes of the running batch for which `quern serve` compiles; the last one is the most rows that run together."""
+WAITING_CONNECTIONS = 2048
 LOOPBACK = Hosts("127.0.0.1")
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of this process among the replicas. own_port: of this one alone, 0 for any; link: to the parent."""
+
+    number: int
+    port: int
+    own_port: int
+    threads: int
+    link: socket.socket
+
+    def report_ready(self) -> None:
+        self.link.send(b".")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from. stage: None for the run's last one."""
+
+    run_dir: RunDir
+    stage: str | None
+    machine: Machine
+    prefix_megabytes: float
+
+    def newest(self) -> tuple[str, int] | None:
+        """The stage and step of the newest checkpoint, good or damaged."""
+        for stage in [self.stage] if self.stage else reversed(STAGES):
+            if steps := manifest.steps(self.run_dir.checkpoints(stage)):
+                return stage, max(steps)
+        return None
+
+    def open(self, log: Callable[[str], None]) -> tuple[Engine, str]:
+        """An engine that is ready to serve, and what it holds. Errors are those of `runs.load.load`."""
+        loaded = load(self.run_dir, self.machine, log, self.stage)
+        engine = Engine(loaded.model, loaded.tokenizer, self.machine, WARM_ROWS[-1], self.prefix_megabytes)
+        engine.warm_up(WARM_ROWS)
+        return engine, f"step {loaded.step:,} of {loaded.stage}"
+
+
+def run(
+    sources: Mapping[str, Source],
+    host: str,
+    port: int,
+    gate: Gate,
+    limits: Limits,
+    log: Callable[[str], None],
+    *,
+    watch_seconds: float,
+    tls: tuple[Path, Path] | None,
+    replica: Place | None,
+    invite: Callable[[str, int], str] | None = None,
+) -> None:
+    """Serves until interrupted. Raises OSError for a taken port or an unreadable file, and the errors of `runs.load`.
+
+    port: 0 picks a free one; watch_seconds: between two looks for newer checkpoints, 0 for never; tls: the files of the
+    certificate and of its key; replica: the place of this process, whose port it shares; invite: makes what is printed
+    at last from the scheme and the port.
+    """
+    prefix = f"replica {replica.number}: " if replica else ""
+    files = {} if tls is None else {"ssl_certfile": str(tls[0]), "ssl_keyfile": str(tls[1])}
+    with listen(host, replica.own_port if replica else port) as own:  # clients that come now wait for the model
+        scheme, bound = f"http{'s' if tls else ''}", own.getsockname()[1]
+        where = f" at {scheme}://{host}:{bound}"
+        app = open_app(sources, gate, limits, lambda line: log(prefix + line), where, watch_seconds)
+        listeners = [own]
+        if replica:
+            listeners.append(listen(host, replica.port, shared=True))
+            listeners[1].listen(WAITING_CONNECTIONS)
+            replica.report_ready()
+        if invite:
+            log(invite(scheme, bound))
+        serve(app, listeners, gate.trusted, **files)
+
+
+def open_app(
+    sources: Mapping[str, Source],
+    gate: Gate,
+    limits: Limits,
+    log: Callable[[str], None],
+    where: str,
+    watch_seconds: float,
+) -> Starlette:
+    """The application, its models loaded and compiled. where: the end of the line that tells so; others as in `run`."""
+    engines = {}
+    shown = {name: source.newest() for name, source in sources.items()}
+    for name, source in sources.items():
+        if source.machine.compile:
+            sizes = ", ".join(map(str, WARM_ROWS))
+            log(f"compiling for {sizes} replies at a time: a minute or two the first time, seconds later on")
+        engines[name], what = source.open(log)
+        log(f"serving {name} ({what}){where}")
+
+    async def watch(models: Models) -> None:
+        while True:
+            await asyncio.sleep(watch_seconds)
+            for name, source in sources.items():
+                if (newest := source.newest()) == shown[name]:
+                    continue
+                shown[name] = newest
+                try:
+                    with ThreadPoolExecutor(1) as threads:  # OpenMP's threads for it end with it
+                        opened = asyncio.get_running_loop().run_in_executor(threads, source.open, log)
+                        engine, what = await opened
+                except Exception as error:  # the server goes on with the model that it has
+                    log(f"{name}: the newest checkpoint cannot be served ({error}); going on with the one before")
+                    continue
+                log(f"{name}: new requests go to {what}")
+                await models.replace(name, engine)
+
+    first = next(iter(sources.values()))
+    welcome = read_welcome(first.run_dir.folder, (first.newest() or ("",))[0])
+    return create_app(engines, gate, limits, watch if watch_seconds else None, welcome)
 
 
 def create_app(
@@ -50,8 +171,7 @@ def create_app(
     welcome: Welcome | None = None,
 ) -> Starlette:
     """Builds the application. watch: runs beside the server, to replace models. gate: by default a loopback host's."""
-    models = Models(engines, limits or Limits())
-    gate = gate or Gate(hosts=LOOPBACK)
+    models, gate = Models(engines, limits or Limits()), gate or Gate(hosts=LOOPBACK)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -78,39 +198,12 @@ def create_app(
     return app
 
 
-def prepare_process() -> None:
-    """Lets the event loop interrupt the engine's thread sooner than Python's 5 ms: a step takes less.
-
-    What is loaded stays out of garbage collection: to look through it takes 0.2 s, in which nobody gets a token.
-    """
-    sys.setswitchinterval(0.0005)
-    gc.collect()
-    gc.freeze()
-
-
 async def give_memory_back() -> None:
     """Returns what large requests have freed to the system, every few seconds: the C library (glibc) keeps it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     while trim is not None:
         await asyncio.sleep(TRIM_SECONDS)
         await asyncio.to_thread(trim, 0)
-
-
-def configure(app: ASGIApp, trusted: Sequence[str] = (), connections: Connections | None = None, **more: Any) -> Any:
-    """uvicorn's configuration with bounds on connections. trusted: proxies whose X-Forwarded-… are
-    believed."""
-    connections = connections or Connections(trusted)
-    http: Any = connections.make
-    return uvicorn.Config(
-        connections.follow(app),
-        http=http,
-        ws="none",
-        h11_max_incomplete_event_size=2 * HEADER_BYTES,
-        proxy_headers=bool(trusted),
-        forwarded_allow_ips=list(trusted),
-        access_log=False,
-        **more,
-    )
 
 
 def serve(app: Starlette, listeners: Sequence[socket.socket], trusted: Sequence[str] = (), **tls: Any) -> None:
@@ -138,6 +231,32 @@ def serve(app: Starlette, listeners: Sequence[socket.socket], trusted: Sequence[
             thread.join(IDLE_SECONDS)
 
 
+def prepare_process() -> None:
+    """Lets the event loop interrupt the engine's thread sooner than Python's 5 ms: a step takes less.
+
+    What is loaded stays out of garbage collection: to look through it takes 0.2 s, in which nobody gets a token.
+    """
+    sys.setswitchinterval(0.0005)
+    gc.collect()
+    gc.freeze()
+
+
+def configure(app: ASGIApp, trusted: Sequence[str] = (), connections: Connections | None = None, **more: Any) -> Any:
+    """uvicorn's configuration with bounds on connections. trusted: proxies whose X-Forwarded-… are believed."""
+    connections = connections or Connections(trusted)
+    http: Any = connections.make
+    return uvicorn.Config(
+        connections.follow(app),
+        http=http,
+        ws="none",
+        h11_max_incomplete_event_size=2 * HEADER_BYTES,
+        proxy_headers=bool(trusted),
+        forwarded_allow_ips=list(trusted),
+        access_log=False,
+        **more,
+    )
+
+
 @contextlib.contextmanager
 def ended_by_signals(stop: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """SIGTERM and SIGINT call `stop`, which asks the body to end; SIGINT then raises KeyboardInterrupt."""
@@ -159,14 +278,11 @@ def ended_by_signals(stop: Callable[[int, FrameType | None], None]) -> Iterator[
 
 
 def listen(host: str, port: int, shared: bool = False) -> socket.socket:
-    """Opens a socket on which `serve` answers; port 0 picks a free one. Raises ValueError or OSError, which name the
-    flag.
+    """Opens a socket on which `serve` answers; port 0 picks a free one. Raises OSError, which names the flag.
 
     shared: Other processes of this user may open the same port so. The socket then only reserves the port, and gets
     connections once its method `listen` is called.
     """
-    if not 0 <= port <= 65535:
-        raise ValueError(f"--port must be 0 (any that is free) to 65535, not {port}")
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         if not shared:

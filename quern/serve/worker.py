@@ -1,4 +1,4 @@
-"""An engine, the requests it works on, and their counts.
+"""The models of a server, the requests they work on, the one thread that runs them, and their counts.
 
 All open requests share the engine's running batch: a request joins it at any token and leaves it at its last one. The
 event loop never waits for the engine: after a step, what the requests produced is sent to the coroutines that read
@@ -11,9 +11,11 @@ https://docs.vllm.ai/en/stable/design/metrics/.
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -21,12 +23,14 @@ from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from quern.generate.engine import Engine
+from quern.generate.engine import INTERLEAVED_TOKENS, Engine
 from quern.generate.reply import Completion, Event, Generation
-from quern.generate.scheduler import INTERLEAVED_TOKENS
-from quern.serve.errors import ApiError
+from quern.serve.schema import ApiError
 
 Kind = TypeVar("Kind", Counter, Gauge, Histogram)
+STOP_SECONDS = 10.0
+IDLE_SECONDS = 0.5
+"""Python runs the handler of a signal that came just before a wait only after that wait."""
 LATENCIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 
 
@@ -54,10 +58,10 @@ class Metrics:
 
     def watch(self, name: str, engine: Engine, waiting: Callable[[], int]) -> None:
         """Shows the load of a model's engine and worker from now on."""
-        scheduler, prefixes = engine.scheduler, engine.prefixes
-        self.running.labels(name).set_function(lambda: scheduler.running)
+        prefixes = engine.prefixes
+        self.running.labels(name).set_function(lambda: engine.running)
         self.waiting.labels(name).set_function(waiting)
-        self.usage.labels(name).set_function(lambda: scheduler.running / scheduler.max_rows)
+        self.usage.labels(name).set_function(lambda: engine.running / engine.max_rows)
         self.queries.labels(name).set_function(lambda: prefixes.queried_tokens if prefixes else 0)
         self.hits.labels(name).set_function(lambda: prefixes.hit_tokens if prefixes else 0)
 
@@ -156,9 +160,7 @@ class Worker:
     A request holds the model (`with worker:`) until its jobs are submitted.
     """
 
-    def __init__(
-        self, name: str, engine: Engine, metrics: Metrics, limits: Limits, wake: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, name: str, engine: Engine, metrics: Metrics, limits: Limits, wake: Callable[[], None]) -> None:
         self.name, self.engine, self.tokenizer = name, engine, engine.tokenizer
         self._metrics, self._limits, self._wake = metrics, limits, wake
         metrics.watch(name, engine, lambda: self.waiting)
@@ -188,7 +190,7 @@ class Worker:
     @property
     def waiting(self) -> int:
         """Rows that have no seat yet."""
-        return sum(job.rows for job in tuple(self._arrived)) + len(self.engine.scheduler.waiting)
+        return sum(job.rows for job in tuple(self._arrived)) + len(self.engine.waiting)
 
     def _require_life(self) -> None:
         if not self.alive:
@@ -200,7 +202,7 @@ class Worker:
         Raises ApiError: too many rows are waiting (429) or more than can wait (400), or the worker has stopped (503).
         """
         self._require_life()
-        most = self.engine.scheduler.max_rows + self._limits.waiting
+        most = self.engine.max_rows + self._limits.waiting
         if rows > most:
             message = f"The request asks for {rows} replies, prompts times 'n'; this server takes up to {most} at once."
             raise ApiError(message, param="n", code="invalid_value")
@@ -234,7 +236,13 @@ class Worker:
             return False
         self._take_arrived()
         if self._calls:
-            _run(*self._calls.popleft())
+            function, future = self._calls.popleft()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except Exception as error:
+                    future.set_exception(error)
+            del function, future  # as in `call`
         if self._jobs:
             try:
                 self.engine.step(INTERLEAVED_TOKENS)
@@ -244,7 +252,7 @@ class Worker:
             else:
                 self._deliver()
         if not self._jobs:  # the rows of clients that have left would keep their seats until the next request
-            self.engine.scheduler.reset()
+            self.engine.reset()
         return bool(self._jobs or self._calls)
 
     def stop(self) -> None:
@@ -299,16 +307,6 @@ def _stopped(why: str) -> ApiError:
     return ApiError(f"The server is unavailable: {why}.", status=503, kind="server_error")
 
 
-def _run(function: Callable[[], Any], future: Future[Any]) -> None:
-    if future.set_running_or_notify_cancel():
-        try:
-            future.set_result(function())
-        except Exception as error:
-            future.set_exception(error)
-        finally:
-            del future  # as in `Worker.call`
-
-
 def _send(items: list[tuple[Job, Any]]) -> None:
     """Hands items to their readers, with one call of their event loop, which is the same for all."""
     if not items:
@@ -323,3 +321,78 @@ def _send(items: list[tuple[Job, Any]]) -> None:
     except RuntimeError:  # the loop is closed: there is no reader
         for job, _ in items:
             job.cancel()
+
+
+class Models:
+    """Every model of a server, by the names that requests use; each is the worker of an engine.
+
+    Their workers run in turn, from `start`, or in the thread that calls `run`, until `stop`. There is one thread, and
+    in `quern serve` it is the program's first, in which the models were loaded: OpenMP keeps threads for every thread
+    that has computed. Once all of them are more than there are cores, they wait for each other by system calls, and a
+    step takes two to three times as long.
+    """
+
+    def __init__(self, engines: Mapping[str, Engine], limits: Limits) -> None:
+        self.metrics, self._limits = Metrics(), limits
+        self._wake, self._stopping, self._ended = threading.Event(), threading.Event(), threading.Event()
+        self.elsewhere = False
+        """A caller will use `run`: then `start` does nothing."""
+        self._running: list[Worker] = []
+        self._models = {name: self._add(name, engine) for name, engine in engines.items()}
+
+    def _add(self, name: str, engine: Engine) -> Worker:
+        self._running.append(Worker(name, engine, self.metrics, self._limits, self._wake.set))
+        return self._running[-1]
+
+    def all(self) -> list[Worker]:
+        return list(self._models.values())
+
+    def find(self, name: str | None) -> Worker:
+        """The model with a name; with None, the first one. Raises ApiError for an unknown name."""
+        model = self._models.get(next(iter(self._models)) if name is None else name)
+        if model is None:
+            known = "', '".join(self._models)
+            message = f"The model '{name}' does not exist; this server has '{known}'."
+            raise ApiError(message, status=404, param="model", code="model_not_found")
+        return model
+
+    async def replace(self, name: str, engine: Engine) -> None:
+        """Sends new requests to another engine; returns when the old one has answered those that had found it."""
+        old, new = self._models[name], self._add(name, engine)
+        self._models[name] = new
+        while old.held or old.open:
+            await asyncio.sleep(0.05)
+        await new.call(partial(self._running.remove, old))
+        old.stop()
+        del old
+        if gc.get_freeze_count():
+            gc.unfreeze()
+            gc.collect()
+            gc.freeze()
+
+    def start(self) -> None:
+        """Runs the workers in a new thread."""
+        if not self.elsewhere:
+            threading.Thread(target=self.run, name="quern-engines", daemon=True).start()
+
+    def run(self) -> None:
+        """Runs the workers until the end of `stop`."""
+        try:
+            while not self._stopping.is_set():
+                self._wake.clear()  # before looking: what comes later sets it again
+                if not any([worker.turn() for worker in tuple(self._running)]):
+                    self._wake.wait(IDLE_SECONDS)
+        finally:
+            for worker in self._running:
+                worker.stop()
+            self._ended.set()
+
+    def end(self) -> None:
+        """Ends all requests at their next token."""
+        self._stopping.set()
+        self._wake.set()
+
+    def stop(self) -> None:
+        """`end`, and waits for it."""
+        self.end()
+        self._ended.wait(STOP_SECONDS)

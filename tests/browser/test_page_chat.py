@@ -9,8 +9,8 @@ import pytest
 
 from quern.generate.reply import Delta
 from quern.generate.sampling import GREEDY
-from quern.serve.gate.frontier import Gate
-from quern.serve.gate.keys import Keys
+from quern.serve.access import Keys
+from quern.serve.gate import Gate
 from quern.serve.server import LOOPBACK, create_app
 from quern.text.chat import render_prompt
 from tests.browser.chrome import Chrome, find_chrome

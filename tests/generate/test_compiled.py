@@ -91,7 +91,7 @@ def test_a_model_that_has_learnt_is_followed(engine: Engine) -> None:
 
 def test_each_engine_has_its_own_version(engine: Engine) -> None:
     """The compiler keeps all versions of one function together and is asked to check arguments only."""
-    model = toy_model("LL", depth=2, context=CONTEXT - 30, vocab_size=toy_tokenizer().vocab_size)
+    model = toy_model("L", depth=1, context=CONTEXT - 30, vocab_size=toy_tokenizer().vocab_size)
     other = Engine(model, toy_tokenizer(), replace(CPU, compile=True))
     other.warm_up((1,))
     with torch.compiler.set_stance("fail_on_recompile"):

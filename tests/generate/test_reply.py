@@ -133,8 +133,3 @@ def test_an_answer_may_be_cut_by_the_limit() -> None:
     call = [TOKENIZER.special("<|tool_start|>"), *b"2**60", TOKENIZER.special("<|tool_end|>")]
     _, completion = feed(call, max_tokens=len(call) + 2)
     assert completion.finish_reason == "length" and len(completion.ids) == len(call) + 2
-
-
-def test_an_empty_stop_string_is_refused() -> None:
-    with pytest.raises(ValueError, match="stop string is empty"):
-        Reply(TOKENIZER, 1, 10, stop=("",))

@@ -5,14 +5,13 @@ That the numbers agree with another implementation is a law of its own (tests/la
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from quern.cli import main
 from quern.interop import export_hf, import_hf
@@ -24,8 +23,8 @@ from quern.runs.run_dir import RunDir
 from quern.terminal import silent
 from quern.text.hugging_face import read_tokenizer, tokenizer_json
 from quern.text.tokenizer import Tokenizer
-from quern.train import checkpoint, manifest
-from tests.support.llama_run import FP32, llama_recipe, model_of, write_run
+from quern.train import manifest
+from tests.support.llama_run import FP32, llama_recipe, write_run
 from tests.support.toy_engine import toy_tokenizer
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -179,113 +178,6 @@ def test_a_tokenizer_of_unknown_meaning_stays_behind(tmp_path: Path) -> None:
     kept = run_dir.folder / "tokenizer.json"
     import_hf.run(tmp_path / "hf", copy, RECIPE, stage="pretrain", tokenizer=kept, log=silent)
     assert load(copy, FP32, silent).tokenizer.fingerprint == own.fingerprint
-
-
-# Import -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    export_hf.run(write_run(tmp_path, llama_recipe()), tmp_path / "hf", stage=None, dtype=torch.float32, log=silent)
-    return tmp_path / "hf"
-
-
-def reconfigure(**changes: Any) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        path = folder / "config.json"
-        config = json.loads(path.read_text(encoding="utf-8")) | changes
-        path.write_text(json.dumps({k: v for k, v in config.items() if v != "gone"}), encoding="utf-8")
-
-    return change
-
-
-def reweigh(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
-    def apply(folder: Path) -> None:
-        weights = load_file(folder / "model.safetensors")
-        change(weights)
-        save_file(weights, folder / "model.safetensors")
-
-    return apply
-
-
-def pickled(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
-def torn(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def other_words(folder: Path) -> None:
-    """Longer tokens among the single bytes: an order of ids that quern does not have."""
-    path = folder / "tokenizer.json"
-    body = json.loads(path.read_text(encoding="utf-8"))
-    vocabulary = body["model"]["vocab"]
-    longer = next(token for token, id_ in vocabulary.items() if id_ == 300)
-    vocabulary["a"], vocabulary[longer] = vocabulary[longer], vocabulary["a"]
-    path.write_text(json.dumps(body), encoding="utf-8")
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda f: (f / "config.json").unlink(), "config.json: give a folder that holds a Llama in Hugging Face's"),
-        (lambda f: (f / "config.json").write_text("{", encoding="utf-8"), "config.json is damaged"),
-        (reconfigure(model_type="gpt2"), "hf: it holds a model of type 'gpt2': only llama can be imported"),
-        (
-            reconfigure(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5}),
-            "this kind of Llama cannot be imported: it has rope_parameters.rope_type 'llama3' instead of 'default'",
-        ),
-        (reconfigure(rope_parameters="gone", rope_scaling={"type": "linear", "factor": 2.0}), "rope_type 'linear'"),
-        (reconfigure(mlp_bias=True, hidden_act="gelu"), "hidden_act 'gelu' instead of 'silu', mlp_bias True"),
-        (reconfigure(hidden_size="gone"), "hidden_size of its config.json must be a whole number"),
-        (reconfigure(intermediate_size=78), "the weights do not fit the model"),
-        (reconfigure(num_hidden_layers=1), "these weights are no Llama's: model.layers.1.input_layernorm.weight, .* 6"),
-        (reweigh(lambda w: w.pop("model.norm.weight")), "weights are missing: model.norm.weight"),
-        (reweigh(lambda w: w.update(surplus=torch.ones(2))), "these weights are no Llama's: surplus"),
-        (pickled, "weights are read from safetensors only, which transformers writes with save_pretrained"),
-        (torn, "model.safetensors is damaged"),
-        (other_words, "tokenizer.json is not a tokenizer that quern can import: its ids must be the single bytes"),
-        (
-            lambda f: (f / "tokenizer.json").write_text("{}", encoding="utf-8"),
-            "is not a tokenizer that quern can import",
-        ),
-    ],
-)
-def test_what_cannot_be_imported_leaves_no_run(spoil: Callable[[Path], Any], message: str, folder: Path) -> None:
-    spoil(folder)
-    copy = RunDir(folder.parent, "copy")
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        import_hf.run(folder, copy, RECIPE, stage="pretrain", tokenizer=None, log=silent)
-    assert not copy.folder.exists()
-
-
-def test_a_run_is_not_replaced(folder: Path) -> None:
-    with pytest.raises(ValueError, match="there is a run 'first' already: name another one with --run"):
-        import_hf.run(folder, RunDir(folder.parent, "first"), RECIPE, stage="pretrain", tokenizer=None, log=silent)
-
-
-def test_the_older_spelling_of_a_configuration_is_read(folder: Path) -> None:
-    reconfigure(rope_parameters="gone", rope_theta=777.0, head_dim="gone", num_key_value_heads=2)(folder)
-    copy = RunDir(folder.parent, "copy")
-    import_hf.run(folder, copy, RECIPE, stage="pretrain", tokenizer=None, log=silent)
-    shape = load(copy, FP32, silent).recipe.model
-    assert (shape.rope_base, shape.head_dim) == (777.0, 10)
-
-
-def test_an_imported_run_can_be_fine_tuned_from(folder: Path) -> None:
-    """Its checkpoint is a whole one: masters as imported, an optimizer that has not moved."""
-    copy = RunDir(folder.parent, "copy")
-    import_hf.run(folder, copy, RECIPE, stage="pretrain", tokenizer=None, log=silent)
-    found = manifest.latest(copy.checkpoints("pretrain"), silent)
-    assert found is not None
-    tensors, meta = checkpoint.load(found[0])
-    assert meta["state"]["step"] == 0
-    masters = {name.removeprefix("master."): t for name, t in tensors.items() if name.startswith("master.")}
-    expected = model_of(llama_recipe()).state_dict()
-    assert masters.keys() == expected.keys() and all(torch.equal(masters[n], expected[n]) for n in masters)
-    assert all((t == 0).all() for name, t in tensors.items() if not name.startswith("master."))
 
 
 def test_without_the_extra_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

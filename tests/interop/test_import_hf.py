@@ -1,10 +1,10 @@
-"""Import of folders that transformers writes: shared keys, a tied head, bf16, several files, scaled rotary positions.
+"""Import of folders in Hugging Face's format: what is refused leaves no run; older spellings; the run that is made.
 
-tests/interop/test_export_hf.py imports what quern exports. The oracle is transformers' own Llama, loaded from the same
-folder.
+That the logits are those of transformers is a law of its own (tests/laws/test_export_law.py).
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,139 +12,163 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from quern.interop import import_hf
-from quern.model.context import CausalContext
+from quern.interop import export_hf, import_hf
 from quern.recipes.llama import RECIPE
 from quern.runs.load import load
 from quern.runs.run_dir import RunDir
-from tests.support.llama_run import FP32
-from tests.support.toy_engine import toy_tokenizer
+from quern.terminal import silent
+from quern.train import checkpoint, manifest
+from tests.support.llama_run import FP32, llama_recipe, model_of, write_run
 
 pytestmark = pytest.mark.usefixtures("eager")
 
 INDEX = "model.safetensors.index.json"
-SIZES: dict[str, Any] = {
-    "vocab_size": 330,
-    "hidden_size": 48,
-    "intermediate_size": 76,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-}
-SCALED: dict[str, dict[str, Any]] = {
-    "linear": {"factor": 2.0},
-    "dynamic": {"factor": 2.0},
-    "yarn": {"factor": 2.0},
-    "llama3": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    },
-}
 
 
-def written(folder: Path, dtype: torch.dtype = torch.float32, shard: str = "20KB", **config: Any) -> Path:
-    """A folder as `save_pretrained` writes it."""
-    torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(LlamaConfig(**SIZES | config))
-    model.to(dtype).save_pretrained(folder, max_shard_size=shard)
-    toy_tokenizer().save(folder / "tokenizer.json")
-    return folder
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("exported")
+    export_hf.run(write_run(path, llama_recipe()), path / "hf", stage=None, dtype=torch.float32, log=silent)
+    return path
 
 
-def imported(folder: Path) -> RunDir:
-    run_dir = RunDir(folder.parent / "out", "copy")
-    import_hf.run(folder, run_dir, RECIPE, stage="pretrain", tokenizer=None, log=lambda line: None)
+@pytest.fixture
+def folder(exported: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(exported, tmp_path / "out") / "hf"
+
+
+def imported(folder: Path, run: str = "copy") -> RunDir:
+    run_dir = RunDir(folder.parent, run)
+    import_hf.run(folder, run_dir, RECIPE, stage="pretrain", tokenizer=None, log=silent)
     return run_dir
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kv_heads", "tied"),
-    [
-        (torch.float32, 4, False),
-        (torch.float32, 1, True),
-        (torch.bfloat16, 2, True),
-        (torch.bfloat16, 2, False),
-        (torch.float16, 1, False),
-    ],
-)
-def test_logits_are_those_of_transformers(dtype: torch.dtype, kv_heads: int, tied: bool, tmp_path: Path) -> None:
-    folder = written(tmp_path / "theirs", dtype, num_key_value_heads=kv_heads, tie_word_embeddings=tied)
-    assert (folder / INDEX).exists()
-    loaded = load(imported(folder), FP32, print)
-    theirs = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ids = torch.randint(0, 330, (2, 41), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        logits = loaded.model.logits(loaded.model(ids, CausalContext()))
-        assert logits.std() > 0.5
-        assert (logits - theirs(ids).logits).abs().max() <= 1e-4
-    assert loaded.recipe.model.kv_heads == kv_heads
-
-
-@pytest.mark.parametrize("kind", SCALED)
-def test_scaled_rotary_positions_are_refused(kind: str, tmp_path: Path) -> None:
-    """As transformers 5 writes them, and as earlier versions did."""
-    parameters = {"rope_type": kind, "rope_theta": 5e5, **SCALED[kind]}
-    folder = written(tmp_path / "theirs", rope_parameters=parameters)
-    with pytest.raises(ValueError, match=f"it has rope_parameters.rope_type '{kind}' instead of 'default'$"):
-        imported(folder)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config |= {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": {"type": kind, **SCALED[kind]}}
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(ValueError, match=f"it has rope_scaling.rope_type '{kind}' instead of 'default'$"):
-        imported(folder)
-    assert not (tmp_path / "out").exists()
-
-
-def rewrite(file: str, **changes: Any) -> Callable[[Path], None]:
+def reconfigure(**changes: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
-        body = json.loads((folder / file).read_text(encoding="utf-8")) | changes
-        (folder / file).write_text(json.dumps(body), encoding="utf-8")
+        path = folder / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8")) | changes
+        path.write_text(json.dumps({k: v for k, v in config.items() if v != "gone"}), encoding="utf-8")
 
     return change
 
 
-def put_twice(folder: Path) -> None:
+def reweigh(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors")
+
+    return apply
+
+
+def indexed(change: Callable[[Path, dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """The weights in two files with an index, which `change` spoils."""
+
+    def apply(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        parts = {f"model-{number}.safetensors": list(weights)[number::2] for number in range(2)}
+        for file, names in parts.items():
+            save_file({name: weights[name] for name in names}, folder / file)
+        index: dict[str, Any] = {"weight_map": {name: file for file, names in parts.items() for name in names}}
+        change(folder, index)
+        (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+
+    return apply
+
+
+def mapped(weight_map: Any) -> Callable[[Path], None]:
+    return indexed(lambda folder, index: index.update(weight_map=weight_map))
+
+
+def put_twice(folder: Path, index: dict[str, Any]) -> None:
     """The same weight in two files."""
-    one, other = sorted(folder.glob("model-*.safetensors"))[:2]
-    save_file(load_file(one) | load_file(other), other)
+    both = [folder / f"model-{number}.safetensors" for number in range(2)]
+    save_file(load_file(both[0]) | load_file(both[1]), both[1])
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def torn(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def other_words(folder: Path) -> None:
+    """Longer tokens among the single bytes: an order of ids that quern does not have."""
+    path = folder / "tokenizer.json"
+    body = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary = body["model"]["vocab"]
+    longer = next(token for token, id_ in vocabulary.items() if id_ == 300)
+    vocabulary["a"], vocabulary[longer] = vocabulary[longer], vocabulary["a"]
+    path.write_text(json.dumps(body), encoding="utf-8")
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (rewrite(INDEX, weight_map=None), f"{INDEX} is damaged .Expected `object`, got `null` - at `..weight_map`"),
-        (rewrite(INDEX, weight_map={}), f"{INDEX} is damaged .Expected `object` of length >= 1"),
-        (rewrite(INDEX, weight_map={"a": 1}), f"{INDEX} is damaged .Expected `str`, got `int`"),
-        (rewrite(INDEX, weight_map={"a": "../other.safetensors"}), "Expected the name of a file in the same folder"),
-        (lambda folder: next(folder.glob("model-00002*")).unlink(), "there is no .*model-00002-of-.*safetensors"),
-        (put_twice, "model-00002-of-.* holds model.embed_tokens.weight, which another file holds too"),
-        (rewrite("config.json", partial_rotary_factor=0.5), "it has partial_rotary_factor 0.5 instead of 1.0"),
+        (lambda f: (f / "config.json").unlink(), "config.json: give a folder that holds a Llama in Hugging Face's"),
+        (lambda f: (f / "config.json").write_text("{", encoding="utf-8"), "config.json is damaged"),
+        (reconfigure(model_type="gpt2"), "hf: it holds a model of type 'gpt2': only llama can be imported"),
         (
-            rewrite("config.json", num_hidden_layers="2"),
-            "num_hidden_layers of its .* must be a whole number .*, not '2'",
+            reconfigure(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5}),
+            "this kind of Llama cannot be imported: it has rope_parameters.rope_type 'llama3' instead of 'default'",
         ),
+        (reconfigure(rope_parameters="gone", rope_scaling={"type": "linear", "factor": 2.0}), "rope_type 'linear'"),
+        (mapped(None), f"{INDEX} is damaged .Expected `object`, got `null` - at `..weight_map`"),
+        (mapped({}), f"{INDEX} is damaged .Expected `object` of length >= 1"),
+        (mapped({"a": 1}), f"{INDEX} is damaged .Expected `str`, got `int`"),
+        (mapped({"a": "../other.safetensors"}), "Expected the name of a file in the same folder"),
+        (indexed(lambda f, _: (f / "model-1.safetensors").unlink()), "there is no .*model-1.safetensors"),
+        (indexed(put_twice), "model-1.safetensors holds lm_head.weight, which another file holds too"),
+        (reconfigure(partial_rotary_factor=0.5), "it has partial_rotary_factor 0.5 instead of 1.0"),
+        (reconfigure(num_hidden_layers="2"), "num_hidden_layers of its .* must be a whole number .*, not '2'"),
+        (reconfigure(num_hidden_layers=10**7), "num_hidden_layers of .* between 1 and 1,000"),
+        (reconfigure(num_attention_heads=0), "num_attention_heads of .* between 1 and"),
+        (reconfigure(max_position_embeddings=None), "max_position_embeddings of .*, not None"),
+        (reconfigure(mlp_bias=True, hidden_act="gelu"), "hidden_act 'gelu' instead of 'silu', mlp_bias True"),
+        (reconfigure(hidden_size="gone"), "hidden_size of its config.json must be a whole number"),
+        (reconfigure(intermediate_size=78), "the weights do not fit the model"),
+        (reconfigure(num_hidden_layers=1), "these weights are no Llama's: model.layers.1.input_layernorm.weight, .* 6"),
+        (reweigh(lambda w: w.pop("model.norm.weight")), "weights are missing: model.norm.weight"),
+        (reweigh(lambda w: w.update(surplus=torch.ones(2))), "these weights are no Llama's: surplus"),
+        (pickled, "weights are read from safetensors only, which transformers writes with save_pretrained"),
+        (torn, "model.safetensors is damaged"),
+        (other_words, "tokenizer.json is not a tokenizer that quern can import: its ids must be the single bytes"),
         (
-            rewrite("config.json", num_hidden_layers=10**7),
-            "num_hidden_layers of .* between 1 and 1,000",
-        ),
-        (
-            rewrite("config.json", num_attention_heads=0),
-            "num_attention_heads of .* between 1 and",
-        ),
-        (
-            rewrite("config.json", max_position_embeddings=None),
-            "max_position_embeddings of .*, not None",
+            lambda f: (f / "tokenizer.json").write_text("{}", encoding="utf-8"),
+            "is not a tokenizer that quern can import",
         ),
     ],
 )
-def test_what_cannot_be_imported_leaves_no_run(spoil: Callable[[Path], Any], message: str, tmp_path: Path) -> None:
-    folder = written(tmp_path / "theirs")
+def test_what_cannot_be_imported_leaves_no_run(spoil: Callable[[Path], Any], message: str, folder: Path) -> None:
     spoil(folder)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         imported(folder)
-    assert not (tmp_path / "out").exists()
+    assert not RunDir(folder.parent, "copy").folder.exists()
+
+
+def test_a_run_is_not_replaced(folder: Path) -> None:
+    with pytest.raises(ValueError, match="there is a run 'first' already: name another one with --run"):
+        imported(folder, "first")
+
+
+def test_the_older_spelling_of_a_configuration_is_read(folder: Path) -> None:
+    reconfigure(rope_parameters="gone", rope_theta=777.0, head_dim="gone", num_key_value_heads=2)(folder)
+    shape = load(imported(folder), FP32, silent).recipe.model
+    assert (shape.rope_base, shape.head_dim) == (777.0, 10)
+
+
+def test_an_imported_run_can_be_fine_tuned_from(folder: Path) -> None:
+    """Its checkpoint is a whole one: masters as imported, an optimizer that has not moved."""
+    copy = imported(folder)
+    found = manifest.latest(copy.checkpoints("pretrain"), silent)
+    assert found is not None
+    tensors, meta = checkpoint.load(found[0])
+    assert meta["state"]["step"] == 0
+    masters = {name.removeprefix("master."): t for name, t in tensors.items() if name.startswith("master.")}
+    expected = model_of(llama_recipe()).state_dict()
+    assert masters.keys() == expected.keys() and all(torch.equal(masters[n], expected[n]) for n in masters)
+    assert all((t == 0).all() for name, t in tensors.items() if not name.startswith("master."))

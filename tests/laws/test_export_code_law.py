@@ -210,7 +210,7 @@ def test_the_law_can_fail(name: str, tmp_path: Path) -> None:
         assert text.count(code) == 1
         (folder / file).write_text(text.replace(code, broken), encoding="utf-8")
         # transformers takes the model's code that it knows already where the configuration's is the same.
-        with (folder / "configuration_quern.py").open("a", encoding="utf-8") as configuration:
+        with (folder / "modeling_quern.py").open("a", encoding="utf-8") as configuration:
             configuration.write(f"# {name}\n")
         theirs = load_exported(folder)
         assert deviation(theirs, model_of(recipe), LENGTHS[kind][-2:]) > 2 * BAR

@@ -106,8 +106,12 @@ def test_imported_is_exported_bit_for_bit(tmp_path: Path, law: Callable[..., Non
     assert loaded.recipe.model == recipe.model
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_what_transformers_saved_is_read_back(tied: bool, tmp_path: Path, law: Callable[..., None]) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kv_heads", "tied"), [("float32", 2, False), ("bfloat16", 1, True), ("float16", 4, False)]
+)
+def test_what_transformers_saved_is_read_back(
+    dtype: str, kv_heads: int, tied: bool, tmp_path: Path, law: Callable[..., None]
+) -> None:
     """A model of theirs, never ours before, in several files, its tokenizer written by their library too."""
     folder = tmp_path / "theirs"
     torch.manual_seed(0)
@@ -117,18 +121,19 @@ def test_what_transformers_saved_is_read_back(tied: bool, tmp_path: Path, law: C
         intermediate_size=76,
         num_hidden_layers=3,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=64,
         tie_word_embeddings=tied,
         initializer_range=0.2,
     )
-    theirs = transformers.LlamaForCausalLM(config).eval()
-    theirs.save_pretrained(folder, max_shard_size="60KB")
+    transformers.LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size="30KB")
+    theirs = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert (folder / "model.safetensors.index.json").exists()
     transformers.AutoTokenizer.from_pretrained(exported(tmp_path, llama_recipe())).save_pretrained(folder)
     run_dir = RunDir(tmp_path / "out", "theirs")
     import_hf.run(folder, run_dir, RECIPE, stage="pretrain", tokenizer=None, log=lambda line: None)
     loaded = load(run_dir, FP32, print)
+    assert loaded.recipe.model.kv_heads == kv_heads
     ids = tokens(loaded.recipe)
     with torch.no_grad():
         logits = loaded.model.logits(loaded.model(ids, CausalContext()))

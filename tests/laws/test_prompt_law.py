@@ -20,10 +20,9 @@ from quern.generate.engine import Engine
 from quern.mixture.prepare import prepare_mixture
 from quern.recipe import Resolved
 from quern.recipes.gpt import RECIPE
-from quern.serve.forms import Tool, calls_of
+from quern.serve.prompts import calls_of, read_chat, tokens_of
 from quern.serve.responses import ResponsesRequest
-from quern.serve.routes import read_chat, tokens_of
-from quern.serve.schema import ChatRequest, TokenizeRequest, parse_request
+from quern.serve.schema import ChatRequest, TokenizeRequest, Tool, parse_request
 from quern.text import conversations
 from quern.text.hugging_face import CHAT_TEMPLATE, tokenizer_config, tokenizer_json
 from tests.support.toy_engine import toy_engine
@@ -297,6 +296,6 @@ def test_another_writing_is_noticed(
         return messages
 
     monkeypatch.setattr(conversations, "to_messages", broken)
-    monkeypatch.setattr("quern.serve.schema.to_messages", sound)
+    monkeypatch.setattr("quern.serve.prompts.to_messages", sound)
     with pytest.raises(AssertionError):
         assert differing(engine, path, tmp_path / "out") == 0

@@ -145,7 +145,7 @@ def deviation(make_model: Callable[[], LanguageModel], seed: int, budget: int | 
     busy, alone = Engine(model, TOKENIZER, CPU, max_rows, prefix_megabytes=4), Engine(model, TOKENIZER, CPU)
     asked = requests(seed)
     run(busy, asked, budget)
-    assert busy.prefixes is not None and busy.prefixes.hit_tokens > 0 and not busy.scheduler.running
+    assert busy.prefixes is not None and busy.prefixes.hit_tokens > 0 and not busy.running
     worst, answered = 0.0, 0
     for request in asked:
         if request.cancelled_at is not None:
@@ -203,15 +203,15 @@ def test_cancelled_rows_free_their_seats_at_once() -> None:
     waiting = engine.submit([[TOKENIZER.bos, 9]], max_tokens=2, **NO_END)
     for _ in range(3):
         engine.step()
-    assert engine.scheduler.running == 2 and len(engine.scheduler.waiting) == 1 and not waiting.events
+    assert engine.running == 2 and len(engine.waiting) == 1 and not waiting.events
     running[0].cancel()
     engine.step()
-    assert engine.scheduler.running == 2 and not engine.scheduler.waiting
+    assert engine.running == 2 and not engine.waiting
     events = len(running[0].events)
     running[1].cancel()
     waiting.cancel()
     engine.step()
-    assert engine.scheduler.running == 0 and len(running[0].events) == events
+    assert engine.running == 0 and len(running[0].events) == events
 
 
 def test_a_failed_step_leaves_a_usable_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,11 +222,11 @@ def test_a_failed_step_leaves_a_usable_engine(monkeypatch: pytest.MonkeyPatch) -
         broken.setattr(type(engine.model), "logits", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.generate([prompt], max_tokens=9, seed=3)
-    assert engine.scheduler.running == 0
+    assert engine.running == 0
     assert engine.generate([prompt], max_tokens=9, seed=3) == expected
     lost = engine.events([prompt], max_tokens=9, seed=3, **{**NO_END, "logprobs": True})
     next(iter(lost))
-    engine.scheduler.reset()
+    engine.reset()
     list(lost)  # ends, although its rows are gone
 
 
@@ -238,11 +238,11 @@ def test_a_long_prompt_does_not_stall_a_running_row() -> None:
     late = engine.submit([[TOKENIZER.bos] + [5] * 80], max_tokens=1, **NO_END)
     steps = 0
     while not late.events:
-        before = len(engine.scheduler.batch.rows[0].reply.ids)
+        before = len(engine.batch.rows[0].reply.ids)
         engine.step(8)
         steps += 1
         if not late.events:
-            assert len(engine.scheduler.batch.rows[0].reply.ids) == before + 1
+            assert len(engine.batch.rows[0].reply.ids) == before + 1
     assert steps == 11 and row.unfinished == 1
 
 
@@ -256,6 +256,6 @@ def test_a_burst_of_prompts_is_read_whole_in_the_order_of_arrival(budget: int, a
     found = []
     for _ in range(4):
         engine.step(budget)
-        found.append(len(engine.scheduler.batch))
-        assert [row.generation for row in engine.scheduler.batch.rows][1:] == late[: found[-1] - 1]
+        found.append(len(engine.batch))
+        assert [row.generation for row in engine.batch.rows][1:] == late[: found[-1] - 1]
     assert found == answering and all(one.unfinished for one in late)

@@ -4,7 +4,6 @@ import json
 import re
 from typing import Any
 
-import httpx
 import openai
 import pytest
 import torch
@@ -13,6 +12,7 @@ from quern.generate.engine import Engine
 from quern.generate.sampling import Sampling
 from quern.text.chat import render_prompt, render_text
 from tests.serve.conftest import CONTEXT, HELLO, NAME
+from tests.support.http_server import web
 from tests.support.toy_engine import toy_tokenizer
 
 TOKENIZER = toy_tokenizer()
@@ -30,9 +30,10 @@ def ids_of(form: Any) -> list[list[int]]:
     return [render_text(TOKENIZER, one) if isinstance(one, str) else one for one in prompts]
 
 
-@pytest.mark.parametrize(("logprobs", "n"), [(None, 1), (5, 2)])
-@pytest.mark.parametrize("echo", [False, True])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "echo", "logprobs", "n"),
+    [("text", False, None, 1), *((form, echo, 5, 2) for form in FORMS for echo in (False, True))],
+)
 def test_completions(client: openai.OpenAI, engine: Engine, form: str, echo: int, logprobs: int | None, n: int) -> None:
     """Every form: whole = streamed = the engine's; tokens and offsets spell the text."""
     prompts = ids_of(FORMS[form])
@@ -65,6 +66,11 @@ def test_completions(client: openai.OpenAI, engine: Engine, form: str, echo: int
         assert told is not None and told.tokens is not None and told.text_offset is not None
         assert told.token_logprobs is not None and told.top_logprobs is not None
         assert tokens.get(choice.index, []) == told.tokens and offsets.get(choice.index, []) == told.text_offset
+        content: Any = told.content  # the same in a chat's shape, with ids
+        assert [one["logprob"] for one in content] == told.token_logprobs
+        assert [one["token"] for one in content] == told.tokens
+        for one in [*content, *(top for token in content for top in token["top_logprobs"])]:
+            assert bytes(one["bytes"]) == TOKENIZER.decode_bytes([one["id"]])
         spelled = [(text, at) for text, at in zip(told.tokens, told.text_offset, strict=True) if "bytes:" not in text]
         assert all(choice.text[at:].startswith(text) for text, at in spelled if "bytes:" not in "".join(told.tokens))
         for value, top in zip(told.token_logprobs, told.top_logprobs, strict=True):
@@ -144,7 +150,7 @@ def test_bias_penalties_and_stop_tokens_reach_the_engine(client: openai.OpenAI) 
 
 def test_tokenize_and_detokenize(url: str) -> None:
     def post(path: str, body: Any) -> tuple[int, Any]:
-        response = httpx.post(f"{url}{path}", json=body)
+        response = web.post(f"{url}{path}", json=body)
         return response.status_code, response.json()
 
     text = "Grüße <|bos|> 👋🏽"
@@ -157,7 +163,7 @@ def test_tokenize_and_detokenize(url: str) -> None:
 
 
 def metrics(url: str) -> dict[str, float]:
-    lines = [line for line in httpx.get(f"{url}/metrics").text.splitlines() if not line.startswith("#")]
+    lines = [line for line in web.get(f"{url}/metrics").text.splitlines() if not line.startswith("#")]
     return {
         re.sub(r"\{.*?(finished_reason=\"\w+\"|le=\".*?\")?.*\}", "", name): float(value)
         for name, value in (line.rsplit(" ", 1) for line in lines if "_bucket" not in line)

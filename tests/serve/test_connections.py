@@ -12,11 +12,10 @@ import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from quern.serve.gate.connections import HEADER_BYTES, Connections, Deadlines
-from quern.serve.gate.frontier import Gate
+from quern.serve.gate import HEADER_BYTES, Connections, Deadlines, Gate
 from quern.serve.server import LOOPBACK, create_app
 from tests.serve.test_operations import ask, slow_engine
-from tests.support.http_server import running
+from tests.support.http_server import running, web
 from tests.support.toy_engine import toy_engine
 
 QUICK = Deadlines(headers=0.5, body=0.8, unread=0.8)
@@ -89,7 +88,7 @@ def test_a_flood_is_cut_off(url: str, pieces: list[bytes], status: bytes) -> Non
         assert sent < 16 << 20, "the sockets' buffers and the limit, not the flood"
         found = reply(connection)
         assert found == b"" or found.startswith(b"HTTP/1.1 " + status), "a reset may have lost the answer"
-    assert httpx.get(f"{url}/health").status_code == 200
+    assert web.get(f"{url}/health").status_code == 200
 
 
 def test_headers_just_over_the_limit_are_told_so_and_just_below_are_not(url: str) -> None:
@@ -199,7 +198,7 @@ def test_one_address_has_half_of_the_places(crowded: Callable[..., Any]) -> None
             time.sleep(0.1)
         found = [connection.recv(12) for connection in busy[4:]]
         assert found == [b"HTTP/1.1 503"] * 2
-        assert httpx.get(f"{url}/health").status_code == 200
+        assert web.get(f"{url}/health").status_code == 200
 
 
 @pytest.mark.parametrize("trusted", [[], ["127.0.0.1"]], ids=["nobody", "the proxy"])
@@ -209,5 +208,5 @@ def test_rates_believe_named_proxies_alone(trusted: list[str]) -> None:
         found = []
         for client in ("10.0.0.1", "10.0.0.2", "10.0.0.3"):
             body = {"prompt": "x"}
-            found.append(httpx.post(f"{url}/tokenize", json=body, headers={"x-forwarded-for": client}).status_code)
+            found.append(web.post(f"{url}/tokenize", json=body, headers={"x-forwarded-for": client}).status_code)
     assert found == [200, 200, 200 if trusted else 429]

@@ -8,17 +8,15 @@ import threading
 import time
 from typing import Any
 
-import httpx
 import pytest
 from prometheus_client import generate_latest
 
 from quern.generate.engine import Engine
 from quern.generate.reply import Generation
-from quern.serve.gate.frontier import Gate
-from quern.serve.models import Models
+from quern.serve.gate import Gate
 from quern.serve.server import create_app
-from quern.serve.worker import Job, Limits, Metrics, Worker
-from tests.support.http_server import running
+from quern.serve.worker import Job, Limits, Metrics, Models, Worker
+from tests.support.http_server import running, web
 from tests.support.load_clients import RESET, post
 from tests.support.toy_engine import toy_engine
 from tests.support.waiting import until
@@ -59,7 +57,7 @@ def test_a_request_that_is_given_up_before_it_begins_does_not_wait_for_ever() ->
 
 
 def loads(url: str) -> dict[str, float]:
-    lines = re.findall(r"quern:num_requests_(\w+)\{.*?\} (\S+)", httpx.get(f"{url}/metrics").text)
+    lines = re.findall(r"quern:num_requests_(\w+)\{.*?\} (\S+)", web.get(f"{url}/metrics").text)
     return {name: float(value) for name, value in lines}
 
 
@@ -89,7 +87,7 @@ def test_a_client_that_leaves_with_its_last_token_is_counted_once(monkeypatch: p
 
 
 def test_a_request_that_is_given_up_while_it_is_submitted_leaves_the_batch() -> None:
-    worker, generation = Worker("toy", toy_engine(), Metrics(), Limits()), Generation(1)
+    worker, generation = Worker("toy", toy_engine(), Metrics(), Limits(), lambda: None), Generation(1)
 
     async def ask() -> None:
         def submit() -> Generation:
@@ -111,6 +109,6 @@ def test_a_client_that_leaves_in_its_body_is_no_failure(capfd: pytest.CaptureFix
             leaving.sendall(whole[: len(whole) - 5])
             time.sleep(0.3)
         until(lambda: statuses, 5)
-        assert httpx.get(f"{url}/health").status_code == 200
+        assert web.get(f"{url}/health").status_code == 200
     assert statuses[0] == 499
     assert "Traceback" not in capfd.readouterr().err

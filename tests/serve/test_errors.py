@@ -8,6 +8,7 @@ import pytest
 
 from quern.serve.routes import MAX_BODY_BYTES
 from tests.serve.conftest import CHAT, CONTEXT, NAME, RESPONSES, TEXT
+from tests.support.http_server import web
 
 FIRST: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "?"}]},
@@ -134,7 +135,7 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
 )
 def test_a_parameter_is_refused_by_name(url: str, path: str, change: dict[str, Any], words: str, param: str) -> None:
     body = json.dumps({"model": NAME, **FIRST.get(path, {}), **change})
-    response = httpx.post(url + path, content=body, headers={"content-type": "application/json"}, timeout=60)
+    response = web.post(url + path, content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert set(error) >= {"message", "type", "param", "code"}
@@ -157,7 +158,7 @@ OPEN_WEBUI = {
 def test_fields_of_other_programs_are_ignored_and_named(url: str, stream: bool) -> None:
     def ignored(body: dict[str, Any], path: str = CHAT, status: int = 200) -> str | None:
         text = json.dumps({"model": NAME, "max_tokens": 2, **body})
-        response = httpx.post(url + path, content=text, headers={"content-type": "application/json"}, timeout=60)
+        response = web.post(url + path, content=text, headers={"content-type": "application/json"})
         assert response.status_code == status, response.text
         return response.headers.get("x-ignored-fields")
 
@@ -178,7 +179,7 @@ BODIES = [b"", b"{", b"[]", b"7", b"\xff", b"[" * 200_000, b'{"temperature": NaN
 
 @pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))
 def test_bodies_that_are_no_request(url: str, body: bytes) -> None:
-    response = httpx.post(url + CHAT, content=body, headers={"content-type": "application/json"})
+    response = web.post(url + CHAT, content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
 
 
@@ -188,13 +189,13 @@ def test_a_missing_parameter_a_wrong_model_media_type_size_path_and_method(url: 
         assert response.json()["error"]["param"] == param
 
     body = {"model": NAME, **FIRST[CHAT]}
-    check(httpx.post(url + CHAT, json=FIRST[CHAT]), 400, "Missing required parameter: 'model'", "model")
+    check(web.post(url + CHAT, json=FIRST[CHAT]), 400, "Missing required parameter: 'model'", "model")
     for path, first in FIRST.items():
-        check(httpx.post(url + path, json={**first, "model": "gpt-4"}), 404, "this server has 'toy'", "model")
-    check(httpx.post(url + CHAT, json=body, headers={"content-type": "text/plain"}), 415, "as JSON")
+        check(web.post(url + path, json={**first, "model": "gpt-4"}), 404, "this server has 'toy'", "model")
+    check(web.post(url + CHAT, json=body, headers={"content-type": "text/plain"}), 415, "as JSON")
     json_type = {"content-type": "application/json"}
-    check(httpx.post(url + CHAT, content=b" " * (MAX_BODY_BYTES + 1), headers=json_type), 413, "larger than")
-    check(httpx.get(f"{url}/v1/nothing"), 404, "There is nothing at /v1/nothing")
-    check(httpx.get(url + CHAT), 405, "GET is not allowed")
+    check(web.post(url + CHAT, content=b" " * (MAX_BODY_BYTES + 1), headers=json_type), 413, "larger than")
+    check(web.get(f"{url}/v1/nothing"), 404, "There is nothing at /v1/nothing")
+    check(web.get(url + CHAT), 405, "GET is not allowed")
     for path in ("/../pyproject.toml", "/%2e%2e/server.py", "/..%2fserver.py", "/app.js/../server.py", "/server.py"):
-        assert httpx.get(url + path).status_code == 404, path
+        assert web.get(url + path).status_code == 404, path

@@ -9,6 +9,7 @@ import pytest
 
 from quern.text.chat import render, render_prompt
 from tests.serve.conftest import CHAT, RESPONSES, TEXT
+from tests.support.http_server import web
 from tests.support.toy_engine import toy_tokenizer
 
 TOKENIZER = toy_tokenizer()
@@ -20,7 +21,7 @@ COUNT = {"type": "function", "function": {"name": "count", "parameters": SCHEMA}
 
 def post(url: str, path: str, body: dict[str, Any]) -> httpx.Response:
     first = {CHAT: {"messages": [said("user", "?")]}, TEXT: {"prompt": "?"}, RESPONSES: {"input": "?"}}
-    return httpx.post(url + path, json={"model": "toy", **first.get(path, {}), **body}, timeout=60)
+    return web.post(url + path, json={"model": "toy", **first.get(path, {}), **body})
 
 
 def said(role: str, content: Any) -> dict[str, Any]:

@@ -26,12 +26,11 @@ from quern.cli.options import ServeOptions
 from quern.cli.verbs import parse
 from quern.flags.recipe_flags import Arguments
 from quern.generate.engine import Engine
-from quern.serve.gate.frontier import BURST, PACE, Gate, Pace
-from quern.serve.models import Models
+from quern.serve.gate import BURST, PACE, Gate, Pace
 from quern.serve.server import LOOPBACK, create_app, listen, prepare_process, serve
-from quern.serve.worker import Limits
+from quern.serve.worker import Limits, Models
 from quern.text.tokenizer import Tokenizer
-from tests.support.http_server import running
+from tests.support.http_server import running, web
 from tests.support.toy_engine import toy_engine, toy_tokenizer
 
 HELLO = [{"role": "user", "content": "Hello?"}]
@@ -54,7 +53,7 @@ def slow_engine(seed: int = 0) -> Slow:
 def ask(url: str, *, model: str = "toy", **more: Any) -> httpx.Response:
     headers = more.pop("headers", {})
     body = {"model": model, "messages": HELLO, "max_tokens": 5, "temperature": 0, "logit_bias": NO_END, **more}
-    return httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+    return web.post(f"{url}/v1/chat/completions", json=body, headers=headers)
 
 
 # The program -----------------------------------------------------------------------------------------------
@@ -156,7 +155,7 @@ def test_rates_over_http() -> None:
         assert [answer.status_code for answer in answers] == [200, 429]
         assert answers[1].json()["error"]["code"] == "rate_limit_exceeded"
         assert 1 <= int(answers[1].headers["retry-after"]) <= 20
-        assert httpx.get(f"{url}/v1/models").status_code == 200, "only replies count"
+        assert web.get(f"{url}/v1/models").status_code == 200, "only replies count"
 
 
 def test_a_request_that_takes_too_long_ends_with_an_error() -> None:
@@ -177,13 +176,13 @@ def test_pages_of_named_origins_alone_may_use_the_api() -> None:
         for origin, allowed in (("https://good.example", True), ("https://bad.example", False)):
             wish = {"origin": origin, "access-control-request-method": "POST"}
             wish["access-control-request-headers"] = "authorization,content-type"
-            before = httpx.options(f"{url}/v1/chat/completions", headers=wish)
+            before = web.options(f"{url}/v1/chat/completions", headers=wish)
             assert (before.headers.get("access-control-allow-origin") == origin) is allowed
             answer = ask(url, headers={"origin": origin})
             assert (answer.headers.get("access-control-allow-origin") == origin) is allowed
             assert "access-control-allow-credentials" not in answer.headers
     with running(create_app({"toy": toy_engine()})) as url:
-        closed = httpx.options(f"{url}/v1/chat/completions", headers={"origin": "https://good.example"})
+        closed = web.options(f"{url}/v1/chat/completions", headers={"origin": "https://good.example"})
         assert closed.status_code == 405 and "access-control-allow-origin" not in closed.headers
 
 
@@ -218,12 +217,12 @@ def two() -> Iterator[str]:
 
 
 def test_several_models_answer_by_name(two: str) -> None:
-    assert [model["id"] for model in httpx.get(f"{two}/v1/models").json()["data"]] == ["first", "second"]
+    assert [model["id"] for model in web.get(f"{two}/v1/models").json()["data"]] == ["first", "second"]
     texts = [ask(two, model=name).json()["choices"][0]["message"]["content"] for name in ("first", "second")]
     assert texts[0] != texts[1]
     wrong = ask(two, model="third")
     assert wrong.status_code == 404 and "this server has 'first', 'second'" in wrong.json()["error"]["message"]
-    counted = httpx.get(f"{two}/metrics").text
+    counted = web.get(f"{two}/metrics").text
     for name in ("first", "second"):
         assert f'quern:generation_tokens_total{{model_name="{name}"}} 5.0' in counted
 
@@ -270,7 +269,8 @@ def test_a_request_whose_prompt_is_being_read_keeps_its_model() -> None:
             return super().encode(text)
 
     async def watch(models: Models) -> None:
-        await asyncio.to_thread(reading.wait, 10)
+        while not reading.is_set():  # not in a thread: there is one, which reads the prompt
+            await asyncio.sleep(0.01)
         await models.replace("toy", toy_engine(context=256, seed=1))
 
     engine = toy_engine(context=256)
@@ -297,7 +297,7 @@ def test_the_container_copies_what_exists_and_starts_with_flags_that_exist() -> 
 
 
 def test_the_published_schema_accepts_what_the_server_accepts(two: str) -> None:
-    published = httpx.get(f"{two}/openapi.json").json()
+    published = web.get(f"{two}/openapi.json").json()
     path = published["paths"]["/v1/chat/completions"]["post"]
     schema = path["requestBody"]["content"]["application/json"]["schema"]
     check = jsonschema_rs.validator_for({**schema, "components": published["components"]})
@@ -324,13 +324,13 @@ def fuzz(examples: int, folder: Path) -> str:
             check=False,
         )
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
-        assert httpx.get(f"{url}/health").status_code == 200
-        assert "generation_tokens_total" in httpx.get(f"{url}/metrics").text
+        assert web.get(f"{url}/health").status_code == 200
+        assert "generation_tokens_total" in web.get(f"{url}/metrics").text
     return re.sub(r"\s+", " ", done.stdout[done.stdout.index("Test cases:") :])
 
 
 def test_no_request_of_the_published_schema_is_a_server_error(tmp_path: Path) -> None:
-    assert int(re.findall(r"([\d,]+) passed", fuzz(12, tmp_path))[-1]) >= 50
+    assert int(re.findall(r"([\d,]+) passed", fuzz(5, tmp_path))[-1]) >= 20
 
 
 @pytest.mark.campaign

@@ -1,17 +1,14 @@
-"""Requests of the chat page to its server: its files, how to begin, and log-probabilities with token ids."""
+"""Requests of the chat page to its server: its files, how to begin."""
 
 import hashlib
 import json
 from pathlib import Path
 
-import httpx
-import pytest
-
-from quern.serve.gate.frontier import Gate
-from quern.serve.gate.keys import Keys
+from quern.serve.access import Keys
+from quern.serve.gate import Gate
 from quern.serve.page import MEDIA_TYPES, WEB, Welcome, read_welcome
 from quern.serve.server import LOOPBACK, create_app
-from tests.support.http_server import running
+from tests.support.http_server import running, web
 from tests.support.toy_engine import toy_engine
 
 CHAT = {"temperature": 0.7, "top_k": 50}
@@ -46,7 +43,7 @@ def test_every_file_of_the_page_is_served_and_nothing_else() -> None:
         assert len(files) > 15
         for file in files:
             path = {"index.html": "", "docs.html": "docs"}.get(file.name, file.relative_to(WEB).as_posix())
-            answer = httpx.get(f"{url}/{path}")
+            answer = web.get(f"{url}/{path}")
             assert answer.content == file.read_bytes(), path
             assert answer.headers["content-type"].startswith(MEDIA_TYPES[file.suffix].split(";")[0])
             assert answer.headers["content-security-policy"].startswith("default-src 'self';")
@@ -56,10 +53,10 @@ def test_every_file_of_the_page_is_served_and_nothing_else() -> None:
             if file.parent == WEB and file.suffix != ".svg":
                 assert "https://" not in answer.text and "innerHTML" not in answer.text, path
         for path in ("index.html", "vendor/README.md", "vendor/LICENSE.temml", "../page.py", "web/app.js"):
-            assert httpx.get(f"{url}/{path}").status_code == 401, path
-            assert httpx.get(f"{url}/{path}", headers={"authorization": "Bearer secret"}).status_code == 404, path
-        assert httpx.get(f"{url}/welcome").status_code == 401
-        answer = httpx.get(f"{url}/welcome", headers={"authorization": "Bearer secret"})
+            assert web.get(f"{url}/{path}").status_code == 401, path
+            assert web.get(f"{url}/{path}", headers={"authorization": "Bearer secret"}).status_code == 404, path
+        assert web.get(f"{url}/welcome").status_code == 401
+        answer = web.get(f"{url}/welcome", headers={"authorization": "Bearer secret"})
         assert answer.json() == {"suggestions": ["<b>hello</b>"], "mode": "text", "sampling": CHAT}
 
 
@@ -70,20 +67,3 @@ def test_the_vendored_libraries_are_those_of_their_table() -> None:
     files = [file for file in vendor.iterdir() if file.suffix in (".js", ".mjs")]
     assert told == {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
     assert len(list(vendor.glob("LICENSE.*"))) == len(files)
-
-
-@pytest.mark.parametrize("echo", [False, True])
-def test_a_completions_tokens_have_a_chats_shape_and_ids(echo: bool) -> None:
-    engine = toy_engine()
-    ids = engine.tokenizer.encode("The miller")
-    with running(create_app({"toy": engine})) as url:
-        body = {"model": "toy", "prompt": ids, "max_tokens": 6, "logprobs": 3, "temperature": 0, "echo": echo}
-        told = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["logprobs"]
-    assert [one["logprob"] for one in told["content"]] == told["token_logprobs"]
-    assert [one["token"] for one in told["content"]] == told["tokens"]
-    if echo:
-        assert [one["id"] for one in told["content"]][: len(ids)] == ids and told["token_logprobs"][0] is None
-    for one in told["content"]:
-        assert bytes(one["bytes"]) == engine.tokenizer.decode_bytes([one["id"]])
-        for other in one["top_logprobs"]:
-            assert bytes(other["bytes"]) == engine.tokenizer.decode_bytes([other["id"]])

@@ -26,6 +26,7 @@ from quern.generate.sampling import Sampling
 from quern.serve import replicas
 from quern.serve.server import listen
 from quern.text.chat import render_prompt
+from tests.support.http_server import web
 from tests.support.llama_run import FP32, model_of
 from tests.support.serve_process import MODEL, Served, serving, small_recipe
 from tests.support.toy_engine import SENTENCES, toy_tokenizer
@@ -72,7 +73,7 @@ def body(said: str, most: int = 20, **more: Any) -> dict[str, Any]:
 
 def ask(served: Served, said: str, most: int = 20, **more: Any) -> httpx.Response:
     url = f"http://127.0.0.1:{served.port}/v1/chat/completions"
-    return httpx.post(url, json=body(said, most, **more), timeout=60)
+    return web.post(url, json=body(said, most, **more))
 
 
 def streamed(text: str) -> list[str]:
@@ -94,7 +95,7 @@ def alone(said: Sequence[str], most: int = 20) -> list[str]:
 
 def finished(served: Served) -> list[float]:
     """The requests that each replica has finished, of its own metrics."""
-    pages = [httpx.get(f"http://127.0.0.1:{port}/metrics").text for _, port in sorted(own_ports(served).items())]
+    pages = [web.get(f"http://127.0.0.1:{port}/metrics").text for _, port in sorted(own_ports(served).items())]
     found = [re.findall(r"^quern:e2e_request_latency_seconds_count\S* (\S+)$", page, re.M) for page in pages]
     return [float(values[0]) for values in found]
 
@@ -108,7 +109,7 @@ def streams(served: Served, said: Sequence[str]) -> Iterator[list[Future[str]]]:
     def read(one: str, port: int) -> str:
         url, asking = f"http://127.0.0.1:{port}/v1/chat/completions", body(one, LONG, stream=True, n=CHOICES)
         text = ""
-        with suppress(httpx.RemoteProtocolError), httpx.stream("POST", url, json=asking, timeout=100) as response:
+        with suppress(httpx.RemoteProtocolError), web.stream("POST", url, json=asking, timeout=100) as response:
             begun.release()
             for piece in response.iter_text():
                 text += piece
@@ -149,7 +150,7 @@ def test_a_killed_replica_is_started_again_and_the_other_one_answers(served: Ser
     until(lambda: own_ports(served) != ports, 120)
     after = processes(served)
     assert after[0] != before[0] and after[1] == before[1]
-    assert httpx.get(f"http://127.0.0.1:{own_ports(served)[0]}/health", timeout=60).json() == {"status": "ok"}
+    assert web.get(f"http://127.0.0.1:{own_ports(served)[0]}/health").json() == {"status": "ok"}
 
 
 def test_sigterm_lets_the_streams_of_both_end(served: Served) -> None:
@@ -166,12 +167,9 @@ def test_sigterm_lets_the_streams_of_both_end(served: Served) -> None:
     assert not served.left() and "Traceback" not in served.log(), served.log()
 
 
-def test_a_run_that_cannot_be_opened_stops_the_start(tmp_path: Path) -> None:
-    (tmp_path / "out/runs/first/rl/checkpoints/step-00000001").mkdir(parents=True)  # damaged
-    with serving(tmp_path, "--replicas", "2", "--stage", "rl") as server:
-        assert server.process.wait(120) == 1
-        assert re.search(r"^quern serve: replica \d did not start", server.log(), re.M), server.log()
-        assert "Traceback" not in server.log(), server.log()
+def test_a_replica_that_ends_before_it_is_ready_stops_the_start() -> None:
+    with pytest.raises(RuntimeError, match=r"replica \d did not start: it ended with code 3"):
+        replicas.run([sys.executable, "-S", "-c", "exit(3)"], 2, "127.0.0.1", 0, FP32, print)
 
 
 def test_a_port_of_one_replica_that_is_taken_is_named() -> None:

@@ -40,7 +40,7 @@ from quern.cli.main import main
 from quern.lab import arms
 from quern.lab.ladder import command as ladder
 from quern.lab.ladder.study import FILES as STUDY
-from quern.serve.gate.keys import KeysFile
+from quern.serve.access import KeysFile
 from quern.text.tinyworld import corpus
 from tests.support.small_text import write_text
 

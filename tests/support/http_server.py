@@ -7,10 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
 import uvicorn
 from starlette.applications import Starlette
 
 from quern.serve.server import configure
+
+web = httpx.Client(verify=False, trust_env=False, timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
+"""A client of plain HTTP, a connection for each request. `httpx.get` loads all certificates each time: 25 ms."""
 
 
 @contextmanager

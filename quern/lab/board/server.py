@@ -25,7 +25,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from quern.field_types import Port, refuse_outside
 from quern.lab.board.reader import Board, NotFound
 from quern.lab.options import BoardOptions
-from quern.serve.gate.hosts import Hosts
+from quern.serve.access import Hosts
 
 MAX_BODY_BYTES = 4 << 20
 WEB = Path(__file__).parent / "web"

@@ -119,43 +119,11 @@ while True: pass
 MESSAGE
 say(end())
 os._exit(0)
-### early end, then wrong
-MESSAGE
-say(end(), {'value': 41})
-time.sleep(60)
-### wrong end
-MESSAGE
-say({'end': '0' * 32}, {'value': 42})
-time.sleep(60)
-### verdict for an answer
-MESSAGE
-say(end(), {'reason': 'passed', 'text': ''})
-time.sleep(60)
-### object for a value
-MESSAGE
-say(end(), {'value': {'__class__': 'int'}})
-time.sleep(60)
-### unknown kind
-MESSAGE
-say(end(), {'value': ['os.system', 'true']})
-time.sleep(60)
-### deep value
-MESSAGE
-say(end(), b'{"value": ' + b'["list", ' * 10**5 + b']' * 10**5 + b'}')
-time.sleep(60)
 ### endless message
 MESSAGE
 say(end())
 os.write(4, b'\xff' * 4)
 while True: os.write(4, bytes(1 << 16))
-### not JSON
-MESSAGE
-say(end(), b'\xff\xfe')
-time.sleep(60)
-### exception with a type
-MESSAGE
-say(end(), {'error': '__import__', 'message': 'os', 'text': []})
-time.sleep(60)
 ### long number
 def answer(): return 10**5000
 ### itself
@@ -189,8 +157,20 @@ def answer():
     print(found)
 """
 
+_ANSWERS = {
+    "early end, then wrong": "end(), {'value': 41}",
+    "wrong end": "{'end': '0' * 32}, {'value': 42}",
+    "verdict for an answer": "end(), {'reason': 'passed', 'text': ''}",
+    "object for a value": "end(), {'value': {'__class__': 'int'}}",
+    "unknown kind": "end(), {'value': ['os.system', 'true']}",
+    "deep value": "end(), b'{\"value\": ' + b'[\"list\", ' * 10**5 + b']' * 10**5 + b'}'",
+    "not JSON": r"end(), b'\xff\xfe'",
+    "exception with a type": "end(), {'error': '__import__', 'message': 'os', 'text': []}",
+}
+"""Messages of a program that then answers no more."""
+
 FORGERIES = {
     name: source.replace("FAKED", _FAKED).replace("ALWAYS_EQUAL", _ALWAYS_EQUAL).replace("MESSAGE", MESSAGE)
     for name, source in sections(_FORGERIES).items()
-}
+} | {name: f"{MESSAGE}say({messages})\ntime.sleep(60)" for name, messages in _ANSWERS.items()}
 """Sources by name: programs that claim to meet the check."""

@@ -10,24 +10,12 @@ _PLAIN = r"""
 ### fork bomb: exception
 import os
 while True: os.fork()
-### fork of the C library: exception
-import ctypes
-if ctypes.CDLL(None).fork() < 0: raise OSError('refused')
 ### vfork: exception
 import os
 os.posix_spawn('/bin/sh', ['sh', '-c', 'true'], {})
-### subprocess: exception
-import subprocess
-subprocess.run(['true'])
-### shell: exception
-import os
-assert os.system('true') == 0
 ### exec: exception
 import os, sys
 os.execv(sys.executable, ['python', '-c', 'print(1)'])
-### multiprocessing: exception
-import multiprocessing as m
-m.get_context('fork').Process(target=print).start()
 ### thread bomb: exception
 import threading, time
 threading.stack_size(32768)
@@ -43,19 +31,12 @@ for _ in range(4): threading.Thread(target=loop).start()
 ### list that grows: memory
 a = [0]
 while True: a += a
-### bytes: memory
-bytearray(1 << 40)
 ### many bytes: memory
 a = []
 while True: a.append(bytearray(1 << 20))
 ### mapped: exception memory
 import mmap
 a = [mmap.mmap(-1, 1 << 26) for _ in range(100)]
-### text: memory
-'x' * (1 << 33)
-### recursion: exception
-def f(): f()
-f()
 ### endless recursion: memory killed timeout exception
 import sys
 sys.setrecursionlimit(10**9)
@@ -69,9 +50,6 @@ for _ in range(10**6): a = [a]
 repr(a)
 ### nested source: exception memory killed
 eval('(' * 100000 + ')' * 100000)
-### disk: exception
-with open('/tmp/a', 'wb') as file:
-    while True: file.write(bytes(1 << 20))
 ### disk, many files: exception
 for n in range(10**6):
     with open(f'/tmp/{n}', 'wb') as file: file.write(bytes(1 << 20))
@@ -96,15 +74,9 @@ fcntl.fcntl(w, 1031, 1 << 20)
 ### connect: exception
 import socket
 socket.create_connection(('127.0.0.1', PORT), 1)
-### http: exception
-import urllib.request as u
-u.urlopen('http://127.0.0.1:PORT/', timeout=1)
 ### datagram: exception
 import socket
 socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT))
-### listen: exception
-import socket
-socket.create_server(('127.0.0.1', 0))
 ### abstract socket: exception
 import socket
 socket.socket(socket.AF_UNIX).connect('\0quern')
@@ -114,18 +86,8 @@ socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
 ### netlink: exception
 import socket
 socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
-### asyncio: exception
-import asyncio
-asyncio.run(asyncio.open_connection('127.0.0.1', PORT))
 ### secret: exception
 print(open('SECRET_FILE').read())
-### home: exception
-import os
-print(os.listdir('HOME_FOLDER'))
-### passwords: exception
-print(open('/etc/passwd').read())
-### relative: exception
-print(open('../../../../../../../..' + 'SECRET_FILE').read())
 ### symlink: exception
 import os
 os.symlink('SECRET_FILE', '/tmp/a')
@@ -168,8 +130,6 @@ fcntl.fcntl(open(os.__file__), 37, struct.pack('hhqqi', 0, 0, 0, 0, 0))
 ### lease: exception
 import fcntl, os
 fcntl.fcntl(open(os.__file__), 1024, fcntl.F_RDLCK)
-### entropy of the host: exception
-open('/dev/urandom', 'wb').write(b'x')
 ### entropy of the host, by a mode that reads too: exception
 open('/dev/urandom', 'r+b', buffering=0)
 ### chroot: exception
@@ -202,8 +162,6 @@ open(f'/proc/{os.getppid()}/mem', 'r+b')
 ### proc: files: exception
 import os
 print(os.listdir('/proc/self/fd'))
-### proc: kernel: exception
-open('/proc/sysrq-trigger', 'w').write('b')
 ### open files of others: passed
 import os
 for file in range(64):
@@ -218,9 +176,6 @@ os.kill(HOST_PID, 9)
 ### kill all: exception
 import os
 os.kill(-1, 9)
-### kill the group: exception
-import os
-os.killpg(0, 9)
 ### signal by a file's owner: exception
 import fcntl, os
 r, w = os.pipe()
@@ -247,18 +202,9 @@ os.kill(os.getpid(), 9)
 ### crash: killed
 import ctypes
 ctypes.string_at(0)
-### abort: killed
-import os
-os.abort()
-### alarm: killed
-import signal, time
-signal.alarm(1)
-time.sleep(60)
 ### stop itself: timeout
 import os, signal
 os.kill(os.getpid(), signal.SIGSTOP)
-### loop: timeout
-while True: pass
 ### loop that ignores signals: timeout
 import signal
 for n in set(signal.Signals) - {9, 19}: signal.signal(n, signal.SIG_IGN)
@@ -273,14 +219,6 @@ import time
 time.sleep(10**6)
 ### power: timeout memory
 9**9**9
-### regular expression: timeout
-import re
-re.match('(a+)+$', 'a' * 64 + 'b')
-### deadlock: timeout
-import threading
-lock = threading.Lock()
-lock.acquire()
-lock.acquire()
 ### input: exception
 input()
 ### flood: output
@@ -292,8 +230,6 @@ while True:
 ### flood of errors: output
 import sys
 while True: sys.stderr.write('x' * 10000)
-### long output: output
-print('x' * 100000)
 ### long exception: exception
 raise ValueError('x' * 10**7)
 ### exception that lies: exception exit
@@ -307,9 +243,6 @@ sys.stderr = None
 ### not text: passed
 import os
 os.write(1, bytes(range(256)))
-### exit: exit
-import sys
-sys.exit(0)
 ### exit at once: exit
 import os
 os._exit(0)
@@ -321,8 +254,6 @@ time.sleep(9)
 def f(:
 ### null: exception
 a = 1NULL
-### half a letter: exception
-a = 'HALF'
 ### no builtins: exit
 import builtins
 vars(builtins).clear()
@@ -344,7 +275,7 @@ def sections(table: str) -> dict[str, str]:
 
 
 PLAIN = {
-    heading.rpartition(": ")[0]: (heading.rpartition(": ")[2], source.replace("HALF", "\ud800").replace("NULL", "\0"))
+    heading.rpartition(": ")[0]: (heading.rpartition(": ")[2], source.replace("NULL", "\0"))
     for heading, source in sections(_PLAIN).items()
 }
 """Expected reasons and source by name."""

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .configuration_quern import QuernGPTConfig
-from .modeling_quern import QuernForCausalLM, SquaredReluMLP, Text, norm, rotary_table, rotate
+from .modeling_quern import QuernForCausalLM, QuernGPTConfig, SquaredReluMLP, Text, norm, rotary_table, rotate
 
 QK_SCALE = 1.2
 """Normed queries and keys are both scaled by this."""

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .configuration_quern import QuernUNetConfig
-from .modeling_quern import QuernForCausalLM, SquaredReluMLP, Text, norm, rotary_table, rotate
+from .modeling_quern import QuernForCausalLM, QuernUNetConfig, SquaredReluMLP, Text, norm, rotary_table, rotate
 
 ATTENTION_SCALE = 0.12
 """The factor of the products of queries and keys."""

@@ -1,7 +1,8 @@
 """The shared part of quern's language models `gpt` and `unet`, in plain PyTorch for the library transformers.
 
-This file needs torch and transformers only. Attention is `scaled_dot_product_attention` with an explicit mask: exact,
-and slower than quern's kernels. A key-value cache holds all tokens, also for layers with a window.
+`quern export` copies this file and that of the model. They need torch and transformers only. `config.json` holds the
+values of the configuration. Attention is `scaled_dot_product_attention` with an explicit mask: exact, and slower than
+quern's kernels. A key-value cache holds all tokens, also for layers with a window.
 
 Shapes: B rows, T all tokens so far, N new tokens (the last of the T), D width, H query heads, K key and value heads,
 E head dim, V vocabulary.
@@ -9,18 +10,46 @@ E head dim, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
-
-from .configuration_quern import QuernConfig
 
 EPS = 1e-6
 """Added to the mean square under the norms' root."""
+
+
+class QuernConfig(PretrainedConfig):
+    """The fields that both architectures have, most with the names of Llama's.
+
+    max_position_embeddings: Tokens of a row in training; longer inputs compute without an error. windows: For each
+    layer, the tokens that a query sees, itself included; None is all of them. softcap: See `cap` of the model.
+    """
+
+    keys_to_ignore_at_inference = ["past_key_values"]
+    vocab_size = hidden_size = num_hidden_layers = head_dim = max_position_embeddings = 0
+    num_attention_heads = num_key_value_heads = 1
+    windows: Sequence[int | None] = ()
+    rope_base, softcap, initializer_range = 100_000.0, 15.0, 0.02
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs | {"tie_word_embeddings": False})
+
+
+class QuernGPTConfig(QuernConfig):
+    """The configuration of `QuernGPTForCausalLM`."""
+
+    model_type = "quern_gpt"
+
+
+class QuernUNetConfig(QuernConfig):
+    """The configuration of `QuernUNetForCausalLM`."""
+
+    model_type = "quern_unet"
 
 
 def norm(x: Tensor) -> Tensor:
@@ -69,8 +98,7 @@ class Text:
     def __init__(
         self, input_ids: Tensor, attention_mask: Tensor | None, cache: DynamicCache | None, bos: int | None
     ) -> None:
-        self.input_ids, self.cache = input_ids, cache
-        self.total = input_ids.size(1)
+        self.input_ids, self.cache, self.total = input_ids, cache, input_ids.size(1)
         self.new = self.total - (cache.get_seq_length() if cache is not None else 0)
         if self.new <= 0:
             raise ValueError(
@@ -78,11 +106,10 @@ class Text:
                 "input_ids, with the tokens that are in the cache"
             )
         self.valid_BT = None if attention_mask is None else _checked(attention_mask, input_ids)
-        documents_BT = input_ids == bos if bos is not None else None
-        if documents_BT is not None:
-            documents_BT = documents_BT if self.valid_BT is None else documents_BT & self.valid_BT
-            documents_BT = documents_BT.cumsum(1)
-        self.documents_BT = documents_BT
+        self.documents_BT = None
+        if bos is not None:
+            starts_BT = input_ids == bos
+            self.documents_BT = (starts_BT if self.valid_BT is None else starts_BT & self.valid_BT).cumsum(1)
         self._masks: dict[int | None, Tensor] = {}
 
     def positions(self) -> Tensor:
@@ -139,7 +166,8 @@ class QuernForCausalLM(PreTrainedModel, GenerationMixin):
     """The part that both architectures share: the logits, the loss and generation.
 
     The cache holds keys and values only. Whatever else depends on earlier tokens is computed again from their ids, so
-    `input_ids` always holds the whole text; `generate` does that.
+    `input_ids` always holds the whole text; `generate` does that. Subclasses have `hidden_states`, the normed hidden
+    states (B, N, D) of the new tokens, and `cap`, which bounds fp32 logits.
     """
 
     config_class = QuernConfig
@@ -149,11 +177,9 @@ class QuernForCausalLM(PreTrainedModel, GenerationMixin):
     head: nn.Linear
 
     def hidden_states(self, text: Text) -> Tensor:
-        """The normed hidden states (B, N, D) of the new tokens."""
         raise NotImplementedError
 
     def cap(self, logits: Tensor) -> Tensor:
-        """Bounds fp32 logits."""
         raise NotImplementedError
 
     def document_start(self) -> int | None:

@@ -1,1 +1,0 @@
-"""The gate between the network and the application: connections, host names, keys, rates."""
