@@ -1,12 +1,11 @@
-"""Cached = uncached, batched = alone, chunked prefill = whole, samples share a prefill, streamed = not; gpt and llama.
+"""Cached = uncached, batched = alone, prefill in pieces = whole, samples share a prefill, streamed = not; all models.
 
-The oracle is the model over whole rows (`CausalContext`), run again for every token. Logits within 1e-5 in
-fp32, greedy tokens equal. The last tests break the cache on purpose and require the same comparison to
-notice.
+The oracle is the model over whole rows, in the context that it makes for them. Logits within 1e-5 in fp32, greedy
+tokens equal. The last tests break the cache on purpose and require the same comparison to notice.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -16,73 +15,70 @@ from quern.generate.cache import DecodeContext, KVCache, PrefillContext, decode,
 from quern.generate.reply import Completion, Delta
 from quern.generate.sampling import GREEDY, Sampling
 from quern.model.base import LanguageModel
-from quern.model.context import CausalContext
-from quern.model.gpt import GPT
 from quern.model.llama import Llama
-from tests.support.toy_engine import toy_engine, toy_model
+from quern.model.unet import UNet
+from tests.support.toy_engine import SmallUNet, toy_engine, toy_model, toy_unet
 
 BAR = 1e-5
-CONTEXT = 32
+CONTEXT, VOCABULARY, BOS = 40, 128, 0
 
 
-@dataclass(frozen=True)
-class Pattern:
-    windows: str
-    window: int | None = None
-    kv_heads: int = 4
-    make_model: type = GPT
+def toy(windows: str, **options: Any) -> Callable[[], LanguageModel]:
+    return lambda: toy_model(windows, context=CONTEXT, vocab_size=VOCABULARY, **options)
 
 
-PATTERNS = {
-    "S": Pattern("S"),
-    "L": Pattern("L"),
-    "SL": Pattern("SL"),
-    "SSSL": Pattern("SSSL"),
-    "window 1": Pattern("SSSL", window=1),
-    "window 2": Pattern("SL", window=2),
-    "window longer than the rows": Pattern("SSSL", window=100),
-    "grouped queries": Pattern("SSSL", kv_heads=2),
-    "one key head": Pattern("SL", window=3, kv_heads=1),
-    "llama": Pattern("L", kv_heads=2, make_model=Llama),
-    "llama, windows": Pattern("SSSL", window=3, kv_heads=1, make_model=Llama),
+def unet(depth: int, kind: type[UNet] = SmallUNet) -> Callable[[], LanguageModel]:
+    return lambda: toy_unet(context=CONTEXT, vocab_size=VOCABULARY, bos=BOS, depth=depth, kind=kind)
+
+
+MODELS = {
+    "S": toy("S"),
+    "L": toy("L"),
+    "SL": toy("SL"),
+    "SSSL": toy("SSSL"),
+    "window 1": toy("SSSL", window=1),
+    "window 2": toy("SL", window=2),
+    "window longer than the rows": toy("SSSL", window=100),
+    "grouped queries": toy("SSSL", kv_heads=2),
+    "one key head": toy("SL", window=3, kv_heads=1),
+    "llama": toy("L", kv_heads=2, make_model=Llama),
+    "llama, windows": toy("SSSL", window=3, kv_heads=1, make_model=Llama),
+    "unet, 2 layers": unet(2),
+    "unet, 4 layers": unet(4),
+    "unet": unet(6),
 }
-PIECES = ("SSSL", "window 1", "window 2", "window longer than the rows", "one key head", "llama", "llama, windows")
-LENGTHS = (1, 2, 7, 8, 9, 17, 20)
-
-
-def build(pattern: Pattern) -> LanguageModel:
-    return toy_model(
-        pattern.windows,
-        window=pattern.window,
-        kv_heads=pattern.kv_heads,
-        context=CONTEXT,
-        make_model=pattern.make_model,
-    )
+PIECES = [
+    *((name, 3) for name in ("SSSL", "window 1", "window 2", "one key head", "llama, windows", "unet")),
+    *(("SSSL", chunk) for chunk in (1, 8, 13)),
+    *(("window longer than the rows", 8), ("window 1", 8), ("unet", 1), ("unet", 13)),
+]
+"""Models, and tokens that are read at a time."""
+LENGTHS = (1, 2, 7, 8, 9, 17, 24)
 
 
 def rows(lengths: tuple[int, ...], seed: int = 1) -> list[list[int]]:
+    """Prompts that begin with BOS and hold it nowhere else: it would begin another document of unet."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, 96, (length,), generator=generator).tolist() for length in lengths]
+    return [[BOS, *torch.randint(1, VOCABULARY, (length - 1,), generator=generator).tolist()] for length in lengths]
 
 
 @torch.inference_mode()
-def uncached(model: LanguageModel, prompt: list[int], steps: int) -> tuple[list[int], torch.Tensor]:
-    """Greedy tokens and the logits (steps, V) that chose them, each from the whole row."""
-    ids, logits = list(prompt), []
-    for _ in range(steps):
-        logits_V = model.logits(model(torch.tensor([ids]), CausalContext()))[0, -1]
-        logits.append(logits_V)
-        ids.append(int(logits_V.argmax()))
-    return ids[len(prompt) :], torch.stack(logits)
+def uncached(model: LanguageModel, prompt: list[int], reply: list[int]) -> torch.Tensor:
+    """The logits (N, V) that choose each token of a reply, from the whole row."""
+    whole = torch.tensor([prompt + reply[:-1]])
+    return model.logits(model(whole, model.context(whole)))[0, len(prompt) - 1 :]
+
+
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    """The likeliest token but BOS."""
+    return logits[..., BOS + 1 :].argmax(-1) + BOS + 1
 
 
 @torch.inference_mode()
-def cached(
-    model: LanguageModel, prompts: list[list[int]], steps: int, chunk: int | None = None
-) -> tuple[list[list[int]], torch.Tensor]:
-    """The same for all prompts together (B, steps, V), the prompts read in pieces of `chunk` tokens."""
+def cached(model: LanguageModel, prompts: list[list[int]], steps: int, chunk: int | None = None) -> torch.Tensor:
+    """The same for greedy replies to all prompts together (B, N, V), the prompts read in pieces of `chunk` tokens."""
     cache = KVCache(model, len(prompts), CONTEXT + 1)
-    tokens_BT, lengths_B = pad(prompts, 0, torch.device("cpu"))
+    tokens_BT, lengths_B = pad(prompts, BOS, torch.device("cpu"))
     chunk = chunk or tokens_BT.size(1)
     x_BD = torch.zeros(len(prompts), model.embedding.weight.size(1))
     for start in range(0, tokens_BT.size(1), chunk):
@@ -91,48 +87,43 @@ def cached(
         x_BD = torch.where(piece_B[:, None] > 0, piece_BD, x_BD)
     logits = [model.logits(x_BD)]
     for _ in range(steps - 1):
-        logits.append(decode(model, cache, logits[-1].argmax(-1), torch.arange(CONTEXT + 1)))
-    logits_BNV = torch.stack(logits, dim=1)
-    return logits_BNV.argmax(-1).tolist(), logits_BNV
+        logits.append(decode(model, cache, greedy(logits[-1]), torch.arange(CONTEXT + 1)))
+    return torch.stack(logits, dim=1)
 
 
 def deviation(
-    model: LanguageModel, lengths: tuple[int, ...] = LENGTHS, steps: int = 11, chunk: int | None = None
+    model: LanguageModel, steps: int = 11, chunk: int | None = None, oracle: LanguageModel | None = None
 ) -> float:
     """Largest difference of a logit between the two ways; infinite if a greedy token differs."""
-    prompts = rows(lengths)
-    tokens, logits_BNV = cached(model, prompts, steps, chunk)
-    worst = 0.0
-    for row, prompt in enumerate(prompts):
-        expected, expected_NV = uncached(model, prompt, steps)
-        if tokens[row] != expected:
+    prompts, worst = rows(LENGTHS), 0.0
+    for prompt, found_NV in zip(prompts, cached(model, prompts, steps, chunk), strict=True):
+        reply = greedy(found_NV).tolist()
+        expected_NV = uncached(oracle or model, prompt, reply)
+        if greedy(expected_NV).tolist() != reply:
             return float("inf")
-        worst = max(worst, float((logits_BNV[row] - expected_NV).abs().max()))
+        worst = max(worst, float((found_NV - expected_NV).abs().max()))
     return worst
 
 
-@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("name", MODELS)
 def test_cached_is_uncached(name: str, law: Callable[..., None]) -> None:
-    found = deviation(build(PATTERNS[name]))
-    law(
-        "cached = uncached, prompts of 7 lengths in one batch: logits, fp32; greedy tokens equal",
-        found,
-        "≤ 1e-5",
-    )
+    found = deviation(MODELS[name]())
+    kind = "unet" if "unet" in name else "prompts of 7 lengths in one batch"
+    law(f"cached = uncached, {kind}: logits, fp32; greedy tokens equal", found, "≤ 1e-5")
     assert found <= BAR
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 8, 13])
-@pytest.mark.parametrize("name", PIECES)
+@pytest.mark.parametrize(("name", "chunk"), PIECES)
 def test_prefill_in_pieces_is_prefill_at_once(name: str, chunk: int, law: Callable[..., None]) -> None:
-    found = deviation(build(PATTERNS[name]), steps=4, chunk=chunk)
-    law("prefill in pieces = at once: logits, fp32; greedy tokens equal", found, "≤ 1e-5")
+    found = deviation(MODELS[name](), steps=4, chunk=chunk)
+    kind = ", unet" if "unet" in name else ""
+    law(f"prefill in pieces = at once{kind}: logits, fp32; greedy tokens equal", found, "≤ 1e-5")
     assert found <= BAR
 
 
 def test_a_short_look_at_the_cache_is_enough() -> None:
     """Decoding that looks only at the slots in use equals decoding that looks at all of them."""
-    model = build(PATTERNS["SSSL"])
+    model = MODELS["SSSL"]()
     [prompt] = rows((9,))
     with torch.inference_mode():
         results = []
@@ -145,15 +136,12 @@ def test_a_short_look_at_the_cache_is_enough() -> None:
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling()], ids=["greedy", "sampled"])
 def test_batched_is_alone(sampling: Sampling, law: Callable[..., None]) -> None:
-    engine = toy_engine()
-    prompts = rows((1, 5, 30, 12, 60, 63, 2))
-    together = engine.generate(prompts, samples=3, max_tokens=24, sampling=sampling, seed=7)
-    alone = [engine.generate([p], samples=3, max_tokens=24, sampling=sampling, seed=7)[0] for p in prompts]
-    assert together == alone
-    reordered = engine.generate(prompts[::-1], samples=3, max_tokens=24, sampling=sampling, seed=7)
-    assert reordered[::-1] == alone
-    narrow = toy_engine(max_rows=4)
-    assert narrow.generate(prompts, samples=3, max_tokens=24, sampling=sampling, seed=7) == alone
+    engine, narrow = toy_engine(), toy_engine(max_rows=3)
+    how: dict[str, Any] = {"samples": 2, "max_tokens": 16, "sampling": sampling, "seed": 7}
+    prompts = rows((1, 5, 30, 12, 60, 63))
+    alone = [engine.generate([prompt], **how)[0] for prompt in prompts]
+    assert engine.generate(prompts, **how) == alone == engine.generate(prompts[::-1], **how)[::-1]
+    assert narrow.generate(prompts, **how) == alone
     law("batched = alone, in any order and batch size, greedy and sampled: tokens", "equal", "equal")
 
 
@@ -172,14 +160,16 @@ def test_samples_of_one_prefill_are_those_of_their_own(law: Callable[..., None])
     engine = toy_engine(context=CONTEXT)
     [prompt] = rows((9,))
     [samples] = engine.generate([prompt], samples=3, max_tokens=12, sampling=GREEDY)
-    expected, _ = uncached(engine.model, prompt, 12)
     for sample in samples:
         assert isinstance(sample, Completion)
-        assert sample.ids == expected[: len(sample.ids)]
+        assert uncached(engine.model, prompt, sample.ids).argmax(-1).tolist() == sample.ids
     sampled = engine.generate([prompt], samples=8, max_tokens=12)[0]
     assert len({sample.ids[0] for sample in sampled}) > 1, "all samples begin with the same token"
     assert len({tuple(sample.ids) for sample in sampled}) == 8
     law("samples of one prefill = each from its own: greedy tokens", "equal", "equal")
+
+
+# What is cached, broken --------------------------------------------------------------------------------------
 
 
 class WindowOneTooWide(DecodeContext):
@@ -225,8 +215,30 @@ class OldTokensNeverLeave(PrefillContext):
         return super()._visible(T, ring, used, None)
 
 
+class Unscaled:
+    """A context that scales attention of single tokens as the cache would by itself: reading the prompt stays right."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def attend(self, *args: Any) -> torch.Tensor:
+        return self._context.attend(*args[:5], args[5] if args[1].size(1) > 1 else None)
+
+
+class Off(SmallUNet):
+    def forward(self, tokens_BT: torch.Tensor, context: Any) -> torch.Tensor:
+        return super().forward(tokens_BT, Unscaled(context))  # pyright: ignore[reportArgumentType]
+
+
+class Wider(SmallUNet):
+    long_window = 16
+
+
 @pytest.mark.parametrize(
-    ("name", "broken", "pattern"),
+    ("name", "broken", "model"),
     [
         ("DecodeContext", PositionsOfTheFirstRow, "SSSL"),
         ("DecodeContext", NoSmear, "SSSL"),
@@ -237,8 +249,11 @@ class OldTokensNeverLeave(PrefillContext):
         ("PrefillContext", OldTokensNeverLeave, "llama, windows"),
     ],
 )
-def test_the_law_can_fail(name: str, broken: type, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build(PATTERNS[pattern])
-    assert deviation(model, chunk=5) <= BAR
+def test_the_law_can_fail(name: str, broken: type, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_module, name, broken)
-    assert deviation(model, chunk=5) > 100 * BAR
+    assert deviation(MODELS[model](), chunk=5) > 100 * BAR
+
+
+@pytest.mark.parametrize("broken", [Off, Wider])
+def test_a_forgotten_scale_and_a_wider_window_are_noticed(broken: type[UNet]) -> None:
+    assert deviation(unet(6, broken)(), oracle=MODELS["unet"]()) > 100 * BAR

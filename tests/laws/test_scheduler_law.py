@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from experiments.bigram import BigramGPT
 from quern.generate.cache import KVCache
@@ -20,32 +19,11 @@ from quern.generate.reply import Completion, Generation
 from quern.generate.sampling import GREEDY, Sampling
 from quern.model.base import LanguageModel
 from quern.model.llama import Llama
-from quern.model.unet import UNet
-from quern.recipe import ResolvedModel
-from tests.support.toy_engine import CPU, toy_model, toy_tokenizer
+from tests.support.toy_engine import CPU, toy_model, toy_tokenizer, toy_unet
 
 BAR = 1e-5
 CONTEXT = 96
 TOKENIZER = toy_tokenizer()
-
-
-class SmallUNet(UNet):
-    window_block = 4
-    long_window = 12
-
-
-def unet() -> LanguageModel:
-    shape = ResolvedModel(
-        depth=6, width=32, head_dim=8, heads=4, kv_heads=4, context=CONTEXT, vocab_size=TOKENIZER.vocab_size,
-        bos=TOKENIZER.bos, windows="LSSSLSSLSSSL", rope_base=1024.0,
-    )  # fmt: skip
-    model = SmallUNet(shape)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_((p.size(-1) ** -0.5 if p.dim() > 1 else 0.5) * torch.randn(p.shape, generator=generator))
-        model.head.weight.mul_(6)
-    return model.eval()
 
 
 def toy(windows: str, **options: Any) -> Callable[[], LanguageModel]:
@@ -59,7 +37,7 @@ MODELS: dict[str, Callable[[], LanguageModel]] = {
     "llama": toy("L", kv_heads=2, make_model=Llama),
     "llama, windows": toy("SSSL", window=5, make_model=Llama),
     "gpt, bigrams": toy("SL", make_model=BigramGPT),
-    "unet": unet,
+    "unet": lambda: toy_unet(context=CONTEXT, vocab_size=TOKENIZER.vocab_size, bos=TOKENIZER.bos),
 }
 SCHEDULES = [("gpt", 0, None), *((name, 1, 7) for name in MODELS), ("unet", 2, 64)]
 SAMPLINGS = (
@@ -83,7 +61,7 @@ class Request:
     replies: dict[int, Completion] = field(default_factory=dict)
 
 
-def requests(seed: int, count: int = 10) -> list[Request]:
+def requests(seed: int, count: int = 7) -> list[Request]:
     """Prompts that begin alike, repeat, or go on where another one's reply ended; random lengths and arrivals."""
     random = np.random.default_rng(seed)
     system = [TOKENIZER.bos, *random.integers(0, 256, 24).tolist()]

@@ -169,7 +169,7 @@ def test_sigterm_lets_the_streams_of_both_end(served: Served) -> None:
 
 def test_a_replica_that_ends_before_it_is_ready_stops_the_start() -> None:
     with pytest.raises(RuntimeError, match=r"replica \d did not start: it ended with code 3"):
-        replicas.run([sys.executable, "-S", "-c", "exit(3)"], 2, "127.0.0.1", 0, FP32, print)
+        replicas.run([sys.executable, "-S", "-c", "raise SystemExit(3)"], 2, "127.0.0.1", 0, FP32, print)
 
 
 def test_a_port_of_one_replica_that_is_taken_is_named() -> None:
