@@ -14,6 +14,7 @@ from quern.model.gpt import GPT
 from quern.optim.constants import adamw_groups
 from quern.recipe import ConversationSource, ModelRecipe, OptimRecipe, Recipe, SftRecipe, TextRecipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
+from quern.recipes.unet import RECIPE as UNET
 from quern.resolve import (
     MINIMUM_BATCH_TOKENS,
     REFERENCE_BATCH_TOKENS,
@@ -48,7 +49,7 @@ def through_json(recipe: Recipe) -> Recipe:
 # JSON -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", [BASE, resolve(BASE), resolve(replace(BASE, depth=12)), toy_recipe()])
+@pytest.mark.parametrize("recipe", [BASE, resolve(replace(BASE, depth=12)), toy_recipe(), UNET, resolve(UNET)])
 def test_json_round_trip(recipe: Recipe) -> None:
     assert through_json(recipe) == recipe
 

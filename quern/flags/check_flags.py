@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
-from itertools import pairwise, takewhile
+from itertools import groupby, pairwise, takewhile
 from pathlib import Path
 from types import NoneType
 from typing import (
@@ -224,11 +224,9 @@ def show_help(flags: Sequence[Flag], arguments: Sequence[str], prog: str, descri
     usage = " ".join([*(f"[{flag.head}]" for flag in flags if not flag.name), "[FLAGS]"])
     for part in [*description.split("\n\n"), f"usage: {prog} {usage}"]:
         print(part if part.startswith(("example: ", "usage: ")) else textwrap.fill(part, width), end="\n\n")
-    parts = dict[str, list[Flag]]()
-    for flag in flags:
-        if not flag.rare or HELP_ALL in arguments:
-            parts.setdefault(flag.part, []).append(flag)
-    for part, own in parts.items():
+    shown = sorted((flag for flag in flags if not flag.rare or HELP_ALL in arguments), key=lambda flag: flag.part != "")
+    for part, found in groupby(shown, lambda flag: flag.part):
+        own = list(found)
         print(textwrap.fill(f"{part}: {inspect.getdoc(own[0].owner)}", width) if part else "flags:")
         print(listed({flag.head: flag.text for flag in own}, LONGEST), end="\n\n")
     if HELP_ALL not in arguments and any(flag.rare for flag in flags):

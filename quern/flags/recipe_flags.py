@@ -187,23 +187,21 @@ def _default(one: check_flags.Flag, filled: Recipe, of_the_run: bool) -> str | N
     return "(default: derived from the run)" if of_the_run else f"(default: {shown}; follows)"
 
 
-_TOKENIZED = "is for a tokenizer that is trained on the text, and this one is there already: leave it out"
-
-
-def _has_tokenizer(recipe: Recipe, tokens: bool) -> bool:
-    return tokens or recipe.text.tokenizer is not None
-
-
-def _no_files(recipe: Recipe, tokens: bool) -> bool:
-    return recipe.data == "tinyworld" or tokens
-
-
 IDLE: Mapping[str, tuple[str, Callable[[Recipe, bool], bool]]] = {
-    "text.column": ("names what holds the text in a --data of your own that is text: leave it out", _no_files),
-    "text.separator": ("separates the documents of text files of your own: leave it out", _no_files),
-    "text.encoding": ("is that of a --data of your own that is text: leave it out", _no_files),
-    "include": ("chooses files of a --data of your own that is text: leave it out", _no_files),
-    "exclude": ("chooses files of a --data of your own that is text: leave it out", _no_files),
+    **dict.fromkeys(
+        ("text.column", "text.separator", "text.encoding", "include", "exclude"),
+        (
+            "is for files of text in a --data of your own: leave it out",
+            lambda recipe, tokens: recipe.data == "tinyworld" or tokens,
+        ),
+    ),
+    **dict.fromkeys(
+        ("text.vocab_size", "text.digits", "text.tokenizer_megabytes"),
+        (
+            "is for a tokenizer that is trained on the text, and this one is there already: leave it out",
+            lambda recipe, tokens: tokens or recipe.text.tokenizer is not None,
+        ),
+    ),
     "text.split": (
         "is the split of a data set of the Hugging Face Hub (--data hf:OWNER/NAME): leave it out",
         lambda recipe, tokens: not recipe.data.startswith("hf:"),
@@ -214,9 +212,6 @@ IDLE: Mapping[str, tuple[str, Callable[[Recipe, bool], bool]]] = {
             recipe.data == "tinyworld" or "\n" in recipe.data or Path(recipe.data).exists() or bool(glob(recipe.data))
         ),
     ),
-    "text.vocab_size": (_TOKENIZED, _has_tokenizer),
-    "text.digits": (_TOKENIZED, _has_tokenizer),
-    "text.tokenizer_megabytes": (_TOKENIZED, _has_tokenizer),
     "text.tinyworld_megabytes": (
         "is the size of the built-in world, and --data names another text: leave one of them out",
         lambda recipe, tokens: recipe.data != "tinyworld",
