@@ -1,10 +1,7 @@
 """Causal attention with a mask of few fields: a reference, a blocked path for any device, and the fast kernels.
 
 q: (B, T, H, E); k, v: (B, T, K, E) with K dividing H; the scale is 1/sqrt(E). `attention` calls the function that
-`choose` selects: cuDNN's kernel on GPUs, splash attention on TPUs, else the blocked path. The gauntlet and the tests
-compare all of them with `reference_attention`, which builds the whole score matrix in fp32 and is never selected.
-
-For each block of queries, the blocked path computes only the keys that the block can see.
+`choose` selects. The gauntlet and the tests compare all of them with `reference_attention`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """Bits per byte on the validation text (as quern/eval/bits_per_byte.py), FLOPs of a token, the devices' peak, and the
-default dtype: bf16 on accelerators, and on CPUs where a probe measures it to be clearly faster.
-
-The probe times the products that dominate a step: one of a feed-forward layer and its two gradients. They are large
-enough to use all threads. A product of 512 × 512 takes half a millisecond on one thread, about as long as its start.
+default dtype: bf16 on accelerators, and on CPUs where a probe measures it to be clearly faster (docs/grug.md).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The device mesh, products of sharded arrays, the processes that share the mesh, and their malloc settings.
 
-docs/grug.md explains its four axes: `replica_dcn` and `replica` are copies of the model; parameters and optimizer state
-at rest are sharded along `data` too (ZeRO-3). Every axis is explicit (`AxisType.Explicit`): an array's type includes
-its sharding, and an operation whose result could be sharded in several ways names one.
+docs/grug.md explains the four axes. Every axis is explicit (`AxisType.Explicit`): an array's type includes its
+sharding, and an operation whose result could be sharded in several ways names one.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The `gpt` architecture in JAX: parameters as dataclasses, everything else as functions.
 
-The twin of quern/model/gpt.py, which explains each part; laws compare the two in fp32. Weights are (outputs, inputs),
-as there. Shapes: B rows, T tokens, D width, H heads, K kv-heads, E head dim, F feed-forward channels, V vocabulary.
-
-A parameter at rest is sharded over `data` and `model`. A layer gathers it over `data` (ZeRO-3) before use; it stays
-sharded over `model`. Activations are sharded by rows, and inside a block by heads or channels.
+The twin of quern/model/gpt.py, which explains each part. Weights are (outputs, inputs), as there. Shapes: B rows, T
+tokens, D width, H heads, K kv-heads, E head dim, F feed-forward channels, V vocabulary. A layer gathers a parameter
+over `data` (ZeRO-3) before use. Activations are sharded by rows, and inside a block by heads or channels.
 """
 
 from __future__ import annotations

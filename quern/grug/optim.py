@@ -1,11 +1,7 @@
-"""The optimizer: optax's AdamW and our Muon, each on its groups of parameters.
+"""The optimizer: optax's AdamW and our Muon, each on its groups of parameters; the twin of quern/optim/.
 
-The twin of quern/optim/: it shares constants.py and has the same order of operations. optax's Muon has no row
-equilibration, norm restoration, variance reduction or cautious decay. Rates, Muon's momentum and its decay are
-arguments of every update, as arrays, so a schedule never causes a recompilation.
-
-Muon needs whole matrices. Matrices of one shape are stacked, and the stack is sharded over all devices along N, so
-each matrix is orthogonalised once.
+Rates, Muon's momentum and its decay are arguments of every update, as arrays, so a schedule never causes a
+recompilation. Muon needs whole matrices: those of one shape are stacked, and the stack is sharded over all devices.
 """
 
 from __future__ import annotations

@@ -1,24 +1,11 @@
-"""Buckets: parameters that share one buffer and one update rule, and are communicated together.
+"""Buckets: parameters that share one buffer and one update rule, and are communicated together (docs/parallelism.md).
 
-A bucket's buffer is cut into one equal region per rank of the data group. The gradient of each region is summed to its
-rank. The owners update their fp32 masters, and the regions are gathered back. There are three kinds:
-
-- Rows: the parameters of an elementwise rule, concatenated and cut at multiples of a row, so that a rank owns a
-  rectangle of a parameter. The rank of a region owns it.
-- Stacks: matrices of one shape, each owned whole by one rank. Where their number divides by the ranks, a rank owns the
-  matrices of its region. Otherwise regions end within matrices, and the parts travel to the owners and back
-  (all-to-all); ownership.py balances the work. Under tensor parallelism a rank holds parts of matrices, and the shards
-  of a replica exchange parts so that each has whole matrices to update (`Stack`).
-- Small: parameters that are too small to cut. One all-reduce sums all small buckets, and every rank updates them.
-
-A group that is updated every n-th step (`GroupRule.every`) adds its gradients to `held` on the other steps: nothing is
-communicated or updated. Its next update uses the mean over the n steps.
-
-Where replicas share the parameters themselves (zero3.py), the parameters of one block make buckets of their own.
-`Share` holds their regions, and the buffers have memory only while the block computes.
-
-On one process a region is the whole buffer and nothing is communicated. With bf16 parameters and AdamW, a rank of n
-needs 2 + 2 + 12/n bytes per parameter (ZeRO stage 2, arXiv 1910.02054), and 2 more for gradients in fp32.
+A buffer is cut into one equal region per rank of the data group, where the gradients are summed and the parameters come
+from. There are three kinds: rows of elementwise rules, cut at multiples of a row; stacks of matrices of one shape, each
+owned whole by one rank (ownership.py); and small buckets, which are not cut and which every rank updates. A group that
+is updated every n-th step (`GroupRule.every`) adds its gradients to `held` on the other steps, without communication.
+Where replicas share the parameters (zero3.py), `Share` holds their regions, and buffers have memory only while a block
+computes. On one process a region is the whole buffer.
 """
 
 from __future__ import annotations

@@ -1,18 +1,10 @@
 """Who owns which matrices, and the collectives that bring matrices whole to their owners and back.
 
 Parameters of one shape ("units") are consecutive in a buffer, which is cut into one equal region per replica, possibly
-within a unit; only the end is padded. Gradients are summed in regions. One rank owns a unit whole; ownership is cut
-between units, in the same order. So a replica owns one interval of the buffer, and its part of each region is an
-interval too. Parts outside the owner's region travel to the owner before the update and back after it. A rank sends at
-most a region, and what it owns back: of n replicas, on average at most 2/n of the buffer. Where the units divide by the
-replicas, regions and ownership are the same.
-
-Owners balance the work: where units do not divide, each goes to the rank with the least work, the most costly shapes
-first (longest processing time first: Graham, 1969). The shards of a replica divide its units in the same way.
-
-`Stack` has two collectives. Over the data group, gradients travel from the regions to the owners, where these differ.
-Under tensor parallelism, the shards of the model group exchange their parts of matrices. Parameters take the same ways
-back. The update rule decides what the owners compute.
+within a unit. One rank owns a unit whole, in the same order, so a replica owns one interval of the buffer. Where the
+units divide by the replicas, regions and ownership are the same. Otherwise each unit goes to the rank with the least
+work, the most costly shapes first (longest processing time first: Graham, 1969), and its parts travel to the owner
+before the update and back after it. The shards of a replica divide its units in the same way.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Which part of a logical tensor a process holds: of parameters under tensor parallelism, and of state in a checkpoint.
 
-A parameter that tensor parallelism cut has a `Sharding` as its attribute `sharding`. Every shard of the replica holds a
-parameter without this attribute whole, and its gradient is complete after backward. The optimizer and the checkpoints
-need no other information about how a model was cut.
-
-A `Slice` is a rectangle of a logical tensor. Every rank writes its rectangles, and any number of ranks reads the whole.
+A parameter that tensor parallelism cut has a `Sharding` as its attribute `sharding`; every shard of the replica holds
+the others whole. The optimizer and the checkpoints need no other information about how a model was cut.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
 """Tensor and sequence parallelism: collectives as autograd functions, and hooks that wrap layers with them.
 
-The shards of a replica see the same micro-batch of N = B·T tokens. Between the layers each shard holds ceil(N / n) of
-these tokens with all channels: the *stream*, (1, t, D). It is cut from the flattened batch, so any B and T work; the
-last parts are padded with zeros if N does not divide. Norms, residual sums and skips run on the stream unchanged. A
-*region* (attention, feed-forward) runs on all tokens with a part of its heads or hidden channels: the stream is
-gathered before it, and the partial results are summed and scattered after it. So the linears of a layer stay ordinary
-linears that hold a part of their weight: the first ones rows (column-parallel), the last one columns (row-parallel).
+Between the layers each of n shards holds t = ceil(N / n) of the N = B·T tokens with all channels: the *stream*,
+(1, t, D), cut from the flattened batch and padded with zeros. A *region* (attention, feed-forward) runs on all tokens
+with a part of its heads or hidden channels: the stream is gathered before it, and the partial results are summed and
+scattered after it. So a layer's first linears hold rows of their weight, its last one columns.
 
 This is Megatron-LM's scheme (arXiv 1909.08053, 2205.05198), except that the tokens of all rows are cut in one piece
-instead of each row, and that gathered inputs are kept for the backward pass. plan.py says how each layer is cut.
-
-n shards, t tokens of one part. Every rank of the group makes the same calls in the same order, also in backward.
+instead of each row, and that gathered inputs are kept for the backward pass. plan.py says how each layer is cut. Every
+rank of the group makes the same calls in the same order, also in backward.
 """
 
 from __future__ import annotations

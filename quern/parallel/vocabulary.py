@@ -1,18 +1,13 @@
 """The vocabulary cut into parts: embedding, head and cross-entropy, of which every shard holds some rows.
 
 The embedding looks up the rows that it holds, and the sum over the shards is scattered as the stream (tensor.py). The
-head computes logits of its own rows only. The loss needs no others, since a softmax over parts follows from each part's
-logsumexp:
+head computes logits of its own rows only, since a softmax over parts follows from each part's logsumexp:
 
     lse = log Σ_parts exp(lse_part)          loss = lse - z[target], known to the part that holds the target
 
 So the loss runs the kernels of one process (kernels/cross_entropy.py) on the part, and for each chunk of tokens sends
-two numbers per token in one all-reduce, and without a cap one more number before, the maximum. The kernel's gradient is
-exact except for two things, which are corrected here: its softmax is that of the part (a factor of the row), and the
-entry at the target, which most parts do not hold.
-
-All parts have the same size, a multiple of 16 where possible: fast products prefer it, and FP8 requires it. Rows beyond
-the vocabulary are zero. They get no logits, so they stay zero.
+two numbers per token in one all-reduce, and without a cap one more number before, the maximum. Two things of the
+kernel's gradient are corrected: its softmax is that of the part (a factor of the row), and the entry at the target.
 """
 
 from __future__ import annotations
@@ -33,6 +28,8 @@ from quern.parallel.sharding import Sharding
 from quern.parallel.tensor import collect, cut, reduce_scatter
 
 MULTIPLE = 16
+"""Of the rows of a part, where possible: fast products prefer it, and FP8 requires it. Rows beyond the vocabulary are
+zero, get no logits and stay zero."""
 LEAST_SHARE = 1e-30
 """The least share of a row's softmax that a part can have: its factor and the inverse must fit into fp32."""
 

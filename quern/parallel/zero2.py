@@ -1,14 +1,9 @@
 """The optimizer's driver: fp32 masters sharded over the data group, and the communication between them and the model.
 
-An update rule sees tensors only; buckets.py decides their memory layout and who owns what. During the backward pass of
-the last micro-batch, each bucket's gradients are reduced as soon as they are complete. The parameters of a bucket are
-gathered while the next bucket is updated. Parameters stay in the compute dtype; where that is not fp32, fp32 masters
-exist besides, otherwise a parameter is its own master. On one process nothing is communicated.
-
-A group that is updated every n-th step keeps its gradients on the other steps, so these cost neither an update nor
-communication. The gradient norm, and clipping by it, cover the groups that the step updates.
-
-This is no torch.optim.Optimizer: schedules come in as numbers. Every rank makes the same calls in the same order.
+During the backward pass of the last micro-batch, each bucket's gradients are reduced as soon as they are complete. The
+parameters of a bucket are gathered while the next one is updated. A group that is updated every n-th step keeps its
+gradients on the other steps; the gradient norm covers the groups that the step updates. This is no
+torch.optim.Optimizer: schedules come in as numbers. Every rank makes the same calls in the same order.
 """
 
 from __future__ import annotations

@@ -1,20 +1,13 @@
 """ZeRO, stage 3: replicas share parameters and gradients too, and gather a module's parameters when it computes.
 
-The modules are the blocks, the tables of embeddings, and the head (`parts_of`). Their matrices make buckets of their
-own (buckets.py), of which each replica keeps one region: parameters in the compute dtype, gradients, masters and
-moments. The rest (norms, scalars, small matrices, what an idea adds outside of these modules) is as in zero2.py. So are
-owners, update rules and checkpoints.
-
     forward    gather the parameters of a module, and of the one that is called next; compute; free them
-    backward   the same for blocks in reverse; the others need none. Once all gradients of a bucket are there, they are
-               summed over the replicas into the region, and freed; those of micro-batches add up in the region
+    backward   the same for blocks in reverse. Once all gradients of a bucket are there, they are summed over the
+               replicas into the region, and freed; those of micro-batches add up in the region
 
-The calls of one pass tell those of the next, so the order needs no table; in the first pass nothing is gathered ahead.
-The last block stays gathered while the loss is computed. An autograd graph refers to the memory of parameters, not to
-their numbers: the memory is freed and allocated again under the tensors (as in FSDP, arXiv 2304.11277).
-
-All replicas must run equally many passes (train/step.py). Before the update, matrices travel to their owners all at
-once, since each replica then updates its own without waiting for the others.
+The modules are the blocks, the tables of embeddings and the head (`parts_of`); the rest is as in zero2.py. The calls of
+one pass tell those of the next; in the first pass nothing is gathered ahead. An autograd graph refers to the memory of
+parameters, not to their numbers: it is freed and allocated again under the tensors (as in FSDP, arXiv 2304.11277). All
+replicas must run equally many passes. Before the update, matrices travel to their owners all at once.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 memory."""
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +12,7 @@ from quern.runs.run_dir import RunDir
 from quern.runs.run_lock import run_lock
 from tests.support.jax_process import Grug, environment
 from tests.support.line_server import ROOT
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
+from tests.support.ranks import free_port
 
 
 def together(commands: list[list[str]], devices: int, tmp_path: Path, code: int) -> list[str]:

@@ -76,24 +76,6 @@ def snapshot(optimizer: Zero2) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in optimizer.state_tensors().items()}
 
 
-def test_matrices_are_updated_as_by_muon_alone() -> None:
-    model = toy()
-    named = model.parameter_groups()["matrices"]
-    optimizer = Zero2([ParameterGroup("matrices", Muon(weight_decay=0.3), tuple(named), 0.1)])
-    plain = {name: p.detach().clone()[None] for name, p in named}
-    state = {name: Muon().init_state(master) for name, master in plain.items()}
-    for step in range(4):
-        model.loss(step).backward()
-        grads = {name: p.grad.clone()[None] for name, p in named if p.grad is not None}
-        optimizer.step(step, Multipliers(lr=0.5, momentum=0.9, decay=0.25))
-        optimizer.drop_grads()
-        for name, master in plain.items():
-            scalars: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "beta2": 0.9, "weight_decay": 0.075}
-            Muon().update_(master, grads[name], state[name], scalars, dtype=torch.float32, out=None)
-    for name, p in named:
-        torch.testing.assert_close(p.detach(), plain[name][0], rtol=1e-5, atol=1e-6)
-
-
 def test_a_parameter_that_is_a_stack_is_updated_as_its_matrices() -> None:
     stacked = [Parameter(torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(i))) for i in range(2)]
     matrices = [[Parameter(m.detach().clone()) for m in p] for p in stacked]

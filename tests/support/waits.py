@@ -34,20 +34,12 @@ from quern.temporaries import alone_in
 from quern.text import downloads
 from quern.text.repositories import Repository
 from quern.train import launch
+from tests.support.ranks import free_port
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 LONGEST_SECONDS = 40.0
 SILENT = b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc"
 BUSY = b"HTTP/1.1 503 Busy\r\nRetry-After: 50\r\nContent-Length: 0\r\n\r\n"
-
-
-def port_of(listener: socket.socket) -> int:
-    return listener.getsockname()[1]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return port_of(listener)
 
 
 def join(rank: int, port: int, body: Any = None) -> None:
@@ -95,7 +87,7 @@ def stalled(answer: bytes) -> int:
             connection.sendall(answer)
 
     threading.Thread(target=serve, daemon=True).start()
-    return port_of(listener)
+    return listener.getsockname()[1]
 
 
 def download(folder: Path, answer: bytes) -> None:
