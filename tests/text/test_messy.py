@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import os
 import threading
 import zipfile
 from collections.abc import Callable
@@ -86,6 +87,7 @@ def test_a_folder_of_code_is_its_code_and_patterns_choose(tmp_path: Path) -> Non
 
     assert names() == ["Makefile", "README.md", "src/a.py", "src/b.rs"]
     assert names(include="*.py *.js", exclude="src/node_modules/*") == ["src/a.py"]
+    os.mkfifo(tmp_path / "pipe.weird")  # which nobody writes: it must not be opened
     assert names(include="*.weird") == ["notes.weird"]
     with pytest.raises(FileNotFoundError, match="no file ends in .* and matches"):
         names(include="*.png")
