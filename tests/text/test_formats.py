@@ -73,6 +73,9 @@ def test_damaged_tables_are_named_by_line(tmp_path: Path) -> None:
     path.write_bytes(b'id,text\n1,"a\nb\xff"\n')
     with pytest.raises(ValueError, match="a.csv, line 3: byte 2 of the line is not UTF-8"):
         texts(path)
+    path.write_bytes(b"id,text\n1,a\0b\n")
+    with pytest.raises(ValueError, match="a.csv, line 2: NUL bytes, so it is no text"):
+        texts(path)
     path.write_bytes(b"")
     assert texts(path) == []
 

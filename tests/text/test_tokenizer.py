@@ -162,10 +162,8 @@ def test_lone_surrogates_become_replacement_characters(tokenizer: Tokenizer) -> 
 @pytest.mark.parametrize("unit", [" ", " \n", "a", "7", "大", "\u3000", "'"])
 def test_long_runs_neither_crash_nor_lose_anything(tokenizer: Tokenizer, unit: str) -> None:
     """A backtracking regex overflows its stack on a long run of white space; the pattern must not."""
-    text = unit * 1_000_000 + "x"
-    assert (
-        tokenizer.decode(tokenizer.encode(text)) == text and tokenizer.decode(tokenizer.encode(text[:-1])) == text[:-1]
-    )
+    for text in (unit * 1_000_000, unit * 1_000_000 + "x"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
     Tokenizer.train([text], 300)
 
 
