@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 import quern
 from quern.lab.study import Study
@@ -142,7 +142,20 @@ def _imports(tree: ast.AST) -> Iterator[str]:
 
 ARMS, TRIALS, SPEEDS, BASELINES = "arms.jsonl", "trials.jsonl", "speeds.jsonl", "baselines.jsonl"
 FILES = (Study.PLAN, ARMS, TRIALS, SPEEDS, BASELINES)
-Numbers = dict[str, float]
+
+
+class SpeedRecord(TypedDict):
+    recipe: str
+    rung: int
+    ratio: float
+    error: float
+    seconds: float
+    pairs: int
+
+
+"""How fast an idea is on a rung, as `lab.axes.Speed`."""
+Ngrams = TypedDict("Ngrams", {"rung": int, "1": float, "2": float, "3": float})
+"""Bits per byte of the n-grams that count the baseline's tokens on a rung, by order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,11 +241,10 @@ class Comparison(Study):
         """(arm, rung, value of the tuned field) → seed → trial."""
         for trial in read_lines(self.folder / TRIALS, TrialRecord):
             self.trials.setdefault((trial.recipe, trial.rung, trial.value), {}).setdefault(trial.seed, trial)
-        self.speeds = {(one["recipe"], one["rung"]): one for one in read_lines(self.folder / SPEEDS)}
-        """(idea, rung) → the fields of `lab.axes.Speed`."""
-        ngrams: list[Numbers] = read_lines(self.folder / BASELINES, Numbers)
-        self.ngrams = {int(one["rung"]): one for one in ngrams}
-        """Rung → bits per byte of the n-grams that count the baseline's tokens, by order, as text."""
+        speeds: list[SpeedRecord] = read_lines(self.folder / SPEEDS, SpeedRecord)
+        self.speeds = {(one["recipe"], one["rung"]): one for one in speeds}
+        ngrams: list[Ngrams] = read_lines(self.folder / BASELINES, Ngrams)
+        self.ngrams = {one["rung"]: one for one in ngrams}
 
     @property
     def ideas(self) -> list[str]:
@@ -242,7 +254,7 @@ class Comparison(Study):
         """The finished trials of an arm at a rung, by seed."""
         return self.trials.get((arm, rung, value), {})
 
-    def counted(self, rung: int) -> Numbers:
+    def counted(self, rung: int) -> Ngrams:
         """The n-grams of a rung. Raises ValueError if they are not there."""
         if rung not in self.ngrams:
             raise ValueError(f"{self.folder / BASELINES} has no rung {rung}: run the study again, which counts it")
