@@ -132,21 +132,7 @@ def story_on_request(pen: Pen) -> Exchange:
     return exchange(pen.pick(_W["story_requests"]).format_map(FIELDS[hero.name]), story(pen, hero, short=True))
 
 
-def _list_home(pen: Pen) -> Exchange:
-    home = pen.pick(tuple(HOMES))
-    names = [character.name for character in CAST if character.home == home]
-    question = pen.pick(_W["inhabitants_questions"]).format(home=home)
-    return exchange(question, f"In {home} live {joined(names)}.")
-
-
-def _list_about(pen: Pen) -> Exchange:
-    home = pen.pick(tuple(HOMES))
-    question = pen.pick(_W["village_questions"]).format(home=home)
-    lies, known = HOMES[home]
-    return exchange(question, f"{home} lies {lies}. It is known for {known}.")
-
-
-def _list_days(pen: Pen) -> Exchange:
+def _days(pen: Pen) -> Exchange:
     kind = pen.below(4)
     if kind == 0:
         return exchange(pen.pick(_W["days_questions"]), f"The days of the week are {joined(data.DAYS)}.")
@@ -161,7 +147,17 @@ def _list_days(pen: Pen) -> Exchange:
 
 
 def listing(pen: Pen) -> Exchange:
-    return pen.pick((_list_home, _list_about, _list_days))(pen)
+    """The inhabitants of a village, what it is known for, or the order of days and months."""
+    about = pen.pick(("inhabitants", "village", "days"))
+    if about == "days":
+        return _days(pen)
+    home = pen.pick(tuple(HOMES))
+    question = pen.pick(_W[f"{about}_questions"]).format(home=home)
+    if about == "village":
+        lies, known = HOMES[home]
+        return exchange(question, f"{home} lies {lies}. It is known for {known}.")
+    names = [character.name for character in CAST if character.home == home]
+    return exchange(question, f"In {home} live {joined(names)}.")
 
 
 def _exercise(kind: str) -> Callable[[Pen], Exchange]:
