@@ -111,13 +111,6 @@ def test_a_vocabulary_padded_in_the_model_is_never_drawn_from() -> None:
     assert max(max(completion.ids) for completion in completions) < TOKENIZER.vocab_size
 
 
-def test_seeds() -> None:
-    engine = toy_engine()
-    ids = [[c.ids for c in engine.generate([[BOS, 7]], samples=2, max_tokens=9, seed=s)[0]] for s in (1, 1, 2)]
-    assert ids[0] == ids[1] != ids[2]
-    assert ids[0][0] != ids[0][1]
-
-
 def test_tools_run_inside_a_batch_and_their_answers_are_forced() -> None:
     """A model that calls "1+2" after the letter c; its neighbours in the batch never call."""
     start, end = TOKENIZER.special("<|tool_start|>"), TOKENIZER.special("<|tool_end|>")

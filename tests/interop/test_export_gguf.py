@@ -57,9 +57,8 @@ def test_a_run_becomes_a_file_that_llama_cpp_loads(
     assert facts["metadata"]["tokenizer"]["ggml"]["pre"] == "qwen35"
     assert main.main(export) == 1
     assert "one-q8_0.gguf is there already: name another file with --dir" in capsys.readouterr().err
-    assert main.main(["pretrain", "llama", *TOY, "--run", "two", *out]) == 0
-    capsys.readouterr()
-    export = ["export", "--to", "gguf", "--run", "two", "--dir", str(tmp_path / "two.gguf"), *out]
+    toy_run(tmp_path, toy_tokenizer())
+    export = ["export", "--to", "gguf", "--run", "first", "--dir", str(tmp_path / "two.gguf"), *out]
     assert main.main(export) == 1
     said = capsys.readouterr().err
     assert "other ids to " in said and "of 9,990 numbers from 10 to 9,999" in said

@@ -145,15 +145,9 @@ def test_the_bytes_of_a_stream(url: str) -> None:
     assert events[-1]["choices"][0]["finish_reason"] in ("stop", "length")
 
 
-def test_seed_and_choices(client: openai.OpenAI) -> None:
-    def texts(**more: Any) -> list[str | None]:
-        answer = client.chat.completions.create(model=NAME, messages=HELLO, max_tokens=12, **more)
-        return [choice.message.content for choice in answer.choices]
-
-    assert texts(seed=1, n=3) == texts(seed=1, n=3)
-    assert len(set(texts(seed=1, n=8))) > 1
-    assert texts(temperature=0) == texts(temperature=0)
-    assert len({tuple(texts()) for _ in range(6)}) > 1, "without a seed, answers should differ"
+def test_answers_without_a_seed_differ(client: openai.OpenAI) -> None:
+    answers = [client.chat.completions.create(model=NAME, messages=HELLO, max_tokens=12) for _ in range(6)]
+    assert len({answer.choices[0].message.content for answer in answers}) > 1
 
 
 def test_an_answer_can_be_sent_back(client: openai.OpenAI) -> None:
