@@ -35,7 +35,7 @@ GB = 1e9
 @dataclass(frozen=True)
 class Candidate:
     """One layout; an impossible one has a `refusal` and no `step`. `recomputed` blocks run again in the backward pass,
-    for the reason in `note`; `share`: bytes of the parameters over those of their padded buffers."""
+    for the reason in `note`."""
 
     dp: int
     tp: int
@@ -45,7 +45,6 @@ class Candidate:
     memory: Memory | None = None
     step: Step | None = None
     refusal: str = ""
-    share: float = 1.0
     note: str = ""
     optimizer_memory: str = "device"
 
@@ -121,12 +120,11 @@ def _fastest(
     """Returns the candidate with the best micro-batch, and with as few blocks that run again as fit."""
     device = "cpu" if options.gpu == "cpu" else "cuda"
     room = cluster.processor.memory - cluster.processor.reserved
-    share = sum(p.nbytes for p in layout.shard.parameters()) / sum(bucket.params.nbytes for bucket in layout.buckets)
     found: list[Candidate] = []
     for sized in _sized(layout, fixed=options.recipe.train.micro_batch_tokens is not None):
         train = sized.recipe.train
-        one = Candidate(layout.dp, layout.tp, zero, train.micro_batch_tokens, share=share)
-        one, note = replace(one, optimizer_memory=train.optimizer_memory), ""
+        one = Candidate(layout.dp, layout.tp, zero, train.micro_batch_tokens, optimizer_memory=train.optimizer_memory)
+        note = ""
         for again in _recomputed(sized):
             needed = memory(again, device, options.compile, traced)
             one = replace(one, recomputed=again.recipe.train.recompute, memory=needed)
@@ -278,12 +276,13 @@ def as_json(options: PlanOptions, cluster: Cluster, found: list[Candidate]) -> d
     recipe = resolve(options.recipe)
     body = []
     for one in found:
-        entry: dict[str, Any] = {"dp": one.dp, "tp": one.tp, "micro_batch_tokens": one.micro_batch_tokens}
-        entry |= {name: getattr(one, name) for name in ("zero", "recomputed", "optimizer_memory", "note")}
-        entry |= {"refusal": one.refusal, "parameters_share_of_buffers": round(one.share, 4)}
-        entry["memory"] = one.memory and asdict(one.memory) | {"peak": one.memory.peak}
-        entry["step"] = one.step and asdict(one.step) | {"seconds": one.step.seconds}
-        body.append(entry | (totals(one, options, cluster, recipe.train.steps) if one.step else {}))
+        entry = asdict(one)
+        if one.memory:
+            entry["memory"]["peak"] = one.memory.peak
+        if one.step:
+            entry["step"]["seconds"] = one.step.seconds
+            entry |= totals(one, options, cluster, recipe.train.steps)
+        body.append(entry)
     return {
         "recipe": recipe.to_json(),
         "gpus": options.gpus,
