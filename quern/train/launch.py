@@ -293,8 +293,8 @@ class _TerminatedError(BaseException):
 
 def _report(error: BaseException, here: Place, log: Callable[[str], None], heartbeat: Heartbeat | None) -> int:
     """Reports an error, and returns the exit code. heartbeat: None before the ranks are connected."""
-    lost, ended = isinstance(error, PeersLostError), isinstance(error, _TerminatedError)
-    if heartbeat is not None and (lost or ended) and heartbeat.report_peer_loss(str(error) if lost else ""):
+    lost, ended = heartbeat and isinstance(error, PeersLostError), isinstance(error, _TerminatedError)
+    if heartbeat and (lost or ended) and heartbeat.report_peer_loss(str(error) if lost else ""):
         return finish(1)
     if ended and RESULT not in environment():  # else `launch` has sent the signal
         log(f"rank {here.rank} was ended by {signal.Signals(error.args[0]).name}")
