@@ -48,11 +48,11 @@ VERBS = {
 }
 
 
-@pytest.fixture
-def theirs(tmp_path: Path) -> tuple[Path, Path]:
-    """An output folder that another user trained in and copied here whole, and the file that its code creates."""
-    made, here, ran = tmp_path / "made", tmp_path / "here", tmp_path / "ran"
-    path = tmp_path / "own.py"
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """An output folder that another user trained in, and the file that its code creates."""
+    folder = tmp_path_factory.mktemp("theirs")
+    made, ran, path = folder / "made", folder / "ran", folder / "own.py"
     path.write_text(SOURCE.format(ran=str(ran)), encoding="utf-8")
     recipe, source = read_recipe_file(path)
     stage = write_run(made, replace(llama_recipe(), make_model=recipe.make_model)).stage("pretrain")
@@ -63,9 +63,15 @@ def theirs(tmp_path: Path) -> tuple[Path, Path]:
     (stage / "recipe_source.py").write_text(source, encoding="utf-8")
     trust(made, source_digest(source))
     require_trusted(made, stage / "recipe_source.py")
-    shutil.copytree(made, here)
-    ran.unlink()
-    return here, ran
+    return made, ran
+
+
+@pytest.fixture
+def theirs(made: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
+    """The folder copied here whole, and the file that its code creates."""
+    shutil.copytree(made[0], tmp_path / "here")
+    made[1].unlink(missing_ok=True)
+    return tmp_path / "here", made[1]
 
 
 @pytest.mark.parametrize("verb", VERBS)
