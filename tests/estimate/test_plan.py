@@ -54,7 +54,8 @@ def test_what_saves_memory_is_used_where_it_is_needed(tmp_path: Path, capsys: py
 
 
 def test_cost_and_days_follow_from_the_step(tmp_path: Path) -> None:
-    body = planned(tmp_path, "--gpus", "8", "--dollars-per-hour", "2.5", "--matmul-tflops", "500")
+    flags = ("--train.micro-batch-tokens", "8192", "--dollars-per-hour", "2.5", "--matmul-tflops", "500")
+    body = planned(tmp_path, "--gpus", "8", *flags)
     for one in body["candidates"]:
         if one["step"] is None:
             continue

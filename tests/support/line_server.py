@@ -41,7 +41,7 @@ class LineServer:
     def close(self) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
-        self.process.wait(timeout=30)
+        self.process.wait(timeout=120)
         self.process.stdout.close()
 
     def __enter__(self) -> Self:
