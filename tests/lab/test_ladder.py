@@ -14,7 +14,7 @@ import pytest
 
 from quern.lab.arms import Arm, Seeds, Train
 from quern.lab.ladder.multiplier import Curve, Difference, Mean, course, multiplier, told
-from quern.lab.ladder.report import calibration, predictions, rows, study_lines
+from quern.lab.ladder.report import calibration, predictions, rows, study_lines, study_tables
 from quern.lab.ladder.study import (
     BASELINES,
     RUNGS,
@@ -131,6 +131,10 @@ def test_multipliers_are_those_that_the_runs_were_drawn_with(climbed: Comparison
             del runs[seed]
     (grows,) = (row for row in rows(study) if row.idea == "grows")
     assert grows.findings[2].pairs == 2 and set(grows.flops) == {0, 1}, "two pairs say nothing"
+    for key in [key for key in study.trials if key[0] == "idles"]:
+        del study.trials[key]
+    _, told_, _, body = study_tables(study)[0]
+    assert told_ == ["too few pairs so far: idles"] and "idles" not in {cells[0] for cells in body}
 
 
 def test_worse_and_null_ideas_do_not_go_up(tmp_path: Path) -> None:
@@ -146,7 +150,8 @@ def test_worse_and_null_ideas_do_not_go_up(tmp_path: Path) -> None:
 def test_a_rung_that_gets_known_answers_wrong_is_not_to_be_used(climbed: Comparison) -> None:
     answers = {"steady": ["better"], "fades": ["better", "no difference"], "wrecks": ["worse"], "absent": ["worse"]}
     text = "\n".join(calibration(climbed, 0, answers))
-    assert "3 of 4 known answers are right: do not use it" in text and "not measured" in text
+    assert "3 of 4 known answers are right, 1 are open: do not use it" in text and "not measured" in text
+    assert "open" in next(line for line in text.splitlines() if "absent" in line) and "wrong" not in text
     assert "noise: SD of 6 seeds 0.00" in text and "8 pairs find an effect of 0.0" in text
     del answers["absent"]
     assert "3 of 3 known answers are right: it may judge" in "\n".join(calibration(climbed, 0, answers))

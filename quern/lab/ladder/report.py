@@ -147,11 +147,13 @@ def study_tables(study: Comparison) -> list[Table]:
     if len(judgements) > 1:
         head = ("idea", *(f"rung {rung}" for rung in judgements), "from rung to rung", "trend")
         body: list[list[str]] = []
-        for row in found:
+        for row in (row for row in found if row.flops):
             cells = [str(told(row.flops[rung])) if rung in row.flops else "" for rung in judgements]
             way = row.course
             body.append([row.idea, *cells, *([str(way.factor), way.trend] if way else ["", ""])])
-        tables.append(("Compute multipliers, by FLOPs", [], head, body))
+        waiting = [row.idea for row in found if not row.flops]
+        few = [f"too few pairs so far: {', '.join(waiting)}"] if waiting else []
+        tables.append(("Compute multipliers, by FLOPs", few, head, body))
     for rung, judgement in judgements.items():
         on_rung = sorted((row for row in found if rung in row.findings), key=lambda one: one.findings[rung].difference)
         head = ("idea", "pairs", "difference", "interval", "verdict", "multiplier by FLOPs", "by seconds")
@@ -200,21 +202,22 @@ def write_verdicts(study: Comparison) -> None:
 def calibration(study: Comparison, rung: int, answers: Mapping[str, Sequence[str]]) -> list[str]:
     """Says how many known answers a rung gets right, its noise, and what it can find."""
     judgement = judged(study, rung)
-    lines, right = list[list[str]](), 0
+    lines, right, still_open = list[list[str]](), 0, 0
     for idea, expected in answers.items():
         one = judgement.findings.get(idea)
         got, difference = ("not measured", "") if one is None else (one.verdict, f"{one.difference:+.4f}")
-        ok = got.removesuffix(", small") in expected
-        right += ok
-        lines.append([idea, " or ".join(expected), got, difference, "right" if ok else "wrong"])
+        ok, is_open = got.removesuffix(", small") in expected, got in ("not measured", "undecided")
+        right, still_open = right + ok, still_open + is_open
+        lines.append([idea, " or ".join(expected), got, difference, "right" if ok else "open" if is_open else "wrong"])
     scores = base_scores(study, rung)
     known = [one.correlation for one in judgement.findings.values() if math.isfinite(one.correlation)]
     usable = "it may judge" if right >= FEWEST_RIGHT * len(answers) else "do not use it"
     spread = f"{statistics.stdev(scores):.4f}" if len(scores) > 1 else "not measured"
     together = f"{statistics.median(known):.2f}" if known else "not measured"
+    undecided = f", {still_open} are open" if still_open else ""
     told_ = [
         *grid(("idea", "known answer", "verdict", "difference", ""), lines),
-        f"rung {rung}: {right} of {len(answers)} known answers are right: {usable}",
+        f"rung {rung}: {right} of {len(answers)} known answers are right{undecided}: {usable}",
         f"noise: SD of {len(scores)} seeds {spread} bits per byte, SD of a pair's difference {judgement.sd:.4f}, "
         f"correlation of pairs {together}",
     ]

@@ -81,7 +81,7 @@ class _Told:
             lines += [f"![Compute multipliers over the baseline's FLOPs]({name}-multipliers.svg)\n"]
         for title, told_, head, body in study_tables(self.study):
             lines += [f"## {title}\n", *(f"{line}\n" for line in told_), *table(head, body), ""]
-        for rung in self.rungs if self.answers else ():
+        for rung in sorted({rung for row in self.rows if row.idea in self.answers for rung in row.flops}):
             lines += [f"## Known answers on rung {rung}\n", "```"]
             lines += [*calibration(self.study, rung, self.answers), "```\n"]
         for rung in self.rungs:
@@ -89,7 +89,7 @@ class _Told:
             files[f"{name}-{rung}.svg"] = intervals(found, plan.delta)
             lines += [f"![Intervals of all ideas on rung {rung}]({name}-{rung}.svg)\n"]
         lines += ["## The ideas\n"]
-        for row in self.rows:
+        for row in (row for row in self.rows if row.findings):
             about = self.about(row.idea)
             parts = {"Hypothesis": about.hypothesis, "Source": about.source, "Expected": about.expected}
             parts |= {"Published": about.published, "As expected": agreement(about, row)}
