@@ -5,6 +5,7 @@ from threading import Event, Thread
 import pytest
 
 from quern import compiler
+from tests.conftest import _machine_as_before  # pyright: ignore[reportPrivateUsage]
 
 
 def test_mps_does_not_compile() -> None:
@@ -36,3 +37,12 @@ def test_a_thread_without_the_compiler_leaves_the_others_as_they_were() -> None:
     left.set()
     thread.join(10)
     assert seen == [before, not before, before] and compiler.is_eager() == before
+
+
+def test_a_test_inside_eager_leaves_the_compiler_to_those_after_it() -> None:
+    before = compiler.is_eager()
+    with compiler.eager(not before):
+        around = _machine_as_before()
+        next(around)
+        assert next(around, None) is None
+    assert compiler.is_eager() == before

@@ -132,7 +132,7 @@ COMPLETED = {
     "chat quick --tem": "--temperature",
     "chat --run qu": "quick",
     "lab sw": "sweep",
-    "lab sweep --sampler-": "--sampler-seed",
+    "lab sweep --samp": "--sampler",
     "grug train --train.st": "--train.steps",
     "runs rem": "remove",
 }

@@ -256,6 +256,15 @@ def test_padding_methods_learn_whole_conversations(longest):
     assert learnt == Counter(expected), "every token to learn, exactly once an epoch"
 
 
+def test_oversized_conversations_do_not_starve_the_others() -> None:
+    """A packer that never places a document that does not fit would keep these in its buffer forever."""
+    lengths = [500] * 60 + [10] * 40
+    masks = [[False] + [True] * (n - 1) for n in lengths]
+    loader = sized(65536, 8)(corpus_of(lengths, masks), 31, 1)
+    batches = [loader.batch(step) for step in range(loader.steps_per_epoch)]
+    assert {int(t) // 1000 - 1 for batch in batches for t in batch.targets[0] if t != BOS} == set(range(100))
+
+
 def test_a_corpus_without_a_target_is_refused():
     for masks in ([[False] * 5, [False] * 9], [[True] + [False] * 4, [False] * 8 + [True]]):
         with pytest.raises(ValueError, match="nothing to learn: none of 2 documents"):

@@ -71,7 +71,7 @@ def test_the_law_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_shards_repeat_their_collectives(architecture: str, ranks: Ranks) -> None:
     (found, _) = ranks(2, "tests.parallel.sharded:compared", tp=2, architecture=architecture, recomputed=3)
-    assert found.pop("bytes") == 0 == found.pop("weights")
+    assert found.pop("bytes") == 0
     assert max(found.values()) <= 1e-5
 
 
