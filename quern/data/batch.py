@@ -152,8 +152,16 @@ def groups_of(corpus: Corpus, group_size: int | None = GROUP_SIZE) -> int:
 def prefetch(
     loader: BatchSource, start: int, stop: int | None, depth: int = 2, rank: int = 0, ranks: int = 1
 ) -> Generator[Batch, None, None]:
-    """Reads the batches of steps `start` to `stop` - 1, `depth` of them ahead, in a thread that ends when the iterator
-    is closed or dropped. An error of the loader is raised where its batch would have come."""
+    """Reads batches ahead in a thread, which ends when the iterator is closed or dropped.
+
+    Args:
+        start, stop: The first step, and the one after the last; None reads without an end.
+        depth: How many batches are read early.
+        rank, ranks: As `BatchSource.batch`.
+
+    Yields:
+        The batches in order. An error of the loader is raised where its batch would have come.
+    """
     pool = ThreadPoolExecutor(1, "prefetch")
     steps = itertools.count(start) if stop is None else iter(range(start, stop))
     ready = deque[Future[Batch]]()

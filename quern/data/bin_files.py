@@ -93,13 +93,16 @@ def _find(path: Path, bos: int, step: int = 1 << 24) -> tuple[np.ndarray, int]:
 def write_bin(
     splits: dict[str, Corpus], folder: Path, name: str, form: BinFormat, progress: Callable[[int], None]
 ) -> list[Path]:
-    """Writes token files, all of them or none, and returns them.
+    """Writes token files, all of them or none.
 
     Args:
         splits: The documents of "train" and "val".
         folder: Where to; created if needed.
         name: The name of the data, for file names.
         progress: Called with the number of tokens written.
+
+    Returns:
+        The files.
 
     Raises:
         ValueError: An id is too large for these files, or the folder has .bin files already.

@@ -220,9 +220,18 @@ def run_chat(
     samples: int = 1,
     group: ProcessGroup = SINGLE,
 ) -> list[Score]:
-    """Asks chat tasks, whose answers rank 0 writes to `records`. Returns a score for each task, then the mean of
-    ChatCORE's tasks, if there is one. base: the model was not fine-tuned; samples: replies to each problem of HumanEval
-    from which pass@k is estimated, 1 for none; group: the ranks that ask some batches each."""
+    """Asks chat tasks.
+
+    Args:
+        tasks: As from `find_chat_tasks`.
+        records: Where the answers are written.
+        base: The model was not fine-tuned.
+        samples: Replies to each problem of HumanEval, from which pass@k is estimated; 1: none besides the greedy one.
+        group: The ranks that ask some batches each; rank 0 writes.
+
+    Returns:
+        A score for each task, then the mean of ChatCORE's tasks, if there is one.
+    """
     scores: dict[str, Score] = {}
     sampled: list[Score] = []
     for asked in tasks:

@@ -107,9 +107,16 @@ BY_NAME: Mapping[str, CoreTask] = MappingProxyType({task.name: task for task in 
 
 
 def find_tasks(folder: Path, names: Sequence[str] = ()) -> list[tuple[CoreTask, Path]]:
-    """Finds tasks with their files in a folder and its subfolders. names: none are all that the folder has. Raises
-    FileNotFoundError if there is no such folder, and ValueError for a task that does not exist, or has no file or
-    several."""
+    """Tasks with their files.
+
+    Args:
+        folder: The files are in it or in its subfolders.
+        names: Tasks by name; none are all that the folder has.
+
+    Raises:
+        FileNotFoundError: There is no such folder, or it has no file of rows.
+        ValueError: A task does not exist, or has no file or several.
+    """
     unknown = [name for name in names if name not in BY_NAME]
     if unknown:
         raise ValueError(f"CORE has no task '{unknown[0]}': use {', '.join(BY_NAME)}")
@@ -220,12 +227,15 @@ def run_core(
 
     Args:
         tasks: With their files, as from `find_tasks`.
-        records: Where rank 0 writes the answers, and finds those that were written before.
+        records: Where the answers are kept.
         limit: The most items of each task.
-        group: The ranks that score some batches each.
+        group: The ranks that score some batches each; rank 0 writes.
 
     Returns:
         A score for each task, then the means by version.
+
+    Raises:
+        ValueError: A file is damaged.
     """
     asked = {task for task, _ in tasks}
     if missing := [task.name for task in TASKS if task not in asked]:
@@ -286,8 +296,15 @@ BUNDLE = (
 
 
 def core_bundle(out: Path, log: Callable[[str], None], bundle: tuple[str, str] = BUNDLE) -> Path:
-    """The folder with the files of CORE's tasks; downloads and unpacks the bundle if it is not there. bundle: its
-    address and the SHA-256 of what is downloaded. Raises OSError if it cannot be, and says what to do."""
+    """The folder with the files of CORE's tasks; downloads and unpacks the bundle if the folder is not there.
+
+    Args:
+        log: Called with a line when this process waits for another one's download.
+        bundle: The address and the SHA-256 of what is downloaded.
+
+    Raises:
+        OSError: The bundle cannot be downloaded; the message says what to do.
+    """
     folder = out / "downloads" / "core"
     unpacked = folder / "eval_data"
     try:

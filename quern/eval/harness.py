@@ -149,8 +149,17 @@ def _sampling(options: Mapping[str, Any]) -> Sampling:
 
 
 def find_harness_tasks(names: Sequence[str]) -> tuple[TaskManager, list[str]]:
-    """Finds tasks by lm-eval's names of tasks, groups or tags, or in files NAME.yaml that define the task NAME. Returns
-    their loader and names. Raises ValueError if there is no such file or task."""
+    """lm-eval's tasks.
+
+    Args:
+        names: lm-eval's names of tasks, groups or tags, or files NAME.yaml that define the task NAME.
+
+    Returns:
+        The loader of the tasks, and their names.
+
+    Raises:
+        ValueError: There is no such file or task.
+    """
     files = [Path(name) for name in names if name.endswith(".yaml")]
     if absent := [str(file) for file in files if not file.is_file()]:
         raise ValueError(f"there is no file {absent[0]}: give the file of a task, or the name of one of lm-eval's")

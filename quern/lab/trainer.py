@@ -87,7 +87,7 @@ class Trainer:
         on_step: Callable[[int, float], None] = lambda step, seconds: None,
         on_eval: Callable[[Point], None] = lambda point: None,
     ) -> Trial:
-        """Trains a recipe to the end of its steps. A trial that diverged has no `bpb`.
+        """Trains a recipe to the end of its steps.
 
         Args:
             recipe: As for `quern pretrain`. Its own seed decides the text of the built-in world and nothing else.
@@ -96,6 +96,9 @@ class Trainer:
             evaluations: Validations during the trial, evenly spaced; the last one is at the end.
             on_step: Called after each step with its number and the seconds in steps so far. It may block or raise.
             on_eval: Called after each validation. It may raise.
+
+        Returns:
+            The trial. One that diverged has no `bpb`.
 
         Raises:
             ValueError: The recipe trains for minutes, or a value is refused.

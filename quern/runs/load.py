@@ -100,10 +100,16 @@ def load(
 
 
 def read_start(run_dir: RunDir, stages: Sequence[str], at: str, log: Callable[[str], None], callables: Code) -> Start:
-    """Loads the checkpoint that another run or stage starts from: of the first of `stages` that has checkpoints.
+    """Loads the checkpoint that another run or stage starts from.
 
-    at: NEWEST, BEFORE_WARMDOWN (kept from before the learning rates fell), or a step. Raises FileNotFoundError or
-    ValueError where there is no such run or checkpoint, CheckpointError for a damaged one.
+    Args:
+        stages: The stages to search; the first one with checkpoints is used.
+        at: NEWEST, BEFORE_WARMDOWN (kept from before the learning rates fell), or a step.
+
+    Raises:
+        FileNotFoundError: There is no such run, or no checkpoint.
+        CheckpointError: The checkpoint is damaged.
+        ValueError: `at` names no checkpoint.
     """
     stage = next((name for name in stages if run_dir.has_trained(name)), None)
     if stage is None:

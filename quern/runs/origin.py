@@ -83,10 +83,17 @@ class Origin:
 
 
 def read_origin(stage: Path, recipe: dict[str, Any] | None = None) -> Origin | None:
-    """Reads the record of a stage's folder; a file that is missing is replaced by its copy in the newest checkpoint.
+    """Reads the record of a stage folder; a file that is missing is replaced by its copy in the newest checkpoint.
 
-    recipe: the recipe as JSON, instead of recipe.json. Returns None for a stage that has not begun. Raises ValueError
-    for a damaged file.
+    Args:
+        stage: The stage's folder.
+        recipe: The recipe as JSON; None reads recipe.json.
+
+    Returns:
+        The record; None for a stage that has not begun.
+
+    Raises:
+        ValueError: A file is damaged.
     """
     origin, path = stage / FILE, stage / "recipe.json"
     if recipe is None and path.exists():
@@ -116,7 +123,7 @@ def _damaged(path: Path, instead: str) -> Iterator[None]:
 def newest_meta(stage: Path) -> dict[str, Any]:
     """The metadata of the newest readable checkpoint of a stage; empty if there is none."""
     for step in reversed(manifest.steps(stage / "checkpoints")):
-        with suppress(CheckpointError):
+        with suppress(CheckpointError, ValueError):
             return read_manifest(manifest.path_of(stage / "checkpoints", step))["meta"]
     return {}
 
@@ -150,8 +157,9 @@ def require_same(
 ) -> None:
     """Raises ValueError for the first input that both records have and that differs.
 
-    what: the name of what began with the first record, by default the run; instead: advice for an input other than the
-    tokenizer, besides training under another name.
+    Args:
+        what: The name of what began with the first record; empty for the run.
+        instead: Advice for an input other than the tokenizer, besides training under another name.
     """
     for name, changed in COMPARED.items():
         before, found = getattr(began, name), getattr(now, name)

@@ -73,7 +73,9 @@ class PublicData:
 def public_data(recipe: Resolved, out: Path, log: Log = silent) -> PublicData | None:
     """The files of the recipe's data; None for tinyworld and for a file or a folder.
 
-    log: called with a line where a part of the set is enough.
+    Args:
+        recipe: Its `shards` is the number of training files; None for as many as its tokens need.
+        log: Called with a line where a part of the set is enough.
 
     Raises:
         FileNotFoundError: There is no such file, folder or data set.
@@ -97,10 +99,14 @@ def public_data(recipe: Resolved, out: Path, log: Log = silent) -> PublicData | 
 def with_local_data(recipe: Recipe, out: Path, arguments: Sequence[str], log: Log) -> Recipe:
     """The recipe with paths in the place of standard input ("-") and of addresses (http, https) in its data.
 
-    The files are kept below the output folder. arguments: the command line.
+    Args:
+        recipe: Names the data.
+        out: The output folder: the files are kept below it.
+        arguments: The command line. With --ranks or --nodes, standard input cannot be read.
+        log: Called with the SHA-256 of each file.
 
     Raises:
-        ValueError: Standard input is a terminal, or empty, or several ranks (--ranks, --nodes) would read it.
+        ValueError: Standard input is a terminal, or empty, or several ranks would read it.
         OSError: A file cannot be downloaded.
     """
 
@@ -147,7 +153,12 @@ def with_shards(recipe: Made, public: PublicData | None) -> Made:
 
 
 def name_of_set(data: str) -> str | None:
-    """The public data set that a recipe's `data` names; None for tinyworld and for files. Raises as `public_data`."""
+    """The public data set that a recipe's `data` names; None for tinyworld and for files.
+
+    Raises:
+        FileNotFoundError: There is no such file, folder or data set.
+        ValueError: The set is for fine-tuning.
+    """
     if data == "tinyworld" or data_paths(data) or data.endswith(".bin"):
         return None
     name = next((one for one in data.split("\n") if "\n" in data and not data_paths(one)), data)
@@ -192,7 +203,11 @@ def fetch_conversations(asked: ConversationSource, out: Path) -> dict[str, tuple
 
 
 def fetch_tests(names: Iterable[str], out: Path) -> Path:
-    """Downloads the test files of question sets by name, and returns the folder that holds them all."""
+    """Downloads the test files of question sets by name. Returns the folder that holds them all.
+
+    Raises:
+        OSError: A file cannot be downloaded; the message says what to do.
+    """
     try:
         for name in names:
             known = _find(name, out, "test", "conversations")

@@ -39,8 +39,11 @@ def fit_to_text(recipe: Resolved, tokenizer: Tokenizer, corpus: Corpus) -> Resol
     """Fills the fields of a recipe that depend on its text: BOS, vocabulary, decay of the head and value embeddings.
 
     A tokenizer of another size than the recipe's is one that came with the text, or one that a small text kept below
-    the size that was asked for: its vocabulary is filled up to a multiple (`LanguageModel.vocabulary_multiple`). A
-    corpus of several groups counts as read once.
+    the size that was asked for: its vocabulary is filled up to a multiple (`LanguageModel.vocabulary_multiple`).
+
+    Args:
+        tokenizer: The text's.
+        corpus: The training tokens. A text of several groups counts as read once.
     """
     optim, size = recipe.optim, tokenizer.vocab_size
     if optim.table_decay_scale is None and "optim.table_decay_scale" not in recipe.unused:
@@ -75,8 +78,13 @@ def ready_model(
 ) -> tuple[LanguageModel, dict[str, Any]]:
     """Makes a model that is ready to train: cut for the mesh, and set up as `set_up_training` says.
 
-    weights: fp32, by parameter name; None draws them from the recipe's seed. compiled: whether the machine may compile
-    it. Returns the model, and facts for run.json: `model`, and how its precision is lowered.
+    Args:
+        recipe: Resolved, with the tokenizer's vocabulary.
+        weights: fp32 weights by parameter name; None draws them from the recipe's seed.
+        compiled: Whether the machine may compile it.
+
+    Returns:
+        The model, and facts for run.json: `model`, and how its precision is lowered.
     """
     model = build_model(recipe, machine, recipe.seed if weights is None else None, weights)
     facts = {"model": model_facts(recipe, model, machine)}

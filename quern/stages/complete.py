@@ -41,8 +41,14 @@ def complete(
 ) -> list[Completion]:
     """Streams the prompt and its continuation, and ends with a newline. Returns the completions.
 
-    prompt: the beginning of a text, empty for that of a document; put: receives each piece as soon as it is final;
-    samples: completions of the prompt, separated by a line `---`. Other arguments, and errors, as of `Engine.events`.
+    Args:
+        engine, max_tokens, sampling, seed, stop, logprobs: As `Engine.events` takes them.
+        prompt: The beginning of a text; empty for the beginning of a document.
+        put: Receives each piece as soon as it is final.
+        samples: Completions of the prompt, separated by a line `---`.
+
+    Raises:
+        ContextOverflow, ValueError: As `Engine.events`, before anything was printed.
     """
     ids = render_text(engine.tokenizer, prompt)
     options = {"max_tokens": max_tokens, "sampling": sampling, "seed": seed, "stop": stop, "logprobs": logprobs}
@@ -115,10 +121,15 @@ def held_out_openings(corpus: Corpus, tokenizer: Tokenizer, count: int) -> list[
 
 
 def read_prompt(prompt: str | None, stdin: TextIO | None) -> str:
-    """Returns the prompt of -p; None or "-" reads standard input, which is None if it is closed.
+    """Returns the given prompt, or reads it from standard input.
 
-    A newline at the end of `stdin` (from `echo`) is removed. A terminal is read for "-" only. Raises ValueError without
-    a prompt, or for one that is not UTF-8.
+    Args:
+        prompt: The value of -p; None or "-" reads `stdin`.
+        stdin: Standard input, in UTF-8; None if it is closed. One newline at its end (from `echo`) is removed. A
+            terminal is read for "-" only.
+
+    Raises:
+        ValueError: There is no prompt, or `stdin` is not UTF-8.
     """
     if prompt is not None and prompt != "-":
         return prompt

@@ -22,7 +22,12 @@ LENGTHS = ("train.steps", "train.minutes", "train.horizon_ratio")
 
 
 def refuse_unfit(recipe: Recipe, out: Path) -> None:
-    """Raises FileNotFoundError or ValueError for a wrong value, or a missing or too short text, without reading it."""
+    """Refuses wrong values, and a text that is missing or too short to learn from, without reading it.
+
+    Raises:
+        FileNotFoundError: There is no such data.
+        ValueError: A value is wrong, the text is too short, or none is named.
+    """
     validate.check(recipe)
     if not recipe.data.strip():
         raise ValueError("data is empty: name a file, a folder or a data set")

@@ -252,9 +252,14 @@ def sampled(
 ) -> Iterator[str]:
     """Samples a text by reading it twice: to find its size, then to choose pieces of it. It holds one piece in memory.
 
-    megabytes: the size of the sample, about; a text that is not larger is returned whole. Equal seeds choose equal
-    pieces. progress: called with the bytes that the first reading has seen. Returns documents, or pieces of at most
-    65,536 characters of long ones, in the order of the text.
+    Args:
+        megabytes: The size of the sample, to within a piece and a percent or so. A text that is not larger is
+            returned whole.
+        seed: Equal seeds choose equal pieces.
+        progress: Called with the bytes that the first reading has seen.
+
+    Returns:
+        Documents, or pieces of at most 65,536 characters of long ones, in the order of the text.
     """
     total = 0
     for piece in training_pieces(texts(), MOST_BYTES):

@@ -61,10 +61,19 @@ def open_tokens(
     tokenizer: Tokenizer | None = None,
     public: PublicData | None = None,
 ) -> tuple[Tokenizer, Corpus, Corpus]:
-    """Opens the recipe's token files, and returns (tokenizer, training corpus, validation corpus).
+    """Opens the recipe's token files.
 
-    tokenizer: the run's, where there is one; public: the files of the recipe's data, where it is a public data set.
-    Raises FileNotFoundError for a missing file, ValueError without a tokenizer or enough text to hold some out.
+    Args:
+        log: Called with lines on which files are read and which are ignored.
+        tokenizer: The run's, where there is one: the file that the recipe names need not be there any more.
+        public: The files of the recipe's data, where it is a public data set.
+
+    Returns:
+        (tokenizer, training corpus, validation corpus).
+
+    Raises:
+        FileNotFoundError: A file is missing; the message names it.
+        ValueError: There is no tokenizer, or too little to hold some out.
     """
     listed, other = token_listings(recipe, public)
     for line in listed.lines("tokens"):

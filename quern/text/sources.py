@@ -113,6 +113,9 @@ def list_source(
             the folder. None includes all.
         exclude: Patterns of files of a folder that are ignored.
 
+    Returns:
+        The files to read, sorted by their path in the source, and the ignored ones.
+
     Raises:
         FileNotFoundError: There is no such file or folder, or it has no file of these formats.
         ValueError: The source is a file of another format.
@@ -158,11 +161,15 @@ def list_talks(source: Where) -> Listing:
 
 
 def find_file(folder: Path, *stems: str, inside: Sequence[str] = ()) -> Path | None:
-    """Finds a file of rows (.jsonl, .json, .parquet) by its name, anywhere in a folder; None if there is none.
+    """Finds a file of rows (.jsonl, .json, .parquet) by its name, anywhere in a folder.
 
     Args:
-        stems: The names that the file may have, without the ending, in lower case and with "_" for "-".
+        folder: The folder. Upper case counts as lower case in it, and "-" as "_".
+        stems: The names that the file may have, without the ending.
         inside: Names of folders in which every file that begins with "test" counts.
+
+    Returns:
+        The file; None if there is none.
 
     Raises:
         FileNotFoundError: There is no such folder, or it has no file of these formats.

@@ -83,10 +83,10 @@ def launch(
     rendezvous: str = "",
     stopped: str = "before training began",
 ) -> int:
-    """Runs `quern` with these arguments on several processes, waits for them, and returns the command's exit code.
+    """Runs `quern` with these arguments on several processes, and waits for them.
 
     SIGTERM, SIGINT and SIGHUP make the ranks of every machine finish the step, save and exit. A second SIGTERM or
-    SIGINT kills them. Before training begins, the exit code is 128 + the signal's number.
+    SIGINT kills them.
 
     Args:
         arguments: The command line, after `quern`.
@@ -95,6 +95,9 @@ def launch(
         nodes: Machines that run this command together.
         rendezvous: host:port of one of the machines, where they meet; unused for one machine.
         stopped: When a signal stopped ranks that left no outcome, for the message.
+
+    Returns:
+        The command's exit code; 128 + the signal's number where a signal came before training began.
     """
     with scratch_folder() as folder:
         result = folder / "result.json"

@@ -230,10 +230,17 @@ def resume(
     log: Callable[[str], None],
     check: Callable[[dict[str, Any], Path], None] = lambda meta, path: None,
 ) -> bool:
-    """Puts a fresh state where the newest good checkpoint left it. Rank 0 decides which one that is.
+    """Puts the state where the newest good checkpoint left it. Rank 0 decides which one that is.
 
-    check: called with the checkpoint's meta and path before anything is restored; raises to refuse it. Returns False
-    where there is no checkpoint. Raises CheckpointError if there are some, and none of them is good.
+    Args:
+        backend: A fresh state around the same model.
+        check: Called with the checkpoint's meta and path before anything is restored; raises to refuse it.
+
+    Returns:
+        False where there is no checkpoint.
+
+    Raises:
+        CheckpointError: There are checkpoints, and none of them is good.
     """
     mesh, found = backend.mesh, None
     if mesh.main and (found := manifest.latest(folder, log)) is None and manifest.steps(folder):
