@@ -121,6 +121,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
     if getattr(session.config.option, "loadgroup", False) and not all("@" in item.nodeid for item in session.items):
         raise pytest.UsageError("xdist cannot group tests under this version of pytest: use constraints.txt's")
+    if "quern.compiler" in sys.modules and sys.modules["quern.compiler"].is_eager():
+        raise pytest.UsageError("a test file turns the compiler off for all others while it is imported")
 
 
 # Servers -----------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from quern.recipes.gpt import RECIPE as BASELINE
 from quern.records import read_lines
 from quern.resolve import resolve
 from tests.lab.sweep_worker import RECIPE, SPACE, FakeRun, FakeTrainer, score
+from tests.support.tiny_model import CPU
 
 ROOT = Path(__file__).parents[2]
 RATES = ("optim.matrix-lr=0.01..0.05:log",)
@@ -167,7 +168,7 @@ def test_without_the_extra_the_error_names_it(
     assert "sweeps need extra packages" in told and "pip install -e '.[lab]'" in told
 
 
-FACTS: dict[str, Any] = start_facts(machines.detect("cpu", "fp32", compile=False), "quern lab sweep")
+FACTS: dict[str, Any] = start_facts(CPU, "quern lab sweep")
 
 
 def test_a_study_keeps_its_plan_and_the_facts_of_its_first_start_and_may_grow(tmp_path: Path) -> None:
