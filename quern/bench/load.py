@@ -83,27 +83,28 @@ def stream(port: int, path: str, body: dict[str, Any], client: int = 0) -> Reply
 
 def run(load: Load) -> list[Reply]:
     """Returns the replies to all requests. Raises RuntimeError if one fails."""
-    numbers, origin = random.Random(load.seed), time.perf_counter()
+    origin = time.perf_counter()
 
-    def send(client: int, length: int = load.prompt_tokens) -> Reply:
+    def send(client: int, numbers: random.Random, length: int = load.prompt_tokens) -> Reply:
         prompt = [load.bos, *(numbers.randrange(load.vocab_size) for _ in range(length - 1))]
         body = {"model": load.model, "prompt": prompt, "max_tokens": load.reply_tokens, "temperature": 1.0}
         return stream(load.port, "/v1/completions", body | {"seed": numbers.getrandbits(40)}, client)
 
     def closed(client: int) -> list[Reply]:
         length, replies = client == 0 and load.long_tokens or load.prompt_tokens, []
+        numbers = random.Random(f"{load.seed} {client}")  # its own: threads take turns in no order
         while time.perf_counter() - origin < load.seconds:
-            replies.append(send(client, length))
+            replies.append(send(client, numbers, length))
         return replies
 
     with ThreadPoolExecutor(MOST_OPEN if load.rate else load.clients) as pool:
         if not load.rate:
             replies = [one for found in pool.map(closed, range(load.clients)) for one in found]
         else:
-            sent, at = [], 0.0
+            sent, at, numbers = [], 0.0, random.Random(load.seed)
             while (at := at + numbers.expovariate(load.rate)) < load.seconds:
                 time.sleep(max(0.0, origin + at - time.perf_counter()))
-                sent.append(pool.submit(send, len(sent)))
+                sent.append(pool.submit(send, len(sent), random.Random(f"{load.seed} {len(sent)}")))
             replies = [future.result() for future in sent]
     return replies
 

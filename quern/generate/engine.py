@@ -182,19 +182,11 @@ class Engine:
             GrammarError: No text of the form is short enough.
             ValueError: A prompt or a stop string is empty, or a number is out of range.
         """
-        if samples < 1 or max_tokens < 1:
-            raise ValueError(f"samples ({samples}) and max_tokens ({max_tokens}) must be at least 1")
-        for token in [*stop_ids, *(bias or {})]:
-            if not 0 <= token < self.tokenizer.vocab_size:
-                raise ValueError(f"{token} is no token: ids are 0 to {self.tokenizer.vocab_size - 1}")
+        self._refuse(prompts, samples, max_tokens, [*stop_ids, *(bias or {})])
         seeds = [seed] * len(prompts) if isinstance(seed, int) else seed
         generation, rows = Generation(len(prompts) * samples), list[Row]()
         top = {False: None, True: 0}[logprobs] if isinstance(logprobs, bool) else logprobs
         for p, prompt in enumerate(prompts):
-            if not prompt:
-                raise ValueError("a prompt is empty: begin it with the tokenizer's BOS")
-            if len(prompt) >= self.context:
-                raise ContextOverflow(len(prompt), self.context)
             room = min(max_tokens, self.context - len(prompt))
             for demanded, what, most in ((form, "text", room), (calls if must_call else None, "call", room - 1)):
                 if demanded is not None and demanded.shortest(most) is None:
@@ -206,6 +198,19 @@ class Engine:
         self.waiting.extend(rows)
         return generation
 
+    def _refuse(self, prompts: Sequence[Sequence[int]], samples: int, max_tokens: int, tokens: Sequence[int]) -> None:
+        """Refuses numbers below 1, prompts that are empty or too long, and ids that are no tokens."""
+        if samples < 1 or max_tokens < 1:
+            raise ValueError(f"samples ({samples}) and max_tokens ({max_tokens}) must be at least 1")
+        for prompt in prompts:
+            if not prompt:
+                raise ValueError("a prompt is empty: begin it with the tokenizer's BOS")
+            if len(prompt) >= self.context:
+                raise ContextOverflow(len(prompt), self.context)
+        for token in tokens:
+            if not 0 <= token < self.tokenizer.vocab_size:
+                raise ValueError(f"{token} is no token: ids are 0 to {self.tokenizer.vocab_size - 1}")
+
     def reset(self) -> None:
         """Cancels all generations and forgets their rows."""
         reading = [row for entry in self._wave for row in entry.rows]
@@ -216,7 +221,7 @@ class Engine:
         self.batch.leave(self.batch.taken)
 
     def step(self, prefill_tokens: int | None = None) -> None:
-        """One token for every running row of every generation, and prompts of waiting ones.
+        """Computes one token for every running row of every generation, and prompts of waiting ones.
 
         prefill_tokens: The most prompt tokens to read, so that running rows wait little. None reads prompts until no
         seat is free: the highest throughput, when nobody watches.

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from quern import compiler
 from quern.data.batch import Batch
@@ -312,6 +311,8 @@ def _visible_keys(batch: Batch, documents_BT: Tensor | None) -> np.ndarray:
 
 def _products(function: Callable[[], None]) -> float:
     """The FLOPs of the matrix products of a call."""
+    from torch.utils.flop_counter import FlopCounterMode  # late: it imports Triton
+
     with FlopCounterMode(display=False) as counter:
         function()
     return counter.get_total_flops()

@@ -28,8 +28,8 @@ from quern.parallel.sharding import Sharding
 from quern.parallel.tensor import collect, cut, reduce_scatter
 
 MULTIPLE = 16
-"""Of the rows of a part, where possible: fast products prefer it, and FP8 requires it. Rows beyond the vocabulary are
-zero, get no logits and stay zero."""
+"""A divisor of a part's rows, where possible: fast products prefer it, and FP8 requires it. Rows beyond the vocabulary
+are zero, get no logits and stay zero."""
 LEAST_SHARE = 1e-30
 """The least share of a row's softmax that a part can have: its factor and the inverse must fit into fp32."""
 

@@ -1,4 +1,4 @@
-"""What every connection and every request passes first: bounds on bytes, times and connections; hosts, keys and rates.
+"""The gate of every connection and request: bounds on bytes, times and connections; hosts, keys and rates.
 
 uvicorn's parsers bound nothing. A `Connection` stands between the socket and uvicorn's protocol: it counts bytes and
 keeps deadlines. `Connections.follow` is ASGI middleware that tells it how far the request is. `Frontier` is the

@@ -118,12 +118,16 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
         recipe, state, batches, plan, origin, prepared.tokenizer, changed=changed, lines=lines, facts=facts
     )
     if code == EXIT_DONE and mesh.world.size == 1 and not session.locked:  # `quern run` goes on, and shows more
-        log(f"the model continues texts, from {GOES_ON} on:")
-        engine = Engine(state.model.eval(), prepared.tokenizer, machine)
-        for pair in continuations(engine, recipe, prepared.val, SHOWN):
-            for line in continued(*pair):
-                log(line)
+        _show(Engine(state.model.eval(), prepared.tokenizer, machine), recipe, prepared.val, log)
     return code
+
+
+def _show(engine: Engine, recipe: Resolved, val: Corpus, log: Callable[[str], None]) -> None:
+    """Logs how the model continues openings."""
+    log(f"the model continues texts, from {GOES_ON} on:")
+    for pair in continuations(engine, recipe, val, SHOWN):
+        for line in continued(*pair):
+            log(line)
 
 
 def _plan(

@@ -150,7 +150,7 @@ def test_worse_and_null_ideas_do_not_go_up(tmp_path: Path) -> None:
 def test_a_rung_that_gets_known_answers_wrong_is_not_to_be_used(climbed: Comparison) -> None:
     answers = {"steady": ["better"], "fades": ["better", "no difference"], "wrecks": ["worse"], "absent": ["worse"]}
     text = "\n".join(calibration(climbed, 0, answers))
-    assert "3 of 4 known answers are right, 1 are open: do not use it" in text and "not measured" in text
+    assert "3 of 4 known answers are right, 1 still open: do not use it" in text and "not measured" in text
     assert "open" in next(line for line in text.splitlines() if "absent" in line) and "wrong" not in text
     assert "noise: SD of 6 seeds 0.00" in text and "8 pairs find an effect of 0.0" in text
     del answers["absent"]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from quern.lab.log import comparison
 from quern.lab.log.page import Page, Verdict
 from quern.lab.log.publish import idea_files, run
 from quern.lab.options import LogOptions
@@ -119,3 +120,16 @@ def test_the_verdict_with_the_most_pairs_on_a_rung_counts(
     idea, index = project(tmp_path, "Title.\n\nVerdict: none yet.\n")
     found = idea_files([told("1", "better", 5), newer], tmp_path)
     assert f"Verdict: {verdict}\n" in found[idea] and found[index].endswith(f"| {short} |\n")
+
+
+def test_a_baseline_that_flags_changed_gives_no_verdicts_to_ideas() -> None:
+    records = Path(__file__).parents[2] / "experiments" / "records"
+    assert "double_rate" in (ladder := comparison.read(records / "ladder")).verdicts
+    known = [line for line in ladder.files["ladder.md"].splitlines() if line.startswith("## Known answers")]
+    assert known == ["## Known answers on rung 0"], "rung 1 has no decided idea among them"
+    page = comparison.read(records / "ladder-rates")
+    assert (
+        not page.verdicts
+        and "double_rate" in page.files["ladder-rates.md"]
+        and "Flags of its command" in page.section[0]
+    )

@@ -147,11 +147,13 @@ def study_tables(study: Comparison) -> list[Table]:
     if len(judgements) > 1:
         head = ("idea", *(f"rung {rung}" for rung in judgements), "from rung to rung", "trend")
         body: list[list[str]] = []
-        for row in (row for row in found if row.flops):
+        first = min(LOOKS[0], study.plan.most_pairs)
+        begun = [row for row in found if any(one.pairs >= first for one in row.findings.values())]
+        for row in begun:
             cells = [str(told(row.flops[rung])) if rung in row.flops else "" for rung in judgements]
             way = row.course
             body.append([row.idea, *cells, *([str(way.factor), way.trend] if way else ["", ""])])
-        waiting = [row.idea for row in found if not row.flops]
+        waiting = [row.idea for row in found if row not in begun]
         few = [f"too few pairs so far: {', '.join(waiting)}"] if waiting else []
         tables.append(("Compute multipliers, by FLOPs", few, head, body))
     for rung, judgement in judgements.items():
@@ -214,7 +216,7 @@ def calibration(study: Comparison, rung: int, answers: Mapping[str, Sequence[str
     usable = "it may judge" if right >= FEWEST_RIGHT * len(answers) else "do not use it"
     spread = f"{statistics.stdev(scores):.4f}" if len(scores) > 1 else "not measured"
     together = f"{statistics.median(known):.2f}" if known else "not measured"
-    undecided = f", {still_open} are open" if still_open else ""
+    undecided = f", {still_open} still open" if still_open else ""
     told_ = [
         *grid(("idea", "known answer", "verdict", "difference", ""), lines),
         f"rung {rung}: {right} of {len(answers)} known answers are right{undecided}: {usable}",

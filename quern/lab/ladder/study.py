@@ -145,6 +145,8 @@ FILES = (Study.PLAN, ARMS, TRIALS, SPEEDS, BASELINES)
 
 
 class SpeedRecord(TypedDict):
+    """How fast an idea is on a rung, as `lab.axes.Speed`."""
+
     recipe: str
     rung: int
     ratio: float
@@ -153,7 +155,6 @@ class SpeedRecord(TypedDict):
     pairs: int
 
 
-"""How fast an idea is on a rung, as `lab.axes.Speed`."""
 Ngrams = TypedDict("Ngrams", {"rung": int, "1": float, "2": float, "3": float})
 """Bits per byte of the n-grams that count the baseline's tokens on a rung, by order."""
 

@@ -51,19 +51,31 @@ class _Told:
     def rungs(self) -> list[int]:
         return sorted({rung for row in self.rows for rung in row.findings})
 
-    @cached_property
-    def old(self) -> bool:
-        """Whether the baseline's resolved numbers are others today."""
+    def _numbers(self, flagged: bool) -> dict[int, str]:
+        """Fingerprints of the baseline's numbers today, by rung, with or without the flags of the study's command."""
         plan = self.study.plan
         words = shlex.split(plan.facts["command"])[3:]
         flags = words[next((at for at, word in enumerate(words) if word.startswith("-")), len(words)) :]
         file = self.study.folder.parents[2] / words[0]  # of the project that has experiments/records/STUDY
+        base = load_recipe(str(file) if file.is_file() else words[0])[0]
+        recipe = parse(CompareOptions, base, Arguments(flags if flagged else ()), verb="lab compare").recipe
+        return {rung: numbers(at_rung(recipe, plan.rungs[str(rung)])) for rung in self.rungs}
+
+    @cached_property
+    def old(self) -> bool:
+        """Whether the baseline's resolved numbers are others today."""
         try:
-            base = load_recipe(str(file) if file.is_file() else words[0])[0]
-            recipe = parse(CompareOptions, base, Arguments(flags), verb="lab compare").recipe
-            return any(numbers(at_rung(recipe, plan.rungs[str(r)])) != plan.numbers[str(r)] for r in self.rungs)
+            return any(found != self.study.plan.numbers[str(rung)] for rung, found in self._numbers(True).items())
         except (ValueError, IndexError):  # a flag or a recipe that is no more
             return True
+
+    @cached_property
+    def aside(self) -> bool:
+        """Whether flags of the command give the ladder's baseline other numbers than its file."""
+        try:
+            return self.study.plan.ladder and self._numbers(True) != self._numbers(False)
+        except (ValueError, IndexError):
+            return False
 
     @cached_property
     def answers(self) -> dict[str, list[str]]:
@@ -81,7 +93,10 @@ class _Told:
             lines += [f"![Compute multipliers over the baseline's FLOPs]({name}-multipliers.svg)\n"]
         for title, told_, head, body in study_tables(self.study):
             lines += [f"## {title}\n", *(f"{line}\n" for line in told_), *table(head, body), ""]
-        for rung in sorted({rung for row in self.rows if row.idea in self.answers for rung in row.flops}):
+        known = [row.findings for row in self.rows if row.idea in self.answers]
+        for rung in self.rungs:
+            if all(rung not in found or found[rung].verdict == "undecided" for found in known):
+                continue
             lines += [f"## Known answers on rung {rung}\n", "```"]
             lines += [*calibration(self.study, rung, self.answers), "```\n"]
         for rung in self.rungs:
@@ -107,6 +122,9 @@ class _Told:
         if first.width is not None:
             size = f"{first.depth}x{first.width}, vocabulary {first.vocab_size:,}, context {first.context:,}, "
         old = " **Its baseline is an old one: the defaults have changed since.**" if self.old else ""
+        old += (
+            " **Flags of its command change the baseline, so no idea's file has these verdicts.**" if self.aside else ""
+        )
         return (
             f"Baseline `{plan.base}` on `{plan.data}` (text {plan.text}); the lowest rung is {size}{first.steps:,} "
             f"steps of {first.batch_tokens:,} tokens. Registered {plan.facts['registered']}: {plan.metric}; "
@@ -127,9 +145,10 @@ class _Told:
         return [self.setup() + "\n", *table(head, body)]
 
     def verdicts(self) -> dict[str, list[Verdict]]:
-        """The verdict on each idea, by rung. That on its highest rung also tells the multiplier and the trend."""
+        """The verdict on each idea, by rung. That on its highest rung also tells the multiplier and the trend. There is
+        none against a baseline that flags have changed: an idea's file compares with today's."""
         name, plan, found = self.study.name, self.study.plan, dict[str, list[Verdict]]()
-        for row in self.rows:
+        for row in () if self.aside else self.rows:
             for rung, one in row.findings.items():
                 top = rung == max(row.findings)
                 short = f"{one.verdict} on rung {rung}"

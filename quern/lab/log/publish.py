@@ -30,7 +30,7 @@ KINDS: tuple[tuple[Sequence[str], Callable[[Path], Page]], ...] = (
     (searches.SWEEP_FILES, searches.read_sweep),
     (searches.SCALING_FILES, searches.read_scaling),
 )
-"""Of each kind of study: the files of its records, and the function that makes its page from a folder of them."""
+"""For each kind of study: the files of its records, and the function that makes its page from a folder of them."""
 INTRODUCTION = (
     "# The experiment log\n",
     "In a comparison, each row is an idea against the baseline of its study, over paired seeds. Differences are in "
