@@ -6,10 +6,13 @@ lower layers and its own room, and nothing imports a leaf.
 """
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -347,3 +350,29 @@ def test_text_and_data_load_no_tensor_library() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
+
+
+def undeclared(module: str, distributions: dict[str, list[str]]) -> bool:
+    """Tells whether no distribution that pyproject.toml names has the module: a fresh .venv may lack it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
+    declared = {re.split(r"[^\w.-]", one)[0].lower() for one in named}
+    return declared.isdisjoint(re.sub("[_.]", "-", name.lower()) for name in distributions.get(module, [module]))
+
+
+def test_what_is_imported_is_declared() -> None:
+    """A .venv that grew keeps what a former dependency brought; a fresh one does not."""
+    distributions = dict(metadata.packages_distributions())
+    clients = ROOT / "tests" / "serve" / "clients"  # run in an environment of their own
+    files = [file for name in ("quern", "tests", "runs", "experiments") for file in (ROOT / name).rglob("*.py")]
+    imported: dict[str, Path] = {}
+    for file in files:
+        for node in [] if clients in file.parents else ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module or ""]
+            imported |= {name.partition(".")[0]: file for name in names}
+    foreign = imported.keys() - sys.stdlib_module_names - {"quern", "tests", "experiments"}
+    assert "numpy" in foreign
+    assert undeclared("typeguard", {"typeguard": ["typeguard"]})
+    assert {name: str(imported[name]) for name in foreign if undeclared(name, distributions)} == {}

@@ -30,7 +30,6 @@ import markdown_it  # noqa: F401
 import rustbpe  # noqa: F401
 import torch
 import torch._dynamo  # 1.2 s of every child that calls an operator
-import typeguard  # noqa: F401
 
 from quern.cli import main, options, verbs  # noqa: F401
 from quern.kernels.attention import autotune  # noqa: F401
