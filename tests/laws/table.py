@@ -5,7 +5,7 @@
 
 docs/laws.md is generated as a whole; in README.md only the text between the two markers changes. A law that was
 recorded several times (shapes, dtypes, patterns) has one row, with its largest deviation. Only tests that passed
-record. A deviation has the unit that its bar states.
+record, and only those of tests/laws have rows. A deviation has the unit that its bar states.
 """
 
 import json
@@ -57,7 +57,7 @@ def rows(records: Sequence[dict[str, Any]]) -> list[Row]:
     if not records:
         raise ValueError("no law was recorded: run pytest with --laws-out over tests/laws first")
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for record in records:
+    for record in (one for one in records if one["test"].startswith("tests/laws/")):
         found.setdefault((record["test"], record["law"]), []).append(record)
     table = []
     for (test, law), same in sorted(found.items()):
