@@ -107,25 +107,12 @@ def test_attention_in_bf16_is_as_good_as_bf16(law: Law) -> None:
     assert worst <= BF16_BAR
 
 
-def grouped_wrongly(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float | None = None) -> Tensor:
-    groups = q.size(2) // k.size(2)
-    return attend(q, k.repeat(1, 1, groups, 1), v.repeat(1, 1, groups, 1), mask, scale)
-
-
 MISTAKES: dict[str, Attend] = {
     "window one too wide": lambda q, k, v, mask, scale: attend(
         q, k, v, replace(mask, window=mask.window and mask.window + 1), scale
     ),
-    "heads grouped the wrong way round": grouped_wrongly,
     "keys detached": lambda q, k, v, mask, scale: attend(q, k.detach() + 0 * k, v, mask, scale),
     "documents see each other": lambda q, k, v, mask, scale: attend(q, k, v, replace(mask, documents_BT=None), scale),
-    "the first row's documents for all": lambda q, k, v, mask, scale: attend(
-        q,
-        k,
-        v,
-        replace(mask, documents_BT=None if mask.documents_BT is None else mask.documents_BT[:1].expand(len(q), -1)),
-        scale,
-    ),
     "scale off by a thousandth": lambda q, k, v, mask, scale: attend(q * 1.001, k, v, mask, scale),
 }
 """Mistakes that have been made."""

@@ -5,7 +5,6 @@ their sums, greedy tokens equal to the engine's. Some tests break the exported f
 notice.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -182,20 +181,11 @@ BROKEN = {
     "window off by one": (SHARED, "keys > queries - window", "keys >= queries - window"),
     "sees what follows": (SHARED, "seen = keys <= queries", "seen = keys <= queries + 1"),
     "rotated the other way": (SHARED, "angles.cos(), angles.sin()", "angles.cos(), -angles.sin() / 2"),
-    "mlp without its square": (SHARED, ".square()", ""),
     "gpt: no softcap": (GPT, "return self.config.softcap * torch.tanh(logits / self.config.softcap)", "return logits"),
-    "gpt: queries and keys not scaled": (GPT, "QK_SCALE = 1.2", "QK_SCALE = 1.0"),
-    "gpt: another gate": (GPT, "GATE_RANGE = 12, 3.0", "GATE_RANGE = 12, 2.0"),
-    "gpt: value embeddings of the other layers": (GPT, "(depth - 1) % 2", "depth % 2"),
     "gpt: no smear": (GPT, "return x + self.smear_scale * gate * before", "return x"),
-    "gpt: no backout": (GPT, "return norm(x - self.backout_scale * halfway)", "return norm(x)"),
     "gpt: backout of another layer": (GPT, "len(self.blocks) // 2 - 1", "len(self.blocks) // 2"),
-    "gpt: no x0": (GPT, "x = scales[0] * x + scales[1] * x0", "x = scales[0] * x"),
-    "unet: no softcap": (UNET, "return top * torch.sigmoid(logits / divisor)", "return logits"),
-    "unet: another scale": (UNET, "ATTENTION_SCALE = 0.12", "ATTENTION_SCALE = 0.35"),
     "unet: documents see each other": (UNET, "return self.config.bos_token_id", "return None"),
     "unet: skips in the same order": (UNET, "skips.pop()", "skips.pop(0)"),
-    "unet: one value embedding for all": (UNET, "values[which]", "values[0]"),
     "unet: all pairs turn": (UNET, "torch.linspace(0, 1, E // 4", "torch.linspace(0, 2, E // 4"),
 }
 
@@ -214,15 +204,3 @@ def test_the_law_can_fail(name: str, tmp_path: Path) -> None:
             configuration.write(f"# {name}\n")
         theirs = load_exported(folder)
         assert deviation(theirs, model_of(recipe), LENGTHS[kind][-2:]) > 2 * BAR
-
-
-@pytest.mark.parametrize("field", ["windows", "rope_base", "softcap"])
-@pytest.mark.parametrize("kind", LENGTHS)
-def test_the_configuration_matters(kind: str, field: str, tmp_path: Path) -> None:
-    recipe = toy_recipe(kind)
-    folder = exported(tmp_path, recipe)
-    path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config[field] = [None] * 4 if field == "windows" else config[field] * 2
-    path.write_text(json.dumps(config), encoding="utf-8")
-    assert deviation(load_exported(folder), model_of(recipe), LENGTHS[kind][-2:]) > 2 * BAR

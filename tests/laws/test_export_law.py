@@ -17,6 +17,8 @@ import torch
 from hypothesis import strategies
 from safetensors.torch import load_file, save_file
 
+from quern.generate.engine import Engine
+from quern.generate.sampling import GREEDY
 from quern.interop import export_hf, import_hf
 from quern.interop.llama_format import weights_to
 from quern.model.base import loss_sum
@@ -147,12 +149,6 @@ def test_what_transformers_saved_is_read_back(
 # What is exported, broken -----------------------------------------------------------------------------------
 
 
-def swap_gate_and_up(weights: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-    for name in [name for name in weights if "gate_proj" in name]:
-        other = name.replace("gate_proj", "up_proj")
-        weights[name], weights[other] = weights[other], weights[name]
-
-
 def interleave_halves(weights: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
     """The other layout of rotary pairs: neighbours instead of halves."""
     for name in [name for name in weights if "q_proj" in name or "k_proj" in name]:
@@ -160,30 +156,11 @@ def interleave_halves(weights: dict[str, torch.Tensor], config: dict[str, Any]) 
         weights[name] = by_head.transpose(1, 2).flatten(0, 2).contiguous()
 
 
-def swap_norms(weights: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-    one, other = "model.layers.0.input_layernorm.weight", "model.layers.0.post_attention_layernorm.weight"
-    weights[one], weights[other] = weights[other], weights[one]
-
-
-def other_head_for_its_keys(weights: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-    """Groups of queries taken modulo the key heads instead of side by side."""
-    E, heads, kv = config["head_dim"], config["num_attention_heads"], config["num_key_value_heads"]
-    for name in [name for name in weights if "q_proj" in name]:
-        weights[name] = weights[name].unflatten(0, (kv, heads // kv, E)).transpose(0, 1).flatten(0, 2).contiguous()
-
-
-def forget_the_base(weights: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-    config["rope_parameters"]["rope_theta"] = config["rope_theta"] = 100_000.0
-
-
 def forget_the_epsilon(weights: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
     config["rms_norm_eps"] = 1e-5
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [swap_gate_and_up, interleave_halves, swap_norms, other_head_for_its_keys, forget_the_base, forget_the_epsilon],
-)
+@pytest.mark.parametrize("broken", [interleave_halves, forget_the_epsilon])
 def test_the_law_can_fail(broken: Callable[..., None], tmp_path: Path) -> None:
     recipe = llama_recipe()
     folder = exported(tmp_path, recipe)
@@ -292,17 +269,7 @@ def test_the_chat_template_is_the_chat_format(tmp_path: Path, law: Callable[...,
     law("exported chat template = native: ids of a conversation", "equal", "equal")
 
 
-def test_a_tokenizer_with_other_words_is_noticed(tmp_path: Path) -> None:
-    """The comparison of ids can fail: digits in groups of three instead of two."""
-    other = Tokenizer(toy_tokenizer().merges, toy_tokenizer().pattern.replace("{1,2}", "{1,3}"))
-    theirs = transformers.AutoTokenizer.from_pretrained(exported(tmp_path, llama_recipe()))
-    assert any(theirs(text, add_special_tokens=False)["input_ids"] != other.encode(text) for text in ODD_TEXTS)
-
-
 def test_transformers_generates_what_we_do(tmp_path: Path, law: Callable[..., None]) -> None:
-    from quern.generate.engine import Engine
-    from quern.generate.sampling import GREEDY
-
     recipe, tokenizer = llama_recipe(), toy_tokenizer()
     folder = exported(tmp_path, recipe)
     theirs = transformers.LlamaForCausalLM.from_pretrained(folder)

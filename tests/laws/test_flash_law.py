@@ -161,10 +161,6 @@ def deviation_with(mistake: str) -> float:
             sys.modules.update(kept)
 
 
-def test_the_check_passes_what_is_right(interpreted: Interpreted) -> None:
-    assert interpreted(worst_deviation, TELLING) <= FP32_BAR
-
-
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_check_catches(interpreted: Interpreted, mistake: str) -> None:
     assert interpreted(deviation_with, mistake) > 100 * FP32_BAR

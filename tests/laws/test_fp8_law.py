@@ -18,7 +18,6 @@ from torch import Tensor
 
 from quern.data.loader import Loader
 from quern.generate.cache import KVCache, decode
-from quern.kernels import fp8 as module
 from quern.kernels.fp8 import E4M3, E5M2, fp8_linear, product, quantise
 from quern.machine import Machine
 from quern.model.base import loss_sum, token_losses
@@ -109,22 +108,6 @@ def test_a_linear_layer_errs_as_predicted(dtype: torch.dtype, law: Law) -> None:
         assert 0.9 <= ratio <= 1.1
 
 
-@pytest.mark.parametrize("mistake", ["gradients in E4M3", "everything in E5M2", "rounded twice", "a scale too small"])
-def test_the_law_of_errors_can_fail(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> module.Quantised:
-        if mistake == "gradients in E4M3":
-            dtype = E4M3
-        if mistake == "everything in E5M2":
-            dtype = E5M2
-        if mistake == "rounded twice":
-            x = quantise(x, E5M2).values.float() * quantise(x, E5M2).scale
-        made = quantise(x, dtype, scale)
-        return quantise(x, dtype, made.scale / 2) if mistake == "a scale too small" else made
-
-    monkeypatch.setattr(module, "quantise", broken)
-    assert any(not 0.9 <= ratio <= 1.1 for ratio in linear_errors(torch.float32))
-
-
 def test_no_entry_errs_more_than_the_bound(law: Law) -> None:
     """Each operand t is off by at most unit · |t| + tiny · scale, so a product by what these make together."""
     worst = 0.0
@@ -182,12 +165,6 @@ def test_training_in_fp8_comes_to_nearly_the_same_loss(law: Law) -> None:
     difference = float(np.mean(ratios)) - 1
     law("loss after 32 steps in FP8, relative to bf16's, mean of 2 seeds", difference, "≤ 0.005")
     assert abs(difference) <= 0.005
-
-
-def test_training_fails_where_gradients_round_to_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison notices when nothing is learnt: here because a scale has a floor far above the gradients."""
-    monkeypatch.setattr(module, "LEAST_AMAX", 1e6)
-    assert trained_loss(True, 0, steps=12) > 1.03 * trained_loss(False, 0, steps=12)
 
 
 def test_what_was_trained_in_fp8_evaluates_as_its_weights_do(law: Law) -> None:

@@ -16,8 +16,7 @@ from quern.generate.reply import Completion, Delta
 from quern.generate.sampling import GREEDY, Sampling
 from quern.model.base import LanguageModel
 from quern.model.llama import Llama
-from quern.model.unet import UNet
-from tests.support.toy_engine import SmallUNet, toy_engine, toy_model, toy_unet
+from tests.support.toy_engine import toy_engine, toy_model, toy_unet
 
 BAR = 1e-5
 CONTEXT, VOCABULARY, BOS = 40, 128, 0
@@ -27,8 +26,8 @@ def toy(windows: str, **options: Any) -> Callable[[], LanguageModel]:
     return lambda: toy_model(windows, context=CONTEXT, vocab_size=VOCABULARY, **options)
 
 
-def unet(depth: int, kind: type[UNet] = SmallUNet) -> Callable[[], LanguageModel]:
-    return lambda: toy_unet(context=CONTEXT, vocab_size=VOCABULARY, bos=BOS, depth=depth, kind=kind)
+def unet(depth: int) -> Callable[[], LanguageModel]:
+    return lambda: toy_unet(context=CONTEXT, vocab_size=VOCABULARY, bos=BOS, depth=depth)
 
 
 MODELS = {
@@ -91,14 +90,12 @@ def cached(model: LanguageModel, prompts: list[list[int]], steps: int, chunk: in
     return torch.stack(logits, dim=1)
 
 
-def deviation(
-    model: LanguageModel, steps: int = 11, chunk: int | None = None, oracle: LanguageModel | None = None
-) -> float:
+def deviation(model: LanguageModel, steps: int = 11, chunk: int | None = None) -> float:
     """Largest difference of a logit between the two ways; infinite if a greedy token differs."""
     prompts, worst = rows(LENGTHS), 0.0
     for prompt, found_NV in zip(prompts, cached(model, prompts, steps, chunk), strict=True):
         reply = greedy(found_NV).tolist()
-        expected_NV = uncached(oracle or model, prompt, reply)
+        expected_NV = uncached(model, prompt, reply)
         if greedy(expected_NV).tolist() != reply:
             return float("inf")
         worst = max(worst, float((found_NV - expected_NV).abs().max()))
@@ -119,19 +116,6 @@ def test_prefill_in_pieces_is_prefill_at_once(name: str, chunk: int, law: Callab
     kind = ", unet" if "unet" in name else ""
     law(f"prefill in pieces = at once{kind}: logits, fp32; greedy tokens equal", found, "≤ 1e-5")
     assert found <= BAR
-
-
-def test_a_short_look_at_the_cache_is_enough() -> None:
-    """Decoding that looks only at the slots in use equals decoding that looks at all of them."""
-    model = MODELS["SSSL"]()
-    [prompt] = rows((9,))
-    with torch.inference_mode():
-        results = []
-        for span in (12, CONTEXT + 1):
-            cache = KVCache(model, 1, CONTEXT + 1)
-            cache.prefill(model, *pad([prompt], 0, torch.device("cpu")))
-            results.append([decode(model, cache, torch.tensor([t]), torch.arange(span)) for t in (5, 6, 7)])
-    assert max(float((a - b).abs().max()) for a, b in zip(*results, strict=True)) <= BAR
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling()], ids=["greedy", "sampled"])
@@ -172,19 +156,6 @@ def test_samples_of_one_prefill_are_those_of_their_own(law: Callable[..., None])
 # What is cached, broken --------------------------------------------------------------------------------------
 
 
-class WindowOneTooWide(DecodeContext):
-    """The bug of a ring that keeps one token more than the window."""
-
-    def attend(self, layer, q_BTHE, k_BTKE, v_BTKE, window, scale=None):  # noqa: ANN001, ANN201
-        keys = self._cache.keys_BKRE[layer]
-        if keys.size(2) < self._cache.max_tokens:
-            fresh = torch.zeros_like(keys[:, :, :1])
-            self._cache.keys_BKRE[layer] = torch.cat([keys, fresh], dim=2)
-            self._cache.values_BKRE[layer] = torch.cat([self._cache.values_BKRE[layer], fresh], dim=2)
-            self._cache.rings[layer] += 1
-        return super().attend(layer, q_BTHE, k_BTKE, v_BTKE, window, scale)
-
-
 class PositionsOfTheFirstRow(DecodeContext):
     """The bug of one position for a whole ragged batch."""
 
@@ -199,15 +170,6 @@ class NoSmear(DecodeContext):
         return torch.zeros_like(super().previous(x_BTD, name))
 
 
-class PaddingIsStored(PrefillContext):
-    """The bug of a prefill that takes padding for tokens."""
-
-    def _store(self, slots_BKRE, new_BTKE):  # noqa: ANN001, ANN201
-        lengths_B, self._lengths_B = self._lengths_B, torch.full_like(self._lengths_B, new_BTKE.size(1))
-        super()._store(slots_BKRE, new_BTKE)
-        self._lengths_B = lengths_B
-
-
 class OldTokensNeverLeave(PrefillContext):
     """The bug of a window that is ignored for the tokens of an earlier piece."""
 
@@ -215,45 +177,14 @@ class OldTokensNeverLeave(PrefillContext):
         return super()._visible(T, ring, used, None)
 
 
-class Unscaled:
-    """A context that scales attention of single tokens as the cache would by itself: reading the prompt stays right."""
-
-    def __init__(self, context: Any) -> None:
-        self._context = context
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._context, name)
-
-    def attend(self, *args: Any) -> torch.Tensor:
-        return self._context.attend(*args[:5], args[5] if args[1].size(1) > 1 else None)
-
-
-class Off(SmallUNet):
-    def forward(self, tokens_BT: torch.Tensor, context: Any) -> torch.Tensor:
-        return super().forward(tokens_BT, Unscaled(context))  # pyright: ignore[reportArgumentType]
-
-
-class Wider(SmallUNet):
-    long_window = 16
-
-
 @pytest.mark.parametrize(
     ("name", "broken", "model"),
     [
         ("DecodeContext", PositionsOfTheFirstRow, "SSSL"),
         ("DecodeContext", NoSmear, "SSSL"),
-        ("DecodeContext", WindowOneTooWide, "SSSL"),
-        ("PrefillContext", PaddingIsStored, "SSSL"),
-        ("PrefillContext", OldTokensNeverLeave, "SSSL"),
-        ("DecodeContext", PositionsOfTheFirstRow, "llama"),
         ("PrefillContext", OldTokensNeverLeave, "llama, windows"),
     ],
 )
 def test_the_law_can_fail(name: str, broken: type, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_module, name, broken)
     assert deviation(MODELS[model](), chunk=5) > 100 * BAR
-
-
-@pytest.mark.parametrize("broken", [Off, Wider])
-def test_a_forgotten_scale_and_a_wider_window_are_noticed(broken: type[UNet]) -> None:
-    assert deviation(unet(6, broken)(), oracle=MODELS["unet"]()) > 100 * BAR

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from quern.interop import export_gguf
-from quern.interop.export_gguf import GGUF
 from quern.text.chat import render, render_prompt
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import GPT2_SPLIT_PATTERN, Tokenizer, split_pattern
@@ -82,42 +81,8 @@ def test_smaller_dtypes_err_by_their_rounding(
     assert found <= bar
 
 
-def unpermuted(patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    patch.setattr(export_gguf, "ROTATED", ())
-    return {}
-
-
-def unpermuted_keys(patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    patch.setattr(export_gguf, "ROTATED", ("attn_q.weight",))
-    return {}
-
-
-def swapped_norms(patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    names = {"attention_norm.weight": "ffn_norm.weight", "mlp_norm.weight": "attn_norm.weight"}
-    patch.setattr(export_gguf, "GGUF", GGUF._replace(inside={**GGUF.inside, **names}))
-    return {}
-
-
-def swapped_gate_and_up(patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    patch.setattr(export_gguf, "GGUF", GGUF._replace(gate_up=GGUF.gate_up[::-1]))
-    return {}
-
-
-def another_base(patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    return {"llama.rope.freq_base": 100_000.0}
-
-
-def another_epsilon(patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    return {"llama.attention.layer_norm_rms_epsilon": 1e-5}
-
-
-@pytest.mark.parametrize(
-    "broken", [unpermuted, unpermuted_keys, swapped_norms, swapped_gate_and_up, another_base, another_epsilon]
-)
-def test_a_broken_export_is_noticed(
-    broken: Callable[..., dict[str, Any]], llama: LlamaCpp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    facts = broken(monkeypatch)
+@pytest.mark.parametrize("facts", [{"llama.rope.freq_base": 1e5}, {"llama.attention.layer_norm_rms_epsilon": 1e-5}])
+def test_a_broken_export_is_noticed(facts: dict[str, Any], llama: LlamaCpp, tmp_path: Path) -> None:
     assert deviation(llama, tmp_path / "a.gguf", {}, **facts) > 10 * BAR
 
 
@@ -199,34 +164,6 @@ def test_ids_are_llama_cpps(
     found = differing(llama, tokenizer, fuzzed(count, seed=count))
     law("ids of llama.cpp for a GGUF = native: 20,000 fuzzed texts (that differ)", len(found), "equal")
     assert found == []
-
-
-def shifted_id(tokenizer: Tokenizer) -> dict[str, Any]:
-    words = export_gguf.metadata(gguf_recipe(tokenizer).model, tokenizer, "toy")["tokenizer.ggml.tokens"]
-    words[300], words[301] = words[301], words[300]
-    return {"tokenizer.ggml.tokens": words}
-
-
-def other_order_of_merges(tokenizer: Tokenizer) -> dict[str, Any]:
-    merges = export_gguf.metadata(gguf_recipe(tokenizer).model, tokenizer, "toy")["tokenizer.ggml.merges"]
-    return {"tokenizer.ggml.merges": merges[::-1]}
-
-
-def marks_apart(tokenizer: Tokenizer) -> dict[str, Any]:
-    return {"tokenizer.ggml.pre": "qwen2"}
-
-
-def grouped_digits(tokenizer: Tokenizer) -> dict[str, Any]:
-    return {"tokenizer.ggml.pre": "llama-bpe"}
-
-
-@pytest.mark.parametrize("broken", [shifted_id, other_order_of_merges, marks_apart, grouped_digits])
-def test_other_words_are_noticed(
-    broken: Callable[[Tokenizer], dict[str, Any]], llama: LlamaCpp, tmp_path: Path
-) -> None:
-    tokenizer = (pairs_of_bytes if broken in (marks_apart, grouped_digits) else trained)(split_pattern(1))
-    opened(llama, tmp_path / "a.gguf", tokenizer, **broken(tokenizer))
-    assert differing(llama, tokenizer, fuzzed(500, seed=0))
 
 
 @pytest.mark.parametrize("digits", [2, 3])

@@ -53,43 +53,6 @@ def test_adamw_is_torchs_adamw(law: Callable[..., None]) -> None:
     assert worst <= ADAMW_BAR
 
 
-def broken_adamw(mistake: str) -> Callable[..., None]:
-    """AdamW with one of the mistakes that have been made."""
-
-    def update_(master, grad, m, v, *, step, lr, beta1, beta2, eps, weight_decay):  # type: ignore[no-untyped-def]
-        if mistake == "decay in the gradient":
-            grad = grad + weight_decay * master
-        m.lerp_(grad, 1 - beta1)
-        v.lerp_(grad**2, 1 - beta2)
-        bias1 = 1.0 if mistake == "no bias correction" else 1 - beta1**step
-        bias2 = 1 - beta2**step
-        denominator = (v / bias2).sqrt() + eps
-        if mistake == "eps before bias correction":
-            denominator = (v.sqrt() + eps) / math.sqrt(bias2)
-        if mistake == "eps under the root":
-            denominator = (v / bias2 + eps).sqrt()
-        if mistake not in ("decay in the gradient", "no decay"):
-            master.mul_(1 - lr * weight_decay)
-        master.sub_(lr / bias1 * m / denominator)
-
-    return update_
-
-
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        "eps before bias correction",
-        "eps under the root",
-        "no bias correction",
-        "decay in the gradient",
-        "no decay",
-    ],
-)
-def test_the_adamw_law_can_fail(mistake: str) -> None:
-    assert adamw_deviation(broken_adamw("none"), eps=1e-2) <= ADAMW_BAR
-    assert adamw_deviation(broken_adamw(mistake), eps=1e-2) > 1000 * ADAMW_BAR
-
-
 def polar_factor(x: np.ndarray) -> np.ndarray:
     left, _, right = np.linalg.svd(x, full_matrices=False)
     return left @ right
@@ -167,40 +130,26 @@ MUON_BAR = 1e-8
 
 
 def reference_muon(
-    weight: np.ndarray,
-    grads: list[np.ndarray],
-    skip: str,
-    *,
-    lr: float,
-    momentum: float,
-    beta2: float,
-    weight_decay: float,
+    weight: np.ndarray, grads: list[np.ndarray], *, lr: float, momentum: float, beta2: float, weight_decay: float
 ) -> np.ndarray:
-    """Muon by the papers' formulas, one matrix, exact polar factor; `skip` leaves one part out."""
+    """Muon by the papers' formulas, one matrix, exact polar factor."""
     rows, columns = weight.shape
     velocity, second = np.zeros_like(weight), 0.0
     for grad in grads:
         velocity = momentum * velocity + (1 - momentum) * grad
-        update = velocity if skip == "nesterov" else momentum * velocity + (1 - momentum) * grad
-        if skip != "equal rows":
-            lengths = np.linalg.norm(update, axis=1, keepdims=True)
-            update = update / lengths * np.sqrt((lengths**2).mean())
-        update = polar_factor(update) if skip != "polar factor" else update / np.linalg.norm(update, 2)
-        if skip != "restored norm":
-            update = update / np.linalg.norm(update) * np.sqrt(min(rows, columns))
-        if skip != "variance reduction":
-            axis = 1 if (rows >= columns) != (skip == "the longer side") else 0
-            second = beta2 * second + (1 - beta2) * (update**2).mean(axis=axis, keepdims=True)
-            scaled = update / np.sqrt(second)
-            update = scaled * np.linalg.norm(update) / np.linalg.norm(scaled)
-        shrinks = np.sign(update) == np.sign(weight)
-        decay = weight_decay * weight * (1 if skip == "caution" else shrinks)
-        rate = lr * (1 if skip == "shape scale" else np.sqrt(max(1, rows / columns)))
-        weight = weight - rate * (update + decay)
+        update = momentum * velocity + (1 - momentum) * grad
+        lengths = np.linalg.norm(update, axis=1, keepdims=True)
+        update = polar_factor(update / lengths * np.sqrt((lengths**2).mean()))
+        update = update / np.linalg.norm(update) * np.sqrt(min(rows, columns))
+        second = beta2 * second + (1 - beta2) * (update**2).mean(axis=1 if rows >= columns else 0, keepdims=True)
+        scaled = update / np.sqrt(second)
+        update = scaled * np.linalg.norm(update) / np.linalg.norm(scaled)
+        decay = weight_decay * weight * (np.sign(update) == np.sign(weight))
+        weight = weight - lr * np.sqrt(max(1, rows / columns)) * (update + decay)
     return weight
 
 
-def muon_deviation(skip: str = "", constants: dict[str, Any] = MUON) -> float:
+def muon_deviation() -> float:
     """The largest relative difference from the reference over shapes, after five steps in fp64."""
     worst = 0.0
     for rows, columns in [(12, 12), (20, 8), (8, 20)]:
@@ -211,8 +160,8 @@ def muon_deviation(skip: str = "", constants: dict[str, Any] = MUON) -> float:
         master = torch.tensor(start)[None].clone()
         state = Muon().init_state(master)
         for grad in grads:
-            Muon(steps=30).update_(master, torch.tensor(grad)[None], state, constants, dtype=torch.float64, out=None)
-        expected = reference_muon(start, grads, skip, **constants)
+            Muon(steps=30).update_(master, torch.tensor(grad)[None], state, MUON, dtype=torch.float64, out=None)
+        expected = reference_muon(start, grads, **MUON)
         moved = np.linalg.norm(expected - start)
         worst = max(worst, float(np.linalg.norm(master[0].numpy() - expected) / moved))
     return worst
@@ -222,22 +171,6 @@ def test_muon_is_the_papers_formulas_with_an_svd(law: Callable[..., None]) -> No
     worst = muon_deviation()
     law("Muon, 5 updates = NumPy with the SVD polar factor", worst, f"≤ {MUON_BAR:g} relative, fp64, 30 steps")
     assert worst <= MUON_BAR
-
-
-@pytest.mark.parametrize(
-    "skip",
-    [
-        "nesterov",
-        "equal rows",
-        "polar factor",
-        "variance reduction",
-        "the longer side",
-        "caution",
-        "shape scale",
-    ],
-)
-def test_the_muon_law_can_fail(skip: str) -> None:
-    assert muon_deviation(skip) > 1e-3
 
 
 def test_a_stack_is_updated_as_its_matrices_alone(law: Callable[..., None]) -> None:

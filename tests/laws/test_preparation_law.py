@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from quern.data.token_file import ShardWriter
-from quern.text.encode import pool
 from quern.text.encode.pool import write_shards
 from quern.text.tokenizer import Tokenizer
 from tests.support import preparing
@@ -73,19 +72,6 @@ def test_shards_do_not_depend_on_the_processes(
         wrong += differing(files(folder), expected)
     assert wrong == 0
     law("shards of 1, 2 and 3 processes = those of a plain loop: files that differ", wrong, "equal, byte for byte")
-
-
-def test_the_law_sees_units_out_of_order(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    in_order = pool._units
-
-    def swapped(texts, unit_characters):
-        first, second, *rest = in_order(texts, unit_characters)
-        yield from (second, first, *rest)
-
-    monkeypatch.setattr(pool, "_units", swapped)
-    how: dict[str, Any] = {"workers": 2, "unit_characters": 700}
-    write_shards(iter(TEXTS), tokenizer, tmp_path / "swapped", "train", "mark", lambda line: None, **how)
-    assert differing(files(tmp_path / "swapped"), plain(tokenizer, tmp_path / "plain", 10**8)) == 3
 
 
 class Preparation:

@@ -23,7 +23,6 @@ from quern.recipes.gpt import RECIPE
 from quern.serve.prompts import calls_of, read_chat, tokens_of
 from quern.serve.responses import ResponsesRequest
 from quern.serve.schema import ChatRequest, TokenizeRequest, Tool, parse_request
-from quern.text import conversations
 from quern.text.hugging_face import CHAT_TEMPLATE, tokenizer_config, tokenizer_json
 from tests.support.toy_engine import toy_engine
 
@@ -272,30 +271,3 @@ def test_the_exported_chat_template_gives_the_served_prompt_and_the_trained_mask
     assert masks == 0
     law("served prompt = exported chat template in transformers: ids, with tools (prompts that differ)", wrong, "0")
     assert wrong == 0
-
-
-@pytest.mark.parametrize("fault", ["spaces", "order", "tools"])
-def test_another_writing_is_noticed(
-    tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
-    """The comparison can fail: fine-tuning with a broken conversion, the server with the right one."""
-    path, sound = tmp_path / "talks.jsonl", conversations.to_messages
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in TALKS.values()), encoding="utf-8")
-
-    def broken(record: Any, ignored: Any = None) -> Any:
-        if fault == "tools":
-            record = {**record, "tools": None}
-        messages = sound(record, ignored)
-        for message in messages:
-            parts = message["content"] if isinstance(message["content"], list) else []
-            for part in (one for one in parts if one["type"] == "tool" and one["text"].startswith("{")):
-                if fault == "spaces":
-                    part["text"] = json.dumps(json.loads(part["text"]), ensure_ascii=False)
-            if fault == "order" and len(parts) > 4:
-                parts[:4] = [*parts[2:4], *parts[:2]]
-        return messages
-
-    monkeypatch.setattr(conversations, "to_messages", broken)
-    monkeypatch.setattr("quern.serve.prompts.to_messages", sound)
-    with pytest.raises(AssertionError):
-        assert differing(engine, path, tmp_path / "out") == 0

@@ -7,7 +7,6 @@ name of what is left. Over more than two epochs, so that some runs resume past o
 
 import json
 import random
-import shutil
 import signal
 from collections.abc import Callable, Sequence
 
@@ -94,18 +93,6 @@ def test_the_runs_go_on_past_their_second_epoch(bench: Bench) -> None:
     assert read_metrics(stage)[-1]["tokens"] > 2 * facts["data"]["train"]["tokens"]
     events = read_events(bench.reference(SFT, "fp32")[0])
     assert 2 * next(event for event in events if event["kind"] == "data")["rows"] < 19 * 4
-
-
-def test_the_check_can_fail(bench: Bench) -> None:
-    """Each mistake of a resume, made on purpose, is seen."""
-    reference, events = bench.reference(PRETRAIN, "fp32")
-    killed = bench.fresh(PRETRAIN, "fp32")
-    bench.run(PRETRAIN, killed, "fp32", kill=["train", int(0.6 * events["train"])])
-    for number, sabotage in enumerate(("moments forgotten", "masters rounded", "a batch twice")):
-        name = f"{killed}-{number}"
-        shutil.copytree(bench.stage(killed, PRETRAIN).parent, bench.stage(name, PRETRAIN).parent)
-        bench.run([*PRETRAIN, "--resume"], name, "fp32", sabotage=sabotage)
-        assert len(differences(bench.stage(name, PRETRAIN), reference)) > 10, sabotage
 
 
 def test_killed_and_then_stopped_by_a_signal(bench: Bench, law: Law) -> None:

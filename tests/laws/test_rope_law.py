@@ -78,32 +78,13 @@ def mutant_deviation(name: str, right: str, wrong: str) -> float:
         ("", 'x_BTHE.stride()[:3], "y"', 'x_BTHE.contiguous().stride()[:3], "y"'),
         ("with QK norm", "(grad_first - first * along)", "grad_first"),
         ("with QK norm", "scale = gain * inverse\n", "scale = inverse\n"),
+        ("with QK norm", "scale = gain * inverse_norm", "scale = 1.001 * gain * inverse_norm"),
         ("with QK norm", "/ E + eps", "/ (E + 1) + eps"),
         ("with QK norm", "first * grad_first + second * grad_second", "first * turned_first + second * turned_second"),
     ],
 )
 def test_the_check_can_fail(name: str, right: str, wrong: str, interpreted: Interpreted) -> None:
     assert interpreted(mutant_deviation, name, right, wrong) > 10 * FP32_BAR
-
-
-def test_the_check_can_fail_by_a_thousandth(interpreted: Interpreted) -> None:
-    right = "scale = gain * inverse_norm"
-    assert interpreted(mutant_deviation, "with QK norm", right, right.replace("gain", "1.001 * gain")) > 10 * FP32_BAR
-
-
-def traced_deviation() -> float:
-    """Both operators traced by the compiler, as one node each of its graph; against the same untraced."""
-    worst = 0.0
-    for path, _ in PAIRS.values():
-        torch.compiler.reset()  # it counts the versions of both pairs' one lambda together
-        traced = torch.compile(path, backend="aot_eager", fullgraph=True)
-        for case in list(cases((17,)))[:2]:
-            worst = max(worst, deviation(with_gradient(traced, *case), with_gradient(path, *case)))
-    return worst
-
-
-def test_the_compiler_passes_through(interpreted: Interpreted) -> None:
-    assert interpreted(traced_deviation) == 0
 
 
 def check_operators() -> None:

@@ -176,14 +176,3 @@ def test_decoding_ids_concatenates_their_bytes(
     expected = b"".join((tokens + names)[i] for i in ids)
     assert tokenizer.decode_bytes(ids) == expected
     assert tokenizer.decode(ids) == expected.decode("utf-8", errors="replace")
-
-
-def test_the_law_sees_a_wrong_merge_order_and_a_wrong_pattern(
-    tokenizer: Tokenizer, by_tiktoken: Encode, by_the_book: Encode
-) -> None:
-    merges = tokenizer.merges
-    for broken in (
-        Tokenizer((*merges[20:], *merges[:20])),
-        Tokenizer(merges, tokenizer.pattern.replace(r"\p{M}", "")),
-    ):
-        assert differing(broken, by_tiktoken, FIXTURES) and differing(broken, by_the_book, FIXTURES)
