@@ -200,15 +200,3 @@ def test_an_error_of_the_server_is_text(page: Page) -> None:
     page.wait(f"!document.getElementById('problem').hidden && {DONE}")
     assert page.texts("#problem span") == ["<img src=x onerror=window.pwned=1>"]
     assert page.run(CHECK) == CLEAN
-
-
-def test_the_checks_would_notice(page: Page) -> None:
-    """Inserted markup is found by the same query, and the policy stops and reports its script."""
-    page.ask("x")
-    for payload in (TAGS[1], TAGS[24], "<b onclick=window.pwned=1>x</b>", TAGS[28]):
-        page.run(f"document.querySelector('.assistant .body')['inner' + 'HTML'] = {json.dumps(payload)}")
-        assert page.run(CHECK) != CLEAN, payload
-    page.wait("new Promise((done) => setTimeout(() => done(true), 200))")
-    assert page.run("typeof window.pwned") == "undefined"
-    assert any("Content Security Policy" in problem for problem in page.chrome.problems)
-    page.chrome.problems.clear()

@@ -265,20 +265,6 @@ def test_a_lookback_that_is_not_declared_is_refused() -> None:
         cached_apart(replace(recipe, make_model=type("Undeclared", (cast(Any, recipe.make_model),), {"lookback": 0})))
 
 
-def test_the_cache_contract_can_fail() -> None:
-    """Previous tokens that a cache does not know give other logits."""
-    bigram: Any = toy("bigram").make_model
-
-    class Forgetful(bigram):
-        def before_block(self, layer, x_BTD, kept, tokens_BT, context):  # noqa: ANN001, ANN202
-            if layer == 0:
-                shifted = F.pad(tokens_BT, (1, 0), value=-1)[:, :-1]  # whole rows only
-                kept["bigrams"] = self.bigrams(self.row_of(tokens_BT, shifted))
-            return x_BTD + self.bigram_scales[layer] * kept["bigrams"]
-
-    assert cached_apart(replace(toy("bigram"), make_model=Forgetful)) > 1e-3
-
-
 @once_per("make_model")
 def flops_apart(recipe: Resolved) -> float:
     """Largest relative difference to a real pass: products by torch's counter, attention by a dense mask."""

@@ -7,20 +7,18 @@ a task.
 
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quern.eval.core import CoreTask, find_tasks, make_example, read_rows, run_core
-from quern.eval.likelihood import score_examples
+from quern.eval.core import CoreTask, find_tasks, run_core
 from quern.eval.run_task import Records
 from quern.generate.engine import Engine
 from quern.runs.load import LoadedModel, load
 from quern.runs.run_dir import RunDir
 from quern.text.tokenizer import Tokenizer
-from tests.support.core_oracle import Question, in_one_pass, questions, verdict
+from tests.support.core_oracle import Question, questions, verdict
 from tests.support.tiny_model import CPU
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,8 +28,6 @@ TASKS = (
     *("copa", "winograd", "bigbench_repeat_copy_logic", "bigbench_operators"),  # all of their questions
     *("openbook_qa", "winogrande", "lambada_openai", "bigbench_cs_algorithms", "arc_easy", "commonsense_qa"),
 )
-SPEED = ("copa", "winograd", "openbook_qa", "lambada_openai", "bigbench_operators", "arc_easy")
-
 pytestmark = [pytest.mark.campaign, pytest.mark.filterwarnings("ignore")]
 
 
@@ -167,34 +163,3 @@ def test_every_item_is_as_lm_eval_and_as_one_row_at_a_time(
     )
     assert unlike == set(ties)
     assert len(theirs) >= 0.9 * len(ours) > 0 and max(worst, apart) < 1e-4
-
-
-def test_faster_than_one_example_per_forward_pass(loaded: LoadedModel, data: Path) -> None:
-    """Thirds of each task are scored by turns in both ways."""
-    context, vocab_size = loaded.recipe.model.context or 0, loaded.tokenizer.vocab_size
-    total = {"batched": 0.0, "alone": 0.0}
-    for name in SPEED:
-        task, path = find_tasks(data, [name])[0]
-        rows, spent = read_rows(path, task), {"batched": 0.0, "alone": 0.0}
-        made = [make_example(task, rows, item, loaded.tokenizer, context) for item in range(min(len(rows), ITEMS))]
-        examples = [example for example in made if example]
-        step = -(-len(examples) // 3)
-        for part in (examples[first : first + step] for first in range(0, len(examples), step)):
-            start = time.perf_counter()
-            answers = score_examples(loaded.model, part, CPU, vocab_size)
-            middle = time.perf_counter()
-            losses = [in_one_pass(loaded.model, example, vocab_size) for example in part]
-            spent["batched"] += middle - start
-            spent["alone"] += time.perf_counter() - middle
-            for answer, own in zip(answers, losses, strict=True):
-                assert answer.losses == pytest.approx(own, abs=1e-4)
-        tokens = sum(len(row) - 1 for example in examples for row in example.rows)
-        for way in total:
-            total[way] += spent[way]
-        print(
-            f"\n{name}: {len(examples)} items, {tokens:,} tokens, batched {spent['batched']:.1f} s "
-            f"({tokens / spent['batched']:,.0f} tokens/s), one example per pass {spent['alone']:.1f} s: "
-            f"{spent['alone'] / spent['batched']:.2f} times as fast"
-        )
-    print(f"together {total['alone'] / total['batched']:.2f} times as fast")
-    assert total["alone"] > total["batched"]

@@ -22,8 +22,6 @@ with warnings.catch_warnings():
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CONTEXT = 48
-OWN = lm_eval.tasks.TaskManager(include_defaults=False)
-"""Reads none of lm-eval's thousands of files."""
 
 
 @pytest.fixture(scope="module")
@@ -130,31 +128,6 @@ def test_generation_stops_and_keeps_the_order(loaded: LoadedModel) -> None:
     assert cut == [whole[: whole.index(stop)]]
     drawn = {"until": "\n\n", "do_sample": True, "temperature": 5.0, "max_gen_toks": 12}
     assert lm.generate_until([request("generate_until", prompts[0], drawn)]) != found[:1]
-
-
-def test_lm_eval_runs_offline_tasks_of_three_kinds(loaded: LoadedModel, tmp_path: Path) -> None:
-    options = ["corn", "bread and corn", "valley"]
-    rows = [{"q": f"the miller ground {n} and", "options": options, "gold": n % 3} for n in range(9)]
-    tasks = [
-        task(
-            tmp_path, "choice", rows, output_type="multiple_choice", doc_to_text="{{q}}", doc_to_choice="{{options}}",
-            doc_to_target="gold",
-        ),
-        task(tmp_path, "ending", rows, output_type="loglikelihood", doc_to_text="{{q}}", doc_to_target=" corn"),
-        task(
-            tmp_path, "answer", rows, output_type="generate_until", doc_to_text="{{q}}", doc_to_target="corn",
-            generation_kwargs={"until": ["\n"], "max_gen_toks": 4}, metric_list=[{"metric": "exact_match"}],
-        ),
-    ]  # fmt: skip
-    found = lm_eval.simple_evaluate(LM(loaded, CPU), tasks=tasks, task_manager=OWN, bootstrap_iters=0)
-    assert found is not None and set(found["results"]) == {"choice", "ending", "answer"}
-    text = loaded.tokenizer
-    for sample in found["samples"]["choice"]:
-        row = rows[sample["doc_id"]]
-        for option, (score, _) in zip(options, sample["filtered_resps"], strict=True):
-            ids = [text.bos, *text.encode(f"{row['q']} {option}")]
-            expected = scores_alone(loaded.model, text, ids, 1 + len(text.encode(row["q"])))[0]
-            assert float(score) == pytest.approx(expected, abs=1e-3)
 
 
 def test_a_task_from_a_file_gives_scores(loaded: LoadedModel, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from quern.eval import likelihood
 from quern.eval.likelihood import choice_example, score_examples
 from quern.model.context import CausalContext
 from tests.support.tiny_model import CPU, tiny_model
@@ -32,16 +31,6 @@ def nats_of(model, asked: Sequence[tuple[list[int], Sequence[list[int]]]]) -> li
     examples = [choice_example(prompt, ids, 0, CONTEXT) for prompt, ids in asked]
     answers = score_examples(model, examples, CPU, 100)
     return [answer.nats(example) for answer, example in zip(answers, examples, strict=True)]
-
-
-def test_losses_equal_the_plain_ones_in_small_batches(model, monkeypatch: pytest.MonkeyPatch):
-    """Also of letters: continuations of one token. The first prompt is BOS alone."""
-    monkeypatch.setattr(likelihood, "BATCH_TOKENS", 8)
-    rng = np.random.default_rng(0)
-    prompts = [[BOS, *rng.integers(0, 99, rng.integers(0, 20)).tolist()] for _ in range(12)]
-    asked = [([BOS], [[4, 5], [6]]), *((one, [rng.integers(0, 99, 8).tolist(), [7], [3]]) for one in prompts)]
-    for (prompt, continuations), nats in zip(asked, nats_of(model, asked), strict=True):
-        np.testing.assert_allclose(nats, [plain_nats(model, prompt, ids) for ids in continuations], rtol=2e-6)
 
 
 def test_a_long_prompt_keeps_its_bos_and_its_end(model):

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 from quern.generate.engine import ContextOverflow, Engine
-from quern.generate.reply import Completion, Delta
 from quern.generate.sampling import GREEDY, Sampling
 from quern.kernels.attention.attend import attend_plain, attend_sdpa
 from quern.kernels.attention.autotune import Picked
@@ -78,7 +77,7 @@ def test_a_prompt_longer_than_the_context_is_refused_with_the_numbers() -> None:
     engine = toy_engine(context=32)
     for length in (32, 100):
         with pytest.raises(ContextOverflow, match=f"has {length} tokens and the model's context holds 32.* 31 tokens"):
-            engine.generate([[BOS], [BOS] * length])
+            engine.events([[BOS], [BOS] * length])  # before the first event: a server has sent no header yet
 
 
 @pytest.mark.parametrize(
@@ -129,38 +128,3 @@ def test_tools_run_inside_a_batch_and_their_answers_are_forced() -> None:
     output = [TOKENIZER.special("<|output_start|>"), *TOKENIZER.encode("3"), out]
     assert called.ids == [start, one, plus, two, end, *output, q, done]
     assert first.text == last.text == "a" * 15 and first.finish_reason == "length"
-
-
-def test_events_tell_every_piece_and_every_end() -> None:
-    engine = toy_engine()
-    prompts = [[BOS], [BOS, 65, 66]]
-    kwargs: dict[str, Any] = {"samples": 2, "max_tokens": 12, "seed": 3}
-    whole = engine.generate(prompts, **kwargs)
-    pieces: dict[tuple[int, int], str] = {}
-    ends: dict[tuple[int, int], Completion] = {}
-    for prompt, sample, value in engine.events(prompts, **kwargs):
-        key = (prompt, sample)
-        assert key not in ends, "a piece after the end"
-        if isinstance(value, Delta):
-            pieces[key] = pieces.get(key, "") + (value.text if value.kind == "text" else "")
-        elif isinstance(value, Completion):
-            ends[key] = value
-    assert ends == {(p, s): whole[p][s] for p in range(2) for s in range(2)}
-    assert all(pieces.get(key, "") == end.text for key, end in ends.items())
-
-
-def test_closing_the_events_stops_the_work() -> None:
-    engine = toy_engine()
-    steps = []
-    cast(torch.nn.Module, engine.model).register_forward_hook(lambda *_: steps.append(1))
-    events = engine.events([[BOS]], max_tokens=60)
-    next(iter(events))
-    events.close()  # type: ignore[attr-defined]
-    before = len(steps)
-    assert list(events) == [] and len(steps) == before < 60
-
-
-def test_errors_come_before_the_first_event() -> None:
-    """A server can refuse a request before it has sent a header."""
-    with pytest.raises(ContextOverflow):
-        toy_engine(context=32).events([[BOS] * 40])

@@ -143,7 +143,7 @@ def check_a_file_trains_on_data_and_its_run_keeps_it() -> None:
 
 
 def check_a_study_trains_files_of_the_twin() -> None:
-    """A file of the twin in a process of its own, twice; another one here."""
+    """A file of the twin here, twice; another one in a process of its own."""
     with folder():
         arms = {}
         for name in ("core", "attention_sink"):
@@ -151,8 +151,8 @@ def check_a_study_trains_files_of_the_twin() -> None:
             recipe, source = load_recipe(str(path))
             arms[name] = Arm(name, training(Arguments((*TRAIN[1:], "--train.steps", "3")), recipe).recipe, path, source)
         machine = {"device": "cpu", "threads": 1}
-        core, again = in_process(Path("out"), machine)(arms["core"], [(1, 1), (1, 1)])
-        (sinks,) = train_here(Path("out"), machine)(arms["attention_sink"], [(1, 1)])
+        core, again = train_here(Path("out"), machine)(arms["core"], [(1, 1), (1, 1)])
+        (sinks,) = in_process(Path("out"), machine)(arms["attention_sink"], [(1, 1)])
         recipe = resolve(arms["core"].recipe)
         counts = count(weightless(replace(recipe, make_model=GPT, model=replace(recipe.model, vocab_size=320))))
     assert core.bpb == again.bpb and core.bpb is not None and sinks.bpb is not None

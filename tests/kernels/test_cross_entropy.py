@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from quern.kernels import cross_entropy as module
 from quern.kernels.cross_entropy import CHUNK_TOKENS, cross_entropy, cross_entropy_plain
 from quern.kernels.softcap import Cap, NoCap, SigmoidCap, TanhCap
 
@@ -57,14 +56,6 @@ def test_masked_targets_give_exactly_no_gradient_and_no_loss() -> None:
     again.backward()
     assert torch.equal(again, total)
     assert isinstance(weight.grad, torch.Tensor) and torch.equal(weight.grad, weight_grad)
-
-
-def test_all_masked_is_zero_and_not_nan() -> None:
-    x, weight, targets = inputs(5)
-    total, _ = cross_entropy(x, weight, targets, torch.zeros(5), CAP)
-    total.backward()
-    assert x.grad is not None and weight.grad is not None
-    assert total.item() == 0 and x.grad.count_nonzero() == 0 and weight.grad.count_nonzero() == 0
 
 
 def test_a_gradient_from_above_multiplies() -> None:
@@ -119,13 +110,3 @@ def test_a_cap_that_would_overflow_is_refused(cap: Cap) -> None:
     x, weight, targets = inputs(3)
     with pytest.raises(ValueError, match=r"is too wide for the chunked loss: keep logits within 120, or use NoCap\(\)"):
         cross_entropy(x, weight, targets, torch.ones(3), cap)
-
-
-def test_tanh_and_exp_over_their_whole_range() -> None:
-    y = torch.linspace(-30, 30, 200_001)
-    assert (module.rational_tanh(y).double() - torch.tanh(y.double())).abs().max() <= 4e-7
-    assert module.rational_tanh(torch.tensor([0.0])).item() == 0
-    capped = torch.linspace(-1, 1, 100_001)
-    for height in (0.3, 1.0, 15.0, 60.0):
-        exact = torch.exp(height * capped.double())
-        assert ((module.polynomial_exp(capped, height).double() - exact) / exact).abs().max() <= 1e-6 * max(1, height)

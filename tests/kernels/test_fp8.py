@@ -8,16 +8,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from quern.kernels import fp8 as module
 from quern.kernels.cross_entropy import CHUNK_TOKENS, cross_entropy
 from quern.kernels.fp8 import (
     E4M3,
     E5M2,
     HeadProducts,
     HeadScales,
-    Quantised,
     fp8_linear,
-    has_fast_product,
     product,
     quantise,
 )
@@ -43,27 +40,6 @@ def array(x: Tensor) -> np.ndarray:
 
 
 @by_format
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_dynamic_scale_makes_the_largest_entry_just_fit(name: str, dtype: torch.dtype) -> None:
-    kind, of = FORMATS[name]
-    for std in (1.0, 1e-4, 3e7):
-        x = random(40, 24, std=std).to(dtype)
-        found = quantise(x, kind)
-        assert found.scale.shape == () and found.scale.item() == oracle.scale_of(array(x), of)
-        assert found.values.float().abs().max() == of.values[-1]
-        np.testing.assert_array_equal(array(found.values) * float(found.scale), through(array(x), of))
-
-
-def test_gradients_far_below_anything_usual_keep_their_precision() -> None:
-    for size in (1e-12, 1e-20, 1e-27):
-        x = random(16, 16, std=size)
-        found = quantise(x, E5M2)
-        error = (found.values.double() * found.scale.double() - x.double()).norm() / x.double().norm()
-        assert error < 0.07
-    assert quantise(random(4, 4, std=1e-42), E5M2).values.float().count_nonzero() == 0
-
-
-@by_format
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_what_is_not_finite_stays_visible_at_a_dynamic_scale(name: str, bad: float) -> None:
     x = random(16, 16)
@@ -79,10 +55,6 @@ def test_a_product_that_the_hardware_refuses_is_refused_everywhere(shape: tuple[
     M, K, N = shape
     with pytest.raises(ValueError, match="make the last two multiples of 16"):
         product(quantise(random(M, K), E4M3), quantise(random(N, K), E4M3), torch.float32, emulated=True)
-
-
-def test_a_device_without_fp8_has_no_fast_product() -> None:
-    assert has_fast_product(torch.device("meta")) is False
 
 
 # The linear layer -------------------------------------------------------------------------------------------
@@ -146,8 +118,8 @@ def test_nothing_waits_for_the_device() -> None:
 CAPS: dict[str, Cap] = {"tanh": TanhCap(15.0), "sigmoid": SigmoidCap(30.0, 25.0), "no": NoCap()}
 
 
-def head_products(width: int, kind: type[HeadProducts] = HeadProducts):  # noqa: ANN201
-    return lambda x, weight, bound: kind(x, weight, bound, HeadScales.for_width(width), True)
+def head_products(width: int):  # noqa: ANN201
+    return lambda x, weight, bound: HeadProducts(x, weight, bound, HeadScales.for_width(width), True)
 
 
 def loss_inputs(N: int, V: int, D: int, std: float = 0.3) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -195,15 +167,7 @@ def test_the_heads_products_in_the_loss(cap: str) -> None:
         assert np.linalg.norm(array(ours) - e) <= 1e-3 * np.linalg.norm(e)
 
 
-class FactorAfterwards(HeadProducts):
-    """The mistake of rounding before the row's factor is in."""
-
-    def gradients(self, part: slice, grad_NV: Tensor, factor_N: Tensor) -> tuple[Tensor, Tensor]:
-        dx, dw = super().gradients(part, grad_NV, factor_N.abs().amax().expand_as(factor_N))
-        return dx * (factor_N / factor_N.abs().amax())[:, None], dw
-
-
-def rows_error(kind: type[HeadProducts]) -> float:
+def rows_error() -> float:
     """The worst error of a row of dx, over the sum of its terms' sizes, where half of the rows have logits around 10,
     the others around -10, and so denominators that differ by a factor of 10^8."""
     _, weight, targets, _ = loss_inputs(64, 208, 32)
@@ -215,14 +179,13 @@ def rows_error(kind: type[HeadProducts]) -> float:
     torch.nn.functional.cross_entropy(TanhCap(15.0)(logits), targets).backward()
     assert logits.grad is not None
     plain = loss_and_gradients(inputs, TanhCap(15.0))[1]
-    found = loss_and_gradients(inputs, TanhCap(15.0), products=head_products(32, kind))[1]
+    found = loss_and_gradients(inputs, TanhCap(15.0), products=head_products(32))[1]
     return float(((found - plain).norm(dim=1) / (logits.grad.abs() @ weight.norm(dim=1))).max())
 
 
 def test_rows_with_small_denominators_keep_their_gradients() -> None:
     worst = (1 + 1 / 8) * (1 + 1 / 16) - 1  # every gradient and every weight rounded as badly as can be
-    assert rows_error(HeadProducts) <= worst
-    assert rows_error(FactorAfterwards) > 2 * worst
+    assert rows_error() <= worst
 
 
 def test_a_head_saturates_and_stays_finite() -> None:
@@ -234,18 +197,6 @@ def test_a_head_saturates_and_stays_finite() -> None:
     over = loss_and_gradients((x, weight, targets, scale), TanhCap(15.0), products=head_products(16))
     ends = loss_and_gradients((*at_the_ends, targets, scale), TanhCap(15.0), products=head_products(16))
     assert all(torch.isfinite(a).all() and torch.equal(a, b) for a, b in zip(over, ends, strict=True))
-
-
-def test_all_masked_is_zero_and_not_nan() -> None:
-    x, weight, targets, _ = loss_inputs(16, 48, 16)
-    losses, dx, dw = loss_and_gradients((x, weight, targets, torch.zeros(16)), NoCap(), products=head_products(16))
-    assert torch.isfinite(losses).all() and dx.count_nonzero() == 0 and dw.count_nonzero() == 0
-
-
-def test_a_transposed_operand_is_laid_out_anew() -> None:
-    q = quantise(random(16, 32), E4M3)
-    assert q.transposed().values.is_contiguous() and torch.equal(q.transposed().values.t().float(), q.values.float())
-    assert isinstance(q.transposed(), Quantised) and module.MULTIPLE == 16
 
 
 def test_small_gradients_of_the_head_do_not_underflow() -> None:

@@ -35,8 +35,3 @@ def test_the_norm_is_the_models(dtype: torch.dtype) -> None:
     """Bit for bit, so that a model's numbers do not depend on which of the two it calls."""
     x, cos, sin = inputs(dtype)
     assert torch.equal(rotate_plain(x, cos, sin, 1.2), norm(rotate_plain(x, cos, sin)) * 1.2)
-
-
-def test_norm_and_rotation_change_places() -> None:
-    x, cos, sin = inputs()
-    assert (rotate_plain(x, cos, sin, 1.0) - rotate_plain(norm(x), cos, sin)).abs().max() <= 1e-6

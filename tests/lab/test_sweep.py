@@ -18,7 +18,6 @@ from typing import Any
 import optuna
 import pytest
 
-from quern import machine as machines
 from quern.cli import main
 from quern.flags.recipe_file import read_recipe_file
 from quern.flags.recipe_flags import Arguments, parse
@@ -193,14 +192,6 @@ def test_a_study_keeps_its_plan_and_the_facts_of_its_first_start_and_may_grow(tm
     assert len({json.dumps(one["values"]) for one in after}) == 8  # a later start draws other values
     results = json.loads((tmp_path / "lab/s/results.json").read_text(encoding="utf-8"))
     assert results["facts"]["registered"] == "5" and results["trials"] == 8
-
-
-def test_another_device_dtype_or_compilation_is_refused(tmp_path: Path) -> None:
-    study = Sweep.register(tmp_path / "s", {"facts": FACTS})
-    assert study.compare_facts(start_facts(machines.detect("cpu", "fp32", compile=False), "again")) is None
-    for name, flag in (("device", "--device"), ("dtype", "--dtype"), ("compiled", "--compile")):
-        with pytest.raises(ValueError, match=rf"the study 's' was started with another {flag} \(.* then, other now\)"):
-            study.compare_facts(FACTS | {"machine": FACTS["machine"] | {name: "other"}})
 
 
 def test_an_error_of_the_disk_ends_the_worker_and_finished_runs_are_not_repeated(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Law: the chunked loss equals its plain twin, forward and backward, under every cap. Broken Triton kernels are noticed.
+"""Law: the chunked loss equals its plain twin, forward and backward, under every cap; broken Triton kernels are seen.
 
 fp32: the largest difference, relative to the largest entry. bf16: the error against float64, as a multiple of the
 error that the same formula makes when each of its operations is rounded to bf16.

@@ -10,13 +10,10 @@ import torch
 from quern.model.base import loss_sum
 from quern.model.context import CausalContext
 from quern.model.gpt import GATE_CHANNELS, GATE_RANGE, GPT, QK_SCALE, SMEAR_CHANNELS
-from quern.optim.schedule import Multipliers
 from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
-from quern.train.step import train_step
 from tests.support.models import initialised, randomized, tokens
-from tests.support.toy_training import CPU, toy_loader, toy_recipe, toy_state
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -163,26 +160,3 @@ def test_the_first_loss_is_that_of_a_uniform_guess() -> None:
     total, losses = loss_sum(model, ids, ids.roll(-1, 1), torch.full(ids.shape, 1 / ids.numel()))
     assert total.item() == pytest.approx(math.log(vocabulary), abs=2e-3)
     assert (losses - math.log(vocabulary)).abs().max() < 0.1
-
-
-def test_every_parameter_receives_a_gradient_once_the_zero_projections_have_moved() -> None:
-    state, loader = toy_state(toy_recipe(), moved=0.0), toy_loader()
-    named = dict(state.model.named_parameters())
-    before = {name: p.detach().clone() for name, p in named.items()}
-
-    def silent() -> set[str]:
-        return {name for name, p in named.items() if p.grad is None or p.grad.count_nonzero() == 0}
-
-    train_step(state, loader.batch(0), Multipliers(), CPU, micro_batch_rows=8)
-    # What lies before a projection of zeros hears nothing yet; a bound on the silence, so that it is no habit.
-    assert silent() <= {
-        name
-        for name in named
-        if name.startswith(("blocks.", "value_embeddings."))
-        and not name.endswith(("attention.out.weight", "mlp.down.weight"))
-        or name == "smear_gate.weight"
-    }
-    for step in (1, 2):
-        train_step(state, loader.batch(step), Multipliers(), CPU, micro_batch_rows=8)
-    assert silent() == set()
-    assert [name for name, p in named.items() if torch.equal(p, before[name])] == []

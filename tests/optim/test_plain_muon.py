@@ -42,23 +42,6 @@ def test_ten_updates_are_those_of_the_svd(shape: tuple[int, int]) -> None:
     torch.testing.assert_close(master[0], expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_an_update_is_torchs_within_bf16(shape: tuple[int, int]) -> None:
-    theirs = torch.nn.Parameter(random(*shape, seed=9))
-    oracle = torch.optim.Muon([theirs], lr=0.1, momentum=0.95, weight_decay=0.0)
-    rule, ours = PlainMuon(), random(*shape, seed=9)[None]
-    state = rule.init_state(ours)
-    for step in range(3):
-        grad = random(*shape, seed=step)
-        theirs.grad = grad.clone()
-        oracle.step()
-        rule.update_(
-            ours, grad[None], state, Scalars(rule.scalars(step + 1, 0.1, 0.95, 1.0)), dtype=torch.bfloat16, out=None
-        )
-    moved, expected = ours[0] - random(*shape, seed=9), theirs.detach() - random(*shape, seed=9)
-    assert (moved - expected).norm() <= 0.03 * expected.norm()
-
-
 def test_matrices_of_a_stack_do_not_mix_and_out_is_the_master_rounded() -> None:
     rule, stack = PlainMuon(), random(3, 6, 10, seed=9)
     grads, out = random(3, 6, 10), torch.empty(3, 6, 10, dtype=torch.bfloat16)

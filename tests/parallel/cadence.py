@@ -11,7 +11,6 @@ import torch
 from experiments.adamw_every_second import rules
 from quern.mesh import Mesh, alone
 from quern.parallel.plan import shard_model
-from quern.parallel.zero2 import Zero2
 from quern.recipe import OptimRecipe
 from quern.train import checkpoint, manifest
 from quern.train.state import TrainState, build_state
@@ -23,11 +22,10 @@ STEPS, SAVED = 6, 3
 """The checkpoint is written between the two steps of an update."""
 
 
-def every_second(mesh: Mesh, folder: str, forget: bool = False) -> dict[str, Any]:
+def every_second(mesh: Mesh, folder: str) -> dict[str, Any]:
     """Trains on the mesh and on one process; saves after step 3, resumes on the mesh and on one process.
 
-    Returns the deviations, the names that a resume changes, and the bytes that this rank sent in each step. forget:
-    the mistake of updating from the gradients of the last step alone.
+    Returns the deviations, the names that a resume changes, and the bytes that this rank sent in each step.
     """
     begin()
     reference = cadence_state(alone())
@@ -35,8 +33,6 @@ def every_second(mesh: Mesh, folder: str, forget: bool = False) -> dict[str, Any
     path, sent, worst = Path(folder) / str(mesh.world.size), [], 0.0
     for step in range(STEPS):
         expected = step_of(reference, alone(), step)
-        if forget:
-            forget_held(state.optimizer)
         before = sum(mesh.traffic().values())
         found = step_of(state, mesh, step)
         sent.append(sum(mesh.traffic().values()) - before)
@@ -71,9 +67,3 @@ def cadence_state(mesh: Mesh) -> TrainState:
 
 def step_of(state: TrainState, mesh: Mesh, step: int) -> Any:
     return advance(state, toy_loader().batch(step, mesh.data.rank, mesh.data.size), step, 3, 0.5)
-
-
-def forget_held(optimizer: Zero2) -> None:
-    for bucket in optimizer.buckets:
-        if bucket.held is not None:
-            bucket.held.zero_()

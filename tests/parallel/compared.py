@@ -20,7 +20,7 @@ from quern.parallel.buckets import Bucket
 from quern.parallel.plan import shard_model
 from quern.parallel.sharding import sharding_of, sliced
 from quern.parallel.zero2 import Zero2
-from quern.parallel.zero3 import Gathered, Zero3
+from quern.parallel.zero3 import Zero3
 from quern.recipe import OptimRecipe, Resolved
 from quern.recipes import gpt, llama, unet
 from quern.resolve import resolve
@@ -60,7 +60,7 @@ def optimized(
 def begin(broken: str = "") -> None:
     compiler.set_eager(True)
     small_cuts()
-    (BROKEN | SHARING_BROKEN)[broken]()
+    BROKEN[broken]()
 
 
 def small_cuts() -> None:
@@ -69,11 +69,9 @@ def small_cuts() -> None:
     buckets.LEAST_ELEMENTS = 1024
 
 
-def optimized_shards(
-    mesh: Mesh, architecture: str, recomputed: int = 0, steps: int = 4, broken: str = ""
-) -> dict[str, float]:
+def optimized_shards(mesh: Mesh, architecture: str, recomputed: int = 0, steps: int = 4) -> dict[str, float]:
     """The same with tensor parallelism or shared parameters, for each architecture, at sizes that do not divide."""
-    begin(broken)
+    begin()
 
     def whole() -> Whole:
         state = _state(sharded.whole_model(architecture), architecture, alone())
@@ -253,21 +251,12 @@ def state_apart(ours: TrainState, expected: Snapshot) -> float:
 # Ways to be wrong -------------------------------------------------------------------------------------------
 
 
-def _small_ones_stay() -> None:
-    buckets.SMALL_ELEMENTS = 100
-    Zero2._small = property(lambda self: [], lambda self, value: None)  # type: ignore[assignment]
-
-
 def _local_norm() -> None:
     Zero2.grad_norm = lambda self: (self._reduce(), _norm(self.buckets))[1]  # type: ignore[assignment]
 
 
 def _norm(of: list[Bucket]) -> torch.Tensor:
     return torch.stack([bucket.region_grads.norm() for bucket in of]).norm()
-
-
-def _not_gathered() -> None:
-    Bucket.gather = lambda self: None  # type: ignore[method-assign]
 
 
 def _local_count() -> None:
@@ -282,32 +271,9 @@ def _local_count() -> None:
     ProcessGroup.all_reduce = all_reduce  # type: ignore[method-assign]
 
 
-def _stale() -> None:
-    """Parameters are never freed, nor gathered again."""
-    Gathered.free = lambda self: None  # type: ignore[method-assign]
-
-
-def _last_micro_batch() -> None:
-    """The gradients of a micro-batch replace those of the one before."""
-    Zero3._send = _replacing(Zero3._send)  # type: ignore[method-assign]
-
-
-def _replacing(send: Any) -> Any:
-    def replacing(self: Zero3, bucket: Bucket) -> None:
-        assert bucket.share is not None
-        self._receive()
-        bucket.share.summed = False
-        send(self, bucket)
-
-    return replacing
-
-
-SHARING_BROKEN = {"parameters from before the update": _stale, "only the last micro-batch": _last_micro_batch}
 BROKEN = {
     "": lambda: None,
-    "small gradients are not summed": _small_ones_stay,
     "a local norm": _local_norm,
-    "parameters are not gathered": _not_gathered,
     "a local number of targets": _local_count,
 }
 

@@ -13,16 +13,15 @@ from torch import Tensor
 from quern import compiler
 from quern.estimate.predict import bytes_sent
 from quern.generate.cache import KVCache, decode
-from quern.mesh import Mesh, Pending, ProcessGroup, Traffic
+from quern.mesh import Mesh, ProcessGroup, Traffic
 from quern.model.base import loss_sum, token_losses
 from quern.model.gpt import GPT
 from quern.model.llama import Llama
 from quern.model.recompute import recompute
 from quern.model.unet import UNet
-from quern.parallel import plan as plans
-from quern.parallel import tensor, vocabulary
+from quern.parallel import tensor
 from quern.parallel.plan import shard_model
-from quern.parallel.sharding import Sharding, sharding_of
+from quern.parallel.sharding import sharding_of
 from quern.recipe import ResolvedModel
 from tests.support.deviation import deviation
 
@@ -135,11 +134,10 @@ def compared(
     }
 
 
-def generated(mesh: Mesh, architecture: str, broken: str = "") -> float:
+def generated(mesh: Mesh, architecture: str) -> float:
     """Rows of unequal lengths, read in two parts, then five tokens each: how far the cut model's logits deviate."""
     compiler.set_eager(True)
     whole = logits_of(whole_model(architecture))
-    BROKEN[broken]()
     return deviation(logits_of(shard_model(whole_model(architecture), mesh)), whole)
 
 
@@ -204,49 +202,6 @@ def _regions_not_summed() -> None:
     tensor._reduce_scatter = first_come
 
 
-def _scalars_not_summed() -> None:
-    tensor.Stream.wrap = _without_replicated(tensor.Stream.wrap)  # type: ignore[method-assign]
-
-
-def _without_replicated(wrap: Callable[..., None]) -> Callable[..., None]:
-    return lambda self, model: wrap(tensor.Stream(self.group, ()), model)
-
-
-def _loss_not_summed() -> None:
-    def own(self: ProcessGroup, tensor: Tensor, op: str = "sum") -> Pending:
-        return Pending(None, self) if tensor.ndim == 2 else all_reduce(self, tensor, op)
-
-    all_reduce = ProcessGroup.all_reduce
-    ProcessGroup.all_reduce = own  # type: ignore[method-assign]
-
-
-def _targets_everywhere() -> None:
-    """The parts that do not hold a target take it for their first row."""
-    localised = vocabulary._localised
-
-    def all_ours(tokens: Tensor, held: Sharding) -> tuple[Tensor, Tensor]:
-        ours, local = localised(tokens, held)
-        return (torch.ones_like(ours) if tokens.ndim == 1 else ours), local
-
-    vocabulary._localised = all_ours
-
-
-def _columns_of_another_shard() -> None:
-    cut = plans.cut
-
-    def other(module: Any, name: str, dim: int, group: ProcessGroup) -> None:
-        cut(module, name, dim, ProcessGroup("other", group.size, (group.rank + dim) % group.size))
-
-    plans.cut = other
-
-
-def _wrong_axis() -> None:
-    """Outputs of the feed-forward's first layer where the second one's inputs belong."""
-    gpt = plans.PLANS[GPT]
-    broken = replace(gpt, cuts={**gpt.cuts, "blocks.*.mlp.down.weight": 0})
-    plans.plan_of = lambda model: broken
-
-
 def _parts_begin_anew() -> None:
     tensor.StreamContext.previous = (  # type: ignore[method-assign]
         lambda self, x_BTD, name: torch.nn.functional.pad(x_BTD[:, :-1], (0, 0, 1, 0))
@@ -256,10 +211,5 @@ def _parts_begin_anew() -> None:
 BROKEN: dict[str, Callable[[], None]] = {
     "": lambda: None,
     "regions are not summed": _regions_not_summed,
-    "scalars' gradients are not summed": _scalars_not_summed,
-    "the softmax is that of a part": _loss_not_summed,
-    "every part counts a target as its own": _targets_everywhere,
-    "columns of another shard": _columns_of_another_shard,
-    "the wrong axis": _wrong_axis,
     "the token before a part is forgotten": _parts_begin_anew,
 }

@@ -104,50 +104,6 @@ def test_a_parameter_that_is_a_stack_is_updated_as_its_matrices() -> None:
             assert torch.equal(of_whole[f"{kind}.p{i}"], torch.stack([of_parts[f"{kind}.{i}.{j}"] for j in range(3)]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_learns_and_gradients_accumulate_in_its_buffers(dtype: torch.dtype) -> None:
-    model = toy(dtype)
-    optimizer = driver(model, dtype_ns=dtype)
-    before = model.loss(0).item()
-    train(model, optimizer, range(10))
-    assert model.loss(0).item() < 0.9 * before
-    buffers = {bucket.grads.untyped_storage().data_ptr() for bucket in optimizer.buckets}
-    model.loss(0).backward()
-    optimizer.grad_norm()
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    for grad in grads.values():
-        assert grad is not None and grad.untyped_storage().data_ptr() in buffers and grad.any()
-    once = {name: grad.clone() for name, grad in grads.items() if grad is not None}
-    model.loss(0).backward()
-    for name, p in model.named_parameters():
-        assert p.grad is grads[name]
-        torch.testing.assert_close(p.grad, 2 * once[name])
-
-
-def test_layout_of_the_buffers_and_names_of_the_state() -> None:
-    model = toy()
-    optimizer = driver(model)
-    expected = [(3, 18, 6), (3, 6, 18), (128,), (128,), (64,)]
-    assert [tuple(bucket.masters.shape) for bucket in optimizer.buckets] == expected
-    shapes = {name: tuple(tensor.shape) for name, tensor in optimizer.state_tensors().items()}
-    assert shapes["momentum.up.1"] == (18, 6) and shapes["second.up.1"] == (18, 1)
-    assert shapes["second.down.0"] == (1, 18) and shapes["v.scales"] == (3,)
-    assert len(shapes) == 3 * len(list(model.parameters()))
-
-
-def test_fp32_parameters_are_their_own_masters_and_bf16_have_them_once() -> None:
-    for dtype, shared in [(torch.float32, True), (torch.bfloat16, False), (torch.float64, True)]:
-        model = toy(dtype)
-        optimizer = driver(model)
-        train(model, optimizer, range(2))
-        state = optimizer.state_tensors()
-        for name, p in model.named_parameters():
-            master = state[f"master.{name}"]
-            assert (master.data_ptr() == p.data_ptr()) == shared
-            assert master.dtype == (dtype if shared else torch.float32)
-            assert torch.equal(p.detach(), master.to(dtype))
-
-
 def test_state_that_does_not_fit_is_refused_and_nothing_changes() -> None:
     optimizer = driver(toy())
     before = snapshot(optimizer)

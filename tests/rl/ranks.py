@@ -70,25 +70,12 @@ def replies(mesh: Mesh, unequal: bool = False) -> list[Any]:
     return [[[one.ids, one.reward, one.logprobs] for one in group] for group in groups]
 
 
-def updated(mesh: Mesh, updates: int = 1, local_mean: bool = False) -> float:
-    """Trains on the mesh and on one process, with other micro-batches → the largest deviation of the state.
-
-    local_mean: the mistake of dividing by a rank's own tokens, made by scaling its weights.
-    """
+def updated(mesh: Mesh, updates: int = 1) -> float:
+    """Trains on the mesh and on one process, with other micro-batches → the largest deviation of the state."""
     compiler.set_eager(True)
     small_cuts()
     settings = replace(SETTINGS, updates=updates)
     one, ours = rl_state(alone()), rl_state(mesh)
     advanced(one, rollouts_of(one, settings), alone(), 100)
-    rollouts = rollouts_of(ours, settings, shards=mesh.model)
-    if local_mean:
-        whole = rollouts.batch
-
-        def scaled(step: int, rank: int = 0, ranks: int = 1) -> Any:
-            batch = whole(step, rank, ranks)
-            assert batch.weight is not None
-            return replace(batch, weight=batch.weight * (1 + rank))
-
-        rollouts.batch = scaled
-    advanced(ours, rollouts, mesh, 2)
+    advanced(ours, rollouts_of(ours, settings, shards=mesh.model), mesh, 2)
     return state_apart(ours, Snapshot.of(one))

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from quern.eval.core import CoreTask
-from quern.eval.likelihood import Example
 from quern.model.base import LanguageModel
 from quern.text.tokenizer import Tokenizer
 
@@ -104,16 +103,3 @@ def verdict(model: LanguageModel, question: Question, kind: str, context: int, v
         return Verdict(losses, says, margin)
     best, second = sorted(losses)[:2]
     return Verdict(losses, losses.index(best) == question.gold, second - best)
-
-
-@torch.inference_mode()
-def in_one_pass(model: LanguageModel, example: Example, vocab_size: int) -> list[float]:
-    """The mean losses of an example as nanochat computes them: its options are the rows of one forward pass, with the
-    logits of every token."""
-    width = max(map(len, example.rows))
-    rows_BT = torch.tensor([[*row, *[0] * (width - len(row))] for row in example.rows])
-    tokens_BT = rows_BT[:, :-1]
-    logits_BTV = model.logits(model(tokens_BT, model.context(tokens_BT)))[..., :vocab_size].float()
-    nats_BT = torch.nn.functional.cross_entropy(logits_BTV.transpose(1, 2), rows_BT[:, 1:], reduction="none")
-    ends = zip(nats_BT, example.rows, example.starts, strict=True)
-    return [nats_T[start - 1 : len(row) - 1].mean().item() for nats_T, row, start in ends]

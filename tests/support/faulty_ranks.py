@@ -78,7 +78,7 @@ class Fault:
 
     Kinds: "kill", "stop" and "term" send signals to this process; "agent" kills the agent; "raise" raises a ValueError;
     "disk" limits all files to 50,000 bytes from then on; "slow" sleeps in every step. In the `number`-th step, for any
-    part, "nan" makes the rank's loss NaN, and "changed" changes a weight.
+    part, "nan" makes the rank's loss NaN.
     """
 
     def __init__(self, fault: dict[str, Any] | None, answers: int) -> None:
@@ -120,8 +120,6 @@ class Fault:
         if self.fault.get("kind") == "nan" and self.fault["number"] == step:
             for _, _, scale in frame.f_locals["batch"].micros:
                 scale.fill_(np.nan)
-        if self.fault.get("kind") == "changed" and self.fault["number"] == step:
-            frame.f_locals["state"].optimizer.buckets[0].masters.data.view(-1)[0] += 1e-3
 
     def happen(self, place: str) -> None:
         sys.setprofile(None)  # it doubles the time of the run

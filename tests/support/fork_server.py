@@ -9,8 +9,8 @@ the calls that quern's own training code makes or receives, of Python and of C f
 sees them: before each forward, gradient, update, write, fsync and rename there is one. They begin with `Session.train`:
 what comes before, such as the flags and the model, writes nothing of the run's stage, and a death there proves little.
 `part` is "save" (inside a checkpoint's save), "resume" (inside the loop's resume) or "train" (anywhere else). Nothing
-of quern is replaced, with two exceptions: a request's `sabotage` breaks the resuming on purpose, and the machine's peak
-is not measured, which only the `mfu` column would show. A request's `signal` is sent instead of SIGKILL.
+of quern is replaced, except that the machine's peak is not measured, which only the `mfu` column would show. A
+request's `signal` is sent instead of SIGKILL.
 
 An answer holds `status` (the exit code, or minus the signal), `place` (where the child died, or null) and `events`
 (how many of each part there were, if the child came to its end). Without `kill` and `counted` nothing is counted, which
@@ -28,8 +28,6 @@ from typing import Any
 
 import markdown_it  # noqa: F401
 import rustbpe  # noqa: F401
-import torch
-import torch._dynamo  # 1.2 s of every child that calls an operator
 
 from quern.cli import main, options, verbs  # noqa: F401
 from quern.kernels.attention import autotune  # noqa: F401
@@ -78,26 +76,6 @@ class Events:
             os.kill(os.getpid(), self.which)
 
 
-def sabotaged(kind: str) -> None:
-    """Ways in which resuming has gone wrong elsewhere."""
-    load = checkpoint.load
-
-    def broken_load(path: Path, *, verified: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        tensors, meta = load(path, verified=verified)
-        if kind == "moments forgotten":
-            for name in tensors:
-                if not name.startswith("master."):
-                    tensors[name].zero_()
-        elif kind == "masters rounded":
-            for name in tensors:
-                tensors[name] = tensors[name].bfloat16().to(tensors[name].dtype)
-        elif kind == "a batch twice":
-            meta["state"]["step"] -= 1
-        return tensors, meta
-
-    checkpoint.load = broken_load
-
-
 def profiled(events: Events) -> None:
     """Makes the training of this process call `events`."""
     train = session.Session.train
@@ -110,8 +88,6 @@ def profiled(events: Events) -> None:
 
 
 def child(request: dict[str, Any], answer: int) -> int:
-    if request.get("sabotage"):
-        sabotaged(request["sabotage"])
     part_and_number = request.get("kill")
     which = request.get("signal", signal.SIGKILL)
     events = Events(tuple(part_and_number) if part_and_number else None, which, answer)

@@ -75,22 +75,6 @@ def test_a_growing_window_compiles_once_as_a_tensor_and_twice_as_an_int(interpre
     assert interpreted(compilations, [4, 5, 16, 39]) == 2  # a constant first, then any number
 
 
-def compiled_gradients() -> bool:
-    """Through the whole of the compiler's front end: the backward operator is traced as well."""
-    results = []
-    for attend in (flash_attention, torch.compile(flash_attention, backend="aot_eager", fullgraph=True)):
-        q, k, v, grad = random_inputs(2, 33, 4, 2)
-        for tensor in (q, k, v):
-            tensor.requires_grad_()
-        attend(q, k, v, 9, None, SCALE).backward(grad)
-        results.append([q.grad, k.grad, v.grad])
-    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_gradients_pass_through_the_compiler(interpreted: Interpreted) -> None:
-    assert interpreted(compiled_gradients)
-
-
 # What is read -----------------------------------------------------------------------------------------------
 
 
