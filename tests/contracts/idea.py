@@ -20,6 +20,7 @@ from quern.runs.training import make_batches
 from quern.train.state import TrainState, build_model, build_state
 from quern.train.step import train_step
 from tests.support.deviation import deviation
+from tests.support.models import moved
 from tests.support.toy_training import CPU, VOCABULARY, copy_of, differing, snapshot, toy_corpus, toy_recipe
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -67,12 +68,7 @@ def own_initial_values(name: str) -> tuple[str, ...]:
 
 
 def state_of(recipe: Resolved, mesh: Mesh | None = None) -> TrainState:
-    """Projections that start at zero would hide gradients, so every weight gets noise."""
-    model = build_model(recipe, CPU, recipe.seed)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.05 * torch.randn(p.shape, generator=generator))
+    model = moved(build_model(recipe, CPU, recipe.seed))
     model.read_vocabulary(TOKENS)
     return build_state(recipe, CPU, model, mesh)
 

@@ -3,9 +3,9 @@
     python -m tests.grug.runs LOG     a JSON request on each line of stdin, a JSON answer on each of stdout
 
 A request holds `arguments` (of `quern grug train`), `at`: null, or the number of the event before which the child sends
-itself the signal `sent`, and `counted`: whether events are counted. Events are the calls of Python and C functions in
-the loop, its backend, checkpoints and records.py, in any thread. An answer holds `status` (the exit code, or minus the
-signal) and `events`.
+itself the signal `sent`, and `counted`: whether events are counted. Events (events.py) are those of the loop, its
+backend, checkpoints and records.py, in any thread. An answer holds `status` (the exit code, or minus the signal) and
+`events`.
 """
 
 import json
@@ -13,37 +13,25 @@ import os
 import sys
 import threading
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from quern import records
 from quern.cli import main
-from quern.stages.jax import backend
 from quern.stages.jax import train as jax_train
-from quern.train import checkpoint, loop
+from tests.support.events import Events
 from tests.support.line_server import serve_forks
 
-COUNTED = tuple(str(Path(module.__file__ or "")) for module in (backend, checkpoint, loop, records))
+COUNTED = ("stages/jax/backend.py", "train/checkpoint.py", "train/loop.py", "records.py")
 
 
 def child(request: dict[str, Any], answer: int) -> int:
-    count = 0
-
-    def events(frame: FrameType, event: str, argument: Any) -> None:
-        """A profile function for all threads."""
-        nonlocal count
-        if event in ("call", "c_call") and frame.f_code.co_filename in COUNTED:
-            count += 1
-            if count == request["at"]:
-                os.kill(os.getpid(), request["sent"])
-
+    events = Events(COUNTED, ("train", request["at"] or 0), lambda place: os.kill(os.getpid(), request["sent"]))
     if request["at"] or request["counted"]:
         threading.setprofile(events)
         sys.setprofile(events)
     status = main.main(["grug", "train", *request["arguments"]])
     sys.setprofile(None)
     sys.stdout.flush()
-    os.write(answer, json.dumps({"events": count}).encode())
+    os.write(answer, json.dumps({"events": events.counts["train"]}).encode())
     return status
 
 

@@ -20,7 +20,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from quern.lab.options import SweepOptions
@@ -28,6 +27,7 @@ from quern.lab.search import results  # noqa: F401  (the forked processes need n
 from quern.lab.search.sweep import run
 from quern.lab.trainer import Trainer
 from quern.recipe import Recipe
+from tests.support.events import Events
 
 SPACE = ("optim.matrix-lr=0.001..0.1:log", "train.warmdown-share=0.3..0.9")
 DIVERGES_ABOVE = 0.08
@@ -82,24 +82,11 @@ def score(recipe: Recipe, seed: int) -> float:
     return 1.5 + 0.2 * math.log10(rate / 0.03) ** 2 + 0.1 * (share - 0.6) ** 2 + noise
 
 
-class Killer:
-    """A profile function that kills the process before a call of the sweep or of its files."""
-
-    def __init__(self, kill_at: int) -> None:
-        self.left = kill_at
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        name = frame.f_code.co_filename
-        if event in ("call", "c_call") and ("quern/lab" in name or "quern/temporaries" in name):
-            self.left -= 1
-            if self.left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-
 def sweep(folder: Path, trials: int, kills: str, workers: int, kill_at: int) -> int:
     options = SweepOptions(RECIPE, SPACE, out=folder, sampler="random", trials=trials, seeds=2, workers=workers)
     if kill_at:
-        sys.setprofile(Killer(kill_at))
+        die = lambda place: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+        sys.setprofile(Events(("lab", "temporaries.py"), ("train", kill_at), die))
     command = (sys.executable, __file__, str(folder), str(trials), kills)
     return run(options, lambda line: None, FakeTrainer(folder / "ran.txt"), command)
 

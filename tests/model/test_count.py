@@ -47,31 +47,10 @@ def test_counting_allocates_nothing() -> None:
     assert parameters(of(huge)).transformer == 12 * 96 * 12_288**2  # 348 GB if it were made
 
 
-def pairs(T: int, window: int | None = None) -> int:
-    """Pairs of query and key that see each other."""
-    return sum(min(at + 1, window or T) for at in range(T))
-
-
 def a_batch(shape: ResolvedModel, rows: int = 3) -> Batch:
     assert shape.context
     tokens = np.random.default_rng(0).integers(0, 9, (rows, shape.context + 1), dtype=np.int32)
     return Batch.of_rows(tokens, np.zeros((rows, shape.context), bool))
-
-
-def test_the_reference_size_by_hand() -> None:
-    """Padding costs as much as text: no target of the batch counts. Muon's five steps have a Gram matrix (2 R² C) each,
-    its square (2 R³) and the product with it (2 R² C), R ≤ C."""
-    counter = FlopCounter(of(REFERENCE))
-    found = counter(a_batch(REFERENCE), 1.0)
-    gates = 2 * 12 * 4 + 24  # of the value embeddings and of the smear
-    assert found.products == 6 * 3 * 512 * (12 * 4 * 256**2 + 8192 * 256 + gates)
-    assert found.attention == 12 * 3 * 256 * 4 * pairs(512)
-    assert counter.per_token() == (found.products + found.attention) / (3 * 512)
-    muon = 4 * (4 * 5 * 6 * 256**3 + 2 * 5 * (4 * 256**2 * 1024 + 2 * 256**3))
-    assert found.update == muon == counter.step(1).update == counter.step(8192).update
-    windowed = FlopCounter(of(replace(REFERENCE, windows="SSSL"))).step(512)
-    assert windowed.products == found.products / 3
-    assert windowed.attention == 12 * 256 * (3 * pairs(512, 128) + pairs(512))
 
 
 def test_recipes_that_differ_in_no_product_are_counted_once() -> None:
@@ -86,18 +65,6 @@ def test_recipes_that_differ_in_no_product_are_counted_once() -> None:
 class Documents(GPT):
     def context(self, tokens_BT: torch.Tensor, progress: float = 1.0) -> CausalContext:
         return CausalContext((tokens_BT == 0).cumsum(1, dtype=torch.int32), progress=progress)
-
-
-def test_documents_do_not_see_each_other() -> None:
-    batch = a_batch(SMALL)
-    found = FlopCounter(of(SMALL, Documents))(batch, 0.5).attention
-    expected = 0
-    for row in batch.tokens:
-        for at in range(32):
-            own = at - max([0, *np.flatnonzero(row[: at + 1] == 0)]) + 1  # tokens of its own document so far
-            expected += 12 * 48 * (2 * min(own, 8) + own)
-    assert found == expected
-    assert FlopCounter(of(SMALL, Documents)).step(32) == FlopCounter(of(SMALL)).step(32)  # one document
 
 
 class Changing(GPT):

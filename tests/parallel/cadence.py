@@ -13,9 +13,10 @@ from quern.mesh import Mesh, alone
 from quern.parallel.plan import shard_model
 from quern.recipe import OptimRecipe
 from quern.train import checkpoint, manifest
-from quern.train.state import TrainState, build_state
-from tests.parallel.compared import Snapshot, advance, apart, begin, moved, recipe, state_apart
+from quern.train.state import TrainState, build_model, build_state
+from tests.parallel.compared import Snapshot, advance, apart, begin, recipe, state_apart
 from tests.support.deviation import deviation
+from tests.support.models import moved
 from tests.support.toy_training import CPU, toy_loader
 
 STEPS, SAVED = 6, 3
@@ -62,7 +63,7 @@ def cadence_state(mesh: Mesh) -> TrainState:
     asked = recipe()
     optim = OptimRecipe(lr_scale=0.01, decay_scale=0.1, width_scale=1.0, eps=1e-4)  # as in `compared.optimized_shards`
     asked = replace(asked, make_rules=rules, optim=optim, model=replace(asked.model, kv_heads=2))
-    return build_state(asked, CPU, shard_model(moved(asked), mesh), mesh)
+    return build_state(asked, CPU, shard_model(moved(build_model(asked, CPU, 0)), mesh), mesh)
 
 
 def step_of(state: TrainState, mesh: Mesh, step: int) -> Any:

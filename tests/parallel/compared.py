@@ -31,6 +31,7 @@ from quern.train.step import StepResult, train_step
 from tests.parallel import sharded
 from tests.parallel.sharded import on_one_rank
 from tests.support.deviation import deviation
+from tests.support.models import moved
 from tests.support.toy_training import CPU, toy_loader, toy_recipe, toy_schedule, toy_state
 
 STEPS = 10  # of the schedule
@@ -198,17 +199,7 @@ def recipe() -> Resolved:
 
 def sharded_state(mesh: Mesh) -> TrainState:
     """`toy_state` on the mesh."""
-    return build_state(recipe(), CPU, moved(recipe()), mesh)
-
-
-def moved(recipe: Resolved) -> Any:
-    """A model whose zeros have moved."""
-    model = build_model(recipe, CPU, 0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return build_state(recipe(), CPU, moved(build_model(recipe(), CPU, 0)), mesh)
 
 
 def advance(state: TrainState, batch: Any, step: int, rows: int, clip: float | None) -> StepResult:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from quern import compiler
 from quern.eval.task import Item, question
 from quern.generate.engine import Engine
@@ -18,6 +16,7 @@ from quern.rl.rollouts import Rollouts
 from quern.train.state import TrainState, build_model, build_state
 from quern.train.step import train_step
 from tests.parallel.compared import Snapshot, small_cuts, state_apart
+from tests.support.models import moved
 from tests.support.toy_engine import toy_tokenizer
 from tests.support.toy_training import CPU, toy_recipe, toy_schedule
 
@@ -39,12 +38,7 @@ def rl_recipe() -> Resolved:
 
 def rl_state(mesh: Mesh, seed: int = 1) -> TrainState:
     recipe = rl_recipe()
-    model = build_model(recipe, CPU, 0)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    return build_state(recipe, CPU, shard_model(model, mesh), mesh)
+    return build_state(recipe, CPU, shard_model(moved(build_model(recipe, CPU, 0), seed=seed), mesh), mesh)
 
 
 def rollouts_of(state: TrainState, settings: RlRecipe = SETTINGS, *environments: Environment, **more: Any) -> Rollouts:

@@ -20,6 +20,7 @@ from quern.recipes.unet import RECIPE as UNET_RECIPE
 from quern.resolve import resolve
 from quern.train.state import TrainState, build_model, build_state
 from tests.support.llama_run import FP32, write_run
+from tests.support.models import randomized
 from tests.support.toy_engine import toy_tokenizer
 
 SIZES: dict[str, Any] = {"depth": 4, "width": 32, "head_dim": 8, "heads": 4, "kv_heads": 4}
@@ -38,13 +39,9 @@ def toy_recipe(name: str, **shape: Any) -> Resolved:
 
 def random_state(recipe: Resolved) -> TrainState:
     """Every weight random, so that no part of the model is the identity; logits spread over some units."""
-    model = build_model(recipe, FP32, recipe.seed)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            size = parameter.size(-1) ** -0.5 if parameter.dim() > 1 else 0.5
-            parameter.copy_(size * torch.randn(parameter.shape, generator=generator))
-        if recipe.name == "unet":
+    model = randomized(build_model(recipe, FP32, recipe.seed), seed=0)
+    if recipe.name == "unet":
+        with torch.no_grad():
             model.head.weight.mul_(6)  # its cap divides by 42 at this width
     return build_state(recipe, FP32, model)
 

@@ -7,8 +7,8 @@ like torchrun: it holds the store through which the ranks connect, and forks the
 the agent sends SIGTERM to the others, later SIGKILL, and restarts all. A request is a list of runs. Several run at
 once, since they mostly wait. A run has `arguments` (of the command line), `ranks`, `restarts`, and `faults`: the fault
 of each attempt (or null), as {"kind", "rank", "part", "number"}: see `Fault`; and `counted`: whether its events are
-counted. tests/support/fork_server.py defines events and parts. The machine's
-peak is not measured.
+counted. tests/support/fork_server.py defines the parts of events. The machine's peak is not
+measured.
 
 An answer holds for each run `exits` (for each attempt, the ranks' statuses), `result` (the reported outcome, or null),
 `events` (the number of each rank's events, if counted), `places` and `seconds` (of the faults, and the time from the
@@ -35,6 +35,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.events import Events
 from tests.support.line_server import ROOT, LineServer, run_first
 
 SHUTDOWN_SECONDS = 30
@@ -72,7 +73,7 @@ class FaultyRanks(LineServer):
 # In a rank --------------------------------------------------------------------------------------------------
 
 
-class Fault:
+class Fault(Events):
     """A profile function that injects a fault into this process before its `number`-th event of a part, or at the
     beginning of a `step`. Without a fault it counts the events of each part, and those of "train" before each step.
 
@@ -84,29 +85,15 @@ class Fault:
     def __init__(self, fault: dict[str, Any] | None, answers: int) -> None:
         from tests.support.fork_server import PARTS, TRAINING
 
-        self.parts, self.training = PARTS, TRAINING
-        self.ours: dict[str, bool] = {}  # by file: asked for every call that Python makes
         self.fault, self.answers = fault or {}, answers
-        self.counts = {"train": 0, "save": 0, "resume": 0}
+        super().__init__(TRAINING, (self.fault.get("part", ""), self.fault.get("number", 0)), self.happen, PARTS)
         self.begins: list[int] = []
-        self.part, self.woke = "train", time.perf_counter()
+        self.woke = time.perf_counter()
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        code = frame.f_code
-        ours = self.ours.get(code.co_filename)
-        if ours is None:
-            ours = self.ours[code.co_filename] = code.co_filename.startswith(self.training)
-        if not ours or event in ("c_return", "c_exception"):
-            return
-        if code in self.parts:
-            self.part = self.parts[code] if event == "call" else "train" if event == "return" else self.part
-        if event == "return":
-            return
-        if code.co_name == "accumulate" and event == "call":
+        if event == "call" and frame.f_code.co_name == "accumulate":
             self.each_step(frame)
-        self.counts[self.part] += 1
-        if (self.fault.get("part"), self.fault.get("number")) == (self.part, self.counts[self.part]):
-            self.happen(f"{self.part}: {Path(code.co_filename).name} {code.co_name}")
+        super().__call__(frame, event, argument)
 
     def each_step(self, frame: FrameType) -> None:
         self.begins.append(self.counts["train"])

@@ -5,13 +5,22 @@ from typing import Any
 import torch
 
 
-def randomized(model: Any, vectors: float = 0.5) -> Any:
+def randomized(model: Any, vectors: float = 0.5, seed: int = 3) -> Any:
     """Every parameter random: no path through the model is silent. vectors: the deviation of scales and norms."""
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
             p.copy_((p.size(-1) ** -0.5 if p.dim() > 1 else vectors) * torch.randn(p.shape, generator=generator))
     return model.eval()
+
+
+def moved(model: Any, by: float = 0.05, seed: int = 1) -> Any:
+    """Noise on every weight, since projections that start at zero silence most gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(by * torch.randn(p.shape, generator=generator).to(p.dtype))
+    return model
 
 
 def tokens(B: int = 2, T: int = 24, V: int = 53) -> torch.Tensor:

@@ -12,6 +12,7 @@ from quern.model.gpt import GPT
 from quern.model.unet import UNet
 from quern.recipe import ResolvedModel
 from quern.text.tokenizer import Tokenizer
+from tests.support.models import randomized
 
 SENTENCES = (
     "The miller grinds the grain at dawn, and the stone hums.",
@@ -54,7 +55,7 @@ def toy_model(
     # The last layer is long in every recipe; here the letters are taken at their word.
     kinds = [windows[layer % len(windows)] for layer in range(depth)]
     model.windows = [(window or context // 4) if kind == "S" else None for kind in kinds]
-    return _randomized(model, seed)
+    return randomized(model, seed=seed)
 
 
 class SmallUNet(UNet):
@@ -69,19 +70,10 @@ def toy_unet(*, context: int, vocab_size: int, bos: int, depth: int = 6) -> Any:
         depth=depth, width=32, head_dim=8, heads=4, kv_heads=4, context=context, vocab_size=vocab_size, bos=bos,
         windows="LSSSLSSLSSSL", rope_base=1024.0,
     )  # fmt: skip
-    model = _randomized(SmallUNet(shape), 0)
+    model = randomized(SmallUNet(shape), seed=0)
     with torch.no_grad():
         model.head.weight.mul_(6)  # logits spread by about 1, whatever the sigmoid divides by
     return model
-
-
-def _randomized(model: Any, seed: int) -> Any:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            scale = parameter.size(-1) ** -0.5 if parameter.dim() > 1 else 0.5
-            parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
-    return model.eval()
 
 
 def toy_engine(windows: str = "SSSL", *, context: int = 64, seed: int = 0, max_rows: int = 64) -> Engine:

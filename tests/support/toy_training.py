@@ -17,6 +17,7 @@ from quern.resolve import resolve
 from quern.train.backend import TorchBackend
 from quern.train.loop import TrainingPlan
 from quern.train.state import TrainState, build_model, build_state
+from tests.support import models
 
 CPU = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)
 CONTEXT, ROWS, VOCABULARY = 16, 8, 61  # an odd vocabulary, and fewer tokens than heads would hide
@@ -55,14 +56,9 @@ def toy_loader(masked: bool = False, rows: int = ROWS, seed: int = 0) -> Loader:
 
 
 def toy_state(recipe: Resolved | None = None, machine: Machine = CPU, moved: float = 0.05) -> TrainState:
-    """A fresh state. moved: noise on every weight, since projections that start at zero silence most gradients."""
+    """A fresh state. moved: the size of the noise on every weight."""
     recipe = recipe or toy_recipe()
-    model = build_model(recipe, machine, recipe.seed)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(moved * torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
-    return build_state(recipe, machine, model)
+    return build_state(recipe, machine, models.moved(build_model(recipe, machine, recipe.seed), moved))
 
 
 def toy_backend(state: TrainState) -> TorchBackend:
