@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from quern.lab.board.server import BoardOptions, Server
+from quern.lab.board.server import WEB, BoardOptions, Server
 from tests.browser.chrome import Chrome, find_chrome
 
 pytestmark = pytest.mark.skipif(find_chrome() is None, reason="needs Chromium or Chrome on the PATH")
@@ -324,7 +324,11 @@ def test_themes(chrome: Chrome, url: str, tmp_path: Path) -> None:
     chrome.screenshot(tmp_path / "last.png", width=1400, height=1000)
 
 
-def test_a_live_run_grows(chrome: Chrome, out: Path, url: str) -> None:
+def test_a_live_run_grows(chrome: Chrome, out: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = shutil.copytree(WEB, out / "web") / "board.js"
+    whole = script.read_text(encoding="utf-8")
+    script.write_text(whole.replace("POLL_SECONDS = 2,", "POLL_SECONDS = 0.2,"), encoding="utf-8")
+    monkeypatch.setattr("quern.lab.board.server.WEB", out / "web")
     folder = write_run(out, "live", steps=100, done=False)
     open_board(chrome, url, "#y=loss&filter=live")
     chrome.wait("document.querySelector('#runs .running') !== null")
@@ -346,7 +350,7 @@ def test_a_live_run_grows(chrome: Chrome, out: Path, url: str) -> None:
     assert chrome.run(press_state) == "false"
     chrome.run("new Promise((done) => setTimeout(() => done(1), 300))")  # an update that was under way
     write_run(out, "live-3", steps=50, done=False)
-    time.sleep(3)
+    time.sleep(0.8)
     assert len(rows(chrome, "runs")) == 2
 
 

@@ -17,11 +17,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors import safe_open
 
-from quern.data.packing import windows
-from quern.eval.bits_per_byte import bits_per_byte
 from quern.grug import attention as paths
 from quern.grug.attention import AttentionMask, choose, reference_attention
-from quern.grug.evaluate import choose_dtype, flops_per_token, is_faster, measure_peak_flops, probe, validate
+from quern.grug.evaluate import choose_dtype, flops_per_token, is_faster, measure_peak_flops, probe
 from quern.grug.mesh import BATCH, place
 from quern.grug.model import Params, forward, layout, logits
 from quern.grug.optim import adamw
@@ -34,7 +32,7 @@ from quern.stages.jax.bridge import from_torch, to_torch, write_weights
 from quern.train import checkpoint, manifest
 from tests.grug.parity import batch_of, mesh_of, recipe_of, relative, state_on, weights_of
 from tests.grug.two_processes import save
-from tests.support.toy_training import CPU, ROWS, toy_corpus, toy_schedule, toy_state
+from tests.support.toy_training import ROWS, toy_schedule, toy_state
 
 BAR = 1e-5
 HEADS = P(BATCH, None, "model", None)
@@ -215,17 +213,10 @@ def check_an_update_keeps_the_classes_of_its_parameters() -> None:
 # Evaluation -------------------------------------------------------------------------------------------------
 
 
-def check_bits_per_byte_and_flops_are_the_other_sides() -> None:
-    recipe, corpus, mesh = recipe_of(1), toy_corpus(), mesh_of("data")
-    torch_state, cfg = toy_state(recipe), step_config(recipe, "float32")
-    table = np.arange(cfg.model.vocab_size, dtype=np.int32) % 4  # some tokens encode no byte
-    expected = bits_per_byte(torch_state.model, windows(corpus, 16, rows=8), table, CPU)
-    with jax.set_mesh(mesh):
-        params = from_torch(weights_of(torch_state), cfg.model, mesh)
-        found = validate(params, corpus, table, 8, mesh, cfg)
-        two_layers = recipe_of(2)
-        ours, theirs = flops_per_token(step_config(two_layers, "float32")), FlopCounter(two_layers).per_token()
-    assert max(relative(found["val_bpb"], expected.bpb), relative(found["val_loss"], expected.nats_per_token)) <= BAR
+def check_flops_are_the_other_sides() -> None:
+    recipe = recipe_of(2)
+    with jax.set_mesh(mesh_of("data")):
+        ours, theirs = flops_per_token(step_config(recipe, "float32")), FlopCounter(recipe).per_token()
     assert ours == pytest.approx(theirs, rel=2e-3)  # which has the products of the gates too
 
 

@@ -35,14 +35,6 @@ def test_a_batch_holds_weighted_replies() -> None:
     assert other.tokens.shape != batch.tokens.shape or (other.tokens != batch.tokens).any()
 
 
-def test_ranks_share_the_batch_of_one_process() -> None:
-    whole = rollouts_of(rl_state(alone())).batch(2)
-    parts = [rollouts_of(rl_state(alone())).batch(2, rank, 2) for rank in range(2)]
-    texts = sorted(row[row != row[0]].tobytes() for part in parts for row in part.tokens)
-    assert texts == sorted(row[row != row[0]].tobytes() for row in whole.tokens)
-    assert sum(int(part.mask.sum()) for part in parts) == int(whole.mask.sum())
-
-
 def test_questions_without_a_difference_are_counted_replaced_and_left_out() -> None:
     asked: list[str] = []
 

@@ -1,24 +1,13 @@
 """What cannot be done is a 400 that names the field that the client sent, in the words of its own path."""
 
-import json
 from typing import Any
 
 import httpx
 import pytest
 
 from quern.serve.routes import MAX_BODY_BYTES
-from tests.serve.conftest import CHAT, CONTEXT, NAME, RESPONSES, TEXT
+from tests.serve.conftest import CHAT, CONTEXT, FIRST, RESPONSES, TEXT, post, said
 from tests.support.http_server import web
-
-FIRST: dict[str, dict[str, Any]] = {
-    CHAT: {"messages": [{"role": "user", "content": "?"}]},
-    TEXT: {"prompt": "?"},
-    RESPONSES: {"input": "?"},
-}
-
-
-def said(role: str, content: Any) -> dict[str, Any]:
-    return {"role": role, "content": content}
 
 
 def schema(of: Any, kind: str = "json_schema") -> dict[str, Any]:
@@ -134,8 +123,7 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     ("path", "change", "words", "param"), [(path, *row) for path, rows in ERRORS.items() for row in rows]
 )
 def test_a_parameter_is_refused_by_name(url: str, path: str, change: dict[str, Any], words: str, param: str) -> None:
-    body = json.dumps({"model": NAME, **FIRST.get(path, {}), **change})
-    response = web.post(url + path, content=body, headers={"content-type": "application/json"})
+    response = post(url, path, change)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert set(error) >= {"message", "type", "param", "code"}
@@ -157,20 +145,17 @@ OPEN_WEBUI = {
 @pytest.mark.parametrize("stream", [True, False])
 def test_fields_of_other_programs_are_ignored_and_named(url: str, stream: bool) -> None:
     def ignored(body: dict[str, Any], path: str = CHAT, status: int = 200) -> str | None:
-        text = json.dumps({"model": NAME, "max_tokens": 2, **body})
-        response = web.post(url + path, content=text, headers={"content-type": "application/json"})
+        response = post(url, path, {"max_tokens": 2, **body})
         assert response.status_code == status, response.text
         return response.headers.get("x-ignored-fields")
 
     body = {**OPEN_WEBUI, "stream": stream} if stream else {**OPEN_WEBUI, "stream_options": None}
     assert ignored(body) == "chat_id, num_ctx, reasoning_effort, messages[0].files, messages[0].timestamp"
-    assert ignored({**FIRST[CHAT], "stream": stream}) is None
-    assert ignored({**FIRST[RESPONSES], "reasoning": {"effort": "low"}, "max_tokens": 1}, RESPONSES) == (
-        "max_tokens, reasoning"
-    )
-    many = ignored({**FIRST[CHAT], **{f"f{n}": n for n in range(3000)}})
+    assert ignored({"stream": stream}) is None
+    assert ignored({"reasoning": {"effort": "low"}, "max_tokens": 1}, RESPONSES) == "max_tokens, reasoning"
+    many = ignored({f"f{n}": n for n in range(3000)})
     assert many == ", ".join([*(f"f{n}" for n in range(20)), "and 2980 more"])
-    assert ignored({**FIRST[CHAT], "a\r\nset-cookie: x": 1, "\ud800": 2}) == r"a\r\nset-cookie: x, \ud800"
+    assert ignored({"a\r\nset-cookie: x": 1, "\ud800": 2}) == r"a\r\nset-cookie: x, \ud800"
     assert ignored({**OPEN_WEBUI, "stream_options": None, "temperature": 9}, status=400) is None
 
 
@@ -179,7 +164,7 @@ BODIES = [b"", b"{", b"[]", b"7", b"\xff", b"[" * 200_000, b'{"temperature": NaN
 
 @pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))
 def test_bodies_that_are_no_request(url: str, body: bytes) -> None:
-    response = web.post(url + CHAT, content=body, headers={"content-type": "application/json"})
+    response = post(url, CHAT, body)
     assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
 
 
@@ -188,13 +173,11 @@ def test_a_missing_parameter_a_wrong_model_media_type_size_path_and_method(url: 
         assert response.status_code == status and words in response.json()["error"]["message"], response.text
         assert response.json()["error"]["param"] == param
 
-    body = {"model": NAME, **FIRST[CHAT]}
     check(web.post(url + CHAT, json=FIRST[CHAT]), 400, "Missing required parameter: 'model'", "model")
-    for path, first in FIRST.items():
-        check(web.post(url + path, json={**first, "model": "gpt-4"}), 404, "this server has 'toy'", "model")
-    check(web.post(url + CHAT, json=body, headers={"content-type": "text/plain"}), 415, "as JSON")
-    json_type = {"content-type": "application/json"}
-    check(web.post(url + CHAT, content=b" " * (MAX_BODY_BYTES + 1), headers=json_type), 413, "larger than")
+    for path in FIRST:
+        check(post(url, path, {"model": "gpt-4"}), 404, "this server has 'toy'", "model")
+    check(post(url, CHAT, {}, **{"content-type": "text/plain"}), 415, "as JSON")
+    check(post(url, CHAT, b" " * (MAX_BODY_BYTES + 1)), 413, "larger than")
     check(web.get(f"{url}/v1/nothing"), 404, "There is nothing at /v1/nothing")
     check(web.get(url + CHAT), 405, "GET is not allowed")
     for path in ("/../pyproject.toml", "/%2e%2e/server.py", "/..%2fserver.py", "/app.js/../server.py", "/server.py"):

@@ -21,6 +21,7 @@ from quern.generate.engine import Engine
 from quern.generate.sampling import Sampling
 from quern.serve.routes import MAX_BODY_BYTES
 from quern.text.chat import render_prompt, render_text
+from tests.serve.conftest import CHAT, RESPONSES, TEXT
 from tests.support.llama_run import FP32, model_of
 from tests.support.load_clients import (
     Case,
@@ -51,7 +52,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
-CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 
 
 class Offline:

@@ -8,8 +8,7 @@ import jsonschema_rs
 import pytest
 
 from quern.text.chat import render, render_prompt
-from tests.serve.conftest import CHAT, RESPONSES, TEXT
-from tests.support.http_server import web
+from tests.serve.conftest import CHAT, RESPONSES, TEXT, post, said
 from tests.support.toy_engine import toy_tokenizer
 
 TOKENIZER = toy_tokenizer()
@@ -17,15 +16,6 @@ PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer"}}, "requi
 SCHEMA = {**PARAMETERS, "additionalProperties": False}
 FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
 COUNT = {"type": "function", "function": {"name": "count", "parameters": SCHEMA}}
-
-
-def post(url: str, path: str, body: dict[str, Any]) -> httpx.Response:
-    first = {CHAT: {"messages": [said("user", "?")]}, TEXT: {"prompt": "?"}, RESPONSES: {"input": "?"}}
-    return web.post(url + path, json={"model": "toy", **first.get(path, {}), **body})
-
-
-def said(role: str, content: Any) -> dict[str, Any]:
-    return {"role": role, "content": content}
 
 
 def call(arguments: str) -> dict[str, Any]:

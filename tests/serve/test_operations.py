@@ -30,11 +30,11 @@ from quern.serve.gate import BURST, PACE, Gate, Pace
 from quern.serve.server import LOOPBACK, create_app, listen, prepare_process, serve
 from quern.serve.worker import Limits, Models
 from quern.text.tokenizer import Tokenizer
+from tests.serve.conftest import CHAT, NO_END, post
 from tests.support.http_server import running, web
-from tests.support.toy_engine import toy_engine, toy_tokenizer
+from tests.support.toy_engine import toy_engine
 
 HELLO = [{"role": "user", "content": "Hello?"}]
-NO_END = {str(token): -100 for token in toy_tokenizer().special_ids.values()}
 
 
 class Slow(Engine):
@@ -53,7 +53,7 @@ def slow_engine(seed: int = 0) -> Slow:
 def ask(url: str, *, model: str = "toy", **more: Any) -> httpx.Response:
     headers = more.pop("headers", {})
     body = {"model": model, "messages": HELLO, "max_tokens": 5, "temperature": 0, "logit_bias": NO_END, **more}
-    return web.post(f"{url}/v1/chat/completions", json=body, headers=headers)
+    return post(url, CHAT, body, **headers)
 
 
 # The program -----------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from quern.generate.sampling import Sampling
 from quern.serve import replicas
 from quern.serve.server import listen
 from quern.text.chat import render_prompt
+from tests.serve.conftest import CHAT, NO_END, post
 from tests.support.http_server import web
 from tests.support.llama_run import FP32, model_of
 from tests.support.serve_process import MODEL, Served, serving, small_recipe
@@ -33,7 +34,6 @@ from tests.support.toy_engine import SENTENCES, toy_tokenizer
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="--replicas needs Linux")
-NO_END = {token: -100.0 for token in toy_tokenizer().special_ids.values()}
 LONG, CHOICES, MANY = 120, 8, 15
 """Tokens and choices of an answer, and answers: a replica has seats for 32 choices."""
 
@@ -66,14 +66,12 @@ def processes(served: Served) -> dict[int, int]:
 
 
 def body(said: str, most: int = 20, **more: Any) -> dict[str, Any]:
-    bias = {str(token): value for token, value in NO_END.items()}
     messages = [{"role": "user", "content": said}]
-    return {"model": MODEL, "messages": messages, "max_tokens": most, "temperature": 0, "logit_bias": bias, **more}
+    return {"model": MODEL, "messages": messages, "max_tokens": most, "temperature": 0, "logit_bias": NO_END, **more}
 
 
 def ask(served: Served, said: str, most: int = 20, **more: Any) -> httpx.Response:
-    url = f"http://127.0.0.1:{served.port}/v1/chat/completions"
-    return web.post(url, json=body(said, most, **more))
+    return post(f"http://127.0.0.1:{served.port}", CHAT, body(said, most, **more))
 
 
 def streamed(text: str) -> list[str]:
@@ -90,7 +88,12 @@ def streamed(text: str) -> list[str]:
 def alone(said: Sequence[str], most: int = 20) -> list[str]:
     engine = Engine(model_of(small_recipe()), toy_tokenizer(), FP32)
     prompts = [render_prompt(engine.tokenizer, [{"role": "user", "content": one}]) for one in said]
-    return [one.text for (one,) in engine.generate(prompts, max_tokens=most, sampling=Sampling(0), bias=NO_END)]
+    return [
+        one.text
+        for (one,) in engine.generate(
+            prompts, max_tokens=most, sampling=Sampling(0), bias={int(token): bias for token, bias in NO_END.items()}
+        )
+    ]
 
 
 def finished(served: Served) -> list[float]:

@@ -30,20 +30,10 @@ from quern.serve.schema import ChatRequest, parse_request
 from quern.serve.server import LOOPBACK, create_app, listen
 from quern.serve.worker import Limits
 from quern.text.chat import render_prompt
-from tests.serve.conftest import CHAT, CONTEXT, HELLO, NAME
+from tests.serve.conftest import CHAT, CONTEXT, HELLO, NAME, NO_END, post
 from tests.support.http_server import running, web
-from tests.support.toy_engine import toy_engine, toy_tokenizer
+from tests.support.toy_engine import toy_engine
 from tests.support.waiting import until
-
-NO_END = {str(token): -100 for token in toy_tokenizer().special_ids.values()}
-"""Bias of a reply that ends at max_tokens only."""
-
-
-def post(url: str, body: Any = None, **more: Any) -> httpx.Response:
-    if body is not None:
-        more["content"] = body if isinstance(body, bytes) else json.dumps(body)
-    headers = {"content-type": "application/json", **more.pop("headers", {})}
-    return web.post(url + more.pop("path", CHAT), headers=headers, timeout=30, **more)
 
 
 def ask(**more: Any) -> dict[str, Any]:
@@ -148,12 +138,12 @@ def test_calls_of_the_calculator_travel_as_parts(engine: Engine) -> None:
 
     calling = Calling(engine.model, engine.tokenizer, engine.machine)
     with running(create_app({NAME: calling})) as base:
-        message = post(base, ask()).json()["choices"][0]["message"]
+        message = post(base, CHAT, ask()).json()["choices"][0]["message"]
         assert message["content"] == "two"
         assert [part["type"] for part in message["parts"]] == ["tool", "output", "text"]
         follow_up = [*HELLO, message, {"role": "user", "content": "and?"}]
-        assert post(base, ask(messages=follow_up)).status_code == 200
-        lines = post(base, ask(stream=True)).text.split("\n\n")
+        assert post(base, CHAT, ask(messages=follow_up)).status_code == 200
+        lines = post(base, CHAT, ask(stream=True)).text.split("\n\n")
         deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in lines if line.startswith("data: {")]
         assert {"parts": [{"type": "tool", "text": "1+1"}]} in deltas
         assert {"parts": [{"type": "output", "text": "2"}]} in deltas
@@ -199,7 +189,7 @@ MANY = {
 def test_a_body_with_many_parts_is_refused_before_others_notice(url: str, path: str, body: bytes) -> None:
     """Pydantic's errors for 340,000 objects took 70 s and 4 GB."""
     start = time.process_time()
-    assert post(url, body, path=path).status_code == 400
+    assert post(url, path, body).status_code == 400
     assert time.process_time() - start < 0.5, "client and server are one process here"
 
 
@@ -223,8 +213,10 @@ def test_what_takes_long_runs_between_two_steps_of_the_engine(url: str, monkeypa
 
     monkeypatch.setattr("quern.serve.routes.parse_request", noting(parse_request))
     monkeypatch.setattr(Chat, "told", noting(Chat.told))
-    check_error(post(url, b'{"x":[' + b"{}," * 2000 + b"{}]}"), 400, "Missing required parameter: 'model'", "model")
-    assert post(url, ask(logprobs=True, n=2)).status_code == 200
+    check_error(
+        post(url, CHAT, b'{"x":[' + b"{}," * 2000 + b"{}]}"), 400, "Missing required parameter: 'model'", "model"
+    )
+    assert post(url, CHAT, ask(logprobs=True, n=2)).status_code == 200
     assert threads[:1] + threads[-2:] == ["quern-engines"] * 3 and len(threads) == 4
 
 
@@ -246,12 +238,12 @@ def test_keys_guard_the_api_and_the_log_has_no_text(engine: Engine, tmp_path: Pa
         for wrong in [{"authorization": text} for text in bad]:
             for path in ("/v1/models", "/metrics", "/v1/nothing", "/openapi.json", "/welcome", "//health"):
                 check_error(web.get(base + path, headers=wrong), 401, "Authorization: Bearer KEY")
-            check_error(post(base, ask(), headers=wrong), 401, "API key")
+            check_error(post(base, CHAT, ask(), **wrong), 401, "API key")
         with openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client:
             with pytest.raises(openai.AuthenticationError):
                 client.models.list()
             assert [model.id for model in client.with_options(api_key="open sesame").models.list()] == [NAME]
-        assert post(base, ask(), headers=good).status_code == 200
+        assert post(base, CHAT, ask(), **good).status_code == 200
         assert web.get(f"{base}/health").status_code == web.get(base).status_code == 200
     found = [json.loads(line) for line in lines]
     [answered] = [line for line in found if line["path"] == "/v1/chat/completions" and line["status"] == 200]
@@ -386,17 +378,17 @@ def test_a_client_that_leaves_stops_the_generation(url: str, slow: Steps, stream
     until(lambda: settled(slow))  # it does not go on for a client that has left
     assert slow.count < 150
     until(lambda: 'num_requests_running{model_name="toy"} 0.0' in web.get(f"{url}/metrics").text)
-    assert post(url, ask(max_tokens=2)).status_code == 200
+    assert post(url, CHAT, ask(max_tokens=2)).status_code == 200
 
 
 def test_requests_share_the_batch(url: str, slow: Steps) -> None:
     """Eight answers take hardly more steps than one, and each is what it is alone; the event loop stays free."""
     bodies = [ask(seed=seed, max_tokens=30, logit_bias=NO_END) for seed in range(8)]
     seconds, slow.seconds = slow.seconds, 0.0
-    alone = [post(url, body).json()["choices"] for body in bodies]
+    alone = [post(url, CHAT, body).json()["choices"] for body in bodies]
     slow.seconds, slow.count = seconds, 0
     with ThreadPoolExecutor(8) as pool:
-        found = pool.map(lambda body: post(url, body).json()["choices"], bodies)
+        found = pool.map(lambda body: post(url, CHAT, body).json()["choices"], bodies)
         until(lambda: slow.count > 1)
         start = time.monotonic()
         assert web.get(f"{url}/health").status_code == 200 and time.monotonic() - start < 2
@@ -409,7 +401,7 @@ def test_too_many_waiting_are_told_to_come_back(engine: Engine, slow: Steps) -> 
     with running(create_app({NAME: narrow}, limits=Limits(waiting=1))) as base:
         slow.seconds = 0.1
         with ThreadPoolExecutor(5) as pool:
-            results = [*pool.map(lambda _: post(base, ask(max_tokens=10, temperature=0)), range(5))]
+            results = [*pool.map(lambda _: post(base, CHAT, ask(max_tokens=10, temperature=0)), range(5))]
     refused = [response for response in results if response.status_code != 200]
     assert refused and len(refused) < 5
     for response in refused:
@@ -431,11 +423,11 @@ def test_a_failing_engine_ends_a_stream_with_an_error_and_done(engine: Engine) -
 
     failing = Failing(engine.model, engine.tokenizer, engine.machine)
     with running(create_app({NAME: failing})) as base:
-        text = post(base, ask(stream=True)).text
+        text = post(base, CHAT, ask(stream=True)).text
         blocks = text.split("\n\n")
         assert blocks[-2] == "data: [DONE]" and "error" in json.loads(blocks[-3][6:])
         assert "secret" not in text
-        check_error(post(base, ask()), 500, "failed on this request")
+        check_error(post(base, CHAT, ask()), 500, "failed on this request")
         with (
             openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client,
             pytest.raises(openai.APIError, match="failed on this request"),
@@ -452,7 +444,7 @@ def test_stopping_the_server_ends_what_is_running(engine: Engine, slow: Steps) -
 
     def one(base: str) -> None:
         try:
-            results.append(post(base, ask(max_tokens=200, temperature=0)).status_code)
+            results.append(post(base, CHAT, ask(max_tokens=200, temperature=0)).status_code)
         except httpx.HTTPError as error:
             results.append(error)
 

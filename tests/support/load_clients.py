@@ -171,6 +171,7 @@ class Totals:
     """Seconds until each malformed request was refused."""
 
 
+@dataclass
 class Load:
     """Clients of one server.
 
@@ -183,24 +184,13 @@ class Load:
         seed: Of every client's choices.
     """
 
-    def __init__(
-        self,
-        port: int,
-        cases: Sequence[Case],
-        slow: Case,
-        long: Case,
-        malformed: Sequence[tuple[bytes, int]],
-        seed: int = 0,
-    ) -> None:
-        self.port, self.cases, self.slow, self.long, self.malformed, self.seed = (
-            port,
-            cases,
-            slow,
-            long,
-            malformed,
-            seed,
-        )
-        self.totals = Totals()
+    port: int
+    cases: Sequence[Case]
+    slow: Case
+    long: Case
+    malformed: Sequence[tuple[bytes, int]]
+    seed: int = 0
+    totals: Totals = field(default_factory=Totals)
 
     async def run(self, clients: int, seconds: float) -> None:
         """Runs clients until this time has passed; their last requests then come to their ends."""
