@@ -173,7 +173,7 @@ def llama(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     cache = request.config.cache
     folder = cache.mkdir("llama_cpp") if cache else tmp_path_factory.mktemp("llama_cpp")
     try:
-        with llama_cpp.running(folder) as oracle:
+        with llama_cpp.LlamaCpp(folder) as oracle:
             yield oracle
     except llama_cpp.NoLlamaCpp as error:
         pytest.skip(str(error))

@@ -11,7 +11,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from tests.support.load_clients import (
 )
 from tests.support.serve_process import MODEL, Served, serving, small_recipe
 from tests.support.toy_engine import SENTENCES, toy_tokenizer
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory and children are read from /proc")
 CLIENTS = 64
@@ -158,15 +159,6 @@ async def under_load(load: Load, served: Served, seconds: float) -> list[tuple[f
     return memory
 
 
-def soon(condition: Callable[[], bool], seconds: float) -> float:
-    """Seconds until the condition holds; fails if they are more than `seconds`."""
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start <= seconds, f"not within {seconds} s"
-        time.sleep(0.02)
-    return time.monotonic() - start
-
-
 def growth(memory: Sequence[tuple[float, int]], warm_up: float) -> float:
     """The last two seconds' mean memory over that of the two seconds after the warm-up, less 1."""
     end = memory[-1][0]
@@ -219,8 +211,8 @@ def campaign(served: Served, seconds: float, warm_up: float) -> str:
     memory = asyncio.run(under_load(load, served, seconds))
     totals = load.totals
     assert not totals.wrong, f"{len(totals.wrong)} wrong, of {totals.counts}: {totals.wrong[:3]}"
-    quiet = soon(lambda: idle(served.metrics()), 1)
-    soon(lambda: served.files() <= files, 1)
+    quiet = until(lambda: idle(served.metrics()), 1)
+    until(lambda: served.files() <= files, 1)
     after = served.metrics()
     check_counts(totals, {name: value - before.get(name, 0) for name, value in after.items()}, long)
     assert min(totals.counts[kind] for kind in ("answered", "cancelled", "malformed", "read slowly")) > 0

@@ -35,6 +35,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from safetensors import safe_open
 
 from quern.cli.main import main
 from quern.lab import arms
@@ -82,19 +83,8 @@ REPORT = ["report", "--run", "r"]
 IMPORT = ["import", "hf", "--run", "new"]
 SFT = ["sft", "--run", "r", "--sft.steps", "1", "--sft.batch-tokens", "192", *EAGER, "--conversations"]
 RL = "rl --run tuned --rl.steps 1 --rl.samples 2 --rl.groups 1 --rl.val-questions 1 --rl.max-tokens 2".split() + EAGER
-COMPARE = [
-    "lab",
-    "compare",
-    "experiments/base.py",
-    "experiments/idea.py",
-    "--study",
-    "s",
-    "--most-pairs",
-    "3",
-    "--any-delta",
-    *TRAIN[:-4],
-    *EAGER,
-]
+COMPARE = "lab compare experiments/base.py experiments/idea.py --study s --most-pairs 3 --any-delta".split()
+COMPARE += [*TRAIN[:-4], *EAGER]
 FORMATS = ("jsonl", "json", "csv", "tsv", "parquet", "txt", "jsonl.gz", "jsonl.zst", "csv.gz")
 
 
@@ -148,25 +138,18 @@ def build(folder: Path) -> None:
     shutil.copytree("out/runs/r", "out/runs/tuned")
     assert run(*[word if word != "r" else "tuned" for word in SFT], "talks.jsonl") == 0
     shutil.copytree("hf", "split")
-    weights = torch_names(folder / "hf/model.safetensors")
+    with safe_open("hf/model.safetensors", "numpy") as file:
+        weights = list(file.keys())
     shutil.copy("hf/model.safetensors", "split/one.safetensors")
     (folder / "split/model.safetensors").unlink()
     (folder / "experiments").mkdir()
     for name in ("base", "idea"):
-        (folder / f"experiments/{name}.py").write_text(
-            "from quern.recipes.gpt import RECIPE as BASE\n\nRECIPE = BASE\n", encoding="utf-8"
-        )
+        Path(f"experiments/{name}.py").write_text("from quern.recipes.gpt import RECIPE\n", encoding="utf-8")
     ladder.in_process = lambda out, machine, variables: arms.train_here(out, machine)
     assert run(*COMPARE) == 0
     index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "one.safetensors")}
     (folder / "split/model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     shutil.copy("out/runs/r/tokenizer.json", "vocabulary.json")
-
-
-def torch_names(path: Path) -> list[str]:
-    with path.open("rb") as file:
-        header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
-    return [name for name in header if name != "__metadata__"]
 
 
 def _write_formats(folder: Path) -> None:
@@ -222,10 +205,7 @@ def damaged_json(body: Any, rng: random.Random) -> tuple[str, str]:
     body = deepcopy(body)
     path = rng.choice(list(leaves(body)))
     name = "$" + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
-    value, how = (
-        rng.choice(ODD),
-        rng.choice(["replaced", "replaced", "replaced", "deleted", "doubled", "nested", "added"]),
-    )
+    value, how = rng.choice(ODD), rng.choice("replaced replaced replaced deleted doubled nested added".split())
     if not path:
         return f"{name} = {value!r}", json.dumps(value)
     parent = body

@@ -16,7 +16,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 class LineServer:
-    """The client; use it in a `with` block. arguments: of Python; log: gets the process's standard error."""
+    """The client; use it in a `with` block. arguments: of the program; log: gets the process's standard error."""
 
     def __init__(
         self,
@@ -24,10 +24,11 @@ class LineServer:
         folder: Path = ROOT,
         env: dict[str, str] = ENVIRONMENT,
         log: IO[str] | None = None,
+        program: str = sys.executable,
     ) -> None:
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
-            [sys.executable, *arguments], stdin=pipe, stdout=pipe, stderr=log, text=True, cwd=folder, env=env
+            [program, *arguments], stdin=pipe, stdout=pipe, stderr=log, encoding="utf-8", cwd=folder, env=env
         )
 
     def ask(self, request: Any, gone: Any) -> Any:

@@ -7,17 +7,17 @@ the guard of tests/conftest.py does not reach. Where npm is missing or cannot in
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from tests.support.line_server import LineServer
 
 VERSION = "3.22.1"
 PACKAGES = (f"node-llama-cpp@{VERSION}", f"@node-llama-cpp/linux-x64@{VERSION}")
@@ -68,11 +68,12 @@ def _node_version() -> int:
     return int(said.removeprefix("v").split(".")[0])
 
 
-class LlamaCpp:
+class LlamaCpp(LineServer):
     """A running llama.cpp; `open` chooses the file that the other methods use."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
+    def __init__(self, cache: Path) -> None:
+        """Raises NoLlamaCpp where llama.cpp cannot be installed."""
+        super().__init__([str(SERVER), str(install(cache).resolve())], program="node")
 
     def open(self, path: Path) -> dict[str, Any]:
         """Loads a GGUF file. Returns its metadata (nested at the dots), bos, eos, eot and context."""
@@ -98,29 +99,7 @@ class LlamaCpp:
         return np.array(self._ask("probabilities", ids=list(ids)), dtype=np.float64)
 
     def _ask(self, verb: str, **given: Any) -> Any:
-        assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(json.dumps({"verb": verb, **given}) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"llama.cpp ended with code {self._process.wait()}")
-        answer = json.loads(line)
+        answer = self.ask({"verb": verb, **given}, gone={"error": "it ended"})
         if "error" in answer:
             raise RuntimeError(f"llama.cpp refused {verb}: {answer['error']}")
         return answer["result"]
-
-
-@contextmanager
-def running(cache: Path) -> Iterator[LlamaCpp]:
-    """Raises NoLlamaCpp where llama.cpp cannot be installed."""
-    folder = install(cache)
-    process = subprocess.Popen(
-        ["node", str(SERVER), str(folder.resolve())], stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8"
-    )
-    try:
-        yield LlamaCpp(process)
-    finally:
-        assert process.stdin and process.stdout
-        process.stdin.close()
-        process.wait(timeout=20)
-        process.stdout.close()
