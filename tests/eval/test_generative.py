@@ -10,6 +10,7 @@ from quern.eval.run_task import run_task
 from quern.eval.task import Item, Task, contains_answer, question
 from quern.eval.tasks.tinyworld import TASK
 from quern.generate.engine import Engine
+from quern.generate.sampling import GREEDY
 from quern.text.chat import render_prompt, render_text
 from quern.text.tinyworld.corpus import QUESTION_KINDS
 from tests.support.tiny_model import CPU, tiny_model, tiny_tokenizer
@@ -40,6 +41,9 @@ def test_scores_follow_the_grades_and_the_kinds(engine):
     graded = run_task(engine, toy(asked()))
     assert [score.task for score in graded.scores] == ["toy/facts", "toy/sums"]
     assert [reply.item for reply in graded.replies] == asked()
+    prompts = [render_prompt(engine.tokenizer, item.messages) for item in asked()]
+    greedy = engine.generate(prompts, max_tokens=12, sampling=GREEDY)
+    assert [reply.text for reply in graded.replies] == [one.text for (one,) in greedy]
     for score, replies in zip(graded.scores, (graded.replies[:5], graded.replies[5:]), strict=True):
         assert [reply.correct for reply in replies] == [short(reply.item, reply.text) for reply in replies]
         assert score.value == sum(reply.correct for reply in replies) / 5
@@ -53,7 +57,11 @@ def test_scores_follow_the_grades_and_the_kinds(engine):
 
 
 def test_a_base_reply_ends_where_the_task_says(engine):
-    whole = max((reply.text for reply in run_task(engine, toy(asked()), base=True).replies), key=len)
+    prompts = [render_text(engine.tokenizer, f"Question: {item.messages[0]['content']}\nAnswer:") for item in asked()]
+    greedy = engine.generate(prompts, max_tokens=12, sampling=GREEDY, stop=("\n",), plain=True)
+    replies = [reply.text for reply in run_task(engine, toy(asked()), base=True).replies]
+    assert replies == [one.text for (one,) in greedy]
+    whole = max(replies, key=len)
     stop = whole[len(whole) // 2 :][:2]
     task = replace(toy(asked()), base_stop=(stop,))
     assert whole[: whole.index(stop)] in [reply.text for reply in run_task(engine, task, base=True).replies]

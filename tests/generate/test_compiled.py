@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from quern import compiler
-from quern.generate.cache import KVCache, decode, pad
+from quern.generate.cache import KVCache, attend_masked, decode, pad
 from quern.generate.compiled import SPAN, CompiledDecode, FewRows, turned_is_faster
 from quern.generate.engine import Engine
 from quern.generate.sampling import GREEDY, Sampling
@@ -126,6 +126,21 @@ def test_the_form_of_a_product_is_the_one_that_is_measured_faster(monkeypatch: p
     assert turned_is_faster(model, 4, rounds=5)
     monkeypatch.setattr(F, "linear", lambda x, weight: None)
     assert not turned_is_faster(model, 4, rounds=5)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
+def test_the_attention_of_one_query_agrees(heads: int, kv_heads: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(3, heads, 1, 8, generator=generator)
+    k, v = (torch.randn(3, kv_heads, 20, 8, generator=generator) for _ in range(2))
+    visible = (torch.arange(20) <= torch.tensor([0, 7, 19])[:, None])[:, None]
+    for scale in (None, 0.3):
+        seen: list[str] = []
+        plain = attend_masked(q.transpose(1, 2), k, v, visible, scale)
+        with Watching(seen), FewRows():
+            fast = attend_masked(q.transpose(1, 2), k, v, visible, scale)
+        assert "scaled_dot_product_attention" not in seen
+        assert float((fast - plain).abs().max()) <= 1e-6
 
 
 class Watching(TorchFunctionMode):
