@@ -10,13 +10,14 @@ import json
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
 
+from tests.laws.table import Law
 from tests.support import faulty_ranks, interpreter, jax_process, llama_cpp
 from tests.support import ranks as ranks_process
 from tests.support.small_text import write_text
@@ -208,7 +209,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture
-def law(request: pytest.FixtureRequest) -> Callable[[str, float | int | str, str], None]:
+def law(request: pytest.FixtureRequest) -> Law:
     """law(name, deviation, bar) records a measured deviation. It asserts nothing; the test does that itself.
 
     Args of the returned function:

@@ -6,13 +6,15 @@ import pytest
 
 from quern.serve.page import Welcome
 from quern.serve.server import create_app
-from tests.browser.chrome import Chrome
+from tests.browser.chrome import Chrome, find_chrome
 from tests.browser.parrot import Page, make_parrot
 from tests.support.http_server import running
 
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
+    if find_chrome() is None:
+        pytest.skip("needs Chromium or Chrome on the PATH")
     chrome = Chrome(tmp_path_factory.mktemp("profile"))
     yield chrome
     chrome.close()

@@ -16,9 +16,7 @@ from typing import Any
 import pytest
 
 from quern.lab.board.server import WEB, BoardOptions, Server
-from tests.browser.chrome import Chrome, find_chrome
-
-pytestmark = pytest.mark.skipif(find_chrome() is None, reason="needs Chromium or Chrome on the PATH")
+from tests.browser.chrome import Chrome
 
 ROOT = Path(__file__).resolve().parents[2]
 BITS = "Validation, bits per byte"

@@ -10,14 +10,12 @@ import pytest
 from quern.generate.reply import Delta
 from quern.lab.board.server import BoardOptions, Server
 from quern.report.build import build
-from tests.browser.chrome import Chrome, find_chrome
+from tests.browser.chrome import Chrome
 from tests.browser.parrot import DONE, Page
 from tests.browser.test_board import open_board
 from tests.browser.test_board import write_run as board_run
 from tests.browser.test_page_chat import MARKDOWN
 from tests.report.synthetic_run import add_rl, write_run
-
-pytestmark = pytest.mark.skipif(find_chrome() is None, reason="needs Chromium or Chrome on the PATH")
 
 AXE = "axe-core@4.14.1"
 RUN = (

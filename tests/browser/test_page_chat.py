@@ -13,12 +13,10 @@ from quern.serve.access import Keys
 from quern.serve.gate import Gate
 from quern.serve.server import LOOPBACK, create_app
 from quern.text.chat import render_prompt
-from tests.browser.chrome import Chrome, find_chrome
+from tests.browser.chrome import Chrome
 from tests.browser.parrot import DONE, Page, make_parrot
 from tests.support.http_server import running
 from tests.support.toy_engine import toy_engine
-
-pytestmark = pytest.mark.skipif(find_chrome() is None, reason="needs Chromium or Chrome on the PATH")
 
 MARKDOWN = r"""# A heading
 

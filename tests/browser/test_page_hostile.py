@@ -4,17 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from quern.generate.reply import Delta
 from quern.serve.page import Welcome
 from quern.serve.server import create_app
-from tests.browser.chrome import Chrome, find_chrome
+from tests.browser.chrome import Chrome
 from tests.browser.parrot import DONE, Page, make_parrot
 from tests.browser.test_page_kept import import_file
 from tests.support.http_server import running
-
-pytestmark = pytest.mark.skipif(find_chrome() is None, reason="needs Chromium or Chrome on the PATH")
 
 RUN = "window.pwned=1"
 TAGS = (

@@ -4,12 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.browser.chrome import find_chrome
 from tests.browser.parrot import DONE, Page
-
-pytestmark = pytest.mark.skipif(find_chrome() is None, reason="needs Chromium or Chrome on the PATH")
 
 # What a download would be written to a folder is taken from the page instead.
 CATCH_DOWNLOAD = "URL.createObjectURL = (blob) => { window.saved = blob.text(); return 'blob:none'; }"

@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 
 from quern.serve.server import create_app
-from tests.browser.chrome import Chrome, find_chrome
+from tests.browser.chrome import Chrome
 from tests.browser.parrot import DONE, Page, alternatives, make_parrot
 from tests.browser.test_page_kept import import_file
 from tests.support.http_server import running
-
-pytestmark = pytest.mark.skipif(find_chrome() is None, reason="needs Chromium or Chrome on the PATH")
 
 FRAME_MS = 1000 / 60
 PARAGRAPH = (

@@ -3,18 +3,14 @@
 import math
 from typing import Any
 
-import pytest
-
 from quern.generate.engine import Engine
 from quern.generate.reply import Delta, Token
 from quern.generate.sampling import Sampling
 from quern.serve.server import create_app
-from tests.browser.chrome import Chrome, find_chrome
+from tests.browser.chrome import Chrome
 from tests.browser.parrot import DONE, LOGPROB, Page, alternatives, make_parrot
 from tests.support.http_server import running
 from tests.support.toy_engine import toy_engine
-
-pytestmark = pytest.mark.skipif(find_chrome() is None, reason="needs Chromium or Chrome on the PATH")
 
 REPLY = "The miller grinds the grain"
 CLASSES = "[...document.querySelectorAll('{}')].map((span) => span.className.replace('token ', ''))"

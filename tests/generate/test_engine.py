@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -128,3 +128,14 @@ def test_tools_run_inside_a_batch_and_their_answers_are_forced() -> None:
     output = [TOKENIZER.special("<|output_start|>"), *TOKENIZER.encode("3"), out]
     assert called.ids == [start, one, plus, two, end, *output, q, done]
     assert first.text == last.text == "a" * 15 and first.finish_reason == "length"
+
+
+def test_closing_the_events_stops_the_work() -> None:
+    engine = toy_engine()
+    steps = []
+    cast(torch.nn.Module, engine.model).register_forward_hook(lambda *_: steps.append(1))
+    events = engine.events([[BOS]], max_tokens=60)
+    next(iter(events))
+    events.close()  # type: ignore[attr-defined]
+    before = len(steps)
+    assert list(events) == [] and len(steps) == before < 60

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from quern.kernels.cross_entropy import CHUNK_TOKENS, cross_entropy, cross_entropy_plain
+from quern.kernels.cross_entropy import (
+    CHUNK_TOKENS,
+    cross_entropy,
+    cross_entropy_plain,
+    polynomial_exp,
+    rational_tanh,
+)
 from quern.kernels.softcap import Cap, NoCap, SigmoidCap, TanhCap
 
 pytestmark = pytest.mark.usefixtures("eager")  # the compiled twin is held to the same bar in the kernel law
@@ -92,3 +98,13 @@ def test_a_cap_that_would_overflow_is_refused(cap: Cap) -> None:
     x, weight, targets = inputs(3)
     with pytest.raises(ValueError, match=r"is too wide for the chunked loss: keep logits within 120, or use NoCap\(\)"):
         cross_entropy(x, weight, targets, torch.ones(3), cap)
+
+
+def test_tanh_and_exp_over_their_whole_range() -> None:
+    y = torch.linspace(-30, 30, 200_001)
+    assert (rational_tanh(y).double() - torch.tanh(y.double())).abs().max() <= 4e-7
+    assert rational_tanh(torch.tensor([0.0])).item() == 0
+    capped = torch.linspace(-1, 1, 100_001)
+    for height in (0.3, 1.0, 15.0, 60.0):
+        exact = torch.exp(height * capped.double())
+        assert ((polynomial_exp(capped, height).double() - exact) / exact).abs().max() <= 1e-6 * max(1, height)

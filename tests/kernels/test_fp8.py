@@ -20,16 +20,13 @@ from quern.kernels.fp8 import (
 )
 from quern.kernels.softcap import Cap, NoCap, SigmoidCap, TanhCap
 from tests.support import fp8_oracle as oracle
+from tests.support.deviation import random
 from tests.support.fp8_oracle import through
 
 pytestmark = pytest.mark.usefixtures("eager")
 
 FORMATS = {"E4M3": (E4M3, oracle.E4M3), "E5M2": (E5M2, oracle.E5M2)}
 by_format = pytest.mark.parametrize("name", FORMATS)
-
-
-def random(*shape: int, seed: int = 0, std: float = 1.0) -> Tensor:
-    return std * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def array(x: Tensor) -> np.ndarray:

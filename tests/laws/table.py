@@ -10,10 +10,12 @@ record, and only those of tests/laws have rows. A deviation has the unit that it
 
 import json
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+Law = Callable[[str, float | int | str, str], None]
+"""The fixture `law` of tests/conftest.py."""
 BEGIN = "<!-- laws:begin -->"
 END = "<!-- laws:end -->"
 IN_README = (

@@ -1,6 +1,5 @@
 """Law: micro-batches of any size = one batch: loss, every gradient, one update; whatever the masks."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -12,12 +11,12 @@ from quern.data.loader import Batch
 from quern.optim.schedule import Multipliers
 from quern.train.state import TrainState
 from quern.train.step import accumulate, send_batch, train_step
+from tests.laws.table import Law
 from tests.support.toy_training import CPU, ROWS, toy_loader, toy_recipe, toy_state
 
 pytestmark = pytest.mark.usefixtures("eager")
 
 BAR = 1e-5
-Law = Callable[[str, float | int | str, str], None]
 
 
 def batch_of(kind: str) -> Batch:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quern.kernels.attention.attend import MaskSpec, attend, attend_plain, visible
+from tests.laws.table import Law
 from tests.support.deviation import deviation, with_gradients
 
 FP32_BAR = 1e-5
@@ -23,7 +24,6 @@ WINDOWS = (None, 1, 64, 66, 2000)  # 66 reaches just past a multiple of 64, wher
 GROUPS = (1, 2, 4)
 
 Attend = Callable[..., Tensor]
-Law = Callable[[str, float | int | str, str], None]
 
 
 def attention_inputs(T: int, groups: int, dtype: torch.dtype) -> list[Tensor]:
@@ -111,8 +111,6 @@ MISTAKES: dict[str, Attend] = {
     "window one too wide": lambda q, k, v, mask, scale: attend(
         q, k, v, replace(mask, window=mask.window and mask.window + 1), scale
     ),
-    "keys detached": lambda q, k, v, mask, scale: attend(q, k.detach() + 0 * k, v, mask, scale),
-    "documents see each other": lambda q, k, v, mask, scale: attend(q, k, v, replace(mask, documents_BT=None), scale),
     "scale off by a thousandth": lambda q, k, v, mask, scale: attend(q * 1.001, k, v, mask, scale),
 }
 """Mistakes that have been made."""

@@ -1,14 +1,13 @@
 """Law: groups updated on every second step: N ranks = 1 rank, and resumed = not resumed between two updates."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.laws.table import Law
 from tests.support.ranks import Ranks
 
 BAR = 1e-5
-Law = Callable[[str, float | int | str, str], None]
 
 
 @pytest.mark.parametrize(("count", "tp"), [(3, 1), (4, 2)])

@@ -7,14 +7,13 @@ a JSON body, names that leave their folder, a pipe or a device in the place of a
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.laws.table import Law
 from tests.support.line_server import ENVIRONMENT, ROOT
 
-Law = Callable[[str, float | int | str, str], None]
 FEW, MANY = 18, 2000
 
 

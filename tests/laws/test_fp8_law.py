@@ -7,7 +7,6 @@ root of the sum of their squares. An error larger or smaller than that means ano
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +26,9 @@ from quern.train.backend import TorchBackend
 from quern.train.loop import resume, train
 from quern.train.state import TrainState, build_model, weights_of
 from quern.train.step import to_device, train_step
+from tests.laws.table import Law
 from tests.support import fp8_oracle as oracle
+from tests.support.deviation import random
 from tests.support.fp8_oracle import Format
 from tests.support.toy_training import (
     CONTEXT,
@@ -44,13 +45,8 @@ from tests.support.toy_training import (
 
 pytestmark = pytest.mark.usefixtures("eager")
 
-Law = Callable[[str, float | int | str, str], None]
 BF16 = replace(CPU, dtype=torch.bfloat16)
 RECIPE = toy_recipe(model={"vocab_size": 64})  # a vocabulary that FP8 can multiply
-
-
-def random(*shape: int, seed: int = 0, std: float = 1.0) -> Tensor:
-    return std * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 # Arithmetic -------------------------------------------------------------------------------------------------

@@ -3,15 +3,14 @@
 The comparisons are in tests/grug/parity.py and run in JAX's own process.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from tests.laws.table import Law
 from tests.support.jax_process import Grug
 
 BAR, CURVE_BAR = 1e-5, 1e-3
-Law = Callable[[str, float | int | str, str], None]
 SHAPES: dict[str, dict[str, Any]] = {
     "grouped queries, a window": {},
     "three layers, one key for two heads, an odd vocabulary": {

@@ -8,7 +8,7 @@ of the last checkpoint's state.
 import itertools
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ from safetensors.numpy import load_file
 
 from quern.records import read_metrics
 from quern.train import manifest
+from tests.laws.table import Law
 from tests.support.jax_process import environment
 from tests.support.line_server import LineServer
 from tests.support.small_text import write_text
 
-Law = Callable[[str, float | int | str, str], None]
 TIMED = {"seconds", "tokens_per_second", "mfu"}
 FLAGS = """--data text.jsonl --depth 1 --text.vocab-size 320 --model.width 32 --model.head-dim 16 --model.context 32
  --train.batch-tokens 128 --train.micro-batch-tokens 64 --train.steps 12 --optim.lr-scale 0.3 --train.log-every 2

@@ -20,6 +20,7 @@ from quern.train.guard import EXIT_DONE
 from quern.train.horizon import Horizon, recorded_plans
 from quern.train.loop import TrainingPlan, resume, train
 from quern.train.state import TrainState, build_model, build_state
+from tests.laws.table import Law
 from tests.support.ranks import Ranks
 from tests.support.toy_training import (
     CPU,
@@ -35,7 +36,6 @@ from tests.support.toy_training import (
 
 pytestmark = pytest.mark.usefixtures("eager")
 
-Law = Callable[[str, float | int | str, str], None]
 STEPS = 80
 """Steps of the first plan. A step takes a second at first, so this is the time asked for too."""
 SMALL = toy_recipe({"width": 16, "windows": "L"})

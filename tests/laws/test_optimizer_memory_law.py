@@ -3,7 +3,6 @@
 On a CPU the two memories are one; the copies are made all the same. No GPU has run it.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +14,10 @@ from quern.machine import DTYPES
 from quern.mesh import Mesh
 from quern.train import checkpoint, manifest
 from quern.train.state import TrainState, build_model, build_state
+from tests.laws.table import Law
 from tests.parallel.compared import advance, recipe, small_cuts
 from tests.support.ranks import Ranks
 from tests.support.toy_training import CPU, differing, snapshot, toy_loader
-
-Law = Callable[[str, float | int | str, str], None]
 
 
 def state_of(dtype: str, memory: str, mesh: Mesh | None = None) -> TrainState:

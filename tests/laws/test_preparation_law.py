@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,9 @@ import pytest
 from quern.data.token_file import ShardWriter
 from quern.text.encode.pool import write_shards
 from quern.text.tokenizer import Tokenizer
+from tests.laws.table import Law
 from tests.support import preparing
 from tests.support.line_server import ENVIRONMENT, ROOT
-
-Law = Callable[[str, float | int | str, str], None]
 
 
 def documents(count: int) -> list[str]:

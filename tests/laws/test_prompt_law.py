@@ -6,7 +6,6 @@ tokens that follow must be learned, and a call of a described tool must be one t
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,9 @@ from quern.serve.prompts import calls_of, read_chat, tokens_of
 from quern.serve.responses import ResponsesRequest
 from quern.serve.schema import ChatRequest, TokenizeRequest, Tool, parse_request
 from quern.text.hugging_face import CHAT_TEMPLATE, tokenizer_config, tokenizer_json
+from tests.laws.table import Law
 from tests.support.toy_engine import toy_engine
 
-Law = Callable[[str, float | int | str, str], None]
 Row = dict[str, Any]
 
 SYSTEM = {"role": "system", "content": "Antworte kurz."}

@@ -4,7 +4,6 @@ Real processes over gloo, fp32, at sizes that do not divide; micro-batches of wh
 Each rank compares what it owns with a process of its own that does all.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,10 @@ import pytest
 import torch
 
 from quern.train import checkpoint, manifest
-from tests.parallel.compared import BROKEN
+from tests.laws.table import Law
 from tests.support.ranks import Ranks
-from tests.support.toy_training import toy_loader
 
 BAR = 1e-5
-Law = Callable[[str, float | int | str, str], None]
 OPTIMIZED, SHARDS = "tests.parallel.compared:optimized", "tests.parallel.compared:optimized_shards"
 
 
@@ -53,9 +50,8 @@ def test_replicas_of_shards_are_one(
     record(law, f"{name}, {architecture}", found)
 
 
-@pytest.mark.parametrize("broken", [name for name in BROKEN if name])
-def test_the_law_can_fail(broken: str, ranks: Ranks) -> None:
-    found = ranks(2, OPTIMIZED, masked=True, rows=3, clip=0.5, steps=2, broken=broken)
+def test_the_law_can_fail(ranks: Ranks) -> None:
+    found = ranks(2, OPTIMIZED, masked=True, rows=3, clip=0.5, steps=2, broken=True)
     assert max(max(one.values()) for one in found) > 100 * BAR, found
 
 
@@ -85,13 +81,3 @@ def test_resharded_is_not_resharded(chain: str, ranks: Ranks, tmp_path: Path, la
     differing = [name for name in first[0].keys() | last[0].keys() if not torch.equal(first[0][name], last[0][name])]
     law(f"resharded = not resharded{chain}", len(differing), "0")
     assert differing == [] and first[1] == last[1] and len(first[0]) > 40
-
-
-@pytest.mark.parametrize("count", [2, 3, 4, 6])
-def test_any_number_of_ranks_reads_the_same_global_batches(count: int) -> None:
-    loader = toy_loader()
-    for step in range(loader.steps_per_epoch + 2):
-        whole, parts = loader.batch(step), [loader.batch(step, rank, count) for rank in range(count)]
-        for rank, part in enumerate(parts):
-            assert (part.tokens == whole.tokens[rank::count]).all() and (part.mask == whole.mask[rank::count]).all()
-        assert sum(part.rows for part in parts) == whole.rows

@@ -19,13 +19,13 @@ import pytest
 
 from quern.records import read_events, read_metrics
 from quern.train.guard import EXIT_STOPPED
+from tests.laws.table import Law
 from tests.support.faulty_ranks import FaultyRanks
 from tests.support.line_server import ENVIRONMENT
 from tests.support.run_bench import PRETRAIN, differences
 
 COMMAND = [*PRETRAIN, "--out", "out", "--no-compile", "--dtype", "fp32", "--threads", "1", "--timeout", "10"]
 KINDS = ("kill", "kill", "kill", "kill", "agent")
-Law = Callable[[str, float | int | str, str], None]
 
 
 class Bench:

@@ -3,7 +3,6 @@
 Every gradient, the loss and the losses of single tokens, for each architecture, with dropout too; on shards the bytes.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -16,11 +15,11 @@ from quern.model import recompute as module
 from quern.model.llama import Llama
 from quern.model.recompute import recompute
 from quern.train.state import compile_model
+from tests.laws.table import Law
 from tests.parallel.sharded import ARCHITECTURES, SHAPE, batch, passed, whole_model
 from tests.support.deviation import deviation
 from tests.support.ranks import Ranks
 
-Law = Callable[[str, float | int | str, str], None]
 DROPPED = "llama with dropout"
 
 

@@ -8,16 +8,14 @@ name of what is left. Over more than two epochs, so that some runs resume past o
 import json
 import random
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 from quern.records import read_events, read_metrics
 from quern.train.guard import EXIT_STOPPED
+from tests.laws.table import Law
 from tests.support.run_bench import PRETRAIN, RL, SFT, Bench, differences
-
-Law = Callable[[str, float | int | str, str], None]
-
 
 # Kills ------------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,6 @@
 """Laws of reinforcement learning: the update does not depend on micro-batches or ranks, and what is sampled is what is
 trained: a token's log-probability in sampling = in training."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -10,11 +8,11 @@ import torch
 from quern.mesh import alone
 from quern.parallel import buckets
 from quern.rl.rollouts import Rollouts
+from tests.laws.table import Law
 from tests.rl.ranks import LETTERS, advanced, replies, rl_state, rollouts_of, updated
 from tests.support.ranks import Ranks
 
 BAR = 1e-5
-Law = Callable[[str, float | int | str, str], None]
 
 pytestmark = pytest.mark.usefixtures("eager")
 

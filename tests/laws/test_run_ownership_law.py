@@ -12,17 +12,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from quern.text.tinyworld import corpus
 from quern.train import manifest
+from tests.laws.table import Law
 from tests.support.line_server import ENVIRONMENT
 from tests.support.run_bench import PRETRAIN, SFT, Bench, differences
 
-Law = Callable[[str, float | int | str, str], None]
 RESUME = {"pretrain": ["pretrain", "--resume"], "sft": ["sft", "--resume"]}
 
 

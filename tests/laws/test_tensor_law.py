@@ -4,15 +4,13 @@ On processes that talk over gloo: 111 tokens in rows of 37, a vocabulary of 1,00
 documents and windows. The bytes that travel are those of the formula in parallel/plan.py.
 """
 
-from collections.abc import Callable
-
 import pytest
 
-from tests.parallel.sharded import ARCHITECTURES, BROKEN
+from tests.laws.table import Law
+from tests.parallel.sharded import ARCHITECTURES
 from tests.support.ranks import Ranks
 
 BAR = 1e-5
-Law = Callable[[str, float | int | str, str], None]
 LAYOUTS = ((2, 2, True), (4, 4, False), (4, 2, True))
 """(ranks, tp, accumulated in micro-batches of unequal size); ranks / tp replicas."""
 COMPARED, GENERATED = "tests.parallel.sharded:compared", "tests.parallel.sharded:generated"
@@ -39,7 +37,6 @@ def test_shards_generate_as_one_model(architecture: str, count: int, ranks: Rank
     assert worst <= BAR
 
 
-@pytest.mark.parametrize("mistake", [name for name in BROKEN if name])
-def test_the_check_can_fail(mistake: str, ranks: Ranks) -> None:
-    found = ranks(2, COMPARED, tp=2, architecture="gpt", broken=mistake)
+def test_the_check_can_fail(ranks: Ranks) -> None:
+    found = ranks(2, COMPARED, tp=2, architecture="gpt", broken=True)
     assert max(max(one["loss"], one["gradients"]) for one in found) > 100 * BAR

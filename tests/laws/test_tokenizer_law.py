@@ -18,8 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quern.text.tokenizer import Tokenizer, split_pattern
-
-Law = Callable[[str, float | int | str, str], None]
+from tests.laws.table import Law
 
 FIXTURES = [
     "It's 1234567 o'clock; the miller's mill isn't grinding!\r\n\r\n\tdef f(x):\n        return x  # ok   \n",

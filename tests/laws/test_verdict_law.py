@@ -17,6 +17,7 @@ from quern.lab.trainer import Trainer
 from quern.lab.verdict import VERDICTS, Decision, Moments, Rules, decide, estimate, fails, judge, reach
 from quern.recipe import ModelRecipe, TextRecipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
+from tests.laws.table import Law
 from tests.support.toy_training import CPU
 
 ALPHA, PAIRS, REAL_PAIRS = 0.05, 8, 120
@@ -29,7 +30,6 @@ IDEAS = np.array(  # mean and SD of the differences of two studies of 7 pairs, w
 )
 RUN_SD, DELTA = 0.0045, 0.004
 Floats = NDArray[np.float64]
-Law = Callable[[str, float | int | str, str], None]
 Draw = Callable[[np.random.Generator, tuple[int, ...]], Floats]
 
 NOISES: dict[str, Draw] = {

@@ -14,12 +14,9 @@ from quern.optim.muon import (
     newton_schulz,
     polar_express,
 )
+from tests.support.deviation import random
 
 CONSTANTS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "beta2": 0.9, "weight_decay": 0.1}
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def updated(grad: torch.Tensor, dtype: torch.dtype = torch.float32, steps: int = 5, **changes: Any) -> torch.Tensor:

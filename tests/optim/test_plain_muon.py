@@ -7,13 +7,10 @@ import pytest
 import torch
 
 from quern.optim.muon import PlainMuon
+from tests.support.deviation import random
 
 Scalars = dict[str, Any]
 SHAPES = [(12, 20), (20, 12), (8, 8), (1, 9)]
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def by_svd(shape: tuple[int, int], updates: int, lr: float, momentum: float) -> np.ndarray:

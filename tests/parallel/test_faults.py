@@ -20,16 +20,16 @@ from quern.records import read_events, read_metrics
 from quern.train import manifest
 from quern.train.guard import EXIT_NOT_SAVED, EXIT_STOPPED
 from quern.train.heartbeat import StragglerDetector
+from tests.laws.table import Law
 from tests.support.faulty_ranks import PRETRAIN, SHORT, FaultyRanks
 
 ROOT = Path(__file__).parents[2]
 ENDLESS = ("--train.steps", "100000", "--train.save-every", "50000")
 """For runs that must not end before the fault is noticed."""
 STATED_SECONDS = 30
-STOPPED_TIMEOUT_SECONDS = 5
+STOPPED_TIMEOUT_SECONDS = 3
 CAMPAIGN_TIMES = 20  # of each fault, ten in each rank
 Found = dict[str, Any]
-Law = Callable[[str, float | int | str, str], None]
 
 
 class Runs:

@@ -1,7 +1,7 @@
 """`quern serve` under load, as a program: 64 clients that stream, give up, send nonsense and read slowly.
 
 Each answer is the one that an engine alone gives, no stream is cut off, memory is flat, the metrics are the clients'
-counts, no seat stays taken, and SIGTERM lets every stream that was accepted end. The suite has 8 seconds of load;
+counts, no seat stays taken, and SIGTERM lets every stream that was accepted end. The suite has 6 seconds of load;
 `make campaign` has 600.
 """
 
@@ -244,8 +244,8 @@ def idle(found: dict[str, float]) -> bool:
     return found["num_requests_running"] == found["num_requests_waiting"] == found["kv_cache_usage_perc"] == 0
 
 
-def test_eight_seconds_of_load(served: Served) -> None:
-    campaign(served, seconds=8, warm_up=3)
+def test_six_seconds_of_load(served: Served) -> None:
+    campaign(served, seconds=6, warm_up=2)
 
 
 @pytest.mark.campaign

@@ -1,9 +1,14 @@
-"""How far two results lie apart, as the laws of kernels state it; used by several of them."""
+"""Random tensors, and how far two results lie apart, as the laws of kernels state it."""
 
 import math
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
+
+
+def random(*shape: int, seed: int = 0, std: float = 1.0) -> Tensor:
+    return std * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def deviation(ours: list[Tensor], reference: list[Tensor]) -> float:

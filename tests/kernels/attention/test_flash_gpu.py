@@ -6,22 +6,20 @@ of the same formula whose every operation is rounded to the dtype.
 """
 
 import itertools
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from quern.kernels.attention.attend import MaskSpec, visible
+from quern.kernels.attention.attend import MaskSpec
 from quern.kernels.attention.flash import flash_attention
+from tests.laws.test_attention_law import Attend, attended, in_one_dtype
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="runs on a GPU")
 
 DEVICE = torch.device("cuda")
 RATIO_BAR = 1.1
 SHAPES = list(itertools.product((1, 17, 127, 129, 1000, 2500), (None, 1, 64, 1000), (False, True)))
-
-Attend = Callable[[Tensor, Tensor, Tensor, MaskSpec, float], Tensor]
 
 
 def inputs(T: int, E: int, dtype: torch.dtype, packed: bool) -> tuple[list[Tensor], Tensor | None]:
@@ -35,23 +33,11 @@ def inputs(T: int, E: int, dtype: torch.dtype, packed: bool) -> tuple[list[Tenso
 
 
 def with_gradients(attend: Attend, tensors: list[Tensor], mask: MaskSpec) -> list[Tensor]:
-    q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
-    y = attend(q, k, v, mask, tensors[0].size(-1) ** -0.5)
-    y.backward(tensors[3])
-    return [y.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
+    return attended(attend, tensors, mask, tensors[0].size(-1) ** -0.5)
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
     return flash_attention(q, k, v, mask.window or 0, mask.documents_BT, scale)
-
-
-def in_one_dtype(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
-    """The definition, in the inputs' dtype throughout."""
-    groups = q.size(2) // k.size(2)
-    k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
-    scores = torch.einsum("bqhe,bkhe->bhqk", q, k) * scale
-    hidden = ~visible(q.size(1), mask, q.device)
-    return torch.einsum("bhqk,bkhe->bqhe", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
 
 
 def error_ratio(attend: Attend, T: int, window: int | None, packed: bool, E: int, dtype: torch.dtype) -> float:
