@@ -93,7 +93,7 @@ def test_stream_equals_non_stream(client: openai.OpenAI) -> None:
     assert texts == [choice.message.content for choice in whole.choices]
     assert ends == [choice.finish_reason for choice in whole.choices]
     firsts = [chunk.choices[0].delta for chunk in chunks[:8]]
-    assert all(first.role == "assistant" and not first.content for first in firsts)
+    assert all(first.role == "assistant" and first.content == "" for first in firsts)
     assert all(choice.delta.role is None for chunk in chunks[8:] for choice in chunk.choices)
     assert chunks[-1].choices == [] and used[:-1] == [None] * (len(used) - 1)
     assert used[-1] == whole.usage
@@ -140,10 +140,17 @@ def test_calls_of_the_calculator_travel_as_parts(engine: Engine) -> None:
     with running(create_app({NAME: calling})) as base:
         message = post(base, CHAT, ask()).json()["choices"][0]["message"]
         assert message["content"] == "two"
-        assert [part["type"] for part in message["parts"]] == ["tool", "output", "text"]
+        assert message["role"] == "assistant" and [part["type"] for part in message["parts"]] == [
+            "tool",
+            "output",
+            "text",
+        ]
         follow_up = [*HELLO, message, {"role": "user", "content": "and?"}]
         assert post(base, CHAT, ask(messages=follow_up)).status_code == 200
-        lines = post(base, CHAT, ask(stream=True)).text.split("\n\n")
+        answer = post(base, CHAT, ask(stream=True))
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = answer.text.split("\n\n")
+        assert lines[-2:] == ["data: [DONE]", ""] and "usage" not in lines[0]
         deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in lines if line.startswith("data: {")]
         assert {"parts": [{"type": "tool", "text": "1+1"}]} in deltas
         assert {"parts": [{"type": "output", "text": "2"}]} in deltas
