@@ -106,6 +106,14 @@ def test_a_cut_reply_is_continued_after_its_last_token(page: Page) -> None:
     assert page.texts(".assistant .walk span") == ["2 / 2"]
 
 
+def test_waiting_shows_a_clock(page: Page) -> None:
+    page.engine.will_say("x", seconds=0.9)
+    page.send("wait")
+    page.wait("/reading the prompt · 0\\.[3-9] s/.test(document.querySelector('.stats')?.textContent)")
+    page.wait(DONE)
+    assert re.search(r"first after \d", page.texts(".assistant .stats")[0])
+
+
 def test_calls_of_the_calculator_are_cards(page: Page, tmp_path: Path) -> None:
     page.engine.will_say(
         "Let me see. ", Delta("tool", "123 "), Delta("tool", "+ 456"), Delta("output", "579"), "\nIt is 579."

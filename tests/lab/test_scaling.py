@@ -222,6 +222,24 @@ def test_diverged_failed_and_padded_cells_are_survived_and_named(tmp_path: Path)
     assert retry.trained == 4  # the failed ones; one that diverged would diverge again
 
 
+def test_refused_budgets_are_explained(tmp_path: Path) -> None:
+    """The best size of every budget has 10⁹ parameters."""
+
+    class LargerIsBetter(FakeTrainer):
+        def train(self, recipe: Recipe, **given: Any) -> Trial:
+            trial = super().train(recipe, **given)
+            return replace(trial, bpb=1 + 0.01 * np.log(trial.parameters["kaplan"] / 1e9) ** 2)
+
+    body, lines = study(options(tmp_path), LargerIsBetter())
+    reasons = [one["refusal"] for one in body["conventions"]["kaplan"]["envelope"]["optima"]]
+    assert len(reasons) == 4
+    assert all(one.startswith("the minimum, 1e+09, is above the measured range of the size") for one in reasons)
+    assert body["conventions"]["kaplan"]["envelope"]["parameters"] is None
+    assert body["predictions"]["kaplan"]["envelope"] == {}
+    assert "  no envelope: 0 of at least 3 budgets have an optimum" in lines
+    assert body["stable"]["name"] is None
+
+
 def test_plan_trains_and_writes_nothing(tmp_path: Path) -> None:
     lines: list[str] = []
     trainer = FakeTrainer()
