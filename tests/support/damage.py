@@ -128,7 +128,7 @@ def kinds(folder: Path) -> list[Kind]:
 
 
 def build(folder: Path) -> None:
-    """Writes a whole example of each kind of file."""
+    """Writes a whole example of each kind of file; `build_study` those of a study."""
     os.chdir(folder)
     write_text(folder)
     _write_formats(folder)
@@ -142,14 +142,18 @@ def build(folder: Path) -> None:
         weights = list(file.keys())
     shutil.copy("hf/model.safetensors", "split/one.safetensors")
     (folder / "split/model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "one.safetensors")}
+    (folder / "split/model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    shutil.copy("out/runs/r/tokenizer.json", "vocabulary.json")
+
+
+def build_study(folder: Path) -> None:
+    os.chdir(folder)
     (folder / "experiments").mkdir()
     for name in ("base", "idea"):
         Path(f"experiments/{name}.py").write_text("from quern.recipes.gpt import RECIPE\n", encoding="utf-8")
     ladder.in_process = lambda out, machine, variables: arms.train_here(out, machine)
     assert run(*COMPARE) == 0
-    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "one.safetensors")}
-    (folder / "split/model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    shutil.copy("out/runs/r/tokenizer.json", "vocabulary.json")
 
 
 def _write_formats(folder: Path) -> None:
@@ -393,7 +397,7 @@ def copied(folder: Path) -> Iterator[Path]:
         shutil.rmtree(copy)
 
 
-def drawn(folder: Path, seed: int, count: int, only: str) -> Iterator[tuple[Kind, Sequence[str], random.Random]]:
+def drawn(folder: Path, seed: int, count: int, only: str = "") -> Iterator[tuple[Kind, Sequence[str], random.Random]]:
     """Draws files, each kind in turn where there are trials enough, and for each a command that reads it."""
     there = [kind for kind in kinds(folder) if only in kind.path]
     for number in range(count):
@@ -438,6 +442,8 @@ def begin(folder: Path, *trials: Any) -> None:
     if not folder.exists():
         folder.mkdir(parents=True)
         apart(lambda: build(folder))
+        if any(kind.path.startswith("out/lab/") for kind, _, _ in drawn(folder, *trials)):
+            apart(lambda: build_study(folder))
         apart(lambda: warm(folder, *trials))
     for name in folder.with_name("modules").read_text(encoding="utf-8").split():
         with contextlib.suppress(ImportError):
