@@ -76,7 +76,7 @@ def attacked(tier: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[At
                 source = source.replace(token, value)
             programs[name] = Program(source)
         programs |= {f"forgery: {name}": Program(source, CHECK) for name, source in FORGERIES.items()}
-        with Sandbox(8, SHORT, tier) as hostile:  # many wait for their end
+        with Sandbox(4, SHORT, tier) as hostile:  # many wait for their end
             outcomes = hostile.run([each for program in programs.values() for each in (program, HONEST)])
         server.setblocking(False)
         connections = 0
