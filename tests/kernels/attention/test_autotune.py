@@ -6,6 +6,7 @@ Paths that only a GPU runs are proven elsewhere; here the choice is made among p
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ from quern import compiler
 from quern.kernels.attention import autotune
 from quern.kernels.attention.attend import MaskSpec, attend, attend_plain
 from quern.kernels.attention.autotune import KINDS, Picked, example, kind_of, pick, problem_with, select_attention
-from quern.kernels.attention.backends import BLOCKED, SDPA, Backend, cudnn, flex, installed_flash
+from quern.kernels.attention.backends import BLOCKED, SDPA, Backend, cudnn, flex, installed_flash, triton_flash
 from quern.machine import Machine
 from quern.model.context import CausalContext
+from tests.support.deviation import deviation, random, with_gradients
+from tests.support.interpreter import Interpreted
 
 CPU = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)
 SMALL = (2, 100, 4, 2, 16)
@@ -214,3 +217,18 @@ def test_block_masks_are_made_once_for_all_layers_and_nothing_compiles_again(mon
             assert (y - expected).abs().max() <= 1e-5
             assert len(made) == 2 * (step + 1)
     assert len(compilations) <= 2
+
+
+def triton_deviation(kind: str) -> float:
+    """Runs where Triton interprets."""
+    backend = triton_flash()
+    mask = backend.prepare(example(kind, 70), 70, CPU.device)
+    q, k, v, grad = (random(2, 70, heads, 16, seed=seed) for seed, heads in enumerate((4, 2, 2, 4)))
+    paths = (backend.attend, attend_plain)
+    ours, expected = (with_gradients(partial(path, mask=mask, scale=0.3), (q, k, v), grad) for path in paths)
+    return deviation(ours, expected)
+
+
+@pytest.mark.parametrize("kind", ["growing", "documents"])  # the others are the law's
+def test_our_triton_kernels_see_what_the_mask_says(interpreted: Interpreted, kind: str) -> None:
+    assert interpreted(triton_deviation, kind) <= 1e-5
