@@ -44,7 +44,7 @@ BENCHMARKS: dict[str, Callable[[Setup], Iterator[Figure]]] = {
 def run(options: BenchOptions, log: Callable[[str], None]) -> int:
     """Runs the named benchmarks and returns the exit code."""
     machine = select_attention(options.detect())
-    setup = Setup(machine, options.seed, options.quick, options.rounds, options=options, log=log)
+    setup = Setup(machine, options.seed, options.quick, options.rounds, log=log, options=options)
     for line in (*machine.notes, *introduction(setup)):
         log(line)
     for what in dict.fromkeys(options.what or list(BENCHMARKS)[: len(QUICK)]):

@@ -1,9 +1,4 @@
-"""Benchmarks of the steps before the model: tokenizer training, encoding, preparation, packing, loading. No tensors.
-
-Megabytes are 10⁶ bytes of UTF-8. Shards are read from a temporary folder whose pages are in memory, as after the first
-epoch of a run. Packing and loading run on one thread; `prefetch` is one thread beside that of the consumer. Loaders of
-many documents run in processes of their own, without torch, so that their memory can be read.
-"""
+"""Benchmarks of the steps before the model: tokenizer training, encoding, preparation, packing, loading. No tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +6,7 @@ import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -19,15 +14,7 @@ from functools import cached_property, partial
 import numpy as np
 
 from quern.bench.batches import write_empty_shards
-from quern.bench.measure import (
-    Bench,
-    Figure,
-    alternate,
-    children_peak_bytes,
-    figure,
-    peak_bytes,
-    seconds_of,
-)
+from quern.bench.measure import Bench, Figure, alternate, children_peak_bytes, figure, peak_bytes, seconds_of
 from quern.bench.options import BenchOptions
 from quern.data.batch import prefetch
 from quern.data.loader import Loader
@@ -57,10 +44,9 @@ SHARES = {"utilisation": "utilisation", "padding": "padding_share", "cropped": "
 
 @dataclass(frozen=True, kw_only=True)
 class Setup(Bench):
-    """Context of the benchmarks of `quern bench`; the text is made at first use. log: Takes lines for the user."""
+    """Context of the benchmarks of `quern bench`; the text is made at first use."""
 
     options: BenchOptions = field(default_factory=BenchOptions)
-    log: Callable[[str], None] = print
 
     @cached_property
     def texts(self) -> list[str]:
@@ -88,7 +74,6 @@ class Setup(Bench):
 
 
 def tokenizer(setup: Setup) -> Iterator[Figure]:
-    """Training: reading, splitting, counting and merging, in MB/s of the text."""
     seconds = setup.once({"train": lambda: Tokenizer.train(setup.texts, setup.vocab_size)})["train"]
     setup.settings.update(text=setup.text_name, bytes=setup.text_bytes, documents=len(setup.texts))
     setup.settings["vocabulary"] = setup.tokenizer.vocab_size
@@ -97,7 +82,6 @@ def tokenizer(setup: Setup) -> Iterator[Figure]:
 
 
 def encode(setup: Setup) -> Iterator[Figure]:
-    """Encoding: one document after another on one thread, to lists and to arrays."""
     texts, made = setup.texts, setup.tokenizer
     tokens, megabytes = sum(len(made.encode(text)) for text in texts), setup.text_bytes / 1e6
 
@@ -152,8 +136,7 @@ def prepare(setup: Setup) -> Iterator[Figure]:
 
 
 def packing(setup: Setup) -> Iterator[Figure]:
-    """Packing alone by each method, and packing with loading from shards; rows of 513 tokens; of documents with lengths
-    like those of web pages (log-normal, 500 tokens on average), and of the text's."""
+    """Packing alone by each method, and packing with loading, of documents as long as web pages and of the text's."""
     wanted = 200_000 if setup.quick else 20_000_000
     setup.settings.update(row_tokens=CONTEXT + 1, batch_rows=BATCH_ROWS)
     own = [np.array([0, *setup.tokenizer.encode(text)], dtype=np.int64) for text in setup.texts]  # 0 is BOS
@@ -179,8 +162,7 @@ def packing(setup: Setup) -> Iterator[Figure]:
 
 
 def _many_documents(setup: Setup, documents: int) -> Iterator[Figure]:
-    """A loader of many documents (log-normal, 1,000 tokens on average), in a new process for each figure: from opening
-    the shards to the first batch, and to the middle one without row counts, then with those that this left behind."""
+    """A loader of many documents, in a new process without torch for each figure, so that its memory can be read."""
     with scratch_folder() as folder:
         write_empty_shards(folder, documents, MANY_MEAN_TOKENS, setup.seed)
         middle = documents * MANY_MEAN_TOKENS // 2 // ((MANY_CONTEXT + 1) * BATCH_ROWS)

@@ -1,8 +1,4 @@
-"""Benchmarks of generation with the reference model: reading prompts (prefill) and writing replies (decode).
-
-Both go through the engine, so cache, sampling and tools are included, as in a chat. No row ends early (see
-`talking_model`). The time of decoding is that of a long reply less that of a reply of one token.
-"""
+"""Benchmarks of the engine with the reference model: reading prompts (prefill) and writing replies (decode)."""
 
 from __future__ import annotations
 
@@ -62,8 +58,7 @@ def _engine(setup: Setup) -> Engine:
 def _replies(
     engine: Engine, seed: int, rows: int, length: int, reply: int, temperature: float = 1.0
 ) -> Callable[[], float]:
-    """Returns what times replies of `reply` tokens to random prompts of `length` tokens; RuntimeError for a shorter
-    reply."""
+    """Returns a function that times replies of `reply` tokens to random prompts of `length` tokens."""
     ordinary = engine.tokenizer.vocab_size - len(engine.tokenizer.special_ids)
     ids = torch.randint(ordinary, (rows, length - 1), generator=torch.Generator().manual_seed(seed))
     prompts = [[engine.tokenizer.bos, *row] for row in ids.tolist()]

@@ -3,11 +3,8 @@
 Each runs in its own process and in the dtype that it chooses on this machine. They alternate, a few steps at a time,
 and so do the whole and the blockwise loss of JAX: its default (`measured_block`) rests on their ratio.
 
-`python -m quern.bench.jax` is the JAX process. It imports no torch: JAX is measured as `quern grug train` runs it. It
-compiles at its start, then answers requests (quern/process.py):
-
-    "facts"             → {"dtype": …, "default": "whole" or "blocks", "block_tokens": …, "jax": version}
-    "whole", "blocks"   → {"seconds": the median of STEPS training steps with that loss}
+`python -m quern.bench.jax` is the JAX process. It imports no torch: JAX is measured as `quern grug train` runs it. To
+"facts" it answers its dtype and default loss, to "whole" and "blocks" the seconds of a step with that loss.
 """
 
 from __future__ import annotations
@@ -87,8 +84,7 @@ def answers(order: dict[str, Any], requests: Iterator[str]) -> Iterator[dict[str
 
 
 def _job(recipe: Resolved, cfg: Any, rows: int) -> Callable[[], float]:
-    """Returns what takes some steps on one device, with batches that are there already, and returns their median
-    seconds."""
+    """Returns a function that takes some steps on one device and returns their median seconds."""
     mesh = make_mesh(devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
         batches = [device_batch(random_batch(recipe, seed), rows, mesh) for seed in range(2)]

@@ -1,9 +1,7 @@
 """Benchmarks of kernels: attention by path, length and mask, training with windows, and the loss.
 
-A path's changes of layout are included, and calls are eager except for flex_attention, which on a CPU has no backward
-pass and compiles for every shape: there it is measured at the longest length, forward alone. The loss is head, softcap
-and cross-entropy with their gradients. Its memory is the most that one call holds beyond what was held before it, after
-the compiler has run; each path has its own process (`python -m quern.bench.kernels`).
+A path's changes of layout are included, and calls are eager. The loss is head, softcap and cross-entropy with their
+gradients; the child, `python -m quern.bench.kernels`, measures the memory of one of its paths.
 """
 
 from __future__ import annotations
@@ -72,6 +70,7 @@ def paths_of(machine: Machine, quick: bool) -> tuple[list[Backend], list[Backend
     """Returns the paths to measure at all lengths, and those to measure at the longest one, forward alone."""
     if machine.device.type != "cpu":
         return [*available(machine), PLAIN], []
+    # On a CPU, flex_attention has no backward pass and compiles for every shape.
     return [BLOCKED, SDPA, PLAIN], [flex()] if machine.compile and not quick else []
 
 

@@ -1,7 +1,4 @@
-"""Models of the benchmarks: the reference model, its training, and a model whose replies never end early.
-
-The reference model is the `gpt` recipe with 4 layers, width 256, vocabulary 8,192, context 512 and full windows.
-"""
+"""Models of the benchmarks: the reference model, its training, and a model whose replies never end early."""
 
 from __future__ import annotations
 
@@ -56,17 +53,11 @@ def training_state(recipe: Resolved, machine: Machine) -> TrainState:
     return state
 
 
-def take_step(
-    state: TrainState,
-    recipe: Resolved,
-    machine: Machine,
-    batch: Batch | None = None,
-    multipliers: Multipliers | None = None,
-) -> tuple[float, float]:
+def take_step(state: TrainState, recipe: Resolved, machine: Machine, batch: Batch | None = None) -> tuple[float, float]:
     """Takes one optimizer step on a global batch, by default a random one. Returns its wall-clock seconds and its loss.
     Raises RuntimeError if the loss or the gradient is not finite."""
-    batch, multipliers, start = batch or random_batch(recipe, state.step), multipliers or Multipliers(), timer()
-    result = train_step(state, batch, multipliers, machine, micro_batch_rows=recipe.micro_batch_rows)
+    batch, start = batch or random_batch(recipe, state.step), timer()
+    result = train_step(state, batch, Multipliers(), machine, micro_batch_rows=recipe.micro_batch_rows)
     seconds = timer() - start
     if result.verdict != "step":
         norm = f"loss {result.loss}, gradient norm {result.grad_norm}"

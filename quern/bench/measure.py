@@ -56,6 +56,7 @@ class Bench:
         rounds: Values of each figure.
         deadline: When the benchmark has to stop, on `time.monotonic`.
         settings: The sizes used, which the benchmark fills in for its record.
+        log: Takes lines for the user.
         problems: Lines about jobs that failed; None ends the benchmark with the first error.
     """
 
@@ -66,6 +67,7 @@ class Bench:
     deadline: float = math.inf
     settings: dict[str, Any] = field(default_factory=dict)
     problems: list[str] | None = None
+    log: Callable[[str], None] = print
 
     def check_time(self) -> None:
         """Raises OutOfTime after the deadline."""

@@ -1,19 +1,18 @@
-"""Flags of `quern bench`."""
+"""Flags of `quern bench` and of `quern bench gpu`, read without PyTorch, which takes seconds to import."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from annotated_types import Interval
 
 from quern.field_types import Amount, Count, Few, Seed
-from quern.flags import check_flags
 from quern.flags.check_flags import DeviceOptions, Mark
 from quern.resolve import MICRO_BATCH_TOKENS
 
+Section = Literal["training", "attention", "exactness", "decode", "loss", "rope", "muon", "fp8", "real"]
 What = Literal["tokenizer", "encode", "packing", "loading", "train", "prefill", "decode", "attention", "windows",
                "cross-entropy", "prepare", "ranks", "grug", "serve", "quality"]  # fmt: skip
 
@@ -61,8 +60,7 @@ class BenchOptions(DeviceOptions):
     quick: bool = False
     """Use tiny sizes, to see that everything runs; the figures mean nothing."""
 
-    def validate(self) -> None:
-        """Raises ValueError or FileNotFoundError, before anything is measured, with the value to give instead."""
+    def __post_init__(self) -> None:
         if self.batch_tokens % 512:
             raise ValueError(f"--batch-tokens must be a multiple of the 512 tokens of a row, not {self.batch_tokens}")
         texts = (self.train, self.val, self.data)
@@ -75,8 +73,24 @@ class BenchOptions(DeviceOptions):
                 raise FileNotFoundError(f"there is no {path}: give a file or a folder of text")
 
 
-def read_options(arguments: Sequence[str]) -> BenchOptions:
-    """Returns the options of a command line. Raises ValueError for a wrong name or flag."""
-    options = check_flags.read(BenchOptions, arguments, prog="quern bench")
-    options.validate()
-    return options
+@dataclass
+class GpuOptions(DeviceOptions):
+    """Nine minutes of measurements that need a GPU.
+
+    example: quern bench gpu --data texts/
+    """
+
+    sections: tuple[Section, ...] = get_args(Section)
+    """The sections to run, of which each has its share of the time."""
+    minutes: Amount = 9.0
+    """When to stop."""
+    data: str | None = None
+    """`real`: the text to train on, a file or a folder, or prepared tokens (.bin)."""
+    tokenizer: str | None = None
+    """`real`: the tokenizer of prepared tokens."""
+    out: Path = Path("out")
+    """The folder of the record, which is written to bench/ in it."""
+    seed: Seed = 0
+    """Seed of the weights and the data."""
+    quick: bool = False
+    """Use tiny sizes, to see that everything runs; the figures mean nothing."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from quern.bench.data import Setup
 from quern.bench.material import sizes_of
-from quern.bench.measure import Figure, figure
+from quern.bench.measure import Bench, Figure, figure
 from quern.data.packing import windows
 from quern.eval.bits_per_byte import bits_per_byte
 from quern.recipe import Recipe, TrainRecipe
@@ -34,28 +34,32 @@ ALL_MEGABYTES = 1e6
 def quality(setup: Setup) -> Iterator[Figure]:
     """Trains a new run under `--out` on each text and scores its last checkpoint. Raises RuntimeError if that fails."""
     given, text = setup.options, replace(RECIPE.text, val_megabytes=ALL_MEGABYTES)
+    usual = replace(RECIPE, depth=given.depth, seed=setup.seed, train=TrainRecipe(minutes=given.minutes))
+    flags = f"--minutes {given.minutes:g} --depth {given.depth} --seed {setup.seed}"
+    setup.settings["depth"] = given.depth
     if given.train and given.val:
-        recipe = replace(RECIPE, data=str(given.train), val=str(given.val), text=text)
-        yield from _trained(setup, recipe, f"--train {given.train} --val {given.val}", "validation", "")
+        recipe = replace(usual, data=str(given.train), val=str(given.val), text=text)
+        command = f"quern bench quality --train {given.train} --val {given.val} {flags}"
+        yield from trained(setup, recipe, given.out, command, "validation")
+        whole = sum(len(well_formed(text).encode("utf-8")) for text in read(given.val))
+        setup.settings["validation_bytes_of_text"] = whole
     if given.data:
-        recipe = replace(RECIPE, data=str(given.data))
-        yield from _trained(setup, recipe, f"--data {given.data}", "text read once", "_once")
+        command = f"quern bench quality --data {given.data} {flags}"
+        yield from trained(setup, replace(usual, data=str(given.data)), given.out, command, "text read once", "_once")
 
 
-def _trained(setup: Setup, recipe: Recipe, flags: str, name: str, ending: str) -> Iterator[Figure]:
-    """Trains for the minutes. name: of the text, for the figures; ending: of the run's name and of the settings."""
-    machine, log, given = setup.machine, setup.log, setup.options
+def trained(bench: Bench, recipe: Recipe, out: Path, command: str, name: str, ending: str = "") -> Iterator[Figure]:
+    """Trains a recipe and scores the run. command: what the user typed, for the run's record; name: of the text, for
+    the figures; ending: of the run's name and of the settings."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-    run_dir = RunDir(given.out, f"bench-quality-{stamp}{ending.replace('_', '-')}")
-    recipe = replace(recipe, depth=given.depth, seed=setup.seed, train=TrainRecipe(minutes=given.minutes))
-    command = f"quern bench quality {flags} --minutes {given.minutes:g} --depth {given.depth} --seed {setup.seed}"
-    code = pretrain.run(recipe, Session(stage="pretrain", machine=machine, run_dir=run_dir, command=command, log=log))
-    if code:
+    run_dir = RunDir(out, f"bench-quality-{stamp}{ending.replace('_', '-')}")
+    session = Session(stage="pretrain", machine=bench.machine, run_dir=run_dir, command=command, log=bench.log)
+    if code := pretrain.run(recipe, session):
         raise RuntimeError(f"training ended with code {code}, so there is nothing to score: see {run_dir.folder}")
-    loaded = load(run_dir, machine, log, "pretrain")
-    corpora, rows = data_of_run(loaded.recipe, run_dir, log), loaded.recipe.micro_batch_rows
+    loaded = load(run_dir, bench.machine, bench.log, "pretrain")
+    corpora, rows = data_of_run(loaded.recipe, run_dir, bench.log), loaded.recipe.micro_batch_rows
     batches = windows(corpora.val, WINDOW_TOKENS, rows=rows, multiple=WINDOW_TOKENS)
-    score = bits_per_byte(loaded.model, batches, loaded.tokenizer.token_bytes(), machine)
+    score = bits_per_byte(loaded.model, batches, loaded.tokenizer.token_bytes(), bench.machine)
     settings = sizes_of(loaded.recipe) | {
         "run": run_dir.run,
         "vocabulary": loaded.tokenizer.vocab_size,
@@ -63,10 +67,7 @@ def _trained(setup: Setup, recipe: Recipe, flags: str, name: str, ending: str) -
         "validation_bytes_counted": score.bytes,
         "validation_tokens": score.tokens,
     }
-    setup.settings.update({name + ending: value for name, value in settings.items()}, depth=given.depth)
-    if recipe.val:
-        whole = sum(len(well_formed(text).encode("utf-8")) for text in read(Path(recipe.val)))
-        setup.settings["validation_bytes_of_text"] = whole
+    bench.settings.update({key + ending: value for key, value in settings.items()})
     lines = read_metrics(run_dir.stage("pretrain") / "metrics.jsonl")
     spent, tokens, flops = (max(line.get(key, 0) for line in lines) for key in ("seconds", "tokens", "flops"))
     yield figure(name, "bits/byte", score.bpb, f"windows of {WINDOW_TOKENS}, {score.bytes:,} bytes")

@@ -1,7 +1,6 @@
-"""Throughput and latencies of the HTTP server, as ratios of what the engine decodes without it in the same run.
+"""Throughput and latencies of the HTTP server, beside what the engine decodes without it in the same run.
 
-Its child, `python -m quern.bench.serve`, is the server, as `quern serve` runs it. It also decodes a batch without HTTP,
-in the same thread.
+The child, `python -m quern.bench.serve`, is the server, as `quern serve` runs it; it also decodes without HTTP.
 """
 
 from __future__ import annotations
@@ -115,8 +114,8 @@ def sent(load: Load) -> list[Reply]:
 
 
 def second_turns(setup: Setup, port: int, context: int) -> Iterator[Figure]:
-    """Chats of one client, each with another first question of about the whole context: how much sooner a second turn
-    answers. In the benchmark's tokenizer a character is a token."""
+    """Chats of one client whose first question fills the context: how much sooner a second turn answers. In the
+    benchmark's tokenizer a character is a token."""
     rounds = []
     for number in range(setup.rounds + 1):
         numbers = random.Random(f"{setup.seed} {number}")

@@ -1,8 +1,7 @@
 """Benchmarks of training at the reference size: speed, MFU, start-up and memory (`train`), and two ranks (`ranks`).
 
-docs/benchmarks/README.md says how. `ranks`: the processes exist all the time and wait while the others work. A wait is
-the time between the end of the last backward pass and the norm of the summed gradients, on the slower rank. The child,
-`python -m quern.bench.train`, trains the reference model for the steps of each request.
+docs/benchmarks/README.md says how. The child, `python -m quern.bench.train`, trains the reference model for the steps
+of each request. The children of `ranks` exist all the time and wait while the others work.
 """
 
 from __future__ import annotations
@@ -160,7 +159,8 @@ def _trace(path: Path, crew: list[Child], setup: Setup) -> Iterator[Figure]:
 
 
 def _steps(crew: list[Child], count: int, overlap: bool) -> tuple[float, float]:
-    """Returns the seconds until the last rank is done, and the longest wait for gradients of a rank."""
+    """Returns the seconds until the last rank is done, and the longest wait of a rank for gradients: from the end of
+    the last backward pass to the norm."""
     began = time.perf_counter()
     for child in crew:
         child.send({"steps": count, "overlap": overlap})

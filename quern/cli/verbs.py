@@ -348,17 +348,14 @@ def verb_report(verb: str, rest: Arguments) -> int:
 
 
 def verb_bench(verb: str, rest: Arguments) -> int:
-    if rest[:1] == ("gpu",):  # it has its own flags
-        from quern.bench.gpu.options import parse as parse_gpu
+    from quern.bench.options import BenchOptions, GpuOptions
 
-        if rest.asks_for_help:  # without PyTorch
-            parse_gpu(rest[1:])
-        from quern.bench.gpu import command as gpu_bench
+    if rest[:1] == ("gpu",):
+        gpu_options = read(GpuOptions, rest[1:], prog="quern bench gpu")
+        from quern.bench.gpu import command as gpu_command
 
-        return gpu_bench.main(rest[1:], log)
-    from quern.bench.options import read_options
-
-    options = read_options(rest)
+        return gpu_command.run(gpu_options, log)
+    options = read(BenchOptions, rest, prog="quern bench")
     from quern.bench import command
 
     return command.run(options, log)

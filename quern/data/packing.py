@@ -14,8 +14,7 @@ from lengths to rows:
                           so shuffle them before training.
 
 The tail of a cropped document is discarded. Only best-fit can keep it (`keep_tails`): the tail returns to the
-buffer as a document with its own BOS. A document longer than a row counts as one of row length and the rest is
-lost, so the loader cuts long documents into pieces first. Every resume packs again: a packer reads no tokens.
+buffer as a document with its own BOS.
 
 Source: Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830). Their
 best-fit-decreasing pads a row where best-fit here cuts a document.

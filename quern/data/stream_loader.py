@@ -1,13 +1,10 @@
 """Loader of a stream: documents end to end, cut into rows of `context` tokens.
 
-Each epoch takes one group of documents after the other (batch.py), permutes the documents of a group by (seed, epoch,
-group) and puts them end to end; all epochs form one endless stream. Row i is the tokens i·context to
-(i + 1)·context - 1, and the target of each is the token after it. So nothing is cropped, padded or added, and every
-token of an epoch is a target once. Rows begin and end in mid-document; attention must separate the documents of a row
-at their BOS. Steps and ranks take rows as in the packed loader.
+Each epoch permutes the documents of one group after the other (batch.py) and puts them end to end; all epochs form one
+endless stream. Row i is the tokens i·context to (i + 1)·context - 1, so every token of an epoch is a target once. Rows
+begin and end in mid-document; attention must separate the documents of a row at their BOS.
 
-Source: the data generator of modded-nanogpt, where each rank reads one long row per step. It reads files in order;
-this loader permutes documents.
+Source: the data generator of modded-nanogpt, which reads files in order; this loader permutes documents.
 """
 
 from __future__ import annotations

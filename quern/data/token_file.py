@@ -7,9 +7,9 @@ of the first token of each document, int64. A document starts with BOS and is in
 be learned, .mask has a byte for each token: 1 to learn it, else 0. The manifest has the size and SHA-256 of each file,
 and a fingerprint of the tokenizer and the source.
 
-A shard is written in a temporary folder, synced, renamed into place, and then listed in the manifest with the hash of
-each of its files. Until the split is whole, the manifest lists it as unfinished, so that no reader opens it. A later
-writer of the same tokens (the fingerprint says so) checks these hashes, keeps the shards, and continues after them.
+A shard is written in a temporary folder, synced, renamed into place, and then listed in the manifest. Until the split
+is whole, the manifest lists it as unfinished, so that no reader opens it. A later writer of the same tokens (the
+fingerprint says so) checks the hashes of its files, keeps the shards, and continues after them.
 """
 
 from __future__ import annotations

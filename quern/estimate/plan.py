@@ -1,8 +1,7 @@
 """`quern lab plan`: the time, memory and cost of training a recipe on some GPUs, before anyone rents them.
 
-For each layout of the ranks as replicas by shards (dp × tp): memory, bytes sent, the step's time by part, MFU, days and
-cost; then the best layout and why the others lose. Memory (memory.py) and bytes (predict.py) are counted or traced.
-Time is a model (predict.py) of tabulated hardware (options.py), not a measurement. GB are 10⁹ bytes.
+docs/parallelism.md says what it prints. Memory (memory.py) and bytes (predict.py) are counted or traced. Time is a
+model (predict.py) of tabulated hardware (options.py), not a measurement. GB are 10⁹ bytes.
 """
 
 from __future__ import annotations

@@ -15,13 +15,7 @@ Time is a model with these parts, in seconds of one rank:
 
 Links follow the α-β model (Hockney, 1994): a ring of n ranks takes (n - 1) hops of α each, twice for an all-reduce,
 plus its bytes over β. Shards are neighbours within a machine. A ring over several machines is as fast as its slowest
-part: the adapters of its members in each machine. Kernel launches, waiting for data and stragglers are left out.
-
-Bytes: docs/parallelism.md has the formula of each group and kind of collective. A gradient goes there and a parameter
-comes back, over the optimizer's buckets with their padding (buckets.py), of which a step updates all; a tensor's share
-is rounded down to whole bytes. A block that runs again in the backward pass (model/recompute.py) repeats its
-collectives of tensor parallelism up to the last region's product: its regions' rows are gathered again, and scattered
-for each region but the last, or for all where what the block adds is dropped out.
+part: the adapters of its members in each machine. docs/parallelism.md has the formulas of bytes, and what is left out.
 """
 
 from __future__ import annotations
@@ -134,7 +128,8 @@ def bytes_sent(model: Any, tokens: int, shards: int, recomputed: int) -> dict[st
 
 
 def _repeated(model: Any, plan: ShardingPlan, recomputed: int) -> tuple[int, int]:
-    """How often the stream is gathered and scattered again by blocks that run again."""
+    """How often the stream is gathered and scattered again by blocks that run again: up to the last region's product,
+    so not scattered for the last region, unless what the block adds is dropped out."""
     gathered = scattered = 0
     for layer, block in enumerate(model.blocks[:recomputed]):
         names = (f"blocks.{layer}.{name}" for name, _ in block.named_modules())

@@ -10,9 +10,9 @@ mark whose result the calculator does not find (rounded, wrong, or no arithmetic
 stays: in a reply, the calculator would contradict the text that follows. Any other record is one of the shapes of
 text/conversations.py.
 
-Files are read record by record, so no source is in memory. A source is known by the contents of its files, and the
-built-in ones by their seed, their size and their code. The test split of a public set of conversations is held out for
-validation; of question sets, whose test rows are those of tasks, it is not read here (task_rows.py).
+A source is known by the contents of its files, and the built-in ones by their seed, their size and their code. The test
+split of a public set of conversations is held out for validation; of question sets, whose test rows are those of tasks,
+it is not read here (task_rows.py).
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ recipe.json, metrics.jsonl and events.jsonl. Every file is optional, because a r
 a kill is skipped and reported in `RunRecords.notes`. `seconds` counts time in training steps; `seconds`, `flops` and
 `tokens` start at zero with the stage.
 
-Known keys get a label and a unit. Unknown keys are shown as they are, so a new field of a record appears in the report
-without a change here. Units are decimal: 1 kB is 1,000 bytes.
+Known keys get a label and a unit, unknown keys are shown as they are. Units are decimal: 1 kB is 1,000 bytes.
 """
 
 import json

@@ -1,14 +1,4 @@
-"""Reads documents and conversations from files.
-
-A source is a file or a folder (sources.py) of
-
-    .txt .md            one document, or several with marks between them; a long one becomes several
-    .csv .tsv .parquet  one document per row, in the column "text" or another one
-    .jsonl .json        one document per line or element, {"text": "…"} (a .json can also hold strings),
-                        or one conversation, in one of the shapes of conversations.py
-
-Empty documents are skipped. downloads.py downloads, tokenizer.py encodes.
-"""
+"""Reads documents and conversations from the records of files (formats.py). Empty documents are skipped."""
 
 import json
 import re
@@ -95,7 +85,7 @@ def _refuse_surrogates(text: str) -> None:
 
 def warning_of(paths: Sequence[Path], separated: bool = False, encoding: str = "utf-8") -> str | None:
     """Looks for what a model would learn to write by mistake, at the beginning of the first text files: a mark that
-    ends documents, such as <|endoftext|>, unless the marks are known (`separated`), or the tags of a web page.
+    ends documents, unless the marks are known (`separated`), or the tags of a web page.
 
     Returns:
         A line for the user; None if there is nothing of the kind.

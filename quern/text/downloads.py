@@ -2,8 +2,7 @@
 connections.
 
 A file gets its final name only when it is whole: its length is that of the repository's listing, and its SHA-256 is the
-listed or the published one. Until then a file of the Hub is `<name>.<commit>.part`, which a later call continues, too.
-HF_ENDPOINT names a mirror of the Hub. Sizes are in bytes.
+listed or the published one. Until then a file of the Hub is `<name>.<commit>.part`, which a later call continues.
 """
 
 from __future__ import annotations

@@ -1,16 +1,8 @@
-"""Reads the records of files.
+"""Reads the records of files (docs/data.md, "Files of your own"); documents.py and conversations.py interpret them.
 
-    .jsonl        one JSON value per line
-    .json         an array of JSON values, or one object; read at once, so at most JSON_BYTES
-    .csv .tsv     one row, quoted as in RFC 4180; the first row names the columns, with a comma, a semicolon or a tab
-                  between them in .csv
-    .parquet      one row, read one row group at a time
-    .docx .pdf …  the text that markitdown finds (readers.py)
-    any other     text, or the texts between separators; a longer one than TEXT_PIECE_CHARACTERS becomes several
-                  records, cut at line ends
-
-Text and tables can be compressed (.gz, .zst). An invalid byte or a NUL byte raises an error with file and line, because
-replacement characters would be trained on unnoticed. documents.py and conversations.py interpret the records.
+A .json file is read at once, Parquet one row group at a time. A text longer than `TEXT_PIECE_CHARACTERS` becomes
+several records, cut at line ends. An invalid byte or a NUL byte raises an error with file and line, because replacement
+characters would be trained on unnoticed.
 """
 
 import csv
@@ -20,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -129,23 +121,18 @@ def converted(
     """
     skipped, tolerant = _Skipped(log), log is not None and len(paths) > 1
     for path in paths:
-        begun, early = not tolerant, list[Malformed]()
         try:
-            for value, record in _records(path, wanted, separator, encoding):
+            values = _records(path, wanted, separator, encoding)
+            records = ((_convert(value, convert, path, record), record) for value, record in values)
+            first = list(islice(records, 2 if tolerant else 0))
+            if first and all(isinstance(found, Malformed) for found, _ in first):
+                raise UnreadableError(str(first[0][0])) from cast(Malformed, first[0][0]).__cause__
+            for found, record in chain(first, records):
                 skipped.seen += 1
-                found = _convert(value, convert, path, record)
-                if not begun and isinstance(found, Malformed):
-                    early.append(found)
-                    if len(early) == 2:
-                        break
-                    continue
-                for odd in (*early, *([found] if isinstance(found, Malformed) else [])):
-                    skipped.skip(odd)
-                early, begun = [], True
-                if not isinstance(found, Malformed):
+                if isinstance(found, Malformed):
+                    skipped.skip(found)
+                else:
                     yield found, path, record
-            if early:
-                raise UnreadableError(str(early[0])) from early[0].__cause__
             skipped.bytes_read += path.stat().st_size
         except (UnreadableError, OSError) as error:
             if not tolerant:

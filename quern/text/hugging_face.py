@@ -1,8 +1,7 @@
 """Hugging Face's files of the tokenizer and the chat format: tokenizer.json, its settings, the template; both ways.
 
 The ids of any text are equal, because three things carry over: the split pattern (in Oniguruma's dialect), the rule
-that a piece which is a whole token is not merged, and the merges as pairs (`merge_pairs`). Tokenizers of others
-are read if they are byte-level BPE laid out as GPT-2's and Llama 3's: single bytes, merges, special tokens.
+that a piece which is a whole token is not merged, and the merges as pairs (`merge_pairs`).
 
 Special tokens in text differ: quern never reads them from text, Hugging Face does unless it is called with
 `split_special_tokens=True`. Its chat template relies on this, so a user's message can end a turn there.

@@ -1,8 +1,7 @@
 """Data sets of the Hugging Face Hub by name: which files of a repository are the training and the validation text.
 
-The card of a repository (README.md) may list its configs, their splits and the files of each; without such a list, a
-config is a folder, and a split is a word in a file's path. These are the rules of Hugging Face's library `datasets`,
-for files alone. They hold for a local copy of a repository too. downloads.py lists and downloads.
+These are the rules of Hugging Face's library `datasets`, for files alone (docs/data.md). They hold for a local copy of
+a repository too. downloads.py lists and downloads.
 """
 
 from __future__ import annotations

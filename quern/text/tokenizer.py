@@ -1,9 +1,7 @@
 """Byte-level BPE tokenizer: text to token ids and back.
 
-rustbpe trains the merges, tiktoken encodes with them, and a JSON file stores them (base64, no pickle). Ids 0 to 255 are
-the single bytes, then come the merges in rank order, then the special tokens. Other vocabularies of this kind can be
-read from tiktoken's files and from Hugging Face's (hugging_face.py). Sizes are in bytes of UTF-8 unless a name says
-otherwise.
+rustbpe trains the merges, tiktoken encodes with them, and a JSON file stores them. Ids 0 to 255 are the single bytes,
+then come the merges in rank order, then the special tokens. hugging_face.py reads files of other programs.
 
 Source: byte-level BPE as in GPT-2 (Radford et al., 2019); the split pattern follows GPT-4's published one, with the
 differences listed at SPLIT_PATTERN.

@@ -15,7 +15,8 @@ from quern.bench import command
 from quern.bench.batches import random_batch
 from quern.bench.material import left_to_itself, pair_tokenizer, reference, talking_model
 from quern.bench.measure import alternate, number
-from quern.bench.options import read_options
+from quern.bench.options import BenchOptions
+from quern.flags.check_flags import read
 from quern.generate.engine import Engine
 from quern.generate.sampling import Sampling
 from quern.machine import Machine
@@ -32,7 +33,8 @@ QUICK = ["--quick", *PLAIN, "--seed", "5"]
 def measured(out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     """The records of `quern bench` by name, and what it printed."""
     said: list[str] = []
-    assert command.run(read_options([*arguments, "--out", str(out)]), said.append) == 0
+    options = read(BenchOptions, [*arguments, "--out", str(out)], prog="quern bench")
+    assert command.run(options, said.append) == 0
     bodies = [json.loads(path.read_text(encoding="utf-8")) for path in (out / "bench").iterdir()]
     return {body["what"]: body for body in bodies}, "\n".join(said)
 
@@ -218,7 +220,24 @@ def test_quality_counts_every_byte_once(tmp_path: Path) -> None:
 )
 def test_nonsense_is_refused_before_anything_is_measured(arguments: list[str], message: str) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        read_options(arguments)
+        read(BenchOptions, arguments, prog="quern bench")
+
+
+def test_two_processes_against_one(tmp_path: Path) -> None:
+    """They alternate on the same global batches."""
+    trace = tmp_path / "trace.json"
+    body = measured(tmp_path, "ranks", "--trace", str(trace), *QUICK, "--rounds", "1")[0]["ranks"]
+    found = {one["name"]: one["values"] for one in body["measures"]}
+    assert all(len(v) == 1 + n.startswith("timeline") and all(map(math.isfinite, v)) for n, v in found.items())
+    one, two = found["one process, two threads"], found["two processes, one thread each"]
+    assert found["two processes over one"] == pytest.approx([100 * b / a for a, b in zip(one, two, strict=True)])
+    assert all(seconds > 0 for seconds in found["waiting for gradients, none leave early"])
+    spans = [event for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"] if event["ph"] == "X"]
+    names = [{event["name"] for event in spans if event["pid"] == rank} for rank in (0, 1)]
+    expected = {"last backward pass", "update", "gloo:all_reduce", "gloo:all_gather", "waiting: all_gather over data"}
+    assert all(own > expected for own in names)
+    for name in ("gloo:all_reduce", "gloo:all_gather"):
+        assert len(found[f"timeline: {name}"]) == 2 and all(0 <= v <= 100 for v in found[f"timeline: {name}, hidden"])
 
 
 def test_text_from_a_file(tmp_path: Path) -> None:

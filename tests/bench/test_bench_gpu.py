@@ -5,16 +5,18 @@ import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
-from quern.bench.gpu import command, options
+from quern.bench.gpu import command
 from quern.bench.gpu.command import AIMS, UNMEASURED, page, verdict
 from quern.bench.gpu.kernels import bytes_of_a_step, iterate, pairs, worst_error
 from quern.bench.gpu.train import GpuBench, Limits, data_sheet, kind_of_kernel, measure_limits, recipe_of
 from quern.bench.measure import Figure, OutOfTime, figure
+from quern.bench.options import GpuOptions, Section
+from quern.flags.check_flags import read
 from quern.kernels.attention.attend import MaskSpec, visible
 from quern.machine import Machine
 
@@ -27,6 +29,13 @@ def a_bench(seconds: float = 60.0) -> GpuBench:
     return GpuBench(CPU, 0, True, 2, time.monotonic() + seconds, limits=Limits(1e12, 1e9, None))
 
 
+def measured(out: Path, *arguments: str) -> tuple[int, list[str]]:
+    """The exit code of `quern bench gpu`, and what it printed."""
+    said: list[str] = []
+    options = read(GpuOptions, [*arguments, "--out", str(out)], prog="quern bench gpu")
+    return command.run(options, said.append), said
+
+
 def body_of(out: Path) -> dict:
     return json.loads((out / "bench" / "gpu.json").read_text(encoding="utf-8"))
 
@@ -34,8 +43,8 @@ def body_of(out: Path) -> dict:
 def test_without_a_gpu_it_says_what_to_do(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    said: list[str] = []
-    assert command.main(["--out", str(tmp_path)], said.append) == 1
+    code, said = measured(tmp_path)
+    assert code == 1
     assert len(said) == 1 and "there is no GPU here" in said[0] and "--quick" in said[0]
     assert list(tmp_path.iterdir()) == []
 
@@ -44,10 +53,9 @@ def test_every_section_runs_and_is_recorded(tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
     lines = (json.dumps({"text": f"The miller grinds grain number {i}, ça va? " * 3}) for i in range(60))
     text.write_text("\n".join(lines), encoding="utf-8")
-    said: list[str] = []
-    assert command.main([*QUICK, "--data", str(text), "--out", str(tmp_path)], said.append) == 0
+    assert measured(tmp_path, *QUICK, "--data", str(text))[0] == 0
     body = body_of(tmp_path)
-    assert list(body["sections"]) == list(command.SECTIONS) == list(options.SECTIONS)
+    assert list(body["sections"]) == list(command.SECTIONS) == list(get_args(Section))
     for name, section in body["sections"].items():
         assert section["error"] is None and section["problems"] == [], (name, section)
         assert section["measures"]
@@ -58,7 +66,7 @@ def test_every_section_runs_and_is_recorded(tmp_path: Path) -> None:
     assert found["loss", "loss, TanhCap(limit=15.0): error"] < 2e-2
     assert found["muon", "attention's matrices: error, symmetric"] < 2e-2
     assert found["training", "graphs: compiled after the fourth step"] == 0
-    assert found["real", "real run: held-out text"] < 9.5
+    assert next(m["median"] for m in body["sections"]["real"]["measures"] if m["unit"] == "bits/byte") < 9.5
     shares = [value for (section, name), value in found.items() if section == "training" and name.startswith("time: ")]
     assert 95 < sum(shares) < 400  # profiling slows tiny steps down
     written = (tmp_path / "bench" / "gpu.md").read_text(encoding="utf-8")
@@ -83,7 +91,8 @@ def test_a_section_that_fails_or_runs_out_of_time_stops_no_other(
 
     sections = {name: (job, 5) for name, job in [("a", fails), ("b", runs_out), ("c", goes_on)]}
     monkeypatch.setattr(command, "SECTIONS", sections)
-    assert command.main([*QUICK, "--out", str(tmp_path)], lambda line: None) == 0
+    options = GpuOptions(sections=("a", "b", "c"), quick=True, compile=False, threads=1, out=tmp_path)  # pyright: ignore
+    assert command.run(options, lambda line: None) == 0
     a, b, c = body_of(tmp_path)["sections"].values()
     assert [part["measures"][0]["median"] for part in (a, b, c)] == [1.0, 2.0, 3.0]
     assert a["error"] == "RuntimeError: no kernel image" and "raise RuntimeError" in a["traceback"]
@@ -94,8 +103,7 @@ def test_a_section_that_fails_or_runs_out_of_time_stops_no_other(
 
 
 def test_sections_without_time_are_named(tmp_path: Path) -> None:
-    arguments = [*QUICK, "--sections", "rope", "muon", "--minutes", "1e-9", "--out", str(tmp_path)]
-    assert command.main(arguments, lambda line: None) == 0
+    assert measured(tmp_path, *QUICK, "--sections", "rope", "muon", "--minutes", "1e-9")[0] == 0
     sections = body_of(tmp_path)["sections"]
     assert list(sections) == ["rope", "muon"]
     assert all(part["error"].startswith("out of time") and not part["measures"] for part in sections.values())
@@ -159,7 +167,7 @@ def test_limits_are_measured_and_data_sheets_known() -> None:
 
 
 def test_the_depth_12_model_has_the_sizes_of_the_aims() -> None:
-    recipe = recipe_of(GpuBench(CPU, limits=Limits(1, 1, 1)), 100)
+    recipe = recipe_of(GpuBench(CPU, limits=Limits(1, 1, 1)))
     shape, train = recipe.model, recipe.train
     assert (shape.depth, shape.width, shape.heads, shape.head_dim) == (12, 768, 6, 128)
     assert (shape.context, shape.vocab_size, shape.windows) == (2048, 32_768, "SSSL")
@@ -170,7 +178,7 @@ def test_a_decoding_step_reads_weights_once_and_what_each_row_sees() -> None:
     from quern.generate.cache import KVCache
     from quern.train.state import build_model
 
-    recipe = recipe_of(a_bench(), 1)
+    recipe = recipe_of(a_bench())
     model = build_model(recipe, CPU, 0)
     cache = KVCache(model, 3, 64)
     multiplied = sum(p.numel() for name, p in model.named_parameters() if name.startswith("blocks.") and p.dim() == 2)

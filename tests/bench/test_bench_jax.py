@@ -13,7 +13,8 @@ from quern.bench import command
 from quern.bench.data import Setup
 from quern.bench.jax import jax_order
 from quern.bench.material import reference
-from quern.bench.options import read_options
+from quern.bench.options import BenchOptions
+from quern.flags.check_flags import read
 from quern.machine import Machine
 from tests.support.jax_process import environment
 from tests.support.line_server import ROOT
@@ -28,7 +29,8 @@ def compiled_quickly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_both_trainers_are_measured_and_recorded(tmp_path: Path) -> None:
     said: list[str] = []
     quick = ["--quick", "--rounds", "2", "--no-compile", "--threads", "1", "--dtype", "fp32"]
-    assert command.run(read_options(["grug", *quick, "--out", str(tmp_path)]), said.append) == 0
+    options = read(BenchOptions, ["grug", *quick, "--out", str(tmp_path)], prog="quern bench")
+    assert command.run(options, said.append) == 0
     body = json.loads((tmp_path / "bench" / "grug.json").read_text(encoding="utf-8"))
     measures = {measure["name"]: measure["values"] for measure in body["measures"]}
     trainers = ["PyTorch", "JAX, whole loss", "JAX, blockwise loss"]

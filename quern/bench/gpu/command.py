@@ -1,32 +1,31 @@
-"""`quern bench gpu`: nine minutes of measurements that need a GPU. Also `python -m quern.bench.gpu.command`.
+"""`quern bench gpu`: nine minutes of measurements that need a GPU.
 
 Each section has its share of the time. A section that fails is recorded with its error, one that runs out of time with
 its figures so far, and the others run. The record, <out>/bench/gpu.json, and its page, gpu.md, are written after each
-section, so an interrupted run keeps its figures. The packages of the command line and of the tokenizer trainer are not
-needed. Without a GPU the program says so; --quick runs every section at tiny sizes on any machine.
+section, so an interrupted run keeps its figures. Without a GPU the program says so; --quick runs every section at tiny
+sizes on any machine.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from quern.bench.gpu.kernels import OVER_FULL, cross_entropy, decoding, exactness, muon, place, rope, speed
-from quern.bench.gpu.options import parse
 from quern.bench.gpu.train import GpuBench, measure_limits, real, training_bf16, training_fp8
-from quern.bench.measure import Bench, Figure, OutOfTime, first_line, head, number, table, write
+from quern.bench.measure import Figure, OutOfTime, first_line, head, number, table, write
+from quern.bench.options import GpuOptions, Section
 from quern.kernels.attention.autotune import select_attention
-from quern.machine import detect
 from quern.temporaries import write_whole
 
-SECTIONS: dict[str, tuple[Callable[[GpuBench], Iterator[Figure]], float]] = {
+SECTIONS: dict[Section, tuple[Callable[[GpuBench], Iterator[Figure]], float]] = {
     "training": (training_bf16, 120),
     "attention": (speed, 120),
     "exactness": (exactness, 80),
@@ -51,24 +50,18 @@ AIMS = (  # description, section, figure, unit, least or most, limit
 )
 
 
-def main(arguments: Sequence[str], log: Callable[[str], None]) -> int:
+def run(options: GpuOptions, log: Callable[[str], None]) -> int:
     """Runs the named sections and returns the exit code: 1 without a GPU."""
-    options = parse(arguments, list(SECTIONS))
     if not torch.cuda.is_available() and not options.quick:
         log("there is no GPU here that torch can use: run this on a machine with one, or try it with --quick")
         return 1
     began, load, folder = time.monotonic(), os.getloadavg()[0], options.out / "bench"
-    machine = select_attention(detect(None, None, options.compile, options.threads))
+    machine = select_attention(options.detect())
     chosen = round(time.monotonic() - began, 2)
     limits = measure_limits(machine, options.quick)
-    body = head("gpu", Bench(machine, options.seed, options.quick))
-    body |= {
-        "load_average_before": load,
-        "notes": list(machine.notes),
-        "seconds_to_choose_attention": chosen,
-        "limits": vars(limits),
-    }
-    body |= {"seconds": 0.0, "sections": {}}
+    bench = GpuBench(machine, options.seed, options.quick, 2 if options.quick else 5, limits=limits, options=options)
+    body = head("gpu", bench) | {"load_average_before": load, "notes": list(machine.notes)}
+    body |= {"seconds_to_choose_attention": chosen, "limits": vars(limits), "seconds": 0.0, "sections": {}}
     found = body["machine"]
     log(f"{found['processor']}, {found['dtype']}, {'compiled' if machine.compile else 'eager'}")
     for line in (f"attention: {found['attention']} (chosen in {chosen:.0f} s)", *machine.notes):
@@ -78,10 +71,8 @@ def main(arguments: Sequence[str], log: Callable[[str], None]) -> int:
         deadline = began + 60 * options.minutes
         if len(options.sections) > 1:
             deadline = min(deadline, time.monotonic() + SECTIONS[name][1])
-        sizes = options.seed, options.quick, 2 if options.quick else 5, deadline
-        bench = GpuBench(machine, *sizes, limits=limits, data=options.data, tokenizer=options.tokenizer)
         log(f"\n{name}")
-        body["sections"][name] = run(name, bench, log)
+        body["sections"][name] = measured(name, replace(bench, deadline=deadline, problems=[], log=log))
         body["seconds"] = round(time.monotonic() - began, 2)
         write(folder / "gpu.json", body)
         write_whole(folder / "gpu.md", page(body))
@@ -89,7 +80,7 @@ def main(arguments: Sequence[str], log: Callable[[str], None]) -> int:
     return 0
 
 
-def run(name: str, bench: GpuBench, log: Callable[[str], None]) -> dict[str, Any]:
+def measured(name: Section, bench: GpuBench) -> dict[str, Any]:
     """Runs a section and returns its part of the record."""
     start, measures, error, trace = time.monotonic(), [], None, None
     torch.manual_seed(bench.seed)
@@ -97,13 +88,13 @@ def run(name: str, bench: GpuBench, log: Callable[[str], None]) -> dict[str, Any
         bench.check_time()
         for one in SECTIONS[name][0](bench):
             measures.append(one)
-            log(f"  {one['name']}: {number(one['median'])} {one['unit']}  {one.get('note', '')}".rstrip())
+            bench.log(f"  {one['name']}: {number(one['median'])} {one['unit']}  {one.get('note', '')}".rstrip())
     except OutOfTime:
         error = "out of time: the rest of the section was left out"
     except Exception as raised:  # kernels, drivers and the compiler raise errors of any type: run the other sections
         error, trace = first_line(raised), traceback.format_exc()[-4000:]
     for line in [*bench.problems, *([error] if error else [])]:
-        log(f"  ! {line}")
+        bench.log(f"  ! {line}")
     # No section may depend on the memory or the compiled code of another.
     torch.compiler.reset()
     gc.collect()
@@ -142,7 +133,3 @@ def page(body: Mapping[str, Any]) -> str:
 
 def verdict(value: float, sign: str, limit: float) -> str:
     return "met" if (value >= limit if sign == "≥" else value <= limit) else "missed"
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], lambda line: print(line, flush=True)))

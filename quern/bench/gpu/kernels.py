@@ -1,15 +1,7 @@
-"""Sections of `quern bench gpu` about kernels and decoding.
+"""Sections of `quern bench gpu` about kernels and decoding: exactness against the plain definition in fp32, and speed.
 
-Attention: each path that skips what masks hide, and the definition computed in the dtype, against the definition in
-fp32; and TFLOP/s over the pairs of query and key that see each other: 4 · pairs · heads · head dim forward, 2.5 times
-that backward (FlashAttention-2, arXiv 2307.08691), for 16,384 tokens a call. Paths that compile for each shape
-(flex_attention) have only 16,384 and 4,096 tokens with a head dim of 128.
-
-Rotary positions, the loss, Muon's iteration: each kernel against its plain definition, for exactness (in fp32) and for
-speed (compiled). GB/s count each input read once and each output written once.
-
-Decoding: a step must read each weight of the matrices and the head once, and the keys and values of each row. Its least
-time is these bytes over the bandwidth of a large copy. The prompts have 512 tokens. Sampling is left out.
+TFLOP/s of attention count the pairs of query and key that see each other: 4 · pairs · heads · head dim forward, 2.5
+times that backward (FlashAttention-2, arXiv 2307.08691). GB/s count each input read once and each output written once.
 """
 
 from __future__ import annotations
@@ -46,6 +38,7 @@ from quern.train.state import build_model
 TOKENS, WIDTH, WINDOW = 16_384, 2048, 1024
 SHAPES = [(128, T) for T in (16_384, 4096, 1024, 2048, 8192)] + [(64, T) for T in (16_384, 4096, 1024)]
 BY_SHAPE = ((128, 16_384), (128, 4096))
+"""The shapes of paths that compile for each of them."""
 EXACTNESS = (("bfloat16", 128), ("bfloat16", 64), ("float16", 128), ("bfloat16", 256), ("bfloat16", 32))
 FLOPS = {"forward": 1.0, "backward": 2.5}
 OVER_FULL = ", over full"
@@ -56,7 +49,7 @@ def paths(bench: GpuBench) -> list[Backend]:
 
 
 def exactness(bench: GpuBench) -> Iterator[Figure]:
-    """The worst error over the grid, by path, dtype and head dim."""
+    """The worst error over the grid, by path, dtype and head dim; also of the definition computed in the dtype."""
     rounded = Backend("definition", attend_rounded, windows=True, documents=True, growing=True)
     kinds = (("float32", 16),) if bench.quick else EXACTNESS
     for (dtype, E), path in itertools.product(kinds, [*paths(bench), rounded]):
@@ -242,8 +235,8 @@ PROMPT_TOKENS = 512
 
 @torch.inference_mode()
 def decoding(bench: GpuBench) -> Iterator[Figure]:
-    """Speed and share of the bandwidth at batch 1, 8 and 64."""
-    recipe, machine, prompt = recipe_of(bench, 1), bench.machine, 16 if bench.quick else PROMPT_TOKENS
+    """Speed without sampling, and share of the bandwidth of a large copy, at batch 1, 8 and 64."""
+    recipe, machine, prompt = recipe_of(bench), bench.machine, 16 if bench.quick else PROMPT_TOKENS
     model = build_model(recipe, machine, recipe.seed).eval()
     step, capacity, way = partial(decode, model), recipe.model.context, "eager"
     if machine.compile:

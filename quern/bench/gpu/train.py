@@ -1,13 +1,7 @@
-"""Context of the sections of `quern bench gpu`, the device's limits, and the sections about training: speed, memory,
-and the time by kind of kernel, in bf16 and FP8.
+"""Context of the sections of `quern bench gpu`, the device's limits, and the sections about training, in bf16 and FP8.
 
-The model is the `gpt` recipe at depth 12: width 768, 6 heads of 128, vocabulary 32,768, windows SSSL, rows of 2,048
-tokens; a step has 32 rows of random tokens in one micro-batch. MFU is the model's FLOPs (`count.FlopCounter`) over the
-data sheet's bf16 peak, and over the speed of a large product; FP8's own peak is twice that. Times of kernels are
-percent of a step; idle is the rest of the step.
-
-`real` is a minute of training on the bytes of `--data`, so no tokenizer is needed, or on prepared tokens (.bin files,
-with `--tokenizer`). Every 20th document is held out; the first half megabyte of those is scored at the end.
+A step has 32 rows of 2,048 random tokens in one micro-batch of the `gpt` recipe at depth 12. MFU is over the bf16 peak
+in FP8, too, whose own peak is twice that. Times of kernels are percent of a step; idle is the rest of the step.
 """
 
 from __future__ import annotations
@@ -18,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -26,20 +19,16 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from quern.bench.batches import random_batch
-from quern.bench.material import take_step, training_state
+from quern.bench.material import take_step
 from quern.bench.measure import Bench, Figure, call_seconds, figure, seconds_of
-from quern.data.loader import Loader
-from quern.data.packing import windows
-from quern.data.shards import Corpus
-from quern.eval.bits_per_byte import bits_per_byte
+from quern.bench.options import GpuOptions
+from quern.bench.quality import trained
 from quern.machine import Machine, measure_peak_flops, peak_memory, reset_peak_memory
 from quern.model.count import FlopCounter
 from quern.model.fp8 import use_fp8
-from quern.recipe import ModelRecipe, Resolved, TextRecipe, TrainRecipe
+from quern.recipe import ModelRecipe, Resolved, TrainRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
-from quern.stages.prepare_tokens import is_tokens, open_tokens
-from quern.text.documents import read
 from quern.train.state import build_model, build_state, compile_model
 
 DATA_SHEET = {"A100": 312e12, "H100": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H200": 989e12, "B200": 2250e12}
@@ -57,11 +46,10 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuBench(Bench):
-    """Context of a section. data: text or tokens to train on; tokenizer: of the tokens."""
+    """Context of a section."""
 
     limits: Limits
-    data: str | None = None
-    tokenizer: str | None = None
+    options: GpuOptions = field(default_factory=GpuOptions)
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -96,19 +84,19 @@ KINDS = {
 """Kinds of work by parts of a kernel's name, of which the first match counts; other kernels are elementwise work."""
 
 
-def recipe_of(bench: GpuBench, steps: int, vocab_size: int | None = None) -> Resolved:
-    """Returns the resolved recipe at depth 12, or a tiny one; steps: of its schedule."""
+def recipe_of(bench: GpuBench) -> Resolved:
+    """Returns the resolved recipe at depth 12, or a tiny one."""
     rows, depth, context, sizes = ROWS, 12, 2048, ModelRecipe(vocab_size=32_768)
     if bench.quick:
         rows, depth, context, sizes = 2, 2, 64, ModelRecipe(width=32, heads=2, head_dim=16, vocab_size=512)
-    model = replace(sizes, context=context, vocab_size=vocab_size or sizes.vocab_size)
-    train = TrainRecipe(batch_tokens=rows * context, micro_batch_tokens=rows * context, steps=steps)
+    model = replace(sizes, context=context)
+    train = TrainRecipe(batch_tokens=rows * context, micro_batch_tokens=rows * context, steps=1000)
     return resolve(replace(RECIPE, name="gpu", depth=depth, seed=bench.seed, model=model, train=train))
 
 
 def training(bench: GpuBench, fp8: bool) -> Iterator[Figure]:
     """tokens/s, MFU, memory, compiled graphs, and time by kernel. The first note says what is computed in FP8."""
-    machine, recipe = bench.machine, recipe_of(bench, 1000)
+    machine, recipe = bench.machine, recipe_of(bench)
     model = build_model(recipe, machine, recipe.seed)
     note = str(use_fp8(model)) if fp8 else ""
     state = build_state(recipe, machine, model)
@@ -169,54 +157,17 @@ def kind_of_kernel(name: str) -> str:
     )
 
 
-REAL_SECONDS = 60.0
-BYTE_BOS, BYTE_VOCABULARY = 256, 512
-"""The vocabulary has unused ids, because its size suits the hardware."""
-HELD_OUT_EVERY, HELD_OUT_BYTES = 20, 500_000
+REAL_MINUTES = 1.0
 
 
 def real(bench: GpuBench) -> Iterator[Figure]:
-    """Loss at the start and end of a run, speed, and bits per byte of the held-out text."""
-    if bench.data is None:
+    """What `quern bench quality` measures, of a minute of pretraining at depth 12."""
+    data, tokenizer = bench.options.data, bench.options.tokenizer
+    if data is None:
         bench.problems.append("no text to train on: give --data, a file or folder of text")
         return
-    machine, (train, val, token_bytes) = bench.machine, corpora(bench)
-    recipe = recipe_of(bench, 1000, len(token_bytes))
-    context, batch_tokens = recipe.model.context, recipe.train.batch_tokens
-    loader, state = Loader(train, context, batch_tokens // context, bench.seed), training_state(recipe, machine)
-    model, steps = state.model, 3
-    trial = [take_step(state, recipe, machine, loader.batch(n))[0] for n in range(3 if bench.quick else 8)]
-    if not bench.quick:  # half of the time left, at most a minute
-        left = max(0.0, bench.deadline - time.monotonic())
-        steps = max(10, int(min(REAL_SECONDS, 0.5 * left) / median(trial[2:])))
-    recipe = recipe_of(bench, steps, len(token_bytes))
-    model.initialize(recipe.seed)
-    state, schedule = build_state(recipe, machine, model), recipe.make_schedule(recipe.train)
-    start = time.perf_counter()
-    losses = [take_step(state, recipe, machine, loader.batch(n), schedule(n))[1] for n in range(steps)]
-    seconds = time.perf_counter() - start
-    score = bits_per_byte(model, windows(val, context, rows=8), token_bytes, machine)
-    yield figure("real run: steps", "steps", steps, f"{train.num_tokens:,} tokens to train on")
-    yield figure("real run: speed, loading included", "tokens/s", steps * batch_tokens / seconds)
-    yield figure("real run: loss of the first step", "nats", losses[0])
-    yield figure("real run: loss of the last tenth", "nats", mean(losses[-max(1, steps // 10) :]))
-    yield figure("real run: held-out text", "bits/byte", score.bpb, f"{score.bytes:,} bytes")
-
-
-def corpora(bench: GpuBench) -> tuple[Corpus, Corpus, np.ndarray]:
-    """Returns the training corpus, the held-out corpus, and the number of bytes of each token id."""
-    assert bench.data is not None
-    if is_tokens(bench.data):
-        recipe = replace(recipe_of(bench, 1, 512), data=bench.data, text=TextRecipe(tokenizer=bench.tokenizer))
-        tokenizer, train, val = open_tokens(recipe)
-        return train, val, tokenizer.token_bytes()
-    encoded = (np.frombuffer(text.encode("utf-8"), np.uint8) for text in read(bench.data))
-    train = [np.concatenate([[BYTE_BOS], ids]).astype(np.int32) for ids in encoded]
-    held_out = slice(HELD_OUT_EVERY // 2, None, HELD_OUT_EVERY)
-    val = train[held_out]
-    del train[held_out]
-    if not val:
-        raise ValueError(f"--data {bench.data} holds fewer than {HELD_OUT_EVERY} documents: give more text")
-    val = val[: 1 + int(np.searchsorted(np.cumsum([len(ids) for ids in val]), HELD_OUT_BYTES))]
-    token_bytes = (np.arange(BYTE_VOCABULARY) < BYTE_BOS).astype(np.int64)
-    return Corpus.from_arrays(train), Corpus.from_arrays(val), token_bytes
+    left = max(0.01, bench.deadline - time.monotonic()) / 60
+    train = TrainRecipe(minutes=0.005 if bench.quick else min(REAL_MINUTES, left / 2))
+    text, depth = replace(RECIPE.text, tokenizer=tokenizer), 1 if bench.quick else 12
+    recipe = replace(RECIPE, data=data, text=text, depth=depth, seed=bench.seed, train=train)
+    yield from trained(bench, recipe, bench.options.out, "quern bench gpu --sections real", "real run")

@@ -1,8 +1,7 @@
 """Steps that remove documents, and `Cleaned`, which applies them in order and counts what each removed.
 
-A step looks at one document at a time and may remember those before it. So the result depends on the order of the
-documents, which is that of the source, and nothing is read twice. The counts are in a file beside the token shards of
-each split, from which the report has them.
+A step looks at one document at a time and may remember those before it, so nothing is read twice. The counts are in a
+file beside the token shards of each split, from which the report has them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Encodes a stream of documents on several processes, in the order of the stream, and writes them as token shards.
 
-The stream is read in this process and cut into units of about a million characters. Each worker, a process of this
-machine or an actor of a Ray cluster, takes the next unit when it is free. Units wait until those before them were
-yielded, so the result is the same for any number of workers, and at most `AHEAD` units for each worker are in memory.
-docs/preparing.md says how a stopped writer is continued.
+Each worker, a process of this machine or an actor of a Ray cluster, takes the next unit of about a million characters
+when it is free. Units wait until those before them were yielded, so the result is the same for any number of workers.
 """
 
 from __future__ import annotations

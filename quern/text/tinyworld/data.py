@@ -1,8 +1,5 @@
-"""Reads the TOML files of this folder: the facts, words, wordings and plots of the tinyworld.
-
-The dictionary (words.toml) is vocabulary beyond the facts of the characters. The wordings of each relation
-(wordings.toml) say how a fact is asked for, answered and told: training text contains QUESTIONS only, and
-HELD_OUT_QUESTIONS are for the evaluation.
+"""Reads the TOML files of this folder: the facts, words, wordings and plots of the tinyworld. Training text contains
+QUESTIONS only; HELD_OUT_QUESTIONS are for the evaluation.
 """
 
 import re

@@ -1,8 +1,5 @@
-"""The tinyworld's lessons: documents that teach the skills of skills.py and the names of things.
-
-Each function takes a Pen and returns one document: solved sums and word problems, spelled words, counted letters,
-quizzes, questions with answers, characters that share a fact, the order of days and numbers, categories, opposites,
-errands, lettered lists that are read twice, and facts about quern.
+"""The tinyworld's lessons: documents that teach the skills of skills.py and the names of things. Each function takes a
+Pen and returns one document.
 """
 
 from quern.text.tinyworld import data, skills
