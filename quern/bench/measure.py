@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import distributions
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -209,8 +209,7 @@ def table(figures: Iterable[Figure]) -> list[str]:
 
 def versions() -> dict[str, str]:
     """Returns the versions of quern, its source, Python and the measured packages."""
-    installed = {package.name: package.version for package in distributions()}
-    found = {name: installed.get(name, "not installed") for name in PACKAGES}
+    found = {name: version(name) for name in PACKAGES}
     git = git_hash(Path(__file__).parent) or "unknown"
     return {"quern": quern.__version__, "python": platform.python_version(), **found, "git": git}
 

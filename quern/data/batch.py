@@ -1,8 +1,7 @@
 """Batch: the tokens of one training step; Batches: the interface of every loader; prefetch: a thread that reads ahead.
 
 A batch is a pure function of (seed, step), for any number of ranks and micro-batches. Loaders shuffle within groups of
-consecutive documents. The first epoch reads the groups in order, later ones in another order. So a loader keeps one
-group in memory, however large the corpus, and a corpus of at most one group is shuffled as a whole.
+consecutive documents (docs/data.md, "The order of documents").
 """
 
 from __future__ import annotations
@@ -73,9 +72,6 @@ class Batches(ABC):
         batch_rows: Rows of a global batch, over all ranks.
         group_size: Size of the documents that are shuffled together, in tokens + `DOCUMENT_SIZE` for each document;
             None for all documents, which a corpus needs in which one source follows the other.
-
-    Raises:
-        ValueError: A value is out of range.
     """
 
     ahead = True
@@ -83,10 +79,6 @@ class Batches(ABC):
     def __init__(
         self, corpus: Corpus, context: int, batch_rows: int, seed: int = 0, group_size: int | None = GROUP_SIZE
     ) -> None:
-        if context < 1 or batch_rows < 1:
-            raise ValueError(f"context ({context}) and batch_rows ({batch_rows}) must be at least 1")
-        if not 0 <= seed < 1 << 63:
-            raise ValueError(f"seed {seed} is refused: use a whole number from 0 to 2**63 - 1")
         self.corpus, self.context, self.batch_rows, self.seed = corpus, context, batch_rows, seed
         self.group_size = group_size
         self._group_order = lru_cache(2)(self._make_group_order)
@@ -111,8 +103,6 @@ class Batches(ABC):
                 f"rank {rank} of {ranks} cannot read a batch of {self.batch_rows} rows: use fewer ranks, "
                 "or more tokens in a batch (at least one row for each rank)"
             )
-        if step < 0:
-            raise ValueError(f"step {step} is negative; steps count from 0")
         return step * self.batch_rows + np.arange(rank, self.batch_rows, ranks)
 
     def _documents(self, group: int) -> tuple[int, int]:

@@ -1,12 +1,8 @@
 """Token files of other programs, both ways: .bin of modded-nanogpt (and llm.c) and of nanoGPT.
 
-    modded-nanogpt   256 int32 (magic 20240520, version 1, token count), then uint16; a delimiter begins each document
-    nanoGPT          uint16 alone; a delimiter ends each document
-
-The delimiter is GPT-2's <|endoftext|>, 50256, or the BOS of another vocabulary. Documents of a `Corpus` begin with BOS.
-So the delimiter that ends a document of nanoGPT's is read as the beginning of the next one; the first document gets a
-BOS of its own, in memory. Sources: data/fineweb.py of github.com/KellerJordan/modded-nanogpt, and
-data/openwebtext/prepare.py of github.com/karpathy/nanoGPT.
+docs/data.md has their layouts. Documents of a `Corpus` begin with BOS, so the delimiter that ends a document of
+nanoGPT's is read as the beginning of the next one; the first document gets a BOS of its own, in memory. Sources:
+data/fineweb.py of github.com/KellerJordan/modded-nanogpt, data/openwebtext/prepare.py of github.com/karpathy/nanoGPT.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Loader of packed rows.
 
-Each epoch takes one group of documents after the other (batch.py). It permutes the pieces (packing.py) of a group by
-(seed, epoch, group), cuts the permutation into chunks, packs each chunk into rows, and shuffles the rows of the chunk.
-The rows of all epochs form one endless sequence; step s reads rows s·batch_rows to (s + 1)·batch_rows - 1, so a batch
-may span two epochs. Rank r of N reads rows r, r + N, … of the global batch. So neither the number of ranks nor
-accumulation changes the training data, and resuming needs no state beside the number of rows of each chunk, which is
-kept in a file (docs/data.md) or found again by packing.
+An epoch permutes the pieces (packing.py) of each group (batch.py) by (seed, epoch, group), cuts the permutation into
+chunks, packs each chunk into rows, and shuffles its rows. The rows of all epochs form one endless sequence; step s
+reads rows s·batch_rows to (s + 1)·batch_rows - 1, and rank r of N every N-th of them. So neither the number of ranks
+nor accumulation changes the training data, and resuming needs no state beside the number of rows of each chunk, which
+is kept in a file (docs/data.md) or found again by packing.
 
 Best-fit keeps the tail of a piece that it cuts, so an epoch shows every token once; with masks it does not, because a
 tail may have no target. Then a BOS in mid-document is no target, nor is a BOS after a part of a document that continues
@@ -29,7 +28,7 @@ import numpy as np
 
 from quern.data import batch, packing, shards
 from quern.data.batch import GROUP_SIZE, Batch, Batches
-from quern.data.packing import TOO_LONG, Packer, Packing, Pieces, make_pieces, narrow, pack, packer
+from quern.data.packing import Packer, Packing, Pieces, make_pieces, narrow, pack
 from quern.data.shards import Corpus
 from quern.data.token_file import fingerprint
 from quern.temporaries import whole_file
@@ -107,7 +106,7 @@ class Loader(Batches):
             then keeps tails, unless there are masks), "crop" keeps its head, "drop" leaves it out.
 
     Raises:
-        ValueError: A value is out of range or unknown, or no document has a target.
+        ValueError: No document has a target.
     """
 
     chunk_documents = 65536
@@ -127,9 +126,6 @@ class Loader(Batches):
         group_size: int | None = GROUP_SIZE,
     ) -> None:
         super().__init__(corpus, context, batch_rows, seed, group_size)
-        packer(packing)  # an unknown name is refused here, not at the first batch
-        if too_long not in TOO_LONG:
-            raise ValueError(f"unknown too_long {too_long!r}; use one of: {', '.join(TOO_LONG)}")
         self.packing, self.too_long = packing, too_long
         self._row_tokens = context + 1
         self._keeps_tails = too_long == "split" and not corpus.masked

@@ -33,7 +33,6 @@ from quern.data.batch import Batch
 from quern.data.shards import Corpus
 
 MASK_TOKENS = 1 << 18  # of masks that are read at a time
-TOO_LONG = ("split", "crop", "drop")
 
 
 @dataclass(frozen=True)
@@ -268,23 +267,12 @@ def pack(
         method: A key of `METHODS`, or a packer.
         buffer: Number of documents that best-fit chooses from.
         keep_tails: Whether best-fit keeps the tails that it cuts off. Other packers ignore it.
-
-    Raises:
-        ValueError: The method is unknown.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    document, length, row_offsets = packer(method)(np.minimum(lengths, row_tokens), row_tokens, buffer, keep_tails)
+    packer = METHODS[method] if isinstance(method, str) else method
+    document, length, row_offsets = packer(np.minimum(lengths, row_tokens), row_tokens, buffer, keep_tails)
     start = _starts(document, length) if keep_tails else np.zeros_like(document)
     return Packing(row_tokens, document, start, length, row_offsets, int(lengths.sum()) - len(lengths))
-
-
-def packer(method: str | Packer) -> Packer:
-    """The packer with this name in `METHODS`, or the given one. Raises ValueError that lists the names."""
-    if not isinstance(method, str):
-        return method
-    if method not in METHODS:
-        raise ValueError(f"unknown packing {method!r}; use one of: {', '.join(METHODS)}")
-    return METHODS[method]
 
 
 def _starts(document: np.ndarray, length: np.ndarray) -> np.ndarray:

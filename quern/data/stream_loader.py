@@ -20,7 +20,7 @@ GROUPS_KEPT = 2  # a batch may span two
 
 
 class StreamLoader(Batches):
-    """Batches of rows cut from the stream. Raises ValueError where `Batches` does, and for a corpus with masks."""
+    """Batches of rows cut from the stream. Raises ValueError for a corpus with masks."""
 
     def __init__(
         self, corpus: Corpus, context: int, batch_rows: int, seed: int = 0, *, group_size: int | None = GROUP_SIZE

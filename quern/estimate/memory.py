@@ -35,9 +35,8 @@ from torch.utils.flop_counter import flop_registry
 
 from quern import compiler
 from quern.estimate.layout import Layout
-from quern.kernels.attention.attend import MaskSpec, scale_or_default, split_window
-from quern.kernels.attention.blocked import attend_blocked, kept_elements
-from quern.kernels.attention.flash import flash_attention
+from quern.kernels.attention.attend import attend_in_blocks
+from quern.kernels.attention.backends import attend_flash
 from quern.kernels.cross_entropy import COMPILED, TRITON
 from quern.kernels.softcap import has_kernel
 from quern.model.recompute import wrap_calls
@@ -183,7 +182,8 @@ def activations(layout: Layout, device: str, compiled: bool) -> Activations:
     model = layout.shard
     _move_tables(model)
     context = model.context(tokens_BT, 1.0)
-    context._attend = _attend_as_on_cpu if device == "cpu" else _attend_as_on_gpu
+    # `attend` would choose neither for tensors on "meta". One GPU kernel stands for all: none keeps probabilities.
+    context._attend = attend_in_blocks if device == "cpu" else attend_flash
     origins = Origins(model.parameters())
     traced = Activations([], [], {})
 
@@ -269,22 +269,6 @@ def _move_tables(model: torch.nn.Module) -> None:
         for name, value in vars(module).items():
             if isinstance(value, Tensor):
                 setattr(module, name, value.to("meta"))
-
-
-def _attend_as_on_cpu(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
-    """Calls the CPU kernel, which `kernels.attention.attend` would not choose for tensors on "meta"."""
-    q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2).contiguous() for x in (q_BTHE, k_BTKE, v_BTKE))
-    fixed, varying = split_window(mask.window, q_BTHE.size(1))
-    scale, kept = scale_or_default(scale, q_BTHE), kept_elements(q_BHTE, fixed)
-    y_BHTE, _ = attend_blocked(q_BHTE, k_BKTE, v_BKTE, mask.documents_BT, fixed, varying, scale, kept)
-    return y_BHTE.transpose(1, 2)
-
-
-def _attend_as_on_gpu(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
-    """Calls one GPU kernel for all of them: none keeps probabilities."""
-    fixed, varying = split_window(mask.window, q_BTHE.size(1))
-    window, scale = fixed if varying is None else varying, scale_or_default(scale, q_BTHE)
-    return flash_attention(q_BTHE, k_BTKE, v_BTKE, window, mask.documents_BT, scale)
 
 
 # Loss and update --------------------------------------------------------------------------------------------

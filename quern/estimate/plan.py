@@ -12,22 +12,19 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
-
 from quern import machine as machines
 from quern.estimate.layout import Layout, lay_out
 from quern.estimate.memory import Activations, Memory, activations, memory
 from quern.estimate.memory_check import machine_memory
 from quern.estimate.options import NETWORKS, PROCESSORS, PlanOptions, cpu_rank
 from quern.estimate.predict import Cluster, Step, predict
-from quern.machine import measure_peak_flops
+from quern.machine import DTYPES, measure_peak_flops
 from quern.model.count import flop_counter, parameters
 from quern.recipe import Resolved
 from quern.resolve import resolve
 from quern.temporaries import write_whole
 from quern.terminal import grid
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 GB = 1e9
 
 

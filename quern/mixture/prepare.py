@@ -1,9 +1,7 @@
 """Prepares a mixture: reads each source once, checks and tokenizes it into shards with masks, and joins the shards.
 
-Each source has a folder of its own, `out/data/<source>-chat-<fingerprint>`, so another mixture of the same sources
-prepares nothing. Of a file, the first fiftieth of the conversations that fit the context is held out; of a public set
-of conversations, its test split. A conversation that equals a held-out one of any source is not trained on. `repeats`
-chooses documents of the joined corpus by their index and copies no token; data/loader.py mixes their order.
+docs/fine-tuning.md, "What happens to them", says what is held out, left out and counted. `repeats` chooses documents of
+the joined corpus by their index and copies no token; data/loader.py mixes their order.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
 """Test rows of tasks, by hash, and the conversations that hold one of them.
 
-A text is compared as its words and arithmetic signs, in lower case, without other punctuation and spacing. A question
-of at least `SHORTEST` words is found anywhere in a message, also in the middle of other text; a shorter one only as a
-whole message of the user, and, where the row has options, only with them in letters: "Which is true?" alone asks
-nothing. Of conversations, only turns of that length are compared: "Thanks" is no test. So copies are found, and copies
-within a template. Paraphrases, translations and questions that are cut or have another number are not.
+docs/fine-tuning.md, "Test rows are refused", says what is compared.
 """
 
 from __future__ import annotations
@@ -23,6 +19,7 @@ from quern.text.sources import OF_ROWS, list_source
 from quern.text.tinyworld import corpus
 
 SHORTEST = 8
+"""A question of so many words is found anywhere in a message, a shorter one only as a whole message of the user."""
 BUILT_IN_QUESTIONS = 500
 """Held-out questions of each kind of the built-in world that are compared: the first ones of the run's seed."""
 QUESTION_KEYS = ("question", "query", "prompt", "context_options", "context", "messages")

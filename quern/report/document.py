@@ -214,12 +214,11 @@ def _curves(run: RunRecords) -> Iterable[Group]:
 
 
 def _evaluation(run: RunRecords) -> list[Group]:
-    found = score_tables(run)
-    numbers = [block for block in found if isinstance(block, ScoreTable) and block.folded]
+    shown, numbers = score_tables(run)
     groups = [
-        Group("", [block for block in found if block not in numbers]),
+        Group("", shown),
         Group("Scores as numbers", numbers, folded=True),
-        Group("Evaluation settings", [score_settings(run)] if found else [], folded=True),
+        Group("Evaluation settings", [score_settings(run)] if shown or numbers else [], folded=True),
     ]
     return [group for group in groups if group.blocks]
 

@@ -61,15 +61,13 @@ class ScoreRow:
 
 @dataclass(frozen=True)
 class ScoreTable:
-    """Scores of the stages (name, title). chart: whether the page draws them in a plot above; folded: whether it folds
-    them."""
+    """Scores of the stages (name, title). chart: whether the page draws them in a plot, too."""
 
     title: str
     introduction: str
     stages: list[tuple[str, str]]
     rows: list[ScoreRow]
     chart: bool
-    folded: bool
 
 
 @dataclass(frozen=True)
@@ -129,28 +127,26 @@ def score_rows(run: RunRecords) -> list[ScoreRow]:
     return rows
 
 
-def score_tables(run: RunRecords) -> list[ScoreTable | ScorePlot]:
-    """The accuracies with their means as a plot and a table, bits per byte, then other measures.
-
-    Stages without a score in a table get no column.
-    """
+def score_tables(run: RunRecords) -> tuple[list[ScoreTable | ScorePlot], list[ScoreTable]]:
+    """A plot of the accuracies with their means, bits per byte and other measures; then the tables that the page folds.
+    Stages without a score in a table get no column."""
     stages, rows = score_stages(run), score_rows(run)
 
     def table(
-        title: str, introduction: str, wanted: Callable[[ScoreRow], bool], chart: bool = False, folded: bool = False
+        title: str, introduction: str, wanted: Callable[[ScoreRow], bool], chart: bool = False
     ) -> list[ScoreTable]:
         own = sorted((row for row in rows if wanted(row)), key=lambda row: row.metric == MEAN)
         shown = [at for at in range(len(stages)) if any(row.scores[at] for row in own)]
         own = [ScoreRow(row.task, row.metric, row.detail, [row.scores[at] for at in shown]) for row in own]
         titles = [(stages[at], STAGE_TITLES.get(stages[at], stages[at])) for at in shown]
-        return [ScoreTable(title, introduction, titles, own, chart, folded)] if own else []
+        return [ScoreTable(title, introduction, titles, own, chart)] if own else []
 
     centred = CENTRED if any(row.metric == MEAN for row in rows) else ""
-    tasks = table("Task", INTRODUCTION + centred, lambda row: _of_questions(row.metric), chart=True, folded=True)
+    tasks = table("Task", INTRODUCTION + centred, lambda row: _of_questions(row.metric), chart=True)
     texts = table("Text", f"{TEXTS} {_example(rows)}".strip(), lambda row: row.metric == "bpb" and "/" not in row.task)
-    kinds = table("Kind of text", "", lambda row: row.metric == "bpb" and "/" in row.task, folded=True)
+    kinds = table("Kind of text", "", lambda row: row.metric == "bpb" and "/" in row.task)
     others = table("Measure", "", lambda row: row.metric != "bpb" and not _of_questions(row.metric))
-    return [*(plot for one in tasks for plot in _plot(one)), *tasks, *texts, *kinds, *others]
+    return [*(plot for one in tasks for plot in _plot(one)), *texts, *others], [*tasks, *kinds]
 
 
 def _example(rows: list[ScoreRow]) -> str:

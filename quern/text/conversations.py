@@ -7,14 +7,9 @@
     ChatGPT         its export, conversations.json: {"mapping": {id: {"message": …, "parent": id}}, "current_node": id}
     WhatsApp        its export of a chat, text: "12.03.24, 18:05 - Anna: Hello"
 
-Beside the messages, `system` holds the system message and `tools` the functions that the assistant can call, which are
-described to it at the system message's end. `"weight": 0` keeps an assistant's message out of what is learned. OpenAI's
+docs/fine-tuning.md, "What is beside the text", says what becomes of system messages, tools, calls and weights. OpenAI's
 `tool_calls` and `tool` messages become parts of one assistant turn: the call, its output, the text that follows. A call
-is {"name":…,"arguments":…} without spaces, as generate/grammar.py has the model write it. Where no tools are described,
-a call of the function `calculator` is its expression, which is the input of quern's own tool.
-
-Parquet fills the missing fields of an object with null. So null fields are left out of tools, and of arguments that are
-an object, from every source; arguments that are text, as in OpenAI's API, keep theirs. documents.py reads the files.
+is {"name":…,"arguments":…} without spaces, as generate/grammar.py has the model write it. documents.py reads the files.
 """
 
 import json
@@ -239,6 +234,7 @@ def _loaded(value: Any) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
+    """The value without fields that are null: Parquet fills the missing fields of an object with them."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(one) for key, one in value.items() if one is not None}
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value

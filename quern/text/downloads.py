@@ -1,4 +1,4 @@
-"""Downloads files: those of the Hugging Face Hub with its own library, others with pooch. Only this file opens outgoing
+"""Downloads files of the Hugging Face Hub, with its own library, and of other servers. Only this file opens outgoing
 connections.
 
 A file gets its final name only when it is whole: its length is that of the repository's listing, and its SHA-256 is the
@@ -34,22 +34,17 @@ Progress = Callable[[str, int, int], None]
 
 
 class _Bar(AbstractContextManager["_Bar"]):
-    """A progress bar as both libraries drive it, for the bytes of one file: it calls `said(done, total)`."""
+    """A progress bar as the library drives it, for the bytes of one file: it calls `said(done, total)`."""
 
-    def __init__(self, said: Callable[[int, int], None], total: int = 0, initial: int = 0, **options: object) -> None:
+    def __init__(self, said: Callable[..., None], total: int | None = None, initial: int = 0, **_: object) -> None:
         self.said, self.total, self.done = said, total, initial
 
     def update(self, size: float) -> None:
         self.done += int(size)
         self.said(self.done, self.total)
 
-    def reset(self) -> None:
-        self.done = 0
-
-    def close(self, *error: object) -> None:
+    def __exit__(self, *error: object) -> None:
         pass
-
-    __exit__ = close
 
 
 def endpoint() -> str:
@@ -91,28 +86,45 @@ def download(repository: Repository, file: str, path: Path, progress: Progress =
     if path.exists() and path.stat().st_size == size:
         return
     set_child_env(QUIET_HUB)
+    from huggingface_hub import hf_hub_url  # late: the library reads its settings when it is imported
+
+    commit = repository.commit
+    url = hf_hub_url(repository.name, file, repo_type="dataset", revision=commit, endpoint=endpoint())
+    part = path.with_name(f"{path.name}.{commit[:8]}.part")
+    _fetch(url, path, part, size, sha256, progress)
+
+
+def retrieve(url: str, sha256: str | None, path: Path, progress: Progress = lambda *step: None) -> None:
+    """Downloads a file of another server, unless it is there. Each call starts from its first byte. Raises OSError as
+    `download`. sha256: None takes what comes."""
+    if not path.exists() or sha256 not in (None, sha256_of(path)):
+        _fetch(url, path, path.with_name(f"{path.name}.part"), None, sha256, progress)
+
+
+def _fetch(url: str, path: Path, part: Path, size: int | None, sha256: str | None, progress: Progress) -> None:
+    """Downloads a file to `part`, which becomes `path` when it is whole. size: None for a file of another server than
+    the Hub, whose part is not continued."""
+    set_child_env(QUIET_HUB)
     import huggingface_hub
     from huggingface_hub.constants import HF_HUB_DOWNLOAD_TIMEOUT
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers
 
-    commit = repository.commit
-    url = huggingface_hub.hf_hub_url(repository.name, file, repo_type="dataset", revision=commit, endpoint=endpoint())
+    headers, advice = (build_hf_headers(), ADVICE) if size is not None else ({"Accept-Encoding": "identity"}, {})
     path.parent.mkdir(parents=True, exist_ok=True)
-    part, host = path.with_name(f"{path.name}.{commit[:8]}.part"), urlsplit(url).netloc
-    tries = farthest = 0
+    host, tries, farthest = urlsplit(url).netloc, 0, 0
     while True:
         try:
             with waiting(f"bytes of {path.name} from {host}", HF_HUB_DOWNLOAD_TIMEOUT) as arrived:
 
-                def advance(done: int, total: int) -> None:
+                def advance(done: int, total: int | None) -> None:
                     arrived()
-                    progress(path.name, done, size)
+                    progress(path.name, done, size or total or done)
 
                 with open(part, "ab") as target:
-                    have = target.tell() if target.tell() <= size else target.truncate(0)
+                    have = target.tell() if target.tell() <= (size or 0) else target.truncate(0)
                     bar: Any = partial(_Bar, advance)  # the library goes on by itself where a connection breaks
-                    how: Any = {"headers": build_hf_headers(), "expected_size": size, "tqdm_class": bar}
+                    how: Any = {"headers": headers, "expected_size": size, "tqdm_class": bar}
                     http_get(url, target, resume_size=have, **how)
                     os.fsync(target.fileno())
             found = sha256_of(part)
@@ -122,42 +134,20 @@ def download(repository: Repository, file: str, path: Path, progress: Progress =
             reason, most = f"its SHA-256 is {found}, expected {sha256}", 1
         except (OSError, huggingface_hub.errors.HTTPError) as error:
             status = getattr(getattr(error, "response", None), "status_code", 0)
-            reason = f"the server answers {status}{ADVICE.get(status, '')}" if status else _reason(error)
+            reason = f"the server answers {status}{advice.get(status, '')}" if status else _reason(error)
             # A full disk and a missing file do not change. The library has tried again where connections break.
             most = len(PAUSES) if status >= 500 else int(not isinstance(error, OSError))
-        have = part.stat().st_size if part.exists() else 0
+        have = part.stat().st_size if part.exists() and size else 0
         if have > farthest:
             tries, farthest = 0, have
         if tries >= most:
-            raise OSError(f"cannot fetch {url}: {reason}; run it again to go on from {have:,} of {size:,} bytes")
+            rest = f"run it again to go on from {have:,} of {size:,} bytes" if size else "run it again"
+            raise OSError(f"cannot fetch {url}: {reason}; {rest}")
         tries += 1
         with waiting(f"{host} before try {tries + 1} of {most + 1} ({reason})", PAUSES[tries - 1]):
             time.sleep(PAUSES[tries - 1])
     os.replace(part, path)
     sync_path(path.parent)
-
-
-def retrieve(url: str, sha256: str | None, path: Path, progress: Progress = lambda *step: None) -> None:
-    """Downloads a file of another server, unless it is there. Each call starts from its first byte. Raises OSError as
-    `download`. sha256: None takes what comes."""
-    import pooch
-
-    pooch.get_logger().setLevel("WARNING")
-    files = pooch.create(
-        path.parent, "", registry={path.name: sha256 and f"sha256:{sha256}"}, urls={path.name: url}, retry_if_failed=2
-    )
-    try:
-        with waiting(f"bytes of {path.name} from {urlsplit(url).netloc}", LIMIT_SECONDS) as arrived:
-
-            def advance(done: int, total: int) -> None:
-                arrived()
-                progress(path.name, min(done, total), total)
-
-            bar: Any = _Bar(advance)
-            http: Any = pooch.HTTPDownloader(bar, 1 << 18, timeout=LIMIT_SECONDS)
-            files.fetch(path.name, downloader=http)
-    except (OSError, ValueError) as error:
-        raise OSError(f"cannot fetch {url}: {_reason(error)}; check the connection, and run it again") from error
 
 
 def _reason(error: Exception) -> str:

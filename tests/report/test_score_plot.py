@@ -13,7 +13,7 @@ from tests.report.synthetic_run import add_rl, lines, write_run
 
 
 def plot_of(folder: Path) -> ScorePlot | None:
-    return next((one for one in score_tables(read_run(folder)) if isinstance(one, ScorePlot)), None)
+    return next((one for one in score_tables(read_run(folder))[0] if isinstance(one, ScorePlot)), None)
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from quern.kernels.attention.attend import (
     scale_or_default,
     split_window,
 )
+from quern.kernels.attention.flash import flash_attention
 
 WITH_FIXED_SHAPES = partial(torch.compile, dynamic=False)
 AttendFunction = Callable[[Tensor, Tensor, Tensor, MaskSpec, float | None], Tensor]
@@ -113,14 +114,14 @@ def mask_function(mask: MaskSpec, T: int, device: torch.device) -> Callable[...,
 def triton_flash() -> Backend:
     """The kernels of this project. Raises ImportError where Triton is not installed."""
     importlib.import_module("quern.kernels.attention.flash_launch")
-    from quern.kernels.attention.flash import flash_attention
-
-    def attend_flash(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
-        fixed, varying = split_window(mask.window, q_BTHE.size(1))
-        window = fixed if varying is None else varying
-        return flash_attention(q_BTHE, k_BTKE, v_BTKE, window, mask.documents_BT, scale_or_default(scale, q_BTHE))
-
     return Backend("triton", attend_flash, windows=True, documents=True, growing=True)
+
+
+def attend_flash(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
+    """`flash_attention` with the arguments of `attend`."""
+    fixed, varying = split_window(mask.window, q_BTHE.size(1))
+    window = fixed if varying is None else varying
+    return flash_attention(q_BTHE, k_BTKE, v_BTKE, window, mask.documents_BT, scale_or_default(scale, q_BTHE))
 
 
 def installed_flash(module: str) -> Backend:
