@@ -27,7 +27,7 @@ MARKS = {"tool": "[{} → ", "output": "{}] "}
 
 def build(run_folder: Path) -> tuple[Path, Path]:
     """Writes report.md and report.html into the run's folder, and returns their paths. Raises FileNotFoundError if it
-    holds no records, OSError if a file cannot be written."""
+    holds no records, ValueError if one is damaged, OSError if a file cannot be written."""
     report = document(read_run(run_folder))
     return (
         _write(run_folder / "report.md", markdown(report)),
@@ -64,8 +64,7 @@ def _write(path: Path, text: str) -> Path:
 
 
 def markdown(report: Document) -> str:
-    parts = [f"# {inline(report.name)}", inline(report.summary), *(f"> {inline(note)}" for note in report.notes)]
-    parts.append(_pairs(report.tiles))
+    parts = [f"# {inline(report.name)}", inline(report.summary), _pairs(report.tiles)]
     for section in report.sections:
         parts.append(f"## {section.title}")
         for group in section.groups:

@@ -96,12 +96,11 @@ class Section:
 
 @dataclass(frozen=True)
 class Document:
-    """Everything that the report says. tiles: the most important figures; notes: records that could not be read."""
+    """Everything that the report says. tiles: the most important figures."""
 
     name: str
     summary: str
     tiles: Pairs
-    notes: list[str]
     sections: list[Section]
 
 
@@ -120,7 +119,7 @@ def document(run: RunRecords) -> Document:
     )
     found = [Section(key, title, list(groups)) for key, title, groups in results]
     found += [Section(key, title, list(groups), folded=bool(found)) for key, title, groups in settings]
-    return Document(run.name, _summary(run), _tiles(run), run.notes, [section for section in found if section.groups])
+    return Document(run.name, _summary(run), _tiles(run), [section for section in found if section.groups])
 
 
 def _tiles(run: RunRecords) -> Pairs:

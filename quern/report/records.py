@@ -1,9 +1,8 @@
 """Reads the records of a run folder for the report, and shows their values as text. No model, no checkpoint.
 
 The folder holds run.json, evaluate.jsonl and samples.jsonl, and one folder per stage (pretrain, sft, rl) with
-recipe.json, metrics.jsonl and events.jsonl. Every file is optional, because a run can stop at any time. A line torn by
-a kill is skipped and reported in `RunRecords.notes`. `seconds` counts time in training steps; `seconds`, `flops` and
-`tokens` start at zero with the stage.
+recipe.json, metrics.jsonl and events.jsonl. Every file is optional, because a run can stop at any time. `seconds`
+counts time in training steps; `seconds`, `flops` and `tokens` start at zero with the stage.
 
 Known keys get a label and a unit, unknown keys are shown as they are. Units are decimal: 1 kB is 1,000 bytes.
 """
@@ -18,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from quern.records import read_regular
-from quern.terminal import counted
+from quern.records import EVENTS, METRICS, read_events, read_json, read_lines, read_metrics
 
 Record = dict[str, Any]
 """A line of a record, or a whole file of JSON."""
+SCORES, SAMPLES = "evaluate.jsonl", "samples.jsonl"
 STAGE_TITLES = {
     "untrained": "Untrained",
     "pretrain": "Pretraining",
@@ -92,7 +91,6 @@ class RunRecords:
     stages: list[StageRecords]
     scores: list[Record]
     samples: list[Record]
-    notes: list[str]
 
     def stage(self, name: str) -> StageRecords | None:
         return next((stage for stage in self.stages if stage.name == name), None)
@@ -112,11 +110,10 @@ class RunRecords:
 
 
 def read_run(folder: Path) -> RunRecords:
-    """Reads every record of a run. Raises FileNotFoundError when the folder holds none."""
-    reader = _Reader(folder)
-    found = {path.parent for name in ("metrics", "events") for path in folder.glob(f"*/{name}.jsonl")}
-    stages = [reader.stage(path.name) for path in sorted(found, key=lambda path: stage_order(path.name))]
-    run, scores, samples = reader.object("run.json"), reader.lines("evaluate.jsonl"), reader.lines("samples.jsonl")
+    """Reads every record of a run. Raises FileNotFoundError if the folder holds none, ValueError if one is damaged."""
+    found = {path.parent for name in (METRICS, EVENTS) for path in folder.glob(f"*/{name}")}
+    stages = [_read_stage(path) for path in sorted(found, key=lambda path: stage_order(path.name))]
+    run, scores, samples = _read_object(folder / "run.json"), read_lines(folder / SCORES), read_lines(folder / SAMPLES)
     if not (stages or run or scores or samples):
         raise FileNotFoundError(
             f"{folder} holds no records of a run; give a run's folder such as out/runs/NAME, "
@@ -125,8 +122,18 @@ def read_run(folder: Path) -> RunRecords:
     recipe = next((stage.recipe for stage in stages if stage.recipe), {})
     latest = {json.dumps([score.get(name) for name in ("stage", "task", "metric")]): score for score in scores}
     shown = {_question(sample): sample for sample in samples}
-    name, notes = folder.resolve().name, reader.notes
-    return RunRecords(name, run, recipe, stages, list(latest.values()), list(shown.values()), notes)
+    return RunRecords(folder.resolve().name, run, recipe, stages, list(latest.values()), list(shown.values()))
+
+
+def _read_stage(folder: Path) -> StageRecords:
+    lines = sorted(read_metrics(folder), key=lambda line: finite(line.get("step")) or 0.0)
+    validations = [line for line in lines if any(key.startswith("val_") for key in line)]
+    metrics = [line for line in lines if "loss" in line or line not in validations]
+    return StageRecords(folder.name, _read_object(folder / "recipe.json"), metrics, validations, read_events(folder))
+
+
+def _read_object(path: Path) -> Record:
+    return read_json(path, Record) if path.exists() else {}
 
 
 def finite(value: Any) -> float | None:
@@ -158,46 +165,6 @@ def _question(sample: Record) -> str:
     if isinstance(asked, list) and all(isinstance(message, dict) for message in asked):
         asked = [message for message in asked if message.get("role") != "assistant"]
     return json.dumps([sample.get("stage"), sample.get("kind"), sample.get("prompt"), asked])
-
-
-class _Reader:
-    """Reads files of a run that may be missing or damaged, and notes what it skipped."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.notes = folder, list[str]()
-
-    def stage(self, name: str) -> StageRecords:
-        lines = self.lines(f"{name}/metrics.jsonl")
-        lines.sort(key=lambda line: finite(line.get("step")) or 0.0)
-        validations = [line for line in lines if any(key.startswith("val_") for key in line)]
-        metrics = [line for line in lines if "loss" in line or line not in validations]
-        recipe, events = self.object(f"{name}/recipe.json"), self.lines(f"{name}/events.jsonl")
-        return StageRecords(name, recipe, metrics, validations, events)
-
-    def object(self, name: str) -> Record:
-        found = _parse(self._text(name)) if (self.folder / name).exists() else {}
-        if found is None:
-            self.notes.append(f"{name} is not a JSON object and was skipped.")
-        return found or {}
-
-    def lines(self, name: str) -> list[Record]:
-        # Split at "\n" only: str.splitlines would also cut at separators inside a sample's text.
-        lines = [_parse(text) for text in self._text(name).split("\n") if text.strip()]
-        if torn := lines.count(None):
-            self.notes.append(f"{counted(torn, 'line')} of {name} could not be read (skipped).")
-        return [line for line in lines if line is not None]
-
-    def _text(self, name: str) -> str:
-        path = self.folder / name
-        return read_regular(path).decode("utf-8", errors="replace") if path.exists() else ""
-
-
-def _parse(text: str) -> Record | None:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 Pairs = list[tuple[str, str]]
