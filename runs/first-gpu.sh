@@ -6,7 +6,7 @@
 #   TOY=1 runs/first-gpu.sh FOLDER_OF_TEXT        every part at toy size, on any machine
 #
 #   exact    each kernel against its plain twin, bf16 and fp16, odd lengths, windows, documents   5 minutes
-#   bench    attention, RoPE, cross-entropy, training with a profile, FP8, decoding               9 minutes
+#   bench    attention, RoPE, cross-entropy, training with a profile, FP8, decoding              10 minutes
 #   ladder   the baseline on the third and the fourth rung                                        10 minutes
 #   ideas    ten ideas (IDEAS="swiglu …") on the same rungs, as far as they come                  10 minutes
 #   jax      tokens/s of the JAX twin beside torch's                                              3 minutes
@@ -62,7 +62,7 @@ part() {
 }
 
 part exact 300 "${quern[@]}" bench gpu --sections exactness --out "$out/exact" "${quick[@]}"
-part bench 540 "${quern[@]}" bench gpu --data "$data" --out "$out" "${quick[@]}"
+part bench 600 "${quern[@]}" bench gpu --data "$data" --out "$out" "${quick[@]}"
 part ladder 600 "${quern[@]}" "${ladder[@]}"
 part ideas 600 "${quern[@]}" "${compare[@]}"
 part jax 180 "${quern[@]}" bench grug --out "$out" "${quick[@]}"

@@ -39,8 +39,7 @@ CAP = TanhCap(15.0)
 def attention(setup: Setup) -> Iterator[Figure]:
     tokens, lengths = (128, (32, 64)) if setup.quick else (TOKENS, LENGTHS)
     picked = setup.machine.attention
-    if not isinstance(picked, Picked):
-        raise TypeError("the machine has not chosen how to compute attention: use autotune.select_attention")
+    assert isinstance(picked, Picked)  # by select_attention
     setup.settings.update(tokens=tokens, heads=HEADS, head_dim=HEAD_DIM, picked=str(picked))
     paths, forward_only = paths_of(setup.machine, setup.quick)
     for T in lengths:

@@ -166,8 +166,8 @@ def real(bench: GpuBench) -> Iterator[Figure]:
     if data is None:
         bench.problems.append("no text to train on: give --data, a file or folder of text")
         return
-    left = max(0.01, bench.deadline - time.monotonic()) / 60
-    train = TrainRecipe(minutes=0.005 if bench.quick else min(REAL_MINUTES, left / 2))
+    left = max(0.1, (bench.deadline - time.monotonic()) / 60)  # also for the text's preparation, and for compilation
+    train = TrainRecipe(minutes=0.005 if bench.quick else min(REAL_MINUTES, left / 4))
     text, depth = replace(RECIPE.text, tokenizer=tokenizer), 1 if bench.quick else 12
     recipe = replace(RECIPE, data=data, text=text, depth=depth, seed=bench.seed, train=train)
     yield from trained(bench, recipe, bench.options.out, "quern bench gpu --sections real", "real run")
