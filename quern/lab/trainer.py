@@ -25,9 +25,9 @@ from quern.stages.prepare import Prepared, prepare
 from quern.terminal import silent
 from quern.text.tokenizer import Tokenizer
 from quern.train import loop
-from quern.train.backend import TorchBackend
 from quern.train.guard import EXIT_DIVERGED, EXIT_DONE
 from quern.train.state import Counters, TrainState, build_model, build_state
+from quern.train.step import TorchBackend
 
 Note = Callable[[Counters, dict[str, Any]], dict[str, Any]]
 """(counters, a validation) → the validation, after it has been noted."""

@@ -31,8 +31,8 @@ from quern.parallel.plan import shard_model
 from quern.recipe import Resolved
 from quern.resolve import table_decay_rule
 from quern.text.tokenizer import Tokenizer
-from quern.train.backend import Evaluator
 from quern.train.state import TrainState, build_model, compile_model
+from quern.train.step import Evaluator
 
 
 def fit_to_text(recipe: Resolved, tokenizer: Tokenizer, corpus: Corpus) -> Resolved:

@@ -31,7 +31,7 @@ from quern.train import loop
 from quern.train.guard import EXIT_DONE
 from quern.train.horizon import recorded_plans
 from quern.train.state import build_state
-from quern.train.step import accumulate, send_batch
+from quern.train.step import TorchBackend, accumulate, send_batch
 
 CALIBRATION_STEPS = 8
 SHOWN = 2
@@ -114,8 +114,9 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
         lines.append(f"{packing['cropped_share']:.1%} of the text is in no row: --train.packing best-fit loses none")
     lines.append(f"pretraining: {counted(plan.steps, 'step')} of {recipe.train.batch_tokens:,} tokens")
     facts = prepared.facts and {**prepared.facts, **facts, "packing": packing}
+    backend = TorchBackend(state, machine, recipe.train.clip_norm, recipe.seed)
     code = session.train(
-        recipe, state, batches, plan, origin, prepared.tokenizer, changed=changed, lines=lines, facts=facts
+        recipe, backend, batches, plan, origin, prepared.tokenizer, changed=changed, lines=lines, facts=facts
     )
     if code == EXIT_DONE and mesh.world.size == 1 and not session.locked:  # `quern run` goes on, and shows more
         _show(Engine(state.model.eval(), prepared.tokenizer, machine), recipe, prepared.val, log)

@@ -31,8 +31,8 @@ from quern.stages.session import Session
 from quern.temporaries import sha256_of
 from quern.terminal import counted
 from quern.train import manifest
-from quern.train.backend import Evaluator
 from quern.train.state import TrainState, build_model, build_state, weights_of
+from quern.train.step import Evaluator, TorchBackend
 
 VALIDATIONS = 4
 VAL_SEED = "validation"
@@ -105,7 +105,7 @@ def _run(asked: Recipe, session: Session) -> int:
     )
     return replace(session, source=source, shown=lambda line: f"reward {rollouts.tally.means()['reward']:.3f}").train(
         recipe,
-        state,
+        TorchBackend(state, machine, recipe.train.clip_norm, recipe.seed),
         rollouts,
         plan,
         origin,

@@ -1,7 +1,7 @@
-"""`Session`: what every training stage shares, from the checks before it to its exit code.
+"""`Stage`: what every training stage shares, from the checks before it to its exit code; `Session`: a stage in PyTorch.
 
-A stage prepares its data, model and plan, and hands them to `Session.train`. Batches, schedule and evaluators are the
-stage's own (pretrain.py, sft.py, rl.py).
+A stage prepares its data, model and plan, and hands them to `Stage.train`. Batches, schedule and evaluators are the
+stage's own (pretrain.py, sft.py, rl.py, jax/train.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,8 @@ from quern.terminal import Meter, counted, silent
 from quern.text.encode.pool import ENOUGH_WORKERS
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint, loop
-from quern.train.backend import Evaluator, TorchBackend
 from quern.train.guard import EXIT_DONE
-from quern.train.state import TrainState
+from quern.train.step import Evaluator
 
 POLL_SECONDS = 0.1
 RESULT = {
@@ -51,11 +50,16 @@ RESULT = {
 CLEARLY_WORSE = 1.02
 """The ratio of the last validation loss to the lowest one above which a stage warns."""
 WORDS = {
-    "pretrain": ("pretraining", "pretrained", "train on from its model"),
-    "sft": ("fine-tuning", "fine-tuned", "fine-tune again under another name"),
-    "rl": ("reinforcement learning", "trained by reinforcement", "begin again under another name"),
+    "pretrain": ("pretraining", "pretrained", "train on from its model with `quern pretrain --from {} --run NAME`"),
+    "sft": ("fine-tuning", "fine-tuned", "fine-tune again under another name with `quern sft --from {} --run NAME`"),
+    "rl": (
+        "reinforcement learning",
+        "trained by reinforcement",
+        "begin again under another name with `quern rl --from {} --run NAME`",
+    ),
+    "grug": ("training", "trained", "name another with --run"),
 }
-"""A stage for the user: the noun, the participle, and what --from does."""
+"""A stage for the user: the noun, the participle, and what to do instead with a run that has it."""
 
 
 def loss_and_speed(line: dict[str, Any]) -> str:
@@ -85,17 +89,15 @@ def past_its_best(folder: Path) -> list[str]:
 
 def trained_already(run: str, stage: str) -> str:
     """The message for a stage that was trained before, when no --resume continues it."""
-    _, participle, again = WORDS[stage]
-    advice = f"continue with --resume, or {again} with `quern {stage} --from {run} --run NAME`"
-    return f"run '{run}' has been {participle} already: {advice}"
+    _, participle, instead = WORDS[stage]
+    return f"run '{run}' has been {participle} already: continue with --resume, or {instead.format(run)}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Session:
+class Stage:
     """One call of a training stage."""
 
-    stage: str  # its name: pretrain, sft or rl
-    machine: Machine
+    stage: str  # its name: pretrain, sft, rl or grug
     run_dir: RunDir
     command: str = ""  # the command line, for the records
     resume: bool = False  # continue from the newest good checkpoint
@@ -107,9 +109,6 @@ class Session:
     start: Start | None = None  # the checkpoint of another run that this stage begins with
     go_on: str = ""  # the command that continues after a stop, for messages
     locked: bool = False  # the caller holds the run's lock
-    workers: int | None = None
-    """Processes that encode text; None is one for each CPU thread of all ranks of this machine, up to a number beyond
-    which more are of no use."""
     shown: Callable[[dict[str, Any]], str] = loss_and_speed
     """Takes a step's loss and speed, and returns what the progress line says."""
 
@@ -119,27 +118,28 @@ class Session:
         return self.go_on or f"quern {self.stage} --resume {self.run_dir.flags}"
 
     @property
-    def encoders(self) -> int:
-        """Processes that encode text for this rank. The other ranks wait for rank 0, which has all of them."""
-        if not self.mesh.main:
-            return 1
-        return self.workers or min(ENOUGH_WORKERS, self.machine.threads * self.mesh.world.size)
-
-    @property
     def folder(self) -> Path:
         """The stage's folder in the run."""
         return self.run_dir.stage(self.stage)
+
+    def main_first(self) -> AbstractContextManager[None]:
+        """Runs the body on rank 0 first, then on the other ranks."""
+        return main_first(self.mesh)
+
+    def describe(self, facts: dict[str, Any]) -> None:
+        """Writes facts on a run that begins."""
 
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Refuses a stage that was trained already, or a start for a run that has a model; holds the run's lock."""
         self.mesh.progress.begin_stage()
         refuse_unwritable(self.run_dir.out)
-        with nullcontext() if self.locked else run_lock(self.run_dir, self.command, self.mesh):
-            # Behind the lock: while another process trains, that one is named. Rank 0 alone takes the lock.
-            done = self.mesh.world.broadcast_object(self.run_dir.has_trained(self.stage))
-            if done and not self.resume:
-                raise ValueError(trained_already(self.run_dir.run, self.stage))
+        with ExitStack() as held:
+            with self.main_first():  # behind the lock: while another process trains, that one is named
+                if not self.locked:
+                    held.enter_context(run_lock(self.run_dir, self.command, self.mesh))
+                if self.run_dir.has_trained(self.stage) and not self.resume:
+                    raise ValueError(trained_already(self.run_dir.run, self.stage))
             trained = [stage for stage in STAGES if self.run_dir.has_trained(stage)]
             if self.start is not None and not self.resume and trained:
                 raise ValueError(
@@ -147,6 +147,134 @@ class Session:
                     "--run, to begin it with the model that --from names"
                 )
             yield
+
+    def train(
+        self,
+        recipe: Resolved,
+        backend: loop.Backend,
+        batches: BatchSource,
+        plan: loop.TrainingPlan,
+        origin: Origin,
+        tokenizer: Tokenizer,
+        *,
+        changed: Sequence[str],
+        lines: Sequence[str],
+        facts: dict[str, Any] | None,
+        data: dict[str, Any] | None = None,
+    ) -> int:
+        """Resumes or begins the stage, runs the loop, logs the result, and returns an exit code of `train.guard`.
+
+        Args:
+            backend: Its state is fresh, with the weights to begin with.
+            changed: The fields that the user changed in the recipe of a stage that is resumed, as lines.
+            lines: For the user, before the first step.
+            facts: On the run. A stage that begins writes them, where there are any, and the tokenizer; None writes
+                neither.
+            data: Facts on the data, for the stage's events.
+        """
+        noun, participle, _ = WORDS[self.stage]
+        state = backend.run
+        resumed = self._resume(backend, plan, origin, changed)
+        end = state.plans[-1][1] if state.plans else plan.steps
+        if resumed and state.step == end and not changed and self._has_finished():
+            with open_folder(self.folder, origin, self.source, mesh=self.mesh):
+                pass  # the files of the folder that were lost are written again
+            self.log(f"{noun}: finished already, after {counted(end, 'step')}")
+            return EXIT_DONE
+        if not resumed:
+            self._begin(backend, plan, tokenizer, facts)
+        with open_folder(self.folder, origin, self.source, self.trackers, self.mesh) as folder:
+            if resumed:
+                self.log(f"resumed at step {state.step:,}")
+                folder.event("command", command=self.command, changed=list(changed))
+            if data is not None:
+                folder.event("data", **data)
+            for line in (*changed, *lines):
+                self.log(line)
+            with Meter(noun, plan.steps, "steps", silent=not self.mesh.main, keeps=True) as meter:
+
+                def advance(line: dict[str, Any]) -> None:
+                    meter.total = state.plans[-1][1] if state.plans else plan.steps
+                    meter.at(state.step, self.shown(line))
+
+                rates = self._lower_rates(recipe)
+                code = loop.train(backend, batches, plan, folder, meter.log, advance, self.resume_command, rates)
+        if code == EXIT_DONE and self.mesh.main:
+            spent = f"{state.tokens:,} tokens in {state.seconds:,.0f} s of steps"
+            self.log(f"{participle} on {spent}{result(self.folder)} → {self.folder}")
+            for line in past_its_best(self.folder):
+                self.log(line)
+        return code
+
+    def _lower_rates(self, recipe: Resolved) -> str:
+        """The flag that halves the stage's rates."""
+        if self.stage in ("sft", "rl"):
+            return f"--{self.stage}.lr-share {getattr(recipe, self.stage).lr_share / 2:.3g}"
+        return f"--optim.lr-scale {(recipe.optim.lr_scale or 0) / 2:.3g}"  # None in a recipe whose rules use none
+
+    def _has_finished(self) -> bool:
+        """Whether the stage's last event is its end. A process that is killed after the last save leaves none."""
+        events = read_events(self.folder) if self.mesh.main else []
+        return self.mesh.world.broadcast_object(bool(events) and events[-1]["kind"] == "finish")
+
+    def _begin(
+        self, backend: loop.Backend, plan: loop.TrainingPlan, tokenizer: Tokenizer, facts: dict[str, Any] | None
+    ) -> None:
+        """Writes what a new stage begins with: the run's facts and tokenizer, and the weights of another run."""
+        if self.mesh.main and facts:
+            self.describe(facts)
+        if self.mesh.main and facts is not None:
+            tokenizer.save(self.run_dir.folder / "tokenizer.json")
+        if self.start is not None or plan.keep_step == 0:  # the run never needs the other one again
+            meta = plan.meta | {"state": backend.run.meta(), "kept": plan.keep_step == 0}
+            checkpoint.save(self.folder / "checkpoints", 0, backend.save(False), meta, plan.keep, mesh=self.mesh)
+
+    def _resume(self, backend: loop.Backend, plan: loop.TrainingPlan, origin: Origin, changed: Sequence[str]) -> bool:
+        """Restores the newest good checkpoint, if `resume` asks for it. Returns whether there was one."""
+        name, steps = self.run_dir.run, f"{self.stage if self.stage in ('sft', 'rl') else 'train'}.steps"
+        state = backend.run
+
+        def check(meta: dict[str, Any], path: Path) -> None:
+            require_same(Origin.of_checkpoint(meta), origin, self.run_dir, self.stage, what=str(path))
+
+        resumed = self.resume and loop.resume(backend, self.folder / "checkpoints", self.log, check)
+        ended = bool(state.plans) and state.step == state.plans[-1][1]
+        if ended and plan.budget_seconds is not None and any(line.startswith("train.minutes") for line in changed):
+            raise ValueError(
+                f"run '{name}' has spent its minutes and ended: train on from its model with `quern pretrain --from "
+                f"{name} --run NAME --train.minutes N`"
+            )
+        if plan.budget_seconds is None and state.step > plan.steps:
+            raise ValueError(
+                f"run '{name}' was {WORDS[self.stage][1]} for {state.step:,} steps, so {steps} {plan.steps:,} is "
+                f"behind it: give more steps, or leave --{steps} out"
+            )
+        if not resumed and self.start is None and (begun := (origin.base or {}).get("run")) is not None:
+            raise ValueError(
+                f"run '{name}' has no checkpoint, not even of run '{begun}', which it began with: remove "
+                f"{self.folder}, and begin again with --from {begun}"
+            )
+        return resumed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session(Stage):
+    """One call of a stage that trains in PyTorch."""
+
+    machine: Machine
+    workers: int | None = None
+    """Processes that encode text; None is one for each CPU thread of all ranks of this machine, up to a number beyond
+    which more are of no use."""
+
+    @property
+    def encoders(self) -> int:
+        """Processes that encode text for this rank. The other ranks wait for rank 0, which has all of them."""
+        if not self.mesh.main:
+            return 1
+        return self.workers or min(ENOUGH_WORKERS, self.machine.threads * self.mesh.world.size)
+
+    def describe(self, facts: dict[str, Any]) -> None:
+        describe_run(self.run_dir, self.machine, self.command, facts)
 
     def begin(self, asked: Recipe, before: str) -> tuple[Origin, Resolved, Tokenizer, Start | None]:
         """Reads what a stage after pretraining continues with, or begins with: `start`, else the stage `before`.
@@ -196,112 +324,6 @@ class Session:
             keep_step=keep_step,
             meta=origin.meta(),
         )
-
-    def train(
-        self,
-        recipe: Resolved,
-        state: TrainState,
-        batches: BatchSource,
-        plan: loop.TrainingPlan,
-        origin: Origin,
-        tokenizer: Tokenizer,
-        *,
-        changed: Sequence[str],
-        lines: Sequence[str],
-        facts: dict[str, Any] | None,
-        data: dict[str, Any] | None = None,
-    ) -> int:
-        """Resumes or begins the stage, runs the loop, logs the result, and returns an exit code of `train.guard`.
-
-        Args:
-            state: Fresh, with the weights to begin with.
-            changed: The fields that the user changed in the recipe of a stage that is resumed, as lines.
-            lines: For the user, before the first step.
-            facts: For run.json. A stage that begins writes it and the tokenizer; None writes neither.
-            data: Facts on the data, for the stage's events.
-        """
-        noun, participle, _ = WORDS[self.stage]
-        backend = TorchBackend(state, self.machine, recipe.train.clip_norm, recipe.seed)
-        resumed = self._resume(backend, plan, origin, changed)
-        end = state.plans[-1][1] if state.plans else plan.steps
-        if resumed and state.step == end and not changed and self._has_finished():
-            with open_folder(self.folder, origin, self.source, mesh=self.mesh):
-                pass  # the files of the folder that were lost are written again
-            self.log(f"{noun}: finished already, after {counted(end, 'step')}")
-            return EXIT_DONE
-        if not resumed:
-            self._begin(state, plan, tokenizer, facts)
-        with open_folder(self.folder, origin, self.source, self.trackers, self.mesh) as folder:
-            if resumed:
-                self.log(f"resumed at step {state.step:,}")
-                folder.event("command", command=self.command, changed=list(changed))
-            if data is not None:
-                folder.event("data", **data)
-            for line in (*changed, *lines):
-                self.log(line)
-            with Meter(noun, plan.steps, "steps", silent=not self.mesh.main, keeps=True) as meter:
-
-                def advance(line: dict[str, Any]) -> None:
-                    meter.total = state.plans[-1][1] if state.plans else plan.steps
-                    meter.at(state.step, self.shown(line))
-
-                rates = self._lower_rates(recipe)
-                code = loop.train(backend, batches, plan, folder, meter.log, advance, self.resume_command, rates)
-        if code == EXIT_DONE and self.mesh.main:
-            spent = f"{state.tokens:,} tokens in {state.seconds:,.0f} s of steps"
-            self.log(f"{participle} on {spent}{result(self.folder)} → {self.folder}")
-            for line in past_its_best(self.folder):
-                self.log(line)
-        return code
-
-    def _lower_rates(self, recipe: Resolved) -> str:
-        """The flag that halves the stage's rates."""
-        if self.stage == "pretrain":  # lr_scale is None in a recipe whose rules use none
-            return f"--optim.lr-scale {(recipe.optim.lr_scale or 0) / 2:.3g}"
-        return f"--{self.stage}.lr-share {getattr(recipe, self.stage).lr_share / 2:.3g}"
-
-    def _has_finished(self) -> bool:
-        """Whether the stage's last event is its end. A process that is killed after the last save leaves none."""
-        events = read_events(self.folder) if self.mesh.main else []
-        return self.mesh.world.broadcast_object(bool(events) and events[-1]["kind"] == "finish")
-
-    def _begin(
-        self, state: TrainState, plan: loop.TrainingPlan, tokenizer: Tokenizer, facts: dict[str, Any] | None
-    ) -> None:
-        """Writes what a new stage begins with: the run's facts and tokenizer, and the weights of another run."""
-        if self.mesh.main and facts:
-            describe_run(self.run_dir, self.machine, self.command, facts)
-            tokenizer.save(self.run_dir.folder / "tokenizer.json")
-        if self.start is not None or plan.keep_step == 0:  # the run never needs the other one again
-            meta = plan.meta | {"state": state.meta(), "kept": plan.keep_step == 0}
-            checkpoint.save(self.folder / "checkpoints", 0, state.slices(), meta, plan.keep, mesh=self.mesh)
-
-    def _resume(self, backend: TorchBackend, plan: loop.TrainingPlan, origin: Origin, changed: Sequence[str]) -> bool:
-        """Restores the newest good checkpoint, if `resume` asks for it. Returns whether there was one."""
-        name, steps = self.run_dir.run, f"{'train' if self.stage == 'pretrain' else self.stage}.steps"
-        state = backend.run
-
-        def check(meta: dict[str, Any], path: Path) -> None:
-            require_same(Origin.of_checkpoint(meta), origin, self.run_dir, self.stage, what=str(path))
-
-        resumed = self.resume and loop.resume(backend, self.folder / "checkpoints", self.log, check)
-        ended = bool(state.plans) and state.step == state.plans[-1][1]
-        if ended and plan.budget_seconds is not None and any(line.startswith("train.minutes") for line in changed):
-            raise ValueError(
-                f"run '{name}' has spent its minutes and ended: train on from its model with `quern pretrain --from "
-                f"{name} --run NAME --train.minutes N`"
-            )
-        if plan.budget_seconds is None and state.step > plan.steps:
-            raise ValueError(
-                f"run '{name}' was {WORDS[self.stage][1]} for {state.step:,} steps, so {steps} {plan.steps:,} is "
-                f"behind it: give more steps, or leave --{steps} out"
-            )
-        if not resumed and self.start is None and (begun := (origin.base or {}).get("run")) is not None:
-            raise ValueError(
-                f"run '{name}' has no checkpoint, not even of run '{begun}', which it began with: remove "
-                f"{self.folder}, and begin again with --from {begun}"
-            )
-        return resumed
 
 
 def describe_run(run_dir: RunDir, machine: Machine, command: str, facts: dict[str, Any]) -> None:

@@ -24,8 +24,8 @@ from quern.stages.session import Session, main_first
 from quern.terminal import counted
 from quern.text.tokenizer import Tokenizer
 from quern.train import manifest
-from quern.train.backend import Evaluator
 from quern.train.state import TrainState, build_state, weights_of
+from quern.train.step import Evaluator, TorchBackend
 from quern.validate import check_rows
 
 VAL_BATCHES = 8
@@ -84,7 +84,7 @@ def _run(asked: Recipe, session: Session) -> int:
     told = f"fine-tuning: {counted(plan.steps, 'step')} on {talked}{_lost(report, recipe)}"
     return replace(session, source=source).train(
         recipe,
-        state,
+        TorchBackend(state, machine, recipe.train.clip_norm, recipe.seed),
         batches,
         plan,
         origin,

@@ -1,7 +1,8 @@
 """The one training loop: for pretraining, fine-tuning and reinforcement learning, in PyTorch and in JAX.
 
-A `Backend` computes. Evaluators, records and progress are passed in. Time is counted in steps only: evaluation, saving
-and the first step after a start, which compiles, are left out.
+A `Backend` computes: PyTorch's is in step.py, JAX's in stages/jax/backend.py. Evaluators, records and progress are
+passed in. Time is counted in steps only: evaluation, saving and the first step after a start, which compiles, are left
+out.
 """
 
 from __future__ import annotations
@@ -13,21 +14,49 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from quern.data.batch import Batch, BatchSource, prefetch
-from quern.mesh import EVALUATING, FIRST_STEP, SAMPLING, TRAINING
+from quern.mesh import EVALUATING, FIRST_STEP, SAMPLING, TRAINING, Mesh
 from quern.model.count import Flops
 from quern.optim.schedule import Multipliers
+from quern.parallel.sharding import Slice
 from quern.records import Records
 from quern.train import checkpoint, manifest, metrics
-from quern.train.backend import Backend, Evaluator
 from quern.train.guard import EXIT_DIVERGED, EXIT_DONE, EXIT_NOT_SAVED, EXIT_STOPPED, Stop
 from quern.train.heartbeat import StragglerDetector
 from quern.train.horizon import Horizon, Plan
 from quern.train.manifest import CheckpointError
 from quern.train.state import Counters
-from quern.train.step import StepResult
+from quern.train.step import Evaluator, StepResult, Told
+
+
+class Backend(Protocol):
+    """The state of a run, and the functions that change it. Each rank takes its part of a batch, by `mesh.data`."""
+
+    @property
+    def run(self) -> Counters: ...
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    # Checks what must hold before the first step.
+    def begin(self) -> None: ...
+
+    # Starts to send this rank's part of a batch to the device, for passes of so many rows.
+    def send(self, batch: Batch, rows: int, flops: Flops) -> Any: ...
+
+    # Takes one step, counts it in `run`, and tells the other ranks, if there are any, some numbers beside it.
+    def step(self, sent: Any, multipliers: Multipliers, tell: Sequence[float]) -> tuple[StepResult, Told]: ...
+
+    # Runs an evaluator, without dropout.
+    def evaluate(self, evaluator: Evaluator) -> dict[str, Any]: ...
+
+    # Returns this rank's slices of the state, for each file that it writes; on the host if they are copied.
+    def save(self, copied: bool) -> list[dict[str, Slice]]: ...
+
+    # Puts the state where a checkpoint left it. Raises an error of Python for one that does not fit.
+    def restore(self, tensors: dict[str, Any], meta: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ its copy and its counts are there when that wait ends. tests/train/test_waits.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +24,13 @@ from quern.mesh import Mesh
 from quern.model.base import loss_sum
 from quern.model.count import Flops
 from quern.optim.schedule import Multipliers
-from quern.train.state import TrainState
+from quern.parallel.sharding import Slice
+from quern.train.state import TrainState, refuse_unequal_replicas
+
+Evaluator = Callable[[Any], dict[str, Any]]
+"""Takes the state, which holds the counters too, and returns values for the log."""
+Told = list[list[float]]
+"""The numbers that each rank told the others with a step, in rank order."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,58 @@ class StepResult:
     positions: int
     flops: Flops
     verdict: str
+
+
+@dataclass
+class TorchBackend:
+    """The loop's `Backend` in PyTorch: a state on a machine. seed: for a model's draws in a step (dropout)."""
+
+    run: TrainState
+    machine: Machine
+    clip_norm: float | None = None
+    seed: int = 0
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.run.optimizer.mesh
+
+    def begin(self) -> None:
+        refuse_unequal_replicas(self.run)
+
+    def send(self, batch: Batch, rows: int, flops: Flops) -> DeviceBatch:
+        return send_batch(batch, self.mesh, self.machine, rows, flops)
+
+    def step(self, sent: DeviceBatch, multipliers: Multipliers, tell: Sequence[float]) -> tuple[StepResult, Told]:
+        heard = self._tell(tell)
+        # A resumed run draws what the uninterrupted one would. Mixed: a CPU reads 32 bits of the seed.
+        facts = self.seed, self.run.step, self.mesh.data.rank
+        torch.manual_seed(int(np.random.SeedSequence(facts).generate_state(1)[0]))
+        result = train_on(self.run, sent, multipliers, self.machine, self.clip_norm)
+        return result, heard()  # the step's wait for the device covers the exchange
+
+    def _tell(self, tell: Sequence[float]) -> Callable[[], Told]:
+        if self.mesh.world.size == 1:
+            return list
+        own = self.machine.send(torch.tensor(tell, dtype=torch.float64))
+        heard = own.new_empty(len(tell) * self.mesh.world.size)
+        self.mesh.world.all_gather(heard, own).wait()
+        return self.machine.read_later(heard.view(self.mesh.world.size, -1))
+
+    def evaluate(self, evaluator: Evaluator) -> dict[str, Any]:
+        self.run.model.eval()
+        try:
+            return evaluator(self.run)
+        finally:
+            self.run.model.train()
+
+    def save(self, copied: bool) -> list[dict[str, Slice]]:
+        slices = {name: part for name, part in self.run.slices().items() if part.saved}
+        for name, part in slices.items() if copied else ():
+            slices[name] = replace(part, tensor=part.tensor.detach().to("cpu", copy=True))
+        return [slices]
+
+    def restore(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
+        self.run.restore(tensors, meta)
 
 
 def train_step(

@@ -22,10 +22,9 @@ from quern.machine import Machine
 from quern.model.base import loss_sum, token_losses
 from quern.model.fp8 import Fp8Linear, use_fp8
 from quern.records import StageFolder, read_metrics
-from quern.train.backend import TorchBackend
 from quern.train.loop import resume, train
 from quern.train.state import TrainState, build_model, weights_of
-from quern.train.step import to_device, train_step
+from quern.train.step import TorchBackend, to_device, train_step
 from tests.laws.table import Law
 from tests.support import fp8_oracle as oracle
 from tests.support.deviation import random

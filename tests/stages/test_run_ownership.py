@@ -336,7 +336,7 @@ def test_who_trains_is_said_of_a_run_that_has_checkpoints_already(runs: Runs, mo
     for verb, flags in (("pretrain", SHAPE), ("sft", SFT)):
         with run_lock(RunDir(runs.folder / "out", "app"), "quern run --run app"):
             runs.refused([f"in use by process {os.getpid()} on ", "(`quern run --run app`)"], verb, *flags)
-        again = f"already: continue with --resume, or {WORDS[verb][2]} with `quern {verb} --from app"
+        again = f"already: continue with --resume, or {WORDS[verb][2].format('app')}"
         runs.refused([again], verb, *flags)
 
 

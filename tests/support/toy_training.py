@@ -14,9 +14,9 @@ from quern.optim.schedule import Multipliers, multipliers
 from quern.recipe import ModelRecipe, OptimRecipe, Resolved, TrainRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
-from quern.train.backend import TorchBackend
 from quern.train.loop import TrainingPlan
 from quern.train.state import TrainState, build_model, build_state
+from quern.train.step import TorchBackend
 from tests.support import models
 
 CPU = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)

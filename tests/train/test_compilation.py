@@ -18,8 +18,8 @@ from quern.recipe import Recipe, Resolved
 from quern.recipes import gpt, llama, unet
 from quern.records import StageFolder
 from quern.train import loop
-from quern.train.backend import TorchBackend
 from quern.train.state import TrainState, build_model, build_state
+from quern.train.step import TorchBackend
 from tests.support.toy_engine import toy_tokenizer
 from tests.support.toy_training import CONTEXT, ROWS, toy_loader, toy_plan, toy_recipe
 

@@ -22,8 +22,8 @@ from quern.machine import Machine
 from quern.mesh import Mesh, alone
 from quern.records import Records
 from quern.train import loop
-from quern.train.backend import TorchBackend
 from quern.train.state import build_model, build_state
+from quern.train.step import TorchBackend
 from tests.support.ranks import Ranks
 from tests.support.toy_training import toy_loader, toy_plan, toy_recipe
 

@@ -20,9 +20,8 @@ from quern.mesh import Mesh, ProcessGroup, alone
 from quern.model.count import Flops
 from quern.optim.schedule import Multipliers
 from quern.parallel.sharding import Slice
-from quern.train.backend import Evaluator, Told
 from quern.train.state import Counters
-from quern.train.step import StepResult
+from quern.train.step import Evaluator, StepResult, Told
 
 
 class Processes(ProcessGroup):

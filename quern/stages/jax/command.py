@@ -7,7 +7,6 @@ is read before the flags. One file can serve all verbs: each verb takes the fiel
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from importlib import import_module
@@ -24,7 +23,7 @@ from quern.recipe import Recipe
 from quern.recipes import chosen_recipe, load_recipe
 from quern.records import find_trackers
 from quern.runs.run_dir import STAGES, RunDir
-from quern.terminal import listed
+from quern.terminal import listed, silent
 from quern.validate import flag, install, nearest
 
 VERBS = {
@@ -167,26 +166,26 @@ def _train(rest: Arguments, log: Callable[[str], None]) -> int:
     recipe, source = chosen_recipe("grug train", rest)
     options = training(rest, recipe)
     _need_jax()
-    import jax
-
     from quern.grug.evaluate import choose_dtype
     from quern.stages.jax import train
+    from quern.stages.jax.backend import processes
 
-    recipe, run_dir = options.recipe, RunDir(options.where.out, options.where.run)
     mesh, dtype = open_mesh(options.where), choose_dtype(options.where.dtype)
-    first = jax.process_index() == 0  # the other processes print and track nothing
-    return train.run(
-        recipe,
-        mesh,
-        run_dir,
-        dtype=dtype,
+    run_dir, ranks = RunDir(options.where.out, options.where.run), processes()  # rank 0 alone prints and tracks
+    stage = train.JaxStage(
+        stage=train.STAGE,
+        run_dir=run_dir,
+        command=rest.command("grug train"),
         resume=options.resume,
-        command=shlex.join(["quern", "grug", "train", *rest]),
-        log=log if first else lambda line: None,
         source=source,
-        trackers=find_trackers(options.track if first else ()),
+        log=log if ranks.main else silent,
+        trackers=find_trackers(options.track if ranks.main else ()),
+        mesh=ranks,
         named=set(rest.given),
+        go_on=f"quern grug train --resume {run_dir.flags}",
+        shown=train.loss_and_perplexity,
     )
+    return train.run(options.recipe, mesh, stage, dtype=dtype)
 
 
 def training(arguments: Arguments, recipe: Recipe) -> JaxTrainOptions:

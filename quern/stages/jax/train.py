@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from quern.data.batch import Batches
 from quern.field_types import code_path
 from quern.grug.evaluate import flops_per_token, measure_peak_flops, validate
 from quern.grug.mesh import batch_shards, check_model_axis, check_rows, first_process_first
@@ -25,7 +24,7 @@ from quern.grug.state import Grug, StepConfig, init_state, step_config
 from quern.model.count import Flops
 from quern.recipe import Recipe, Resolved
 from quern.recipes import gpt
-from quern.records import MakeTracker, Records, git_hash
+from quern.records import git_hash
 from quern.resolve import resolve
 from quern.runs.origin import (
     FILE,
@@ -38,18 +37,17 @@ from quern.runs.origin import (
 )
 from quern.runs.public_data import with_shards
 from quern.runs.run_dir import RunDir
-from quern.runs.run_lock import run_lock
 from quern.runs.training import fit_to_text, make_batches
-from quern.stages.jax.backend import JaxBackend, JaxRun, arrays_of, processes
+from quern.stages.jax.backend import JaxBackend, JaxRun, arrays_of
 from quern.stages.open_data import data_of_run, open_data
 from quern.stages.prepare import Prepared, fit_vocabulary, own_megabytes, prepare
-from quern.stages.session import loss_and_speed, open_folder, result
+from quern.stages.session import Stage, loss_and_speed
 from quern.temporaries import write_whole
-from quern.terminal import Meter, counted
+from quern.terminal import counted
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint, loop, manifest
-from quern.train.backend import Evaluator
-from quern.train.guard import EXIT_DONE, Guard
+from quern.train.guard import Guard
+from quern.train.step import Evaluator
 from quern.validate import check_body
 
 STAGE = "grug"
@@ -66,118 +64,81 @@ class LoadedJax:
     tokenizer: Tokenizer
 
 
-def run(
-    asked: Recipe,
-    mesh: Mesh,
-    run_dir: RunDir,
-    *,
-    dtype: str,
-    resume: bool,
-    command: str,
-    log: Callable[[str], None],
-    source: str | None = None,
-    trackers: Sequence[MakeTracker] = (),
-    named: Collection[str] = (),
-) -> int:
+class JaxStage(Stage):
+    """One call of the stage. Its ranks are the processes of JAX."""
+
+    def main_first(self) -> AbstractContextManager[None]:
+        return first_process_first()
+
+
+def run(asked: Recipe, mesh: Mesh, stage: JaxStage, *, dtype: str) -> int:
     """Trains to the recipe's horizon and returns an exit code of `train.guard`. Every process of the mesh calls this.
-    asked: the `gpt` recipe or one whose `make_model` is a `Grug`; dtype: of weights and activations in a step; source:
-    the text of the recipe's own file; named: fields that the user named. Raises ValueError, on every process, if the
-    run exists and `resume` is false, or its recipe, text or tokenizer differs, or the recipe does not fit the mesh."""
-    path, ranks, core = run_dir.stage(STAGE), processes(), core_of(asked)
-    asked = with_absolute_paths(asked)
+
+    Args:
+        asked: The `gpt` recipe, or one whose `make_model` is a `Grug`.
+        mesh: The devices.
+        stage: Where, and how the command was given.
+        dtype: Of weights and activations in a step.
+
+    Raises:
+        ValueError: On every process, the run exists and `resume` is false, or its recipe, text or tokenizer differs, or
+            the recipe does not fit the mesh.
+    """
+    run_dir, path = stage.run_dir, stage.folder
+    core, asked = core_of(asked), with_absolute_paths(asked)
     recipe = resolve(fit_vocabulary(asked, own_megabytes(asked, run_dir.out)))
     check_model_axis(recipe.model, mesh)
-    with _held(run_dir, ranks.main, command, resume), jax.set_mesh(mesh):
-        began = read_origin(path) if resume and (path / FILE).exists() else None  # an imported model has none
-        recipe, prepared = _with_text(recipe, began, run_dir, named, log)
+    with stage.opened(), jax.set_mesh(mesh):
+        began = read_origin(path) if stage.resume and (path / FILE).exists() else None  # an imported model has none
+        recipe, prepared = _with_text(recipe, began, stage)
         check_rows(mesh, recipe.micro_batch_rows)
-        mark = source_digest(source) or (began and began.source)
+        mark = source_digest(stage.source) or (began and began.source)
         origin = replace(prepared.origin, recipe=recipe.to_json(), source=mark)
         changed = compare(began, origin, run_dir, STAGE)
-        if ranks.main and began is None:
-            run_dir.folder.mkdir(parents=True, exist_ok=True)
-            prepared.tokenizer.save(run_dir.folder / "tokenizer.json")
         cfg = step_config(recipe, dtype, core)
-        with open_folder(path, origin, source, trackers, ranks) as folder:
-            if ranks.main:
-                _write_facts(path, cfg, mesh, command)
-            backend = JaxBackend(fresh_run(recipe, cfg, mesh), ranks)
-            resumed = resume and loop.resume(backend, path / "checkpoints", log)
-            for line in (*changed, *([f"resumed at step {backend.run.step:,}"] if resumed else ())):
-                log(line)
-            plan = _validated_plan(recipe, cfg, prepared, mesh, origin)
-            steps = f"{counted(plan.steps, 'step')} of {recipe.train.batch_tokens:,} tokens"
-            log(f"training: {steps} in {dtype} on {describe(mesh)}")
-            return _train(backend, make_batches(recipe, prepared.train), plan, folder, run_dir, recipe, log)
+        if stage.mesh.main:
+            _write_facts(path, cfg, mesh, stage.command)
+        evaluators = [(recipe.train.eval_every, lambda run: validate_run(run, recipe, prepared, mesh))]
+        plan = replace(
+            make_plan(recipe, cfg, evaluators),
+            save_every=recipe.train.save_every,
+            peak_flops=measure_peak_flops(cfg.dtype, mesh),
+            meta=origin.meta(),
+        )
+        steps = f"{counted(plan.steps, 'step')} of {recipe.train.batch_tokens:,} tokens"
+        return stage.train(
+            recipe,
+            JaxBackend(fresh_run(recipe, cfg, mesh), stage.mesh),
+            make_batches(recipe, prepared.train),
+            plan,
+            origin,
+            prepared.tokenizer,
+            changed=changed,
+            lines=[f"training: {steps} in {dtype} on {describe(mesh)}"],
+            facts={} if began is None else None,
+        )
 
 
-@contextmanager
-def _held(run_dir: RunDir, main: bool, command: str, resume: bool) -> Iterator[None]:
-    """Holds the run's lock on process 0. Raises ValueError for a run that has been trained, unless it is resumed."""
-    with ExitStack() as stack:
-        with first_process_first():
-            if main:
-                stack.enter_context(run_lock(run_dir, command))
-            if manifest.steps(run_dir.checkpoints(STAGE)) and not resume:
-                raise ValueError(
-                    f"run '{run_dir.run}' has been trained already: continue with --resume, or name another with --run"
-                )
-        yield
+def loss_and_perplexity(line: dict[str, Any]) -> str:
+    """Describes a step on the progress line."""
+    return f"{loss_and_speed(line)}, perplexity {math.exp(min(line['loss'], 700)):,.1f}"  # e^710 exceeds a float
 
 
-def _with_text(
-    recipe: Resolved, began: Origin | None, run_dir: RunDir, named: Collection[str], log: Callable[[str], None]
-) -> tuple[Resolved, Prepared]:
+def _with_text(recipe: Resolved, began: Origin | None, stage: JaxStage) -> tuple[Resolved, Prepared]:
     """The recipe fitted to its text, which process 0 prepares: the run's own, unless the user names another."""
+    run_dir, named, log = stage.run_dir, stage.named, stage.log
     if began is not None:
         body = began.recipe
         check_body(body)
         recipe = replace(recipe, **{name: body[name] for name in OF_TEXT if name not in named and name in body})
         recipe = replace(recipe, model=replace(recipe.model, vocab_size=body["model"]["vocab_size"]))
-    with first_process_first():  # the other processes find it prepared
+    with stage.main_first():  # the other processes find it prepared
         if began is not None:
             prepared = open_data(recipe, run_dir, began, log, named=bool({*OF_TEXT} & set(named)))
         else:
             prepared = prepare(recipe, run_dir.out, log)
             refuse_second_tokenizer(run_dir, prepared.tokenizer)
     return fit_to_text(with_shards(recipe, prepared.public), prepared.tokenizer, prepared.train), prepared
-
-
-def _train(
-    backend: JaxBackend,
-    batches: Batches,
-    plan: loop.TrainingPlan,
-    folder: Records,
-    run_dir: RunDir,
-    recipe: Resolved,
-    log: Callable[[str], None],
-) -> int:
-    """Runs the loop with its progress line, and returns its exit code."""
-    run = backend.run
-    with Meter("training", plan.steps, "steps", silent=not backend.mesh.main, keeps=True) as meter:
-
-        def advance(line: dict[str, Any]) -> None:
-            perplexity = math.exp(min(line["loss"], 700))  # e^710 exceeds a float
-            meter.at(run.step, f"{loss_and_speed(line)}, perplexity {perplexity:,.1f}")
-
-        go_on, rates = f"quern grug train --resume {run_dir.flags}", (recipe.optim.lr_scale or 0) / 2
-        code = loop.train(backend, batches, plan, folder, meter.log, advance, go_on, f"--optim.lr-scale {rates:.3g}")
-    if code == EXIT_DONE:
-        spent = f"{run.tokens:,} tokens in {run.seconds:,.0f} s of steps"
-        log(f"trained on {spent}{result(folder.path)} → {folder.path}")
-    return code
-
-
-def _validated_plan(
-    recipe: Resolved, cfg: StepConfig, prepared: Prepared, mesh: Mesh, origin: Origin
-) -> loop.TrainingPlan:
-    """The plan of the loop, with the run's validation and its saves."""
-    return replace(
-        make_plan(recipe, cfg, [(recipe.train.eval_every, lambda run: validate_run(run, recipe, prepared, mesh))]),
-        save_every=recipe.train.save_every,
-        peak_flops=measure_peak_flops(cfg.dtype, mesh),
-        meta=origin.meta(),
-    )
 
 
 def fresh_run(recipe: Resolved, cfg: StepConfig, mesh: Mesh) -> JaxRun:
