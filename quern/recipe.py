@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, Any, Never, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Never, Self, TypeAlias, TypeVar
 
 from annotated_types import Interval
 
@@ -176,8 +176,8 @@ class TrainRecipe(Generic[Gap]):
     """Rate at the end of the warm-down, as a share of the peak."""
     clip_norm: Annotated[float, Interval(gt=0, le=1e9), "leave it out for no clipping"] | None = None
     """Global gradient norm to clip to; off by default, since it measured as no help."""
-    packing: str = "best-fit"
-    """best-fit, greedy-crop, greedy-pad or first-fit-decreasing; stream cuts rows from documents put end to end."""
+    packing: Literal["best-fit", "greedy-crop", "greedy-pad", "first-fit-decreasing", "stream"] = "best-fit"
+    """How documents fill rows; stream cuts rows from documents put end to end."""
     log_every: Count = 10
     """Steps between lines of the log."""
     eval_every: Count | Gap = FOLLOWS
@@ -190,14 +190,14 @@ class TrainRecipe(Generic[Gap]):
     """Copy the state and go on training while it is written; takes the memory of masters and moments once more."""
     max_skips: Annotated[int, Interval(ge=0, le=10**6)] = 10
     """Non-finite steps in a row before the run stops."""
-    fp8: str = "off"
-    """off, head or all: which matrix products are in FP8 in training; evaluation and generation keep the dtype."""
+    fp8: Literal["off", "head", "all"] = "off"
+    """Which matrix products are in FP8 in training; evaluation and generation keep the dtype."""
     recompute: Annotated[int, Interval(ge=0, le=1000)] = 0
     """The first so many blocks run again in the backward pass: less memory, more time, the same numbers."""
-    optimizer_memory: str = "device"
-    """device or cpu: where masters and moments are kept; from the CPU, those of a bucket visit a GPU for its update."""
-    grad_dtype: str = "compute"
-    """compute or fp32: the dtype in which gradients are summed over micro-batches, steps and ranks."""
+    optimizer_memory: Literal["device", "cpu"] = "device"
+    """Where masters and moments are kept; from the CPU, those of a bucket visit a GPU for its update."""
+    grad_dtype: Literal["compute", "fp32"] = "compute"
+    """The dtype in which gradients are summed over micro-batches, steps and ranks."""
 
 
 OPERATIONAL = frozenset(
@@ -227,8 +227,8 @@ class SftRecipe:
     """Share of sqrt(batch / 2^19) that multiplies every peak rate."""
     warmdown_share: Share = 1.0
     """The rate falls over this share of the steps, the last ones, to nothing."""
-    too_long: str = "crop"
-    """A conversation longer than the context is cropped or dropped: crop or drop."""
+    too_long: Literal["crop", "drop"] = "crop"
+    """Whether a conversation longer than the context is cropped or dropped."""
     tests: str | None = None
     """A folder of test files (.jsonl, .json, .parquet) of tasks: a conversation with one of their questions is refused.
     Files with "train" in their name are not read."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection
 from dataclasses import fields
-from typing import Any, TypedDict, get_args, get_origin
+from typing import Any, Literal, TypedDict, get_args, get_origin
 
 from quern.field_types import UNIONS, Deferred, annotations_of, refuse_outside
 from quern.recipe import PARTS, ConversationSource, Recipe, ResolvedModel, SftRecipe, TrainRecipe
@@ -23,13 +23,6 @@ RecipeBody: Any = TypedDict(
 """The fields of `Recipe.to_json`."""
 KINDS = {str: "a text", bool: "true or false"}
 """Types of fields, and their names in messages."""
-CHOICES = {
-    "train.packing": ("best-fit", "greedy-crop", "greedy-pad", "first-fit-decreasing", "stream"),
-    "train.fp8": ("off", "head", "all"),
-    "train.grad_dtype": ("compute", "fp32"),
-    "train.optimizer_memory": ("device", "cpu"),
-    "sft.too_long": ("crop", "drop"),
-}
 
 NEAREST, ALIKE = 3, 0.65
 """The most suggestions for an unknown name, and the least similarity (difflib's ratio) of a suggestion."""
@@ -82,10 +75,6 @@ def check(recipe: Recipe) -> None:
     )
     _refuse(not recipe.text.column, "text.column is empty: name the column or the key that holds the text")
     _refuse(not recipe.text.split, "text.split is empty: name a split of the data set, such as train")
-    for name, choices in CHOICES.items():
-        part, _, field = name.partition(".")
-        value = getattr(getattr(recipe, part), field)
-        _refuse(value not in choices, f"{flag(name)} must be one of {', '.join(choices)}, not {value}")
 
 
 def is_encoding(name: str) -> bool:
@@ -127,7 +116,7 @@ def annotation_of(name: str) -> Any:
 
 
 def _check_fields(part: Any, prefix: str) -> None:
-    """Checks the type and the range of every field. part: a recipe or a part of one."""
+    """Checks the type, the range and the choices of every field. part: a recipe or a part of one."""
     for own, kind in annotations_of(type(part)).items():
         name, value, kinds = prefix + own, getattr(part, own), get_args(kind) if get_origin(kind) in UNIONS else (kind,)
         if value is None and type(None) in kinds:
@@ -135,6 +124,9 @@ def _check_fields(part: Any, prefix: str) -> None:
         refuse_outside(kind, value, flag(name))
         if kinds[0] in KINDS:
             _refuse(not isinstance(value, kinds[0]), f"{flag(name)} must be {KINDS[kinds[0]]}, not {value!r}")
+        if get_origin(kinds[0]) is Literal:
+            choices = get_args(kinds[0])
+            _refuse(value not in choices, f"{flag(name)} must be one of {', '.join(choices)}, not {value}")
 
 
 def _check_sources(recipe: Recipe) -> None:

@@ -89,14 +89,26 @@ def load(
         FileNotFoundError: There is no checkpoint; the message names the command to run first.
         CheckpointError: All checkpoints of the stage are damaged.
     """
-    name = run_dir.require_trained(stage)[-1]
-    tokenizer = run_dir.tokenizer()
-    with waiting(f"the disk to read {run_dir.checkpoints(name)}", log=log):
-        start = open_checkpoint(run_dir, name, pick(run_dir, name, NEWEST, log), callables)
-    trained = replace(start.origin, tokenizer=start.meta["tokenizer"])
-    require_same(trained, replace(trained, tokenizer=tokenizer.fingerprint), run_dir, name)
+    start, tokenizer = open_newest(run_dir, run_dir.require_trained(stage)[-1], log, callables)
     model = build_model(start.recipe, machine, None, weights_of(start.tensors))
-    return LoadedModel(model.eval(), tokenizer, start.recipe, name, start.meta["state"]["step"])
+    return LoadedModel(model.eval(), tokenizer, start.recipe, start.stage, start.meta["state"]["step"])
+
+
+def open_newest(
+    run_dir: RunDir, stage: str, log: Callable[[str], None], callables: Code = None
+) -> tuple[Start, Tokenizer]:
+    """Loads the newest intact checkpoint of a stage, and the run's tokenizer, which must be the checkpoint's.
+
+    Raises:
+        CheckpointError: All checkpoints of the stage are damaged.
+        ValueError: The tokenizer is another one.
+    """
+    tokenizer = run_dir.tokenizer()
+    with waiting(f"the disk to read {run_dir.checkpoints(stage)}", log=log):
+        start = open_checkpoint(run_dir, stage, pick(run_dir, stage, NEWEST, log), callables)
+    trained = replace(start.origin, tokenizer=start.meta["tokenizer"])
+    require_same(trained, replace(trained, tokenizer=tokenizer.fingerprint), run_dir, stage)
+    return start, tokenizer
 
 
 def read_start(run_dir: RunDir, stages: Sequence[str], at: str, log: Callable[[str], None], callables: Code) -> Start:

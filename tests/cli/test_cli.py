@@ -214,7 +214,7 @@ prepare his → there is no recipe 'his': use gpt, llama, llama_adamw, unet, or 
 export --run r → ^quern export: --dir is missing: see quern export --help$
 chat -p → -p takes a value: none was given
 pretrain --device tpu → ^quern pretrain: --device takes one of cpu, cuda, mps, not 'tpu'$
-pretrain --train.packing bestfit --no-compile → must be one of best-fit, greedy-crop, greedy-pad
+pretrain --train.packing bestfit --no-compile → takes one of best-fit, greedy-crop, greedy-pad
 pretrain --depth 0 --no-compile → ^quern pretrain: --depth must be a whole number between 1 and 1,000, not 0$
 pretrain --run a/b --no-compile → 'a/b' cannot name a run: use letters, digits, dots, dashes
 prepare --data no/such/file → --data no/such/file: there is no such file, folder or data set; use tinyworld

@@ -101,15 +101,23 @@ class JaxBackend:
 def arrays_of(tensors: Mapping[str, torch.Tensor], like: Any, devices: Devices) -> Any:
     """Places a checkpoint's whole tensors, by name, on a mesh, `like` a pytree of arrays or `jax.ShapeDtypeStruct`.
     Raises ValueError for the tensors of another state."""
-    expected = {_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(like)}
-    if wrong := sorted(name for name, _ in expected.items() ^ {n: tuple(t.shape) for n, t in tensors.items()}.items()):
-        raise ValueError(f"the checkpoint is of another model: {wrong[0]} is missing or has another shape")
+    refuse_unlike(tensors, {_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(like)})
 
     def one(path: Any, leaf: Any) -> jax.Array:
         spec = P() if leaf.sharding is None else leaf.sharding.spec  # tracing omits that of replicated arrays
         return place(tensors[_name(path)].numpy(), spec, devices)
 
     return jax.tree_util.tree_map_with_path(one, like)
+
+
+def refuse_unlike(tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises ValueError, which names one, for tensors that have not these names and shapes."""
+    found = {name: tuple(one.shape) for name, one in tensors.items()}
+    if wrong := sorted(name for name, _ in shapes.items() ^ found.items()):
+        raise ValueError(
+            f"these weights are another model's: {wrong[0]} has shape {found.get(wrong[0], 'none')} instead of "
+            f"{shapes.get(wrong[0], 'none')}"
+        )
 
 
 def _name(path: Any) -> str:

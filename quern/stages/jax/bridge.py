@@ -7,7 +7,7 @@ inputs) in fp32, so the bridge only renames parameters, and a round trip changes
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,12 @@ from safetensors.numpy import save
 from quern.grug.mesh import place
 from quern.grug.model import JaxBlock, Params, layout
 from quern.grug.state import Grug, state_of, step_config
-from quern.recipe import Resolved, ResolvedModel
-from quern.recipes.gpt import RECIPE
-from quern.runs.load import pick
+from quern.recipe import ResolvedModel
+from quern.runs.load import open_newest
 from quern.runs.origin import Origin
-from quern.runs.run_dir import NEWEST, STAGES, RunDir
-from quern.stages.jax.backend import JaxBackend, JaxRun, processes
-from quern.stages.jax.train import STAGE, load
+from quern.runs.run_dir import RunDir
+from quern.stages.jax.backend import JaxBackend, JaxRun, processes, refuse_unlike
+from quern.stages.jax.train import STAGE, core_of, load
 from quern.temporaries import whole_file
 from quern.train import checkpoint, manifest
 from quern.train.guard import Guard
@@ -65,26 +64,17 @@ def to_torch(params: Params) -> dict[str, np.ndarray]:
 
 
 def from_torch(tensors: Mapping[str, np.ndarray], cfg: ResolvedModel, mesh: Mesh) -> Params:
-    """Converts arrays, by their names in the PyTorch model, into parameters on the mesh. Raises ValueError naming those
-    that are missing, unknown or of another shape."""
+    """Converts arrays, by their names in the PyTorch model, into parameters on the mesh. Raises ValueError naming one
+    that is missing, unknown or of another shape."""
     shapes = layout(cfg, mesh)
     names = torch_names(shapes)
-    expected = dict(zip(jax.tree.leaves(names), jax.tree.leaves(shapes), strict=True))
-    if problems := list(_problems(expected, tensors)):
-        raise ValueError(f"these weights do not fit the recipe's model: {'; '.join(problems[:5])}")
+    expected = {name: leaf.shape for name, leaf in zip(jax.tree.leaves(names), jax.tree.leaves(shapes), strict=True)}
+    refuse_unlike(tensors, expected)
 
     def one(name: str, shape: jax.ShapeDtypeStruct) -> jax.Array:
         return place(np.asarray(tensors[name], dtype=np.float32), shape.sharding.spec, mesh)  # type: ignore[union-attr]
 
     return jax.tree.map(one, names, shapes)
-
-
-def _problems(expected: Mapping[str, Any], found: Mapping[str, np.ndarray]) -> Iterator[str]:
-    yield from (f"{name} is missing" for name in expected.keys() - found.keys())
-    yield from (f"{name} is unknown" for name in found.keys() - expected.keys())
-    for name in expected.keys() & found.keys():
-        if found[name].shape != expected[name].shape:
-            yield f"{name} is {found[name].shape}, not {expected[name].shape}"
 
 
 def write_weights(path: Path, tensors: Mapping[str, np.ndarray], facts: dict[str, Any]) -> None:
@@ -128,30 +118,16 @@ def bring_over(run_dir: RunDir, mesh: Mesh, stage: str | None, log: Callable[[st
     target = run_dir.checkpoints(STAGE)
     if manifest.steps(target):
         raise ValueError(f"run '{run_dir.run}' has a JAX model already: move {run_dir.stage(STAGE)} away first")
-    trained = [name for name in ([stage] if stage else STAGES) if run_dir.has_trained(name)]
-    if not trained:
-        raise FileNotFoundError(run_dir.has_no("PyTorch model", "pretrain"))
-    tensors, meta = checkpoint.load(pick(run_dir, trained[-1], NEWEST, log), verified=True)
-    recipe = _gpt_recipe(meta["recipe"])
+    start, tokenizer = open_newest(run_dir, run_dir.require_trained(stage)[-1], log)
+    recipe, core = start.recipe, core_of(start.recipe)
     with jax.set_mesh(mesh):
-        weights = {name: tensor.float().numpy() for name, tensor in weights_of(tensors).items()}
-        cfg = step_config(recipe, "float32")
+        weights = {name: tensor.float().numpy() for name, tensor in weights_of(start.tensors).items()}
+        cfg = step_config(recipe, "float32", core)
         arrays = state_of(from_torch(weights, recipe.model, mesh), jax.random.key(recipe.seed), cfg)
-    run = JaxRun(arrays, cfg, mesh, guard=Guard(0), step=meta["state"]["step"], tokens=meta["state"]["tokens"])
-    meta = Origin(run_dir.tokenizer().fingerprint, recipe=recipe.to_json()).meta() | {"state": run.meta()}
+    known = start.meta["state"]
+    run = JaxRun(arrays, cfg, mesh, guard=Guard(0), step=known["step"], tokens=known["tokens"])
+    meta = Origin(tokenizer.fingerprint, recipe=recipe.to_json()).meta() | {"state": run.meta()}
     ranks = processes()
     checkpoint.save(target, run.step, JaxBackend(run, ranks).save(copied=True), meta, recipe.train.keep, ranks)
-    log(f"imported step {run.step:,} of {trained[-1]} → {target}")
+    log(f"imported step {run.step:,} of {start.stage} → {target}")
     return target
-
-
-def _gpt_recipe(body: dict[str, Any]) -> Resolved:
-    """Reads a saved recipe. Raises ValueError unless its callables are those of the `gpt` recipe."""
-    expected = RECIPE.to_json()
-    for field in expected:
-        if field.startswith("make_") and body.get(field) != expected[field]:
-            raise ValueError(
-                f"the JAX twin computes the `gpt` recipe only, and this one has {field} = {body.get(field)}: train it "
-                "with `quern pretrain`, or copy the core into a file of your own (docs/grug.md)"
-            )
-    return Resolved.from_json(body)

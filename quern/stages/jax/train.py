@@ -26,6 +26,7 @@ from quern.recipe import Recipe, Resolved
 from quern.recipes import gpt
 from quern.records import git_hash
 from quern.resolve import resolve
+from quern.runs.load import open_newest
 from quern.runs.origin import (
     FILE,
     Origin,
@@ -45,7 +46,7 @@ from quern.stages.session import Stage, loss_and_speed
 from quern.temporaries import write_whole
 from quern.terminal import counted
 from quern.text.tokenizer import Tokenizer
-from quern.train import checkpoint, loop, manifest
+from quern.train import loop
 from quern.train.guard import Guard
 from quern.train.step import Evaluator
 from quern.validate import check_body
@@ -183,24 +184,15 @@ def evaluate(run_dir: RunDir, mesh: Mesh, *, dtype: str, log: Callable[[str], No
 def load(run_dir: RunDir, mesh: Mesh, dtype: str, log: Callable[[str], None]) -> LoadedJax:
     """Loads the run's newest good JAX state, sharded over the mesh. Raises FileNotFoundError without one, ValueError if
     another tokenizer than the run's trained it."""
-    tokenizer = run_dir.tokenizer()
-    found = manifest.latest(run_dir.checkpoints(STAGE), log)
-    if found is None:
-        raise FileNotFoundError(
-            f"run '{run_dir.run}' has no JAX model under {run_dir.out}: make one with `quern grug train`, or bring a "
-            "PyTorch one over with `quern grug import`"
-        )
-    path, meta = found[0], found[1]["meta"]
-    if meta["tokenizer"] != tokenizer.fingerprint:
-        raise ValueError(f"{path} was trained with another tokenizer than {run_dir.folder / 'tokenizer.json'}")
-    origin = read_origin(run_dir.stage(STAGE))
-    recipe = run_dir.read_recipe(meta["recipe"], STAGE, origin and origin.source)
+    if not run_dir.has_trained(STAGE):
+        raise FileNotFoundError(run_dir.has_no("JAX model", "grug train"))
+    start, tokenizer = open_newest(run_dir, STAGE, log)
+    recipe = start.recipe
     cfg = step_config(recipe, dtype, core_of(recipe))
-    tensors, _ = checkpoint.load(path, verified=True)
     with jax.set_mesh(mesh):
-        arrays = arrays_of(tensors, jax.eval_shape(lambda: init_state(recipe.seed, cfg)), mesh)
+        arrays = arrays_of(start.tensors, jax.eval_shape(lambda: init_state(recipe.seed, cfg)), mesh)
     run = JaxRun(arrays, cfg, mesh, guard=Guard(recipe.train.max_skips))
-    run.count_from(meta["state"])
+    run.count_from(start.meta["state"])
     return LoadedJax(run, recipe, tokenizer)
 
 
