@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ class JaxTrainer(Trainer):
             for group, size in group_sizes(cfg).items():
                 kinds[group if group in KINDS else "scalars"] += size
             run, plan = fresh_run(recipe, cfg, self._mesh), make_plan(recipe, cfg, [(every, evaluate)])
+            plan = replace(plan, save_every=None)
             batches, folder = make_batches(recipe, prepared.train), Records(self.out)
             backend = JaxBackend(run, processes())
             code = loop.train(backend, batches, plan, folder, self.log, lambda line: on_step(run.step, run.seconds))

@@ -20,7 +20,7 @@ from quern.recipe import Recipe, Resolved
 from quern.records import Records
 from quern.resolve import resolve
 from quern.runs.public_data import shards_used
-from quern.runs.training import fit_to_text, make_batches, set_up_training, validation
+from quern.runs.training import fit_to_text, make_batches, plan_of, set_up_training, validation
 from quern.stages.prepare import Prepared, prepare
 from quern.terminal import silent
 from quern.text.tokenizer import Tokenizer
@@ -149,17 +149,8 @@ class Trainer:
         def evaluate(state: TrainState) -> dict[str, Any]:
             return note(state, score(state))
 
-        plan = loop.TrainingPlan(
-            steps=recipe.train.steps,
-            schedule=recipe.make_schedule(recipe.train),
-            micro_batch_rows=recipe.micro_batch_rows,
-            log_every=recipe.train.steps,
-            save_every=None,
-            keep=1,
-            flops=flop_counter(recipe),
-            peak_flops=math.inf,
-            evaluators=[(every, evaluate)],
-        )
+        plan = plan_of(recipe, flop_counter(recipe), [(every, evaluate)])
+        plan = replace(plan, log_every=plan.steps, save_every=None)
         try:
             batches = make_batches(recipe, prepared.train)
             backend = TorchBackend(state, self.machine, recipe.train.clip_norm, recipe.seed)

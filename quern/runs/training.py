@@ -5,7 +5,8 @@ Pretraining, fine-tuning, the JAX stage and the lab's trials all take them from 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -23,7 +24,7 @@ from quern.field_types import imported
 from quern.machine import Machine
 from quern.mesh import Mesh, ProcessGroup
 from quern.model.base import LanguageModel
-from quern.model.count import count, flop_counter
+from quern.model.count import Flops, count, flop_counter
 from quern.model.fp8 import use_fp8
 from quern.model.recompute import recompute
 from quern.optim.schedule import Multipliers, multipliers
@@ -31,6 +32,7 @@ from quern.parallel.plan import shard_model
 from quern.recipe import Resolved
 from quern.resolve import table_decay_rule
 from quern.text.tokenizer import Tokenizer
+from quern.train.loop import TrainingPlan
 from quern.train.state import TrainState, build_model, compile_model
 from quern.train.step import Evaluator
 
@@ -90,6 +92,29 @@ def ready_model(
     facts = {"model": model_facts(recipe, model, machine)}
     shard_model(model, mesh)
     return model, facts | set_up_training(recipe, model, tokenizer, machine, log, compiled=compiled)
+
+
+def plan_of(
+    recipe: Resolved, flops: Callable[[Batch, float], Flops], evaluators: Sequence[tuple[int, Evaluator]]
+) -> TrainingPlan:
+    """The settings of the loop that a recipe has, for a machine whose speed is not known.
+
+    Args:
+        flops, evaluators: As in `TrainingPlan`.
+    """
+    train = recipe.train
+    return TrainingPlan(
+        steps=train.steps,
+        schedule=recipe.make_schedule(train),
+        micro_batch_rows=recipe.micro_batch_rows,
+        log_every=train.log_every,
+        save_every=train.save_every,
+        keep=train.keep,
+        save_in_background=train.save_in_background,
+        flops=flops,
+        peak_flops=math.inf,
+        evaluators=evaluators,
+    )
 
 
 def precision_of(facts: dict[str, Any]) -> dict[str, Any]:

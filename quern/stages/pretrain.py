@@ -136,14 +136,9 @@ def _plan(
 ) -> loop.TrainingPlan:
     """The settings of the loop. A resumed run repeats the plans of its steps, unless its minutes changed."""
     before_warmdown = round((1 - recipe.train.warmdown_share) * recipe.train.steps)
-    plan = session.plan(
-        recipe,
-        origin,
-        steps=recipe.train.steps,
-        schedule=recipe.make_schedule(recipe.train),
-        evaluator=validation(recipe, prepared.tokenizer, prepared.val, session.machine),
-        keep_step=before_warmdown if 0 < before_warmdown < recipe.train.steps else None,
-    )
+    evaluator = validation(recipe, prepared.tokenizer, prepared.val, session.machine)
+    keep_step = before_warmdown if 0 < before_warmdown < recipe.train.steps else None
+    plan = session.plan(recipe, origin, evaluator, keep_step=keep_step)
     if recipe.train.minutes is None:
         return plan
     repeats = session.resume and not any(line.startswith("train.minutes") for line in changed)

@@ -85,19 +85,20 @@ def _run(asked: Recipe, session: Session) -> int:
         kept_steps=lambda: manifest.steps(run_dir.checkpoints("rl")),
         shards=mesh.model,
     )
-    plan = session.plan(
-        recipe,
-        origin,
-        steps=recipe.rl.steps,
-        schedule=rates_fall(recipe.rl.steps, recipe.rl.warmdown_share),
-        evaluator=validation(rollouts, mesh),
-        keep_step=0,  # the divergence from the first weights is measured to the end
-    )
 
     def tally(state: TrainState) -> dict[str, float]:
         return rollouts.tally.means(_reduced(list(rollouts.tally.sums.values()), mesh, machine))
 
-    plan = replace(plan, evaluators=[(1, tally), *plan.evaluators], row_tokens=recipe.model.context)
+    plan = session.plan(
+        recipe,
+        origin,
+        validation(rollouts, mesh),
+        steps=recipe.rl.steps,
+        schedule=rates_fall(recipe.rl.steps, recipe.rl.warmdown_share),
+        keep_step=0,  # the divergence from the first weights is measured to the end
+        row_tokens=recipe.model.context,
+    )
+    plan = replace(plan, evaluators=[(1, tally), *plan.evaluators])
     replies = recipe.rl.groups * recipe.rl.samples
     told = (
         f"reinforcement learning: {counted(plan.steps, 'step')} of {replies} replies to {recipe.rl.groups} questions "

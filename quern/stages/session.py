@@ -21,7 +21,6 @@ from quern.data.batch import BatchSource
 from quern.machine import Machine, measure_peak_flops
 from quern.mesh import FOR_MAIN, Mesh, PeersLostError, alone
 from quern.model.count import flop_counter
-from quern.optim.schedule import Multipliers
 from quern.process import to_stderr, waiting
 from quern.recipe import Recipe, Resolved
 from quern.records import MakeTracker, Records, StageFolder, git_hash, read_events, read_metrics
@@ -29,6 +28,7 @@ from quern.runs.load import Start, read_start
 from quern.runs.origin import FILE, Origin, read_origin, refuse_second_tokenizer, require_same
 from quern.runs.run_dir import NEWEST, STAGES, RunDir, refuse_unwritable
 from quern.runs.run_lock import run_lock
+from quern.runs.training import plan_of
 from quern.runs.trust import trust
 from quern.temporaries import write_whole
 from quern.terminal import Meter, counted, silent
@@ -298,32 +298,11 @@ class Session(Stage):
         require_same(origin, replace(origin, tokenizer=tokenizer.fingerprint), run_dir, self.stage)
         return origin, run_dir.read_recipe(origin.recipe, self.stage, origin.source, callables), tokenizer, None
 
-    def plan(
-        self,
-        recipe: Resolved,
-        origin: Origin,
-        *,
-        steps: int,
-        schedule: Callable[[float], Multipliers],
-        evaluator: Evaluator,
-        keep_step: int | None = None,
-    ) -> loop.TrainingPlan:
-        """Collects the settings of the loop. keep_step: 0 keeps the weights that the stage begins with."""
-        train = recipe.train
-        return loop.TrainingPlan(
-            steps=steps,
-            schedule=schedule,
-            micro_batch_rows=recipe.micro_batch_rows,
-            log_every=train.log_every,
-            save_every=train.save_every,
-            keep=train.keep,
-            save_in_background=train.save_in_background,
-            flops=flop_counter(recipe),
-            peak_flops=measure_peak_flops(self.machine) * self.mesh.world.size,
-            evaluators=[(train.eval_every, evaluator)],
-            keep_step=keep_step,
-            meta=origin.meta(),
-        )
+    def plan(self, recipe: Resolved, origin: Origin, evaluator: Evaluator, **changes: Any) -> loop.TrainingPlan:
+        """Collects the settings of the loop. changes: fields of the plan that are not the recipe's."""
+        plan = plan_of(recipe, flop_counter(recipe), [(recipe.train.eval_every, evaluator)])
+        peak_flops = measure_peak_flops(self.machine) * self.mesh.world.size
+        return replace(plan, peak_flops=peak_flops, meta=origin.meta(), **changes)
 
 
 def describe_run(run_dir: RunDir, machine: Machine, command: str, facts: dict[str, Any]) -> None:

@@ -71,13 +71,8 @@ def _run(asked: Recipe, session: Session) -> int:
         )
     steps = recipe.sft.steps
     assert steps is not None  # `prepare_lessons` filled it in
-    plan = session.plan(
-        recipe,
-        origin,
-        steps=steps,
-        schedule=rates_fall(steps, recipe.sft.warmdown_share),
-        evaluator=lessons.evaluator,
-    )
+    schedule = rates_fall(steps, recipe.sft.warmdown_share)
+    plan = session.plan(recipe, origin, lessons.evaluator, steps=steps, schedule=schedule)
     report = batches.report()
     rounded = {name: round(value, 5) for name, value in report.items()}
     talked = counted(talks.train.num_documents, "conversation")

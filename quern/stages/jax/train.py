@@ -38,7 +38,7 @@ from quern.runs.origin import (
 )
 from quern.runs.public_data import with_shards
 from quern.runs.run_dir import RunDir
-from quern.runs.training import fit_to_text, make_batches
+from quern.runs.training import fit_to_text, make_batches, plan_of
 from quern.stages.jax.backend import JaxBackend, JaxRun, arrays_of
 from quern.stages.open_data import data_of_run, open_data
 from quern.stages.prepare import Prepared, fit_vocabulary, own_megabytes, prepare
@@ -100,12 +100,8 @@ def run(asked: Recipe, mesh: Mesh, stage: JaxStage, *, dtype: str) -> int:
         if stage.mesh.main:
             _write_facts(path, cfg, mesh, stage.command)
         evaluators = [(recipe.train.eval_every, lambda run: validate_run(run, recipe, prepared, mesh))]
-        plan = replace(
-            make_plan(recipe, cfg, evaluators),
-            save_every=recipe.train.save_every,
-            peak_flops=measure_peak_flops(cfg.dtype, mesh),
-            meta=origin.meta(),
-        )
+        plan = make_plan(recipe, cfg, evaluators)
+        plan = replace(plan, peak_flops=measure_peak_flops(cfg.dtype, mesh), meta=origin.meta())
         steps = f"{counted(plan.steps, 'step')} of {recipe.train.batch_tokens:,} tokens"
         return stage.train(
             recipe,
@@ -148,20 +144,10 @@ def fresh_run(recipe: Resolved, cfg: StepConfig, mesh: Mesh) -> JaxRun:
 
 
 def make_plan(recipe: Resolved, cfg: StepConfig, evaluators: Sequence[tuple[int, Evaluator]]) -> loop.TrainingPlan:
-    """The settings of the loop, without checkpoints. A mesh must be set."""
-    settings, each = recipe.train, flops_per_token(cfg)
-    return loop.TrainingPlan(
-        steps=settings.steps,
-        schedule=recipe.make_schedule(settings),
-        micro_batch_rows=recipe.micro_batch_rows,
-        log_every=settings.log_every,
-        save_every=None,
-        keep=settings.keep,
-        flops=lambda batch, progress: Flops(products=batch.tokens.size * each),
-        peak_flops=math.inf,
-        evaluators=evaluators,
-        save_in_background=jax.process_count() == 1,
-    )
+    """The settings of the loop. A mesh must be set."""
+    each = flops_per_token(cfg)
+    plan = plan_of(recipe, lambda batch, progress: Flops(products=batch.tokens.size * each), evaluators)
+    return replace(plan, save_in_background=jax.process_count() == 1)
 
 
 def evaluate(run_dir: RunDir, mesh: Mesh, *, dtype: str, log: Callable[[str], None]) -> dict[str, Any]:
