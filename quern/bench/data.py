@@ -22,7 +22,7 @@ from quern.data.packing import METHODS, pack
 from quern.data.shards import Corpus
 from quern.data.token_file import ShardWriter
 from quern.process import start
-from quern.stages.hold_out import first
+from quern.stages.prepare import first
 from quern.temporaries import scratch_folder
 from quern.terminal import counted, silent
 from quern.text.documents import read

@@ -2,14 +2,14 @@
 
 Sources: the built-in tinyworld, a file, a folder, or a public data set (fetched ahead); tokens are not made again
 (prepare_tokens.py). Validation text comes from `val` if that is given, else it is held out from the source
-(hold_out.py). A source is known by the contents of its files, not by their names, places or times.
+(`hold_out`). A source is known by the contents of its files, not by their names, places or times.
 """
 
 from __future__ import annotations
 
 import inspect
-import random
-import time
+import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -24,8 +24,8 @@ from quern.recipe import Recipe, Resolved
 from quern.runs.origin import Origin, group_size_of
 from quern.runs.public_data import PublicData, public_data
 from quern.runs.run_dir import naming, refuse_unwritable
-from quern.stages.hold_out import check_splits, first, hold_out
-from quern.stages.prepare_tokens import is_tokens, named_tokenizer, open_tokens, sample, token_listings
+from quern.stages.prepare_tokens import is_tokens, open_tokens, sample, token_listings
+from quern.stages.tokenizers import Read, Source, named_tokenizer, train_tokenizer
 from quern.temporaries import alone_in, remove_abandoned
 from quern.terminal import Meter
 from quern.text.clean.steps import read_records, recorded
@@ -46,29 +46,19 @@ from quern.text.sources import (
     list_source,
 )
 from quern.text.tinyworld import corpus
-from quern.text.tokenizer import Tokenizer, compression_report, split_pattern, training_pieces
+from quern.text.tokenizer import Tokenizer, compression_report
 
-HOLD_OUT_VERSION = "2"  # of hold_out.py: another one means other splits of the same text
-SAMPLE_VERSION = "1"  # of `sampled`: another one means other samples of the same text
-MOST_BYTES = 2_000_000_000
-"""A longer text is sampled up to here: it is read twice."""
-
-
-Read = Callable[[str], Iterator[str]]
-"""Opens the documents of a split."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """A text that is not tokenized yet."""
-
-    name: str  # for file names
-    fingerprint: str  # changes when the text does
-    read: Read
-    megabytes: Callable[[], float | None]  # size of the whole text, None if it is not known before it is read
-    alike: bool = False
-    """The text is the same everywhere, as what a program generates, so its beginning is a sample of it."""
-    public: PublicData | None = None  # its files, where it is a public data set
+HOLD_OUT_VERSION = "2"  # of `hold_out`: another one means other splits of the same text
+EVERY = 20
+ENOUGH_BYTES = 1 << 16
+LEAST_SHARE, MOST_SHARE = 1 / 40, 1 / 5
+"""The largest share of the text that a held-out twentieth of the documents may take."""
+TAIL_SHARE, MOST_TAIL_SHARE = 1 / 10, 1 / 3
+"""The share of the text that its held-out end takes, and the largest share, to reach LEAST_BYTES."""
+LEAST_BYTES = 512
+SMALL_VALIDATION_BYTES = 4000
+"""About a thousand tokens."""
+SPACE = re.compile(r"\s")
 
 
 @dataclass(frozen=True)
@@ -209,77 +199,97 @@ def _tinyworld(recipe: Resolved, log: Callable[[str], None]) -> Source:
     return Source("tinyworld", mark, filtered, lambda: None if marks else sizes["train"], alike=True)
 
 
-def train_tokenizer(recipe: Resolved, source: Source, out: Path, log: Callable[[str], None]) -> Tokenizer:
-    """The tokenizer for the source, trained unless it is there already."""
-    text = recipe.text
-    pattern = split_pattern(text.digits)
-    how = [] if source.alike else [SAMPLE_VERSION]
-    mark = fingerprint(source.fingerprint, str(text.vocab_size), pattern, str(text.tokenizer_megabytes), *how)
-    known = sorted((out / "tokenizers").glob(f"*-{mark[:8]}.json"))  # the same text may have had another name
-    path = known[0] if known else out / "tokenizers" / f"{source.name}-{mark[:8]}.json"
-    if known:
-        try:
-            tokenizer = Tokenizer.load(path)
-        except ValueError as error:
-            raise ValueError(f"{error}: remove it, and it is trained again") from error
-        log(f"tokenizer: {path} is up to date")
-        return tokenizer
-    refuse_unwritable(out)
-    start, size, texts = time.monotonic(), text.tokenizer_megabytes, source.read("train")
-    if not source.alike:  # the seed is of the text: a run's seed does not change its tokens
-        with Meter("measuring the text", None, "MB") as meter:
-            texts = sampled(lambda: source.read("train"), size, source.fingerprint, lambda done: meter.at(done / 1e6))
-    with Meter("training the tokenizer", size, "MB") as meter:
+def hold_out(texts: Callable[[], Iterator[str]], megabytes: float) -> Callable[[str], Iterator[str]]:
+    """Decides how to hold out: it reads the documents until every twentieth is enough, or to their end.
 
-        def metered() -> Iterator[str]:
-            done = 0
-            for one in texts:
-                done += len(one)
-                meter.at(done / 1e6)
-                yield one
+    A large corpus holds out every twentieth document until that is enough, so that validation does not depend on how
+    much text follows. Where this would give too little or too much, as in a few documents, the end is held out.
 
-        tokenizer = Tokenizer.train(metered(), text.vocab_size, pattern, max_bytes=int(size * 1e6))
-    for note in tokenizer.notes:
-        log(note)
-    with naming(path):
-        tokenizer.save(path)
-    log(f"tokenizer: {tokenizer.vocab_size:,} tokens in {time.monotonic() - start:.1f} s → {path}")
-    return tokenizer
-
-
-def sampled(
-    texts: Callable[[], Iterator[str]], megabytes: float, seed: str, progress: Callable[[int], None]
-) -> Iterator[str]:
-    """Samples a text by reading it twice: to find its size, then to choose pieces of it. It holds one piece in memory.
-
-    Args:
-        megabytes: The size of the sample, to within a piece and a percent or so. A text that is not larger is
-            returned whole.
-        seed: Equal seeds choose equal pieces.
-        progress: Called with the bytes that the first reading has seen.
-
-    Returns:
-        Documents, or pieces of at most 65,536 characters of long ones, in the order of the text.
+    texts opens the documents, as often as it is called; megabytes: the most that is held out, by whole documents.
+    Returns a function that opens a split, "train" or "val"; together they hold every document.
     """
-    total = 0
-    for piece in training_pieces(texts(), MOST_BYTES):
-        total += len(piece.encode("utf-8"))
-        progress(total)
-    if total <= megabytes * 1e6:
-        return texts()
-    return _chosen(training_pieces(texts(), MOST_BYTES), megabytes * 1e6 / total, random.Random(seed))
+    tail = _tail_of(texts(), megabytes)
+
+    def opened(split: str) -> Iterator[str]:
+        pairs = _by_number(texts(), megabytes) if tail is None else _tail(texts(), *tail)
+        chosen = (text for held_out, text in pairs if held_out == (split == "val"))
+        return first(chosen, megabytes) if split == "val" and tail is None else chosen
+
+    return opened
 
 
-def _chosen(pieces: Iterator[str], share: float, chance: random.Random) -> Iterator[str]:
-    """Chooses a share of the bytes. Each piece adds about its share to what is owed, and a chosen one pays for itself.
-    So even a small sample has its size and comes from all of the text, which independent draws would not ensure."""
-    owed = 0.0
-    for piece in pieces:
-        size = len(piece.encode("utf-8"))
-        if owed >= 0:
-            yield piece
-            owed -= size
-        owed += 2 * chance.random() * share * size
+def _tail_of(texts: Iterator[str], megabytes: float) -> tuple[int, int] | None:
+    """The byte of the text where validation begins, and the bytes from there on; None for every twentieth document."""
+    held = total = 0
+    for held_out, text in _by_number(texts, megabytes):
+        size = _size(text)
+        total += size
+        held += size if held_out else 0
+        if held >= min(ENOUGH_BYTES, megabytes * 1e6) and 0 < held <= MOST_SHARE * total:
+            return None
+    if max(LEAST_SHARE * total, LEAST_BYTES) <= held <= MOST_SHARE * total:
+        return None
+    wanted = max(TAIL_SHARE * total, min(LEAST_BYTES, MOST_TAIL_SHARE * total))
+    wanted = math.ceil(min(wanted, megabytes * 1e6))
+    return total - wanted, wanted
+
+
+def first(texts: Iterator[str], megabytes: float) -> Iterator[str]:
+    """The first documents of a validation text, up to the one that makes it this large."""
+    left = megabytes * 1e6
+    for text in texts:
+        yield text
+        left -= _size(text)
+        if left <= 0:
+            return
+
+
+def check_splits(name: str, documents: Callable[[str], Iterator[str]], log: Callable[[str], None]) -> None:
+    """Refuses an empty split, and warns of a validation text that is too small to measure anything."""
+    for split in ("train", "val"):
+        if not any(documents(split)):
+            raise ValueError(f"the {split} text of '{name}' is empty: give more text, or --val for validation")
+    size = 0
+    for text in documents("val"):
+        size += _size(text)
+        if size >= SMALL_VALIDATION_BYTES:
+            return
+    log(
+        f"warning: the validation text has only {size:,} bytes, so its loss says little: give more text, or a "
+        "validation text with --val"
+    )
+
+
+def _by_number(texts: Iterator[str], megabytes: float) -> Iterator[tuple[bool, str]]:
+    left = megabytes * 1e6
+    for index, text in enumerate(texts):
+        held_out = index % EVERY == EVERY // 2 and left > 0
+        left -= _size(text) if held_out else 0
+        yield held_out, text
+
+
+def _tail(texts: Iterator[str], at: int, wanted: int) -> Iterator[tuple[bool, str]]:
+    """Validation from byte `at` on, or from the next space if that is near. A short document is not cut."""
+    before = 0
+    for text in texts:
+        size = _size(text)
+        if before + size <= at or before >= at or 2 * size <= wanted:
+            yield before + size > at, text
+        else:
+            cut = _cut(text, at - before)
+            yield False, text[:cut]
+            yield True, text[cut:]
+        before += size
+
+
+def _cut(text: str, at_byte: int) -> int:
+    at = len(text.encode("utf-8")[:at_byte].decode("utf-8", "ignore"))
+    space = SPACE.search(text, at, at + (len(text) - at) // 2)
+    return space.start() if space else at
+
+
+def _size(text: str) -> int:
+    return len(text.encode("utf-8"))
 
 
 def prepare(

@@ -24,10 +24,9 @@ from quern.data.token_file import map_tokens
 from quern.recipe import Resolved
 from quern.runs.public_data import PublicData
 from quern.runs.run_dir import naming
-from quern.runs.vocabularies import VOCABULARIES, published
+from quern.stages.tokenizers import named_tokenizer
 from quern.terminal import Meter, counted
 from quern.text import data_sets
-from quern.text.hugging_face import open_tokenizer
 from quern.text.sources import FORMATS, Listing, format_of, list_source
 from quern.text.tokenizer import Tokenizer
 
@@ -165,30 +164,3 @@ def _listing(data: str) -> Listing:
         ) from error
     here = tuple(entry for entry in found.read if entry.path == path or entry.path.parent == path)
     return Listing(here, tuple(entry for entry in (*found.ignored, *found.read) if entry not in here))
-
-
-def named_tokenizer(
-    recipe: Resolved,
-    own: Tokenizer | None,
-    log: Callable[[str], None] = lambda line: None,
-    public: PublicData | None = None,
-) -> Tokenizer | None:
-    """The tokenizer of `text.tokenizer`, or of a public set of tokens; `own`, the run's, where no file is named or the
-    named one is gone. Raises FileNotFoundError if it is missing, ValueError if it is another one than `own`."""
-    name = recipe.text.tokenizer
-    if name is None and public is not None and public.tokenizer is not None:
-        name = str(public.tokenizer)
-    if name is None or (own is not None and not Path(name).is_file()):
-        return own
-    try:
-        found = published(name) if name in VOCABULARIES and not Path(name).exists() else open_tokenizer(Path(name))
-    except (FileNotFoundError, ValueError) as error:
-        raise type(error)(f"--text.tokenizer {error}") from error
-    if own is not None and own.fingerprint != found.fingerprint:
-        raise ValueError(
-            f"--text.tokenizer {name} is another tokenizer now ({found.fingerprint[:16]}) than the model's "
-            f"({own.fingerprint[:16]}): put it back as it was, or name a copy of the run's tokenizer.json"
-        )
-    for line in (*found.notes, f"tokenizer: {found.vocab_size:,} tokens of {name}"):
-        log(line)
-    return found

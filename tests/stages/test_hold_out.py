@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quern.stages.hold_out import hold_out
+from quern.stages.prepare import hold_out
 
 
 def split(texts: list[str], megabytes: float = 0.5) -> tuple[list[str], list[str]]:

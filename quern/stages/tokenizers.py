@@ -1,0 +1,138 @@
+"""The tokenizer of a text: the one that the recipe names, or one that is trained on the text."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from quern.data.token_file import fingerprint
+from quern.recipe import Resolved
+from quern.runs.public_data import PublicData
+from quern.runs.run_dir import naming, refuse_unwritable
+from quern.runs.vocabularies import VOCABULARIES, published
+from quern.terminal import Meter
+from quern.text.hugging_face import open_tokenizer
+from quern.text.tokenizer import Tokenizer, split_pattern, training_pieces
+
+SAMPLE_VERSION = "1"  # of `sampled`: another one means other samples of the same text
+MOST_BYTES = 2_000_000_000
+"""A longer text is sampled up to here: it is read twice."""
+
+Read = Callable[[str], Iterator[str]]
+"""Opens the documents of a split."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A text that is not tokenized yet."""
+
+    name: str  # for file names
+    fingerprint: str  # changes when the text does
+    read: Read
+    megabytes: Callable[[], float | None]  # size of the whole text, None if it is not known before it is read
+    alike: bool = False
+    """The text is the same everywhere, as what a program generates, so its beginning is a sample of it."""
+    public: PublicData | None = None  # its files, where it is a public data set
+
+
+def named_tokenizer(
+    recipe: Resolved,
+    own: Tokenizer | None,
+    log: Callable[[str], None] = lambda line: None,
+    public: PublicData | None = None,
+) -> Tokenizer | None:
+    """The tokenizer of `text.tokenizer`, or of a public set of tokens; `own`, the run's, where no file is named or the
+    named one is gone. Raises FileNotFoundError if it is missing, ValueError if it is another one than `own`."""
+    name = recipe.text.tokenizer
+    if name is None and public is not None and public.tokenizer is not None:
+        name = str(public.tokenizer)
+    if name is None or (own is not None and not Path(name).is_file()):
+        return own
+    try:
+        found = published(name) if name in VOCABULARIES and not Path(name).exists() else open_tokenizer(Path(name))
+    except (FileNotFoundError, ValueError) as error:
+        raise type(error)(f"--text.tokenizer {error}") from error
+    if own is not None and own.fingerprint != found.fingerprint:
+        raise ValueError(
+            f"--text.tokenizer {name} is another tokenizer now ({found.fingerprint[:16]}) than the model's "
+            f"({own.fingerprint[:16]}): put it back as it was, or name a copy of the run's tokenizer.json"
+        )
+    for line in (*found.notes, f"tokenizer: {found.vocab_size:,} tokens of {name}"):
+        log(line)
+    return found
+
+
+def train_tokenizer(recipe: Resolved, source: Source, out: Path, log: Callable[[str], None]) -> Tokenizer:
+    """The tokenizer for the source, trained unless it is there already."""
+    text = recipe.text
+    pattern = split_pattern(text.digits)
+    how = [] if source.alike else [SAMPLE_VERSION]
+    mark = fingerprint(source.fingerprint, str(text.vocab_size), pattern, str(text.tokenizer_megabytes), *how)
+    known = sorted((out / "tokenizers").glob(f"*-{mark[:8]}.json"))  # the same text may have had another name
+    path = known[0] if known else out / "tokenizers" / f"{source.name}-{mark[:8]}.json"
+    if known:
+        try:
+            tokenizer = Tokenizer.load(path)
+        except ValueError as error:
+            raise ValueError(f"{error}: remove it, and it is trained again") from error
+        log(f"tokenizer: {path} is up to date")
+        return tokenizer
+    refuse_unwritable(out)
+    start, size, texts = time.monotonic(), text.tokenizer_megabytes, source.read("train")
+    if not source.alike:  # the seed is of the text: a run's seed does not change its tokens
+        with Meter("measuring the text", None, "MB") as meter:
+            texts = sampled(lambda: source.read("train"), size, source.fingerprint, lambda done: meter.at(done / 1e6))
+    with Meter("training the tokenizer", size, "MB") as meter:
+
+        def metered() -> Iterator[str]:
+            done = 0
+            for one in texts:
+                done += len(one)
+                meter.at(done / 1e6)
+                yield one
+
+        tokenizer = Tokenizer.train(metered(), text.vocab_size, pattern, max_bytes=int(size * 1e6))
+    for note in tokenizer.notes:
+        log(note)
+    with naming(path):
+        tokenizer.save(path)
+    log(f"tokenizer: {tokenizer.vocab_size:,} tokens in {time.monotonic() - start:.1f} s → {path}")
+    return tokenizer
+
+
+def sampled(
+    texts: Callable[[], Iterator[str]], megabytes: float, seed: str, progress: Callable[[int], None]
+) -> Iterator[str]:
+    """Samples a text by reading it twice: to find its size, then to choose pieces of it. It holds one piece in memory.
+
+    Args:
+        megabytes: The size of the sample, to within a piece and a percent or so. A text that is not larger is
+            returned whole.
+        seed: Equal seeds choose equal pieces.
+        progress: Called with the bytes that the first reading has seen.
+
+    Returns:
+        Documents, or pieces of at most 65,536 characters of long ones, in the order of the text.
+    """
+    total = 0
+    for piece in training_pieces(texts(), MOST_BYTES):
+        total += len(piece.encode("utf-8"))
+        progress(total)
+    if total <= megabytes * 1e6:
+        return texts()
+    return _chosen(training_pieces(texts(), MOST_BYTES), megabytes * 1e6 / total, random.Random(seed))
+
+
+def _chosen(pieces: Iterator[str], share: float, chance: random.Random) -> Iterator[str]:
+    """Chooses a share of the bytes. Each piece adds about its share to what is owed, and a chosen one pays for itself.
+    So even a small sample has its size and comes from all of the text, which independent draws would not ensure."""
+    owed = 0.0
+    for piece in pieces:
+        size = len(piece.encode("utf-8"))
+        if owed >= 0:
+            yield piece
+            owed -= size
+        owed += 2 * chance.random() * share * size
