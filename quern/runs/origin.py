@@ -7,9 +7,9 @@ compared with it (`compare`): a stage owns its inputs, because training on other
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,25 +99,18 @@ def read_origin(stage: Path, recipe: dict[str, Any] | None = None) -> Origin | N
     if recipe is None and path.exists():
         instead = "put back a copy of it, or remove it; going on with the same flags writes it again"
         recipe = read_json(path, dict[str, Any], instead)
-        with _damaged(path, instead):
+        try:
             check_body(recipe)
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged ({error}): {instead}") from error
     meta = {} if origin.exists() and recipe is not None else newest_meta(stage)
     recipe = recipe or meta.get("recipe")
     if recipe is None or not (origin.exists() or meta):
         return None
     if not origin.exists():
         return Origin.of_checkpoint(meta | {"recipe": recipe})
-    found = read_json(origin, dict[str, Any], instead := "remove it, the run's checkpoints hold the same facts")
-    with _damaged(origin, instead):
-        return typed(found | {"recipe": recipe}, Origin)
-
-
-@contextmanager
-def _damaged(path: Path, instead: str) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}): {instead}") from error
+    found = read_json(origin, Origin, "remove it, the run's checkpoints hold the same facts")
+    return replace(found, recipe=recipe)
 
 
 def newest_meta(stage: Path) -> dict[str, Any]:
