@@ -103,9 +103,9 @@ def verb_prepare(verb: str, rest: Arguments) -> int:
     options, _ = parse(verb, rest, TokenizerOptions if verb == "tokenizer" else PrepareOptions)
     from quern.data.bin_files import MODDED_NANOGPT, NANOGPT
     from quern.resolve import resolve
-    from quern.runs.vocabularies import for_comparison
-    from quern.stages.prepare import fit_vocabulary, open_source, own_megabytes, prepare, train_tokenizer
+    from quern.stages.prepare import fit_vocabulary, open_source, own_megabytes, prepare
     from quern.stages.prepare_tokens import write_tokens
+    from quern.stages.tokenizers import for_comparison, train_tokenizer
     from quern.text.tokenizer import compression_report
 
     recipe = resolve(fit_vocabulary(options.recipe, own_megabytes(options.recipe, options.out)))

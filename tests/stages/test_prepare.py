@@ -18,7 +18,8 @@ from quern.flags.recipe_file import read_recipe_file
 from quern.recipe import Resolved, TextRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
-from quern.stages.prepare import Prepared, open_source, prepare, train_tokenizer
+from quern.stages.prepare import Prepared, open_source, prepare
+from quern.stages.tokenizers import train_tokenizer
 from quern.temporaries import alone_in
 from quern.text.clean.steps import Cleaned, Step, exact_duplicates
 from quern.text.tinyworld import corpus as tinyworld_corpus

@@ -25,11 +25,11 @@ from quern.recipe import Resolved, TextRecipe
 from quern.recipes.gpt import RECIPE as GPT_RECIPE
 from quern.recipes.unet import RECIPE
 from quern.resolve import resolve
-from quern.runs import vocabularies
 from quern.runs.load import load
 from quern.runs.run_dir import RunDir
 from quern.runs.saved import read_saved
 from quern.stages import pretrain
+from quern.stages import tokenizers as vocabularies
 from quern.stages.prepare import prepare
 from quern.stages.prepare_tokens import is_tokens
 from quern.stages.session import Session
