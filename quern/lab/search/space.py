@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from quern.field_types import range_of, refuse_outside
 from quern.flags.recipe_flags import field_names
@@ -167,7 +167,7 @@ def _dimension(entry: str, recipe: Recipe) -> Dimension:
     _refuse_field(name, recipe)
     part, _, own = name.rpartition(".")
     kind = get_type_hints(type(getattr(recipe, part) if part else recipe))[own]
-    kinds = get_args(kind) or (kind,)  # (float, NoneType) for float | None
+    kinds = (str,) if get_origin(kind) is Literal else get_args(kind) or (kind,)  # (float, NoneType) for float | None
     body, _, how = text.partition(":")
     low, dots, high = body.partition("..")
     if dots:
