@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quern.stages.prepare import sampled
+from quern.stages.tokenizers import sampled
 
 
 def numbered(count: int, repeats: int = 20) -> Iterator[str]:
