@@ -76,8 +76,8 @@ def result(folder: Path) -> str:
 
 def past_its_best(folder: Path) -> list[str]:
     """A warning if the last validation loss of a stage is clearly above its lowest one, else nothing."""
-    lines = read_metrics(folder)
-    found = [(line["val_loss"], line["step"]) for line in lines if isinstance(line.get("val_loss"), float)]
+    lines = ((line.get("val_loss"), line.get("step")) for line in read_metrics(folder))
+    found = [(loss, step) for loss, step in lines if isinstance(loss, float) and isinstance(step, int)]
     if not found or found[-1][0] <= CLEARLY_WORSE * min(found)[0]:
         return []
     loss, step = min(found)

@@ -150,5 +150,5 @@ def test_a_run_that_learned_its_text_by_heart_says_when_it_was_best(tmp_path: Pa
     assert line.startswith("warning: the validation loss was lowest at step 18 (3.000)") and "about 18 steps" in line
     assert told(4.0, 3.0, 3.05) == [] and told(4.0) == [] and told() == []
     with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"step": 9, "val_loss": null}\n')  # of a model that diverged
+        file.write('{"step": 9, "val_loss": null}\n{"val_loss": 2.0}\n')  # of a model that diverged; a damaged line
     assert past_its_best(tmp_path) == []
