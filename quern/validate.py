@@ -67,6 +67,7 @@ def check(recipe: Recipe) -> None:
         _check_fields(getattr(recipe, part) if part else recipe, f"{part}." if part else "")
     for name, value in (("data", recipe.data), ("val", recipe.val), ("sft.tests", recipe.sft.tests)):
         _refuse(value is not None and not value.strip(), f"{name} is empty: name a file, a folder or a data set")
+        _refuse("" in (value or "x").split("\n"), f"{name} has an empty name among others: leave it out")
     _check_sources(recipe)
     _refuse(recipe.text.separator == "", "text.separator is empty: give the mark that ends a document")
     _refuse(

@@ -139,6 +139,7 @@ def test_conversations_in_a_recipe_file() -> None:
         ("", "conversations", "a,repeats=0", "repeats of a must be a number above 0 and at most 10,000, not 0.0"),
         ("", "conversations", ConversationSource("a", limit=0), "limit of a must be a whole number between 1 and"),
         ("", "conversations", (7,), "conversations holds 7: name sources"),
+        ("", "data", "a.txt\n", "data has an empty name among others: leave it out"),
         ("sft", "tests", "", "sft.tests is empty: name a file, a folder or a data set"),
         ("", "depth", 0, "^depth must be a whole number between 1 and 1,000, not 0$"),
         ("", "seed", -1, "seed must be a whole number between 0 and 1,000,000,000,000,000,000, not -1"),

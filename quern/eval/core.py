@@ -106,6 +106,14 @@ TASKS: tuple[CoreTask, ...] = (
 BY_NAME: Mapping[str, CoreTask] = MappingProxyType({task.name: task for task in TASKS})
 
 
+def named_tasks(names: Sequence[str]) -> list[CoreTask]:
+    """The tasks of these names; no name is all tasks. Raises ValueError for a name that no task has."""
+    unknown = [name for name in names if name not in BY_NAME]
+    if unknown:
+        raise ValueError(f"CORE has no task '{unknown[0]}': use {', '.join(BY_NAME)}")
+    return [BY_NAME[name] for name in dict.fromkeys(names)] or list(TASKS)
+
+
 def find_tasks(folder: Path, names: Sequence[str] = ()) -> list[tuple[CoreTask, Path]]:
     """Tasks with their files.
 
@@ -117,10 +125,7 @@ def find_tasks(folder: Path, names: Sequence[str] = ()) -> list[tuple[CoreTask, 
         FileNotFoundError: There is no such folder, or it has no file of rows.
         ValueError: A task does not exist, or has no file or several.
     """
-    unknown = [name for name in names if name not in BY_NAME]
-    if unknown:
-        raise ValueError(f"CORE has no task '{unknown[0]}': use {', '.join(BY_NAME)}")
-    wanted = [BY_NAME[name] for name in dict.fromkeys(names)] or list(TASKS)
+    wanted = named_tasks(names)
     found = [(task, find_file(folder, task.file)) for task in wanted]
     there = [(task, path) for task, path in found if path is not None]
     if not there or (names and len(there) < len(found)):

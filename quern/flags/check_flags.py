@@ -270,7 +270,7 @@ def check(flags: Iterable[Flag], arguments: Sequence[str], prog: str, complete: 
         own = flag.path[-1]
         if flag.kind is bool:
             part[own] = _dashed(typed) == flag.name
-        elif flag.many:
+        elif flag.many and found:
             part[own] = (*part.get(own, ()), *(_converted(flag, typed, one) for one in found))
         elif found:
             part[own] = _converted(flag, typed, found[0])
@@ -319,6 +319,8 @@ def _converted(flag: Flag, typed: str, value: str) -> Any:
             return flag.kind.parse(value)
         except ValueError as error:
             raise ValueError(f"{typed} {error}") from error
+    if flag.kind is Path and not value:  # which would be the current folder
+        raise ValueError(f"{typed} is empty: give a path, or leave it out")
     try:
         found = {str(one): one for one in flag.choices}[value] if flag.choices else _read(flag.kind, value)
     except (ValueError, KeyError) as error:

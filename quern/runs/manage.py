@@ -50,7 +50,7 @@ def main(arguments: Sequence[str], log: Log, description: str) -> int:
     least = len(TAKES.get(action, "").split())
     if len(names) < least or (action == "rename" and len(names) > least):
         raise ValueError(f"give it the names: quern runs {action} {TAKES[action]}")
-    runs = [RunDir(options.out, name.partition("/")[0]) for name in names]
+    runs = [RunDir(options.out, name.partition("/")[0] if action == "compare" else name) for name in names]
     for one in runs[:1] if action == "rename" else runs:
         if not one.folder.is_dir():
             raise FileNotFoundError(one.has_no("records"))

@@ -13,7 +13,7 @@ from quern.data.shards import Corpus
 from quern.eval.bits_per_byte import kinds_of_documents, sample, text_scores
 from quern.eval.chat import CHAT, Asked, find_chat_tasks, run_chat
 from quern.eval.contamination import contaminated_shares, passage
-from quern.eval.core import CORE, CoreTask, core_bundle, core_passages, find_tasks, run_core
+from quern.eval.core import CORE, CoreTask, core_bundle, core_passages, find_tasks, named_tasks, run_core
 from quern.eval.run_task import Records, run_task
 from quern.eval.score import Score
 from quern.eval.task import CHAT_STAGES, Task
@@ -96,8 +96,13 @@ class Questions:
             if task.name in [other.name for other in chosen[:number]]:
                 raise ValueError(f"two tasks have the name '{task.name}': their answers would share a file; rename one")
         bundle = self.bundle
-        if not core and (bundle is not None or self.limit is not None and not self.harness and not chat):
-            raise ValueError("--bundle and --limit are for CORE: add --tasks core")
+        named_tasks(_parts(core, CORE))  # refuses an unknown name before anything is downloaded
+        if bundle is not None and not core:
+            raise ValueError("--bundle is for CORE: add --tasks core")
+        if self.limit is not None and not (core or chat or self.harness):
+            raise ValueError(
+                "--limit is for --tasks core, --tasks chat and --harness: for other tasks, give --questions"
+            )
         if not chat and (self.chat_data is not None or self.samples > 1):
             raise ValueError("--chat-data and --samples are for the chat tasks: add --tasks chat")
         if self.samples > 1 and not {CHAT, f"{CHAT}/humaneval"} & set(chat):

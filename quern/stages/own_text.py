@@ -29,8 +29,6 @@ def refuse_unfit(recipe: Recipe, out: Path) -> None:
         ValueError: A value is wrong, the text is too short, or none is named.
     """
     validate.check(recipe)
-    if not recipe.data.strip():
-        raise ValueError("data is empty: name a file, a folder or a data set")
     megabytes = own_megabytes(recipe, out) if name_of_set(recipe.data) is None else None
     if megabytes is not None and megabytes * 1e6 < LEAST_BYTES:
         raise ValueError(

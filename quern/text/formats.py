@@ -197,8 +197,8 @@ def _text_bytes(path: Path, column: str) -> int:
         return path.stat().st_size * (COMPRESSION if path.suffix.lower() in COMPRESSED else 1)
     try:
         metadata = pq.read_metadata(path)
-    except (pa.ArrowException, OSError) as error:
-        raise _cut_short(path, error) from error
+    except (pa.ArrowException, OSError):  # the reading skips it, or refuses it
+        return path.stat().st_size
     groups = map(metadata.row_group, range(metadata.num_row_groups))
     chunks = (group.column(number) for group in groups for number in range(group.num_columns))
     return sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == column)

@@ -141,7 +141,7 @@ def test_a_task_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("x = 1\nx / 0\n", encoding="utf-8")
     (tmp_path / "empty.py").write_text("x = 1\n", encoding="utf-8")
     for task, message in (
-        ("riddles", "there is no task 'riddles': use tinyworld, or the path of a .py file"),
+        ("riddles", "there is no task 'riddles': use tinyworld, core, chat, or the path of a .py file"),
         (tmp_path / "broken.py", "broken.py, line 2: ZeroDivisionError"),
         (tmp_path / "empty.py", "does not end in TASK = … \\(a quern.eval.task.Task\\)"),
     ):
@@ -234,12 +234,16 @@ def test_what_does_not_fit_is_refused_in_one_line(out: Path, capsys: pytest.Capt
     chat = "--chat-data and --samples are for the chat tasks: add --tasks chat"
     wrong: Sequence[tuple[list[str], str]] = (
         ([*plain, "--stage", "rl", "--tasks", "core"], "run 'first' has no stage 'rl' yet: `quern rl --run first"),
-        ([*plain, "--limit", "3"], "--bundle and --limit are for CORE: add --tasks core"),
+        (
+            [*plain, "--limit", "3"],
+            "--limit is for --tasks core, --tasks chat and --harness: for other tasks, give --questions",
+        ),
         ([*plain, "--chat-data", str(out)], chat),
         ([*base, "--tasks", a, b], "two tasks have the name 'same': "),
         ([*base, "--tasks", none], "same: no questions to score; ask for at least one"),
         ([*base, "--tasks", "chat/counting", "--samples", "3"], "--samples is for HumanEval: add --tasks chat/human"),
         ([*base, "--tasks", "core", "--bundle", str(out / "none")], "there is no file or folder"),
+        ([*base, "--tasks", "core/x"], "CORE has no task 'x': use hellaswag_zeroshot"),
         ([*base, "--run", "none"], "there is no run 'none' under"),
     )
     for arguments, message in wrong:

@@ -120,4 +120,6 @@ def test_an_error_that_all_ranks_find_is_said_once(runs: Runs) -> None:
     found = runs.server(runs.command("none", "--tasks", "core/copa", "none.py"))
     assert found["result"] == 1 and found["exits"] == [[0, 0]]
     (line,) = said(found)
-    assert line.startswith("quern evaluate: there is no task 'none.py': use tinyworld, or the path of a .py file")
+    assert line.startswith(
+        "quern evaluate: there is no task 'none.py': use tinyworld, core, chat, or the path of a .py file"
+    )

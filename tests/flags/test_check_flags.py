@@ -52,7 +52,7 @@ F = Path("f")
             Flags(F, inner=Inner(4, in_background=True)),
         ),
         ("--rate -3 --folder f --kinds x y -p hello", Flags(F, plain=Inner(rate=-3), kinds=("x", "y"), prompt="hello")),
-        ("--folder f --kinds --prompt -1", Flags(F, prompt="-1")),
+        ("--folder f --prompt -1", Flags(F, prompt="-1")),
         ("--folder f --stop a --stop b", Flags(F, stop=("a", "b"))),
         (
             "--folder f --inner.in-background --inner.no-in-background --inner.rate 1 --inner.rate 2",
@@ -77,6 +77,8 @@ def test_flags_are_read(typed: str, expected: Flags) -> None:
         ("--folder f --inner.steps=2.5", "--inner.steps takes a whole number, not '2.5'"),
         ("--folder f --inner.rate", "--inner.rate takes a number: none was given"),
         ("--folder --inner.rate 3", "--folder takes a value: none was given"),
+        ("--folder f --kinds --prompt -1", "--kinds takes one of x, y: none was given"),
+        ("--folder=", "--folder is empty: give a path, or leave it out"),
         ("--folder f --kinds x z", "--kinds takes one of x, y, not 'z'"),
         ("c --folder f", "the argument takes one of a, b, not 'c'"),
         ("--folder f --inner.in-background=1", "--inner.in-background takes no value: give --inner.in-background or "),

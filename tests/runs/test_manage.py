@@ -116,6 +116,7 @@ def test_compared_runs_show_what_differs(mine: RunDir, capsys: pytest.CaptureFix
         ("rename mine", "give it the names: quern runs rename RUN NEW"),
         ("compare mine", "give it the names: quern runs compare RUN RUN"),
         ("remove", "give it the names: quern runs remove RUN"),
+        ("remove mine/sft", "'mine/sft' cannot name a run: use letters"),
         ("his", "there is no run 'his' under .*: name one of (mine, older|older, mine)$"),
     ],
 )

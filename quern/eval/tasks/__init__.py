@@ -24,5 +24,7 @@ def load_task(name: str) -> Task:
         return importlib.import_module(f"quern.eval.tasks.{name}").TASK
     path = Path(name)
     if path.suffix != ".py" or not path.is_file():
-        raise ValueError(f"there is no task '{name}': use {', '.join(task_names())}, or the path of a .py file")
+        raise ValueError(
+            f"there is no task '{name}': use {', '.join(task_names())}, core, chat, or the path of a .py file"
+        )
     return read_object(path, "TASK", Task)[0]
