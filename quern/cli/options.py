@@ -6,6 +6,8 @@ Verbs with options of their own define them in the file of their stage.
 from __future__ import annotations
 
 import ipaddress
+import re
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -373,6 +375,20 @@ class ServeOptions(_ModelOptions):
         self.host = "0.0.0.0" if self.lan else self.host
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("HTTPS needs both files: give --tls-cert and --tls-key")
+        for flag, names, form, example in (
+            ("cors", self.cors, r"\*|null|https?://[^/\s]+", "origins, as https://example.org"),
+            ("allowed-hosts", self.allowed_hosts, r"\*|(\*\.)?[^/:*\s]+", "host names without a port, as example.org"),
+        ):
+            if wrong := [name for name in names if not re.fullmatch(form, name)]:
+                raise ValueError(f"--{flag} takes {example}, not '{wrong[0]}'")
+        if self.tls:
+            try:
+                ssl.create_default_context().load_cert_chain(*self.tls)
+            except OSError as error:
+                why = error.strerror or error
+                raise ValueError(
+                    f"--tls-cert and --tls-key: {why}; give a certificate and its key as PEM files"
+                ) from None
 
     @property
     def tls(self) -> tuple[Path, Path] | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -52,7 +53,10 @@ def run(run_dir: RunDir, folder: Path, *, stage: str | None, dtype: torch.dtype,
     try:
         whole = temporary.path / folder.name
         whole.mkdir()
-        save_file(weights, whole / "model.safetensors", metadata={"format": "pt"})
+        try:
+            save_file(weights, whole / "model.safetensors", metadata={"format": "pt"})
+        except SafetensorError as error:  # such as a full disk
+            raise OSError(f"cannot write {folder} ({error}): choose another folder with --dir") from error
         for name, text in texts.items():
             (whole / name).write_text(text, encoding="utf-8")
         # safetensors makes its file readable by the owner only; the other files follow the umask.

@@ -216,9 +216,13 @@ def serve(app: Starlette, listeners: Sequence[socket.socket], trusted: Sequence[
     config = configure(app, trusted, log_level="warning", timeout_graceful_shutdown=DRAIN_SECONDS, **tls)
     server, engines = uvicorn.Server(config), app.state.models
 
+    failed: list[Exception] = []
+
     def answer() -> None:
         try:
             server.run(sockets=list(listeners))
+        except Exception as error:
+            failed.append(error)
         finally:
             engines.end()
 
@@ -229,6 +233,8 @@ def serve(app: Starlette, listeners: Sequence[socket.socket], trusted: Sequence[
         engines.run()
         while thread.is_alive():
             thread.join(IDLE_SECONDS)
+    if failed:
+        raise failed[0]
 
 
 def prepare_process() -> None:

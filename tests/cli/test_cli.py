@@ -227,6 +227,10 @@ run --ranks 2 --train.batch-tokens 10 → train.batch-tokens must be a multiple 
 run --nodes 2 --ranks 2 → --nodes 2 needs --rendezvous host:port, the same on every node
 run --train.minutes inf → ^quern run: --train.minutes must be a number above 0 and at most 1,000,000, not inf$
 serve --port 70000 → ^quern serve: --port must be a whole number between 0 and 65,535, not 70000$
+serve --tls-cert a --tls-key b → ^quern serve: --tls-cert and --tls-key: No such file or directory; give a certificate
+serve --cors https://a.org/ → ^quern serve: --cors takes origins, as https://example.org, not 'https://a.org/'$
+serve --allowed-hosts a.org:80 → --allowed-hosts takes host names without a port, as example.org, not 'a.org:80'$
+evaluate --tasks → ^quern evaluate: --tasks takes a value: none was given$
 bench gpu --minutes nan → ^quern bench: --minutes must be a number above 0 and at most 1,000,000, not nan$
 run --seed 1180591620717411303424 → --seed must be a whole number between 0 and 1,0.*, not 1180591620717411303424$
 run --resume → there is no run 'first' under /.*/out: make one with `quern run`, or name

@@ -4,6 +4,7 @@ That the numbers agree with another implementation is a law of its own (tests/la
 """
 
 import json
+import resource
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -116,14 +117,15 @@ def test_the_next_export_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
 
 
-def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*arguments: Any, **options: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    run_dir = write_run(tmp_path / "out", llama_recipe())
-    monkeypatch.setattr(export_hf, "save_file", full)
-    with pytest.raises(OSError, match="No space left"):
-        export_hf.run(run_dir, tmp_path / "hf", stage=None, dtype=torch.float32, log=silent)
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    """Files may not grow beyond some bytes: a write then fails as on a full disk, with another number."""
+    run_dir, before = write_run(tmp_path / "out", llama_recipe()), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"cannot write .*/hf \(.*File too large.*\): choose another fol"):
+            export_hf.run(run_dir, tmp_path / "hf", stage=None, dtype=torch.float32, log=silent)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

@@ -87,6 +87,12 @@ def test_the_main_thread_runs_the_engines_until_a_signal(number: signal.Signals)
     assert threads == {threading.main_thread()}
 
 
+def test_an_error_of_the_thread_that_answers_ends_the_server(tmp_path: Path) -> None:
+    toy = toy_engine(context=256)
+    with listen("127.0.0.1", 0) as listener, pytest.raises(FileNotFoundError):
+        serve(create_app({"toy": toy}), [listener], ssl_certfile=str(tmp_path / "none.pem"))
+
+
 # Rates and times ---------------------------------------------------------------------------------------------
 
 
