@@ -6,8 +6,8 @@ https://platform.openai.com/docs/api-reference/responses and /responses-streamin
 
 import re
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -84,6 +84,10 @@ class NamedChoice(Strict):
 class ResponsesRequest(Strict):
     """The fields after `tool_choice` are accepted only with their default effect."""
 
+    instead: ClassVar[Mapping[str, str]] = {
+        "input": 'give a text or at least one message, [{"role": "user", "content": "…"}]',
+        "previous_response_id": "nothing is stored: send the whole conversation in 'input'",
+    }
     model: str
     input: str | Annotated[Items[MessageItem | CallItem | OutputItem], Field(min_length=1)]
     instructions: str | None = None

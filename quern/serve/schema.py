@@ -245,6 +245,9 @@ class ChatRequest(Generating):
 class CompletionRequest(Generating):
     """A text, or its token ids, to be continued; or a list of them."""
 
+    instead: ClassVar[Mapping[str, str]] = INSTEAD | {
+        "prompt": f"give a text, its token ids, or a list of 1 to {MAX_PROMPTS} of them"
+    }
     prompt: str | _Ids | Annotated[Items[str | _Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
     # 0 is of use with `echo` only: the prompt's own log-probabilities.
     max_tokens: int | None = Field(default=None, ge=0)
@@ -334,8 +337,8 @@ def _refusal(error: ValidationError, kind: type[Strict], body: Any) -> ApiError:
     if first["type"] == "missing":
         return ApiError(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
     where = f"for '{param}'" if param else "in the body"
-    # Inside messages, pydantic's message is specific enough.
-    name = param if param.startswith("messages") else re.split(r"[.\[]", param)[0]
+    # Inside messages and items, pydantic's message is specific enough.
+    name = param if param.startswith(("messages", "input")) else re.split(r"[.\[]", param)[0]
     why = kind.instead.get(name, first["msg"])
     if first["type"] == "literal_error" and isinstance(first["input"], str):
         why = f"'{first['input'][:40]}' is not supported, {why.replace('Input should be', 'use')}"

@@ -82,7 +82,8 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"tool_choice": "required"}, "there are no tools", "tool_choice"),
     ],
     TEXT: [
-        ({"prompt": []}, NAMED, "prompt"),
+        ({"prompt": []}, "or a list of 1 to 32 of them", "prompt"),
+        ({"prompt": ["a"] * 33}, "or a list of 1 to 32 of them", "prompt[0]"),
         ({"prompt": [99999]}, "99999 is no token", "prompt"),
         ({"prompt": "x1 " * 400}, f"context holds {CONTEXT} tokens", "prompt"),
         ({"max_tokens": 0}, "only with 'echo'", "max_tokens"),
@@ -92,8 +93,8 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"structured_outputs": {"choice": ["a" * 60]}, "max_tokens": 5}, "within 5", "structured_outputs.choice"),
     ],
     RESPONSES: [
-        ({"previous_response_id": "resp_1"}, NAMED, "previous_response_id"),
-        ({"input": []}, NAMED, "input"),
+        ({"previous_response_id": "resp_1"}, "send the whole conversation in 'input'", "previous_response_id"),
+        ({"input": []}, "give a text or at least one message", "input"),
         ({"input": "x" * 600}, "'input' already takes", "input"),
         ({"temperature": 3.0}, NAMED, "temperature"),
         ({"background": True}, NAMED, "background"),
