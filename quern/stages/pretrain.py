@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from quern.mesh import Mesh
 from quern.optim.schedule import Multipliers
 from quern.recipe import FOR_FINE_TUNING, FOR_RL, Recipe, Resolved
 from quern.resolve import batch_rule, resolve
+from quern.runs.load import Start
 from quern.runs.origin import Origin, compare, read_origin, refuse_second_tokenizer, source_digest, with_absolute_paths
 from quern.runs.public_data import with_shards
 from quern.runs.training import fit_to_text, make_batches, ready_model, validation
@@ -30,7 +31,7 @@ from quern.text.tokenizer import Tokenizer
 from quern.train import loop
 from quern.train.guard import EXIT_DONE
 from quern.train.horizon import recorded_plans
-from quern.train.state import build_state
+from quern.train.state import TrainState, build_state
 from quern.train.step import TorchBackend, accumulate, send_batch
 
 CALIBRATION_STEPS = 8
@@ -101,9 +102,7 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
     batches = make_batches(recipe, prepared.train)
     state = build_state(recipe, machine, model, mesh)
     if start is not None:
-        fits, step = state.go_on(start.tensors, start.meta["state"]), start.meta["state"]["step"]
-        moments = "with its optimizer state" if fits else "without its optimizer state: the optimizer is another one"
-        log(f"weights: step {step:,} of {start.stage} in run '{start.run_dir.run}'; {moments}")
+        log(_take_weights(state, recipe, start))
     plan = _plan(recipe, session, origin, prepared, changed)
     made_by = getattr(recipe.make_batches, "__qualname__", None)
     packing = {"method": made_by or recipe.train.packing, **batches.report()}
@@ -121,6 +120,25 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
     if code == EXIT_DONE and mesh.world.size == 1 and not session.locked:  # `quern run` goes on, and shows more
         _show(Engine(state.model.eval(), prepared.tokenizer, machine), recipe, prepared.val, log)
     return code
+
+
+def _take_weights(state: TrainState, recipe: Resolved, start: Start) -> str:
+    """Takes the weights of another run's checkpoint; returns the line about them. Raises ValueError if they do not fit
+    the recipe's model."""
+    run, step = start.run_dir.run, start.meta["state"]["step"]
+    try:
+        fits = state.go_on(start.tensors, start.meta["state"])
+    except ValueError as error:
+        had, has = asdict(start.recipe.model), asdict(recipe.model)
+        other = "; ".join(
+            f"model.{name} {had[name]} → {value}" for name, value in has.items() if had.get(name) != value
+        )
+        raise ValueError(
+            f"the weights of run '{run}' do not fit another model ({other or error}): leave the flags that change its "
+            "shape out, or leave --from out"
+        ) from error
+    moments = "with its optimizer state" if fits else "without its optimizer state: the optimizer is another one"
+    return f"weights: step {step:,} of {start.stage} in run '{run}'; {moments}"
 
 
 def _show(engine: Engine, recipe: Resolved, val: Corpus, log: Callable[[str], None]) -> None:

@@ -323,6 +323,8 @@ def test_a_model_is_fine_tuned_as_often_as_wanted(runs: Runs) -> None:
     runs.refused(["--from two names the run itself"], "sft", "--from", "two", *SFT, run="two")
     model = "run 'other' has a model of its own (pretrain): name a new run"
     runs.refused([model], "sft", "--from", "app", *SFT, run="other")
+    shape = "the weights of run 'app' do not fit another model (model.depth 2 → 3"
+    runs.refused([shape], "pretrain", "--from", "app", "--depth", "3", run="three")
     there = "has no such checkpoint; there are newest and the steps 2, 4, 6"
     runs.refused([there], "sft", "--from", "app", "--from-step", "5", *SFT, run="three")
     assert not runs.stage(run="three").parent.exists()
