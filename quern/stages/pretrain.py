@@ -130,9 +130,7 @@ def _take_weights(state: TrainState, recipe: Resolved, start: Start) -> str:
         fits = state.go_on(start.tensors, start.meta["state"])
     except ValueError as error:
         had, has = asdict(start.recipe.model), asdict(recipe.model)
-        other = "; ".join(
-            f"model.{name} {had[name]} → {value}" for name, value in has.items() if had.get(name) != value
-        )
+        other = "; ".join(f"model.{name} {had[name]} → {has[name]}" for name in has if had[name] != has[name])
         raise ValueError(
             f"the weights of run '{run}' do not fit another model ({other or error}): leave the flags that change its "
             "shape out, or leave --from out"
