@@ -63,6 +63,9 @@ def check(recipe: Recipe) -> None:
             not (isinstance(value, Deferred) or hasattr(value, "__qualname__")),
             f"{name} must be a function or a class, so that a saved run finds it again by its name, not {value!r}",
         )
+    for part, kind in PARTS.items():
+        value = getattr(recipe, part)
+        _refuse(not isinstance(value, kind), f"{part} must be a {kind.__name__}, as in replace(BASELINE.{part}, …)")
     for part in (None, *PARTS):
         _check_fields(getattr(recipe, part) if part else recipe, f"{part}." if part else "")
     for name, value in (("data", recipe.data), ("val", recipe.val), ("sft.tests", recipe.sft.tests)):

@@ -16,6 +16,7 @@ from quern.flags.recipe_flags import Arguments, parse, refuse_idle
 from quern.lab.options import BoardOptions, CompareOptions, LogOptions, ScalingOptions, SweepOptions
 from quern.recipes import chosen_recipe, load_recipe
 from quern.records import read_json
+from quern.resolve import resolve
 from quern.terminal import listed
 from quern.validate import install, nearest
 
@@ -34,7 +35,8 @@ def _compare(
 ) -> int:
     names = rest.recipes
     if len(names) < 1 + (tool == "compare") and not rest.asks_for_help:
-        raise ValueError(f"name a baseline and at least one idea, as recipes or .py files: {EXAMPLES['lab']}")
+        ideas = " and at least one idea" if tool == "compare" else ""
+        raise ValueError(f"name a baseline{ideas}, as recipes or .py files: quern lab {tool} {TOOLS[tool][2]}")
     read = [(name, *_options(CompareOptions, f"lab {tool}", rest, help_text, name)) for name in names or ["gpt"]]
     from quern.lab.arms import Arm
     from quern.lab.ladder import command
@@ -62,8 +64,11 @@ def _calibrate(rest: Arguments, help_text: str) -> int:
         example = TOOLS["calibrate"][2]
         raise ValueError(f"name a baseline and the file of known answers, as in quern lab calibrate {example}")
     answers = read_json(Path(rest[1]), dict[str, list[str]])
-    names = [str(next(Path(rest[1]).parent.rglob(f"{idea}.py"))) for idea in answers]
-    arguments = Arguments((rest[0], *names, "--ladder", "--study", "calibration", *rest[2:]))
+    folder = Path(rest[1]).parent
+    names = {idea: next(map(str, folder.rglob(f"{idea}.py")), "") for idea in answers}
+    if lost := [idea for idea, name in names.items() if not name]:
+        raise ValueError(f"{rest[1]} names '{lost[0]}', but no folder under {folder} has {lost[0]}.py: add it")
+    arguments = Arguments((rest[0], *names.values(), "--ladder", "--study", "calibration", *rest[2:]))
     return _compare(arguments, help_text, "calibrate", answers, rest)
 
 
@@ -77,6 +82,7 @@ def _sweep(rest: Arguments, help_text: str) -> int:
     except ImportError as error:
         raise ImportError(f"sweeps need extra packages ({error}): {install('lab')}") from error
 
+    sweep.read_space(options.space, resolve(options.recipe))  # refused before the machine is tried out, which compiles
     device = options.where.arguments(options.workers)
     machine = machines.detect(**device)
     worker = [sys.executable, "-m", "quern.cli.main", "lab", "sweep", *rest, "--threads", str(device["threads"])]

@@ -17,13 +17,16 @@ from types import CodeType
 from typing import Any, TypeVar
 
 from quern.recipe import Made, Recipe
+from quern.validate import check
 
 T = TypeVar("T")
 
 
 def read_recipe_file(path: Path, name: str | None = None) -> tuple[Recipe, str]:
-    """The RECIPE of a file, with ~ expanded in its paths, and the file's source (see `read_object`)."""
+    """The RECIPE of a file, with ~ expanded in its paths, and the file's source. Raises as `read_object`, and
+    ValueError for a wrong value."""
     recipe, source = read_object(path, "RECIPE", Recipe, name)
+    check(recipe)
     return map_paths(recipe, os.path.expanduser), source
 
 

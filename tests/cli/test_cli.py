@@ -331,6 +331,18 @@ def test_a_broken_file_says_where(text: str, expected: str, tmp_path: Path, caps
     assert re.match(f"quern pretrain: {re.escape(str(path))},? {expected}", refused(capsys, "pretrain", str(path)))
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("data=None", "data must be a text, not None"), ("train=3", "train must be a TrainRecipe, as in replace(BASEL")],
+)
+def test_a_file_with_a_wrong_field_is_refused(
+    value: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "wrong.py"
+    path.write_text(RECIPE_FILE + f"\nRECIPE = replace(RECIPE, {value})\n", encoding="utf-8")
+    assert f"quern pretrain: {expected}" in refused(capsys, "pretrain", str(path))
+
+
 def test_what_is_wrong_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["pretrian"]) == 2 and main.main(["chat", "--port", "3"]) == 1
     said = capsys.readouterr()

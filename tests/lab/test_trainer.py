@@ -140,6 +140,7 @@ def test_a_comparison_from_the_command_line(
             f"RECIPE = replace(GPT, model=replace(GPT.model, softcap={cap}))\n",
             encoding="utf-8",
         )
+    assert "name a baseline, as recipes or .py files: quern lab ladder exp" in refused(capsys, "ladder")
     assert "name a baseline and at least one idea" in refused(capsys, "compare", "base.py")
     minutes = refused(capsys, "compare", "base.py", "idea.py", "--train.minutes", "3")
     assert "--train.minutes does nothing in a study" in minutes
@@ -196,6 +197,10 @@ def test_calibration_records_the_command_that_was_typed(
     monkeypatch.setattr("quern.lab.ladder.command.run", lambda *given, **more: seen.extend((*given, more)) or 0)
     told = refused(capsys, "calibrate", "base.py", "idea.py")
     assert "name a baseline and the file of known answers" in told
+    Path("lost.json").write_text('{"none": ["no difference"]}', encoding="utf-8")
+    assert "lost.json names 'none', but no folder under . has none.py" in refused(
+        capsys, "calibrate", "base.py", "lost.json"
+    )
     assert main.main(["lab", "calibrate", "base.py", "answers.json", "--delta", "0.01"]) == 0
     assert "quern lab calibrate base.py answers.json --delta 0.01" in seen
     assert seen[-1] == {"answers": {"idea": ["no difference"]}}
