@@ -3,7 +3,7 @@
 Hypothesis: more parameters lower the loss at equal steps, though not for free.
 Source: Kaplan et al. 2020 (arXiv 2001.08361): at equal tokens, more parameters are better.
 Expected effect: better at equal steps.
-Verdict: no difference on rung 0 (+0.0010 bits per byte, 8 pairs); multiplier × 0.742 [0.735, 0.749]. Study ladder.
+Verdict: no difference on rung 0 (+0.0010 bits per byte, 8 pairs); multiplier × 0.742 [0.736, 0.748]. Study ladder.
 """
 
 from dataclasses import replace
