@@ -110,6 +110,7 @@ def _fetch(url: str, path: Path, part: Path, size: int | None, sha256: str | Non
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers
 
+    huggingface_hub.logging.set_verbosity_error()  # what breaks is told in one line, below
     headers, advice = (build_hf_headers(), ADVICE) if size is not None else ({"Accept-Encoding": "identity"}, {})
     path.parent.mkdir(parents=True, exist_ok=True)
     host, tries, farthest = urlsplit(url).netloc, 0, 0
@@ -141,8 +142,8 @@ def _fetch(url: str, path: Path, part: Path, size: int | None, sha256: str | Non
         if have > farthest:
             tries, farthest = 0, have
         if tries >= most:
-            rest = f"run it again to go on from {have:,} of {size:,} bytes" if size else "run it again"
-            raise OSError(f"cannot fetch {url}: {reason}; {rest}")
+            goes_on = f"run it again to go on from {have:,} of {size:,} bytes" if size else ""
+            raise OSError(f"cannot fetch {url}: {reason}; {goes_on or 'check the connection, and run it again'}")
         tries += 1
         with waiting(f"{host} before try {tries + 1} of {most + 1} ({reason})", PAUSES[tries - 1]):
             time.sleep(PAUSES[tries - 1])

@@ -4,11 +4,13 @@ Whatever happens, a file under its final name is byte for byte the listed one, o
 """
 
 import hashlib
+import logging
 import random
 import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from quern.text import data_sets
@@ -137,6 +139,9 @@ def test_no_server_at_all_is_a_clear_error(
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(OSError, match="cannot fetch http://127.0.0.1:9/.*refused; run it again"):
         download(listed, "x.parquet", path)
+    with pytest.raises(OSError, match="refused; check the connection, and run it again"):
+        retrieve("http://127.0.0.1:9/a.zip", None, path)
+    assert huggingface_hub.logging.get_verbosity() >= logging.ERROR  # its own dozen lines stay out of the output
 
 
 def test_a_full_disk_is_reported_at_once(hub: Hub, listed: Repository, path: Path) -> None:
