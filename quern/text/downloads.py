@@ -142,8 +142,8 @@ def _fetch(url: str, path: Path, part: Path, size: int | None, sha256: str | Non
         if have > farthest:
             tries, farthest = 0, have
         if tries >= most:
-            goes_on = f"run it again to go on from {have:,} of {size:,} bytes" if size else ""
-            raise OSError(f"cannot fetch {url}: {reason}; {goes_on or 'check the connection, and run it again'}")
+            rest = f"run it again to go on from {have:,} of {size:,} bytes" if size else "run it again"
+            raise OSError(f"cannot fetch {url}: {reason}; {rest}")
         tries += 1
         with waiting(f"{host} before try {tries + 1} of {most + 1} ({reason})", PAUSES[tries - 1]):
             time.sleep(PAUSES[tries - 1])
