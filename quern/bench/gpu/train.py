@@ -161,7 +161,7 @@ REAL_MINUTES = 1.0
 
 
 def real(bench: GpuBench) -> Iterator[Figure]:
-    """What `quern bench quality` measures, of a minute of pretraining at depth 12."""
+    """Pretrains at depth 12 for a minute, and yields the figures of `quern bench quality`."""
     data, tokenizer = bench.options.data, bench.options.tokenizer
     if data is None:
         bench.problems.append("no text to train on: give --data, a file or folder of text")
