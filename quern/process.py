@@ -119,8 +119,7 @@ def start(
 
 @contextmanager
 def replying() -> Iterator[Callable[[Any], None]]:
-    """In a child: yields a function that sends one answer. An exception in the body is sent as {"error":
-    …}."""
+    """Yields, in a child, a function that sends one answer. An exception in the body is sent as {"error": …}."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # other output must not mix with the answers
 
@@ -135,19 +134,19 @@ def replying() -> Iterator[Callable[[Any], None]]:
 
 
 def orders() -> tuple[Any, Iterator[Any]]:
-    """In a child: returns its order, and an iterator of the requests that follow."""
+    """Returns a child's order, and an iterator of the requests that follow."""
     return json.loads(sys.argv[1]), map(json.loads, sys.stdin)
 
 
 def end_with_parent(requests: Iterable[Any]) -> None:
-    """In a thread of a child: ends the process with SIGTERM when its parent closes its standard input, or dies."""
+    """Ends a child with SIGTERM when its parent closes its standard input, or dies; for a thread of the child."""
     for _ in requests:
         pass
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def while_parent_lives(requests: Iterable[Any]) -> Iterator[Any]:
-    """In a child: the requests, none of them None. The process ends with its parent, at any moment."""
+    """A child's requests, none of them None. The process ends with its parent, at any moment."""
     waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=end_with_parent, args=(map(waiting.put, requests),), daemon=True).start()
     return iter(waiting.get, None)

@@ -42,7 +42,7 @@ BUILT_IN_CONVERSATIONS = ("tinyworld", "spelling")
 
 @dataclass(frozen=True, kw_only=True)
 class TextRecipe(Generic[Gap]):
-    """How text becomes token ids."""
+    """The text and its tokenizer."""
 
     vocab_size: Annotated[int, Interval(ge=300, le=2**20)] | Gap = FOLLOWS
     """Tokens in the vocabulary, special ones included; fewer for a small text of your own."""
@@ -102,7 +102,7 @@ class ModelRecipe(Generic[Gap]):
     """llama: share of the residual stream's inputs that is dropped in training; none."""
 
     def window_sizes(self: ResolvedModel) -> list[int | None]:
-        """For each layer, the tokens that a query sees, itself included; None is all of them."""
+        """Returns the tokens that a query sees in each layer, itself included; None is all of them."""
         short = max(1, self.context // 4)
         return [short if kind == "S" else None for kind in self.window_kinds()]
 

@@ -52,7 +52,7 @@ class ReportOptions:
 
 @dataclass
 class RunOptions(DeviceOptions, ReportOptions):
-    """Which run, and the device that computes."""
+    """The run, and the device that computes."""
 
     def machine(self, threads: int | None = None, *, log: Callable[[str], None]) -> Machine:
         from quern.kernels.attention.autotune import select_attention

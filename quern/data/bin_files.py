@@ -25,7 +25,7 @@ BATCH_TOKENS = 1 << 22
 
 @dataclass(frozen=True)
 class BinFormat:
-    """How token files are written."""
+    """The layout of a token file."""
 
     train: str  # names of the files; {name} is that of the data, {number} that of the file
     val: str

@@ -242,7 +242,7 @@ class Loader(Batches):
         )
 
     def _counts_path(self) -> Path | None:
-        """Where row counts are kept: under a name that changes with all that they depend on, the code included."""
+        """The file of the row counts; its name changes with all that they depend on, the code included."""
         if self.corpus.cache is None or self.corpus.fingerprint is None or not isinstance(self.packing, str):
             return None
         code = [inspect.getsource(module) for module in (sys.modules[__name__], batch, packing, shards)]

@@ -1,4 +1,4 @@
-"""From documents to rows: pieces no longer than a row, packing, which chooses the pieces that share one, and windows.
+"""Rows from documents: pieces no longer than a row, packing, which chooses the pieces that share one, and windows.
 
 A document longer than a row (context + 1 tokens) is cut into pieces: each is BOS and up to `context` tokens. A
 shorter document is one piece. A piece is a position in the corpus; no token is copied.

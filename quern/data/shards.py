@@ -184,7 +184,7 @@ class Corpus:
         return self._spans[1]
 
     def take(self, documents: np.ndarray) -> Spans:
-        """Where the documents with these indices are."""
+        """Returns the positions of the documents with these indices."""
         documents = np.asarray(documents, dtype=np.int64)
         if documents.size and not 0 <= documents.min() <= documents.max() < self.num_documents:
             raise IndexError(f"the documents are numbered 0 to {self.num_documents - 1:,}")

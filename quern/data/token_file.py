@@ -220,7 +220,7 @@ class ShardWriter:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the split has so far."""
+        """Number of tokens of the split so far."""
         return sum(shard["tokens"] for shard in self._shards) + self._tokens
 
     def add(self, ids: Sequence[int] | np.ndarray, mask: np.ndarray | None = None) -> None:

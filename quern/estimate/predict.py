@@ -66,7 +66,7 @@ def data_bytes(layout: Layout) -> Counter[str]:
 
 
 def calls(layout: Layout, bucket: Bucket) -> tuple[int, int]:
-    """How often a bucket that is cut is reduced, and gathered, in one step."""
+    """Number of times that a bucket that is cut is reduced, and gathered, in one step."""
     if bucket.share is None:
         return 1, 1
     passes, owner = len(layout.micro_batches), layout.parts[bucket.share.part]
@@ -128,8 +128,8 @@ def bytes_sent(model: Any, tokens: int, shards: int, recomputed: int) -> dict[st
 
 
 def _repeated(model: Any, plan: ShardingPlan, recomputed: int) -> tuple[int, int]:
-    """How often the stream is gathered and scattered again by blocks that run again: up to the last region's product,
-    so not scattered for the last region, unless what the block adds is dropped out."""
+    """Number of times that blocks which run again gather and scatter the stream: up to the last region's product, so
+    not scattered for the last region, unless what the block adds is dropped out."""
     gathered = scattered = 0
     for layer, block in enumerate(model.blocks[:recomputed]):
         names = (f"blocks.{layer}.{name}" for name, _ in block.named_modules())

@@ -1,4 +1,4 @@
-"""Which questions of a task share a long passage with the training text.
+"""Contamination: the questions of a task that share a long passage with the training text.
 
 A question is contaminated if any run of 13 words in it is also in a training document (text/clean/steps.py). The
 training text is read once, document by document; memory grows with the questions only.

@@ -139,7 +139,7 @@ class LM(TemplateLM):
 
 
 def _sampling(options: Mapping[str, Any]) -> Sampling:
-    """How lm-eval's options choose a token: greedily unless they say do_sample or a temperature."""
+    """Reads the sampling of lm-eval's options: greedy unless they say do_sample or a temperature."""
     temperature = float(options.get("temperature", 1.0 if options.get("do_sample") else 0.0))
     if not options.get("do_sample", temperature > 0) or temperature == 0:
         return GREEDY

@@ -30,7 +30,7 @@ FORMAT = 3
 
 @dataclass(frozen=True)
 class Records:
-    """Where the answers are written, and what their files say about the model. folder: has TASK/KIND.answers.jsonl."""
+    """The folder of the answers, TASK/KIND.answers.jsonl, and what their files say about the model."""
 
     folder: Path
     identity: Mapping[str, Any]

@@ -131,8 +131,8 @@ def _blocked_forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMa
 
 
 def _blocked_backward(saved: Any, cotangents: Any) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    """With P = weights · inverse and dP = g · vᵀ: dscores = P ∘ (dP - rowsum(g ∘ y)), as in FlashAttention's paper
-    (Dao et al. 2022, arXiv:2205.14135, appendix B.2); the log totals add their cotangent to the bracket. g is
+    """Computes, with P = weights · inverse and dP = g · vᵀ, dscores = P ∘ (dP - rowsum(g ∘ y)), as in FlashAttention's
+    paper (Dao et al. 2022, arXiv:2205.14135, appendix B.2); the log totals add their cotangent to the bracket. g is
     multiplied by the inverse, so P itself is never stored."""
     (q, k, v, y, mask, kept), (g, g_totals) = saved, cotangents
     T, E, G = k.shape[2], q.shape[-1], q.shape[2] // k.shape[2]

@@ -73,7 +73,7 @@ MakeProducts = Callable[[Tensor, Tensor, Tensor], Products]
 
 @dataclass(frozen=True)
 class ChunkPath:
-    """How the losses and gradients of a chunk of logits (N, V) are computed. Both functions may overwrite the logits.
+    """The losses and gradients of a chunk of logits (N, V), as functions that may overwrite the logits.
 
     losses: (logits, integer targets (N,), cap) → (N,) fp32 losses in nats.
     gradient: (logits, targets, scale, cap) → the losses; a factor (N,) = scale · steepest slope / denominator; and the

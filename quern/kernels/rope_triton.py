@@ -81,7 +81,7 @@ def load_halves(x, strides, where, E: tl.constexpr):
 
 @triton.jit
 def store_halves(x, first, second, where, T, H, E: tl.constexpr):
-    """To a contiguous (B, T, H, E)."""
+    """Stores to a contiguous (B, T, H, E)."""
     batch, token, head, column, there = where
     at = x + ((batch * T + token) * H + head) * E + column
     tl.store(at, first.to(x.dtype.element_ty), mask=there)
@@ -118,7 +118,7 @@ def norm_gradient_kernel(
     x, x_strides, grad, grad_strides, dx, cos, sin, table_stride, B, T, H, gain, eps,
     E: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """With n = x / rms and g the gradient turned back: dx = gain / rms · (g - n · mean(n · g))."""
+    """Computes, with n = x / rms and g the gradient turned back, dx = gain / rms · (g - n · mean(n · g))."""
     where = places(B, T, H, E, HALF, ROWS)
     c, s = load_angles(cos, sin, table_stride, where, E)
     first, second = load_halves(x, x_strides, where, E)

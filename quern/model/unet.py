@@ -41,7 +41,7 @@ def without_attention(depth: int) -> int:
 
 
 def value_embedding_of(layer: int, depth: int) -> int | None:
-    """Which value embedding a layer mixes in: 0, 1, 2 in the first three layers and again in the last three."""
+    """Index of the value embedding of a layer: 0, 1, 2 in the first three layers and again in the last three."""
     count = min(VALUE_EMBEDDINGS, depth // 2)
     if layer < count:
         return layer

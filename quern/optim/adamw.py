@@ -51,7 +51,7 @@ class AdamW:
     def update_(
         self, master: Tensor, grad: Tensor, state: State, scalars: Scalars, *, dtype: torch.dtype, out: Tensor | None
     ) -> None:
-        """In fp32, elementwise, so that the function can be compiled whole, with dynamic shapes."""
+        """Updates in fp32, elementwise, so that the function can be compiled whole, with dynamic shapes."""
         grad, m, v = grad.to(master.dtype), state["m"], state["v"]
         m.lerp_(grad, 1 - scalars["beta1"])
         v.lerp_(grad.square(), 1 - scalars["beta2"])

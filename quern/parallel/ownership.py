@@ -54,12 +54,12 @@ class Ownership:
         return any(self._outside(replica) for replica in range(self.replicas))
 
     def owners_of_region(self, replica: int) -> list[int]:
-        """How many elements of the replica's region each replica owns, in the order of the region."""
+        """Number of elements of the replica's region that each replica owns, in the order of the region."""
         low, high = self._region(replica)
         return [_overlap((low, high), self._owned(other)) for other in range(self.replicas)]
 
     def owned_in_regions(self, replica: int) -> list[int]:
-        """How many elements the replica owns in each region."""
+        """Number of elements that the replica owns in each region."""
         low, high = self._owned(replica)
         return [_overlap((low, high), self._region(other)) for other in range(self.replicas)]
 
@@ -87,7 +87,7 @@ def _overlap(one: tuple[int, int], other: tuple[int, int]) -> int:
 
 
 def units_together(units: int, size: int, most: int, largest: int, ranks: int) -> int:
-    """How many of the units share a buffer of at most `most` elements. Where it takes no more than `largest` elements,
+    """Number of units that share a buffer of at most `most` elements. Where it takes no more than `largest` elements,
     their number divides by the ranks, so that no unit has to travel."""
     count = max(1, most // size)
     if ranks <= units and ranks * size <= largest:
@@ -108,7 +108,7 @@ def share_out(units: int, cost: int, work: list[list[int]], whole: bool) -> tupl
 
 
 def _spread(units: int, cost: int, work: Sequence[int]) -> list[int]:
-    """How many units each rank gets: equally many if possible, otherwise each unit goes to the least work."""
+    """Number of units of each rank: equally many if possible, otherwise each unit goes to the least work."""
     if units % len(work) == 0:
         return [units // len(work)] * len(work)
     counts = [0] * len(work)
@@ -181,7 +181,7 @@ class Stack:
         return flat.view(-1, *self.shape[-2:])
 
     def _lengths(self) -> tuple[list[int], list[int]]:
-        """How many elements this replica owns in each region, and each replica in this region."""
+        """Number of elements that this replica owns in each region, and each replica in this region."""
         replica = self.mesh.data.rank
         return self.ownership.owned_in_regions(replica), self.ownership.owners_of_region(replica)
 

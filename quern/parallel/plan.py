@@ -30,7 +30,7 @@ VOCABULARY = ("embedding.weight", "head.weight")
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """How an architecture is cut. Names are patterns (`*`), and each parameter is named exactly once.
+    """The cuts of an architecture. Names are patterns (`*`), and each parameter is named exactly once.
 
     Attributes:
         cuts: Parameters of the regions, and embeddings that are passed to them, each with the dim that is cut: heads

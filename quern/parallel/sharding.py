@@ -1,4 +1,4 @@
-"""Which part of a logical tensor a process holds: of parameters under tensor parallelism, and of state in a checkpoint.
+"""The part of a logical tensor that a process holds, of parameters under tensor parallelism or of a checkpoint.
 
 A parameter that tensor parallelism cut has a `Sharding` as its attribute `sharding`; every shard of the replica holds
 the others whole. The optimizer and the checkpoints need no other information about how a model was cut.

@@ -52,7 +52,7 @@ def parts_of(model: Any) -> list[Part]:
 
 
 def numbers_of(parts: Sequence[Part]) -> dict[str, int]:
-    """For each parameter of the parts, the number of its part."""
+    """Returns the number of its part for each parameter of the parts."""
     return {
         f"{part.name}.{name}": number for number, part in enumerate(parts) for name, _ in part.module.named_parameters()
     }

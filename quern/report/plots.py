@@ -137,7 +137,7 @@ def running_mean(ys: list[float]) -> list[float]:
 
 
 def thin(xs: list[float], ys: list[float]) -> tuple[list[float], list[float]]:
-    """At most about STEPS_OF_A_CURVE points, including the last: limits the size of the page for a long run."""
+    """Keeps at most about STEPS_OF_A_CURVE points, including the last: limits the size of the page for a long run."""
     stride = -(-len(xs) // STEPS_OF_A_CURVE)
     keep = sorted({*range(0, len(xs), stride), len(xs) - 1})
     return [xs[i] for i in keep], [ys[i] for i in keep]

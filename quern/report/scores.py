@@ -50,7 +50,7 @@ class ScoreRow:
 
     @property
     def standing(self) -> str | None:
-        """How the last stage that was asked compares with guessing."""
+        """Compares the last stage that was asked with guessing."""
         return next((score.standing for score in reversed(self.scores) if score), None)
 
     @property

@@ -31,7 +31,7 @@ MOST_SUGGESTION_CHARACTERS = 160
 
 @dataclass(frozen=True)
 class Welcome:
-    """How the page begins. completes: the model continues texts and was never taught to chat."""
+    """The beginning of the page. completes: the model continues texts and was never taught to chat."""
 
     suggestions: Sequence[str] = ()
     completes: bool = False

@@ -1,4 +1,4 @@
-"""From a request's fields to the arguments of `Engine.submit`: the prompt's tokens, the form of the reply, its options.
+"""A request's fields become the arguments of `Engine.submit`: the prompt's tokens, the form of the reply, its options.
 
 The caller's tools are described to the model in the system message; a call is one JSON object between the model's own
 tool tokens, and its form is enforced.

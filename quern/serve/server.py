@@ -66,7 +66,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from. stage: None for the run's last one."""
+    """The origin of a model. stage: None for the run's last one."""
 
     run_dir: RunDir
     stage: str | None

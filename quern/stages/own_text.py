@@ -83,7 +83,7 @@ def fit_readings(recipe: Recipe, session: Session, prepared: Prepared) -> Recipe
 
 
 def readings_and_expectation(recipe: Resolved, prepared: Prepared, parameters: int) -> tuple[float, list[str]]:
-    """How often a model of so many parameters may read the text, and lines on what to expect of the run."""
+    """Readings of the text by a model of so many parameters, and lines on what to expect of the run."""
     tokens, read = prepared.train.num_tokens, recipe.train.steps * recipe.train.batch_tokens
     text_bytes, read_bytes = (count * prepared.bytes_per_token for count in (tokens, read))
     untrained = math.log2(prepared.tokenizer.vocab_size) / prepared.bytes_per_token

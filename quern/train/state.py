@@ -30,7 +30,7 @@ from quern.train.guard import Guard
 
 @dataclass(kw_only=True)
 class Counters:
-    """How far a run is; every checkpoint holds it beside the tensors."""
+    """Progress of a run; every checkpoint holds it beside the tensors."""
 
     guard: Guard
     step: int = 0  # updates done, skipped or empty

@@ -145,7 +145,7 @@ def describe(x: Tensor, rows: int) -> TensorDescriptor:
 
 
 def _descriptors(name: str) -> dict[str, Callable[[dict[str, Any]], Any]]:
-    """For each argument that is read in tiles: makes the descriptor or, without TMA, returns the tensor."""
+    """Makes the descriptor of each argument that is read in tiles or, without TMA, returns the tensor."""
 
     def make(key: str, rows: str, arguments: dict[str, Any]) -> Any:
         return describe(arguments[key], arguments[rows]) if arguments["TMA"] else arguments[key]

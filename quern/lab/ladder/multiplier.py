@@ -111,7 +111,7 @@ def told(logs_D: Floats) -> Estimate:
 
 
 class Course(NamedTuple):
-    """How a multiplier changes over the rungs. factor: multiplier of one rung over that of the rung below."""
+    """The change of a multiplier over the rungs. factor: multiplier of one rung over that of the rung below."""
 
     factor: Estimate
     trend: Trend

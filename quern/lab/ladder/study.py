@@ -145,7 +145,7 @@ FILES = (Study.PLAN, ARMS, TRIALS, SPEEDS, BASELINES)
 
 
 class SpeedRecord(TypedDict):
-    """How fast an idea is on a rung, as `lab.axes.Speed`."""
+    """The speed of an idea on a rung, as `lab.axes.Speed`."""
 
     recipe: str
     rung: int

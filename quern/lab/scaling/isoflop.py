@@ -144,7 +144,7 @@ def _length(fixed_batch: int | None, budget: float, counter: FlopCounter, contex
 
 @dataclass(frozen=True)
 class Stability:
-    """How much tokens per parameter vary over the budgets, by convention, or a refusal. name: the convention with the
+    """Spread of the tokens per parameter over the budgets, by convention, or a refusal. name: the convention with the
     least spread; spreads: SD of ln (tokens per parameter); support: share of the bootstrap with the least spread."""
 
     name: str | None = None

@@ -60,7 +60,7 @@ def write_results(sweep: Sweep, study: optuna.Study, space: Space) -> list[str]:
 
 
 def importances(study: optuna.Study) -> dict[str, float]:
-    """How much each field decides whether a trial is among the best tenth, as shares (PED-ANOVA, Watanabe et al. 2023,
+    """Shares with which each field decides whether a trial is among the best tenth (PED-ANOVA, Watanabe et al. 2023,
     arXiv 2304.10255). Pruned trials count as worse than all others. Empty for too few trials."""
 
     def value(trial: FrozenTrial) -> float:

@@ -65,7 +65,7 @@ class Processes:
 
 @dataclass
 class JaxRunOptions:
-    """Which run, and the devices that compute."""
+    """The run, and the devices that compute."""
 
     out: Path = Path("out")
     """The output folder; all files of a run are below it."""

@@ -73,7 +73,7 @@ class _Counts(TypedDict):
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
-    """For each split and step the documents that it removed, and those that the split had before its first step."""
+    """The documents that each step removed from each split, and those that the split had before its first step."""
     rows = []
     for split in SPLITS:
         if _path(folder, split).exists():

@@ -201,7 +201,7 @@ LENGTH_CHANCE = max(LENGTHS.count(length) for length in LENGTHS) / len(LENGTHS)
 
 
 def counting_exercise(pen: Pen, held_out: bool = False, words: tuple[str, ...] | None = None) -> Exercise:
-    """How often a letter is in a word, or how many letters the word has. words: as for spelling."""
+    """A question for the count of a letter in a word, or of the letters of the word. words: as for spelling."""
     words = words or (HELD_OUT_WORDS if held_out else TRAIN_WORDS)
     if pen.maybe(0.3):
         word = pen.pick(words)
