@@ -12,9 +12,8 @@ from typing import ClassVar, cast
 
 from torch import Tensor, nn
 
-from quern.kernels.embedding import embed
 from quern.model.gpt import GPT
-from quern.model.layers import Draw
+from quern.model.layers import Draw, embed
 from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE as BASELINE
 

@@ -11,8 +11,8 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from quern.kernels.embedding import embed
 from quern.model.gpt import GPT
+from quern.model.layers import embed
 from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE as BASELINE
 

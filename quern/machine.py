@@ -31,19 +31,14 @@ from quern.process import peak_resident, reset_peak_resident
 class Attention(Protocol):
     """Computes attention: one kernel, or a choice among several (kernels/attention/autotune.py)."""
 
-    def __call__(
-        self,
-        q_BTHE: torch.Tensor,
-        k_BTKE: torch.Tensor,
-        v_BTKE: torch.Tensor,
-        mask: Any,
-        scale: float | None = None,
-    ) -> torch.Tensor:
-        """Returns (B, T, H, E). mask: a `kernels.attention.MaskSpec`."""
+    @property
+    def attend(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any, float | None], torch.Tensor]:
+        """(q, k, v, mask, scale) → (B, T, H, E). mask: a `kernels.attention.MaskSpec`."""
         ...
 
-    def prepare(self, mask: Any, T: int, device: torch.device) -> Any:
-        """Returns the mask with everything that is computed once for all layers."""
+    @property
+    def prepare(self) -> Callable[[Any, int, torch.device], Any]:
+        """(mask, T, device) → the mask with everything that is computed once for all layers."""
         ...
 
 
@@ -75,12 +70,6 @@ class Machine:
     def generator(self, seed: int) -> torch.Generator:
         """Returns a generator on the CPU for any device, so that initial weights don't depend on the hardware."""
         return torch.Generator(device="cpu").manual_seed(seed)
-
-    def send(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copies a tensor from the host to the device; to a GPU from pinned memory, so that the host does not wait."""
-        if self.device.type == "cuda":
-            tensor = tensor.pin_memory()
-        return tensor.to(self.device, non_blocking=True)
 
     def read_later(self, tensor: torch.Tensor) -> Callable[[], list[Any]]:
         """Starts to copy a tensor to the host. Returns a function that waits for it and returns its

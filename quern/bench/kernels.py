@@ -20,7 +20,7 @@ from quern.bench.material import reference, sizes_of, take_step, training_state
 from quern.bench.measure import Bench, Figure, Job, Seconds, alternate, figure, peak_bytes
 from quern.kernels import cross_entropy as kernels
 from quern.kernels.attention.attend import MaskSpec
-from quern.kernels.attention.autotune import Picked, available, kind_of
+from quern.kernels.attention.autotune import Picked, available
 from quern.kernels.attention.backends import BLOCKED, PLAIN, SDPA, Backend, flex
 from quern.kernels.softcap import Cap, TanhCap
 from quern.machine import Machine, detect, machine_flags
@@ -39,7 +39,6 @@ CAP = TanhCap(15.0)
 def attention(setup: Setup) -> Iterator[Figure]:
     tokens, lengths = (128, (32, 64)) if setup.quick else (TOKENS, LENGTHS)
     picked = setup.machine.attention
-    assert isinstance(picked, Picked)  # by select_attention
     setup.settings.update(tokens=tokens, heads=HEADS, head_dim=HEAD_DIM, picked=str(picked))
     paths, forward_only = paths_of(setup.machine, setup.quick)
     for T in lengths:
@@ -53,13 +52,16 @@ def attention(setup: Setup) -> Iterator[Figure]:
             taken |= attention_seconds(setup, cases(forward_only), shape, backward=False)
         yield from (figure(name, "ms", 1e3 * seconds) for name, seconds in taken.items())
 
+        def chosen(mask: MaskSpec, T: int = T) -> str:
+            return (picked.path(mask, T) if isinstance(picked, Picked) else BLOCKED).name
+
         def both(mask: str, path: str, T: int = T, taken: Seconds = taken) -> np.ndarray:
             return taken[f"T={T}, {mask}: {path} forward"] + taken[f"T={T}, {mask}: {path} backward"]
 
         for name, mask in masks.items():
-            path = getattr(picked, kind_of(mask, T)).name
+            path = chosen(mask)
             if name != "full":
-                ratio = both("full", picked.full.name) / both(name, path)
+                ratio = both("full", chosen(MaskSpec())) / both(name, path)
                 yield figure(f"T={T}: full / {name}, as picked", "×", ratio)
             if path != SDPA.name:
                 yield figure(f"T={T}, {name}: sdpa / {path}", "×", both(name, SDPA.name) / both(name, path))
@@ -104,7 +106,7 @@ def windows(setup: Setup) -> Iterator[Figure]:
     recipe, machine = reference(setup.quick, setup.seed), setup.machine
     recipe = replace(recipe, model=replace(recipe.model, context=64 if setup.quick else CONTEXT))
     setup.settings.update(sizes_of(recipe), windows="SSSL, L", attention=str(machine.attention))
-    stock = replace(machine, attention=Picked(SDPA, SDPA, SDPA, SDPA))
+    stock = replace(machine, attention=SDPA)
     ways = {"SSSL": ("SSSL", machine), "all long": ("L", machine), "all long by torch's SDPA": ("L", stock)}
     taken = alternate(setup.rounds, {name: _steps(recipe, *way) for name, way in ways.items()})
     for name in ways:

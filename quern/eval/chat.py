@@ -41,7 +41,7 @@ from quern.rl.advantages import pass_at_k
 from quern.rl.environments import open_sandbox, program_in
 from quern.runs.public_data import fetch_tests
 from quern.terminal import Meter, counted
-from quern.text.formats import read_rows
+from quern.text.documents import read_rows
 from quern.text.sources import find_file
 from quern.text.tinyworld.corpus import questions
 

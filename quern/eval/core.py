@@ -29,7 +29,7 @@ from quern.generate.engine import Engine
 from quern.mesh import ProcessGroup
 from quern.temporaries import TemporaryFolder, alone_in, remove_abandoned, sha256_of, sync_path
 from quern.terminal import Meter, counted, duration
-from quern.text import formats
+from quern.text import documents
 from quern.text.downloads import retrieve
 from quern.text.sources import find_file
 from quern.text.tokenizer import Tokenizer
@@ -137,7 +137,7 @@ def find_tasks(folder: Path, names: Sequence[str] = ()) -> list[tuple[CoreTask, 
 def read_rows(path: Path, task: CoreTask) -> list[Row]:
     """Reads a task's file, in the order in which its rows are numbered and asked. Raises ValueError for a line that is
     no row of this kind of task, and for too few rows for the shots."""
-    rows = formats.read_rows(path, task.name, FIELDS[task.kind], lambda row: _checked(row, task.kind))
+    rows = documents.read_rows(path, task.name, FIELDS[task.kind], lambda row: _checked(row, task.kind))
     if len(rows) <= task.shots:
         raise ValueError(
             f"{path} has {len(rows)} rows, and {task.name} needs more than its {task.shots} shots: "

@@ -27,7 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quern.kernels.attention.attend import MaskSpec, attend
+from quern.kernels.attention.attend import MaskSpec
+from quern.kernels.attention.blocked import attend
 from quern.machine import Attention
 from quern.model.base import LanguageModel
 
@@ -157,7 +158,7 @@ class PrefillContext(_CacheContext):
         super().__init__(cache)
         self._lengths_B = lengths_B
         self._fresh = cache.filled == 0
-        self._attend: Callable[..., Tensor] = attention or attend
+        self._attend: Callable[..., Tensor] = attend if attention is None else attention.attend
         self._masks: dict[tuple[int | None, ...], Tensor] = {}
         self._places: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by the ring: where new tokens go
 

@@ -31,7 +31,7 @@ from quern.records import read_json
 from quern.temporaries import write_whole
 from quern.terminal import Meter, counted, silent
 from quern.text import chat, conversations, data_sets, documents, formats, readers
-from quern.text.documents import Conversation
+from quern.text.conversations import Conversation
 from quern.text.tokenizer import Tokenizer
 
 LEFT_OUT, HASHES = "left_out.json", "hashes.npy"

@@ -30,7 +30,6 @@ from quern.recipe import BUILT_IN_CONVERSATIONS, ConversationSource, Recipe
 from quern.terminal import Meter
 from quern.text import conversations, data_sets, tinyworld
 from quern.text.chat import ContentPart, Message
-from quern.text.documents import Conversation, conversation_rows
 from quern.text.repositories import PREFIX, local_copy
 from quern.text.sources import Where, content_fingerprint, format_of, list_talks
 from quern.text.tinyworld import chat, corpus, skills
@@ -124,7 +123,7 @@ class OpenSource:
     asked: ConversationSource
     marks: tuple[str, ...]  # its conversations are the same if these are
     splits: tuple[str, ...]  # "train" and "val", or ALL
-    read: Callable[[str], Iterator[Conversation]]
+    read: Callable[[str], Iterator[conversations.Conversation]]
     public: bool = False  # a set that others made: test rows in it are left out. In a user's file they are an error.
 
     @property
@@ -181,7 +180,7 @@ def _of_files(
         content = content_fingerprint(paths, cache, lambda done: meter.at(done / 1e6))
     marks = ("files", content, *splits, *map(format_of, paths), str(asked.limit), str(asked.column))
 
-    def read(split: str) -> Iterator[Conversation]:
+    def read(split: str) -> Iterator[conversations.Conversation]:
         return read_rows(splits[split], log, asked.column, asked.limit)
 
     return OpenSource(asked, marks, tuple(splits), read, public)
@@ -189,10 +188,10 @@ def _of_files(
 
 def read_rows(
     source: Where, log: Log | None = None, column: str | None = None, limit: int | None = None
-) -> Iterator[Conversation]:
+) -> Iterator[conversations.Conversation]:
     """The conversations of files; rows of question sets count as conversations. column: has the lists of messages."""
     if column is None:
-        return conversation_rows(source, log, to_messages, KEYS, limit)
+        return conversations.conversation_rows(source, log, to_messages, KEYS, limit)
 
     def of_column(record: Any, ignored: Counter[str]) -> list[Message]:
         if not isinstance(record, Mapping) or column not in record:
@@ -200,7 +199,9 @@ def read_rows(
         rest = {key: value for key, value in record.items() if key != column}
         return conversations.to_messages({**rest, "messages": record[column]}, ignored)
 
-    return conversation_rows(source, log, of_column, (column, *conversations.BESIDE), limit, person=column)
+    return conversations.conversation_rows(
+        source, log, of_column, (column, *conversations.BESIDE), limit, person=column
+    )
 
 
 def _built_in(asked: ConversationSource, recipe: Recipe) -> OpenSource:
@@ -208,10 +209,10 @@ def _built_in(asked: ConversationSource, recipe: Recipe) -> OpenSource:
     train = min(wanted, asked.limit or wanted)
     counts = {"train": train, "val": max(FEWEST_HELD_OUT, train // HELD_OUT_EVERY)}
 
-    def read(split: str) -> Iterator[Conversation]:
+    def read(split: str) -> Iterator[conversations.Conversation]:
         made = corpus.conversations if asked.source == "tinyworld" else spelling
         for number, messages in enumerate(made(seed, counts[split], split)):
-            yield Conversation(messages, f"{asked.source}, conversation {number + 1}")
+            yield conversations.Conversation(messages, f"{asked.source}, conversation {number + 1}")
 
     return OpenSource(asked, (asked.source, str(seed), str(train), _code()), ("train", "val"), read)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from quern.mixture.sources import multiple_choice
 from quern.text.chat import Message, parts
-from quern.text.formats import converted, place
+from quern.text.documents import converted, place
 from quern.text.sources import OF_ROWS, list_source
 from quern.text.tinyworld import corpus
 

@@ -13,7 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quern.kernels.attention.attend import MaskSpec, attend
+from quern.kernels.attention.attend import MaskSpec
+from quern.kernels.attention.blocked import attend
 from quern.machine import Attention
 
 Window = int | Tensor | None
@@ -82,7 +83,7 @@ class CausalContext:
         if attention is None:
             return self
         through = copy.copy(self)
-        through._attend, through._prepared = attention, []
+        through._attend, through._prepared = attention.attend, []
         for window in self.windows(full):
             if not any(_same(window, mask.window) for mask in through._prepared):
                 mask = MaskSpec(window, self.documents_BT)

@@ -262,7 +262,7 @@ class _Spans:
     def __init__(self) -> None:
         self.found: Counter[int | None] = Counter()
 
-    def __call__(
+    def attend(
         self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None = None
     ) -> Tensor:
         # The scores and the mix of the values; backward two products for each of them.

@@ -1,5 +1,5 @@
-"""The small pieces that every model is made of: norm, rotary positions, feed-forward, merged projections, and the draw
-of initial values.
+"""The small pieces of every model: norm, rotary positions, embedding, feed-forward, merged projections, and the draw of
+initial values.
 
 Shapes: B batch, T tokens, D width, H heads, E head dim. Pure functions and single-device modules.
 """
@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quern.kernels.embedding import embed
+from quern.compiler import in_eager_inference
 from quern.kernels.rope import rotary_angles
 
 Rotary = tuple[Tensor, Tensor]
@@ -59,6 +59,61 @@ def rotary_table(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor,
     """Cosines and sines of `rotary_angles` at the frequencies base^(-2i / head_dim), for (1 or B, T) positions."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
     return rotary_angles(positions, base**-exponents)
+
+
+def embed(tokens_BT: Tensor, weight_VD: Tensor) -> Tensor:
+    """Returns rows of the weight: (B, T) integers → (B, T, D).
+
+    On a CPU the backward pass is the library's scatter, as a custom operator: the compiler turns it into atomic
+    additions per element, which are several times slower. The gradients of a token that occurs often are summed in
+    fp32, whatever dtype they have.
+    """
+    one_token = tokens_BT.size(-1) == 1 and not torch.is_grad_enabled()  # the call would cost more than the rows
+    if weight_VD.device.type != "cpu" or one_token or in_eager_inference():
+        return F.embedding(tokens_BT, weight_VD)
+    return _embed(tokens_BT, weight_VD)
+
+
+@torch.library.custom_op("quern::embed", mutates_args=())
+def _embed(tokens: Tensor, weight: Tensor) -> Tensor:
+    return F.embedding(tokens, weight)
+
+
+@_embed.register_fake
+def _(tokens: Tensor, weight: Tensor) -> Tensor:
+    return weight.new_empty(*tokens.shape, weight.size(1))
+
+
+@torch.library.custom_op("quern::embed_backward", mutates_args=())
+def _embed_backward(grad: Tensor, tokens: Tensor, rows: int) -> Tensor:
+    if grad.dtype == torch.float32:
+        return torch.ops.aten.embedding_dense_backward(grad, tokens, rows, -1, False)
+    # In bf16 the library's sum of 256 equal gradients stops growing; this sums in fp32, for the rows that occur.
+    used, places = torch.unique(tokens, return_inverse=True)
+    sums = torch.zeros(len(used), grad.size(-1), device=grad.device)
+    sums.index_add_(0, places.flatten(), grad.flatten(0, -2).float())
+    whole = grad.new_zeros(rows, grad.size(-1))
+    whole[used] = sums.to(grad.dtype)
+    return whole
+
+
+@_embed_backward.register_fake
+def _(grad: Tensor, tokens: Tensor, rows: int) -> Tensor:
+    return grad.new_empty(rows, grad.size(-1))
+
+
+def _save_tokens(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    tokens, weight = inputs
+    ctx.save_for_backward(tokens)
+    ctx.rows = weight.size(0)
+
+
+def _embedding_backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+    (tokens,) = ctx.saved_tensors
+    return None, _embed_backward(grad.contiguous(), tokens, ctx.rows)
+
+
+_embed.register_autograd(_embedding_backward, setup_context=_save_tokens)
 
 
 class Embedding(nn.Embedding):

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quern.kernels.cross_entropy import ChunkPath, MakeProducts, PlainProducts, cross_entropy, path_for
-from quern.kernels.embedding import embed
 from quern.kernels.softcap import Cap
 from quern.mesh import ProcessGroup
+from quern.model.layers import embed
 from quern.parallel.sharding import Sharding
 from quern.parallel.tensor import collect, cut, reduce_scatter
 

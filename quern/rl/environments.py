@@ -25,7 +25,7 @@ from quern.eval.task import Item, question
 from quern.flags.recipe_file import read_object
 from quern.generate.sandbox import Limits, Program, Sandbox
 from quern.rl.environment import Environment
-from quern.text.formats import read_rows
+from quern.text.documents import read_rows
 from quern.text.sources import find_file
 from quern.text.tinyworld import skills
 from quern.text.tinyworld.corpus import Question, check

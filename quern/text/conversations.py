@@ -9,17 +9,20 @@
 
 docs/fine-tuning.md, "What is beside the text", says what becomes of system messages, tools, calls and weights. OpenAI's
 `tool_calls` and `tool` messages become parts of one assistant turn: the call, its output, the text that follows. A call
-is {"name":…,"arguments":…} without spaces, as generate/grammar.py has the model write it. documents.py reads the files.
+is {"name":…,"arguments":…} without spaces, as generate/grammar.py has the model write it.
 """
 
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
-from quern.text.chat import ContentPart, Message, validate
+from quern.terminal import silent
+from quern.text.chat import ContentPart, Message, parts, validate
+from quern.text.documents import converted, place, refuse_surrogates
+from quern.text.sources import Where, list_talks
 
 LISTS = ("messages", "conversations")
 ALPACA = ("instruction", "input", "output", "history")
@@ -38,6 +41,7 @@ ROLES = {"human": "user", "gpt": "assistant", "developer": "system", "function":
 """Roles of other projects; `function_call` is the assistant's too."""
 SHAREGPT = ("human", "user", "gpt", "assistant", "system", "tool", "function_call", "observation")
 CALCULATOR = "calculator"
+NAMES_SHOWN = 12
 
 
 def to_messages(record: Any, ignored: Counter[str] | None = None) -> list[Message]:
@@ -305,3 +309,73 @@ def _message(turn: Mapping[str, Any]) -> Message:
 
 def _unless_learned(weight: Any) -> dict[str, Any]:
     return {"weight": 0} if weight == 0 else {}
+
+
+class Conversation(NamedTuple):
+    messages: list[Message]
+    place: str  # its file and record, for messages
+
+
+def conversation_rows(
+    source: Where,
+    log: Callable[[str], None] | None = None,
+    convert: Callable[[Any, Counter[str]], list[Message]] = to_messages,
+    keys: Sequence[str] = KEYS,
+    limit: int | None = None,
+    person: str | None = None,
+) -> Iterator[Conversation]:
+    """Reads conversations in quern's format, validated. Skips those without an assistant turn to learn.
+
+    Args:
+        source: A file, a folder, or several of these, of .jsonl, .json, .csv, .tsv and .parquet files; or a .txt file
+            that WhatsApp exported.
+        log: Called with lines about read, ignored and skipped files, records and keys.
+        convert: Converts a record to messages, and counts the keys that it ignores.
+        keys: The keys of a record that `convert` reads.
+        limit: The most conversations to read.
+        person: Whom the model learns to write as, in WhatsApp's export.
+
+    Raises:
+        ValueError: A record is not a conversation, or no conversation has an assistant turn; the message names the file
+            and the record.
+        OSError: A file is missing or cut short.
+    """
+    found, say = list_talks(source), log or silent
+    for line in found.lines("conversations"):
+        say(line)
+    skipped, count, first, ignored = 0, 0, "", Counter[str]()
+
+    def messages_of(value: Any) -> list[list[Message]]:
+        try:
+            messages = of_whatsapp(value, person) if isinstance(value, str) else [convert(value, ignored)]
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise ValueError(f"not a conversation: {error}") from error
+        refuse_surrogates(json.dumps(messages, ensure_ascii=False))
+        return messages
+
+    several = converted(found.files, keys, messages_of, log and (lambda line: say(f"conversations: {line}")))
+    for messages, path, record in ((one, path, record) for talks, path, record in several for one in talks):
+        if limit is not None and count >= limit:
+            break
+        if any(_learned(message) for message in messages):
+            count += 1
+            yield Conversation(messages, place(path, record))
+        else:
+            skipped += 1
+            first = first or place(path, record)
+    if skipped and not count:
+        raise ValueError(
+            f"{first}: there is no assistant's turn, nor in any other conversation of the source: fine-tuning "
+            "learns the assistant's answers, so add them"
+        )
+    if skipped:
+        say(f"conversations: skipped {skipped:,} without an assistant's turn to learn, the first is {first}")
+    if ignored:
+        named = ", ".join(f"{key!r} in {rows:,}" for key, rows in ignored.most_common(NAMES_SHOWN))
+        say(f"conversations: keys that are not used, with the number of records: {named}")
+
+
+def _learned(message: Message) -> bool:
+    """Whether a part of a message, or its end, is learned."""
+    own = (part.get("weight") for part in parts(message) if part["type"] != "output")
+    return message["role"] == "assistant" and any(weight != 0 for weight in (message.get("weight"), *own))

@@ -1,22 +1,22 @@
-"""Reads documents and conversations from the records of files (formats.py). Empty documents are skipped."""
+"""Reads the documents of a source, and converts the records of its files; counts what cannot be read and is skipped.
 
-import json
+readers.py has the text of a file, formats.py the records of JSON files and tables.
+"""
+
 import re
 import shlex
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar, cast
 
 from quern.terminal import silent
-from quern.text.chat import Message, parts
-from quern.text.conversations import KEYS, of_whatsapp, to_messages
-from quern.text.formats import converted, place
-from quern.text.readers import UnreadableError
-from quern.text.sources import PLAIN, Where, files, format_of, list_talks
+from quern.text.formats import Malformed, read_records
+from quern.text.readers import CONVERTED, CUE, UTF8, UnreadableError, convert, separated, text_pieces
+from quern.text.sources import PLAIN, RECORDS, Where, files, format_of
 
 NAMES_SHOWN, NAME_CHARACTERS = 12, 40
 MARK = re.compile(r"(<\|end_?of_?text\|>)|^[ \t]*(<\|\w+\|>|</?s>|<eos>|\[EOS\])[ \t]*$", re.MULTILINE | re.IGNORECASE)
@@ -25,19 +25,22 @@ MARKED_FILES = 8
 TAG = re.compile(r"</?(?:p|br|div|span|a|li|ul|td|tr|table|h[1-6]|html|body|head|script|img)\b[^<>]*>", re.IGNORECASE)
 PLAIN_CHARACTERS = 100
 """A text with a tag in so many characters is a web page."""
-
-
-class Conversation(NamedTuple):
-    messages: list[Message]
-    place: str  # its file and record, for messages
+FEW_RECORDS = 1000
+"""A larger source may have one malformed record in so many."""
+MOST_AT_ONCE = 10
+"""More malformed records above that share end the reading at once, not at the end of the source."""
+Found = TypeVar("Found")
+Log = Callable[[str], None]
+REFUSALS = (ValueError, TypeError, LookupError, AttributeError)
+"""The errors of a function that converts records."""
 
 
 def read(
     source: Where,
     column: str = "text",
-    log: Callable[[str], None] | None = None,
+    log: Log | None = None,
     separator: str | None = None,
-    encoding: str = "utf-8",
+    encoding: str = UTF8,
 ) -> Iterator[str]:
     """Reads documents.
 
@@ -68,11 +71,11 @@ def _text(value: Any, column: str) -> str:
             f"{column!r} holds {type(value).__name__}, not text: "
             "make it text, or name what holds the text with --text.column NAME"
         )
-    _refuse_surrogates(value or "")
+    refuse_surrogates(value or "")
     return value or ""
 
 
-def _refuse_surrogates(text: str) -> None:
+def refuse_surrogates(text: str) -> None:
     r"""Refuses "\ud800" from JSON, half of a surrogate pair, which no Unicode encoding can represent."""
     try:
         text.encode("utf-8")
@@ -103,71 +106,6 @@ def warning_of(paths: Sequence[Path], separated: bool = False, encoding: str = "
     return None
 
 
-def conversation_rows(
-    source: Where,
-    log: Callable[[str], None] | None = None,
-    convert: Callable[[Any, Counter[str]], list[Message]] = to_messages,
-    keys: Sequence[str] = KEYS,
-    limit: int | None = None,
-    person: str | None = None,
-) -> Iterator[Conversation]:
-    """Reads conversations in quern's format, validated. Skips those without an assistant turn to learn.
-
-    Args:
-        source: A file, a folder, or several of these, of .jsonl, .json, .csv, .tsv and .parquet files; or a .txt file
-            that WhatsApp exported.
-        log: Called with lines about read, ignored and skipped files, records and keys.
-        convert: Converts a record to messages, and counts the keys that it ignores.
-        keys: The keys of a record that `convert` reads.
-        limit: The most conversations to read.
-        person: Whom the model learns to write as, in WhatsApp's export.
-
-    Raises:
-        ValueError: A record is not a conversation, or no conversation has an assistant turn; the message names the file
-            and the record.
-        OSError: A file is missing or cut short.
-    """
-    found, say = list_talks(source), log or silent
-    for line in found.lines("conversations"):
-        say(line)
-    skipped, count, first, ignored = 0, 0, "", Counter[str]()
-
-    def messages_of(value: Any) -> list[list[Message]]:
-        try:
-            messages = of_whatsapp(value, person) if isinstance(value, str) else [convert(value, ignored)]
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
-            raise ValueError(f"not a conversation: {error}") from error
-        _refuse_surrogates(json.dumps(messages, ensure_ascii=False))
-        return messages
-
-    several = converted(found.files, keys, messages_of, log and (lambda line: say(f"conversations: {line}")))
-    for messages, path, record in ((one, path, record) for talks, path, record in several for one in talks):
-        if limit is not None and count >= limit:
-            break
-        if any(_learned(message) for message in messages):
-            count += 1
-            yield Conversation(messages, place(path, record))
-        else:
-            skipped += 1
-            first = first or place(path, record)
-    if skipped and not count:
-        raise ValueError(
-            f"{first}: there is no assistant's turn, nor in any other conversation of the source: fine-tuning "
-            "learns the assistant's answers, so add them"
-        )
-    if skipped:
-        say(f"conversations: skipped {skipped:,} without an assistant's turn to learn, the first is {first}")
-    if ignored:
-        named = ", ".join(f"{key!r} in {rows:,}" for key, rows in ignored.most_common(NAMES_SHOWN))
-        say(f"conversations: keys that are not used, with the number of records: {named}")
-
-
-def _learned(message: Message) -> bool:
-    """Whether a part of a message, or its end, is learned."""
-    own = (part.get("weight") for part in parts(message) if part["type"] != "output")
-    return message["role"] == "assistant" and any(weight != 0 for weight in (message.get("weight"), *own))
-
-
 def _no_column(column: str, names: Sequence[str]) -> str:
     shown = [name if len(name) <= NAME_CHARACTERS else f"{name[:NAME_CHARACTERS]}…" for name in names[:NAMES_SHOWN]]
     there_are = ", ".join(map(repr, shown)) or "nothing"
@@ -176,3 +114,152 @@ def _no_column(column: str, names: Sequence[str]) -> str:
     if {"messages", "conversations"} & set(names):
         hint += " (conversations are for fine-tuning, --conversations)"
     return hint
+
+
+@dataclass
+class _Skipped:
+    """Counts what the reading of a source skips: records, and whole files."""
+
+    log: Log | None
+    first: str = ""
+    odd: int = 0
+    seen: int = 0
+    bytes_read: int = 0
+    bad: list[tuple[int, Exception]] = field(default_factory=list)  # bytes and error of the files that cannot be read
+
+    def skip(self, error: Malformed) -> None:
+        """Counts a malformed record; raises ValueError if there are too many."""
+        self.odd += error.lines
+        if not self.first and self.log is not None:
+            self.log(f"skipping malformed records, of which 1 in {FEW_RECORDS:,} may be; the first is {error}")
+        self.first = self.first or str(error)
+        if self.log is None or self.odd >= self.seen > 1 or self.odd > MOST_AT_ONCE + self.seen // FEW_RECORDS:
+            raise self._refusal() from error.__cause__
+
+    def finish(self, files: int) -> None:
+        """Logs what was skipped of so many files, or raises the first error if it is too much."""
+        log = self.log or silent
+        if self.odd and self.seen < max(FEW_RECORDS + 1, FEW_RECORDS * self.odd):
+            raise self._refusal()
+        if self.odd:
+            log(f"skipped {self.odd:,} malformed of {self.seen:,} records")
+        if self.bad:
+            error, told = self.bad[0][1], f"{len(self.bad):,} of {files:,} files"
+            if sum(size for size, _ in self.bad) > self.bytes_read:
+                instead = "cannot be read, with more than half of the bytes: leave them out with --data.exclude"
+                raise type(error)(f"{error}; {told} {instead}")
+            log(f"skipped {told} that cannot be read; the first: {error}")
+
+    def _refusal(self) -> ValueError:
+        more = f"; {self.odd:,} of {self.seen:,} records are malformed, and 1 in {FEW_RECORDS:,} may be"
+        return ValueError(self.first + (more if self.odd > 1 else ""))
+
+
+def converted(
+    paths: Sequence[Path],
+    wanted: Sequence[str],
+    convert: Callable[[Any], Found],
+    log: Log | None = None,
+    separator: str | None = None,
+    encoding: str = UTF8,
+) -> Iterator[tuple[Found, Path, int]]:
+    """Reads and converts the records of a source. With a log, the odd malformed record does not stop a large source,
+    and the odd file that cannot be read does not stop a source of several (docs/data.md).
+
+    A record is malformed if it is not of its format, or if it cannot be converted. A file among several that begins
+    with two malformed records, or has no other, counts as one that cannot be read.
+
+    Args:
+        wanted: The columns to read from a table; the others are `UNREAD`.
+        convert: Takes a value. Raises one of `REFUSALS`.
+        log: Takes a line when the first record is skipped, and one when all are read. None: no record is skipped.
+        separator: The mark between the records of text; None makes the file one record.
+        encoding: The encoding of text, tables and JSON, or "auto"; see readers.py.
+
+    Yields:
+        (what `convert` returned, its file, its number there), see `place`.
+
+    Raises:
+        ValueError: A file is damaged, or too many records are malformed; the message names the first.
+        OSError: A file cannot be read to its end.
+    """
+    skipped, tolerant = _Skipped(log), log is not None and len(paths) > 1
+    for path in paths:
+        try:
+            values = _records(path, wanted, separator, encoding)
+            records = ((_convert(value, convert, path, record), record) for value, record in values)
+            first = list(islice(records, 2 if tolerant else 0))
+            if first and all(isinstance(found, Malformed) for found, _ in first):
+                raise UnreadableError(str(first[0][0])) from cast(Malformed, first[0][0]).__cause__
+            for found, record in chain(first, records):
+                skipped.seen += 1
+                if isinstance(found, Malformed):
+                    skipped.skip(found)
+                else:
+                    yield found, path, record
+            skipped.bytes_read += path.stat().st_size
+        except (UnreadableError, OSError) as error:
+            if not tolerant:
+                raise
+            skipped.bad.append((path.stat().st_size if path.exists() else 0, error))
+    skipped.finish(len(paths))
+
+
+def _convert(value: Any, convert: Callable[[Any], Found], path: Path, record: int) -> Found | Malformed:
+    if isinstance(value, Malformed):
+        return value
+    try:
+        return convert(value)
+    except REFUSALS as error:
+        odd = Malformed(f"{place(path, record)}: {error}")
+        odd.__cause__ = error
+        return odd
+
+
+def read_rows(
+    path: Path, what: str, columns: Sequence[str], convert: Callable[[Any], Found], log: Log | None = None
+) -> list[Found]:
+    """Reads a whole file of rows, such as the questions of a task.
+
+    Args:
+        what: The rows, for messages.
+        columns, log: As for `converted`.
+        convert: Takes a row, an object. Raises as for `converted`.
+
+    Raises:
+        ValueError: A row cannot be converted, or there is none; the message names the file and the row.
+        OSError: The file cannot be read to its end.
+    """
+
+    def row(value: Any) -> Found:
+        try:
+            if not isinstance(value, dict):
+                raise ValueError("it is no object")
+            return convert(value)
+        except REFUSALS as error:
+            reason = f"it has no {error}" if isinstance(error, KeyError) else error
+            raise ValueError(f"no row of {what}: {reason}") from error
+
+    rows = [found for found, _, _ in converted([path], columns, row, log)]
+    if not rows:
+        raise ValueError(f"{path} has no rows of {what}: take the whole file")
+    return rows
+
+
+def place(path: Path, record: int) -> str:
+    """The file and the record, counted from 1, for messages."""
+    return f"{path}, {'line' if format_of(path) == '.jsonl' else 'record'} {record + 1}"
+
+
+def _records(path: Path, wanted: Sequence[str], separator: str | None, encoding: str) -> Iterator[tuple[Any, int]]:
+    """The values of a file and their numbers; see `read_records`."""
+    form = format_of(path)
+    if form in RECORDS:
+        return read_records(path, wanted, encoding)
+    if form in CONVERTED:
+        texts = iter([convert(path)])
+    else:
+        texts = text_pieces(path, encoding) if separator is None else separated(path, separator, encoding)
+        if form in (".srt", ".vtt") and separator is None:
+            texts = (CUE.sub("", text) for text in texts)
+    return ((text, number) for number, text in enumerate(texts))

@@ -1,4 +1,7 @@
-"""Opens files as UTF-8: decompressed, other encodings decoded, and papers, books and pages turned into text.
+"""Reads files as text: decompressed, other encodings decoded, and papers, books and pages turned into text.
+
+An invalid byte or a NUL byte raises an error with file and line, because replacement characters would be trained on
+unnoticed. A text longer than `TEXT_PIECE_CHARACTERS` becomes several, cut at line ends.
 
 A byte order mark of UTF-16 or UTF-32 names the encoding; "auto" recognizes others with charset-normalizer, an estimate
 from the first bytes. The library markitdown, an extra, turns `CONVERTED` files into Markdown, whole.
@@ -10,6 +13,7 @@ import codecs
 import importlib.util
 import io
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -23,6 +27,9 @@ MARKS |= {codecs.BOM_UTF16_BE: "utf-16"}
 CONVERTED = (".html", ".htm", ".docx", ".epub", ".ipynb", ".pdf", ".pptx", ".xlsx", ".zip")
 SINGLE_BYTE = ("cp125", "cp85", "cp775", "iso8859", "latin", "mac")
 WESTERN = frozenset("äöüÄÖÜßéèêëàâçîïôùûœæøåñáíóúãõÉÈÀÇÑÁÓÅØ¿¡«»…–—‘’“”„•€£°©\xa0")
+TEXT_PIECE_CHARACTERS = 1 << 20
+NO_TEXT = re.compile(rb"[\1-\x08\x0e-\x1a]")
+"""Bytes of programs and pictures; logs with colours have the escape."""
 CUE = re.compile(r"^(WEBVTT.*|\d+|[\d:.,]+ --> [\d:.,]+.*)\n", re.MULTILINE)
 """A line of a subtitle that is not spoken: its number, or its time."""
 
@@ -103,3 +110,64 @@ def convert(path: Path) -> str:
         reason = " ".join(str(error).split())[:200]
         raise UnreadableError(f"{path}: markitdown cannot read it ({type(error).__name__}: {reason})") from error
     return re.sub(r"\AContent from the zip file .*\n+", "", text)  # which names the local path
+
+
+def cut_short(path: Path, error: Exception) -> OSError:
+    return OSError(f"cannot read {path}, it may be cut short or damaged: {error}")
+
+
+def read_lines(path: Path, encoding: str) -> Iterator[bytes]:
+    """The lines of a file in UTF-8, decompressed according to its name."""
+    try:
+        with open_utf8(path, encoding) as stream:
+            yield from stream
+    except OSError as error:
+        raise cut_short(path, error) from error
+
+
+def decode(raw: bytes, path: Path, line: int) -> str:
+    """Decodes lines; line: the number of the first one, from 0."""
+    try:
+        text = raw.decode("utf-8-sig" if line == 0 else UTF8)  # the first line can start with a byte order mark
+    except UnicodeDecodeError as error:
+        before = raw[: error.start].split(b"\n")
+        if NO_TEXT.search(raw):
+            raise UnreadableError(f"{path} is no text, but a program, a picture or the like: leave it out") from error
+        like = recognized(path)
+        hint = "" if like in (None, UTF8) else f"it looks like {like}, which --text.encoding auto reads; or "
+        raise UnreadableError(
+            f"{path}, line {line + len(before)}: byte {len(before[-1]) + 1} of the line is "
+            f"not UTF-8 ({error.reason}): {hint}convert the file to UTF-8, for example with iconv"
+        ) from error
+    if "\0" in text:
+        raise UnreadableError(
+            f"{path}, line {line + 1}: NUL bytes, so it is no text, or UTF-16 without a mark (--text.encoding "
+            "utf-16-le): leave it out with --data.exclude"
+        )
+    return text
+
+
+def text_pieces(path: Path, encoding: str) -> Iterator[str]:
+    piece, size = list[str](), 0
+    for line, raw in enumerate(read_lines(path, encoding)):
+        piece.append(decode(raw, path, line))
+        size += len(piece[-1])
+        if size >= TEXT_PIECE_CHARACTERS:
+            yield "".join(piece)
+            piece, size = [], 0
+    if piece:
+        yield "".join(piece)
+
+
+def separated(path: Path, separator: str, encoding: str) -> Iterator[str]:
+    """The texts between separators, without line ends around them; a text longer than a piece becomes several."""
+    rest = ""
+    for piece in text_pieces(path, encoding):
+        *whole, rest = (rest + piece).split(separator)
+        yield from (text.strip("\r\n") for text in whole)
+        if len(rest) >= TEXT_PIECE_CHARACTERS:
+            # The end of what has been read may be the beginning of a separator.
+            kept = max((n for n in range(len(separator)) if rest.endswith(separator[:n])), default=0)
+            yield rest[: len(rest) - kept]
+            rest = rest[len(rest) - kept :]
+    yield rest.strip("\r\n")

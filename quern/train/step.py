@@ -88,7 +88,7 @@ class TorchBackend:
     def _tell(self, tell: Sequence[float]) -> Callable[[], Told]:
         if self.mesh.world.size == 1:
             return list
-        own = self.machine.send(torch.tensor(tell, dtype=torch.float64))
+        own = _send(torch.tensor(tell, dtype=torch.float64), self.machine)
         heard = own.new_empty(len(tell) * self.mesh.world.size)
         self.mesh.world.all_gather(heard, own).wait()
         return self.machine.read_later(heard.view(self.mesh.world.size, -1))
@@ -183,9 +183,9 @@ def send_batch(
     flops = flops or Flops()
     parts = list(batch.split(micro_batch_rows))
     counted = [int(batch.mask.sum()), batch.tokens.size, int(flops.products), int(flops.attention)]
-    sums = machine.send(torch.tensor(counted))
+    sums = _send(torch.tensor(counted), machine)
     mesh.data.all_reduce(sums).wait()
-    passes = machine.send(torch.tensor([len(parts)]))
+    passes = _send(torch.tensor([len(parts)]), machine)
     if mesh.zero == 3:
         mesh.data.all_reduce(passes, "max").wait()
     micros = [to_device(part, sums[0], machine) for part in parts]
@@ -197,5 +197,10 @@ def to_device(batch: Batch, valid_targets: int | Tensor, machine: Machine) -> tu
     scale = batch.mask.astype(np.float32)
     if batch.weight is not None:
         scale *= batch.weight
-    tokens, targets, scales = (machine.send(torch.from_numpy(a)) for a in (batch.tokens, batch.targets, scale))
+    tokens, targets, scales = (_send(torch.from_numpy(a), machine) for a in (batch.tokens, batch.targets, scale))
     return tokens.long(), targets.long(), scales / valid_targets
+
+
+def _send(tensor: Tensor, machine: Machine) -> Tensor:
+    """Copies a tensor from the host to the device; to a GPU from pinned memory, so that the host does not wait."""
+    return (tensor.pin_memory() if machine.device.type == "cuda" else tensor).to(machine.device, non_blocking=True)

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from quern.generate.cache import KVCache, decode
-from quern.kernels.attention.attend import MaskSpec, attend_in_blocks, visible
+from quern.kernels.attention.attend import MaskSpec, visible
+from quern.kernels.attention.blocked import attend_in_blocks
 from quern.model.base import loss_sum
 from quern.model.count import FlopCounter, count, weightless
 from quern.model.gpt import GPT
@@ -301,7 +302,7 @@ class Seen:
     def __init__(self) -> None:
         self.flops = 0
 
-    def __call__(
+    def attend(
         self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor, mask: MaskSpec, scale: Any = None
     ) -> torch.Tensor:
         B, T, H, E = q_BTHE.shape

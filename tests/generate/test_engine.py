@@ -10,7 +10,6 @@ import torch
 from quern.generate.engine import ContextOverflow, Engine
 from quern.generate.sampling import GREEDY, Sampling
 from quern.kernels.attention.attend import attend_plain, attend_sdpa
-from quern.kernels.attention.autotune import Picked
 from quern.kernels.attention.backends import Backend
 from quern.model.context import CausalContext
 from tests.support.toy_engine import CPU, toy_engine, toy_model, toy_tokenizer
@@ -65,7 +64,7 @@ def test_prompts_are_read_by_the_attention_that_the_machine_picked(path: Callabl
 
     usual = toy_engine(context=64)
     backend = Backend("recording", recording, windows=True)
-    machine = replace(CPU, attention=Picked(backend, backend, backend, backend))
+    machine = replace(CPU, attention=backend)
     prompts = [[BOS, *range(5, 45)], [BOS, 9]]
     found = Engine(usual.model, TOKENIZER, machine).generate(prompts, max_tokens=8, sampling=GREEDY)
     assert seen == usual.model.windows == [16, 16, 16, None]

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quern.kernels.attention.attend import MaskSpec, attend, attend_plain, visible
+from quern.kernels.attention.attend import MaskSpec, attend_plain, visible
+from quern.kernels.attention.blocked import attend
 from tests.laws.table import Law
 from tests.support.deviation import deviation, with_gradients
 

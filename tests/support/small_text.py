@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from quern.text.chat import Message
-from quern.text.documents import conversation_rows
+from quern.text.conversations import conversation_rows
 from quern.text.sources import Where
 from quern.text.tinyworld import corpus
 

@@ -9,8 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from quern.text.chat import parts, render, validate
-from quern.text.conversations import to_messages
-from quern.text.documents import conversation_rows
+from quern.text.conversations import conversation_rows, to_messages
 from quern.text.tokenizer import Tokenizer
 from tests.support.small_text import read_conversations
 

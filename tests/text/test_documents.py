@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from quern.text import formats
+from quern.text import readers
 from quern.text.documents import read
 from quern.text.sources import files
 
@@ -55,7 +55,7 @@ def test_a_separator_ends_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, separator: str, piece: int
 ) -> None:
     """Wherever it is in a line, and wherever a long document is cut."""
-    monkeypatch.setattr(formats, "TEXT_PIECE_CHARACTERS", piece)
+    monkeypatch.setattr(readers, "TEXT_PIECE_CHARACTERS", piece)
     stories = [f"Story {n}.\nIt goes on{' and on' * (n % 7)}\nThe end" for n in range(40)]
     whole = f"\n{separator}\n".join(stories[:20]) + separator + separator.join(stories[20:]) + separator
     (tmp_path / "a.txt").write_text(whole, encoding="utf-8")
@@ -87,7 +87,7 @@ def test_every_format_is_read_in_sorted_order(folder: Path) -> None:
 def test_a_long_text_file_is_cut_at_line_ends_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(formats, "TEXT_PIECE_CHARACTERS", 1000)
+    monkeypatch.setattr(readers, "TEXT_PIECE_CHARACTERS", 1000)
     text = "".join(f"zeile {i} ü\n" for i in range(500))
     path = tmp_path / "long.txt"
     path.write_text(text, encoding="utf-8")

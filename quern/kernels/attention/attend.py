@@ -1,8 +1,8 @@
-"""Causal attention with a window, packed documents and grouped queries: its definition and two paths for any device.
+"""Causal attention with a window, packed documents and grouped queries: its definition, and PyTorch's own kernels.
 
 q: (B, T, H, E); k, v: (B, T, K, E) with K dividing H. A `MaskSpec` says what a query sees; no dense mask is stored.
-The plain twin builds the whole score matrix in fp32, and every other path must equal it. backends.py has the paths for
-particular devices; autotune.py finds the fastest.
+The plain twin builds the whole score matrix in fp32, and every other path must equal it. blocked.py has the path of
+CPUs, backends.py those of particular devices; autotune.py finds the fastest.
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from quern.compiler import in_eager_inference
-from quern.kernels.attention.blocked import attend_blocked, attend_blocks, kept_elements
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,29 +31,9 @@ class MaskSpec:
     blocks: Any = None
 
 
-def attend(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None = None) -> Tensor:
-    """Causal attention → (B, T, H, E), by the path for the device. scale None is 1/sqrt(E)."""
-    path = attend_in_blocks if q_BTHE.device.type == "cpu" else attend_sdpa
-    return path(q_BTHE, k_BTKE, v_BTKE, mask, scale)
-
-
-def attend_in_blocks(
-    q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None = None
-) -> Tensor:
-    """Products over blocks of queries and the keys they see (blocked.py), for CPUs. Without a window, half of all
-    probabilities are kept for the backward pass."""
-    scale = scale_or_default(scale, q_BTHE)
-    q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2).contiguous() for x in (q_BTHE, k_BTKE, v_BTKE))
-    fixed, varying = split_window(mask.window, q_BTHE.size(1))
-    kept = kept_elements(q_BHTE, fixed)
-    path = attend_blocks if in_eager_inference() and not q_BHTE.is_meta else attend_blocked
-    y_BHTE, _ = path(q_BHTE, k_BKTE, v_BKTE, mask.documents_BT, fixed, varying, scale, kept)
-    return y_BHTE.transpose(1, 2)
-
-
 def attend_plain(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None = None) -> Tensor:
     """The definition, computed in fp32 and returned in q's dtype."""
-    scale = scale_or_default(scale, q_BTHE)
+    scale = scale_or_default(scale, q_BTHE.size(-1))
     groups = q_BTHE.size(2) // k_BTKE.size(2)
     k_BTHE, v_BTHE = k_BTKE.repeat_interleave(groups, dim=2), v_BTKE.repeat_interleave(groups, dim=2)
     scores = torch.einsum("bqhe,bkhe->bhqk", q_BTHE.float(), k_BTHE.float()) * scale
@@ -74,8 +51,8 @@ def visible(T: int, mask: MaskSpec, device: torch.device) -> Tensor:
     return seen & (mask.documents_BT[:, None, :, None] == mask.documents_BT[:, None, None, :])
 
 
-def scale_or_default(scale: float | None, q_BTHE: Tensor) -> float:
-    return float(q_BTHE.size(-1) ** -0.5) if scale is None else scale
+def scale_or_default(scale: float | None, head_dim: int) -> float:
+    return float(head_dim**-0.5) if scale is None else scale
 
 
 def split_window(window: int | Tensor | None, T: int) -> tuple[int, Tensor | None]:

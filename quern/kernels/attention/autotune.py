@@ -43,23 +43,22 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 
 @dataclass(frozen=True)
 class Picked:
-    """Attention with the chosen path for each kind of mask; called like `attend`."""
+    """Attention with the chosen path for each kind of mask; a `machine.Attention`."""
 
     full: Backend
     window: Backend
     growing: Backend
     documents: Backend
 
-    def __call__(
-        self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None = None
-    ) -> Tensor:
-        return self._for(mask, q_BTHE.size(1)).attend(q_BTHE, k_BTKE, v_BTKE, mask, scale)
+    def attend(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
+        return self.path(mask, q_BTHE.size(1)).attend(q_BTHE, k_BTKE, v_BTKE, mask, scale)
 
     def prepare(self, mask: MaskSpec, T: int, device: torch.device) -> MaskSpec:
         """Returns the mask with what its path precomputes for all layers. T: tokens in a row."""
-        return self._for(mask, T).prepare(mask, T, device)
+        return self.path(mask, T).prepare(mask, T, device)
 
-    def _for(self, mask: MaskSpec, T: int) -> Backend:
+    def path(self, mask: MaskSpec, T: int) -> Backend:
+        """The chosen path for a mask. T: tokens in a row."""
         return getattr(self, kind_of(mask, T))
 
     def __str__(self) -> str:
@@ -101,7 +100,7 @@ def select_attention(machine: Machine) -> Machine:
     On a CPU nothing is timed: the blocked path is the only one that skips hidden keys, and it is the fastest.
     """
     if machine.device.type == "cpu":
-        return replace(machine, attention=Picked(BLOCKED, BLOCKED, BLOCKED, BLOCKED))
+        return replace(machine, attention=BLOCKED)
     there, notes, picked = available(machine), [], {}
     for kind in KINDS:
         picked[kind], failures = pick(kind, there, machine)

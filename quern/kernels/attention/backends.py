@@ -17,12 +17,12 @@ from torch import Tensor
 
 from quern.kernels.attention.attend import (
     MaskSpec,
-    attend_in_blocks,
     attend_plain,
     attend_sdpa,
     scale_or_default,
     split_window,
 )
+from quern.kernels.attention.blocked import attend_in_blocks
 from quern.kernels.attention.flash import flash_attention
 
 WITH_FIXED_SHAPES = partial(torch.compile, dynamic=False)
@@ -53,6 +53,9 @@ class Backend:
     growing: bool = False
     by_shape: bool = False
     prepare: Callable[[MaskSpec, int, torch.device], MaskSpec] = as_it_is
+
+    def __str__(self) -> str:
+        return self.name
 
 
 PLAIN = Backend("plain", attend_plain, growing=True)
@@ -86,8 +89,8 @@ def flex(compile: Callable[..., Any] = WITH_FIXED_SHAPES) -> Backend:
         if mask.blocks is None:
             mask = prepare(mask, q_BTHE.size(1), q_BTHE.device)
         q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
-        grouped = q.size(1) != k.size(1)
-        y_BHTE = compiled(q, k, v, block_mask=mask.blocks, scale=scale_or_default(scale, q_BTHE), enable_gqa=grouped)
+        scale, grouped = scale_or_default(scale, q.size(-1)), q.size(1) != k.size(1)
+        y_BHTE = compiled(q, k, v, block_mask=mask.blocks, scale=scale, enable_gqa=grouped)
         return y_BHTE.transpose(1, 2)
 
     return Backend("flex", attend_flex, windows=True, documents=True, growing=True, by_shape=True, prepare=prepare)
@@ -121,7 +124,7 @@ def attend_flash(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec,
     """`flash_attention` with the arguments of `attend`."""
     fixed, varying = split_window(mask.window, q_BTHE.size(1))
     window = fixed if varying is None else varying
-    return flash_attention(q_BTHE, k_BTKE, v_BTKE, window, mask.documents_BT, scale_or_default(scale, q_BTHE))
+    return flash_attention(q_BTHE, k_BTKE, v_BTKE, window, mask.documents_BT, scale_or_default(scale, q_BTHE.size(-1)))
 
 
 def installed_flash(module: str) -> Backend:
@@ -131,9 +134,8 @@ def installed_flash(module: str) -> Backend:
     def attend_installed(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
         fixed, _ = split_window(mask.window, q_BTHE.size(1))
         reach = (fixed - 1, 0) if fixed else (-1, -1)
-        found = function(
-            q_BTHE, k_BTKE, v_BTKE, softmax_scale=scale_or_default(scale, q_BTHE), causal=True, window_size=reach
-        )
+        scale = scale_or_default(scale, q_BTHE.size(-1))
+        found = function(q_BTHE, k_BTKE, v_BTKE, softmax_scale=scale, causal=True, window_size=reach)
         return found[0] if isinstance(found, tuple) else found  # some versions also return the log-sum-exp
 
     return Backend(module.split(".")[0], attend_installed, windows=True)

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quern.compiler import in_eager_inference
+from quern.kernels.attention.attend import MaskSpec, attend_sdpa, scale_or_default, split_window
+
 
 @dataclass(frozen=True)
 class _Block:
@@ -225,3 +228,23 @@ def _backward(ctx: Any, grad_y: Tensor, _: None) -> tuple[Tensor | None, ...]:
 
 
 attend_blocked.register_autograd(_backward, setup_context=_save)
+
+
+def attend(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None = None) -> Tensor:
+    """Causal attention → (B, T, H, E), by the path for the device. scale None is 1/sqrt(E)."""
+    path = attend_in_blocks if q_BTHE.device.type == "cpu" else attend_sdpa
+    return path(q_BTHE, k_BTKE, v_BTKE, mask, scale)
+
+
+def attend_in_blocks(
+    q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None = None
+) -> Tensor:
+    """Products over blocks of queries and the keys they see, for CPUs. Without a window, half of all
+    probabilities are kept for the backward pass."""
+    scale = scale_or_default(scale, q_BTHE.size(-1))
+    q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2).contiguous() for x in (q_BTHE, k_BTKE, v_BTKE))
+    fixed, varying = split_window(mask.window, q_BTHE.size(1))
+    kept = kept_elements(q_BHTE, fixed)
+    path = attend_blocks if in_eager_inference() and not q_BHTE.is_meta else attend_blocked
+    y_BHTE, _ = path(q_BHTE, k_BKTE, v_BKTE, mask.documents_BT, fixed, varying, scale, kept)
+    return y_BHTE.transpose(1, 2)

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from quern import compiler
-from quern.kernels.attention.attend import MaskSpec, attend
-from quern.kernels.attention.blocked import attend_blocked, kept_elements
+from quern.kernels.attention.attend import MaskSpec
+from quern.kernels.attention.blocked import attend, attend_blocked, kept_elements
 
 
 def inputs(T: int, heads: int = 4, kv_heads: int = 2, E: int = 8, B: int = 2) -> tuple[Tensor, Tensor, Tensor]:

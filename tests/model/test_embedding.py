@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quern.kernels.embedding import embed
+from quern.model.layers import embed
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 2.0**-24), (torch.bfloat16, 2.0**-8)])
