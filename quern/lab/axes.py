@@ -117,21 +117,14 @@ class Speed:
 
 
 def measure_speed(
-    base: Recipe,
-    idea: Recipe,
-    out: Path,
-    machine: Machine,
-    *,
-    error: float = 0.005,
-    most_seconds: float = 120.0,
-    log: Callable[[str], None] = silent,
+    base: Recipe, idea: Recipe, out: Path, machine: Machine, *, error: float = 0.005, most_seconds: float = 120.0
 ) -> Speed:
     """Measures an idea against the baseline until the error of the ratio is small enough, or the time is over."""
     if base.train.minutes is not None or idea.train.minutes is not None:
         raise ValueError("the speed of a recipe is that of its steps: give --train.steps, not --train.minutes")
     if machine.compile:
         torch.compiler.reset()  # the compiler keeps a few versions of a function, and earlier arms have used them
-    arms = [_Arm(recipe, out, machine, log) for recipe in (base, idea)]
+    arms = [_Arm(recipe, out, machine) for recipe in (base, idea)]
     try:
         for arm in arms:
             for number in range(WARMUP_STEPS):
@@ -179,13 +172,13 @@ def _ratio(times: np.ndarray, rng: np.random.Generator) -> tuple[float, float]:
 class _Arm:
     """A recipe that is ready to take any of its steps."""
 
-    def __init__(self, recipe: Recipe, out: Path, machine: Machine, log: Callable[[str], None]) -> None:
+    def __init__(self, recipe: Recipe, out: Path, machine: Machine) -> None:
         if isinstance(recipe.make_model, type) and not issubclass(recipe.make_model, torch.nn.Module):
             raise ValueError(f"{recipe.name} is no model of PyTorch, whose speed alone is measured")
-        prepared = prepare(resolve(recipe), out, log)
+        prepared = prepare(resolve(recipe), out, silent)
         self.recipe, self.machine = fit_to_text(resolve(recipe), prepared.tokenizer, prepared.train), machine
         model = build_model(self.recipe, machine, self.recipe.seed)
-        set_up_training(self.recipe, model, prepared.tokenizer, machine, log)
+        set_up_training(self.recipe, model, prepared.tokenizer, machine, silent)
         self.state = build_state(self.recipe, machine, model)
         self.batches = make_batches(self.recipe, prepared.train)
         self.schedule = self.recipe.make_schedule(self.recipe.train)

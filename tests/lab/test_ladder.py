@@ -28,7 +28,8 @@ from quern.lab.ladder.study import (
     code_fingerprint,
     numbers,
 )
-from quern.lab.ladder.work import TUNE_SEEDS, Options, Worker, chosen, judged, proxy_line
+from quern.lab.ladder.work import TUNE_SEEDS, Worker, chosen, judged, proxy_line
+from quern.lab.options import CompareOptions
 from quern.lab.trainer import Trial
 from quern.recipe import TrainRecipe
 from quern.recipes.gpt import RECIPE
@@ -98,7 +99,8 @@ SAVINGS = {
 def start(study: Comparison, arms: dict[str, Arm], train: Train, ideas: Sequence[str], **more: Any) -> list[str]:
     """Works until nothing is wanted. Returns what is said."""
     said, about = list[str](), more.pop("about", "")
-    Worker(study, arms, train, about, said.append).run(Options(**{"rungs": (0,), "ideas": ideas, **more}))
+    own = {name: arms[name] for name in (study.plan.base, *ideas)}
+    Worker(study, own, train, about, said.append).run(CompareOptions(RECIPE, **more))
     return said
 
 

@@ -25,8 +25,9 @@ def noisy(noise: float, seed: int, surface: Surface = TRUE) -> Any:
     return surface.loss(N, D) * np.exp(np.random.default_rng(seed).normal(0, noise, len(N)))
 
 
-def fit(loss: Any, kept: Any = slice(None), resamples: int = 4, **more: Any) -> SurfaceFit:
-    return fit_surface(N[kept], D[kept], loss[kept], resamples=resamples, **more)
+def fit(loss: Any, kept: Any = slice(None), resamples: int = 4, seed: int = 0, flops: Any = FLOPS) -> SurfaceFit:
+    about = {"budget": FLOPS[kept], "flops": flops[kept], "labels": [f"run {run}" for run in np.arange(len(N))[kept]]}
+    return fit_surface(N[kept], D[kept], loss[kept], **about, resamples=resamples, seed=seed)
 
 
 def constants(found: SurfaceFit) -> list[float]:
@@ -44,10 +45,10 @@ def test_known_constants_come_back_also_beside_outliers() -> None:
 def test_the_leave_out_rows_are_fits_of_the_rest() -> None:
     """The rows start at the optimum of all runs; the fits of the rest at their own."""
     loss = noisy(5e-3, seed=3)
-    rows = {row.label: row for row in fit(loss, budget=FLOPS).leave_out}
+    rows = {row.label: row for row in fit(loss).leave_out}
     *names, influential = rows
     assert names == ["the highest loss", *(f"budget {flops:.3g}" for flops in BUDGETS)]
-    run = np.arange(len(N)) == int(influential.removeprefix("run ")) - 1
+    run = np.arange(len(N)) == int(influential.removeprefix("run "))
     for row, left in ((rows[f"budget {BUDGETS[-1]:.3g}"], BUDGETS[-1] == FLOPS), (rows[influential], run)):
         E, _, _, alpha, beta = constants(fit(loss, ~left))
         assert row.runs == left.sum() and (row.E, row.alpha, row.beta) == pytest.approx((E, alpha, beta), rel=1e-3)
@@ -87,8 +88,11 @@ def test_a_constant_that_the_runs_do_not_determine_is_named() -> None:
 def test_few_runs_are_refused() -> None:
     reason = "the fit needs 8 different runs, of 3 sizes and 3 numbers of tokens: there are"
     assert fit(TRUE.loss(N, D), slice(7)).refusal == f"{reason} 7, of 7 and 7"
-    assert fit_surface(np.full(9, 1e6), np.arange(1, 10), np.arange(1, 10)).refusal == f"{reason} 9, of 1 and 9"
-    assert fit_surface([], [], []).refusal
+    about: Any = {"budget": np.ones(9), "flops": np.ones(9), "labels": ["run"] * 9}
+    assert (
+        fit_surface(np.full(9, 1e6), np.arange(1, 10), np.arange(1, 10), **about).refusal == f"{reason} 9, of 1 and 9"
+    )
+    assert fit_surface([], [], [], budget=[], flops=[], labels=[]).refusal
 
 
 @pytest.mark.parametrize(
@@ -118,7 +122,8 @@ def test_the_published_runs_give_the_known_optimum() -> None:
         rows = [(float(r["Model Size"]), float(r["Training FLOP"]), float(r["loss"])) for r in csv.DictReader(file)]
     n, flops, loss = np.array(sorted(rows, key=lambda row: row[2])[:-5]).T  # the five highest losses are outliers
     assert len(n) == 240
-    found = fit_surface(n, flops / (6 * n), loss, resamples=4)
+    about: Any = {"budget": np.zeros(240), "flops": flops, "labels": [f"run {run}" for run in range(len(n))]}
+    found = fit_surface(n, flops / (6 * n), loss, **about, resamples=4)
     golden = "E 1.81722, A 477.83, B 2143.42, alpha 0.34731, beta 0.36717, objective 1.01827"
     for name, digits in (one.split() for one in golden.split(", ")):
         assert f"{getattr(found.surface, name):.{len(digits.partition('.')[2])}f}" == digits, name

@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from optuna import create_study
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from quern.flags.recipe_file import read_recipe_file
 from quern.lab.search.space import apply, read_space
@@ -16,39 +18,24 @@ from quern.resolve import resolve
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
 
-class Middle:
-    """Stands in for an Optuna trial: the middle of each range, the last choice."""
-
-    def suggest_float(self, name: str, low: float, high: float, step: float | None, log: bool) -> float:
-        return (low * high) ** 0.5 if log else (low + high) / 2
-
-    def suggest_int(self, name: str, low: int, high: int, step: int, log: bool) -> int:
-        return low + (high - low) // step // 2 * step
-
-    def suggest_categorical(self, name: str, choices: tuple[object, ...]) -> object:
-        return choices[-1]
-
-
-ENTRIES = {
-    "optim.matrix-lr=0.001..0.1:log": 0.01,
-    "train.warmdown-share=0.3..0.9": 0.6,
-    "train.batch-tokens=4096..16384:4096": 8192,
-    "train.batch-tokens=4096,8192": 8192,
-    "model.windows=SSSL,SSL,L": "L",
-    "train.clip-norm=none,1": 1.0,
-    "train.clip-norm=1,none": None,
-    "train.packing=best-fit,stream": "stream",
-    "depth=2..6": 4,
-    "model.rope-base=1e4..1e6:log": 1e5,
+ENTRIES: dict[str, BaseDistribution] = {
+    "optim.matrix-lr=0.001..0.1:log": FloatDistribution(0.001, 0.1, log=True),
+    "train.warmdown-share=0.3..0.9": FloatDistribution(0.3, 0.9),
+    "train.batch-tokens=4096..16384:4096": IntDistribution(4096, 16384, step=4096),
+    "train.batch-tokens=4096,8192": CategoricalDistribution((4096, 8192)),
+    "model.windows=SSSL,SSL,L": CategoricalDistribution(("SSSL", "SSL", "L")),
+    "train.clip-norm=none,1": CategoricalDistribution((None, 1.0)),
+    "train.packing=best-fit,stream": CategoricalDistribution(("best-fit", "stream")),
+    "depth=2..6": IntDistribution(2, 6),
+    "model.rope-base=1e4..1e6:log": FloatDistribution(1e4, 1e6, log=True),
 }
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_an_entry_sets_its_field(entry: str) -> None:
-    space = read_space([entry], RECIPE)
-    values = space.suggest(Middle())
-    name = entry.partition("=")[0].replace("-", "_")
-    assert values == {name: pytest.approx(ENTRIES[entry])}
+    space, name = read_space([entry], RECIPE), entry.partition("=")[0].replace("-", "_")
+    assert space.distributions() == {name: ENTRIES[entry]}
+    values = create_study().ask(space.distributions()).params
     changed = apply(RECIPE, values)
     part, _, own = name.rpartition(".")
     assert getattr(getattr(changed, part) if part else changed, own) == values[name]

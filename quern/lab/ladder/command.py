@@ -28,7 +28,7 @@ from quern.lab.ladder.study import (
     numbers,
     one_size,
 )
-from quern.lab.ladder.work import Options, Worker, finished, proxy_line
+from quern.lab.ladder.work import Worker, finished, proxy_line
 from quern.lab.options import CompareOptions
 from quern.lab.study import check_name, now, start_facts
 from quern.lab.verdict import Rules
@@ -73,15 +73,14 @@ def run(
         **{name: getattr(options, name) for name in ("delta", "alpha", "most_pairs", "tune", "ladder")},
     )
     study = Comparison.of(folder, plan, [_record(arm, facts["commit"]) for arm in arms])
-    asked = Options(sorted(options.rungs), [arm.name for arm in arms[1:]], options.every, options.any_delta)
-    for rung in asked.rungs:
+    for rung in sorted(options.rungs):
         _count_ngrams(study, rung, sized[rung], prepared)
         log(f"rung {rung}: {proxy_line(study, rung)}")
     by_name, variables = {arm.name: arm for arm in arms}, machines.worker_variables(machine)
 
     def work(number: int) -> None:
         train = on_cluster(options.out, device) if options.ray else in_process(options.out, device, variables(number))
-        Worker(Comparison(folder), by_name, train, machine_line(machine), log).run(asked)
+        Worker(Comparison(folder), by_name, train, machine_line(machine), log).run(options)
 
     if options.workers == 1:
         work(0)
@@ -90,9 +89,9 @@ def run(
             list(pool.map(work, range(options.workers)))
     study.refresh()
     if options.speeds:
-        _measure_speeds(study, by_name, asked.ideas, options.out, select_attention(machine), log)
+        _measure_speeds(study, by_name, options.out, select_attention(machine), log)
     write_verdicts(study)
-    for line in [*study_lines(study), *(calibration(study, min(asked.rungs), answers) if answers else ())]:
+    for line in [*study_lines(study), *(calibration(study, min(options.rungs), answers) if answers else ())]:
         log(line)
     return 1 if any(one.error for runs in study.trials.values() for one in runs.values()) else 0
 
@@ -143,17 +142,12 @@ def _count_ngrams(study: Comparison, rung: int, recipe: Resolved, prepared: Prep
 
 
 def _measure_speeds(
-    study: Comparison,
-    arms: Mapping[str, Arm],
-    ideas: Sequence[str],
-    out: Path,
-    machine: machines.Machine,
-    log: Callable[[str], None],
+    study: Comparison, arms: Mapping[str, Arm], out: Path, machine: machines.Machine, log: Callable[[str], None]
 ) -> None:
     """Measures each idea on each rung on which it has a finished trial and no speed."""
     for number, rung in sorted((int(number), rung) for number, rung in study.plan.rungs.items()):
         base = at_rung(arms[study.plan.base].recipe, rung)
-        for idea in ideas:
+        for idea in list(arms)[1:]:
             with study.claim(f"speed-{number}-{idea}") as mine:
                 if not mine or (idea, number) in study.speeds or not finished(study, idea, number):
                     continue

@@ -13,6 +13,7 @@ from scipy import special
 
 from quern.lab.arms import Arm, Train
 from quern.lab.ladder.study import TRIALS, Comparison, TrialRecord, at_rung
+from quern.lab.options import CompareOptions
 from quern.lab.study import now
 from quern.lab.verdict import Finding, Judgement, Rules, judge, reach, score
 from quern.records import git_output
@@ -44,16 +45,6 @@ class Job:
         # A name that stays the same while its seeds are trained.
         part = "" if self.block is None else f"-{self.block}"
         return f"{self.rung}-{self.arm}{part}{'' if self.value is None else f'-{self.value:g}'}"
-
-
-@dataclass(frozen=True)
-class Options:
-    """The flags of a start: rungs, ascending, and ideas; see `CompareOptions` for the others."""
-
-    rungs: Sequence[int]
-    ideas: Sequence[str]
-    every: bool = False
-    any_delta: bool = False
 
 
 def judged(study: Comparison, rung: int) -> Judgement:
@@ -99,19 +90,19 @@ def chosen(study: Comparison, arm: str) -> float | None:
     return min(means, key=lambda value: means[value], default=None)
 
 
-def wanted(study: Comparison, options: Options, values: Mapping[str, Sequence[float]]) -> list[Job]:
+def wanted(study: Comparison, options: CompareOptions, values: Mapping[str, Sequence[float]]) -> list[Job]:
     """The jobs that the study lacks now; none once all ideas of this start are judged. values: of the tuned field, by
-    arm."""
-    lowest, ideas = min(map(int, study.plan.rungs)), list(options.ideas)
-    tuned = [(arm, value) for arm in (study.plan.base, *ideas) for value in values[arm]]
+    arm of this start, the baseline first."""
+    lowest, ideas = min(map(int, study.plan.rungs)), list(values)[1:]
     jobs = [
         Job(arm, lowest, missing, value)
-        for arm, value in tuned
+        for arm, tried in values.items()
+        for value in tried
         if (missing := tuple(seed for seed in TUNE_SEEDS if seed not in study.runs(arm, lowest, value)))
     ]
     if jobs:
         return jobs
-    for rung in options.rungs:
+    for rung in sorted(options.rungs):
         if jobs := _at_rung(study, rung, ideas):
             return jobs
         verdicts = judged(study, rung).findings
@@ -167,7 +158,7 @@ class Worker:
         self.commit = git_output(Path(__file__).parent, "rev-parse", "--short=12", "HEAD")
         self.lost: set[tuple[str, int]] = set()
 
-    def run(self, options: Options) -> None:
+    def run(self, options: CompareOptions) -> None:
         """Works until nothing is wanted."""
         tune = self.study.plan.tune
         values = {
@@ -179,8 +170,8 @@ class Worker:
             return [one for one in wanted(self.study, options, values) if (one.arm, one.rung) not in self.lost]
 
         def do(job: Job) -> None:
-            tunes = job.seeds[0] in TUNE_SEEDS
-            if job.arm != self.study.plan.base and not tunes and (said := check_reach(self.study, job.rung, options)):
+            judged_later = job.arm != self.study.plan.base and job.seeds[0] not in TUNE_SEEDS
+            if judged_later and (said := check_reach(self.study, job.rung, options.any_delta)):
                 self.log(said)
             self._train(job)
 
@@ -257,9 +248,9 @@ def check_proxy(study: Comparison, rung: int) -> None:
         )
 
 
-def check_reach(study: Comparison, rung: int, options: Options) -> str:
+def check_reach(study: Comparison, rung: int, any_delta: bool) -> str:
     """Says what a study can find at a rung, before its first idea is trained there; "" later. Raises ValueError if
-    delta is clearly out of reach on the ladder, unless `Options.any_delta` allows that."""
+    delta is clearly out of reach on the ladder, unless `any_delta` allows that."""
     scores = base_scores(study, rung)
     if len(scores) < 2 or any(judged_trials(study, name, rung) for name in study.ideas):
         return ""
@@ -267,7 +258,7 @@ def check_reach(study: Comparison, rung: int, options: Options) -> str:
     # Fewer than four ideas use pairs alone; for more, the baseline has twice their first look's seeds.
     found = reach(sd, rules, len(study.ideas), baseline_seeds=2)
     least = math.sqrt(degrees / special.chdtri(degrees, 1 - SURE))
-    if study.plan.ladder and least * found.delta > rules.delta and not options.any_delta:
+    if study.plan.ladder and least * found.delta > rules.delta and not any_delta:
         raise ValueError(
             f"rung {rung}: {rules.most_pairs} pairs whose differences have a standard deviation of {sd:.2g} cannot "
             f"show that an idea changes less than {rules.delta:g} bits per byte: give --any-delta, or, in a new study, "

@@ -109,16 +109,15 @@ def fit_surface(
     d: ArrayLike,
     loss: ArrayLike,
     *,
-    budget: ArrayLike | None = None,
-    flops: ArrayLike | None = None,
-    labels: Sequence[str] | None = None,
+    budget: ArrayLike,
+    flops: ArrayLike,
+    labels: Sequence[str],
     resamples: int = 1000,
     seed: int = 0,
 ) -> SurfaceFit:
     """Fits the surface to runs of n parameters, d tokens and a final loss. budget: planned FLOPs, each of which the
-    leave-out table drops once; flops: of each run, for `predict`, by default 6 N D; labels: names of the runs, for the
-    table."""
-    n, d, loss = (np.asarray(values, float) for values in (n, d, loss))
+    leave-out table drops once; flops: of each run, for `predict`; labels: names of the runs, for the table."""
+    n, d, loss, budget = (np.asarray(values, float) for values in (n, d, loss, budget))
     runs = len(n)
     if refusal := _too_few(n, d):
         return SurfaceFit(runs, refusal=refusal)
@@ -130,7 +129,7 @@ def fit_surface(
     residual_sd = float(np.std(np.log(loss / surface.loss(n, d))) * (runs / (runs - 5)) ** 0.5)
     if refusal := _constant(surface, n, d, 2 * residual_sd * loss.mean()):
         return SurfaceFit(runs, refusal=refusal)
-    gamma, log_kappa = (1.0, np.log(6)) if flops is None else np.polyfit(np.log(n), np.log(np.asarray(flops) / d), 1)
+    gamma, log_kappa = np.polyfit(np.log(n), np.log(np.asarray(flops) / d), 1)
     least = np.log(LEAST_E * loss.min())
     at_zero, best[0] = best[0] < least, max(best[0], least)  # the resamples start where the gradient does not vanish
     counts = np.random.default_rng(seed).multinomial(runs, np.full(runs, 1 / runs), resamples)
@@ -170,17 +169,14 @@ def _constant(surface: Surface, n: Array, d: Array, noise: float) -> str:
     return ""
 
 
-def _leave_out(
-    problem: _Problem, best: Array, loss: Array, budget: ArrayLike | None, labels: Sequence[str] | None
-) -> Iterator[LeftOut]:
+def _leave_out(problem: _Problem, best: Array, loss: Array, budget: Array, labels: Sequence[str]) -> Iterator[LeftOut]:
     """Fits that start at the optimum of all runs; of those without one run, the one that differs most."""
     runs, order = len(loss), np.argsort(loss)[::-1]
     few = max(1, round(HIGHEST_SHARE * runs))
-    budgets = np.asarray([] if budget is None else budget, float)
     groups = {f"the {few} highest losses" if few > 1 else "the highest loss": np.isin(np.arange(runs), order[:few])}
-    groups |= {f"budget {flops:.3g}": budgets == flops for flops in np.unique(budgets)}
+    groups |= {f"budget {flops:.3g}": budget == flops for flops in np.unique(budget)}
     groups = {label: left for label, left in groups.items() if runs - left.sum() >= FEWEST_RUNS}
-    names = [*groups, *(labels or [f"run {run + 1}" for run in range(runs)])]
+    names = [*groups, *labels]
     dropped = np.array([*groups.values(), *np.eye(runs, dtype=bool)])
     fits = [
         LeftOut(name, int(left.sum()), float(np.exp(e)), float(alpha), float(beta), float(beta / (alpha + beta)))

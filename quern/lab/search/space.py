@@ -57,7 +57,7 @@ class Dimension:
 
     @property
     def whole(self) -> bool:
-        return isinstance(self.low, int) and isinstance(self.high, int)
+        return isinstance(self.low, int)
 
     def __contains__(self, value: Any) -> bool:
         if self.choices:
@@ -74,13 +74,15 @@ class Dimension:
         count = round((self.high - self.low) / self.step) + 1
         return tuple(self.low + index * self.step for index in range(count))
 
-    def suggest(self, trial: Any) -> Any:
-        """The value of an `optuna.trial.Trial`."""
+    def distribution(self) -> Any:
+        """Optuna's distribution over the values."""
+        from optuna import distributions  # of an extra, without which the log shows records
+
         if self.choices:
-            return trial.suggest_categorical(self.name, self.choices)
+            return distributions.CategoricalDistribution(self.choices)
         if self.whole:
-            return trial.suggest_int(self.name, self.low, self.high, step=self.step or 1, log=self.log)
-        return trial.suggest_float(self.name, self.low, self.high, step=self.step, log=self.log)
+            return distributions.IntDistribution(int(self.low), int(self.high), self.log, int(self.step or 1))
+        return distributions.FloatDistribution(self.low, self.high, self.log, self.step)
 
     def edge(self, value: Any) -> str | None:
         """Whether a value is at the "lower" or "upper" edge, beyond which the field could go: no limit of its range. Of
@@ -105,9 +107,8 @@ class Space:
 
     dimensions: tuple[Dimension, ...]
 
-    def suggest(self, trial: Any) -> dict[str, Any]:
-        """The values of an `optuna.trial.Trial` by field."""
-        return {one.name: one.suggest(trial) for one in self.dimensions}
+    def distributions(self) -> dict[str, Any]:
+        return {one.name: one.distribution() for one in self.dimensions}
 
     def point(self, recipe: Recipe) -> dict[str, Any] | None:
         """The values of a resolved recipe, or None if the space does not contain them."""

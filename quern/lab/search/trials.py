@@ -175,24 +175,22 @@ def begin(
     begun, fill_in = sweep.begun.get(number), fill(study, sweep.finished, space)
     if known := begun.values if begun else point:
         fill_in.enqueue_trial(known)
-    trial = fill_in.ask()
-    values = space.suggest(trial)
+    trial = fill_in.ask(space.distributions())
     if begun is None:
-        sweep.add(RUNNING, {"trial": number, "values": values, "baseline": baseline})
+        sweep.add(RUNNING, {"trial": number, "values": trial.params, "baseline": baseline})
     return trial
 
 
 def fill(study: optuna.Study, lines: Sequence[dict[str, Any]], space: Space) -> optuna.Study:
     """Adds finished trials to an empty study."""
-    probe = optuna.create_study().ask()
-    space.suggest(probe)
+    distributions = space.distributions()
     for line in lines:
         pruned = line["outcome"] == "pruned" and not line["runs"]  # in its first run, by Hyperband
         study.add_trial(
             optuna.trial.create_trial(
                 state=TrialState.PRUNED if pruned else TrialState.COMPLETE,
                 params=line["values"],
-                distributions=probe.distributions,
+                distributions=distributions,
                 value=None if pruned else line["bpb"],
                 intermediate_values={int(at): value for at, value in line["reported"].items() if value is not None},
                 user_attrs={"outcome": line["outcome"]},
