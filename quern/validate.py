@@ -41,8 +41,9 @@ def flag(name: str) -> str:
 
 def nearest(word: str, known: Collection[str]) -> str:
     """The known names that are most like a word that is none of them, as a part of a message."""
-    found = difflib.get_close_matches(word, known, NEAREST, ALIKE)
-    return f"; nearest: {', '.join(found)}" if found else ""
+    bare = {name.lstrip("-/"): name for name in known}  # else -- makes short flags alike
+    found = difflib.get_close_matches(word.lstrip("-/"), bare, NEAREST, ALIKE)
+    return f"; nearest: {', '.join(bare[name] for name in found)}" if found else ""
 
 
 def install(extra: str) -> str:

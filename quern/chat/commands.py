@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -22,6 +22,7 @@ from rich.text import Text
 from quern.chat.conversation import Conversation, ask
 from quern.chat.lines import DIM, PLAIN, QUOTES, Read, Screen, Terminal, next_entry, of_pipe
 from quern.field_types import Count, Seed, annotations_of, refuse_outside
+from quern.flags.check_flags import read_value
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion
 from quern.generate.sampling import Sampling
@@ -250,11 +251,10 @@ def _colour(probability: float) -> str:
 def change(conversation: Conversation, text: str, name: str) -> None:
     """Sets a number, if there is one, and shows all numbers that can be set."""
     if text:
-        value: int | float | str = text  # refused below, unless it is a number
-        for kind in (float, int):
-            with suppress(ValueError):
-                value = kind(text)
-        refuse_outside(OF_CONVERSATION.get(name, annotations_of(Sampling).get(name)), value, name)
+        annotation, value = OF_CONVERSATION.get(name, annotations_of(Sampling).get(name)), text
+        with suppress(ValueError):  # refused below, unless it is a number
+            value = read_value(get_args(annotation)[0], text)
+        refuse_outside(annotation, value, name)
         if name in OF_SAMPLING:
             conversation.sampling = replace(conversation.sampling, **{name: value})
         else:

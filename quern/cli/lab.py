@@ -96,9 +96,12 @@ def _scaling(rest: Arguments, help_text: str) -> int:
     from quern.lab.scaling import study as scaling
     from quern.lab.study import start_facts
 
+    plan = scaling.planned(options, log)  # refuses flags before the machine is tried out, which compiles
+    if options.plan:
+        return 0
     trainer = _trainer(options, options.where.arguments())
     facts = start_facts(trainer.machine, shlex.join(["quern", "lab", "scaling", *rest]))
-    return scaling.run(options, trainer, log, source, facts=facts)
+    return scaling.run(options, plan, trainer, log, source, facts=facts)
 
 
 def _log(rest: Arguments, help_text: str) -> int:

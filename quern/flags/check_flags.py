@@ -319,10 +319,11 @@ def _converted(flag: Flag, typed: str, value: str) -> Any:
             return flag.kind.parse(value)
         except ValueError as error:
             raise ValueError(f"{typed} {error}") from error
-    if flag.kind is Path and not value:  # which would be the current folder
-        raise ValueError(f"{typed} is empty: give a path, or leave it out")
+    names = flag.kind is str and flag.default is None and not flag.part and flag.name != "--prompt"
+    if not value and (names or flag.kind is Path):  # which would be the default, or the current folder
+        raise ValueError(f"{typed} is empty: give {'a name' if names else 'a path'}, or leave it out")
     try:
-        found = {str(one): one for one in flag.choices}[value] if flag.choices else _read(flag.kind, value)
+        found = {str(one): one for one in flag.choices}[value] if flag.choices else read_value(flag.kind, value)
     except (ValueError, KeyError) as error:
         raise ValueError(f"{typed} takes {flag.takes}, not '{value}'") from error
     if flag.kind in NUMBERS:
@@ -330,7 +331,8 @@ def _converted(flag: Flag, typed: str, value: str) -> Any:
     return found
 
 
-def _read(kind: type, value: str) -> Any:
+def read_value(kind: type, value: str) -> Any:
+    """A text as a value of a plain type. Raises ValueError if it is none."""
     if kind is int and not value.isdecimal():
         number = float(value)  # as in 1e3
         return int(number) if number.is_integer() else int(value)

@@ -145,6 +145,8 @@ def keys_command(arguments: Sequence[str], log: Callable[[str], None]) -> int:
     holders = list(_parse(path).values()) if path.exists() else []
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     if action == "list":
+        if name:
+            raise ValueError(f"keys list takes no name: leave '{name}' out")
         for line in holders or [f"{path} has no key: `quern serve keys add NAME` makes one"]:
             log(line)
     elif not re.fullmatch(r"[^\s#]+", name):

@@ -135,15 +135,15 @@ def test_the_system_message_is_set_shown_and_removed(chat: Chat) -> None:
 
 
 def test_settings_are_used_and_have_the_bounds_of_the_flags(chat: Chat) -> None:
-    chat.enter("/temperature 0.5", "/top-k 3", "/min_p 0.25", "/max_tokens 2", "/seed 9", "One?")
+    chat.enter("/temperature 0.5", "/top-k 3", "/min_p 0.25", "/max_tokens 2e0", "/seed 9", "One?")
     asked = chat.engine.asked[0]
     assert asked["sampling"] == Sampling(0.5, top_k=3, min_p=0.25)
     assert (asked["max_tokens"], asked["seed"]) == (2, 9)
     for name, text, value in (
-        ("temperature", "200", 200),
-        ("top_k", "2.5", 2.5),
+        ("temperature", "200", 200.0),
+        ("top_k", "2.5", "2.5"),
         ("seed", "x", "x"),
-        ("top_p", "2", 2),
+        ("top_p", "2", 2.0),
     ):
         with pytest.raises(ValueError) as refused:
             refuse_outside(annotations_of(Sampling).get(name, Seed), value, name)

@@ -243,7 +243,15 @@ grug train --workers 3 → --workers does nothing in `quern grug train`: give it
 prepare --train.steps 3 → --train.steps does nothing in `quern prepare`: give it to the verb that trains
 prepare --ray auto → --ray names a cluster: give --engine ray with it, or leave it out
 tokenizer --engine ray → --engine is for `quern prepare`
-prepare --ranks 2 → unknown option --ranks; nearest: --ray; all of them: quern prepare --help
+prepare --ranks 2 → unknown option --ranks; all of them: quern prepare --help
+prepare --threads 2 → unknown option --threads; all of them: quern prepare --help
+grug train --tp 2 → unknown option --tp; all of them: quern grug train --help
+pretrain --from-step 3 → --from-step chooses a checkpoint of another run: name that run with --from$
+pretrain --from= → --from is empty: give a name, or leave it out
+lab sweep --study= → --study is empty: give a name, or leave it out
+lab compare gpt llama --every → --rungs and --every are for the ladder: add --ladder, or leave them out
+lab scaling --sizes 1 → ^quern lab: --sizes needs at least 4 sizes: fewer do not determine a minimum$
+serve keys list x → keys list takes no name: leave 'x' out
 evaluate --depth 3 → quern evaluate: --depth belongs to the run's recipe and cannot change: leave it out
 chat --port 3 → unknown option --port; .*quern chat --help
 pretrain --name x → --name comes with the recipe: to name the run, use --run

@@ -92,6 +92,15 @@ def test_a_reader_that_leaves_ends_help_quietly_also_where_no_extra_is_installed
     assert last.startswith("quern: there is no 'nosuch'") and done.returncode == 141
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_a_full_disk_is_one_line_without_a_traceback() -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        command = [sys.executable, "-m", "quern", "--help"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    said = "quern: the output cannot be written (No space left on device): send it elsewhere\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
 def test_make_alone_prints_all_of_its_header() -> None:
     header = (ROOT / "Makefile").read_text(encoding="utf-8").split("\n\n")[0]
     done = subprocess.run(["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True)

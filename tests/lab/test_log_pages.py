@@ -9,7 +9,6 @@ from quern.lab.log import comparison
 from quern.lab.log.page import Page, Verdict
 from quern.lab.log.publish import idea_files, run
 from quern.lab.options import LogOptions
-from quern.lab.scaling.study import run as run_scaling
 from quern.lab.search.sweep import run as run_sweep
 from quern.lab.study import start_facts
 from tests.lab import test_scaling, test_sweep
@@ -37,7 +36,7 @@ def test_a_scaling_study_has_a_page_with_its_laws(tmp_path: Path) -> None:
     out, project = tmp_path / "out", tmp_path / "project"
     given = test_scaling.options(out, study="flops")
     facts = start_facts(CPU, "quern lab scaling /private/folder/idea.py --data=/private/text.txt")
-    run_scaling(given, test_scaling.FakeTrainer(), lambda line: None, facts=facts)
+    test_scaling.run(given, test_scaling.FakeTrainer(), lambda line: None, facts=facts)
     page, files = publish(out, project, "flops")
     assert "](flops-kaplan.svg)" in page and "envelope: N* ∝ C^" in page and "tokens per parameter vary least" in page
     assert "quern lab scaling idea.py --data=text.txt" in page

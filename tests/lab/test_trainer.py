@@ -150,7 +150,7 @@ def test_a_comparison_from_the_command_line(
     given = [*command.split(), "--data", str(text)]
     assert "2 pairs decide nothing: give at least 3" in refused(capsys, *given, "--most-pairs", "2")
     assert "a rung sets depth, model.context" in refused(capsys, *given, "--ladder")
-    assert "--rungs is for the ladder" in refused(capsys, *given, "--rungs", "2") and not Path("out/lab").exists()
+    assert "--every are for the ladder" in refused(capsys, *given, "--rungs", "2") and not Path("out/lab").exists()
 
     def train(out: Path, machine: Any, variables: Any) -> Train:
         """The idea in a process, as the command does; the baseline, whose process would be the same, in this one."""

@@ -111,8 +111,8 @@ def _check(base: Arm, options: CompareOptions, named: Collection[str], rungs: Ma
             raise ValueError(f"a rung sets {', '.join(set_by)}: leave it out, or compare at one size without --ladder")
         if unknown := [str(rung) for rung in options.rungs if rung not in rungs]:
             raise ValueError(f"there is no rung {', '.join(unknown)}: use {', '.join(map(str, rungs))}")
-    elif set(options.rungs) != {0}:
-        raise ValueError("--rungs is for the ladder: add --ladder, or leave --rungs out")
+    elif options.every or set(options.rungs) != {0}:
+        raise ValueError("--rungs and --every are for the ladder: add --ladder, or leave them out")
     elif resolve(base.recipe).train.steps == 1:
         raise ValueError("--train.steps must be at least 2, since the first step is not timed")
 

@@ -48,15 +48,8 @@ class Grid(Study):
             self.finished.setdefault((line["budget"], line["size"], line["seed"]), line)
 
 
-def run(
-    options: ScalingOptions,
-    trainer: Trainer,
-    log: Callable[[str], None],
-    source: str | None = None,
-    facts: dict[str, Any] | None = None,
-) -> int:
-    """Trains what the study lacks, then fits. Returns the exit code: 1 if a run failed; to diverge is not to fail.
-    source: the text of the recipe's file; facts: of this start, as from `study.start_facts`."""
+def planned(options: ScalingOptions, log: Callable[[str], None]) -> Plan:
+    """Makes the plan of a study, and logs it. Raises ValueError for flags that make none."""
     check_name(options.study)
     if options.plan and options.fit:
         raise ValueError("--plan and --fit exclude each other: --plan fits nothing")
@@ -68,8 +61,19 @@ def run(
     speed = options.tokens_per_second and options.tokens_per_second * flop_counter(resolve(options.recipe)).per_token()
     for line in plan_lines(plan, speed):
         log(line)
-    if options.plan:
-        return 0
+    return plan
+
+
+def run(
+    options: ScalingOptions,
+    plan: Plan,
+    trainer: Trainer,
+    log: Callable[[str], None],
+    source: str | None = None,
+    facts: dict[str, Any] | None = None,
+) -> int:
+    """Trains what the study lacks, then fits. Returns the exit code: 1 if a run failed; to diverge is not to fail.
+    source: the text of the recipe's file; facts: of this start, as from `study.start_facts`."""
     description = _description(options, plan, source) | {"facts": facts}
     predicted = _predictions(options)
     failed: list[Cell] = []
