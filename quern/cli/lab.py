@@ -63,7 +63,11 @@ def _calibrate(rest: Arguments, help_text: str) -> int:
     if len(rest.recipes) != 2 or not rest[1].endswith(".json"):
         example = TOOLS["calibrate"][2]
         raise ValueError(f"name a baseline and the file of known answers, as in quern lab calibrate {example}")
-    answers = read_json(Path(rest[1]), dict[str, list[str]])
+    from quern.lab.verdict import Verdict
+
+    form = 'write the right verdicts of each idea, as {"idea": ["worse", "no difference"]}'
+    if not (answers := read_json(Path(rest[1]), dict[str, list[Verdict]], form)):
+        raise ValueError(f"{rest[1]} names no idea: {form}")
     folder = Path(rest[1]).parent
     names = {idea: next(map(str, folder.rglob(f"{idea}.py")), "") for idea in answers}
     if lost := [idea for idea, name in names.items() if not name]:

@@ -180,11 +180,6 @@ class TrainOptions(RanksOptions):
     from_step: str = NEWEST
     """The checkpoint for --from: newest, before-warmdown (saved before the learning rates fell), or a step."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.start is None and self.from_step != NEWEST:
-            raise ValueError("--from-step chooses a checkpoint of another run: name that run with --from")
-
 
 @dataclass
 class PretrainOptions(EncodingOptions, TrainOptions):

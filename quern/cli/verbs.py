@@ -195,6 +195,8 @@ def verb_train(verb: str, rest: Arguments) -> int:
     recipe, where = options.recipe, options.where
     if options.start == where.run:
         raise ValueError(f"--from {options.start} names the run itself: give the new run another name with --run")
+    if options.start is None and rest.value("from_step") is not None:
+        raise ValueError("--from-step chooses a checkpoint of another run: name that run with --from")
     base = RunDir(where.out, options.start or where.run)
     if options.start or verb != "pretrain":  # before the machine is tried out, which may compile
         goes_on = options.resume and where.run_dir.has_trained(verb)

@@ -197,10 +197,13 @@ def test_calibration_records_the_command_that_was_typed(
     monkeypatch.setattr("quern.lab.ladder.command.run", lambda *given, **more: seen.extend((*given, more)) or 0)
     told = refused(capsys, "calibrate", "base.py", "idea.py")
     assert "name a baseline and the file of known answers" in told
-    Path("lost.json").write_text('{"none": ["no difference"]}', encoding="utf-8")
-    assert "lost.json names 'none', but no folder under . has none.py" in refused(
-        capsys, "calibrate", "base.py", "lost.json"
-    )
+    for text, expected in (
+        ('{"none": ["no difference"]}', "lost.json names 'none', but no folder under . has none.py"),
+        ("{}", "lost.json names no idea: write the right verdicts"),
+        ('{"idea": ["wrose"]}', "Invalid enum value 'wrose' - at `$[...][0]`): write the right verdicts"),
+    ):
+        Path("lost.json").write_text(text, encoding="utf-8")
+        assert expected in refused(capsys, "calibrate", "base.py", "lost.json")
     assert main.main(["lab", "calibrate", "base.py", "answers.json", "--delta", "0.01"]) == 0
     assert "quern lab calibrate base.py answers.json --delta 0.01" in seen
     assert seen[-1] == {"answers": {"idea": ["no difference"]}}
