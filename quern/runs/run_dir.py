@@ -40,9 +40,9 @@ NEWEST, BEFORE_WARMDOWN = "newest", "before-warmdown"
 NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
 LOCK = ".lock"
 SHOWN_RUNS = 5
-OTHER = "or choose another folder with --out"
+OTHER = "or choose another place"
 INSTEAD = {
-    errno.EROFS: "choose a folder of another disk with --out",
+    errno.EROFS: "choose a place on another disk",
     **dict.fromkeys((errno.EACCES, errno.EPERM), f"make it readable and writable, {OTHER}"),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), f"make room there, {OTHER}"),
     errno.ENAMETOOLONG: "choose a shorter name",

@@ -357,7 +357,7 @@ def test_a_full_disk_is_named_with_the_path(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert str(refused.value).startswith(f"cannot write {out / 'tokenizers'}/tinyworld-")
-    assert str(refused.value).endswith("(File too large): make room there, or choose another folder with --out")
+    assert str(refused.value).endswith("(File too large): make room there, or choose another place")
     assert list((out / "tokenizers").iterdir()) == []
 
 
