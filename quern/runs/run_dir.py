@@ -156,7 +156,9 @@ class RunDir:
     def has_no(self, what: str, verb: str = "run") -> str:
         """The message for a missing part of the run, or a missing run. verb: the command that makes the part."""
         if not self.folder.is_dir():
-            return f"there is no run '{self.run}' under {self.out.absolute()}: {instead_of_no_run(self.out)}"
+            other = next((folder for folder in nearby(self.out) if RunDir(folder, self.run).folder.is_dir()), None)
+            advice = f"it is under {other}, so give --out {other}" if other else instead_of_no_run(self.out)
+            return f"there is no run '{self.run}' under {self.out.absolute()}: {advice}"
         advice = f"`quern {verb} {self.flags}` makes one"
         if verb == "run" and (who := self.holder):
             advice = f"{who} is training it; wait for its first checkpoint"
@@ -234,11 +236,21 @@ def runs_in(out: Path) -> list[RunDir]:
     return [RunDir(out, path.name) for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)]
 
 
+def nearby(out: Path) -> list[Path]:
+    """Other output folders that have runs: above an output folder, above the working directory, and below that one."""
+    here, searched = Path.cwd(), out.absolute()
+    bases = [*searched.parents, here, *here.parents, *here.glob("*/")]
+    found = [path for base in bases for path in (base, base / "out") if any(path.glob("runs/*/*/checkpoints"))]
+    return [path for path in dict.fromkeys(found) if path != searched]
+
+
 def instead_of_no_run(out: Path) -> str:
-    """Names the runs of an output folder, for messages."""
+    """Names the runs of an output folder, or else the folders nearby that have runs, for messages."""
     if runs := runs_in(out):
         names = ", ".join(one.run for one in runs[:SHOWN_RUNS])
         return f"name one of {names}" + (f" and {len(runs) - SHOWN_RUNS} more" if len(runs) > SHOWN_RUNS else "")
+    if folders := nearby(out):
+        return f"there are some in {', '.join(map(str, folders[:SHOWN_RUNS]))}, which --out can name"
     return "make one with `quern run`, or name another folder with --out"
 
 
