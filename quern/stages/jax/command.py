@@ -102,7 +102,7 @@ class JaxTrainOptions:
     recipe: Annotated[Recipe, Mark.FLAT]
     where: Annotated[JaxRunOptions, Mark.FLAT] = field(default_factory=JaxRunOptions)
     resume: bool = False
-    """Continue from the newest good checkpoint; the mesh may differ."""
+    """Continue from the newest good checkpoint, or begin where there is none; the mesh may differ."""
     track: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Also send metrics to these."""
     config: Path | None = None
