@@ -131,7 +131,7 @@ class RanksOptions:
     recipe: Annotated[Recipe, Mark.FLAT]
     where: Annotated[RunOptions, Mark.FLAT] = field(default_factory=RunOptions)
     resume: bool = False
-    """Continue from the newest good checkpoint, with the run's recipe and text; without one, begin. `run` needs no flag."""
+    """Continue from the newest good checkpoint, with the run's recipe and text, or begin. `run` needs no flag."""
     ranks: Few = 1
     """Processes on this machine that train together."""
     nodes: Annotated[Few, Mark.RARE] = 1
