@@ -21,7 +21,7 @@ OWN_INITIAL_VALUES = ("blocks.*.attention.*.weight", "blocks.*.mlp.up.weight")
 
 def orthogonal(weight: Tensor) -> Tensor:
     """The nearest matrix with equal singular values."""
-    left, values, right = torch.linalg.svd(weight.detach(), full_matrices=False)
+    left, values, right = torch.linalg.svd(weight.detach().float(), full_matrices=False)
     return left @ right * (values.norm() / len(values) ** 0.5)
 
 
