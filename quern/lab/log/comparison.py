@@ -28,6 +28,8 @@ from quern.terminal import counted
 
 VERDICT_COLOURS = {"better": "#2a7f3f", "worse": "#b3402a", "undecided": "#b0892a"}
 """All other verdicts are grey."""
+MOST_LABELS = 12
+"""Ideas in the figure of multipliers; the table has all."""
 LABEL_POINTS = 7.0
 """The least distance of two labels."""
 
@@ -181,10 +183,11 @@ def agreement(about: Idea, row: Row) -> str:
 
 
 def multipliers(rows: Sequence[Row]) -> str:
-    """The compute multiplier of each idea over the baseline's FLOPs, with intervals of 95 %, as an SVG document."""
+    """The compute multipliers of ideas over the baseline's FLOPs, with intervals of 95 %, as an SVG document: of those
+    on most rungs, then of the best."""
     with matplotlib.rc_context(STYLE):
-        shown = [row for row in rows if row.flops]
-        figure = Figure(figsize=(6.4, max(4.2, 0.16 * len(shown))), layout="constrained")
+        shown = sorted((row for row in rows if row.flops), key=lambda row: -len(row.flops))[:MOST_LABELS]
+        figure = Figure(figsize=(6.4, 4.2), layout="constrained")
         axes = figure.add_subplot(xscale="log", yscale="log")
         axes.axhline(1, color=GREY, linewidth=0.8)
         colours = matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, max(1, len(shown))))
