@@ -106,7 +106,7 @@ def talk(conversation: Conversation, read: Read, interactive: bool) -> None:
         except (ValueError, OSError) as error:
             reason = str(error)
             if isinstance(error, OSError) and error.strerror is not None and error.filename is not None:
-                reason = f"{error.filename}: {error.strerror}"
+                reason = f"{error.filename}: {error.strerror}: choose another file"
             conversation.note(printable(reason))
 
 

@@ -153,6 +153,8 @@ class RanksOptions:
     def __post_init__(self) -> None:
         if self.nodes > 1 and ":" not in self.rendezvous:
             raise ValueError(f"--nodes {self.nodes} needs --rendezvous host:port, the same on every node")
+        if self.nodes == 1 and self.rendezvous:
+            raise ValueError("--rendezvous is where several nodes meet: give --nodes, too, or leave it out")
 
 
 @dataclass

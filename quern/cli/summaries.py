@@ -86,9 +86,15 @@ def usage() -> str:
 
 
 def described(verb: str) -> str:
-    parts = [SUMMARIES[verb], f"example: {EXAMPLES[verb]}"]
+    """The summary of a verb, its example, and what may follow it before the flags."""
+    parts, takes = [SUMMARIES[verb], f"example: {EXAMPLES[verb]}"], []
     if verb in ("run", "prepare", "tokenizer", "pretrain"):
         parts.append(f"the defaults of another recipe, or of a file: quern {verb} llama --help")
+        takes.append("RECIPE")
+    if verb in (*OF_A_RUN, "run", "pretrain", "report", "export"):
+        takes.append("RUN")
+    if takes:
+        parts.append(f"usage: quern {verb} [{'|'.join(takes)}] [FLAGS]")
     return "\n\n".join(parts)
 
 

@@ -202,9 +202,15 @@ def verb_train(verb: str, rest: Arguments) -> int:
         goes_on = options.resume and where.run_dir.has_trained(verb)
         needed = "sft" if verb == "rl" and not goes_on and options.start is None else None
         (where.run_dir if goes_on else base).require_trained(needed)
+    from quern.mixture.sources import require_source
+    from quern.rl.environments import require_environment
     from quern.runs.load import Start, read_start
     from quern.stages import pretrain, rl, sft
 
+    for asked in recipe.conversation_sources if verb == "sft" else ():
+        require_source(asked)
+    for name in recipe.rl.rewards if verb == "rl" else ():
+        require_environment(name)
     stage = {"pretrain": pretrain.run, "sft": sft.run, "rl": rl.run}[verb]
 
     def begin(session: Session) -> Start | None:

@@ -221,8 +221,10 @@ def show_help(flags: Sequence[Flag], arguments: Sequence[str], prog: str, descri
         print(*(name for flag in flags for name in flag.spellings if name.startswith("--")), sep="\n")
         raise SystemExit(0)
     width = shutil.get_terminal_size().columns
-    usage = " ".join([*(f"[{flag.head}]" for flag in flags if not flag.name), "[FLAGS]"])
-    for part in [*description.split("\n\n"), f"usage: {prog} {usage}"]:
+    parts = description.split("\n\n")
+    if not any(part.startswith("usage: ") for part in parts):
+        parts.append(f"usage: {prog} {' '.join([*(f'[{flag.head}]' for flag in flags if not flag.name), '[FLAGS]'])}")
+    for part in parts:
         print(part if part.startswith(("example: ", "usage: ")) else textwrap.fill(part, width), end="\n\n")
     shown = sorted((flag for flag in flags if not flag.rare or HELP_ALL in arguments), key=lambda flag: flag.part != "")
     for part, found in groupby(shown, lambda flag: flag.part):

@@ -151,16 +151,23 @@ def open_source(asked: ConversationSource, recipe: Recipe, out: Path, fetch: Fet
         return _built_in(asked, recipe)
     if Path(asked.source).exists():
         return _of_files(asked, {ALL: own_files(asked, log)}, out, log)
+    require_source(asked)
     known = data_sets.DATASETS.get(asked.source)
-    if not asked.source.startswith(PREFIX) and (known is None or known.kind not in ("conversations", "questions")):
+    files = fetch(asked)
+    splits = files if known is not None and known.kind == "conversations" else {ALL: files["train"]}
+    return _of_files(asked, splits, out, log, public=True)
+
+
+def require_source(asked: ConversationSource) -> None:
+    """Raises FileNotFoundError, which says what else there is, for a source that is neither a path nor known."""
+    named = asked.source in BUILT_IN_CONVERSATIONS or asked.source.startswith(PREFIX) or Path(asked.source).exists()
+    known = data_sets.DATASETS.get(asked.source)
+    if not named and (known is None or known.kind not in ("conversations", "questions")):
         sets = [name for name, one in data_sets.DATASETS.items() if one.kind in ("conversations", "questions")]
         raise FileNotFoundError(
             f"--conversations {asked.source}: there is no such {'data set' if known else 'file, folder or data set'} "
             f"of conversations; use a path, one of {', '.join((*BUILT_IN_CONVERSATIONS, *sets))}, or hf:OWNER/NAME"
         )
-    files = fetch(asked)
-    splits = files if known is not None and known.kind == "conversations" else {ALL: files["train"]}
-    return _of_files(asked, splits, out, log, public=True)
 
 
 def own_files(asked: ConversationSource, log: Log = lambda line: None) -> Where:

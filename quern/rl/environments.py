@@ -57,14 +57,18 @@ def load_environment(name: str, folder: Path | None = None) -> Environment:
     Raises:
         ValueError: There is no such environment, its file is missing or damaged, or the Python file fails.
     """
-    known = {"gsm8k": _word_problems, "programs": _programs, **dict.fromkeys(EXERCISES, _exercises)}
-    if name in known:
-        return known[name](name, folder)
+    require_environment(name)
+    if name in BUILT_IN:
+        return BUILT_IN[name](name, folder)
     path = Path(name)
-    if path.suffix != ".py" or not path.is_file():
-        raise ValueError(f"rl.rewards: there is no '{name}': use {', '.join(known)}, or the path of a .py file")
     found = read_object(path, "ENVIRONMENT", Environment)[0]
     return replace(found, files=(*found.files, path))
+
+
+def require_environment(name: str) -> None:
+    """Raises ValueError for a name that is neither a built-in environment's nor the path of a Python file."""
+    if name not in BUILT_IN and not (name.endswith(".py") and Path(name).is_file()):
+        raise ValueError(f"rl.rewards: there is no '{name}': use {', '.join(BUILT_IN)}, or the path of a .py file")
 
 
 def _of_file(
@@ -140,3 +144,10 @@ def _exercises(name: str, folder: Path | None) -> Environment:
         return float(check(Question(item.kind, item.messages, item.answer, item.chance), reply))
 
     return Environment(name, ask, reward)
+
+
+BUILT_IN: dict[str, Callable[[str, Path | None], Environment]] = {
+    "gsm8k": _word_problems,
+    "programs": _programs,
+    **dict.fromkeys(EXERCISES, _exercises),
+}

@@ -180,7 +180,7 @@ def test_a_conversation_with_calls_is_loaded(chat: Chat, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (None, "No such file or directory"),
+        (None, "No such file or directory: choose another file"),
         ("{", "is not a conversation: Expecting property name"),
         ("[" * 100_000, "is not a conversation"),
         ('{"a": 1}', "it has only 'a'"),

@@ -83,7 +83,9 @@ def test_every_verb_explains_itself_its_flags_and_their_defaults(
         main.main([*verb.split(), "--help-all"])
     assert stopped.value.code == 0
     text = capsys.readouterr().out
-    assert f"usage: quern {verb}" in text and ("lab" not in verb and " " in verb or f"example: quern {verb}" in text)
+    takes = {"pretrain": "[RECIPE|RUN] ", "prepare": "[RECIPE] ", "chat": "[RUN] ", "report": "[RUN] "}
+    assert f"usage: quern {verb} {takes.get(verb, '')}" in text
+    assert ("lab" not in verb and " " in verb) or f"example: quern {verb}" in text
     assert "None" not in text
     rows = [row for row in re.split(r"\n {0,2}(?=\S)", text.replace("│", " ")) if re.match("--?[a-z]", row)]
     silent = [row for row in rows if not re.search(r"[Dd]efault|\((required|repeatable)\)|--help", row)]
@@ -225,6 +227,7 @@ pretrain --tp 2 → quern pretrain: --tp 2 does not divide 1 ranks: use one of \
 run --ranks 4 --tp 3 → quern run: --tp 3 does not divide 4 ranks: use one of \[1, 2, 4\]
 run --ranks 2 --train.batch-tokens 10 → train.batch-tokens must be a multiple of model.context
 run --nodes 2 --ranks 2 → --nodes 2 needs --rendezvous host:port, the same on every node
+run --rendezvous a:1 → --rendezvous is where several nodes meet: give --nodes, too, or leave it out$
 run --train.minutes inf → ^quern run: --train.minutes must be a number above 0 and at most 1,000,000, not inf$
 serve --port 70000 → ^quern serve: --port must be a whole number between 0 and 65,535, not 70000$
 serve --tls-cert a --tls-key b → ^quern serve: --tls-cert and --tls-key: No such file or directory; give a certificate
@@ -409,6 +412,25 @@ def test_a_run_that_is_missing_is_said_before_the_machine_is_tried_out(
     run = "new" if "--from" in verb else "nosuch"
     said = refused(capsys, *verb.split(), "--run", run, "--out", str(tmp_path))
     assert said.partition(": ")[2].startswith(f"there is no run 'nosuch' under {tmp_path}: "), said
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ("sft --conversations no.jsonl", "--conversations no.jsonl: there is no such file, folder or data set of"),
+        ("rl --rl.rewards sums nope", "rl.rewards: there is no 'nope': use gsm8k, programs, sums,"),
+        ("rl --rl.rewards no.py", "rl.rewards: there is no 'no.py': use "),
+    ],
+)
+def test_lessons_that_are_missing_are_said_before_the_machine_is_tried_out(
+    command: str, reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(options.RunOptions, "machine", lambda *found, **more: pytest.fail("the machine was tried out"))
+    for stage in ("pretrain", "sft"):
+        (tmp_path / f"runs/{stage}/{stage}/checkpoints/step-00000001").mkdir(parents=True)
+    start = {"sft": "pretrain", "rl": "sft"}[command.split()[0]]
+    said = refused(capsys, *command.split(), "--from", start, "--run", "r", "--out", str(tmp_path))
+    assert said.partition(": ")[2].startswith(reason), said
 
 
 def test_a_file_of_keys_that_cannot_be_read_is_named_with_its_flag(
