@@ -5,6 +5,7 @@ The compiler takes four seconds to import, so nothing here imports it before som
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import sys
 import threading
@@ -21,6 +22,8 @@ from quern.process import waiting
 
 P = ParamSpec("P")
 R = TypeVar("R")
+TRITON_FOUND = importlib.util.find_spec("triton") is not None
+"""Whether Triton is installed: torch's builds for CUDA on Linux include it. Files *_triton.py import it at the top."""
 _lock = threading.Lock()
 _eager: dict[int | None, bool] = {None: False}
 """Whether code runs as it is written, by thread inside `eager`; None: in all other threads."""

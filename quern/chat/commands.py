@@ -29,10 +29,9 @@ from quern.generate.sampling import Sampling
 from quern.records import read_regular
 from quern.stages.complete import complete
 from quern.temporaries import write_whole
-from quern.terminal import listed
+from quern.terminal import listed, printable
 from quern.text.chat import parts
 from quern.text.conversations import to_messages
-from quern.text.printable import printable
 from quern.text.tokenizer import Tokenizer, well_formed
 from quern.validate import nearest
 

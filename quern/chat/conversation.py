@@ -11,8 +11,8 @@ from quern.generate.reply import Completion, Delta
 from quern.generate.sampling import Sampling
 from quern.generate.tools import spoken
 from quern.stages.complete import complete
+from quern.terminal import printable
 from quern.text.chat import ContentPart, Message, render_prompt
-from quern.text.printable import printable
 
 TOP = 4
 """The likeliest tokens that are kept for each token of the last reply."""

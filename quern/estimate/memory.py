@@ -4,7 +4,7 @@ Parameters, gradients, masters and moments are the optimizer's buffers (buckets.
 owns most. Activations come from a forward pass of the largest micro-batch on the "meta" device: the sum of what
 autograd keeps. A compiled model keeps the operands and results of matrix products and attention, in the dtype in which
 they were made, and computes pointwise results again (`Origins`). Of the blocks that run again in the backward pass
-(model/recompute.py), the inputs stay, and in that pass the activations of one of them. Where replicas share parameters
+(model/base.py), the inputs stay, and in that pass the activations of one of them. Where replicas share parameters
 (zero3.py), two of their modules are whole at a time, and in the backward pass the gradients of a bucket that is filled
 and of one that is sent. The peak of a step is
 
@@ -39,7 +39,7 @@ from quern.kernels.attention.backends import attend_flash
 from quern.kernels.attention.blocked import attend_in_blocks
 from quern.kernels.cross_entropy import COMPILED, TRITON
 from quern.kernels.softcap import has_kernel
-from quern.model.recompute import wrap_calls
+from quern.model.base import wrap_calls
 from quern.optim.groups import dry_run
 from quern.parallel.buckets import Bucket
 

@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import Any
 
 from quern.eval.task import Item, question
-from quern.text.printable import ascii_signs
+from quern.terminal import ascii_signs
 
 _NUMBER = re.compile(r"(?<![\d.])-?\$?(?:\d{1,3}(?:[,\u2009\u202f]\d{3})+(?!\d)|\d+)?(?:\.\d+|(?<=\d))")
 

@@ -16,8 +16,8 @@ from decimal import Context, Decimal
 from fractions import Fraction
 from typing import Literal
 
+from quern.terminal import ascii_signs
 from quern.text.chat import ContentPart
-from quern.text.printable import ascii_signs
 from quern.text.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 200

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quern import compiler
+from quern.compiler import TRITON_FOUND
 from quern.kernels.softcap import Cap
-from quern.kernels.triton_found import TRITON_FOUND
 
 CHUNK_TOKENS = 2048
 CHUNK_LOGITS = 2**24

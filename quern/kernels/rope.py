@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quern.kernels.triton_found import TRITON_FOUND
+from quern.compiler import TRITON_FOUND
 
 EPS = 1e-6
 """Added to the mean square of a head."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quern.kernels.triton_found import TRITON_FOUND
+from quern.compiler import TRITON_FOUND
 
 
 def symmetric_product(x_NRC: Tensor, a_NRR: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:

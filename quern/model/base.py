@@ -13,11 +13,13 @@ Shapes: B rows, T tokens, D width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from quern.kernels.cross_entropy import PlainProducts, cross_entropy
 from quern.kernels.softcap import Cap, has_kernel
@@ -169,3 +171,35 @@ def token_losses(
     """Nats of each target (B, T) in fp32 from hidden states, without holding full logits. Not differentiable."""
     zeros = torch.zeros(targets_BT.shape, dtype=torch.float32, device=targets_BT.device)
     return model.loss(x_BTD, targets_BT, zeros, context or CausalContext())[1]
+
+
+def recompute(model: Any, blocks: int) -> None:
+    """Makes the first `blocks` blocks of a model, or all if it has fewer, keep their inputs only and run again in the
+    backward pass (activation checkpointing, arXiv 1604.06174), in place. Call it after compilation.
+
+    Their activations would live longest, and when the backward pass reaches them those of the later blocks are gone.
+    The second run stops at the last tensor that the backward pass needs, so the last product of a block is not
+    repeated. It makes the same calls as the first one, so gradients are the same, bit for bit; under tensor parallelism
+    the collectives within a block are repeated too (parallel/plan.py).
+    """
+    for block in model.blocks[:blocks]:
+        wrap_calls(block, _keep_inputs)
+
+
+def wrap_calls(module: nn.Module, wrapper: Callable[..., Any]) -> Callable[[], None]:
+    """Makes calls of a module, its hooks and compiled code included, go through `wrapper(call, *args, **kwargs)`.
+    Returns a function that restores it."""
+    before = module._compiled_call_impl  # what nn.Module calls in place of itself, if anything
+    call = before or module._call_impl
+    module._compiled_call_impl = partial(wrapper, call)
+
+    def restore() -> None:
+        module._compiled_call_impl = before
+
+    return restore
+
+
+def _keep_inputs(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return call(*args, **kwargs)
+    return checkpoint(call, *args, use_reentrant=False, **kwargs)

@@ -23,8 +23,8 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 
 from quern.mesh import Pending
+from quern.model.base import wrap_calls
 from quern.model.layers import Embedding
-from quern.model.recompute import wrap_calls
 from quern.optim.groups import ParameterGroup
 from quern.parallel.buckets import Bucket
 from quern.parallel.vocabulary import VocabularyEmbedding

@@ -16,7 +16,7 @@ from quern.report.document import Block, Command, Continuation, Conversation, Cu
 from quern.report.records import Pairs, number, read_run
 from quern.report.scores import Score, ScorePlot, ScoreTable
 from quern.temporaries import write_whole
-from quern.text.printable import printable
+from quern.terminal import printable
 
 FOLDER = Path(__file__).parent
 SPARKS = "▁▂▃▄▅▆▇█"

@@ -15,18 +15,16 @@ import numpy as np
 from torch import Tensor
 
 from quern.data.batch import Batch, Batches, groups_of
-from quern.data.loader import Loader
+from quern.data.loader import Loader, StreamLoader
 from quern.data.packing import windows
 from quern.data.shards import Corpus
-from quern.data.stream_loader import StreamLoader
 from quern.eval.bits_per_byte import bits_per_byte
 from quern.field_types import imported
 from quern.machine import Machine
 from quern.mesh import Mesh, ProcessGroup
-from quern.model.base import LanguageModel
+from quern.model.base import LanguageModel, recompute
 from quern.model.count import Flops, count, flop_counter
 from quern.model.fp8 import use_fp8
-from quern.model.recompute import recompute
 from quern.optim.schedule import Multipliers, multipliers
 from quern.parallel.plan import shard_model
 from quern.recipe import Resolved

@@ -13,8 +13,8 @@ from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Delta, Event
 from quern.generate.sampling import Sampling
 from quern.recipe import Resolved
+from quern.terminal import printable
 from quern.text.chat import render_text
-from quern.text.printable import printable
 from quern.text.tokenizer import Tokenizer, well_formed
 
 BETWEEN = "---\n"

@@ -25,8 +25,8 @@ from quern.runs.saved import overlay, read_saved
 from quern.stages import evaluate, pretrain, sft
 from quern.stages.complete import GOES_ON, continued
 from quern.stages.session import Session, main_first
+from quern.terminal import printable
 from quern.text.chat import parts
-from quern.text.printable import printable
 from quern.text.tokenizer import Tokenizer
 from quern.train import manifest
 from quern.train.guard import EXIT_DONE

@@ -12,8 +12,8 @@ from quern.chat.conversation import NO_WORDS, Conversation, ask
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Delta, Event
 from quern.generate.sampling import Sampling
+from quern.terminal import printable
 from quern.text.chat import Message, render_prompt
-from quern.text.printable import printable
 from tests.support.toy_engine import toy_engine
 
 CONTEXT = 64

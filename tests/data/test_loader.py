@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quern.data.batch import prefetch
-from quern.data.loader import Batch, Loader
+from quern.data.loader import Batch, Loader, StreamLoader
 from quern.data.packing import METHODS, windows
 from quern.data.shards import Corpus
-from quern.data.stream_loader import StreamLoader
 from quern.data.token_file import ShardWriter
 from tests.support.batches import epoch_of, token_hash
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from quern.bench.batches import write_empty_shards
-from quern.data.loader import Loader
+from quern.data.loader import Loader, StreamLoader
 from quern.data.shards import Corpus
-from quern.data.stream_loader import StreamLoader
 from quern.data.token_file import ShardWriter
 from quern.process import start
 

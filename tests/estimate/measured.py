@@ -11,7 +11,7 @@ from quern import compiler
 from quern.data.batch import Batch
 from quern.machine import DTYPES, Machine
 from quern.mesh import Mesh
-from quern.model.recompute import recompute
+from quern.model.base import recompute
 from quern.optim.schedule import Multipliers
 from quern.parallel.plan import shard_model
 from quern.process import peak_resident, reset_peak_resident, resident

@@ -17,10 +17,9 @@ import pytest
 
 from quern.data import batch, packing, shards
 from quern.data.batch import DOCUMENT_SIZE, Batches
-from quern.data.loader import SAVE_EVERY, Batch, Loader
+from quern.data.loader import SAVE_EVERY, Batch, Loader, StreamLoader
 from quern.data.packing import METHODS
 from quern.data.shards import Corpus
-from quern.data.stream_loader import StreamLoader
 from quern.data.token_file import ShardWriter
 from tests.support.batches import epoch_of, token_hash
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from quern.machine import Machine
 from quern.mesh import Mesh
-from quern.model import recompute as module
+from quern.model import base as module
+from quern.model.base import recompute
 from quern.model.llama import Llama
-from quern.model.recompute import recompute
 from quern.train.state import compile_model
 from tests.laws.table import Law
 from tests.parallel.sharded import ARCHITECTURES, SHAPE, batch, passed, whole_model

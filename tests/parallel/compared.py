@@ -12,7 +12,7 @@ import torch
 from quern import compiler
 from quern.data.batch import Batch
 from quern.mesh import Mesh, alone
-from quern.model.recompute import recompute
+from quern.model.base import recompute
 from quern.optim.groups import make_groups
 from quern.optim.schedule import Multipliers
 from quern.parallel import buckets

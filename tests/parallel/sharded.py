@@ -14,10 +14,9 @@ from quern import compiler
 from quern.estimate.predict import bytes_sent
 from quern.generate.cache import KVCache, decode
 from quern.mesh import Mesh, Traffic
-from quern.model.base import loss_sum, token_losses
+from quern.model.base import loss_sum, recompute, token_losses
 from quern.model.gpt import GPT
 from quern.model.llama import Llama
-from quern.model.recompute import recompute
 from quern.model.unet import UNet
 from quern.parallel import tensor
 from quern.parallel.plan import shard_model

@@ -13,7 +13,7 @@ from quern.cli import main
 from quern.data.batch import Batch
 from quern.machine import Machine
 from quern.mesh import Mesh
-from quern.model.recompute import recompute
+from quern.model.base import recompute
 from quern.optim.schedule import Multipliers
 from quern.parallel import zero3
 from quern.parallel.buckets import Bucket

@@ -13,7 +13,7 @@ from quern.report.plots import running_mean, thin
 from quern.report.records import duration, human, human_bytes, human_flops, number, percent, read_run
 from quern.runs.run_dir import RunDir
 from quern.stages.run_all import sample_chat
-from quern.text.printable import CONTROL
+from quern.terminal import CONTROL
 from tests.report.synthetic_run import lines, write_run
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}

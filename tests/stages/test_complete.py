@@ -19,7 +19,7 @@ from quern.generate.reply import Event
 from quern.generate.sampling import Sampling
 from quern.model.context import CausalContext
 from quern.stages.complete import complete, continuations, read_prompt
-from quern.text.printable import CONTROL, printable
+from quern.terminal import CONTROL, printable
 from quern.train import checkpoint
 from tests.generate.test_engine import Scripted
 from tests.support.llama_run import llama_recipe, model_of, random_state, write_run

@@ -18,6 +18,7 @@ from torch import Tensor
 from quern.bench.gpu.train import GpuBench, recipe_of
 from quern.bench.kernels import CAP, Case, attention_seconds, example_masks, loss_inputs, loss_jobs, loss_paths
 from quern.bench.measure import Figure, figure, peak_bytes
+from quern.compiler import TRITON_FOUND
 from quern.generate.cache import KVCache, decode
 from quern.generate.compiled import SPAN, CompiledDecode
 from quern.kernels import cross_entropy as kernels
@@ -27,7 +28,6 @@ from quern.kernels.attention.backends import BLOCKED, SDPA, AttendFunction, Back
 from quern.kernels.rope import rotate, rotate_plain
 from quern.kernels.softcap import SigmoidCap
 from quern.kernels.symmetric import symmetric_product, symmetric_product_plain
-from quern.kernels.triton_found import TRITON_FOUND
 from quern.model.count import parameters
 from quern.model.layers import rotary_table
 from quern.optim.constants import POLAR_EXPRESS

@@ -16,8 +16,8 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from quern.terminal import ascii_signs
 from quern.text.chat import Message
-from quern.text.printable import ascii_signs
 from quern.text.tinyworld import lessons, prose, skills
 from quern.text.tinyworld.chat import SMALL_TALK, conversation, fits, held_out_small_talk
 from quern.text.tinyworld.data import HELD_OUT_QUESTIONS
