@@ -123,7 +123,7 @@ def _table_rows(path: Path, wanted: Sequence[str], encoding: str) -> Iterator[di
     except csv.Error as error:
         raise UnreadableError(
             f"{path}, line {reader.line_num}: cannot be read as {format_of(path)} ({error}): quote the fields that "
-            "hold a separator, a quote or a line end, and double the quotes in them"
+            "hold a separator, a quote or a line end, double the quotes in them, and end lines with a line feed"
         ) from error
 
 
@@ -132,11 +132,10 @@ def _delimiter(path: Path, head: str, wanted: Sequence[str]) -> str:
     several at all, with another one."""
     if format_of(path) == ".tsv":
         return "\t"
-    names = next(csv.reader([head]), [])
-    if len(names) > 1 or set(wanted) & set(names):
-        return ","
     try:
-        return csv.Sniffer().sniff(head, delimiters=";\t|").delimiter
+        names = next(csv.reader([head]), [])
+        several = len(names) > 1 or set(wanted) & set(names)
+        return "," if several else csv.Sniffer().sniff(head, delimiters=";\t|").delimiter
     except csv.Error:
         return ","
 

@@ -113,7 +113,8 @@ def convert(path: Path) -> str:
 
 
 def cut_short(path: Path, error: Exception) -> OSError:
-    return OSError(f"cannot read {path}, it may be cut short or damaged: {error}")
+    advice = "make it readable" if isinstance(error, PermissionError) else "it may be cut short or damaged"
+    return OSError(f"cannot read {path}, {advice}: {error}")
 
 
 def read_lines(path: Path, encoding: str) -> Iterator[bytes]:

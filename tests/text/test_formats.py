@@ -60,6 +60,7 @@ def test_damaged_tables_are_named_by_line(tmp_path: Path) -> None:
         ('id,text\n1,"a\nb"\n2,x,y\n', "a.csv, line 4: the row has 3 fields, but the first row names 2"),
         ('id,text\n1,x\n2,"never ends\n', r"a.csv, line 3: cannot be read as .csv \(unexpected end of data\)"),
         ('id,text\n1,"a" b\n', "a.csv, line 2: cannot be read as .csv"),
+        ("id,text\r1,one\r2,two\r", "a.csv, line 1: cannot be read as .csv .* end lines with a line feed$"),
         ("text,text\none,two\n", "a.csv, line 1: two columns are named 'text': rename one of them"),
         (
             "id,body\n1,x\n",
