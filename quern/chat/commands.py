@@ -189,7 +189,7 @@ def load(conversation: Conversation, text: str) -> None:
     try:
         messages = to_messages(json.loads(read_regular(path)))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is not a conversation: {error}") from error
+        raise ValueError(f"{path} is not a conversation, one JSON object as /save writes it: {error}") from error
     if messages[-1]["role"] != "assistant":
         raise ValueError(f"{path} ends with a question: add its reply, or remove the question and ask it here")
     heads = [message for message in messages if message["role"] == "system"]

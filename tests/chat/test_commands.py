@@ -181,13 +181,13 @@ def test_a_conversation_with_calls_is_loaded(chat: Chat, tmp_path: Path) -> None
     ("text", "reason"),
     [
         (None, "No such file or directory: choose another file"),
-        ("{", "is not a conversation: Expecting property name"),
+        ("{", "is not a conversation, one JSON object as /save writes it: Expecting property name"),
         ("[" * 100_000, "is not a conversation"),
         ('{"a": 1}', "it has only 'a'"),
         ('[{"role": "user", "tool_calls": 3}]', "is not a conversation"),
         (json.dumps(SAVED[:2]), "ends with a question"),
         (json.dumps(SAVED[2:]), "message 1 is from the assistant"),
-        (b"\xff\xfe", "is not a conversation: "),
+        (b"\xff\xfe", "is not a conversation, one JSON object"),
     ],
     ids="missing broken deep other-shape no-content question reply-first not-utf-8".split(),
 )

@@ -122,6 +122,12 @@ def test_a_file_cut_short_is_an_error_not_a_short_corpus(tmp_path: Path, kind: s
         list(read(path))
 
 
+def test_a_file_that_may_not_be_read_is_not_called_damaged() -> None:
+    reasons = {"make it readable": PermissionError(13, "Permission denied"), "it may be cut short": EOFError("the end")}
+    for advice, error in reasons.items():
+        assert str(readers.cut_short(Path("a.txt"), error)).startswith(f"cannot read a.txt, {advice}")
+
+
 def test_parquet_is_streamed_by_row_group(tmp_path: Path) -> None:
     """Python's peak stays near one batch and arrow's near one row group, far below the file's size."""
     texts: list[str | None] = [f"{i:06d}" * 500 for i in range(4000)]  # 12 MB
