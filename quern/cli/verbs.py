@@ -145,7 +145,9 @@ def on_ranks(
     message.
     """
     from quern.mesh import refuse_uneven, refuse_unshared
+    from quern.mixture.sources import require_source
     from quern.resolve import resolve
+    from quern.rl.environments import require_environment
     from quern.runs.run_lock import refuse_in_use
     from quern.stages.own_text import refuse_unfit
     from quern.stages.session import Session, trained_already
@@ -165,6 +167,11 @@ def on_ranks(
             refuse_unfit(options.recipe, where.out)
         if verb in ("pretrain", "run"):
             resolve(options.recipe, ranks // options.tp)  # refuses bad values
+        learns_talks = getattr(options, "sft", verb == "sft") and not where.run_dir.has_trained("sft")
+        for asked in options.recipe.conversation_sources if learns_talks else ():
+            require_source(asked)
+        for name in options.recipe.rl.rewards if verb == "rl" else ():
+            require_environment(name)
     if ranks > 1 and here.ranks == 1:
         how = (options.ranks, options.restarts, options.nodes, options.rendezvous, stopped)
         return launch.launch([verb, *rest], *how)
@@ -202,15 +209,9 @@ def verb_train(verb: str, rest: Arguments) -> int:
         goes_on = options.resume and where.run_dir.has_trained(verb)
         needed = "sft" if verb == "rl" and not goes_on and options.start is None else None
         (where.run_dir if goes_on else base).require_trained(needed)
-    from quern.mixture.sources import require_source
-    from quern.rl.environments import require_environment
     from quern.runs.load import Start, read_start
     from quern.stages import pretrain, rl, sft
 
-    for asked in recipe.conversation_sources if verb == "sft" else ():
-        require_source(asked)
-    for name in recipe.rl.rewards if verb == "rl" else ():
-        require_environment(name)
     stage = {"pretrain": pretrain.run, "sft": sft.run, "rl": rl.run}[verb]
 
     def begin(session: Session) -> Start | None:
@@ -245,9 +246,8 @@ def verb_evaluate(verb: str, rest: Arguments) -> int:
         return launch.launch([verb, *rest], options.ranks, restarts=0, stopped="before the evaluation ended")
     rank_log = log if here.main else silent
     where.compile = False  # as in `open_engine`
-    with launch.joined(
-        "quern evaluate", 1, lambda threads: where.machine(threads, log=rank_log), where.threads, PEER_SECONDS
-    ) as (machine, mesh):
+    detect = functools.partial(where.machine, log=rank_log)
+    with launch.joined("quern evaluate", 1, detect, where.threads, PEER_SECONDS) as (machine, mesh):
         evaluate.run(where.run_dir, machine, asked, rank_log, mesh=mesh)
         return launch.finish(0)
 

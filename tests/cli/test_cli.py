@@ -418,6 +418,7 @@ def test_a_run_that_is_missing_is_said_before_the_machine_is_tried_out(
     ("command", "reason"),
     [
         ("sft --conversations no.jsonl", "--conversations no.jsonl: there is no such file, folder or data set of"),
+        ("run --conversations no.jsonl", "--conversations no.jsonl: there is no such file, folder or data set of"),
         ("rl --rl.rewards sums nope", "rl.rewards: there is no 'nope': use gsm8k, programs, sums,"),
         ("rl --rl.rewards no.py", "rl.rewards: there is no 'no.py': use "),
     ],
@@ -428,8 +429,8 @@ def test_lessons_that_are_missing_are_said_before_the_machine_is_tried_out(
     monkeypatch.setattr(options.RunOptions, "machine", lambda *found, **more: pytest.fail("the machine was tried out"))
     for stage in ("pretrain", "sft"):
         (tmp_path / f"runs/{stage}/{stage}/checkpoints/step-00000001").mkdir(parents=True)
-    start = {"sft": "pretrain", "rl": "sft"}[command.split()[0]]
-    said = refused(capsys, *command.split(), "--from", start, "--run", "r", "--out", str(tmp_path))
+    start = {"sft": ["--from", "pretrain"], "rl": ["--from", "sft"], "run": []}[command.split()[0]]
+    said = refused(capsys, *command.split(), *start, "--run", "r", "--out", str(tmp_path))
     assert said.partition(": ")[2].startswith(reason), said
 
 
