@@ -45,7 +45,7 @@ class FusedAttention(CausalSelfAttention):
         qkv = F.linear(x_BTD, self.qkvo[: sum(self.sizes)]).unflatten(-1, (-1, self.head_dim))
         q_BTHE, k_BTKE, v_BTKE = qkv.split([size // self.head_dim for size in self.sizes], dim=2)
         v_BTKE = self.mix_values(x_BTD, v_BTKE, value_embedding)
-        q_BTHE, k_BTKE = self.rotate(q_BTHE, rotary), self.rotate(k_BTKE, rotary)
+        q_BTHE, k_BTKE = self.rotate(q_BTHE, rotary), self.keys(self.rotate(k_BTKE, rotary), context)
         y_BTHE = context.attend(self.layer, q_BTHE, k_BTKE, v_BTKE, window)
         return y_BTHE.flatten(2) @ self.qkvo[sum(self.sizes) :]
 

@@ -92,6 +92,9 @@ class ModelRecipe(Generic[Gap]):
     """Attention windows by layer, repeated; S sees a quarter of the context, L all; the last layer is always L."""
     rope_base: Annotated[float, Interval(gt=1, le=1e12)] = 100_000.0
     """Base of the rotary frequencies."""
+    key_offset: bool = False
+    """gpt: in layers that see all tokens, half of the channels of a key are those of the token before; half of all
+    channels have no position then, and rope_base is 1,024."""
     softcap: Positive = 15.0
     """Logits are softcap · tanh(logits / softcap)."""
     mlp_width: Annotated[int, Interval(ge=1, le=2**20)] | None = None

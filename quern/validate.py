@@ -153,6 +153,10 @@ def check_shape(model: ResolvedModel) -> None:
         f"model.windows is a pattern of S (short) and L (long), such as SSSL, not '{model.windows}'",
     )
     _refuse(model.head_dim % 2 != 0, f"model.head-dim must be even for rotary embeddings, not {model.head_dim}")
+    _refuse(
+        model.key_offset and model.head_dim % 4 != 0,
+        f"model.key-offset shifts quarters of a head: model.head-dim must be a multiple of 4, not {model.head_dim}",
+    )
     divisors = [n for n in range(1, model.heads + 1) if model.heads % n == 0]
     _refuse(
         model.kv_heads not in divisors,

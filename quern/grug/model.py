@@ -23,6 +23,7 @@ from quern.grug.mesh import BATCH, AnyMesh, check_model_axis, fit, product
 from quern.recipe import ResolvedModel
 
 QK_SCALE = 1.2
+OFFSET_ROPE_BASE = 1024.0
 GATE_CHANNELS = 12
 GATE_RANGE = 3.0
 SMEAR_CHANNELS = 24
@@ -169,7 +170,7 @@ def forward(
     gate = params.smear_gate
     smear = jax.nn.sigmoid(product("btc,oc->bto", x[..., : gate.shape[1]], gate, BTD))
     x = x0 = halfway = x + params.smear_scale * smear * previous(x)
-    rotary = rotary_table(tokens.shape[1], cfg.head_dim, cfg.rope_base)
+    rotary = rotary_table(tokens.shape[1], cfg)
     for layer, (block, window) in enumerate(zip(params.blocks, cfg.window_sizes(), strict=True)):
         if layer == len(params.blocks) // 2:
             halfway = x
@@ -216,6 +217,7 @@ def self_attention(
         gate = GATE_RANGE * jax.nn.sigmoid(product("btc,kc->btk", seen, block.value_gate, BTF))
         v = v + gate[..., None] * split_heads(look_up(block.value_embedding, tokens, "model"), cfg.head_dim)
     q, k = (norm(rotate(x, *rotary)) * QK_SCALE for x in (q, k))
+    k = offset(k) if cfg.key_offset and mask.window is None else k
     y = jnp.reshape(attend(q, k, v, mask), (*x.shape[:2], -1), out_sharding=BTF)
     return product("bth,dh->btd", y, jax.reshard(block.out, P(None, "model")), BTD)
 
@@ -249,11 +251,23 @@ def previous(x: jax.Array) -> jax.Array:
     return jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
 
 
-def rotary_table(T: int, head_dim: int, base: float) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines (T, 1, E / 2) of the rotary angles, in fp32."""
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    angles = np.arange(T, dtype=np.float32)[:, None, None] * np.float32(base) ** -exponents
+def rotary_table(T: int, cfg: ResolvedModel) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines (T, 1, E / 2) of the rotary angles, in fp32. With `key_offset` half of the pairs have no
+    angle."""
+    E = cfg.head_dim
+    frequencies = np.float32(cfg.rope_base) ** -(np.arange(0, E, 2, dtype=np.float32) / np.float32(E))
+    if cfg.key_offset:
+        turning = np.float32(OFFSET_ROPE_BASE) ** -np.linspace(0, 1, E // 4, dtype=np.float32)
+        frequencies = np.pad(turning, (0, E // 2 - E // 4))
+    angles = np.arange(T, dtype=np.float32)[:, None, None] * frequencies
     return np.cos(angles), np.sin(angles)
+
+
+def offset(k: jax.Array) -> jax.Array:
+    """The keys (B, T, K, E) with the pairs that do not turn, (i, i + E/2) with i ≥ E/4, from the token before."""
+    before = jnp.split(jnp.pad(k[:, :-1], ((0, 0), (1, 0), (0, 0), (0, 0))), 4, axis=-1)
+    own = jnp.split(k, 4, axis=-1)
+    return jnp.concatenate([own[0], before[1], own[2], before[3]], axis=-1)
 
 
 def rotate(x: jax.Array, cos: np.ndarray, sin: np.ndarray) -> jax.Array:

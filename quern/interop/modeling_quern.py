@@ -28,6 +28,7 @@ class QuernConfig(PretrainedConfig):
 
     max_position_embeddings: Tokens of a row in training; longer inputs compute without an error. windows: For each
     layer, the tokens that a query sees, itself included; None is all of them. softcap: See `cap` of the model.
+    key_offset: In layers that see all tokens, keys are partly those of the token before (`offset`).
     """
 
     keys_to_ignore_at_inference = ["past_key_values"]
@@ -35,6 +36,7 @@ class QuernConfig(PretrainedConfig):
     num_attention_heads = num_key_value_heads = 1
     windows: Sequence[int | None] = ()
     rope_base, softcap, initializer_range = 100_000.0, 15.0, 0.02
+    key_offset = False
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs | {"tie_word_embeddings": False})
@@ -62,6 +64,20 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = rotary
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1).to(x.dtype)
+
+
+def half_frequencies(head_dim: int, base: float, device: torch.device) -> Tensor:
+    """Radians per token (E / 2,): the first half of the pairs turn, by 1 to 1/base."""
+    turning = torch.linspace(0, 1, head_dim // 4, dtype=torch.float32, device=device)
+    return F.pad(base**-turning, (0, head_dim // 2 - head_dim // 4))
+
+
+def offset(k: Tensor, valid_BT: Tensor | None) -> Tensor:
+    """The keys (B, K, T, E) with the pairs that do not turn, (i, i + E/2) with i ≥ E/4, from the token before."""
+    known = k if valid_BT is None else k * valid_BT[:, None, :, None]  # nothing is before the first token
+    before = F.pad(known[:, :, :-1], (0, 0, 1, 0)).chunk(4, dim=-1)
+    own = k.chunk(4, dim=-1)
+    return torch.cat([own[0], before[1], own[2], before[3]], dim=-1)
 
 
 def rotary_table(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,12 +153,20 @@ class Text:
         return self._masks[window]
 
     def attend(
-        self, layer: int, q_BNHE: Tensor, k_BNKE: Tensor, v_BNKE: Tensor, window: int | None, scale: float | None
+        self,
+        layer: int,
+        q_BNHE: Tensor,
+        k_BNKE: Tensor,
+        v_BNKE: Tensor,
+        window: int | None,
+        scale: float | None,
+        key_offset: bool = False,
     ) -> Tensor:
         """Causal attention of the new tokens → (B, N, H·E). Adds their keys and values to the cache."""
         q, k, v = (x.transpose(1, 2) for x in (q_BNHE, k_BNKE, v_BNKE))
         if self.cache is not None:
             k, v = self.cache.update(k, v, layer)
+        k = offset(k, self.valid_BT) if key_offset else k
         grouped = q.size(1) != k.size(1)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask(window), scale=scale, enable_gqa=grouped)
         return y.transpose(1, 2).flatten(2)

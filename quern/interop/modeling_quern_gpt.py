@@ -11,7 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .modeling_quern import QuernForCausalLM, QuernGPTConfig, SquaredReluMLP, Text, norm, rotary_table, rotate
+from .modeling_quern import (
+    QuernForCausalLM,
+    QuernGPTConfig,
+    SquaredReluMLP,
+    Text,
+    half_frequencies,
+    norm,
+    rotary_table,
+    rotate,
+)
 
 QK_SCALE = 1.2
 """Normed queries and keys are both scaled by this."""
@@ -28,6 +37,7 @@ class GPTAttention(nn.Module):
         super().__init__()
         width, E = config.hidden_size, config.head_dim
         self.layer, self.head_dim, self.window = layer, E, config.windows[layer]
+        self.key_offset = config.key_offset and self.window is None
         self.query = nn.Linear(width, config.num_attention_heads * E, bias=False)
         self.key = nn.Linear(width, config.num_key_value_heads * E, bias=False)
         self.value = nn.Linear(width, config.num_key_value_heads * E, bias=False)
@@ -41,7 +51,7 @@ class GPTAttention(nn.Module):
             gate = GATE_RANGE * torch.sigmoid(self.value_gate(x[..., :GATE_CHANNELS]))
             v = v + gate[..., None] * value.view_as(v)
         q, k = norm(rotate(q, rotary)) * QK_SCALE, norm(rotate(k, rotary)) * QK_SCALE
-        return self.out(text.attend(self.layer, q, k, v, self.window, None))
+        return self.out(text.attend(self.layer, q, k, v, self.window, None, self.key_offset))
 
 
 class GPTBlock(nn.Module):
@@ -92,8 +102,11 @@ class QuernGPTForCausalLM(QuernForCausalLM):
 
     def hidden_states(self, text: Text) -> Tensor:
         E, new_ids = self.config.head_dim, text.input_ids[:, -text.new :]
-        exponents = torch.arange(0, E, 2, dtype=torch.float32, device=new_ids.device) / E
-        rotary = rotary_table(text.positions(), self.config.rope_base**-exponents)
+        base, device = self.config.rope_base, new_ids.device
+        frequencies = base ** -(torch.arange(0, E, 2, dtype=torch.float32, device=device) / E)
+        rotary = rotary_table(
+            text.positions(), half_frequencies(E, base, device) if self.config.key_offset else frequencies
+        )
         x0 = x = self._enter(text)
         halfway = x
         for layer, block in enumerate(self.blocks):

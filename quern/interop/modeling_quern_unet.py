@@ -12,7 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .modeling_quern import QuernForCausalLM, QuernUNetConfig, SquaredReluMLP, Text, norm, rotary_table, rotate
+from .modeling_quern import (
+    QuernForCausalLM,
+    QuernUNetConfig,
+    SquaredReluMLP,
+    Text,
+    half_frequencies,
+    norm,
+    rotary_table,
+    rotate,
+)
 
 ATTENTION_SCALE = 0.12
 """The factor of the products of queries and keys."""
@@ -86,7 +95,9 @@ class QuernUNetForCausalLM(QuernForCausalLM):
 
     def hidden_states(self, text: Text) -> Tensor:
         new_ids, half = text.input_ids[:, -text.new :], len(self.skip_scales)
-        rotary = rotary_table(text.positions(), self._frequencies(new_ids.device))
+        rotary = rotary_table(
+            text.positions(), half_frequencies(self.config.head_dim, self.config.rope_base, new_ids.device)
+        )
         values = [table(new_ids) for table in self.value_embeddings]
         x0 = x = norm(self.embedding(new_ids))
         skips: list[Tensor] = []
@@ -98,12 +109,6 @@ class QuernUNetForCausalLM(QuernForCausalLM):
             if layer < half:
                 skips.append(x)
         return norm(x)
-
-    def _frequencies(self, device: torch.device) -> Tensor:
-        """Half of the pairs turn, from 1 to 1 / base radians for each token; the others do not."""
-        E = self.config.head_dim
-        turning = torch.linspace(0, 1, E // 4, dtype=torch.float32, device=device)
-        return F.pad(self.config.rope_base**-turning, (0, E // 2 - E // 4))
 
     def cap(self, logits: Tensor) -> Tensor:
         top, divisor = 2 * self.config.softcap, self.config.softcap / 2 * self.config.hidden_size**0.5

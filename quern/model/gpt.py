@@ -2,7 +2,8 @@
 
 RoPE, QK norm, ReLU², no biases, parameter-free RMSNorm (also after the embedding), untied head, grouped queries,
 a residual and an x0 scalar per layer, value embeddings on alternating layers, smear, backout, tanh softcap, sliding
-windows. How the attention itself is computed (whole rows, cached, sharded) is the context's business.
+windows; with `model.key_offset` keys that are partly those of the token before. How the attention itself is computed
+(whole rows, cached, sharded) is the context's business.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from quern.kernels.rope import rotate
 from quern.kernels.softcap import TanhCap
 from quern.model.base import LanguageModel
 from quern.model.context import Context, Window
-from quern.model.layers import Draw, Embedding, Rotary, SquaredReluMLP, norm, rotary_table
+from quern.model.layers import Draw, Embedding, Rotary, SquaredReluMLP, half_rotary_table, norm, rotary_table
 from quern.recipe import ResolvedModel
 
 QK_SCALE = 1.2
@@ -26,6 +27,10 @@ QK_SCALE = 1.2
 GATE_CHANNELS = 12
 """Leading channels of the residual stream that the value embedding's gate looks at."""
 GATE_RANGE = 3.0
+KEYS = "keys"
+"""Before the number of a layer, the name of its keys among what the model remembers."""
+OFFSET_ROPE_BASE = 1024.0
+"""Base of the rotary frequencies with `key_offset`, where half of the pairs do not turn (modded-nanogpt)."""
 
 
 class CausalSelfAttention(nn.Module):
@@ -35,6 +40,7 @@ class CausalSelfAttention(nn.Module):
     qk_scale: ClassVar[float] = QK_SCALE
     gate_channels: ClassVar[int] = GATE_CHANNELS
     gate_range: ClassVar[float] = GATE_RANGE
+    key_offset = False
 
     def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int, *, layer: int, gated: bool) -> None:
         super().__init__()
@@ -64,7 +70,7 @@ class CausalSelfAttention(nn.Module):
         k_BTKE = self.key(x_BTD).view(B, T, -1, self.head_dim)
         v_BTKE = self.value(x_BTD).view(B, T, -1, self.head_dim)
         v_BTKE = self.mix_values(x_BTD, v_BTKE, value_embedding)
-        q_BTHE, k_BTKE = self.rotate(q_BTHE, rotary), self.rotate(k_BTKE, rotary)
+        q_BTHE, k_BTKE = self.rotate(q_BTHE, rotary), self.keys(self.rotate(k_BTKE, rotary), context)
         return self.project_out(x_BTD, context.attend(self.layer, q_BTHE, k_BTKE, v_BTKE, window))
 
     def mix_values(self, x_BTD: Tensor, v_BTKE: Tensor, value_embedding: Tensor | None) -> Tensor:
@@ -78,6 +84,19 @@ class CausalSelfAttention(nn.Module):
     def rotate(self, x_BTHE: Tensor, rotary: Rotary) -> Tensor:
         """Normed and rotated queries or keys. QK norm: arXiv 2010.04245."""
         return rotate(x_BTHE, *rotary, self.qk_scale)
+
+    def keys(self, k_BTKE: Tensor, context: Context) -> Tensor:
+        """The keys that queries see, from normed and rotated ones.
+
+        With `key_offset` the pairs without a position, those (i, i + E/2) with i ≥ E/4, are those of the token before.
+        A query that matches them reads what followed a token, which otherwise takes two layers (modded-nanogpt's pull
+        request 169).
+        """
+        if not self.key_offset:
+            return k_BTKE
+        before_BTKE = context.previous(k_BTKE.flatten(2), f"{KEYS}{self.layer}").view_as(k_BTKE)
+        own, before = k_BTKE.chunk(4, dim=-1), before_BTKE.chunk(4, dim=-1)
+        return torch.cat([own[0], before[1], own[2], before[3]], dim=-1)
 
     def project_out(self, x_BTD: Tensor, y_BTHE: Tensor) -> Tensor:
         """The output (B, T, D) from the input of the layer and the heads' attention."""
@@ -154,7 +173,8 @@ class GPT(LanguageModel):
         self.windows = shape.window_sizes()
         self.attention_layers = list(range(shape.depth))
         self.head_dim = shape.head_dim
-        self.remembered = {"embedding": shape.width}
+        keys = [f"{KEYS}{layer}" for layer in range(shape.depth) if self.has_key_offset(layer)]
+        self.remembered = {"embedding": shape.width} | dict.fromkeys(keys, shape.kv_heads * shape.head_dim)
         # nanochat taps one block later. Over three paired seeds (depth 4, width 128, 200 steps of 2,048 tokens) that
         # changed the bits per byte by -0.013, -0.003 and +0.002: no difference, so the tap stays.
         self.backout_layer = shape.depth // 2 - 1
@@ -190,6 +210,10 @@ class GPT(LanguageModel):
         """Whether a layer has a value embedding."""
         return has_value_embedding(layer, self.shape.depth)
 
+    def has_key_offset(self, layer: int) -> bool:
+        """Whether half of the channels of a layer's keys are those of the token before, as where it sees all tokens."""
+        return self.shape.key_offset and self.windows[layer] is None
+
     def make_block(self, layer: int) -> nn.Module:
         """The block of a layer; it is called as `GPTBlock.forward`."""
         return self.block_type(self.make_attention(layer), self.make_mlp(layer))
@@ -197,8 +221,10 @@ class GPT(LanguageModel):
     def make_attention(self, layer: int) -> nn.Module:
         """The attention of a layer; it is called as `CausalSelfAttention.forward`."""
         shape = self.shape
-        gated = self.has_value_embedding(layer)
-        return self.attention_type(shape.width, shape.heads, shape.kv_heads, shape.head_dim, layer=layer, gated=gated)
+        sizes = shape.width, shape.heads, shape.kv_heads, shape.head_dim
+        attention = self.attention_type(*sizes, layer=layer, gated=self.has_value_embedding(layer))
+        attention.key_offset = self.has_key_offset(layer)
+        return attention
 
     def make_mlp(self, layer: int) -> nn.Module:
         """The feed-forward of a layer: (B, T, D) → (B, T, D)."""
@@ -232,6 +258,8 @@ class GPT(LanguageModel):
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines (1 or B, T, 1, E / 2) of the rotary angles at (1 or B, T) positions."""
+        if self.shape.key_offset:
+            return half_rotary_table(positions, self.head_dim, OFFSET_ROPE_BASE)
         return rotary_table(positions, self.head_dim, self.shape.rope_base)
 
     def value_embedding(self, layer: int, tokens_BT: Tensor) -> Tensor | None:

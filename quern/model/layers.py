@@ -61,6 +61,12 @@ def rotary_table(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor,
     return rotary_angles(positions, base**-exponents)
 
 
+def half_rotary_table(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of `rotary_angles`: the first half of the pairs turn, by 1 to 1/base radians per token."""
+    turning = torch.linspace(0, 1, head_dim // 4, dtype=torch.float32, device=positions.device)
+    return rotary_angles(positions, F.pad(base**-turning, (0, head_dim // 2 - head_dim // 4)))
+
+
 def embed(tokens_BT: Tensor, weight_VD: Tensor) -> Tensor:
     """Returns rows of the weight: (B, T) integers → (B, T, D).
 

@@ -16,14 +16,13 @@ from collections.abc import Mapping
 from typing import ClassVar, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quern.kernels.rope import rotary_angles, rotate
+from quern.kernels.rope import rotate
 from quern.kernels.softcap import SigmoidCap
 from quern.model.base import LanguageModel
 from quern.model.context import CausalContext, Context, Window
-from quern.model.layers import Draw, Embedding, Merged, Rotary, SquaredReluMLP, norm
+from quern.model.layers import Draw, Embedding, Merged, Rotary, SquaredReluMLP, half_rotary_table, norm
 from quern.recipe import ResolvedModel
 
 ATTENTION_SCALE = 0.12
@@ -46,12 +45,6 @@ def value_embedding_of(layer: int, depth: int) -> int | None:
     if layer < count:
         return layer
     return layer - (depth - count) if layer >= depth - count else None
-
-
-def half_rotary_table(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of `rope.py`: half of the pairs turn, by 1 to 1/base radians per token."""
-    turning = torch.linspace(0, 1, head_dim // 4, dtype=torch.float32, device=positions.device)
-    return rotary_angles(positions, F.pad(base**-turning, (0, head_dim // 2 - head_dim // 4)))
 
 
 class MergedAttention(Merged):

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from quern.mesh import Mesh
-from quern.model.gpt import GPT
+from quern.model.gpt import GPT, KEYS
 from quern.model.llama import Llama
 from quern.model.unet import UNet
 from quern.parallel.tensor import Region, Stream, StreamDropout, cut
@@ -109,6 +109,7 @@ def shard_model(model: Any, mesh: Mesh, plan: ShardingPlan | None = None) -> Any
     model.embedding = VocabularyEmbedding.of(model.embedding, group)
     head = VocabularyHead.of(model.head, group)
     model.criterion, model.shards = head.cross_entropy, group.size
+    model.remembered = {name: n // group.size if name.startswith(KEYS) else n for name, n in model.remembered.items()}
     logits_of_part = model.logits
     model.logits = lambda x_BTD: head.whole_logits(logits_of_part(x_BTD))
     for name, dropout in dropouts.items():

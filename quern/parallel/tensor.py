@@ -111,10 +111,8 @@ class StreamContext:
     def windows(self, full: Sequence[int | None]) -> Sequence[Window]:
         return self.context.windows(full)
 
-    def attend(
-        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: Window, scale: float | None = None
-    ) -> Tensor:
-        return self.context.attend(layer, q_BTHE, k_BTKE, v_BTKE, window, scale)
+    def attend(self, *arguments: Any, **named: Any) -> Tensor:
+        raise NotImplementedError("attention takes whole rows, and their context (`Region`)")
 
     def previous(self, x_BTD: Tensor, name: str) -> Tensor:
         """x is the stream. The last token of the previous part precedes its first token."""
@@ -140,8 +138,8 @@ class StreamContext:
 @dataclass(frozen=True)
 class Region:
     """Wraps a module that runs on all tokens with a part of its weights. Its first argument and its only result become
-    the stream. A module that takes the context mixes tokens, so it gets whole rows (B, T, D); any other module gets
-    (1, n·t, D)."""
+    the stream. A module that takes the context mixes tokens, so it gets whole rows (B, T, D) and their context; any
+    other module gets (1, n·t, D)."""
 
     group: ProcessGroup
 
@@ -150,9 +148,10 @@ class Region:
         module.register_forward_hook(self._leave)
 
     def _enter(self, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        contexts = [a for a in arguments if isinstance(a, StreamContext)]
         x_1tD, *others = arguments
-        return (contexts[0].whole_rows(x_1tD) if contexts else gather(x_1tD, self.group), *others)
+        contexts = [a for a in others if isinstance(a, StreamContext)]
+        x = contexts[0].whole_rows(x_1tD) if contexts else gather(x_1tD, self.group)
+        return (x, *(a.context if isinstance(a, StreamContext) else a for a in others))
 
     def _leave(self, module: nn.Module, arguments: tuple[Any, ...], out_BTD: Tensor) -> Tensor:
         return reduce_scatter(out_BTD, self.group)

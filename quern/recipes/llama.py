@@ -44,6 +44,7 @@ RECIPE = Recipe(
     make_schedule=Deferred("quern.optim.schedule:warmup_stable_decay"),
     unused=(
         "model.softcap",
+        "model.key_offset",
         "optim.value_embedding_lr",
         "optim.x0_lr",
         "optim.smear_lr",

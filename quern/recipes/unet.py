@@ -67,6 +67,7 @@ RECIPE = Recipe(
         "model.mlp_width",
         "model.norm_eps",
         "model.dropout",
+        "model.key_offset",
         "optim.x0_lr",
         "optim.smear_lr",
         "optim.gate_lr",

@@ -174,6 +174,7 @@ LABELS = {
     "kv_heads": "key-value heads",
     "vocab_size": "vocabulary",
     "rope_base": "RoPE base",
+    "key_offset": "partial key offset",
     "softcap": "logit softcap",
     "bos": "BOS token id",
     "added_bos_share": "added BOS share",
