@@ -104,9 +104,9 @@ class QuernGPTForCausalLM(QuernForCausalLM):
         E, new_ids = self.config.head_dim, text.input_ids[:, -text.new :]
         base, device = self.config.rope_base, new_ids.device
         frequencies = base ** -(torch.arange(0, E, 2, dtype=torch.float32, device=device) / E)
-        rotary = rotary_table(
-            text.positions(), half_frequencies(E, base, device) if self.config.key_offset else frequencies
-        )
+        if self.config.key_offset:
+            frequencies = half_frequencies(E, base, device)
+        rotary = rotary_table(text.positions(), frequencies)
         x0 = x = self._enter(text)
         halfway = x
         for layer, block in enumerate(self.blocks):

@@ -35,6 +35,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt",
         {"windows": "SL", "depth": 5, "kv_heads": 1, "rope_base": 500.0, "softcap": 4.0},
     ),
+    "gpt, SL, key offset": ("gpt", {"windows": "SL", "kv_heads": 2, "key_offset": True}),
     "unet, LSSSLSSLSSSL": ("unet", {"depth": 6}),
     "unet, L, two layers": ("unet", {"windows": "L", "depth": 2}),
     "unet, SL, another base and cap": ("unet", {"windows": "SL", "rope_base": 100.0, "softcap": 5.0}),
@@ -91,7 +92,7 @@ def test_logits_are_native(name: str, tmp_path: Path, law: Callable[..., None]) 
 
 @pytest.mark.parametrize("kind", LENGTHS)
 def test_gradients_are_native(kind: str, tmp_path: Path, law: Callable[..., None]) -> None:
-    recipe, ids = toy_recipe(kind), tokens(LENGTHS[kind][-1])
+    recipe, ids = toy_recipe(kind, key_offset=kind == "gpt"), tokens(LENGTHS[kind][-1])
     theirs, ours = load_exported(exported(tmp_path, recipe)), model_of(recipe)
     loss = theirs(ids, labels=ids).loss
     loss.backward()
@@ -117,7 +118,7 @@ def prompts(kind: str) -> list[list[int]]:
 @pytest.mark.parametrize("kind", LENGTHS)
 def test_generated_is_the_engines(kind: str, tmp_path: Path, law: Callable[..., None]) -> None:
     """With the cache, without it, and all prompts in one batch that is padded on the left."""
-    recipe = toy_recipe(kind)
+    recipe = toy_recipe(kind, key_offset=kind == "gpt")
     theirs, texts = load_exported(exported(tmp_path, recipe)), prompts(kind)
     replies = Engine(model_of(recipe), toy_tokenizer(), FP32).generate(texts, max_tokens=18, sampling=GREEDY)
     expected = [reply[0].ids for reply in replies]
@@ -138,7 +139,7 @@ def test_generated_is_the_engines(kind: str, tmp_path: Path, law: Callable[..., 
 @torch.no_grad()
 def test_cached_and_padded_is_whole(kind: str, tmp_path: Path, law: Callable[..., None]) -> None:
     """In pieces through the cache, and with padding on either side."""
-    theirs, T = load_exported(exported(tmp_path, toy_recipe(kind))), LENGTHS[kind][-1]
+    theirs, T = load_exported(exported(tmp_path, toy_recipe(kind, key_offset=kind == "gpt"))), LENGTHS[kind][-1]
     ids = tokens(T)
     whole = theirs(ids).logits
     cache, pieces, ends = None, [], (3, 4, T // 2, T - 1, T)
@@ -186,7 +187,8 @@ BROKEN = {
     "gpt: backout of another layer": (GPT, "len(self.blocks) // 2 - 1", "len(self.blocks) // 2"),
     "unet: documents see each other": (UNET, "return self.config.bos_token_id", "return None"),
     "unet: skips in the same order": (UNET, "skips.pop()", "skips.pop(0)"),
-    "unet: all pairs turn": (UNET, "torch.linspace(0, 1, E // 4", "torch.linspace(0, 2, E // 4"),
+    "unet: all pairs turn": (SHARED, "torch.linspace(0, 1, head", "torch.linspace(0, 2, head"),
+    "gpt: keys of the token itself": (SHARED, "known[:, :, :-1], (0, 0, 1, 0)", "known, (0, 0, 0, 0)"),
 }
 
 
@@ -194,7 +196,7 @@ BROKEN = {
 def test_the_law_can_fail(name: str, tmp_path: Path) -> None:
     file, code, broken = BROKEN[name]
     for kind in [name.split(":")[0]] if ":" in name else list(LENGTHS):
-        recipe = toy_recipe(kind, depth=4)
+        recipe = toy_recipe(kind, depth=4, key_offset=kind == "gpt")
         folder = exported(tmp_path / kind, recipe)
         text = (folder / file).read_text(encoding="utf-8")
         assert text.count(code) == 1

@@ -16,6 +16,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "three layers, one key for two heads, an odd vocabulary": {
         "depth": 3, "kv_heads": 1, "heads": 2, "head_dim": 16, "vocab_size": 61, "windows": "SL"
     },
+    "key offset": {"windows": "SL", "key_offset": True},
 }  # fmt: skip
 
 

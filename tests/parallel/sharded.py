@@ -39,7 +39,7 @@ class SmallWindows(UNet):
 
 
 ARCHITECTURES: dict[str, Callable[[], Any]] = {
-    "gpt": lambda: GPT(SHAPE),
+    "gpt": lambda: GPT(replace(SHAPE, key_offset=True)),
     "unet": lambda: SmallWindows(replace(SHAPE, kv_heads=8)),
     "llama": lambda: Llama(replace(SHAPE, mlp_width=84)),
 }

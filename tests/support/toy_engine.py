@@ -39,6 +39,7 @@ def toy_model(
     seed: int = 0,
     window: int | None = None,
     make_model: Callable[[ResolvedModel], Any] = GPT,
+    key_offset: bool = False,
 ) -> Any:
     """A model with every parameter random: no path through it is silent. `window` replaces the short one."""
     recipe = ResolvedModel(
@@ -50,6 +51,7 @@ def toy_model(
         context=context,
         vocab_size=vocab_size,
         windows=windows,
+        key_offset=key_offset,
     )
     model = make_model(recipe)
     # The last layer is long in every recipe; here the letters are taken at their word.
