@@ -93,8 +93,7 @@ class ModelRecipe(Generic[Gap]):
     rope_base: Annotated[float, Interval(gt=1, le=1e12)] = 100_000.0
     """Base of the rotary frequencies."""
     key_offset: bool = False
-    """gpt: in layers that see all tokens, half of the channels of a key are those of the token before; half of all
-    channels have no position then, and rope_base is 1,024."""
+    """gpt: half of a key of layers L is the token before's; half of all channels have no position, rope_base 1,024."""
     softcap: Positive = 15.0
     """Logits are softcap · tanh(logits / softcap)."""
     mlp_width: Annotated[int, Interval(ge=1, le=2**20)] | None = None
@@ -310,8 +309,7 @@ class Recipe(Generic[Gap]):
     """Where validation text comes from; by default it is held out from the data."""
     conversations: tuple[ConversationSource, ...] | None = None
     """Conversations to fine-tune on: files or folders (.jsonl, .json, .csv, .tsv, .parquet), smoltalk, smol-smoltalk,
-    gsm8k, mmlu, hf:OWNER/NAME, tinyworld, spelling; each as NAME, NAME,repeats=4 or NAME,limit=1000. By default
-    tinyworld's."""
+    gsm8k, mmlu, hf:OWNER/NAME, tinyworld, spelling; each as NAME[,repeats=4][,limit=1000]. By default tinyworld's."""
     seed: Seed = 0
     """Draws the first weights, the order of the batches and the built-in world."""
     data_seed: Seed | Gap = FOLLOWS
@@ -346,8 +344,8 @@ class Recipe(Generic[Gap]):
 
     def callables(self) -> dict[str, Callable[..., Any]]:
         """The fields that hold code: `from_json` needs it back when it lives outside quern."""
-        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name.startswith("make_")}
-        return {name: value for name, value in found.items() if value is not None}
+        names = [f.name for f in fields(self) if f.name.startswith("make_")]
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def to_json(self) -> dict[str, Any]:
         """JSON types only; a callable becomes "module:name"."""
