@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import quern
 from quern.lab.arms import Arm, Seeds, Train
 from quern.lab.ladder.multiplier import Curve, Difference, Mean, course, multiplier, told
 from quern.lab.ladder.report import calibration, predictions, rows, study_lines, study_tables
@@ -306,6 +307,18 @@ def test_a_rung_sets_what_an_idea_leaves_open() -> None:
     assert numbers(at_rung(read, rung)) == numbers(recipe), "the record names the text"
     changed = replace(RECIPE, optim=replace(RECIPE.optim, head_lr=0.5))
     assert numbers(at_rung(changed, rung)) != numbers(recipe)
+    offset = replace(RECIPE, model=replace(RECIPE.model, key_offset=not RECIPE.model.key_offset))
+    assert numbers(at_rung(offset, rung)) != numbers(recipe)
+
+
+def test_a_new_field_makes_no_published_verdict_old() -> None:
+    """Fields that came after a study count only where they change what it measured."""
+    study = Comparison(Path(quern.__file__).parents[1] / "experiments" / "records" / "ladder")
+    recipe = replace(RECIPE, model=replace(RECIPE.model, key_offset=False))
+    measured = {rung for _, rung, _ in study.trials}
+    assert len(measured) >= 2
+    for rung in measured:
+        assert numbers(at_rung(recipe, RUNGS[rung])) == study.plan.numbers[str(rung)]
 
 
 def test_a_curve_inverts_itself_and_needs_two_rungs() -> None:

@@ -48,6 +48,8 @@ one core, those with more tokens score better at equal FLOPs, but hardly better 
 
 UNRELATED = "schema name data include exclude text.encoding val conversations sft rl shards seed data_seed".split()
 """Parts of a recipe that do not decide what a trial learns, or that its record names apart."""
+BEFORE = {"model.key_offset": False}
+"""Fields that studies may be older than, with the value that changes nothing: a fingerprint leaves it out."""
 
 
 def at_rung(recipe: Recipe, rung: Rung) -> Recipe:
@@ -74,6 +76,10 @@ def numbers(recipe: Recipe) -> str:
     for name in (*UNRELATED, *OPERATIONAL):
         part, _, field = name.rpartition(".")
         (body[part] if part else body).pop(field, None)
+    for name, value in BEFORE.items():
+        part, _, field = name.partition(".")
+        if body[part][field] == value:
+            del body[part][field]
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
 
 
