@@ -90,10 +90,10 @@ class ModelRecipe(Generic[Gap]):
     """Id of the token that every document begins with; taken from the tokenizer."""
     windows: str = "SSSL"
     """Attention windows by layer, repeated; S sees a quarter of the context, L all; the last layer is always L."""
-    rope_base: Annotated[float, Interval(gt=1, le=1e12)] = 100_000.0
-    """Base of the rotary frequencies."""
+    rope_base: Annotated[float, Interval(gt=1, le=1e12)] | Gap = FOLLOWS
+    """Base of the rotary frequencies: 100,000; 1,024 with key_offset."""
     key_offset: bool = False
-    """gpt: half of a key of layers L is the token before's; half of all channels have no position, rope_base 1,024."""
+    """gpt: half of the channels of a key in layers L are the token before's; half of all channels have no position."""
     softcap: Positive = 15.0
     """Logits are softcap · tanh(logits / softcap)."""
     mlp_width: Annotated[int, Interval(ge=1, le=2**20)] | None = None

@@ -28,6 +28,9 @@ REFERENCE_HORIZON_TOKENS = 12 * (12 * 12 * 768**2 + 32_768 * 768)
 WIDTH_PER_LAYER = 64
 """Channels of the residual stream for each layer, as in nanochat. Narrower small models: experiments/narrow.py."""
 
+ROPE_BASE, OFFSET_ROPE_BASE = 100_000.0, 1024.0
+"""Bases of the rotary frequencies: nanochat's, and modded-nanogpt's for half of the pairs, with `model.key_offset`."""
+
 READINGS_OF_FULL_DECAY = 5
 """Readings of the text from which the tables' decay follows batch and horizon as the matrices' decay does."""
 
@@ -53,8 +56,10 @@ def resolve(recipe: Recipe, replicas: int = 1) -> Resolved:
     heads = shape.heads or max(1, width // head_dim)
     context = shape.context or (512 if small else 2048)
     vocab_size = shape.vocab_size or text.vocab_size
+    rope_base = shape.rope_base or (OFFSET_ROPE_BASE if shape.key_offset else ROPE_BASE)
     derived = {"depth": depth, "width": width, "head_dim": head_dim, "heads": heads, "context": context}
-    model: ResolvedModel = _filled(shape, **derived, kv_heads=shape.kv_heads or heads, vocab_size=vocab_size)
+    derived |= {"kv_heads": shape.kv_heads or heads, "vocab_size": vocab_size, "rope_base": rope_base}
+    model: ResolvedModel = _filled(shape, **derived)
     validate.check_shape(model)
     validate.check_rows(recipe.train, recipe.sft, context, replicas)
     train = _resolve_train(recipe.train, model, replicas)

@@ -23,7 +23,6 @@ from quern.grug.mesh import BATCH, AnyMesh, check_model_axis, fit, product
 from quern.recipe import ResolvedModel
 
 QK_SCALE = 1.2
-OFFSET_ROPE_BASE = 1024.0
 GATE_CHANNELS = 12
 GATE_RANGE = 3.0
 SMEAR_CHANNELS = 24
@@ -257,7 +256,7 @@ def rotary_table(T: int, cfg: ResolvedModel) -> tuple[np.ndarray, np.ndarray]:
     E = cfg.head_dim
     frequencies = np.float32(cfg.rope_base) ** -(np.arange(0, E, 2, dtype=np.float32) / np.float32(E))
     if cfg.key_offset:
-        turning = np.float32(OFFSET_ROPE_BASE) ** -np.linspace(0, 1, E // 4, dtype=np.float32)
+        turning = np.float32(cfg.rope_base) ** -np.linspace(0, 1, E // 4, dtype=np.float32)
         frequencies = np.pad(turning, (0, E // 2 - E // 4))
     angles = np.arange(T, dtype=np.float32)[:, None, None] * frequencies
     return np.cos(angles), np.sin(angles)

@@ -24,7 +24,7 @@ from quern.interop import llama_format
 from quern.interop.model_card import model_card
 from quern.machine import detect
 from quern.model.base import LanguageModel
-from quern.model.gpt import GPT, OFFSET_ROPE_BASE
+from quern.model.gpt import GPT
 from quern.model.llama import Llama
 from quern.model.unet import UNet
 from quern.runs.load import LoadedModel, load
@@ -134,7 +134,7 @@ def _config(model: LanguageModel, tokenizer: Tokenizer) -> dict[str, Any]:
         "model_type": name,
         "vocab_size": tokenizer.vocab_size,
         "windows": list(model.windows),
-        "rope_base": OFFSET_ROPE_BASE if shape.key_offset else shape.rope_base,
+        "rope_base": shape.rope_base,
         "key_offset": shape.key_offset,
         "softcap": shape.softcap,
         "bos_token_id": tokenizer.bos if shape.bos is None else shape.bos,

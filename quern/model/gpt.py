@@ -29,8 +29,6 @@ GATE_CHANNELS = 12
 GATE_RANGE = 3.0
 KEYS = "keys"
 """Before the number of a layer, the name of its keys among what the model remembers."""
-OFFSET_ROPE_BASE = 1024.0
-"""Base of the rotary frequencies with `key_offset`, where half of the pairs do not turn (modded-nanogpt)."""
 
 
 class CausalSelfAttention(nn.Module):
@@ -258,9 +256,8 @@ class GPT(LanguageModel):
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines (1 or B, T, 1, E / 2) of the rotary angles at (1 or B, T) positions."""
-        if self.shape.key_offset:
-            return half_rotary_table(positions, self.head_dim, OFFSET_ROPE_BASE)
-        return rotary_table(positions, self.head_dim, self.shape.rope_base)
+        table = half_rotary_table if self.shape.key_offset else rotary_table
+        return table(positions, self.head_dim, self.shape.rope_base)
 
     def value_embedding(self, layer: int, tokens_BT: Tensor) -> Tensor | None:
         """The values that are added to a layer's own: (B, T, K·E), or None."""

@@ -13,7 +13,9 @@ from tests.support.models import initialised, randomized, tokens
 
 pytestmark = pytest.mark.usefixtures("eager")
 
-SHAPE = ResolvedModel(depth=4, width=32, head_dim=8, heads=4, kv_heads=4, context=24, vocab_size=53, bos=0)
+SHAPE = ResolvedModel(
+    depth=4, width=32, head_dim=8, heads=4, kv_heads=4, context=24, vocab_size=53, bos=0, rope_base=100_000.0
+)
 every = pytest.mark.parametrize("kind", [GPT, Llama, UNet])
 CONSTANT = {
     GPT: ("scales", "scale", "attention.out.weight", "mlp.down.weight"),

@@ -17,9 +17,11 @@ from quern.recipe import Resolved, ResolvedModel, TextRecipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 
-SMALL = ResolvedModel(depth=3, width=48, head_dim=8, heads=6, kv_heads=2, context=32, vocab_size=101)
+SMALL = ResolvedModel(
+    depth=3, width=48, head_dim=8, heads=6, kv_heads=2, context=32, vocab_size=101, rope_base=100_000.0
+)
 REFERENCE = ResolvedModel(
-    depth=4, width=256, head_dim=64, heads=4, kv_heads=4, context=512, vocab_size=8192, windows="L"
+    depth=4, width=256, head_dim=64, heads=4, kv_heads=4, context=512, vocab_size=8192, windows="L", rope_base=100_000.0
 )
 
 

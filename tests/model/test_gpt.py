@@ -16,7 +16,9 @@ from tests.support.models import initialised, randomized, tokens
 
 pytestmark = pytest.mark.usefixtures("eager")
 
-SHAPE = ResolvedModel(depth=3, width=32, head_dim=8, heads=4, kv_heads=2, context=24, vocab_size=53)
+SHAPE = ResolvedModel(
+    depth=3, width=32, head_dim=8, heads=4, kv_heads=2, context=24, vocab_size=53, rope_base=100_000.0
+)
 
 
 # What it may see --------------------------------------------------------------------------------------------

@@ -22,7 +22,9 @@ from tests.support.toy_training import CONTEXT, CPU, VOCABULARY, toy_loader
 
 pytestmark = pytest.mark.usefixtures("eager")
 
-SHAPE = ResolvedModel(depth=3, width=30, head_dim=6, heads=4, kv_heads=2, context=24, vocab_size=53, windows="L")
+SHAPE = ResolvedModel(
+    depth=3, width=30, head_dim=6, heads=4, kv_heads=2, context=24, vocab_size=53, windows="L", rope_base=100_000.0
+)
 
 
 def test_the_norm_is_taken_in_fp32() -> None:

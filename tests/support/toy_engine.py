@@ -52,6 +52,7 @@ def toy_model(
         vocab_size=vocab_size,
         windows=windows,
         key_offset=key_offset,
+        rope_base=1024.0 if key_offset else 100_000.0,
     )
     model = make_model(recipe)
     # The last layer is long in every recipe; here the letters are taken at their word.
