@@ -29,7 +29,7 @@ from quern.lab.ladder.study import (
     code_fingerprint,
     numbers,
 )
-from quern.lab.ladder.work import TUNE_SEEDS, Worker, chosen, judged, proxy_line
+from quern.lab.ladder.work import LOOKS, TUNE_SEEDS, Worker, chosen, judged, proxy_line
 from quern.lab.options import CompareOptions
 from quern.lab.trainer import Trial
 from quern.recipe import TrainRecipe
@@ -148,6 +148,8 @@ def test_worse_and_null_ideas_do_not_go_up(tmp_path: Path) -> None:
     trial = study.runs("base", 0)[0]
     assert trial.commit and trial.time and trial.flops and trial.parameters == {}
     assert len(study.runs("base", 0)) >= 6, "the baseline has further seeds for the A/A floor"
+    looks = [seed >= LOOKS[0] for arm, rung, seed in drawn.trained if rung == 0 and arm != "base"]
+    assert looks == sorted(looks) and any(looks), "all ideas have their first look before one has its second"
 
 
 def test_a_rung_that_gets_known_answers_wrong_is_not_to_be_used(climbed: Comparison) -> None:

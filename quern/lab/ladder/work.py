@@ -132,6 +132,7 @@ def _at_rung(study: Comparison, rung: int, ideas: Sequence[str]) -> list[Job]:
         most = max(most, goal)
         if missing := tuple(seed for seed in range(goal) if seed not in runs):
             jobs.append(Job(name, rung, missing, chosen(study, name)))
+    jobs.sort(key=lambda job: job.seeds[0])  # a first look at all ideas before a second one: they share a variance
     # Twice the first look's seeds of the baseline: the further ones are compared with the others, an A/A floor.
     return [*_baseline(study, rung, max(most, 2 * first)), *jobs]
 
