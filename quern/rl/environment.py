@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,15 +41,40 @@ def is_held_out(item: Item) -> bool:
     return bucket(item.question, HELD_OUT_SHARE) == 0
 
 
+MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError)
+"""What a function of a user's file raises for a slip in it."""
+
+
+@contextmanager
+def _own_code(environment: Environment, function: str) -> Iterator[None]:
+    try:
+        yield
+    except MISTAKES as error:
+        what = f"{function}() of environment '{environment.name}' fails with {type(error).__name__}: {error}"
+        raise ValueError(f"{what}; correct it, and begin under a new --run") from error
+
+
+def reward_of(environment: Environment, item: Item, reply: str) -> float:
+    """The reward of a reply to a question. Raises ValueError if the environment gives no finite number."""
+    with _own_code(environment, "reward"):
+        reward = float(environment.reward(item, reply))
+    if not math.isfinite(reward):
+        raise ValueError(f"environment '{environment.name}' gave the reward {reward}: give a finite number")
+    return reward
+
+
 def draw_item(environment: Environment, seed: str, held_out: bool = False) -> Item:
     """The question of a seed, from one of the two splits.
 
     Raises:
-        ValueError: The environment has no question in that split.
+        ValueError: The environment has no question in that split, or its `ask` fails.
     """
     for attempt in range(TRIES):
-        item = environment.ask(f"{seed}:{attempt}")
+        with _own_code(environment, "ask"):
+            item = environment.ask(f"{seed}:{attempt}")
         if is_held_out(item) == held_out:
             return item
     part = "held out" if held_out else "to practise"
-    raise ValueError(f"environment '{environment.name}': none of {TRIES} questions is {part}: it needs more questions")
+    raise ValueError(
+        f"environment '{environment.name}': none of the questions of {TRIES} seeds is {part}: it needs more questions"
+    )

@@ -28,7 +28,7 @@ from quern.model.base import LanguageModel, loss_sum
 from quern.recipe import RlRecipe
 from quern.records import read_json
 from quern.rl.advantages import advantages, clipped_ratios, is_uniform, overlong_penalty
-from quern.rl.environment import Environment, draw_item
+from quern.rl.environment import Environment, draw_item, reward_of
 from quern.temporaries import write_whole
 from quern.text.chat import render_prompt
 
@@ -177,15 +177,16 @@ class Rollouts:
         self, items: Sequence[tuple[Environment, Item]], done: Sequence[Sequence[Completion]]
     ) -> list[list[float]]:
         """The rewards of the replies to each question, equal on all shards: a program may run out of time on one."""
-        found: list[list[float]] = []
+        found: list[list[float]] | ValueError = []
         if self.shards.rank == 0:
-            for (environment, item), replies in zip(items, done, strict=True):
-                found.append([float(environment.reward(item, reply.text)) for reply in replies])
+            pairs = zip(items, done, strict=True)
+            try:
+                found = [[reward_of(one, item, reply.text) for reply in replies] for (one, item), replies in pairs]
+            except ValueError as error:
+                found = error
         found = self.shards.broadcast_object(found)
-        for (environment, _), rewards in zip(items, found, strict=True):
-            for reward in rewards:
-                if not np.isfinite(reward):
-                    raise ValueError(f"environment '{environment.name}' gave the reward {reward}: give a finite number")
+        if isinstance(found, ValueError):
+            raise found
         return found
 
     def logprobs(self, rows: Sequence[Rollout], model: LanguageModel | None = None) -> list[np.ndarray]:

@@ -1,11 +1,8 @@
-"""The models of a server, the requests they work on, the one thread that runs them, and their counts.
+"""The models of a server, the requests they work on, and the one thread that runs them.
 
 All open requests share the engine's running batch: a request joins it at any token and leaves it at its last one. The
 event loop never waits for the engine: after a step, what the requests produced is sent to the coroutines that read
 them, in one call. A reader gets the pieces of several steps at once, twenty-five times a second.
-
-Counts are for Prometheus (https://prometheus.io). Names end as vLLM's do, so its dashboards fit; source of the names:
-https://docs.vllm.ai/en/stable/design/metrics/.
 """
 
 from __future__ import annotations
@@ -15,71 +12,20 @@ import gc
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
-
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from typing import Any
 
 from quern.generate.engine import INTERLEAVED_TOKENS, Engine
-from quern.generate.reply import Completion, Event, Generation
+from quern.generate.reply import Event, Generation
+from quern.serve.metrics import Metrics
 from quern.serve.schema import ApiError
 
-Kind = TypeVar("Kind", Counter, Gauge, Histogram)
 STOP_SECONDS = 10.0
 IDLE_SECONDS = 0.5
 """Python runs the handler of a signal that came just before a wait only after that wait."""
-LATENCIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
-
-
-class Metrics:
-    """The counters of one server; every one has the label `model_name`. A model's go on when its engine is replaced."""
-
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-
-        def made(kind: type[Kind], name: str, text: str, *labels: str, **more: Any) -> Kind:
-            return kind(f"quern:{name}", text, ("model_name", *labels), registry=self.registry, **more)
-
-        seconds = partial(made, Histogram, buckets=LATENCIES)
-        self.running = made(Gauge, "num_requests_running", "Replies in the running batch.")
-        self.waiting = made(Gauge, "num_requests_waiting", "Replies that wait for a seat.")
-        self.usage = made(Gauge, "kv_cache_usage_perc", "Share of the seats that are taken.")
-        self.queries = made(Gauge, "prefix_cache_queries", "Prompt tokens that were looked up.")
-        self.hits = made(Gauge, "prefix_cache_hits", "Prompt tokens that were not read again.")
-        self.prompt = made(Counter, "prompt_tokens", "Prompt tokens of finished requests.")
-        self.generated = made(Counter, "generation_tokens", "Tokens of finished replies.")
-        self.success = made(Counter, "request_success", "Finished replies.", "finished_reason")
-        self.first = seconds("time_to_first_token_seconds", "From the request to its first piece.")
-        self.between = seconds("inter_token_latency_seconds", "From a piece of a reply to the next.")
-        self.whole = seconds("e2e_request_latency_seconds", "From the request to its end.")
-
-    def watch(self, name: str, engine: Engine, waiting: Callable[[], int]) -> None:
-        """Shows the load of a model's engine and worker from now on."""
-        prefixes = engine.prefixes
-        self.running.labels(name).set_function(lambda: engine.running)
-        self.waiting.labels(name).set_function(waiting)
-        self.usage.labels(name).set_function(lambda: engine.running / engine.max_rows)
-        self.queries.labels(name).set_function(lambda: prefixes.queried_tokens if prefixes else 0)
-        self.hits.labels(name).set_function(lambda: prefixes.hit_tokens if prefixes else 0)
-
-    def observe(self, name: str, events: Sequence[Event], seconds: float, first: bool) -> None:
-        """Counts what a request to a model produced in one step, so long after its last piece, or its arrival."""
-        (self.first if first else self.between).labels(name).observe(seconds)
-        for event in events:
-            if isinstance(event.value, Completion):
-                self.generated.labels(name).inc(len(event.value.ids))
-                self.success.labels(name, event.value.finish_reason).inc()
-                if event.sample == 0:
-                    self.prompt.labels(name).inc(event.value.prompt_tokens)
-
-    def finish(self, name: str, seconds: float, cancelled: bool) -> None:
-        """Counts a request that has ended or was cancelled, so long after its arrival."""
-        self.whole.labels(name).observe(seconds)
-        if cancelled:
-            self.success.labels(name, "abort").inc()
 
 
 STREAM_SECONDS = 0.04

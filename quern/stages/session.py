@@ -197,8 +197,8 @@ class Stage:
                     meter.total = state.plans[-1][1] if state.plans else plan.steps
                     meter.at(state.step, self.shown(line))
 
-                rates = self._lower_rates(recipe)
-                code = loop.train(backend, batches, plan, folder, meter.log, advance, self.resume_command, rates)
+                told = self.resume_command, self._lower_rates(recipe), self.locked  # `quern run` locks, and goes on
+                code = loop.train(backend, batches, plan, folder, meter.log, advance, *told)
         if code == EXIT_DONE and self.mesh.main:
             spent = f"{state.tokens:,} tokens in {state.seconds:,.0f} s of steps"
             self.log(f"{participle} on {spent}{result(self.folder)} → {self.folder}")

@@ -93,6 +93,7 @@ def train(
     advance: Callable[[dict[str, Any]], None] = lambda line: None,
     go_on: str = "--resume",
     lower_rates: str = "",
+    goes_on: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> int:
     """Trains from `backend.run.step` to the end of the plan; SIGTERM and SIGINT finish the step and save.
@@ -100,11 +101,16 @@ def train(
     Args:
         folder: This rank's records; checkpoints are below its path.
         advance: Called after each step with its loss, and the speed once that is known.
-        go_on: The command that continues a run that ended early, for the user; lower_rates: its flag for lower rates.
+        go_on: The command that continues a run that ended early, for the user, "" for none; lower_rates: its flag for
+            lower rates.
+        goes_on: Whether the caller begins something else once the steps are done.
         clock: Read before and after each step.
 
     Returns:
         An exit code of guard.py.
+
+    Raises:
+        KeyboardInterrupt: A signal came during the last step, and the caller would go on.
     """
     run, mesh = backend.run, backend.mesh
     backend.begin()
@@ -129,10 +135,12 @@ def train(
             _explain_divergence(run, folder, log, f"{go_on} {lower_rates}")
         elif code == EXIT_STOPPED:
             folder.event("stop", step=run.step, reason="signal")
-            saved = ", and saved" if plan.save_every else ""
-            log(f"stopped after step {run.step} as asked{saved}: continue with `{go_on}`")
+            saved, advice = ", and saved" if plan.save_every else "", f": continue with `{go_on}`" if go_on else ""
+            log(f"stopped after step {run.step} as asked{saved}{advice}")
         else:
             folder.event("finish", step=run.step, tokens=run.tokens, seconds=round(run.seconds, 3))
+    if code == EXIT_DONE and goes_on and stop.requested and stop.alone:
+        raise KeyboardInterrupt
     return code
 
 

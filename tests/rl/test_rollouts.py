@@ -121,6 +121,24 @@ def test_a_reward_that_is_no_number_is_refused() -> None:
         rollouts_of(rl_state(alone()), SETTINGS, broken).batch(0)
 
 
+@pytest.mark.parametrize("function", ["reward", "ask"])
+def test_a_slip_in_a_file_of_rewards_is_named(function: str) -> None:
+    fails = {function: lambda *_: 1 / 0}
+    broken = replace(Environment("broken", ask, lambda item, reply: 1.0), **fails)
+    with pytest.raises(
+        ValueError, match=rf"{function}\(\) of environment 'broken' fails with ZeroDivisionError: division by zero"
+    ):
+        rollouts_of(rl_state(alone()), SETTINGS, broken).batch(0)
+
+
+def test_a_reward_that_is_a_word_is_named() -> None:
+    broken = Environment("broken", ask, lambda item, reply: "good")  # pyright: ignore
+    with pytest.raises(
+        ValueError, match=r"reward\(\) of environment 'broken' fails with ValueError: could not convert"
+    ):
+        rollouts_of(rl_state(alone()), SETTINGS, broken).batch(0)
+
+
 @pytest.mark.parametrize("name", ["sums", "word_problems", "spelling", "counting"])
 def test_built_in_questions_are_split_and_graded(name: str) -> None:
     environment = load_environment(name)
@@ -151,5 +169,5 @@ def test_an_environment_in_a_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no 'sorting': use .*, or the path of a .py file"):
         load_environment("sorting")
     single = Environment("single", lambda seed: question("always the same", ""), LETTERS.reward)
-    with pytest.raises(ValueError, match="none of 1000 questions is"):
+    with pytest.raises(ValueError, match="none of the questions of 1000 seeds is"):
         [draw_item(single, "0", held_out=part) for part in (True, False)]

@@ -14,8 +14,9 @@ from prometheus_client import generate_latest
 from quern.generate.engine import Engine
 from quern.generate.reply import Generation
 from quern.serve.gate import Gate
+from quern.serve.metrics import Metrics
 from quern.serve.server import create_app
-from quern.serve.worker import Job, Limits, Metrics, Models, Worker
+from quern.serve.worker import Job, Limits, Models, Worker
 from tests.support.http_server import running, web
 from tests.support.load_clients import RESET, post
 from tests.support.toy_engine import toy_engine

@@ -1,0 +1,75 @@
+"""The counts of a server for Prometheus (https://prometheus.io).
+
+Names end as vLLM's do, so its dashboards fit; source of the names: https://docs.vllm.ai/en/stable/design/metrics/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily
+
+from quern.generate.cache import PrefixCache
+from quern.generate.engine import Engine
+from quern.generate.reply import Completion, Event
+
+Kind = TypeVar("Kind", Counter, Gauge, Histogram)
+LATENCIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
+
+
+class Metrics:
+    """The counters of one server; every one has the label `model_name`. A model's go on when its engine is replaced."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        self.prefixes: dict[str, PrefixCache | None] = {}
+
+        def made(kind: type[Kind], name: str, text: str, *labels: str, **more: Any) -> Kind:
+            return kind(f"quern:{name}", text, ("model_name", *labels), registry=self.registry, **more)
+
+        seconds = partial(made, Histogram, buckets=LATENCIES)
+        self.running = made(Gauge, "num_requests_running", "Replies in the running batch.")
+        self.waiting = made(Gauge, "num_requests_waiting", "Replies that wait for a seat.")
+        self.usage = made(Gauge, "kv_cache_usage_perc", "Share of the seats that are taken.")
+        self.prompt = made(Counter, "prompt_tokens", "Prompt tokens of finished requests.")
+        self.generated = made(Counter, "generation_tokens", "Tokens of finished replies.")
+        self.success = made(Counter, "request_success", "Finished replies.", "finished_reason")
+        self.first = seconds("time_to_first_token_seconds", "From the request to its first piece.")
+        self.between = seconds("inter_token_latency_seconds", "From a piece of a reply to the next.")
+        self.whole = seconds("e2e_request_latency_seconds", "From the request to its end.")
+
+    def watch(self, name: str, engine: Engine, waiting: Callable[[], int]) -> None:
+        """Shows the load of a model's engine and worker from now on."""
+        self.running.labels(name).set_function(lambda: engine.running)
+        self.waiting.labels(name).set_function(waiting)
+        self.usage.labels(name).set_function(lambda: engine.running / engine.max_rows)
+        self.prefixes[name] = engine.prefixes
+
+    def collect(self) -> list[CounterMetricFamily]:
+        """The counters of the prefix caches, which count themselves."""
+        queries = CounterMetricFamily("quern:prefix_cache_queries", "Prompt tokens looked up.", labels=["model_name"])
+        hits = CounterMetricFamily("quern:prefix_cache_hits", "Prompt tokens not read again.", labels=["model_name"])
+        for name, prefixes in self.prefixes.items():
+            queries.add_metric([name], prefixes.queried_tokens if prefixes else 0)
+            hits.add_metric([name], prefixes.hit_tokens if prefixes else 0)
+        return [queries, hits]
+
+    def observe(self, name: str, events: Sequence[Event], seconds: float, first: bool) -> None:
+        """Counts what a request to a model produced in one step, so long after its last piece, or its arrival."""
+        (self.first if first else self.between).labels(name).observe(seconds)
+        for event in events:
+            if isinstance(event.value, Completion):
+                self.generated.labels(name).inc(len(event.value.ids))
+                self.success.labels(name, event.value.finish_reason).inc()
+                if event.sample == 0:
+                    self.prompt.labels(name).inc(event.value.prompt_tokens)
+
+    def finish(self, name: str, seconds: float, cancelled: bool) -> None:
+        """Counts a request that has ended or was cancelled, so long after its arrival."""
+        self.whole.labels(name).observe(seconds)
+        if cancelled:
+            self.success.labels(name, "abort").inc()
