@@ -3,7 +3,7 @@
 Hypothesis: the head needs what the second half adds, not what the first half prepared for attention.
 Source: nanochat's experiment log, 2026-01-16: no improvement, with the tap at about 60% of the layers.
 Expected effect: no difference.
-Verdict: no difference on rung 0 (+0.0004 bits per byte, 5 pairs); multiplier × 0.998 [0.983, 1.013]. Study ladder.
+Verdict: no difference on rung 0 (+0.0004 bits per byte, 5 pairs); multiplier × 0.998 [0.984, 1.013]. Study ladder.
 """
 
 from dataclasses import replace

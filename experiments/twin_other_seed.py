@@ -3,7 +3,7 @@
 Hypothesis: initial values make noise and no difference.
 Source: a known answer, to test a rung of the ladder with.
 Expected effect: no difference.
-Verdict: no difference on rung 0 (+0.0000 bits per byte, 8 pairs); multiplier × 1.000 [0.988, 1.012]. Study ladder.
+Verdict: no difference on rung 0 (+0.0000 bits per byte, 8 pairs); multiplier × 1.000 [0.989, 1.011]. Study ladder.
 """
 
 from dataclasses import replace
