@@ -180,7 +180,7 @@ def check_the_twin_trains_the_numbers_of_the_gpt_recipe() -> None:
     finally:
         jax_stage.run, quern.recipes.gpt.RECIPE = run, recipe
     assert differences(replace(recipe, optim=replace(recipe.optim, gate_lr=0.03)), recipe) == ["optim.gate_lr"]
-    assert len(differences(changed(recipe), recipe)) == 45
+    assert len(differences(changed(recipe), recipe)) == 44
 
 
 def differences(one: Recipe, other: Recipe) -> list[str]:
