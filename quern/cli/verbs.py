@@ -162,10 +162,9 @@ def on_ranks(
             refuse_in_use(where.run_dir)
             if verb != "run" and where.run_dir.has_trained(verb) and not options.resume:
                 raise ValueError(trained_already(where.run, verb))
-        begins = verb in ("run", "pretrain") and not getattr(options, "start", None)
-        if begins and not where.run_dir.has_trained("pretrain"):
-            refuse_unfit(options.recipe, where.out)
         if verb in ("pretrain", "run"):
+            if not (getattr(options, "start", None) or where.run_dir.has_trained("pretrain")):
+                refuse_unfit(options.recipe, where.out)
             resolve(options.recipe, ranks // options.tp)  # refuses bad values
         learns_talks = getattr(options, "sft", verb == "sft") and not where.run_dir.has_trained("sft")
         for asked in options.recipe.conversation_sources if learns_talks else ():
@@ -173,8 +172,7 @@ def on_ranks(
         for name in options.recipe.rl.rewards if verb == "rl" else ():
             require_environment(name)
     if ranks > 1 and here.ranks == 1:
-        how = (options.ranks, options.restarts, options.nodes, options.rendezvous, stopped)
-        return launch.launch([verb, *rest], *how)
+        return launch.launch([verb, *rest], options.ranks, options.restarts, options.nodes, options.rendezvous, stopped)
     rank_log = log if here.main else silent
     detect = functools.partial(where.machine, log=rank_log)
     joined = launch.joined(f"quern {verb}", options.tp, detect, where.threads, options.timeout, options.zero)

@@ -254,10 +254,11 @@ def rotary_table(T: int, cfg: ResolvedModel) -> tuple[np.ndarray, np.ndarray]:
     """Cosines and sines (T, 1, E / 2) of the rotary angles, in fp32. With `key_offset` half of the pairs have no
     angle."""
     E = cfg.head_dim
-    frequencies = np.float32(cfg.rope_base) ** -(np.arange(0, E, 2, dtype=np.float32) / np.float32(E))
+    exponents = np.arange(0, E, 2, dtype=np.float32) / np.float32(E)
     if cfg.key_offset:
-        turning = np.float32(cfg.rope_base) ** -np.linspace(0, 1, E // 4, dtype=np.float32)
-        frequencies = np.pad(turning, (0, E // 2 - E // 4))
+        exponents = np.linspace(0, 1, E // 4, dtype=np.float32)
+    frequencies = np.float32(cfg.rope_base) ** -exponents
+    frequencies = np.pad(frequencies, (0, E // 2 - len(frequencies)))
     angles = np.arange(T, dtype=np.float32)[:, None, None] * frequencies
     return np.cos(angles), np.sin(angles)
 

@@ -52,5 +52,5 @@ class JaxTrainer(Trainer):
             plan = replace(plan, save_every=None)
             batches, folder = make_batches(recipe, prepared.train), Records(self.out)
             backend, advance = JaxBackend(run, processes()), lambda line: on_step(run.step, run.seconds)
-            code = loop.train(backend, batches, plan, folder, self.log, advance, "", goes_on=True)
+            code = loop.train(backend, batches, plan, folder, self.log, advance, "", more_follows=True)
         return code, run, Counts(of_kinds(kinds), kv_elements_per_token=0)

@@ -99,7 +99,8 @@ def collect(part: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class StreamContext:
-    """Wraps the context of whole rows (B, T), for a model whose stream holds a part of their tokens."""
+    """Wraps the context of whole rows (B, T), for a model whose stream holds a part of their tokens. Attention takes
+    whole rows, and their own context (`Region`)."""
 
     def __init__(self, context: Context, rows: tuple[int, int], group: ProcessGroup) -> None:
         self.context, self.rows, self.group = context, rows, group
@@ -110,9 +111,6 @@ class StreamContext:
 
     def windows(self, full: Sequence[int | None]) -> Sequence[Window]:
         return self.context.windows(full)
-
-    def attend(self, *arguments: Any, **named: Any) -> Tensor:
-        raise NotImplementedError("attention takes whole rows, and their context (`Region`)")
 
     def previous(self, x_BTD: Tensor, name: str) -> Tensor:
         """x is the stream. The last token of the previous part precedes its first token."""
@@ -176,7 +174,7 @@ class Stream:
         model.register_forward_hook(self._leave)
         model.register_forward_hook(self._put_back, always_call=True)
 
-    def _enter(self, model: nn.Module, arguments: tuple[Tensor, Context]) -> tuple[Tensor, Context]:
+    def _enter(self, model: nn.Module, arguments: tuple[Tensor, Context]) -> tuple[Tensor, StreamContext]:
         tokens_BT, context = arguments
         if torch.is_grad_enabled() and self.replicated:
             parameters = [module.get_parameter(name) for module, name in self.replicated]

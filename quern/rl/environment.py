@@ -42,7 +42,7 @@ def is_held_out(item: Item) -> bool:
 
 
 MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError)
-"""What a function of a user's file raises for a slip in it."""
+"""The exceptions that a slip in a user's file raises."""
 
 
 @contextmanager

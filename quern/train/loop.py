@@ -93,7 +93,7 @@ def train(
     advance: Callable[[dict[str, Any]], None] = lambda line: None,
     go_on: str = "--resume",
     lower_rates: str = "",
-    goes_on: bool = False,
+    more_follows: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> int:
     """Trains from `backend.run.step` to the end of the plan; SIGTERM and SIGINT finish the step and save.
@@ -103,7 +103,7 @@ def train(
         advance: Called after each step with its loss, and the speed once that is known.
         go_on: The command that continues a run that ended early, for the user, "" for none; lower_rates: its flag for
             lower rates.
-        goes_on: Whether the caller begins something else once the steps are done.
+        more_follows: Whether the caller begins something else after the last step.
         clock: Read before and after each step.
 
     Returns:
@@ -139,7 +139,7 @@ def train(
             log(f"stopped after step {run.step} as asked{saved}{advice}")
         else:
             folder.event("finish", step=run.step, tokens=run.tokens, seconds=round(run.seconds, 3))
-    if code == EXIT_DONE and goes_on and stop.requested and stop.alone:
+    if code == EXIT_DONE and more_follows and stop.requested and stop.alone:
         raise KeyboardInterrupt
     return code
 

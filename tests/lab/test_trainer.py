@@ -1,7 +1,9 @@
 """Trials of the real trainer: the same as pretraining, the same again, and a whole comparison from the command line."""
 
 import json
+import os
 import re
+import signal
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from quern.lab.trainer import Trainer, Trial
 from quern.model.gpt import GPT
 from quern.recipe import ModelRecipe, Recipe, TextRecipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
-from quern.records import read_metrics, typed
+from quern.records import read_events, read_metrics, typed
 from quern.runs.run_dir import RunDir
 from quern.stages import pretrain
 from quern.stages.session import Session
@@ -122,6 +124,19 @@ def test_a_trial_ends_early_and_a_diverged_one_has_no_score(text: Path, trainer:
     assert trainer.train(lost, name="lost", seed=0, data_seed=0).bpb is None
     with pytest.raises(ValueError, match="a trial trains for steps, so that trials are comparable: give --train.steps"):
         trainer.train(replace(lost, train=TrainRecipe(minutes=1)), name="lost", seed=0, data_seed=0)
+
+
+def test_a_signal_in_the_last_step_ends_the_study_and_quern_run(text: Path, trainer: Trainer, out: Path) -> None:
+    def send(*_: object) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return ""
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(toy(text), name="toy", seed=0, data_seed=0, on_eval=send)
+    last, session = toy(text, steps=1), Session(stage="pretrain", machine=CPU, run_dir=RunDir(out, "last"), shown=send)
+    with pytest.raises(KeyboardInterrupt):
+        pretrain.run(last, replace(session, locked=True))
+    assert [event["kind"] for event in read_events(out / "runs" / "last" / "pretrain")][-1] == "finish"
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

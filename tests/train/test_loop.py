@@ -45,7 +45,7 @@ def go(
     loader: Loader | None = None,
     again: bool = False,
     seed: int = 0,
-    goes_on: bool = False,
+    more_follows: bool = False,
 ) -> tuple[int, list[str]]:
     """Trains in the folder `path`; returns the exit code and what was said."""
     said, backend = list[str](), replace(toy_backend(state), seed=seed)
@@ -53,7 +53,9 @@ def go(
         if again:
             resume(backend, folder.path / "checkpoints", said.append)
         batches, rates = loader or toy_loader(), "--optim.lr-scale"
-        code = train(backend, batches, plan or toy_plan(), folder, said.append, lower_rates=rates, goes_on=goes_on)
+        code = train(
+            backend, batches, plan or toy_plan(), folder, said.append, lower_rates=rates, more_follows=more_follows
+        )
     return code, said
 
 
@@ -231,7 +233,7 @@ def test_a_signal_in_the_last_step_is_a_finished_run(tmp_path: Path) -> None:
 def test_a_signal_in_the_last_step_ends_what_would_follow(tmp_path: Path) -> None:
     plan = toy_plan(3, evaluators=[(1, signalling(signal.SIGTERM, 2))])
     with pytest.raises(KeyboardInterrupt):
-        go(tmp_path, toy_state(), plan, goes_on=True)
+        go(tmp_path, toy_state(), plan, more_follows=True)
     assert manifest.steps(tmp_path / "checkpoints") == [3]
     assert [event["kind"] for event in read_events(tmp_path)][-1] == "finish"
 
