@@ -383,14 +383,15 @@ class ServeOptions(_ModelOptions):
         ):
             if wrong := [name for name in names if not re.fullmatch(form, name)]:
                 raise ValueError(f"--{flag} takes {example}, not '{wrong[0]}'")
+        for flag, file in (("--tls-cert", self.tls_cert), ("--tls-key", self.tls_key)):
+            if file and not file.is_file():
+                raise ValueError(f"{flag} {file}: there is no such file; give a PEM file")
         if self.tls:
-            try:
-                ssl.create_default_context().load_cert_chain(*self.tls)
+            try:  # with some passphrase: without one, OpenSSL asks for it in the terminal
+                ssl.create_default_context().load_cert_chain(*self.tls, password="-")
             except OSError as error:
-                why = error.strerror or error
-                raise ValueError(
-                    f"--tls-cert and --tls-key: {why}; give a certificate and its key as PEM files"
-                ) from None
+                why = f"({error.strerror}): give PEM files, the key without a passphrase"
+                raise ValueError(f"--tls-cert and --tls-key are no certificate and its key {why}") from None
 
     @property
     def tls(self) -> tuple[Path, Path] | None:

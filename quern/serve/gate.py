@@ -17,9 +17,11 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
@@ -294,7 +296,10 @@ class Frontier:
     """Middleware. gate: Who may come in."""
 
     def __init__(self, app: ASGIApp, gate: Gate) -> None:
-        self._app, self._gate = app, gate
+        every = dict.fromkeys(("allow_methods", "allow_headers", "expose_headers"), ["*"])
+        cors = partial(CORSMiddleware, allow_origins=gate.origins, max_age=600, **every)
+        self._shared: Callable[[ASGIApp], ASGIApp] = cors if gate.origins else lambda app: app
+        self._app, self._gate = self._shared(app), gate
         self._pace = Pace(PACE, BURST)
         self._rate = Pace(gate.per_minute / 60, gate.per_minute - 1) if gate.per_minute else None
         self._open: Counter[str] = Counter()  # POST requests of each client
@@ -332,7 +337,7 @@ class Frontier:
             if refusal is None and scope["method"] == "POST":
                 refusal = self._excess(client)
                 counted = refusal is None
-            app = self._app if refusal is None else error_response(refusal)
+            app = self._app if refusal is None else self._shared(error_response(refusal))
             await app(scope, receive, send_with_headers)
         finally:
             if counted:

@@ -4,7 +4,6 @@ The caller's tools are described to the model in the system message; a call is o
 tool tokens, and its form is enforced.
 """
 
-import json
 import math
 import secrets
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from quern.serve.schema import (
     Tool,
     ToolChoice,
     invalid,
+    read_json,
 )
 from quern.text.chat import Message, render_prompt, render_text
 from quern.text.conversations import to_messages
@@ -221,7 +221,7 @@ def _in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for message in messages:
         message["content"] = message["parts"] or message["content"] or ""
         if isinstance(message["content"], list) and not message["parts"]:
-            message["content"] = "".join(part["text"] for part in message["content"])
+            message["content"] = "".join(one if isinstance(one, str) else one["text"] for one in message["content"])
         into = system if message["role"] in ("system", "developer") else turns
         before = into[-1] if into else None
         if before is None or (into is turns and (before["role"] != message["role"] or message["role"] == "tool")):
@@ -249,8 +249,8 @@ def _calls(message: ChatMessage, where: str) -> set[str]:
         if call.id in ids:
             raise invalid(f"{param}.id", "another call has it too")
         try:
-            json.loads(call.function.arguments or "{}")
-        except (ValueError, RecursionError):
+            read_json(call.function.arguments or "{}")
+        except ValueError:
             raise invalid(f"{param}.function.arguments", "it is not JSON") from None
         ids.add(call.id)
     return ids

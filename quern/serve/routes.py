@@ -30,6 +30,7 @@ from quern.serve.schema import (
     Strict,
     TokenizeRequest,
     parse_request,
+    read_json,
 )
 from quern.serve.worker import Models, Worker
 
@@ -118,10 +119,10 @@ def openapi(
         own = kind.model_json_schema(ref_template="#/components/schemas/{model}")
         own["properties"]["model"] |= {"enum": models}
         shared |= own.pop("$defs", {})
-        del own["additionalProperties"]  # they are ignored
+        for one in (own, *shared.values()):
+            one.pop("additionalProperties", None)  # they are ignored
         body = {"required": True, "content": {"application/json": {"schema": own}}}
         paths[path] = {"post": {"summary": inspect.getdoc(function), "requestBody": body, "responses": answered}}
-    del shared["ChatMessage"]["additionalProperties"]
     for path, function in gets.items():
         name = re.sub(r":path(?=})", "", path)
         model = {"name": "model", "in": "path", "required": True, "schema": {"enum": models}}
@@ -258,9 +259,9 @@ async def read_body(http: Request) -> bytes:
 def decode(kind: type[Body], body: bytes) -> tuple[Body, list[str]]:
     """The request in a body, and the names of fields that are ignored. Raises ApiError if it is none."""
     try:
-        decoded = json.loads(body)
-    except (ValueError, RecursionError):
-        raise ApiError("The body is not valid JSON.") from None
+        decoded = read_json(body)
+    except ValueError as error:
+        raise ApiError(f"The body is not valid JSON: {error}.") from None
     ignored: list[str] = []
     return parse_request(kind, decoded, ignored), ignored
 
@@ -279,9 +280,11 @@ async def on_error(http: Request, error: Exception) -> Response:
     """The response to every exception."""
     if not isinstance(error, HTTPException):
         return error_response(as_api_error(error))
-    words = {404: "There is nothing at", 405: f"{http.method} is not allowed at"}
-    status = error.status_code
-    return error_response(ApiError(f"{words.get(status, 'Error at')} {http.url.path}.", status=status))
+    status, path = error.status_code, http.url.path
+    words = {404: f"There is nothing at {path}: /docs has the paths.", 405: f"{http.method} is not allowed at {path}."}
+    response = error_response(ApiError(words.get(status, f"Error at {path}."), status=status))
+    response.headers.update(error.headers or {})  # what a path allows
+    return response
 
 
 ON_ERROR: Any = dict.fromkeys((ApiError, HTTPException, Exception), on_error)

@@ -1,7 +1,7 @@
 """The requests of the API: fields, ranges, and the error for a wrong one. responses.py has those of `/v1/responses`.
 
-Field names and error shapes are those of OpenAI's API, so its clients work unchanged. A parameter that the API does not
-define, or that this server does not support, is refused by name. Additions are the fields of `Sampling` that the API
+Field names and error shapes are those of OpenAI's API, so its clients work unchanged. A wrong value is refused by the
+name of its field; unknown fields are ignored. Additions are the fields of `Sampling` that the API
 lacks (top_k, min_p, repetition_penalty), `stop_token_ids`, `structured_outputs` (json, regex or choice), and `parts`,
 which holds the calculator's calls and their outputs in an assistant message and in a stream's delta.
 
@@ -9,10 +9,11 @@ Sources: https://platform.openai.com/docs/api-reference/chat, https://platform.o
 https://docs.vllm.ai/en/stable/serving/openai_compatible_server/ for the additions and for tokenizing.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
@@ -86,7 +87,7 @@ def invalid(param: str, why: object) -> ApiError:
 
 
 class Strict(BaseModel):
-    """A part of a request: unknown fields are refused, and no value is converted."""
+    """A part of a request: no value is converted; unknown fields are refused where `parse_request` leaves them in."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     instead: ClassVar[Mapping[str, str]] = {}
@@ -123,7 +124,7 @@ class ToolCall(Strict):
 
 class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Items[TextPart] | None = None
+    content: str | Items[str | TextPart] | None = None
     name: str | None = None
     parts: Items[ReplyPart] | None = None
     tool_calls: Items[ToolCall] | None = None
@@ -277,30 +278,38 @@ class DetokenizeRequest(Strict):
     tokens: Items[int] = Field(max_length=MAX_TOKENS)
 
 
+def read_json(text: str | bytes) -> Any:
+    """The value of a JSON text. Raises ValueError, also for NaN and Infinity, which Python's own reader takes."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is no JSON number")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
 Request = TypeVar("Request", bound=Strict)
 
 
 def parse_request(kind: type[Request], body: Any, ignored: list[str] | None = None) -> Request:
     """Validates a decoded JSON body. Raises ApiError naming the first wrong parameter.
 
-    ignored: Gets the unknown fields of the request and of its messages, such as those that other programs add for their
-    own server. None refuses them.
+    ignored: Gets the unknown fields, such as those that other programs add for their own server. None refuses them.
     """
     if not isinstance(body, dict):
         required = [f"'{name}'" for name, field in kind.model_fields.items() if field.is_required()]
         raise ApiError(f"The body must be a JSON object with {' and '.join(required) or 'the parameters'}.")
     if ignored is not None:
         body = _without_unknown(kind, body, "", ignored)
-        if isinstance(messages := body.get("messages"), list):
-            numbered = enumerate(messages)
-            body["messages"] = [_without_unknown(ChatMessage, one, f"messages[{at}].", ignored) for at, one in numbered]
     try:
         request = kind.model_validate(body)
     except ValidationError as error:
         raise _refusal(error, kind, body) from None
     if isinstance(request, Generating) and request.stream_options is not None and not request.stream:
         raise _only("stream_options", "is only allowed when 'stream' is true")
-    if isinstance(request, ChatRequest) and request.top_logprobs is not None and not request.logprobs:
+    if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
         raise _only("top_logprobs", "is only allowed when 'logprobs' is true")
     if isinstance(request, CompletionRequest) and request.max_tokens == 0 and not request.echo:
         raise _only("max_tokens", "may be 0 only with 'echo'")
@@ -314,13 +323,33 @@ def _only(param: str, why: str) -> ApiError:
     return ApiError(f"'{param}' {why}.", param=param, code="invalid_value")
 
 
-def _without_unknown(kind: type[Strict], value: Any, where: str, ignored: list[str]) -> Any:
-    """The object without the fields that `kind` lacks, whose names are added to `ignored`; other values unchanged."""
-    if not isinstance(value, dict):
+def _without_unknown(kind: Any, value: Any, where: str, ignored: list[str]) -> Any:
+    """The value without the fields that the objects of its type lack, whose names are added to `ignored`."""
+    if not (kinds := _objects(kind)):
         return value
-    known = {field.alias or name for name, field in kind.model_fields.items()}
-    ignored += [f"{where}{name}" for name in value if name not in known]
-    return {name: one for name, one in value.items() if name in known}
+    if isinstance(value, list):
+        return [_without_unknown(kind, one, f"{where}[{at}]", ignored) for at, one in enumerate(value)]
+    if not isinstance(value, dict) or (own := _object(kinds, value)) is None:
+        return value
+    known = {field.alias or name: field.annotation for name, field in own.model_fields.items()}
+    named = {name: f"{where}.{name}".removeprefix(".") for name in value}
+    ignored += [path for name, path in named.items() if name not in known]
+    return {n: _without_unknown(known[n], value[n], path, ignored) for n, path in named.items() if n in known}
+
+
+def _objects(kind: Any) -> list[type[Strict]]:
+    """The classes of the objects that a type contains."""
+    if isinstance(kind, type) and issubclass(kind, Strict):
+        return [kind]
+    return [one for part in get_args(kind) for one in _objects(part)]
+
+
+def _object(kinds: list[type[Strict]], value: dict[str, Any]) -> type[Strict] | None:
+    """The class of an object; if there are several, the one for its `type`."""
+    if len(kinds) == 1:
+        return kinds[0]
+    types = [(one, one.model_fields["type"]) for one in kinds]
+    return next((one for one, field in types if value.get("type", field.default) in get_args(field.annotation)), None)
 
 
 def _refusal(error: ValidationError, kind: type[Strict], body: Any) -> ApiError:
@@ -339,7 +368,7 @@ def _refusal(error: ValidationError, kind: type[Strict], body: Any) -> ApiError:
     where = f"for '{param}'" if param else "in the body"
     # Inside messages and items, pydantic's message is specific enough.
     name = param if param.startswith(("messages", "input")) else re.split(r"[.\[]", param)[0]
-    why = kind.instead.get(name, first["msg"])
+    why = kind.instead.get(name, first["msg"].partition(" or instance of")[0])
     if first["type"] == "literal_error" and isinstance(first["input"], str):
         why = f"'{first['input'][:40]}' is not supported, {why.replace('Input should be', 'use')}"
     return ApiError(f"Invalid value {where}: {why}.", param=param or None, code="invalid_value")

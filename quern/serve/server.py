@@ -26,7 +26,6 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from quern.generate.engine import Engine
@@ -189,9 +188,6 @@ def create_app(
             await asyncio.to_thread(models.stop)
 
     middleware = [Middleware(Frontier, gate=gate)]
-    if gate.origins:
-        named = {"allow_origins": gate.origins, "allow_methods": ["*"], "allow_headers": ["*"], "max_age": 600}
-        middleware.append(Middleware(CORSMiddleware, **named))
     paths = [*routes(models), *page_routes(welcome or Welcome())]
     app = Starlette(routes=paths, middleware=middleware, exception_handlers=ON_ERROR, lifespan=lifespan)
     app.state.models = models

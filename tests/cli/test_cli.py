@@ -230,7 +230,9 @@ run --nodes 2 --ranks 2 → --nodes 2 needs --rendezvous host:port, the same on 
 run --rendezvous a:1 → --rendezvous is where several nodes meet: give --nodes, too, or leave it out$
 run --train.minutes inf → ^quern run: --train.minutes must be a number above 0 and at most 1,000,000, not inf$
 serve --port 70000 → ^quern serve: --port must be a whole number between 0 and 65,535, not 70000$
-serve --tls-cert a --tls-key b → ^quern serve: --tls-cert and --tls-key: No such file or directory; give a certificate
+serve --tls-cert a --tls-key b → ^quern serve: --tls-cert a: there is no such file; give a PEM file$
+serve --tls-cert /etc/hosts --tls-key b → ^quern serve: --tls-key b: there is no such file; give a PEM file$
+serve --tls-cert /etc/hosts --tls-key /etc/hosts → ^quern serve: --tls-cert and --tls-key are no certificate and its key
 serve --cors https://a.org/ → ^quern serve: --cors takes origins, as https://example.org, not 'https://a.org/'$
 serve --allowed-hosts a.org:80 → --allowed-hosts takes host names without a port, as example.org, not 'a.org:80'$
 evaluate --tasks → ^quern evaluate: --tasks takes a value: none was given$

@@ -1,5 +1,7 @@
 """What cannot be done is a 400 that names the field that the client sent, in the words of its own path."""
 
+import json
+import math
 from typing import Any
 
 import httpx
@@ -38,11 +40,12 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"messages": [{"role": "user"}]}, "a user message has 'content'", "messages[0]"),
         ({"messages": [said("tool", "")]}, "must be the id of a call", "messages[0].tool_call_id"),
         ({"messages": [said("user", {"a": 1})]}, "valid string", "messages[0].content"),
-        ({"messages": [said("user", ["?", IMAGE])]}, NAMED, "messages[0].content[0]"),
+        ({"messages": [said("user", ["?", 3])]}, NAMED, "messages[0].content[1]"),
         ({"messages": [said("user", [IMAGE])]}, "'image_url' is not supported, use", "messages[0].content[0].type"),
         ({"messages": [said("critic", "?")]}, "'critic' is not supported, use 'system'", "messages[0].role"),
         ({"messages": [said("user", ""), {"role": "assistant"}]}, "text, or tool_calls", "messages[1].content"),
         ({"messages": [called("{")]}, "it is not JSON", "messages[0].tool_calls[0].function.arguments"),
+        ({"messages": [called('{"n":NaN}')]}, "it is not JSON", "messages[0].tool_calls[0].function.arguments"),
         ({"messages": [called("{}"), said("user", "?")]}, "has no output yet", "messages[1]"),
         ({"temperature": 2.5}, NAMED, "temperature"),
         ({"temperature": "hot"}, NAMED, "temperature"),
@@ -104,7 +107,6 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"text": {"format": {"type": "xml"}}}, "'xml' is not supported", "text.format.type"),
         ({"tool_choice": {"type": "function", "name": "x"}}, "there are no tools", "tool_choice"),
         ({"tools": [CLOCK]}, "'tools[0].name'", "tools[0].name"),
-        ({"input": [{**said("user", "?"), "x": 1}]}, "Unknown parameter", "input[0].x"),
         ({"tools": [{"type": "web_search"}]}, "'web_search' is not supported, use 'func", "tools[0].type"),
         ({"tools": [{"type": "function", "name": "f", "parameters": WRONG}]}, "type: strin", "tools[0].parameters"),
         ({"input": [said("user", "?"), {**ITEM, "arguments": "{"}]}, "not JSON", "input[1].arguments"),
@@ -154,13 +156,22 @@ def test_fields_of_other_programs_are_ignored_and_named(url: str, stream: bool) 
     assert ignored(body) == "chat_id, num_ctx, reasoning_effort, messages[0].files, messages[0].timestamp"
     assert ignored({"stream": stream}) is None
     assert ignored({"reasoning": {"effort": "low"}, "max_tokens": 1}, RESPONSES) == "max_tokens, reasoning"
+    marked = {"type": "text", "text": "?", "cache_control": {"type": "ephemeral"}}
+    assert ignored({"messages": [said("user", [marked])]}) == "messages[0].content[0].cache_control"
+    assert ignored({"stream": True, "stream_options": {"continuous_usage_stats": True}}, TEXT) == (
+        "stream_options.continuous_usage_stats"
+    )
+    items = [said("user", [{"type": "input_text", "text": "?", "x": 1}]) | {"y": 2}]
+    told = ignored({"input": items, "text": {"verbosity": "low"}, "max_output_tokens": 2}, RESPONSES)
+    assert told == "max_tokens, input[0].y, input[0].content[0].x, text.verbosity"
     many = ignored({f"f{n}": n for n in range(3000)})
     assert many == ", ".join([*(f"f{n}" for n in range(20)), "and 2980 more"])
     assert ignored({"a\r\nset-cookie: x": 1, "\ud800": 2}) == r"a\r\nset-cookie: x, \ud800"
     assert ignored({**OPEN_WEBUI, "stream_options": None, "temperature": 9}, status=400) is None
 
 
-BODIES = [b"", b"{", b"[]", b"7", b"\xff", b"[" * 200_000, b'{"temperature": NaN}', b'{"n": ' + b"9" * 5000 + b"}"]
+BODIES = [b"", b"{", b"[]", b"7", b"\xff", b"[" * 200_000, b'{"n": ' + b"9" * 5000 + b"}"]
+BODIES += [json.dumps({"model": "toy", **FIRST[CHAT], "x": number}).encode() for number in (math.nan, -math.inf)]
 
 
 @pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))
@@ -181,5 +192,6 @@ def test_a_missing_parameter_a_wrong_model_media_type_size_path_and_method(url: 
     check(post(url, CHAT, b" " * (MAX_BODY_BYTES + 1)), 413, "larger than")
     check(web.get(f"{url}/v1/nothing"), 404, "There is nothing at /v1/nothing")
     check(web.get(url + CHAT), 405, "GET is not allowed")
+    assert web.get(url + CHAT).headers["allow"] == "POST"
     for path in ("/../pyproject.toml", "/%2e%2e/server.py", "/..%2fserver.py", "/app.js/../server.py", "/server.py"):
         assert web.get(url + path).status_code == 404, path

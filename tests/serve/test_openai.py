@@ -26,7 +26,7 @@ def call(arguments: str) -> dict[str, Any]:
 OUTPUT = {"role": "tool", "tool_call_id": "c", "content": "12:00"}
 NOW: list[Any] = [{"type": "tool", "text": '{"name":"now","arguments":{}}'}, {"type": "output", "text": "12:00"}]
 ORDERS: dict[str, tuple[list[Any], list[Any]]] = {
-    "two users": ([said("user", "A"), said("user", [{"type": "text", "text": "B"}])], [said("user", "A\n\nB")]),
+    "two users": ([said("user", "A"), said("user", ["B", {"type": "text", "text": ""}])], [said("user", "A\n\nB")]),
     "two assistants": (
         [said("user", "A"), said("assistant", "B"), said("assistant", "C"), said("user", "D")],
         [said("user", "A"), said("assistant", "B\n\nC"), said("user", "D")],

@@ -26,6 +26,7 @@ from quern.cli.options import ServeOptions
 from quern.cli.verbs import parse
 from quern.flags.recipe_flags import Arguments
 from quern.generate.engine import Engine
+from quern.serve.access import Keys
 from quern.serve.gate import BURST, PACE, Gate, Pace
 from quern.serve.server import LOOPBACK, create_app, listen, prepare_process, serve
 from quern.serve.worker import Limits, Models
@@ -176,8 +177,9 @@ def test_a_request_that_takes_too_long_ends_with_an_error() -> None:
 # Browsers and HTTPS --------------------------------------------------------------------------------------------
 
 
-def test_pages_of_named_origins_alone_may_use_the_api() -> None:
-    gate = Gate(LOOPBACK, origins=["https://good.example"])
+@pytest.mark.parametrize("keys", [None, Keys({bytes(32): "ali"})], ids=["answers", "refusals"])
+def test_pages_of_named_origins_alone_may_use_the_api(keys: Keys | None) -> None:
+    gate = Gate(LOOPBACK, keys, origins=["https://good.example"])
     with running(create_app({"toy": toy_engine()}, gate)) as url:
         for origin, allowed in (("https://good.example", True), ("https://bad.example", False)):
             wish = {"origin": origin, "access-control-request-method": "POST"}
@@ -185,6 +187,7 @@ def test_pages_of_named_origins_alone_may_use_the_api() -> None:
             before = web.options(f"{url}/v1/chat/completions", headers=wish)
             assert (before.headers.get("access-control-allow-origin") == origin) is allowed
             answer = ask(url, headers={"origin": origin})
+            assert answer.status_code == (401 if keys else 200)
             assert (answer.headers.get("access-control-allow-origin") == origin) is allowed
             assert "access-control-allow-credentials" not in answer.headers
     with running(create_app({"toy": toy_engine()})) as url:
@@ -308,6 +311,8 @@ def test_the_published_schema_accepts_what_the_server_accepts(two: str) -> None:
     schema = path["requestBody"]["content"]["application/json"]["schema"]
     check = jsonschema_rs.validator_for({**schema, "components": published["components"]})
     good: list[dict[str, Any]] = [{}, {"foo": 1}, {"n": 2}, {"stop": ["x"]}, {"response_format": {"type": "text"}}]
+    good += [{"messages": [{"role": "user", "content": ["?"], "x": 1}]}, {"response_format": {"type": "text", "x": 1}}]
+    good += [{"logprobs": False, "top_logprobs": 0}]
     for change in good:
         assert check.is_valid({"model": "first", "messages": HELLO, **change})
         assert ask(two, model="first", **change).status_code == 200
