@@ -20,6 +20,7 @@ from quern.bench.options import BenchOptions
 from quern.bench.quality import quality
 from quern.bench.train import ranks, train
 from quern.kernels.attention.autotune import select_attention
+from quern.process import waiting
 
 
 def grug(setup: Setup) -> Iterator[Figure]:
@@ -53,7 +54,8 @@ def run(options: BenchOptions, log: Callable[[str], None]) -> int:
         torch.manual_seed(setup.seed)
         torch.set_num_threads(machine.threads)
         setup.settings.clear()
-        measures = list(BENCHMARKS[what](setup))
+        with waiting(f"the figures of {what}, which are printed together", log=log):
+            measures = list(BENCHMARKS[what](setup))
         seconds = round(time.monotonic() - start, 2)
         body |= {"rounds": setup.rounds, "seconds": seconds, "settings": setup.settings}
         path = options.out / "bench" / f"{what}.json"

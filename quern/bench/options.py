@@ -29,7 +29,7 @@ class BenchOptions(DeviceOptions):
     """
 
     what: Annotated[tuple[What, ...], Mark.POSITIONAL] = ()
-    """Parts to measure. Default: all except prepare, ranks, grug, serve and quality."""
+    """Parts to measure. Default: all except prepare, ranks, grug, serve and quality, which take minutes."""
     out: Path = Path("out")
     """The folder of the records, which are written to bench/ in it."""
     rounds: Few = 5

@@ -6,13 +6,13 @@ quern's form, which can also be given separately.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 import msgspec
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -26,10 +26,14 @@ from quern.runs.origin import Origin
 from quern.runs.run_dir import RunDir
 from quern.runs.training import model_facts
 from quern.stages.session import describe_run, open_folder
+from quern.temporaries import remove_whole
 from quern.text.hugging_face import read_tokenizer
 from quern.text.tokenizer import FILE_FORMAT, Tokenizer
 from quern.train import checkpoint
 from quern.train.state import build_model, build_state
+
+LFS = b"version https://git-lfs.github.com/"
+"""The beginning of the file that a clone without Git LFS has in the place of a large one."""
 
 
 def run(
@@ -42,7 +46,8 @@ def run(
     Raises FileNotFoundError for a missing file, ValueError for another kind of model, or if the run exists.
     """
     if run_dir.folder.exists():
-        raise ValueError(f"there is a run '{run_dir.run}' already: name another one with --run")
+        remove = f"or remove it (quern runs remove {run_dir.run})"
+        raise ValueError(f"there is a run '{run_dir.run}' already: name another one with --run, {remove}")
     config = _read_json(folder / "config.json")
     try:
         shape = shape_from(config)
@@ -59,15 +64,18 @@ def run(
     except ValueError as error:
         raise ValueError(f"{folder}: config.json does not belong to these weights: {error}") from error
     run_dir.folder.mkdir(parents=True)
-    words.save(run_dir.folder / "tokenizer.json")
-    facts = {"imported": str(folder), "model": model_facts(resolved, state.model, machine)}
-    describe_run(run_dir, machine, f"quern import {folder} --run {run_dir.run}", facts)
-    origin = Origin(words.fingerprint, recipe=resolved.to_json())
-    with open_folder(run_dir.stage(stage), origin, None) as records:
-        records.event("import", folder=str(folder))
-        # Last: a run without a checkpoint counts as untrained.
-        meta = origin.meta() | {"state": state.meta()}
-        checkpoint.save(run_dir.checkpoints(stage), state.step, state.tensors(), meta, keep=1)
+    with contextlib.ExitStack() as undo:
+        undo.callback(remove_whole, run_dir.folder)
+        words.save(run_dir.folder / "tokenizer.json")
+        facts = {"imported": str(folder), "model": model_facts(resolved, state.model, machine)}
+        describe_run(run_dir, machine, f"quern import {folder} --run {run_dir.run}", facts)
+        origin = Origin(words.fingerprint, recipe=resolved.to_json())
+        with open_folder(run_dir.stage(stage), origin, None) as records:
+            records.event("import", folder=str(folder))
+            # Last: a run without a checkpoint counts as untrained.
+            meta = origin.meta() | {"state": state.meta()}
+            checkpoint.save(run_dir.checkpoints(stage), state.step, state.tensors(), meta, keep=1)
+        undo.pop_all()
     log(f"{len(weights):,} weights of {folder} are now run '{run_dir.run}' → {run_dir.folder}")
 
 
@@ -101,10 +109,15 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
         try:
             tensors = load_file(path)
         except SafetensorError as error:
-            raise ValueError(f"{path} is damaged: {error}") from error
+            with path.open("rb") as file:
+                why = "run `git lfs pull`, which fetches it" if file.read(len(LFS)) == LFS else error
+            raise ValueError(f"{path} is damaged: {why}") from error
         if twice := sorted(found.keys() & tensors.keys()):
             raise ValueError(f"{name} holds {twice[0]}, which another file holds too: write the folder again")
-        found |= {key: tensor.to(torch.float32) for key, tensor in tensors.items()}
+        for key, tensor in tensors.items():
+            if not tensor.is_floating_point() or not (plain := tensor.float()).isfinite().all():
+                raise ValueError(f"{name}: {key} ({tensor.dtype}) must hold finite floating-point numbers")
+            found[key] = plain
     return found
 
 

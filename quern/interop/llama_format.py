@@ -7,7 +7,7 @@ round trip is exact in every dtype.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -65,6 +65,14 @@ RANGES = {
     "rope_theta": "rope_base",
 }
 """Numbers of config.json, and the field of `ModelRecipe` whose range each has."""
+
+
+class Checked(TypedDict, total=False):
+    """Fields of config.json that are no numbers."""
+
+    rope_scaling: dict[str, Any] | None
+    rope_parameters: dict[str, Any] | None
+    tie_word_embeddings: bool | None
 
 
 def load_llama(run_dir: RunDir, stage: str | None, log: Callable[[str], None]) -> LoadedModel:
@@ -169,7 +177,8 @@ def shape_from(config: Mapping[str, Any]) -> ResolvedModel:
     if config.get("model_type") != "llama":
         raise ValueError(f"it holds a model of type {config.get('model_type')!r}: only llama can be imported")
     # transformers 5 has the base and the scaling in rope_parameters; earlier versions have rope_theta and rope_scaling.
-    rope = {name: typed(config.get(name) or {}, dict[str, Any]) for name in ("rope_scaling", "rope_parameters")}
+    typed(config, Checked)
+    rope: dict[str, Any] = {name: config.get(name) or {} for name in ("rope_scaling", "rope_parameters")}
     found = {name: config.get(name, default) for name, default in PLAIN.items()}
     for name, body in rope.items():
         found[f"{name}.rope_type"] = body.get("rope_type", body.get("type", "default"))

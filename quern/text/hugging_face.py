@@ -163,7 +163,8 @@ def read_tokenizer(body: Mapping[str, Any]) -> Tokenizer:
         merges = [tuple(bytes(byte_of[character] for character in part) for part in pair) for pair in pairs]
         whole_words, bos = body["model"].get("ignore_merges", False), _first_token(body, special)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ValueError(f"it is not a byte-level BPE ({error!r} is missing or unknown)") from error
+        why = f"{error} is missing or unknown" if isinstance(error, KeyError) else "a part of it has another form"
+        raise ValueError(f"it is not a byte-level BPE: {why}") from error
     if [id_ for id_, _ in by_id] != list(range(len(by_id))) or any(len(token) != 1 for token in tokens[:256]):
         raise ValueError("its ids must be the single bytes, from 0, then the merges, then the special tokens")
     names = {id_: "<|bos|>" if name == bos else name for name, id_ in special.items()}

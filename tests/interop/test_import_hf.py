@@ -4,6 +4,7 @@ That the logits are those of transformers is a law of its own (tests/laws/test_e
 """
 
 import json
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -123,6 +124,8 @@ def other_words(folder: Path) -> None:
         (mapped({"a": "../other.safetensors"}), "Expected the name of a file in the same folder"),
         (indexed(lambda f, _: (f / "model-1.safetensors").unlink()), "there is no .*model-1.safetensors"),
         (indexed(put_twice), "model-1.safetensors holds lm_head.weight, which another file holds too"),
+        (reconfigure(rope_parameters=1), r"Expected `object . null`, got `int` - at `..rope_parameters`"),
+        (reconfigure(tie_word_embeddings="no"), "at `..tie_word_embeddings`"),
         (reconfigure(partial_rotary_factor=0.5), "it has partial_rotary_factor 0.5 instead of 1.0"),
         (reconfigure(num_hidden_layers="2"), "num_hidden_layers of its .* must be a whole number .*, not '2'"),
         (reconfigure(num_hidden_layers=10**7), "num_hidden_layers of .* between 1 and 1,000"),
@@ -135,7 +138,13 @@ def other_words(folder: Path) -> None:
         (reweigh(lambda w: w.pop("model.norm.weight")), "weights are missing: model.norm.weight"),
         (reweigh(lambda w: w.update(surplus=torch.ones(2))), "these weights are no Llama's: surplus"),
         (pickled, "weights are read from safetensors only, which transformers writes with save_pretrained"),
+        (reweigh(lambda w: w["model.norm.weight"].fill_(torch.nan)), "model.norm.weight .torch.float32. must hold fin"),
+        (reweigh(lambda w: w.update({"model.norm.weight": torch.ones(60).int()})), "torch.int32. must hold finite"),
         (torn, "model.safetensors is damaged"),
+        (
+            lambda f: (f / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n"),
+            "damaged: run `git lfs pull`",
+        ),
         (other_words, "tokenizer.json is not a tokenizer that quern can import: its ids must be the single bytes"),
         (
             lambda f: (f / "tokenizer.json").write_text("{}", encoding="utf-8"),
@@ -147,6 +156,17 @@ def test_what_cannot_be_imported_leaves_no_run(spoil: Callable[[Path], Any], mes
     spoil(folder)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         imported(folder)
+    assert not RunDir(folder.parent, "copy").folder.exists()
+
+
+def test_an_import_that_cannot_be_written_leaves_no_run(folder: Path) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, most))
+    try:
+        with pytest.raises(manifest.CheckpointError, match="cannot write the checkpoint of step 0"):
+            imported(folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     assert not RunDir(folder.parent, "copy").folder.exists()
 
 
