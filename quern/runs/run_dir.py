@@ -112,6 +112,17 @@ class RunDir:
         """Whether a stage has saved a checkpoint, good or damaged."""
         return bool(manifest.steps(self.checkpoints(stage)))
 
+    def has_stepped(self, stage: str) -> bool:
+        """Whether a stage has a model of its own: not only step 0, a copy of the model that it began with."""
+        folder = self.checkpoints(stage)
+        if (steps := manifest.steps(folder)) != [0]:
+            return bool(steps)
+        try:  # an imported model is a step 0, too
+            origin = manifest.read_manifest(manifest.path_of(folder, 0))["meta"].get("origin") or {}
+        except manifest.CheckpointError:
+            return True
+        return origin.get("base") is None
+
     def require_trained(self, stage: str | None) -> list[str]:
         """The stages that have saved a checkpoint; only `stage`, if it is given. Raises FileNotFoundError for none."""
         found = [name for name in ([stage] if stage else STAGES) if self.has_trained(name)]

@@ -138,9 +138,9 @@ class Stage:
             with self.main_first():  # behind the lock: while another process trains, that one is named
                 if not self.locked:
                     held.enter_context(run_lock(self.run_dir, self.command, self.mesh))
-                if self.run_dir.has_trained(self.stage) and not self.resume:
+                if self.run_dir.has_stepped(self.stage) and not self.resume:
                     raise ValueError(trained_already(self.run_dir.run, self.stage))
-            trained = [stage for stage in STAGES if self.run_dir.has_trained(stage)]
+            trained = [stage for stage in STAGES if self.run_dir.has_stepped(stage)]
             if self.start is not None and not self.resume and trained:
                 raise ValueError(
                     f"run '{self.run_dir.run}' has a model of its own ({', '.join(trained)}): name a new run with "
@@ -284,7 +284,7 @@ class Session(Stage):
             the checkpoint to begin with, None for a stage that continues.
         """
         run_dir, callables = self.run_dir, asked.callables() if self.source else None
-        if not run_dir.has_trained(self.stage):
+        if not (self.resume and run_dir.has_trained(self.stage)):
             start = self.start or read_start(run_dir, (before,), NEWEST, self.log, callables)
             tokenizer = start.run_dir.tokenizer()
             refuse_second_tokenizer(run_dir, tokenizer)

@@ -304,6 +304,31 @@ def test_one_command_begins_a_run_and_goes_on_with_it(runs: Runs) -> None:
         assert starts == [0]
 
 
+REWARD = """
+from quern.eval.task import question
+from quern.rl.environment import Environment
+
+ENVIRONMENT = Environment("mine", lambda seed: question(seed, "1"), lambda item, reply: {})
+"""
+RL = "--rl.steps 1 --rl.groups 1 --rl.samples 2 --rl.max-tokens 2 --rl.val-questions 2 --rl.val-samples 2".split()
+
+
+def test_a_stage_that_failed_in_its_first_step_begins_again(runs: Runs) -> None:
+    """Its step 0, a copy of the model that it began with, is no model of its own."""
+    reward = runs.folder / "mine.py"
+    for answer, code in (("1 // 0", 1), ("1.0", 0)):
+        reward.write_text(REWARD.format(answer), encoding="utf-8")
+        assert runs("rl", *RL, "--rl.rewards", reward) == code
+        assert runs.steps("rl") == [0, 1][: 2 - code]
+    runs.done("pretrain", "--from", "app", "--train.steps", "2", run="next")
+    for step in runs.steps(run="next")[1:]:
+        shutil.rmtree(manifest.path_of(runs.stage(run="next") / "checkpoints", step))
+    runs.done("pretrain", "--from", "app", "--train.steps", "4", run="next")
+    assert runs.steps(run="next")[-1] == 4
+    for verb, run in (("rl", "app"), ("pretrain", "next")):
+        runs.refused([f"run '{run}' has been "], verb, run=run)
+
+
 def test_a_run_without_a_checkpoint_yet_keeps_its_facts_when_it_goes_on(runs: Runs) -> None:
     """Killed before its first save: the facts of its text are in run.json, and not made again."""
     shutil.rmtree(runs.stage() / "checkpoints")
