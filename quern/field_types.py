@@ -56,7 +56,7 @@ class Range:
         return over and (value <= high if self.interval.lt is None else value < high)
 
     def __str__(self) -> str:
-        low, high = (f"{int(end):,}" if end == int(end) else f"{end:g}" for end in self.ends)
+        low, high = (f"{int(end):,}" if end == int(end) < 2**53 or self.whole else f"{end:g}" for end in self.ends)
         kind = "a whole number" if self.whole else "a number"
         if self.interval.gt is not None:
             return f"{kind} above {low} and at most {high}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args, get_origin
 
 from quern.field_types import UNIONS, Deferred, annotations_of, refuse_outside
@@ -37,6 +38,12 @@ OF_DATA = {"include": "data.include", "exclude": "data.exclude"}
 def flag(name: str) -> str:
     """train.log_every → train.log-every, the spelling on the command line."""
     return OF_DATA.get(name, name.replace("_", "-"))
+
+
+def refuse_missing(name: str, path: str | Path | None) -> None:
+    """Raises FileNotFoundError, with the name of the flag, for a path at which there is nothing."""
+    if path is not None and not Path(path).exists():
+        raise FileNotFoundError(f"--{flag(name)} {path}: there is no such file or folder")
 
 
 def nearest(word: str, known: Collection[str]) -> str:

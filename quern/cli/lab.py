@@ -103,8 +103,8 @@ def _scaling(rest: Arguments, help_text: str) -> int:
     plan = scaling.planned(options, log)  # refuses flags before the machine is tried out, which compiles
     if options.plan:
         return 0
-    trainer = _trainer(options, options.where.arguments())
-    facts = start_facts(trainer.machine, shlex.join(["quern", "lab", "scaling", *rest]))
+    trainer = None if options.fit else _trainer(options, options.where.arguments())
+    facts = trainer and start_facts(trainer.machine, shlex.join(["quern", "lab", "scaling", *rest]))
     return scaling.run(options, plan, trainer, log, source, facts=facts)
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 from quern.flags import check_flags
 from quern.recipe import FOR_FINE_TUNING, Recipe
 from quern.resolve import resolve
-from quern.validate import OF_DATA, flag, is_set, why_unused
+from quern.validate import OF_DATA, flag, is_set, refuse_missing, why_unused
 
 FIELDS_OF_DATA = {own: field for field, own in OF_DATA.items()}
 ALL = ""
@@ -238,13 +238,24 @@ IDLE: Mapping[str, tuple[str, Callable[[Recipe, bool], bool]]] = {
         "and --sft.steps contradict each other: give one of them",
         lambda recipe, tokens: recipe.sft.steps is not None,
     ),
+    "rl.data": (
+        "is for --rl.rewards gsm8k and programs: name one of them, or leave it out",
+        lambda recipe, tokens: not {"gsm8k", "programs"} & {*recipe.rl.rewards},
+    ),
 }
 """For a field: the message after its name, and whether it has no effect in a recipe, whose data may be token files."""
+PATHS = ("rl.data", "sft.tests")
+"""Fields that must name a file or a folder."""
 
 
 def refuse_idle(recipe: Recipe, named: Collection[str], tokens: bool, saved: bool = False) -> None:
-    """Raises ValueError for a field that is set and has no effect. tokens: the data is token files; saved: the recipe
-    was saved with a run, where every field is set, so that only `named` fields count."""
+    """Raises ValueError for a field that is set and has no effect, FileNotFoundError for one that names no file.
+
+    tokens: the data is token files; saved: the recipe was saved with a run, where every field is set, so that only
+    `named` fields count.
+    """
+    for name in set(PATHS).intersection(named):
+        refuse_missing(name, attrgetter(name)(recipe))
     for name, (reason, is_idle) in IDLE.items():
         if (name in named or (not saved and is_set(recipe, name))) and is_idle(recipe, tokens):
             raise ValueError(f"--{flag(name)} {reason}")

@@ -80,15 +80,18 @@ def _of_file(
     return Environment(name, lambda seed: random.Random(seed).choice(items), reward, (path,), tuple(notes))
 
 
+def _without(name: str, file: str, folder: Path | None) -> FileNotFoundError:
+    there = f", {folder} has none" if folder else ""
+    return FileNotFoundError(f"--rl.rewards {name} reads {file}: name its folder with --rl.data{there}")
+
+
 # GSM8K ------------------------------------------------------------------------------------------------------
 
 
 def _word_problems(name: str, folder: Path | None) -> Environment:
-    if folder is None:
-        raise ValueError(f"rl.rewards {name}: name the folder with its train.jsonl by --rl.data")
-    path = find_file(folder, "train")
+    path = find_file(folder, "train") if folder is not None else None
     if path is None:
-        raise FileNotFoundError(f"{folder} has no GSM8K file train.jsonl: name its folder")
+        raise _without(name, "train.jsonl", folder)
     columns = ("question", "answer")
     return _of_file(name, path, columns, gsm8k.problem, lambda item, reply: float(gsm8k.is_right(item, reply)))
 
@@ -99,7 +102,7 @@ def _word_problems(name: str, folder: Path | None) -> Environment:
 def _programs(name: str, folder: Path | None) -> Environment:
     path = folder / FILE if folder is not None else None
     if path is None or not path.is_file():
-        raise ValueError(f"rl.rewards {name}: name the folder with {FILE} by --rl.data")
+        raise _without(name, FILE, folder)
     return _of_file(
         name,
         path,

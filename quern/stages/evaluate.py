@@ -36,6 +36,7 @@ from quern.text.chat import Message, render_prompt
 from quern.text.clean.steps import WORDS
 from quern.text.tinyworld.corpus import documents_of_kinds
 from quern.train.state import build_model
+from quern.validate import refuse_missing
 
 UNTRAINED = "untrained"
 CHATS: tuple[tuple[str, ...], ...] = (
@@ -107,6 +108,8 @@ class Questions:
             raise ValueError("--chat-data and --samples are for the chat tasks: add --tasks chat")
         if self.samples > 1 and not {CHAT, f"{CHAT}/humaneval"} & set(chat):
             raise ValueError("--samples is for HumanEval: add --tasks chat/humaneval")
+        for name, path in (("bundle", None if bundle == Path(CORE) else bundle), ("chat_data", self.chat_data)):
+            refuse_missing(name, path)
         with main_first(mesh):
             if core and (bundle is None or bundle == Path(CORE) and not bundle.is_dir()):
                 bundle = core_bundle(out, log)

@@ -257,6 +257,10 @@ lab sweep --study= → --study is empty: give a name, or leave it out
 lab compare gpt llama --every → --rungs and --every are for the ladder: add --ladder, or leave them out
 lab scaling --sizes 1 → ^quern lab: --sizes needs at least 4 sizes: fewer do not determine a minimum$
 serve keys list x → keys list takes no name: leave 'x' out
+rl --rl.rewards gsm8k --rl.data nope → ^quern rl: --rl.data nope: there is no such file or folder$
+rl --rl.data . → --rl.data is for --rl.rewards gsm8k and programs: name one of them, or leave it out$
+run --sft.tests nope → ^quern run: --sft.tests nope: there is no such file or folder$
+lab scaling --budgets -1 → ^quern lab: --budgets must be a number above 0 and at most 1e.30, not -1.0$
 evaluate --depth 3 → quern evaluate: --depth belongs to the run's recipe and cannot change: leave it out
 chat --port 3 → unknown option --port; .*quern chat --help
 pretrain --name x → --name comes with the recipe: to name the run, use --run
@@ -386,7 +390,7 @@ def test_a_tilde_is_the_home_folder(
         "from dataclasses import replace\nfrom quern.recipes.gpt import RECIPE\n"
         "RECIPE = replace(RECIPE, data='~/a.txt', val='~/b.txt', conversations='~/c.jsonl,repeats=2',\n"
         "    text=replace(RECIPE.text, tokenizer='~/t.json'), sft=replace(RECIPE.sft, tests='~/d'),\n"
-        "    rl=replace(RECIPE.rl, data='~/e'))\n",
+        "    rl=replace(RECIPE.rl, rewards=('gsm8k',), data='~/e'))\n",
         encoding="utf-8",
     )
     recipe = verbs.parse("run", Arguments([str(home / "r.py")]), options.RunAllOptions)[0].recipe

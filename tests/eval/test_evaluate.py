@@ -242,7 +242,8 @@ def test_what_does_not_fit_is_refused_in_one_line(out: Path, capsys: pytest.Capt
         ([*base, "--tasks", a, b], "two tasks have the name 'same': "),
         ([*base, "--tasks", none], "same: no questions to score; ask for at least one"),
         ([*base, "--tasks", "chat/counting", "--samples", "3"], "--samples is for HumanEval: add --tasks chat/human"),
-        ([*base, "--tasks", "core", "--bundle", str(out / "none")], "there is no file or folder"),
+        ([*base, "--tasks", "core", "--bundle", str(out / "none")], "--bundle /"),
+        ([*base, "--tasks", "chat", "--chat-data", "none"], "--chat-data none: there is no such file or folder"),
         ([*base, "--tasks", "core/x"], "CORE has no task 'x': use hellaswag_zeroshot"),
         ([*base, "--run", "none"], "there is no run 'none' under"),
     )

@@ -59,7 +59,7 @@ def test_files_are_found_and_practised(tmp_path: Path) -> None:
         load_environment("gsm8k", tmp_path)
     (tmp_path / "train.jsonl").rename(tmp_path / "other.jsonl")
     (tmp_path / "deep" / "train.jsonl.gz").unlink()
-    with pytest.raises(FileNotFoundError, match="has no GSM8K file train.jsonl"):
+    with pytest.raises(FileNotFoundError, match="name its folder with --rl.data, .* has none"):
         load_environment("gsm8k", tmp_path)
 
 
@@ -67,5 +67,5 @@ def test_a_damaged_line_is_named_and_the_folder_must_be() -> None:
     for row in ({"question": "a"}, {"question": "a", "answer": "#### many"}, {"question": "a", "answer": "12"}, []):
         with pytest.raises((ValueError, KeyError, TypeError)):
             problem(row)
-    with pytest.raises(ValueError, match="name the folder with its train.jsonl by --rl.data"):
+    with pytest.raises(FileNotFoundError, match="gsm8k reads train.jsonl: name its folder with --rl.data$"):
         load_environment("gsm8k")

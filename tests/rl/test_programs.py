@@ -77,7 +77,7 @@ def test_the_program_of_a_reply(reply: str, program: str) -> None:
 
 @pytest.mark.parametrize("lines", [["{"], ["[]"], ['{"prompt": "a"}'], []])
 def test_files_that_are_missing_or_damaged(tmp_path: Path, lines: list[str]) -> None:
-    with pytest.raises(ValueError, match="name the folder with programs.jsonl by --rl.data"):
+    with pytest.raises(FileNotFoundError, match="reads programs.jsonl: name its folder with --rl.data, .* none"):
         load_environment("programs", tmp_path)
     with pytest.raises(ValueError, match="line 1: (no row of programs|not a line of JSON)|has no rows of programs"):
         load_environment("programs", write(tmp_path, lines))

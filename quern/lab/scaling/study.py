@@ -67,17 +67,18 @@ def planned(options: ScalingOptions, log: Callable[[str], None]) -> Plan:
 def run(
     options: ScalingOptions,
     plan: Plan,
-    trainer: Trainer,
+    trainer: Trainer | None,
     log: Callable[[str], None],
     source: str | None = None,
     facts: dict[str, Any] | None = None,
 ) -> int:
     """Trains what the study lacks, then fits. Returns the exit code: 1 if a run failed; to diverge is not to fail.
-    source: the text of the recipe's file; facts: of this start, as from `study.start_facts`."""
+    trainer: None fits what there is; source: the text of the recipe's file; facts: of this start, as from
+    `study.start_facts`."""
     description = _description(options, plan, source) | {"facts": facts}
     predicted = _predictions(options)
     failed: list[Cell] = []
-    if options.fit:
+    if trainer is None:
         study = Grid(options.folder)
         study.compare_plan(description)
     else:
