@@ -130,11 +130,11 @@ class _Skipped:
     def skip(self, error: Malformed) -> None:
         """Counts a malformed record; raises ValueError if there are too many."""
         self.odd += error.lines
-        if not self.first and self.log is not None:
-            self.log(f"skipping malformed records, of which 1 in {FEW_RECORDS:,} may be; the first is {error}")
-        self.first = self.first or str(error)
+        known, self.first = bool(self.first), self.first or str(error)
         if self.log is None or self.odd >= self.seen > 1 or self.odd > MOST_AT_ONCE + self.seen // FEW_RECORDS:
             raise self._refusal() from error.__cause__
+        if not known:
+            self.log(f"malformed records are skipped if at most 1 in {FEW_RECORDS:,} is; the first is {error}")
 
     def finish(self, files: int) -> None:
         """Logs what was skipped of so many files, or raises the first error if it is too much."""
@@ -145,14 +145,17 @@ class _Skipped:
             log(f"skipped {self.odd:,} malformed of {self.seen:,} records")
         if self.bad:
             error, told = self.bad[0][1], f"{len(self.bad):,} of {files:,} files"
+            if len(self.bad) == files:
+                raise type(error)(f"{error}; {told} cannot be read: repair them, or name others")
             if sum(size for size, _ in self.bad) > self.bytes_read:
                 instead = "cannot be read, with more than half of the bytes: leave them out with --data.exclude"
                 raise type(error)(f"{error}; {told} {instead}")
             log(f"skipped {told} that cannot be read; the first: {error}")
 
     def _refusal(self) -> ValueError:
-        more = f"; {self.odd:,} of {self.seen:,} records are malformed, and 1 in {FEW_RECORDS:,} may be"
-        return ValueError(self.first + (more if self.odd > 1 else ""))
+        are = "is" if self.odd == 1 else "are"
+        more = f"; {self.odd:,} of {self.seen:,} records {are} malformed, and 1 in {FEW_RECORDS:,} may be"
+        return ValueError(self.first + (more if self.seen > 1 else ""))
 
 
 def converted(
@@ -172,7 +175,7 @@ def converted(
     Args:
         wanted: The columns to read from a table; the others are `UNREAD`.
         convert: Takes a value. Raises one of `REFUSALS`.
-        log: Takes a line when the first record is skipped, and one when all are read. None: no record is skipped.
+        log: Takes a line on the first malformed record, and one when all are read. None: no record is skipped.
         separator: The mark between the records of text; None makes the file one record.
         encoding: The encoding of text, tables and JSON, or "auto"; see readers.py.
 

@@ -75,7 +75,9 @@ def _json_lines(path: Path, encoding: str) -> Iterator[tuple[Any, int]]:
         except UnreadableError as error:
             yield Malformed(str(error)), line
         except (ValueError, RecursionError) as error:
-            yield Malformed(f"{path}, line {line + 1}: not a line of JSON ({error})"), line
+            # A line's own "line 1" would contradict its number.
+            at = f"character {error.pos + 1}: {error.msg}" if isinstance(error, json.JSONDecodeError) else error
+            yield Malformed(f"{path}, line {line + 1}: not a line of JSON ({at})"), line
 
 
 def _json_values(path: Path, encoding: str) -> list[Any]:

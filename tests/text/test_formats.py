@@ -205,6 +205,10 @@ def test_one_malformed_record_in_a_thousand_is_skipped(
     else:
         with pytest.raises(ValueError, match=named):
             list(read(path))
+        count = f"{len(odd)} of ([1-9],)?[0-9]+ records (is|are) malformed, and 1 in 1,000 may be$"
+        with pytest.raises(ValueError, match=f"{named}.*; {count}"):
+            list(read(path, log=said.append))
+        assert all(line.startswith("malformed records are skipped if at most 1 in 1,000 is; ") for line in said)
 
 
 def test_malformed_records_are_counted_over_all_files_and_by_lines(tmp_path: Path) -> None:

@@ -64,6 +64,12 @@ def test_the_odd_bad_file_is_skipped_and_counted_and_a_bad_half_is_refused(tmp_p
     (tmp_path / "binary.txt").write_bytes(bytes(range(256)) * 9)
     with pytest.raises(ValueError, match="3 of 4 files cannot be read, with more than half of the bytes: leave"):
         list(read(tmp_path, log=said.append))
+    empty = [tmp_path / name for name in ("cut.parquet", "empty.parquet")]
+    for path in empty:
+        path.write_bytes(b"")
+    with pytest.raises(ValueError, match="2 of 2 files cannot be read: repair them, or name oth"):
+        list(read(empty, log=said.append))
+    assert said == [line], "a refusal is no note beside a success"
 
 
 @pytest.mark.parametrize("delimiter", [";", "\t", ","])
