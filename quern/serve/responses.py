@@ -86,6 +86,7 @@ class ResponsesRequest(Strict):
 
     instead: ClassVar[Mapping[str, str]] = {
         "input": 'give a text or at least one message, [{"role": "user", "content": "…"}]',
+        "include": "a reply has all that there is: leave it out",
         "previous_response_id": "nothing is stored: send the whole conversation in 'input'",
     }
     model: str
@@ -245,7 +246,7 @@ class Responses:
             counts = self._answer.usage()
             usage = {
                 "input_tokens": counts["prompt_tokens"],
-                "input_tokens_details": counts["prompt_tokens_details"],
+                "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},
                 "output_tokens": counts["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": counts["total_tokens"],

@@ -97,14 +97,15 @@ def test_no_reply_of_the_talking_model_ends_early() -> None:
         assert {row[0].finish_reason for row in done} == {"length"}
 
 
-def test_every_benchmark_prints_and_records(tmp_path: Path) -> None:
+def test_every_benchmark_prints_and_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but those that have a test of their own."""
+    monkeypatch.setattr("quern.process.SILENT_SECONDS", 0.0)
     names = [*(run.__name__.replace("_", "-") for run in command.QUICK if run.__name__ != "train"), "prepare"]
     found, shown = measured(tmp_path, *names, *QUICK, "--rounds", "1")
     assert sorted(found) == sorted(names)
     for name, body in found.items():
         check_record(body, rounds=1)
-        assert f"\n{name}  (" in shown
+        assert f"\n{name}  (" in shown and f"waiting for the figures of {name}, " in shown
     units = {name: {m["unit"] for m in body["measures"]} for name, body in found.items()}
     assert "MB/s" in units["tokenizer"] and {"MB/s", "tokens/s"} <= units["encode"]
     measures = {name: {m["name"] for m in body["measures"]} for name, body in found.items()}

@@ -97,6 +97,7 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     ],
     RESPONSES: [
         ({"previous_response_id": "resp_1"}, "send the whole conversation in 'input'", "previous_response_id"),
+        ({"include": ["reasoning.encrypted_content"]}, "leave it out", "include"),
         ({"input": []}, "give a text or at least one message", "input"),
         ({"input": "x" * 600}, "'input' already takes", "input"),
         ({"temperature": 3.0}, NAMED, "temperature"),

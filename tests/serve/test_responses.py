@@ -1,6 +1,7 @@
 """`/v1/responses` as OpenAI's own client sees it: the chat's answer in another shape, whole = streamed."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import jsonschema_rs
@@ -15,6 +16,14 @@ from tests.support.http_server import running
 PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 TOOL: Any = {"type": "function", "name": "count", "parameters": {**PARAMETERS, "additionalProperties": False}}
 FORM = {"type": "json_schema", "name": "n", "schema": {**PARAMETERS, "additionalProperties": False}, "strict": True}
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    """A client that takes no answer without all of a response's fields."""
+    how: dict[str, Any] = {"api_key": "none", "max_retries": 0, "_strict_response_validation": True}
+    with openai.OpenAI(base_url=f"{url}/v1", **how) as client:
+        yield client
 
 
 def test_the_text_is_the_chat_s(client: openai.OpenAI) -> None:
