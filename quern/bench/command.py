@@ -43,7 +43,8 @@ BENCHMARKS: dict[str, Callable[[Setup], Iterator[Figure]]] = {
 
 
 def run(options: BenchOptions, log: Callable[[str], None]) -> int:
-    """Runs the named benchmarks and returns the exit code."""
+    """Runs the named benchmarks and returns the exit code. Raises OSError if there can be no folder for the records."""
+    (folder := options.out / "bench").mkdir(parents=True, exist_ok=True)
     machine = select_attention(options.detect())
     setup = Setup(machine, options.seed, options.quick, options.rounds, log=log, options=options)
     for line in (*machine.notes, *introduction(setup)):
@@ -58,7 +59,7 @@ def run(options: BenchOptions, log: Callable[[str], None]) -> int:
             measures = list(BENCHMARKS[what](setup))
         seconds = round(time.monotonic() - start, 2)
         body |= {"rounds": setup.rounds, "seconds": seconds, "settings": setup.settings}
-        path = options.out / "bench" / f"{what}.json"
+        path = folder / f"{what}.json"
         write(path, body | {"measures": measures})
         for line in (*render(body), *table(measures), f"  record: {path}"):
             log(line)

@@ -224,6 +224,12 @@ def test_nonsense_is_refused_before_anything_is_measured(arguments: list[str], m
         read(BenchOptions, arguments, prog="quern bench")
 
 
+def test_records_that_cannot_be_kept_are_not_measured(tmp_path: Path) -> None:
+    (tmp_path / "out").touch()
+    with pytest.raises(NotADirectoryError):
+        command.run(read(BenchOptions, ["--out", str(tmp_path / "out")], prog="quern bench"), pytest.fail)
+
+
 def test_two_processes_against_one(tmp_path: Path) -> None:
     """They alternate on the same global batches."""
     trace = tmp_path / "trace.json"

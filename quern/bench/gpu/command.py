@@ -56,6 +56,7 @@ def run(options: GpuOptions, log: Callable[[str], None]) -> int:
         log("there is no GPU here that torch can use: run this on a machine with one, or try it with --quick")
         return 1
     began, load, folder = time.monotonic(), os.getloadavg()[0], options.out / "bench"
+    folder.mkdir(parents=True, exist_ok=True)  # before minutes of measurements
     machine = select_attention(options.detect())
     chosen = round(time.monotonic() - began, 2)
     limits = measure_limits(machine, options.quick)
