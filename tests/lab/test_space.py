@@ -68,7 +68,9 @@ REFUSED = {
     "data=a,b": "changes the text",
     "model.vocab-size=100,200": "follows from the depth and the tokenizer",
     "model.mlp-width=100,200": "does nothing in the 'gpt' recipe",
-    "sft.epochs=1..2": "is for fine-tuning",
+    "shards=1..2": "changes the text",
+    "sft.epochs=1..2": "is for a stage after pretraining",
+    "rl.steps=1..2": "is for a stage after pretraining",
     "train.minutes=1..2": "would train for a time",
     "train.keep=1..2": "does not change what is learned",
 }
@@ -99,9 +101,10 @@ def test_a_file_means_the_same_as_its_entries(tmp_path: Path) -> None:
     entries = ["depth=2,4", "optim.matrix-lr=0.005..0.08:log", "model.windows=SSSL,L"]
     assert read_space([str(file)], RECIPE) == read_space(entries, RECIPE)
     assert read_space([str(file), "train.final-lr=0..0.1"], RECIPE).texts()["train.final_lr"] == "0..0.1"
-    file.write_text("depth = ", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"two\.toml is not TOML"):
-        read_space([str(file)], RECIPE)
+    for wrong in (b"depth = ", b"\xff\xfe"):
+        file.write_bytes(wrong)
+        with pytest.raises(ValueError, match=r"two\.toml is not TOML"):
+            read_space([str(file)], RECIPE)
 
 
 def test_the_values_of_a_grid() -> None:

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from quern.field_types import range_of, refuse_outside
 from quern.flags.recipe_flags import field_names
 from quern.lab.verdict import score
-from quern.recipe import FOR_FINE_TUNING, OPERATIONAL, Recipe
+from quern.recipe import FOR_FINE_TUNING, FOR_RL, OPERATIONAL, Recipe
 from quern.validate import FILLED_IN, annotation_of, check, flag, why_unused
 
 FORMS = (
@@ -29,7 +29,8 @@ FORMS = (
 OTHER_TEXT = "changes the text or the validation text, so trials could not be compared"
 REFUSED = {
     **dict.fromkeys(("data", "val", "text.val_megabytes", "text.tinyworld_megabytes"), OTHER_TEXT),
-    **dict.fromkeys(("text.column", "text.separator", "text.tokenizer"), OTHER_TEXT),
+    **dict.fromkeys(("text.column", "text.separator", "text.tokenizer", "text.encoding", "text.split"), OTHER_TEXT),
+    **dict.fromkeys(("include", "exclude", "shards"), OTHER_TEXT),
     **dict.fromkeys(("seed", "data_seed"), "is what pairs the trials: set how many seeds with --seeds"),
     **dict.fromkeys(("name", "unused"), "does not change what is trained"),
     **dict.fromkeys(sorted(OPERATIONAL), "does not change what is learned"),
@@ -150,7 +151,7 @@ def _file(path: Path) -> list[str]:
     """The entries of a TOML file: a table for each part of the recipe, values as text or as a list of choices."""
     try:
         body = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
     entries = []
     for name, value in body.items():
@@ -182,8 +183,8 @@ def _dimension(entry: str, recipe: Recipe) -> Dimension:
 
 def _refuse_field(name: str, recipe: Recipe) -> None:
     known, reason = list(field_names(recipe)), REFUSED.get(name)
-    if any(f"{name}.".startswith(f"{part}.") for part in FOR_FINE_TUNING):
-        reason = "is for fine-tuning, and a sweep pretrains"
+    if any(f"{name}.".startswith(f"{part}.") for part in (*FOR_FINE_TUNING, *FOR_RL)):
+        reason = "is for a stage after pretraining, and a sweep pretrains"
     elif name in recipe.unused:
         reason = why_unused(name, recipe)
     if reason:
