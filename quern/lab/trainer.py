@@ -119,6 +119,7 @@ class Trainer:
 
         code, state, counts = self._run(resolved, prepared, -(-resolved.train.steps // evaluations), note, on_step)
         if code not in (EXIT_DONE, EXIT_DIVERGED):
+            self.log("the runs that have finished are kept: the same command goes on with the study")
             raise KeyboardInterrupt
         seconds = _all_steps(state.seconds, state.step)
         return Trial(

@@ -68,11 +68,12 @@ class Stop:
     without a reader is dropped and raises nothing.
 
     alone: False on one of several ranks. Then rank 0 reports the stop, once all ranks know of it, and later signals are
-    ignored: the scheduler and the launcher may each send one, and the launcher uses SIGKILL.
+    ignored: the scheduler and the launcher may each send one, and the launcher uses SIGKILL. saves: for the message.
     """
 
-    def __init__(self, alone: bool = True) -> None:
+    def __init__(self, alone: bool = True, saves: bool = True) -> None:
         self.alone = alone
+        self._saving = " saving," if saves else ""
         self.signal: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._output = contextlib.ExitStack()
@@ -107,7 +108,8 @@ class Stop:
             signal.signal(which, signal.SIG_DFL if at_once else signal.SIG_IGN)
         if not self.alone:
             return
-        note = f"\n{signal.Signals(number).name}: finishing this step, saving, then exiting; once more exits at once.\n"
+        name = signal.Signals(number).name
+        note = f"\n{name}: finishing this step,{self._saving} then exiting; once more exits at once.\n"
         with contextlib.suppress(OSError):  # the reader may be gone
             os.write(2, note.encode())  # print() is not reentrant
 

@@ -121,7 +121,7 @@ def train(
     more = {"plans": plan.recorded} if plan.recorded else {}
     folder.event("resume" if run.step else "start", step=run.step, steps=horizon.steps, **more)
     with (
-        Stop(alone=mesh.world.size == 1) as stop,
+        Stop(alone=mesh.world.size == 1, saves=bool(plan.save_every)) as stop,
         closing(_batches(backend, loader, plan, horizon)) as batches,
     ):
         try:

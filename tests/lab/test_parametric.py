@@ -2,6 +2,7 @@
 
 import csv
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,8 @@ def test_a_prediction_is_the_minimum_along_the_budget(kappa: float, gamma: float
     values = [predicted[name].value for name in ("parameters", "tokens", "loss")]
     assert values == pytest.approx([np.exp(oracle.x), tokens, oracle.fun], rel=1e-3)
     assert found.intervals["exponent"].value == pytest.approx(0.37 / 0.72, rel=1e-4)
+    odd = np.array([[0, 1, 0, -0.5, 1], [0, 1, 1, 1, 0.0], *found.samples])  # resamples without a minimum
+    assert replace(found, samples=odd).predict(1e20)["loss"].value == predicted["loss"].value
 
 
 @pytest.mark.parametrize(("A", "B", "name"), [(0.0, 2100.0, "N"), (480.0, 0.0, "D")])

@@ -126,13 +126,20 @@ def test_a_trial_ends_early_and_a_diverged_one_has_no_score(text: Path, trainer:
         trainer.train(replace(lost, train=TrainRecipe(minutes=1)), name="lost", seed=0, data_seed=0)
 
 
-def test_a_signal_in_the_last_step_ends_the_study_and_quern_run(text: Path, trainer: Trainer, out: Path) -> None:
+def test_a_signal_ends_the_study_and_in_the_last_step_quern_run(
+    text: Path, trainer: Trainer, out: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     def send(*_: object) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
         return ""
 
     with pytest.raises(KeyboardInterrupt):
         trainer.train(toy(text), name="toy", seed=0, data_seed=0, on_eval=send)
+    said = list[str]()
+    with pytest.raises(KeyboardInterrupt):
+        Trainer(out, CPU, said.append).train(toy(text), name="toy", seed=0, data_seed=0, evaluations=2, on_eval=send)
+    assert said[-1] == "the runs that have finished are kept: the same command goes on with the study"
+    assert "SIGINT: finishing this step, then exiting" in capfd.readouterr().err
     last, session = toy(text, steps=1), Session(stage="pretrain", machine=CPU, run_dir=RunDir(out, "last"), shown=send)
     with pytest.raises(KeyboardInterrupt):
         pretrain.run(last, replace(session, locked=True))

@@ -215,7 +215,7 @@ def test_a_signal_finishes_the_step_saves_and_resumes_bit_for_bit(
     assert code == EXIT_STOPPED == 75 and signal.getsignal(which) == before
     assert stopped.step == at + 1, "the step under way is finished, and no other is begun"
     assert said == [f"stopped after step {at + 1} as asked, and saved: continue with `--resume`"]
-    assert f"{which.name}: finishing this step" in capfd.readouterr().err
+    assert f"{which.name}: finishing this step, saving, then exiting" in capfd.readouterr().err
     assert manifest.steps(tmp_path / "stopped" / "checkpoints")[-1] == at + 1
     again = toy_state()
     code, _ = go(tmp_path / "stopped", again, quiet, again=True)

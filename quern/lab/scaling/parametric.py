@@ -95,8 +95,8 @@ def _optimum(theta: Array, flops: float, kappa: float, gamma: float) -> dict[str
     budget = np.log(flops / kappa)
     with np.errstate(divide="ignore", invalid="ignore"):
         log_n = (np.log(alpha) + a - np.log(gamma * beta) - b + beta * budget) / (alpha + gamma * beta)
-    log_d = budget - gamma * log_n
-    loss = np.logaddexp(np.logaddexp(e, a - alpha * log_n), b - beta * log_d)
+        log_d = budget - gamma * log_n
+        loss = np.logaddexp(np.logaddexp(e, a - alpha * log_n), b - beta * log_d)
     return {"parameters": log_n, "tokens": log_d, "ratio": log_d - log_n, "loss": loss}
 
 
