@@ -105,6 +105,8 @@ def test_only_loopback_names_are_answered(server: Server) -> None:
 def test_wrong_requests(server: Server, path: str, body: bytes, headers: dict[str, str], status: int) -> None:
     found, answer, _ = ask(server, path, body, **headers)
     assert (found, list(answer)) == (status, ["error"])
+    if body in (b"{", b"[]", b"\xff\xfe{"):
+        assert answer["error"] == "send a JSON object"
 
 
 def test_runs_are_removed_from_this_machine_alone(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,7 @@ class Handler(BaseHTTPRequestHandler):
             raise ValueError("send the body as JSON, with the header 'Content-Type: application/json'")
         try:
             request = json.loads(content)
-        except RecursionError:
+        except (ValueError, RecursionError):
             request = None
         if not isinstance(request, dict):
             raise ValueError("send a JSON object")

@@ -14,6 +14,7 @@ from quern.lab.scaling.isoflop import CONVENTIONS
 from quern.lab.scaling.study import CELLS, FITS, Grid
 from quern.lab.search.space import change_line, trial_row
 from quern.records import read_json, read_lines
+from quern.terminal import counted
 from quern.validate import flag
 
 SCALING_FILES = (Grid.PLAN, CELLS, FITS)
@@ -100,9 +101,10 @@ def read_sweep(folder: Path) -> Page:
 def _summary(facts: dict[str, Any]) -> str:
     plan, recipe = facts["plan"], facts["plan"]["recipe"]
     outcomes = ", ".join(f"{count:,} {outcome}" for outcome, count in facts["outcomes"].items())
+    fields, seeds = counted(len(plan["space"]), "field"), counted(len(plan["seeds"]), "seed")
     return (
-        f"A sweep of {len(plan['space'])} fields of `{recipe['name']}`, depth {recipe['depth']}, on `{recipe['data']}`"
-        f": {facts['trials']:,} trials ({outcomes}) of {len(plan['seeds'])} seeds each."
+        f"A sweep of {fields} of `{recipe['name']}`, depth {recipe['depth']}, on `{recipe['data']}`"
+        f": {counted(facts['trials'], 'trial')} ({outcomes}) of {seeds} each."
     )
 
 
