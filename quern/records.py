@@ -138,7 +138,8 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 def git_output(path: Path, *arguments: str) -> str | None:
     """Runs git in a folder and returns its output; None if git fails, is not installed or does not answer."""
-    command = ["git", "-C", str(path), *arguments]
+    # Without the locks with which git keeps what it found: a commit at the same time would fail.
+    command = ["git", "--no-optional-locks", "-C", str(path), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):

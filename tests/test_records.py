@@ -195,3 +195,8 @@ def test_git_hash_is_the_commit_and_says_dirty(tmp_path: Path) -> None:
     file.write_text("2", encoding="utf-8")
     assert git_hash(tmp_path) == commit + "-dirty"
     assert git_hash(tmp_path / "nowhere") is None
+    index = (tmp_path / ".git" / "index").stat()
+    file.write_text("1", encoding="utf-8")
+    os.utime(file, (1, 1))
+    assert git_hash(tmp_path) == commit
+    assert (tmp_path / ".git" / "index").stat().st_ino == index.st_ino, "the index was written"

@@ -180,7 +180,11 @@ def run(
         "general.file_type": FILE_TYPES[TYPES[dtype]],
         "general.quantization_version": 2,
     }
-    write(path, facts, weights, kinds)
+    try:
+        write(path, facts, weights, kinds)
+    except OSError as error:  # NumPy's, of a full disk, says only how much it has written
+        why = f"cannot write {path} ({error.strerror or error})"
+        raise OSError(f"{why}: make room there, or choose another --dir") from error
     size = path.stat().st_size
     log(f"step {loaded.step:,} of {loaded.stage}, {size / 1e6:,.1f} MB in {TYPES[dtype]} → {path}")
     return path

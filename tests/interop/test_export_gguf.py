@@ -20,6 +20,7 @@ from quern.recipes.gpt import RECIPE as GPT_RECIPE
 from quern.runs.run_dir import RunDir
 from quern.terminal import silent
 from quern.text.tokenizer import Tokenizer
+from tests.support.full_disk import full_disk
 from tests.support.gguf_run import BLOCKS, gguf_recipe, single_digits
 from tests.support.llama_cpp import LlamaCpp
 from tests.support.llama_run import llama_recipe, model_of, write_run
@@ -164,13 +165,9 @@ def test_a_weight_that_fp16_cannot_hold_is_refused(tmp_path: Path) -> None:
     assert export_gguf.kinds_of(weights, "BF16", silent) == {"token_embd.weight": "BF16"}
 
 
-def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*arguments: Any, **options: Any) -> None:
-        raise OSError(28, "No space left on device")
-
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     run_dir = toy_run(tmp_path / "out")
-    monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", full)
-    with pytest.raises(OSError, match="No space left"):
+    with full_disk(20_000), pytest.raises(OSError, match=r"cannot write .*/a.gguf \(.*\): make room there, or choose"):
         export_gguf.run(run_dir, tmp_path / "a.gguf", stage=None, dtype="fp32", log=silent)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

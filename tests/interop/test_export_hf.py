@@ -4,7 +4,6 @@ That the numbers agree with another implementation is a law of its own (tests/la
 """
 
 import json
-import resource
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from quern.terminal import silent
 from quern.text.hugging_face import read_tokenizer, tokenizer_json
 from quern.text.tokenizer import Tokenizer
 from quern.train import manifest
+from tests.support.full_disk import full_disk
 from tests.support.llama_run import FP32, llama_recipe, write_run
 from tests.support.toy_engine import toy_tokenizer
 
@@ -118,14 +118,9 @@ def test_the_next_export_removes_what_a_killed_one_left(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path) -> None:
-    """Files may not grow beyond some bytes: a write then fails as on a full disk, with another number."""
-    run_dir, before = write_run(tmp_path / "out", llama_recipe()), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    try:
-        with pytest.raises(OSError, match=r"cannot write .*/hf \(.*File too large.*\): choose another fol"):
-            export_hf.run(run_dir, tmp_path / "hf", stage=None, dtype=torch.float32, log=silent)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    run_dir = write_run(tmp_path / "out", llama_recipe())
+    with full_disk(1000), pytest.raises(OSError, match=r"cannot write .*/hf \(.*too large.*\): choose another fol"):
+        export_hf.run(run_dir, tmp_path / "hf", stage=None, dtype=torch.float32, log=silent)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

@@ -4,7 +4,6 @@ That the logits are those of transformers is a law of its own (tests/laws/test_e
 """
 
 import json
-import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from quern.runs.load import load
 from quern.runs.run_dir import RunDir
 from quern.terminal import silent
 from quern.train import checkpoint, manifest
+from tests.support.full_disk import full_disk
 from tests.support.llama_run import FP32, llama_recipe, model_of, write_run
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -160,13 +160,8 @@ def test_what_cannot_be_imported_leaves_no_run(spoil: Callable[[Path], Any], mes
 
 
 def test_an_import_that_cannot_be_written_leaves_no_run(folder: Path) -> None:
-    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, most))
-    try:
-        with pytest.raises(manifest.CheckpointError, match="cannot write the checkpoint of step 0"):
-            imported(folder)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    with full_disk(1 << 16), pytest.raises(manifest.CheckpointError, match="cannot write the checkpoint of step 0"):
+        imported(folder)
     assert not RunDir(folder.parent, "copy").folder.exists()
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import resource
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -24,6 +23,7 @@ from quern.temporaries import alone_in
 from quern.text.clean.steps import Cleaned, Step, exact_duplicates
 from quern.text.tinyworld import corpus as tinyworld_corpus
 from quern.text.tokenizer import Tokenizer, split_pattern
+from tests.support.full_disk import full_disk
 
 
 def recipe_for(data: Path | str, **text: Any) -> Resolved:
@@ -346,16 +346,10 @@ def test_an_output_folder_that_cannot_be_is_refused_before_any_work(tmp_path: Pa
 
 
 def test_a_full_disk_is_named_with_the_path(tmp_path: Path) -> None:
-    """Files may not grow beyond some bytes: a write then fails as on a full disk, with another number."""
     recipe, out = recipe_for("tinyworld"), tmp_path / "out"
     source = open_source(recipe, out)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))
-    try:
-        with pytest.raises(OSError) as refused:
-            train_tokenizer(recipe, source, out, lambda line: None)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with full_disk(1), pytest.raises(OSError) as refused:
+        train_tokenizer(recipe, source, out, lambda line: None)
     assert str(refused.value).startswith(f"cannot write {out / 'tokenizers'}/tinyworld-")
     assert str(refused.value).endswith("(File too large): make room there, or choose another place")
     assert list((out / "tokenizers").iterdir()) == []

@@ -6,7 +6,6 @@ Whatever happens, a file under its final name is byte for byte the listed one, o
 import hashlib
 import logging
 import random
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 from quern.text import data_sets
 from quern.text.downloads import download, list_repository, retrieve
 from quern.text.repositories import HubName, Repository
+from tests.support.full_disk import full_disk
 from tests.support.hub_server import Hub, hub_server
 
 BODY = random.Random(0).randbytes(300_000)
@@ -145,13 +145,8 @@ def test_no_server_at_all_is_a_clear_error(
 
 
 def test_a_full_disk_is_reported_at_once(hub: Hub, listed: Repository, path: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            download(listed, "x.parquet", path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with full_disk(100_000), pytest.raises(OSError, match="File too large"):
+        download(listed, "x.parquet", path)
     assert not path.exists() and len(ranges(hub)) == 1
 
 
