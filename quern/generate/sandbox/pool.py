@@ -205,16 +205,13 @@ class Worker:
         self._host.settimeout(PATIENCE)
         self._resources.callback(self._host.close)
         self._errors = self._resources.enter_context(_memory_file())
-        with guest:
-            process = subprocess.Popen(
-                command,
-                stdin=guest.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=self._errors,
-                env=ENVIRONMENT,
-                cwd="/",
-                start_new_session=True,
-            )
+        how: Any = {"stdout": subprocess.DEVNULL, "env": ENVIRONMENT, "cwd": "/", "start_new_session": True}
+        try:
+            with guest:
+                process = subprocess.Popen(command, stdin=guest.fileno(), stderr=self._errors, **how)
+        except OSError as error:
+            self.close()
+            raise SandboxError(f"{error.filename or command[0]}: {error.strerror}") from error
         self._resources.callback(process.wait)
         self._resources.callback(process.kill)
         try:

@@ -217,6 +217,11 @@ def test_without_a_tier_the_way_to_install_one_is_named(monkeypatch: pytest.Monk
     monkeypatch.setattr(pool, "TIERS", {"bubblewrap": missing, "landlock": missing})
     with pytest.raises(SandboxError, match=r"bubblewrap: it is not here; landlock: .*apt install bubblewrap"):
         Sandbox(1)
+    monkeypatch.undo()
+    monkeypatch.setattr(pool, "PYTHON", Path("/nowhere/python"))
+    monkeypatch.setattr(pool.shutil, "which", lambda name: None)
+    with pytest.raises(SandboxError, match="bwrap is not installed; landlock: /nowhere/python: No such file"):
+        Sandbox(1)
 
 
 @pytest.mark.parametrize("name", HONEST_PROGRAMS)
