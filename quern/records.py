@@ -152,7 +152,12 @@ def git_hash(path: Path) -> str | None:
     commit = git_output(path, "rev-parse", "--short", "HEAD")
     if not commit:
         return None
-    return commit + ("-dirty" if git_output(path, "status", "--porcelain", "--untracked-files=no") else "")
+    return commit + ("-dirty" if changed_files(path) else "")
+
+
+def changed_files(path: Path) -> list[str]:
+    """The tracked files that differ from the commit at `path`, relative to the repository's root."""
+    return (git_output(path, "diff", "--name-only", "HEAD") or "").splitlines()
 
 
 # Trackers ---------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import pytest
 
 from quern.records import (
     StageFolder,
+    changed_files,
     find_trackers,
     git_hash,
     read_events,
@@ -193,7 +194,7 @@ def test_git_hash_is_the_commit_and_says_dirty(tmp_path: Path) -> None:
     commit = git_hash(tmp_path)
     assert commit and git("rev-parse", "HEAD").startswith(commit)
     file.write_text("2", encoding="utf-8")
-    assert git_hash(tmp_path) == commit + "-dirty"
+    assert git_hash(tmp_path) == commit + "-dirty" and changed_files(tmp_path) == ["a.py"]
     assert git_hash(tmp_path / "nowhere") is None
     index = (tmp_path / ".git" / "index").stat()
     file.write_text("1", encoding="utf-8")

@@ -46,8 +46,9 @@ def _compare(
         Arm(path.stem if path else name, options.recipe, path, source)
         for path, (name, options, source) in zip(paths, read, strict=True)
     ]
-    if len({arm.name for arm in arms}) < len(arms):
-        raise ValueError("two arms have one name: give every arm's file a name of its own")
+    known = [arm.name for arm in arms]
+    if twice := next((name for name in known if known.count(name) > 1), None):
+        raise ValueError(f"two arms have the name {twice}: give every arm's file a name of its own")
     line = shlex.join(["quern", "lab", tool, *(typed or rest)])
     return command.run(arms, read[0][1], set(rest.given), line, log, answers=answers)
 

@@ -260,6 +260,7 @@ serve keys list x → keys list takes no name: leave 'x' out
 rl --rl.rewards gsm8k --rl.data nope → ^quern rl: --rl.data nope: there is no such file or folder$
 rl --rl.data . → --rl.data is for --rl.rewards gsm8k and programs: name one of them, or leave it out$
 run --sft.tests nope → ^quern run: --sft.tests nope: there is no such file or folder$
+lab compare gpt gpt → ^quern lab: two arms have the name gpt: give every arm's file a name of its own$
 lab scaling --budgets -1 → ^quern lab: --budgets must be a number above 0 and at most 1e.30, not -1.0$
 evaluate --depth 3 → quern evaluate: --depth belongs to the run's recipe and cannot change: leave it out
 chat --port 3 → unknown option --port; .*quern chat --help

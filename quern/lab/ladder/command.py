@@ -93,6 +93,7 @@ def run(
     write_verdicts(study)
     for line in [*study_lines(study), *(calibration(study, min(options.rungs), answers) if answers else ())]:
         log(line)
+    log(f"record: {folder}; the next step: `quern lab log --study {study.name}`, or `quern lab board`")
     return 1 if any(one.error for runs in study.trials.values() for one in runs.values()) else 0
 
 

@@ -16,7 +16,7 @@ from quern.lab.ladder.study import TRIALS, Comparison, TrialRecord, at_rung
 from quern.lab.options import CompareOptions
 from quern.lab.study import now
 from quern.lab.verdict import Finding, Judgement, Rules, judge, reach, score
-from quern.records import git_output
+from quern.records import changed_files, git_output
 
 LOOKS = (3, 5, 8, 12, 16)  # pairs after which an idea is judged: they train in one process, which compiles once
 TUNE_FACTORS = (0.5, 0.7, 1.0, 1.4, 2.0)  # multiples of the tuned field that every arm tries
@@ -154,8 +154,7 @@ class Worker:
         self, study: Comparison, arms: Mapping[str, Arm], train: Train, about: str, log: Callable[[str], None]
     ) -> None:
         self.study, self.arms, self.train, self.about, self.log = study, arms, train, about, log
-        status = git_output(Path(__file__).parent, "status", "--porcelain", "--untracked-files=no") or ""
-        self.changed = tuple(line[3:] for line in status.splitlines()[:20])
+        self.changed = tuple(changed_files(Path(__file__).parent)[:20])
         self.commit = git_output(Path(__file__).parent, "rev-parse", "--short=12", "HEAD")
         self.lost: set[tuple[str, int]] = set()
 
