@@ -230,6 +230,13 @@ def test_records_that_cannot_be_kept_are_not_measured(tmp_path: Path) -> None:
         command.run(read(BenchOptions, ["--out", str(tmp_path / "out")], prog="quern bench"), pytest.fail)
 
 
+@pytest.mark.parametrize("what", ["grug", "serve"])
+def test_packages_that_are_missing_are_named(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, f"quern.bench.{'jax' if what == 'grug' else what}", None)
+    with pytest.raises(ImportError, match=r"this benchmark needs extra packages \(.*\): .*\[(jax|serve)\]"):
+        measured(tmp_path, what, *QUICK)
+
+
 def test_two_processes_against_one(tmp_path: Path) -> None:
     """They alternate on the same global batches."""
     trace = tmp_path / "trace.json"
