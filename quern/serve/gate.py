@@ -161,11 +161,11 @@ class Connection(asyncio.Protocol):
         self._bytes += self._counted(data)
         if self._bytes <= (RAW_BODY_BYTES if self._body_missing else HEADER_BYTES):
             self.inner.data_received(data)
-        elif self._body_missing:
+        elif self._body_missing and not self.waits_for_request:
             self._refuse(413, f"The body takes more than {RAW_BODY_BYTES:,} bytes.")
-        elif self.waits_for_request:
+        elif self.waits_for_request and not self._body_missing:
             self._refuse(431, f"The headers of the request take more than {HEADER_BYTES:,} bytes.")
-        else:  # further requests behind one that is being answered: a message would stand within its response
+        else:  # a message would stand within the response to a request, or behind it, as the response to the next one
             self.close()
 
     def eof_received(self) -> bool | None:

@@ -79,8 +79,18 @@ def endless(*pieces: bytes, total: int = 32 << 20) -> Iterator[bytes]:
         ([GET, b"\r\n", GET, b"x: ", b"a" * 4096], b"200"),  # the second request's headers
         ([CHUNKED, b"1;" + b"x" * 4096 + b"\r\na\r\n"], b"413"),
         ([CHUNKED + b"0\r\n", b"x: y\r\n" * 500], b"4"),  # trailers
+        ([HEAD + b"content-length: 99999999\r\n\r\n", b"a" * 4096], b"413"),
     ],
-    ids=["a value", "many headers", "the path", "after empty lines", "pipelined", "chunk extensions", "trailers"],
+    ids=[
+        "a value",
+        "many headers",
+        "the path",
+        "after empty lines",
+        "pipelined",
+        "chunk extensions",
+        "trailers",
+        "body",
+    ],
 )
 def test_a_flood_is_cut_off(url: str, pieces: list[bytes], status: bytes) -> None:
     with connected(url) as connection:
@@ -88,6 +98,7 @@ def test_a_flood_is_cut_off(url: str, pieces: list[bytes], status: bytes) -> Non
         assert sent < 16 << 20, "the sockets' buffers and the limit, not the flood"
         found = reply(connection)
         assert found == b"" or found.startswith(b"HTTP/1.1 " + status), "a reset may have lost the answer"
+        assert found.count(b"HTTP/1.1 413") < 2, "the second one would answer the next request"
     assert web.get(f"{url}/health").status_code == 200
 
 
