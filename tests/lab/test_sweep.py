@@ -105,6 +105,11 @@ def test_trials_without_a_score_are_kept_with_a_finite_value(tmp_path: Path) -> 
     assert "train.batch-tokens must be a multiple of model.context" in values[0.03, 4097]["reason"]
     assert values[0.03, 8192]["reason"] == "8192 tokens do not fit"
     assert results["outcomes"] == {"diverged": 1, "finished": 1, "out of memory": 2, "refused": 2}
+    stepped = options(tmp_path, study="stepped", space=("train.warmdown-share=0.2..0.6:0.2",), sampler="grid")
+    trials, _, _ = sweep(stepped)  # 0.2 + 2 · 0.2 is above 0.6
+    assert [one["values"]["train.warmdown_share"] for one in trials] == [0.2, 0.4, 0.6]
+    refused = options(tmp_path, study="refused", space=("train.batch-tokens=4097,4098",), sampler="grid")
+    assert "no trial finished: none is best" in sweep(refused)[2]
 
 
 def test_the_command_line_of_a_sweep_and_of_its_workers() -> None:

@@ -123,7 +123,8 @@ def _lines(folder: Path, facts: dict[str, Any], ranked: Sequence[Line], names: l
         lines.append(told)
     lines += [f"warning: {line}" for line in facts["edges"]]
     flags = [f"--{flag(name)} {shown(value, 6)}" for name, value in facts["best"]["values"].items()]
-    return [*lines, f"best: {' '.join(flags)}", f"written: {folder / RESULTS}, {folder / TRIALS}, {folder / FIGURE}"]
+    best = f"best: {' '.join(flags)}" if facts["best"]["outcome"] == "finished" else "no trial finished: none is best"
+    return [*lines, best, f"written: {folder / RESULTS}, {folder / TRIALS}, {folder / FIGURE}"]
 
 
 # The figure -------------------------------------------------------------------------------------------------

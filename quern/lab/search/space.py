@@ -73,7 +73,9 @@ class Dimension:
         if self.choices or self.step is None:
             return self.choices
         count = round((self.high - self.low) / self.step) + 1
-        return tuple(self.low + index * self.step for index in range(count))
+        found = [self.low + index * self.step for index in range(count)]
+        # 0.2 + 2 · 0.2 is above 0.6, which Optuna refuses.
+        return tuple(found if self.whole else (min(self.high, float(f"{one:.12g}")) for one in found))
 
     def distribution(self) -> Any:
         """Optuna's distribution over the values."""

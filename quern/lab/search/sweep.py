@@ -62,7 +62,7 @@ def run(
         log(warning)
     if is_worker := WORKER in environment():
         threading.Thread(target=end_with_parent, args=(sys.stdin,), daemon=True).start()
-    done = f", {len(sweep.finished):,} of them finished" if sweep.finished else ""
+    done = f", {len(sweep.finished):,} finished before" if sweep.finished else ""
     fields, seeds = counted(len(space.dimensions), "field"), counted(options.seeds, "seed")
     log(f"sweep {options.name}: {counted(wanted, 'trial')}{done}, {options.sampler} over {fields}, {seeds} each")
     log(f"everything is in {options.folder}")

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from textwrap import shorten
 from typing import Any
 
 import optuna
@@ -29,7 +30,7 @@ from quern.resolve import resolve
 from quern.validate import flag
 
 TRIALS, RUNNING = "sweep.jsonl", "running.jsonl"
-SHOWN_FIELDS, SHOWN_REASON = 5, 100
+SHOWN_FIELDS, SHOWN_REASON = 5, 200
 MOST_FAILURES = 2  # a trial that errors have ended so often is not tried again
 BRACKETS = "completed_rung_"  # prefix of the attributes in which Hyperband keeps a trial's state
 
@@ -103,7 +104,7 @@ class Trial:
         self._finish(outcome, value, reason, time.time() - began)
         texts = [f"{flag(name)}={shown(value)}" for name, value in self.begun.values.items()]
         more = " …" if len(texts) > SHOWN_FIELDS else ""
-        why = f" ({reason.partition(chr(10))[0][:SHOWN_REASON]})" if reason else ""
+        why = f" ({shorten(reason.partition(chr(10))[0], SHOWN_REASON, placeholder=' …')})" if reason else ""
         told = f"trial {self.number}: {value:.4f} bits per byte, {outcome}{why}"
         return f"{told}; {' '.join(texts[:SHOWN_FIELDS])}{more}"
 
