@@ -7,7 +7,7 @@ import logging
 import socket
 from typing import Any
 
-from quern.validate import install
+from quern.validate import extra
 
 SECONDS_TO_CONNECT = 10
 SECONDS_TO_START = 120
@@ -16,10 +16,8 @@ SECONDS_TO_START = 120
 
 def ray_module() -> Any:
     """Ray, imported when it is first needed. Raises ImportError with the command that installs it."""
-    try:
+    with extra("ray", "a Ray cluster needs an extra package"):
         return importlib.import_module("ray")
-    except ImportError as error:
-        raise ImportError(f"a Ray cluster needs an extra package ({error}): {install('ray')}") from error
 
 
 def connect(address: str) -> None:

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args, get_origin
@@ -59,6 +60,15 @@ def install(extra: str) -> str:
     It installs from the clone: the package index has another project with the name quern.
     """
     return f"in the folder of quern's clone, run .venv/bin/pip install -e '.[{extra}]'"
+
+
+@contextmanager
+def extra(name: str, needed: str) -> Iterator[None]:
+    """The body imports packages of an extra. Without them, ImportError says why they are `needed`, how to get them."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(f"{needed} ({error}): {install(name)}") from error
 
 
 def check(recipe: Recipe) -> None:

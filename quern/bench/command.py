@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,27 +21,18 @@ from quern.bench.quality import quality
 from quern.bench.train import ranks, train
 from quern.kernels.attention.autotune import select_attention
 from quern.process import waiting
-from quern.validate import install
-
-
-@contextmanager
-def extra(packages: str) -> Iterator[None]:
-    """Imports what needs packages that the other benchmarks do not need."""
-    try:
-        yield
-    except ImportError as error:
-        raise ImportError(f"this benchmark needs extra packages ({error}): {install(packages)}") from error
+from quern.validate import extra
 
 
 def grug(setup: Setup) -> Iterator[Figure]:
-    with extra("jax"):
+    with extra("jax", "this benchmark needs extra packages"):
         from quern.bench.jax import grug
 
     return grug(setup)
 
 
 def serve(setup: Setup) -> Iterator[Figure]:
-    with extra("serve"):
+    with extra("serve", "this benchmark needs extra packages"):
         from quern.bench.serve import serve
 
     return serve(setup)

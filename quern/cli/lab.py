@@ -18,7 +18,7 @@ from quern.recipes import chosen_recipe, load_recipe
 from quern.records import read_json
 from quern.resolve import resolve
 from quern.terminal import listed
-from quern.validate import install, nearest
+from quern.validate import extra, nearest
 
 if TYPE_CHECKING:
     from quern.lab.trainer import Trainer
@@ -82,10 +82,8 @@ def _sweep(rest: Arguments, help_text: str) -> int:
     from quern import machine as machines
     from quern.lab.study import start_facts
 
-    try:
+    with extra("lab", "sweeps need extra packages"):
         from quern.lab.search import sweep
-    except ImportError as error:
-        raise ImportError(f"sweeps need extra packages ({error}): {install('lab')}") from error
 
     sweep.read_space(options.space, resolve(options.recipe))  # refused before the machine is tried out, which compiles
     device = options.where.arguments(options.workers)

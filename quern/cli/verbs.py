@@ -37,7 +37,7 @@ from quern.recipes import chosen_recipe, recipe_names
 from quern.records import find_trackers
 from quern.runs.run_dir import NAME, RunDir
 from quern.terminal import silent
-from quern.validate import install
+from quern.validate import extra
 
 if TYPE_CHECKING:
     from quern.stages.session import Session
@@ -309,13 +309,11 @@ def verb_serve(verb: str, rest: Arguments) -> int:
 
         return keys_command(rest[1:], log)
     options, _ = parse(verb, rest, ServeOptions)
-    try:
+    with extra("serve", "serving needs extra packages"):
         from quern.serve import replicas, server
         from quern.serve.access import Hosts, KeysFile, admit_lan
         from quern.serve.gate import Gate
         from quern.serve.worker import Limits
-    except ImportError as error:
-        raise ImportError(f"serving needs extra packages ({error}): {install('serve')}") from error
     here = replicas.join()
     if here is None:  # a port that is taken is refused before the machine is tried out, which may compile
         server.listen(options.host, options.port).close()

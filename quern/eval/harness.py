@@ -21,15 +21,13 @@ from quern.machine import Machine, detect
 from quern.runs.load import LoadedModel, load
 from quern.runs.run_dir import RunDir
 from quern.terminal import Meter
-from quern.validate import install
+from quern.validate import extra
 
-try:
+with extra("eval", "lm-evaluation-harness needs extra packages"):
     import lm_eval  # pyright: ignore[reportMissingImports]
     from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # pyright: ignore[reportMissingImports]
-except ImportError as error:
-    raise ImportError(f"lm-evaluation-harness needs extra packages ({error}): {install('eval')}") from error
 
 Pair = tuple[Any, list[int], list[int]]
 """A request as lm-eval encodes it: its texts or None, the ids of the context, the ids of the continuation."""

@@ -27,7 +27,7 @@ from quern.temporaries import sync_path, whole_file
 from quern.text.hugging_face import CHAT_TEMPLATE, merge_pairs, spell
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import GPT2_SPLIT_PATTERN, Tokenizer, split_pattern
-from quern.validate import install
+from quern.validate import extra
 
 GGUF = Names(
     {"embedding.weight": "token_embd.weight", "norm.weight": "output_norm.weight", "head.weight": "output.weight"},
@@ -236,8 +236,6 @@ def write(path: Path, facts: Mapping[str, Any], weights: Mapping[str, Tensor], k
 
 def library() -> Any:
     """The module `gguf`. Raises ImportError, which says how to install it."""
-    try:
+    with extra("export", "GGUF needs an extra package"):
         import gguf
-    except ImportError as error:
-        raise ImportError(f"GGUF needs an extra package ({error}): {install('export')}") from error
     return gguf

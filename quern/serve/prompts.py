@@ -250,7 +250,7 @@ def _calls(message: ChatMessage, where: str) -> set[str]:
             raise invalid(f"{param}.id", "another call has it too")
         try:
             read_json(call.function.arguments or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             raise invalid(f"{param}.function.arguments", "it is not JSON") from None
         ids.add(call.id)
     return ids

@@ -260,7 +260,7 @@ def decode(kind: type[Body], body: bytes) -> tuple[Body, list[str]]:
     """The request in a body, and the names of fields that are ignored. Raises ApiError if it is none."""
     try:
         decoded = read_json(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ApiError(f"The body is not valid JSON: {error}.") from None
     ignored: list[str] = []
     return parse_request(kind, decoded, ignored), ignored

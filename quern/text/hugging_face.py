@@ -29,7 +29,7 @@ from quern.text.tokenizer import (
     split_pattern,
     unused_name,
 )
-from quern.validate import install
+from quern.validate import extra
 
 # Oniguruma reads two things differently. A + after a counted repetition is left out, because nothing follows that could
 # take characters back. $ matches at the end of any line; in GPT-2's its case is left out, since the next one covers it.
@@ -59,12 +59,8 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     """
     if tokenizer.pattern not in DIALECT:
         raise ValueError("the tokenizer splits text by a pattern of its own, which may mean something else there")
-    try:
+    with extra("export", "Hugging Face's tokenizer.json needs an extra package"):
         import tokenizers
-    except ImportError as error:
-        raise ImportError(
-            f"Hugging Face's tokenizer.json needs an extra package ({error}): {install('export')}"
-        ) from error
     hf: Any = tokenizers
     tokens = [*(bytes([byte]) for byte in tokenizer.single_bytes), *tokenizer.merges]
     made = hf.Tokenizer(

@@ -24,7 +24,7 @@ from quern.recipes import chosen_recipe, load_recipe
 from quern.records import find_trackers
 from quern.runs.run_dir import STAGES, RunDir
 from quern.terminal import listed, silent
-from quern.validate import flag, install, nearest
+from quern.validate import extra, flag, nearest
 
 VERBS = {
     "train": "train the `gpt` recipe, or that of a file, in JAX",
@@ -153,11 +153,9 @@ def main(arguments: Arguments, log: Callable[[str], None]) -> int:
 
 def _need_jax() -> None:
     """Raises ImportError naming the extra. Called after the flags are read: help needs no extra."""
-    try:
+    with extra("jax", "the JAX twin needs extra packages"):
         for package in ("jax", "optax"):
             import_module(package)
-    except ImportError as error:
-        raise ImportError(f"the JAX twin needs extra packages ({error}): {install('jax')}") from error
 
 
 def _train(rest: Arguments, log: Callable[[str], None]) -> int:

@@ -17,7 +17,7 @@ from typing import Any, TypedDict
 
 from quern.records import read_json
 from quern.temporaries import write_whole
-from quern.validate import install
+from quern.validate import extra
 
 SHINGLE_WORDS = 5
 """Near duplicates share most of their runs of so many words."""
@@ -116,10 +116,8 @@ def near_duplicates(threshold: float = 0.8) -> Step:
     Raises:
         ImportError: datasketch is not installed.
     """
-    try:
+    with extra("data", "near duplicates need an extra package"):
         from datasketch import MinHash, MinHashLSH
-    except ImportError as error:
-        raise ImportError(f"near duplicates need an extra package ({error}): {install('data')}") from error
     index, numbers = MinHashLSH(threshold=threshold, num_perm=PERMUTATIONS), itertools.count()
 
     def keep(text: str) -> bool:
