@@ -157,7 +157,9 @@ def git_hash(path: Path) -> str | None:
 
 def changed_files(path: Path) -> list[str]:
     """The tracked files that differ from the commit at `path`, relative to the repository's root."""
-    return (git_output(path, "diff", "--name-only", "HEAD") or "").splitlines()
+    # `git diff` would take a lock; the output of `status` has lost the blank before its first line.
+    status = git_output(path, "status", "--porcelain", "--untracked-files=no", "--no-renames") or ""
+    return [line.split(maxsplit=1)[1].strip('"') for line in status.splitlines()]
 
 
 # Trackers ---------------------------------------------------------------------------------------------------
