@@ -46,8 +46,7 @@ def run(
     Raises FileNotFoundError for a missing file, ValueError for another kind of model, or if the run exists.
     """
     if run_dir.folder.exists():
-        remove = f"or remove it (quern runs remove {run_dir.run})"
-        raise ValueError(f"there is a run '{run_dir.run}' already: name another one with --run, {remove}")
+        raise ValueError(f"there is a run '{run_dir.run}' already: name another one with --run, or remove that one")
     config = _read_json(folder / "config.json")
     try:
         shape = shape_from(config)
