@@ -41,7 +41,7 @@ def test_a_cell_costs_its_budget_and_its_recipe_has_its_size_and_length() -> Non
 def test_a_short_run_gets_a_smaller_batch_and_a_budget_that_no_steps_cost_is_named() -> None:
     (cell,) = make_plan(RECIPE, [5e11], ["2x128"]).cells  # at 4,096 tokens a step it would be 12.7 steps
     assert cell.batch_tokens < 4096 and cell.batch_tokens % 512 == 0
-    assert "1 steps of 512 tokens miss the budget" in make_plan(RECIPE, [1e9], ["2x128"]).refused[0]
+    assert "1 step of 512 tokens miss the budget" in make_plan(RECIPE, [1e9], ["2x128"]).refused[0]
     plan = make_plan(replace(RECIPE, train=TrainRecipe(batch_tokens=65_536)), [1e12, 1e15], ["2x128"])
     assert [cell.budget for cell in plan.cells] == [1e15]
     (reason,) = plan.refused

@@ -141,7 +141,7 @@ def test_a_killed_study_repeats_no_finished_run(tmp_path: Path) -> None:
     with (given.folder / "cells.jsonl").open("a", encoding="utf-8") as file:
         file.write(TORN)
     rest = FakeTrainer()
-    assert "6 runs are finished, 22 are left" in study(given, rest)[1]
+    assert "6 runs finished before, 22 are left" in study(given, rest)[1]
     assert rest.trained == 22
     assert cells(given) == cells(whole) and fits(given) == fits(whole)
     again = FakeTrainer()
@@ -266,6 +266,7 @@ def test_plan_writes_nothing(tmp_path: Path) -> None:
         ({"study": "../evil"}, "a study cannot be called '../evil'"),
         ({"study": "a/b"}, "a study cannot be called 'a/b'"),
         ({"plan": True, "fit": True}, "--plan and --fit exclude each other"),
+        ({"budgets": (10.0,)}, "no run meets its budget"),
     ],
 )
 def test_a_plan_that_fits_nothing_is_refused(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from quern.lab.scaling.fits import FEWEST_BUDGETS, Envelope
 from quern.model.count import FlopCounter, Parameters, flop_counter, parameters
 from quern.recipe import Recipe, Resolved
 from quern.resolve import batch_rule, resolve
+from quern.terminal import counted
 
 TOLERANCE = 0.01
 """Largest share by which the FLOPs of a run differ from its budget."""
@@ -136,8 +137,8 @@ def _length(fixed_batch: int | None, budget: float, counter: FlopCounter, contex
             return steps, batch
         if fixed_batch or batch <= context:
             raise ValueError(
-                f"{steps:,} steps of {batch:,} tokens miss the budget by {100 * abs(error):.1f} %: give a larger "
-                f"budget{', a smaller --train.batch-tokens' if fixed_batch else ''} or a smaller size"
+                f"{counted(steps, 'step')} of {batch:,} tokens miss the budget by {100 * abs(error):,.1f} %: give a "
+                f"larger budget{', a smaller --train.batch-tokens' if fixed_batch else ''} or a smaller size"
             )
         batch = max(context, batch // 2 // context * context)
 

@@ -26,7 +26,7 @@ from quern.recipe import OPERATIONAL
 from quern.records import read_json, read_lines
 from quern.resolve import resolve
 from quern.temporaries import write_whole
-from quern.terminal import Meter, duration, grid
+from quern.terminal import Meter, counted, duration, grid
 
 CELLS, FITS = "cells.jsonl", "fits.json"
 WAYS = "envelope", "surface"
@@ -61,6 +61,8 @@ def planned(options: ScalingOptions, log: Callable[[str], None]) -> Plan:
     speed = options.tokens_per_second and options.tokens_per_second * flop_counter(resolve(options.recipe)).per_token()
     for line in plan_lines(plan, speed):
         log(line)
+    if not plan.cells:
+        raise ValueError("no run meets its budget: change what the reasons above say")
     return plan
 
 
@@ -119,7 +121,7 @@ def _train(
 
     began, total = time.monotonic(), sum(cell.flops for cell in missing())
     if study.finished:
-        log(f"{len(study.finished)} runs are finished, {len(missing())} are left")
+        log(f"{counted(len(study.finished), 'run')} finished before, {len(missing())} are left")
     with Meter("scaling", 100, "% of the FLOPs") as meter:
 
         def train(cell: Cell) -> None:
@@ -137,7 +139,7 @@ def _train(
                 return
             study.add(CELLS, {"budget": cell.budget, "size": cell.size, **asdict(trial)})
             score = "diverged" if trial.bpb is None else f"{trial.bpb:.4f} bits per byte"
-            log(f"{cell.name}: {score}, {trial.tokens_per_second:,.0f} tokens/s; {len(missing())} runs are left")
+            log(f"{cell.name}: {score}, {trial.tokens_per_second:,.0f} tokens/s; {counted(len(missing()), 'run')} left")
 
         study.work(missing, lambda cell: cell.name.replace(" ", "-"), train)
         meter.at(100)
@@ -244,7 +246,7 @@ def plan_lines(plan: Plan, flops_per_second: float | None) -> list[str]:
         )
         for cell in plan.cells
     ]
-    total = f"{len(plan.cells)} runs of {plan.flops:.3g} FLOPs in all"
+    total = f"{counted(len(plan.cells), 'run')} of {plan.flops:.3g} FLOPs in all"
     total += f", about {duration(plan.flops / flops_per_second)}" if flops_per_second else ""
     return [*grid(head, rows), *(f"not planned: {reason}" for reason in plan.refused), total]
 
