@@ -83,7 +83,7 @@ STAGES = ("pretrain", "sft")
     ("words", "flags", "message"),
     [
         (300, "", "2 conversations, 2 of them without a reply in the context of 256 tokens, none to hold out"),
-        (0, "--sft.tests nowhere", "there is no file or folder nowhere"),
+        (0, f"--sft.tests {Path(__file__).parent}", "nothing to read in"),
         (1, "--sft.batch-tokens 100", "sft.batch-tokens must be a multiple of model.context"),
     ],
 )
