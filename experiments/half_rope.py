@@ -4,7 +4,7 @@ Hypothesis: channels without a position match contents at any distance.
 Source: modded-nanogpt's walkthrough (half-truncated RoPE with base 1,024). nanochat's experiment log, 2026-01-16: no
 improvement.
 Expected effect: no difference.
-Verdict: no difference on rung 0 (+0.0009 bits per byte, 8 pairs); multiplier × 0.995 [0.984, 1.006]. Study ladder.
+Verdict: no difference on rung 0 (+0.0009 bits per byte, 8 pairs); multiplier × 0.995 [0.985, 1.006]. Study ladder.
 """
 
 from dataclasses import replace

@@ -3,7 +3,7 @@
 Hypothesis: above the critical batch, a larger one wastes tokens.
 Source: McCandlish et al. 2018 (arXiv 1812.06162): the critical batch of a short run is far smaller.
 Expected effect: worse.
-Verdict: worse on rung 0 (+0.1344 bits per byte, 5 pairs); multiplier × 0.496 [0.411, 0.602]. Study ladder.
+Verdict: worse on rung 0 (+0.1344 bits per byte, 5 pairs); multiplier × 0.497 [0.413, 0.603]. Study ladder.
 """
 
 from dataclasses import replace

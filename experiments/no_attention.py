@@ -3,7 +3,7 @@
 Hypothesis: without attention a model is little more than a bigram.
 Source: a known answer, to test a rung of the ladder with.
 Expected effect: worse.
-Verdict: worse on rung 0 (+0.1421 bits per byte, 5 pairs); multiplier × 0.599 [0.587, 0.614]. Study ladder.
+Verdict: worse on rung 0 (+0.1421 bits per byte, 5 pairs); multiplier × 0.600 [0.589, 0.614]. Study ladder.
 """
 
 from dataclasses import replace

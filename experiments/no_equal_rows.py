@@ -3,7 +3,7 @@
 Hypothesis: loud rows dominate the spectrum, and quiet rows are not orthogonalised in five steps.
 Source: MuonEq-R (arXiv 2603.28254), a later default of nanochat.
 Expected effect: slightly worse.
-Verdict: better, small on rung 0 (-0.0029 bits per byte, 8 pairs); multiplier × 1.016 [1.009, 1.024]. Study ladder.
+Verdict: better, small on rung 0 (-0.0029 bits per byte, 8 pairs); multiplier × 1.016 [1.009, 1.023]. Study ladder.
 """
 
 from dataclasses import replace

@@ -3,7 +3,7 @@
 Hypothesis: without positions attention cannot tell the last token from one long ago.
 Source: Haviv et al. 2022 (arXiv 2203.16634): without any positions a causal model is somewhat worse.
 Expected effect: worse.
-Verdict: worse on rung 0 (+0.0661 bits per byte, 5 pairs); multiplier × 0.690 [0.678, 0.705]. Study ladder.
+Verdict: worse on rung 0 (+0.0661 bits per byte, 5 pairs); multiplier × 0.691 [0.679, 0.706]. Study ladder.
 """
 
 from dataclasses import replace

@@ -4,7 +4,7 @@ Hypothesis: the smear gives the first layer bigrams, which attention would other
 Source: nanochat's experiment log, 2026-01-16: negligible with a gate of width² parameters. The gate of the default
 reads 24 channels.
 Expected effect: no difference.
-Verdict: no difference on rung 0 (+0.0005 bits per byte, 8 pairs); multiplier × 0.997 [0.984, 1.011]. Study ladder.
+Verdict: no difference on rung 0 (+0.0005 bits per byte, 8 pairs); multiplier × 0.997 [0.985, 1.011]. Study ladder.
 """
 
 import math

@@ -5,7 +5,7 @@ equal time.
 Source: nanochat's experiment log, 2026-01-17: the models love value embeddings, and every attempt to make them
 smaller failed.
 Expected effect: clearly worse at equal steps and FLOPs; many parameters fewer.
-Verdict: worse on rung 0 (+0.0450 bits per byte, 3 pairs); multiplier × 0.776 [0.755, 0.799]. Study ladder.
+Verdict: worse on rung 0 (+0.0450 bits per byte, 3 pairs); multiplier × 0.777 [0.755, 0.799]. Study ladder.
 """
 
 from dataclasses import replace

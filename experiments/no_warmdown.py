@@ -3,7 +3,7 @@
 Hypothesis: the warm-down averages out the noise of the last steps.
 Source: Hägele et al. 2024 (arXiv 2405.18392): a cooldown from a constant rate lowers the loss.
 Expected effect: worse.
-Verdict: worse on rung 0 (+0.0394 bits per byte, 3 pairs); multiplier × 0.801 [0.757, 0.846]. Study ladder.
+Verdict: worse on rung 0 (+0.0394 bits per byte, 3 pairs); multiplier × 0.802 [0.758, 0.846]. Study ladder.
 """
 
 from dataclasses import replace
