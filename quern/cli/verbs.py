@@ -141,8 +141,7 @@ def on_ranks(
 ) -> int:
     """Calls `run` in this process, or starts the ranks that call it, or is one of them. Returns the exit code.
 
-    source: the text of the recipe's own Python file; stopped: when a signal stopped ranks that left no outcome, for the
-    message.
+    source: the text of the recipe's own Python file; stopped: when a signal stopped ranks without an outcome.
     """
     from quern.mesh import refuse_uneven, refuse_unshared
     from quern.mixture.sources import require_source

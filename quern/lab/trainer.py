@@ -106,8 +106,7 @@ class Trainer:
         if recipe.train.minutes is not None:
             raise ValueError("a trial trains for steps, so that trials are comparable: give --train.steps")
         reset_peak_memory(self.machine.device)
-        resolved = resolve(recipe)
-        prepared = self._data(resolved)
+        prepared = self._data(resolved := resolve(recipe))
         resolved = replace(fit_to_text(resolved, prepared.tokenizer, prepared.train), seed=seed, data_seed=data_seed)
         curve: list[Point] = []
 

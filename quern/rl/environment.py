@@ -51,7 +51,7 @@ def _own_code(environment: Environment, function: str) -> Iterator[None]:
         yield
     except MISTAKES as error:
         what = f"{function}() of environment '{environment.name}' fails with {type(error).__name__}: {error}"
-        raise ValueError(f"{what}; correct it, and begin under a new --run") from error
+        raise ValueError(f"{what}; correct it and begin again, under a new --run if steps were taken") from error
 
 
 def reward_of(environment: Environment, item: Item, reply: str) -> float:

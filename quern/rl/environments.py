@@ -55,7 +55,8 @@ def load_environment(name: str, folder: Path | None = None) -> Environment:
         folder: Where built-in environments find their files (`rl.data`).
 
     Raises:
-        ValueError: There is no such environment, its file is missing or damaged, or the Python file fails.
+        FileNotFoundError: The folder lacks the file that a built-in environment reads.
+        ValueError: There is no such environment, its file is damaged, or the Python file fails.
     """
     require_environment(name)
     if name in BUILT_IN:
