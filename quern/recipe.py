@@ -18,6 +18,8 @@ from quern.field_types import Amount, ConversationSource, Count, Deferred, Few, 
 from quern.records import typed
 
 SCHEMA = 1
+WITHOUT = {"key_offset": False}
+"""Fields of the model that a saved recipe may be older than, with what its run did."""
 SMALL_DEPTH = 8
 """Below this depth, vocabulary, context, and how rates and the tables' decay scale are ours; from it on nanochat's."""
 
@@ -92,8 +94,9 @@ class ModelRecipe(Generic[Gap]):
     """Attention windows by layer, repeated; S sees a quarter of the context, L all; the last layer is always L."""
     rope_base: Annotated[float, Interval(gt=1, le=1e12)] | Gap = FOLLOWS
     """Base of the rotary frequencies: 100,000; 1,024 with key_offset."""
-    key_offset: bool = False
-    """gpt: half of the channels of a key in layers L are the token before's; half of all channels have no position."""
+    key_offset: bool | Gap = FOLLOWS
+    """gpt: half of the channels of a key in layers L are the token before's; half of all channels have no position. On
+    where heads divide into four parts."""
     softcap: Positive = 15.0
     """Logits are softcap · tanh(logits / softcap)."""
     mlp_width: Annotated[int, Interval(ge=1, le=2**20)] | None = None
@@ -366,6 +369,7 @@ class Recipe(Generic[Gap]):
         if body.pop("schema", None) != SCHEMA:
             raise ValueError(f"this recipe was written by another version of quern (expected schema {SCHEMA})")
         try:
+            body["model"] = {key: v for key, v in WITHOUT.items() if f"model.{key}" not in body["unused"]} | body["model"]
             body |= {name: typed(body[name], part, exact=True) for name, part in PARTS.items()}
             if body["conversations"] is not None:
                 body["conversations"] = tuple(typed(one, ConversationSource) for one in body["conversations"])

@@ -56,9 +56,13 @@ def resolve(recipe: Recipe, replicas: int = 1) -> Resolved:
     heads = shape.heads or max(1, width // head_dim)
     context = shape.context or (512 if small else 2048)
     vocab_size = shape.vocab_size or text.vocab_size
-    rope_base = shape.rope_base or (OFFSET_ROPE_BASE if shape.key_offset else ROPE_BASE)
+    key_offset = shape.key_offset
+    if key_offset is None and "model.key_offset" not in recipe.unused:
+        key_offset = head_dim % 4 == 0
+    rope_base = shape.rope_base or (OFFSET_ROPE_BASE if key_offset else ROPE_BASE)
     derived = {"depth": depth, "width": width, "head_dim": head_dim, "heads": heads, "context": context}
-    derived |= {"kv_heads": shape.kv_heads or heads, "vocab_size": vocab_size, "rope_base": rope_base}
+    derived |= {"kv_heads": shape.kv_heads or heads, "vocab_size": vocab_size}
+    derived |= {"rope_base": rope_base, "key_offset": key_offset}
     model: ResolvedModel = _filled(shape, **derived)
     validate.check_shape(model)
     validate.check_rows(recipe.train, recipe.sft, context, replicas)

@@ -19,7 +19,7 @@ from typing import Any, Self, TypedDict
 import quern
 from quern.lab.study import Study
 from quern.lab.trainer import Trial
-from quern.recipe import OPERATIONAL, Recipe
+from quern.recipe import OPERATIONAL, WITHOUT, Recipe
 from quern.records import read_lines, typed
 from quern.resolve import resolve
 
@@ -35,6 +35,7 @@ class Rung:
     head_dim: int | None = None
     context: int | None = None
     vocab_size: int | None = None
+    key_offset: bool | None = False
 
 
 RUNGS: Mapping[int, Rung] = {
@@ -44,12 +45,12 @@ RUNGS: Mapping[int, Rung] = {
     3: Rung(1600, 8192, depth=8, width=256, head_dim=64, context=256, vocab_size=4096),
 }
 """The rungs by number. Each has two tokens for each parameter of matrices and head: of the sizes that train for 80 s on
-one core, those with more tokens score better at equal FLOPs, but hardly better than a trigram (docs/ladder.md)."""
+one core, those with more tokens score better at equal FLOPs, but hardly better than a trigram (docs/ladder.md). None
+has the key offset unless it is the idea: it became a default by its verdicts here, and the others were measured
+without it."""
 
 UNRELATED = "schema name data include exclude text.encoding val conversations sft rl shards seed data_seed".split()
 """Parts of a recipe that do not decide what a trial learns, or that its record names apart."""
-BEFORE = {"model.key_offset": False}
-"""Fields that studies may be older than, with the value that changes nothing: a fingerprint leaves it out."""
 
 
 def at_rung(recipe: Recipe, rung: Rung) -> Recipe:
@@ -60,6 +61,8 @@ def at_rung(recipe: Recipe, rung: Rung) -> Recipe:
     if shape.width is not None and rung.width is not None:
         raise ValueError(f"{recipe.name} sets model.width, as a rung does: compare it at one size, without --ladder")
     sizes = {name: getattr(shape, name) or getattr(rung, name) for name in ("width", "head_dim", "context")}
+    if shape.key_offset is None and "model.key_offset" not in recipe.unused:
+        sizes["key_offset"] = rung.key_offset
     batch = train.batch_tokens or rung.batch_tokens
     return replace(
         recipe,
@@ -76,10 +79,7 @@ def numbers(recipe: Recipe) -> str:
     for name in (*UNRELATED, *OPERATIONAL):
         part, _, field = name.rpartition(".")
         (body[part] if part else body).pop(field, None)
-    for name, value in BEFORE.items():
-        part, _, field = name.partition(".")
-        if body[part][field] == value:
-            del body[part][field]
+    body["model"] = {name: value for name, value in body["model"].items() if (name, value) not in WITHOUT.items()}
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -87,7 +87,8 @@ def one_size(base: Recipe) -> dict[int, Rung]:
     """Returns the rungs of a comparison at one size: the baseline's own length, and one that is half as long again,
     which tells how its loss falls with compute."""
     train = resolve(base).train
-    return {0: Rung(train.steps, train.batch_tokens), 1: Rung(-(-train.steps * 3 // 2), train.batch_tokens)}
+    steps, batch = train.steps, train.batch_tokens
+    return {0: Rung(steps, batch, key_offset=None), 1: Rung(-(-steps * 3 // 2), batch, key_offset=None)}
 
 
 # The fingerprint of code -----------------------------------------------------------------------------------
