@@ -369,7 +369,9 @@ class Recipe(Generic[Gap]):
         if body.pop("schema", None) != SCHEMA:
             raise ValueError(f"this recipe was written by another version of quern (expected schema {SCHEMA})")
         try:
-            body["model"] = {key: v for key, v in WITHOUT.items() if f"model.{key}" not in body["unused"]} | body["model"]
+            model = WITHOUT | body["model"]
+            off = [name for name in WITHOUT if f"model.{name}" in body["unused"] and not model[name]]
+            body["model"] = {name: value for name, value in model.items() if name not in off}
             body |= {name: typed(body[name], part, exact=True) for name, part in PARTS.items()}
             if body["conversations"] is not None:
                 body["conversations"] = tuple(typed(one, ConversationSource) for one in body["conversations"])

@@ -15,6 +15,7 @@ from quern.model.gpt import GPT
 from quern.optim.constants import adamw_groups
 from quern.recipe import ConversationSource, ModelRecipe, OptimRecipe, Recipe, SftRecipe, TextRecipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
+from quern.recipes.llama import RECIPE as LLAMA
 from quern.recipes.unet import RECIPE as UNET
 from quern.resolve import (
     MINIMUM_BATCH_TOKENS,
@@ -60,7 +61,7 @@ def test_no_field_is_lost_in_json() -> None:
         for field in fields(kind):
             default = getattr(getattr(BASE, part), field.name)
             kind_name = str(field.type)
-            value: Any = "dropped?" if "str" in kind_name else (not default) if kind_name == "bool" else 7
+            value: Any = "dropped?" if "str" in kind_name else (not default) if "bool" in kind_name else 7
             if get_origin(annotation := annotations_of(kind)[field.name]) is Literal:
                 value = get_args(annotation)[-1]
             recipe = changed(part, field.name, value)
@@ -86,6 +87,15 @@ def test_a_recipe_of_another_version_is_refused() -> None:
         Recipe.from_json(body | {"train": body["train"] | {"unheard_of": 1}})
     with pytest.raises(ValueError, match="not a recipe this version can read: 'model'"):
         Recipe.from_json({name: value for name, value in body.items() if name != "model"})
+
+
+@pytest.mark.parametrize("recipe", [BASE, LLAMA])
+def test_a_run_that_is_older_than_a_field_of_the_model_goes_on_as_it_was(recipe: Recipe) -> None:
+    body = resolve(recipe).to_json()
+    del body["model"]["key_offset"]
+    assert not resolve(Recipe.from_json(body)).model.key_offset
+    body["model"]["key_offset"] = False
+    assert not resolve(Recipe.from_json(body)).model.key_offset
 
 
 class Custom(GPT):
@@ -246,6 +256,7 @@ def test_what_is_set_is_kept() -> None:
         for field in fields(kind):
             if getattr(getattr(BASE, part), field.name) is None and field.name != "depth":
                 own = {"kv_heads": 2, "vocab_size": 777, "dropout": 0.1, "norm_eps": 0.1, "batch_exponent": 0.4}
+                own["key_offset"] = False
                 own |= {"separator": "</s>", "tokenizer": "t.json", "tests": "tests/"}
                 value = own.get(field.name, 1024)
                 resolved = resolve(changed(part, field.name, value))

@@ -43,6 +43,7 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int, *, layer: int, gated: bool) -> None:
         super().__init__()
         self.layer = layer
+        self.keys_name = f"{KEYS}{layer}"  # a text that is made in `forward` would tie compiled code to one layer
         self.head_dim = head_dim
         self.query = nn.Linear(width, heads * head_dim, bias=False)
         self.key = nn.Linear(width, kv_heads * head_dim, bias=False)
@@ -92,7 +93,7 @@ class CausalSelfAttention(nn.Module):
         """
         if not self.key_offset:
             return k_BTKE
-        before_BTKE = context.previous(k_BTKE.flatten(2), f"{KEYS}{self.layer}").view_as(k_BTKE)
+        before_BTKE = context.previous(k_BTKE.flatten(2), self.keys_name).view_as(k_BTKE)
         own, before = k_BTKE.chunk(4, dim=-1), before_BTKE.chunk(4, dim=-1)
         return torch.cat([own[0], before[1], own[2], before[3]], dim=-1)
 

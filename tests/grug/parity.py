@@ -342,7 +342,8 @@ def on_mesh(name: str, micro_rows: int = ROWS) -> dict[str, float]:
 
 def blockwise() -> dict[str, float]:
     """Loss and gradients a block of positions at a time, against whole rows, on a mesh."""
-    recipe, mesh = recipe_of(), mesh_of("replica")
+    # Not seed 0, where the gradient of the smear's scale cancels to a hundredth.
+    recipe, mesh = replace(recipe_of(), seed=2), mesh_of("replica")
     cfg = step_config(recipe, "float32")
     weights, batch = weights_of(toy_state(recipe)), batch_of("weighted")
     with jax.set_mesh(mesh):

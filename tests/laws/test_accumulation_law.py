@@ -44,7 +44,8 @@ Updated = tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
 @cache
 def updated(kind: str, rows: int) -> Updated:
-    state = toy_state()
+    # Not seed 0: one gradient of its fine-tuning cancels to 1e-11, which Adam's first step makes a whole rate.
+    state = toy_state(replace(toy_recipe(), seed=3))
     loss = ours(state, batch_of(kind), rows)
     state.optimizer.grad_norm()
     grads = {name: p.grad.clone() for name, p in state.model.named_parameters()}

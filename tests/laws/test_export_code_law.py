@@ -92,7 +92,7 @@ def test_logits_are_native(name: str, tmp_path: Path, law: Callable[..., None]) 
 
 @pytest.mark.parametrize("kind", LENGTHS)
 def test_gradients_are_native(kind: str, tmp_path: Path, law: Callable[..., None]) -> None:
-    recipe, ids = toy_recipe(kind, key_offset=kind == "gpt"), tokens(LENGTHS[kind][-1])
+    recipe, ids = toy_recipe(kind), tokens(LENGTHS[kind][-1])
     theirs, ours = load_exported(exported(tmp_path, recipe)), model_of(recipe)
     loss = theirs(ids, labels=ids).loss
     loss.backward()
@@ -118,7 +118,7 @@ def prompts(kind: str) -> list[list[int]]:
 @pytest.mark.parametrize("kind", LENGTHS)
 def test_generated_is_the_engines(kind: str, tmp_path: Path, law: Callable[..., None]) -> None:
     """With the cache, without it, and all prompts in one batch that is padded on the left."""
-    recipe = toy_recipe(kind, key_offset=kind == "gpt")
+    recipe = toy_recipe(kind)
     theirs, texts = load_exported(exported(tmp_path, recipe)), prompts(kind)
     replies = Engine(model_of(recipe), toy_tokenizer(), FP32).generate(texts, max_tokens=18, sampling=GREEDY)
     expected = [reply[0].ids for reply in replies]
@@ -139,7 +139,7 @@ def test_generated_is_the_engines(kind: str, tmp_path: Path, law: Callable[..., 
 @torch.no_grad()
 def test_cached_and_padded_is_whole(kind: str, tmp_path: Path, law: Callable[..., None]) -> None:
     """In pieces through the cache, and with padding on either side."""
-    theirs, T = load_exported(exported(tmp_path, toy_recipe(kind, key_offset=kind == "gpt"))), LENGTHS[kind][-1]
+    theirs, T = load_exported(exported(tmp_path, toy_recipe(kind))), LENGTHS[kind][-1]
     ids = tokens(T)
     whole = theirs(ids).logits
     cache, pieces, ends = None, [], (3, 4, T // 2, T - 1, T)
@@ -196,7 +196,7 @@ BROKEN = {
 def test_the_law_can_fail(name: str, tmp_path: Path) -> None:
     file, code, broken = BROKEN[name]
     for kind in [name.split(":")[0]] if ":" in name else list(LENGTHS):
-        recipe = toy_recipe(kind, depth=4, key_offset=kind == "gpt")
+        recipe = toy_recipe(kind, depth=4)
         folder = exported(tmp_path / kind, recipe)
         text = (folder / file).read_text(encoding="utf-8")
         assert text.count(code) == 1

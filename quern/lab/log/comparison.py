@@ -123,6 +123,7 @@ class _Told:
         size = ""
         if first.width is not None:
             size = f"{first.depth}x{first.width}, vocabulary {first.vocab_size:,}, context {first.context:,}, "
+            size += "" if first.key_offset is None else f"{'with' if first.key_offset else 'without'} the key offset, "
         old = " **Its baseline is an old one: the defaults have changed since.**" if self.old else ""
         old += (
             " **Flags of its command change the baseline, so no idea's file has these verdicts.**" if self.aside else ""
