@@ -18,8 +18,7 @@ from quern.field_types import Amount, ConversationSource, Count, Deferred, Few, 
 from quern.records import typed
 
 SCHEMA = 1
-WITHOUT = {"key_offset": False}
-"""Fields of the model that a saved recipe may be older than, with what its run did."""
+BUILT_IN_CONVERSATIONS = ("tinyworld", "spelling")
 SMALL_DEPTH = 8
 """Below this depth, vocabulary, context, and how rates and the tables' decay scale are ours; from it on nanochat's."""
 
@@ -38,8 +37,6 @@ else:  # types only: at run time a field may always be None, and ModelRecipe[Nev
     Gap = None
 """None in a part that the user gave, Never in a resolved one: `int | Gap` is a number that `resolve` fills in."""
 FOLLOWS: Any = None
-
-BUILT_IN_CONVERSATIONS = ("tinyworld", "spelling")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +92,7 @@ class ModelRecipe(Generic[Gap]):
     rope_base: Annotated[float, Interval(gt=1, le=1e12)] | Gap = FOLLOWS
     """Base of the rotary frequencies: 100,000; 1,024 with key_offset."""
     key_offset: bool | Gap = FOLLOWS
-    """gpt: half of the channels of a key in layers L are the token before's; half of all channels have no position. On
-    where heads divide into four parts."""
+    """gpt: half of a key's channels in layers L are the token before's, half of all have no position. On by default."""
     softcap: Positive = 15.0
     """Logits are softcap · tanh(logits / softcap)."""
     mlp_width: Annotated[int, Interval(ge=1, le=2**20)] | None = None
@@ -369,9 +365,7 @@ class Recipe(Generic[Gap]):
         if body.pop("schema", None) != SCHEMA:
             raise ValueError(f"this recipe was written by another version of quern (expected schema {SCHEMA})")
         try:
-            model = WITHOUT | body["model"]
-            off = [name for name in WITHOUT if f"model.{name}" in body["unused"] and not model[name]]
-            body["model"] = {name: value for name, value in model.items() if name not in off}
+            body["model"] = {"key_offset": False} | body["model"]  # a saved run may be older than the field
             body |= {name: typed(body[name], part, exact=True) for name, part in PARTS.items()}
             if body["conversations"] is not None:
                 body["conversations"] = tuple(typed(one, ConversationSource) for one in body["conversations"])

@@ -118,7 +118,8 @@ def why_unused(name: str, recipe: Recipe) -> str:
 def is_set(recipe: Recipe, name: str) -> bool:
     part, _, own = name.rpartition(".")
     body = getattr(recipe, part) if part else recipe
-    return getattr(body, own) != type(body).__dataclass_fields__[own].default
+    value, default = getattr(body, own), type(body).__dataclass_fields__[own].default
+    return value != default and not (value is False and default is None)  # off, where it would be on by itself
 
 
 def check_body(body: Any) -> None:

@@ -324,7 +324,7 @@ def test_a_field_that_the_ladder_chose_makes_no_published_verdict_old() -> None:
     for rung in measured:
         assert RUNGS[rung] == study.plan.rungs[str(rung)]
         assert numbers(at_rung(RECIPE, RUNGS[rung])) == study.plan.numbers[str(rung)]
-        assert resolve(at_rung(LLAMA, RUNGS[rung])).model.key_offset is None
+        assert not resolve(at_rung(LLAMA, RUNGS[rung])).model.key_offset
     for rung in one_size(RECIPE).values():
         assert resolve(at_rung(RECIPE, rung)).model.key_offset
 

@@ -19,7 +19,7 @@ from typing import Any, Self, TypedDict
 import quern
 from quern.lab.study import Study
 from quern.lab.trainer import Trial
-from quern.recipe import OPERATIONAL, WITHOUT, Recipe
+from quern.recipe import OPERATIONAL, Recipe
 from quern.records import read_lines, typed
 from quern.resolve import resolve
 
@@ -61,7 +61,7 @@ def at_rung(recipe: Recipe, rung: Rung) -> Recipe:
     if shape.width is not None and rung.width is not None:
         raise ValueError(f"{recipe.name} sets model.width, as a rung does: compare it at one size, without --ladder")
     sizes = {name: getattr(shape, name) or getattr(rung, name) for name in ("width", "head_dim", "context")}
-    if shape.key_offset is None and "model.key_offset" not in recipe.unused:
+    if shape.key_offset is None:
         sizes["key_offset"] = rung.key_offset
     batch = train.batch_tokens or rung.batch_tokens
     return replace(
@@ -79,7 +79,8 @@ def numbers(recipe: Recipe) -> str:
     for name in (*UNRELATED, *OPERATIONAL):
         part, _, field = name.rpartition(".")
         (body[part] if part else body).pop(field, None)
-    body["model"] = {name: value for name, value in body["model"].items() if (name, value) not in WITHOUT.items()}
+    if not body["model"]["key_offset"]:  # studies may be older than the field
+        del body["model"]["key_offset"]
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
 
 
