@@ -23,7 +23,7 @@ from quern.runs.public_data import with_shards
 from quern.runs.training import fit_to_text, make_batches, ready_model, validation
 from quern.stages.complete import GOES_ON, continuations, continued
 from quern.stages.open_data import open_data
-from quern.stages.own_text import fit_depth, fit_readings, fit_time, readings_and_expectation
+from quern.stages.own_text import TYPICAL_MFU, fit_depth, fit_readings, fit_time, readings_and_expectation
 from quern.stages.prepare import Prepared, own_megabytes, prepare
 from quern.stages.session import Session, main_first
 from quern.terminal import counted, duration, human_size
@@ -40,8 +40,6 @@ SHOWN = 2
 MANY_EPOCHS = 4
 """Up to about so many passes, repeated text is worth nearly as much as new text (Muennighoff et al., 2023, "Scaling
 data-constrained language models")."""
-TYPICAL_MFU = 0.5
-"""Share of the measured matrix-product peak that training reaches, for a first estimate of the time."""
 
 Check = Callable[[Resolved, Tokenizer], None]
 """Takes the resolved recipe and the tokenizer, and raises what a later stage would refuse."""

@@ -64,8 +64,11 @@ def test_a_text_is_read_less_often_by_a_model_that_can_learn_it_by_heart() -> No
 def test_more_time_and_more_text_make_a_deeper_model() -> None:
     recipe = replace(RECIPE, text=replace(RECIPE.text, vocab_size=2048))
     depths = [best_depth(recipe, 1e7, 3.2, flops) for flops in (1e11, 1e13, 1e15, 1e17)]
-    assert depths == sorted(depths) and depths[0] == 2 and depths[-1] > 4
+    assert depths == sorted(depths) and depths[0] == 2 and depths[-1] == 4
     assert best_depth(recipe, 1e5, 3.2, 1e15) < best_depth(recipe, 1e7, 3.2, 1e15)
+    for vocabulary_size, text_bytes, bytes_per_token in ((8192, 6.2e7, 3.58), (4096, 1.56e7, 3.64)):  # as measured
+        sized = replace(RECIPE, text=replace(RECIPE.text, vocab_size=vocabulary_size))
+        assert best_depth(sized, text_bytes, bytes_per_token, 600 * fitted.TYPICAL_MFU * 0.9e12) == 3
     little, enough = (expectation(1e6, size, 1e6, untrained=4) for size in (5e4, 1e6))
     assert "warning: this is little text" in little[-1] and len(enough) == 2
     assert "about 5.2 bits per byte" in expectation(1e5, 2.5e3, 2e4, untrained=5.2)[1]  # the law alone says 6.5
@@ -128,7 +131,7 @@ def test_size_and_time_follow_from_the_text_where_they_are_open(monkeypatch: pyt
     short = replace(RECIPE, train=replace(RECIPE.train, steps=6))
     assert fitted.fit_time(short, session(), 0.3).train == short.train, "a length that code asks for counts, too"
     deeper = fitted.fit_depth(left, session(), prepared)
-    assert deeper == replace(left, depth=best_depth(left, 3e5, 3.0, fitted.MFU * 2e11 * 60 * own_text.MINUTES))
+    assert deeper == replace(left, depth=best_depth(left, 3e5, 3.0, fitted.TYPICAL_MFU * 2e11 * 60 * own_text.MINUTES))
     assert fitted.fit_depth(left, session("depth"), prepared) is left
     timed = replace(left, train=replace(left.train, steps=1000, batch_tokens=8192))
     most = int(100_000 * most_readings(parameters_of(timed), 3e5))
