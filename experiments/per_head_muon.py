@@ -5,7 +5,7 @@ Source: Kimi K3. nanochat's experiment log, 2026-08-02: neutral from depth 12 to
 20 to 24.
 Expected effect: no difference.
 Verdict: better on rung 0 (-0.0086 bits per byte, 5 pairs); undecided on rung 1 (-0.0201 bits per byte, 3 pairs);
-undecided on rung 2 (-0.0014 bits per byte, 3 pairs); multiplier × 1.044 [1.017, 1.074], unclear. Study ladder.
+undecided on rung 2 (-0.0013 bits per byte, 3 pairs); multiplier × 1.044 [1.020, 1.071], unclear. Study ladder.
 """
 
 from collections.abc import Mapping
