@@ -81,8 +81,8 @@ def parameters_of(recipe: Recipe) -> int:
 
 
 def best_depth(recipe: Recipe, text_bytes: float, bytes_per_token: float, flops: float) -> int:
-    """Returns the largest depth whose model reads `TOKENS_PER_PARAMETER` in so many FLOPs of training, without reading
-    the text more than `most_readings`; LEAST_DEPTH if none does."""
+    """Returns the largest depth whose model reads at least TOKENS_PER_PARAMETER tokens for each parameter in so many
+    FLOPs of training, and the text no more often than `most_readings`; LEAST_DEPTH if none does."""
 
     def tokens_per_parameter(depth: int) -> float:
         parameters = parameters_of(replace(recipe, depth=depth))

@@ -64,7 +64,7 @@ def rotary_table(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor,
 def half_rotary_table(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines of `rotary_angles`: the first half of the pairs turn, by 1 to 1/base radians per token."""
     pairs, turning = torch.arange(head_dim // 2, dtype=torch.float32, device=positions.device), head_dim // 4
-    # Not padded: compiled for a CPU, a pad is computed number by number, again in every layer.
+    # Code compiled for a CPU would compute a padded tensor number by number, again in every layer.
     frequencies = torch.where(pairs < turning, base ** -(pairs / max(1, turning - 1)), 0.0)
     return rotary_angles(positions, frequencies)
 

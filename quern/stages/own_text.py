@@ -92,5 +92,5 @@ def readings_and_expectation(recipe: Resolved, prepared: Prepared, parameters: i
 
 
 def _has_open_depth(recipe: Recipe, session: Session) -> bool:
-    """Whether the depth of the recipe `gpt` is left open, of which the law tells."""
+    """Whether the depth of the recipe `gpt` is left open, for which `best_depth` is measured."""
     return "depth" not in session.named and session.source is None and recipe.name == "gpt"

@@ -35,7 +35,7 @@ class Rung:
     head_dim: int | None = None
     context: int | None = None
     vocab_size: int | None = None
-    key_offset: bool | None = False
+    key_offset: bool | None = False  # as in studies that are older than the field
 
 
 RUNGS: Mapping[int, Rung] = {
