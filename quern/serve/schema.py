@@ -10,6 +10,7 @@ https://docs.vllm.ai/en/stable/serving/openai_compatible_server/ for the additio
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -279,12 +280,14 @@ class DetokenizeRequest(Strict):
 
 
 def read_json(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError, also for NaN and Infinity, and RecursionError."""
+    """The value of a JSON text. Raises ValueError, also for NaN, Infinity and 1e999, and RecursionError."""
 
-    def refuse(name: str) -> None:
-        raise ValueError(f"{name} is no JSON number")
+    def finite(name: str) -> float:
+        if not math.isfinite(value := float(name)):
+            raise ValueError(f"{name[:40]} is no finite number")
+        return value
 
-    return json.loads(text, parse_constant=refuse)
+    return json.loads(text, parse_constant=finite, parse_float=finite)
 
 
 Request = TypeVar("Request", bound=Strict)

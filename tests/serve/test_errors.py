@@ -46,6 +46,7 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"messages": [said("user", ""), {"role": "assistant"}]}, "text, or tool_calls", "messages[1].content"),
         ({"messages": [called("{")]}, "it is not JSON", "messages[0].tool_calls[0].function.arguments"),
         ({"messages": [called('{"n":NaN}')]}, "it is not JSON", "messages[0].tool_calls[0].function.arguments"),
+        ({"messages": [called('{"n":1e999}')]}, "it is not JSON", "messages[0].tool_calls[0].function.arguments"),
         ({"messages": [called("{}"), said("user", "?")]}, "has no output yet", "messages[1]"),
         ({"temperature": 2.5}, NAMED, "temperature"),
         ({"temperature": "hot"}, NAMED, "temperature"),
@@ -89,6 +90,7 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"prompt": ["a"] * 33}, "or a list of 1 to 32 of them", "prompt[0]"),
         ({"prompt": [99999]}, "99999 is no token", "prompt"),
         ({"prompt": "x1 " * 400}, f"context holds {CONTEXT} tokens", "prompt"),
+        ({"prompt": "x1 " * 400, "max_tokens": 0, "echo": True}, f"context holds {CONTEXT} tokens", "prompt"),
         ({"max_tokens": 0}, "only with 'echo'", "max_tokens"),
         ({"suffix": "x"}, "fills no gaps", "suffix"),
         ({"best_of": 3}, "set 'n'", "best_of"),
@@ -172,6 +174,8 @@ def test_fields_of_other_programs_are_ignored_and_named(url: str, stream: bool) 
 
 
 BODIES = [b"", b"{", b"[]", b"7", b"\xff", b"[" * 200_000, b'{"n": ' + b"9" * 5000 + b"}"]
+# As a field of its own, a number that no float holds is ignored; in a tool it would stand in the response.
+BODIES += [b'{"model": "toy", "messages": [{"role": "user", "content": "?"}], "x": -1e999}']
 BODIES += [json.dumps({"model": "toy", **FIRST[CHAT], "x": number}).encode() for number in (math.nan, -math.inf)]
 
 
