@@ -62,7 +62,7 @@ def read_texts(engine: Engine, request: CompletionRequest) -> tuple[list[list[in
     # Ids are taken as they are; a text is the beginning of a document.
     prompts = [render_text(tokenizer, prompt) if isinstance(prompt, str) else prompt for prompt in sent]
     for prompt in prompts:
-        _require_room(prompt, engine.context + (wanted == 0), "prompt")
+        _require_room(prompt, engine.context, "prompt", min(wanted, 1))
     options = _options(engine, request, max(prompts, key=len), wanted)
     logprobs = False if request.logprobs is None else request.logprobs
     return prompts, options | {"max_tokens": min(wanted, engine.context), "plain": True, "logprobs": logprobs}
@@ -111,8 +111,8 @@ def _require_ending(form: Grammar, room: int, param: str) -> None:
         raise invalid(param, f"no such text that ends within {room} tokens was found: allow more, or demand less")
 
 
-def _require_room(prompt: Sequence[int], context: int, param: str) -> None:
-    if len(prompt) >= context:
+def _require_room(prompt: Sequence[int], context: int, param: str, wanted: int = 1) -> None:
+    if len(prompt) + wanted > context:
         raise ApiError(
             f"This model's context holds {context} tokens; '{param}' already takes {len(prompt)}: shorten it.",
             param=param,
