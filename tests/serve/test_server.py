@@ -346,6 +346,8 @@ def test_an_address_that_cannot_be_had_names_the_flag() -> None:
             listen("127.0.0.1", port)
     with pytest.raises(OSError, match="192.0.2.1:0 .*--host"):  # no machine's own (RFC 5737)
         listen("192.0.2.1", 0)
+    with pytest.raises(OSError, match=r"a\.\.b:0 .no host name.*--host"):
+        listen("a..b", 0)
 
 
 class Steps:
