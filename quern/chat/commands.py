@@ -266,7 +266,10 @@ def change(conversation: Conversation, text: str, name: str) -> None:
 def _path(text: str, command: str) -> Path:
     if not text:
         raise ValueError(f"name a file: {command} FILE")
-    return Path(text).expanduser()
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{text} is in the home folder of a user whom this machine lacks: write its path") from None
 
 
 def _count(conversation: Conversation) -> str:
