@@ -319,7 +319,9 @@ class PrefixCache:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._prefixes: OrderedDict[bytes, Prefix] = OrderedDict()  # by their tokens
-        self.bytes = self.queried_tokens = self.hit_tokens = 0
+        self.bytes = 0
+        self.counts = {"queried": 0, "hit": 0}
+        """Prompt tokens that were looked up, and those of them that were found."""
 
     def __len__(self) -> int:
         return len(self._prefixes)
@@ -336,8 +338,8 @@ class PrefixCache:
 
     def count(self, tokens: Sequence[int], found: Prefix | None) -> None:
         """Takes down that a prompt is read, and how much of it was known."""
-        self.queried_tokens += len(tokens)
-        self.hit_tokens += 0 if found is None else found.length
+        self.counts["queried"] += len(tokens)
+        self.counts["hit"] += 0 if found is None else found.length
 
     def branch(self, tokens: Sequence[int], start: int) -> int | None:
         """The length to which `tokens` agree with the most similar earlier ones; None unless well after `start`."""

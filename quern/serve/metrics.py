@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily
 
-from quern.generate.cache import PrefixCache
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Event
 
@@ -26,7 +25,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        self.prefixes: dict[str, PrefixCache | None] = {}
+        self.prefixes: dict[str, dict[str, int]] = {}
 
         def made(kind: type[Kind], name: str, text: str, *labels: str, **more: Any) -> Kind:
             return kind(f"quern:{name}", text, ("model_name", *labels), registry=self.registry, **more)
@@ -47,15 +46,17 @@ class Metrics:
         self.running.labels(name).set_function(lambda: engine.running)
         self.waiting.labels(name).set_function(waiting)
         self.usage.labels(name).set_function(lambda: engine.running / engine.max_rows)
-        self.prefixes[name] = engine.prefixes
+        counts = self.prefixes.setdefault(name, {"queried": 0, "hit": 0})
+        if engine.prefixes is not None:
+            engine.prefixes.counts = counts
 
     def collect(self) -> list[CounterMetricFamily]:
-        """The counters of the prefix caches, which count themselves."""
+        """The counters of the prefix caches, which count themselves; those of one name share their counts."""
         queries = CounterMetricFamily("quern:prefix_cache_queries", "Prompt tokens looked up.", labels=["model_name"])
         hits = CounterMetricFamily("quern:prefix_cache_hits", "Prompt tokens not read again.", labels=["model_name"])
-        for name, prefixes in self.prefixes.items():
-            queries.add_metric([name], prefixes.queried_tokens if prefixes else 0)
-            hits.add_metric([name], prefixes.hit_tokens if prefixes else 0)
+        for name, counts in self.prefixes.items():
+            queries.add_metric([name], counts["queried"])
+            hits.add_metric([name], counts["hit"])
         return [queries, hits]
 
     def observe(self, name: str, events: Sequence[Event], seconds: float, first: bool) -> None:

@@ -36,4 +36,4 @@ def test_a_second_turn_reads_only_what_is_new(megabytes: float) -> None:
         return
     share = float(ratio["note"].partition("%")[0]) / 100
     assert prompt / engine.context <= share < 1
-    assert engine.prefixes.hit_tokens == pytest.approx(2 * 8 * prompt, rel=0.1), "first turns were cached as well"
+    assert engine.prefixes.counts["hit"] == pytest.approx(2 * 8 * prompt, rel=0.1), "first turns were cached as well"

@@ -79,7 +79,9 @@ def toy_unet(*, context: int, vocab_size: int, bos: int, depth: int = 6) -> Any:
     return model
 
 
-def toy_engine(windows: str = "SSSL", *, context: int = 64, seed: int = 0, max_rows: int = 64) -> Engine:
+def toy_engine(
+    windows: str = "SSSL", *, context: int = 64, seed: int = 0, max_rows: int = 64, prefix_megabytes: float = 0
+) -> Engine:
     tokenizer = toy_tokenizer()
     model = toy_model(windows, context=context, vocab_size=tokenizer.vocab_size, seed=seed)
-    return Engine(model, tokenizer, CPU, max_rows=max_rows)
+    return Engine(model, tokenizer, CPU, max_rows, prefix_megabytes)
