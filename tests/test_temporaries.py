@@ -59,7 +59,8 @@ with alone_in(Path(sys.argv[1]), print):
 
 def test_one_process_at_a_time_is_in_the_body_and_a_killed_one_lets_the_next_in(tmp_path: Path) -> None:
     folder, waited = tmp_path / "new", list[str]()
-    with subprocess.Popen([sys.executable, "-c", HOLD, folder], stdout=subprocess.PIPE) as process:
+    command = [sys.executable, "-c", HOLD, folder, b"caf\xe9.txt"]  # a holder writes its command into the lock
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout and process.stdout.readline() == b"inside\n"
 
@@ -68,7 +69,8 @@ def test_one_process_at_a_time_is_in_the_body_and_a_killed_one_lets_the_next_in(
                 process.kill()
 
             with alone_in(folder, end):
-                assert waited[0].startswith("waiting for ") and process.wait(timeout=10) < 0
+                assert waited[0].startswith("waiting for ") and r"caf\udce9.txt" in waited[0]
+                assert process.wait(timeout=10) < 0
         finally:
             process.kill()
     with alone_in(folder, waited.append):

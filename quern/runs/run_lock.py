@@ -79,6 +79,11 @@ def _acquire(path: Path, run: str) -> int:
             path.parent.mkdir(parents=True, exist_ok=True)
             held = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except (FileNotFoundError, FileExistsError):
+            if broken := next((one for one in (path, *path.parents) if one.is_symlink() and not one.exists()), None):
+                raise FileNotFoundError(
+                    f"{broken} links to {os.readlink(broken)}, which is not there: put that back (is its disk "
+                    "mounted?), or remove the link"
+                ) from None
             if path.parent.exists() and not path.parent.is_dir():
                 raise
             continue  # another process removed the folder

@@ -1,6 +1,7 @@
 """The lock of a run: one process trains, another is told who does, and no death leaves a lock behind."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -55,6 +56,16 @@ def test_a_run_that_was_refused_leaves_no_folder_and_one_that_wrote_stays(run_di
     with run_lock(run_dir, "quern pretrain"):
         (run_dir.folder / "run.json").write_text("{}", encoding="utf-8")
     assert run_dir.folder.exists()
+
+
+@pytest.mark.parametrize("link", ["runs/r", "runs", "runs/r/.lock"])
+def test_a_link_to_a_disk_that_is_not_there_is_named(run_dir: RunDir, link: str) -> None:
+    path = run_dir.out / link
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to("/nowhere/at all")
+    expected = f"{re.escape(str(path))} links to /nowhere/at all, which is not there: put that back"
+    with pytest.raises(FileNotFoundError, match=expected), run_lock(run_dir, "quern pretrain"):
+        pytest.fail("the run is locked")
 
 
 def test_never_two_at_a_time_while_others_remove_the_empty_folder(run_dir: RunDir) -> None:
