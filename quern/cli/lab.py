@@ -182,7 +182,7 @@ def _options(
     options = parse(kind, recipe, rest, verb=verb, description=help_text)
     from quern.stages.prepare_tokens import is_tokens
 
-    refuse_idle(options.recipe, rest.given, is_tokens(options.recipe.data))
+    refuse_idle(options.recipe, rest.given, is_tokens(options.recipe.data, getattr(options, "out", None)))
     return options, source
 
 

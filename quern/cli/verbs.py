@@ -60,8 +60,9 @@ def parse(verb: str, rest: Arguments, flags: type) -> tuple[Any, str | None]:
     from quern.runs.public_data import with_local_data
     from quern.stages.prepare_tokens import is_tokens
 
-    options.recipe = with_local_data(options.recipe, getattr(options, "where", options).out, rest, log)
-    refuse_idle(options.recipe, rest.given, is_tokens(options.recipe.data), saved=found is not None)
+    out = getattr(options, "where", options).out
+    options.recipe = with_local_data(options.recipe, out, rest, log)
+    refuse_idle(options.recipe, rest.given, is_tokens(options.recipe.data, out), saved=found is not None)
     return options, source
 
 

@@ -27,11 +27,11 @@ from typing import Any
 
 from quern.generate.tools import ToolError, calculate
 from quern.recipe import BUILT_IN_CONVERSATIONS, ConversationSource, Recipe
-from quern.terminal import Meter
+from quern.terminal import Meter, silent
 from quern.text import conversations, data_sets, tinyworld
 from quern.text.chat import ContentPart, Message
 from quern.text.repositories import PREFIX, local_copy
-from quern.text.sources import Where, content_fingerprint, format_of, list_talks
+from quern.text.sources import Listing, Where, content_fingerprint, format_of, list_talks
 from quern.text.tinyworld import chat, corpus, skills
 from quern.text.tinyworld.prose import Pen
 from quern.text.tinyworld.skills import exchange
@@ -150,10 +150,10 @@ def open_source(asked: ConversationSource, recipe: Recipe, out: Path, fetch: Fet
     if asked.source in BUILT_IN_CONVERSATIONS:
         return _built_in(asked, recipe)
     if Path(asked.source).exists():
-        return _of_files(asked, {ALL: own_files(asked, log)}, out, log)
+        return _of_files(asked, {ALL: own_files(asked, out, log)}, out, log)
     require_source(asked)
     known = data_sets.DATASETS.get(asked.source)
-    files = fetch(asked)
+    files = {split: list_talks(where) for split, where in fetch(asked).items() if where}
     splits = files if known is not None and known.kind == "conversations" else {ALL: files["train"]}
     return _of_files(asked, splits, out, log, public=True)
 
@@ -170,18 +170,20 @@ def require_source(asked: ConversationSource) -> None:
         )
 
 
-def own_files(asked: ConversationSource, log: Log = lambda line: None) -> Where:
-    """The user's file or folder, or the files of the split where the folder is a copy of a public set."""
+def own_files(asked: ConversationSource, out: Path, log: Log = silent) -> Listing:
+    """The user's file or folder without the outputs, or the files of the split where the folder is a copy of a public
+    set."""
     path = Path(asked.source)
-    copy = local_copy(path, asked.split, "conversations", lambda line: log(f"conversations: {line}"))
-    return copy[0] if copy else path
+    listing = list_talks(path, out)
+    copy = local_copy(path, listing, asked.split, "conversations", lambda line: log(f"conversations: {line}"))
+    return list_talks(copy[0]) if copy else listing
 
 
 def _of_files(
-    asked: ConversationSource, splits: Mapping[str, Where], out: Path, log: Log, public: bool = False
+    asked: ConversationSource, splits: Mapping[str, Listing], out: Path, log: Log, public: bool = False
 ) -> OpenSource:
     """splits: split → its files."""
-    listed = [file for where in splits.values() for file in list_talks(where).read]
+    listed = [file for listing in splits.values() for file in listing.read]
     with Meter("looking for changes in the conversations", sum(file.size for file in listed) / 1e6, "MB") as meter:
         cache, paths = out / "data" / "digests.json", [file.path for file in listed]
         content = content_fingerprint(paths, cache, lambda done: meter.at(done / 1e6))
@@ -194,11 +196,11 @@ def _of_files(
 
 
 def read_rows(
-    source: Where, log: Log | None = None, column: str | None = None, limit: int | None = None
+    listing: Listing, log: Log | None = None, column: str | None = None, limit: int | None = None
 ) -> Iterator[conversations.Conversation]:
     """The conversations of files; rows of question sets count as conversations. column: has the lists of messages."""
     if column is None:
-        return conversations.conversation_rows(source, log, to_messages, KEYS, limit)
+        return conversations.conversation_rows(listing, log, to_messages, KEYS, limit)
 
     def of_column(record: Any, ignored: Counter[str]) -> list[Message]:
         if not isinstance(record, Mapping) or column not in record:
@@ -207,7 +209,7 @@ def read_rows(
         return conversations.to_messages({**rest, "messages": record[column]}, ignored)
 
     return conversations.conversation_rows(
-        source, log, of_column, (column, *conversations.BESIDE), limit, person=column
+        listing, log, of_column, (column, *conversations.BESIDE), limit, person=column
     )
 
 

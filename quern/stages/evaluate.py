@@ -238,7 +238,7 @@ class _Evaluation:
                 shown = {reply.item.kind: reply for reply in graded.replies}.values()
                 talks = [[*reply.item.messages, {"role": "assistant", "content": reply.parts}] for reply in shown]
                 samples += [{"stage": name, "kind": "chat", "messages": talk} for talk in talks]
-        self.append("samples.jsonl", samples + (_samples(engine, loaded, texts) if self.mesh.main else []))
+        self.append("samples.jsonl", samples + (self._samples(engine, loaded, texts) if self.mesh.main else []))
         lines = _lines(loaded, scores, log)
         if name == UNTRAINED:
             return lines
@@ -255,6 +255,16 @@ class _Evaluation:
             log(f"lm-evaluation-harness: {name}")
             lines += _lines(loaded, found.harness(loaded, self.machine), log)
         return lines
+
+    def _samples(self, engine: Engine, loaded: LoadedModel, texts: _Texts) -> Lines:
+        """Continuations by a base model, or conversations with a chat model, for prompts that fit the context."""
+        name, recipe = loaded.stage, loaded.recipe
+        if name in CHAT_STAGES:
+            talks = chats(recipe, self.run_dir.out)
+            found = [messages for chat in talks if (messages := converse(engine, chat))]
+            return [{"stage": name, "kind": "chat", "messages": messages} for messages in found]
+        pairs = continuations(engine, recipe, texts.prepared.val)
+        return [{"stage": name, "kind": "completion", "prompt": prompt, "text": text} for prompt, text in pairs]
 
     def contamination(self, recipe: Resolved, prepared: Prepared) -> dict[str, float]:
         """The share of each task's questions that are in the training text."""
@@ -312,22 +322,12 @@ def _with_shares(lines: Lines, shares: Mapping[str, float], stage: str, log: Log
     return [line | {"contaminated": shares.get(line["task"])} for line in lines]
 
 
-def _samples(engine: Engine, loaded: LoadedModel, texts: _Texts) -> Lines:
-    """Continuations by a base model, or conversations with a chat model, for prompts that fit the context."""
-    name, recipe = loaded.stage, loaded.recipe
-    if name in CHAT_STAGES:
-        found = [messages for chat in chats(recipe) if (messages := converse(engine, chat))]
-        return [{"stage": name, "kind": "chat", "messages": messages} for messages in found]
-    pairs = continuations(engine, recipe, texts.prepared.val)
-    return [{"stage": name, "kind": "completion", "prompt": prompt, "text": text} for prompt, text in pairs]
-
-
-def chats(recipe: Resolved) -> Sequence[tuple[str, ...]]:
+def chats(recipe: Resolved, out: Path) -> Sequence[tuple[str, ...]]:
     """The user's turns of the shown conversations: of the built-in world, or first turns of held-out conversations."""
     own = next((one for one in recipe.conversations or () if Path(one.source).exists()), None)
     if own is None or recipe.has_built_in_conversations:
         return CHATS
-    first = islice(read_rows(own_files(own), column=own.column), SHOWN_CHATS)  # mixture/ holds these out
+    first = islice(read_rows(own_files(own, out), column=own.column), SHOWN_CHATS)  # mixture/ holds these out
     asked = [next((m["content"] for m in row.messages if m["role"] == "user"), None) for row in first]
     return [(text,) for text in asked if isinstance(text, str)]
 

@@ -39,7 +39,6 @@ from quern.text.sources import (
     COMPRESSED,
     DOCUMENTS,
     Listing,
-    Where,
     content_fingerprint,
     data_paths,
     format_of,
@@ -59,6 +58,8 @@ LEAST_BYTES = 512
 SMALL_VALIDATION_BYTES = 4000
 """About a thousand tokens."""
 SPACE = re.compile(r"\s")
+NAME_CHARACTERS = 40
+"""Of a text, in the names of its folder and its tokenizer: 160 bytes at most, of the 255 of a name."""
 
 
 @dataclass(frozen=True)
@@ -80,17 +81,10 @@ class Prepared:
 
 def own_megabytes(recipe: Recipe, out: Path) -> float | None:
     """The size of the text that the recipe names, about, without reading it; None if it is no text of one's own."""
-    paths = None if recipe.data == "tinyworld" or is_tokens(recipe.data) else data_paths(recipe.data)
+    paths = None if recipe.data == "tinyworld" or is_tokens(recipe.data, out) else data_paths(recipe.data)
     if paths is None:
         return None
-    return text_megabytes(_listed(paths, recipe, out), recipe.text.column)
-
-
-def _listed(paths: Sequence[Path], recipe: Recipe, out: Path) -> Listing:
-    """The files of a text, without the output folder where that is in one of its folders."""
-    listing = list_source(paths, DOCUMENTS, recipe.include, recipe.exclude)
-    inside = any(path.resolve() in out.resolve().parents for path in paths)
-    return listing.without(out) if inside else listing
+    return text_megabytes(list_source(paths, DOCUMENTS, recipe.include, recipe.exclude, out), recipe.text.column)
 
 
 def fit_vocabulary(recipe: Recipe, megabytes: float | None) -> Recipe:
@@ -131,14 +125,14 @@ def _filter(recipe: Resolved, texts: Read) -> tuple[Read, list[str]]:
 def _of_files(recipe: Resolved, out: Path, log: Callable[[str], None]) -> Source:
     public = public_data(recipe, out, log)
     paths, chosen = data_paths(recipe.data) or [], (recipe.include, recipe.exclude)
-    alone = not public and len(paths) == 1 and chosen == (None, None)
-    copy = local_copy(paths[0], TRAIN, "documents", lambda line: log(f"text: {line}")) if alone else None
-    given, its_val = (public.train, public.val) if public else copy or (paths, ())
-    val: Where | None = Path(recipe.val) if recipe.val else its_val or None
-    listings = {"text": _listed(given, recipe, out)}
-    train = listings["text"].files
-    if val is not None:
-        listings["validation text"] = list_source(val, DOCUMENTS)
+    listings = {"text": list_source(public.train if public else paths, DOCUMENTS, *chosen, out)}
+    its_val: Sequence[Path] = public.val if public else ()
+    if not public and len(paths) == 1 and chosen == (None, None):
+        copy = local_copy(paths[0], listings["text"], TRAIN, "documents", lambda line: log(f"text: {line}"))
+        if copy is not None:
+            listings["text"], its_val = list_source(copy[0], DOCUMENTS), copy[1]
+    if val := recipe.val or its_val:
+        listings["validation text"] = list_source(val, DOCUMENTS, apart=out)
     for what, listing in listings.items():
         for line in listing.lines(what):
             log(line)
@@ -148,21 +142,21 @@ def _of_files(recipe: Resolved, out: Path, log: Callable[[str], None]) -> Source
     held_out: Read | None = None
     once = cache(lambda line: log(f"text: {line}"))  # the text is read several times
 
-    def texts(source: Where) -> Iterator[str]:
-        return read(source, recipe.text.column, once, separator, encoding)
+    def texts(what: str) -> Iterator[str]:
+        return read(listings[what].files, recipe.text.column, once, separator, encoding)
 
     def documents(split: str) -> Iterator[str]:
         nonlocal held_out
-        if val is not None:
-            return texts(train) if split == "train" else first(texts(val), recipe.text.val_megabytes)
-        held_out = held_out or hold_out(partial(texts, train), recipe.text.val_megabytes)
+        if val:
+            return texts("text") if split == "train" else first(texts("validation text"), recipe.text.val_megabytes)
+        held_out = held_out or hold_out(partial(texts, "text"), recipe.text.val_megabytes)
         return held_out(split)
 
-    name = public.name if public else paths[0].stem or "data"
+    name = public.name if public else paths[0].stem[:NAME_CHARACTERS] or "data"
     filtered, filter_marks = _filter(recipe, documents)
     check_splits(name, filtered, log)  # before anything is written
     marks = [HOLD_OUT_VERSION, str(recipe.text.val_megabytes), recipe.text.column]
-    marks += ["the first of it"] if val is not None else []
+    marks += ["the first of it"] if val else []
     marks += ["separator", separator] if separator else []
     marks += ["encoding", encoding] if encoding != UTF8 else []
     for what, listing in listings.items():
@@ -302,7 +296,7 @@ def prepare(
 ) -> Prepared:
     """Prepares everything that training needs of the text, with a tokenizer, the one that the recipe names, or one that
     is trained on the text."""
-    if is_tokens(recipe.data):
+    if is_tokens(recipe.data, out):
         if recipe.make_documents is not None:
             raise ValueError(
                 f"{recipe.data} holds token ids, and the recipe's make_documents works on text: give text with --data"
@@ -346,7 +340,7 @@ def prepare(
 
 def text_fingerprint(recipe: Resolved, out: Path) -> str:
     """The fingerprint of the recipe's text and of how it is split, without preparing it. recipe: resolved."""
-    if is_tokens(recipe.data):
+    if is_tokens(recipe.data, out):
         return _tokens_fingerprint(recipe, out, public_data(recipe, out))
     return open_source(recipe, out).fingerprint
 

@@ -37,15 +37,15 @@ VALIDATION = re.compile(r"(?<![a-z])val(id(ation)?)?(?![a-z])")
 """In the name of a file for validation: as a word, not as in "retrieval"."""
 
 
-def is_tokens(data: str) -> bool:
-    """Whether `--data` names tokens rather than text."""
+def is_tokens(data: str, out: Path | None = None) -> bool:
+    """Whether `--data` names tokens rather than text. out: the output folder, which may be in a folder of tokens."""
     path = Path(data)
     if not path.exists() and data in data_sets.DATASETS:
         return data_sets.DATASETS[data].kind == "tokens"
     if not path.is_dir():
         return path.suffix == ".bin"
     return any(file.is_file() for file in path.glob("[!.]*.bin")) and not any(
-        map(_is_text, list_source(path, (*FORMATS, ".bin")).files)
+        map(_is_text, list_source(path, (*FORMATS, ".bin"), apart=out).files)
     )
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 from quern.terminal import silent
 from quern.text.chat import ContentPart, Message, parts, validate
 from quern.text.documents import converted, place, refuse_surrogates
-from quern.text.sources import Where, list_talks
+from quern.text.sources import Listing
 
 LISTS = ("messages", "conversations")
 ALPACA = ("instruction", "input", "output", "history")
@@ -317,7 +317,7 @@ class Conversation(NamedTuple):
 
 
 def conversation_rows(
-    source: Where,
+    listing: Listing,
     log: Callable[[str], None] | None = None,
     convert: Callable[[Any, Counter[str]], list[Message]] = to_messages,
     keys: Sequence[str] = KEYS,
@@ -327,8 +327,7 @@ def conversation_rows(
     """Reads conversations in quern's format, validated. Skips those without an assistant turn to learn.
 
     Args:
-        source: A file, a folder, or several of these, of .jsonl, .json, .csv, .tsv and .parquet files; or a .txt file
-            that WhatsApp exported.
+        listing: The files, by `list_talks`: .jsonl, .json, .csv, .tsv and .parquet, or a .txt that WhatsApp exported.
         log: Called with lines about read, ignored and skipped files, records and keys.
         convert: Converts a record to messages, and counts the keys that it ignores.
         keys: The keys of a record that `convert` reads.
@@ -340,8 +339,8 @@ def conversation_rows(
             and the record.
         OSError: A file is missing or cut short.
     """
-    found, say = list_talks(source), log or silent
-    for line in found.lines("conversations"):
+    say = log or silent
+    for line in listing.lines("conversations"):
         say(line)
     skipped, count, first, ignored = 0, 0, "", Counter[str]()
 
@@ -353,7 +352,7 @@ def conversation_rows(
         refuse_surrogates(json.dumps(messages, ensure_ascii=False))
         return messages
 
-    several = converted(found.files, keys, messages_of, log and (lambda line: say(f"conversations: {line}")))
+    several = converted(listing.files, keys, messages_of, log and (lambda line: say(f"conversations: {line}")))
     for messages, path, record in ((one, path, record) for talks, path, record in several for one in talks):
         if limit is not None and count >= limit:
             break

@@ -11,12 +11,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired, TypedDict
 
 import yaml
 
+from quern.records import typed
 from quern.text.data_sets import DataSet
-from quern.text.sources import FORMATS, format_of, list_source
+from quern.text.sources import FORMATS, Listing, format_of
 
 PREFIX = "hf:"
 _NAME = re.compile(r"hf:(?P<repository>[\w.-]+/[\w.-]+)(?::(?P<config>[^@]+))?(?:@(?P<revision>\S+))?")
@@ -95,6 +96,18 @@ def data_set(repository: Repository, name: HubName, split: str, kind: Literal["d
     return DataSet(str(name), name.repository, "", train, val, kind, file_tokens=tokens)
 
 
+class _DataFiles(TypedDict):
+    split: Any
+    path: str | list[str]
+
+
+class _Config(TypedDict):
+    """The parts of a card's entry in `configs` that are read."""
+
+    config_name: NotRequired[Any]
+    data_files: NotRequired[str | list[str | _DataFiles]]
+
+
 class _Copy(HubName):
     """A folder that is a copy of a repository, as messages name it."""
 
@@ -103,9 +116,14 @@ class _Copy(HubName):
 
 
 def local_copy(
-    folder: Path, split: str, kind: Literal["documents", "conversations"], log: Callable[[str], None]
+    folder: Path,
+    listing: Listing,
+    split: str,
+    kind: Literal["documents", "conversations"],
+    log: Callable[[str], None],
 ) -> tuple[list[Path], list[Path]] | None:
-    """The files of a split and of the validation split, as `data_set` chooses them; None for another file or folder.
+    """The files of a split and of the validation split of a folder's listing, as `data_set` chooses them; None for
+    another folder, or a file.
 
     A copy of a repository has a card with a list of splits or features, or training files beside those of another split
     or beside a card alone.
@@ -115,9 +133,9 @@ def local_copy(
     """
     if not folder.is_dir():
         return None
-    found = {entry.path.relative_to(folder).as_posix(): entry.size for entry in list_source(folder).read}
+    found = {entry.path.relative_to(folder).as_posix(): entry.size for entry in listing.read}
     files = {file: (size, None) for file, size in found.items() if _format(file) in READ}
-    card = (folder / CARD).read_text(encoding="utf-8", errors="replace") if CARD in found else ""
+    card = (folder / CARD).read_text(encoding="utf-8", errors="replace") if (folder / CARD).is_file() else ""
     head = "".join(re.findall(r"\A---\s*\n(.*?)^---", card, re.DOTALL | re.MULTILINE))
     keys = re.findall(r"^(configs|dataset_info):", head, re.MULTILINE)
     named = [{word for word, its in _NAMED.items() if its.search(file.lower())} for file in files]
@@ -145,6 +163,12 @@ def _of(splits: Mapping[str, tuple[str, ...]], split: str) -> tuple[str, ...]:
 def _splits(repository: Repository, name: HubName, split: str) -> dict[str, tuple[str, ...]]:
     """The files of each split of the config."""
     readable = _readable(repository, name)
+    try:
+        typed(repository.configs, Sequence[_Config])
+    except ValueError as error:
+        raise ValueError(
+            f"{name}: its card lists configs in another form ({error}): correct {CARD} in a copy, or name the files"
+        ) from error
     configs = {str(one["config_name"]): one for one in repository.configs if "config_name" in one}
     if not configs:
         found = _matching(readable, [f"{name.config}/**", f"data/{name.config}/**"]) if name.config else readable

@@ -73,11 +73,6 @@ class Listing(NamedTuple):
     def files(self) -> list[Path]:
         return [entry.path for entry in self.read]
 
-    def without(self, folder: Path) -> Listing:
-        """The listing without what is in a folder, such as that of the outputs."""
-        away = folder.resolve()
-        return Listing(*(tuple(one for one in part if away not in one.path.resolve().parents) for part in self))
-
     def lines(self, what: str) -> list[str]:
         """Lines for the user about read and ignored files, each starting with `what`."""
         lines = [f"{what}: reading {_counts(self.read)}"]
@@ -102,7 +97,11 @@ def data_paths(data: str) -> list[Path] | None:
 
 
 def list_source(
-    source: Where, formats: Sequence[str] = FORMATS, include: str | None = None, exclude: str | None = None
+    source: Where,
+    formats: Sequence[str] = FORMATS,
+    include: str | None = None,
+    exclude: str | None = None,
+    apart: Path | None = None,
 ) -> Listing:
     """Lists a source.
 
@@ -112,6 +111,7 @@ def list_source(
         include: Patterns, separated by spaces, of which a file of a folder must match one, by its name or its path in
             the folder. None includes all.
         exclude: Patterns of files of a folder that are ignored.
+        apart: A folder that is never listed: that of the outputs, which may be in the source.
 
     Returns:
         The files to read, sorted by their path in the source, and the ignored ones.
@@ -121,7 +121,7 @@ def list_source(
         ValueError: The source is a file of another format.
     """
     if not isinstance(source, str | Path):
-        listed = [list_source(one, formats, include, exclude) for one in source]
+        listed = [list_source(one, formats, include, exclude, apart) for one in source]
         read = {entry.path: entry for one in listed for entry in one.read}  # each once, though named twice
         return Listing(tuple(read.values()), tuple(chain.from_iterable(one.ignored for one in listed)))
     source = Path(source)
@@ -143,7 +143,7 @@ def list_source(
         return not left_out and _is_read(entry, formats, named=include is not None)
 
     read, ignored = list[Entry](), list[Entry]()
-    for entry in sorted(_walk(source), key=lambda entry: entry.path.relative_to(source).as_posix()):
+    for entry in sorted(_walk(source, apart), key=lambda entry: entry.path.relative_to(source).as_posix()):
         (read if chosen(entry) else ignored).append(entry)
     if not read:
         there_are = f" (it holds {_counts(ignored)})" if ignored else ""
@@ -154,10 +154,10 @@ def list_source(
     return Listing(tuple(read), tuple(ignored))
 
 
-def list_talks(source: Where) -> Listing:
-    """Lists a source of conversations: rows and tables, and a .txt that is named itself. Raises as `list_source`."""
+def list_talks(source: Where, apart: Path | None = None) -> Listing:
+    """Lists a source of conversations: rows and tables, and a .txt that is named itself. Otherwise as `list_source`."""
     alone = isinstance(source, str | Path) and Path(source).is_file()
-    return list_source(source, (*OF_ROWS, ".csv", ".tsv", *([".txt"] if alone else [])))
+    return list_source(source, (*OF_ROWS, ".csv", ".tsv", *([".txt"] if alone else [])), apart=apart)
 
 
 def find_file(folder: Path, *stems: str, inside: Sequence[str] = ()) -> Path | None:
@@ -223,9 +223,11 @@ def _matches(inside: Path, patterns: str) -> bool:
     return any(fnmatch(inside.as_posix(), one) or fnmatch(inside.name, one) for one in patterns.split())
 
 
-def _walk(root: Path) -> Iterator[Entry]:
+def _walk(root: Path, apart: Path | None) -> Iterator[Entry]:
     """Every file below `root` once. Links come last, so that a file is listed under its own name if possible."""
     seen = {_identity(folder.stat()) for folder in root.resolve().parents}
+    if apart is not None and apart.exists():
+        seen.add(_identity(apart.stat()))
     folders, links = [root], []
     while folders or links:
         path = (folders or links).pop()

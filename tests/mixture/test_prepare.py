@@ -288,7 +288,16 @@ def test_a_copy_of_a_public_set_is_read_by_split(tmp_path: Path) -> None:
     found = texts(mixture.val) + texts(mixture.train)
     assert found == [f"question {number} of train_sft" for number in range(20)]
     assert [line for line in lines if "is laid out as a data set of the Hugging Face Hub: 'train_sft' is 1" in line]
-    assert chats(asking((source,)))[0] == ("question 0 of train_sft",)
+    assert chats(asking((source,)), tmp_path)[0] == ("question 0 of train_sft",)
+
+
+def test_a_folder_that_has_the_outputs_is_read_without_them(tmp_path: Path) -> None:
+    write(tmp_path / "talks.jsonl", talks(20))
+    write(tmp_path / "out" / "runs" / "r" / "metrics.jsonl", [{"step": 1}] * 3)
+    lines: list[str] = []
+    mixture = prepared((ConversationSource(str(tmp_path)),), tmp_path / "out", lines)
+    assert mixture.sources[0]["conversations"] + mixture.sources[0]["held_out"] == 20
+    assert "metrics" not in "".join(lines)
 
 
 def test_the_column_of_the_messages_is_named(tmp_path: Path) -> None:

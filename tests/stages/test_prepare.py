@@ -315,6 +315,28 @@ def test_a_copy_of_a_hub_repository_is_read_as_the_hubs_own(tmp_path: Path) -> N
     assert sorted(both) == sorted(splits["train"])
 
 
+def test_a_folder_that_has_the_outputs_is_the_same_text_again(tmp_path: Path) -> None:
+    """Also one that is laid out as a repository, or that has code alone."""
+    for names in (["train.txt", "val.txt"], ["a.py", "src/b.c"], ["notes"]):
+        data = tmp_path / names[0].partition(".")[0]
+        for name in names:
+            (data / name).parent.mkdir(parents=True, exist_ok=True)
+            (data / name).write_text("\n".join(documents(40)), encoding="utf-8")
+        first, _ = made(recipe_for(data), data / "out")
+        run = data / "out" / "runs" / "r" / "pretrain"
+        run.mkdir(parents=True)
+        (run / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
+        again, said = made(recipe_for(data), data / "out")
+        assert again.origin == first.origin and "is up to date" in said and "metrics" not in said
+
+
+def test_a_text_with_a_long_name_is_prepared(tmp_path: Path) -> None:
+    path = tmp_path / f"{'世界' * 40}.txt"
+    path.write_text("\n".join(documents(40)), encoding="utf-8")
+    found, _ = made(recipe_for(path), tmp_path / "out")
+    assert found.origin.shards is not None and len(found.origin.shards) == len("data/") + 40 + len("-01234567")
+
+
 def test_errors_name_what_would_work(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no such file, folder or data set; use tinyworld, a path, one of"):
         made(recipe_for(tmp_path / "nowhere"), tmp_path / "out")

@@ -5,6 +5,7 @@ import hashlib
 import inspect
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -129,6 +130,10 @@ def test_text_beside_a_bin_file_is_text_and_what_describes_tokens_is_not(tmp_pat
     assert read(prepared.train)[:3] == texts(3)
     assert said[0].startswith("tokens: reading x.bin (")
     assert said[1] == "tokens: ignoring README.md (2 B), manifest.json (2 B), x.starts.npy (2 B)"
+    (folder / "out").mkdir()
+    (folder / "out" / "metrics.jsonl").write_text("{}", encoding="utf-8")
+    assert is_tokens(str(folder), folder / "out") and not is_tokens(str(folder))
+    shutil.rmtree(folder / "out")
     for name in ("sub/a.txt", "notes.md", "b.jsonl.gz"):
         path = folder / name
         path.parent.mkdir(exist_ok=True)

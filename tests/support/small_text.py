@@ -6,7 +6,7 @@ from pathlib import Path
 
 from quern.text.chat import Message
 from quern.text.conversations import conversation_rows
-from quern.text.sources import Where
+from quern.text.sources import Where, list_talks
 from quern.text.tinyworld import corpus
 
 
@@ -18,4 +18,4 @@ def write_text(folder: Path) -> None:
 
 def read_conversations(source: Where, log: Callable[[str], None] | None = None) -> Iterator[list[Message]]:
     """The messages alone of `conversation_rows`."""
-    return (row.messages for row in conversation_rows(source, log))
+    return (row.messages for row in conversation_rows(list_talks(source), log))

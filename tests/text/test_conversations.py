@@ -10,6 +10,7 @@ import pytest
 
 from quern.text.chat import parts, render, validate
 from quern.text.conversations import conversation_rows, to_messages
+from quern.text.sources import list_talks
 from quern.text.tokenizer import Tokenizer
 from tests.support.small_text import read_conversations
 
@@ -244,7 +245,7 @@ def test_keys_that_are_not_used_are_counted_once(tmp_path: Path) -> None:
             pq.write_table(pa.Table.from_pylist(rows), path)
         for limit, count in ((None, 6), (6, 6)):
             said: list[str] = []
-            assert len(list(conversation_rows(path, said.append, limit=limit))) == count
+            assert len(list(conversation_rows(list_talks(path), said.append, limit=limit))) == count
             counts = {"id": 6, "messages.name": 6, "images": images}
             line = said[-1].partition("number of records: ")[2]
             assert dict(pair.rsplit(" in ", 1) for pair in line.split(", ")) == {

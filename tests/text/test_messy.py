@@ -20,7 +20,7 @@ from quern.runs.public_data import with_local_data
 from quern.text import sources
 from quern.text.documents import read, warning_of
 from quern.text.readers import recognized
-from quern.text.sources import DOCUMENTS, data_paths, list_source
+from quern.text.sources import DOCUMENTS, data_paths, list_source, list_talks
 
 SAYINGS = {
     "cp1252": "Der Fluß fließt, “schön” und groß – un café crème.\n",
@@ -79,7 +79,7 @@ def test_the_separator_of_a_table_is_found(tmp_path: Path, delimiter: str) -> No
                     .replace("§", "one; two, three"), encoding="utf-8")  # fmt: skip
     assert list(read(path)) == ["one; two, three", "four"]
     path.write_text(f"question{delimiter}answer\nWho?{delimiter}Hugo.\n", encoding="utf-8")
-    ((messages, _),) = read_rows(path)
+    ((messages, _),) = read_rows(list_talks(path))
     assert [message["content"] for message in messages] == ["Who?", "Hugo."]
 
 
@@ -126,7 +126,8 @@ def test_papers_and_pages_are_read_by_the_extra_or_it_is_named(tmp_path: Path, m
     (tmp_path / "d.rtf").write_text("{\\rtf1 Hello.}", encoding="utf-8")
     with pytest.raises(ValueError, match="cannot read .*d.rtf: save it as .docx"):
         list_source(tmp_path / "d.rtf", DOCUMENTS)
-    assert list_source(tmp_path, DOCUMENTS).without(tmp_path).files == []
+    with pytest.raises(FileNotFoundError, match="nothing to read"):
+        list_source(tmp_path, DOCUMENTS, apart=tmp_path)
     (tmp_path / "c.srt").write_text("1\n00:00:01,000 --> 00:00:02,000\nHello.\n\n2\n", encoding="utf-8")
     assert list(read(tmp_path / "c.srt")) == ["Hello.\n\n"]
 
@@ -175,16 +176,19 @@ are you there?
 def test_a_chat_that_whatsapp_exported_is_a_conversation_a_day(tmp_path: Path) -> None:
     path = tmp_path / "chat.txt"
     path.write_text(CHAT, encoding="utf-8")
-    talks = {who: [[m["content"] for m in talk] for talk, _ in read_rows(path, column=who)] for who in ("Anna", "Ben")}
+    talks = {
+        who: [[m["content"] for m in talk] for talk, _ in read_rows(list_talks(path), column=who)]
+        for who in ("Anna", "Ben")
+    }
     assert talks == {
         "Anna": [["Yes: here!", "Fine"], ["Morning", "Hi"]],
         "Ben": [["Hello Ben\nare you there?", "Yes: here!"]],
     }
     with pytest.raises(ValueError, match="one of Anna, Ben: name that one, as --conversations FILE,column=Anna"):
-        list(read_rows(path))
+        list(read_rows(list_talks(path)))
     path.write_text("x", encoding="utf-8")
     with pytest.raises(ValueError, match="chat.txt, record 1: .*unless WhatsApp exported it: give .jsonl"):
-        list(read_rows(path))
+        list(read_rows(list_talks(path)))
 
 
 def test_what_chatgpt_exported_is_the_branch_that_was_shown_last(tmp_path: Path) -> None:
@@ -196,7 +200,7 @@ def test_what_chatgpt_exported_is_the_branch_that_was_shown_last(tmp_path: Path)
     }
     rows = [{"title": "t", "mapping": nodes, "current_node": "e"}, {"prompt": "What?", "completion": "That."}]
     (tmp_path / "conversations.json").write_text(json.dumps(rows), encoding="utf-8")
-    talks = [[m["content"] for m in talk] for talk, _ in read_rows(tmp_path / "conversations.json", print)]
+    talks = [[m["content"] for m in talk] for talk, _ in read_rows(list_talks(tmp_path / "conversations.json"), print)]
     assert talks == [["Hi", "Hello!\nMore."], ["What?", "That."]]
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from quern.text.repositories import HubName, Repository, data_set, local_copy
+from quern.text.sources import list_source
 
 
 def chosen(files: str, name: str = "hf:a/b", split: str = "train", configs: list | None = None) -> tuple[str, str]:
@@ -164,7 +165,7 @@ def test_a_folder_that_is_a_copy(
     if card is not None:
         (tmp_path / "README.md").write_text(card, encoding="utf-8")
     said: list[str] = []
-    found = local_copy(tmp_path, "train", "documents", said.append)
+    found = local_copy(tmp_path, list_source(tmp_path), "train", "documents", said.append)
     assert len(said) == (expected is not None)
     names = found and tuple(" ".join(path.relative_to(tmp_path).as_posix() for path in part) for part in found)
     assert names == expected
@@ -178,7 +179,10 @@ def test_a_card_of_a_copy_is_obeyed_or_refused(tmp_path: Path) -> None:
         (DEFAULT.replace("a*", "c*").replace("b*", "c*"),
          f"^{tmp_path} has no split 'train': its splits are none$"),
         ("---\nconfigs: [\n---\n", "README.md is damaged .*: correct it, or name the files$"),
+        ("---\nconfigs: 3\n---\n", "its card lists configs in another form .Expected `array`, got `int`"),
+        ("---\nconfigs: [a]\n---\n", "its card lists configs in another form .Expected `object`, got `str`"),
+        ("---\nconfigs:\n- {config_name: a, data_files: [split: train]}\n---\n", "missing required field `path`"),
     ]:  # fmt: skip
         (tmp_path / "README.md").write_text(card, encoding="utf-8")
         with pytest.raises(ValueError, match=message):
-            local_copy(tmp_path, "train", "documents", lambda line: None)
+            local_copy(tmp_path, list_source(tmp_path), "train", "documents", lambda line: None)
