@@ -21,6 +21,8 @@ from quern.temporaries import TemporaryFolder, remove_abandoned, sync_path
 IDS = 1 << 16
 """Ids in these files are below it."""
 BATCH_TOKENS = 1 << 22
+LOOKED_AT = 1 << 24
+"""Tokens of a file that are looked at together."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +41,17 @@ MODDED_NANOGPT = BinFormat("{name}_train_{number:06d}.bin", "{name}_val_{number:
 NANOGPT = BinFormat("train.bin", "val.bin", header=False, begins=False, file_tokens=None)
 
 
-def read_bin(*paths: str | Path, bos: int = 50256) -> Corpus:
-    """Opens the files of one text, in order.
+def read_bin(*paths: str | Path, bos: int = 50256, vocab_size: int = 1 << 32) -> Corpus:
+    """Opens the files of one text, in order. bos, vocab_size: of the tokenizer that made them.
 
     Documents end with the delimiter if the text ends with it and does not begin with it; else they begin with it, and
     tokens before the first one in a file are skipped: modded-nanogpt cuts a document that a file has no room for.
 
     Raises:
-        FileNotFoundError, ValueError: A file is missing, empty or damaged, or holds no delimiter.
+        FileNotFoundError, ValueError: A file is missing, empty or damaged, or another tokenizer made it: it holds no
+            delimiter, or ids outside the vocabulary.
     """
-    files = [(path, *_find(path, bos)) for path in map(Path, paths)]
+    files = [(path, *_find(path, bos, vocab_size)) for path in map(Path, paths)]
     ending = files[0][1][0] != 0 and files[-1][1][-1] == files[-1][2] - 1
     parts, whole = list[Part](), True
     for path, found, count in files:
@@ -77,12 +80,17 @@ def _part(path: Path, starts: np.ndarray, skipped: int) -> Part:
     )
 
 
-def _find(path: Path, bos: int, step: int = 1 << 24) -> tuple[np.ndarray, int]:
+def _find(path: Path, bos: int, vocab_size: int) -> tuple[np.ndarray, int]:
     """The places of `bos`, int64, found without a mask of the whole file; and the number of tokens."""
-    tokens = map_tokens(path, headerless=True)
-    found = [np.flatnonzero(tokens[at : at + step] == bos) + at for at in range(0, len(tokens), step)]
-    if not any(map(len, found)):
-        raise ValueError(f"{path} never has id {bos}, so no document starts in it; pass its own bos=…")
+    tokens, found, largest = map_tokens(path, headerless=True), list[np.ndarray](), 0
+    for at in range(0, len(tokens), LOOKED_AT):
+        some = tokens[at : at + LOOKED_AT]
+        found.append(np.flatnonzero(some == bos) + at)
+        largest = max(largest, int(some.max()))
+    wrong = "" if any(map(len, found)) else f"never has id {bos:,}, which begins documents"
+    wrong = f"holds id {largest:,}, outside the vocabulary of {vocab_size:,}" if largest >= vocab_size else wrong
+    if wrong:
+        raise ValueError(f"{path} {wrong}: name the tokenizer that made it with --text.tokenizer")
     return np.concatenate(found).astype(np.int64), len(tokens)
 
 

@@ -239,7 +239,7 @@ class Corpus:
             at, source, length: (slices,) int64. `source` is an index over all parts; a slice is in one part.
             mask: Copies the mask, True where a token is learned, in place of the tokens. The corpus has masks.
         """
-        numbers = np.searchsorted(self._bases, source, side="right") - 1
+        numbers = np.searchsorted(self._bases[:-1], source, side="right") - 1  # an empty slice may begin at the end
         local = source - self._bases[numbers]
         mapped, array = -1, out
         for number, frm, to, count in zip(numbers.tolist(), local.tolist(), at.tolist(), length.tolist(), strict=True):

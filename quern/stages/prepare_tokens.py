@@ -87,12 +87,13 @@ def open_tokens(
         train = [path for path in train if path not in val]
     if not train:
         raise FileNotFoundError(f"--data {recipe.data}: every file there is for validation, none is left to train on")
-    corpus = read_bin(*train, bos=tokenizer.bos)
+    known = {"bos": tokenizer.bos, "vocab_size": tokenizer.vocab_size}
+    corpus = read_bin(*train, **known)
     if corpus.skipped_tokens:
         log(f"tokens: {corpus.skipped_tokens:,} before the first document of a file belong to none and are not read")
     most = int(recipe.text.val_megabytes * 1e6 / BYTES_PER_TOKEN)
     if val:
-        held_out = read_bin(*val, bos=tokenizer.bos)
+        held_out = read_bin(*val, **known)
         return tokenizer, corpus, held_out.part(_first(held_out, np.arange(held_out.num_documents), most))
     chosen = _first(corpus, np.arange(HELD_OUT_EVERY // 2, corpus.num_documents, HELD_OUT_EVERY), most)
     if not chosen.size:

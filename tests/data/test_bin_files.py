@@ -24,8 +24,9 @@ def corpus_of(texts: list[list[int]]) -> Corpus:
 
 def contents(corpus: Corpus) -> list[list[int]]:
     found = [corpus.gather(i).tolist() for i in range(corpus.num_documents)]
-    assert all(ids[0] == EOT for ids in found)
-    return [ids[1:] for ids in found]
+    texts = [corpus.gather(i, 1).tolist() for i in range(corpus.num_documents)]
+    assert found == [[EOT, *ids] for ids in texts]
+    return texts
 
 
 def bare(path: Path, *ids: int) -> Path:
@@ -51,7 +52,7 @@ def test_files_are_written_as_the_other_programs_write_them(tmp_path: Path) -> N
 @pytest.mark.parametrize("form", [MODDED_NANOGPT, NANOGPT, SMALL], ids=["one file", "nanoGPT", "many files"])
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_written_is_read_back(tmp_path: Path, form: BinFormat, seed: int) -> None:
-    splits = {"train": documents(60, seed), "val": documents(7, seed + 10)}
+    splits = {"train": [*documents(60, seed), []], "val": documents(7, seed + 10)}
     done: list[int] = []
     files = write_bin({name: corpus_of(texts) for name, texts in splits.items()}, tmp_path, "x", form, done.append)
     assert done == sorted(done) and done[-1] == sum(len(text) + 1 for texts in splits.values() for text in texts)
@@ -75,6 +76,7 @@ def test_what_is_written_is_read_back(tmp_path: Path, form: BinFormat, seed: int
         ([[EOT, 7, 8, EOT, 9]], [[7, 8], [9]], 0),
         ([[1, 2, EOT, 7, EOT, 9]], [[7], [9]], 2),
         ([[EOT, 7], [8, EOT, 9]], [[7], [9]], 1),
+        ([[EOT, 7, EOT]], [[7], []], 0),
     ],
 )
 def test_both_conventions_are_read(
@@ -95,13 +97,15 @@ def test_files_that_are_no_tokens_are_named(tmp_path: Path) -> None:
     for name, raw in (("odd", b"abc"), ("empty", b"")):
         (tmp_path / name).write_bytes(raw)
     for path, bos, message in (
-        (good, 50000, "50000.*bos"),
+        (good, 50000, "never has id 50,000, which begins documents: name the tokenizer that made it"),
         (cut, EOT, "cut_train_000001.bin is damaged"),
         (tmp_path / "odd", EOT, "odd"),
         (tmp_path / "empty", EOT, "empty"),
     ):
         with pytest.raises(ValueError, match=message):
             read_bin(path, bos=bos)
+    with pytest.raises(ValueError, match=r"train.bin holds id 50,256, outside the vocabulary of 50,256: name the"):
+        read_bin(good, bos=7, vocab_size=EOT)
     with pytest.raises(FileNotFoundError, match=r"nothing.bin"):
         read_bin(tmp_path / "nothing.bin")
 

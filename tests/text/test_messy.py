@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,7 +89,7 @@ def test_a_folder_of_code_is_its_code_and_patterns_choose(tmp_path: Path) -> Non
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"\0\1" if name == "logo.png" else name.encode())
 
-    def names(**chosen: str) -> list[str]:
+    def names(**chosen: Any) -> list[str]:
         return [path.relative_to(tmp_path).as_posix() for path in list_source(tmp_path, DOCUMENTS, **chosen).files]
 
     assert names() == ["Makefile", "README.md", "src/a.py", "src/b.rs"]
