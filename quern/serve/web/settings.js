@@ -36,6 +36,7 @@ let kept = {}; // what the user had changed before
 /** Reads what was kept; whatever is not a value of this table is dropped. */
 export function load() {
   try {
+    settings.key = sessionStorage.getItem(KEY) ?? "";
     kept = JSON.parse(localStorage.getItem(KEPT)) ?? {};
   } catch {
     // Storage is switched off, or another program wrote there: begin with the defaults.
@@ -44,7 +45,6 @@ export function load() {
   if (typeof kept.stop === "string") settings.stop = kept.stop;
   if (ALTERNATIVES.includes(kept.alternatives)) settings.alternatives = kept.alternatives;
   if (THEMES.includes(kept.theme)) settings.theme = kept.theme;
-  settings.key = sessionStorage.getItem(KEY) ?? "";
   const given = new URLSearchParams(location.hash.slice(1)).get("key"); // the link of `quern serve --lan`
   if (given !== null) {
     settings.key = given;
