@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.browser.chrome import Chrome
 from tests.browser.parrot import DONE, Page
 
 # What a download would be written to a folder is taken from the page instead.
@@ -178,14 +179,69 @@ def test_damaged_files_are_refused_and_change_nothing(page: Page, tmp_path: Path
     assert "script" not in exported(page, "#export")["conversations"][1]
 
 
-def test_what_another_tab_keeps_is_listed(page: Page) -> None:
-    """The other tab is played by its two effects: a conversation in the database, and a word on the channel."""
+def in_another_tab(page: Page, id: str, change: str) -> None:
+    """The other tab is played by its two effects: a change of `store`, and a word on the channel."""
     page.run(
         "new Promise((done) => { indexedDB.open('quern').onsuccess = ({target}) => {"
-        " const change = target.result.transaction('conversations', 'readwrite');"
-        " change.objectStore('conversations').put({id: 'ab', title: 'From elsewhere', named: true, mode: 'chat',"
-        " system: '', created: 1, updated: Date.now(), nodes: {}, leaf: null});"
-        " change.oncomplete = () => { new BroadcastChannel('quern').postMessage('ab'); done(1); }; }; })"
+        " const transaction = target.result.transaction('conversations', 'readwrite');"
+        f" const store = transaction.objectStore('conversations'); {change};"
+        f" transaction.oncomplete = () => {{ new BroadcastChannel('quern').postMessage('{id}'); done(1); }}; }}; }})"
     )
+
+
+def test_what_another_tab_keeps_is_listed_until_it_deletes_it(page: Page) -> None:
+    made = (
+        "{id: 'ab', title: 'From elsewhere', named: true, mode: 'chat', system: '', created: 1, updated: Date.now(), "
+        "nodes: {}, leaf: null}"
+    )
+    in_another_tab(page, "ab", f"store.put({made})")
     page.wait("document.querySelectorAll('#conversations .open').length === 1")
     assert titles(page) == ["From elsewhere"]
+    in_another_tab(page, "ab", "store.delete('ab')")
+    page.wait("document.querySelectorAll('#conversations .open').length === 0")
+
+
+def test_what_another_tab_adds_to_the_open_conversation_stays(page: Page) -> None:
+    page.ask("first")
+    id = page.run("document.querySelector('#conversations .chosen').dataset.id")
+    leaf = page.run("document.querySelector('.message:last-child').dataset.node")
+    added = ", ".join(
+        f"{id}: {{id: '{id}', parent: '{parent}', role: '{role}', parts: {parts}, time: 1, pick: null}}"
+        for id, parent, role, parts in (
+            ("aa", leaf, "user", "[{type: 'text', text: 'theirs'}]"),
+            ("bb", "aa", "assistant", "[]"),  # the reply has not begun
+        )
+    )
+    change = f"({{target}}) => {{ Object.assign(target.result.nodes, {{{added}}}); store.put(target.result); }}"
+    in_another_tab(page, id, f"store.get('{id}').onsuccess = {change}")
+    assert page.said() == ["first", "fine"]
+    page.ask("mine")
+    page.open(fresh=False)
+    page.click("#conversations .open")
+    assert page.said() == ["first", "fine", "mine", "fine"]
+    page.click("[aria-label='Previous version']")
+    assert page.said() == ["first", "fine", "theirs"]
+
+
+def test_a_reply_that_the_browser_cannot_keep_is_shown(page: Page) -> None:
+    page.run("IDBObjectStore.prototype.put = function () { throw new DOMException('The disk is full') }")
+    page.ask("first")
+    assert page.said() == ["first", "fine"]
+    assert "could not keep the conversation: The disk is full" in page.texts("#toast")[0]
+
+
+def test_a_browser_that_keeps_nothing_shows_the_page(shared_page: Page, tmp_path: Path) -> None:
+    """Chromium with cookies switched off, as users do: storage then raises an error where it is only named."""
+    (tmp_path / "Default").mkdir()
+    off = {"profile": {"default_content_setting_values": {"cookies": 2}}}
+    (tmp_path / "Default" / "Preferences").write_text(json.dumps(off), encoding="utf-8")
+    chrome = Chrome(tmp_path)
+    try:
+        page = Page(chrome, shared_page.url, shared_page.engine)
+        page.engine.will_say("fine")
+        page.open()
+        assert "keeps no data" in page.texts("#toast")[0]
+        page.ask("first")
+        assert page.said() == ["first", "fine"] and chrome.problems == []
+    finally:
+        chrome.close()

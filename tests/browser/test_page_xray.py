@@ -7,10 +7,12 @@ from quern.generate.engine import Engine
 from quern.generate.reply import Delta, Token
 from quern.generate.sampling import Sampling
 from quern.serve.server import create_app
+from quern.text.chat import render_prompt
+from quern.text.tokenizer import Tokenizer
 from tests.browser.chrome import Chrome
-from tests.browser.parrot import DONE, LOGPROB, Page, alternatives, make_parrot
+from tests.browser.parrot import DONE, LOGPROB, Page, Parrot, alternatives, make_parrot
 from tests.support.http_server import running
-from tests.support.toy_engine import toy_engine
+from tests.support.toy_engine import CPU, SENTENCES, toy_engine, toy_model
 
 REPLY = "The miller grinds the grain"
 CLASSES = "[...document.querySelectorAll('{}')].map((span) => span.className.replace('token ', ''))"
@@ -237,3 +239,83 @@ def test_bytes_that_are_no_character_and_replies_without_a_record(page: Page) ->
     page.ask("again")
     assert page.engine.asked[-1][1]["logprobs"] is False
     assert "No probabilities were recorded" in page.said()[-1] and page.said()[-1].endswith("plain")
+
+
+def go_on(page: Page, text: str) -> None:
+    page.click(".message:last-child .text-button")
+    page.wait(f"[...document.querySelectorAll('.message')].at(-1).textContent.includes('{text}') && {DONE}")
+
+
+def test_a_reply_without_a_record_goes_on_and_is_shown_whole(page: Page) -> None:
+    page.set("alternatives", "0")
+    page.engine.will_say("The miller grinds", reason="length")
+    page.ask("go")
+    page.set("alternatives", "10")
+    page.engine.will_say(" at dawn")
+    go_on(page, "at dawn")
+    page.click("#xray")
+    page.wait("document.querySelectorAll('.text .token').length > 1")
+    assert "".join(page.texts(".text .token")) == "The miller grinds at dawn"
+    assert "unscored" in classes(page, ".text .token")[0] and "unscored" not in classes(page, ".text .token")[-1]
+
+
+def test_another_model_goes_on_with_its_own_tokens(browser: Chrome) -> None:
+    first, tokenizer = make_parrot(), Tokenizer.train(SENTENCES[1:] * 8, 300)
+    second = Parrot(toy_model(context=512, vocab_size=tokenizer.vocab_size), tokenizer, CPU)
+    with running(create_app({"first": first, "second": second})) as url:
+        page = Page(browser, url, first)
+        page.open()
+        first.will_say(REPLY, reason="length")
+        page.ask("go")
+        page.run("document.getElementById('model').value = 'second'")
+        second.will_say(" at dawn")
+        go_on(page, "at dawn")
+        asked = render_prompt(tokenizer, [{"role": "user", "content": "go"}])
+        assert tokenizer.encode(REPLY) != first.tokenizer.encode(REPLY)
+        assert second.asked[0][0] == [[*asked, *tokenizer.encode(REPLY)]]
+        page.click("#xray")
+        page.wait("document.querySelectorAll('.text .token').length > 1")
+        assert "".join(page.texts(".text .token")) == REPLY + " at dawn"
+        # What the first model has said branches there, with the second one's tokens.
+        page.click("[aria-label='Previous version']")
+        ids = first.tokenizer.encode(REPLY)
+        page.wait(f"document.querySelectorAll('.text .token').length === {len(ids)}")
+        page.click(".prompt summary")
+        page.wait(f"document.querySelectorAll('.prompt .token').length === {len(first.asked[0][0][0])}")
+        second.will_say("!")
+        page.click(".text .token", 3)
+        page.click(".alternative", 1)
+        begun = first.tokenizer.decode([*ids[:3], alternatives(ids[3], first.tokenizer)[1][0]])
+        page.wait(f"document.querySelector('.walk span')?.textContent === '3 / 3' && {DONE}")
+        assert second.asked[0][0] == [[*asked, *tokenizer.encode(begun)]]
+        page.click("#new")
+        page.click("input[value=text]")
+        second.will_say(" grinds")
+        page.ask("The miller ")
+        assert second.asked[0][0] == [[tokenizer.bos, *tokenizer.encode("The miller ")]]
+    assert browser.problems == []
+
+
+def test_the_prompt_of_a_text_that_is_too_long_is_shown_as_it_was_read(page: Page) -> None:
+    engine, long = page.engine, "stop there, " * 200
+    page.click("input[value=text]")
+    engine.will_say("please", reason="length")
+    page.ask(long)
+    [[sent], _] = engine.asked[0]
+    left_out = len(engine.tokenizer.encode(long)) + 1 - len(sent)
+    assert left_out > 0 and f"the first {left_out} tokens were left out" in page.said()[1]
+    engine.will_say(" now")
+    go_on(page, "now")
+    assert engine.asked[0][0] == [[*sent, *engine.tokenizer.encode("please")]]
+    assert f"the first {left_out} tokens were left out" in page.said()[1]
+    page.click("#xray")
+    page.click(".prompt summary")
+    page.wait(f"document.querySelectorAll('.prompt .token').length === {len(sent)}")
+    # A chat's reply that ends with the context goes on without the first tokens.
+    page.click("#new")
+    page.click("input[value=chat]")
+    page.engine.will_say(long, reason="length")
+    page.ask("go")
+    page.engine.will_say("please")
+    go_on(page, "please")
+    assert "tokens were left out" in page.said()[1]

@@ -45,9 +45,9 @@ export async function models() {
 /** {suggestions, mode, sampling}: how the server would begin. */
 export const welcome = () => get("/welcome");
 
-/** Token ids of a chat, {messages}, or of a text, {prompt}. */
-export async function tokenize(what) {
-  return (await (await post("/tokenize", what)).json()).tokens;
+/** A model's token ids of a chat, {messages}, or of a text, {prompt}. */
+export async function tokenize(model, what) {
+  return (await (await post("/tokenize", { model, ...what })).json()).tokens;
 }
 
 /** The tokens of a prompt with their probabilities; nothing is generated. The first token has none. */

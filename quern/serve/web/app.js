@@ -8,7 +8,7 @@ import * as settingsOf from "./settings.js";
 import { Sidebar } from "./sidebar.js";
 import * as store from "./store.js";
 import { download, fileName, pack, unpack } from "./transfer.js";
-import { addNode, newConversation, path, removeNode, textOf, titleOf, walkTo } from "./tree.js";
+import { addMissing, addNode, newConversation, path, removeNode, textOf, titleOf, walkTo } from "./tree.js";
 import * as ui from "./ui.js";
 import * as xray from "./xray.js";
 
@@ -30,8 +30,10 @@ const page = {
   live: (node) => (reply !== null && reply.node === node ? reply : null),
   tokens: async (node) => tokensKnown.get(node.id) ?? store.loadTokens(current.id, node.id),
   promptTokens: async (node) => {
-    const ids = await promptIds(current, node);
-    return api.scorePrompt(byId("model").value, ids, Math.max(settingsOf.settings.alternatives, 5));
+    const served = [...byId("model").options].some((option) => option.value === node.model);
+    const model = served ? node.model : byId("model").value;
+    const ids = await promptIds(model, current, node);
+    return api.scorePrompt(model, ids, Math.max(settingsOf.settings.alternatives, 5));
   },
   // A chat's prompt is made of several messages, which have their own editors; a text's can go on from any token.
   promptBranch: (node, tokens) =>
@@ -46,36 +48,37 @@ const page = {
     const edited = addNode(current, node.parent, "user", [{ type: "text", text }]);
     answer(current, addNode(current, edited.id, "assistant", []));
   },
-  branch: (node, part, tokens, token) => begin(node, part, tokens, token),
-  goOn: async (node) => {
-    const part = node.parts.length - 1;
-    const all = ((await page.tokens(node)) ?? []).filter((token) => token.part === part);
-    const whole = all.length > 0 && textOfTokens(all) === node.parts[part].text;
-    // Without the tokens themselves, those of the text do.
-    begin(node, part, whole ? all : await encoded(node.parts[part].text), null);
-  },
+  branch: (node, part, place, token) => begin(node, part, place, token),
+  goOn: (node) => begin(node, node.parts.length - 1, null, null),
 };
 
-/** The tokens of a text that the page has no record of; in the x-ray they have no probability. */
-async function encoded(text) {
-  const ids = await api.tokenize({ prompt: text, add_special_tokens: false });
-  return ids.map((id) => ({ text: "", id, logprob: null, bytes: [], part: 0, top: [] }));
+/** The tokens of a text of which the page has no record by this model; in the x-ray they have no probability. */
+async function encoded(model, text, part) {
+  const ids = await api.tokenize(model, { prompt: text, add_special_tokens: false });
+  const scored = ids.length > 0 ? await api.scorePrompt(model, ids, 0) : [];
+  return scored.map((token) => ({ ...token, logprob: null, part }));
 }
 
-/** A branch that begins with `tokens` of a part of a reply, then with `token`, another one. */
-async function begin(node, part, tokens, token) {
+/** A branch that begins with the tokens of a part of a reply before `place` (null: with all), then with another token. */
+async function begin(node, part, place, token) {
   if (reply !== null) return;
-  const earlier = ((await page.tokens(node)) ?? []).filter((one) => one.part < part);
-  const ends = token?.text === "<|assistant_end|>";
-  const own = token === null || ends ? tokens : [...tokens, { ...token, part, top: tokenAlternatives(node, part, tokens.length) }];
-  const known = own.every((one) => one.bytes.length > 0);
-  const parts = node.parts.slice(0, part).map((one) => ({ ...one }));
-  parts.push({ type: "text", text: known ? textOfTokens(own) : node.parts[part].text });
   const conversation = current;
+  const model = byId("model").value;
+  const ends = token?.text === "<|assistant_end|>";
   try {
-    const ids = ends ? null : await beginningIds(conversation, node, parts, own);
+    const all = (await page.tokens(node)) ?? [];
+    const recorded = all.filter((one) => one.part === part);
+    let earlier = all.filter((one) => one.part < part);
+    let own = recorded.slice(0, place ?? recorded.length);
+    if (token !== null && !ends) own.push({ ...token, part, top: recorded[place]?.top ?? [] });
+    const text = place === null ? node.parts[part].text : textOfTokens(own);
+    const known = ends || (node.model ?? model) === model; // another model has other tokens
+    if (!known || textOfTokens(own) !== text) [earlier, own] = [[], await encoded(model, text, part)];
+    const parts = [...node.parts.slice(0, part).map((one) => ({ ...one })), { type: "text", text }];
+    const ids = ends ? null : await beginningIds(model, conversation, node, parts, own);
     const branched = addNode(conversation, node.parent, "assistant", parts);
-    const given = known ? [...earlier, ...own] : [];
+    Object.assign(branched, { model: node.model, skipped: node.skipped ?? 0, cut: node.cut ?? 0 });
+    const given = [...earlier, ...own];
     if (ends) {
       branched.finish = "stop";
       await store.saveTokens(conversation.id, branched.id, given);
@@ -86,10 +89,6 @@ async function begin(node, part, tokens, token) {
   } catch (error) {
     ui.problem(error.message);
   }
-}
-
-function tokenAlternatives(node, part, index) {
-  return (views.get(node.id)?.ofPart(part) ?? [])[index]?.top ?? [];
 }
 
 // Replies ------------------------------------------------------------------------------------------------------
@@ -108,7 +107,7 @@ async function answer(conversation, node, plan = {}, tokens = []) {
   let trouble = null;
   try {
     if (own.model === "") await discover();
-    own.model = byId("model").value;
+    own.model = own.node.model = byId("model").value;
     own.context = context;
     await own.run();
   } catch (error) {
@@ -131,7 +130,7 @@ async function finish(conversation, { node, tokens }, trouble) {
     conversation.updated = Date.now();
     if (tokens.length > 0 && conversation.nodes[node.id]) {
       tokensKnown.set(node.id, tokens);
-      await store.saveTokens(conversation.id, node.id, tokens);
+      await store.saveTokens(conversation.id, node.id, tokens).catch(unkept);
     }
     await keep(conversation);
   }
@@ -196,14 +195,27 @@ function drawFill() {
 
 // Conversations ------------------------------------------------------------------------------------------------
 
+const unkept = (error) => toast(`The browser could not keep the conversation: ${error.message}`);
+
 async function keep(conversation) {
   sidebar.draw(conversations.values(), current.id);
   try {
     await store.save(conversation);
     tabs?.postMessage(conversation.id);
   } catch (error) {
-    toast(`The browser could not keep the conversation: ${error.message}`);
+    unkept(error);
   }
+}
+
+/** Takes over what another tab has changed. This tab's own state is newer; it lacks the other one's messages. */
+async function takeOver({ data: id }) {
+  const kept = (await store.all()).find((one) => one.id === id);
+  const held = [current, reply?.conversation].find((one) => one?.id === id);
+  if (held !== undefined) addMissing(held, kept?.nodes ?? {});
+  else if (kept === undefined) conversations.delete(id);
+  else conversations.set(id, kept);
+  if (held === current) draw();
+  else sidebar.draw(conversations.values(), current.id);
 }
 
 function open(conversation) {
@@ -258,6 +270,7 @@ async function remove(conversation) {
   const packed = await pack([conversation]);
   conversations.delete(conversation.id);
   await store.remove(conversation.id);
+  tabs?.postMessage(conversation.id);
   if (current === conversation) start();
   else sidebar.draw(conversations.values(), current.id);
   toast("Deleted.", "Undo", () => bringIn(packed));
@@ -269,6 +282,7 @@ async function bringIn(text) {
     conversations.set(conversation.id, conversation);
     await store.save(conversation);
     for (const [node, list] of tokens) await store.saveTokens(conversation.id, node, list);
+    tabs?.postMessage(conversation.id);
   }
   if (found.length > 0) open(found[0].conversation);
   return found.length;
@@ -340,11 +354,7 @@ async function main() {
     if (leaf?.role === "assistant" && leaf.parts.length === 0) removeNode(conversation, leaf); // the tab was closed
   }
   draw();
-  tabs?.addEventListener("message", async () => {
-    if (reply !== null) return; // this page's own state is newer
-    for (const conversation of await store.all()) if (conversation.id !== current.id) conversations.set(conversation.id, conversation);
-    sidebar.draw(conversations.values(), current.id);
-  });
+  tabs?.addEventListener("message", takeOver);
   document.body.dataset.ready = newId();
   await discover().catch((error) => ui.problem(explain(error)));
 }

@@ -43,7 +43,7 @@ export class MessageView {
     this.box.classList.toggle("waiting", !final);
     this.box.setAttribute("aria-busy", String(!final));
     const { parts } = this.node;
-    if (this.node.skipped > 0 && this.note === null) this.body.prepend((this.note = this.skippedNote()));
+    if ((this.node.skipped > 0 || this.node.cut > 0) && this.note === null) this.body.prepend((this.note = this.skippedNote()));
     for (let index = 0; index < parts.length; index++) this.updatePart(index, final || index < parts.length - 1);
     if (final) this.drawBar();
   }
@@ -68,7 +68,7 @@ export class MessageView {
     this.body.append(box);
     const recorded = this.page.live(this.node) !== null || this.tokens?.some((token) => token.part === index);
     if (this.measure !== null && recorded) {
-      const branch = (place, token) => this.page.branch(this.node, index, this.ofPart(index).slice(0, place), token);
+      const branch = (place, token) => this.page.branch(this.node, index, place, token);
       return { tokens: new TokenView(box, "Tokens of the reply", { branch }) };
     }
     if (this.measure !== null) this.body.insertBefore(el("p", { class: "hint", text: "No probabilities were recorded for this reply." }), box);
@@ -117,8 +117,8 @@ export class MessageView {
   }
 
   skippedNote() {
-    const { skipped } = this.node;
-    const what = this.conversation.mode === "text" ? `first ${skipped} tokens` : `oldest ${skipped} messages`;
+    const { skipped, cut } = this.node;
+    const what = cut > 0 || this.conversation.mode === "text" ? `first ${cut || skipped} tokens` : `oldest ${skipped} messages`;
     return el("p", { class: "note", text: `The model's context is full: the ${what} were left out.` });
   }
 

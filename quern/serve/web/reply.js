@@ -7,6 +7,7 @@ import { sampling, settings } from "./settings.js";
 import { documentOf, messagesOf } from "./tree.js";
 
 const ROOM = 0.75; // of the context, that a conversation which was too long may take
+const CUT = { text: "skipped", chat: "cut" }; // the field of a node that counts the tokens which its prompt left out
 
 export class Reply {
   /**
@@ -87,15 +88,13 @@ export class Reply {
       const messages = messagesOf(this.conversation, this.node.parent);
       return this.fit(messages, (shorter) => post("/v1/chat/completions", { ...common, ...scores, messages: shorter }, signal));
     }
-    const ids = this.plan.ids ?? (await tokenize({ prompt: documentOf(this.conversation, this.node.parent) }));
+    const ids = this.plan.ids ?? (await tokenize(this.model, { prompt: documentOf(this.conversation, this.node.parent) }));
     const scores = recorded > 0 ? { logprobs: recorded } : {};
     const body = { max_tokens: this.context, ...common, ...scores };
-    // A document that is too long loses its beginning; its first token says that a document begins.
-    const room = Math.floor(this.context * ROOM);
-    const tooLong = ids.length >= this.context;
-    this.node.skipped = tooLong ? ids.length - room : 0;
-    const prompt = tooLong ? [ids[0], ...ids.slice(1 - room)] : ids;
-    return post("/v1/completions", { ...body, prompt }, signal);
+    const cut = ids.length < this.context ? 0 : ids.length - Math.floor(this.context * ROOM);
+    const counter = CUT[this.conversation.mode];
+    this.node[counter] = (this.node[counter] ?? 0) + cut;
+    return post("/v1/completions", { ...body, prompt: without(ids, cut) }, signal);
   }
 
   /** Where the user has agreed to it, leaves out the oldest exchanges while the server finds the messages too long. */
@@ -125,31 +124,37 @@ export class Reply {
   }
 }
 
-/** The tokens of the prompt that a node answers, as the server read them. */
-export async function promptIds(conversation, node) {
-  if (conversation.mode === "text") return tokenize({ prompt: documentOf(conversation, node.parent) });
+/** Without the first tokens of a prompt that is too long; its very first one says that a document begins. */
+const without = (ids, cut) => [ids[0], ...ids.slice(1 + cut)];
+
+/** The messages that a node answers, as they were sent. */
+function messagesBefore(conversation, node) {
   const messages = messagesOf(conversation, node.parent);
   const system = messages[0].role === "system" ? 1 : 0;
-  return tokenize({ messages: [...messages.slice(0, system), ...messages.slice(system + (node.skipped ?? 0))] });
+  return [...messages.slice(0, system), ...messages.slice(system + (node.skipped ?? 0))];
+}
+
+/** The tokens of the prompt that a node answers, as the server read them. */
+export async function promptIds(model, conversation, node) {
+  const { mode } = conversation;
+  const what = mode === "text" ? { prompt: documentOf(conversation, node.parent) } : { messages: messagesBefore(conversation, node) };
+  return without(await tokenize(model, what), node[CUT[mode]] ?? 0);
 }
 
 /**
  * The tokens of a prompt and of a reply's beginning: `parts`, whose last one, a text, has these tokens. The parts
  * before, which may hold calls, are encoded by the server: as an earlier turn, cut from an empty one that follows.
  */
-export async function beginningIds(conversation, node, parts, tokens) {
-  const before = await promptIds(conversation, node);
+export async function beginningIds(model, conversation, node, parts, tokens) {
+  const before = await promptIds(model, conversation, node);
   const own = tokens.map((token) => token.id);
   if (conversation.mode === "text" || parts.length === 1) return [...before, ...own];
-  const messages = messagesOf(conversation, node.parent);
-  const system = messages[0].role === "system" ? 1 : 0;
-  const shorter = [...messages.slice(0, system), ...messages.slice(system + (node.skipped ?? 0))];
   const content = parts.slice(0, -1);
   const text = content.filter((part) => part.type === "text").map((part) => part.text).join("");
   const following = [{ role: "assistant", content: text, parts: content }, { role: "user", content: "" }];
-  const all = await tokenize({ messages: [...shorter, ...following] });
+  const all = await tokenize(model, { messages: [...messagesBefore(conversation, node), ...following] });
   const afterwards = 4; // the end of the reply, the empty message's start and end, the start of the next reply
-  return [...before, ...all.slice(before.length, -afterwards), ...own];
+  return [...before, ...all.slice(before.length + (node.cut ?? 0), -afterwards), ...own];
 }
 
 /** The text of tokens; bytes that are no characters are left out, as in the server's replies. */

@@ -3,7 +3,8 @@
 // conversation: {id, title, named, mode: "chat" | "text", system, created, updated, nodes: {id: node}, leaf, shortened}
 // shortened: the user agreed that the oldest messages are left out when the context is full.
 // node: {id, parent, role: "user" | "assistant", parts: [{type: "text" | "tool" | "output", text}], time, pick, …}
-// An assistant's node also has `finish`, `error`, `skipped` and `stats` of the reply. In a text, roles say who wrote.
+// An assistant's node also has `model`, `finish` and `stats` of the reply, and what its prompt left out: `skipped`, the
+// oldest messages of a chat, the first tokens of a text; `cut`, tokens of a chat. In a text, roles say who wrote.
 
 import { newId } from "./dom.js";
 
@@ -18,6 +19,14 @@ export function addNode(conversation, parent, role, parts) {
   conversation.nodes[node.id] = node;
   show(conversation, node);
   return node;
+}
+
+/** Adds messages of another copy of the conversation, of which those without text are not finished. */
+export function addMissing(conversation, nodes) {
+  for (const node of Object.values(nodes)) {
+    const begins = node.parent === null || conversation.nodes[node.parent] !== undefined;
+    if (begins && node.parts.length > 0) conversation.nodes[node.id] ??= node;
+  }
 }
 
 export function removeNode(conversation, node) {
