@@ -347,12 +347,17 @@ def conversation_rows(
     def messages_of(value: Any) -> list[list[Message]]:
         try:
             messages = of_whatsapp(value, person) if isinstance(value, str) else [convert(value, ignored)]
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
+        except ValueError as error:
             raise ValueError(f"not a conversation: {error}") from error
+        except KeyError as error:
+            raise ValueError(f"not a conversation: a part of it has no {error}") from error
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"not a conversation: a part of it has another type ({error})") from error
         refuse_surrogates(json.dumps(messages, ensure_ascii=False))
         return messages
 
-    several = converted(listing.files, keys, messages_of, log and (lambda line: say(f"conversations: {line}")))
+    told = log and (lambda line: say(f"conversations: {line}"))
+    several = converted(listing.files, keys, messages_of, told, whole=True)  # a day of WhatsApp's is never cut
     for messages, path, record in ((one, path, record) for talks, path, record in several for one in talks):
         if limit is not None and count >= limit:
             break

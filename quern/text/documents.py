@@ -165,6 +165,7 @@ def converted(
     log: Log | None = None,
     separator: str | None = None,
     encoding: str = UTF8,
+    whole: bool = False,
 ) -> Iterator[tuple[Found, Path, int]]:
     """Reads and converts the records of a source. With a log, the odd malformed record does not stop a large source,
     and the odd file that cannot be read does not stop a source of several (docs/data.md).
@@ -178,6 +179,7 @@ def converted(
         log: Takes a line on the first malformed record, and one when all are read. None: no record is skipped.
         separator: The mark between the records of text; None makes the file one record.
         encoding: The encoding of text, tables and JSON, or "auto"; see readers.py.
+        whole: A file of text is one record, however long it is.
 
     Yields:
         (what `convert` returned, its file, its number there), see `place`.
@@ -189,7 +191,7 @@ def converted(
     skipped, tolerant = _Skipped(log), log is not None and len(paths) > 1
     for path in paths:
         try:
-            values = _records(path, wanted, separator, encoding)
+            values = _records(path, wanted, separator, encoding, whole)
             records = ((_convert(value, convert, path, record), record) for value, record in values)
             first = list(islice(records, 2 if tolerant else 0))
             if first and all(isinstance(found, Malformed) for found, _ in first):
@@ -254,7 +256,9 @@ def place(path: Path, record: int) -> str:
     return f"{path}, {'line' if format_of(path) == '.jsonl' else 'record'} {record + 1}"
 
 
-def _records(path: Path, wanted: Sequence[str], separator: str | None, encoding: str) -> Iterator[tuple[Any, int]]:
+def _records(
+    path: Path, wanted: Sequence[str], separator: str | None, encoding: str, whole: bool
+) -> Iterator[tuple[Any, int]]:
     """The values of a file and their numbers; see `read_records`."""
     form = format_of(path)
     if form in RECORDS:
@@ -265,4 +269,6 @@ def _records(path: Path, wanted: Sequence[str], separator: str | None, encoding:
         texts = text_pieces(path, encoding) if separator is None else separated(path, separator, encoding)
         if form in (".srt", ".vtt") and separator is None:
             texts = (CUE.sub("", text) for text in texts)
+        if whole:
+            texts = iter(["".join(texts)])
     return ((text, number) for number, text in enumerate(texts))

@@ -122,6 +122,8 @@ def test_a_source_is_prepared_once(tmp_path: Path) -> None:
         (talks(1), "talks.jsonl holds 1 conversation, none to hold out: fine-tuning needs a source"),
         ([], "talks.jsonl holds 0 conversations: fine-tuning needs a source"),
         ([*talks(3), {"messages": [{"role": "nobody", "content": "?"}]}], "talks.jsonl, line 4: not a conversation: "),
+        ([{"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]}], "a part of it has no 'function'$"),
+        ([{"messages": [{"role": "assistant", "tool_calls": [3]}]}], "a part of it has another type .'int' object"),
     ],
 )
 def test_a_file_that_will_not_do(tmp_path: Path, rows: list[Any], message: str) -> None:
