@@ -9,13 +9,12 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from array import array
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -27,16 +26,15 @@ from quern.mixture import sources, task_rows
 from quern.mixture.sources import HELD_OUT_EVERY, Fetch, Log, OpenSource, open_source
 from quern.mixture.task_rows import TaskRows, built_in_rows
 from quern.recipe import Recipe, Resolved
-from quern.records import read_json
+from quern.records import Natural, read_json
 from quern.temporaries import write_whole
 from quern.terminal import Meter, counted, silent
 from quern.text import chat, conversations, data_sets, documents, formats, readers
 from quern.text.conversations import Conversation
 from quern.text.tokenizer import Tokenizer
 
-LEFT_OUT, HASHES = "left_out.json", "hashes.npy"
-"""In the folder of a source: how many test rows were left out, and 8 bytes of hash of each conversation's tokens, split
-after split."""
+FACTS = "conversations.json"
+"""The file of `_Facts` in the folder of a source."""
 CODE = (chat, conversations, documents, formats, readers, tools, sources, task_rows)
 """The modules on whose code the tokens of a source depend."""
 NOTES = {
@@ -68,6 +66,11 @@ class Mixture:
         first = self.sources[0]
         plain = len(found) == 1 and first["repeats"] == 1 and not first["left_out"] and not first["copies"]
         return [] if plain else found
+
+
+class _Facts(TypedDict):
+    hashes: list[Natural]  # of each conversation's tokens, split after split
+    left_out: int  # test rows
 
 
 @dataclass(frozen=True)
@@ -191,19 +194,19 @@ def _prepared(source: OpenSource, rows: TaskRows, tokenizer: Tokenizer, recipe: 
     marks = (*source.marks, str(source.public), "" if source.built_in else rows.fingerprint)
     mark = fingerprint(tokenizer.fingerprint, *marks, *map(inspect.getsource, CODE))
     folder = out / "data" / f"{source.name}-chat-{mark[:8]}"
-    if not prepared(folder, mark, source.splits) or not all((folder / name).exists() for name in (LEFT_OUT, HASHES)):
+    if not prepared(folder, mark, source.splits) or not (folder / FACTS).exists():
         _tokenize(source, rows, tokenizer, folder, mark)
     splits = [Corpus.open(folder, split, fingerprint=mark) for split in source.splits]
     # Something is learned from those with a reply in the context.
     learning = make_pieces(splits[0], 0, splits[0].num_documents, recipe.model.context, recipe.sft.too_long).document
     held = np.arange(0) if source.has_val else _held_out(splits[0], learning, recipe.model.context)
     lost = splits[0].num_documents - len(learning)
-    left_out = read_json(folder / LEFT_OUT, int, "remove its folder")
-    return _Prepared(source, splits, np.load(folder / HASHES), held, lost, left_out)
+    facts = read_json(folder / FACTS, _Facts, "remove it, and it is made again")
+    return _Prepared(source, splits, np.array(facts["hashes"]), held, lost, facts["left_out"])
 
 
 def _tokenize(source: OpenSource, rows: TaskRows, tokenizer: Tokenizer, folder: Path, mark: str) -> None:
-    tokens, hashes, left_out = 0, array("Q"), Counter[str]()
+    tokens, hashes, left_out = 0, list[int](), Counter[str]()
     known = {"vocab_size": tokenizer.vocab_size, "bos": tokenizer.bos, "fingerprint": mark}
     for split in source.splits:
         read = _read(source, split, rows, left_out)
@@ -222,12 +225,12 @@ def _tokenize(source: OpenSource, rows: TaskRows, tokenizer: Tokenizer, folder: 
                 hashes.append(_hash(ids))
                 tokens += len(ids)
                 meter.at(number + 1, f"{tokens / 1e6:.1f}M tokens")
-            write_whole(folder / LEFT_OUT, json.dumps(left_out.total()))
-            np.save(folder / HASHES, np.array(hashes, dtype=np.uint64))  # the shards are not valid yet
+            # The shards are not valid yet.
+            write_whole(folder / FACTS, json.dumps({"hashes": hashes, "left_out": left_out.total()}))
 
 
 def _hash(ids: np.ndarray) -> int:
-    return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=7).digest(), "little")
 
 
 def _held_out(corpus: Corpus, learning: np.ndarray, context: int) -> np.ndarray:

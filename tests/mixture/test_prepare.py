@@ -171,11 +171,14 @@ def test_conversations_that_fit_are_held_out_and_lost_ones_counted(tmp_path: Pat
         prepared(lost, tmp_path / "out", **context)
 
 
-@pytest.mark.parametrize("name", ["left_out.json", "hashes.npy"])
-def test_a_damaged_folder_is_made_again(tmp_path: Path, name: str) -> None:
+def test_a_damaged_folder_is_made_again(tmp_path: Path) -> None:
     own = write(tmp_path / "own.jsonl", talks(9))
     first = prepared(own, tmp_path / "out")
-    (found,) = (tmp_path / "out/data").rglob(name)
+    (found,) = (tmp_path / "out/data").rglob("conversations.json")
+    for damage in (found.read_text(encoding="utf-8")[:99], '{"left_out": 0, "hashes": [-1]}'):
+        found.write_text(damage, encoding="utf-8")
+        with pytest.raises(ValueError, match="conversations.json is damaged .*: remove it, and it is made again"):
+            prepared(own, tmp_path / "out")
     found.unlink()
     assert prepared(own, tmp_path / "out").sources == first.sources and found.exists()
 
