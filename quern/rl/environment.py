@@ -11,6 +11,7 @@ from pathlib import Path
 from quern.data.token_file import fingerprint as marks_of
 from quern.eval.task import Item
 from quern.temporaries import sha256_of
+from quern.text.chat import validate
 from quern.text.tinyworld.skills import bucket
 
 HELD_OUT_SHARE = 10
@@ -72,6 +73,7 @@ def draw_item(environment: Environment, seed: str, held_out: bool = False) -> It
     for attempt in range(TRIES):
         with _own_code(environment, "ask"):
             item = environment.ask(f"{seed}:{attempt}")
+            validate(item.messages)
         if is_held_out(item) == held_out:
             return item
     part = "held out" if held_out else "to practise"

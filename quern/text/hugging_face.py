@@ -164,6 +164,8 @@ def read_tokenizer(body: Mapping[str, Any]) -> Tokenizer:
     if [id_ for id_, _ in by_id] != list(range(len(by_id))) or any(len(token) != 1 for token in tokens[:256]):
         raise ValueError("its ids must be the single bytes, from 0, then the merges, then the special tokens")
     names = {id_: "<|bos|>" if name == bos else name for name, id_ in special.items()}
+    if max(names) > 2 * (len(by_id) + len(names)):  # each id takes memory, and a row of the model's tables
+        raise ValueError(f"its special token {names[max(names)]} has the id {max(names):,}, far above its other tokens")
     names = [names.get(id_, unused_name(id_)) for id_ in range(len(by_id), max(names) + 1)]
     names += [name for name in SPECIAL_TOKENS if name not in names]
     tokenizer = Tokenizer(tokens[256:], pattern, names, single_bytes=b"".join(tokens[:256]))

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -129,6 +130,19 @@ def test_a_slip_in_a_file_of_rewards_is_named(function: str) -> None:
         ValueError, match=rf"{function}\(\) of environment 'broken' fails with ZeroDivisionError: division by zero"
     ):
         rollouts_of(rl_state(alone()), SETTINGS, broken).batch(0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("What?", "AttributeError: 'str' object has no attribute 'messages'"),
+        (Item("k", [{"role": "assistant", "content": "What?"}], ""), "ValueError: message 1 is from the assistant"),
+    ],
+)
+def test_what_is_no_question_is_named(asked: Any, message: str) -> None:
+    broken = Environment("broken", lambda seed: asked, lambda item, reply: 1.0)
+    with pytest.raises(ValueError, match=rf"ask\(\) of environment 'broken' fails with {message}"):
+        draw_item(broken, "0")
 
 
 def test_a_reward_that_is_a_word_is_named() -> None:
