@@ -11,9 +11,8 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import CodeType
 from typing import Any, TypeVar
 
 from quern.recipe import Made, Recipe
@@ -46,26 +45,27 @@ def map_paths(recipe: Made, change: Callable[[str], str]) -> Made:
 def read_object(path: Path, constant: str, kind: type[T], name: str | None = None) -> tuple[T, str]:
     """Executes a Python file; returns one of its constants, of a class, and the file's source. Raises ValueError if the
     file fails, with the line, or does not define the constant. name: the module's; by default the file's."""
-    name = name or path.stem
-    spec = importlib.util.spec_from_file_location(name, path, loader=_SourceLoader(name, str(path)))
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
+    name = name or _free_name(path)
+    module = importlib.util.module_from_spec(ModuleSpec(name, None, origin=str(path)))
+    module.__file__ = str(path)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        source = path.read_text(encoding="utf-8")
+        # Never bytecode beside the file (__pycache__), which can be that of another program.
+        exec(compile(source.removeprefix("\ufeff"), path, "exec", dont_inherit=True), vars(module))
     except Exception as error:  # the file's code can raise anything
         raise ValueError(f"{_place(path, error)}: {type(error).__name__}: {_reason(error)}") from error
     found = getattr(module, constant, None)
     if not isinstance(found, kind):
         raise ValueError(f"{path} does not end in {constant} = … (a {kind.__module__}.{kind.__name__})")
-    return found, path.read_text(encoding="utf-8")
+    return found, source
 
 
-class _SourceLoader(SourceFileLoader):
-    """Compiles the file's text, never bytecode beside it (__pycache__), which can be that of another program."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        return self.source_to_code(self.get_data(self.path), self.path)
+def _free_name(path: Path) -> str:
+    """The file's name without its ending; changed where it is that of another module, which others still import."""
+    found = PathFinder.find_spec(path.stem)
+    other = found is not None and found.origin not in (None, str(path.resolve()))
+    return f"{path.stem}_recipe" if other or path.stem in sys.stdlib_module_names else path.stem
 
 
 def _place(path: Path, error: Exception) -> str:

@@ -1,5 +1,7 @@
 """Which fields have a flag, what is said of the others, and that the recipe comes back as it was given."""
 
+import inspect
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -8,6 +10,7 @@ import pytest
 
 from quern.cli.options import EvaluateOptions, PretrainOptions
 from quern.flags.check_flags import Mark
+from quern.flags.recipe_file import read_object, read_recipe_file
 from quern.flags.recipe_flags import Arguments, field_names, parse, refuse_idle
 from quern.recipe import ConversationSource, Recipe
 from quern.recipes import gpt, llama
@@ -96,3 +99,15 @@ def test_a_number_of_shards_is_for_public_data_alone(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="--shards is the number of files of a public data set"):
             refuse_idle(replace(gpt.RECIPE, data=data, shards=2), (), tokens=False)
     refuse_idle(replace(gpt.RECIPE, data="tinystories", shards=2), (), tokens=False)
+
+
+@pytest.mark.parametrize("module", ["random", "numpy"])
+def test_a_recipe_file_with_the_name_of_a_module_leaves_the_module_to_others(tmp_path: Path, module: str) -> None:
+    known, path = sys.modules[module], tmp_path / f"{module}.py"
+    text = "from quern.recipes.gpt import RECIPE\n\ndef build(shape):\n    pass\n"
+    path.write_text(f"\ufeff{text}", encoding="utf-8")  # as some editors write it
+    recipe, source = read_recipe_file(path)
+    assert recipe == gpt.RECIPE and source == f"\ufeff{text}"
+    assert sys.modules[module] is known
+    own = read_object(path, "build", type(lambda: 0))[0]
+    assert inspect.getsource(own) == "def build(shape):\n    pass\n"
