@@ -152,6 +152,28 @@ def while_parent_lives(requests: Iterable[Any]) -> Iterator[Any]:
     return iter(waiting.get, None)
 
 
+def together(count: int, work: Callable[[int], None]) -> None:
+    """Calls `work` with 0 … count - 1 at the same time, and waits. Raises the first error when all have ended.
+
+    The threads end with the process: an exception in the main thread, such as that of Ctrl-C, waits for none of them.
+    """
+    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def run(number: int) -> None:
+        try:
+            work(number)
+        except BaseException as error:
+            ended.put(error)
+        else:
+            ended.put(None)
+
+    for number in range(count):
+        threading.Thread(target=run, args=(number,), daemon=True).start()
+    errors = [ended.get() for _ in range(count)]
+    if error := next(filter(None, errors), None):
+        raise error
+
+
 def serve(answers: Callable[[dict[str, Any], Iterator[Any]], Iterator[dict[str, Any]]]) -> None:
     """Runs a child whose answers are a generator. answers: takes the order and an iterator of requests."""
     with replying() as reply:

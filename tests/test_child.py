@@ -3,13 +3,14 @@
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
-from quern.process import Child, start
+from quern.process import Child, start, together
 
 ECHO = """
 import os, sys
@@ -92,3 +93,40 @@ def test_a_child_that_computes_ends_with_its_parent(tmp_path: Path) -> None:
 def test_it_loads_no_torch() -> None:
     code = "import sys, quern.process; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+TOGETHER = """
+import signal, sys, threading
+from quern.process import prompt_signals, together
+
+def work(number):
+    print("begun", flush=True)
+    threading.Event().wait()
+
+with prompt_signals({signal.SIGINT: lambda number: SystemExit(9)}):
+    together(2, work)
+"""
+
+
+def test_work_that_is_done_together_ends_with_an_interrupt_of_the_main_thread() -> None:
+    with subprocess.Popen([sys.executable, "-c", TOGETHER], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout and [process.stdout.readline() for _ in range(2)] == ["begun\n"] * 2
+        process.send_signal(signal.SIGINT)
+        try:
+            assert process.wait(timeout=20) == 9
+        finally:
+            process.kill()
+
+
+def test_an_error_of_work_that_is_done_together_waits_for_the_rest() -> None:
+    seen: list[int] = []
+
+    def work(number: int) -> None:
+        if number == 0:
+            raise ValueError("the first")
+        time.sleep(0.05)
+        seen.append(number)
+
+    with pytest.raises(ValueError, match="the first"):
+        together(3, work)
+    assert sorted(seen) == [1, 2]

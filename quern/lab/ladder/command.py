@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from quern.lab.ladder.work import Worker, finished, proxy_line
 from quern.lab.options import CompareOptions
 from quern.lab.study import check_name, now, start_facts
 from quern.lab.verdict import Rules
+from quern.process import together
 from quern.recipe import Resolved
 from quern.resolve import resolve
 from quern.runs.origin import SHOWN
@@ -82,11 +82,7 @@ def run(
         train = on_cluster(options.out, device) if options.ray else in_process(options.out, device, variables(number))
         Worker(Comparison(folder), by_name, train, machine_line(machine), log).run(options)
 
-    if options.workers == 1:
-        work(0)
-    else:
-        with ThreadPoolExecutor(options.workers) as pool:
-            list(pool.map(work, range(options.workers)))
+    together(options.workers, work)
     study.refresh()
     if options.speeds:
         _measure_speeds(study, by_name, options.out, select_attention(machine), log)
