@@ -1,6 +1,7 @@
 """The board's reader against plain reading of the same files: samples, growth, rewinds, statuses, studies, speed."""
 
 import json
+import math
 import os
 import random
 import time
@@ -171,6 +172,35 @@ def test_damage_does_not_hide_the_other_runs(tmp_path: Path) -> None:
     found = ask(board, "bad/pretrain", "good/pretrain", "no/such", "../../etc")
     assert (found["bad/pretrain"]["x"], found["bad/pretrain"]["y"]) == ([30], [2.0])
     assert set(found) == {"bad/pretrain", "good/pretrain"} and len(found["good/pretrain"]["x"]) == 10
+
+
+WRONG: tuple[tuple[str, str, Any], ...] = (
+    ("trials", "steps", [4]),
+    ("trials", "curve", 4),
+    ("cells", "budget", [3e13]),
+    ("cells", "seed", math.inf),
+    ("sweep", "runs", 7),
+)
+
+
+@pytest.mark.parametrize(("file", "name", "value"), WRONG)
+def test_a_field_of_another_type_does_not_hide_the_other_studies(
+    tmp_path: Path, file: str, name: str, value: Any
+) -> None:
+    good = {"trials": trial("gpt", 0, 1.25), "cells": {**trial("gpt", 0, 1.25), "budget": 3e13, "size": "4x96"}}
+    good["sweep"] = {"trial": 7, "runs": [trial("gpt", 0, 1.25)]}
+    board = Board(tmp_path)
+    for study, line in (("good", good["trials"]), ("bad", {**good[file], name: value})):
+        kind = "trials" if study == "good" else file
+        (tmp_path / "lab" / study).mkdir(parents=True)
+        text = json.dumps(line).replace("Infinity", "1e999") + "\n"
+        (tmp_path / "lab" / study / f"{kind}.jsonl").write_text(text)
+    (tmp_path / "lab" / "bad" / "study.json").write_text('{"rungs": 3}')
+    bad = write_run(tmp_path, "bad", '{"step": 10, "loss": 2.5}\n', [{"kind": ["start"]}])
+    (bad / "recipe.json").write_text('{"depth": 1e999}')
+    for study in (None, "good", "bad"):
+        assert json.loads(json.dumps(board.listing(study), allow_nan=False))["studies"] == ["bad", "good"]
+    assert ask(board, "0", y="val_bpb", study="good")["0"]["y"] == [2.0, 1.5, 1.25]
 
 
 def test_an_empty_folder_and_wrong_requests(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 import http.client
 import json
+import socket
+import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,6 +64,16 @@ def test_runs_and_curves(server: Server) -> None:
     assert status == 200 and [run["id"] for run in listing["runs"]] == ["a/pretrain"]
     status, curves, _ = ask(server, "/api/curves", CURVES, **JSON)
     assert status == 200 and curves["runs"]["a/pretrain"]["y"] == [2.5]
+
+
+def test_a_client_that_leaves_is_no_error(server: Server, capfd: pytest.CaptureFixture[str]) -> None:
+    address = server.server_address[:2]
+    for _ in range(20):
+        with socket.create_connection(address) as client:  # it leaves before the answers, and the kernel says so
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.sendall(b"GET /vendor/uPlot.js HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 5)
+    assert ask(server, "/api/list")[0] == 200
+    assert capfd.readouterr().err == ""
 
 
 def test_no_other_path_is_opened(server: Server) -> None:

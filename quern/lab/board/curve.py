@@ -15,6 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from quern.records import strict
+
 Body = TypeVar("Body", dict[str, Any], list[Any])
 
 
@@ -37,12 +39,12 @@ class KeptFile:
     def json(self, empty: Body) -> Body:
         """The file's object or list; `empty` if it is missing or damaged, since the board must show the other runs."""
         (body,) = _parse([self._content()])
-        return body if isinstance(body, type(empty)) else empty
+        return strict(body) if isinstance(body, type(empty)) else empty
 
     def lines(self) -> list[dict[str, Any]]:
         """The objects of a JSONL file."""
         lines = [line for line in self._content().split(b"\n") if line]
-        return [row for row in _parse(lines) if isinstance(row, dict)]
+        return [strict(row) for row in _parse(lines) if isinstance(row, dict)]
 
     def _content(self) -> bytes:
         try:

@@ -11,6 +11,7 @@ import numpy as np
 
 from quern.lab.board.curve import Curve, KeptFile, flatten, is_number
 from quern.records import EVENTS, METRICS
+from quern.report.records import as_object, as_objects
 
 STUCK_SECONDS, STUCK_GAPS = 120, 10
 """A run is stuck after this long without a line, and this many times the usual time between two lines."""
@@ -75,7 +76,7 @@ class Run(Entry):
         self.curve.refresh(points, self._every)
         if self._events.changed():
             events = self._events.lines()
-            last = next((e for e in reversed(events) if e.get("kind") in ENDS), {"kind": "start"})
+            last = next((e for e in reversed(events) if str(e.get("kind")) in ENDS), {"kind": "start"})
             planned = next((e["steps"] for e in reversed(events) if is_number(e.get("steps"))), None)
             self.steps, self.reason = planned or self.recipe.get("train.steps"), str(last.get("reason", ""))
             self._end = ENDS[last["kind"]]
@@ -126,7 +127,7 @@ class Study:
     @property
     def kind(self) -> str:
         """The kind of study, for readers."""
-        several = len(self.registered.get("rungs") or ()) > 1
+        several = len(as_object(self.registered.get("rungs"))) > 1
         named = {"cells.jsonl": "IsoFLOP grid", "sweep.jsonl": "Sweep"}
         return named.get(self._trials.path.name, "Ladder" if several else "Study")
 
@@ -145,25 +146,25 @@ class Study:
 
 def _runs(line: dict[str, Any]) -> list[dict[str, Any]]:
     """The runs of a line: one, or those of a sweep's trial. Each is named by its arm, its size or its trial."""
-    runs = line.get("runs")
-    if isinstance(runs, list):
-        return [{**run, "recipe": f"trial {line.get('trial')}"} for run in runs if isinstance(run, dict)]
-    if "budget" in line:
-        return [{**line, "recipe": f"{line.get('size')} at {line.get('budget'):.3g} FLOPs"}]
+    if "runs" in line:
+        return [{**run, "recipe": f"trial {line.get('trial')}"} for run in as_objects(line["runs"])]
+    if is_number(budget := line.get("budget")):
+        return [{**line, "recipe": f"{line.get('size')} at {budget:.3g} FLOPs"}]
     return [line]
 
 
 def _trial(trial: dict[str, Any], recipes: dict[str, Any]) -> Entry:
     """A finished trial; the lines of its curve are its validations."""
     arm, recipe, curve = str(trial.get("recipe", "")), recipes.get(str(trial.get("recipe", ""))), Curve(Path())
-    points = [point for point in trial.get("curve") or [] if isinstance(point, dict)]
+    points = as_objects(trial.get("curve"))
     curve.rows = [(number, point | {"val_bpb": point.pop("bpb", None)}) for number, point in enumerate(points, 1)]
     curve.end, curve.identity = len(points), 1
     names = ("tokens", "flops", "seconds", "tokens_per_second", "peak_bytes")
     curve.last = {name: trial[name] for name in names if name in trial}
     curve.last |= {"step": trial.get("steps"), "val_bpb": trial.get("bpb")}
     entry = Entry(arm, f"seed {trial.get('seed')}", curve)
-    entry.steps, entry.status = trial.get("steps"), "diverged" if trial.get("bpb") is None else "finished"
+    entry.status = "diverged" if trial.get("bpb") is None else "finished"
+    entry.steps = steps if is_number(steps := trial.get("steps")) else None
     entry.recipe = flatten(recipe) if isinstance(recipe, dict) else {}
     entry.recipe |= {k: trial[k] for k in ("seed", "data_seed", "pair", "rung", "value") if k in trial}
     entry.recipe |= {"arm": arm, "train.steps": entry.steps}
