@@ -1,6 +1,7 @@
 """The log's pages of sweeps and scaling studies, which are made from the records alone."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from quern.lab.options import LogOptions
 from quern.lab.search.sweep import run as run_sweep
 from quern.lab.study import start_facts
 from tests.lab import test_scaling, test_sweep
+from tests.lab.sweep_worker import RECIPE
 from tests.lab.sweep_worker import FakeTrainer as SweepTrainer
 from tests.lab.test_scaling import counts_are_kept  # noqa: F401  (used by each test)
 from tests.support.tiny_model import CPU
@@ -70,6 +72,25 @@ def test_a_sweep_has_a_page_with_its_best_trials(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"lab/s is damaged .KeyError.'{key}'"):
             publish(tmp_path / "out", tmp_path / "project", "s")
     assert texts(tmp_path / "project") == files
+
+
+def test_a_sweep_without_a_finished_trial_has_a_page(tmp_path: Path) -> None:
+    space = ("train.batch-tokens=4097,4098",)
+    given = test_sweep.options(tmp_path / "out", space=space, sampler="grid")
+    run_sweep(given, lambda line: None, SweepTrainer(), facts=start_facts(CPU, "quern lab sweep"))
+    page, _ = publish(tmp_path / "out", tmp_path / "project", "s")
+    assert "(2 refused)" in page and "No trial finished." in page
+
+
+def test_published_records_name_files_and_no_folders(tmp_path: Path) -> None:
+    recipe = replace(RECIPE, data="/private/a/x.txt\n/private/a/x.txt.d\nplain.txt", val="/private/v.txt")
+    recipe = replace(recipe, text=replace(recipe.text, tokenizer="/private/b/tokenizer.json"))
+    given = test_sweep.options(tmp_path / "out", recipe=recipe, trials=2)
+    run_sweep(given, lambda line: None, SweepTrainer(), facts=start_facts(CPU, "quern lab sweep"))
+    _, files = publish(tmp_path / "out", tmp_path / "project", "s")
+    published = json.loads(files[tmp_path / "project/experiments/records/s/results.json"])["plan"]["recipe"]
+    assert published["data"] == "x.txt\nx.txt.d\nplain.txt" and published["val"] == "v.txt"
+    assert published["text"]["tokenizer"] == "tokenizer.json"
 
 
 def told(study: str, verdict: str, runs: int, rung: int = 0, baseline: str = "b") -> Page:

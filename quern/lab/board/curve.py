@@ -44,13 +44,18 @@ class KeptFile:
     def lines(self) -> list[dict[str, Any]]:
         """The objects of a JSONL file."""
         lines = [line for line in self._content().split(b"\n") if line]
-        return [strict(row) for row in _parse(lines) if isinstance(row, dict)]
+        return [strict(row) for row in objects(_parse(lines))]
 
     def _content(self) -> bytes:
         try:
             return self.path.read_bytes()
         except OSError:
             return b""
+
+
+def objects(value: Any) -> list[dict[str, Any]]:
+    """The objects in a value that should be a list of them."""
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
 
 
 def flatten(body: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from quern.lab.board.curve import Curve, KeptFile, flatten, is_number
+from quern.lab.board.curve import Curve, KeptFile, flatten, is_number, objects
 from quern.records import EVENTS, METRICS
-from quern.report.records import as_object, as_objects
 
 STUCK_SECONDS, STUCK_GAPS = 120, 10
 """A run is stuck after this long without a line, and this many times the usual time between two lines."""
@@ -127,7 +126,8 @@ class Study:
     @property
     def kind(self) -> str:
         """The kind of study, for readers."""
-        several = len(as_object(self.registered.get("rungs"))) > 1
+        rungs = self.registered.get("rungs")
+        several = isinstance(rungs, dict) and len(rungs) > 1
         named = {"cells.jsonl": "IsoFLOP grid", "sweep.jsonl": "Sweep"}
         return named.get(self._trials.path.name, "Ladder" if several else "Study")
 
@@ -139,7 +139,7 @@ class Study:
         shown = {k: v for k, v in self.registered.items() if k not in ("recipe", "rungs", "plan")}
         return {
             "registered": flatten(shown),
-            "verdicts": [_verdict(row) for row in self._verdicts.json([]) if isinstance(row, dict)],
+            "verdicts": [_verdict(row) for row in objects(self._verdicts.json([]))],
             "arms": [_arm(entries) for entries in arms.values()],
         }
 
@@ -147,7 +147,7 @@ class Study:
 def _runs(line: dict[str, Any]) -> list[dict[str, Any]]:
     """The runs of a line: one, or those of a sweep's trial. Each is named by its arm, its size or its trial."""
     if "runs" in line:
-        return [{**run, "recipe": f"trial {line.get('trial')}"} for run in as_objects(line["runs"])]
+        return [{**run, "recipe": f"trial {line.get('trial')}"} for run in objects(line["runs"])]
     if is_number(budget := line.get("budget")):
         return [{**line, "recipe": f"{line.get('size')} at {budget:.3g} FLOPs"}]
     return [line]
@@ -156,7 +156,7 @@ def _runs(line: dict[str, Any]) -> list[dict[str, Any]]:
 def _trial(trial: dict[str, Any], recipes: dict[str, Any]) -> Entry:
     """A finished trial; the lines of its curve are its validations."""
     arm, recipe, curve = str(trial.get("recipe", "")), recipes.get(str(trial.get("recipe", ""))), Curve(Path())
-    points = as_objects(trial.get("curve"))
+    points = objects(trial.get("curve"))
     curve.rows = [(number, point | {"val_bpb": point.pop("bpb", None)}) for number, point in enumerate(points, 1)]
     curve.end, curve.identity = len(points), 1
     names = ("tokens", "flops", "seconds", "tokens_per_second", "peak_bytes")

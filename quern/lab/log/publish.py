@@ -110,7 +110,7 @@ def _public(source: Path, project: Path) -> dict[str, str]:
     for file, text in texts.items():
         if not file.endswith(".json"):
             continue
-        for name in set(_text_paths(json.loads(text))):
+        for name in sorted(set(_text_paths(json.loads(text))), key=len, reverse=True):  # one may begin another
             text = text.replace(json.dumps(name)[1:-1], Path(name).name)
         body = json.loads(text)
         if facts := body.get("facts"):
@@ -120,10 +120,11 @@ def _public(source: Path, project: Path) -> dict[str, str]:
 
 
 def _text_paths(body: Any) -> Iterator[str]:
-    """The `data` and `val` of every recipe in a record that are paths."""
+    """The paths of texts and tokenizers in every recipe in a record."""
     if isinstance(body, dict):
         if "data" in body and "val" in body:
-            yield from (name for name in (body["data"], body["val"]) if isinstance(name, str) and "/" in name)
+            names = "\n".join(str(name) for name in (body["data"], body["val"], body["text"]["tokenizer"]))
+            yield from (name for name in names.split("\n") if "/" in name)
         for value in body.values():
             yield from _text_paths(value)
 

@@ -110,6 +110,8 @@ def _summary(facts: dict[str, Any]) -> str:
 
 def _best(facts: dict[str, Any]) -> str:
     change = facts["against_baseline"]
+    if facts["best"] is None:
+        return "No trial finished."
     best = f"The best trial has {facts['best']['bpb']:.4f} bits per byte"
     if change is None:
         return f"{best}."

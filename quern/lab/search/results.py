@@ -20,7 +20,7 @@ from quern.lab.search.space import Dimension, Space, change_line, shown, trial_r
 from quern.lab.search.trials import TRIALS, Sweep
 from quern.lab.verdict import WORST, score
 from quern.records import strict
-from quern.temporaries import write_whole
+from quern.temporaries import whole_file, write_whole
 from quern.terminal import grid
 from quern.validate import flag
 
@@ -42,16 +42,17 @@ def write_results(sweep: Sweep, study: optuna.Study, space: Space) -> list[str]:
     ranked = sorted(whole, key=lambda trial: trial["bpb"])
     if not ranked:
         return ["no trial has a value"]
-    weights, outcomes, best = importances(study), [str(trial["outcome"]) for trial in trials], ranked[0]
+    weights, outcomes = importances(study), [str(trial["outcome"]) for trial in trials]
+    best = next((trial for trial in ranked if trial["outcome"] == "finished"), None)
     facts = {
         "plan": {name: value for name, value in sweep.body.items() if name != "facts"},
         "facts": sweep.body["facts"],
         "trials": len(trials),
         "outcomes": {name: outcomes.count(name) for name in sorted(set(outcomes))},
         "best": best,
-        "against_baseline": against_baseline(best, trials),
+        "against_baseline": best and against_baseline(best, trials),
         "importances": weights,
-        "edges": edge_warnings(space, best),
+        "edges": edge_warnings(space, best) if best else [],
     }
     write_whole(folder / RESULTS, json.dumps(strict(facts), indent=2, allow_nan=False) + "\n")
     names = sorted(space.texts(), key=lambda name: -weights.get(name, 0.0))[:SHOWN_FIELDS]
@@ -94,7 +95,7 @@ def edge_warnings(space: Space, best: Line) -> list[str]:
 def against_baseline(best: Line, trials: Sequence[Line]) -> dict[str, float] | None:
     """The mean difference of the best trial from the recipe's own values, and its standard error over the seeds."""
     own = [trial for trial in trials if trial["baseline"]]
-    if not own or own[0]["trial"] == best["trial"] or {best["outcome"], own[0]["outcome"]} - set(MEASURED):
+    if not own or own[0]["trial"] == best["trial"] or own[0]["outcome"] not in MEASURED:
         return None
     pairs = zip(best["runs"], own[0]["runs"], strict=False)  # the first seeds, if the baseline was pruned
     differences = [score(ours["bpb"]) - score(theirs["bpb"]) for ours, theirs in pairs]
@@ -122,8 +123,10 @@ def _lines(folder: Path, facts: dict[str, Any], ranked: Sequence[Line], names: l
         told = f"importances need {FEWEST_FOR_IMPORTANCES} trials, and {FEWEST_BEST} or more that were not pruned"
         lines.append(told)
     lines += [f"warning: {line}" for line in facts["edges"]]
-    flags = [f"--{flag(name)} {shown(value, 6)}" for name, value in facts["best"]["values"].items()]
-    best = f"best: {' '.join(flags)}" if facts["best"]["outcome"] == "finished" else "no trial finished: none is best"
+    best = "no trial finished: none is best"
+    if facts["best"]:
+        flags = (f"--{flag(name)} {shown(value, 6)}" for name, value in facts["best"]["values"].items())
+        best = f"best: {' '.join(flags)}"
     return [*lines, best, f"written: {folder / RESULTS}, {folder / TRIALS}, {folder / FIGURE}"]
 
 
@@ -155,7 +158,8 @@ def draw_pairs(path: Path, ranked: Sequence[Line], fields: Sequence[Dimension]) 
         _scale(axes, fields[column], "x", label=row == size - 1)
         axes.tick_params(labelsize=7)
     figure.colorbar(mapped, ax=panels, label="bits per byte", shrink=0.6)
-    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
+    with whole_file(path) as temporary:
+        figure.savefig(temporary, format="svg", metadata={"Date": None}, bbox_inches="tight")
 
 
 def _coordinates(one: Dimension, trials: Sequence[Line]) -> np.ndarray:
