@@ -21,6 +21,7 @@ from quern.bench.quality import quality
 from quern.bench.train import ranks, train
 from quern.kernels.attention.autotune import select_attention
 from quern.process import waiting
+from quern.terminal import counted
 from quern.validate import extra
 
 
@@ -73,7 +74,8 @@ def introduction(setup: Setup) -> Iterator[str]:
     """Yields the lines that name machine, versions and settings."""
     found, compiled = setup.machine.describe(), "compiled" if setup.machine.compile else "eager"
     yield f"machine   {found['processor']}"
-    yield f"          {found['device']}, {found['dtype']}, {found['threads']} threads, {compiled}, {found['system']}"
+    threads = counted(setup.machine.threads, "thread")
+    yield f"          {found['device']}, {found['dtype']}, {threads}, {compiled}, {found['system']}"
     yield f"versions  {', '.join(f'{name} {text}' for name, text in versions().items())}"
     yield f"figures   median of {setup.rounds} rounds (lowest .. highest), seed {setup.seed}"
     if setup.quick:

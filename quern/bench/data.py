@@ -52,9 +52,10 @@ class Setup(Bench):
     def texts(self) -> list[str]:
         """Documents of `--megabytes` in all, or all documents of a smaller source."""
         megabytes, data = 0.2 if self.quick else self.options.megabytes, self.options.data
-        if data is None:
-            return list(corpus.documents(self.seed, megabytes))
-        return list(first(read(data), megabytes))
+        found = list(corpus.documents(self.seed, megabytes) if data is None else first(read(data), megabytes))
+        if not any(found):
+            raise ValueError(f"--data {data} has no text: give a file or a folder of text")
+        return found
 
     @cached_property
     def text_bytes(self) -> int:

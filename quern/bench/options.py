@@ -55,8 +55,8 @@ class BenchOptions(DeviceOptions):
     """`quality`: the validation text of `--train`. It has no default."""
     minutes: Amount = 10.0
     """`quality`: minutes of training, counted in steps only."""
-    depth: Annotated[int, Interval(ge=1, le=1000)] = 4
-    """`quality`: the depth of the recipe."""
+    depth: Annotated[int, Interval(ge=1, le=1000)] | None = None
+    """`quality`: the depth of the recipe. Default: fitted to text and time."""
     quick: bool = False
     """Use tiny sizes, to see that everything runs; the figures mean nothing."""
 

@@ -6,7 +6,7 @@ docs/benchmarks/README.md says what the minutes and the score include.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,26 +34,33 @@ ALL_MEGABYTES = 1e6
 def quality(setup: Setup) -> Iterator[Figure]:
     """Trains a new run under `--out` on each text and scores its last checkpoint. Raises RuntimeError if that fails."""
     given, text = setup.options, replace(RECIPE.text, val_megabytes=ALL_MEGABYTES)
-    usual = replace(RECIPE, depth=given.depth, seed=setup.seed, train=TrainRecipe(minutes=given.minutes))
-    flags = f"--minutes {given.minutes:g} --depth {given.depth} --seed {setup.seed}"
-    setup.settings["depth"] = given.depth
+    usual = replace(RECIPE, seed=setup.seed, train=TrainRecipe(minutes=given.minutes))
+    flags, asked = f"--minutes {given.minutes:g} --seed {setup.seed}", ["train.minutes"]
+    if given.depth is not None:
+        usual, flags = replace(usual, depth=given.depth), f"{flags} --depth {given.depth}"
+        asked.append("depth")
     if given.train and given.val:
         recipe = replace(usual, data=str(given.train), val=str(given.val), text=text)
         command = f"quern bench quality --train {given.train} --val {given.val} {flags}"
-        yield from trained(setup, recipe, given.out, command, "validation")
+        yield from trained(setup, recipe, asked, given.out, command, "validation")
         whole = sum(len(well_formed(text).encode("utf-8")) for text in read(given.val))
         setup.settings["validation_bytes_of_text"] = whole
     if given.data:
         command = f"quern bench quality --data {given.data} {flags}"
-        yield from trained(setup, replace(usual, data=str(given.data)), given.out, command, "text read once", "_once")
+        recipe = replace(usual, data=str(given.data))
+        yield from trained(setup, recipe, asked, given.out, command, "text read once", "_once")
 
 
-def trained(bench: Bench, recipe: Recipe, out: Path, command: str, name: str, ending: str = "") -> Iterator[Figure]:
-    """Trains a recipe and scores the run. command: what the user typed, for the run's record; name: of the text, for
-    the figures; ending: of the run's name and of the settings."""
+def trained(
+    bench: Bench, recipe: Recipe, asked: Collection[str], out: Path, command: str, name: str, ending: str = ""
+) -> Iterator[Figure]:
+    """Trains a recipe and scores the run. asked: fields that are not fitted to the text; command: what the user typed,
+    for the run's record; name: of the text, for the figures; ending: of the run's name and of the settings."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     run_dir = RunDir(out, f"bench-quality-{stamp}{ending.replace('_', '-')}")
-    session = Session(stage="pretrain", machine=bench.machine, run_dir=run_dir, command=command, log=bench.log)
+    session = Session(
+        stage="pretrain", machine=bench.machine, run_dir=run_dir, command=command, log=bench.log, named=asked
+    )
     if code := pretrain.run(recipe, session):
         raise RuntimeError(f"training ended with code {code}, so there is nothing to score: see {run_dir.folder}")
     loaded = load(run_dir, bench.machine, bench.log, "pretrain")

@@ -203,7 +203,8 @@ def test_quality_counts_every_byte_once(tmp_path: Path) -> None:
     assert scored["median"] == pytest.approx(nats["median"] * tokens / math.log(2) / size)
     tokenizer = Tokenizer.load(tmp_path / "runs" / body["settings"]["run"] / "tokenizer.json")
     assert tokens == sum(len(tokenizer.encode(text)) for text in texts[:40])
-    assert f"{size:,} bytes" in shown
+    assert f"{size:,} bytes" in shown and " 1 thread," in shown
+    assert body["settings"]["layers"] == body["settings"]["layers_once"] == 1  # as asked, not as fitted to the text
     second = {m["name"]: m["median"] for m in body["measures"] if m["name"].startswith("text read once")}
     assert 0 < second["text read once"] != scored["median"]
     tokens, flops = second["text read once: trained on"], second["text read once: FLOPs spent"]
@@ -222,6 +223,13 @@ def test_quality_counts_every_byte_once(tmp_path: Path) -> None:
 def test_nonsense_is_refused_before_anything_is_measured(arguments: list[str], message: str) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         read(BenchOptions, arguments, prog="quern bench")
+
+
+@pytest.mark.parametrize("what", ["tokenizer", "encode", "prepare", "packing"])
+def test_a_text_without_words_is_not_measured(tmp_path: Path, what: str) -> None:
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(ValueError, match="empty.txt has no text: give a file or a folder of text"):
+        measured(tmp_path, what, "--data", str(tmp_path / "empty.txt"), *PLAIN)
 
 
 def test_records_that_cannot_be_kept_are_not_measured(tmp_path: Path) -> None:

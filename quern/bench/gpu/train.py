@@ -170,4 +170,5 @@ def real(bench: GpuBench) -> Iterator[Figure]:
     train = TrainRecipe(minutes=0.005 if bench.quick else min(REAL_MINUTES, left / 4))
     text, depth = replace(RECIPE.text, tokenizer=tokenizer), 1 if bench.quick else 12
     recipe = replace(RECIPE, data=data, text=text, depth=depth, seed=bench.seed, train=train)
-    yield from trained(bench, recipe, bench.options.out, "quern bench gpu --sections real", "real run")
+    asked, command = ("depth", "train.minutes"), "quern bench gpu --sections real"
+    yield from trained(bench, recipe, asked, bench.options.out, command, "real run")

@@ -37,6 +37,7 @@ from quern.resolve import resolve
 from quern.runs.origin import SHOWN
 from quern.runs.training import fit_to_text, make_batches
 from quern.stages.prepare import Prepared, prepare
+from quern.terminal import counted
 
 SET_BY_RUNGS = ("depth", "model.width", "model.head_dim", "model.context", "text.vocab_size", "train.steps")
 
@@ -118,7 +119,8 @@ def machine_line(machine: machines.Machine) -> str:
     """The machine in one line, for the record of each trial."""
     about = machine.describe()
     return (
-        f"{about['device']} {about['dtype']}{' compiled' if about['compiled'] else ''}, {about['threads']} threads, "
+        f"{about['device']} {about['dtype']}{' compiled' if about['compiled'] else ''}, "
+        f"{counted(machine.threads, 'thread')}, "
         f"{about['processor']}, torch {about['torch']}"
     )
 
