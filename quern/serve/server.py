@@ -144,10 +144,10 @@ def open_app(
         while True:
             await asyncio.sleep(watch_seconds)
             for name, source in sources.items():
-                if (newest := source.newest()) == shown[name]:
-                    continue
-                shown[name] = newest
                 try:
+                    if (newest := source.newest()) == shown[name]:
+                        continue
+                    shown[name] = newest
                     with ThreadPoolExecutor(1) as threads:  # OpenMP's threads for it end with it
                         opened = asyncio.get_running_loop().run_in_executor(threads, source.open, log)
                         engine, what = await opened

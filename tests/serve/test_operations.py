@@ -26,14 +26,16 @@ from quern.cli.options import ServeOptions
 from quern.cli.verbs import parse
 from quern.flags.recipe_flags import Arguments
 from quern.generate.engine import Engine
+from quern.runs.run_dir import RunDir
 from quern.serve.access import Keys
 from quern.serve.gate import BURST, PACE, Gate, Pace
-from quern.serve.server import LOOPBACK, create_app, listen, prepare_process, serve
+from quern.serve.server import LOOPBACK, Source, create_app, listen, open_app, prepare_process, serve
 from quern.serve.worker import Limits, Models
 from quern.text.tokenizer import Tokenizer
 from tests.serve.conftest import CHAT, NO_END, post
 from tests.support.http_server import running, web
-from tests.support.toy_engine import toy_engine
+from tests.support.toy_engine import CPU, toy_engine
+from tests.support.waiting import until
 
 HELLO = [{"role": "user", "content": "Hello?"}]
 
@@ -271,6 +273,30 @@ def test_new_requests_go_to_the_newer_model_and_open_streams_end_with_the_old() 
         list(pool.map(client, [url] * 8))
         assert ask(url, max_tokens=25).json()["choices"][0]["message"]["content"] == prompts[3]
     assert set(answers) <= set(prompts.values()) and prompts[3] in answers
+
+
+class Changing(Source):
+    """A run whose newest checkpoint is another one at each look, until the last."""
+
+    looks: list[Any]
+
+    def newest(self) -> tuple[str, int]:
+        look = self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+        if isinstance(look, OSError):
+            raise look
+        return "sft", look
+
+    def open(self, log: Any) -> tuple[Engine, str]:
+        return toy_engine(context=256, seed=self.looks[0]), f"step {self.looks[0]}"
+
+
+def test_the_server_looks_for_newer_checkpoints_also_after_a_look_that_failed(tmp_path: Path) -> None:
+    source, lines = Changing(RunDir(tmp_path, "toy"), None, CPU, 0), list[str]()
+    Changing.looks = [1, 1, OSError("the disk is gone"), 2]
+    app = open_app({"toy": source}, Gate(LOOPBACK), Limits(), lines.append, "", 0.05)
+    with running(app):
+        until(lambda: "toy: new requests go to step 2" in lines, 5)
+    assert any("the disk is gone" in line for line in lines)
 
 
 def test_a_request_whose_prompt_is_being_read_keeps_its_model() -> None:
