@@ -312,7 +312,7 @@ def verb_serve(verb: str, rest: Arguments) -> int:
     with extra("serve", "serving needs extra packages"):
         from quern.serve import replicas, server
         from quern.serve.access import Hosts, KeysFile, admit_lan
-        from quern.serve.gate import Gate
+        from quern.serve.gate import Gate, append_to
         from quern.serve.worker import Limits
     here = replicas.join()
     if here is None:  # a port that is taken is refused before the machine is tried out, which may compile
@@ -329,7 +329,7 @@ def verb_serve(verb: str, rest: Arguments) -> int:
     machine, kept = options.where.machine(here and here.threads, log=log), options.prefix_megabytes
     sources = {f"quern-{one.run}": server.Source(one, options.stage, machine, kept) for one in run_dirs}
     with options.access_log.open("a", encoding="utf-8") if options.access_log else contextlib.nullcontext() as file:
-        access = file and functools.partial(print, file=file, flush=True)
+        access = file and append_to(file, log)
         rates = options.requests_per_minute, options.requests_at_once
         hosts = Hosts(options.host, options.allowed_hosts)
         gate = Gate(hosts, keys, access, *rates, options.cors, options.trusted_proxy)

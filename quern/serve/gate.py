@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
@@ -264,6 +264,23 @@ class Gate:
     """Web pages of these origins may use the API in a browser."""
     trusted: Sequence[str] = ()
     """Addresses or networks of proxies, whose X-Forwarded-For is believed."""
+
+
+def append_to(file: TextIO, log: Callable[[str], None]) -> Callable[[str], None]:
+    """A `Gate.log` that appends to a file. A line that cannot be written is left out; `log` says so, once in a row."""
+    fails = False
+
+    def append(line: str) -> None:
+        nonlocal fails
+        try:
+            print(line, file=file, flush=True)
+            fails = False
+        except OSError as error:
+            if not fails:
+                log(f"requests are missing in {file.name} ({error.strerror}): make room there")
+            fails = True
+
+    return append
 
 
 class Pace:

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from quern.flags.recipe_flags import Arguments
 from quern.generate.engine import Engine
 from quern.runs.run_dir import RunDir
 from quern.serve.access import Keys
-from quern.serve.gate import BURST, PACE, Gate, Pace
+from quern.serve.gate import BURST, PACE, Gate, Pace, append_to
 from quern.serve.server import LOOPBACK, Source, create_app, listen, open_app, prepare_process, serve
 from quern.serve.worker import Limits, Models
 from quern.text.tokenizer import Tokenizer
@@ -179,6 +179,16 @@ def test_a_request_that_takes_too_long_ends_with_an_error() -> None:
         text = ask(url, max_tokens=200, stream=True).text
         assert text.endswith("data: [DONE]\n\n") and "took longer than 1 s" in text
         assert ask(url, max_tokens=2).status_code == 200
+
+
+def test_a_full_disk_is_told_once_and_ends_no_request(capfd: pytest.CaptureFixture[str]) -> None:
+    lines = list[str]()
+    with suppress(OSError), open("/dev/full", "a", encoding="utf-8") as full:  # which cannot be closed in peace
+        gate = Gate(LOOPBACK, log=append_to(full, lines.append))
+        with running(create_app({"toy": toy_engine(context=256)}, gate)) as url:
+            assert [ask(url).status_code for _ in range(3)] == [200] * 3
+    assert lines == ["requests are missing in /dev/full (No space left on device): make room there"]
+    assert "Traceback" not in capfd.readouterr().err
 
 
 # Browsers and HTTPS --------------------------------------------------------------------------------------------
