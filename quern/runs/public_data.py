@@ -47,12 +47,24 @@ class _Known:
         """The local files of a kind, "train" or "val"."""
         return tuple(self.folder / kind / file for file in getattr(self.files, kind)[:shards])
 
+    @property
+    def tokenizer(self) -> Path | None:
+        """The local file of the vocabulary of tokens."""
+        return self.files.tokenizer and self.folder / self.files.tokenizer[0].rpartition("/")[2]
+
     def download(self, name: str, paths: Iterable[Path]) -> None:
-        """Downloads local files, unless they are there. One process at a time does; the others wait for it."""
+        """Downloads local files and the vocabulary, unless they are there. One process at a time does; the others wait
+        for it."""
         with Meter(f"fetching {name}", None, "MB of this file") as meter, alone_in(self.folder, meter.log):
+
+            def advance(file: str, done: int, total: int) -> None:
+                meter.at(done / 1e6, file)
+
+            if self.files.tokenizer and self.tokenizer:
+                downloads.retrieve(*self.files.tokenizer, self.tokenizer, advance)
             for path in paths:
                 listed = self.files.path(path.relative_to(self.folder).as_posix().partition("/")[2])
-                downloads.download(self.listed, listed, path, lambda file, done, total: meter.at(done / 1e6, file))
+                downloads.download(self.listed, listed, path, advance)
 
 
 @dataclass(frozen=True)
@@ -88,12 +100,9 @@ def public_data(recipe: Resolved, out: Path, log: Log = silent) -> PublicData | 
     name, available, shards = recipe.data, len(known.files.train), _shards(recipe, known.files)
     if shards < available:
         log(f"{name}: {shards:,} of {available:,} training files are used; --shards N asks for another number")
-    train, val, tokenizer = known.local("train", shards), known.local("val"), None
-    if known.files.tokenizer is not None:
-        tokenizer = known.folder / known.files.tokenizer[0].rpartition("/")[2]
-        downloads.retrieve(*known.files.tokenizer, tokenizer)
+    train, val = known.local("train", shards), known.local("val")
     known.download(name, (*val, *train))
-    return PublicData(re.sub(r"[^\w.]+", "-", name), train, val, tokenizer, available)
+    return PublicData(re.sub(r"[^\w.]+", "-", name), train, val, known.tokenizer, available)
 
 
 def with_local_data(recipe: Recipe, out: Path, arguments: Sequence[str], log: Log) -> Recipe:

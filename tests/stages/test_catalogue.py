@@ -7,6 +7,7 @@ import base64
 import hashlib
 import math
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -25,13 +26,14 @@ from quern.mixture.prepare import prepare_mixture
 from quern.recipe import Resolved, TextRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
-from quern.runs.public_data import fetch_conversations, fetch_tests
+from quern.runs.public_data import fetch_conversations, fetch_tests, public_data
 from quern.runs.run_dir import RunDir
 from quern.runs.saved import read_saved
 from quern.stages import pretrain
 from quern.stages.prepare import prepare, text_fingerprint
 from quern.stages.prepare_tokens import is_tokens
 from quern.stages.session import Session
+from quern.temporaries import alone_in
 from quern.text import data_sets
 from quern.text.data_sets import DATASETS, DataSet
 from quern.text.tokenizer import Tokenizer
@@ -104,6 +106,18 @@ def served(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     own = (f"{hub.url}/r50k_base.tiktoken", hashlib.sha256(vocabulary()).hexdigest())
     made = {name: replace(dataset, tokenizer=dataset.tokenizer and own) for name, dataset in DATASETS.items()}
     monkeypatch.setattr(data_sets, "DATASETS", MappingProxyType(made))
+
+
+def test_a_vocabulary_is_downloaded_by_one_process_at_a_time(served: None, tmp_path: Path) -> None:
+    folder = tmp_path / "downloads" / "fineweb-gpt2"
+    path = folder / "r50k_base.tiktoken"
+    other = threading.Thread(target=public_data, args=(recipe_for("fineweb-gpt2"), tmp_path))
+    with alone_in(folder, print):
+        other.start()
+        other.join(0.5)
+        assert not path.exists() and other.is_alive()
+    other.join()
+    assert path.read_bytes() == vocabulary()
 
 
 def of_kind(*kinds: str) -> list[str]:
