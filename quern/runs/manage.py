@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from quern.flags import check_flags
 from quern.flags.check_flags import Mark
-from quern.records import drop_torn_end, read_lines
+from quern.records import drop_torn_end, read_lines, read_regular
 from quern.runs.run_dir import STAGES, RunDir, instead_of_no_run, runs_in
 from quern.runs.run_lock import run_lock
 from quern.temporaries import remove_whole
@@ -113,7 +113,7 @@ def _files(run_dir: RunDir) -> tuple[int, float]:
 def bits_per_byte(run_dir: RunDir) -> float | None:
     """The last validation of the run's pretraining; None if there is none."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        whole = (run_dir.stage("pretrain") / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
+        whole = read_regular(run_dir.stage("pretrain") / "metrics.jsonl").split(b"\n")[:-1]
         for line in reversed(whole):
             if b'"val_bpb"' in line:
                 return float(json.loads(line)["val_bpb"])

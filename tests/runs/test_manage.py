@@ -65,6 +65,9 @@ def test_a_run_that_has_just_begun_has_a_line_too(mine: RunDir, capsys: pytest.C
     with (mine.stage("pretrain") / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 2, "val_bpb": 1.5}\n{"step": 3, "val_bpb": 1.')  # a crash tore the last line
     assert manage.bits_per_byte(mine) == 1.5
+    (mine.stage("pretrain") / "metrics.jsonl").unlink()
+    os.mkfifo(mine.stage("pretrain") / "metrics.jsonl")  # reading a pipe would never end
+    assert manage.bits_per_byte(mine) is None
 
 
 def test_one_run_is_shown_with_its_scores(mine: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
