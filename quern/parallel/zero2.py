@@ -245,34 +245,39 @@ class Zero2:
         return {name: part.tensor for name, part in slices.items()}
 
     @torch.no_grad()
-    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_state_tensors(self, tensors: Mapping[str, Tensor], *, weights_alone: bool = False) -> None:
         """Restores this rank's part of whole logical tensors, bit for bit, and sets the parameters from the masters.
 
-        Held gradients of another number of replicas are summed. Raises ValueError, with nothing changed, for a tensor
-        that is missing, unknown or of another shape.
+        Held gradients of another number of replicas are summed. weights_alone: takes the masters, and leaves the state
+        as it is. Every rank calls this. Raises ValueError on all of them, with nothing changed, for a tensor that is
+        missing, unknown or of another shape.
         """
+        kinds = "master." if weights_alone else ""
         held = [(bucket.held, bucket.held_steps) for bucket in self.buckets]
         for bucket in self.buckets:
-            count = tensors.get(f"held_steps.{bucket.parameters[0][0]}")
+            count = None if weights_alone else tensors.get(f"held_steps.{bucket.parameters[0][0]}")
             bucket.held_steps = 0 if count is None else int(count)
             bucket.held = None if count is None else torch.zeros_like(bucket.grads)
         tensors = {
             name: _of_replicas(tensor, self.mesh.data.size) if name.startswith("held.") else tensor
             for name, tensor in tensors.items()
+            if name.startswith(kinds)
         }
-        own = self.slices()
-        problems = [f"missing: {name}" for name in own if name not in tensors]
-        if self.mesh.world.size == 1:
-            problems += [f"unknown: {name}" for name in tensors if name not in own]
+        expected = {name for bucket in self.buckets for name in _names_of(bucket) if name.startswith(kinds)}
+        own = {name: part for name, part in self.slices().items() if name in expected}
+        problems = [f"missing: {name}" for name in expected - tensors.keys()]
+        problems += [f"unknown: {name}" for name in tensors.keys() - expected]
         for name in own.keys() & tensors.keys():
             if own[name].whole != tuple(tensors[name].shape):
                 problems.append(f"{name} is {tuple(tensors[name].shape)}, not {own[name].whole}")
+        # A rank checks the shapes of what it owns, and all must raise: one that went on would wait for the others.
+        problems = sorted({problem for several in self.mesh.world.gather_objects(problems) for problem in several})
         if problems:
             for bucket, before in zip(self.buckets, held, strict=True):
                 bucket.held, bucket.held_steps = before
             more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
             raise ValueError(
-                f"the optimizer state does not fit this model ({'; '.join(sorted(problems)[:5])}{more}): "
+                f"the optimizer state does not fit this model ({'; '.join(problems[:5])}{more}): "
                 "resume with the recipe that wrote it"
             )
         for name, part in own.items():
@@ -330,6 +335,12 @@ def _slices_of(bucket: Bucket) -> dict[str, Slice]:
         parts = _row_slices(bucket, buffer) if bucket.stack is None else _stack_slices(bucket, bucket.stack, buffer)
         found |= {f"{kind}.{name}": part for name, part in parts}
     return found
+
+
+def _names_of(bucket: Bucket) -> list[str]:
+    """The logical names of a bucket's tensors, of all ranks."""
+    kinds = ["master", *bucket.state, *(() if bucket.held is None else ("held", "held_steps"))]
+    return [f"{kind}.{name}" for kind in kinds for name, _ in bucket.parameters]
 
 
 def _held_slices(bucket: Bucket, held: Tensor) -> dict[str, Slice]:

@@ -100,8 +100,7 @@ class TrainState(Counters):
         try:
             self.optimizer.load_state_tensors(tensors)
         except ValueError:  # another optimizer: the weights alone, which must fit
-            weights = {name: tensor for name, tensor in tensors.items() if name.startswith("master.")}
-            self.optimizer.load_state_tensors(self.tensors() | weights)
+            self.optimizer.load_state_tensors(tensors, weights_alone=True)
             return False
         self.earlier_updates = _updates(meta)
         return True

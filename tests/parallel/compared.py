@@ -262,3 +262,21 @@ def silent(mesh: Mesh) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def another_optimizers(mesh: Mesh) -> list[list[Any]]:
+    """Goes on from states of other optimizers: whether their moments were taken, and the weights that were not."""
+    begin()
+    found: list[list[Any]] = []
+    matrix = "blocks.0.mlp.up.weight"  # one rank owns it
+    for change in ("missing", "unknown", "of another shape"):
+        state = sharded_state(mesh)
+        tensors = {name: tensor + 1 for name, tensor in toy_state(recipe()).tensors().items()}
+        if change == "missing":
+            del tensors[f"momentum.{matrix}"]
+        else:
+            tensors[f"{'radius' if change == 'unknown' else 'momentum'}.{matrix}"] = torch.ones(1)
+        fits = state.go_on(tensors, state.meta())
+        masters = [(name, part) for name, part in state.slices().items() if name.startswith("master.")]
+        found.append([fits, [name for name, part in masters if not torch.equal(part.tensor, part.of(tensors[name]))]])
+    return found
