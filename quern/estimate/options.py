@@ -17,7 +17,7 @@ from annotated_types import Interval
 
 from quern.field_types import Amount, Few
 from quern.flags.check_flags import Mark
-from quern.flags.recipe_flags import FOLLOWING
+from quern.flags.recipe_flags import FINE_TUNING, FOLLOWING, RL, Refusal
 from quern.recipe import Recipe
 
 ATTAINED_MATMUL = 0.7
@@ -86,7 +86,12 @@ def cpu_rank(flops: float, memory: float, ranks: int) -> Processor:
 class PlanOptions:
     """Flags of `quern lab plan`: the fields of the recipe, and the hardware."""
 
-    refusals: ClassVar = FOLLOWING[:1]
+    refusals: ClassVar = (
+        RL,
+        Refusal(FINE_TUNING, "is for fine-tuning, and a plan is for pretraining"),
+        Refusal("train.minutes", "is a time on this machine, and a plan says how long others take: give --train.steps"),
+        FOLLOWING[0],
+    )
 
     recipe: Annotated[Recipe, Mark.FLAT]
     gpus: Few = 8

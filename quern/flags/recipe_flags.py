@@ -187,6 +187,8 @@ def _default(one: check_flags.Flag, filled: Recipe, of_the_run: bool) -> str | N
     return "(default: derived from the run)" if of_the_run else f"(default: {shown}; follows)"
 
 
+REWARDS_OF_FILES = ("gsm8k", "programs")
+"""The environments of rl/environments.py that read the files of `rl.data`."""
 IDLE: Mapping[str, tuple[str, Callable[[Recipe, bool], bool]]] = {
     **dict.fromkeys(
         ("text.column", "text.separator", "text.encoding", "include", "exclude"),
@@ -239,8 +241,8 @@ IDLE: Mapping[str, tuple[str, Callable[[Recipe, bool], bool]]] = {
         lambda recipe, tokens: recipe.sft.steps is not None,
     ),
     "rl.data": (
-        "is for --rl.rewards gsm8k and programs: name one of them, or leave it out",
-        lambda recipe, tokens: not {"gsm8k", "programs"} & {*recipe.rl.rewards},
+        f"is for --rl.rewards {' and '.join(REWARDS_OF_FILES)}: name one of them, or leave it out",
+        lambda recipe, tokens: not {*REWARDS_OF_FILES} & {*recipe.rl.rewards},
     ),
 }
 """For a field: the message after its name, and whether it has no effect in a recipe, whose data may be token files."""

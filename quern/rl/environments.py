@@ -23,6 +23,7 @@ from markdown_it.token import Token
 from quern.eval import gsm8k
 from quern.eval.task import Item, question
 from quern.flags.recipe_file import read_object
+from quern.flags.recipe_flags import REWARDS_OF_FILES
 from quern.generate.sandbox import Limits, Program, Sandbox
 from quern.rl.environment import Environment
 from quern.text.documents import read_rows
@@ -151,7 +152,6 @@ def _exercises(name: str, folder: Path | None) -> Environment:
 
 
 BUILT_IN: dict[str, Callable[[str, Path | None], Environment]] = {
-    "gsm8k": _word_problems,
-    "programs": _programs,
+    **dict(zip(REWARDS_OF_FILES, (_word_problems, _programs), strict=True)),
     **dict.fromkeys(EXERCISES, _exercises),
 }

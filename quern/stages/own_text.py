@@ -64,6 +64,19 @@ def fit_depth(recipe: Recipe, session: Session, prepared: Prepared) -> Recipe:
     return replace(recipe, depth=depth)
 
 
+def fit_batch(recipe: Recipe, session: Session, prepared: Prepared) -> Recipe:
+    """The recipe with the batch of a run that ends before it reads a small text too often, where steps are asked for
+    and no batch. The recipe's own batch is that of a whole horizon, which may read such a text a hundred times."""
+    if recipe.train.steps is None or recipe.train.batch_tokens is not None:
+        return recipe
+    own, tokens = resolve(recipe, session.mesh.dp), prepared.train.num_tokens
+    most = most_readings(parameters_of(recipe), tokens * prepared.bytes_per_token) * tokens
+    batch_tokens = batch_rule(most, own.model.context, session.mesh.dp)
+    if batch_tokens >= own.train.batch_tokens:
+        return recipe
+    return replace(recipe, train=replace(recipe.train, batch_tokens=batch_tokens))
+
+
 def fit_readings(recipe: Recipe, session: Session, prepared: Prepared) -> Recipe:
     """The recipe with fewer steps, where its time was not asked for and reads a small text too often."""
     steps, batch_tokens, tokens = recipe.train.steps, recipe.train.batch_tokens, prepared.train.num_tokens

@@ -23,7 +23,7 @@ from quern.runs.public_data import with_shards
 from quern.runs.training import fit_to_text, make_batches, ready_model, validation
 from quern.stages.complete import GOES_ON, continuations, continued
 from quern.stages.open_data import open_data
-from quern.stages.own_text import TYPICAL_MFU, fit_depth, fit_readings, fit_time, readings_and_expectation
+from quern.stages.own_text import TYPICAL_MFU, fit_batch, fit_depth, fit_readings, fit_time, readings_and_expectation
 from quern.stages.prepare import Prepared, own_megabytes, prepare
 from quern.stages.session import Session, main_first
 from quern.terminal import counted, duration, human_size
@@ -72,7 +72,7 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
     with main_first(mesh):
         prepared = _text(resolve(asked, mesh.dp), session, began)
     asked = with_shards(asked, prepared.public)
-    if own is not None and (fitted := fit_depth(asked, session, prepared)) != asked:
+    if own is not None and (fitted := fit_batch(fit_depth(asked, session, prepared), session, prepared)) != asked:
         asked, needed = fitted, memory_check(fitted, machine, mesh, log)
     recipe = fit_to_text(resolve(asked, mesh.dp), prepared.tokenizer, prepared.train)
     check(recipe, prepared.tokenizer)

@@ -23,6 +23,7 @@ from quern.estimate.own_text import (
     vocabulary,
 )
 from quern.recipes.gpt import RECIPE
+from quern.resolve import resolve
 from quern.stages import own_text as fitted
 from quern.stages.prepare import fit_vocabulary, own_megabytes
 from quern.stages.session import past_its_best
@@ -140,6 +141,12 @@ def test_size_and_time_follow_from_the_text_where_they_are_open(monkeypatch: pyt
     asked = fitted.fit_readings(timed, session("train.batch_tokens"), prepared).train
     assert (asked.steps, asked.batch_tokens) == (most // 8192, 8192)
     assert fitted.fit_readings(timed, session("train.minutes"), prepared) is timed
+    assert resolve(short).train.batch_tokens == 32_768, "for a whole horizon"
+    assert fitted.fit_batch(short, session(), prepared).train == replace(short.train, batch_tokens=4096)
+    asked = replace(short, train=replace(short.train, batch_tokens=8192))
+    assert fitted.fit_batch(asked, session(), prepared) is asked and fitted.fit_batch(left, session(), prepared) is left
+    train.num_tokens = 10**9
+    assert fitted.fit_batch(short, session(), prepared) is short
     assert ["fitted to 300 kB" in said[0], "learned by heart" in said[1], len(said)] == [True, True, 3]
 
 
