@@ -57,6 +57,13 @@ def test_what_a_file_may_not_say(tmp_path: Path, body: object, message: str) -> 
         told(path)
 
 
+@pytest.mark.parametrize(("name", "body"), [("a.yaml", b"depth: [1"), ("a.yaml", b"run: \xff"), ("a.json", b"{,}")])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, body: bytes) -> None:
+    (tmp_path / name).write_bytes(body)
+    with pytest.raises(ValueError, match=rf"{name} cannot be read \((.|\n)+\): correct it"):
+        told(tmp_path / name)
+
+
 def test_verbs_are_named() -> None:
     said: list[str] = []
     with pytest.raises(SystemExit) as left:

@@ -21,7 +21,7 @@ from quern.flags.check_flags import Mark, negated
 from quern.flags.recipe_flags import FINE_TUNING, FOLLOWING, RL, WORKERS, Arguments, Refusal, parse
 from quern.recipe import Recipe
 from quern.recipes import chosen_recipe, load_recipe
-from quern.records import find_trackers
+from quern.records import find_trackers, read_regular
 from quern.runs.run_dir import STAGES, RunDir
 from quern.terminal import listed, silent
 from quern.validate import extra, flag, nearest
@@ -246,8 +246,11 @@ def read_config(rest: Arguments) -> dict[str, Any]:
         return {}
     import yaml
 
-    text = Path(path).read_text(encoding="utf-8")
-    body = yaml.safe_load(text) if path.endswith((".yaml", ".yml")) else json.loads(text)
+    text = read_regular(Path(path))
+    try:
+        body = yaml.safe_load(text) if path.endswith((".yaml", ".yml")) else json.loads(text)
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): correct it") from error
     if not isinstance(body, dict):
         raise ValueError(f"{path} must hold recipe fields by name, such as depth: 4")
     return body
