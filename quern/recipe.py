@@ -93,8 +93,8 @@ class ModelRecipe(Generic[Gap]):
     """Base of the rotary frequencies: 100,000; 1,024 with key_offset."""
     key_offset: bool | Gap = FOLLOWS
     """gpt: half of a key's channels in layers L are the token before's, half of all have no position. On by default."""
-    softcap: Positive = 15.0
-    """Logits are softcap · tanh(logits / softcap)."""
+    softcap: Annotated[float, Interval(gt=0, le=60)] = 15.0
+    """Logits are softcap · tanh(logits / softcap). The loss sums exponentials of them in fp32."""
     mlp_width: Annotated[int, Interval(ge=1, le=2**20)] | None = None
     """llama: width of gate and up; 8/3 of the width."""
     norm_eps: Annotated[float, Interval(gt=0, le=1)] | None = None

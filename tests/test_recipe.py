@@ -185,7 +185,7 @@ def test_conversations_in_a_recipe_file() -> None:
         ("model", "windows", "", "a pattern of S .short. and L .long., such as SSSL, not ''"),
         ("model", "head_dim", 63, "model.head-dim must be even for rotary embeddings, not 63"),
         ("model", "kv_heads", 3, r"model.kv-heads must divide the 4 heads: one of \[1, 2, 4\], not 3"),
-        ("model", "softcap", 0.0, "model.softcap must be a number above 0 and at most 1,000,000,000, not 0.0"),
+        ("model", "softcap", 61.0, "model.softcap must be a number above 0 and at most 60, not 61.0"),
         ("train", "steps", True, "train.steps must be a whole number"),
         ("train", "steps", "many", "train.steps must be a whole number between 1 and 1,000,000,000,000, not 'many'"),
         ("train", "keep", None, "train.keep must be a whole number between 1 and 1,000,000, not None"),
