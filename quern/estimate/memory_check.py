@@ -1,4 +1,5 @@
-"""Refuses to start what cannot fit in memory, with the numbers and what to set instead; before any text is prepared.
+"""Refuses to start what cannot be cut into shards or cannot fit in memory, with what to set instead; before any text
+is prepared.
 
 What a rank will need is worked out from the recipe (memory.py), and is right to within a tenth; only what does
 not fit even a tenth below it is refused. A GPU has its own memory, CPU ranks share their machine's.
@@ -18,7 +19,8 @@ from quern.estimate.layout import lay_out
 from quern.estimate.memory import Memory, memory
 from quern.machine import Machine
 from quern.mesh import Mesh
-from quern.model.count import parameters
+from quern.model.count import parameters, weightless
+from quern.parallel.plan import shard_model
 from quern.process import environment
 from quern.recipe import Recipe, Resolved
 from quern.resolve import resolve
@@ -73,11 +75,13 @@ def memory_check(
         the need is not known beforehand.
 
     Raises:
-        ValueError: It cannot fit; the message holds the numbers and a setting that fits.
+        ValueError: It cannot fit; the message holds the numbers and a setting that fits. Or its model cannot be cut.
     """
     room = room_of_a_rank(machine, mesh) if room is None else room
     resolved = resolve(recipe, mesh.dp)
     try:
+        if mesh.tp > 1:
+            shard_model(weightless(resolved), mesh)
         if (most := _at_most(resolved)) <= room / PLENTY:
             return most, room
         needed = _needed(resolved, machine, mesh.dp, mesh.tp, mesh.zero)

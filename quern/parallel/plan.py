@@ -53,7 +53,7 @@ class ShardingPlan:
         if len(dims) + replicated != 1:
             raise ValueError(
                 f"the plan for tensor parallelism places '{name}' {len(dims) + replicated} times: name it once, among "
-                "the cuts with its dim of heads or channels, or among the replicated"
+                "the cuts with its dim of heads or channels, or among the replicated; or use --tp 1"
             )
         return None if replicated else dims[0]
 

@@ -86,6 +86,11 @@ def test_the_command_refuses_before_it_prepares(tmp_path: Path, capsys: pytest.C
     assert not (tmp_path / "out").exists()
 
 
+def test_a_model_that_cannot_be_cut_is_refused_where_there_is_plenty_of_room() -> None:
+    with pytest.raises(ValueError, match=r"2 shards cannot share 3 heads, .* evenly: use --tp of one of \[1\]"):
+        memory_check(replace(gpt.RECIPE, depth=2, model=ModelRecipe(heads=3)), CPU, unconnected(2, 2), print)
+
+
 @pytest.mark.parametrize("made", [gpt.RECIPE, llama.RECIPE, unet.RECIPE], ids=["gpt", "llama", "unet"])
 def test_every_recipe_is_measured_before_its_vocabulary_is_known(made: Recipe) -> None:
     small = replace(made, depth=4, model=replace(made.model, width=128, context=128, bos=None))
