@@ -179,6 +179,18 @@ def test_damaged_files_are_refused_and_change_nothing(page: Page, tmp_path: Path
     assert "script" not in exported(page, "#export")["conversations"][1]
 
 
+def test_a_title_is_typed_to_its_end_when_a_reply_ends_meanwhile(page: Page) -> None:
+    page.engine.will_say("word " * 20, seconds=0.05)
+    page.send("first")
+    page.wait("document.querySelector('.waiting .text') !== null")
+    page.click("[aria-label='Rename first']")
+    page.chrome.type("A title")
+    page.wait(DONE)
+    page.chrome.type(" of mine")
+    page.press("Enter")
+    assert titles(page) == ["A title of mine"]
+
+
 def in_another_tab(page: Page, id: str, change: str) -> None:
     """The other tab is played by its two effects: a change of `store`, and a word on the channel."""
     page.run(

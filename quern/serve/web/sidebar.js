@@ -53,10 +53,11 @@ export class Sidebar {
 
   draw(conversations = this.conversations, current = this.current) {
     Object.assign(this, { conversations: [...conversations], current });
+    const box = byId("conversations");
+    if (this.renaming !== null && box.querySelector("input") !== null) return; // drawn once the title is typed
     const query = byId("search").value;
     const found = this.conversations.filter((one) => matches(one, query)).sort((a, b) => b.updated - a.updated);
     const groups = Map.groupBy ? Map.groupBy(found, (one) => period(one.updated)) : group(found);
-    const box = byId("conversations");
     box.replaceChildren();
     for (const [name, members] of groups) {
       const list = el("ul", { "aria-label": name }, ...members.map((one) => this.item(one)));
