@@ -87,18 +87,15 @@ def fit(rows: Sequence[Sequence[int]], starts: Sequence[int], gold: int, context
     return Example(kept, first, gold, shared, max(cuts) > 0)
 
 
-def choice_example(prompt: Sequence[int], continuations: Sequence[Sequence[int]], gold: int, context: int) -> Example:
-    """The continuations of a prompt that begins with BOS. One that does not fit costs the prompt its middle."""
+def choice_example(
+    prompt: Sequence[int], continuations: Sequence[Sequence[int]], gold: int, context: int
+) -> Example | None:
+    """The continuations of a prompt that begins with BOS. One that does not fit costs the prompt its middle; None if it
+    does not fit without the prompt either."""
     if not prompt or not all(continuations):
         raise ValueError("a prompt needs at least one token (BOS), and so does each of its continuations")
     rows = [(*prompt, *ids) for ids in continuations]
-    example = fit(rows, [len(prompt)] * len(rows), gold, context, keep=1)
-    if example is None:
-        raise ValueError(
-            f"a continuation of {max(map(len, continuations))} tokens does not fit a context of {context}; "
-            "use a model with a longer context or leave the question out"
-        )
-    return example
+    return fit(rows, [len(prompt)] * len(rows), gold, context, keep=1)
 
 
 def score_examples(
@@ -132,18 +129,13 @@ def _batches(examples: Sequence[Example]) -> Iterator[list[int]]:
         widest, longest = max(widest, shared[at]), max(longest, rest[at])
         rows += len(examples[at].rows)
         kind_changes = batch and (shared[batch[0]] == 0) != (shared[at] == 0)
-        if batch and (kind_changes or _too_large(len(batch) + 1, rows, widest, longest)):
+        passes = max((len(batch) + 1) * widest, rows * longest)
+        if batch and (kind_changes or passes > BATCH_TOKENS or widest * rows > CACHED_TOKENS):
             yield batch
             batch, widest, longest, rows = [], shared[at], rest[at], len(examples[at].rows)
         batch.append(at)
     if batch:
         yield batch
-
-
-def _too_large(examples: int, rows: int, widest: int, longest: int) -> bool:
-    """Whether a batch has too many tokens in a forward pass, or in the caches of its rows."""
-    passes = max(examples * widest, rows * longest)
-    return passes > BATCH_TOKENS or widest * rows > CACHED_TOKENS
 
 
 def _score(model: LanguageModel, examples: Sequence[Example], machine: Machine, vocab_size: int) -> list[Answer]:

@@ -88,12 +88,18 @@ def test_the_choice_picked_has_the_least_loss_per_byte(engine, base, choices):
     for item, reply in zip(items, graded.replies, strict=True):
         prompt = render_text(tokenizer, TASK.base_prompt(item)) if base else render_prompt(tokenizer, item.messages)
         ids = [tokenizer.encode(" " * base + choice) for choice in choices]
-        examples = [choice_example(prompt, [one], 0, CONTEXT) for one in ids]
+        examples = [made for one in ids if (made := choice_example(prompt, [one], 0, CONTEXT)) is not None]
         answers = score_examples(engine.model, examples, CPU, tokenizer.vocab_size)
         nats = np.concatenate([one.nats(example) for one, example in zip(answers, examples, strict=True)])
         assert reply.text == choices[int(np.argmin(nats / np.array([len(choice.encode()) for choice in choices])))]
         assert reply.correct == (reply.text == "B")
     assert graded.scores[0].value == sum(reply.text == "B" for reply in graded.replies) / 6
+
+
+def test_an_item_with_an_option_that_is_longer_than_the_context_is_left_out(engine):
+    items = [question("Which?", "a", ("a", "b")), question("Which?", "a", ("a", "b" * 2000))]
+    [score] = run_task(engine, toy(items)).scores
+    assert (score.count, score.skipped) == (1, 1)
 
 
 def test_items_that_contradict_each_other_are_refused(engine):

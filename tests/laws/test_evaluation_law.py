@@ -58,7 +58,8 @@ def test_bits_per_byte(tokenizer, model, law):
 
 def choices_scored(model, vocab_size: int, asked) -> tuple[np.ndarray, list[int]]:
     """The losses of all choices, and the picks."""
-    examples = [choice_example(prompt, continuations, 0, CONTEXT) for prompt, continuations in asked]
+    made = [choice_example(prompt, continuations, 0, CONTEXT) for prompt, continuations in asked]
+    examples = [one for one in made if one is not None]
     answers = score_examples(model, examples, CPU, vocab_size)
     nats = [answer.nats(example) for answer, example in zip(answers, examples, strict=True)]
     return np.concatenate(nats), [int(one.argmin()) for one in nats]
