@@ -321,7 +321,7 @@ class PrefixCache:
         self._prefixes: OrderedDict[bytes, Prefix] = OrderedDict()  # by their tokens
         self.bytes = 0
         self.counts = {"queried": 0, "hit": 0}
-        """Prompt tokens that were looked up, and those of them that were found."""
+        """Tokens of the prompts that the engine has read, and those of them that it has found here."""
 
     def __len__(self) -> int:
         return len(self._prefixes)
@@ -335,11 +335,6 @@ class PrefixCache:
                 self._prefixes.move_to_end(known)
                 return found
         return None
-
-    def count(self, tokens: Sequence[int], found: Prefix | None) -> None:
-        """Takes down that a prompt is read, and how much of it was known."""
-        self.counts["queried"] += len(tokens)
-        self.counts["hit"] += 0 if found is None else found.length
 
     def branch(self, tokens: Sequence[int], start: int) -> int | None:
         """The length to which `tokens` agree with the most similar earlier ones; None unless well after `start`."""

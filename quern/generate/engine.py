@@ -272,7 +272,8 @@ class Engine:
                 break
             wave.append(Entry([self.waiting.popleft()], len(wave), prefix, start))
             if self.prefixes is not None:
-                self.prefixes.count(row.tokens, prefix)
+                self.prefixes.counts["queried"] += len(row.tokens)
+                self.prefixes.counts["hit"] += start
                 wave[-1].cut = self.prefixes.branch(row.tokens, start)
             if row.prompt == 0:
                 row.generation.cached_tokens = start

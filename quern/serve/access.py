@@ -40,7 +40,8 @@ class Hosts:
         self._names = {name.lower() for name in ("localhost", bound, machine, f"{machine}.local", *named)}
 
     def __contains__(self, header: str) -> bool:
-        name = host_name(header)
+        name = header.lower()
+        name = name.partition("]")[0].lstrip("[") if name.startswith("[") else name.partition(":")[0]
         try:
             ipaddress.ip_address(name.partition("%")[0])
             return True
@@ -49,12 +50,6 @@ class Hosts:
         parents = [name.split(".", number)[number] for number in range(1, name.count(".") + 1)]
         patterns = {name, "*", *(f"*.{parent}" for parent in parents)}
         return bool(name) and ("localhost" in parents or bool(self._names & patterns))
-
-
-def host_name(host: str) -> str:
-    """The host name in a Host header, in lower case, without port and brackets."""
-    name = host.partition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
-    return name.lower()
 
 
 class Keys:

@@ -29,7 +29,7 @@ async function checked(response) {
   throw new ApiError(response.status, body?.error);
 }
 
-async function get(path) {
+export async function get(path) {
   return (await checked(await fetch(path, { headers: headers() }))).json();
 }
 

@@ -1,5 +1,6 @@
 // The page of the API, made from openapi.json.
 
+import { get } from "./api.js";
 import { byId, el } from "./dom.js";
 import { load, settings } from "./settings.js";
 
@@ -47,10 +48,10 @@ function example(path, method, model) {
 async function main() {
   load();
   byId("base").textContent = `${location.origin}/v1`;
-  const headers = settings.key === "" ? {} : { Authorization: `Bearer ${settings.key.trim()}` };
-  const answer = await fetch("/openapi.json", { headers });
-  const found = await answer.json();
-  if (!answer.ok) throw new Error(`${found.error.message} Enter the key in the settings of the chat page, then come back in the same tab.`);
+  const found = await get("/openapi.json").catch((error) => {
+    const key = error.status === 401 ? " Enter the key in the settings of the chat page, then come back in the same tab." : "";
+    throw new Error(error.message + key);
+  });
   shared = found.components.schemas;
   const posts = Object.entries(found.paths).filter(([, methods]) => methods.post);
   const model = posts[0][1].post.requestBody.content["application/json"].schema.properties.model.enum[0];

@@ -24,7 +24,6 @@ export class MessageView {
   /** Draws everything again: another x-ray, or a changed message. */
   async refresh() {
     this.measure = this.node.role === "assistant" ? this.page.measure() : null;
-    this.parts = [];
     const live = this.page.live(this.node);
     if (this.measure !== null && live === null && this.tokens === null) {
       this.tokens = (await this.page.tokens(this.node)) ?? [];

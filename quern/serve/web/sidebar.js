@@ -57,9 +57,8 @@ export class Sidebar {
     if (this.renaming !== null && box.querySelector("input") !== null) return; // drawn once the title is typed
     const query = byId("search").value;
     const found = this.conversations.filter((one) => matches(one, query)).sort((a, b) => b.updated - a.updated);
-    const groups = Map.groupBy ? Map.groupBy(found, (one) => period(one.updated)) : group(found);
     box.replaceChildren();
-    for (const [name, members] of groups) {
+    for (const [name, members] of Map.groupBy(found, (one) => period(one.updated))) {
       const list = el("ul", { "aria-label": name }, ...members.map((one) => this.item(one)));
       box.append(el("h2", { text: name }), list);
     }
@@ -118,14 +117,4 @@ export class Sidebar {
     field.value = title;
     return field;
   }
-}
-
-/** For browsers without Map.groupBy. */
-function group(conversations) {
-  const groups = new Map();
-  for (const one of conversations) {
-    const name = period(one.updated);
-    groups.set(name, [...(groups.get(name) ?? []), one]);
-  }
-  return groups;
 }
