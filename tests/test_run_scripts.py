@@ -30,6 +30,7 @@ from quern.stages.sft import fit_to_conversations, sft_recipe
 from tests.eval.test_core import rows_of
 from tests.parallel.test_faults import lines_with
 from tests.support.faulty_ranks import FaultyRanks
+from tests.support.memory_corpus import memory_corpus
 
 RUNS = Path(__file__).parents[1] / "runs"
 STAND_INS = {
@@ -146,7 +147,7 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_next_one(tmp_path: Path) -
 def talks() -> Callable[[int], Corpus]:
     """Makes so many conversations of 600 tokens."""
     ids = np.arange(600, dtype=np.int32)
-    one = Corpus.from_arrays([ids], [ids > 300])
+    one = memory_corpus([ids], [ids > 300])
     return lambda count: one.part(np.zeros(count, dtype=np.int64))
 
 

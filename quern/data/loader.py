@@ -274,9 +274,6 @@ class Loader(Batches):
         flat_mask[following[following % self._row_tokens > 0]] = False
 
 
-GROUPS_KEPT = 2  # a batch may span two
-
-
 class StreamLoader(Batches):
     """Documents end to end, cut into rows of `context` tokens. Raises ValueError for a corpus with masks.
 

@@ -137,16 +137,6 @@ class Corpus:
         return cls(parts, entry["bos"], manifest["fingerprint"], folder / f"{split}-rows")
 
     @classmethod
-    def from_arrays(
-        cls, ids: Sequence[np.ndarray | Sequence[int]], masks: Sequence[np.ndarray | Sequence[bool]] | None = None
-    ) -> Corpus:
-        """A corpus in memory. Each document starts with the same BOS; `masks` is True at tokens to be learned."""
-        lengths = np.array([len(document) for document in ids], dtype=np.int64)
-        tokens = np.concatenate([np.asarray(document, dtype=np.int32) for document in ids])
-        mask = None if masks is None else np.concatenate([np.asarray(m, dtype=bool) for m in masks])
-        return cls([Part.of_arrays(tokens, np.cumsum(lengths) - lengths, mask)], int(ids[0][0]))
-
-    @classmethod
     def join(cls, corpora: Sequence[Corpus]) -> Corpus:
         """The documents of several corpora of one tokenizer, in order. It shares the tokens."""
         bases = np.cumsum([0] + [corpus._bases[-1] for corpus in corpora])

@@ -325,11 +325,9 @@ def prepare(
                 megabytes = source.megabytes() if split == "train" else None
                 write(texts, tokenizer, folder, split, mark, log, megabytes=megabytes)
     train, val = (Corpus.open(folder, split, fingerprint=mark) for split in ("train", "val"))
-    samples = (
-        corpus.kinds_of_text(recipe.seed)
-        if recipe.data == "tinyworld"
-        else {"validation text": "\n".join(islice(source.read("val"), 50))}
-    )
+    samples = {"validation text": sample(val, tokenizer)}
+    if recipe.data == "tinyworld":
+        samples = corpus.kinds_of_text(recipe.seed)
     facts = _facts(source.name, samples, tokenizer, train, val)
     if cleaning := read_records(folder):
         facts["data"]["cleaning"] = cleaning

@@ -113,11 +113,6 @@ class Stage:
     """Takes a step's loss and speed, and returns what the progress line says."""
 
     @property
-    def resume_command(self) -> str:
-        """The command that continues the stage after a stop."""
-        return self.go_on or f"quern {self.stage} --resume {self.run_dir.flags}"
-
-    @property
     def folder(self) -> Path:
         """The stage's folder in the run."""
         return self.run_dir.stage(self.stage)
@@ -197,7 +192,7 @@ class Stage:
                     meter.total = state.plans[-1][1] if state.plans else plan.steps
                     meter.at(state.step, self.shown(line))
 
-                told = self.resume_command, self._lower_rates(recipe), self.locked  # `quern run` locks, and goes on
+                told = self.go_on, self._lower_rates(recipe), self.locked  # `quern run` locks, and goes on
                 code = loop.train(backend, batches, plan, folder, meter.log, advance, *told)
         if code == EXIT_DONE and self.mesh.main:
             spent = f"{state.tokens:,} tokens in {state.seconds:,.0f} s of steps"

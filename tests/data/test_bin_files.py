@@ -8,6 +8,7 @@ import pytest
 
 from quern.data.bin_files import MODDED_NANOGPT, NANOGPT, BinFormat, read_bin, write_bin
 from quern.data.shards import Corpus
+from tests.support.memory_corpus import memory_corpus
 
 EOT = 50256
 SMALL = BinFormat(MODDED_NANOGPT.train, MODDED_NANOGPT.val, first=1, file_tokens=50)
@@ -19,7 +20,7 @@ def documents(count: int, seed: int) -> list[list[int]]:
 
 
 def corpus_of(texts: list[list[int]]) -> Corpus:
-    return Corpus.from_arrays([[EOT, *text] for text in texts])
+    return memory_corpus([[EOT, *text] for text in texts])
 
 
 def contents(corpus: Corpus) -> list[list[int]]:
@@ -111,7 +112,7 @@ def test_files_that_are_no_tokens_are_named(tmp_path: Path) -> None:
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
-    large = Corpus.from_arrays([[EOT, 1], [EOT, 70_000]])
+    large = memory_corpus([[EOT, 1], [EOT, 70_000]])
     with pytest.raises(ValueError, match="the text has id 70,000, and these files hold ids below 65,536"):
         write_bin({"train": corpus_of([[1]]), "val": large}, tmp_path, "x", MODDED_NANOGPT, print)
     assert list(tmp_path.iterdir()) == []

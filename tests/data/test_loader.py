@@ -18,6 +18,7 @@ from quern.data.packing import METHODS, windows
 from quern.data.shards import Corpus
 from quern.data.token_file import ShardWriter
 from tests.support.batches import epoch_of, token_hash
+from tests.support.memory_corpus import memory_corpus
 
 BOS = 0
 
@@ -28,7 +29,7 @@ def document(index: int, length: int) -> list[int]:
 
 
 def corpus_of(lengths: list[int], masks: list[list[bool]] | None = None) -> Corpus:
-    return Corpus.from_arrays([document(i, n) for i, n in enumerate(lengths)], masks)
+    return memory_corpus([document(i, n) for i, n in enumerate(lengths)], masks)
 
 
 def sized(chunk_documents: int, buffer: int = 1000) -> type[Loader]:

@@ -12,6 +12,7 @@ from quern.data.loader import Loader, StreamLoader
 from quern.data.shards import Corpus
 from quern.data.token_file import ShardWriter
 from quern.process import start
+from tests.support.memory_corpus import memory_corpus
 
 BOS = 0
 DOCUMENTS, MEAN_TOKENS, CONTEXT, BATCH_ROWS = 1_000_000, 100, 2048, 32
@@ -41,7 +42,7 @@ def shards(folder: Path, count: int, shard_tokens: int, masks: bool = False) -> 
 @pytest.mark.parametrize("shard_tokens", [1, 50, 10**6])
 def test_the_index_of_files_is_that_of_arrays(tmp_path: Path, shard_tokens: int) -> None:
     docs = shards(tmp_path, 25, shard_tokens)
-    plain, files = Corpus.from_arrays(docs), Corpus.open(tmp_path, "train")
+    plain, files = memory_corpus(docs), Corpus.open(tmp_path, "train")
     chosen = files.part(np.arange(25))
     assert len(files.parts) == {1: 25, 50: 7, 10**6: 1}[shard_tokens]
     for each in (0, 3):

@@ -13,6 +13,7 @@ import pytest
 from quern.data.bin_files import read_bin
 from quern.data.shards import Corpus
 from quern.data.token_file import ShardWriter, fingerprint, prepared
+from tests.support.memory_corpus import memory_corpus
 
 BOS = 499
 
@@ -284,7 +285,7 @@ def test_wrong_ids_are_refused_when_written(tmp_path, ids, message):
 
 
 def test_arrays_in_memory():
-    corpus = Corpus.from_arrays([[9, 1], [9], [9, 2, 3]], [[False, True], [False], [False, True, False]])
+    corpus = memory_corpus([[9, 1], [9], [9, 2, 3]], [[False, True], [False], [False, True, False]])
     assert contents(corpus) == [[9, 1], [9], [9, 2, 3]]
     mask = np.empty(6, dtype=bool)
     corpus.copy(mask, np.array([0]), np.array([0]), np.array([6]), mask=True)
@@ -326,7 +327,7 @@ def test_masks_come_back_from_disk(tmp_path: Path) -> None:
             writer.add(document, mask)
     corpus = Corpus.open(tmp_path, "train")
     assert len(list(tmp_path.glob("*.mask"))) > 2 and corpus.masked
-    joined = Corpus.join([Corpus.from_arrays(docs[:3], masks[:3]), corpus]).part(np.array([1, 5, 5, 42]))
+    joined = Corpus.join([memory_corpus(docs[:3], masks[:3]), corpus]).part(np.array([1, 5, 5, 42]))
     chosen = [1, 2, 2, 39]
     assert contents(joined) == [docs[number] for number in chosen]
     mask = np.empty(joined.num_tokens, dtype=bool)

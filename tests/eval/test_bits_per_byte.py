@@ -9,13 +9,14 @@ from quern.data.loader import Batch
 from quern.data.shards import Corpus
 from quern.eval.bits_per_byte import BitsPerByte, bits_per_byte, kinds_of_documents, sample, text_scores
 from quern.text.tinyworld.corpus import KINDS_OF_TEXT, documents, documents_of_kinds
+from tests.support.memory_corpus import memory_corpus
 from tests.support.tiny_model import CPU, TEXTS, plain_bits_per_byte, tiny_model, tiny_tokenizer
 
 KINDS = ["mill", "other", "other", "mill", "", "mill", "other"]
 
 
 def corpus_of(tokenizer, texts: list[str]) -> Corpus:
-    return Corpus.from_arrays([[tokenizer.bos, *tokenizer.encode(text)] for text in texts])
+    return memory_corpus([[tokenizer.bos, *tokenizer.encode(text)] for text in texts])
 
 
 def test_each_kind_has_the_score_of_its_documents_and_the_whole_that_of_all() -> None:
@@ -38,14 +39,14 @@ def test_each_kind_has_the_score_of_its_documents_and_the_whole_that_of_all() ->
 @pytest.mark.parametrize(("tokens", "lengths"), [(1000, 300), (7, 1), (40, 300), (10**6, 3), (500, 1)])
 def test_a_sample_is_all_over_the_text_and_no_larger_than_asked(tokens: int, lengths: int) -> None:
     draw = np.random.default_rng(0)
-    corpus = Corpus.from_arrays([[0, *range(1, 2 + draw.integers(lengths))] for _ in range(400)])
+    corpus = memory_corpus([[0, *range(1, 2 + draw.integers(lengths))] for _ in range(400)])
     first, second = sample(corpus, tokens), sample(corpus, tokens)
     assert first.num_tokens <= tokens and first.num_tokens >= min(0.5 * tokens, 0.98 * corpus.num_tokens)
     assert (first.starts == second.starts).all() and (first.lengths == second.lengths).all()
     assert set(first.starts) <= set(corpus.starts) and corpus.num_tokens == sample(corpus, 10**6).num_tokens
     if tokens == 1000:
         assert first.starts.max() > 0.7 * corpus.starts.max()
-    cut = sample(Corpus.from_arrays([[0, *range(1, 500)]]), 60)
+    cut = sample(memory_corpus([[0, *range(1, 500)]]), 60)
     assert cut.gather(0).tolist() == list(range(60)), "one long document is cut"
 
 

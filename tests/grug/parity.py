@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec as P
 from quern import compiler
 from quern.data.batch import Batch
 from quern.data.loader import Loader
-from quern.data.shards import Corpus
 from quern.grug.attention import AttentionMask
 from quern.grug.loss import loss_fn
 from quern.grug.mesh import BATCH, make_mesh, place
@@ -51,6 +50,7 @@ from quern.train.state import TrainState as TorchState
 from quern.train.state import build_model, build_state
 from quern.train.step import to_device
 from quern.train.step import train_step as torch_step
+from tests.support.memory_corpus import memory_corpus
 from tests.support.toy_training import CPU, ROWS, toy_loader, toy_recipe, toy_schedule, toy_state
 
 Arrays = dict[str, np.ndarray]
@@ -294,7 +294,7 @@ def curves(steps: int, shown: int) -> list[float]:
     context, rows = 64, 8
     texts = list(itertools.islice(tinyworld_corpus.documents(0, 1.0), 400))
     tokenizer = Tokenizer.train(texts, 512)
-    corpus = Corpus.from_arrays([[tokenizer.bos, *tokenizer.encode(text)] for text in texts])
+    corpus = memory_corpus([[tokenizer.bos, *tokenizer.encode(text)] for text in texts])
     shape = ModelRecipe(width=64, head_dim=32, context=context, vocab_size=tokenizer.vocab_size)
     train = TrainRecipe(steps=steps, batch_tokens=rows * context)
     slower = OptimRecipe(lr_scale=0.01, smear_lr=0.002)

@@ -12,6 +12,7 @@ from quern.data.loader import Batch, Loader
 from quern.data.packing import windows
 from quern.data.shards import Corpus
 from quern.lab.axes import ngram_bits
+from tests.support.memory_corpus import memory_corpus
 
 BOS, V = 0, 23
 SIZES = np.array([0, *(1 + np.arange(V - 1) % 4)])
@@ -19,7 +20,7 @@ SIZES = np.array([0, *(1 + np.arange(V - 1) % 4)])
 
 def corpus(seed: int, documents: int) -> Corpus:
     rng = np.random.default_rng(seed)
-    return Corpus.from_arrays([[BOS, *(1 + rng.geometric(0.3, n) % (V - 1))] for n in rng.integers(2, 40, documents)])
+    return memory_corpus([[BOS, *(1 + rng.geometric(0.3, n) % (V - 1))] for n in rng.integers(2, 40, documents)])
 
 
 def batches() -> list[Batch]:

@@ -13,13 +13,13 @@ import torch
 
 from quern.data.loader import Batch
 from quern.data.packing import windows
-from quern.data.shards import Corpus
 from quern.eval import likelihood
 from quern.eval.bits_per_byte import bits_per_byte
 from quern.eval.likelihood import choice_example, score_examples
 from quern.eval.run_task import run_task
 from quern.eval.tasks.tinyworld import TASK
 from quern.generate.engine import Engine
+from tests.support.memory_corpus import memory_corpus
 from tests.support.tiny_model import CPU, TEXTS, plain_bits_per_byte, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -39,7 +39,7 @@ def model(tokenizer):
 
 
 def batches(tokenizer, rows: int) -> Iterator[Batch]:
-    corpus = Corpus.from_arrays([[tokenizer.bos, *tokenizer.encode(text)] for text in TEXTS])
+    corpus = memory_corpus([[tokenizer.bos, *tokenizer.encode(text)] for text in TEXTS])
     return windows(corpus, CONTEXT, rows=rows, multiple=8)
 
 

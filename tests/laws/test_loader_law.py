@@ -22,6 +22,7 @@ from quern.data.packing import METHODS
 from quern.data.shards import Corpus
 from quern.data.token_file import ShardWriter
 from tests.support.batches import epoch_of, token_hash
+from tests.support.memory_corpus import memory_corpus
 
 BOS = 0
 CONTEXT, BATCH_ROWS, SEED = 32, 12, 7
@@ -50,7 +51,7 @@ def masked(docs: list[list[int]]) -> list[np.ndarray]:
 
 def corpus(kind: str) -> Corpus:
     docs = documents()
-    return Corpus.from_arrays(docs, masked(docs) if kind == "sft" else None)
+    return memory_corpus(docs, masked(docs) if kind == "sft" else None)
 
 
 def differing(one: Batch, other: Batch) -> int:
@@ -141,7 +142,7 @@ def write(folder: Path, docs: list[list[int]], shard_tokens: int = 10**9, vocab_
 def test_shard_files(tmp_path: Path, law, group_size):
     docs = documents()
     options = {"group_size": group_size}
-    expected = Loader(Corpus.from_arrays(docs), CONTEXT, BATCH_ROWS, SEED, **options)
+    expected = Loader(memory_corpus(docs), CONTEXT, BATCH_ROWS, SEED, **options)
     differ = 0
     for shard_tokens, vocab_size in ((10**9, 500), (300, 70_000)):
         folder = write(tmp_path / f"{shard_tokens}-{vocab_size}", docs, shard_tokens, vocab_size)
@@ -201,7 +202,7 @@ def test_row_counts_of_other_batches_are_not_used(tmp_path: Path):
     for other in ({}, *others):
         chosen = {"context": CONTEXT, "batch_rows": BATCH_ROWS, "seed": SEED, **other}
         kind = sized(Loader, chosen.pop("chunk_documents", 4), chosen.pop("buffer", 20))
-        expected = kind(Corpus.from_arrays(docs), **chosen)
+        expected = kind(memory_corpus(docs), **chosen)
         loader = kind(Corpus.open(folder, "train"), **chosen)
         assert all(token_hash(loader, step) == token_hash(expected, step) for step in range(20)), other
     assert len(list((folder / "train-rows").iterdir())) == 1 + len(others)
@@ -218,7 +219,7 @@ def test_row_counts_of_other_code_are_not_used(tmp_path: Path, monkeypatch: pyte
 
 def test_groups_come_in_order_once_and_then_in_another_order():
     docs = documents()
-    loader = Loader(Corpus.from_arrays(docs), CONTEXT, 1, SEED, group_size=GROUP)
+    loader = Loader(memory_corpus(docs), CONTEXT, 1, SEED, group_size=GROUP)
     sizes = np.array([len(doc) + DOCUMENT_SIZE for doc in docs])
     groups = ((np.cumsum(sizes) - sizes) // GROUP).tolist()
     of_token = {tuple(doc[1:5]): group for group, doc in zip(groups, docs, strict=True) if len(doc) > 4}
@@ -238,7 +239,7 @@ def test_groups_come_in_order_once_and_then_in_another_order():
 @pytest.mark.parametrize(("kind", "context"), [(Loader, 33), (StreamLoader, 34)])
 def test_each_group_is_shuffled_in_its_own_order(kind: type[Batches], context: int):
     docs = [[BOS, *[number] * 33] for number in range(1, 101)]  # 50 in a group, each fills a row
-    loader = kind(Corpus.from_arrays(docs), context, 50, SEED, group_size=50 * (34 + DOCUMENT_SIZE))
+    loader = kind(memory_corpus(docs), context, 50, SEED, group_size=50 * (34 + DOCUMENT_SIZE))
     orders = [(loader.batch(step).targets[:, 5] - 1) % 50 for step in range(4)]
     assert all(sorted(order) == list(range(50)) for order in orders)
     assert len({tuple(order) for order in orders}) == 4
@@ -281,7 +282,7 @@ def coverage_deviation(loader: Loader, docs: list[list[int]]) -> int:
 def test_every_token_once(packing, chunk_documents, group_size, law):
     docs = [*documents(), [BOS, *range(600, 3000)]]
     kind = sized(Loader, chunk_documents)
-    loader = kind(Corpus.from_arrays(docs), CONTEXT, 1, SEED, packing, group_size=group_size)
+    loader = kind(memory_corpus(docs), CONTEXT, 1, SEED, packing, group_size=group_size)
     deviation = coverage_deviation(loader, docs)
     assert deviation == 0
     law("an epoch holds every token once, however long the documents", deviation, "tokens missing or repeated")
@@ -297,7 +298,7 @@ class BrokenCounts(Counting):
 
 def test_the_coverage_check_catches_lost_tokens():
     docs = documents()
-    data = Corpus.from_arrays(docs)
+    data = memory_corpus(docs)
     assert coverage_deviation(Loader(data, CONTEXT, 1, SEED, too_long="crop"), docs) > 0
     assert coverage_deviation(Loader(data, CONTEXT, 1, SEED), [*docs, docs[5]]) > 0
 

@@ -27,6 +27,7 @@ from quern.text import sources
 from quern.text.chat import render
 from quern.text.tinyworld import corpus as tinyworld
 from quern.text.tokenizer import Tokenizer
+from tests.support.memory_corpus import memory_corpus
 from tests.support.small_text import read_conversations
 
 TOKENIZER = Tokenizer.train(["hello good day question answer number of eggs", "question answer"], 300)
@@ -70,7 +71,7 @@ def test_one_file_is_split_as_by_the_plain_reader(tmp_path: Path) -> None:
     path = write(tmp_path / "talks.jsonl", talks(130))
     pairs = [render(TOKENIZER, messages) for messages in read_conversations(path)]
     val, train = (
-        Corpus.from_arrays([ids for ids, _ in some], [mask for _, mask in some]) for some in (pairs[:2], pairs[2:])
+        memory_corpus([ids for ids, _ in some], [mask for _, mask in some]) for some in (pairs[:2], pairs[2:])
     )
     mixture = prepared(path, tmp_path / "out")
     assert corpus_fingerprint(mixture.train, mixture.val) == corpus_fingerprint(train, val)

@@ -10,7 +10,6 @@ from torch._dynamo.testing import CompileCounter
 
 from quern import compiler
 from quern.data.batch import Batch
-from quern.data.shards import Corpus
 from quern.model.base import loss_sum
 from quern.model.unet import UNet, value_embedding_of, without_attention
 from quern.recipe import Resolved, ResolvedModel
@@ -19,6 +18,7 @@ from quern.resolve import resolve
 from quern.runs.training import make_batches
 from quern.train.state import TrainState, build_state
 from quern.train.step import train_step
+from tests.support.memory_corpus import memory_corpus
 from tests.support.models import initialised, randomized
 from tests.support.toy_training import CPU, copy_of, differing
 
@@ -223,7 +223,7 @@ def test_a_resumed_run_is_the_uninterrupted_one() -> None:
     """From the tensors of a step on: stacks of matrices, windows that go on growing, rows from the same stream."""
     recipe = toy_recipe()
     rng = np.random.default_rng(0)
-    corpus = Corpus.from_arrays([[BOS, *rng.integers(1, 53, n)] for n in rng.integers(2, 40, 30)])
+    corpus = memory_corpus([[BOS, *rng.integers(1, 53, n)] for n in rng.integers(2, 40, 30)])
 
     def run(state: TrainState, steps: range) -> None:
         loader, schedule = make_batches(recipe, corpus), recipe.make_schedule(recipe.train)

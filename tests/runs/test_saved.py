@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from quern.data.batch import DOCUMENT_SIZE, GROUP_SIZE
-from quern.data.shards import Corpus
 from quern.flags.recipe_flags import field_names
 from quern.recipe import FOR_FINE_TUNING, Recipe
 from quern.recipes.gpt import RECIPE
@@ -18,6 +17,7 @@ from quern.resolve import resolve
 from quern.runs.origin import Origin, compare, group_size_of, require_same
 from quern.runs.run_dir import RunDir
 from quern.runs.saved import overlay, to_continue
+from tests.support.memory_corpus import memory_corpus
 
 HERE: Recipe = resolve(RECIPE)
 MAY_CHANGE = {
@@ -91,7 +91,7 @@ def test_a_field_that_is_named_overrules_the_saved_one_and_no_other() -> None:
 
 def test_a_run_with_batches_in_another_order_is_refused(tmp_path: Path) -> None:
     documents = GROUP_SIZE // (DOCUMENT_SIZE + 2)
-    one = Corpus.from_arrays([[0, 1]])
+    one = memory_corpus([[0, 1]])
     small, large = (one.part(np.zeros(number, dtype=np.int64)) for number in (documents, documents + 1))
     assert group_size_of(small) is None and group_size_of(large) == GROUP_SIZE
     run_dir, ungrouped = RunDir(tmp_path, "old"), Origin("t", tokens="k")  # also of a version that knew no groups

@@ -18,6 +18,7 @@ from quern.train.loop import TrainingPlan
 from quern.train.state import TrainState, build_model, build_state
 from quern.train.step import TorchBackend
 from tests.support import models
+from tests.support.memory_corpus import memory_corpus
 
 CPU = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)
 CONTEXT, ROWS, VOCABULARY = 16, 8, 61  # an odd vocabulary, and fewer tokens than heads would hide
@@ -44,11 +45,11 @@ def toy_corpus(masked: bool = False, documents: int = 40) -> Corpus:
     rng = np.random.default_rng(0)
     texts = [[0, *(1 + rng.integers(0, 7, n).cumsum() % (VOCABULARY - 1))] for n in rng.integers(3, 40, documents)]
     if not masked:
-        return Corpus.from_arrays(texts)
+        return memory_corpus(texts)
     masks = [(rng.random(len(text)) < 0.4) & (np.arange(len(text)) > 0) for text in texts]
     for mask in masks:
         mask[-1] = True
-    return Corpus.from_arrays(texts, masks)
+    return memory_corpus(texts, masks)
 
 
 def toy_loader(masked: bool = False, rows: int = ROWS, seed: int = 0) -> Loader:

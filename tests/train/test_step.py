@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from quern.data.loader import Batch, Loader
-from quern.data.shards import Corpus
 from quern.kernels.cross_entropy import cross_entropy_plain
 from quern.model.base import loss_sum
 from quern.model.context import CausalContext
@@ -20,6 +19,7 @@ from quern.text.tinyworld import corpus as tinyworld_corpus
 from quern.text.tokenizer import Tokenizer
 from quern.train.state import TrainState
 from quern.train.step import accumulate, send_batch, to_device, train_step
+from tests.support.memory_corpus import memory_corpus
 from tests.support.toy_training import (
     CPU,
     ROWS,
@@ -105,7 +105,7 @@ def test_prompts_give_exactly_no_gradient_in_fine_tuning(law: Law) -> None:
     tokenizer = Tokenizer.train([str(message["content"]) for talk in talks for message in talk], 400)
     pairs = [render(tokenizer, talk) for talk in talks]
     replies = {learned(message) for talk in talks for message in talk if message["role"] == "assistant"}
-    corpus = Corpus.from_arrays([ids for ids, _ in pairs], [mask for _, mask in pairs])
+    corpus = memory_corpus([ids for ids, _ in pairs], [mask for _, mask in pairs])
     loader = Loader(corpus, 512, 2, 0, "first-fit-decreasing")
     worst = 0.0
     for index in range(3):
