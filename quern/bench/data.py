@@ -27,6 +27,7 @@ from quern.temporaries import scratch_folder
 from quern.terminal import counted, silent
 from quern.text.documents import read
 from quern.text.encode.pool import UNIT_CHARACTERS, write_shards
+from quern.text.sources import files
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import Tokenizer
 
@@ -52,7 +53,7 @@ class Setup(Bench):
     def texts(self) -> list[str]:
         """Documents of `--megabytes` in all, or all documents of a smaller source."""
         megabytes, data = 0.2 if self.quick else self.options.megabytes, self.options.data
-        found = list(corpus.documents(self.seed, megabytes) if data is None else first(read(data), megabytes))
+        found = list(corpus.documents(self.seed, megabytes) if data is None else first(read(files(data)), megabytes))
         if not any(found):
             raise ValueError(f"--data {data} has no text: give a file or a folder of text")
         return found
@@ -108,7 +109,7 @@ def prepare(setup: Setup) -> Iterator[Figure]:
 
     def documents(workers: int) -> Iterator[str]:
         for _ in range(passes):
-            yield from (setup.texts if data is None else itertools.islice(read(data), len(setup.texts)))
+            yield from (setup.texts if data is None else itertools.islice(read(files(data)), len(setup.texts)))
         children[workers] = children_peak_bytes()
 
     def write(workers: int) -> None:

@@ -24,6 +24,7 @@ from quern.stages import pretrain
 from quern.stages.open_data import data_of_run
 from quern.stages.session import Session
 from quern.text.documents import read
+from quern.text.sources import files
 from quern.text.tokenizer import well_formed
 
 WINDOW_TOKENS = 512
@@ -43,7 +44,7 @@ def quality(setup: Setup) -> Iterator[Figure]:
         recipe = replace(usual, data=str(given.train), val=str(given.val), text=text)
         command = f"quern bench quality --train {given.train} --val {given.val} {flags}"
         yield from trained(setup, recipe, asked, given.out, command, "validation")
-        whole = sum(len(well_formed(text).encode("utf-8")) for text in read(given.val))
+        whole = sum(len(well_formed(text).encode("utf-8")) for text in read(files(given.val)))
         setup.settings["validation_bytes_of_text"] = whole
     if given.data:
         command = f"quern bench quality --data {given.data} {flags}"

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 from quern.terminal import silent
 from quern.text.formats import Malformed, read_records
 from quern.text.readers import CONVERTED, CUE, UTF8, UnreadableError, convert, separated, text_pieces
-from quern.text.sources import PLAIN, RECORDS, Where, files, format_of
+from quern.text.sources import PLAIN, RECORDS, format_of
 
 NAMES_SHOWN, NAME_CHARACTERS = 12, 40
 MARK = re.compile(r"(<\|end_?of_?text\|>)|^[ \t]*(<\|\w+\|>|</?s>|<eos>|\[EOS\])[ \t]*$", re.MULTILINE | re.IGNORECASE)
@@ -36,7 +36,7 @@ REFUSALS = (ValueError, TypeError, LookupError, AttributeError)
 
 
 def read(
-    source: Where,
+    paths: Sequence[Path],
     column: str = "text",
     log: Log | None = None,
     separator: str | None = None,
@@ -45,7 +45,7 @@ def read(
     """Reads documents.
 
     Args:
-        source: A file, a folder, or several of these.
+        paths: Files of texts (`sources.files`).
         column: The column (.parquet, .csv, .tsv) or key (.jsonl, .json) of the text.
         log: Called with a line on malformed records that are skipped; see `converted`.
         separator: The mark that ends a document of text; None makes a file one document.
@@ -55,7 +55,7 @@ def read(
         ValueError: A file or a record cannot be read as text; the message names it.
         OSError: A file is missing or cut short.
     """
-    found = converted(files(source), (column,), partial(_text, column=column), log, separator, encoding)
+    found = converted(paths, (column,), partial(_text, column=column), log, separator, encoding)
     return (text for text, _, _ in found if text)
 
 

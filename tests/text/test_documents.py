@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from quern.text import readers
-from quern.text.documents import read
 from quern.text.sources import files
+from tests.support.small_text import read_source as read
 
 TEXTS = ["Hello there.", "大家好，世界。", "مرحبا بالعالم", "👩‍👩‍👧‍👦 e\u0301", "line one\nline two\r\n", "0"]
 

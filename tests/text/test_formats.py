@@ -12,10 +12,10 @@ import pytest
 from pyarrow import csv
 
 from quern.text import formats
-from quern.text.documents import read
 from quern.text.sources import list_source
 from quern.text.tinyworld import corpus
 from tests.support.small_text import read_conversations
+from tests.support.small_text import read_source as read
 
 TRICKY = ['say "hi"', "two\nlines", "two\r\nlines", "a,b", "tab\there", "köln 世界 😀", " padded ", "x" * 200_000]
 

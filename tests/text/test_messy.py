@@ -19,9 +19,10 @@ from quern.mixture.sources import read_rows
 from quern.recipes.gpt import RECIPE
 from quern.runs.public_data import with_local_data
 from quern.text import sources
-from quern.text.documents import read, warning_of
+from quern.text.documents import warning_of
 from quern.text.readers import TEXT_PIECE_CHARACTERS, recognized
 from quern.text.sources import DOCUMENTS, data_paths, list_source, list_talks
+from tests.support.small_text import read_source as read
 
 SAYINGS = {
     "cp1252": "Der Fluß fließt, “schön” und groß – un café crème.\n",

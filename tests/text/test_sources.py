@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from quern.terminal import human_size
-from quern.text.documents import read
 from quern.text.sources import files, list_source
+from tests.support.small_text import read_source as read
 
 
 def write(path: Path, text: str) -> Path:
