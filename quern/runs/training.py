@@ -142,23 +142,18 @@ def set_up_training(
     """Gives a new model its vocabulary, FP8, compilation and recomputation, as recipe and machine say.
 
     Returns:
-        Facts for the records.
+        Facts for the records: how the precision is lowered, if it is.
     """
     model.read_vocabulary(tokenizer.vocabulary())
-    facts = lower_precision(recipe, model, log)
+    facts: dict[str, Any] = {}
+    if recipe.train.fp8 != "off":
+        report = use_fp8(model, head_only=recipe.train.fp8 == "head")  # before the model is compiled
+        log(str(report))
+        facts["fp8"] = report.to_json()
     if compiled:
         compile_model(model, machine)
     recompute(model, recipe.train.recompute)
     return facts
-
-
-def lower_precision(recipe: Resolved, model: Any, log: Callable[[str], None]) -> dict[str, Any]:
-    """Makes the model train in FP8 if the recipe says so, and returns facts for the records. Call before compiling."""
-    if recipe.train.fp8 == "off":
-        return {}
-    report = use_fp8(model, head_only=recipe.train.fp8 == "head")
-    log(str(report))
-    return {"fp8": report.to_json()}
 
 
 def validation(recipe: Resolved, tokenizer: Tokenizer, corpus: Corpus, machine: Machine) -> Evaluator:

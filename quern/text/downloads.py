@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from quern.process import environment, set_child_env, waiting
 from quern.temporaries import sha256_of, sync_path
@@ -85,11 +85,8 @@ def download(repository: Repository, file: str, path: Path, progress: Progress =
     size, sha256 = repository.files[file]
     if path.exists() and path.stat().st_size == size:
         return
-    set_child_env(QUIET_HUB)
-    from huggingface_hub import hf_hub_url  # late: the library reads its settings when it is imported
-
     commit = repository.commit
-    url = hf_hub_url(repository.name, file, repo_type="dataset", revision=commit, endpoint=endpoint())
+    url = f"{endpoint()}/datasets/{repository.name}/resolve/{commit}/{quote(file)}"
     part = path.with_name(f"{path.name}.{commit[:8]}.part")
     _fetch(url, path, part, size, sha256, progress)
 

@@ -12,11 +12,13 @@ from torch import nn
 from quern import compiler
 from quern.model.base import loss_sum
 from quern.model.fp8 import Fp8Head, Fp8Linear, head_products, use_fp8
+from quern.recipe import Resolved
 from quern.recipes.gpt import RECIPE as gpt
 from quern.recipes.llama import RECIPE as llama
 from quern.recipes.unet import RECIPE as unet
 from quern.resolve import resolve
-from quern.runs.training import lower_precision
+from quern.runs.training import set_up_training
+from quern.text.tokenizer import Tokenizer
 from quern.train.step import to_device
 from tests.support import fp8_oracle as oracle
 from tests.support.fp8_oracle import through
@@ -186,12 +188,16 @@ def test_a_part_of_a_block_compiles_whole_and_to_the_same_bits(name: str) -> Non
 
 def test_a_recipe_asks_for_all_or_the_head() -> None:
     said: list[str] = []
-    assert lower_precision(toy_recipe(), model(), said.append) == {} and said == []
-    facts = lower_precision(toy_recipe(fp8="all"), model(), said.append)["fp8"]
+
+    def set_up(recipe: Resolved, made: Any) -> dict[str, Any]:
+        return set_up_training(recipe, made, Tokenizer([]), CPU, said.append, compiled=False)
+
+    assert set_up(toy_recipe(), model()) == {} and said == []
+    facts = set_up(toy_recipe(fp8="all"), model())["fp8"]
     assert facts["static"] == ("head",) and len(facts["dynamic"]) == 12 and "smear_gate" in facts["skipped"]
     assert len(said) == 1 and said[0].startswith("fp8: 12 layers")
     made = model()
-    facts = lower_precision(toy_recipe(fp8="head"), made, said.append)["fp8"]
+    facts = set_up(toy_recipe(fp8="head"), made)["fp8"]
     assert facts["dynamic"] == () and facts["static"] == ("head",) and isinstance(made.head, Fp8Head)
     assert not any(isinstance(one, Fp8Linear) for one in made.modules())
     with pytest.raises(ValueError, match="train.fp8 must be one of off, head, all, not yes"):
