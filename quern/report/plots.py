@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from quern.report.records import StageRecords, human, number, percent
-from quern.train.metrics import METRICS, RL_METRICS, Curve, curves
+from quern.train.metrics import CURVES, RL_CURVES, Curve
 
 # Placeholder colours, and the variables of report.css that replace them.
 MUTED, GRID, ACCENT, FAINT, ALERT, OTHER = "#010204", "#010205", "#010206", "#010207", "#010208", "#010209"
@@ -58,7 +58,7 @@ class Panel:
 def panels(stage: StageRecords) -> list[Panel]:
     """The curves for which a stage has at least two measurements. The first is wide, and has the validation losses."""
     found = []
-    drawn = [*curves(RL_METRICS), *_pass_curves(stage)] if stage.name == "rl" else curves(METRICS)
+    drawn = [*RL_CURVES, *_pass_curves(stage)] if stage.name == "rl" else CURVES
     for index, curve in enumerate(drawn):
         xs, ys = stage.column(curve.key, curve.against)
         if len(xs) < 2 or max(xs) <= 0:
@@ -75,7 +75,7 @@ def _pass_curves(stage: StageRecords) -> list[Curve]:
     keys = dict.fromkeys(key for line in stage.validations for key in line)
     found = [key.removeprefix(PASS) for key in keys if key.startswith(PASS) and key != f"{PASS}1"]
     return [
-        Curve("Held-out questions", f"pass@{name.replace('/', ', ')}", key=f"{PASS}{name}", points=True, share=True)
+        Curve(f"{PASS}{name}", "Held-out questions", f"pass@{name.replace('/', ', ')}", points=True, share=True)
         for name in found
     ]
 

@@ -186,7 +186,7 @@ def _steps(
             folder.event("plan", step=run.step, steps=horizon.steps, seconds=round(run.seconds, 3))
         last = run.step == horizon.steps
         if run.step % plan.log_every == 0 or last:
-            folder.metric(**metrics.line(metrics.Moment(run, result, window, multipliers.lr, plan.peak_flops)))
+            folder.metric(**metrics.line(run, result, window, multipliers.lr, plan.peak_flops))
             run.unlogged_nats, run.unlogged_tokens = 0.0, 0
             window = metrics.Window(window.rate())
         stopping = not last and any(told[0] for told in heard)

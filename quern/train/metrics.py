@@ -1,4 +1,4 @@
-"""The values of the log, each defined once: its name, how it is computed, and how a report draws it.
+"""The values of the log: `line` computes them, and curves say how a report draws them.
 
 Validation and reinforcement learning log values of their own (`Evaluator` in loop.py); here they only have curves. The
 file imports no tensors, so a report reads it without them.
@@ -7,20 +7,19 @@ file imports no tensors, so a report reads it without them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve of the report. points: mark each measurement; smooth: draw a running mean; median: report it, not the
-    last value; key: of the log, which a metric fills in for its own curves."""
+    """A curve of the report. key: the value of the log; points: mark each measurement; smooth: draw a running mean;
+    median: report it, not the last value."""
 
+    key: str
     title: str
     unit: str
     against: str = "step"
-    key: str = ""
     points: bool = False
     smooth: bool = False
     log: bool = False
@@ -53,84 +52,47 @@ class Window:
         return {} if rate is None else {"tokens_per_second": rate}
 
 
-@dataclass(frozen=True)
-class Moment:
-    """The values that a line of the log is computed from.
+def line(run: Any, last: Any, window: Window, lr: float, peak_flops: float) -> dict[str, float]:
+    """Computes a line of the log.
 
-    run: `Counters` of state.py; last: the last `StepResult` of step.py; window: the timed steps since the last line;
-    lr: the multiplier of the learning rates in the last step; peak_flops: the machine's, per second.
+    Args:
+        run: `Counters` of state.py.
+        last: The last `StepResult` of step.py.
+        window: The timed steps since the last line.
+        lr: The multiplier of the learning rates in the last step.
+        peak_flops: The machine's, per second.
     """
-
-    run: Any
-    last: Any
-    window: Window
-    lr: float
-    peak_flops: float
-
-    @property
-    def loss(self) -> float:
-        """The mean over the targets since the last line."""
-        return self.run.unlogged_nats / self.run.unlogged_tokens if self.run.unlogged_tokens else self.last.loss
+    loss = run.unlogged_nats / run.unlogged_tokens if run.unlogged_tokens else last.loss  # since the last line
+    found = {"step": run.step, "tokens": run.tokens, "flops": run.flops.total, "seconds": round(run.seconds, 4)}
+    found |= {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}  # e^710 exceeds a float
+    if window.seconds:
+        found["tokens_per_second"] = round(window.positions / window.seconds, 1)
+        found["mfu"] = round(window.flops / window.seconds / peak_flops, 4)
+    found |= {"lr_multiplier": lr, "grad_norm": last.grad_norm}
+    return found | ({"skipped": run.guard.skips} if run.guard.skips else {})
 
 
-@dataclass(frozen=True)
-class Metric:
-    """A value of the log. of: computes it, or returns None to leave it out of a line."""
-
-    name: str
-    of: Callable[[Moment], float | None] = lambda now: None
-    curves: tuple[Curve, ...] = ()
-
-
-def _perplexity(now: Moment) -> float:
-    return math.exp(now.loss) if now.loss < 700 else math.inf  # e^710 exceeds a float
-
-
-def _rate(now: Moment) -> float | None:
-    return round(now.window.positions / now.window.seconds, 1) if now.window.seconds else None
-
-
-def _mfu(now: Moment) -> float | None:
-    window = now.window
-    return round(window.flops / window.seconds / now.peak_flops, 4) if window.seconds else None
-
-
-_LOSS = Curve("Training loss", "nats per token", smooth=True, log=True)
-_BITS = Curve("Validation", "bits per byte", points=True, log=True)
-_NORM = Curve("Gradient norm", "global", smooth=True, log=True)
-METRICS = (
-    Metric("step", lambda now: now.run.step),
-    Metric("tokens", lambda now: now.run.tokens),
-    Metric("flops", lambda now: now.run.flops.total),
-    Metric("seconds", lambda now: round(now.run.seconds, 4)),
-    Metric("loss", lambda now: now.loss, (_LOSS, replace(_LOSS, against="seconds"))),
-    Metric("perplexity", _perplexity),
-    Metric("val_bpb", curves=(replace(_BITS, against="tokens"), replace(_BITS, against="seconds"))),
-    Metric("tokens_per_second", _rate, (Curve("Throughput", "tokens per second", "seconds", median=True),)),
-    Metric("mfu", _mfu, (Curve("Model FLOPs utilisation", "of the peak", "seconds", share=True, median=True),)),
-    Metric("lr_multiplier", lambda now: now.lr, (Curve("Learning rate", "relative to the peak"),)),
-    Metric("grad_norm", lambda now: now.last.grad_norm, (_NORM,)),
-    Metric("skipped", lambda now: now.run.guard.skips or None),
+_LOSS = Curve("loss", "Training loss", "nats per token", smooth=True, log=True)
+_BITS = Curve("val_bpb", "Validation", "bits per byte", "tokens", points=True, log=True)
+_NORM = Curve("grad_norm", "Gradient norm", "global", smooth=True, log=True)
+CURVES = (
+    _LOSS,
+    replace(_LOSS, against="seconds"),
+    _BITS,
+    replace(_BITS, against="seconds"),
+    Curve("tokens_per_second", "Throughput", "tokens per second", "seconds", median=True),
+    Curve("mfu", "Model FLOPs utilisation", "of the peak", "seconds", share=True, median=True),
+    Curve("lr_multiplier", "Learning rate", "relative to the peak"),
+    _NORM,
 )
-RL_METRICS = (
-    Metric("reward", curves=(Curve("Reward", "mean of a step's replies", smooth=True),)),
-    Metric("reward_std", curves=(Curve("Spread of rewards", "standard deviation", smooth=True),)),
-    Metric("val_pass_1", curves=(Curve("Held-out questions", "pass@1", points=True, share=True),)),
-    Metric("val_kl", curves=(Curve("Divergence from the first model", "nats per token", points=True),)),
-    Metric("entropy", curves=(Curve("Entropy", "nats per token", smooth=True),)),
-    Metric("reply_tokens", curves=(Curve("Length of replies", "tokens", smooth=True),)),
-    Metric("dropped", curves=(Curve("Questions without a difference in reward", "of all", smooth=True, share=True),)),
-    Metric("truncated", curves=(Curve("Replies cut at the limit", "of all", smooth=True, share=True),)),
-    Metric("grad_norm", curves=(_NORM,)),
+RL_CURVES = (
+    Curve("reward", "Reward", "mean of a step's replies", smooth=True),
+    Curve("reward_std", "Spread of rewards", "standard deviation", smooth=True),
+    Curve("val_pass_1", "Held-out questions", "pass@1", points=True, share=True),
+    Curve("val_kl", "Divergence from the first model", "nats per token", points=True),
+    Curve("entropy", "Entropy", "nats per token", smooth=True),
+    Curve("reply_tokens", "Length of replies", "tokens", smooth=True),
+    Curve("dropped", "Questions without a difference in reward", "of all", smooth=True, share=True),
+    Curve("truncated", "Replies cut at the limit", "of all", smooth=True, share=True),
+    _NORM,
 )
-
-
-def line(now: Moment) -> dict[str, float]:
-    """Computes a line of the log."""
-    found = {metric.name: metric.of(now) for metric in METRICS}
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def curves(metrics: tuple[Metric, ...]) -> list[Curve]:
-    """The curves of a report, in their order."""
-    return [replace(curve, key=metric.name) for metric in metrics for curve in metric.curves]

@@ -17,16 +17,13 @@ from quern.lab.board.entry import Entry, Run, Study, find_studies
 from quern.records import METRICS, read_regular
 from quern.runs import manage
 from quern.runs.run_dir import STAGES, RunDir
-from quern.train import metrics
+from quern.train.metrics import CURVES, RL_CURVES
 
 REPORT = "report.html"
 OVERVIEW_POINTS, MOST_POINTS = 32, 2000
 """Lines sampled from each run before any curve is asked for, and at most."""
 AXES = ("steps", "tokens", "flops", "seconds")
-LABELS = {
-    curve.key: [f"{curve.title}, {curve.unit}", curve.share]
-    for curve in metrics.curves((*metrics.RL_METRICS, *metrics.METRICS))
-}
+LABELS = {curve.key: [f"{curve.title}, {curve.unit}", curve.share] for curve in (*RL_CURVES, *CURVES)}
 """Metric → its name for readers, and whether it is a share."""
 
 
