@@ -115,7 +115,11 @@ def _remedy(recipe: Recipe, machine: Machine, mesh: Mesh, room: float) -> str:
     """The first that helps: smaller micro-batches, blocks that run again, ZeRO-3, more GPUs, a smaller model."""
 
     def fits(other: Recipe, dp: int = mesh.dp, zero: int = mesh.zero) -> bool:
-        return _needed(resolve(other, dp), machine, dp, mesh.tp, zero).peak * (1 + ERROR) <= room
+        made = resolve(other, dp)
+        least = 2 * machine.dtype.itemsize * parameters(made).total / mesh.tp / (dp if zero == 3 else 1)
+        if least > room:  # the parameters and their gradients: to count the rest takes seconds for many layers
+            return False
+        return _needed(made, machine, dp, mesh.tp, zero).peak * (1 + ERROR) <= room
 
     def with_train(other: Recipe, **fields: Any) -> Recipe:
         return replace(other, train=replace(other.train, **fields))

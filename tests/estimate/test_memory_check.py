@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quern.cli import main
+from quern.estimate import memory_check as memory_check_module
 from quern.estimate.layout import lay_out, unconnected
 from quern.estimate.memory import memory
 from quern.estimate.memory_check import memory_check
@@ -66,6 +67,21 @@ def test_replicas_share_parameters() -> None:
 def test_cpu_ranks_would_share_the_same_memory() -> None:
     message = refusal(recipe(micro_batch_tokens=64), CPU, 17e6)
     assert "--depth" in message and "--ranks" not in message
+
+
+def test_models_that_are_far_too_large_are_not_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+
+    def lay_out_counted(made: Any, *layout: Any) -> Any:
+        counted.append(made.depth)
+        return lay_out(made, *layout)
+
+    monkeypatch.setattr(memory_check_module, "lay_out", lay_out_counted)
+    asked, room = replace(recipe(micro_batch_tokens=4096), depth=64), 60e6
+    depth = int(refusal(asked, CPU, room).partition("--depth ")[2].split()[0])
+    fitting = replace(asked, depth=depth, train=replace(asked.train, micro_batch_tokens=64))
+    memory_check(fitting, CPU, alone(), print, room)
+    assert counted[0] == 64 and max(counted[1:]) < 40, "the first count is for the message"
 
 
 def test_a_model_that_needs_numbers_is_not_held_up() -> None:

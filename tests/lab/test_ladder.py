@@ -233,11 +233,21 @@ def test_a_twin_changes_nothing_and_hides_no_noise(tmp_path: Path) -> None:
     assert {str(told(row.flops[0])) for row in rows(study) if row.idea == "twin"} == {"1.000 [1.000, 1.000]"}
 
 
-@pytest.mark.parametrize("tune", ["", "matrix_lr"])
-def test_a_failure_is_a_record_and_a_killed_process_is_tried_at_the_next_start(tmp_path: Path, tune: str) -> None:
+@pytest.mark.parametrize(
+    ("tune", "why"),
+    [
+        ("", "it ended with code -9"),
+        ("matrix_lr", "it ended with code -9"),
+        ("", "OSError: [Errno 28] No space left on device"),
+        ("", "ValueError: killed.py has changed since the study began"),
+    ],
+)
+def test_a_failure_is_a_record_and_one_from_outside_is_tried_at_the_next_start(
+    tmp_path: Path, tune: str, why: str
+) -> None:
     study, arms = make(tmp_path / "study", ["base", "odd", "killed", "idles"], tune=tune)
     drawn, ideas = Drawn({}), ["odd", "killed", "idles"]
-    errors = {"odd": "its process failed", "killed": "the arm killed process failed: it ended with code -9"}
+    errors = {"odd": "its process failed", "killed": f"the arm killed process failed: {why}"}
 
     def train(arm: Arm, seeds: Iterable[Seeds]) -> Iterator[Trial]:
         if arm.name in errors and list(seeds)[0][0] not in TUNE_SEEDS:

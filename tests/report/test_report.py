@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -211,6 +212,14 @@ def test_validation_lines_take_time_and_tokens_from_their_neighbours(tmp_path):
     stage = read_run(tmp_path).stages[0]
     assert stage.column("val_bpb", "seconds") == ([10.0, 25.0, 30.0, 30.0], [3.0, 2.5, 2.0, 1.9])
     assert stage.column("val_bpb", "tokens")[0] == [50.0, 150.0, 200.0, 200.0]
+
+
+def test_many_validations_of_a_long_run_are_placed_in_one_pass(tmp_path):
+    records = [{"step": step, "loss": 3.0, "seconds": step / 2} for step in range(1, 20_001)]
+    lines(tmp_path / "pretrain" / "metrics.jsonl", [*records, *({"step": s, "val_bpb": 2.0} for s in range(1, 20_001))])
+    stage, began = read_run(tmp_path).stages[0], time.process_time()
+    assert stage.column("val_bpb", "seconds")[0] == [step / 2 for step in range(1, 20_001)]
+    assert time.process_time() - began < 5.0  # a pass over the lines for each validation would take minutes
 
 
 def test_only_the_latest_evaluation_and_answer_to_a_prompt_are_shown(tmp_path):

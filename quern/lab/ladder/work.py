@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -26,7 +27,9 @@ BLOCK = 3  # seeds of the baseline that one process trains
 LEAST_MARGIN = 0.02  # bits per byte by which a baseline must be below the trigram, and three standard errors
 SURE = 0.9  # a delta is refused if even the lower limit (one-sided) of the baseline's noise leaves it out of reach
 SETTLED = ("worse", "worse, small", "no difference", "fails")  # verdicts with which an idea does not go up
-DIED = "ended with code"  # words of the message of `process.Child.answer` about a process that died
+# Parts of messages of `process.Child.answer` that are no errors of the idea: a process died, a disk was full, a file
+# was changed meanwhile. The next start tries again.
+OUTSIDE = re.compile(r"ended with code|\[Errno \d+\]|has changed since the study began")
 
 
 @dataclass(frozen=True)
@@ -201,7 +204,7 @@ class Worker:
         except (RuntimeError, ValueError) as error:
             if job.arm == plan.base:
                 raise
-            if DIED in str(error):  # killed, from outside or for its memory: the next start tries again
+            if OUTSIDE.search(str(error)):
                 self.lost.add((job.arm, job.rung))
                 self.log(f"rung {job.rung}, {job.arm}: {error}")
                 return
