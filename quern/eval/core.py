@@ -18,7 +18,6 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
 from typing import Any, Literal
 
 from quern.eval.likelihood import Example, common, fit
@@ -36,13 +35,11 @@ from quern.text.tokenizer import Tokenizer
 
 Kind = Literal["choice", "schema", "language"]
 Row = dict[str, Any]
-FIELDS: Mapping[Kind, tuple[str, ...]] = MappingProxyType(
-    {
-        "choice": ("query", "choices", "gold"),
-        "schema": ("context_options", "continuation", "gold"),
-        "language": ("context", "continuation"),
-    }
-)
+FIELDS: Mapping[Kind, tuple[str, ...]] = {
+    "choice": ("query", "choices", "gold"),
+    "schema": ("context_options", "continuation", "gold"),
+    "language": ("context", "continuation"),
+}
 """The keys of a row, by the kind of its task."""
 OPTIONS = ("choices", "context_options")
 ANSWER = "\nAnswer: "
@@ -103,7 +100,7 @@ TASKS: tuple[CoreTask, ...] = (
     _choice("boolq", 10, 0.62, delimiter=ANSWER),
     _choice("bigbench_language_identification", 10, 0.091, 0.25),
 )
-BY_NAME: Mapping[str, CoreTask] = MappingProxyType({task.name: task for task in TASKS})
+BY_NAME = {task.name: task for task in TASKS}
 
 
 def named_tasks(names: Sequence[str]) -> list[CoreTask]:

@@ -57,14 +57,6 @@ def contains_answer(item: Item, reply: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(item.answer)}(?!\w)", reply, re.IGNORECASE) is not None
 
 
-def question_and_answer(item: Item) -> str:
-    return f"Question: {item.question}\nAnswer:"
-
-
-def any_stage(recipe: Resolved, stage: str) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Task:
     """An evaluation."""
@@ -74,9 +66,10 @@ class Task:
     """(seed, count) → the items, at most `count` of each kind. A kind has choices in all its items or in none."""
     grade: Callable[[Item, str], bool] = contains_answer
     """(item, reply) → whether the text of a reply is right. Not used for items with choices."""
-    base_prompt: Callable[[Item], str] = question_and_answer  # the text that a base model continues to answer the item
+    base_prompt: Callable[[Item], str] = lambda item: f"Question: {item.question}\nAnswer:"
+    """The text that a base model continues to answer the item."""
     max_tokens: int = 96  # the largest number of tokens of a reply
-    suits: Callable[[Resolved, str], bool] = any_stage
+    suits: Callable[[Resolved, str], bool] = lambda recipe, stage: True
     """Whether `quern evaluate` asks this stage of this recipe by default. Built-in tasks only."""
     base_stop: tuple[str, ...] = ("\n",)  # a base model's reply ends before any of these texts
     grade_all: Callable[[Sequence[Item], Sequence[str]], Sequence[bool]] | None = None

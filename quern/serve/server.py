@@ -59,9 +59,6 @@ class Place:
     threads: int
     link: socket.socket
 
-    def report_ready(self) -> None:
-        self.link.send(b".")
-
 
 @dataclass(frozen=True)
 class Source:
@@ -116,7 +113,7 @@ def run(
         if replica:
             listeners.append(listen(host, replica.port, shared=True))
             listeners[1].listen(WAITING_CONNECTIONS)
-            replica.report_ready()
+            replica.link.send(b".")  # ready
         if invite:
             log(invite(scheme, bound))
         serve(app, listeners, gate.trusted, **files)

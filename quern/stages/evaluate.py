@@ -17,7 +17,7 @@ from quern.eval.core import CORE, CoreTask, core_bundle, core_passages, find_tas
 from quern.eval.run_task import Records, run_task
 from quern.eval.score import Score
 from quern.eval.task import CHAT_STAGES, Task
-from quern.eval.tasks import load_task, task_names
+from quern.eval.tasks import BUILT_IN, load_task
 from quern.generate.engine import Engine
 from quern.generate.sampling import GREEDY
 from quern.machine import Machine
@@ -195,7 +195,7 @@ class _Evaluation:
             self.run_dir.append(name, lines)
 
     def suiting(self, recipe: Resolved, stage: str) -> Sequence[Task]:
-        return self.found.chosen or [task for task in map(load_task, task_names()) if task.suits(recipe, stage)]
+        return self.found.chosen or [task for task in BUILT_IN.values() if task.suits(recipe, stage)]
 
     def tasks(self, loaded: LoadedModel) -> Sequence[Task]:
         """The tasks besides those of CORE, chat and lm-eval. A run should not take longer for scores of a model that

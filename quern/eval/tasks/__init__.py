@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from pathlib import Path
 
 from quern.eval.task import Task
+from quern.eval.tasks.tinyworld import TASK
 from quern.flags.recipe_file import read_object
 
-
-def task_names() -> list[str]:
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+BUILT_IN = {TASK.name: TASK}
 
 
 def load_task(name: str) -> Task:
@@ -20,11 +17,9 @@ def load_task(name: str) -> Task:
     Raises:
         ValueError: There is no such task, or the file fails; the message names the tasks or the line.
     """
-    if name in task_names():
-        return importlib.import_module(f"quern.eval.tasks.{name}").TASK
+    if name in BUILT_IN:
+        return BUILT_IN[name]
     path = Path(name)
     if path.suffix != ".py" or not path.is_file():
-        raise ValueError(
-            f"there is no task '{name}': use {', '.join(task_names())}, core, chat, or the path of a .py file"
-        )
+        raise ValueError(f"there is no task '{name}': use {', '.join(BUILT_IN)}, core, chat, or the path of a .py file")
     return read_object(path, "TASK", Task)[0]

@@ -114,8 +114,7 @@ function typeset(span) {
 function decorate(pre) {
   const code = pre.querySelector("code");
   const language = /^language-([\w+#.-]{1,20})/.exec(code?.className ?? "")?.[1] ?? "";
-  const { box } = codeBox(language, pre);
-  return box;
+  codeBox(language, pre);
 }
 
 /** A box with a head, language and copy button, around `pre` in its place; without `pre`, around a new one. */
