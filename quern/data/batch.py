@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -80,7 +80,7 @@ class Batches(ABC):
         self, corpus: Corpus, context: int, batch_rows: int, seed: int = 0, group_size: int | None = GROUP_SIZE
     ) -> None:
         self.corpus, self.context, self.batch_rows, self.seed = corpus, context, batch_rows, seed
-        self.group_size = group_size
+        self.group_size, self._groups = group_size, groups_of(corpus, group_size)
         self._group_order = lru_cache(2)(self._make_group_order)
 
     @abstractmethod
@@ -111,11 +111,6 @@ class Batches(ABC):
             return 0, self.corpus.num_documents
         first, last = (self.corpus.at_size(g * self.group_size, DOCUMENT_SIZE) for g in (group, group + 1))
         return first, last
-
-    @cached_property
-    def _groups(self) -> int:
-        """The number of groups of the corpus."""
-        return groups_of(self.corpus, self.group_size)
 
     def _group_of(self, turn: int) -> tuple[int, int]:
         """(epoch, group) of the group that is read at a turn; turns count over all epochs."""

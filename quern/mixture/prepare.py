@@ -222,15 +222,12 @@ def _tokenize(source: OpenSource, rows: TaskRows, tokenizer: Tokenizer, folder: 
                 ids, learned = chat.render(tokenizer, conversation.messages)
                 if number >= finished:
                     writer.add(ids, learned)
-                hashes.append(_hash(ids))
+                digest = hashlib.blake2b(ids.tobytes(), digest_size=7).digest()
+                hashes.append(int.from_bytes(digest, "little"))
                 tokens += len(ids)
                 meter.at(number + 1, f"{tokens / 1e6:.1f}M tokens")
             # The shards are not valid yet.
             write_whole(folder / FACTS, json.dumps({"hashes": hashes, "left_out": left_out.total()}))
-
-
-def _hash(ids: np.ndarray) -> int:
-    return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=7).digest(), "little")
 
 
 def _held_out(corpus: Corpus, learning: np.ndarray, context: int) -> np.ndarray:

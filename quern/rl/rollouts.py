@@ -161,7 +161,8 @@ class Rollouts:
         most, overlong = self.settings.max_tokens, self.settings.overlong_tokens
         how = {"samples": samples, "max_tokens": most, "sampling": Sampling(), "logprobs": True}
         with _evaluating(self.engine.model):
-            own = [_number(seeds[at]) for at in fits]
+            digests = [hashlib.blake2b(seeds[at].encode(), digest_size=7).digest() for at in fits]
+            own = [int.from_bytes(digest, "big") for digest in digests]
             done = self.engine.generate([prompts[number] for number in fits], seed=own, **how)
         groups: list[list[Rollout]] = [[] for _ in items]
         rewards = self._rewards([items[number] for number in fits], done)
@@ -299,10 +300,6 @@ def _evaluating(model: LanguageModel) -> Iterator[None]:
         yield
     finally:
         model.train(training)
-
-
-def _number(seed: str) -> int:
-    return int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=7).digest(), "big")
 
 
 def divergence(logprobs: np.ndarray, reference: np.ndarray) -> np.ndarray:

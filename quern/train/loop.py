@@ -309,8 +309,7 @@ class Saver:
     def __init__(self, backend: Backend, records: Records, keep: int, background: bool, meta: dict[str, Any]) -> None:
         self._backend, self._records, self._keep, self._meta = backend, records, keep, meta
         self._pool = ThreadPoolExecutor(1, "saver") if background else None
-        self._pending: Future[Path] | None = None
-        self._facts: dict[str, Any] = {}
+        self._pending: Future[dict[str, Any]] | None = None
 
     def save(self, kept: bool) -> None:
         """Saves the state. Raises CheckpointError for this save, or for the earlier save in the background."""
@@ -320,18 +319,16 @@ class Saver:
             step = backend.run.step
             slices = backend.save(copied=self._pool is not None)
             meta = self._meta | {"kept": kept, "state": backend.run.meta()}
+            stood = {} if self._pool is None else {"stood_still": round(time.perf_counter() - start, 3)}
 
-            def write() -> Path:
+            def write() -> dict[str, Any]:
                 folder = self._records.path / "checkpoints"
                 path = checkpoint.save(folder, step, slices, meta, self._keep, backend.mesh)
-                self._facts["seconds"] = time.perf_counter() - start
-                return path
+                return {"path": path.name, "step": step, "seconds": round(time.perf_counter() - start, 3), **stood}
 
-            self._facts = {"step": step}
             if self._pool is None:
-                self._record(write())
+                self._records.event("save", **write())
             else:
-                self._facts["stood_still"] = time.perf_counter() - start
                 self._pending = self._pool.submit(write)
 
     def settle(self) -> None:
@@ -339,8 +336,4 @@ class Saver:
         if self._pending is not None:
             pending, self._pending = self._pending, None
             with self._backend.mesh.progress.during("saving"):
-                self._record(pending.result())
-
-    def _record(self, path: Path) -> None:
-        facts = {name: round(value, 3) for name, value in self._facts.items()}
-        self._records.event("save", path=path.name, **facts)
+                self._records.event("save", **pending.result())
