@@ -49,7 +49,7 @@ DOCUMENTS = [
     Case(T, window, documents, H=2, K=1, B=2)
     for T, window, documents in itertools.product((1, 17, 129), (0, 20), ("single", "mixed"))
 ]
-HEAD_DIMS = [Case(129, 66, "mixed", H=1, K=1, E=E, scale=E**-0.5) for E in (16, 64, 128, 256)]
+HEAD_DIMS = [Case(129, 66, "mixed", H=1, K=1, E=E, scale=E**-0.5) for E in (2, 16, 64, 100, 128, 256)]
 SCALES = [Case(130, H=1, K=1, scale=scale) for scale in (0.01, 0.12, 1.0)]
 LONG = [Case(1000, 64, "mixed", H=1, K=1)]  # without a window: a campaign, the interpreter takes seconds
 WHOLE_GRID = [
@@ -108,7 +108,7 @@ def plain(case: Case) -> list[Tensor]:
     [
         ("lengths, windows, groups", LENGTHS_WINDOWS_GROUPS),
         ("packed documents", DOCUMENTS),
-        ("head dims 16 to 256", HEAD_DIMS),
+        ("head dims 2 to 256", HEAD_DIMS),
         ("scales", SCALES),
         ("length 1000", LONG),
         ("heads outside tokens", BY_HEAD),

@@ -69,6 +69,8 @@ def cudnn() -> Backend:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     def attend_cudnn(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
+        if q_BTHE.size(-1) % 8 or q_BTHE.size(-1) > 128:  # cuDNN has no kernel for such heads
+            return attend_sdpa(q_BTHE, k_BTKE, v_BTKE, mask, scale)
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return attend_sdpa(q_BTHE, k_BTKE, v_BTKE, mask, scale)
 

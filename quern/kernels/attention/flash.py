@@ -1,7 +1,8 @@
 """Flash attention: exact causal attention without the score matrix, as a custom operator around Triton kernels.
 
 q: (B, T, H, E); k, v: (B, T, K, E) with K dividing H; bf16, fp16 or fp32, accumulated in fp32. Any length; head dims
-16 to 256 (powers of two). A query sees the keys up to itself, at most `window` of them, of its own document.
+up to 256, of which the kernels take powers of two from 16 on, and others are filled up with zeros. A query sees the
+keys up to itself, at most `window` of them, of its own document.
 
 This file has the checks, the operators, and their shapes and gradients for torch.compile. The device code is in
 `flash_forward.py` and `flash_backward.py`. `flash_launch.py` runs it; the first call imports it, since Triton is not
@@ -15,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -29,7 +31,7 @@ def flash_attention(
     documents_BT: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """Causal attention → (B, T, H, E), contiguous, in q's dtype. Slices of one merged projection need no copy.
+    """Causal attention → (B, T, H, E) in q's dtype. Slices of one merged projection need no copy.
 
     Args:
         window: The number of keys that a query sees at most, itself included; 0 is no limit. An int, or a 0-dim
@@ -42,7 +44,10 @@ def flash_attention(
     _check(q_BTHE, k_BTKE, v_BTKE, documents_BT, scale)
     first_BT, last_BT = (None, None) if documents_BT is None else document_bounds(documents_BT)
     fixed, varying = (0, window) if isinstance(window, Tensor) else (window, None)
-    return forward_operator(q_BTHE, k_BTKE, v_BTKE, first_BT, last_BT, fixed, varying, scale)[0]
+    E = q_BTHE.size(-1)
+    if more := min(dim for dim in HEAD_DIMS if dim >= E) - E:
+        q_BTHE, k_BTKE, v_BTKE = (F.pad(x, (0, more)) for x in (q_BTHE, k_BTKE, v_BTKE))
+    return forward_operator(q_BTHE, k_BTKE, v_BTKE, first_BT, last_BT, fixed, varying, scale)[0][..., :E]
 
 
 def document_bounds(documents_BT: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,8 +65,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: flo
             f"flash attention needs k and v of shape {(B, T, 'K', E)}, K dividing {H}, for q of shape "
             f"{tuple(q.shape)}; got {tuple(k.shape)} and {tuple(v.shape)}"
         )
-    if E not in HEAD_DIMS:
-        raise ValueError(f"flash attention has no tiles for head dim {E}: use one of {', '.join(map(str, HEAD_DIMS))}")
+    if max(HEAD_DIMS) < E:
+        raise ValueError(f"flash attention has no tiles for head dim {E}: use at most {max(HEAD_DIMS)}")
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         raise ValueError(f"flash attention needs q, k, v all bf16, fp16 or fp32, not {q.dtype}, {k.dtype}, {v.dtype}")
     if documents is not None and documents.shape != (B, T):

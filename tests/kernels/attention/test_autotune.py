@@ -162,6 +162,14 @@ def test_what_is_not_installed_is_an_import_error() -> None:
     assert cudnn().name == "cudnn"
 
 
+@pytest.mark.parametrize("E", [100, 256])
+def test_heads_that_cudnn_has_no_kernel_for_take_another(E: int) -> None:
+    """On a CPU it has none for any, and says so."""
+    q, k, v = (torch.randn(1, 9, heads, E) for heads in (4, 2, 2))
+    found = cudnn().attend(q, k, v, MaskSpec(), None)
+    assert (found - attend_plain(q, k, v, MaskSpec())).abs().max() <= 1e-5
+
+
 def traced(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compiled as far as a graph, which torch's own operators compute: no C++ is made."""
     return torch.compile(function, backend="aot_eager", dynamic=False, fullgraph=True)

@@ -155,7 +155,7 @@ def test_documents_are_intervals() -> None:
 @pytest.mark.parametrize(
     ("shapes", "documents", "scale", "message"),
     [
-        (((1, 4, 2, 24), (1, 4, 2, 24)), None, 1.0, "head dim 24: use one of 16, 32, 64, 128, 256"),
+        (((1, 4, 2, 257), (1, 4, 2, 257)), None, 1.0, "head dim 257: use at most 256"),
         (((1, 4, 3, 16), (1, 4, 2, 16)), None, 1.0, "K dividing 3"),
         (((1, 4, 2, 16), (1, 5, 2, 16)), None, 1.0, "needs k and v of shape"),
         (((1, 4, 2, 16), (1, 4, 2, 16)), (1, 5), 1.0, r"documents must be of shape \(1, 4\)"),
