@@ -27,10 +27,8 @@ from quern.kernels.attention.autotune import available, fits, kind_of
 from quern.kernels.attention.backends import BLOCKED, SDPA, AttendFunction, Backend
 from quern.kernels.rope import rotate, rotate_plain
 from quern.kernels.softcap import SigmoidCap
-from quern.kernels.symmetric import symmetric_product, symmetric_product_plain
 from quern.model.count import parameters
 from quern.model.layers import rotary_table
-from quern.optim.constants import POLAR_EXPRESS
 from quern.optim.muon import polar_express
 from quern.recipe import Resolved
 from quern.train.state import build_model
@@ -202,31 +200,12 @@ def cross_entropy(bench: GpuBench) -> Iterator[Figure]:
 
 
 def muon(bench: GpuBench) -> Iterator[Figure]:
-    """Time and error of the iteration over the matrices of 12 layers, with plain products and with symmetric ones."""
+    """Time of the iteration over the matrices of 12 layers."""
     width, layers = (32, 2) if bench.quick else (768, 12)
-    products = {"plain": symmetric_product_plain, "symmetric": symmetric_product}
     for name, count, factor in (("attention's", 4, 1), ("feed-forward's", 2, 4)):
-        place, stack = f"{name} matrices", bench.random(count * layers, width, factor * width)
-        ways = {f"{place}: {label}": bench.compiled(partial(iterate, product=p)) for label, p in products.items()}
-        taken = bench.seconds({job: partial(way, stack) for job, way in ways.items()})
-        expected = polar_express(stack).float()
-        for job, seconds in taken.items():
-            error = (ways[job](stack).float() - expected).norm() / expected.norm()
-            yield figure(job.replace(": ", ": error, "), "relative", error.item(), "against optim/muon.py")
-            yield figure(job, "ms", 1e3 * seconds)
-        if len(taken) == len(ways):
-            plain, symmetric = taken.values()
-            yield figure(f"{place}: plain / symmetric", "×", plain / symmetric)
-
-
-def iterate(x: Tensor, product: Callable[..., Tensor]) -> Tensor:
-    """Muon's iteration on stacks with no more rows than columns; `product` computes X Xᵀ and the square of that."""
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
-    x = (x / (norm * 1.02 + 1e-30)).to(x.dtype)
-    for a, b, c in POLAR_EXPRESS[:5]:
-        gram = product(x)
-        x = torch.baddbmm(x, product(gram, gram, beta=b, alpha=c), x, beta=a)
-    return x
+        job = partial(bench.compiled(polar_express), bench.random(count * layers, width, factor * width))
+        for place, seconds in bench.seconds({f"{name} matrices": job}).items():
+            yield figure(place, "ms", 1e3 * seconds)
 
 
 ROWS = (1, 8, 64)
