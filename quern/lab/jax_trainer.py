@@ -15,7 +15,7 @@ from quern.grug.state import step_config
 from quern.lab.trainer import Note, Trainer
 from quern.machine import Machine
 from quern.model.base import KINDS
-from quern.model.count import Counts, of_kinds
+from quern.model.count import Parameters, of_kinds
 from quern.recipe import Resolved
 from quern.records import Records
 from quern.runs.training import make_batches
@@ -38,7 +38,7 @@ class JaxTrainer(Trainer):
 
     def _run(
         self, recipe: Resolved, prepared: Prepared, every: int, note: Note, on_step: Callable[[int, float], None]
-    ) -> tuple[int, Counters, Counts]:
+    ) -> tuple[int, Counters, Parameters]:
         cfg = step_config(recipe, str(self.machine.dtype).removeprefix("torch."), core_of(recipe))
 
         def evaluate(run: JaxRun) -> dict[str, Any]:
@@ -53,4 +53,4 @@ class JaxTrainer(Trainer):
             batches, folder = make_batches(recipe, prepared.train), Records(self.out)
             backend, advance = JaxBackend(run, processes()), lambda line: on_step(run.step, run.seconds)
             code = loop.train(backend, batches, plan, folder, self.log, advance, "", more_follows=True)
-        return code, run, Counts(of_kinds(kinds), kv_elements_per_token=0)
+        return code, run, of_kinds(kinds)

@@ -15,7 +15,7 @@ from typing import Any
 
 from quern.machine import Machine, peak_memory, reset_peak_memory
 from quern.model.base import LanguageModel
-from quern.model.count import Counts, count, flop_counter
+from quern.model.count import Parameters, count, flop_counter
 from quern.recipe import Recipe, Resolved
 from quern.records import Records
 from quern.resolve import resolve
@@ -74,7 +74,7 @@ class Trainer:
     def __init__(self, out: Path, machine: Machine, log: Callable[[str], None] = silent) -> None:
         self.out, self.machine, self.log = out, machine, log
         self._prepared: tuple[str, Prepared] | None = None
-        self._model: tuple[Any, LanguageModel, Counts] | None = None
+        self._model: tuple[Any, LanguageModel, Parameters] | None = None
 
     def train(
         self,
@@ -133,13 +133,13 @@ class Trainer:
             bpb=curve[-1].bpb if code == EXIT_DONE else None,
             tokens_per_second=state.tokens / seconds if seconds else 0.0,
             peak_bytes=peak_memory(self.machine.device),
-            parameters=asdict(counts.parameters),
+            parameters=asdict(counts),
             curve=tuple(curve),
         )
 
     def _run(
         self, recipe: Resolved, prepared: Prepared, every: int, note: Note, on_step: Callable[[int, float], None]
-    ) -> tuple[int, Counters, Counts]:
+    ) -> tuple[int, Counters, Parameters]:
         """Trains, with a validation every so many steps. Returns the exit code, the counters and the model's counts."""
         model, counts = self._ready_model(recipe, prepared.tokenizer)
         model.initialize(recipe.seed)
@@ -166,7 +166,7 @@ class Trainer:
             self._prepared = key, prepare(recipe, self.out, self.log)
         return self._prepared[1]
 
-    def _ready_model(self, recipe: Resolved, tokenizer: Tokenizer) -> tuple[LanguageModel, Counts]:
+    def _ready_model(self, recipe: Resolved, tokenizer: Tokenizer) -> tuple[LanguageModel, Parameters]:
         key = recipe.make_model, recipe.model, recipe.train.fp8, recipe.train.recompute, tokenizer.fingerprint
         if self._model is None or self._model[0] != key:
             self._model = None  # frees the memory of the last one first

@@ -43,19 +43,9 @@ class Parameters:
     scalars: int
 
 
-@dataclass(frozen=True)
-class Counts:
-    """kv_elements_per_token: keys and values that one token adds to a cache, before any window limits it."""
-
-    parameters: Parameters
-    kv_elements_per_token: int
-
-
-def count(model: LanguageModel) -> Counts:
-    """Counts a whole model, before it is cut for several ranks. Raises ValueError for a group without a
-    kind."""
-    shape, layers = model.shape, len(model.attention_layers)
-    return Counts(_parameters(model), kv_elements_per_token=2 * layers * shape.kv_heads * shape.head_dim)
+def kv_elements_per_token(model: LanguageModel) -> int:
+    """Keys and values that one token adds to a cache of a whole model, before any window limits it."""
+    return 2 * len(model.attention_layers) * model.shape.kv_heads * model.shape.head_dim
 
 
 def weightless(recipe: Resolved, dtype: torch.dtype = torch.float32) -> Any:
@@ -68,15 +58,11 @@ def weightless(recipe: Resolved, dtype: torch.dtype = torch.float32) -> Any:
 
 def parameters(recipe: Resolved) -> Parameters:
     """Parameters of a resolved recipe's model."""
-    return count(weightless(recipe)).parameters
+    return count(weightless(recipe))
 
 
-def kv_bytes_per_token(recipe: Resolved, dtype: torch.dtype) -> int:
-    """Bytes of keys and values that one token adds to a cache, before any window limits it."""
-    return count(weightless(recipe)).kv_elements_per_token * dtype.itemsize
-
-
-def _parameters(model: LanguageModel) -> Parameters:
+def count(model: LanguageModel) -> Parameters:
+    """Counts a whole model, before it is cut for several ranks. Raises ValueError for a group without a kind."""
     sizes: dict[str, int] = dict.fromkeys(KINDS, 0)
     for group, members in model.parameter_groups().items():
         vectors = all(p.ndim < 2 for _, p in members)

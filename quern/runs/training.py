@@ -23,7 +23,7 @@ from quern.field_types import imported
 from quern.machine import Machine
 from quern.mesh import Mesh, ProcessGroup
 from quern.model.base import LanguageModel, recompute
-from quern.model.count import Flops, count, flop_counter
+from quern.model.count import Flops, count, flop_counter, kv_elements_per_token
 from quern.model.fp8 import use_fp8
 from quern.optim.schedule import Multipliers, multipliers
 from quern.parallel.plan import shard_model
@@ -122,11 +122,10 @@ def precision_of(facts: dict[str, Any]) -> dict[str, Any]:
 
 def model_facts(recipe: Resolved, model: LanguageModel, machine: Machine) -> dict[str, Any]:
     """The size of a whole model, and what a token costs, for run.json."""
-    counts = count(model)
     return {
-        "parameters": vars(counts.parameters),
+        "parameters": vars(count(model)),
         "flops_per_token": flop_counter(recipe).per_token(),
-        "kv_bytes_per_token": counts.kv_elements_per_token * machine.dtype.itemsize,
+        "kv_bytes_per_token": kv_elements_per_token(model) * machine.dtype.itemsize,
     }
 
 

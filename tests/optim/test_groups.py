@@ -54,7 +54,7 @@ def test_rates_follow_batch_and_width() -> None:
             "residual_scales": 0.0025,
             "x0_scales": 0.25,
             "gates": 0.01,
-            "smear": 0.1,  # alone in not following the batch
+            "smear": 0.1,
         }
     )
     assert groups["matrices"].rule == Muon(beta2=0.9, weight_decay=0.56, steps=5)
