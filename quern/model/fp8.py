@@ -28,7 +28,7 @@ class Fp8Product:
     emulated: bool
 
     def __call__(self, x: Tensor, weight_OD: Tensor) -> Tensor:
-        """x: (…, D) with a multiple of 16 rows → (…, O) in x's dtype."""
+        """x: (…, D) → (…, O) in x's dtype."""
         if not torch.is_grad_enabled():
             return F.linear(x, weight_OD)
         return fp8_linear(x.flatten(0, -2), weight_OD, self.emulated).view(*x.shape[:-1], -1)

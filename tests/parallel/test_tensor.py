@@ -113,9 +113,10 @@ def test_what_is_dropped_does_not_depend_on_shards(ranks: Ranks) -> None:
         assert found["from the model without"] > 1e-2
 
 
-def test_fp8_shards(ranks: Ranks) -> None:
+@pytest.mark.parametrize("shards", [2, 3])
+def test_fp8_shards(shards: int, ranks: Ranks) -> None:
     """Dynamic scales depend on the part, so the loss differs by FP8's rounding."""
-    for found in ranks(2, "tests.parallel.tensor_parts:fp8", tp=2):
+    for found in ranks(shards, "tests.parallel.tensor_parts:fp8", tp=shards):
         assert found["layers"][0] == found["layers"][1] and 0 < found["loss from fp32"] < 1e-2
 
 
