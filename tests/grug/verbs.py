@@ -140,6 +140,11 @@ def check_a_file_trains_on_data_and_its_run_keeps_it() -> None:
         with patch.object(command, "open_mesh", lambda where: wide):
             for words in ([*TRAIN, "--run", "wide"], ["export", "--run", "idea"]):
                 assert "2 heads cannot be spread over --mesh.model 4: use one of [1, 2]" in verb(*words)
+        shutil.rmtree("out")
+        wide = make_mesh(devices=jax.devices()[:3])
+        with patch.object(command, "open_mesh", lambda where: wide):
+            assert "8 rows at a time cannot be spread over 3 parts of the batch" in verb(*TRAIN, "--run", "wide")
+        assert not Path("out/data").exists()  # no text is prepared for it
 
 
 def check_a_study_trains_files_of_the_twin() -> None:

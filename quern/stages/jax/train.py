@@ -89,10 +89,10 @@ def run(asked: Recipe, mesh: Mesh, stage: JaxStage, *, dtype: str) -> int:
     core, asked = core_of(asked), with_absolute_paths(asked)
     recipe = resolve(fit_vocabulary(asked, own_megabytes(asked, run_dir.out)))
     check_model_axis(recipe.model, mesh)
+    check_rows(mesh, recipe.micro_batch_rows)
     with stage.opened(), jax.set_mesh(mesh):
         began = read_origin(path) if stage.resume and (path / FILE).exists() else None  # an imported model has none
         recipe, prepared = _with_text(recipe, began, stage)
-        check_rows(mesh, recipe.micro_batch_rows)
         mark = source_digest(stage.source) or (began and began.source)
         origin = replace(prepared.origin, recipe=recipe.to_json(), source=mark)
         changed = compare(began, origin, run_dir, STAGE)
