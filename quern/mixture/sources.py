@@ -30,7 +30,7 @@ from quern.recipe import BUILT_IN_CONVERSATIONS, ConversationSource, Recipe
 from quern.terminal import Meter, silent
 from quern.text import conversations, data_sets, tinyworld
 from quern.text.chat import ContentPart, Message
-from quern.text.repositories import PREFIX, local_copy
+from quern.text.repositories import PREFIX, TRAIN, local_copy
 from quern.text.sources import Listing, Where, content_fingerprint, format_of, list_talks
 from quern.text.tinyworld import chat, corpus, skills
 from quern.text.tinyworld.prose import Pen
@@ -148,11 +148,13 @@ def open_source(asked: ConversationSource, recipe: Recipe, out: Path, fetch: Fet
     recipe: says the seed and the size of the built-in sources; out: has the cache of digests.
     """
     if asked.source in BUILT_IN_CONVERSATIONS:
+        _refuse_idle(asked, split=True, column=True)
         return _built_in(asked, recipe)
     if Path(asked.source).exists():
         return _of_files(asked, {ALL: own_files(asked, out, log)}, out, log)
     require_source(asked)
     known = data_sets.DATASETS.get(asked.source)
+    _refuse_idle(asked, split=known is not None)
     files = {split: list_talks(where) for split, where in fetch(asked).items() if where}
     splits = files if known is not None and known.kind == "conversations" else {ALL: files["train"]}
     return _of_files(asked, splits, out, log, public=True)
@@ -176,7 +178,19 @@ def own_files(asked: ConversationSource, out: Path, log: Log = silent) -> Listin
     path = Path(asked.source)
     listing = list_talks(path, out)
     copy = local_copy(path, listing, asked.split, "conversations", lambda line: log(f"conversations: {line}"))
+    _refuse_idle(asked, split=copy is None)
     return list_talks(copy[0]) if copy else listing
+
+
+def _refuse_idle(asked: ConversationSource, *, split: bool, column: bool = False) -> None:
+    """Raises ValueError for a split other than the default, or a column, where the source has no use for it."""
+    if split and asked.split != TRAIN:
+        raise ValueError(
+            f"--conversations {asked.source}: split={asked.split} is for hf:OWNER/NAME and folders that are copies of "
+            "such data sets: leave it out"
+        )
+    if column and asked.column is not None:
+        raise ValueError(f"--conversations {asked.source}: column={asked.column} is for files: leave it out")
 
 
 def _of_files(
