@@ -157,21 +157,21 @@ def together(count: int, work: Callable[[int], None]) -> None:
 
     The threads end with the process: an exception in the main thread, such as that of Ctrl-C, waits for none of them.
     """
-    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    from concurrent.futures import Future, wait
+
+    results = [Future[None]() for _ in range(count)]
 
     def run(number: int) -> None:
         try:
-            work(number)
+            results[number].set_result(work(number))
         except BaseException as error:
-            ended.put(error)
-        else:
-            ended.put(None)
+            results[number].set_exception(error)
 
     for number in range(count):
         threading.Thread(target=run, args=(number,), daemon=True).start()
-    errors = [ended.get() for _ in range(count)]
-    if error := next(filter(None, errors), None):
-        raise error
+    wait(results)
+    for result in results:
+        result.result()
 
 
 def serve(answers: Callable[[dict[str, Any], Iterator[Any]], Iterator[dict[str, Any]]]) -> None:

@@ -8,6 +8,7 @@ line, which is dropped when the folder is opened again. Trackers are imported on
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -176,16 +177,10 @@ class TensorBoardTracker:
 
     @staticmethod
     def library() -> Any:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ImportError(
-                "TensorBoard is not installed: pip install tensorboard, or leave this tracker out"
-            ) from error
-        return SummaryWriter
+        return _installed("torch.utils.tensorboard", "TensorBoard", "tensorboard")
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        self._writer = self._writer or self.library()(str(self._folder), purge_step=step)
+        self._writer = self._writer or self.library().SummaryWriter(str(self._folder), purge_step=step)
         for name, value in _numbers(metrics).items():
             self._writer.add_scalar(name, value, step)
 
@@ -227,19 +222,20 @@ class WandbTracker:
 
     @staticmethod
     def library() -> Any:
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise ImportError(
-                "Weights & Biases is not installed: pip install wandb, or leave this tracker out"
-            ) from error
-        return wandb
+        return _installed("wandb", "Weights & Biases", "wandb")
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         self._run.log(_numbers(metrics), step=step)
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _installed(module: str, name: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{name} is not installed: pip install {package}, or leave this tracker out") from error
 
 
 MakeTracker = Callable[[Path, dict[str, Any]], Tracker]

@@ -22,6 +22,7 @@ from quern.validate import extra, nearest
 
 if TYPE_CHECKING:
     from quern.lab.trainer import Trainer
+    from quern.machine import Machine
 
 T = TypeVar("T", CompareOptions, SweepOptions, ScalingOptions, PlanOptions)
 
@@ -86,11 +87,10 @@ def _sweep(rest: Arguments, help_text: str) -> int:
         from quern.lab.search import sweep
 
     sweep.read_space(options.space, resolve(options.recipe))  # refused before the machine is tried out, which compiles
-    device = options.where.arguments(options.workers)
-    machine = machines.detect(**device)
-    worker = [sys.executable, "-m", "quern.cli.main", "lab", "sweep", *rest, "--threads", str(device["threads"])]
+    trainer = _trainer(options.out, machines.detect(**options.where.arguments(options.workers)))
+    machine = trainer.machine
+    worker = [sys.executable, "-m", "quern.cli.main", "lab", "sweep", *rest, "--threads", str(machine.threads)]
     facts = start_facts(machine, shlex.join(["quern", "lab", "sweep", *rest]))
-    trainer = _trainer(options, device)
     return sweep.run(options, log, trainer, worker, machines.worker_variables(machine), facts=facts, source=source)
 
 
@@ -102,7 +102,7 @@ def _scaling(rest: Arguments, help_text: str) -> int:
     plan = scaling.planned(options, log)  # refuses flags before the machine is tried out, which compiles
     if options.plan:
         return 0
-    trainer = None if options.fit else _trainer(options, options.where.arguments())
+    trainer = None if options.fit else _trainer(options.out, options.where.detect())
     facts = trainer and start_facts(trainer.machine, shlex.join(["quern", "lab", "scaling", *rest]))
     return scaling.run(options, plan, trainer, log, source, facts=facts)
 
@@ -186,9 +186,8 @@ def _options(
     return options, source
 
 
-def _trainer(options: SweepOptions | ScalingOptions, device: dict[str, object]) -> Trainer:
-    from quern import machine as machines
+def _trainer(out: Path, machine: Machine) -> Trainer:
     from quern.kernels.attention.autotune import select_attention
     from quern.lab.trainer import Trainer
 
-    return Trainer(options.out, select_attention(machines.detect(**device)), log)  # pyright: ignore[reportArgumentType]
+    return Trainer(out, select_attention(machine), log)

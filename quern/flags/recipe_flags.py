@@ -1,13 +1,13 @@
 """The fields of a recipe as flags.
 
 Fields without a flag (callables, and those that the verb's `refusals` name) are not in the help; on the command line
-they are refused with the reason, and so are fields that have no effect because of the values of others (`IDLE`).
+they are refused with the reason, and so are fields that have no effect because of the values of others (`_idle`).
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import cached_property
 from glob import glob
@@ -189,63 +189,6 @@ def _default(one: check_flags.Flag, filled: Recipe, of_the_run: bool) -> str | N
 
 REWARDS_OF_FILES = ("gsm8k", "programs")
 """The environments of rl/environments.py that read the files of `rl.data`."""
-IDLE: Mapping[str, tuple[str, Callable[[Recipe, bool], bool]]] = {
-    **dict.fromkeys(
-        ("text.column", "text.separator", "text.encoding", "include", "exclude"),
-        (
-            "is for files of text in a --data of your own: leave it out",
-            lambda recipe, tokens: recipe.data == "tinyworld" or tokens,
-        ),
-    ),
-    **dict.fromkeys(
-        ("text.vocab_size", "text.digits", "text.tokenizer_megabytes"),
-        (
-            "is for a tokenizer that is trained on the text, and this one is there already: leave it out",
-            lambda recipe, tokens: tokens or recipe.text.tokenizer is not None,
-        ),
-    ),
-    "text.split": (
-        "is the split of a data set of the Hugging Face Hub (--data hf:OWNER/NAME): leave it out",
-        lambda recipe, tokens: not recipe.data.startswith("hf:"),
-    ),
-    "shards": (
-        "is the number of files of a public data set, and --data is none: leave it out",
-        lambda recipe, tokens: (
-            recipe.data == "tinyworld" or "\n" in recipe.data or Path(recipe.data).exists() or bool(glob(recipe.data))
-        ),
-    ),
-    "text.tinyworld_megabytes": (
-        "is the size of the built-in world, and --data names another text: leave one of them out",
-        lambda recipe, tokens: recipe.data != "tinyworld",
-    ),
-    "text.tinyworld_conversations": (
-        "is for the built-in conversations, and --conversations names others: leave one of them out",
-        lambda recipe, tokens: not recipe.has_built_in_conversations,
-    ),
-    "val": (
-        "is for a --data of your own: the built-in world makes its own validation text",
-        lambda recipe, tokens: recipe.data == "tinyworld",
-    ),
-    "train.steps": (
-        "and --train.minutes contradict each other: give one of them",
-        lambda recipe, tokens: recipe.train.minutes is not None,
-    ),
-    "train.horizon_ratio": (
-        "does nothing where the length of the run is given: leave it out",
-        lambda recipe, tokens: (
-            recipe.train.minutes is not None or None not in (recipe.train.steps, recipe.train.batch_tokens)
-        ),
-    ),
-    "sft.epochs": (
-        "and --sft.steps contradict each other: give one of them",
-        lambda recipe, tokens: recipe.sft.steps is not None,
-    ),
-    "rl.data": (
-        f"is for --rl.rewards {' and '.join(REWARDS_OF_FILES)}: name one of them, or leave it out",
-        lambda recipe, tokens: not {*REWARDS_OF_FILES} & {*recipe.rl.rewards},
-    ),
-}
-"""For a field: the message after its name, and whether it has no effect in a recipe, whose data may be token files."""
 PATHS = ("rl.data", "sft.tests")
 """Fields that must name a file or a folder."""
 
@@ -258,6 +201,38 @@ def refuse_idle(recipe: Recipe, named: Collection[str], tokens: bool, saved: boo
     """
     for name in set(PATHS).intersection(named):
         refuse_missing(name, attrgetter(name)(recipe))
-    for name, (reason, is_idle) in IDLE.items():
-        if (name in named or (not saved and is_set(recipe, name))) and is_idle(recipe, tokens):
-            raise ValueError(f"--{flag(name)} {reason}")
+    for names, reason in _idle(recipe, tokens):
+        for name in names.split():
+            if name in named or (not saved and is_set(recipe, name)):
+                raise ValueError(f"--{flag(name)} {reason}")
+
+
+def _idle(recipe: Recipe, tokens: bool) -> Iterator[tuple[str, str]]:
+    """Fields that have no effect because of the values of others, and the message after their names."""
+    train, data, is_tinyworld = recipe.train, recipe.data, recipe.data == "tinyworld"
+    if is_tinyworld or tokens:
+        of_files = "text.column text.separator text.encoding include exclude"
+        yield of_files, "is for files of text in a --data of your own: leave it out"
+    if tokens or recipe.text.tokenizer is not None:
+        trained = "is for a tokenizer that is trained on the text, and this one is there already: leave it out"
+        yield "text.vocab_size text.digits text.tokenizer_megabytes", trained
+    if not data.startswith("hf:"):
+        yield "text.split", "is the split of a data set of the Hugging Face Hub (--data hf:OWNER/NAME): leave it out"
+    if recipe.shards and (is_tinyworld or "\n" in data or Path(data).exists() or glob(data)):
+        yield "shards", "is the number of files of a public data set, and --data is none: leave it out"
+    if is_tinyworld:
+        yield "val", "is for a --data of your own: the built-in world makes its own validation text"
+    else:
+        built_in = "is the size of the built-in world, and --data names another text: leave one of them out"
+        yield "text.tinyworld_megabytes", built_in
+    if not recipe.has_built_in_conversations:
+        built_in = "is for the built-in conversations, and --conversations names others: leave one of them out"
+        yield "text.tinyworld_conversations", built_in
+    if train.minutes is not None:
+        yield "train.steps", "and --train.minutes contradict each other: give one of them"
+    if train.minutes is not None or None not in (train.steps, train.batch_tokens):
+        yield "train.horizon_ratio", "does nothing where the length of the run is given: leave it out"
+    if recipe.sft.steps is not None:
+        yield "sft.epochs", "and --sft.steps contradict each other: give one of them"
+    if not {*REWARDS_OF_FILES} & {*recipe.rl.rewards}:
+        yield "rl.data", f"is for --rl.rewards {' and '.join(REWARDS_OF_FILES)}: name one of them, or leave it out"

@@ -29,7 +29,7 @@ TRIALS = (
 class WorkerOptions(DeviceOptions):
     """The device of the workers of a study."""
 
-    def arguments(self, workers: int = 1) -> dict[str, Any]:
+    def arguments(self, workers: int) -> dict[str, Any]:
         """Arguments of `machine.detect` for one of some workers, which share the CPU's threads."""
         import torch
 

@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -194,7 +194,7 @@ def write_verdicts(study: Comparison) -> None:
     for row in rows(study):
         for rung, one in row.findings.items():
             cell = {"idea": row.idea, "axis": f"steps, rung {rung}", "n": one.pairs, "mean": one.difference}
-            body.append(strict({**cell, "interval": list(one.interval), "verdict": one.verdict, **asdict(one)}))
+            body.append(strict({**cell, "interval": one.interval, "verdict": one.verdict}))
     write_whole(study.folder / "verdicts.json", json.dumps(body, indent=1) + "\n")
 
 
