@@ -34,14 +34,15 @@ EXAMPLES = {
 OF_A_RUN = ("sft", "rl", "evaluate", "complete", "chat", "serve")
 """Verbs that take the recipe, and its Python file, from the run."""
 NEXT = {
-    "run": "chat serve",
-    "pretrain": "sft chat",
-    "sft": "chat evaluate",
-    "rl": "chat evaluate",
-    "evaluate": "report chat",
-    "report": "chat serve",
-    "import": "chat evaluate",
-    "grug train": "grug export",
+    "run": ("chat", "serve"),
+    "pretrain": ("sft", "chat"),
+    "sft": ("chat", "evaluate"),
+    "rl": ("chat", "evaluate"),
+    "evaluate": ("report", "chat"),
+    "report": ("chat", "serve"),
+    "import": ("chat", "evaluate"),
+    "grug train": ("grug export --run",),
+    "grug export": ("sft", "chat"),
 }
 """The verbs that go on with the run where another one ends."""
 SUMMARIES = {
@@ -101,8 +102,8 @@ def described(verb: str) -> str:
 def following(verb: str, words: Arguments) -> str:
     """The commands that go on where a verb has ended; empty if there are none."""
     verb = " ".join([verb, *words[:1]]) if verb == "grug" else verb
-    if verb not in NEXT or "--check" in words:
+    if verb not in NEXT or "--check" in words or words.value("config"):  # a file may name another run
         return ""
     out = words.value("out")
     run = shlex.join([words.value("run") or "first", *(["--out", out] if out else [])])
-    return f"next: {', '.join(f'`quern {then} {run}`' for then in NEXT[verb].split())}"
+    return f"next: {', '.join(f'`quern {then} {run}`' for then in NEXT[verb])}"

@@ -319,6 +319,12 @@ def test_every_number_among_the_flags_has_its_range() -> None:
     assert [flag.name for flag in flags if flag.kind in check_flags.NUMBERS and range_of(flag.annotation) is None] == []
 
 
+def test_what_follows_a_verb_of_the_twin_is_a_command_with_its_run() -> None:
+    words = Arguments(["train", "--run", "twin", "--out", "a b"])
+    assert summaries.following("grug", words) == "next: `quern grug export --run twin --out 'a b'`"
+    assert summaries.following("grug", Arguments(["train", "--config", "twin.yaml"])) == ""  # the file names the run
+
+
 def test_an_unknown_run_names_those_that_there_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for name in ("mine", "yours"):
         (tmp_path / "runs" / name).mkdir(parents=True)
