@@ -33,7 +33,7 @@ from quern.estimate.layout import Layout
 from quern.estimate.memory import Memory, owned_counts, run_update
 from quern.estimate.options import ATTAINED_BANDWIDTH, HOST_BANDWIDTH, Network, Processor
 from quern.parallel.buckets import Bucket
-from quern.parallel.plan import ShardingPlan, plan_of, regions_of
+from quern.parallel.plan import REGIONS, plan_of, regions_of
 
 COUNT_BYTES, PASSES_BYTES, LOSS_BYTES, NORM_BYTES = 32, 8, 4, 4
 """The counts are four int64, over the global batch: targets, positions, FLOPs of products and of attention."""
@@ -115,8 +115,8 @@ def bytes_sent(model: Any, tokens: int, shards: int, recomputed: int) -> dict[st
     plan = plan_of(model)
     width, itemsize = model.embedding.weight.size(1), model.embedding.weight.itemsize
     filled = -(-tokens // shards) * shards
-    rows = 2 * (len(regions_of(model, plan)) + 1) * filled + plan.shifts * shards
-    gathered, scattered = _repeated(model, plan, recomputed)
+    rows = 2 * (len(regions_of(model)) + 1) * filled + plan.shifts * shards
+    gathered, scattered = _repeated(model, recomputed)
     replicated = sum(p.numel() for name, p in model.named_parameters() if plan.dim_of(name) is None)
     row_bytes = width * itemsize
     numbers = (8 if getattr(model.cap, "tanh_form", None) is not None else 12) * tokens + 4 * replicated
@@ -127,13 +127,13 @@ def bytes_sent(model: Any, tokens: int, shards: int, recomputed: int) -> dict[st
     }
 
 
-def _repeated(model: Any, plan: ShardingPlan, recomputed: int) -> tuple[int, int]:
+def _repeated(model: Any, recomputed: int) -> tuple[int, int]:
     """Number of times that blocks which run again gather and scatter the stream: up to the last region's product, so
     not scattered for the last region, unless what the block adds is dropped out."""
     gathered = scattered = 0
     for layer, block in enumerate(model.blocks[:recomputed]):
         names = (f"blocks.{layer}.{name}" for name, _ in block.named_modules())
-        regions = sum(any(fnmatchcase(name, pattern) for pattern in plan.regions) for name in names)
+        regions = sum(any(fnmatchcase(name, pattern) for pattern in REGIONS) for name in names)
         dropped = any(isinstance(module, nn.Dropout) and module.p > 0 for module in block.modules())
         gathered += regions
         scattered += regions if dropped else max(0, regions - 1)

@@ -26,6 +26,8 @@ from quern.parallel.vocabulary import VocabularyEmbedding, VocabularyHead
 
 VOCABULARY = ("embedding.weight", "head.weight")
 """These are cut by rows in every architecture."""
+REGIONS = ("blocks.*.attention", "blocks.*.mlp")
+"""Modules that run on all tokens with a part of their weights."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,11 @@ class ShardingPlan:
             or hidden channels.
         replicated: Parameters that are held whole and used on the stream, or on some heads.
         shifts: How often the model reads the previous token.
-        regions: Modules that run on all tokens with a part of their weights.
     """
 
     cuts: Mapping[str, int]
     replicated: tuple[str, ...]
     shifts: int = 0
-    regions: tuple[str, ...] = ("blocks.*.attention", "blocks.*.mlp")
 
     def dim_of(self, name: str) -> int | None:
         """Returns the dim along which a parameter is cut; None if replicated. Raises ValueError if it is not named."""
@@ -86,10 +86,10 @@ def plan_of(model: Any) -> ShardingPlan:
         if kind in PLANS:
             return PLANS[kind]
     known = ", ".join(sorted(kind.__name__ for kind in PLANS))
-    raise ValueError(f"no plan says how to cut {type(model).__name__} ({known} have one): use --tp 1, or hand one over")
+    raise ValueError(f"no plan says how to cut {type(model).__name__} ({known} have one): use --tp 1")
 
 
-def shard_model(model: Any, mesh: Mesh, plan: ShardingPlan | None = None) -> Any:
+def shard_model(model: Any, mesh: Mesh) -> Any:
     """Cuts a whole model, whose weights are equal on every rank, into this process's shard, in place, and returns it.
 
     Call this before FP8, compilation and the optimizer. The interface does not change: whole rows of tokens in, hidden
@@ -99,10 +99,10 @@ def shard_model(model: Any, mesh: Mesh, plan: ShardingPlan | None = None) -> Any
     group = mesh.model
     if group.size == 1:
         return model
-    plan = plan or plan_of(model)
+    plan = plan_of(model)
     dims = {name: plan.dim_of(name) for name, _ in model.named_parameters()}
     _check_sizes(model, dims, group.size, mesh.world.size)
-    dropouts = _dropouts(model, plan)
+    dropouts = _dropouts(model)
     for name, dim in dims.items():
         if dim is not None and name not in VOCABULARY:
             cut(*_owner(model, name), dim, group)
@@ -114,15 +114,14 @@ def shard_model(model: Any, mesh: Mesh, plan: ShardingPlan | None = None) -> Any
     model.logits = lambda x_BTD: head.whole_logits(logits_of_part(x_BTD))
     for name, dropout in dropouts.items():
         model.set_submodule(name, StreamDropout.of(dropout, group))
-    for region in regions_of(model, plan):
+    for region in regions_of(model):
         Region(group).wrap(region)
     Stream(group, tuple(_owner(model, name) for name, dim in dims.items() if dim is None)).wrap(model)
     return model
 
 
-def regions_of(model: nn.Module, plan: ShardingPlan) -> list[nn.Module]:
-    """The modules that run on all tokens with a part of their weights."""
-    return [m for name, m in model.named_modules() if any(fnmatchcase(name, p) for p in plan.regions)]
+def regions_of(model: nn.Module) -> list[nn.Module]:
+    return [m for name, m in model.named_modules() if any(fnmatchcase(name, pattern) for pattern in REGIONS)]
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -130,11 +129,11 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(path), attribute
 
 
-def _dropouts(model: nn.Module, plan: ShardingPlan) -> dict[str, nn.Dropout]:
+def _dropouts(model: nn.Module) -> dict[str, nn.Dropout]:
     """Returns the dropouts on the stream. Raises ValueError for one inside a region, where channels are cut."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Dropout)}
     for name, module in found.items():
-        if module.p > 0 and any(fnmatchcase(name, f"{region}.*") for region in plan.regions):
+        if module.p > 0 and any(fnmatchcase(name, f"{region}.*") for region in REGIONS):
             raise ValueError(f"'{name}' drops some of a shard's channels: no two layouts would agree; use --tp 1")
     return found
 
