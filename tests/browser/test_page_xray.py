@@ -246,6 +246,29 @@ def go_on(page: Page, text: str) -> None:
     page.wait(f"[...document.querySelectorAll('.message')].at(-1).textContent.includes('{text}') && {DONE}")
 
 
+def test_one_reply_is_written_at_a_time(page: Page) -> None:
+    """What is clicked twice, or while a reply is written, begins no second one, which Stop would not reach."""
+    page.engine.will_say("The miller", reason="length")
+    page.ask("go")
+    page.engine.will_say(" grinds")
+    page.run("(() => { const go = document.querySelector('.assistant .text-button'); go.click(); go.click(); })()")
+    page.wait(f"document.querySelector('.assistant').textContent.includes('grinds') && {DONE}")
+    assert page.texts(".walk span") == ["2 / 2"] and len(page.engine.asked) == 1
+    page.click("#new")
+    page.click("input[value=text]")
+    page.ask("The miller ")
+    page.click("#xray")
+    page.click(".prompt summary")
+    page.wait("document.querySelectorAll('.prompt .token').length > 2")
+    page.engine.will_say("word " * 20, seconds=0.05)
+    page.send("more")
+    page.wait("document.querySelector('.waiting .text') !== null")
+    page.click(".prompt .token", 2)
+    page.click("button.alternative:not(:disabled)")
+    page.wait(DONE)
+    assert len(page.engine.asked) == 1 and page.count(".walk") == 0
+
+
 def test_a_reply_without_a_record_goes_on_and_is_shown_whole(page: Page) -> None:
     page.set("alternatives", "0")
     page.engine.will_say("The miller grinds", reason="length")

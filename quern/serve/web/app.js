@@ -18,10 +18,13 @@ const tokensKnown = new Map(); // node id → tokens, of this page's replies
 const tabs = "BroadcastChannel" in window ? new BroadcastChannel("quern") : null;
 let current = null; // the conversation on the page
 let reply = null; // the reply that is being written
+let branching = false; // the tokens that a reply will begin with are being asked for
 let frame = 0;
 let context = 0;
 let modeChosen = false; // by the user, before the server said which one it would take
 let welcome = { suggestions: [], mode: "chat", sampling: {} };
+
+const free = () => reply === null && !branching;
 
 // What a message can ask for -----------------------------------------------------------------------------------
 
@@ -38,13 +41,14 @@ const page = {
   // A chat's prompt is made of several messages, which have their own editors; a text's can go on from any token.
   promptBranch: (node, tokens) =>
     current.mode === "chat" ? null : (index, token) => {
+      if (!free()) return;
       const before = addNode(current, null, "user", [{ type: "text", text: textOfTokens([...tokens.slice(1, index), token]) }]);
       answer(current, addNode(current, before.id, "assistant", []));
     },
   walk: (node) => { walkTo(current, node); keep(current); draw(); focusOn(node); },
-  regenerate: (node) => reply === null && answer(current, addNode(current, node.parent, "assistant", [])),
+  regenerate: (node) => free() && answer(current, addNode(current, node.parent, "assistant", [])),
   edited: (node, text) => {
-    if (reply !== null) return;
+    if (!free()) return;
     const edited = addNode(current, node.parent, "user", [{ type: "text", text }]);
     answer(current, addNode(current, edited.id, "assistant", []));
   },
@@ -61,7 +65,8 @@ async function encoded(model, text, part) {
 
 /** A branch that begins with the tokens of a part of a reply before `place` (null: with all), then with another token. */
 async function begin(node, part, place, token) {
-  if (reply !== null) return;
+  if (!free()) return;
+  branching = true;
   const conversation = current;
   const model = byId("model").value;
   const ends = token?.text === "<|assistant_end|>";
@@ -88,6 +93,8 @@ async function begin(node, part, place, token) {
     await answer(conversation, branched, { ids }, given);
   } catch (error) {
     ui.problem(error.message);
+  } finally {
+    branching = false;
   }
 }
 
@@ -156,11 +163,11 @@ function explain(error) {
 
 function retry() {
   const leaf = current.nodes[current.leaf];
-  if (reply === null && leaf !== undefined) answer(current, addNode(current, leaf.id, "assistant", []));
+  if (free() && leaf !== undefined) answer(current, addNode(current, leaf.id, "assistant", []));
 }
 
 function send(text) {
-  if (reply !== null) return false;
+  if (!free()) return false;
   const textMode = current.mode === "text";
   if (text.trim() === "" && !(textMode && current.leaf !== null)) return false;
   conversations.set(current.id, current);
@@ -326,7 +333,7 @@ async function main() {
     send,
     stop: () => reply?.stop(),
     start: () => start(),
-    busy: () => reply !== null,
+    busy: () => !free(),
     conversation: () => current,
     setMode: (mode) => { current.mode = mode; modeChosen = true; draw(); },
     setSystem: (text) => { current.system = text; if (conversations.has(current.id)) keep(current); },
