@@ -260,7 +260,11 @@ class _Evaluation:
         """Continuations by a base model, or conversations with a chat model, for prompts that fit the context."""
         name, recipe = loaded.stage, loaded.recipe
         if name in CHAT_STAGES:
-            talks = chats(recipe, self.run_dir.out)
+            try:
+                talks = chats(recipe, self.run_dir.out)
+            except (ValueError, OSError) as error:  # the user's file is another one now: scores do not depend on it
+                self.log(f"no conversations are shown: {error}")
+                return []
             found = [messages for chat in talks if (messages := converse(engine, chat))]
             return [{"stage": name, "kind": "chat", "messages": messages} for messages in found]
         pairs = continuations(engine, recipe, texts.prepared.val)

@@ -340,11 +340,13 @@ def test_a_run_without_a_checkpoint_yet_keeps_its_facts_when_it_goes_on(runs: Ru
 
 def test_a_model_is_fine_tuned_as_often_as_wanted(runs: Runs) -> None:
     before = runs.files()
-    for name in ("one", "two"):
-        runs.done("sft", "--from", "app", *SFT, run=name)
+    for name, talks in (("one", ()), ("two", ("--conversations", runs.talks))):
+        runs.done("sft", "--from", "app", *SFT, *talks, run=name)
         assert runs.steps("sft", name)[-1] == 4
     assert before.items() <= runs.files().items()
-    runs.done("evaluate", "--questions", "1", run="two")
+    runs.talks.write_text("{", encoding="utf-8")
+    told = f"no conversations are shown: {runs.talks}, line 1: not a line of JSON"
+    assert told in runs.done("evaluate", "--questions", "1", run="two")
     runs.refused(["--from two names the run itself"], "sft", "--from", "two", *SFT, run="two")
     model = "run 'other' has a model of its own (pretrain): name a new run"
     runs.refused([model], "sft", "--from", "app", *SFT, run="other")
