@@ -112,19 +112,15 @@ def detect(
 ) -> Machine:
     """Decides how to use this machine. Every argument overrides one decision: device "cpu", "cuda" or "mps", dtype
     "bf16" or "fp32", torch.compile where it works, and the CPU threads. Raises ValueError, which names the valid
-    values, for what is not possible here."""
+    values, for a device that is not here."""
     notes: list[str] = []
     chosen = _device(device)
     if threads is not None:
-        if threads < 1:
-            raise ValueError(f"threads must be at least 1, not {threads}")
         torch.set_num_threads(threads)
     if chosen.type == "cpu":
         keep_freed_memory()
         # These processes compile for GPUs only, and take seconds to start.
         set_child_env({"TORCH_WARM_POOL": "0", **environment()})
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"unknown dtype '{dtype}': use one of {', '.join(DTYPES)}")
     compute = DTYPES[dtype] if dtype else _compute_dtype(chosen)
     if compile and (problem := compiler.problem(chosen.type)):
         notes.append(f"torch.compile does not work here ({problem}): running eagerly, which is slower")

@@ -98,17 +98,6 @@ def in_process(out: Path, machine: Mapping[str, Any], variables: Mapping[str, st
     return lambda arm, seeds: (typed(one, Trial) for one in _ask_process(_order(arm, out, machine), seeds, variables))
 
 
-def train_here(out: Path, machine: Mapping[str, Any]) -> Train:
-    """Returns what trains arms in this process."""
-
-    def train(arm: Arm, seeds: Iterable[Seeds]) -> Iterator[Trial]:
-        trainer = trainer_for(arm.recipe, out, detect(**machine))
-        for seed, data_seed in seeds:
-            yield trainer.train(arm.recipe, name=arm.name, seed=seed, data_seed=data_seed, evaluations=EVALUATIONS)
-
-    return train
-
-
 def on_cluster(out: Path, machine: Mapping[str, Any]) -> Train:
     """Returns what trains arms in a Ray actor, after `connect`. Its machine needs quern, and the text at the same path.
     It raises RuntimeError if the cluster has no room."""
@@ -168,8 +157,10 @@ def _answers(order: dict[str, Any], requests: Iterator[Any]) -> Iterator[dict[st
         if with_verdict(source, "") != with_verdict(order["source"], ""):
             raise ValueError(f"{order['path']} has changed since the study began")
         callables = found.callables()
-    arm = Arm(order["name"], Recipe.from_json(order["recipe"], **callables))
-    return (asdict(trial) for trial in train_here(Path(order["out"]), order["machine"])(arm, requests))
+    name, recipe = order["name"], Recipe.from_json(order["recipe"], **callables)
+    trainer = trainer_for(recipe, Path(order["out"]), detect(**order["machine"]))
+    for seed, data_seed in requests:
+        yield asdict(trainer.train(recipe, name=name, seed=seed, data_seed=data_seed, evaluations=EVALUATIONS))
 
 
 class _Host:

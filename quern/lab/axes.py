@@ -120,8 +120,6 @@ def measure_speed(
     base: Recipe, idea: Recipe, out: Path, machine: Machine, *, error: float = 0.005, most_seconds: float = 120.0
 ) -> Speed:
     """Measures an idea against the baseline until the error of the ratio is small enough, or the time is over."""
-    if base.train.minutes is not None or idea.train.minutes is not None:
-        raise ValueError("the speed of a recipe is that of its steps: give --train.steps, not --train.minutes")
     if machine.compile:
         torch.compiler.reset()  # the compiler keeps a few versions of a function, and earlier arms have used them
     arms = [_Arm(recipe, out, machine) for recipe in (base, idea)]

@@ -69,7 +69,7 @@ class CompareOptions:
     """A rate, such as matrix_lr, of which every arm tries the same multiples on the lowest rung."""
     delta: Rate = 0.005
     """Bits per byte. A smaller difference does not matter."""
-    alpha: Annotated[float, Interval(ge=1e-06, le=0.5)] = 0.05
+    alpha: Annotated[float, Interval(ge=1e-06, lt=0.5)] = 0.05
     """The share of the ideas called better or worse that may be expected to make no difference."""
     most_pairs: Annotated[int, Interval(ge=1, le=1000)] = 8
     """An idea that is not decided after so many pairs stays undecided."""

@@ -50,8 +50,6 @@ class Rules:
     def __post_init__(self) -> None:
         if self.most_pairs < FIRST_LOOK:
             raise ValueError(f"{self.most_pairs} pairs decide nothing: give at least {FIRST_LOOK}")
-        if not self.delta >= 0 or not 0 < self.alpha < 0.5:
-            raise ValueError(f"delta {self.delta:g} must be at least 0, and alpha {self.alpha:g} between 0 and 0.5")
 
 
 @dataclass(frozen=True)

@@ -257,6 +257,8 @@ lab sweep --study= → --study is empty: give a name, or leave it out
 lab compare gpt llama --every → --rungs and --every are for the ladder: add --ladder, or leave them out
 lab plan --train.minutes 5 → ^quern lab: --train.minutes is a time on this machine, .*: give --train.steps$
 lab plan --sft.epochs 3 → ^quern lab: --sft.epochs is for fine-tuning, and a plan is for pretraining$
+lab compare gpt llama --alpha 0.5 → ^quern lab: --alpha must be a number of at least .* and below 0.5, not 0.5$
+lab board --port 70000 → ^quern lab: --port must be a whole number between 0 and 65,535, not 70000$
 lab scaling --sizes 1 → ^quern lab: --sizes needs at least 4 sizes: fewer do not determine a minimum$
 serve keys list x → keys list takes no name: leave 'x' out
 rl --rl.rewards gsm8k --rl.data nope → ^quern rl: --rl.data nope: there is no such file or folder$

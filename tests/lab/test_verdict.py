@@ -129,5 +129,3 @@ def test_rules_that_decide_nothing_are_refused() -> None:
     assert found.effect > found.delta > 0 and reach(0.004, RULES, 11, baseline_seeds=2) < found
     with pytest.raises(ValueError, match="2 pairs decide nothing: give at least 3"):
         Rules(0.004, 2)
-    with pytest.raises(ValueError, match="alpha 2 between"):
-        Rules(0.004, 8, alpha=2)

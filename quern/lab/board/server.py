@@ -23,7 +23,6 @@ from socketserver import TCPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from quern.field_types import Port, refuse_outside
 from quern.lab.board.reader import Board, NotFound
 from quern.lab.options import BoardOptions
 from quern.serve.access import Hosts
@@ -160,7 +159,6 @@ class Handler(BaseHTTPRequestHandler):
 
 def run(options: BoardOptions, log: Callable[[str], None]) -> int:
     """Serves the board until Ctrl-C; returns the exit code."""
-    refuse_outside(Port, options.port, "--port")
     if not options.out.is_dir():
         raise FileNotFoundError(f"there is no folder {options.out}: name the output folder of your runs with --out")
     with Server(options) as server:

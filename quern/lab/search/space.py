@@ -6,7 +6,6 @@ quern/validate.py. A combination of values that no run can have is found only wh
 
 from __future__ import annotations
 
-import difflib
 import math
 import statistics
 import tomllib
@@ -20,7 +19,7 @@ from quern.field_types import range_of, refuse_outside
 from quern.flags.recipe_flags import field_names
 from quern.lab.verdict import score
 from quern.recipe import FOR_FINE_TUNING, FOR_RL, OPERATIONAL, Recipe
-from quern.validate import FILLED_IN, annotation_of, check, flag, why_unused
+from quern.validate import FILLED_IN, annotation_of, check, flag, nearest, why_unused
 
 FORMS = (
     "write optim.matrix-lr=0.005..0.08:log or train.warmdown-share=0.3..0.9 (a range), "
@@ -192,8 +191,7 @@ def _refuse_field(name: str, recipe: Recipe) -> None:
     if reason:
         raise ValueError(f"{flag(name)} cannot be in the space: it {reason}")
     if name not in known:
-        near = difflib.get_close_matches(name, [one for one in known if one not in REFUSED and "sft." not in one], 3)
-        hint = f"; nearest: {', '.join(map(flag, near))}" if near else ""
+        hint = nearest(flag(name), [flag(one) for one in known if one not in REFUSED and "sft." not in one])
         raise ValueError(f"the recipe has no field '{flag(name)}'{hint}: {FORMS}")
 
 
