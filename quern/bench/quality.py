@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from quern.bench.data import Setup
 from quern.bench.material import sizes_of
@@ -35,11 +36,10 @@ ALL_MEGABYTES = 1e6
 def quality(setup: Setup) -> Iterator[Figure]:
     """Trains a new run under `--out` on each text and scores its last checkpoint. Raises RuntimeError if that fails."""
     given, text = setup.options, replace(RECIPE.text, val_megabytes=ALL_MEGABYTES)
-    usual = replace(RECIPE, seed=setup.seed, train=TrainRecipe(minutes=given.minutes))
-    flags, asked = f"--minutes {given.minutes:g} --seed {setup.seed}", ["train.minutes"]
-    if given.depth is not None:
-        usual, flags = replace(usual, depth=given.depth), f"{flags} --depth {given.depth}"
-        asked.append("depth")
+    depth: Any = {} if given.depth is None else {"depth": given.depth}
+    usual = replace(RECIPE, **depth, seed=setup.seed, train=TrainRecipe(minutes=given.minutes))
+    named = {"minutes": f"{given.minutes:g}", "seed": setup.seed, **depth}
+    flags, asked = " ".join(f"--{name} {value}" for name, value in named.items()), ("train.minutes", *depth)
     if given.train and given.val:
         recipe = replace(usual, data=str(given.train), val=str(given.val), text=text)
         command = f"quern bench quality --train {given.train} --val {given.val} {flags}"

@@ -151,10 +151,8 @@ def kernel_times(step: Callable[[], object], bench: GpuBench, usual: float) -> I
 
 
 def kind_of_kernel(name: str) -> str:
-    lowered = name.lower()
-    return next(
-        (kind for kind, parts in KINDS.items() if any(part in lowered for part in parts.split())), "elementwise"
-    )
+    found = (kind for kind, parts in KINDS.items() if any(part in name.lower() for part in parts.split()))
+    return next(found, "elementwise")
 
 
 REAL_MINUTES = 1.0

@@ -125,9 +125,8 @@ class _Told:
             size = f"{first.depth}x{first.width}, vocabulary {first.vocab_size:,}, context {first.context:,}, "
             size += "" if first.key_offset is None else f"{'with' if first.key_offset else 'without'} the key offset, "
         old = " **Its baseline is an old one: the defaults have changed since.**" if self.old else ""
-        old += (
-            " **Flags of its command change the baseline, so no idea's file has these verdicts.**" if self.aside else ""
-        )
+        if self.aside:
+            old += " **Flags of its command change the baseline, so no idea's file has these verdicts.**"
         return (
             f"Baseline `{plan.base}` on `{plan.data}` (text {plan.text}); the lowest rung is {size}{first.steps:,} "
             f"steps of {first.batch_tokens:,} tokens. Registered {plan.facts['registered']}: {plan.metric}; "

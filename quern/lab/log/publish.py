@@ -49,9 +49,7 @@ def run(options: LogOptions, log: Callable[[str], None]) -> int:
     """Publishes studies and renews every page. Returns the exit code."""
     records = options.folder / "experiments" / "records"
     if not records.parent.is_dir():
-        raise FileNotFoundError(
-            f"{records.parent} is no folder: name the folder of a project with --folder, or make it"
-        )
+        raise FileNotFoundError(f"{records.parent} is no folder: name a project's folder with --folder, or make it")
     if not options.study and not records.is_dir():
         raise FileNotFoundError(f"{records} has no published study: name one of {options.out / 'lab'} with --study")
     for name in options.study:

@@ -111,17 +111,13 @@ def _lines(folder: Path, facts: dict[str, Any], ranked: Sequence[Line], names: l
     lines += grid(["trial", "bpb", "SD", "runs", "outcome", *map(flag, names)], rows)
     lines += ["", *(f"  {count:,} {outcome}" for outcome, count in facts["outcomes"].items())]
     if change := facts["against_baseline"]:
-        told = f"best against the recipe's own values: {change_line(change)} bits per byte on the same seeds"
-        lines += [
-            told,
-            "The best of many is too good by selection: confirm it with `quern lab compare` on other seeds.",
-        ]
+        lines.append(f"best against the recipe's own values: {change_line(change)} bits per byte on the same seeds")
+        lines.append("The best of many is too good by selection: confirm it with `quern lab compare` on other seeds.")
     if facts["importances"]:
         top = [f"{flag(name)} {share:.0%}" for name, share in facts["importances"].items()]
         lines.append(f"importances (PED-ANOVA): {', '.join(top[: 2 * SHOWN_FIELDS])}")
     elif fields > 1:
-        told = f"importances need {FEWEST_FOR_IMPORTANCES} trials, and {FEWEST_BEST} or more that were not pruned"
-        lines.append(told)
+        lines.append(f"importances need {FEWEST_FOR_IMPORTANCES} trials, {FEWEST_BEST} or more of them not pruned")
     lines += [f"warning: {line}" for line in facts["edges"]]
     best = "no trial finished: none is best"
     if facts["best"]:

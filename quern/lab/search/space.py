@@ -27,9 +27,8 @@ FORMS = (
 )
 OTHER_TEXT = "changes the text or the validation text, so trials could not be compared"
 REFUSED = {
-    **dict.fromkeys(("data", "val", "text.val_megabytes", "text.tinyworld_megabytes"), OTHER_TEXT),
-    **dict.fromkeys(("text.column", "text.separator", "text.tokenizer", "text.encoding", "text.split"), OTHER_TEXT),
-    **dict.fromkeys(("include", "exclude", "shards"), OTHER_TEXT),
+    **dict.fromkeys("data val include exclude shards text.val_megabytes text.tinyworld_megabytes".split(), OTHER_TEXT),
+    **dict.fromkeys("text.column text.separator text.tokenizer text.encoding text.split".split(), OTHER_TEXT),
     **dict.fromkeys(("seed", "data_seed"), "is what pairs the trials: set how many seeds with --seeds"),
     **dict.fromkeys(("name", "unused"), "does not change what is trained"),
     **dict.fromkeys(sorted(OPERATIONAL), "does not change what is learned"),
