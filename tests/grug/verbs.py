@@ -24,7 +24,7 @@ from quern.eval.bits_per_byte import bits_per_byte
 from quern.flags.recipe_flags import Arguments
 from quern.grug.mesh import BATCH, make_mesh, place
 from quern.grug.model import forward, logits
-from quern.lab.arms import Arm, in_process, train_here
+from quern.lab.arms import Arm, in_process
 from quern.model.count import count, weightless
 from quern.model.gpt import GPT
 from quern.recipe import Recipe
@@ -41,6 +41,7 @@ from quern.train import checkpoint, manifest
 from tests.grug.parity import EXPERIMENTS, relative
 from tests.support.small_text import write_text
 from tests.support.toy_training import CPU
+from tests.support.train_here import train_here
 
 BAR = 1e-5
 WHERE = ["--out", "out", "--dtype", "fp32"]

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from quern.cli import main
 from quern.flags.recipe_file import read_recipe_file
-from quern.lab.arms import EVALUATIONS, Arm, Seeds, Train, in_process
+from quern.lab.arms import Train, in_process
 from quern.lab.ladder.study import Comparison
 from quern.lab.trainer import Trainer, Trial
 from quern.model.gpt import GPT
@@ -26,6 +25,7 @@ from quern.runs.run_dir import RunDir
 from quern.stages import pretrain
 from quern.stages.session import Session
 from tests.support.toy_training import CPU
+from tests.support.train_here import train_here
 
 pytestmark = pytest.mark.usefixtures("eager")
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -177,13 +177,7 @@ def test_a_comparison_from_the_command_line(
 
     def train(out: Path, machine: Any, variables: Any) -> Train:
         """The idea in a process, as the command does; the baseline, whose process would be the same, in this one."""
-        child, trainer = in_process(out, machine, variables), Trainer(out, CPU)
-
-        def here(arm: Arm, seeds: Iterable[Seeds]) -> Iterator[Trial]:
-            for seed, data in seeds:
-                how = {"name": arm.name, "seed": seed, "data_seed": data, "evaluations": EVALUATIONS}
-                yield trainer.train(arm.recipe, **how)
-
+        child, here = in_process(out, machine, variables), train_here(out, machine)
         return lambda arm, seeds: (child if arm.name == "idea" else here)(arm, seeds)
 
     monkeypatch.setattr("quern.lab.ladder.command.in_process", train)

@@ -38,12 +38,12 @@ import torch
 from safetensors import safe_open
 
 from quern.cli.main import main
-from quern.lab import arms
 from quern.lab.ladder import command as ladder
 from quern.lab.ladder.study import FILES as STUDY
 from quern.serve.access import KeysFile
 from quern.text.tinyworld import corpus
 from tests.support.small_text import write_text
+from tests.support.train_here import train_here
 
 SECONDS, MEGABYTES = 2.0, 200
 EAGER = ["--no-compile", "--dtype", "fp32", "--threads", "1"]
@@ -152,7 +152,7 @@ def build_study(folder: Path) -> None:
     (folder / "experiments").mkdir()
     for name in ("base", "idea"):
         Path(f"experiments/{name}.py").write_text("from quern.recipes.gpt import RECIPE\n", encoding="utf-8")
-    ladder.in_process = lambda out, machine, variables: arms.train_here(out, machine)
+    ladder.in_process = lambda out, machine, variables: train_here(out, machine)
     assert run(*COMPARE) == 0
 
 
