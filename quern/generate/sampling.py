@@ -27,7 +27,7 @@ class Sampling:
     """Subtracted from the logit of each token that is in the reply already."""
     frequency_penalty: Annotated[float, Interval(ge=-2, le=2)] = 0.0
     """Subtracted from a token's logit for each time that it is in the reply."""
-    repetition_penalty: Annotated[float, Interval(gt=0, le=100)] = 1.0
+    repetition_penalty: Annotated[float, Interval(ge=0.01, le=100)] = 1.0
     """Logits of tokens of the prompt and the reply are divided by it, negative ones multiplied; 1 is none."""
 
     def __post_init__(self) -> None:
