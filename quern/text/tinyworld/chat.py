@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 from quern.text.chat import ContentPart, Message
 from quern.text.tinyworld import data, skills
-from quern.text.tinyworld.data import CLOSINGS, FOLLOW_UPS, OPENINGS, TAILS, wordings
-from quern.text.tinyworld.facts import CAST, FIELDS, HOMES, RELATIONS, Character
+from quern.text.tinyworld.data import CLOSINGS, EPITHETS, FOLLOW_UPS, OPENINGS, TAILS, wordings
+from quern.text.tinyworld.facts import CAST, FIELDS, HOMES, RELATIONS, Character, upper_first
 from quern.text.tinyworld.prose import Pen, joined, story
 from quern.text.tinyworld.skills import EXERCISES, Exchange, Exercise, bucket, exchange, is_asked_in_conversations
 
@@ -40,8 +40,9 @@ def _askable(pen: Pen) -> tuple[Character, str]:
 
 def fact(pen: Pen) -> Exchange:
     character, relation = _askable(pen)
-    question = pen.pick(OPENINGS) + pen.ask(character, relation) + pen.pick(CLOSINGS)
-    return exchange(question, pen.answer(character, relation))
+    name = character.name
+    asked = upper_first(pen.ask(character, relation).replace(name, pen.pick(EPITHETS) + name))
+    return exchange(pen.pick(OPENINGS) + asked + pen.pick(CLOSINGS), pen.answer(character, relation))
 
 
 def _asked_relations(pen: Pen, character: Character, count: int) -> list[str]:

@@ -70,5 +70,4 @@ QUESTIONS, HELD_OUT_QUESTIONS, DIRECT_QUESTIONS, FOLLOW_UPS, ANSWERS, STATEMENTS
         "questions held_out_questions direct_questions follow_ups answers statements self_statements tails".split()
     )
 )
-OPENINGS: list[str] = table("wordings")["openings"]
-CLOSINGS: list[str] = table("wordings")["closings"]
+OPENINGS, CLOSINGS, EPITHETS = (table("wordings")[key] for key in ("openings", "closings", "epithets"))
