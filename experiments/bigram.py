@@ -7,7 +7,7 @@ the log's: two products, XOR, and the remainder.
 Expected effect: better at equal steps.
 Changed: 2026-11-25T20:00, the hash was a sum of the ids, one of them times a prime.
 Verdict: better on rung 0 (-0.0590 bits per byte, 3 pairs); undecided on rung 1 (+0.0032 bits per byte, 5 pairs);
-multiplier × 0.980 [0.890, 1.073], fades. Study ladder.
+multiplier × 0.980 [0.897, 1.064], fades. Study ladder.
 
 Shows `context.previous_tokens`, `before_block`, and parameters in optimizer groups that exist.
 """

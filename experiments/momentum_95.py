@@ -4,8 +4,8 @@ Hypothesis: a momentum that rises early and falls late tracks the noise of the g
 Source: Jordan et al. 2024 (modded-nanogpt's walkthrough). nanochat's experiment log, 2026-01-19, swept its start and
 end; the default goes from 0.85 to 0.97 and down to 0.90.
 Expected effect: slightly worse in the end.
-Verdict: better on rung 0 (-0.0053 bits per byte, 5 pairs); undecided on rung 2 (-0.0001 bits per byte, 3 pairs);
-multiplier × 1.001 [0.976, 1.024], fades. Study ladder.
+Verdict: better on rung 0 (-0.0053 bits per byte, 5 pairs); undecided on rung 1 (-0.0313 bits per byte, 1 pair);
+undecided on rung 2 (-0.0001 bits per byte, 3 pairs); multiplier × 1.001 [0.976, 1.024], fades. Study ladder.
 """
 
 from collections.abc import Callable

@@ -4,8 +4,8 @@ Hypothesis: more of what helps helps more.
 Source: nanochat's experiment log, 2026-01-17: of all layers, alternating, U, front and back, alternating worked
 best.
 Expected effect: slightly worse than alternating layers.
-Verdict: better on rung 0 (-0.0101 bits per byte, 3 pairs); undecided on rung 1 (+0.0110 bits per byte, 3 pairs);
-multiplier × 0.933 [0.844, 1.029], fades. Study ladder.
+Verdict: better on rung 0 (-0.0101 bits per byte, 3 pairs); undecided on rung 1 (+0.0102 bits per byte, 3 pairs);
+multiplier × 0.937 [0.860, 1.021], fades. Study ladder.
 """
 
 from dataclasses import replace
