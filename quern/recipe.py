@@ -166,7 +166,7 @@ class TrainRecipe(Generic[Gap]):
     horizon_ratio: Amount = 12.0
     """Tokens for each parameter, where neither steps nor minutes say how long."""
     batch_tokens: Count | Gap = FOLLOWS
-    """Tokens in one optimizer step; few enough for 2,000 steps of the default horizon."""
+    """Tokens in one optimizer step; few enough for about 2,000 steps of the default horizon."""
     micro_batch_tokens: Count | Gap = FOLLOWS
     """Tokens in one forward pass; the rest of the batch is accumulated."""
     warmup_steps: Annotated[int, Interval(ge=0, le=10**12)] | Gap = FOLLOWS

@@ -269,7 +269,7 @@ def _path(text: str, command: str) -> Path:
     try:
         return Path(text).expanduser()
     except RuntimeError:
-        raise ValueError(f"{text} is in the home folder of a user whom this machine lacks: write its path") from None
+        raise ValueError(f"{text}: this machine has no such user, so write the whole path of the file") from None
 
 
 def _count(conversation: Conversation) -> str:

@@ -21,8 +21,6 @@ from quern.temporaries import TemporaryFolder, remove_abandoned, sync_path
 IDS = 1 << 16
 """Ids in these files are below it."""
 BATCH_TOKENS = 1 << 22
-LOOKED_AT = 1 << 24
-"""Tokens of a file that are looked at together."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +81,8 @@ def _part(path: Path, starts: np.ndarray, skipped: int) -> Part:
 def _find(path: Path, bos: int, vocab_size: int) -> tuple[np.ndarray, int]:
     """The places of `bos`, int64, found without a mask of the whole file; and the number of tokens."""
     tokens, found, largest = map_tokens(path, headerless=True), list[np.ndarray](), 0
-    for at in range(0, len(tokens), LOOKED_AT):
-        some = tokens[at : at + LOOKED_AT]
+    for at in range(0, len(tokens), BATCH_TOKENS):
+        some = tokens[at : at + BATCH_TOKENS]
         found.append(np.flatnonzero(some == bos) + at)
         largest = max(largest, int(some.max()))
     wrong = "" if any(map(len, found)) else f"never has id {bos:,}, which begins documents"

@@ -59,7 +59,7 @@ SMALL_VALIDATION_BYTES = 4000
 """About a thousand tokens."""
 SPACE = re.compile(r"\s")
 NAME_CHARACTERS = 40
-"""Of a text, in the names of its folder and its tokenizer: 160 bytes at most, of the 255 of a name."""
+"""The most characters of a text's name in those of its folder and its tokenizer; a file name has at most 255 bytes."""
 
 
 @dataclass(frozen=True)

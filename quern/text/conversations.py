@@ -349,10 +349,9 @@ def conversation_rows(
             messages = of_whatsapp(value, person) if isinstance(value, str) else [convert(value, ignored)]
         except ValueError as error:
             raise ValueError(f"not a conversation: {error}") from error
-        except KeyError as error:
-            raise ValueError(f"not a conversation: a part of it has no {error}") from error
-        except (TypeError, AttributeError) as error:
-            raise ValueError(f"not a conversation: a part of it has another type ({error})") from error
+        except (KeyError, TypeError, AttributeError) as error:
+            fault = f"no {error}" if isinstance(error, KeyError) else f"another type ({error})"
+            raise ValueError(f"not a conversation: a part of it has {fault}") from error
         refuse_surrogates(json.dumps(messages, ensure_ascii=False))
         return messages
 

@@ -270,6 +270,15 @@ def test_held_out_words_are_spelled_in_documents_and_never_counted(documents, co
     assert len(counts) > 150
 
 
+def test_conversations_ask_about_names_behind_other_words(conversations):
+    """A model that has seen a name only behind the words of the questions does not find it behind others."""
+    asked = "\n".join(spoken(messages[0]) for messages in conversations)
+    before = set(re.findall(rf"(\w+) (?:{'|'.join(one.name for one in CAST)})\b", asked))
+    assert {"little", "old", "dear", "good", "clever", "friend", "certain"} <= before
+    assert "our" not in before, "left to the evaluation"
+    assert re.search(r"I want to ask you something\. .*\?", asked), "small talk alone would begin with I want"
+
+
 def test_a_quarter_of_the_facts_is_never_asked_in_conversations(conversations):
     asked = [(c.name, r) for c in CAST for r in RELATIONS if is_asked_in_conversations(c.name, r)]
     assert 0.65 < len(asked) / (len(CAST) * len(RELATIONS)) < 0.85
