@@ -202,7 +202,7 @@ def test_a_file_that_is_no_conversation_changes_nothing(
     shown = chat.enter(f"/load {path}", "/load")
     assert reason in shown.splitlines()[0] and str(path) in shown and shown.endswith("(name a file: /load FILE)\n")
     for command in ("/load", "/save"):
-        assert "~no-such-user/a is in the home folder of a user" in chat.enter(f"{command} ~no-such-user/a")
+        assert "~no-such-user/a: this machine has no such user" in chat.enter(f"{command} ~no-such-user/a")
     assert (chat.conversation.messages, chat.conversation.system) == (before, "Stay.")
 
 
