@@ -36,11 +36,6 @@ class Attention(Protocol):
         """(q, k, v, mask, scale) → (B, T, H, E). mask: a `kernels.attention.MaskSpec`."""
         ...
 
-    @property
-    def prepare(self) -> Callable[[Any, int, torch.device], Any]:
-        """(mask, T, device) → the mask with everything that is computed once for all layers."""
-        ...
-
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 PROBE_SECONDS = 0.05

@@ -21,7 +21,7 @@ from quern.bench.measure import Bench, Figure, Job, Seconds, alternate, figure, 
 from quern.kernels import cross_entropy as kernels
 from quern.kernels.attention.attend import MaskSpec
 from quern.kernels.attention.autotune import Picked, available
-from quern.kernels.attention.backends import BLOCKED, PLAIN, SDPA, Backend, flex
+from quern.kernels.attention.backends import BLOCKED, PLAIN, SDPA, Backend
 from quern.kernels.softcap import Cap, TanhCap
 from quern.machine import Machine, detect, machine_flags
 from quern.process import serve, start
@@ -40,16 +40,12 @@ def attention(setup: Setup) -> Iterator[Figure]:
     tokens, lengths = (128, (32, 64)) if setup.quick else (TOKENS, LENGTHS)
     picked = setup.machine.attention
     setup.settings.update(tokens=tokens, heads=HEADS, head_dim=HEAD_DIM, picked=str(picked))
-    paths, forward_only = paths_of(setup.machine, setup.quick)
+    on_cpu = setup.machine.device.type == "cpu"
+    paths = [BLOCKED, SDPA, PLAIN] if on_cpu else [*available(setup.machine), PLAIN]
     for T in lengths:
-        masks, shape = example_masks(setup, tokens // T, T, T // 4, 4 / T), (tokens // T, T, HEADS, HEAD_DIM)
-
-        def cases(paths: list[Backend], T: int = T, masks: dict[str, MaskSpec] = masks) -> Iterator[Case]:
-            return ((f"T={T}, {name}: {path.name}", mask, path) for (name, mask), path in product(masks.items(), paths))
-
-        taken = attention_seconds(setup, cases(paths), shape)
-        if lengths[-1] == T:
-            taken |= attention_seconds(setup, cases(forward_only), shape, backward=False)
+        masks = example_masks(setup, tokens // T, T, T // 4, 4 / T)
+        cases = ((f"T={T}, {name}: {path.name}", mask, path) for (name, mask), path in product(masks.items(), paths))
+        taken = attention_seconds(setup, cases, (tokens // T, T, HEADS, HEAD_DIM))
         yield from (figure(name, "ms", 1e3 * seconds) for name, seconds in taken.items())
 
         def chosen(mask: MaskSpec, T: int = T) -> str:
@@ -67,14 +63,6 @@ def attention(setup: Setup) -> Iterator[Figure]:
                 yield figure(f"T={T}, {name}: sdpa / {path}", "×", both(name, SDPA.name) / both(name, path))
 
 
-def paths_of(machine: Machine, quick: bool) -> tuple[list[Backend], list[Backend]]:
-    """Returns the paths to measure at all lengths, and those to measure at the longest one, forward alone."""
-    if machine.device.type != "cpu":
-        return [*available(machine), PLAIN], []
-    # On a CPU, flex_attention has no backward pass and compiles for every shape.
-    return [BLOCKED, SDPA, PLAIN], [flex()] if machine.compile and not quick else []
-
-
 def example_masks(bench: Bench, rows: int, T: int, window: int, starts: float) -> dict[str, MaskSpec]:
     """Returns masks by name: full, a window, documents of random lengths. starts: documents that begin in a token."""
     begins_BT = torch.rand(rows, T, generator=bench.machine.generator(bench.seed)) < starts
@@ -86,19 +74,12 @@ Case = tuple[str, MaskSpec, Backend]
 """The name of a figure without its pass, a mask, and the path that computes it."""
 
 
-def attention_seconds(
-    bench: Bench, cases: Iterable[Case], shape: tuple[int, int, int, int], backward: bool = True
-) -> Seconds:
+def attention_seconds(bench: Bench, cases: Iterable[Case], shape: tuple[int, int, int, int]) -> Seconds:
     """Times all cases, which alternate, by "<name> forward" and "<name> backward". shape: (B, T, H, E)."""
     q, k, v, grad = (bench.random(*shape, seed=i) for i in range(4))
-    inputs = [x.requires_grad_(backward) for x in (q, k, v)]
-    forwards = {
-        name: partial(path.attend, q, k, v, path.prepare(mask, shape[1], bench.machine.device), None)
-        for name, mask, path in cases
-    }
-    if backward:
-        return bench.passes(forwards, inputs, grad)
-    return bench.seconds({f"{name} forward": forward for name, forward in forwards.items()})
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    forwards = {name: partial(path.attend, q, k, v, mask, None) for name, mask, path in cases}
+    return bench.passes(forwards, inputs, grad)
 
 
 def windows(setup: Setup) -> Iterator[Figure]:

@@ -96,7 +96,7 @@ def batch_losses(model: LanguageModel, tokens_BT: np.ndarray, targets_BT: np.nda
     with torch.no_grad(), compiler.eager():
         tokens = torch.from_numpy(np.ascontiguousarray(tokens_BT, dtype=np.int64)).to(machine.device)
         targets = torch.from_numpy(np.ascontiguousarray(targets_BT, dtype=np.int64)).to(machine.device)
-        context = model.context(tokens).with_backend(machine.attention, tokens, model.windows)
+        context = model.context(tokens).with_backend(machine.attention)
         losses = token_losses(model, model(tokens, context), targets, context)
     return losses.float().cpu().numpy().astype(np.float64)
 

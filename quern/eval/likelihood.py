@@ -146,7 +146,7 @@ def _score(model: LanguageModel, examples: Sequence[Example], machine: Machine, 
     starts = [start - own for example, own in zip(examples, shared, strict=True) for start in example.starts]
     tokens_BT, lengths_B = pad([row[:-1] for row in rows], 0, device)
     if not max(shared):
-        context = model.context(tokens_BT).with_backend(machine.attention, tokens_BT, model.windows)
+        context = model.context(tokens_BT).with_backend(machine.attention)
         x_BTD = model(tokens_BT, context)
     else:
         prefixes, prefix_lengths = pad(

@@ -160,7 +160,7 @@ def loss_sum(
         scale_BT: (B, T) fp32, mask · weight / number of valid targets in the global batch.
         progress: Share of the training run that is done.
     """
-    context = model.context(tokens_BT, progress).with_backend(attention, tokens_BT, model.windows)
+    context = model.context(tokens_BT, progress).with_backend(attention)
     return model.loss(model(tokens_BT, context), targets_BT, scale_BT, context)
 
 

@@ -73,23 +73,13 @@ class CausalContext:
         self.progress = progress
         self._windows = windows
         self._attend: Callable[..., Tensor] = attend
-        self._prepared: list[MaskSpec] = []
 
-    def with_backend(self, attention: Attention | None, tokens_BT: Tensor, full: Sequence[int | None]) -> CausalContext:
-        """This context, with attention computed so (None: by the path that runs everywhere).
-
-        full: the model's windows. What the masks of the layers need is worked out here, once for all of them.
-        """
+    def with_backend(self, attention: Attention | None) -> CausalContext:
+        """This context, with attention computed so (None: by the path that runs everywhere)."""
         if attention is None:
             return self
         through = copy.copy(self)
-        through._attend, through._prepared = attention.attend, []
-        for window in self.windows(full):
-            if not any(_same(window, mask.window) for mask in through._prepared):
-                mask = MaskSpec(window, self.documents_BT)
-                through._prepared.append(attention.prepare(mask, tokens_BT.size(1), tokens_BT.device))
-        # Most paths work out nothing, and then the layers need not look.
-        through._prepared = [mask for mask in through._prepared if mask.blocks is not None]
+        through._attend = attention.attend
         return through
 
     def positions(self, x_BTD: Tensor) -> Tensor:
@@ -101,18 +91,10 @@ class CausalContext:
     def attend(
         self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: Window, scale: float | None = None
     ) -> Tensor:
-        mask = MaskSpec(window, self.documents_BT)
-        for prepared in self._prepared:
-            if _same(window, prepared.window):
-                mask = prepared
-        return self._attend(q_BTHE, k_BTKE, v_BTKE, mask, scale)
+        return self._attend(q_BTHE, k_BTKE, v_BTKE, MaskSpec(window, self.documents_BT), scale)
 
     def previous(self, x_BTD: Tensor, name: str) -> Tensor:
         return torch.nn.functional.pad(x_BTD[:, :-1], (0, 0, 1, 0))
 
     def previous_tokens(self, tokens_BT: Tensor, n: int) -> Tensor:
         return torch.nn.functional.pad(tokens_BT, (n, 0), value=-1)[:, : tokens_BT.size(1)]
-
-
-def _same(a: Window, b: Window) -> bool:
-    return a is b if isinstance(a, Tensor) or isinstance(b, Tensor) else a == b

@@ -189,7 +189,7 @@ class FlopCounter:
     def _trace(self, progress: float) -> None:
         """Runs a row forward and backward, which counts its products and the spans of its attention."""
         spans = _Spans()
-        context = self._model.context(self._row, progress).with_backend(spans, self._row, self._model.windows)
+        context = self._model.context(self._row, progress).with_backend(spans)
         if type(context) is CausalContext:
             context = _Watched(context)
         row = self._row.to("meta")
@@ -254,9 +254,6 @@ class _Spans:
         # The scores and the mix of the values; backward two products for each of them.
         self.found[_size(mask.window)] += 3 * 2 * q_BTHE.size(2) * (q_BTHE.size(3) + v_BTKE.size(3))
         return _NoAttention.apply(q_BTHE, k_BTKE, v_BTKE)
-
-    def prepare(self, mask: MaskSpec, T: int, device: torch.device) -> MaskSpec:
-        return mask
 
 
 class _NoAttention(torch.autograd.Function):

@@ -312,6 +312,3 @@ class Seen:
         B, T, H, E = q_BTHE.shape
         self.flops += 3 * 2 * H * (E + v_BTKE.size(3)) * int(visible(T, mask, q_BTHE.device).expand(B, 1, T, T).sum())
         return attend_in_blocks(q_BTHE, k_BTKE, v_BTKE, mask, scale)
-
-    def prepare(self, mask: MaskSpec, T: int, device: torch.device) -> MaskSpec:
-        return mask

@@ -35,8 +35,6 @@ from quern.train.state import build_model
 
 TOKENS, WIDTH, WINDOW = 16_384, 2048, 1024
 SHAPES = [(128, T) for T in (16_384, 4096, 1024, 2048, 8192)] + [(64, T) for T in (16_384, 4096, 1024)]
-BY_SHAPE = ((128, 16_384), (128, 4096))
-"""The shapes of paths that compile for each of them."""
 EXACTNESS = (("bfloat16", 128), ("bfloat16", 64), ("float16", 128), ("bfloat16", 256), ("bfloat16", 32))
 FLOPS = {"forward": 1.0, "backward": 2.5}
 OVER_FULL = ", over full"
@@ -51,7 +49,7 @@ def exactness(bench: GpuBench) -> Iterator[Figure]:
     rounded = Backend("definition", attend_rounded, windows=True, documents=True, growing=True)
     kinds = (("float32", 16),) if bench.quick else EXACTNESS
     for (dtype, E), path in itertools.product(kinds, [*paths(bench), rounded]):
-        if not path.windows or path.by_shape:
+        if not path.windows:
             continue
         place, worst = f"{path.name}, {dtype}, head dim {E}: error", (0.0, "")
         try:
@@ -60,8 +58,7 @@ def exactness(bench: GpuBench) -> Iterator[Figure]:
                 if fits(path, kind_of(mask, T)):
                     shapes = enumerate((4, 4 // groups, 4 // groups, 4))
                     *inputs, grad = (bench.random(2, T, H, E, dtype=getattr(torch, dtype), seed=i) for i, H in shapes)
-                    prepared = path.prepare(mask, T, bench.machine.device)
-                    ours, plain = bound(path.attend, prepared), bound(attend_plain, mask)
+                    ours, plain = bound(path.attend, mask), bound(attend_plain, mask)
                     case = f"{T} tokens, groups of {groups}, window {mask.window}"
                     case += "" if mask.documents_BT is None else ", documents"
                     worst = max(worst, (worst_error(ours, plain, inputs, grad), case))
@@ -123,7 +120,7 @@ def speed(bench: GpuBench) -> Iterator[Figure]:
         cases: dict[str, Case] = {
             name: (name, mask, path)
             for (kind, mask), path in itertools.product(masks.items(), paths(bench))
-            if fits(path, kind_of(mask, T)) and (not path.by_shape or (E, T) in BY_SHAPE)
+            if fits(path, kind_of(mask, T))
             for name in [place(E, T, kind, path.name)]
         }
         taken = attention_seconds(bench, cases.values(), (rows, T, heads, E))

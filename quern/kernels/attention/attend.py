@@ -8,7 +8,6 @@ CPUs, backends.py those of particular devices; autotune.py finds the fastest.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,12 +22,10 @@ class MaskSpec:
         window: An int, or, where it changes between calls, a 0-dim integer tensor on the CPU. A compiled model takes
             the tensor as data; the buffers for the backward pass then have room for every key.
         documents_BT: (B, T) int32 document ids, non-decreasing along T; None is one document per row.
-        blocks: What a path precomputed from these for all layers of a step (`Backend.prepare`).
     """
 
     window: int | Tensor | None = None
     documents_BT: Tensor | None = None
-    blocks: Any = None
 
 
 def attend_plain(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None = None) -> Tensor:

@@ -25,7 +25,6 @@ from quern.kernels.attention.backends import (
     SDPA,
     Backend,
     cudnn,
-    flex,
     installed_flash,
     triton_flash,
 )
@@ -52,10 +51,6 @@ class Picked:
 
     def attend(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
         return self.path(mask, q_BTHE.size(1)).attend(q_BTHE, k_BTKE, v_BTKE, mask, scale)
-
-    def prepare(self, mask: MaskSpec, T: int, device: torch.device) -> MaskSpec:
-        """Returns the mask with what its path precomputes for all layers. T: tokens in a row."""
-        return self.path(mask, T).prepare(mask, T, device)
 
     def path(self, mask: MaskSpec, T: int) -> Backend:
         """The chosen path for a mask. T: tokens in a row."""
@@ -86,7 +81,6 @@ def available(machine: Machine) -> list[Backend]:
     if machine.device.type == "cuda":
         modules = ("flash_attn_interface", "flash_attn.cute", "flash_attn")
         makers = [triton_flash, cudnn, *makers, *(partial(installed_flash, module) for module in modules)]
-        makers += [flex] if machine.compile else []
     installed = []
     for make in makers:
         with suppress(ImportError):  # not installed
@@ -114,8 +108,7 @@ def pick(
     """Returns the fastest path that works, and a line for each that does not."""
     best, best_seconds, notes = None, float("inf"), []
     for backend in there:
-        # A path that compiles for every shape is only a substitute for the others.
-        if not fits(backend, kind) or (backend.by_shape and best is not None):
+        if not fits(backend, kind):
             continue
         problem = problem_with(backend, kind, machine)
         if problem is not None:
@@ -163,7 +156,7 @@ def problem_with(backend: Backend, kind: str, machine: Machine) -> str | None:
     wanted = attend_plain(q, k, v, mask, 0.1)
     expected = [wanted, *torch.autograd.grad(wanted, (q, k, v), grad)]
     try:
-        y = attend(q, k, v, backend.prepare(mask, T, machine.device), 0.1)
+        y = attend(q, k, v, mask, 0.1)
         found = [y, *torch.autograd.grad(y, (q, k, v), grad)]
         machine.synchronize()
     except Exception as error:  # of a kernel, a driver or the compiler: any class
@@ -179,7 +172,7 @@ def problem_with(backend: Backend, kind: str, machine: Machine) -> str | None:
 def seconds_of(backend: Backend, kind: str, machine: Machine, sizes: tuple[int, ...], repeats: int = 5) -> float:
     """The fastest of a few runs, forward and backward. sizes: rows, tokens, heads, key/value heads, head dim."""
     (q, k, v), grad = inputs(machine, *sizes)
-    mask = backend.prepare(on_device(example(kind, sizes[1]), machine.device), sizes[1], machine.device)
+    mask = on_device(example(kind, sizes[1]), machine.device)
     best = float("inf")
     for _ in range(repeats + 2):
         machine.synchronize()

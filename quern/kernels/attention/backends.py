@@ -1,4 +1,4 @@
-"""Paths of attention that not every machine has: Triton, cuDNN, flex_attention, an installed Flash Attention.
+"""Paths of attention that not every machine has: Triton, cuDNN, an installed Flash Attention.
 
 Each is a `Backend`: a function with the arguments of `attend`, and which masks it supports without a dense mask. An
 import shows which of them exist; autotune.py runs them to find which work and how fast they are.
@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from quern.kernels.attention.attend import (
@@ -25,13 +23,7 @@ from quern.kernels.attention.attend import (
 from quern.kernels.attention.blocked import attend_in_blocks
 from quern.kernels.attention.flash import flash_attention
 
-WITH_FIXED_SHAPES = partial(torch.compile, dynamic=False)
 AttendFunction = Callable[[Tensor, Tensor, Tensor, MaskSpec, float | None], Tensor]
-
-
-def as_it_is(mask: MaskSpec, T: int, device: torch.device) -> MaskSpec:
-    """Precomputes nothing."""
-    return mask
 
 
 @dataclass(frozen=True)
@@ -42,8 +34,6 @@ class Backend:
         windows: It skips what windows hide.
         documents: It skips what documents hide.
         growing: The window may be a tensor.
-        by_shape: It compiles for every shape, which takes long.
-        prepare: Called once for each window of a step, before its layers.
     """
 
     name: str
@@ -51,8 +41,6 @@ class Backend:
     windows: bool = False
     documents: bool = False
     growing: bool = False
-    by_shape: bool = False
-    prepare: Callable[[MaskSpec, int, torch.device], MaskSpec] = as_it_is
 
     def __str__(self) -> str:
         return self.name
@@ -75,45 +63,6 @@ def cudnn() -> Backend:
             return attend_sdpa(q_BTHE, k_BTKE, v_BTKE, mask, scale)
 
     return Backend("cudnn", attend_cudnn)
-
-
-def flex(compile: Callable[..., Any] = WITH_FIXED_SHAPES) -> Backend:
-    """torch's flex_attention with block masks; it skips hidden keys only when compiled."""
-    from torch.nn.attention import flex_attention as flexible
-
-    compiled, make_blocks = compile(flexible.flex_attention), compile(flexible.create_block_mask)
-
-    def prepare(mask: MaskSpec, T: int, device: torch.device) -> MaskSpec:
-        rows = None if mask.documents_BT is None else len(mask.documents_BT)
-        return replace(mask, blocks=make_blocks(mask_function(mask, T, device), rows, None, T, T, device))
-
-    def attend_flex(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
-        if mask.blocks is None:
-            mask = prepare(mask, q_BTHE.size(1), q_BTHE.device)
-        q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
-        scale, grouped = scale_or_default(scale, q.size(-1)), q.size(1) != k.size(1)
-        y_BHTE = compiled(q, k, v, block_mask=mask.blocks, scale=scale, enable_gqa=grouped)
-        return y_BHTE.transpose(1, 2)
-
-    return Backend("flex", attend_flex, windows=True, documents=True, growing=True, by_shape=True, prepare=prepare)
-
-
-def mask_function(mask: MaskSpec, T: int, device: torch.device) -> Callable[..., Tensor]:
-    """Whether query q of row b sees key k, as a function of tensors for flex_attention."""
-    fixed, varying = split_window(mask.window, T)
-    window: int | Tensor = fixed or T
-    if varying is not None:
-        window = torch.full((), int(varying), dtype=varying.dtype, device=device)  # no copy from the host
-    documents_BT = mask.documents_BT
-
-    def near(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & (q - k < window)
-
-    def near_in_document(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        assert documents_BT is not None
-        return near(b, h, q, k) & (documents_BT[b, q] == documents_BT[b, k])
-
-    return near if documents_BT is None else near_in_document
 
 
 def triton_flash() -> Backend:

@@ -1,26 +1,22 @@
-"""Which path is picked: one that is there, right and fastest, by running it; and flex_attention's masks.
+"""Which path is picked: one that is there, right and fastest, by running it.
 
 Paths that only a GPU runs are proven elsewhere; here the choice is made among paths of the CPU, some of them broken.
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from quern import compiler
 from quern.kernels.attention import autotune
 from quern.kernels.attention.attend import MaskSpec, attend_plain
 from quern.kernels.attention.autotune import KINDS, Picked, example, kind_of, pick, problem_with, select_attention
-from quern.kernels.attention.backends import BLOCKED, SDPA, Backend, cudnn, flex, installed_flash, triton_flash
+from quern.kernels.attention.backends import BLOCKED, SDPA, Backend, cudnn, installed_flash, triton_flash
 from quern.kernels.attention.blocked import attend
 from quern.machine import Machine
-from quern.model.context import CausalContext
 from tests.support.deviation import deviation, random, with_gradients
 from tests.support.interpreter import Interpreted
 
@@ -170,67 +166,10 @@ def test_heads_that_cudnn_has_no_kernel_for_take_another(E: int) -> None:
     assert (found - attend_plain(q, k, v, MaskSpec())).abs().max() <= 1e-5
 
 
-def traced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled as far as a graph, which torch's own operators compute: no C++ is made."""
-    return torch.compile(function, backend="aot_eager", dynamic=False, fullgraph=True)
-
-
-# torch's own way of tracing a tensor indexed by a tensor in a mask function.
-TRACING = "ignore:<class 'torch.autograd.function.Function'> should not be instantiated:DeprecationWarning"
-
-
-@pytest.mark.filterwarnings(TRACING)
-@pytest.mark.parametrize("kind", ["growing", "documents"])
-def test_flex_attention_sees_what_the_mask_says(kind: str) -> None:
-    """Forward: it has no backward on a CPU."""
-    backend, mask = flex(traced), example(kind, 301)
-    q, k, v = (torch.randn(2, 301, heads, 16) for heads in (4, 2, 2))
-    with compiler.eager(False), torch.no_grad():
-        y = traced(backend.attend)(q, k, v, backend.prepare(mask, 301, q.device), 0.3)
-    assert (y - attend_plain(q, k, v, mask, 0.3)).abs().max() <= 1e-5
-
-
-@pytest.mark.filterwarnings(TRACING)
-def test_block_masks_are_made_once_for_all_layers_and_nothing_compiles_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    backend = flex(traced)
-
-    def prepare(mask: MaskSpec, T: int, device: torch.device) -> MaskSpec:
-        made.append(mask.window)
-        return backend.prepare(mask, T, device)
-
-    picked = replace(backend, prepare=prepare)
-    compilations: list[int] = []
-
-    def counting(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Tensor]:
-        compilations.append(1)
-        return graph.forward
-
-    @torch.compile(backend=counting, dynamic=False)
-    def layer(x: Tensor, context: CausalContext, window: int | Tensor | None) -> Tensor:
-        return x + context.attend(0, x, x, x, window)
-
-    T = 140
-    with compiler.eager(False), torch.no_grad():
-        for step in range(3):
-            windows = [torch.tensor(20 + step), torch.tensor(70 + step)]
-            ids = (torch.arange(T, dtype=torch.int32) // (30 + step)).expand(2, T)
-            x = torch.randn(2, T, 2, 16)
-            layers = [windows[0], windows[0], windows[1], windows[0], windows[1]]
-            context = CausalContext(ids, layers).with_backend(picked, x, [None] * 5)
-            y, expected = x, x
-            for window in layers:
-                y = layer(y, context, window)
-                expected = expected + attend_plain(expected, expected, expected, MaskSpec(window, ids))
-            assert (y - expected).abs().max() <= 1e-5
-            assert len(made) == 2 * (step + 1)
-    assert len(compilations) <= 2
-
-
 def triton_deviation(kind: str) -> float:
     """Runs where Triton interprets."""
     backend = triton_flash()
-    mask = backend.prepare(example(kind, 70), 70, CPU.device)
+    mask = example(kind, 70)
     q, k, v, grad = (random(2, 70, heads, 16, seed=seed) for seed, heads in enumerate((4, 2, 2, 4)))
     paths = (backend.attend, attend_plain)
     ours, expected = (with_gradients(partial(path, mask=mask, scale=0.3), (q, k, v), grad) for path in paths)
