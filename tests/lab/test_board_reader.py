@@ -59,7 +59,7 @@ def test_a_sample_is_true_lines_and_has_all_validations(tmp_path: Path, seed: in
         at += len(line)
         offsets[at] = json.loads(line)
     curve = Curve(path)
-    curve.refresh(100, EVERY)
+    curve.refresh(100)
     assert curve.rows == [(offset, offsets[offset]) for offset, _ in curve.rows]
     assert [offset for offset, _ in curve.rows] == sorted({offset for offset, _ in curve.rows})
     validations = [fields for _, fields in curve.rows if "val_bpb" in fields]
@@ -75,18 +75,18 @@ def test_only_new_bytes_are_read(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(lines(5000)))
     curve = Curve(path)
-    curve.refresh(50, EVERY)
+    curve.refresh(50)
     before = list(curve.rows)
     size = path.stat().st_size
     with path.open("r+b") as file:  # what was read is destroyed, in place; it would show if it were read again
         file.write(b"#" * (size - 1) + b"\n")
         file.seek(size)
         file.write(b'{"step": 5010, "loss": 2.5}\n{"step": 5020, "lo')
-    curve.refresh(50, EVERY)
+    curve.refresh(50)
     assert curve.rows[:-1] == before and curve.rows[-1][1] == {"step": 5010, "loss": 2.5}
     with path.open("ab") as file:  # the torn line is read when it is whole
         file.write(b'ss": 2.25}\n')
-    curve.refresh(50, EVERY)
+    curve.refresh(50)
     assert [fields["step"] for _, fields in curve.rows[-2:]] == [5010, 5020]
     assert curve.damaged == 0 and curve.end == path.stat().st_size
 

@@ -1,17 +1,13 @@
 """The files that the board reads: growing metrics by byte offset, and small files, read again when they change.
 
-Of a long file of metrics, lines at evenly spaced offsets are read, and the lines of validations, which an
-interpolation between their steps finds; then only what was appended. The cost depends on the sample, not on the file.
+Of a long file of metrics, lines at evenly spaced offsets are parsed, and the lines of validations; then only what was
+appended.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
-from bisect import bisect_left
-from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -71,12 +67,9 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
 
 
-Line = tuple[int, bytes]
-"""The offset of the byte after a line, and the line without its newline."""
-
-WHOLE_BYTES, WINDOW_BYTES, BUFFER_BYTES = 48 << 10, 768, 1 << 11
-"""At most so many new bytes are read whole; half of the window in which a line is searched; read at a time."""
-STEP = re.compile(rb'"step": (\d+)[,}]')  # as json.dumps writes it
+WHOLE_BYTES, TAIL_BYTES = 48 << 10, 2 << 10
+"""All lines of so many new bytes are parsed; of more bytes those at the end, a sample, and a validation after each."""
+VALIDATION = b'"val_'
 
 
 class Curve:
@@ -99,10 +92,10 @@ class Curve:
         self.end, self.identity, self.damaged = 0, identity, 0
         self.last: dict[str, Any] = {}
 
-    def refresh(self, points: int, every: int | None = None) -> None:
-        """Reads what is new. points: lines to sample; every: steps between validations."""
+    def refresh(self, points: int) -> None:
+        """Reads what is new. points: lines to sample, and at most as many validations."""
         try:
-            with self.path.open("rb", BUFFER_BYTES) as file:
+            with self.path.open("rb") as file:
                 facts = os.fstat(file.fileno())
                 inode = facts.st_ino % (1 << 53)  # the page's numbers are doubles
                 replaced = self.identity != inode or facts.st_size < self.end
@@ -111,62 +104,31 @@ class Curve:
                     self.clear(inode)
                     self._sampled = max(points, 0 if replaced else self._sampled)
                 if facts.st_size > self.end:
-                    self._extend(file, facts.st_size, self._sampled, every)
+                    self._extend(file, self._sampled)
         except FileNotFoundError:
             self.clear(0)
 
-    def _extend(self, file: BinaryIO, size: int, points: int, every: int | None) -> None:
-        if size - self.end <= WHOLE_BYTES:
-            lines = list(_lines(file, self.end, size))
-        else:
-            tail = list(_lines(file, size - 3 * WINDOW_BYTES, size))
-            stop = tail[-1][0] if tail else size
-            positions = range(self.end, stop, max(1, (stop - self.end) // max(points, 1)))
-            lines = [line for at in positions for line in islice(_lines(file, at, stop), 1)] + tail
-            if every:
-                lines += _validations(file, lines, every, points)
-            lines = sorted(dict(lines).items())
-        for (offset, _), fields in zip(lines, _parse([line for _, line in lines]), strict=True):
+    def _extend(self, file: BinaryIO, points: int) -> None:
+        file.seek(self.end)
+        content = file.read()
+        size = content.rfind(b"\n") + 1
+        whole_from, ends = max(0, size - TAIL_BYTES) if size > WHOLE_BYTES else 0, set[int]()
+        step = max(1, size // max(points, 1))
+        for at in range(0, whole_from, step):
+            ends.add(content.find(b"\n", at))
+            if (validation := content.find(VALIDATION, at, min(at + step, whole_from))) >= 0:
+                ends.add(content.find(b"\n", validation))
+        while (end := content.find(b"\n", whole_from)) >= 0:
+            ends.add(end)
+            whole_from = end + 1
+        parsed = _parse([content[content.rfind(b"\n", 0, end) + 1 : end] for end in sorted(ends)])
+        for end, fields in zip(sorted(ends), parsed, strict=True):
             if isinstance(fields, dict):
-                self.rows.append((offset, fields))
+                self.rows.append((self.end + end + 1, fields))
                 self.last |= {name: value for name, value in fields.items() if value is not None}
             else:
                 self.damaged += 1
-        if lines:
-            self.end = lines[-1][0]
-
-
-def _lines(file: BinaryIO, begin: int, end: int) -> Iterator[Line]:
-    """The whole lines that begin between two offsets."""
-    at = max(0, begin - 1)
-    file.seek(at)
-    at += len(file.readline()) if begin > 0 else 0
-    while at < end and (line := file.readline()).endswith(b"\n"):
-        at += len(line)
-        yield at, line[:-1]
-
-
-def _validations(file: BinaryIO, lines: list[Line], every: int, points: int) -> list[Line]:
-    """The lines at up to `points` multiples of `every` but the training loop's own, which is the first of several.
-
-    Steps grow with the offset, and lines have nearly equal lengths: a guess between sampled lines is seldom far off.
-    """
-    anchors = [(0, 0), *((offset, int(step[1])) for offset, line in sorted(lines) if (step := STEP.search(line)))]
-    steps = [step for _, step in anchors]
-    targets = range(every, steps[-1] + 1, every)
-    found: list[Line] = []
-    for target in targets[:: max(1, -(-len(targets) // max(points, 1)))]:
-        at = bisect_left(steps, target)
-        (low, before), (high, after) = anchors[at - 1 : at + 1]
-        guess = low + (high - low) * (target - before) // max(1, after - before)
-        mark = b'"step": %d,' % target
-        for begin, end in ((guess - WINDOW_BYTES, guess + WINDOW_BYTES), (low, high + WINDOW_BYTES)):
-            near = list(_lines(file, begin, end))
-            own = [line for line in near if mark in line[1]]
-            if own and own[-1] != near[-1]:  # the window has the line after them, too
-                break
-        found += own[1:] or own
-    return found
+        self.end += size
 
 
 def _parse(lines: list[bytes]) -> list[Any]:

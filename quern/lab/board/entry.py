@@ -63,16 +63,13 @@ class Run(Entry):
         self._events, self._recipe, self._metrics = map(
             KeptFile, (folder / EVENTS, folder / "recipe.json", folder / METRICS)
         )
-        self._every: int | None = None
         self._end = "running"
 
     def refresh(self, points: int, now: float) -> None:
         """Reads what has changed. now: seconds since the epoch."""
         if self._recipe.changed():
             self.recipe = flatten(self._recipe.json({}))
-            every = self.recipe.get("train.eval_every")
-            self._every = every if isinstance(every, int) and every > 0 else None
-        self.curve.refresh(points, self._every)
+        self.curve.refresh(points)
         if self._events.changed():
             events = self._events.lines()
             last = next((e for e in reversed(events) if str(e.get("kind")) in ENDS), {"kind": "start"})
