@@ -64,24 +64,29 @@ PARTS = [
     {"type": "output", "text": "75"},
     {"type": "text", "text": "Mira has 75 pears now."},
 ]
+TALK = [
+    {"role": "user", "content": "Who are you?"},
+    {"role": "assistant", "content": "I am quern, a small model that grew up in a little world."},
+    {"role": "user", "content": "And who is Odo?"},
+    {"role": "assistant", "content": "Odo is a heron. He lives on the roof of the mill and likes frogs."},
+]
 STORY = (
-    " lived in the mill by the river. Every morning she carried flour to the baker, who was a fox with "
-    "a grey coat. “Good morning, Mira,” said the fox. “Is it windy on the hill?”\n\n"
-    "She nodded. The wheel had turned all night, and her friend Odo, the heron, was still asleep on the roof."
+    " lived in the mill by the river. Every morning she carried flour to the baker, who was a fox with a grey coat. "
+    "“Good morning, Mira,” said the fox. “Is it windy on the hill?”\n\nShe nodded. The wheel had turned all night."
 )
+CONTINUED = (("Mira the otter", STORY), ("12 + 30 =", " 42\n7 + 15 = 22\n60 - 4 = 56"))
 
 
-def write_run(folder: Path, sft: bool = True, scores: bool = True, samples: bool = True) -> Path:
-    """Everything that a run leaves for the report; the flags leave parts out."""
+def write_run(folder: Path) -> Path:
+    """Everything that pretraining and fine-tuning leave for the report."""
     rng = random.Random(1)
     _stage(folder / "pretrain", rng, steps=1500, start=9.01, end=1.42, val=True)
-    if sft:
-        _stage(folder / "sft", rng, steps=300, start=1.9, end=0.31, val=False)
+    _stage(folder / "sft", rng, steps=300, start=1.9, end=0.31, val=False)
     (folder / "run.json").write_text(json.dumps(RUN), encoding="utf-8")
-    if scores:
-        lines(folder / "evaluate.jsonl", _scores(sft))
-    if samples:
-        lines(folder / "samples.jsonl", _samples(sft))
+    lines(folder / "evaluate.jsonl", _scores())
+    talks = ([*QUESTION, {"role": "assistant", "content": PARTS}], TALK)
+    told = ({"stage": "pretrain", "kind": "completion", "prompt": prompt, "text": text} for prompt, text in CONTINUED)
+    lines(folder / "samples.jsonl", [*told, *({"stage": "sft", "kind": "chat", "messages": talk} for talk in talks)])
     return folder
 
 
@@ -98,7 +103,7 @@ def add_rl(folder: Path) -> None:
             metrics.append({"step": step, "val_kl": 0.02 * share, "val_pass_1/<b>sums": 0.4} | passed)
     lines(folder / "rl" / "metrics.jsonl", metrics)
     (folder / "rl" / "recipe.json").write_text(json.dumps(RECIPE), encoding="utf-8")
-    found = _scores(True)
+    found = _scores()
     for line in [line for line in found if line["stage"] == "sft" and line["metric"] == "accuracy"]:
         found.append(line | {"stage": "rl", "value": min(1.0, line["value"] + 0.06), "high": 1.0})
     for stage, core, text in (("pretrain", 0.05, 0.55), ("sft", 0.021, None), ("rl", -0.03, None)):
@@ -164,11 +169,9 @@ def _stage(folder: Path, rng: random.Random, steps: int, start: float, end: floa
     lines(folder / "events.jsonl", events)
 
 
-def _scores(sft: bool) -> list[dict[str, Any]]:
+def _scores() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    names = ["untrained", "pretrain", *(["sft"] if sft else [])]
-    for index, stage in enumerate(names):
-        bpb = {"untrained": 3.324, "pretrain": 0.543, "sft": 0.611}[stage]
+    for index, (stage, bpb) in enumerate({"untrained": 3.324, "pretrain": 0.543, "sft": 0.611}.items()):
         text = {"task": "validation", "metric": "bpb", "value": bpb, "low": None, "high": None, "prompt_hash": None}
         found.append({"stage": stage, **text, "count": 1_001_346, "chance": 3.333, "bos": True, "shots": 0})
         for task, values in SCORES.items():
@@ -177,21 +180,4 @@ def _scores(sft: bool) -> list[dict[str, Any]]:
             score = {"task": task, "metric": "accuracy", "value": value, "low": max(0.0, low), "high": min(1.0, high)}
             how = {"prompt_hash": "9b74c9897bac770f", "bos": True, "shots": 0, "cropped": 0}
             found.append({"stage": stage, **score, "count": count, "chance": values[0], **how})
-    return found
-
-
-def _samples(sft: bool) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = [
-        {"stage": "pretrain", "kind": "completion", "prompt": "Mira the otter", "text": STORY},
-        {"stage": "pretrain", "kind": "completion", "prompt": "12 + 30 =", "text": " 42\n7 + 15 = 22\n60 - 4 = 56"},
-    ]
-    if sft:
-        talk = [
-            {"role": "user", "content": "Who are you?"},
-            {"role": "assistant", "content": "I am quern, a small model that grew up in a little world."},
-            {"role": "user", "content": "And who is Odo?"},
-            {"role": "assistant", "content": "Odo is a heron. He lives on the roof of the mill and likes frogs."},
-        ]
-        shown = ([*QUESTION, {"role": "assistant", "content": PARTS}], talk)
-        found += [{"stage": "sft", "kind": "chat", "messages": messages} for messages in shown]
     return found

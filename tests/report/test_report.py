@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import time
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -157,26 +156,16 @@ def test_chats_printed_after_a_run_cannot_steer_the_terminal(tmp_path):
     assert sample_chat(run_dir) == ["you   │ \ufffd[2J?", "quern │ \ufffd", ""]
 
 
-@pytest.mark.parametrize("parts", [{"sft": False, "samples": False}, {"scores": False}])
-def test_a_run_that_stopped_on_the_way(tmp_path, parts):
-    markdown, page = report(write_run(tmp_path, **parts))
-    assert ("Evaluation" in page.text) == ("## Evaluation" in markdown) == parts.get("scores", True)
-    assert ("Samples" in page.text) == ("## Samples" in markdown) == parts.get("samples", True)
-    assert ("Fine-tuning" in page.text) == parts.get("sft", True)
-
-
 def test_a_single_record_is_enough(tmp_path, full):
+    with pytest.raises(FileNotFoundError, match="holds no records of a run"):
+        build(tmp_path)
     for name in ("run.json", "pretrain/metrics.jsonl", "pretrain/events.jsonl", "evaluate.jsonl", "samples.jsonl"):
         target = tmp_path / name.replace(".", "-") / name
         target.parent.mkdir(parents=True)
         target.write_bytes((full[0] / name).read_bytes())
-        assert len(report(tmp_path / name.replace(".", "-"))[0]) > 100
-
-
-def test_no_records_at_all(tmp_path):
-    for folder in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(FileNotFoundError, match="holds no records of a run"):
-            build(folder)
+        markdown, page = report(tmp_path / name.replace(".", "-"))
+        assert len(markdown) > 100
+        assert ("Evaluation" in page.text) == ("## Evaluation" in markdown) == (name == "evaluate.jsonl")
 
 
 def test_a_torn_end_is_left_out_and_a_damaged_record_is_named(tmp_path):
@@ -212,14 +201,6 @@ def test_validation_lines_take_time_and_tokens_from_their_neighbours(tmp_path):
     stage = read_run(tmp_path).stages[0]
     assert stage.column("val_bpb", "seconds") == ([10.0, 25.0, 30.0, 30.0], [3.0, 2.5, 2.0, 1.9])
     assert stage.column("val_bpb", "tokens")[0] == [50.0, 150.0, 200.0, 200.0]
-
-
-def test_many_validations_of_a_long_run_are_placed_in_one_pass(tmp_path):
-    records = [{"step": step, "loss": 3.0, "seconds": step / 2} for step in range(1, 6_001)]
-    lines(tmp_path / "pretrain" / "metrics.jsonl", [*records, *({"step": s, "val_bpb": 2.0} for s in range(1, 6_001))])
-    stage, began = read_run(tmp_path).stages[0], time.process_time()
-    assert stage.column("val_bpb", "seconds")[0] == [step / 2 for step in range(1, 6_001)]
-    assert time.process_time() - began < 2.0  # a pass over the lines for each validation would take minutes
 
 
 def test_only_the_latest_evaluation_and_answer_to_a_prompt_are_shown(tmp_path):
@@ -312,7 +293,7 @@ def test_only_a_resumption_that_trained_is_marked(tmp_path):
 
 
 def test_a_second_report_has_the_same_bytes_and_one_that_cannot_be_written_leaves_the_old_one(tmp_path):
-    folder = write_run(tmp_path, sft=False)
+    folder = write_run(tmp_path)
     before, page = (path.read_bytes() for path in build(folder))
     assert [path.read_bytes() for path in build(folder)] == [before, page]
     (folder / "report.html").unlink()
@@ -322,43 +303,24 @@ def test_a_second_report_has_the_same_bytes_and_one_that_cannot_be_written_leave
     assert not list(folder.glob(".*.tmp-*")) and (folder / "report.md").read_bytes() == before
 
 
-def test_a_long_run_makes_a_light_page(tmp_path):
-    metrics = [
-        {"step": i, "tokens": i, "seconds": i, "loss": 3 + math.sin(i), "lr_multiplier": 1.0} for i in range(1, 20_001)
-    ]
-    lines(tmp_path / "pretrain" / "metrics.jsonl", metrics)
-    build(tmp_path)
-    assert (tmp_path / "report.html").stat().st_size < 1_000_000
-
-
 def test_markdown_escapes():
     assert inline("a|b\n<b>*x*_y_`z`[l](u) & #") == ("a\\|b &lt;b&gt;\\*x\\*\\_y\\_\\`z\\`\\[l\\](u) &amp; \\#")
-    assert fenced("x ```` y").startswith("`````text\n") and fenced("x").startswith("```text\n")
+    assert fenced("x ```` y").startswith("`````text\n")
 
 
-def test_curves_keep_their_ends():
+def test_curves_keep_their_ends_and_are_thinned():
     ys = [float(i % 7) for i in range(5000)]
     xs, thinned = thin([float(i) for i in range(5000)], ys)
     assert len(xs) <= 802 and (xs[0], xs[-1]) == (0.0, 4999.0) and thinned[-1] == ys[-1]
     means = running_mean(ys)
     assert (means[0], means[-1]) == (ys[0], ys[-1])
     assert means[2500] == pytest.approx(sum(ys[2500 - 83 : 2500 + 84]) / 167)
-    assert running_mean([4.0]) == [4.0]
-    assert sparkline([1, 2, 3, 4]) == "▁▃▆█" and sparkline([]) == "" and sparkline([2, 2]) == "▁▁"
-    assert len(sparkline([float(i) for i in range(1000)])) == 48
+    assert sparkline([1, 2, 3, 4]) == "▁▃▆█" and sparkline([2, 2]) == "▁▁" and len(sparkline(ys)) == 48
 
 
-@pytest.mark.parametrize(
-    ("shown", "expected"),
-    [
-        (human(999_999), "1M"), (human(1_234_567), "1.23M"), (human(16), "16"), (human(2.5e12), "2.5T"),
-        (human_bytes(24_000_118), "24 MB"), (human_bytes(12), "12 bytes"), (human_flops(4.638e14),
-        "464 TFLOP"),
-        (human_flops(500), "500 FLOP"), (duration(59.96), "1 min 0 s"), (duration(59.94), "59.9 s"),
-        (duration(400), "6 min 40 s"), (duration(7261), "2 h 1 min"), (percent(0.0996), "10%"),
-        (percent(0.0994), "9.9%"), (percent(1), "100%"), (percent(0), "0%"), (number(1234567), "1,234,567"),
-        (number(0.12345), "0.1235"), (number(12345.67), "12,345.7"),
-    ],
-)  # fmt: skip
-def test_numbers_read_well(shown, expected):
-    assert shown == expected
+def test_numbers_read_well():
+    millions = [human(value) for value in (999_999, 1_234_567, 16)]
+    assert [*millions, human_bytes(24_000_118), human_flops(500)] == ["1M", "1.23M", "16", "24 MB", "500 FLOP"]
+    assert [duration(value) for value in (59.94, 59.96, 7261)] == ["59.9 s", "1 min 0 s", "2 h 1 min"]
+    assert [percent(value) for value in (0.0994, 0.0996, 1)] == ["9.9%", "10%", "100%"]
+    assert [number(value) for value in (1234567, 0.12345, 12345.67)] == ["1,234,567", "0.1235", "12,345.7"]
