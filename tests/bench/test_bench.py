@@ -19,13 +19,12 @@ from quern.bench.options import BenchOptions
 from quern.flags.check_flags import read
 from quern.generate.engine import Engine
 from quern.generate.sampling import Sampling
-from quern.machine import Machine
 from quern.model.context import CausalContext
 from quern.model.count import FlopCounter
 from quern.resolve import batch_rule
 from quern.text.tokenizer import Tokenizer
+from tests.support.toy_training import CPU
 
-CPU = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)
 PLAIN = ["--no-compile", "--threads", "1", "--dtype", "fp32"]
 QUICK = ["--quick", *PLAIN, "--seed", "5"]
 
@@ -40,19 +39,9 @@ def measured(out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
 
 
 def test_jobs_alternate_and_the_first_pass_does_not_count() -> None:
-    calls: list[str] = []
     clock = iter(range(100))
-
-    def job(name: str):
-        def run() -> float:
-            calls.append(name)
-            return float(next(clock))
-
-        return run
-
-    taken = alternate(3, {"a": job("a"), "b": job("b")})
-    assert "".join(calls) == "abbaabba"
-    assert {name: values.tolist() for name, values in taken.items()} == {"a": [3.0, 4.0, 7.0], "b": [2.0, 5.0, 6.0]}
+    taken = alternate(3, {"a": lambda: next(clock), "b": lambda: next(clock)})
+    assert {name: values.tolist() for name, values in taken.items()} == {"a": [3, 4, 7], "b": [2, 5, 6]}
 
 
 def test_numbers_read_well() -> None:
@@ -225,17 +214,10 @@ def test_nonsense_is_refused_before_anything_is_measured(arguments: list[str], m
         read(BenchOptions, arguments, prog="quern bench")
 
 
-@pytest.mark.parametrize("what", ["tokenizer", "encode", "prepare", "packing"])
-def test_a_text_without_words_is_not_measured(tmp_path: Path, what: str) -> None:
+def test_a_text_without_words_is_not_measured(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     with pytest.raises(ValueError, match="empty.txt has no text: give a file or a folder of text"):
-        measured(tmp_path, what, "--data", str(tmp_path / "empty.txt"), *PLAIN)
-
-
-def test_records_that_cannot_be_kept_are_not_measured(tmp_path: Path) -> None:
-    (tmp_path / "out").touch()
-    with pytest.raises(NotADirectoryError):
-        command.run(read(BenchOptions, ["--out", str(tmp_path / "out")], prog="quern bench"), pytest.fail)
+        measured(tmp_path, "packing", "--data", str(tmp_path / "empty.txt"), *PLAIN)
 
 
 @pytest.mark.parametrize("what", ["grug", "serve"])

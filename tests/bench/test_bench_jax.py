@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from quern.bench import command
 from quern.bench.data import Setup
@@ -15,9 +14,9 @@ from quern.bench.jax import jax_order
 from quern.bench.material import reference
 from quern.bench.options import BenchOptions
 from quern.flags.check_flags import read
-from quern.machine import Machine
 from tests.support.jax_process import environment
 from tests.support.line_server import ROOT
+from tests.support.toy_training import CPU
 
 
 @pytest.fixture(autouse=True)
@@ -52,8 +51,7 @@ except ValueError as error:  # when it has the state of the training, and traces
 
 
 def test_the_jax_process_loads_no_torch() -> None:
-    machine = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)
-    order = jax_order(reference(True, 5), Setup(machine, 5, quick=True), 17)
+    order = jax_order(reference(True, 5), Setup(CPU, 5, quick=True), 17)
     command = [sys.executable, "-c", TORCH_FREE, json.dumps(order)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith("False True blocks of 17 positions"), done.stdout + done.stderr

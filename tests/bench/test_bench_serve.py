@@ -3,17 +3,14 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from quern.bench.data import Setup
 from quern.bench.material import pair_tokenizer, reference, talking_model
 from quern.bench.serve import NAME, QUESTION, TURN_REPLY, second_turns
 from quern.generate.engine import Engine
-from quern.machine import Machine
 from quern.serve.server import create_app
 from tests.support.http_server import running
-
-CPU = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)
+from tests.support.toy_training import CPU
 
 
 @pytest.mark.parametrize("megabytes", [8, 0])
