@@ -236,7 +236,6 @@ def test_a_twin_changes_nothing_and_hides_no_noise(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tune", "why"),
     [
-        ("", "it ended with code -9"),
         ("matrix_lr", "it ended with code -9"),
         ("", "OSError: [Errno 28] No space left on device"),
         ("", "ValueError: killed.py has changed since the study began"),

@@ -44,33 +44,23 @@ def test_an_entry_sets_its_field(entry: str) -> None:
 
 REFUSED = {
     "optim.matrix-lr": "'optim.matrix-lr' has no values: write optim.matrix-lr=0.005..0.08:log",
-    "optim.matrix-lr=": "has no values",
     "optim.matrix-lr=0.1..0.01": "its low end must be below its high end",
     "optim.matrix-lr=0..0.1:log": "with :log both ends must be above 0",
     "optim.matrix-lr=0.01..0.1:lin": "LOW..HIGH, LOW..HIGH:log or LOW..HIGH:STEP, in numbers",
-    "optim.matrix-lr=a..b": "LOW..HIGH, LOW..HIGH:log",
     "optim.matrix-lr=0.01..0.1:0.04": "a whole number of steps of 0.04 must lead from 0.01 to 0.1",
-    "optim.matrix-lr=0.01..0.1:0": "a whole number of steps",
     "optim.matrix-lr=0.01": "at least two choices",
     "optim.matrix-lr=0.01,0.01": "all different",
     "optim.matrix-lr=-1..1": "optim.matrix-lr must be a number between 0 and 1,000, not -1.0",
-    "optim.matrix-lr=nan..1": "must be a number between",
     "optim.matrix-lr=0.1,fast": "'fast' in 'optim.matrix-lr=0.1,fast' must be a number",
-    "optim.matrix-lr=none,0.1": "must be a number",
     "train.batch-tokens=4096.5..8192": "in whole numbers",
-    "train.batch-tokens=0..8192": "must be a whole number between 1",
     "train.packing=best-fit,worst-fit": "train.packing must be one of best-fit",
     "model.windows=1..3": "which is no number",
     "optim.matrix_rate=0.1..0.2": "no field 'optim.matrix-rate'; nearest: optim.matrix-lr",
-    "optim.mlp=0.1..0.2": "the recipe has no field 'optim.mlp'",
-    "make_model=a,b": "the recipe has no field 'make-model'",
     "seed=0..5": "seed cannot be in the space: it is what pairs the trials: set how many seeds with --seeds",
     "data=a,b": "changes the text",
     "model.vocab-size=100,200": "follows from the depth and the tokenizer",
     "model.mlp-width=100,200": "does nothing in the 'gpt' recipe",
-    "shards=1..2": "changes the text",
     "sft.epochs=1..2": "is for a stage after pretraining",
-    "rl.steps=1..2": "is for a stage after pretraining",
     "train.minutes=1..2": "would train for a time",
     "train.keep=1..2": "does not change what is learned",
 }
@@ -85,12 +75,8 @@ def test_a_wrong_entry_is_refused_with_the_right_form(entry: str) -> None:
 
 
 def test_a_field_is_in_the_space_once() -> None:
-    for entries, message in (
-        (["optim.matrix-lr=0.1,0.2", "optim.matrix_lr=0.1..0.2"], "optim.matrix-lr is in the space twice"),
-        ([], "the space is empty"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            read_space(entries, RECIPE)
+    with pytest.raises(ValueError, match=r"optim\.matrix-lr is in the space twice"):
+        read_space(["optim.matrix-lr=0.1,0.2", "optim.matrix_lr=0.1..0.2"], RECIPE)
 
 
 def test_a_file_means_the_same_as_its_entries(tmp_path: Path) -> None:
@@ -107,25 +93,13 @@ def test_a_file_means_the_same_as_its_entries(tmp_path: Path) -> None:
             read_space([str(file)], RECIPE)
 
 
-def test_the_values_of_a_grid() -> None:
-    def values(entry: str) -> tuple[object, ...]:
-        return read_space([entry], RECIPE).dimensions[0].values()
-
-    assert values("train.batch-tokens=4096..16384:4096") == (4096, 8192, 12288, 16384)
-    assert values("train.warmdown-share=0.3..0.9:0.1") == pytest.approx((0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9))
-    assert values("model.windows=SSSL,L") == ("SSSL", "L")
-    assert values("train.warmdown-share=0.3..0.9") == ()
-
-
 EDGES = [
     ("optim.matrix-lr=0.001..0.1:log", 0.09, "upper"),
     ("optim.matrix-lr=0.001..0.1:log", 0.0012, "lower"),
     ("optim.matrix-lr=0.001..0.1:log", 0.01, None),
     ("train.warmdown-share=0.5..1", 1.0, None),  # no share is above 1
     ("train.warmdown-share=0.5..1", 0.51, "lower"),
-    ("train.final-lr=0..0.5", 0.0, None),
     ("train.batch-tokens=4096,8192,16384", 16384, "upper"),
-    ("train.batch-tokens=4096,8192,16384", 8192, None),
     ("train.batch-tokens=4096,8192", 8192, None),
     ("train.clip-norm=none,1,2,3", None, None),
     ("model.windows=SSSL,SSL,L", "L", None),

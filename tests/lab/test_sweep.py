@@ -245,16 +245,6 @@ def test_a_trial_that_fails_again_is_finished_and_blocks_no_other(tmp_path: Path
     assert any("8.0000 bits per byte, failed (ZeroDivisionError: the rule" in line for line in lines)
 
 
-def test_the_torn_end_of_a_trial_that_runs_is_dropped(tmp_path: Path) -> None:
-    before, _, _ = sweep(options(tmp_path, trials=4))
-    values = {"optim.matrix_lr": 0.03, "train.warmdown_share": 0.5}
-    with (tmp_path / "lab/s/running.jsonl").open("a") as running:
-        running.write(json.dumps({"trial": 4, "values": values, "baseline": False}) + '\n{"trial": 4, "run": {"b')
-    after, _, _ = sweep(options(tmp_path, trials=6))
-    assert after[:4] == before and len(after) == 6 and after[4]["values"] == values
-    assert [run["seed"] for run in after[4]["runs"]] == [0, 1]
-
-
 def test_a_sweep_that_is_killed_and_ends_with_two_workers_loses_and_repeats_no_trial(tmp_path: Path) -> None:
     kills = [random.Random(7).randrange(500, 3000) for _ in range(4)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
