@@ -1,29 +1,18 @@
-"""Sweeps of a fake trainer, one after another in forked processes, which may kill themselves.
-
-    python tests/lab/sweep_worker.py FOLDER TRIALS KILLS [--workers 1]
-
-KILLS is a list of numbers such as 500,900,0: the first process sends itself SIGKILL before the 500th call of a function
-of the sweep or of its files; the last one starts a second worker and runs to its end. Prints the exit codes as JSON.
-With --workers 1, it is that second worker. The result of the fake trainer is a pure function of the recipe's fields and
-the seed.
-"""
+"""A sweep of a fake trainer, which may kill itself. A result is a pure function of the recipe's fields and the seed."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import random
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quern.lab.options import SweepOptions
-from quern.lab.search import results  # noqa: F401  (the forked processes need not import it again)
 from quern.lab.search.sweep import run
 from quern.lab.trainer import Trainer
 from quern.recipe import Recipe
@@ -82,33 +71,12 @@ def score(recipe: Recipe, seed: int) -> float:
     return 1.5 + 0.2 * math.log10(rate / 0.03) ** 2 + 0.1 * (share - 0.6) ** 2 + noise
 
 
-def sweep(folder: Path, trials: int, kills: str, workers: int, kill_at: int) -> int:
+def sweep(folder: Path, trials: int, workers: int = 1, kill_at: int = 0) -> int:
+    """Returns the exit code. kill_at: the call of a function of the sweep or of its files before which it dies."""
     options = SweepOptions(RECIPE, SPACE, out=folder, sampler="random", trials=trials, seeds=2, workers=workers)
     if kill_at:
         die = lambda place: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
         sys.setprofile(Events(("lab", "temporaries.py"), ("train", kill_at), die))
-    command = (sys.executable, __file__, str(folder), str(trials), kills)
+    code = f"from pathlib import Path; from {__name__} import sweep; sweep(Path({str(folder)!r}), {trials})"
+    command = (sys.executable, "-W", "error", "-c", code)
     return run(options, lambda line: None, FakeTrainer(folder / "ran.txt"), command)
-
-
-def forked(run_child: Callable[[], int]) -> int:
-    """The exit code of a child process, or minus the number of the signal that ended it."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os._exit(run_child())
-        except BaseException:
-            traceback.print_exc()
-            os._exit(99)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def main(folder: Path, trials: int, kills: str, *worker: str) -> None:
-    if worker:
-        sys.exit(sweep(folder, trials, kills, 1, 0))
-    at = [int(number) for number in kills.split(",")]
-    print(json.dumps([forked(lambda n=n: sweep(folder, trials, kills, 1 if n else 2, n)) for n in at]))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -6,8 +6,8 @@ import json
 import math
 import os
 import random
+import signal
 import statistics
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -35,6 +35,7 @@ from quern.recipe import Recipe
 from quern.recipes.gpt import RECIPE as BASELINE
 from quern.records import read_lines
 from quern.resolve import resolve
+from tests.lab import sweep_worker
 from tests.lab.sweep_worker import RECIPE, SPACE, FakeRun, FakeTrainer, score
 from tests.support.tiny_model import CPU
 
@@ -245,13 +246,18 @@ def test_a_trial_that_fails_again_is_finished_and_blocks_no_other(tmp_path: Path
     assert any("8.0000 bits per byte, failed (ZeroDivisionError: the rule" in line for line in lines)
 
 
-def test_a_sweep_that_is_killed_and_ends_with_two_workers_loses_and_repeats_no_trial(tmp_path: Path) -> None:
-    kills = [random.Random(7).randrange(500, 3000) for _ in range(4)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    script, told = ROOT / "tests/lab/sweep_worker.py", ",".join(map(str, [*kills, 0]))
-    command = [sys.executable, "-W", "error", str(script), str(tmp_path), "24", told]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0 and json.loads(done.stdout) == [-9] * 4 + [0], done.stderr
+def test_a_sweep_that_is_killed_and_ends_with_two_workers_loses_and_repeats_no_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    numbers = random.Random(7)
+    for kill_at in [numbers.randrange(500, 3000) for _ in range(4)]:
+        child = os.fork()
+        if child == 0:
+            sweep_worker.sweep(tmp_path, 24, kill_at=kill_at)
+            os._exit(1)  # not killed
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert sweep_worker.sweep(tmp_path, 24, workers=2) == 0
     assert (tmp_path / "lab/sweep/worker-1.log").read_text(encoding="utf-8") == ""
     lines = read_lines(tmp_path / "lab/sweep/sweep.jsonl")
     assert sorted(line["trial"] for line in lines) == list(range(24)), "every trial has finished once"
