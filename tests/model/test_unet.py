@@ -1,26 +1,17 @@
-"""The speedrun model against the same mathematics in NumPy with dense masks; what it may see; how it starts."""
+"""The speedrun model's layout, windows and start. What it computes: tests/laws/test_export_code_law.py."""
 
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
 
-from quern import compiler
-from quern.data.batch import Batch
 from quern.model.base import loss_sum
 from quern.model.unet import UNet, value_embedding_of, without_attention
-from quern.recipe import Resolved, ResolvedModel
+from quern.recipe import ResolvedModel
 from quern.recipes.unet import RECIPE
 from quern.resolve import resolve
-from quern.runs.training import make_batches
-from quern.train.state import TrainState, build_state
-from quern.train.step import train_step
-from tests.support.memory_corpus import memory_corpus
-from tests.support.models import initialised, randomized
-from tests.support.toy_training import CPU, copy_of, differing
+from tests.support.models import initialised
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -29,97 +20,6 @@ SHAPE = ResolvedModel(
     depth=6, width=32, head_dim=16, heads=2, kv_heads=2, context=24, vocab_size=53, bos=BOS,
     windows="LSSSLSSLSSSL", rope_base=16.0,
 )  # fmt: skip
-# A row of documents of 5, 1, 9 and 9 tokens, one that begins in mid-document, and one of a single document.
-IDS = [
-    [0, 7, 8, 9, 10, 0, 0, 12, 13, 14, 15, 16, 17, 18, 19, 0, 21, 22, 23, 24, 25, 26, 27, 28],
-    [31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 0, 48, 49, 50, 51, 52, 1, 2],
-    [0, *range(20, 43)],
-]
-
-
-class Small(UNet):
-    """Windows of whole fours, so that they matter in rows of 24."""
-
-    window_block = 4
-    long_window = 20
-
-
-def random_model(shape: ResolvedModel = SHAPE) -> Small:
-    """Every parameter random: no path through the model is silent."""
-    return randomized(Small(shape))
-
-
-def rms(x: np.ndarray) -> np.ndarray:
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)
-
-
-def turned(x_HTE: np.ndarray, base: float) -> np.ndarray:
-    """The first quarter of the pairs (i, i + E/2) turns by position / base^(i / (E/4 - 1)), the others stand."""
-    E = x_HTE.shape[-1]
-    y = x_HTE.copy()
-    for i in range(E // 4):
-        angle = np.arange(x_HTE.shape[1]) * base ** -(i / max(1, E // 4 - 1))
-        c, s = np.cos(angle), np.sin(angle)
-        a, b = x_HTE[..., i], x_HTE[..., i + E // 2]
-        y[..., i], y[..., i + E // 2] = a * c + b * s, b * c - a * s
-    return y
-
-
-def plain(model: UNet, ids: list[int], windows: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Hidden states and logits of one row in float64, layer by layer as the source has it."""
-    shape = model.shape
-    assert shape.depth and shape.heads and shape.head_dim and shape.width
-    p = {name: t.detach().double().numpy() for name, t in model.named_parameters()}
-    tokens, T, half = np.array(ids), len(ids), shape.depth // 2
-    documents = np.cumsum(tokens == BOS)
-    distance = np.arange(T)[:, None] - np.arange(T)
-    tables = [p[f"value_embeddings.{i}.weight"][tokens] for i in range(min(3, half))]
-    values = [*tables, *[None] * (shape.depth - 2 * len(tables)), *tables]
-    x = x0 = rms(p["embedding.weight"][tokens])
-    skips = []
-    for layer in range(shape.depth):
-        if layer >= half:
-            x = x + p["skip_scales"][layer - half] * skips.pop()
-        block = f"blocks.{layer}."
-        mix = p[block + "residual_scales"]
-        x = mix[0] * x + mix[1] * x0
-        if block + "attention.qkv" in p:
-            q, k, v = (rms(x) @ w.T for w in p[block + "attention.qkv"])
-            scales = p[block + "attention.value_scales"]
-            table = values[layer]
-            v = scales[0] * v + (0 if table is None else scales[1] * table)
-            q, k, v = (y.reshape(T, shape.heads, shape.head_dim).transpose(1, 0, 2) for y in (q, k, v))
-            q, k = turned(rms(q), shape.rope_base), turned(rms(k), shape.rope_base)
-            seen = (distance >= 0) & (distance < windows[layer]) & (documents[:, None] == documents)
-            scores = np.where(seen, 0.12 * q @ k.transpose(0, 2, 1), -np.inf)
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
-            y = (weights / weights.sum(-1, keepdims=True)) @ v
-            x = x + y.transpose(1, 0, 2).reshape(T, -1) @ p[block + "attention.out.weight"].T
-        x = x + np.maximum(rms(x) @ p[block + "mlp.up.weight"].T, 0) ** 2 @ p[block + "mlp.down.weight"].T
-        if layer < half:
-            skips.append(x)
-    x = rms(x)
-    return x, 30 / (1 + np.exp(-(x @ p["head.weight"].T) / (7.5 * shape.width**0.5)))
-
-
-# Long and short windows of a share of the run, and which layers of a depth are long: worked out by hand.
-GROWN = {0.0: (4, 4), 0.3: (8, 4), 0.5: (12, 4), 0.75: (16, 8), 1.0: (20, 8)}
-LONG = {2: (0, 1), 4: (0, 3), 6: (0, 4, 5), 8: (0, 4, 7), 12: (0, 4, 7, 11)}
-
-
-@pytest.mark.parametrize("share", GROWN)
-@pytest.mark.parametrize("depth", LONG)
-def test_the_model_is_the_plain_one(depth: int, share: float) -> None:
-    model = random_model(replace(SHAPE, depth=depth))
-    tokens = torch.tensor(IDS)
-    x_BTD = model(tokens, model.context(tokens, share))
-    logits = model.logits(x_BTD)
-    assert logits.dtype == torch.float32 and logits.shape == (3, 24, 128)
-    windows = [GROWN[share][0 if layer in LONG[depth] else 1] for layer in range(depth)]
-    for row, ids in enumerate(IDS):
-        hidden, expected = plain(model, ids, windows)
-        np.testing.assert_allclose(x_BTD[row].detach().numpy(), hidden, rtol=0, atol=2e-5)
-        np.testing.assert_allclose(logits[row].detach().numpy(), expected, rtol=0, atol=2e-5)
 
 
 def test_the_layout_of_twelve_layers() -> None:
@@ -161,7 +61,7 @@ def test_windows_grow_by_blocks_of_128_as_in_the_source() -> None:
 
 
 def test_initial_values() -> None:
-    model = initialised(Small(replace(SHAPE, width=64, heads=4, kv_heads=4)), 0)
+    model = initialised(UNet(replace(SHAPE, width=64, heads=4, kv_heads=4)), 0)
     for name, p in model.named_parameters():
         value, width = p.detach(), p.size(-1)
         if name.endswith(("out.weight", "down.weight", "head.weight")):
@@ -181,7 +81,7 @@ def test_initial_values() -> None:
 
 @pytest.mark.parametrize("vocabulary", [53, 128, 200])
 def test_the_first_loss_is_that_of_a_uniform_guess_over_the_heads_rows(vocabulary: int) -> None:
-    model, tokens = initialised(Small(replace(SHAPE, vocab_size=vocabulary)), 0), torch.tensor(IDS)
+    model, tokens = initialised(UNet(replace(SHAPE, vocab_size=vocabulary)), 0), torch.arange(24)[None]
     total, _ = loss_sum(model, tokens, tokens.roll(-1, 1), torch.full(tokens.shape, 1 / tokens.numel()))
     assert total.item() == pytest.approx(math.log(-(-vocabulary // 128) * 128), abs=1e-5)
 
@@ -200,66 +100,6 @@ def test_shapes_it_cannot_have_are_refused(changes: dict, message: str) -> None:
 
 
 def test_without_a_bos_documents_cannot_be_told_apart() -> None:
-    model = Small(replace(SHAPE, bos=None))
+    model = UNet(replace(SHAPE, bos=None))
     with pytest.raises(ValueError, match="set model.bos to the tokenizer's"):
         model.context(torch.zeros(1, 4, dtype=torch.long))
-
-
-# Training ---------------------------------------------------------------------------------------------------
-
-
-def toy_recipe() -> Resolved:
-    model = replace(RECIPE.model, width=32, head_dim=16, heads=2, context=24, vocab_size=53, bos=BOS)
-    optim, train = replace(RECIPE.optim, lr_scale=0.1), replace(RECIPE.train, steps=8, batch_tokens=72)
-    return Resolved.of(resolve(replace(RECIPE, make_model=Small, depth=6, model=model, optim=optim, train=train)))
-
-
-def toy_batch() -> Batch:
-    tokens = np.array(IDS, dtype=np.int32)
-    return Batch(tokens, np.roll(tokens, -1, 1), np.ones(tokens.shape, dtype=bool))
-
-
-def test_a_resumed_run_is_the_uninterrupted_one() -> None:
-    """From the tensors of a step on: stacks of matrices, windows that go on growing, rows from the same stream."""
-    recipe = toy_recipe()
-    rng = np.random.default_rng(0)
-    corpus = memory_corpus([[BOS, *rng.integers(1, 53, n)] for n in rng.integers(2, 40, 30)])
-
-    def run(state: TrainState, steps: range) -> None:
-        loader, schedule = make_batches(recipe, corpus), recipe.make_schedule(recipe.train)
-        for step in steps:
-            train_step(state, loader.batch(step), schedule(step), CPU, micro_batch_rows=1)
-
-    whole, second = (build_state(recipe, CPU, initialised(Small(recipe.model), 0)) for _ in range(2))
-    run(whole, range(3))
-    saved = copy_of(whole.tensors())
-    second.restore(copy_of(saved), whole.meta())
-    run(whole, range(3, 6))
-    run(second, range(3, 6))
-    assert differing(whole.tensors(), second.tensors()) == []
-    assert "master.blocks.0.attention.qkv" in differing(whole.tensors(), saved)
-
-
-def test_every_parameter_moves_and_the_loss_falls() -> None:
-    recipe = toy_recipe()
-    state = build_state(recipe, CPU, initialised(Small(recipe.model), 0))
-    before = {name: p.detach().clone() for name, p in state.model.named_parameters()}
-    schedule = recipe.make_schedule(recipe.train)
-    losses = [train_step(state, toy_batch(), schedule(step), CPU, micro_batch_rows=3).loss for step in range(8)]
-    assert losses[-1] < 0.9 * losses[0]
-    for name, p in state.model.named_parameters():
-        assert not torch.equal(p, before[name]), name
-
-
-# The compiler looks at the inputs of a block, no leaves of the graph, and silences this where warnings are no errors.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
-def test_growing_windows_do_not_compile_again() -> None:
-    """Compiled by block: blocks differ in value embeddings, in attention and in the first half's skips, and no more."""
-    model, tokens = random_model(replace(SHAPE, depth=8)), torch.tensor(IDS)
-    counter, frames = CompileCounter(), []
-    with compiler.eager(False):
-        model.compile(backend=counter, dynamic=False)
-        for share in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
-            model(tokens, model.context(tokens, share)).sum().backward()
-            frames.append(counter.frame_count)
-    assert frames == [6] * 6  # three kinds of block, what comes before and after them, and the skips
