@@ -64,13 +64,6 @@ def test_rates_follow_batch_and_width() -> None:
     assert groups["x0_scales"].rule == AdamW((0.96, 0.95), 1e-10, 0.0)
 
 
-def test_empty_groups_are_left_out() -> None:
-    model = {name: pairs for name, pairs in reported().items() if name in ("matrices", "head")}
-    model["gates"] = []
-    groups = make_groups(model, RULES, everything(model))
-    assert [group.name for group in groups] == ["matrices", "head"]
-
-
 NEW = Parameter(torch.ones(1))
 
 

@@ -1,17 +1,22 @@
 """The schedules at points worked out by hand, and that no rate ever rises in the warm-down."""
 
+from collections.abc import Callable
+
 import pytest
 
 from quern.optim.schedule import learning_rate, multipliers, muon_momentum, weight_decay
 
 
 @pytest.mark.parametrize(
-    ("step", "expected"),
-    [(0, 1 / 40), (19, 0.5), (39, 1.0), (350, 1.0), (675, 0.525), (1000, 0.05)],
+    ("schedule", "steps", "points"),
+    [  # 1,000 steps: warm-up over 40, flat until 350, then 650 steps down to 0.05
+        (learning_rate, 1000, {0: 1 / 40, 19: 0.5, 39: 1.0, 350: 1.0, 675: 0.525, 1000: 0.05}),
+        (muon_momentum, 4000, {0: 0.85, 200: 0.91, 400: 0.97, 1400: 0.97, 2700: 0.935, 4000: 0.90}),
+        (weight_decay, 100, {0: 1.0, 25: 0.8535534, 50: 0.5, 100: 0.0, 120: 0.0}),
+    ],
 )
-def test_learning_rate_at_known_points(step: int, expected: float) -> None:
-    # 1,000 steps: warm-up over 40, flat until 350, then 650 steps down to 0.05.
-    assert learning_rate(step, 1000) == pytest.approx(expected)
+def test_known_points(schedule: Callable[[int, int], float], steps: int, points: dict[int, float]) -> None:
+    assert {step: schedule(step, steps) for step in points} == pytest.approx(points, abs=1e-7)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7, 30, 100, 1000])
@@ -22,18 +27,6 @@ def test_rates_rise_in_the_warm_up_and_never_after(steps: int) -> None:
     assert all(a >= b for a, b in zip(rates[peak:-1], rates[peak + 1 :], strict=True))
     assert all(0 < rate <= 1 for rate in rates)
     assert steps < 100 or rates[-1] < rates[-2] < rates[len(rates) // 2]
-
-
-@pytest.mark.parametrize(
-    ("step", "expected"), [(0, 0.85), (200, 0.91), (400, 0.97), (1400, 0.97), (2700, 0.935), (4000, 0.90)]
-)
-def test_muon_momentum_at_known_points(step: int, expected: float) -> None:
-    assert muon_momentum(step, 4000) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(("step", "expected"), [(0, 1.0), (25, 0.8535534), (50, 0.5), (100, 0.0), (120, 0.0)])
-def test_weight_decay_at_known_points(step: int, expected: float) -> None:
-    assert weight_decay(step, 100) == pytest.approx(expected, abs=1e-7)
 
 
 def test_multipliers_put_the_three_together() -> None:

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quern.kernels.attention import autotune
 from quern.kernels.attention.attend import MaskSpec, attend_plain
-from quern.kernels.attention.autotune import KINDS, Picked, example, kind_of, pick, problem_with, select_attention
+from quern.kernels.attention.autotune import KINDS, Picked, example, pick, problem_with, select_attention
 from quern.kernels.attention.backends import BLOCKED, SDPA, Backend, cudnn, installed_flash, triton_flash
 from quern.kernels.attention.blocked import attend
 from quern.machine import Machine
@@ -43,15 +42,6 @@ def slow(name: str, seconds: float) -> Backend:
         return attend(q, k, v, mask, scale)
 
     return Backend(name, path, windows=True, documents=True, growing=True)
-
-
-def test_kinds_of_masks() -> None:
-    ids = torch.zeros(2, 8, dtype=torch.int32)
-    assert kind_of(MaskSpec(), 8) == kind_of(MaskSpec(8), 8) == "full"
-    assert kind_of(MaskSpec(7), 8) == "window"
-    assert kind_of(MaskSpec(torch.tensor(7)), 8) == "growing"
-    assert kind_of(MaskSpec(None, ids), 8) == kind_of(MaskSpec(torch.tensor(2), ids), 8) == "documents"
-    assert [kind_of(example(kind, 300), 300) for kind in KINDS] == list(KINDS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -98,41 +88,6 @@ def test_a_dense_mask_is_only_the_last_resort() -> None:
         backend, notes = pick(kind, [SDPA], CPU, SMALL)
         assert backend is BLOCKED and "block by block" in notes[0]
     assert pick("full", [SDPA], CPU, SMALL) == (SDPA, [])
-
-
-def test_a_dense_mask_is_said_to_cost_as_much_as_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autotune, "BLOCKED", broken("raises"))
-    backend, notes = pick("window", [SDPA], CPU, SMALL)
-    assert backend is SDPA and "windows cost as much as full attention" in notes[0]
-
-
-def processor_seconds(backend: Backend, mask: MaskSpec, T: int, repeats: int = 4) -> float:
-    """Of this process, forward and backward: what others compute meanwhile matters little."""
-    q, k, v, grad = (torch.randn(1, T, 2, 32, generator=CPU.generator(i)).requires_grad_(i < 3) for i in range(4))
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.process_time()
-        torch.autograd.grad(backend.attend(q, k, v, mask, None), (q, k, v), grad)
-        best = min(best, time.process_time() - start)
-    return best
-
-
-def gain(backend: Backend, kind: str, T: int = 1536) -> float:
-    """Full attention's time over that with a sixteenth of the row in sight."""
-    documents_BT = torch.arange(T, dtype=torch.int32)[None] // (T // 16)
-    masks = {
-        "window": MaskSpec(T // 16),
-        "growing": MaskSpec(torch.tensor(T // 16)),
-        "documents": MaskSpec(None, documents_BT),
-    }
-    return processor_seconds(backend, MaskSpec(), T) / processor_seconds(backend, masks[kind], T)
-
-
-@pytest.mark.parametrize("kind", ["window", "growing", "documents"])
-def test_what_a_cpu_picks_gets_faster_with_what_is_hidden(kind: str) -> None:
-    """An eighth of the pairs is left, with whole blocks a quarter at most. That our Triton kernels read no tile that is
-    hidden is test_flash.py's."""
-    assert gain(BLOCKED, kind) >= 1.5
 
 
 def test_a_cpu_has_one_path_and_the_others_come_by_kind() -> None:

@@ -130,25 +130,6 @@ def test_tiles_that_are_not_seen_are_not_read(interpreted: Interpreted, spot: st
     assert not all(interpreted(finite, spot, 0, None))
 
 
-def log_sum_exp() -> bool:
-    q, k, v, _ = random_inputs(2, 50, 2, 2)
-    _, lse = forward_operator(q, k, v, None, None, 0, None, SCALE)
-    scores = torch.einsum("bqhe,bkhe->bhqk", q, k) * SCALE
-    return close(lse, scores.masked_fill(torch.ones(50, 50).triu(1).bool(), float("-inf")).logsumexp(-1))
-
-
-def test_the_log_sum_exp_is_natural(interpreted: Interpreted) -> None:
-    assert interpreted(log_sum_exp)
-
-
-def test_documents_are_intervals() -> None:
-    documents = torch.tensor([[3, 3, 3, 7, 8, 8], [1, 1, 1, 1, 1, 1]], dtype=torch.int32)
-    first, last = document_bounds(documents)
-    assert first.tolist() == [[0, 0, 0, 3, 4, 4], [0] * 6]
-    assert last.tolist() == [[2, 2, 2, 3, 5, 5], [5] * 6]
-    assert first.dtype == last.dtype == torch.int32
-
-
 # Refusals ---------------------------------------------------------------------------------------------------
 
 
@@ -169,20 +150,3 @@ def test_what_it_cannot_compute_is_refused(
     ids = None if documents is None else torch.zeros(documents, dtype=torch.int32)
     with pytest.raises(ValueError, match=message):
         flash_attention(q, k, k, 0, ids, scale)
-
-
-def test_dtypes_are_not_mixed() -> None:
-    q, k, v, _ = random_inputs(1, 4, 2, 2)
-    with pytest.raises(ValueError, match="all bf16, fp16 or fp32"):
-        flash_attention(q, k.bfloat16(), v, 0, None, SCALE)
-
-
-def negative_window() -> str:
-    q, k, v, _ = random_inputs(1, 4, 2, 2)
-    with pytest.raises(ValueError) as caught:
-        flash_attention(q, k, v, -1, None, SCALE)
-    return str(caught.value)
-
-
-def test_a_negative_window_is_refused(interpreted: Interpreted) -> None:
-    assert "at least 1, or 0 for none" in interpreted(negative_window)

@@ -9,7 +9,6 @@ import itertools
 import re
 import subprocess
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +23,11 @@ from quern.kernels.attention.flash_tiles import (
     candidates,
     shared_bytes,
 )
+from tests.support.gpu_compiler import compile_for_gpu, own_cache
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton has builds for Linux only")
+__all__ = ["own_cache"]  # a fixture
+
+triton = pytest.importorskip("triton", reason="has builds for Linux only")
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}  # of an A100 and of an H100 or H200: what one program may use
 SPILLED_BYTES = 512  # a handful of registers, outside the loops; a tile that is too large spills thousands
 
@@ -47,17 +49,10 @@ class Compiled(NamedTuple):
     serialised: bool
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled here is thrown away, instead of staying in the home folder."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-
-
-def signature(variant: Variant) -> tuple[Any, dict[str, Any], dict[tuple[int, ...], Any], dict[tuple[int, ...], Any]]:
-    """The kernel, the types of its arguments, its constants, and which arguments are multiples of 16."""
+def compiled(variant: Variant, folder: Path) -> Compiled:
     from quern.kernels.attention.flash_launch import KERNELS, READ_IN_TILES
 
-    kernel, (queries, keys, *_) = KERNELS[variant.kernel], variant.tiles
+    kernel, (queries, keys, warps, stages) = KERNELS[variant.kernel], variant.tiles
     constants = {"GROUPS": variant.groups, "E": variant.E, "BOUNDED": variant.packed, "PRECISION": "ieee"}
     constants |= {QUERIES: queries, KEYS: keys, "TMA": variant.descriptors}
     if not variant.packed:
@@ -66,9 +61,7 @@ def signature(variant: Variant) -> tuple[Any, dict[str, Any], dict[tuple[int, ..
     types: dict[str, Any] = {}
     for name in kernel.arg_names:
         rows = constants.get(read.get(name, ""))
-        if name in constants:
-            types[name] = "constexpr"
-        elif name in ("lse", "lse_log2", "sums"):
+        if name in ("lse", "lse_log2", "sums"):
             types[name] = f"tensordesc<fp32[{rows}]>" if rows else "*fp32"
         elif name in ("q", "k", "v", "y", "grad", "dq", "dk", "dv"):
             types[name] = f"tensordesc<bf16[1,{rows},{variant.E}]>" if rows else "*bf16"
@@ -78,21 +71,8 @@ def signature(variant: Variant) -> tuple[Any, dict[str, Any], dict[tuple[int, ..
             types[name] = ("i32", "i32", "i32")
         else:
             types[name] = "fp32" if name.startswith("scale") else "i32"
-    order = list(kernel.arg_names)
-    constexprs: dict[tuple[int, ...], Any] = {(order.index(k),): v for k, v in constants.items() if k in order}
-    aligned: list[tuple[int, ...]] = [(i,) for i, n in enumerate(order) if str(types[n])[0] == "*" or n == "padded"]
-    aligned += [(i, j) for i, n in enumerate(order) for j in range(3) if n.endswith("strides")]
-    return kernel, types, constexprs, {place: [["tt.divisibility", 16]] for place in aligned}
-
-
-def compiled(variant: Variant, folder: Path) -> Compiled:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    target = GPUTarget("cuda", variant.architecture, 32)
-    options = {"num_warps": variant.tiles.warps, "num_stages": variant.tiles.stages}
-    result = triton.compile(ASTSource(*signature(variant)), target=target, options=options)
+    how = {"warps": warps, "stages": stages, "architecture": variant.architecture, "multiples": {"padded"}}
+    result = compile_for_gpu(kernel, types, constants, **how)
     ptx = folder / "kernel.ptx"
     ptx.write_text(result.asm["ptx"], encoding="utf-8")
     gpu = f"sm_{variant.architecture}" + ("a" if variant.architecture == 90 else "")
@@ -102,8 +82,7 @@ def compiled(variant: Variant, folder: Path) -> Compiled:
     said = report.stdout + report.stderr
     spilled = re.search(r"(\d+) bytes spill stores", said)
     assert spilled is not None, said
-    serialised = "instructions are serialized" in said
-    return Compiled(result.asm["ptx"], int(spilled[1]), result.metadata.shared, serialised)
+    return Compiled(result.asm["ptx"], int(spilled[1]), result.metadata.shared, "instructions are serialized" in said)
 
 
 def variants(head_dims: tuple[int, ...], rows: int) -> Iterator[Variant]:
