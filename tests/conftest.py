@@ -45,28 +45,12 @@ def eager() -> Iterator[None]:
 # Order under xdist -------------------------------------------------------------------------------------------
 
 
-GROUPS = {
-    "grug": ("tests/grug/", "tests/laws/test_grug_law.py"),
-    "page": ("tests/browser/test_page_",),
-    "bench": ("tests/laws/test_resume_law.py", "tests/laws/test_run_ownership_law.py"),
-    "faulty ranks": (
-        "tests/parallel/test_faults.py",
-        "tests/laws/test_ranks_resume_law.py",
-        "tests/train/test_replicas.py",
-        "tests/stages/test_main_first.py",
-        "tests/stages/test_run_ranks.py",
-        "tests/stages/test_sft_ranks.py",
-        "tests/stages/test_trackers.py",
-        "tests/eval/test_evaluate_ranks.py",
-        "tests/test_run_scripts.py",
-    ),
-    "llama.cpp": ("tests/interop/test_export_gguf.py", "tests/laws/test_gguf_law.py"),
-}
-"""Files that use one server process, or one browser, run in one worker, so it starts once."""
+SERVERS = ("grug", "faulty_server", "bench", "browser", "llama")
+"""Fixtures that start a process. All tests that use one run in one worker, so it starts once."""
 SLOWEST_FIRST = (
     "grug",
     "bench",
-    "faulty ranks",
+    "faulty_server",
     "tests/laws/test_damage_law.py",
     "tests/contracts/test_experiments.py",
     "tests/train/test_launch.py",
@@ -97,9 +81,10 @@ for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
         signal.signal(_number, _handler)
 
 
-def group_of(nodeid: str) -> str:
-    """Returns the name of the group, or the file of a test without one."""
-    return next((name for name, starts in GROUPS.items() if nodeid.startswith(starts)), nodeid.split("::")[0])
+def group_of(item: pytest.Item) -> str:
+    """Returns the server that a test uses, or its file."""
+    fixtures = getattr(item, "fixturenames", ())
+    return next((name for name in SERVERS if name in fixtures), item.nodeid.split("::")[0])
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist writes the group's name into the test's id
@@ -108,20 +93,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not getattr(config.option, "loadgroup", False):  # which xdist sets in its workers
         return
     place = {name: number for number, name in enumerate(SLOWEST_FIRST)}
-    items.sort(key=lambda item: place.get(group_of(item.nodeid), len(place)))
+    items.sort(key=lambda item: place.get(group_of(item), len(place)))
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(group_of(item.nodeid)))
+        item.add_marker(pytest.mark.xdist_group(group_of(item)))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Refuses versions of pytest and xdist that do not group: servers and compiled models would be made twice.
-
-    What is there by now stays, so no search for garbage looks at it.
-    """
+    """What is there by now stays, so no search for garbage looks at it."""
     gc.freeze()
     gc.enable()
-    if getattr(session.config.option, "loadgroup", False) and not all("@" in item.nodeid for item in session.items):
-        raise pytest.UsageError("xdist cannot group tests under this version of pytest: use constraints.txt's")
     if "quern.compiler" in sys.modules and sys.modules["quern.compiler"].is_eager():
         raise pytest.UsageError("a test file turns the compiler off for all others while it is imported")
 

@@ -90,11 +90,6 @@ def test_a_child_that_computes_ends_with_its_parent(tmp_path: Path) -> None:
         assert child.process.wait(timeout=30) == -signal.SIGTERM
 
 
-def test_it_loads_no_torch() -> None:
-    code = "import sys, quern.process; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
-
-
 TOGETHER = """
 import signal, sys, threading
 from quern.process import prompt_signals, together

@@ -5,11 +5,6 @@ from threading import Event, Thread
 import pytest
 
 from quern import compiler
-from tests.conftest import _machine_as_before  # pyright: ignore[reportPrivateUsage]
-
-
-def test_mps_does_not_compile() -> None:
-    assert compiler.problem("mps") is not None
 
 
 def test_a_probe_that_fails_returns_the_first_line_of_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,12 +32,3 @@ def test_a_thread_without_the_compiler_leaves_the_others_as_they_were() -> None:
     left.set()
     thread.join(10)
     assert seen == [before, not before, before] and compiler.is_eager() == before
-
-
-def test_a_test_inside_eager_leaves_the_compiler_to_those_after_it() -> None:
-    before = compiler.is_eager()
-    with compiler.eager(not before):
-        around = _machine_as_before()
-        next(around)
-        assert next(around, None) is None
-    assert compiler.is_eager() == before

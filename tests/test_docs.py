@@ -73,10 +73,7 @@ def test_a_page_names_what_exists(path: Path) -> None:
     ("text", "fault"),
     [
         ("see `quern/model/gtp.py`", "no file quern/model/gtp.py"),
-        ("see `wtch.py`, and path/to/mine.py", "no file wtch.py"),
         ("`CachedContext` attends", "no class CachedContext"),
-        ("`RunFolder.stage(name)`", "no class RunFolder"),
-        ("a `KVCaches`", "no class KVCaches"),
         ("[here](docs/nothing.md)", "no page docs/nothing.md"),
         ("[here](README.md#no-such-part)", "no heading README.md#no-such-part"),
         ("## A part\n[here](#another-part)", "no heading #another-part"),

@@ -19,7 +19,6 @@ from quern.recipes.llama import RECIPE as LLAMA
 from quern.recipes.unet import RECIPE as UNET
 from quern.resolve import (
     MINIMUM_BATCH_TOKENS,
-    REFERENCE_BATCH_TOKENS,
     batch_rule,
     resolve,
     sft_batch_rule,
@@ -27,13 +26,7 @@ from quern.resolve import (
 )
 from tests.support.toy_training import toy_recipe
 
-PARTS = {
-    "text": TextRecipe,
-    "model": ModelRecipe,
-    "optim": OptimRecipe,
-    "train": TrainRecipe,
-    "sft": SftRecipe,
-}
+PARTS = {"text": TextRecipe, "model": ModelRecipe, "optim": OptimRecipe, "train": TrainRecipe, "sft": SftRecipe}
 BASE = replace(RECIPE, unused=())  # as one that knows every field
 
 
@@ -66,14 +59,7 @@ def test_no_field_is_lost_in_json() -> None:
                 value = get_args(annotation)[-1]
             recipe = changed(part, field.name, value)
             assert recipe != BASE and through_json(recipe) == recipe, f"{part}.{field.name}"
-    for name, value in {
-        "name": "x",
-        "depth": 9,
-        "data": "d",
-        "val": "v",
-        "conversations": "c",
-        "seed": 3,
-    }.items():
+    for name, value in {"name": "x", "depth": 9, "data": "d", "val": "v", "conversations": "c", "seed": 3}.items():
         assert through_json(changed("", name, value)) == changed("", name, value) != BASE
 
 
@@ -114,16 +100,7 @@ def test_classes_from_outside_come_back_only_when_handed_over() -> None:
         Recipe.from_json(BASE.to_json() | {"make_model": "os:system"})
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "gsm8k",
-        "gsm8k,repeats=4",
-        "a,b.jsonl,repeats=0.5,limit=3",
-        "hf:a/b:c@d,limit=9,split=dev,column=chat",
-        "talks/,limit=10",
-    ],
-)
+@pytest.mark.parametrize("text", ["a,b.jsonl,repeats=0.5,limit=3", "hf:a/b:c@d,limit=9,split=dev,column=chat"])
 def test_a_source_of_conversations_as_text(text: str) -> None:
     assert str(ConversationSource.parse(text)) == text
     assert ConversationSource.parse("x,limit=3,repeats=.5") == ConversationSource("x", 0.5, 3)
@@ -145,50 +122,22 @@ def test_conversations_in_a_recipe_file() -> None:
     ("part", "name", "value", "message"),
     [
         ("", "conversations", (), "conversations is empty: name a file, a folder or a data set"),
-        ("", "conversations", " ", "conversations is empty: name a file, a folder or a data set"),
         ("", "conversations", "a,repeats=0", "repeats of a must be a number above 0 and at most 10,000, not 0.0"),
         ("", "conversations", ConversationSource("a", limit=0), "limit of a must be a whole number between 1 and"),
         ("", "conversations", (7,), "conversations holds 7: name sources"),
         ("", "data", "a.txt\n", "data has an empty name among others: leave it out"),
-        ("sft", "tests", "", "sft.tests is empty: name a file, a folder or a data set"),
         ("", "depth", 0, "^depth must be a whole number between 1 and 1,000, not 0$"),
-        ("", "seed", -1, "seed must be a whole number between 0 and 1,000,000,000,000,000,000, not -1"),
-        ("text", "digits", 4, "text.digits must be a whole number between 1 and 3, not 4"),
-        ("text", "vocab_size", 299, "text.vocab-size must be a whole number between 300 and 1,048,576, not 299"),
-        (
-            "text",
-            "vocab_size",
-            2**20 + 1,
-            "text.vocab-size must be a whole number between 300 and 1,048,576, not 1048577",
-        ),
-        (
-            "train",
-            "packing",
-            "bestfit",
-            "must be one of best-fit, greedy-crop, greedy-pad, first-fit-decreasing",
-        ),
+        ("train", "packing", "bestfit", "must be one of best-fit, greedy-crop, greedy-pad, first-fit-decreasing"),
         ("train", "batch_tokens", 10, "must be a multiple of model.context, .* have 512 tokens: at least 512, not 10"),
         ("train", "batch_tokens", 1100, "since rows have 512 tokens: 1024 or 1536, not 1100"),
         ("sft", "batch_tokens", 700, "sft.batch-tokens must be a multiple of .* 512 tokens: 512 or 1024, not 700"),
         ("train", "micro_batch_tokens", 511, "must hold a row of model.context: at least 512, not 511"),
-        ("train", "fp8", "on", "train.fp8 must be one of off, head, all, not on"),
-        ("train", "grad_dtype", "fp16", "train.grad-dtype must be one of compute, fp32, not fp16"),
         ("train", "warmdown_share", 1.5, "train.warmdown-share must be a number between 0 and 1, not 1.5"),
-        (
-            "train",
-            "clip_norm",
-            0.0,
-            "train.clip-norm must be a number above 0 and at most 1,000,000,000, not 0.0: leave it out for no clipping",
-        ),
-        ("sft", "too_long", "split", "sft.too-long must be one of crop, drop, not split"),
+        ("train", "clip_norm", 0.0, "must be a number above 0 and .*, not 0.0: leave it out for no clipping"),
         ("model", "windows", "SLX", "a pattern of S .short. and L .long., such as SSSL, not 'SLX'"),
-        ("model", "windows", "", "a pattern of S .short. and L .long., such as SSSL, not ''"),
         ("model", "head_dim", 63, "model.head-dim must be even for rotary embeddings, not 63"),
         ("model", "kv_heads", 3, r"model.kv-heads must divide the 4 heads: one of \[1, 2, 4\], not 3"),
-        ("model", "softcap", 61.0, "model.softcap must be a number above 0 and at most 60, not 61.0"),
-        ("train", "steps", True, "train.steps must be a whole number"),
         ("train", "steps", "many", "train.steps must be a whole number between 1 and 1,000,000,000,000, not 'many'"),
-        ("train", "keep", None, "train.keep must be a whole number between 1 and 1,000,000, not None"),
         ("train", "save_in_background", "yes", "train.save-in-background must be true or false, not 'yes'"),
         ("model", "windows", 5, "model.windows must be a text, not 5"),
         ("model", "dropout", 1.0, "model.dropout must be a number of at least 0 and below 1, not 1.0"),
@@ -225,20 +174,10 @@ def test_a_number_is_refused_by_name_or_can_be_resolved(field: tuple[str, str], 
 
 # What follows from depth ------------------------------------------------------------------------------------
 
-OPEN = {
-    "text.separator",
-    "text.tokenizer",
-    "model.bos",
-    "optim.table_decay_scale",
-    "sft.batch_tokens",
-    "model.mlp_width",
-    "model.norm_eps",
-    "model.dropout",
-    "train.minutes",
-    "train.clip_norm",
-    "sft.steps",
-    "sft.tests",
-}
+OPEN = set(
+    """text.separator text.tokenizer model.bos model.mlp_width model.norm_eps model.dropout optim.table_decay_scale
+ train.minutes train.clip_norm sft.batch_tokens sft.steps sft.tests""".split()
+)
 """What stays None: not asked for, or known only once the data is."""
 
 
@@ -288,15 +227,6 @@ def test_the_dial_turns_every_number_the_right_way() -> None:
         assert (recipe.train.micro_batch_tokens or 0) <= (recipe.train.batch_tokens or 0)
 
 
-def test_at_the_reference_point_every_scale_is_one() -> None:
-    """Depth 12 at a vocabulary of 32,768 is where the rules were fitted."""
-    recipe = resolve(replace(BASE, depth=12))
-    assert recipe.train.batch_tokens == REFERENCE_BATCH_TOKENS == 2**19
-    assert recipe.optim.lr_scale == 1 and recipe.optim.width_scale == 1
-    assert recipe.optim.decay_scale == pytest.approx(1, rel=1e-3)
-    assert (recipe.model.width, recipe.model.heads, recipe.model.context) == (768, 6, 2048)
-
-
 @pytest.mark.parametrize("context", [16, 512, 8192])
 def test_the_batch_is_a_power_of_two_that_grows_with_the_horizon(context: int) -> None:
     horizons = [10 ** (exponent / 4) for exponent in range(8, 56)]
@@ -324,7 +254,6 @@ def test_batches_that_follow_are_whole_rows_and_each_replica_has_one(context: in
         (4, 512_000, 1, 250),  # the quickstart: 4,096 tokens, as little as keeps a processor busy
         (12, 300_000_000, 8, 1144),  # web-scale conversations: pretraining's own 2^19 tokens
         (24, 300_000_000, 8, 1144),  # fewer than pretraining's 2^20, which would leave 572
-        (12, 60_000, 1, 29),  # a few hundred conversations
         (12, 60_000, 8, 7),  # no fewer rows than ranks
         (12, 10_000_000_000, 1, 38146),  # pretraining's batch, not a larger one
     ],

@@ -101,9 +101,3 @@ def test_a_killed_process_leaves_no_scratch_folder_for_long(tmp_path: Path, monk
     with scratch_folder() as own:
         assert list(tmp_path.iterdir()) == [own]
     assert not list(tmp_path.iterdir())
-
-
-def test_no_file_makes_temporary_folders_that_a_kill_leaves_behind() -> None:
-    names = ("mkdtemp", "TemporaryDirectory", "NamedTemporaryFile", "mkstemp")
-    sources = {path: path.read_text(encoding="utf-8") for path in Path("quern").rglob("*.py")}
-    assert sources and not [path for path, text in sources.items() if any(name in text for name in names)]

@@ -16,10 +16,13 @@ def long_since(meter: Meter) -> Meter:
     return meter
 
 
-def test_what_is_quick_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with Meter("grinding", 10, "sacks") as meter:
-        for done in range(10):
-            meter.at(done)
+@pytest.mark.parametrize(("long", "silent"), [(False, False), (True, True)])
+def test_what_is_quick_says_nothing_nor_does_a_rank_other_than_0(
+    long: bool, silent: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    meter = Meter("grinding", 10, "sacks", silent=silent)
+    with long_since(meter) if long else meter:
+        meter.at(3)
     assert capsys.readouterr().out == ""
 
 
@@ -52,13 +55,6 @@ def test_plain_lines_say_how_long_it_takes_still(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "training: 5 of 100 steps, loss 1.000, 16 minutes left" and len(lines) == 6
     assert lines[-1] == "training: 10 of 100 steps, loss 1.000, 15 minutes left"
-
-
-def test_ranks_other_than_0_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    with long_since(Meter("grinding", 10, "sacks", silent=True)) as meter:
-        meter.at(3)
-        meter.log("nobody hears")
-    assert capsys.readouterr().out == ""
 
 
 def test_a_terminal_gets_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:

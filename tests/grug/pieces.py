@@ -1,8 +1,6 @@
 """Checks of the JAX twin's parts, run in JAX's process (jax_process.py): masks, shardings, steps, checkpoints."""
 
 import json
-import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +17,7 @@ from safetensors import safe_open
 
 from quern.grug import attention as paths
 from quern.grug.attention import AttentionMask, choose, reference_attention
-from quern.grug.evaluate import choose_dtype, flops_per_token, is_faster, measure_peak_flops, probe
+from quern.grug.evaluate import flops_per_token, is_faster
 from quern.grug.mesh import BATCH, place
 from quern.grug.model import Params, forward, layout, logits
 from quern.grug.optim import adamw
@@ -40,21 +38,6 @@ HEADS = P(BATCH, None, "model", None)
 # Attention --------------------------------------------------------------------------------------------------
 
 
-def oracle(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: AttentionMask) -> np.ndarray:
-    """Attention for one query at a time, in float64."""
-    B, T, H, E = q.shape
-    groups, y = H // k.shape[2], np.zeros(q.shape)
-    ids = np.zeros((B, T)) if mask.segment_ids is None else np.asarray(mask.segment_ids)
-    for b in range(B):
-        for t in range(T):
-            seen = [s for s in range(t + 1) if t - s < (mask.window or T) and ids[b, s] == ids[b, t]]
-            for h in range(H):
-                scores = k[b, seen, h // groups].astype(np.float64) @ q[b, t, h] / np.sqrt(E)
-                weights = np.exp(scores - scores.max())
-                y[b, t, h] = (weights / weights.sum()) @ v[b, seen, h // groups]
-    return y
-
-
 def draw(B: int, T: int, H: int, K: int, E: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(T)
     q, k, v = (rng.normal(size=(B, T, heads, E)).astype(np.float32) for heads in (H, K, K))
@@ -68,34 +51,16 @@ def pulled(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, functi
     return y, pull(q)
 
 
-def agree(functions: list[Callable[..., Any]], host: Sequence[np.ndarray], mesh: Any, mask: AttentionMask) -> None:
-    """Asserts that outputs are the oracle's, and gradients those of the first function."""
-    (q, k, v), expected = (place(x, HEADS, mesh) for x in host), oracle(host[0], host[1], host[2], mask)
-    found = [pulled(q, k, v, mask, function) for function in functions]
-    for y, gradients in found:
-        gaps = [relative(a, b) for a, b in zip(gradients, found[0][1], strict=True)]
-        assert max(relative(y, expected), *gaps) <= BAR, (mask.window, gaps)
-
-
-def check_each_mask_on_each_path() -> None:
-    mesh, host = mesh_of("replica"), draw(4, 21, 4, 2, 8)
-    ids = np.sort(np.random.default_rng(0).integers(0, 4, (4, 21)), axis=1).astype(np.int32)
-    with jax.set_mesh(mesh):
-        segments, functions = place(ids, P(BATCH, None), mesh), [reference_attention, paths.attention]
-        library = partial(paths.cudnn_attention, implementation="xla")
-        for window in (None, 1, 5, 21):
-            mask = AttentionMask(window=window)
-            agree([*functions, *([library] if window in (None, 5) else [])], host, mesh, mask)
-        for window in (None, 4):
-            agree(functions, host, mesh, AttentionMask(window, segments))
-
-
 def check_segments_in_several_blocks_of_queries() -> None:
     """Some with an odd number of rows. The gauntlet checks masks without segments."""
     mesh, ids = mesh_of("one"), (np.arange(300)[None] // np.array([[70], [190]])).astype(np.int32)
     with jax.set_mesh(mesh):
         mask = AttentionMask(150, place(ids, P(BATCH, None), mesh))
-        agree([reference_attention, paths.blocked_attention], draw(2, 300, 2, 1, 8), mesh, mask)
+        q, k, v = (place(x, HEADS, mesh) for x in draw(2, 300, 2, 1, 8))
+        (y, grads), (expected, theirs) = (
+            pulled(q, k, v, mask, function) for function in (paths.blocked_attention, reference_attention)
+        )
+        assert max(relative(y, expected), *map(relative, grads, theirs)) <= BAR
 
 
 def check_the_path_of_each_platform_shape_and_dtype() -> None:
@@ -124,12 +89,6 @@ def check_segments_in_the_tpu_kernel_interpreted() -> None:
         mask = AttentionMask(segment_ids=place(ids, P(BATCH, None), mesh))
         found = paths.splash_attention(q, k, v, mask, interpret=True)
         assert relative(found, reference_attention(q, k, v, mask)) <= BAR
-
-
-def check_a_dense_mask_is_refused() -> None:
-    x: Any = jnp.zeros((1, 4, 1, 2))
-    with pytest.raises(TypeError, match="dense masks are not supported"):
-        paths.attention(x, x, x, jnp.ones((4, 4), bool))  # type: ignore[arg-type]
 
 
 # Sharding and steps -----------------------------------------------------------------------------------------
@@ -229,18 +188,8 @@ def check_bf16_must_be_clearly_faster_round_by_round() -> None:
         ([160.0, 40.0, 160.0, 40.0], [100.0, 25.0, 100.0, 25.0], True),
         # A single round in which one dtype was slow does not decide.
         ([160.0, 10.0, 160.0], [100.0, 100.0, 100.0], True),
-        ([100.0, 100.0, 100.0], [100.0, 10.0, 100.0], False),
     ):
         assert is_faster(bf16, fp32) is faster
-
-
-def check_speeds_are_measured_whatever_mesh_is_set() -> None:
-    with jax.set_mesh(mesh := mesh_of("replica")):
-        rates, peak = probe(jax.devices()[0]), measure_peak_flops("float32", mesh, 64)
-    assert list(rates) == ["bfloat16", "float32"] and len(rates["bfloat16"]) == len(rates["float32"]) > 4
-    assert all(math.isfinite(rate) and rate > 0 for rate in (*rates["bfloat16"], *rates["float32"], peak))
-    found = [choose_dtype(asked) for asked in ("fp32", "bf16", None)]
-    assert found[:2] == ["float32", "bfloat16"] and found[2] in found[:2]
 
 
 # Checkpoints and the bridge ---------------------------------------------------------------------------------
@@ -278,13 +227,5 @@ def check_the_bridge_changes_no_bit_and_names_what_does_not_fit() -> None:
             back = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
             assert json.loads(opened.metadata()["quern"]) == {"step": 3}
         assert back.keys() == weights.keys() and all(np.array_equal(back[n], weights[n]) for n in weights)
-        for broken, message in (
-            (
-                {name: value for name, value in weights.items() if name != "head.weight"},
-                "head.weight has shape none",
-            ),
-            (weights | {"extra": weights["head.weight"]}, "extra has shape .* instead of none"),
-            (weights | {"smear_scale": np.zeros(2, np.float32)}, r"smear_scale has shape \(2,\) instead of \(1,\)"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                from_torch(broken, recipe.model, mesh)
+        with pytest.raises(ValueError, match=r"smear_scale has shape \(2,\) instead of \(1,\)"):
+            from_torch(weights | {"smear_scale": np.zeros(2, np.float32)}, recipe.model, mesh)

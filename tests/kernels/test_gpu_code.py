@@ -1,17 +1,77 @@
 """Kernels compile for GPUs, where there is none: the interpreter, which the laws run in, knows no types and no threads.
 
-Each is compiled to machine code for sm_90 with bf16 inputs, 16-byte aligned, as a model launches it; what is asserted
-are instructions whose absence would make it slow. What it computes is the laws' matter.
+Compiling needs no GPU, and what comes out can be read: instructions whose absence would make a kernel slow, registers
+that spill, the shared memory of flash attention's tiles, whether its matrix instructions run asynchronously and its
+copies go through the copy engine. It says nothing about results or speed. The whole table of tiles is compiled by
+`make campaign`, its first rows always.
 """
+
+import itertools
+import re
+import subprocess
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="has builds for Linux only")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
 
 from quern.kernels import cross_entropy_triton, rope_triton
-from tests.support.gpu_compiler import compile_for_gpu, own_cache
+from quern.kernels.attention.flash_launch import KERNELS, READ_IN_TILES
+from quern.kernels.attention.flash_tiles import (
+    KEYS,
+    QUERIES,
+    WITH_DESCRIPTORS,
+    WITH_POINTERS,
+    Tiles,
+    candidates,
+    shared_bytes,
+)
 
-__all__ = ["own_cache"]  # a fixture
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled is thrown away, instead of staying in the home folder."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+
+
+def compile_for_gpu(
+    kernel: Any,
+    types: dict[str, Any],
+    constants: dict[str, Any],
+    *,
+    warps: int,
+    stages: int = 3,
+    architecture: int = 90,
+    multiples: Collection[str] | None = None,
+) -> Any:
+    """Returns what Triton's compiler makes of a kernel.
+
+    Args:
+        types: Of the arguments that are not constant.
+        architecture: 80 or 90.
+        multiples: Integers that are multiples of 16, as all pointers and strides are; None for all.
+    """
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    aligned: dict[tuple[int, ...], list[list[Any]]] = {}
+    for i, name in enumerate(names):
+        kind = signature[name]
+        if isinstance(kind, tuple):
+            aligned |= {(i, j): [["tt.divisibility", 16]] for j in range(len(kind))}
+        elif kind[0] == "*" or (kind[0] == "i" and (multiples is None or name in multiples)):
+            aligned[i,] = [["tt.divisibility", 16]]
+    values: dict[Any, Any] = {(names.index(name),): value for name, value in constants.items() if name in names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
+    return compile(
+        source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": warps, "num_stages": stages}
+    )
+
 
 STRIDES = ("i32", "i32", "i32")
 SIZES = {"B": "i32", "T": "i32", "H": "i32", "V": "i32"}
@@ -38,3 +98,112 @@ def test_rope_reads_and_writes_sixteen_bytes_at_a_time(name: str) -> None:
     assert found.count("st.global") == found.count("st.global.v4") == 4
     assert found.count("ld.global") == found.count("ld.global.v4")
     assert "bar.sync" not in found  # a head's norm stays within a warp
+
+
+# Flash attention's tiles --------------------------------------------------------------------------------------
+
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}  # of an A100 and of an H100 or H200: what one program may use
+SPILLED_BYTES = 512  # a handful of registers, outside the loops; a tile that is too large spills thousands
+
+
+class Variant(NamedTuple):
+    kernel: str
+    E: int
+    tiles: Tiles
+    architecture: int
+    descriptors: bool
+    packed: bool
+    groups: int = 1
+
+
+class Compiled(NamedTuple):
+    ptx: str
+    spilled_bytes: int
+    shared_bytes: int
+    serialised: bool
+
+
+def compiled(variant: Variant, folder: Path) -> Compiled:
+    kernel, (queries, keys, warps, stages) = KERNELS[variant.kernel], variant.tiles
+    constants = {"GROUPS": variant.groups, "E": variant.E, "BOUNDED": variant.packed, "PRECISION": "ieee"}
+    constants |= {QUERIES: queries, KEYS: keys, "TMA": variant.descriptors}
+    if not variant.packed:
+        constants |= {"first": None, "last": None}
+    read = READ_IN_TILES[variant.kernel] if variant.descriptors else {}
+    types: dict[str, Any] = {}
+    for name in kernel.arg_names:
+        rows = constants.get(read.get(name, ""))
+        if name in ("lse", "lse_log2", "sums"):
+            types[name] = f"tensordesc<fp32[{rows}]>" if rows else "*fp32"
+        elif name in ("q", "k", "v", "y", "grad", "dq", "dk", "dv"):
+            types[name] = f"tensordesc<bf16[1,{rows},{variant.E}]>" if rows else "*bf16"
+        elif name in ("first", "last"):
+            types[name] = "*i32"
+        elif name.endswith("strides"):
+            types[name] = ("i32", "i32", "i32")
+        else:
+            types[name] = "fp32" if name.startswith("scale") else "i32"
+    how = {"warps": warps, "stages": stages, "architecture": variant.architecture, "multiples": {"padded"}}
+    result = compile_for_gpu(kernel, types, constants, **how)
+    ptx = folder / "kernel.ptx"
+    ptx.write_text(result.asm["ptx"], encoding="utf-8")
+    gpu = f"sm_{variant.architecture}" + ("a" if variant.architecture == 90 else "")
+    assembler = triton.knobs.nvidia.ptxas.path  # pyright: ignore[reportAttributeAccessIssue]
+    command = [assembler, "-v", f"--gpu-name={gpu}", str(ptx), "-o", str(folder / "cubin")]
+    report = subprocess.run(command, capture_output=True, text=True, check=True)
+    said = report.stdout + report.stderr
+    spilled = re.search(r"(\d+) bytes spill stores", said)
+    assert spilled is not None, said
+    return Compiled(result.asm["ptx"], int(spilled[1]), result.metadata.shared, "instructions are serialized" in said)
+
+
+def variants(head_dims: tuple[int, ...], rows: int) -> Iterator[Variant]:
+    """The first `rows` of each list of tiles, for each architecture that uses it."""
+    for descriptors, architectures in ((True, (90,)), (False, (80, 90))):
+        kernels = WITH_DESCRIPTORS if descriptors else WITH_POINTERS
+        for kernel, E, architecture in itertools.product(kernels, head_dims, architectures):
+            for tiles in candidates(kernel, E, 2, descriptors, SHARED_MEMORY[architecture])[:rows]:
+                for packed, groups in ((False, 1), (True, 4)):
+                    yield Variant(kernel, E, tiles, architecture, descriptors, packed, groups)
+
+
+def check(variant: Variant, folder: Path) -> None:
+    found = compiled(variant, folder)
+    assert found.shared_bytes <= SHARED_MEMORY[variant.architecture]
+    assert found.spilled_bytes <= SPILLED_BYTES, found.spilled_bytes
+    if variant.descriptors:
+        assert not found.serialised
+        assert "wgmma.mma_async" in found.ptx and "cp.async.bulk.tensor" in found.ptx
+        estimate = shared_bytes(variant.kernel, variant.tiles, variant.E, 2, True)
+        assert abs(found.shared_bytes - estimate) <= 4096
+
+
+def name_of(variant: Variant) -> str:
+    kernel, E, tiles, architecture, descriptors, packed, _ = variant
+    how = "descriptors" if descriptors else "pointers"
+    return f"{kernel}-{E}-{'x'.join(map(str, tiles))}-sm_{architecture}-{how}{'-packed' * packed}"
+
+
+FIRST = [v for v in variants((128,), 1) if v.packed and (v.descriptors or v.architecture == 80)]
+
+
+@pytest.mark.parametrize("variant", FIRST, ids=name_of)
+def test_the_first_tiles_suit_the_hardware(variant: Variant, tmp_path: Path) -> None:
+    check(variant, tmp_path)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("variant", list(variants((16, 32, 64, 128, 256), 3)), ids=name_of)
+def test_all_tiles_suit_the_hardware(variant: Variant, tmp_path: Path) -> None:
+    check(variant, tmp_path)
+
+
+def test_tiles_that_are_too_large_are_found(tmp_path: Path) -> None:
+    large = Variant("key_gradients", 128, Tiles(128, 64, 4, 2), 90, True, packed=False)
+    assert compiled(large, tmp_path).spilled_bytes > SPILLED_BYTES
+
+
+def test_no_window_and_no_length_is_compiled_for() -> None:
+    for name in ("forward", "query_gradient", "key_gradients"):
+        varying = {parameter.name for parameter in KERNELS[name].params if parameter.do_not_specialize}
+        assert varying >= {"T", "window", "length_class"}

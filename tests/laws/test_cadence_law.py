@@ -12,7 +12,7 @@ BAR = 1e-5
 
 @pytest.mark.parametrize(("count", "tp"), [(3, 1), (4, 2)])
 def test_n_ranks_are_one(count: int, tp: int, ranks: Ranks, law: Law, tmp_path: Path) -> None:
-    found = ranks(count, "tests.parallel.cadence:every_second", tp, folder=str(tmp_path))
+    found = ranks(count, "tests.parallel.compared:every_second", tp, folder=str(tmp_path))
     worst = max(max(one["worst"], one["reshaped"]) for one in found)
     law(f"updates on every second step, {count} ranks (tp {tp}) = 1: losses, norms, state", worst, "≤ 1e-5")
     assert worst <= BAR, found

@@ -112,19 +112,12 @@ def plain(case: Case) -> list[Tensor]:
         ("scales", SCALES),
         ("length 1000", LONG),
         ("heads outside tokens", BY_HEAD),
+        pytest.param("every combination", WHOLE_GRID, marks=[pytest.mark.campaign, pytest.mark.timeout(3600)]),
     ],
 )
 def test_flash_attention_is_the_plain_twin(interpreted: Interpreted, law: Law, name: str, cases: list[Case]) -> None:
     worst = interpreted(worst_deviation, cases)
     law(f"flash attention = plain twin, y and gradients: {name}", worst, f"≤ {FP32_BAR:g} relative, fp32")
-    assert worst <= FP32_BAR
-
-
-@pytest.mark.campaign
-@pytest.mark.timeout(3600)
-def test_flash_attention_is_the_plain_twin_on_the_whole_grid(interpreted: Interpreted, law: Law) -> None:
-    worst = interpreted(worst_deviation, WHOLE_GRID)
-    law("flash attention = plain twin, y and gradients: every combination", worst, f"≤ {FP32_BAR:g} relative, fp32")
     assert worst <= FP32_BAR
 
 

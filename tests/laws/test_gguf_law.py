@@ -186,22 +186,6 @@ def test_what_llama_cpp_splits_otherwise(llama: LlamaCpp, tmp_path: Path) -> Non
     assert differing(llama, tokenizer, [*equal, *other]) == other
 
 
-@pytest.mark.campaign
-def test_every_character_is_split_as_llama_cpp_splits_it(
-    llama: LlamaCpp, tmp_path: Path, law: Callable[..., None]
-) -> None:
-    """Except those that are new in Unicode, which the programs learn at different times."""
-    tokenizer = pairs_of_bytes(split_pattern(1))
-    opened(llama, tmp_path / "a.gguf", tokenizer)
-    every = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
-    wrong: list[str] = []
-    for start in range(0, len(every), 10_000):
-        texts = [f"a{c}b1{c}2 {c}{c}.'{c}" for c in every[start : start + 10_000]]
-        wrong += [text[1] for text in differing(llama, tokenizer, texts)]
-    law("ids of llama.cpp for a GGUF = native: each character of Unicode (that differ)", len(wrong), "≤ 4,433, all new")
-    assert len(wrong) <= 4433 and not set(wrong) & set(characters())
-
-
 # Chat -------------------------------------------------------------------------------------------------------
 
 

@@ -16,14 +16,13 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from quern.records import read_metrics
 from quern.train import manifest
 from tests.laws.table import Law
 from tests.support.jax_process import environment
 from tests.support.line_server import LineServer
+from tests.support.run_bench import logged
 from tests.support.small_text import write_text
 
-TIMED = {"seconds", "tokens_per_second", "mfu"}
 FLAGS = """--data text.jsonl --depth 1 --text.vocab-size 320 --model.width 32 --model.head-dim 16 --model.context 32
  --train.batch-tokens 128 --train.micro-batch-tokens 64 --train.steps 12 --optim.lr-scale 0.3 --train.log-every 2
  --train.eval-every 6 --train.save-every 3 --out out --dtype fp32""".split()
@@ -56,70 +55,65 @@ class Bench(LineServer):
         return (self.folder / "log.txt").read_text(encoding="utf-8")[-3000:]
 
     def outcome(self, name: str) -> dict[str, Any]:
-        """Logged lines without times, and the bytes of the newest state with its counters."""
+        """Logged lines without times, and every array of the newest state with its counters."""
         stage = self.folder / "out" / "runs" / name / "grug"
-        lines = [{k: v for k, v in line.items() if k not in TIMED} for line in read_metrics(stage)]
         newest = manifest.latest(stage / "checkpoints", pytest.fail)
         assert newest is not None
         meta = newest[1]["meta"]
         meta["state"].pop("seconds")
-        return {"lines": lines, "meta": meta, "state": state_bytes(newest[0])}
-
-
-def state_bytes(path: Path) -> dict[str, bytes]:
-    """Every array of a checkpoint's state by name, as safetensors itself reads them."""
-    (file,) = path.glob("*.safetensors")
-    return {name: array.tobytes() for name, array in load_file(file).items()}
+        (file,) = newest[0].glob("*.safetensors")
+        state = {name: array.tobytes() for name, array in load_file(file).items()}
+        return {"lines": logged(stage), "meta": meta, "state": state}
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     with Bench(tmp_path_factory.mktemp("grug-resume")) as made:
         yield made
 
 
-def killed_and_resumed(bench: Bench, points: int, seed: int) -> int:
+def killed_and_resumed(forks: Bench, points: int, seed: int) -> int:
     """Kills chains of resumed runs at `points` seeded events; returns how many chains ended with another result."""
-    reference, events = bench.reference
-    expected = bench.outcome(reference)
+    reference, events = forks.reference
+    expected = forks.outcome(reference)
     assert len(expected["lines"]) == 8 and len(expected["state"]) > 30
     rng, kills, wrong = random.Random(seed), 0, 0
     while kills < points:
-        name = next(bench.names)
+        name = next(forks.names)
         for _ in range(min(5, points - kills)):
             # Resumed runs are shorter: an event after their end does not kill them.
-            died = bench.run(name, "--resume", at=rng.randrange(1, events))["status"] != 0
+            died = forks.run(name, "--resume", at=rng.randrange(1, events))["status"] != 0
             kills += died
             if not died:
                 break
-        bench.run(name, "--resume")
-        wrong += bench.outcome(name) != expected
+        forks.run(name, "--resume")
+        wrong += forks.outcome(name) != expected
     return wrong
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("points", [3, pytest.param(100, marks=pytest.mark.campaign)])
-def test_killed_and_resumed_is_uninterrupted(bench: Bench, law: Law, points: int) -> None:
-    wrong = killed_and_resumed(bench, points, seed=0)
+def test_killed_and_resumed_is_uninterrupted(forks: Bench, law: Law, points: int) -> None:
+    wrong = killed_and_resumed(forks, points, seed=0)
     law(f"JAX twin, killed at {points} points and resumed = uninterrupted", wrong == 0, "bit for bit")
     assert wrong == 0
 
 
-def test_text_that_changed_is_refused_with_both_fingerprints(bench: Bench) -> None:
-    (name, _), text = bench.reference, bench.folder / "text.jsonl"
-    kept, before = text.read_text(encoding="utf-8"), bench.outcome(name)
-    tokenizer = (bench.folder / "out" / "runs" / name / "tokenizer.json").read_bytes()
+def test_text_that_changed_is_refused_with_both_fingerprints(forks: Bench) -> None:
+    (name, _), text = forks.reference, forks.folder / "text.jsonl"
+    kept, before = text.read_text(encoding="utf-8"), forks.outcome(name)
+    tokenizer = (forks.folder / "out" / "runs" / name / "tokenizer.json").read_bytes()
     text.write_text(kept + '{"text": "One more document."}\n', encoding="utf-8")
-    bench.run(name, "--resume", "--train.steps", "15", ends=1)
+    forks.run(name, "--resume", "--train.steps", "15", ends=1)
     text.write_text(kept, encoding="utf-8")
-    assert f"has changed since run '{name}' began with it (" in bench.log().splitlines()[-1]
-    assert bench.outcome(name) == before
-    assert (bench.folder / "out" / "runs" / name / "tokenizer.json").read_bytes() == tokenizer
+    assert f"has changed since run '{name}' began with it (" in forks.log().splitlines()[-1]
+    assert forks.outcome(name) == before
+    assert (forks.folder / "out" / "runs" / name / "tokenizer.json").read_bytes() == tokenizer
 
 
-def test_a_signal_saves_and_stops(bench: Bench) -> None:
-    name, (_, events) = next(bench.names), bench.reference
-    bench.run(name, at=events // 2, sent=signal.SIGTERM, ends=75)
-    assert f"saved: continue with `quern grug train --resume --run {name}`" in bench.log()
-    newest = manifest.latest(bench.folder / "out" / "runs" / name / "grug" / "checkpoints", pytest.fail)
+def test_a_signal_saves_and_stops(forks: Bench) -> None:
+    name, (_, events) = next(forks.names), forks.reference
+    forks.run(name, at=events // 2, sent=signal.SIGTERM, ends=75)
+    assert f"saved: continue with `quern grug train --resume --run {name}`" in forks.log()
+    newest = manifest.latest(forks.folder / "out" / "runs" / name / "grug" / "checkpoints", pytest.fail)
     assert newest is not None and 0 < newest[1]["step"] < 12

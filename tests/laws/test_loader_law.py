@@ -3,19 +3,16 @@ an epoch holds every token of the corpus once, however long the documents. Each 
 whole, and for one that is shuffled in groups.
 """
 
-import inspect
 import itertools
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
-from quern.data import batch, packing, shards
 from quern.data.batch import DOCUMENT_SIZE, Batches
 from quern.data.loader import SAVE_EVERY, Batch, Loader, StreamLoader
 from quern.data.packing import METHODS
@@ -208,15 +205,6 @@ def test_row_counts_of_other_batches_are_not_used(tmp_path: Path):
     assert len(list((folder / "train-rows").iterdir())) == 1 + len(others)
 
 
-@pytest.mark.parametrize("module", [batch, packing, shards])
-def test_row_counts_of_other_code_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType):
-    folder, source = write(tmp_path, documents()), inspect.getsource
-    for change in ("", "# a change"):
-        monkeypatch.setattr(inspect, "getsource", lambda one, more=change: source(one) + more * (one is module))
-        Counting(Corpus.open(folder, "train"), CONTEXT, BATCH_ROWS, SEED).batch(STEPS)
-    assert len(list((folder / "train-rows").iterdir())) == 2
-
-
 def test_groups_come_in_order_once_and_then_in_another_order():
     docs = documents()
     loader = Loader(memory_corpus(docs), CONTEXT, 1, SEED, group_size=GROUP)
@@ -288,30 +276,11 @@ def test_every_token_once(packing, chunk_documents, group_size, law):
     law("an epoch holds every token once, however long the documents", deviation, "tokens missing or repeated")
 
 
-class BrokenCounts(Counting):
-    """Its row counts are those of batches with another buffer."""
-
-    def _counts_path(self) -> Path | None:
-        path = super()._counts_path()
-        return path and path.with_name("always.rows")
-
-
 def test_the_coverage_check_catches_lost_tokens():
     docs = documents()
     data = memory_corpus(docs)
     assert coverage_deviation(Loader(data, CONTEXT, 1, SEED, too_long="crop"), docs) > 0
     assert coverage_deviation(Loader(data, CONTEXT, 1, SEED), [*docs, docs[5]]) > 0
-
-
-def test_counts_of_other_rows_are_caught(tmp_path: Path):
-    data = Corpus.open(write(tmp_path, documents()), "train")
-    buffers = iter([20] + [1] * STEPS)
-
-    def make() -> Counting:
-        return sized(BrokenCounts, 4, next(buffers))(data, CONTEXT, BATCH_ROWS, SEED)  # type: ignore[return-value]
-
-    with pytest.raises(ValueError, match="always.rows was made from other rows: remove it"):
-        kept_counts_deviation(make, every=1)
 
 
 def stream(group_size: int | None = None) -> StreamLoader:

@@ -146,21 +146,11 @@ def preparation(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) 
     return Preparation(tmp_path_factory.mktemp("preparation"), tokenizer)
 
 
-def killed(preparation: Preparation, trials: range, law: Law) -> None:
-    before = preparation.kills
+@pytest.mark.parametrize("trials", [range(2), pytest.param(range(2, 52), marks=pytest.mark.campaign)])
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for workers in /proc")
+def test_a_killed_preparation_is_continued(trials: range, preparation: Preparation, law: Law) -> None:
     wrong = {number: found for number in trials if (found := preparation.trial(number))}
     assert not wrong and not preparation.workers_left()
-    assert preparation.kills - before >= 1.8 * len(trials), "most trials are killed twice"
+    assert preparation.kills >= 1.8 * len(trials), "most trials are killed twice"
     bar = "equal, byte for byte; no finished shard made again"
     law("a preparation that was killed and continued = an uninterrupted one: trials that differ", len(wrong), bar)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="looks for workers in /proc")
-def test_a_killed_preparation_is_continued(preparation: Preparation, law: Law) -> None:
-    killed(preparation, range(2), law)
-
-
-@pytest.mark.campaign
-@pytest.mark.skipif(sys.platform != "linux", reason="looks for workers in /proc")
-def test_preparations_killed_100_times(preparation: Preparation, law: Law) -> None:
-    killed(preparation, range(2, 52), law)

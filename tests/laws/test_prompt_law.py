@@ -6,6 +6,7 @@ tokens that follow must be learned, and a call of a described tool must be one t
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,18 @@ def said(role: str, content: Any) -> Row:
     return {"role": role, "content": content}
 
 
+def user(content: Any) -> Row:
+    return said("user", content)
+
+
+def reply(content: Any) -> Row:
+    return said("assistant", content)
+
+
+def parts(*texts: str) -> list[Row]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
 def calling(*calls: tuple[str, str, str], content: str | None = None) -> Row:
     """calls: (id, name, arguments)."""
     found = [
@@ -63,74 +76,49 @@ def output(id: str, content: str) -> Row:
     return {"role": "tool", "tool_call_id": id, "content": content}
 
 
+def talk(*messages: Row, tools: Sequence[Row] = ()) -> Row:
+    return {"messages": list(messages), **({"tools": list(tools)} if tools else {})}
+
+
 KOELN = '{"city": "Köln", "days": 2}'
+BREAD = '{ "lines": [ {"name": "Brot – 1 kg"}, {"name": "\\u00e4"} ], "note": null }'
+CALCULATOR = {"type": "function", "function": {"name": "calculator", "parameters": EXPRESSION}}
+CALCULATED = user("6*7?"), calling(("c", "calculator", '{"expression": "6*7"}')), output("c", "42")
 TALKS: dict[str, Row] = {
-    "held out": {"messages": [said("user", "first"), said("assistant", "one")]},
-    "two turns": {
-        "messages": [said("user", "Hi"), said("assistant", "Grüße!"), said("user", "?"), said("assistant", "你好")]
-    },
-    "system": {"messages": [SYSTEM, said("user", "Hi"), said("assistant", "Ja.")]},
-    "developer": {"messages": [said("developer", "Be brief."), said("user", "Hi"), said("assistant", "Yes.")]},
-    "content in parts": {
-        "messages": [
-            said("user", [{"type": "text", "text": "What is 12"}, {"type": "text", "text": "3 + 456?"}]),
-            said("assistant", [{"type": "text", "text": "It is 5"}, {"type": "text", "text": "79."}]),
-            said("user", "So?"),
-            said("assistant", "So."),
-        ]
-    },
-    "calculator without tools": {
-        "messages": [
-            said("user", "6*7?"),
-            calling(("c", "calculator", '{"expression": "6*7"}')),
-            output("c", "42"),
-            said("assistant", "It is 42."),
-        ]
-    },
-    "calculator of the caller": {
-        "messages": [
-            said("user", "6*7?"),
-            calling(("c", "calculator", '{"expression": "6*7"}')),
-            output("c", "42"),
-            said("assistant", "It is 42, again."),
-        ],
-        "tools": [{"type": "function", "function": {"name": "calculator", "parameters": EXPRESSION}}],
-    },
-    "ends in a letter of several tokens": {
-        "messages": [
-            said("user", "Hi"),
-            calling(("n", "now", ""), content="好 ☀ 好"),
-            output("n", "好"),
-            said("assistant", "好"),
-        ],
-        "tools": TOOLS,
-    },
-    "tools, and no call": {"messages": [said("user", "Hi"), said("assistant", "Hello.")], "tools": TOOLS},
-    "system and a call": {
-        "messages": [
-            SYSTEM,
-            said("user", "Wetter in Köln?"),
-            calling(("a", "weather", KOELN), content="Moment."),
-            output("a", "Sonne ☀"),
-            said("assistant", "Sonnig."),
-            said("user", "Danke"),
-            said("assistant", "Bitte."),
-        ],
-        "tools": TOOLS,
-    },
-    "calls answered in another order, twice": {
-        "messages": [
-            said("user", "Wetter?"),
-            calling(("a", "weather", KOELN), ("b", "weather", '{"city":"Bonn"}'), ("n", "now", "")),
-            output("n", "12:00"),
-            output("b", "Regen"),
-            output("a", "Sonne"),
-            calling(("o", "order", '{ "lines": [ {"name": "Brot – 1 kg"}, {"name": "\\u00e4"} ], "note": null }')),
-            output("o", "ok"),
-            said("assistant", "Bestellt."),
-        ],
-        "tools": TOOLS,
-    },
+    "held out": talk(user("first"), reply("one")),
+    "two turns": talk(user("Hi"), reply("Grüße!"), user("?"), reply("你好")),
+    "system": talk(SYSTEM, user("Hi"), reply("Ja.")),
+    "developer": talk(said("developer", "Be brief."), user("Hi"), reply("Yes.")),
+    "content in parts": talk(
+        user(parts("What is 12", "3 + 456?")), reply(parts("It is 5", "79.")), user("So?"), reply("So.")
+    ),
+    "calculator without tools": talk(*CALCULATED, reply("It is 42.")),
+    "calculator of the caller": talk(*CALCULATED, reply("It is 42, again."), tools=[CALCULATOR]),
+    "ends in a letter of several tokens": talk(
+        user("Hi"), calling(("n", "now", ""), content="好 ☀ 好"), output("n", "好"), reply("好"), tools=TOOLS
+    ),
+    "tools, and no call": talk(user("Hi"), reply("Hello."), tools=TOOLS),
+    "system and a call": talk(
+        SYSTEM,
+        user("Wetter in Köln?"),
+        calling(("a", "weather", KOELN), content="Moment."),
+        output("a", "Sonne ☀"),
+        reply("Sonnig."),
+        user("Danke"),
+        reply("Bitte."),
+        tools=TOOLS,
+    ),
+    "calls answered in another order, twice": talk(
+        user("Wetter?"),
+        calling(("a", "weather", KOELN), ("b", "weather", '{"city":"Bonn"}'), ("n", "now", "")),
+        output("n", "12:00"),
+        output("b", "Regen"),
+        output("a", "Sonne"),
+        calling(("o", "order", BREAD)),
+        output("o", "ok"),
+        reply("Bestellt."),
+        tools=TOOLS,
+    ),
 }
 
 
@@ -152,6 +140,10 @@ def trained(engine: Engine, path: Path, out: Path) -> list[tuple[list[int], np.n
             corpus.copy(mask, np.zeros(1, np.int64), corpus.starts[document : document + 1], length, mask=True)
             found.append((corpus.gather(document).tolist(), mask))
     return found
+
+
+def write_lines(path: Path) -> None:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in TALKS.values()), encoding="utf-8")
 
 
 def as_input(messages: list[Row]) -> list[Row]:
@@ -221,7 +213,7 @@ def differing(engine: Engine, path: Path, out: Path) -> int:
 def test_the_served_prompt_is_the_trained_one(tmp_path: Path, engine: Engine, law: Law, ending: str) -> None:
     path = tmp_path / f"talks.{ending}"
     if ending == "jsonl":
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in TALKS.values()), encoding="utf-8")
+        write_lines(path)
     else:  # content in parts has another type than content, so Parquet holds one text
         rows = json.loads(json.dumps([{"tools": None, **row} for row in TALKS.values()]))
         for message in (one for row in rows for one in row["messages"] if isinstance(one["content"], list)):
@@ -242,7 +234,7 @@ def test_the_exported_chat_template_gives_the_served_prompt_and_the_trained_mask
     settings = {**tokenizer_config(engine.tokenizer, 2048), "chat_template": CHAT_TEMPLATE}
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=made, **settings)
     path = tmp_path / "talks.jsonl"
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in TALKS.values()), encoding="utf-8")
+    write_lines(path)
     learned = dict(zip(TALKS, trained(engine, path, tmp_path / "out"), strict=True))
     wrong = masks = 0
     for name, row in TALKS.items():

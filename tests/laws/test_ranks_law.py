@@ -60,11 +60,6 @@ def test_a_parameter_without_gradient_is_named_on_every_rank(ranks: Ranks) -> No
         assert "no gradient reached" in message and "value_embeddings.1.weight" in message
 
 
-def test_of_another_optimizer_all_ranks_take_the_weights_alone(ranks: Ranks) -> None:
-    """Also where the state of one rank alone does not fit."""
-    assert ranks(2, "tests.parallel.compared:another_optimizers") == [[[False, []]] * 3] * 2
-
-
 CHAINS: dict[str, tuple[str, list[tuple[int, int, int]]]] = {
     ": (2,1) → (1,2) → (2,2) → (1,1), llama": ("llama", [(2, 1, 2), (2, 2, 2), (4, 2, 2), (1, 1, 2)]),
     ": (2,1) → (1,2) → (2,2) → (1,1), unet": ("unet", [(2, 1, 2), (2, 2, 2), (4, 2, 2), (1, 1, 2)]),

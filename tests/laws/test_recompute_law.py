@@ -9,27 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from quern.machine import Machine
-from quern.mesh import Mesh
 from quern.model import base as module
 from quern.model.base import recompute
 from quern.model.llama import Llama
-from quern.train.state import compile_model
 from tests.laws.table import Law
 from tests.parallel.sharded import ARCHITECTURES, SHAPE, batch, passed, whole_model
-from tests.support.deviation import deviation
 from tests.support.ranks import Ranks
 
 DROPPED = "llama with dropout"
 
 
-def results(architecture: str, blocks: int, compiled: bool = False) -> tuple[list[Tensor], int]:
+def results(architecture: str, blocks: int) -> tuple[list[Tensor], int]:
     """Loss, losses and gradients of two micro-batches; and how many bytes autograd kept."""
     model = Llama(replace(SHAPE, mlp_width=84, dropout=0.3)) if architecture == DROPPED else whole_model(architecture)
     if architecture == DROPPED:
         model.initialize(1)
-    if compiled:
-        compile_model(model, Machine(torch.device("cpu"), torch.float32, True, 1))
     recompute(model, blocks)
     torch.manual_seed(3)
     kept: dict[int, int] = {}
@@ -72,24 +66,3 @@ def test_shards_repeat_their_collectives(architecture: str, ranks: Ranks) -> Non
     (found, _) = ranks(2, "tests.parallel.sharded:compared", tp=2, architecture=architecture, recomputed=3)
     assert found.pop("bytes") == 0
     assert max(found.values()) <= 1e-5
-
-
-def compiled(mesh: Mesh, architecture: str) -> list[float]:
-    """Blocks that keep their activations, and then ones that run again → how far apart, graphs and bytes of both."""
-    found, graphs = [], []
-    for blocks in (0, 1000):
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        found.append(results(architecture, blocks, compiled=True))
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    return [deviation(found[1][0], found[0][0]), *graphs, *(kept for _, kept in found)]
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_compiled_blocks(architecture: str, ranks: Ranks) -> None:
-    """The second run calls the same compiled code."""
-    ((apart, graphs, again, most, kept),) = ranks(
-        1, "tests.laws.test_recompute_law:compiled", architecture=architecture
-    )
-    assert apart == 0 and again == graphs > 0 and kept < most / 2

@@ -52,10 +52,14 @@ def killed_and_resumed(
     return found, places
 
 
+FEW = [(PRETRAIN, "fp32", 2, 2), (PRETRAIN, "bf16", 1, 1), (SFT, "fp32", 1, 1), (RL, "fp32", 1, 1)]
+MANY = [(PRETRAIN, "fp32", 40, 3), (PRETRAIN, "bf16", 20, 3), (SFT, "fp32", 20, 3), (RL, "fp32", 20, 3)]
+
+
 @pytest.mark.parametrize(
     ("command", "dtype", "chains", "kills"),
-    [(PRETRAIN, "fp32", 2, 2), (PRETRAIN, "bf16", 1, 1), (SFT, "fp32", 1, 1), (RL, "fp32", 1, 1)],
-    ids=["pretrain-fp32", "pretrain-bf16", "sft-fp32", "rl-fp32"],
+    [*FEW, *(pytest.param(*row, marks=pytest.mark.campaign) for row in MANY)],
+    ids=lambda value: value[0] if isinstance(value, list) else value,
 )
 def test_killed_and_resumed_is_uninterrupted(
     command: Sequence[str], dtype: str, chains: int, kills: int, bench: Bench, law: Law
@@ -67,21 +71,8 @@ def test_killed_and_resumed_is_uninterrupted(
         "0",
     )
     assert differing == [], places
-    assert len(places) == chains * kills, places  # two hundred are a campaign
+    assert len(places) >= (chains * kills if chains < 3 else 2.5 * chains), places
     assert sum(place.startswith("save") for place in places) >= chains // 2, places
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize(
-    ("command", "dtype", "chains"),
-    [(PRETRAIN, "fp32", 40), (PRETRAIN, "bf16", 20), (SFT, "fp32", 20), (RL, "fp32", 20)],
-    ids=["pretrain-fp32", "pretrain-bf16", "sft-fp32", "rl-fp32"],
-)
-def test_killed_and_resumed_200_times(command: Sequence[str], dtype: str, chains: int, bench: Bench, law: Law) -> None:
-    differing, places = killed_and_resumed(bench, command, dtype, chains, 3, seed=0)
-    law(f"resumed = uninterrupted: {command[0]}, {dtype}, {len(places)} kills", len(differing), "0")
-    assert differing == [], places
-    assert len(places) >= 2.5 * chains and sum(place.startswith("save") for place in places) >= chains
 
 
 def test_the_runs_go_on_past_their_second_epoch(bench: Bench) -> None:

@@ -186,22 +186,6 @@ def test_a_failed_step_leaves_a_usable_engine(monkeypatch: pytest.MonkeyPatch) -
     list(lost)  # ends, although its rows are gone
 
 
-def test_a_long_prompt_does_not_stall_a_running_row() -> None:
-    """With a budget, the row that answers gets a token at every step while the prompt is read."""
-    engine = Engine(MODELS["gpt"](), TOKENIZER, CPU)
-    row = engine.submit([[TOKENIZER.bos]], max_tokens=60, **NO_END)
-    engine.step(8)
-    late = engine.submit([[TOKENIZER.bos] + [5] * 80], max_tokens=1, **NO_END)
-    steps = 0
-    while not late.events:
-        before = len(engine.batch.rows[0].reply.ids)
-        engine.step(8)
-        steps += 1
-        if not late.events:
-            assert len(engine.batch.rows[0].reply.ids) == before + 1
-    assert steps == 11 and row.unfinished == 1
-
-
 @pytest.mark.parametrize(("budget", "answering"), [(8, [2, 3, 4, 5]), (16, [3, 5, 5, 5]), (64, [5, 5, 5, 5])])
 def test_a_burst_of_prompts_is_read_whole_in_the_order_of_arrival(budget: int, answering: list[int]) -> None:
     """The first of four prompts of eight tokens does not wait for the last one."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from experiments.adamw_every_second import rules as every_second_rules
 from quern import compiler
 from quern.data.batch import Batch
 from quern.mesh import Mesh, alone
@@ -264,19 +265,54 @@ def silent(mesh: Mesh) -> str:
     return ""
 
 
-def another_optimizers(mesh: Mesh) -> list[list[Any]]:
-    """Goes on from states of other optimizers: whether their moments were taken, and the weights that were not."""
+# Groups that are updated on every second step ---------------------------------------------------------------
+
+CADENCE_STEPS, SAVED = 6, 3
+"""The checkpoint is written between the two steps of an update."""
+
+
+def every_second(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """Trains on the mesh and on one process; saves after step 3, resumes on the mesh and on one process.
+
+    Returns the deviations, the names that a resume changes, and the bytes that this rank sent in each step.
+    """
     begin()
-    found: list[list[Any]] = []
-    matrix = "blocks.0.mlp.up.weight"  # one rank owns it
-    for change in ("missing", "unknown", "of another shape"):
-        state = sharded_state(mesh)
-        tensors = {name: tensor + 1 for name, tensor in toy_state(recipe()).tensors().items()}
-        if change == "missing":
-            del tensors[f"momentum.{matrix}"]
-        else:
-            tensors[f"{'radius' if change == 'unknown' else 'momentum'}.{matrix}"] = torch.ones(1)
-        fits = state.go_on(tensors, state.meta())
-        masters = [(name, part) for name, part in state.slices().items() if name.startswith("master.")]
-        found.append([fits, [name for name, part in masters if not torch.equal(part.tensor, part.of(tensors[name]))]])
-    return found
+    reference = cadence_state(alone())
+    state = cadence_state(mesh)
+    path, sent, worst = Path(folder) / str(mesh.world.size), [], 0.0
+    for step in range(CADENCE_STEPS):
+        expected = step_of(reference, alone(), step)
+        before = sum(mesh.traffic().values())
+        found = step_of(state, mesh, step)
+        sent.append(sum(mesh.traffic().values()) - before)
+        worst = max(worst, apart(found.loss, expected.loss), apart(found.grad_norm, expected.grad_norm))
+        if step % 2:
+            worst = max(worst, state_apart(state, Snapshot.of(reference)))
+        if step + 1 == SAVED:
+            checkpoint.save(path, SAVED, state.slices(), {"state": state.meta()}, keep=1, mesh=mesh)
+    resumed, alone_resumed = resumed_at(mesh, path), resumed_at(alone(), path)
+    slices = state.slices()
+    differing = [n for n, part in resumed.slices().items() if not torch.equal(part.tensor, slices[n].tensor)]
+    ours, theirs = (list(one.tensors().values()) for one in (alone_resumed, reference))
+    return {"worst": worst, "differing": differing, "reshaped": deviation(ours, theirs), "sent": sent}
+
+
+def resumed_at(mesh: Mesh, path: Path) -> TrainState:
+    tensors, meta = checkpoint.load(manifest.path_of(path, SAVED))
+    assert any(name.startswith("held.") for name in tensors)
+    state = cadence_state(mesh)
+    state.restore(tensors, meta["state"])
+    for step in range(SAVED, CADENCE_STEPS):
+        step_of(state, mesh, step)
+    return state
+
+
+def cadence_state(mesh: Mesh) -> TrainState:
+    asked = recipe()
+    optim = OptimRecipe(lr_scale=0.01, decay_scale=0.1, width_scale=1.0, eps=EPS)
+    asked = replace(asked, make_rules=every_second_rules, optim=optim, model=replace(asked.model, kv_heads=2))
+    return build_state(asked, CPU, shard_model(moved(build_model(asked, CPU, 0)), mesh), mesh)
+
+
+def step_of(state: TrainState, mesh: Mesh, step: int) -> Any:
+    return advance(state, toy_loader().batch(step, mesh.data.rank, mesh.data.size), step, 3, 0.5)

@@ -19,7 +19,6 @@ import pytest
 from quern.records import read_events, read_metrics
 from quern.train import manifest
 from quern.train.guard import EXIT_NOT_SAVED, EXIT_STOPPED
-from quern.train.heartbeat import StragglerDetector
 from tests.laws.table import Law
 from tests.support.faulty_ranks import PRETRAIN, SHORT, FaultyRanks
 
@@ -225,13 +224,6 @@ def test_fault_many_times(name: str, runs: Runs, events: list[dict[str, Any]], l
 
 
 # Once each ---------------------------------------------------------------------------------------------------
-
-
-def test_only_a_rank_that_stays_slow_is_named_and_once() -> None:
-    detector = StragglerDetector(window_steps=3)
-    said = [detector.observe(seconds) for seconds in [(1, 2, 1)] + [(1, 1, 1)] * 2 + [(1, 3, 1)] * 6]
-    assert [number for number, line in enumerate(said) if line] == [5]
-    assert said[5] is not None and "rank 1" in said[5] and "3.0 times" in said[5]
 
 
 def test_users_errors_are_said_once_and_not_tried_again(runs: Runs) -> None:

@@ -118,14 +118,3 @@ def test_compiled_shards(ranks: Ranks) -> None:
     for found in ranks(2, "tests.parallel.tensor_parts:compiled", tp=2, architecture="unet", depth=2):
         assert found["deviation"] <= 1e-6
         assert found["graphs"] > 0
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_layers_of_one_kind_share_their_graphs(architecture: str, ranks: Ranks) -> None:
-    graphs = []
-    for depth in (4, 8, 12):
-        found = ranks(2, "tests.parallel.tensor_parts:compiled", tp=2, architecture=architecture, depth=depth)
-        assert max(one["deviation"] for one in found) <= 1e-6
-        graphs += [one["graphs"] for one in found]
-    assert max(graphs) <= min(graphs) + 2

@@ -81,28 +81,6 @@ def leaving(mesh: Mesh, architecture: str) -> list[list[int]]:
     return found
 
 
-def tables_leaving(mesh: Mesh, architecture: str, block: int) -> list[list[str]]:
-    """In the second step's last backward pass: the value embeddings that were sent before each gradient of a block."""
-    compiler.set_eager(True)
-    small_cuts()
-    state, step = stepping(mesh, architecture)
-    tables = {
-        name: bucket
-        for bucket in state.optimizer.buckets
-        for name, _ in bucket.parameters
-        if name.startswith("value_embeddings.")
-    }
-    found: list[list[str]] = []
-    own = list(state.model.blocks[block].parameters())
-    for parameter in own:  # these hooks come after the optimizer's
-        parameter.register_post_accumulate_grad_hook(
-            lambda _: found.append([table for table, bucket in tables.items() if bucket.pending is not None])
-        )
-    for _ in range(2):
-        step()
-    return found[-len(own) :]
-
-
 def formula(architecture: str, dp: int, tp: int, zero: int = 2) -> list[dict[str, int]]:
     """Elements of each rank."""
     with pytest.MonkeyPatch.context() as patch:
@@ -146,18 +124,6 @@ def test_gradients_leave_while_others_are_made(architecture: str, ranks: Ranks) 
         for counts in later:
             assert first[half] < counts[half]
             assert counts[0] == 1 and counts[half] >= 3 and counts[-1] > counts[half]
-
-
-@pytest.mark.parametrize(
-    ("architecture", "block", "table"),
-    [("gpt", 1, "value_embeddings.3.weight"), ("unet", 0, "value_embeddings.1.weight")],
-)
-def test_a_value_embedding_leaves_before_earlier_blocks(
-    architecture: str, block: int, table: str, ranks: Ranks
-) -> None:
-    """The block has a value embedding of its own, whose gradient comes with the block's."""
-    for found in ranks(2, "tests.parallel.test_traffic:tables_leaving", architecture=architecture, block=block):
-        assert found and all(sent == [table] for sent in found)
 
 
 def test_elementwise_groups_are_split_where_replicas_share_the_work(monkeypatch: Any) -> None:

@@ -1,7 +1,6 @@
 """The optimizer's driver against plain loops: the same numbers, whatever the buffers' layout."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -21,9 +20,9 @@ from quern.resolve import resolve
 class Toy(nn.Module):
     """Two shapes of matrices, an embedding, a head, and vectors of odd sizes."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(0)
 
         def parameter(*shape: int) -> Parameter:
             return Parameter(0.5 * torch.randn(*shape, generator=generator))
@@ -52,28 +51,18 @@ class Toy(nn.Module):
         return nn.functional.cross_entropy((x @ self.head.T).float(), tokens.roll(-1))
 
 
-def toy(dtype: torch.dtype = torch.float32, seed: int = 0) -> Toy:
-    return Toy(seed).to(dtype)
-
-
-def driver(model: Toy, **options: Any) -> Zero2:
+def driver(model: Toy, **every: int) -> Zero2:
+    """every: group → on which steps it is updated."""
     rules = table(Resolved.of(resolve(RECIPE), optim=OptimRecipe(lr_scale=0.2, decay_scale=1.0, width_scale=1.0)))
-    return Zero2(make_groups(model.parameter_groups(), rules, model.named_parameters()), **options)
+    rules |= {name: rules[name]._replace(every=steps) for name, steps in every.items()}
+    return Zero2(make_groups(model.parameter_groups(), rules, model.named_parameters()))
 
 
-def train(model: Toy, optimizer: Zero2, steps: range, total: int = 10) -> list[float]:
-    losses = []
+def train(model: Toy, optimizer: Zero2, steps: range) -> None:
     for step in steps:
-        loss = model.loss(step)
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step(step, multipliers(step, total, warmup_steps=2))
+        model.loss(step).backward()
+        optimizer.step(step, multipliers(step, 10, warmup_steps=2))
         optimizer.drop_grads()
-    return losses
-
-
-def snapshot(optimizer: Zero2) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in optimizer.state_tensors().items()}
 
 
 def test_a_parameter_that_is_a_stack_is_updated_as_its_matrices() -> None:
@@ -107,8 +96,8 @@ def test_a_parameter_that_is_a_stack_is_updated_as_its_matrices() -> None:
 
 
 def test_state_that_does_not_fit_is_refused_and_nothing_changes() -> None:
-    optimizer = driver(toy())
-    before = snapshot(optimizer)
+    optimizer = driver(Toy())
+    before = {name: tensor.clone() for name, tensor in optimizer.state_tensors().items()}
     wrong: list[tuple[Callable[[dict[str, torch.Tensor]], object], str]] = [
         (lambda state: state.pop("m.head"), "missing: m.head"),
         (lambda state: state.update({"m.stranger": torch.ones(1)}), "unknown: m.stranger"),
@@ -123,7 +112,7 @@ def test_state_that_does_not_fit_is_refused_and_nothing_changes() -> None:
 
 
 def test_what_cannot_be_updated_is_refused() -> None:
-    model = toy()
+    model = Toy()
     optimizer = driver(model)
     (model.embedding.sum() + model.head.sum()).backward()
     with pytest.raises(ValueError, match="no gradient reached up.0, up.1, up.2, down.0, .*, scales: run backward"):
@@ -136,7 +125,7 @@ def test_what_cannot_be_updated_is_refused() -> None:
 
 
 def test_gradients_set_to_none_or_replaced_are_taken_in() -> None:
-    ours, theirs = toy(), toy()
+    ours, theirs = Toy(), Toy()
     optimizers = driver(ours), driver(theirs)
     for step in range(3):
         for model, optimizer in zip((ours, theirs), optimizers, strict=True):
@@ -148,57 +137,12 @@ def test_gradients_set_to_none_or_replaced_are_taken_in() -> None:
         assert torch.equal(mine, other)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("max_norm", [0.01, 1e6])
-def test_clipping_is_torchs(dtype: torch.dtype, max_norm: float) -> None:
-    ours, theirs = toy(dtype), toy(dtype)
-    for model in (ours, theirs):
-        model.loss(0).backward()
-    optimizer = driver(ours)
-    optimizer.clip_grads(max_norm, norm := optimizer.grad_norm())
-    expected = torch.stack([p.grad.float().norm() for p in theirs.parameters() if p.grad is not None]).norm()
-    torch.testing.assert_close(norm, expected)
-    torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
-    rtol, atol = (1e-5, 0.0) if dtype == torch.float32 else (1e-2, 1e-6)
-    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad, rtol=rtol, atol=atol)
-
-
-def test_one_bad_gradient_is_noticed() -> None:
-    model = toy(torch.bfloat16)
-    optimizer = driver(model)
-    for name, poison in (("scales", torch.nan), ("up.2", torch.inf), ("head", -torch.inf)):
-        model.loss(0).backward()
-        assert optimizer.grad_norm().isfinite()
-        grad = dict(model.named_parameters())[name].grad
-        assert grad is not None
-        grad.view(-1)[-1] = poison
-        assert not optimizer.grad_norm().isfinite()
-        optimizer.drop_grads()
-
-
-@pytest.mark.campaign  # half a minute of compiling on a CPU
-def test_compiled_updates_are_the_plain_ones() -> None:
-    plain, fused = toy(), toy()
-    for model, optimizer in ((plain, driver(plain)), (fused, driver(fused, compile=True))):
-        train(model, optimizer, range(4))
-    for mine, other in zip(plain.parameters(), fused.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
-
-
 # Groups that are updated on every n-th step -----------------------------------------------------------------
-
-
-def cadence_driver(model: Toy, **options: Any) -> Zero2:
-    """Embedding every second step, head every third, the others on every step."""
-    rules = table(Resolved.of(resolve(RECIPE), optim=OptimRecipe(lr_scale=0.2, decay_scale=1.0, width_scale=1.0)))
-    rules |= {name: rules[name]._replace(every=every) for name, every in (("embedding", 2), ("head", 3))}
-    return Zero2(make_groups(model.parameter_groups(), rules, model.named_parameters()), **options)
 
 
 def test_updates_on_every_nth_step_are_those_of_torchs_adamw() -> None:
     """On every step, and on every third with the mean of its gradients; with constants and a factor of its own."""
-    ours, theirs = toy(), toy()
+    ours, theirs = Toy(), Toy()
     every, factor, halves = (1, 3), (1.0, 2.0), [list(m.named_parameters()) for m in (ours, theirs)]
     constants = [(0.01, (0.8, 0.95), 1e-3, 0.1), (0.03, (0.9, 0.99), 1e-6, 0.0)]
     groups, oracles = [], []
@@ -222,30 +166,9 @@ def test_updates_on_every_nth_step_are_those_of_torchs_adamw() -> None:
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("drive", "stop"), [(driver, 4), *((cadence_driver, stop) for stop in (1, 2, 3, 5))])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
-    drive: Callable[..., Zero2], stop: int, dtype: torch.dtype
-) -> None:
-    whole, first, second = toy(dtype), toy(dtype), toy(dtype, seed=7)
-    optimizer, first_optimizer, second_optimizer = (drive(one, dtype_ns=dtype) for one in (whole, first, second))
-    losses = train(whole, optimizer, range(7))
-    train(first, first_optimizer, range(stop))
-    saved = snapshot(first_optimizer)
-    if drive is cadence_driver:
-        assert ("held.embedding" in saved, "held.head" in saved) == (stop % 2 > 0, stop % 3 > 0)
-    train(second, second_optimizer, range(1))  # something may be held that must not survive
-    second_optimizer.load_state_tensors(saved)
-    assert train(second, second_optimizer, range(stop, 7)) == losses[stop:]
-    expected, found = optimizer.state_tensors(), second_optimizer.state_tensors()
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
-
-
 def test_a_bad_gradient_between_updates_is_noticed_and_leaves_the_held_ones() -> None:
-    clean, ours = toy(), toy()
-    optimizers = cadence_driver(clean), cadence_driver(ours)
+    clean, ours = Toy(), Toy()
+    optimizers = [driver(model, embedding=2, head=3) for model in (clean, ours)]
     for model, optimizer in zip((clean, ours), optimizers, strict=True):
         train(model, optimizer, range(2))
     for name in ("embedding", "head"):  # not due and due; the head's comes next
@@ -259,17 +182,3 @@ def test_a_bad_gradient_between_updates_is_noticed_and_leaves_the_held_ones() ->
         train(model, optimizer, range(2, 6))
     for mine, other in zip(ours.parameters(), clean.parameters(), strict=True):
         assert torch.equal(mine, other)
-
-
-def test_gradients_in_fp32_are_summed_in_fp32() -> None:
-    """256 equal gradients: a bf16 sum stops growing at 2^8 times the first bit that is added."""
-    sums = []
-    for fp32 in (False, True):
-        parameter = Parameter(torch.ones(4, dtype=torch.bfloat16))
-        optimizer = Zero2([ParameterGroup("all", AdamW(), (("p", parameter),), 0.1)], fp32_gradients=fp32)
-        for _ in range(1000):
-            parameter.sum().backward()
-        sums.append(float(optimizer.grad_norm()) / 2)
-        optimizer.step(0, Multipliers())
-        assert parameter.dtype == torch.bfloat16
-    assert sums == [256, 1000]

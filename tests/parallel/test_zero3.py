@@ -66,24 +66,6 @@ def test_what_a_replica_holds_by_hand(ranks: Ranks) -> None:
     assert block + table < (4 * block + 2 * table) // 2
 
 
-def silent(mesh: Mesh) -> str:
-    """What a parameter without gradient leads to."""
-    compiler.set_eager(True)
-    small_cuts()
-    state, step = stepping(mesh, "llama")
-    state.model.blocks[1].attention.key.weight.requires_grad_(False)
-    try:
-        step()
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_a_parameter_without_gradient_is_named(ranks: Ranks) -> None:
-    for message in ranks(2, "tests.parallel.test_zero3:silent", zero=3):
-        assert "no gradient reached blocks.1.attention.key.weight: run backward first" in message
-
-
 def test_one_replica_has_nothing_to_share(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["pretrain", "--zero", "3", "--ranks", "2", "--tp", "2"]) == 1
     assert "--zero 3 shares parameters among replicas, and there is one" in capsys.readouterr().err

@@ -27,7 +27,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +56,8 @@ ODD: Sequence[Any] = (
 """Values of a wrong type or size for a JSON leaf."""
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of file. path: an example, relative to the folder; commands: those that read it."""
-
-    path: str
-    commands: Sequence[Sequence[str]]
+Kind = tuple[str, Sequence[Sequence[str]]]
+"""A kind of file: the path of an example, relative to the folder, and the commands that read it."""
 
 
 def run(*arguments: str) -> int:
@@ -93,36 +88,36 @@ def kinds(folder: Path) -> list[Kind]:
     run_folder, step = "out/runs/r", "out/runs/r/pretrain/checkpoints/step-00000004"
     data = next(folder.glob("out/data/text-*")).relative_to(folder)
     tensors = next((folder / step).glob("*.safetensors")).name
-    found = [
-        Kind(f"{run_folder}/run.json", [COMPLETE, REPORT, RESUME]),
-        Kind(f"{run_folder}/tokenizer.json", [COMPLETE, RESUME]),
-        Kind(f"{run_folder}/pretrain/recipe.json", [COMPLETE, REPORT, RESUME]),
-        Kind(f"{run_folder}/pretrain/origin.json", [COMPLETE, RESUME]),
-        *(Kind(f"{run_folder}/pretrain/{name}.jsonl", [REPORT, RESUME]) for name in ("metrics", "events")),
-        *(Kind(f"{run_folder}/{name}.jsonl", [REPORT]) for name in ("evaluate", "samples")),
-        Kind(f"{step}/manifest.json", [COMPLETE, RESUME]),
-        Kind(f"{step}/{tensors}", [COMPLETE, RESUME]),
-        *(Kind(f"{data}/{name}", [RESUME]) for name in ("manifest.json", "train-00000.bin", "train-00000.starts.npy")),
-        *(Kind(str(path.relative_to(folder)), [RESUME]) for path in folder.glob("out/data/*/train-rows/*")),
-        Kind("out/data/digests.json", [["prepare", *TRAIN[:2], "--text.vocab-size", "320", "--workers", "1"]]),
-        *(Kind(f"hf/{name}", [IMPORT]) for name in ("config.json", "tokenizer.json", "model.safetensors")),
-        Kind("split/model.safetensors.index.json", [["import", "split", "--run", "new"]]),
-        Kind("tokens.bin", [["prepare", "--data", "tokens.bin", "--text.tokenizer", "vocabulary.json"]]),
+    found: list[Kind] = [
+        (f"{run_folder}/run.json", [COMPLETE, REPORT, RESUME]),
+        (f"{run_folder}/tokenizer.json", [COMPLETE, RESUME]),
+        (f"{run_folder}/pretrain/recipe.json", [COMPLETE, REPORT, RESUME]),
+        (f"{run_folder}/pretrain/origin.json", [COMPLETE, RESUME]),
+        *((f"{run_folder}/pretrain/{name}.jsonl", [REPORT, RESUME]) for name in ("metrics", "events")),
+        *((f"{run_folder}/{name}.jsonl", [REPORT]) for name in ("evaluate", "samples")),
+        (f"{step}/manifest.json", [COMPLETE, RESUME]),
+        (f"{step}/{tensors}", [COMPLETE, RESUME]),
+        *((f"{data}/{name}", [RESUME]) for name in ("manifest.json", "train-00000.bin", "train-00000.starts.npy")),
+        *((str(path.relative_to(folder)), [RESUME]) for path in folder.glob("out/data/*/train-rows/*")),
+        ("out/data/digests.json", [["prepare", *TRAIN[:2], "--text.vocab-size", "320", "--workers", "1"]]),
+        *((f"hf/{name}", [IMPORT]) for name in ("config.json", "tokenizer.json", "model.safetensors")),
+        ("split/model.safetensors.index.json", [["import", "split", "--run", "new"]]),
+        ("tokens.bin", [["prepare", "--data", "tokens.bin", "--text.tokenizer", "vocabulary.json"]]),
     ]
     for name in ("vocabulary.json", "hf/tokenizer.json", "words.tiktoken"):
-        found.append(Kind(name, [["prepare", *TRAIN[:2], "--text.tokenizer", name, "--workers", "1"]]))
+        found.append((name, [["prepare", *TRAIN[:2], "--text.tokenizer", name, "--workers", "1"]]))
     for ending in FORMATS:
         texts, talks = f"texts.{ending}", f"talks.{ending}"
-        found.append(Kind(texts, [["prepare", "--data", texts, "--text.vocab-size", "300", "--workers", "1"]]))
+        found.append((texts, [["prepare", "--data", texts, "--text.vocab-size", "300", "--workers", "1"]]))
         if not ending.startswith(("csv", "tsv", "txt")):
-            found.append(Kind(talks, [[*SFT, talks]]))
+            found.append((talks, [[*SFT, talks]]))
     asked = ["evaluate", "--run", "r", "--limit", "1", *EAGER, "--tasks"]
     found += [
-        Kind("core/copa.jsonl", [[*asked, "core/copa", "--bundle", "core"]]),
-        Kind("chat/gsm8k_test.jsonl", [[*asked, "chat/gsm8k", "--chat-data", "chat"]]),
-        Kind("problems/train.jsonl", [[*RL, "--rl.rewards", "gsm8k", "--rl.data", "problems"]]),
-        Kind("keys.txt", [["keys", "keys.txt"]]),
-        *(Kind(f"out/lab/s/{name}", [["lab", "log", "--study", "s"]]) for name in STUDY),
+        ("core/copa.jsonl", [[*asked, "core/copa", "--bundle", "core"]]),
+        ("chat/gsm8k_test.jsonl", [[*asked, "chat/gsm8k", "--chat-data", "chat"]]),
+        ("problems/train.jsonl", [[*RL, "--rl.rewards", "gsm8k", "--rl.data", "problems"]]),
+        ("keys.txt", [["keys", "keys.txt"]]),
+        *((f"out/lab/s/{name}", [["lab", "log", "--study", "s"]]) for name in STUDY),
     ]
     return found
 
@@ -397,24 +392,24 @@ def copied(folder: Path) -> Iterator[Path]:
         shutil.rmtree(copy)
 
 
-def drawn(folder: Path, seed: int, count: int, only: str = "") -> Iterator[tuple[Kind, Sequence[str], random.Random]]:
+def drawn(folder: Path, seed: int, count: int, only: str = "") -> Iterator[tuple[str, Sequence[str], random.Random]]:
     """Draws files, each kind in turn where there are trials enough, and for each a command that reads it."""
-    there = [kind for kind in kinds(folder) if only in kind.path]
+    there = [kind for kind in kinds(folder) if only in kind[0]]
     for number in range(count):
         rng = random.Random(f"{seed} {number}")
-        kind = there[number * max(1, len(there) // count) % len(there)]
-        yield kind, rng.choice(list(kind.commands)), rng
+        path, commands = there[number * max(1, len(there) // count) % len(there)]
+        yield path, rng.choice(list(commands)), rng
 
 
 def trials(folder: Path, seed: int, count: int, only: str = "") -> Iterator[dict[str, Any]]:
     """Damages files, and runs for each one of the commands that read it."""
-    for kind, command, rng in drawn(folder, seed, count, only):
+    for path, command, rng in drawn(folder, seed, count, only):
         with copied(folder) as copy:
-            done = damage(copy / kind.path, rng)
+            done = damage(copy / path, rng)
             found = trial(command)
             if found["outcome"] == "refused" and (copy / "experiments/records/s").exists():
                 found["outcome"] = "published"
-            yield {"kind": kind.path, "damage": done, "command": command[0], **found}
+            yield {"kind": path, "damage": done, "command": command[0], **found}
 
 
 def apart(function: Callable[[], object]) -> None:
@@ -442,7 +437,7 @@ def begin(folder: Path, *trials: Any) -> None:
     if not folder.exists():
         folder.mkdir(parents=True)
         apart(lambda: build(folder))
-        if any(kind.path.startswith("out/lab/") for kind, _, _ in drawn(folder, *trials)):
+        if any(path.startswith("out/lab/") for path, _, _ in drawn(folder, *trials)):
             apart(lambda: build_study(folder))
         apart(lambda: warm(folder, *trials))
     for name in folder.with_name("modules").read_text(encoding="utf-8").split():

@@ -1,19 +1,13 @@
 """Runs Triton kernels on the CPU, in Triton's interpreter, in a process of their own.
 
-Whether a kernel is interpreted is decided when Triton is first imported and when the kernel is decorated, by
-TRITON_INTERPRET. A test process that has imported Triton without it (torch.compile does) can't interpret any more,
-and one that sets it would change what every later test compiles. So the variable lives only in a child process, and
-the functions that touch kernels run there:
+Triton reads TRITON_INTERPRET when it is first imported and when a kernel is decorated. So the variable lives only in a
+child process, and the functions that launch kernels run there, by the fixture `interpreted` of tests/conftest.py:
 
-    from tests.support.interpreter import Interpreted
+    def test_the_kernel(interpreted: Interpreted) -> None:
+        assert interpreted(worst_deviation, (1, 17)) <= 1e-5      # a function at the top level of a module
 
-    def worst_deviation(lengths: tuple[int, ...]) -> float: ...     # at the top level of a module, launches kernels
-
-    def test_the_kernel(interpreted: Interpreted) -> None:             # a fixture of tests/conftest.py
-        assert interpreted(worst_deviation, (1, 17)) <= 1e-5
-
-The function, its arguments and its result travel by pickle: functions by name, tensors by value. What the function
-raises is raised here, with the child's traceback; a warning is an error there too.
+The function, its arguments and its result travel by pickle. What the function raises is raised here; a warning is an
+error there too.
 
 Use fp32: the interpreter's product of bf16 matrices gives wrong numbers.
 Triton 3.6 holds scalars as arrays of one element, which NumPy 2.4 no longer turns into the integers that a loop's

@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
 import os
 import socket
 import sys
 import traceback
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,28 +73,16 @@ def serve() -> None:
     sys.path.insert(0, str(ROOT))
     import torch._dynamo  # noqa: F401  (1.2 s of every rank that calls an operator)
 
+    fork = multiprocessing.get_context("fork")
     for line in sys.stdin:
         request = json.loads(line)
         importlib.import_module(request["function"].partition(":")[0])  # once, for all children of this and later ones
-        port, readers, pids = free_port(), [], []
-        for rank in range(request["ranks"]):
-            reader, writer = os.pipe()
-            pid = os.fork()
-            if pid == 0:
-                os.dup2(2, 1)  # what a rank prints is no answer
-                answer = json.dumps(child(rank, port, request)).encode()
-                with os.fdopen(writer, "wb") as stream:
-                    stream.write(answer)
-                os._exit(0)
-            os.close(writer)
-            readers.append(reader)
-            pids.append(pid)
-        answers = []
-        for reader in readers:
-            with os.fdopen(reader, encoding="utf-8") as stream:
-                answers.append(json.loads(stream.read() or '{"error": "died without a word"}'))
-        for pid in pids:
-            os.waitpid(pid, 0)
+        count, one = request["ranks"], partial(child, port=free_port(), request=request)
+        try:
+            with ProcessPoolExecutor(count, fork, os.dup2, (2, 1)) as pool:  # what a rank prints is no answer
+                answers = list(pool.map(one, range(count)))
+        except BrokenProcessPool:
+            answers = [{"error": "died without a word, or another rank did"}] * count
         print(json.dumps(answers), flush=True)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,6 @@ import huggingface_hub.file_download  # noqa: F401  (slow)
 
 from quern.cli import main, summaries, verbs
 from quern.machine import detect
-from quern.runs import load as loading
-from quern.runs.run_dir import RunDir
-from quern.serve import replicas as serve_replicas
 from quern.stages.session import main_first
 from quern.temporaries import alone_in
 from quern.text import downloads
@@ -95,16 +94,11 @@ def download(folder: Path, answer: bytes) -> None:
     downloads.download(Repository("a/b", "0" * 40, {"text.txt": (9, None)}), "text.txt", folder / "text.txt")
 
 
-def locked(folder: Path, body: Any) -> None:
-    folder.mkdir(exist_ok=True)
+def locked(folder: Path) -> None:
     (folder / ".lock").write_text("process 7 on elsewhere", encoding="utf-8")
     holder = os.open(folder / ".lock", os.O_RDWR)
     fcntl.flock(holder, fcntl.LOCK_EX)
-    body()
-
-
-def turn(folder: Path) -> None:
-    with alone_in(folder, lambda line: print(line, file=sys.stderr, flush=True)):
+    with alone_in(folder, to_stderr):
         pass
 
 
@@ -112,44 +106,21 @@ def to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def read_model(folder: Path) -> None:
-    """A disk that does not answer."""
-    checkpoints = folder / "runs/r/pretrain/checkpoints"
-    loading.open_checkpoint = lambda *found: os.open(folder / "fifo", os.O_RDONLY)
-    loading.manifest.latest = lambda *found: (checkpoints, {})
-    RunDir.tokenizer = lambda self: None  # type: ignore[assignment]
-    (checkpoints / "step-00000001").mkdir(parents=True)
-    os.mkfifo(folder / "fifo")
-    loading.load(RunDir(folder, "r"), None, to_stderr)  # type: ignore[arg-type]
-
-
-def replicas() -> None:
-    machine = detect(device="cpu", threads=1, compile=False)
-    serve_replicas.run(["sleep", str(LONGEST_SECONDS)], 1, "127.0.0.1", 0, machine, to_stderr)
-
-
 def jax_processes() -> None:
-    from quern.grug.mesh import join_processes
+    from quern.grug.mesh import join_processes  # JAX must not start in the process that forks
 
     join_processes(f"127.0.0.1:{free_port()}", 2, 0)
 
 
-def machines() -> int:
-    return launch.launch(["pretrain"], 1, 0, nodes=2, rendezvous=f"127.0.0.1:{free_port()}")
-
-
 WAITS = {
     "rank 0": lambda folder: join(0, free_port()),
-    "rank 1": lambda folder: join(1, free_port()),
     "a store that does not answer": lambda folder: join(1, stalled(b"")),
     "rank 0's preparation": lambda folder: beside(free_port(), follow),
     "a collective": lambda folder: beside(free_port(), blocked),
-    "a lock": lambda folder: locked(folder, lambda: turn(folder)),
+    "a lock": locked,
     "a silent server": lambda folder: download(folder, SILENT),
     "a busy server": lambda folder: download(folder, BUSY),
-    "a model": read_model,
-    "replicas": lambda folder: replicas(),
-    "machines": lambda folder: machines(),
+    "machines": lambda folder: launch.launch(["pretrain"], 1, 0, nodes=2, rendezvous=f"127.0.0.1:{free_port()}"),
     "processes of JAX": lambda folder: jax_processes(),
 }
 
@@ -193,21 +164,17 @@ def watch(name: str, line: str, which: signal.Signals, folder: Path) -> dict[str
     return {"code": status, "seconds": seconds, "said": said.read_text(encoding="utf-8")}
 
 
-def serve(folder: Path) -> None:
+def serve(folder: Path) -> dict[str, Any]:
     """All waits at once, each watched by a process of its own."""
-    lines, watchers = json.loads(sys.argv[2]), {}
-    for number, name in enumerate(WAITS):
-        for which in SIGNALS:
-            reader, writer = os.pipe()
-            if os.fork() == 0:
-                found = watch(name, lines[name], which, folder / f"{number}-{which.name}")
-                os.write(writer, json.dumps(found).encode())
-                os._exit(0)
-            os.close(writer)
-            watchers[f"{name}/{which.name}"] = reader
-    found = {key: json.loads(os.fdopen(reader).read()) for key, reader in watchers.items()}
-    print(json.dumps(found))
+    lines = json.loads(sys.argv[2])
+    pairs = [(name, which) for name in WAITS for which in SIGNALS]
+    with ProcessPoolExecutor(len(pairs), multiprocessing.get_context("fork")) as pool:
+        found = [
+            pool.submit(watch, name, lines[name], which, folder / f"{number}-{which.name}")
+            for number, (name, which) in enumerate(pairs)
+        ]
+        return {f"{name}/{which.name}": one.result() for (name, which), one in zip(pairs, found, strict=True)}
 
 
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]))
+    print(json.dumps(serve(Path(sys.argv[1]))))

@@ -5,23 +5,18 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from quern.train.checkpoint import load, save
 from quern.train.manifest import CheckpointError, latest, steps, verify
 from tests.train.checkpoint_oracle import fast_folder, no_report, put, tensors_of
 
 __all__ = ["fast_folder"]  # a fixture
-
-Law = Callable[[str, float | int | str, str], None]
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -64,30 +59,12 @@ def test_every_kind_of_tensor_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert load(save(tmp_path, 0, {}, {"a": 1}, keep=1)) == ({}, {"a": 1}), "a state without tensors"
 
 
-def test_files_that_pytorch_wrote_are_read(tmp_path: Path) -> None:
-    tensors = {"scalar": torch.tensor(3.5), "matrix": torch.randn(5, 3), "empty": torch.empty(0, 3)}
-    path = put(tmp_path, 1, 5)
-    next(path.glob("*.safetensors")).unlink()
-    writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
-    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
-        dcp_save({**tensors}, storage_writer=writer, no_dist=True)
-    loaded, _ = load(path, verified=True)
-    assert loaded.keys() == tensors.keys() and all(torch.equal(loaded[name], tensors[name]) for name in tensors)
-
-
 def test_only_safetensors_and_json_reach_the_disk_and_no_randomness_is_drawn(tmp_path: Path) -> None:
     state, python_state = torch.get_rng_state(), random.getstate()
     path = put(tmp_path, 1, 5)
     load(path)
     assert torch.equal(torch.get_rng_state(), state) and random.getstate() == python_state
-    (tensors_file,) = path.glob("*.safetensors")
-    assert sorted(file.name for file in path.rglob("*")) == ["manifest.json", tensors_file.name]
-    assert json.loads((path / "manifest.json").read_text(encoding="utf-8"))["files"] == {
-        tensors_file.name: {
-            "bytes": tensors_file.stat().st_size,
-            "sha256": hashlib.sha256(tensors_file.read_bytes()).hexdigest(),
-        }
-    }
+    assert sorted(file.suffix for file in path.rglob("*")) == [".json", ".safetensors"]
 
 
 @pytest.mark.parametrize("meta", [{"a": float("nan")}, {"a": (1, 2)}, {1: "a"}, {"a": object()}])
@@ -99,14 +76,7 @@ def test_meta_that_would_not_read_back_equal_is_refused_before_anything_is_writt
     assert not (tmp_path / "c").exists()
 
 
-def test_keep_and_step_are_checked(tmp_path: Path) -> None:
-    for step, keep in ((1, 0), (-1, 1)):
-        with pytest.raises(ValueError, match="keep must be at least 1 and step at least 0"):
-            save(tmp_path, step, {}, {}, keep)
-
-
-# Which one is the latest
-# --------------------------------------------------------------------------------------
+# Which one is the latest ------------------------------------------------------------------------------------
 
 
 def test_foreign_things_are_no_checkpoints_and_steps_sort_by_number(tmp_path: Path) -> None:
@@ -176,10 +146,6 @@ def test_a_newer_schema_says_to_update_and_is_not_passed_over(tmp_path: Path) ->
             read(path)
 
 
-# Flipped bits
-# -------------------------------------------------------------------------------------------------
-
-
 def flip(file: Path, offset: int, bit: int) -> None:
     with file.open("r+b") as stream:
         stream.seek(offset)
@@ -188,9 +154,10 @@ def flip(file: Path, offset: int, bit: int) -> None:
         stream.write(bytes([byte ^ (1 << bit)]))
 
 
-def run_flips(folder: Path, count: int, law: Law) -> None:
-    """Flips one bit at a time, in every file and region: it is detected, or the same content is loaded."""
-    rng = random.Random(count)
+@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.campaign)])
+def test_a_flipped_bit_is_detected_or_the_same_content_is_loaded(count: int, fast_folder: Path) -> None:
+    """In every file and region, one at a time."""
+    folder, rng = fast_folder, random.Random(count)
     put(folder, 1, 1)
     path = put(folder, 2, 2)
     (data,) = path.glob("*.safetensors")
@@ -203,7 +170,6 @@ def run_flips(folder: Path, count: int, law: Law) -> None:
         (manifest, 0, manifest.stat().st_size),
     ]
     detected = {file.name: 0 for file, _, _ in regions}
-    inert = 0
     for trial in range(count):
         file, start, stop = regions[trial % len(regions)]
         offset, bit = rng.randrange(start, stop), rng.randrange(8)
@@ -212,7 +178,6 @@ def run_flips(folder: Path, count: int, law: Law) -> None:
         found = latest(folder, reports.append)
         assert found is not None
         if found[0] == path:
-            inert += 1
             assert file == manifest, "a flip in the tensors' file was not detected"
             tensors, meta = load(path)
             assert meta == {"id": 2} and torch.equal(tensors["x"], tensors_of(2)["x"]), (offset, bit)
@@ -223,23 +188,3 @@ def run_flips(folder: Path, count: int, law: Law) -> None:
         flip(file, offset, bit)
     verify(path)
     assert detected[data.name] == count // 4 * 3 and detected[manifest.name] > count // 4 * 0.9
-    law(f"{count} bit flips over every file of a checkpoint ({inert} inert): loaded silently", 0, "0")
-
-
-def test_flipped_bits_are_detected_or_inert(fast_folder: Path, law: Law) -> None:
-    run_flips(fast_folder, 200, law)
-
-
-@pytest.mark.campaign
-def test_two_thousand_flipped_bits_are_detected_or_inert(fast_folder: Path, law: Law) -> None:
-    run_flips(fast_folder, 2000, law)
-
-
-def test_without_the_hashes_a_flipped_bit_would_pass(tmp_path: Path) -> None:
-    """The reason for the hashes: the format's own reader loads a flipped byte without an error."""
-    path = put(tmp_path, 1, 1)
-    (data,) = path.glob("*.safetensors")
-    flip(data, data.stat().st_size - 1, 0)
-    assert not torch.equal(load_file(data)["x"], tensors_of(1)["x"])
-    with pytest.raises(CheckpointError, match=r"has sha256 \w+, not"):
-        load(path)

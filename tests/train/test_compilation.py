@@ -104,13 +104,3 @@ def test_the_count_can_rise() -> None:
         tokens = torch.zeros(rows, CONTEXT, dtype=torch.int64)
         model(tokens, model.context(tokens))
     assert counter.graphs == 4
-
-
-def test_without_compilation_everything_runs_eagerly() -> None:
-    recipe, counter = recipe_of(gpt.RECIPE, 2), Counter()
-    model = build_model(recipe, MACHINE, 0)
-    model.compile(backend=counter, dynamic=False)
-    tokens = torch.zeros(2, CONTEXT, dtype=torch.int64)
-    with compiler.eager():  # what --no-compile sets
-        model(tokens, model.context(tokens))
-    assert counter.graphs == 0

@@ -2,24 +2,19 @@
 
 import gc
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from quern.data.loader import Batch, Loader
+from quern.data.loader import Batch
 from quern.kernels.cross_entropy import cross_entropy_plain
 from quern.model.base import loss_sum
 from quern.model.context import CausalContext
 from quern.optim.schedule import Multipliers
-from quern.text.chat import Message, render
-from quern.text.tinyworld import corpus as tinyworld_corpus
-from quern.text.tokenizer import Tokenizer
 from quern.train.state import TrainState
 from quern.train.step import accumulate, send_batch, to_device, train_step
-from tests.support.memory_corpus import memory_corpus
 from tests.support.toy_training import (
     CPU,
     ROWS,
@@ -27,13 +22,10 @@ from tests.support.toy_training import (
     poisoned,
     snapshot,
     toy_loader,
-    toy_recipe,
     toy_state,
 )
 
 pytestmark = pytest.mark.usefixtures("eager")
-
-Law = Callable[[str, float | int | str, str], None]
 
 
 def step(state: TrainState, batch: Batch, clip_norm: float | None = None, max_rows: int = 3):  # type: ignore[no-untyped-def]
@@ -77,54 +69,6 @@ def test_a_batch_without_a_single_target_is_refused_before_anything_moves() -> N
     assert differing(snapshot(state), before) == [] and state.step == 0
 
 
-def gradient_of_hidden_states(batch: Batch, tokens: int) -> np.ndarray:
-    """(B, T): the largest gradient that reaches the head's input at each place."""
-    state = toy_state(toy_recipe({"vocab_size": 400, "context": batch.tokens.shape[1]}))
-    kept = []
-
-    def keep(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> None:
-        output.retain_grad()
-        kept.append(output)
-
-    state.model.register_forward_hook(keep)
-    loss_sum(state.model, *to_device(batch, tokens, CPU))[0].backward()
-    return kept[0].grad.abs().amax(-1).numpy()
-
-
-def learned(message: Message) -> str:
-    """What the model must learn of an assistant's message: its words and its calls, not what a tool put out."""
-    content = message["content"]
-    spoken = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    words = {part["text"]: part["type"] for part in spoken if part["type"] != "output"}
-    return "".join(f"<|tool_start|>{text}<|tool_end|>" if kind == "tool" else text for text, kind in words.items())
-
-
-def test_prompts_give_exactly_no_gradient_in_fine_tuning(law: Law) -> None:
-    """Conversations of the built-in world, rendered, packed and batched as fine-tuning does."""
-    talks = list(tinyworld_corpus.conversations(0, 30, "train"))
-    tokenizer = Tokenizer.train([str(message["content"]) for talk in talks for message in talk], 400)
-    pairs = [render(tokenizer, talk) for talk in talks]
-    replies = {learned(message) for talk in talks for message in talk if message["role"] == "assistant"}
-    corpus = memory_corpus([ids for ids, _ in pairs], [mask for _, mask in pairs])
-    loader = Loader(corpus, 512, 2, 0, "first-fit-decreasing")
-    worst = 0.0
-    for index in range(3):
-        batch = loader.batch(index)
-        assert 0 < batch.mask.sum() < batch.mask.size
-        gradient = gradient_of_hidden_states(batch, int(batch.mask.sum()))
-        worst = max(worst, float(gradient[~batch.mask].max()))
-        assert (gradient[batch.mask] > 0).all()
-        # The mask stands on what the assistant says and calls, not one token beside it.
-        for row, mask in zip(batch.targets, batch.mask, strict=True):
-            *whole, rest = tokenizer.decode(row[mask].tolist()).split("<|assistant_end|>")
-            assert whole and set(whole) <= replies and rest == ""
-        # A mask that got lost would be seen.
-        lost = replace(batch, mask=np.ones_like(batch.mask))
-        assert gradient_of_hidden_states(lost, lost.mask.size)[~batch.mask].min() > 0
-    law("gradient at masked targets (prompts, tool outputs, padding)", worst, "0")
-    assert worst == 0
-
-
 # Clipping ---------------------------------------------------------------------------------------------------
 
 
@@ -139,27 +83,7 @@ def test_gradient_norm_and_clipping_are_torchs_over_the_whole_batch(rows: int) -
         assert ((p.grad - other.grad).norm() / other.grad.norm()).item() <= 2e-5, name
 
 
-def test_a_norm_below_the_limit_changes_nothing() -> None:
-    batch, clipped, free = toy_loader().batch(0), toy_state(), toy_state()
-    step(clipped, batch, clip_norm=1e6)
-    step(free, batch)
-    assert differing(snapshot(clipped), snapshot(free)) == []
-
-
 # Steps that are not finite ----------------------------------------------------------------------------------
-
-
-def make_one_gradient(state: TrainState, name: str, value: float) -> None:
-    """One entry of one parameter's gradient becomes `value` from now on; the loss stays finite."""
-    parameter = dict(state.model.named_parameters())[name]
-
-    def spoil(grad: torch.Tensor) -> torch.Tensor:
-        grad = grad.clone()
-        grad.view(-1)[0] = value
-        return grad
-
-    handle = parameter.register_hook(spoil)
-    state.model.spoiled = handle  # so that a test can put it right again
 
 
 @pytest.mark.parametrize(
@@ -167,7 +91,7 @@ def make_one_gradient(state: TrainState, name: str, value: float) -> None:
     [(math.nan, 0, None), (math.inf, ROWS - 1, None), (-math.inf, 0, 0.1), (math.nan, ROWS - 1, 0.1)],
 )
 def test_a_loss_that_is_not_finite_leaves_no_trace_and_the_next_step_is_taken(
-    value: float, row: int, clip_norm: float | None, law: Law
+    value: float, row: int, clip_norm: float | None
 ) -> None:
     loader = toy_loader()
     state, never = toy_state(), toy_state()
@@ -176,9 +100,7 @@ def test_a_loss_that_is_not_finite_leaves_no_trace_and_the_next_step_is_taken(
     before = snapshot(state)
     result = step(state, poisoned(loader.batch(1), value, row), clip_norm)
     assert result.verdict == "skip" and not math.isfinite(result.loss)
-    left = differing(snapshot(state), before)
-    law("a step that is not finite: tensors changed", len(left), "0")
-    assert left == []
+    assert differing(snapshot(state), before) == []
     assert (state.step, state.guard.skips, state.guard.skips_in_row) == (2, 1, 1)
     after, clean = step(state, loader.batch(2)), step(never, loader.batch(2))
     assert after.verdict == "step" and state.guard.skips_in_row == 0
@@ -194,11 +116,17 @@ def test_a_loss_that_is_not_finite_leaves_no_trace_and_the_next_step_is_taken(
 def test_one_gradient_that_is_not_finite_is_enough(name: str, value: float) -> None:
     loader, state = toy_loader(), toy_state()
     before = snapshot(state)
-    make_one_gradient(state, name, value)
+
+    def spoil(grad: torch.Tensor) -> torch.Tensor:
+        grad = grad.clone()
+        grad.view(-1)[0] = value
+        return grad
+
+    hook = dict(state.model.named_parameters())[name].register_hook(spoil)
     result = step(state, loader.batch(0))
     assert result.verdict == "skip" and math.isfinite(result.loss) and not math.isfinite(result.grad_norm)
     assert differing(snapshot(state), before) == []
-    state.model.spoiled.remove()
+    hook.remove()
     assert step(state, loader.batch(1)).verdict == "step"
     assert differing(snapshot(state), before) != []
 

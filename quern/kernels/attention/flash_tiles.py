@@ -1,7 +1,7 @@
 """Candidate tile sizes for flash attention's kernels on a GPU. Numbers only; `flash_launch.py` times them.
 
 The candidates follow from compiled code, not from timings: compiled for sm_80 and sm_90 they spill few registers or
-none, and with descriptors the matrix instructions are asynchronous (`test_flash_compiled.py` checks this). The second
+none, and with descriptors the matrix instructions are asynchronous (`test_gpu_code.py` checks this). The second
 reason is arithmetic: head dim 128 in bf16 does 64 floating-point operations per byte of keys and values when a tile has
 64 queries, and 128 when it has 128; Hopper needs the latter, or its level-2 cache is the limit.
 

@@ -1,4 +1,4 @@
-"""Flash attention beyond its law: the operator under torch's compiler, layouts, what is never read, refusals.
+"""Flash attention beyond its law: the operator under torch's compiler, layouts, what is never read.
 
 What launches kernels runs in Triton's interpreter, in a child process (`interpreter.py`).
 """
@@ -128,25 +128,3 @@ def test_tiles_that_are_not_seen_are_not_read(interpreted: Interpreted, spot: st
     assert interpreted(finite, spot, 64, None) == [True] * 4
     assert interpreted(finite, spot, 0, halves) == [True] * 4
     assert not all(interpreted(finite, spot, 0, None))
-
-
-# Refusals ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("shapes", "documents", "scale", "message"),
-    [
-        (((1, 4, 2, 257), (1, 4, 2, 257)), None, 1.0, "head dim 257: use at most 256"),
-        (((1, 4, 3, 16), (1, 4, 2, 16)), None, 1.0, "K dividing 3"),
-        (((1, 4, 2, 16), (1, 5, 2, 16)), None, 1.0, "needs k and v of shape"),
-        (((1, 4, 2, 16), (1, 4, 2, 16)), (1, 5), 1.0, r"documents must be of shape \(1, 4\)"),
-        (((1, 4, 2, 16), (1, 4, 2, 16)), None, 0.0, "scale must be positive"),
-    ],
-)
-def test_what_it_cannot_compute_is_refused(
-    shapes: tuple[tuple[int, ...], tuple[int, ...]], documents: tuple[int, ...] | None, scale: float, message: str
-) -> None:
-    q, k = (torch.zeros(shape) for shape in shapes)
-    ids = None if documents is None else torch.zeros(documents, dtype=torch.int32)
-    with pytest.raises(ValueError, match=message):
-        flash_attention(q, k, k, 0, ids, scale)
