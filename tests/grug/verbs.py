@@ -111,10 +111,6 @@ def check_models_move_both_ways() -> None:
         del meta["trained_by"]
         checkpoint.save(back.checkpoints("pretrain"), 5, tensors, meta, 1)
         assert "has a base model that PyTorch trained" in verb("export", "--run", "back")
-        shutil.rmtree(back.stage(jax_stage.STAGE))
-        meta["recipe"]["make_model"] = "quern.model.unet:UNet"
-        checkpoint.save(back.checkpoints("pretrain"), 6, tensors, meta, 1)
-        assert "has make_model = quern.model.unet:UNet, which is PyTorch's" in verb("import", "--run", "back")
 
 
 def check_a_file_trains_on_data_and_its_run_keeps_it() -> None:

@@ -181,6 +181,15 @@ def test_a_head_saturates_and_stays_finite() -> None:
     assert all(torch.isfinite(a).all() and torch.equal(a, b) for a, b in zip(over, ends, strict=True))
 
 
+def test_small_gradients_of_the_head_do_not_underflow() -> None:
+    """E5M2's smallest normal number is 2^-14 / 57344 of its largest, 2^-29.8; over 448 it would be 2^-22.8."""
+    x, weight, _, _ = loss_inputs(16, 48, 16)
+    products = HeadProducts(x, weight, torch.ones(()), HeadScales.for_width(16), True)
+    dx, _ = products.gradients(slice(0, 16), torch.full((16, 48), 2.0**-29), torch.ones(16))
+    expected = torch.full((16, 48), 2.0**-29) @ weight
+    assert (dx - expected).norm() <= 2**-3 * expected.norm()
+
+
 def test_all_masked_is_zero_and_not_nan() -> None:
     x, weight, targets, _ = loss_inputs(16, 48, 16)
     losses, dx, dw = loss_and_gradients((x, weight, targets, torch.zeros(16)), NoCap(), products=head_products(16))

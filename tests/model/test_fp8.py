@@ -12,15 +12,13 @@ from quern import compiler
 from quern.model.base import loss_sum
 from quern.model.fp8 import Fp8Head, Fp8Linear, use_fp8
 from quern.recipe import Resolved
-from quern.recipes.gpt import RECIPE as gpt
-from quern.recipes.llama import RECIPE as llama
-from quern.recipes.unet import RECIPE as unet
 from quern.resolve import resolve
 from quern.runs.training import set_up_training
 from quern.text.tokenizer import Tokenizer
 from quern.train.step import to_device
 from tests.support import fp8_oracle as oracle
 from tests.support.fp8_oracle import through
+from tests.support.models import RECIPES
 from tests.support.toy_training import CPU, toy_loader, toy_recipe, toy_state
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -52,7 +50,7 @@ def with_bias() -> Any:
 
 
 def converted() -> Any:
-    use_fp8(made := built(unet))
+    use_fp8(made := built("unet"))
     return made
 
 
@@ -62,7 +60,7 @@ def converted() -> Any:
         (lambda: model(width=40, head_dim=8, kv_heads=5), "head", "40 inputs, no multiple of 16"),
         (lambda: model(vocab_size=61), "head", "61 outputs, no multiple of 16"),
         (lambda: model(context=20), "head", "20 tokens in a row, no multiple of 16"),
-        (lambda: built(llama, mlp_width=20), "blocks.0.mlp.gate_up", "40 outputs, no multiple of 16"),
+        (lambda: built("llama", mlp_width=20), "blocks.0.mlp.gate_up", "40 outputs, no multiple of 16"),
         (with_bias, "blocks.0.mlp.up", "it has a bias"),
         (converted, "blocks.0.attention.qkv", "it is multiplied in FP8 already"),
         (converted, "head", "it is a Fp8Head already"),
@@ -74,10 +72,10 @@ def test_what_stays_is_named_with_the_reason(make: Any, name: str, reason: str) 
     assert report.skipped[name] == reason and name not in (*report.dynamic, *report.static)
 
 
-def built(make: Any, depth: int = 4, **shape: Any) -> Any:
+def built(name: str, depth: int = 4, **shape: Any) -> Any:
     """A model of that architecture in which FP8 can multiply everything; all entries are random, also zero ones."""
     sizes: dict[str, Any] = {"width": 32, "head_dim": 16, "context": 16, "vocab_size": 64, "bos": 0, **shape}
-    recipe = resolve(replace(make, depth=depth, model=replace(make.model, windows="L", **sizes)))
+    recipe = resolve(replace(RECIPES[name], depth=depth, model=replace(RECIPES[name].model, windows="L", **sizes)))
     made: Any = recipe.make_model(recipe.model)
     generator = torch.Generator().manual_seed(0)
     made.initialize(0)
@@ -87,13 +85,10 @@ def built(make: Any, depth: int = 4, **shape: Any) -> Any:
     return made
 
 
-RECIPES = {"gpt": gpt, "llama": llama, "unet": unet}
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_matrix_is_converted_or_named(name: str) -> None:
     """None stays in bf16 without a word: what counts as a matrix in FLOPs is what the report speaks of."""
-    made = built(RECIPES[name])
+    made = built(name)
     report = use_fp8(made)
     kinds = made.group_kinds
     matrices = {
@@ -111,7 +106,7 @@ def test_every_matrix_is_converted_or_named(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "path"), [("llama", "blocks.1.mlp"), ("unet", "blocks.1.attention")])
 def test_a_merged_product_is_in_fp8_where_gradients_are_recorded(name: str, path: str) -> None:
-    made = built(RECIPES[name])
+    made = built(name)
     module = made.get_submodule(path)
     x = torch.randn(32, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
     grad = torch.randn(32, module.stacked_weight().flatten(0, 1).size(0), generator=torch.Generator().manual_seed(2))
@@ -144,9 +139,9 @@ def test_the_loss_takes_its_products_from_the_head() -> None:
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in made.parameters())
 
 
-def trained_part(make: Any, compiled: bool) -> list[Any]:
+def trained_part(name: str, compiled: bool) -> list[Any]:
     """Results and gradients of a model of which one feed-forward is compiled whole, or is not."""
-    made = built(make, depth=2)
+    made = built(name, depth=2)
     use_fp8(made)
     ids = torch.arange(32).view(2, 16)
     with compiler.eager(False):
@@ -165,7 +160,7 @@ def trained_part(make: Any, compiled: bool) -> list[Any]:
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_a_part_of_a_block_compiles_whole_and_to_the_same_bits(name: str) -> None:
     """No break in the graph of linear layers or of a merged product, and the evaluation is that of the plain model."""
-    plain, compiled = (trained_part(RECIPES[name], one) for one in (False, True))
+    plain, compiled = (trained_part(name, one) for one in (False, True))
     assert all(torch.equal(a, b) for a, b in zip(plain, compiled, strict=True) if a is not None)
 
 

@@ -22,7 +22,6 @@ from quern.parallel.sharding import sharding_of, sliced
 from quern.parallel.zero2 import Zero2
 from quern.parallel.zero3 import Zero3
 from quern.recipe import OptimRecipe, Resolved
-from quern.recipes import gpt, llama, unet
 from quern.resolve import resolve
 from quern.train import checkpoint, manifest
 from quern.train.guard import Guard
@@ -31,14 +30,13 @@ from quern.train.step import StepResult, train_step
 from tests.parallel import sharded
 from tests.parallel.sharded import on_one_rank
 from tests.support.deviation import deviation
-from tests.support.models import moved
+from tests.support.models import RECIPES, moved
 from tests.support.toy_training import CPU, toy_loader, toy_recipe, toy_schedule, toy_state
 
 STEPS = 10  # of the schedule
 # With 1e-10, AdamW makes a whole step of the rounding of a gradient that cancels out, which depends on the CPU.
 EPS = 1e-4
 COUNTED = {2: "two", 4: "four", 10: "ten"}
-RECIPES = {"gpt": gpt.RECIPE, "llama": llama.RECIPE, "unet": unet.RECIPE}
 
 
 def optimized(

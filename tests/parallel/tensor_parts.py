@@ -9,18 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from quern import compiler
-from quern.kernels.cross_entropy import CHUNK_TOKENS, cross_entropy_plain
-from quern.kernels.softcap import Cap, NoCap, SigmoidCap, TanhCap
+from quern.kernels.cross_entropy import CHUNK_TOKENS
+from quern.kernels.softcap import Cap
 from quern.mesh import Mesh
 from quern.model.fp8 import use_fp8
 from quern.model.llama import Llama
 from quern.parallel.plan import shard_model
 from quern.parallel.vocabulary import VocabularyHead
+from tests.laws.test_cross_entropy_law import CAPS, loss_inputs, loss_with_gradients, plain
 from tests.parallel import sharded
 from tests.support.deviation import deviation
-
-CAPS = {"tanh": TanhCap(15.0), "sigmoid": SigmoidCap(30.0, 5.0), "no": NoCap()}
-
 
 # The loss ---------------------------------------------------------------------------------------------------
 
@@ -28,22 +26,14 @@ CAPS = {"tanh": TanhCap(15.0), "sigmoid": SigmoidCap(30.0, 5.0), "no": NoCap()}
 def loss(mesh: Mesh, cap: str) -> dict[str, float]:
     """Deviations from the plain definition."""
     compiler.set_eager(True)
-    inputs, small = _loss_inputs(CHUNK_TOKENS + 77, 1001), _loss_inputs(100, 53)
+    small, large = loss_inputs(100, 53), loss_inputs(CHUNK_TOKENS + 77, 1001)
+    large[2][0] = 1000
     far = (3 * small[0], 20 * small[1], *small[2:])
-    named = {"a chunk": small, "two chunks": inputs, "far apart": far}
-    return {name: deviation(_ours(mesh, *one, CAPS[cap]), _plain(*one, CAPS[cap])) for name, one in named.items()}
-
-
-def _loss_inputs(N: int, V: int, D: int = 24) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A third of the targets masked, the others weighted, some negatively; the first and last tokens are targets."""
-    generator = torch.Generator().manual_seed(N)
-    x = torch.randn(N, D, generator=generator)
-    weight = 1.5 * torch.randn(V, D, generator=generator)
-    targets = torch.randint(0, V, (N,), generator=generator)
-    targets[:2] = torch.tensor([0, V - 1])
-    scale = torch.randn(N, generator=generator) * (torch.rand(N, generator=generator) > 1 / 3) / N
-    scale[:2] = 1 / N
-    return x, weight, targets, scale
+    named = {"a chunk": small, "two chunks": large, "far apart": far}
+    return {
+        name: deviation(_ours(mesh, *one, CAPS[cap]), loss_with_gradients(plain, one, CAPS[cap]))
+        for name, one in named.items()
+    }
 
 
 def _head(mesh: Mesh, weight: Tensor) -> tuple[VocabularyHead, Tensor]:
@@ -65,14 +55,6 @@ def _ours(mesh: Mesh, x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor,
     whole = part.grad.new_empty(mesh.tp * part.size(0), part.size(1))
     mesh.model.all_gather(whole, part.grad).wait()
     return [losses, dx, whole[: len(weight)]]
-
-
-def _plain(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, cap: Cap) -> list[Tensor]:
-    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    losses = cross_entropy_plain(x, weight, targets, cap)
-    (losses * scale).sum().backward()
-    assert x.grad is not None and weight.grad is not None
-    return [losses.detach(), x.grad, weight.grad]
 
 
 # Whole models -----------------------------------------------------------------------------------------------

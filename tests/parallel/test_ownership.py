@@ -10,10 +10,9 @@ import torch
 from quern.estimate.layout import Layout, lay_out
 from quern.parallel.buckets import Bucket
 from quern.parallel.ownership import Ownership, share_out
-from quern.recipes import gpt, llama, unet
 from quern.resolve import resolve
+from tests.support.models import RECIPES
 
-RECIPES = {"gpt": gpt.RECIPE, "llama": llama.RECIPE, "unet": unet.RECIPE}
 GRID = [
     ("gpt", 6, 2, 1), ("gpt", 12, 5, 1), ("gpt", 12, 8, 1), ("gpt", 12, 64, 1), ("gpt", 12, 4, 2), ("gpt", 20, 32, 2),
     ("gpt", 32, 512, 1), ("llama", 12, 64, 1), ("unet", 12, 16, 1), ("unet", 12, 32, 2),

@@ -16,15 +16,15 @@ from quern.optim.schedule import Multipliers
 from quern.parallel import buckets
 from quern.parallel.plan import shard_model
 from quern.recipe import ModelRecipe, Resolved, TrainRecipe
-from quern.recipes import gpt, llama, llama_adamw, unet
+from quern.recipes import llama, llama_adamw
 from quern.resolve import resolve
 from quern.train.state import TrainState, build_model, build_state
 from quern.train.step import train_step
 from tests.parallel.sharded import reset_traffic
+from tests.support.models import RECIPES
 from tests.support.ranks import Ranks
 from tests.support.toy_training import CPU
 
-RECIPES = {"gpt": gpt.RECIPE, "llama": llama.RECIPE, "unet": unet.RECIPE}
 CONTEXT, ROWS = 13, 12
 
 

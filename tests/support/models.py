@@ -4,6 +4,10 @@ from typing import Any
 
 import torch
 
+from quern.recipes import gpt, llama, unet
+
+RECIPES = {"gpt": gpt.RECIPE, "llama": llama.RECIPE, "unet": unet.RECIPE}
+
 
 def randomized(model: Any, vectors: float = 0.5, seed: int = 3) -> Any:
     """Every parameter random: no path through the model is silent. vectors: the deviation of scales and norms."""

@@ -1,5 +1,7 @@
 """Replicas that start from different weights are refused and named: real commands on two ranks over gloo."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -64,18 +66,14 @@ def test_equal_replicas_train_and_state_that_differs_after_a_resume_is_refused(f
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
 def test_checksum_sees_every_bit_and_the_order(dtype: torch.dtype) -> None:
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
-    generator = torch.Generator().manual_seed(1)
-    for count in (1, 3, 4, 1001, CHUNK + 5):
+    generator, bits = torch.Generator().manual_seed(1), range(8 * dtype.itemsize - 1)
+    for count in (3, CHUNK + 5):
         tensor = torch.randint(-100, 100, (count,), generator=generator).to(integer).view(dtype)
         found = {checksum(tensor).item()}
-        places = sorted({0, count // 2, count - 1})
-        for at in places:
-            for bit in range(8 * dtype.itemsize - 1):
-                changed = tensor.clone()
-                changed.view(integer)[at] ^= 1 << bit
-                found.add(checksum(changed).item())
-        assert len(found) == 1 + len(places) * (8 * dtype.itemsize - 1)
+        for at, bit in itertools.product((0, count // 2, count - 1), bits):
+            changed = tensor.clone()
+            changed.view(integer)[at] ^= 1 << bit
+            found.add(checksum(changed).item())
+        assert len(found) == 1 + 3 * len(bits)
         assert checksum(torch.cat([tensor[:1], tensor])[1:]).item() in found, "where it is stored does not matter"
-        if count > 1000:
-            assert checksum(tensor.flip(0)) != checksum(tensor)
-            assert checksum(torch.ones(count).to(dtype)) != checksum(2 * torch.ones(count).to(dtype))
+        assert checksum(tensor.flip(0)) != checksum(tensor)
