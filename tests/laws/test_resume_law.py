@@ -71,8 +71,9 @@ def test_killed_and_resumed_is_uninterrupted(
         "0",
     )
     assert differing == [], places
-    assert len(places) >= (chains * kills if chains < 3 else 2.5 * chains), places
-    assert sum(place.startswith("save") for place in places) >= chains // 2, places
+    many = chains > 2  # of these, some come to their end before their last kill
+    assert len(places) >= (2.5 * chains if many else chains * kills), places
+    assert sum(place.startswith("save") for place in places) >= (chains if many else chains // 2), places
 
 
 def test_the_runs_go_on_past_their_second_epoch(bench: Bench) -> None:
