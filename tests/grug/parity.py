@@ -271,19 +271,6 @@ def whole_step(micro_rows: int, clip_norm: float | None, files: Sequence[str] = 
         }
 
 
-def table() -> list[str]:
-    """Names of parameters and optimizer groups in which the two sides differ."""
-    recipe = recipe_of()
-    with jax.set_mesh(mesh_of("one")):
-        params = from_torch(weights_of(toy_state(recipe)), recipe.model, mesh_of("one"))
-        ours = dict(zip(to_torch(params), jax.tree.leaves(group_of(params)), strict=True))
-    theirs = {
-        name: group for group, members in toy_state(recipe).model.parameter_groups().items() for name, _ in members
-    }
-    names = rules(recipe.optim, jnp.dtype("float32"), recipe.model.depth).keys() ^ groups.table(recipe).keys()
-    return sorted(names | {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)})
-
-
 def curves(steps: int, shown: int) -> list[float]:
     """Returns |loss of JAX - loss of PyTorch| in nats for the first `shown` of `steps` steps, and the loss's decrease.
 
