@@ -6,8 +6,6 @@ CHECK = "assert program.answer() == 42  # CHECK_SECRET"
 LIES = "failed exception exit killed timeout"
 """Reasons of a program whose lies are not believed; it does not matter which."""
 
-_FAKED = "def answer(): return 0"
-_ALWAYS_EQUAL = "__eq__ = lambda self, other: True; __ne__ = lambda self, other: False; __hash__ = None"
 MESSAGE = r"""
 import json, os, time
 def say(*messages):
@@ -28,50 +26,17 @@ _FORGERIES = r"""
 FAKED
 print('passed')
 print('{"reason": "passed"}')
-### exit
-import sys
-sys.exit(0)
 ### exit at once
 import os
 os._exit(0)
 ### exit when asked
 import os
 def answer(): os._exit(0)
-### SystemExit when asked
-def answer(): raise SystemExit(0)
-### at exit
-FAKED
-import atexit, os
-atexit.register(os._exit, 0)
 ### equal object
 class A:
-    ALWAYS_EQUAL
+    __eq__ = lambda self, other: True
+    __ne__ = lambda self, other: False
 def answer(): return A()
-### equal number
-class A(int):
-    ALWAYS_EQUAL
-def answer(): return A(0)
-### equal float
-class A(float):
-    ALWAYS_EQUAL
-def answer(): return A('nan')
-### equal text
-class A(str):
-    ALWAYS_EQUAL
-def answer(): return A('x')
-### equal list
-class A(list):
-    ALWAYS_EQUAL
-def answer(): return A()
-### no assertions
-FAKED
-import builtins
-builtins.AssertionError = type('E', (Exception,), {})
-### assertion that passes
-def answer(): raise AssertionError('passed')
-### other exceptions
-class GeneratorExit(BaseException): pass
-def answer(): raise GeneratorExit
 ### other builtins
 FAKED
 import builtins
@@ -81,11 +46,6 @@ FAKED
 import sys
 for m in list(sys.modules.values()):
     m.verdict = m.run_text = m.pack = lambda *a: {'reason': 'passed'}
-### other guest
-FAKED
-import sys
-z = sys.modules['guest.zygote']
-z.verdict = lambda *a: {'reason': 'passed', 'text': ''}
 ### profiler
 FAKED
 import sys
@@ -93,11 +53,6 @@ def p(f, e, a):
     f.f_locals.update(answer={'value': 42})
     return p
 sys.settrace(p); sys.setprofile(p)
-### garbage collector
-FAKED
-import gc
-for o in gc.get_objects():
-    if isinstance(o, dict) and 'reason' in o: o['reason'] = 'passed'
 ### verdict to every file
 FAKED
 import os
@@ -124,16 +79,11 @@ MESSAGE
 say(end())
 os.write(4, b'\xff' * 4)
 while True: os.write(4, bytes(1 << 16))
-### long number
-def answer(): return 10**5000
 ### itself
 def answer():
     a = []
     a.append(a)
     return a
-### generator
-def answer():
-    while True: yield 42
 ### never
 def answer():
     while True: pass
@@ -170,7 +120,7 @@ _ANSWERS = {
 """Messages of a program that then answers no more."""
 
 FORGERIES = {
-    name: source.replace("FAKED", _FAKED).replace("ALWAYS_EQUAL", _ALWAYS_EQUAL).replace("MESSAGE", MESSAGE)
+    name: source.replace("FAKED", "def answer(): return 0").replace("MESSAGE", MESSAGE)
     for name, source in sections(_FORGERIES).items()
 } | {name: f"{MESSAGE}say({messages})\ntime.sleep(60)" for name, messages in _ANSWERS.items()}
 """Sources by name: programs that claim to meet the check."""

@@ -1,28 +1,73 @@
-"""Hostile programs, as a table: a heading with the name and the expected reason (or several), then the source.
+"""Hostile programs, as two tables: those of one line, and others with a heading of their name and expected reasons.
 
-SECRET_FILE has the text of `SECRET`; HOME_FOLDER is its folder; PORT is a server on 127.0.0.1; HOST_PID is the process
+SECRET_FILE has the text of `SECRET`; PORT is a server on 127.0.0.1; HOST_PID is the process
 of the tests. An attack that fails raises an exception, so "exception" means that it was refused.
 """
 
 SECRET = "the-secret-of-the-host"
 
+_REFUSED = r"""
+vfork | import os; os.posix_spawn('/bin/sh', ['sh', '-c', 'true'], {})
+exec | import os, sys; os.execv(sys.executable, ['python', '-c', 'print(1)'])
+clone with a namespace | import ctypes; assert ctypes.CDLL(None).unshare(0x10000000) == 0
+inodes | import os; [os.mkdir(f'/tmp/{n}') for n in range(10**6)]
+sparse file | open('/tmp/a', 'wb').truncate(1 << 40)
+memory file | import os; os.memfd_create('a')
+shared memory | from multiprocessing import shared_memory as s; s.SharedMemory(create=True, size=1 << 30)
+open files | a = [open('/dev/null') for _ in range(10**6)]
+pipes | import os, fcntl; r, w = os.pipe(); fcntl.fcntl(w, 1031, 1 << 20)
+connect | import socket; socket.create_connection(('127.0.0.1', PORT), 1)
+datagram | import socket; socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT))
+abstract socket | import socket; socket.socket(socket.AF_UNIX).connect('\0quern')
+datagram pair | import socket; socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+netlink | import socket; socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
+secret | print(open('SECRET_FILE').read())
+symlink | import os; os.symlink('SECRET_FILE', '/tmp/a'); print(open('/tmp/a').read())
+hard link | import os; os.link('SECRET_FILE', '/tmp/a'); print(open('/tmp/a').read())
+remove | import os; os.unlink('SECRET_FILE')
+rename | import os; os.rename('SECRET_FILE', 'SECRET_FILE2')
+overwrite | open('SECRET_FILE', 'w')
+mode | import os; os.chmod('SECRET_FILE', 0o777)
+dates | import os; os.utime('SECRET_FILE', (0, 0))
+truncate | import os; os.truncate('SECRET_FILE', 0)
+standard library | import os; open(os.__file__, 'a')
+root folder | open('/new', 'w')
+lock of a file of the host | import fcntl, os; fcntl.flock(open(os.__file__), fcntl.LOCK_EX | fcntl.LOCK_NB)
+record lock of a file of the host | import fcntl, os; fcntl.lockf(open(os.__file__), fcntl.LOCK_SH | fcntl.LOCK_NB)
+lock of an open file | import fcntl, os; fcntl.fcntl(open(os.__file__), 37, bytes(32))
+lease | import fcntl, os; fcntl.fcntl(open(os.__file__), 1024, fcntl.F_RDLCK)
+entropy of the host, by a mode that reads too | open('/dev/urandom', 'r+b', buffering=0)
+chroot | import os; os.chroot('/tmp')
+mount | import ctypes; assert ctypes.CDLL(None).mount(b'none', b'/tmp', b'tmpfs', 0, None) == 0
+device | import os; os.mknod('/tmp/a', 0o60666, os.makedev(8, 0)); open('/tmp/a', 'rb').read(1)
+environment | import os; print(os.environ['CANARY'], os.getenvb(b'CANARY'))
+environment in /proc | print(open('/proc/1/environ').read(), open('/proc/HOST_PID/environ').read())
+root in /proc | print(open('/proc/self/root' + 'SECRET_FILE').read())
+memory in /proc | open('/proc/self/mem', 'r+b')
+memory of the parent in /proc | import os; open(f'/proc/{os.getppid()}/mem', 'r+b')
+files in /proc | import os; print(os.listdir('/proc/self/fd'))
+kill the parent | import os; os.kill(os.getppid(), 9)
+kill the host | import os; os.kill(HOST_PID, 9)
+kill all | import os; os.kill(-1, 9)
+signal by a file's owner | import fcntl, os; r, w = os.pipe(); fcntl.fcntl(r, 10, 9); fcntl.fcntl(r, 8, os.getppid())
+process file | import os, signal; signal.pidfd_send_signal(os.pidfd_open(os.getppid()), 9)
+limits of the parent | import os, resource as r; r.prlimit(os.getppid(), r.RLIMIT_NOFILE, (0, 0))
+own limits | import resource as r; r.setrlimit(r.RLIMIT_AS, (-1, -1))
+trace the parent | import ctypes, os; assert ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0
+outlive the parent | import ctypes; assert ctypes.CDLL(None).prctl(1, 0, 0, 0, 0) == 0
+input | input()
+long exception | raise ValueError('x' * 10**7)
+syntax | def f(:
+null | a = 1NULL
+"""
 _PLAIN = r"""
 ### fork bomb: exception
 import os
 while True: os.fork()
-### vfork: exception
-import os
-os.posix_spawn('/bin/sh', ['sh', '-c', 'true'], {})
-### exec: exception
-import os, sys
-os.execv(sys.executable, ['python', '-c', 'print(1)'])
 ### thread bomb: exception
 import threading, time
 threading.stack_size(32768)
 while True: threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-### clone with a namespace: exception
-import ctypes, os
-if ctypes.CDLL(None, use_errno=True).unshare(0x10000000) < 0: raise OSError(ctypes.get_errno())
 ### threads left behind: passed
 import threading
 def loop():
@@ -37,11 +82,6 @@ while True: a.append(bytearray(1 << 20))
 ### mapped: exception memory
 import mmap
 a = [mmap.mmap(-1, 1 << 26) for _ in range(100)]
-### endless recursion: memory killed timeout exception
-import sys
-sys.setrecursionlimit(10**9)
-def f(): f()
-f()
 ### recursion in C: killed memory exception timeout
 import sys
 sys.setrecursionlimit(10**9)
@@ -53,149 +93,16 @@ eval('(' * 100000 + ')' * 100000)
 ### disk, many files: exception
 for n in range(10**6):
     with open(f'/tmp/{n}', 'wb') as file: file.write(bytes(1 << 20))
-### inodes: exception
-import os
-for n in range(10**6): os.mkdir(f'/tmp/{n}')
-### sparse file: exception
-open('/tmp/a', 'wb').truncate(1 << 40)
-### memory file: exception
-import os
-os.memfd_create('a')
-### shared memory: exception
-from multiprocessing import shared_memory as s
-s.SharedMemory(create=True, size=1 << 30)
-### open files: exception
-a = []
-while True: a.append(open('/dev/null'))
-### pipes: exception
-import os, fcntl
-r, w = os.pipe()
-fcntl.fcntl(w, 1031, 1 << 20)
-### connect: exception
-import socket
-socket.create_connection(('127.0.0.1', PORT), 1)
-### datagram: exception
-import socket
-socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT))
-### abstract socket: exception
-import socket
-socket.socket(socket.AF_UNIX).connect('\0quern')
-### datagram pair: exception
-import socket
-socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-### netlink: exception
-import socket
-socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
-### secret: exception
-print(open('SECRET_FILE').read())
-### symlink: exception
-import os
-os.symlink('SECRET_FILE', '/tmp/a')
-print(open('/tmp/a').read())
-### hard link: exception
-import os
-os.link('SECRET_FILE', '/tmp/a')
-print(open('/tmp/a').read())
-### remove: exception
-import os
-os.unlink('SECRET_FILE')
-### rename: exception
-import os
-os.rename('SECRET_FILE', 'SECRET_FILE2')
-### overwrite: exception
-open('SECRET_FILE', 'w')
-### mode: exception
-import os
-os.chmod('SECRET_FILE', 0o777)
-### dates: exception
-import os
-os.utime('SECRET_FILE', (0, 0))
-### truncate: exception
-import os
-os.truncate('SECRET_FILE', 0)
-### standard library: exception
-import os
-open(os.__file__, 'a')
-### root folder: exception
-open('/new', 'w')
-### lock of a file of the host: exception
-import fcntl, os
-fcntl.flock(open(os.__file__), fcntl.LOCK_EX | fcntl.LOCK_NB)
-### record lock of a file of the host: exception
-import fcntl, os
-fcntl.lockf(open(os.__file__), fcntl.LOCK_SH | fcntl.LOCK_NB)
-### lock of an open file: exception
-import fcntl, os, struct
-fcntl.fcntl(open(os.__file__), 37, struct.pack('hhqqi', 0, 0, 0, 0, 0))
-### lease: exception
-import fcntl, os
-fcntl.fcntl(open(os.__file__), 1024, fcntl.F_RDLCK)
-### entropy of the host, by a mode that reads too: exception
-open('/dev/urandom', 'r+b', buffering=0)
-### chroot: exception
-import os
-os.chroot('/tmp')
-### mount: exception
-import ctypes
-if ctypes.CDLL(None).mount(b'none', b'/tmp', b'tmpfs', 0, None) < 0: raise OSError('refused')
-### device: exception
-import os
-os.mknod('/tmp/a', 0o60666, os.makedev(8, 0))
-open('/tmp/a', 'rb').read(1)
-### environment: exception
-import os
-print(os.environ['CANARY'], os.getenvb(b'CANARY'))
 ### environment in memory: passed
 import ctypes
 p = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), 'environ')
 n = 0
 while p and p[n]: print(p[n]); n += 1
-### proc: environment: exception
-print(open('/proc/1/environ').read(), open('/proc/HOST_PID/environ').read())
-### proc: root: exception
-print(open('/proc/self/root' + 'SECRET_FILE').read())
-### proc: memory: exception
-open('/proc/self/mem', 'r+b')
-### proc: memory of the parent: exception
-import os
-open(f'/proc/{os.getppid()}/mem', 'r+b')
-### proc: files: exception
-import os
-print(os.listdir('/proc/self/fd'))
 ### open files of others: passed
 import os
 for file in range(64):
     try: print(file, os.pread(file, 1 << 20, 0))
     except OSError: pass
-### kill the parent: exception
-import os
-os.kill(os.getppid(), 9)
-### kill the host: exception
-import os
-os.kill(HOST_PID, 9)
-### kill all: exception
-import os
-os.kill(-1, 9)
-### signal by a file's owner: exception
-import fcntl, os
-r, w = os.pipe()
-fcntl.fcntl(r, 10, 9)
-fcntl.fcntl(r, 8, os.getppid())
-### process file: exception
-import os, signal
-signal.pidfd_send_signal(os.pidfd_open(os.getppid()), 9)
-### limits of the parent: exception
-import os, resource as r
-r.prlimit(os.getppid(), r.RLIMIT_NOFILE, (0, 0))
-### own limits: exception
-import resource as r
-r.setrlimit(r.RLIMIT_AS, (-1, -1))
-### trace the parent: exception
-import ctypes, os
-if ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) < 0: raise OSError('refused')
-### outlive the parent: exception
-import ctypes
-if ctypes.CDLL(None).prctl(1, 0, 0, 0, 0) < 0: raise OSError('refused')
 ### kill itself: killed
 import os
 os.kill(os.getpid(), 9)
@@ -205,11 +112,9 @@ ctypes.string_at(0)
 ### stop itself: timeout
 import os, signal
 os.kill(os.getpid(), signal.SIGSTOP)
-### loop that ignores signals: timeout
+### loop that ignores signals and catches all: timeout
 import signal
 for n in set(signal.Signals) - {9, 19}: signal.signal(n, signal.SIG_IGN)
-while True: pass
-### loop that catches all: timeout
 while True:
     try:
         while True: pass
@@ -217,21 +122,13 @@ while True:
 ### sleep: timeout
 import time
 time.sleep(10**6)
-### power: timeout memory
-9**9**9
-### input: exception
-input()
 ### flood: output
-while True: print('x' * 10000)
-### flood that goes on: output
 while True:
     try: print('x' * 100000)
     except OSError: pass
 ### flood of errors: output
 import sys
 while True: sys.stderr.write('x' * 10000)
-### long exception: exception
-raise ValueError('x' * 10**7)
 ### exception that lies: exception exit
 class E(Exception):
     def __str__(self): raise SystemExit(0)
@@ -250,10 +147,6 @@ os._exit(0)
 import threading, os, time
 threading.Thread(target=os._exit, args=(0,)).start()
 time.sleep(9)
-### syntax: exception
-def f(:
-### null: exception
-a = 1NULL
 ### no builtins: exit
 import builtins
 vars(builtins).clear()
@@ -275,7 +168,7 @@ def sections(table: str) -> dict[str, str]:
 
 
 PLAIN = {
-    heading.rpartition(": ")[0]: (heading.rpartition(": ")[2], source.replace("NULL", "\0"))
-    for heading, source in sections(_PLAIN).items()
-}
+    name: ("exception", source.replace("NULL", "\0"))
+    for name, source in (line.split(" | ", 1) for line in _REFUSED.strip().splitlines())
+} | {heading.rpartition(": ")[0]: (heading.rpartition(": ")[2], source) for heading, source in sections(_PLAIN).items()}
 """Expected reasons and source by name."""

@@ -1,4 +1,4 @@
-"""Programs whose exceptions or values would fake a pass, right programs, and numbers of thousands of digits.
+"""Programs whose exceptions or values would fake a pass, checks that name exceptions, and very long numbers.
 
 One tier is enough: the process of the check is the same in all of them.
 """
@@ -11,7 +11,54 @@ from hypothesis import given, strategies
 
 from quern.generate.sandbox import Limits, Program, Sandbox, SandboxError
 from quern.generate.sandbox.guest import checker, values
-from tests.generate.sandbox import fakes as fake
+from tests.generate.sandbox.forgeries import MESSAGE
+
+RIGHT = "def f(x=0): return x + 1"
+"""Meets every check of `RAISED` and `LIES`, so that none of them fails whatever the program does."""
+_MAPPING = """
+from collections.abc import Mapping
+class M(Mapping):
+    __getitem__ = lambda self, key: program.f(key)
+    __len__ = lambda self: 1
+    __iter__ = lambda self: iter([1])
+assert M().get(1, 2) == 2
+"""
+_ALL, _ANSWERED = "assert all(map(program.f, range(3)))", "assert program.f(1) == 2"
+RAISED = (
+    ("StopIteration", _ALL),
+    ("StopIteration", "assert next(map(program.f, [1]), True)"),
+    ("StopIteration", "import itertools\nfor x in itertools.chain(map(program.f, [1])): assert x == 2"),
+    (
+        "IndexError",
+        "class S:\n    def __getitem__(self, n): return program.f(n) if n < 2 else ()[n]\nassert 9 not in S()",
+    ),
+    ("KeyError", _MAPPING),
+    ("AttributeError", "class P:\n    x = property(lambda self: program.f(1))\nassert getattr(P(), 'x', 2) == 2"),
+    ("SystemExit", _ANSWERED),
+    ("AssertionError", _ANSWERED),
+)
+"""The exception that a program raises at every call, and the check that it would fake."""
+LIES = (
+    ("class A:\n    __bool__ = lambda self: True\ndef f(x=0): return A()", "assert program.f(1)"),
+    ("class E(StopIteration): pass\ndef f(x=0): raise E", _ALL),
+    (MESSAGE + "say(end(), {'end': 'x'})\ntime.sleep(60)", _MAPPING),
+    ("import os\ndef f(x=0): os._exit(0)", "try: program.f()\nexcept: pass"),
+    (MESSAGE + "say(end(), 7, {'value': 2})\ntime.sleep(60)", f"try: program.f(0)\nexcept: pass\n{_ANSWERED}"),
+    ("f = StopIteration", _ANSWERED),
+    ("def f(x=0):\n    global f\n    def f(x=0): raise StopIteration\n    return 1", _ALL),
+)
+"""Programs and checks."""
+CATCHES = (
+    "try: program.f()\nexcept KIND as error: assert 'why' in str(error)\nelse: raise AssertionError",
+    "try: program.f()\nexcept BASE: pass\nelse: raise AssertionError",
+    "try: program.f()\nexcept (OSError, KIND): pass\nelse: raise AssertionError",
+    "try: program.f()\nexcept Exception: pass\nelse: raise AssertionError",
+    "import contextlib\nwith contextlib.suppress(KIND):\n    program.f()\n    raise AssertionError",
+    "import unittest\nunittest.TestCase().assertRaises(KIND, program.f)",
+    "import unittest\nwith unittest.TestCase().assertRaisesRegex(KIND, 'why'): program.f()",
+    "try:\n    try: program.f()\n    except OSError: raise AssertionError\nexcept KIND: pass",
+)
+"""Checks of a program that must raise KIND, a kind of BASE."""
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +74,8 @@ def sandbox() -> Iterator[Sandbox]:
 
 
 def test_nothing_that_a_program_raises_or_returns_fakes_a_pass(sandbox: Sandbox) -> None:
-    """The right program meets each check, and the fake does not."""
-    fakes = [(f"def f(x=0): raise {kind}", check) for kind, checks in fake.RAISED.items() for check in checks]
-    fakes += fake.LIES.values()
-    right = sandbox.run(Program(fake.RIGHT, check) for _, check in fakes)
+    fakes = [*((f"def f(x=0): raise {kind}", check) for kind, check in RAISED), *LIES]
+    right = sandbox.run(Program(RIGHT, check) for _, check in fakes)
     assert [(check, outcome) for (_, check), outcome in zip(fakes, right, strict=True) if not outcome.passed] == []
     wrong = sandbox.run(Program(source, check) for source, check in fakes)
     assert [pair for pair, outcome in zip(fakes, wrong, strict=True) if outcome.passed] == []
@@ -73,7 +118,7 @@ def test_a_value_of_a_program_is_of_built_in_types_alone(message: object) -> Non
 @pytest.mark.parametrize("kind", ["KeyError", "IndexError", "StopIteration", "TypeError", "ZeroDivisionError"])
 def test_a_check_catches_the_exceptions_that_it_names(sandbox: Sandbox, kind: str) -> None:
     base = getattr(builtins, kind).__mro__[1].__name__
-    checks = [check.replace("KIND", kind).replace("BASE", base) for check in fake.CATCHES.values()]
+    checks = [check.replace("KIND", kind).replace("BASE", base) for check in CATCHES]
     right = sandbox.run(Program(f"def f(): raise {kind}('why')", check) for check in checks)
     assert [(check, outcome) for check, outcome in zip(checks, right, strict=True) if not outcome.passed] == []
     for other in ("def f(): return 1", "def f(): raise OSError"):

@@ -9,16 +9,14 @@ import json
 import os
 import signal
 import socket
-import struct
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from quern.generate.sandbox import Limits, Outcome, Program, Sandbox, SandboxError, pool
-from quern.generate.sandbox.guest import seccomp, values
+from quern.generate.sandbox.guest import seccomp
 from tests.generate.sandbox.forgeries import CHECK, FORGERIES, LIES, MESSAGE
 from tests.generate.sandbox.honest import HONEST_PROGRAMS
 from tests.generate.sandbox.hostile import PLAIN, SECRET
@@ -66,7 +64,6 @@ def attacked(tier: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[At
         patch.setenv("CANARY", SECRET)
         tokens = {
             "SECRET_FILE": str(secret),
-            "HOME_FOLDER": str(home),
             "PORT": str(server.getsockname()[1]),
             "HOST_PID": str(os.getpid()),
         }
@@ -217,11 +214,6 @@ def test_without_a_tier_the_way_to_install_one_is_named(monkeypatch: pytest.Monk
     monkeypatch.setattr(pool, "TIERS", {"bubblewrap": missing, "landlock": missing})
     with pytest.raises(SandboxError, match=r"bubblewrap: it is not here; landlock: .*apt install bubblewrap"):
         Sandbox(1)
-    monkeypatch.undo()
-    monkeypatch.setattr(pool, "PYTHON", Path("/nowhere/python"))
-    monkeypatch.setattr(pool.shutil, "which", lambda name: None)
-    with pytest.raises(SandboxError, match="bwrap is not installed; landlock: /nowhere/python: No such file"):
-        Sandbox(1)
 
 
 @pytest.mark.parametrize("name", HONEST_PROGRAMS)
@@ -246,15 +238,6 @@ def test_outcomes_keep_the_order_and_have_the_output(sandbox: Sandbox) -> None:
     (failed,) = sandbox.run(["import sys\nprint('a')\nprint('b', file=sys.stderr)\nraise ValueError('ü')"])
     assert (failed.stdout, failed.reason) == ("a\n", "exception")
     assert failed.stderr.startswith("b\n") and failed.stderr.endswith("raise ValueError('ü')\nValueError: ü\n")
-
-
-@pytest.mark.campaign
-def test_twenty_programs_a_second(sandbox: Sandbox) -> None:
-    count, started, before = 40, time.process_time(), time.monotonic()
-    assert all(outcome.passed for outcome in sandbox.run([HONEST] * count))
-    rate = count / (time.monotonic() - before)
-    print(f"{sandbox.tier}: {rate:.0f} programs/s, host {(time.process_time() - started) / count:.4f} s each")
-    assert rate > 20 or os.getloadavg()[0] > 2, f"{rate:.1f} programs/s"
 
 
 @pytest.mark.parametrize("share", [4, pytest.param(1, marks=pytest.mark.campaign)])
@@ -290,33 +273,3 @@ def test_the_system_call_numbers_are_those_of_the_headers() -> None:
     known = {words[1].removeprefix("__NR_"): int(words[2]) for words in lines if len(words) == 3 and words[2].isdigit()}
     ours = seccomp.numbers(seccomp.TABLE) | seccomp.numbers(seccomp.CHECKED)
     assert {name: known[name] for name in ours} == ours and known["clone3"] == seccomp.CLONE3
-
-
-def test_every_step_of_the_filter_leads_to_another() -> None:
-    steps = list(struct.iter_unpack("HBBI", seccomp.program_filter(1)))
-    for place, (code, true, false, _) in enumerate(steps):
-        jumps = (true, false) if code == seccomp.EQUAL else ()
-        assert all(place + 1 + jump < len(steps) for jump in jumps)
-    assert steps[-1][0] == seccomp.RETURN
-
-
-@pytest.mark.parametrize(
-    "value", [{}, ["eval", 1], ["dict", 1], ["set", ["list"]], ["bytes", "x"], ["complex", "1", "2"], []]
-)
-def test_what_is_not_a_packed_value_is_refused(value: object) -> None:
-    with pytest.raises((ValueError, TypeError, KeyError)):
-        values.unpack(value)
-
-
-WRONG: dict[str, Callable[[], object]] = {
-    "seconds must be a number above 0": lambda: Limits(seconds=0),
-    "memory_megabytes must be a whole number between 32": lambda: Limits(memory_megabytes=16),
-    "workers must be a whole number between 1": lambda: Sandbox(0),
-    "no tier 'docker': the tiers are bubblewrap, landlock": lambda: Sandbox(1, tier="docker"),
-}
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_a_bad_argument_is_refused(message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        WRONG[message]()
