@@ -48,22 +48,14 @@ class Deadlines(NamedTuple):
     """For how long a client may leave a response unread."""
 
 
-ORDINARY = Deadlines()
-
-
 class Connections:
     """Every open connection of a server. A proxy, in `trusted`, may have all connections, another address half of them.
-    When all are taken, the one that has waited longest for a request is closed for a new one. parse: makes uvicorn's
-    protocol."""
+    When all are taken, the one that has waited longest for a request is closed for a new one."""
 
     def __init__(
-        self,
-        trusted: Sequence[str] = (),
-        most: int | None = None,
-        deadlines: Deadlines = ORDINARY,
-        parse: Callable[..., asyncio.Protocol] = AutoHTTPProtocol,
+        self, trusted: Sequence[str] = (), most: int | None = None, deadlines: Deadlines | None = None
     ) -> None:
-        self.deadlines, self._parse = deadlines, parse
+        self.deadlines = deadlines or Deadlines()
         self._trusted = [ipaddress.ip_network(one) for one in trusted]
         self._most = most or max(8, min(MOST_CONNECTIONS, os.sysconf("SC_OPEN_MAX") // 2))
         self._open: dict[Connection, str] = {}
@@ -72,7 +64,7 @@ class Connections:
     def make(self, *, app_state: dict[str, Any], **how: Any) -> asyncio.Protocol:
         """Makes the protocol of a new connection, in the place of uvicorn's `http` class."""
         connection = Connection(self)
-        connection.inner = self._parse(app_state={**app_state, "connection": connection}, **how)
+        connection.inner = AutoHTTPProtocol(app_state={**app_state, "connection": connection}, **how)
         return connection
 
     def follow(self, app: ASGIApp) -> ASGIApp:

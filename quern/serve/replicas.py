@@ -71,9 +71,6 @@ class Replica:
             self.process.kill()
 
 
-MOST_PORT = 65_535
-
-
 def run(command: Sequence[str], count: int, host: str, port: int, machine: Machine, log: Callable[[str], None]) -> None:
     """Runs replicas until a signal; SIGTERM and SIGINT let the replies that have begun end.
 
@@ -84,8 +81,6 @@ def run(command: Sequence[str], count: int, host: str, port: int, machine: Machi
     """
     if sys.platform != "linux":
         raise ValueError("--replicas needs Linux, which spreads the connections: start servers behind a proxy instead")
-    if port + count > MOST_PORT:
-        raise ValueError(f"replicas have the ports after --port: use at most {MOST_PORT - count}, not {port}")
     if machine.device.type == "cuda" and count > torch.cuda.device_count():
         raise ValueError(f"--replicas {count} needs as many GPUs, and there are {torch.cuda.device_count()}")
     variables, replicas, stopping = worker_variables(machine), list[Replica](), threading.Event()

@@ -290,6 +290,6 @@ def listen(host: str, port: int, shared: bool = False) -> socket.socket:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         opened.bind((host, port))
         return opened
-    except (OSError, UnicodeError) as error:
-        reason = str(getattr(error, "strerror", "no host name")).partition(" (")[0]
+    except (OSError, UnicodeError, OverflowError) as error:
+        reason = str(getattr(error, "strerror", "no such host or port")).partition(" (")[0]
         raise OSError(f"cannot serve at {host}:{port} ({reason}): choose another --port or --host") from error

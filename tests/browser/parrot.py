@@ -51,7 +51,8 @@ class Parrot(Engine):
                 start += len(text)
                 ids.append(id)
         text = "".join(piece.text for piece in self.script if piece.kind == "text")
-        self.coming.append(Completion([*ids, 1], text, self.reason, [], len(prompts[0])))
+        parts: Any = [{"type": piece.kind, "text": piece.text} for piece in self.script]
+        self.coming.append(Completion([*ids, 1], text, self.reason, parts, len(prompts[0])))
         return self.open
 
     def step(self, prefill_tokens: int | None = None) -> None:

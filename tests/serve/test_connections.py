@@ -1,16 +1,13 @@
-"""Connections that stall, flood or crowd out others, with both parsers of uvicorn."""
+"""Connections that stall, flood or crowd out others."""
 
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from typing import Any
 
 import httpx
 import pytest
-from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quern.serve.gate import HEADER_BYTES, Connections, Deadlines, Gate
 from quern.serve.server import LOOPBACK, create_app
@@ -24,11 +21,9 @@ CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
 
 
-@pytest.fixture(scope="module", params=[HttpToolsProtocol, H11Protocol], ids=["httptools", "h11"])
-def url(request: pytest.FixtureRequest) -> Iterator[str]:
-    with running(
-        create_app({"toy": toy_engine()}), connections=Connections(deadlines=QUICK, parse=request.param)
-    ) as base:
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with running(create_app({"toy": toy_engine()}), connections=Connections(deadlines=QUICK)) as base:
         yield base
 
 
@@ -69,29 +64,19 @@ def endless(*pieces: bytes, total: int = 32 << 20) -> Iterator[bytes]:
         yield pieces[-1]
 
 
-@pytest.mark.parametrize(
-    ("pieces", "status"),
-    [
-        ([GET, b"x: ", b"a" * 4096], b"431"),
-        ([GET, b"x: y\r\n" * 500], b"431"),
-        ([b"GET /" + b"a" * 4096, b"a" * 4096], b"431"),
-        ([b"\r\n\r\n" + GET, b"x: ", b"a" * 4096], b"4"),
-        ([GET, b"\r\n", GET, b"x: ", b"a" * 4096], b"200"),  # the second request's headers
-        ([CHUNKED, b"1;" + b"x" * 4096 + b"\r\na\r\n"], b"413"),
-        ([CHUNKED + b"0\r\n", b"x: y\r\n" * 500], b"4"),  # trailers
-        ([HEAD + b"content-length: 99999999\r\n\r\n", b"a" * 4096], b"413"),
-    ],
-    ids=[
-        "a value",
-        "many headers",
-        "the path",
-        "after empty lines",
-        "pipelined",
-        "chunk extensions",
-        "trailers",
-        "body",
-    ],
-)
+FLOODS = {
+    "a value": ([GET, b"x: ", b"a" * 4096], b"431"),
+    "many headers": ([GET, b"x: y\r\n" * 500], b"431"),
+    "the path": ([b"GET /" + b"a" * 4096, b"a" * 4096], b"431"),
+    "after empty lines": ([b"\r\n\r\n" + GET, b"x: ", b"a" * 4096], b"4"),
+    "the second request's headers": ([GET, b"\r\n", GET, b"x: ", b"a" * 4096], b"200"),
+    "chunk extensions": ([CHUNKED, b"1;" + b"x" * 4096 + b"\r\na\r\n"], b"413"),
+    "trailers": ([CHUNKED + b"0\r\n", b"x: y\r\n" * 500], b"4"),
+    "a body": ([HEAD + b"content-length: 99999999\r\n\r\n", b"a" * 4096], b"413"),
+}
+
+
+@pytest.mark.parametrize(("pieces", "status"), FLOODS.values(), ids=FLOODS)
 def test_a_flood_is_cut_off(url: str, pieces: list[bytes], status: bytes) -> None:
     with connected(url) as connection:
         sent = flood(connection, endless(*pieces))
@@ -121,17 +106,15 @@ def test_large_bodies_and_many_requests_on_one_connection_pass(url: str) -> None
             assert client.get(f"{url}/health").status_code == 200
 
 
-@pytest.mark.parametrize(
-    "begin",
-    [
-        b"",
-        GET,
-        GET + b"x",
-        HEAD + b"content-length: 10\r\n\r\n{",
-        HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n",
-    ],
-    ids=["idle", "half a header", "half a name", "half a body", "half a chunked body"],
-)
+STALLED = {
+    "idle": b"",
+    "half a header": GET,
+    "half a body": HEAD + b"content-length: 10\r\n\r\n{",
+    "half a chunked body": CHUNKED + b"1\r\n{\r\n",
+}
+
+
+@pytest.mark.parametrize("begin", STALLED.values(), ids=STALLED)
 def test_a_stalled_connection_is_closed(url: str, begin: bytes) -> None:
     start = time.monotonic()
     with connected(url) as connection:
@@ -167,42 +150,28 @@ def test_a_client_that_does_not_read_its_response_is_closed(url: str) -> None:
     assert sent < 64 << 20 and time.monotonic() - start < 6
 
 
-@pytest.fixture
-def crowded() -> Iterator[Callable[..., Any]]:
-    """Starts a server with few places."""
+def crowded(opened: ExitStack, most: int) -> str:
+    """The URL of a server with so few places."""
+    app = create_app({"toy": slow_engine()}, Gate(LOOPBACK))
+    return opened.enter_context(running(app, connections=Connections(most=most)))
+
+
+def test_half_headers_shut_nobody_out() -> None:
     with ExitStack() as opened:
-
-        def start(most: int, **gate: Any) -> str:
-            app = create_app({"toy": slow_engine()}, Gate(LOOPBACK, **gate))
-            return opened.enter_context(running(app, connections=Connections(most=most)))
-
-        yield start
-
-
-def test_half_headers_shut_nobody_out(crowded: Callable[..., Any]) -> None:
-    url = crowded(16)
-    with ExitStack() as opened:
-        streams = []
-
-        def stream() -> None:
-            streams.append(ask(url, max_tokens=60).status_code)
-
-        thread = threading.Thread(target=stream)
-        thread.start()
+        url = crowded(opened, 16)
+        stream = opened.enter_context(ThreadPoolExecutor(1)).submit(ask, url, max_tokens=60)
         time.sleep(0.3)
         for number in range(60):
             attacker = opened.enter_context(connected(url, f"127.0.0.{1 + number % 3}"))
             attacker.sendall(GET)
             if number % 10 == 0:
                 assert ask(url, max_tokens=2).status_code == 200
-        thread.join()
-        assert streams == [200], "a request that is being answered is never closed for others"
+        assert stream.result().status_code == 200, "a request that is being answered is never closed for others"
 
 
-def test_one_address_has_half_of_the_places(crowded: Callable[..., Any]) -> None:
-    url = crowded(8)
+def test_one_address_has_half_of_the_places() -> None:
     with ExitStack() as opened:
-        busy = []
+        url, busy = crowded(opened, 8), []
         for _ in range(6):
             busy.append(opened.enter_context(connected(url, "127.0.0.2")))
             busy[-1].sendall(HEAD + b"content-length: 10\r\n\r\n{")

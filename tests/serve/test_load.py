@@ -122,18 +122,13 @@ def malformed() -> list[tuple[bytes, int]]:
     return [
         (b"NONSENSE\r\n\r\n", 400),
         (post(CHAT, b'{"model": '), 400),
-        (post(CHAT, b"[]"), 400),
         (post(CHAT, b" " * (MAX_BODY_BYTES + 1)), 413),
         (post(CHAT, b"{}", media_type="text/plain"), 415),
-        (post(CHAT, b"{}", method="PUT"), 405),
         (post("/v1/nothing", b"{}"), 404),
         (chat(model="gpt-4"), 404),
-        (chat(n=0), 400),
         (chat(temperature="hot"), 400),
         (chat(stream=True, messages=[{"role": "user", "content": "long " * 400}]), 400),
         (chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 1}}}), 400),
-        (post(RESPONSES, json.dumps({"model": MODEL, "input": []}).encode()), 400),
-        (post(TEXT, json.dumps({"model": MODEL, "prompt": "?", "max_tokens": -1}).encode()), 400),
     ]
 
 

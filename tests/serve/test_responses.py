@@ -8,10 +8,7 @@ import jsonschema_rs
 import openai
 import pytest
 
-from quern.generate.engine import Engine
-from quern.serve.server import create_app
 from tests.serve.conftest import NAME
-from tests.support.http_server import running
 
 PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 TOOL: Any = {"type": "function", "name": "count", "parameters": {**PARAMETERS, "additionalProperties": False}}
@@ -75,15 +72,3 @@ def test_stream_equals_non_stream(client: openai.OpenAI, more: dict[str, Any]) -
         assert client.responses.create(model=NAME, input=items, tools=[TOOL], max_output_tokens=20).output is not None
     elif more:
         jsonschema_rs.validator_for(PARAMETERS).validate(json.loads(text))
-
-
-def test_a_failing_engine_ends_a_stream_with_response_failed(engine: Engine) -> None:
-    class Failing(Engine):
-        def step(self, prefill_tokens: int | None = None) -> None:
-            raise RuntimeError("secret detail")
-
-    with running(create_app({NAME: Failing(engine.model, engine.tokenizer, engine.machine)})) as base:
-        with openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client:
-            *_, last = client.responses.create(model=NAME, input="Hello?", stream=True)
-        assert last.type == "response.failed" and last.response.status == "failed" and last.response.error
-        assert last.response.error.message == "The server failed on this request."

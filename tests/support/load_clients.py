@@ -48,8 +48,8 @@ class Case:
         return post(self.path, json.dumps(body).encode())
 
 
-def post(path: str, body: bytes, media_type: str = "application/json", method: str = "POST") -> bytes:
-    head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: {media_type}\r\n"
+def post(path: str, body: bytes, media_type: str = "application/json") -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: {media_type}\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 

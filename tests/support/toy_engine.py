@@ -79,6 +79,18 @@ def toy_unet(*, context: int, vocab_size: int, bos: int, depth: int = 6) -> Any:
     return model
 
 
+class Hooked(Engine):
+    """An engine with the model of another one, which calls a function before each step."""
+
+    def __init__(self, other: Engine, before: Callable[[], object]) -> None:
+        super().__init__(other.model, other.tokenizer, other.machine, other.max_rows)
+        self._before = before
+
+    def step(self, prefill_tokens: int | None = None) -> None:
+        self._before()
+        super().step(prefill_tokens)
+
+
 def toy_engine(
     windows: str = "SSSL", *, context: int = 64, seed: int = 0, max_rows: int = 64, prefix_megabytes: float = 0
 ) -> Engine:

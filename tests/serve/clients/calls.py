@@ -136,7 +136,7 @@ class LiteLLM:
 
     tools, tool_result = OpenAI.tools, OpenAI.tool_result
     structured_with_tools, choices = OpenAI.structured_with_tools, OpenAI.choices
-    top_p_of_0, bad_temperature, image = OpenAI.top_p_of_0, OpenAI.bad_temperature, OpenAI.image
+    top_p_of_0 = OpenAI.top_p_of_0
 
     def structured(self):
         City.model_validate_json(self.chat(response_format=City, max_tokens=60).choices[0].message.content)
@@ -145,17 +145,13 @@ class LiteLLM:
         answer = self.litellm.responses(**self.common, input="Hello?", max_output_tokens=20)
         assert answer.output[0].content[0].text
 
-    def embeddings(self):
-        refused(lambda: self.litellm.embedding(**self.common, input=["?"]), "nothing at /v1/embeddings")
-
 
 class LangChain:
     def __init__(self):
-        from langchain_openai import ChatOpenAI, OpenAIEmbeddings
+        from langchain_openai import ChatOpenAI
 
         common = {"base_url": URL, "api_key": "none", "max_retries": 0}
         self.make = lambda **more: ChatOpenAI(model=MODEL, **common, **{"max_tokens": 60, "temperature": 0, **more})
-        self.embedder = OpenAIEmbeddings(model=MODEL, **common, check_embedding_ctx_length=False)
 
     def chat(self, messages=HELLO):
         assert self.make().invoke(messages).content
@@ -183,15 +179,6 @@ class LangChain:
     def responses(self):
         made = self.make(use_responses_api=True)
         assert "".join(piece.text for piece in made.stream(HELLO)) == made.invoke(HELLO).text != ""
-
-    def embeddings(self):
-        refused(lambda: self.embedder.embed_query("?"), "nothing at /v1/embeddings")
-
-    def bad_temperature(self):
-        refused(lambda: self.make(temperature=3).invoke(HELLO), "temperature")
-
-    def image(self):
-        refused(lambda: self.make().invoke([{"role": "user", "content": [IMAGE]}]), "messages[0].content[0]")
 
 
 class Instructor:
@@ -224,9 +211,6 @@ class Instructor:
         client = self.wrap(self.plain, mode=self.modes.TOOLS)
         parts = client.chat.completions.create_partial(model=MODEL, messages=HELLO, max_tokens=60, response_model=City)
         assert list(parts)[-1].unit in ("C", "F")
-
-    def bad_temperature(self):
-        refused(lambda: self._ask(self.modes.TOOLS, temperature=3), "temperature")
 
 
 class PydanticAI:
@@ -273,12 +257,6 @@ class PydanticAI:
         made = self.agent(self.responses_model, output_type=self.native(City))
         assert isinstance(made.run_sync("Hello?").output, City)
 
-    def image(self):
-        from pydantic_ai import BinaryContent
-
-        given = ["?", BinaryContent(b"\x89PNG", media_type="image/png")]
-        refused(lambda: self.agent().run_sync(given), "messages[0].content[1]", "image_url")
-
 
 class LLM:
     def __init__(self):
@@ -304,9 +282,6 @@ class LLM:
 
     def structured(self):
         City.model_validate_json(self.model.prompt("Hello?", schema=City, max_tokens=60).text())
-
-    def bad_temperature(self):
-        refused(lambda: self.model.prompt("Hello?", temperature=2, top_p=0, max_tokens=0).text(), "max_tokens")
 
 
 def main():
