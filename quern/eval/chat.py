@@ -31,7 +31,7 @@ from quern.eval.answers import ENDING, Answered, write_answers
 from quern.eval.run_task import Records, fitting, run_task
 from quern.eval.score import SINGLE, Prompts, Score, interval, mean_score, on_ranks
 from quern.eval.task import Item, Task, question
-from quern.eval.tasks import tinyworld
+from quern.eval.tasks import world_grade, world_prompt
 from quern.generate.engine import Engine
 from quern.generate.sampling import Sampling
 from quern.generate.sandbox import Program, SandboxError
@@ -129,7 +129,7 @@ class ChatTask:
 
 
 _LETTERS = {"base_prompt": lambda item: f"{item.question}\nAnswer:"}
-_WORDS = {"grade": tinyworld.grade, "base_prompt": tinyworld.base_prompt}
+_WORDS = {"grade": world_grade, "base_prompt": world_prompt}
 _NUMBER = {"max_tokens": 512, "grade": gsm8k.is_right, "base_stop": ("\nQuestion:",)}
 _CODE = {
     "max_tokens": 512,

@@ -6,7 +6,7 @@ are drawn from all other rows by `random.Random(1234 + i)`, where i is the item'
 
 Source: DCLM (Li et al., 2024, arXiv 2406.11794) and nanochat, whose evaluation code defines delimiters, seeds and
 spans; the data of LLM Foundry. The files come from nanochat's public bundle, a zip whose core.yaml has a path for each
-task. Without that file, tasks are found by the names of their files.
+task.
 """
 
 from __future__ import annotations
@@ -334,14 +334,9 @@ def _unpack(archive: Path, target: Path) -> None:
 
 
 def _wanted(opened: zipfile.ZipFile) -> list[str]:
-    """The names of the tasks' files in the bundle."""
-    names = opened.namelist()
-    configs = [name for name in names if PurePosixPath(name).name == CONFIG]
-    listed = (
-        re.findall(r"dataset_uri:\s*[\"']?([^\s\"'#]+)", opened.read(configs[0]).decode("utf-8")) if configs else []
-    )
-    files = {f"{task.file}{suffix}" for task in TASKS for suffix in (".jsonl", ".jsonl.gz")}
+    """The names of the tasks' files that the bundle's configuration lists: others have the same name and other rows."""
+    names, files = opened.namelist(), {f"{task.file}.jsonl" for task in TASKS}
+    config = next(name for name in names if PurePosixPath(name).name == CONFIG)
+    listed = re.findall(r"dataset_uri:\s*[\"']?([^\s\"'#]+)", opened.read(config).decode("utf-8"))
     own = [name for name in names if PurePosixPath(name).name in files]
-    if listed:  # a file that the configuration does not name may have the same name and other rows
-        own = [name for name in own if any(f"/{name}".endswith(f"/{uri}") for uri in listed)]
-    return own
+    return [name for name in own if any(f"/{name}".endswith(f"/{uri}") for uri in listed)]

@@ -74,8 +74,6 @@ class Score:
 
 def wilson(correct: int, count: int) -> tuple[float, float]:
     """The 95% Wilson interval (low, high) of the share `correct` / `count`; (0, 1) if count is 0."""
-    if not 0 <= correct <= count:
-        raise ValueError(f"correct must lie between 0 and count, got {correct} of {count}")
     if count == 0:
         return 0.0, 1.0
     z = CONFIDENT

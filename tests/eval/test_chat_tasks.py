@@ -6,6 +6,7 @@ import math
 import types
 from collections.abc import Sequence
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,17 @@ from quern.eval.chat import (
     sampled_scores,
 )
 from quern.eval.contamination import passage
+from quern.eval.gsm8k import is_right, last_number, problem
 from quern.eval.run_task import Records
 from quern.eval.score import Score
-from quern.eval.task import Item
+from quern.eval.task import Item, question
 from quern.generate.engine import Engine
 from quern.generate.sandbox import Program, Sandbox, SandboxError
 from quern.mixture.sources import to_messages
 from quern.model.gpt import GPT
 from quern.records import read_lines
+from quern.rl.environment import draw_item
+from quern.rl.environments import load_environment
 from quern.text.chat import Message, render
 from quern.text.tokenizer import Tokenizer
 from tests.eval.test_evaluate import evaluate
@@ -314,3 +318,62 @@ def test_the_command_asks_chat_tasks_and_finds_planted_questions(
     assert of_chat["chat/counting"]["contaminated"] == 0.0
     assert lines[-1]["task"] == "mean of 1 of ChatCORE's 5 tasks"
     assert "  chat/mmlu                    25.00%, accuracy" in capsys.readouterr().out
+
+
+ROWS = [
+    {"question": f"What is {n} + 1?", "answer": f"{n} + 1 = <<{n}+1={n + 1}>>{n + 1}\n#### {n + 1}"} for n in range(40)
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("10.", "10"),
+        ("It is $1,080.00!", "1080"),
+        ("#### 18", "18"),
+        ("9-4", "4"),
+        ("x = -5.5.", "-5.5"),
+        ("-$3 or $-4", "-4"),
+        (".5", "0.5"),
+        ("12,345,678 people", "12345678"),
+        ("1, 2 and 3", "3"),
+        ("(2)-1", "1"),
+        ("x = −3", "-3"),
+        ("−$1,080", "-1080"),
+        ("–3 °C", "-3"),
+        ("9−4 or 9–4", "4"),
+        ("12\u202f345\u2009678 people", "12345678"),
+    ],
+)
+def test_numbers_are_read_by_value(text: str, value: str) -> None:
+    assert last_number(text) == Decimal(value)
+    assert (
+        is_right(question("?", value), text)
+        and not is_right(question("?", value), "none")
+        and not is_right(question("?", "77"), text)
+    )
+
+
+def test_files_are_found_and_practised(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    text = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+    (tmp_path / "deep" / "train.jsonl.gz").write_bytes(gzip.compress(text))
+    environment = load_environment("gsm8k", tmp_path)
+    item = draw_item(environment, "3")
+    assert item.answer in [str(n + 1) for n in range(40)] and item == draw_item(environment, "3")
+    assert environment.reward(item, f"so ${item.answer}.00.") == 1 and environment.reward(item, "99") == 0
+    (tmp_path / "train.jsonl").write_bytes(b"")
+    with pytest.raises(ValueError, match="train has several files"):
+        load_environment("gsm8k", tmp_path)
+    (tmp_path / "train.jsonl").rename(tmp_path / "other.jsonl")
+    (tmp_path / "deep" / "train.jsonl.gz").unlink()
+    with pytest.raises(FileNotFoundError, match="name its folder with --rl.data, .* has none"):
+        load_environment("gsm8k", tmp_path)
+
+
+def test_a_damaged_line_is_named_and_the_folder_must_be() -> None:
+    for row in ({"question": "a"}, {"question": "a", "answer": "#### many"}, {"question": "a", "answer": "12"}, []):
+        with pytest.raises((ValueError, KeyError, TypeError)):
+            problem(row)
+    with pytest.raises(FileNotFoundError, match="gsm8k reads train.jsonl: name its folder with --rl.data$"):
+        load_environment("gsm8k")

@@ -1,14 +1,17 @@
-"""Two runs compared item by item: the statistics against known values, and the pairing of items."""
+"""Scores with their intervals, and two runs compared item by item: against known values and SciPy's."""
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
+from scipy.stats import binomtest
 
 from quern.eval.answers import compare, mcnemar, paired_bootstrap, read_answers
+from quern.eval.score import Prompts, Score, accuracy, wilson
 
 NAMES = ("a/sft", "b/sft")
 
@@ -59,10 +62,26 @@ def test_items_are_paired_by_their_prompt(tmp_path: Path) -> None:
     assert len(twice) == 2 and compare("t/k", twice, twice, NAMES).only_first == 0, "equal ones in their order"
 
 
-def test_other_items_are_refused(tmp_path: Path) -> None:
-    first = read_answers(write(tmp_path / "a", {"x": 1, "y": 1, "z": 0}))["t/k"]
-    second = read_answers(write(tmp_path / "b", {"x": 1, "u": 1}))["t/k"]
-    with pytest.raises(
-        ValueError, match="t/k: 2 items only of a/sft and 1 items only of b/sft: evaluate both with the"
-    ):
-        compare("t/k", first, second, NAMES)
+@pytest.mark.parametrize(("correct", "count"), [(0, 1), (1, 1), (0, 200), (200, 200), (3, 7), (91, 200), (5, 1000)])
+def test_wilson_equals_scipy(correct, count):
+    expected = binomtest(correct, count).proportion_ci(0.95, method="wilson")
+    assert wilson(correct, count) == pytest.approx((expected.low, expected.high), abs=1e-12)
+
+
+def test_accuracy_says_what_was_asked():
+    settings = Prompts(9, [[9, 1], [9, 2]]).settings()
+    score = accuracy("sums", [True, False, True, True], [0.0, 0.5, 0.25, 0.25], shots=2, **settings)
+    assert (score.value, score.count, score.chance, score.bos, score.shots) == (0.75, 4, 0.25, True, 2)
+    assert score.low is not None and score.high is not None and score.low < 0.75 < score.high
+    assert not Prompts(9, [[1, 9]]).settings()["bos"]
+    assert Score(**json.loads(json.dumps(asdict(score)))) == score
+    assert wilson(0, 0) == (0.0, 1.0)
+    assert accuracy("sums", [], [], skipped=3) == Score("sums", "accuracy", None, None, None, 0, None, skipped=3)
+
+
+def test_prompt_hash_tells_prompts_apart():
+    cases = [[[1, 2], [3]], [[1], [2, 3]], [[3], [1, 2]], [[1, 2, 3]], [[1, 2], [3], []]]
+    assert len({Prompts(1, case).settings()["prompt_hash"] for case in cases}) == len(cases)
+    in_parts = Prompts(1, [(1, 2)])
+    in_parts.add([(3,)])
+    assert in_parts.settings() == Prompts(1, [[1, 2], [3]]).settings()

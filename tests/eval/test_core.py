@@ -1,9 +1,12 @@
-"""CORE against a second scorer, which reads one row at a time, uncached; its baselines, files and records."""
+"""CORE against a second scorer, which reads one row at a time, uncached; its baselines, files, records and bundle."""
 
 import gzip
+import hashlib
+import io
 import json
 import random
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,17 @@ import pytest
 import torch
 
 from experiments.bigram import BigramGPT
-from quern.eval.core import BY_NAME, TASKS, VERSIONS, find_tasks, make_example, read_rows, run_core
+from quern.eval.core import (
+    ARCHIVE,
+    BY_NAME,
+    TASKS,
+    VERSIONS,
+    core_bundle,
+    find_tasks,
+    make_example,
+    read_rows,
+    run_core,
+)
 from quern.eval.likelihood import score_examples
 from quern.eval.run_task import Records
 from quern.generate.engine import Engine
@@ -19,6 +32,7 @@ from quern.model.gpt import GPT
 from quern.records import read_lines
 from quern.text.tokenizer import Tokenizer
 from tests.support.core_oracle import questions, verdict
+from tests.support.hub_server import Hub, hub_server
 from tests.support.tiny_model import CPU, tiny_model, tiny_tokenizer
 
 TIES = 1e-6
@@ -187,3 +201,60 @@ def test_too_few_rows_for_the_shots_and_missing_files_are_refused(tmp_path: Path
         (tmp_path / folder / "piqa.jsonl").write_text("", encoding="utf-8")
     with pytest.raises(ValueError, match="piqa has several files, leave one: .*copy/piqa.jsonl, [^,]*piqa.jsonl$"):
         find_tasks(tmp_path)
+
+
+ROWS = "".join(json.dumps({"query": f"{n} and", "choices": ["one", "two"], "gold": n % 2}) + "\n" for n in range(9))
+CONFIG = "icl_tasks:\n- label: copa\n  dataset_uri: commonsense/copa.jsonl\n"
+
+
+def zipped(files: dict[str, str]) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    with hub_server() as hub:
+        yield hub
+
+
+def offer(hub: Hub, content: bytes) -> tuple[str, str]:
+    """The bundle at the server."""
+    hub.others = {ARCHIVE: content}
+    return f"{hub.url}/{ARCHIVE}", hashlib.sha256(content).hexdigest()
+
+
+FILES = {
+    "eval_bundle/eval_data/commonsense/copa.jsonl": ROWS,
+    "eval_bundle/core.yaml": CONFIG,
+    "eval_bundle/other/copa.jsonl": "{}",
+    "eval_bundle/a.txt": "a",
+}
+
+
+def test_the_bundle_is_fetched_once_and_its_tasks_are_found(hub: Hub, tmp_path: Path) -> None:
+    bundle = offer(hub, zipped(FILES))
+    hub.cuts = [100]
+    found = core_bundle(tmp_path, print, bundle)
+    assert len(hub.asked) == 2, "the first answer broke off"
+    assert [path.name for path in found.rglob("*") if path.is_file()] == ["copa.jsonl"]
+    [(task, path)] = find_tasks(found)
+    assert task.name == "copa" and len(read_rows(path, task)) == 9
+    assert core_bundle(tmp_path, print, bundle) == found and len(hub.asked) == 2
+
+
+def test_an_interrupted_unpacking_leaves_nothing_and_is_done_again(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = offer(hub, zipped(FILES))
+    with monkeypatch.context() as patched:
+        patched.setattr("quern.eval.core.sync_path", lambda path: (_ for _ in ()).throw(OSError("the disk is full")))
+        with pytest.raises(OSError, match="the disk is full; or name a folder with CORE's files with --bundle"):
+            core_bundle(tmp_path, print, bundle)
+    assert sorted(path.name for path in (tmp_path / "downloads/core").iterdir()) == [".lock", ARCHIVE]
+    assert find_tasks(core_bundle(tmp_path, print, bundle))

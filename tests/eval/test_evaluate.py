@@ -15,8 +15,7 @@ from quern.cli import main
 from quern.eval.answers import kept_score, read_answers
 from quern.eval.run_task import run_task
 from quern.eval.task import CHAT_STAGES
-from quern.eval.tasks import load_task
-from quern.eval.tasks.tinyworld import TASK
+from quern.eval.tasks import TINYWORLD, load_task
 from quern.generate.engine import Engine
 from quern.mesh import Mesh, ProcessGroup, alone
 from quern.recipe import Resolved
@@ -137,25 +136,13 @@ def test_a_default_task_suits_the_data() -> None:
         assert {stage for stage in stages if task.suits(recipe, stage)} == suited
 
 
-def test_a_task_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text("x = 1\nx / 0\n", encoding="utf-8")
-    (tmp_path / "empty.py").write_text("x = 1\n", encoding="utf-8")
-    for task, message in (
-        ("riddles", "there is no task 'riddles': use tinyworld, core, chat, or the path of a .py file"),
-        (tmp_path / "broken.py", "broken.py, line 2: ZeroDivisionError"),
-        (tmp_path / "empty.py", "does not end in TASK = … \\(a quern.eval.task.Task\\)"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            load_task(str(task))
-
-
 def test_questions_that_do_not_fit_are_counted_and_the_others_scored() -> None:
     tokenizer, count = tiny_tokenizer(), 6
     lengths = {
         kind: [len(render_prompt(tokenizer, q.messages)) for q in questions(0, kind, count)] for kind in QUESTION_KINDS
     }
     context = sorted(lengths["facts"])[count // 2]
-    graded = run_task(Engine(tiny_model(tokenizer.vocab_size, context), tokenizer, CPU), TASK, count=count)
+    graded = run_task(Engine(tiny_model(tokenizer.vocab_size, context), tokenizer, CPU), TINYWORLD, count=count)
     for kind, score in zip(QUESTION_KINDS, graded.scores, strict=True):
         fitting = sum(length + 1 <= context for length in lengths[kind])
         assert (score.task, score.count, score.skipped) == (f"tinyworld/{kind}", fitting, count - fitting)
@@ -226,10 +213,8 @@ def test_a_line_that_a_kill_has_torn_does_not_take_the_next_one_with_it(out: Pat
 def test_what_does_not_fit_is_refused_in_one_line(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, text in (("a", SAME), ("b", SAME), ("none", SAME.replace('[question("one?", "two")]', "[]"))):
         (out / f"{name}.py").write_text(text, encoding="utf-8")
-    plain, a, b, none = (
-        ["evaluate", "--out", str(out), *PLAIN],
-        *(str(out / f"{name}.py") for name in ("a", "b", "none")),
-    )
+    a, b, none = (str(out / f"{name}.py") for name in ("a", "b", "none"))
+    plain = ["evaluate", "--out", str(out), *PLAIN]
     base = [*plain, "--stage", "pretrain"]
     chat = "--chat-data and --samples are for the chat tasks: add --tasks chat"
     wrong: Sequence[tuple[list[str], str]] = (

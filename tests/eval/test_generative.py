@@ -1,16 +1,19 @@
-"""Generated answers and tasks, through the real engine with a small random model."""
+"""Tasks through the real engine with a small random model: generated answers, and choices by their losses."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from quern.eval.likelihood import choice_example, score_examples
 from quern.eval.run_task import run_task
 from quern.eval.task import Item, Task, contains_answer, question
-from quern.eval.tasks.tinyworld import TASK
+from quern.eval.tasks import TINYWORLD
 from quern.generate.engine import Engine
 from quern.generate.sampling import GREEDY
+from quern.model.context import CausalContext
 from quern.text.chat import render_prompt, render_text
 from quern.text.tinyworld.corpus import QUESTION_KINDS
 from tests.support.tiny_model import CPU, tiny_model, tiny_tokenizer
@@ -30,7 +33,7 @@ def short(item: Item, reply: str) -> bool:
 
 
 def asked(count: int = 5, *kinds: str) -> list[Item]:
-    return [item for item in TASK.items(3, count) if item.kind in (kinds or ("facts", "sums"))]
+    return [item for item in TINYWORLD.items(3, count) if item.kind in (kinds or ("facts", "sums"))]
 
 
 def toy(items: list[Item], max_tokens: int = 12) -> Task:
@@ -69,12 +72,12 @@ def test_a_base_reply_ends_where_the_task_says(engine):
 
 
 def test_tinyworld_asks_every_kind_the_same_way_every_time(engine):
-    task = replace(TASK, max_tokens=4)
+    task = replace(TINYWORLD, max_tokens=4)
     one = run_task(engine, task, count=2)
     assert [score.task for score in one.scores] == [f"tinyworld/{kind}" for kind in QUESTION_KINDS]
     assert all(score.count == 2 and score.prompt_hash for score in one.scores)
     assert run_task(engine, task, count=2) == one
-    other = run_task(engine, toy(TASK.items(2, 2)[:2], max_tokens=4))  # type: ignore[arg-type]
+    other = run_task(engine, toy(TINYWORLD.items(2, 2)[:2], max_tokens=4))  # type: ignore[arg-type]
     assert other.scores[0].prompt_hash != one.scores[0].prompt_hash
 
 
@@ -82,11 +85,13 @@ def test_tinyworld_asks_every_kind_the_same_way_every_time(engine):
 @pytest.mark.parametrize("choices", [("A", "B", "C", "D"), ("corn", "the miller of the valley", "B"), ("日本語", "B")])
 def test_the_choice_picked_has_the_least_loss_per_byte(engine, base, choices):
     items = [question(f"Which of the {number}?", "B", choices) for number in range(6)]
-    graded = run_task(engine, replace(TASK, items=lambda seed, count: items), base=base)
+    graded = run_task(engine, replace(TINYWORLD, items=lambda seed, count: items), base=base)
     assert graded.scores[0].chance == pytest.approx(1 / len(choices))
     tokenizer = engine.tokenizer
     for item, reply in zip(items, graded.replies, strict=True):
-        prompt = render_text(tokenizer, TASK.base_prompt(item)) if base else render_prompt(tokenizer, item.messages)
+        prompt = (
+            render_text(tokenizer, TINYWORLD.base_prompt(item)) if base else render_prompt(tokenizer, item.messages)
+        )
         ids = [tokenizer.encode(" " * base + choice) for choice in choices]
         examples = [made for one in ids if (made := choice_example(prompt, [one], 0, CONTEXT)) is not None]
         answers = score_examples(engine.model, examples, CPU, tokenizer.vocab_size)
@@ -113,3 +118,44 @@ def test_an_answer_is_found_as_whole_words():
     paris = question("Where?", "Paris")
     for reply, right in (("It is paris.", True), ("Parish", False), ("", False), ("St-Paris!", True)):
         assert contains_answer(paris, reply) is right
+
+
+BOS = 99
+READ = 32
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(100, READ)
+
+
+def plain_nats(model, prompt, continuation) -> float:
+    ids = torch.tensor([[*prompt, *continuation]])
+    with torch.no_grad():
+        logprobs = model.logits(model(ids[:, :-1], CausalContext()))[0].double().log_softmax(-1)
+    positions = range(len(prompt) - 1, ids.size(1) - 1)
+    return -sum(float(logprobs[at, ids[0, at + 1]]) for at in positions)
+
+
+def nats_of(model, asked: Sequence[tuple[list[int], Sequence[list[int]]]]) -> list[np.ndarray]:
+    made = [choice_example(prompt, ids, 0, READ) for prompt, ids in asked]
+    examples = [one for one in made if one is not None]
+    answers = score_examples(model, examples, CPU, 100)
+    return [answer.nats(example) for answer, example in zip(answers, examples, strict=True)]
+
+
+def test_a_long_prompt_keeps_its_bos_and_its_end(model):
+    prompt, continuations = [BOS, *range(60)], ([7, 8], [9], [1, 2, 3])
+    measured = nats_of(model, [(prompt, continuations)])[0]
+    for ids, nats in zip(continuations, measured, strict=True):
+        cropped = [BOS, *prompt[-(READ - len(ids)) :]]
+        assert len(cropped) + len(ids) == READ + 1
+        assert nats == pytest.approx(plain_nats(model, cropped, ids), rel=2e-6)
+
+
+def test_what_cannot_be_scored_is_refused(model):
+    assert nats_of(model, [([BOS], [list(range(33))])]) == []
+    assert nats_of(model, [([BOS], [list(range(32))])])[0] > 0
+    for pair in (([], [[1]]), ([BOS], [[]])):
+        with pytest.raises(ValueError, match="at least one token"):
+            nats_of(model, [pair])

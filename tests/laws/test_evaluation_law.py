@@ -17,7 +17,7 @@ from quern.eval import likelihood
 from quern.eval.bits_per_byte import bits_per_byte
 from quern.eval.likelihood import choice_example, score_examples
 from quern.eval.run_task import run_task
-from quern.eval.tasks.tinyworld import TASK
+from quern.eval.tasks import TINYWORLD
 from quern.generate.engine import Engine
 from tests.support.memory_corpus import memory_corpus
 from tests.support.tiny_model import CPU, TEXTS, plain_bits_per_byte, tiny_model, tiny_tokenizer
@@ -85,8 +85,8 @@ def test_multiple_choice(tokenizer, model, law, monkeypatch):
 
 def test_generated_answers(tokenizer, law, monkeypatch):
     engine = Engine(tiny_model(tokenizer.vocab_size, 256), tokenizer, CPU)
-    asked = [item for item in TASK.items(1, 6) if item.kind in ("facts", "counting")]
-    task = replace(TASK, items=lambda seed, count: asked, max_tokens=24)
+    asked = [item for item in TINYWORLD.items(1, 6) if item.kind in ("facts", "counting")]
+    task = replace(TINYWORLD, items=lambda seed, count: asked, max_tokens=24)
     graded, of_base = [], []
     for rows in BATCHES:
         monkeypatch.setattr("quern.eval.run_task.BATCH_ROWS", rows)

@@ -38,13 +38,13 @@ class Verdict:
     margin: float
 
 
-def questions(path: Path, task: CoreTask, tokenizer: Tokenizer, most: int | None = None) -> list[Question]:
-    """The first questions of a task's file, in the order of the random numbers of nanochat."""
+def questions(path: Path, task: CoreTask, tokenizer: Tokenizer) -> list[Question]:
+    """The questions of a task's file, in the order of the random numbers of nanochat."""
     content = path.read_bytes()
     lines = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8").splitlines()
     data = [json.loads(line) for line in lines if line.strip()]
     random.Random(1337).shuffle(data)
-    return [_question(data, item, task, tokenizer) for item in range(min(len(data), most or len(data)))]
+    return [_question(data, item, task, tokenizer) for item in range(len(data))]
 
 
 def _question(data: Sequence[dict[str, Any]], item: int, task: CoreTask, tokenizer: Tokenizer) -> Question:
