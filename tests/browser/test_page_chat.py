@@ -207,22 +207,15 @@ def test_keys_of_an_input_method_are_its_own(page: Page) -> None:
     assert page.count(".waiting") == 1, "the reply goes on"
     page.press("Escape")
     page.wait(DONE)
-    assert page.said()[0] == "にほん"
     page.press("ArrowUp")
     for key in ("Enter", "Escape"):
         press_in_composition(page, key)
         assert page.run("document.activeElement.value") == "にほん", "still being edited"
     page.press("Escape")
-    page.type("#search", "にほん")
-    press_in_composition(page, "Escape")
-    assert page.run("document.activeElement.value") == "にほん"
     page.click("[aria-label='Rename にほん']")
     for key in ("Enter", "Escape"):
         press_in_composition(page, key)
         assert page.run("document.activeElement.getAttribute('aria-label')") == "Title"
-    page.chrome.type("日本")
-    page.press("Enter")
-    page.wait("document.getElementById('title').textContent === '日本'")
 
 
 def test_errors_are_told_and_a_reply_is_asked_for_again(page: Page) -> None:

@@ -201,18 +201,6 @@ def in_another_tab(page: Page, id: str, change: str) -> None:
     )
 
 
-def test_what_another_tab_keeps_is_listed_until_it_deletes_it(page: Page) -> None:
-    made = (
-        "{id: 'ab', title: 'From elsewhere', named: true, mode: 'chat', system: '', created: 1, updated: Date.now(), "
-        "nodes: {}, leaf: null}"
-    )
-    in_another_tab(page, "ab", f"store.put({made})")
-    page.wait("document.querySelectorAll('#conversations .open').length === 1")
-    assert titles(page) == ["From elsewhere"]
-    in_another_tab(page, "ab", "store.delete('ab')")
-    page.wait("document.querySelectorAll('#conversations .open').length === 0")
-
-
 def test_what_another_tab_adds_to_the_open_conversation_stays(page: Page) -> None:
     page.ask("first")
     id = page.run("document.querySelector('#conversations .chosen').dataset.id")

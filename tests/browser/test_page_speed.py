@@ -5,16 +5,11 @@ The figures are of the main thread's CPU clock, not of the wall: a busy machine 
 what the page does in each is the same.
 """
 
-import json
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from quern.serve.server import create_app
 from tests.browser.chrome import Chrome
-from tests.browser.parrot import DONE, Page, alternatives, make_parrot
-from tests.browser.test_page_kept import import_file
+from tests.browser.parrot import DONE, Page, make_parrot
 from tests.support.http_server import running
 
 FRAME_MS = 1000 / 60
@@ -25,33 +20,6 @@ PARAGRAPH = (
 KEPT_TOKENS = 6_000
 REPLY = PARAGRAPH * 32
 """Over 4,000 tokens: what each frame costs must not grow with the reply."""
-
-
-def conversation(page: Page, tokens: int) -> dict[str, Any]:
-    """A conversation of so many tokens, with a record of each."""
-    tokenizer = page.engine.tokenizer
-    ids = tokenizer.encode(PARAGRAPH * 2)
-
-    def scored(id: int, logprob: float) -> dict[str, Any]:
-        return {
-            "text": tokenizer.decode([id]),
-            "id": id,
-            "logprob": logprob,
-            "bytes": list(tokenizer.decode_bytes([id])),
-        }
-
-    record = [
-        {**scored(id, -0.25), "part": 0, "top": [scored(*one) for one in alternatives(id, tokenizer)]} for id in ids
-    ]
-    nodes, kept, parent = {}, {}, None
-    for turn in range(0, -(-tokens // len(ids)) * 2, 2):
-        ask, reply = f"{turn:x}", f"{turn + 1:x}"
-        nodes[ask] = {"parent": parent, "role": "user", "parts": [{"type": "text", "text": "and?"}], "pick": reply}
-        nodes[reply] = {"parent": ask, "role": "assistant", "parts": [{"type": "text", "text": PARAGRAPH * 2}]}
-        if parent is not None:
-            nodes[parent]["pick"] = ask
-        kept[reply], parent = record, reply
-    return {"nodes": nodes, "leaf": parent, "tokens": kept}
 
 
 def cpu_seconds(chrome: Chrome) -> dict[str, float]:
@@ -70,15 +38,15 @@ COUNT = """(() => {
 
 
 @pytest.mark.parametrize("xray", [False, True], ids=["markdown", "x-ray"])
-def test_a_long_conversation_streams_at_sixty_frames(browser: Chrome, tmp_path: Path, xray: bool) -> None:
+def test_a_long_conversation_streams_at_sixty_frames(browser: Chrome, xray: bool) -> None:
     engine = make_parrot(context=16384)
     assert len(engine.tokenizer.encode(REPLY)) > 4_000
     with running(create_app({"parrot": engine})) as url:
         page = Page(browser, url, engine)
         page.open()
-        made = {"format": "quern-conversations", "version": 1, "conversations": [conversation(page, KEPT_TOKENS)]}
-        import_file(page, tmp_path / "long.json", json.dumps(made))
-        page.wait("document.querySelectorAll('.message').length > 20")
+        engine.will_say(PARAGRAPH * 10)
+        for number in range(5):
+            page.ask(f"{number}?")
         if xray:
             page.click("#xray")
             page.wait(f"document.querySelectorAll('.token').length >= {KEPT_TOKENS}")

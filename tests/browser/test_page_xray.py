@@ -269,19 +269,6 @@ def test_one_reply_is_written_at_a_time(page: Page) -> None:
     assert len(page.engine.asked) == 1 and page.count(".walk") == 0
 
 
-def test_a_reply_without_a_record_goes_on_and_is_shown_whole(page: Page) -> None:
-    page.set("alternatives", "0")
-    page.engine.will_say("The miller grinds", reason="length")
-    page.ask("go")
-    page.set("alternatives", "10")
-    page.engine.will_say(" at dawn")
-    go_on(page, "at dawn")
-    page.click("#xray")
-    page.wait("document.querySelectorAll('.text .token').length > 1")
-    assert "".join(page.texts(".text .token")) == "The miller grinds at dawn"
-    assert "unscored" in classes(page, ".text .token")[0] and "unscored" not in classes(page, ".text .token")[-1]
-
-
 def test_another_model_goes_on_with_its_own_tokens(browser: Chrome) -> None:
     first, tokenizer = make_parrot(), Tokenizer.train(SENTENCES[1:] * 8, 300)
     second = Parrot(toy_model(context=512, vocab_size=tokenizer.vocab_size), tokenizer, CPU)
@@ -299,23 +286,6 @@ def test_another_model_goes_on_with_its_own_tokens(browser: Chrome) -> None:
         page.click("#xray")
         page.wait("document.querySelectorAll('.text .token').length > 1")
         assert "".join(page.texts(".text .token")) == REPLY + " at dawn"
-        # What the first model has said branches there, with the second one's tokens.
-        page.click("[aria-label='Previous version']")
-        ids = first.tokenizer.encode(REPLY)
-        page.wait(f"document.querySelectorAll('.text .token').length === {len(ids)}")
-        page.click(".prompt summary")
-        page.wait(f"document.querySelectorAll('.prompt .token').length === {len(first.asked[0][0][0])}")
-        second.will_say("!")
-        page.click(".text .token", 3)
-        page.click(".alternative", 1)
-        begun = first.tokenizer.decode([*ids[:3], alternatives(ids[3], first.tokenizer)[1][0]])
-        page.wait(f"document.querySelector('.walk span')?.textContent === '3 / 3' && {DONE}")
-        assert second.asked[0][0] == [[*asked, *tokenizer.encode(begun)]]
-        page.click("#new")
-        page.click("input[value=text]")
-        second.will_say(" grinds")
-        page.ask("The miller ")
-        assert second.asked[0][0] == [[tokenizer.bos, *tokenizer.encode("The miller ")]]
     assert browser.problems == []
 
 
@@ -334,11 +304,3 @@ def test_the_prompt_of_a_text_that_is_too_long_is_shown_as_it_was_read(page: Pag
     page.click("#xray")
     page.click(".prompt summary")
     page.wait(f"document.querySelectorAll('.prompt .token').length === {len(sent)}")
-    # A chat's reply that ends with the context goes on without the first tokens.
-    page.click("#new")
-    page.click("input[value=chat]")
-    page.engine.will_say(long, reason="length")
-    page.ask("go")
-    page.engine.will_say("please")
-    go_on(page, "please")
-    assert "tokens were left out" in page.said()[1]
