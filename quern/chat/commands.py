@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
+from os.path import expanduser
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -266,10 +267,7 @@ def change(conversation: Conversation, text: str, name: str) -> None:
 def _path(text: str, command: str) -> Path:
     if not text:
         raise ValueError(f"name a file: {command} FILE")
-    try:
-        return Path(text).expanduser()
-    except RuntimeError:
-        raise ValueError(f"{text}: this machine has no such user, so write the whole path of the file") from None
+    return Path(expanduser(text))
 
 
 def _count(conversation: Conversation) -> str:

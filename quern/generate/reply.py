@@ -198,8 +198,7 @@ class Reply:
 
     def completion(self) -> Completion:
         """The finished reply."""
-        if self.finish_reason is None:
-            raise ValueError("the reply is not finished: push tokens until finish_reason is set")
+        assert self.finish_reason is not None
         text = "".join(part["text"] for part in self._parts if part["type"] == "text")
         told = self.sampled, self.logprobs, self.top_logprobs
         return Completion(self.ids, text, self.finish_reason, self._parts, self.prompt_tokens, *told)

@@ -90,8 +90,7 @@ def sample(logits_BV: Tensor, sampling: Sampling, uniform_BN: Tensor | None = No
     """Picks one token per row, ids (B,), int64. uniform_BN: of `draw`; None is enough at temperature 0."""
     if sampling.temperature == 0:
         return _argmax(logits_BV)
-    if uniform_BN is None:
-        raise ValueError("sampling at a temperature above 0 needs random numbers: pass draw(generators, V)")
+    assert uniform_BN is not None
     if sampling.temperature != 1:
         # Below LEAST_TEMPERATURE only the largest logit would have weight, which is already so at that temperature.
         logits_BV = logits_BV / max(sampling.temperature, LEAST_TEMPERATURE)

@@ -128,16 +128,6 @@ def test_the_history_keeps_the_newest_lines_of_all_chats(tmp_path: Path) -> None
     assert recall(history) == [*map(str, range(1, HISTORY_LINES)), "newest"]
 
 
-def test_without_readline_lines_are_read_and_no_history_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "readline", None)
-    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
-    said: list[str] = []
-    assert Terminal(tmp_path / "chat_history", said.append)("> ") == "hello"
-    assert capsys.readouterr().out == "> " and said == [] and list(tmp_path.iterdir()) == []
-
-
 def test_a_history_that_cannot_be_kept_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))

@@ -15,7 +15,7 @@ from quern.generate.cache import KVCache, attend_masked, decode, pad
 from quern.generate.compiled import SPAN, CompiledDecode, FewRows, turned_is_faster
 from quern.generate.engine import Engine
 from quern.generate.sampling import GREEDY, Sampling
-from tests.support.toy_engine import CPU, toy_engine, toy_model, toy_tokenizer
+from tests.support.toy_engine import CPU, toy_model, toy_tokenizer
 
 ROWS = (1, 3)
 CONTEXT = 150
@@ -153,9 +153,3 @@ class Watching(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN201
         self.seen.append(getattr(func, "__name__", ""))
         return func(*args, **(kwargs or {}))
-
-
-def test_without_a_compiler_warming_up_does_nothing() -> None:
-    engine = toy_engine()
-    engine.warm_up((1, 8))
-    assert engine.generate([[5]], max_tokens=2)

@@ -1,12 +1,15 @@
 """The engine as its callers use it: limits and errors, tools inside a batch, seeds, streaming, cancelling."""
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
+from quern.generate.cache import LEAST_TOKENS, KVCache, PrefixCache
 from quern.generate.engine import ContextOverflow, Engine
 from quern.generate.sampling import GREEDY, Sampling
 from quern.kernels.attention.attend import attend_plain, attend_sdpa
@@ -83,19 +86,13 @@ def test_a_prompt_longer_than_the_context_is_refused_with_the_numbers() -> None:
     ("arguments", "words"),
     [
         ({"max_tokens": 0}, "must be at least 1"),
-        ({"samples": 0}, "must be at least 1"),
         ({"stop": ("",)}, "stop string is empty"),
+        ({"prompts": [[]]}, "begin it with the tokenizer's BOS"),
     ],
 )
 def test_senseless_arguments_are_refused(arguments: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        toy_engine().generate([[BOS]], **arguments)
-
-
-def test_an_empty_prompt_is_refused_and_no_prompts_are_fine() -> None:
-    with pytest.raises(ValueError, match="begin it with the tokenizer's BOS"):
-        toy_engine().generate([[]])
-    assert toy_engine().generate([]) == []
+        toy_engine().generate(**{"prompts": [[BOS]], **arguments})
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused() -> None:
@@ -138,3 +135,42 @@ def test_closing_the_events_stops_the_work() -> None:
     cast(torch.nn.Module, engine.model).register_forward_hook(lambda _, given, x_BTD: rows.append(len(x_BTD)))
     engine.generate([[BOS]], max_tokens=9)
     assert rows and set(rows) == {1}
+
+
+def test_the_longest_beginning_is_found_and_the_least_recently_used_leave() -> None:
+    numbers, logits = random.Random(0), torch.zeros(1)
+    cache, order = PrefixCache(40 * 1000), cast(list[tuple[int, ...]], [])
+    known: dict[tuple[int, ...], bool] = {}
+    opening = [[numbers.randrange(3) for _ in range(LEAST_TOKENS)] for _ in range(4)]
+    found = parted = 0
+    for _ in range(1500):
+        base = list(numbers.choice(order)) if order and numbers.random() < 0.6 else list(numbers.choice(opening))
+        tokens = base[: numbers.randrange(1, len(base) + 1)] + [
+            numbers.randrange(3) for _ in range(numbers.randrange(9))
+        ]
+        best = max(
+            (one for one in order if tuple(tokens[: len(one)]) == one and (len(one) < len(tokens) or known[one])),
+            key=len,
+            default=None,
+        )
+        got = cache.find(tokens)
+        assert (None if got is None else got.length) == (None if best is None else len(best))
+        start = 0 if best is None else len(best)
+        agreed = max((next((i for i, (a, b) in enumerate(zip(one, tokens, strict=False)) if a != b),
+                           min(len(one), len(tokens))) for one in order), default=0)  # fmt: skip
+        parts = agreed if start + LEAST_TOKENS <= agreed < len(tokens) else None
+        assert cache.branch(tokens, start) == parts
+        found, parted = found + (best is not None), parted + (parts is not None)
+        if best is not None:
+            order.append(order.pop(order.index(best)))
+        whole = numbers.random() < 0.5
+        if cache.wants(tokens, whole):
+            state: Any = SimpleNamespace(bytes=1000 - 4 * whole)
+            cache.add(tokens, cast(KVCache, state), logits if whole else None)
+            order = [one for one in order if one != tuple(tokens)] + [tuple(tokens)]
+            known[tuple(tokens)] = whole
+            order = order[-40:]
+        assert len(cache) == len(order)
+    assert found > 100 and parted > 30 and cache.bytes == 40 * 1000
+    cache.clear()
+    assert cache.find(list(order[-1]) + [0]) is None and len(cache) == 0

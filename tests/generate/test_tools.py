@@ -101,13 +101,6 @@ def test_what_is_not_arithmetic_or_too_large_is_refused(expression: str) -> None
     assert time.perf_counter() - start < 1
 
 
-def test_refusals_name_the_reason() -> None:
-    with pytest.raises(ToolError, match="power is too large"):
-        calculate("9 ** 9 ** 9")
-    with pytest.raises(ToolError, match="201 characters; the calculator takes 200"):
-        calculate("1" * 201)
-
-
 @given(
     st.one_of(st.text(max_size=60), st.text("0123456789.,+-*/%() ", max_size=200), st.text("9*/-(). ", max_size=200))
 )

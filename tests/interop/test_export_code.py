@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -123,23 +124,27 @@ def test_ids_that_no_token_has_are_left_out(tmp_path: Path) -> None:
 
 def test_what_cannot_be_computed_is_refused(tmp_path: Path) -> None:
     model = load_exported(exported(tmp_path, toy_recipe("gpt")))
-    ids = torch.tensor([[1, 2, 3, 4]])
-    with pytest.raises(ValueError, match="does not support the arguments inputs_embeds: leave them out"):
-        model(inputs_embeds=torch.zeros(1, 4, 32))
-    with pytest.raises(ValueError, match="does not support the arguments output_attentions, position_ids"):
-        model(ids, position_ids=ids, output_attentions=True)
-    with pytest.raises(ValueError, match="this model needs input_ids"):
-        model()
-    with pytest.raises(ValueError, match="zeros between ones: only padding on the left or right can be masked"):
-        model(ids, attention_mask=torch.tensor([[1, 0, 1, 1]]))
-    with pytest.raises(ValueError, match=r"attention_mask is \(1, 3\) and input_ids \(1, 4\)"):
-        model(ids, attention_mask=torch.ones(1, 3))
-    cache = DynamicCache()
+    ids, cache = torch.tensor([[1, 2, 3, 4]]), DynamicCache()
     model(ids, past_key_values=cache)
-    with pytest.raises(ValueError, match="the cache holds 4 tokens and input_ids 1: pass the whole text in input_ids"):
-        model(ids[:, :1], past_key_values=cache)
-    with pytest.raises(ValueError, match="the cache must be a DynamicCache, not a StaticCache"):
-        model(ids, past_key_values=StaticCache(model.config, max_cache_len=8))
+    static = StaticCache(model.config, max_cache_len=8)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"inputs_embeds": torch.zeros(1, 4, 32)}, "does not support the arguments inputs_embeds: leave them out"),
+        ({"input_ids": ids, "position_ids": ids}, "does not support the arguments position_ids"),
+        ({}, "this model needs input_ids"),
+        (
+            {"input_ids": ids, "attention_mask": torch.tensor([[1, 0, 1, 1]])},
+            "zeros between ones: only padding on the left or right can be masked",
+        ),
+        ({"input_ids": ids, "attention_mask": torch.ones(1, 3)}, r"attention_mask is \(1, 3\) and input_ids \(1, 4\)"),
+        (
+            {"input_ids": ids[:, :1], "past_key_values": cache},
+            "the cache holds 4 tokens and input_ids 1: pass the whole text in input_ids",
+        ),
+        ({"input_ids": ids, "past_key_values": static}, "the cache must be a DynamicCache, not a StaticCache"),
+    ]
+    for arguments, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            model(**arguments)
     with pytest.raises(NotImplementedError, match="the vocabulary cannot be resized"):
         model.resize_token_embeddings(400)
 

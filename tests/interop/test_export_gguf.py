@@ -3,7 +3,6 @@
 That llama.cpp computes the same is a law of its own (tests/laws/test_gguf_law.py).
 """
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,50 +171,27 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def windows(out: Path) -> RunDir:
-    return toy_run(out, windows="SL")
+REFUSED: list[tuple[Callable[[Path], RunDir], str]] = [
+    (lambda out: toy_run(out, windows="SL"), r"windows \(SL\), the Llama of other programs sees everything"),
+    (
+        lambda out: write_run(out, llama_recipe(base=GPT_RECIPE, mlp_width=None, norm_eps=None)),
+        "holds a GPT, for which other programs have no name: export a run of the recipe",
+    ),
+    (lambda out: toy_run(out, vocab_size=320), "the model has 320 embeddings for 330 tokens"),
+    (
+        lambda out: toy_run(out, Tokenizer(toy_tokenizer().merges, r"\p{L}+|\P{L}+")),
+        "its nearest one gives other ids to .* or accept the other ids with --accept-other-ids",
+    ),
+    (
+        lambda out: toy_run(out, Tokenizer([b"abc", b"bcd"], single_digits().pattern)),
+        "llama.cpp never forms 2 of the tokenizer's 2 merges",
+    ),
+]
 
 
-def another_architecture(out: Path) -> RunDir:
-    return write_run(out, llama_recipe(base=GPT_RECIPE, mlp_width=None, norm_eps=None))
-
-
-def fewer_rows(out: Path) -> RunDir:
-    return toy_run(out, vocab_size=320)
-
-
-def own_pattern(out: Path) -> RunDir:
-    return toy_run(out, Tokenizer(toy_tokenizer().merges, r"\p{L}+|\P{L}+"))
-
-
-def unreachable(out: Path) -> RunDir:
-    return toy_run(out, Tokenizer([b"abc", b"bcd"], single_digits().pattern))
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (windows, r"attention has windows \(SL\), the Llama of other programs sees everything"),
-        (
-            another_architecture,
-            "holds a GPT, for which other programs have no name: export a run of the recipe",
-        ),
-        (fewer_rows, "the model has 320 embeddings for 330 tokens"),
-        (own_pattern, r"its nearest one gives other ids to .* or accept the other ids with --accept-other-ids"),
-        (unreachable, "llama.cpp never forms 2 of the tokenizer's 2 merges"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), REFUSED)
 def test_what_llama_cpp_cannot_have_is_refused(make: Callable[[Path], RunDir], message: str, tmp_path: Path) -> None:
     run_dir = make(tmp_path / "out")
     with pytest.raises(ValueError, match=message):
         export_gguf.run(run_dir, tmp_path / "a.gguf", stage=None, dtype="fp32", log=silent)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_without_the_extra_the_command_that_installs_it_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir = toy_run(tmp_path)
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ImportError, match=r"GGUF needs an extra package .*pip install -e '\.\[export\]'"):
-        export_gguf.run(run_dir, tmp_path / "a.gguf", stage=None, dtype="fp32", log=silent)

@@ -138,11 +138,6 @@ def test_a_llama_that_theirs_cannot_be_is_refused(changes: dict[str, Any], messa
     assert not (tmp_path / "hf").exists()
 
 
-def test_a_run_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no run 'nobody'"):
-        export_hf.run(RunDir(tmp_path, "nobody"), tmp_path / "hf", stage=None, dtype=torch.float32, log=silent)
-
-
 def test_a_tokenizer_of_unknown_meaning_stays_behind(tmp_path: Path) -> None:
     recipe, own = llama_recipe(), Tokenizer(toy_tokenizer().merges, r"\p{L}+|\P{L}+")
     run_dir = write_run(tmp_path, recipe, tokenizer=own)

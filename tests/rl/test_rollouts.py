@@ -1,4 +1,4 @@
-"""Rollouts as batches: masks, weights, dropped groups, ranks, tools, and what is refused."""
+"""Rollouts as batches: masks, weights, dropped groups, ranks, tools, what is refused; and that the reward rises."""
 
 import re
 from dataclasses import replace
@@ -10,12 +10,17 @@ import pytest
 
 from quern.eval.task import Item, question
 from quern.mesh import alone
+from quern.optim.schedule import multipliers
+from quern.recipe import OptimRecipe
 from quern.rl.environment import Environment, draw_item, fingerprint, is_held_out
 from quern.rl.environments import load_environment
 from quern.rl.rollouts import Rollout
 from quern.text.tinyworld.data import WORDS
 from quern.text.tinyworld.skills import PRACTICE_WORDS
-from tests.rl.ranks import LETTERS, NEVER, SETTINGS, advanced, ask, rl_state, rollouts_of
+from quern.train.state import build_model, build_state
+from quern.train.step import train_step
+from tests.rl.ranks import LETTERS, NEVER, SETTINGS, advanced, ask, rl_recipe, rl_state, rollouts_of
+from tests.support.toy_training import CPU
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -116,40 +121,24 @@ def test_prompts_that_do_not_fit_are_left_out() -> None:
     assert not rollouts.batch(0).mask.any() and rollouts.tally.sums["replies"] == 0
 
 
-def test_a_reward_that_is_no_number_is_refused() -> None:
-    broken = Environment("broken", ask, lambda item, reply: float("nan"))
-    with pytest.raises(ValueError, match="environment 'broken' gave the reward nan: give a finite number"):
-        rollouts_of(rl_state(alone()), SETTINGS, broken).batch(0)
+FAILS = "of environment 'broken' fails with"
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"reward": lambda item, reply: float("nan")}, "environment 'broken' gave the reward nan: give a finite number"),
+    ({"reward": lambda item, reply: "good"}, rf"reward\(\) {FAILS} ValueError: could not convert"),
+    ({"reward": lambda item, reply: 1 / 0}, rf"reward\(\) {FAILS} ZeroDivisionError: division by zero"),
+    ({"ask": lambda seed: 1 / 0}, rf"ask\(\) {FAILS} ZeroDivisionError: division by zero"),
+    ({"ask": lambda seed: "What?"}, rf"ask\(\) {FAILS} AttributeError: 'str' object has no attribute 'messages'"),
+    (
+        {"ask": lambda seed: Item("k", [{"role": "assistant", "content": "What?"}], "")},
+        rf"ask\(\) {FAILS} ValueError: message 1 is from the assistant",
+    ),
+]
 
 
-@pytest.mark.parametrize("function", ["reward", "ask"])
-def test_a_slip_in_a_file_of_rewards_is_named(function: str) -> None:
-    fails = {function: lambda *_: 1 / 0}
-    broken = replace(Environment("broken", ask, lambda item, reply: 1.0), **fails)
-    with pytest.raises(
-        ValueError, match=rf"{function}\(\) of environment 'broken' fails with ZeroDivisionError: division by zero"
-    ):
-        rollouts_of(rl_state(alone()), SETTINGS, broken).batch(0)
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ("What?", "AttributeError: 'str' object has no attribute 'messages'"),
-        (Item("k", [{"role": "assistant", "content": "What?"}], ""), "ValueError: message 1 is from the assistant"),
-    ],
-)
-def test_what_is_no_question_is_named(asked: Any, message: str) -> None:
-    broken = Environment("broken", lambda seed: asked, lambda item, reply: 1.0)
-    with pytest.raises(ValueError, match=rf"ask\(\) of environment 'broken' fails with {message}"):
-        draw_item(broken, "0")
-
-
-def test_a_reward_that_is_a_word_is_named() -> None:
-    broken = Environment("broken", ask, lambda item, reply: "good")  # pyright: ignore
-    with pytest.raises(
-        ValueError, match=r"reward\(\) of environment 'broken' fails with ValueError: could not convert"
-    ):
+@pytest.mark.parametrize(("slip", "message"), MISTAKES)
+def test_a_slip_in_a_file_of_rewards_is_named(slip: dict[str, Any], message: str) -> None:
+    broken = replace(Environment("broken", ask, lambda item, reply: 1.0), **slip)
+    with pytest.raises(ValueError, match=message):
         rollouts_of(rl_state(alone()), SETTINGS, broken).batch(0)
 
 
@@ -185,3 +174,18 @@ def test_an_environment_in_a_file(tmp_path: Path) -> None:
     single = Environment("single", lambda seed: question("always the same", ""), LETTERS.reward)
     with pytest.raises(ValueError, match="none of the questions of 1000 seeds is"):
         [draw_item(single, "0", held_out=part) for part in (True, False)]
+
+
+STEPS = 16
+
+
+def test_the_reward_rises() -> None:
+    optim = OptimRecipe(lr_scale=4.0, head_lr=0.016, decay_scale=0.0, width_scale=1.0, matrix_decay=0.0)
+    recipe = replace(rl_recipe(), optim=optim)
+    state = build_state(recipe, CPU, build_model(recipe, CPU, 0))
+    rollouts, found = rollouts_of(state, replace(SETTINGS, groups=8, samples=8)), []
+    for step in range(STEPS):
+        batch = rollouts.batch(step)
+        found.append(rollouts.tally.means()["reward"])
+        train_step(state, batch, multipliers(step, STEPS, warmup_steps=0, warmdown_share=0.0), CPU, micro_batch_rows=99)
+    assert found[0] < 0.3 and found[-1] > 0.8, found

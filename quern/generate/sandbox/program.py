@@ -20,20 +20,16 @@ class SandboxError(RuntimeError):
 class Program:
     """A program, and the check that decides whether it passes.
 
-    The check runs in another process than the program. There, `program.name(arguments)` calls the program's function
-    `name`. Arguments and results cross as plain data (None, numbers, strings, bytes, and lists, tuples, sets and
-    dictionaries of these; subclasses become the plain type), so no object of the program ever reaches the check, and
-    the program never sees the check's text. A change that the function makes to an argument does not come back. An
-    exception of the function is raised in the check, where `except` finds it by the name of the built-in exception that
-    it is or inherits from; to Python's own code, such as a loop, it is not that exception.
+    The check runs in another process than the program (docs/sandbox.md). There, `program.name(arguments)` calls the
+    program's function `name`. Arguments and results cross as plain data: None, numbers, strings, bytes, and lists,
+    tuples, sets and dictionaries of these. An exception of the function is raised in the check.
     """
 
     source: str
     """Python source. Nobody needs to trust it."""
     check: str = ""
     """Python source that raises an exception if the program is wrong: `assert program.add(1, 2) == 3`. An empty check
-    accepts every program that reaches its end. That is the program's own word: a program that looks for the sandbox's
-    code in its own memory can claim its end early. Only a check's verdict is out of its reach."""
+    accepts every program that reaches its end, by the program's own word."""
 
 
 @dataclass(frozen=True)
