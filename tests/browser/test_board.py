@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +80,23 @@ def out(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def url(out: Path) -> Iterator[str]:
+@contextmanager
+def board(out: Path) -> Iterator[str]:
+    """The URL of a board, while it is served."""
     with Server(BoardOptions(out, port=0)) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
-        yield server.url
-        server.shutdown()
-        thread.join(30)
+        try:
+            yield server.url
+        finally:
+            server.shutdown()
+            thread.join(30)
+
+
+@pytest.fixture
+def url(out: Path) -> Iterator[str]:
+    with board(out) as url:
+        yield url
 
 
 def open_board(chrome: Chrome, url: str, view: str = "") -> None:

@@ -2,17 +2,15 @@
 
 import shutil
 import subprocess
-import threading
 from pathlib import Path
 
 import pytest
 
 from quern.generate.reply import Delta
-from quern.lab.board.server import BoardOptions, Server
 from quern.report.build import build
 from tests.browser.chrome import Chrome
 from tests.browser.parrot import DONE, Page
-from tests.browser.test_board import open_board
+from tests.browser.test_board import board, open_board
 from tests.browser.test_board import write_run as board_run
 from tests.browser.test_page_chat import MARKDOWN
 from tests.report.synthetic_run import add_rl, write_run
@@ -86,20 +84,14 @@ def test_no_violation_on_the_board_and_in_a_report(browser: Chrome, axe: str, tm
         board_run(tmp_path, f"run{seed}", seed=seed)
     add_rl(write_run(tmp_path / "runs" / "run0"))
     build(tmp_path / "runs" / "run0")
-    with Server(BoardOptions(tmp_path, port=0)) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        try:
-            open_board(browser, server.url)
-            browser.run("document.querySelector('#runs tbody input').click()")
-            for path in ("", "/report/run0"):
-                if path:
-                    browser.open(server.url + path)
-                browser.run(axe + "; for (const one of document.querySelectorAll('details')) one.open = true; 0")
-                for width, dark in ((1100, True), (320, False)):
-                    browser.screenshot(Path("/dev/null"), width=width, height=760, dark=dark)
-                    assert browser.run(RUN) == [], f"{path or 'board'}, {width} pixels"
-                    assert browser.run("document.documentElement.scrollWidth") == width
-        finally:
-            server.shutdown()
-            thread.join(30)
+    with board(tmp_path) as url:
+        open_board(browser, url)
+        browser.run("document.querySelector('#runs tbody input').click()")
+        for path in ("", "/report/run0"):
+            if path:
+                browser.open(url + path)
+            browser.run(axe + "; for (const one of document.querySelectorAll('details')) one.open = true; 0")
+            for width, dark in ((1100, True), (320, False)):
+                browser.screenshot(Path("/dev/null"), width=width, height=760, dark=dark)
+                assert browser.run(RUN) == [], f"{path or 'board'}, {width} pixels"
+                assert browser.run("document.documentElement.scrollWidth") == width
