@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quern.eval import gsm8k
 from quern.eval.answers import ENDING, Answered, write_answers
 from quern.eval.run_task import Records, fitting, run_task
 from quern.eval.score import SINGLE, Prompts, Score, interval, mean_score, on_ranks
@@ -38,7 +37,7 @@ from quern.generate.sandbox import Program, SandboxError
 from quern.mesh import ProcessGroup
 from quern.mixture.sources import multiple_choice
 from quern.rl.advantages import pass_at_k
-from quern.rl.environments import open_sandbox, program_in
+from quern.rl.environments import is_right_number, open_sandbox, program_in, word_problem
 from quern.runs.public_data import fetch_tests
 from quern.terminal import Meter, counted
 from quern.text.documents import read_rows
@@ -130,7 +129,7 @@ class ChatTask:
 
 _LETTERS = {"base_prompt": lambda item: f"{item.question}\nAnswer:"}
 _WORDS = {"grade": world_grade, "base_prompt": world_prompt}
-_NUMBER = {"max_tokens": 512, "grade": gsm8k.is_right, "base_stop": ("\nQuestion:",)}
+_NUMBER = {"max_tokens": 512, "grade": is_right_number, "base_stop": ("\nQuestion:",)}
 _CODE = {
     "max_tokens": 512,
     "grade_all": _passed,
@@ -139,7 +138,7 @@ _CODE = {
 }
 TASKS = (
     *(ChatTask(name, partial(_choice, name), 0.25, _LETTERS) for name in ("arc_easy", "arc_challenge", "mmlu")),
-    ChatTask("gsm8k", gsm8k.problem, 0.0, _NUMBER),
+    ChatTask("gsm8k", word_problem, 0.0, _NUMBER),
     ChatTask("humaneval", _program, 0.0, _CODE),
     ChatTask("spelling", None, None, _WORDS),
     ChatTask("counting", None, None, _WORDS),

@@ -13,6 +13,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from decimal import Decimal
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,12 @@ from typing import Any
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from quern.eval import gsm8k
 from quern.eval.task import Item, question
 from quern.flags.recipe_file import read_object
 from quern.flags.recipe_flags import REWARDS_OF_FILES
 from quern.generate.sandbox import Limits, Program, Sandbox
 from quern.rl.environment import Environment
+from quern.terminal import ascii_signs
 from quern.text.documents import read_rows
 from quern.text.sources import find_file
 from quern.text.tinyworld import skills
@@ -89,13 +90,42 @@ def _without(name: str, file: str, folder: Path | None) -> FileNotFoundError:
 
 # GSM8K ------------------------------------------------------------------------------------------------------
 
+# A line of its files is {"question": …, "answer": "… #### 1,080"}. Source: Cobbe et al., 2021, "Training Verifiers to
+# Solve Math Word Problems", https://arxiv.org/abs/2110.14168. Numbers are compared by value: "10", "10." and "$10.00"
+# are equal, and so are "1080", "1,080" and "1 080" with a thin space. A minus sign (U+2212) is read as a hyphen.
+_NUMBER = re.compile(r"(?<![\d.])-?\$?(?:\d{1,3}(?:[,\u2009\u202f]\d{3})+(?!\d)|\d+)?(?:\.\d+|(?<=\d))")
+
+
+def last_number(text: str) -> Decimal | None:
+    """The value of the last number in a text, or None. A minus is a sign only if no digit is before it: 9-4 has a 4."""
+    found, text = None, ascii_signs(text)
+    for match in _NUMBER.finditer(text):
+        digits = re.sub(r"[,\u2009\u202f$]", "", match.group())
+        before = text[match.start() - 1] if match.start() else ""
+        found = Decimal(digits.removeprefix("-") if before.isalnum() or before == ")" else digits)
+    return found
+
+
+def is_right_number(item: Item, reply: str) -> bool:
+    """Whether the last number of a reply is the answer."""
+    number = last_number(reply)
+    return number is not None and number == last_number(item.answer)
+
+
+def word_problem(row: Any) -> Item:
+    """The problem of a row. Raises ValueError, KeyError, TypeError or AttributeError for another row."""
+    _, mark, answer = (part.strip() for part in row["answer"].rpartition("####"))
+    if not mark or last_number(answer) is None:
+        raise ValueError("no number after ####")
+    return question(row["question"], answer, kind="gsm8k")
+
 
 def _word_problems(name: str, folder: Path | None) -> Environment:
     path = find_file(folder, "train") if folder is not None else None
     if path is None:
         raise _without(name, "train.jsonl", folder)
     columns = ("question", "answer")
-    return _of_file(name, path, columns, gsm8k.problem, lambda item, reply: float(gsm8k.is_right(item, reply)))
+    return _of_file(name, path, columns, word_problem, lambda item, reply: float(is_right_number(item, reply)))
 
 
 # Programs ---------------------------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ from quern.eval.chat import (
     sampled_scores,
 )
 from quern.eval.contamination import passage
-from quern.eval.gsm8k import is_right, last_number, problem
 from quern.eval.run_task import Records
 from quern.eval.score import Score
 from quern.eval.task import Item, question
@@ -39,7 +38,7 @@ from quern.mixture.sources import to_messages
 from quern.model.gpt import GPT
 from quern.records import read_lines
 from quern.rl.environment import draw_item
-from quern.rl.environments import load_environment
+from quern.rl.environments import is_right_number, last_number, load_environment, word_problem
 from quern.text.chat import Message, render
 from quern.text.tokenizer import Tokenizer
 from tests.eval.test_evaluate import evaluate
@@ -348,9 +347,9 @@ ROWS = [
 def test_numbers_are_read_by_value(text: str, value: str) -> None:
     assert last_number(text) == Decimal(value)
     assert (
-        is_right(question("?", value), text)
-        and not is_right(question("?", value), "none")
-        and not is_right(question("?", "77"), text)
+        is_right_number(question("?", value), text)
+        and not is_right_number(question("?", value), "none")
+        and not is_right_number(question("?", "77"), text)
     )
 
 
@@ -374,6 +373,6 @@ def test_files_are_found_and_practised(tmp_path: Path) -> None:
 def test_a_damaged_line_is_named_and_the_folder_must_be() -> None:
     for row in ({"question": "a"}, {"question": "a", "answer": "#### many"}, {"question": "a", "answer": "12"}, []):
         with pytest.raises((ValueError, KeyError, TypeError)):
-            problem(row)
+            word_problem(row)
     with pytest.raises(FileNotFoundError, match="gsm8k reads train.jsonl: name its folder with --rl.data$"):
         load_environment("gsm8k")

@@ -4,7 +4,6 @@ The host's side is here; `guest/` is the side inside, which imports the standard
 tiers, the limits, and the attacks that are not excluded.
 """
 
-from quern.generate.sandbox.pool import Sandbox
-from quern.generate.sandbox.program import Limits, Outcome, Program, SandboxError
+from quern.generate.sandbox.pool import Limits, Outcome, Program, Sandbox, SandboxError
 
 __all__ = ["Limits", "Outcome", "Program", "Sandbox", "SandboxError"]
