@@ -64,7 +64,8 @@ class Connections:
     def make(self, *, app_state: dict[str, Any], **how: Any) -> asyncio.Protocol:
         """Makes the protocol of a new connection, in the place of uvicorn's `http` class."""
         connection = Connection(self)
-        connection.inner = AutoHTTPProtocol(app_state={**app_state, "connection": connection}, **how)
+        protocol: Any = AutoHTTPProtocol
+        connection.inner = protocol(app_state={**app_state, "connection": connection}, **how)
         return connection
 
     def follow(self, app: ASGIApp) -> ASGIApp:
