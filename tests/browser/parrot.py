@@ -3,6 +3,7 @@
 import codecs
 import json
 import time
+from itertools import groupby
 from typing import Any
 
 from quern.generate.engine import Engine
@@ -29,11 +30,12 @@ class Parrot(Engine):
     seconds = 0.0
     said = 0
     cached = 0
-    failure: Exception | None = None
+    failure: BaseException | None = None
     reason: Any = "stop"
 
     def submit(self, prompts: Any, **arguments: Any) -> Generation:
         self.asked.append(([list(prompt) for prompt in prompts], arguments))
+        self._refuse(prompts, 1, 1, [])
         self.open, self.coming = Generation(1), []
         self.open.cached_tokens = self.cached
         logprobs, start, ids = arguments.get("logprobs", False), 0, []
@@ -51,7 +53,9 @@ class Parrot(Engine):
                 start += len(text)
                 ids.append(id)
         text = "".join(piece.text for piece in self.script if piece.kind == "text")
-        parts: Any = [{"type": piece.kind, "text": piece.text} for piece in self.script]
+        parts: list[Any] = []
+        for kind, pieces in groupby(self.script, key=lambda piece: piece.kind):
+            parts.append({"type": kind, "text": "".join(piece.text for piece in pieces)})
         self.coming.append(Completion([*ids, 1], text, self.reason, parts, len(prompts[0])))
         return self.open
 
