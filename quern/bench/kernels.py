@@ -20,8 +20,7 @@ from quern.bench.material import reference, sizes_of, take_step, training_state
 from quern.bench.measure import Bench, Figure, Job, Seconds, alternate, figure, peak_bytes
 from quern.kernels import cross_entropy as kernels
 from quern.kernels.attention.attend import MaskSpec
-from quern.kernels.attention.autotune import Picked, available
-from quern.kernels.attention.backends import BLOCKED, PLAIN, SDPA, Backend
+from quern.kernels.attention.autotune import BLOCKED, PLAIN, SDPA, Backend, Picked, available
 from quern.kernels.softcap import Cap, TanhCap
 from quern.machine import Machine, detect, machine_flags
 from quern.process import serve, start

@@ -35,7 +35,7 @@ from torch.utils.flop_counter import flop_registry
 
 from quern import compiler
 from quern.estimate.layout import Layout
-from quern.kernels.attention.backends import attend_flash
+from quern.kernels.attention.autotune import attend_flash
 from quern.kernels.attention.blocked import attend_in_blocks
 from quern.kernels.cross_entropy import COMPILED, TRITON
 from quern.kernels.softcap import has_kernel

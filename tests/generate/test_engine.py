@@ -13,7 +13,7 @@ from quern.generate.cache import LEAST_TOKENS, KVCache, PrefixCache
 from quern.generate.engine import ContextOverflow, Engine
 from quern.generate.sampling import GREEDY, Sampling
 from quern.kernels.attention.attend import attend_plain, attend_sdpa
-from quern.kernels.attention.backends import Backend
+from quern.kernels.attention.autotune import Backend
 from quern.model.context import CausalContext
 from tests.support.toy_engine import CPU, toy_engine, toy_model, toy_tokenizer
 
@@ -66,7 +66,7 @@ def test_prompts_are_read_by_the_attention_that_the_machine_picked(path: Callabl
         return path(*arguments)
 
     usual = toy_engine(context=64)
-    backend = Backend("recording", recording, windows=True)
+    backend = Backend("recording", recording)
     machine = replace(CPU, attention=backend)
     prompts = [[BOS, *range(5, 45)], [BOS, 9]]
     found = Engine(usual.model, TOKENIZER, machine).generate(prompts, max_tokens=8, sampling=GREEDY)

@@ -23,8 +23,7 @@ from quern.generate.cache import KVCache, decode
 from quern.generate.compiled import SPAN, CompiledDecode
 from quern.kernels import cross_entropy as kernels
 from quern.kernels.attention.attend import MaskSpec, attend_plain, visible
-from quern.kernels.attention.autotune import available, fits, kind_of
-from quern.kernels.attention.backends import BLOCKED, SDPA, AttendFunction, Backend
+from quern.kernels.attention.autotune import BLOCKED, HIDING, SDPA, AttendFunction, Backend, available, fits, kind_of
 from quern.kernels.rope import rotate, rotate_plain
 from quern.kernels.softcap import SigmoidCap
 from quern.model.count import parameters
@@ -46,10 +45,10 @@ def paths(bench: GpuBench) -> list[Backend]:
 
 def exactness(bench: GpuBench) -> Iterator[Figure]:
     """The worst error over the grid, by path, dtype and head dim; also of the definition computed in the dtype."""
-    rounded = Backend("definition", attend_rounded, windows=True, documents=True, growing=True)
+    rounded = Backend("definition", attend_rounded, HIDING)
     kinds = (("float32", 16),) if bench.quick else EXACTNESS
     for (dtype, E), path in itertools.product(kinds, [*paths(bench), rounded]):
-        if not path.windows:
+        if not path.skips:
             continue
         place, worst = f"{path.name}, {dtype}, head dim {E}: error", (0.0, "")
         try:

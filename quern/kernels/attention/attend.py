@@ -2,7 +2,7 @@
 
 q: (B, T, H, E); k, v: (B, T, K, E) with K dividing H. A `MaskSpec` says what a query sees; no dense mask is stored.
 The plain twin builds the whole score matrix in fp32, and every other path must equal it. blocked.py has the path of
-CPUs, backends.py those of particular devices; autotune.py finds the fastest.
+CPUs, flash.py that of GPUs; autotune.py lists all paths and finds the fastest.
 """
 
 from __future__ import annotations

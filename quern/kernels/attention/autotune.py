@@ -1,4 +1,4 @@
-"""Measures which path of attention is the fastest on this machine, for each kind of mask.
+"""The paths of attention, and the choice of the fastest one on this machine for each kind of mask.
 
 A path is eligible if it is installed, agrees with the plain twin forward and backward on a small odd shape, and can be
 compiled where the machine compiles. The fastest eligible path at a usual shape wins; a later path must be clearly
@@ -9,29 +9,88 @@ behind a choice.
 
 from __future__ import annotations
 
+import importlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from quern.kernels.attention.attend import MaskSpec, attend_plain
-from quern.kernels.attention.backends import (
-    BLOCKED,
-    PLAIN,
-    SDPA,
-    Backend,
-    cudnn,
-    installed_flash,
-    triton_flash,
-)
+from quern.kernels.attention.attend import MaskSpec, attend_plain, attend_sdpa, scale_or_default, split_window
+from quern.kernels.attention.blocked import attend_in_blocks
+from quern.kernels.attention.flash import flash_attention
 from quern.machine import Machine
 
-KINDS = ("full", "window", "growing", "documents")
+AttendFunction = Callable[[Tensor, Tensor, Tensor, MaskSpec, float | None], Tensor]
+KINDS = FULL, *HIDING = ("full", "window", "growing", "documents")
 """Kinds of masks: causal only; a fixed window; a window in a tensor; documents, with or without a window."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to compute attention. attend: has the arguments of `attend`; skips: the kinds of masks whose hidden keys
+    it does not read; for the others it builds a dense mask."""
+
+    name: str
+    attend: AttendFunction
+    skips: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+PLAIN = Backend("plain", attend_plain)
+SDPA = Backend("sdpa", attend_sdpa)
+BLOCKED = Backend("blocked", attend_in_blocks, HIDING)
+"""`attend` on a CPU; on other devices the substitute where no kernel skips hidden keys."""
+
+
+def cudnn() -> Backend:
+    """SDPA by cuDNN only, which is faster than torch's first choice on some GPUs."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def attend_cudnn(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
+        if q_BTHE.size(-1) % 8 or q_BTHE.size(-1) > 128:  # cuDNN has no kernel for such heads
+            return attend_sdpa(q_BTHE, k_BTKE, v_BTKE, mask, scale)
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return attend_sdpa(q_BTHE, k_BTKE, v_BTKE, mask, scale)
+
+    return Backend("cudnn", attend_cudnn)
+
+
+def triton_flash() -> Backend:
+    """The kernels of this project. Raises ImportError where Triton is not installed."""
+    importlib.import_module("quern.kernels.attention.flash_launch")
+    return Backend("triton", attend_flash, HIDING)
+
+
+def attend_flash(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
+    """`flash_attention` with the arguments of `attend`."""
+    fixed, varying = split_window(mask.window, q_BTHE.size(1))
+    window = fixed if varying is None else varying
+    return flash_attention(q_BTHE, k_BTKE, v_BTKE, window, mask.documents_BT, scale_or_default(scale, q_BTHE.size(-1)))
+
+
+def installed_flash(module: str) -> Backend:
+    """Flash Attention 2, 3 or 4, by the name of its module. Raises ImportError where it is not installed."""
+    function: Any = importlib.import_module(module).flash_attn_func
+
+    def attend_installed(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
+        fixed, _ = split_window(mask.window, q_BTHE.size(1))
+        reach = (fixed - 1, 0) if fixed else (-1, -1)
+        scale = scale_or_default(scale, q_BTHE.size(-1))
+        found = function(q_BTHE, k_BTKE, v_BTKE, softmax_scale=scale, causal=True, window_size=reach)
+        return found[0] if isinstance(found, tuple) else found  # some versions also return the log-sum-exp
+
+    return Backend(module.split(".")[0], attend_installed, ("window",))
+
+
+# The choice ------------------------------------------------------------------------------------------------
+
 MARGIN = 1.1
 """The factor by which a later path must be faster than an earlier one."""
 SIZES = (2, 4096, 8, 8, 128)
@@ -70,9 +129,7 @@ def kind_of(mask: MaskSpec, T: int) -> str:
 
 def fits(backend: Backend, kind: str) -> bool:
     """Whether the path skips the keys that such a mask hides."""
-    growing = backend.growing
-    skips = {"full": True, "window": backend.windows, "growing": backend.windows and growing}
-    return skips.get(kind, backend.documents and growing)
+    return kind == FULL or kind in backend.skips
 
 
 def available(machine: Machine) -> list[Backend]:
@@ -127,12 +184,12 @@ def pick(
     return (SDPA if problem_with(SDPA, kind, machine) is None else PLAIN), notes
 
 
-def example(kind: str, T: int) -> MaskSpec:
+def example(kind: str, T: int, device: torch.device | None = None) -> MaskSpec:
     """A mask of the kind, for 2 rows."""
     if kind == "growing":
         return MaskSpec(torch.tensor(T // 4, dtype=torch.int32))
     if kind == "documents":
-        ids_T = torch.arange(T, dtype=torch.int32) // (T // 3)
+        ids_T = torch.arange(T, dtype=torch.int32, device=device) // (T // 3)
         return MaskSpec(T // 4, torch.stack([ids_T, ids_T // 2]))
     return MaskSpec(T // 4 if kind == "window" else None)
 
@@ -149,7 +206,7 @@ def problem_with(backend: Backend, kind: str, machine: Machine) -> str | None:
     """The reason in a few words why the path does not work; None if it agrees with the plain twin."""
     T = 301
     (q, k, v), grad = inputs(machine, 2, T, 4, 2, SIZES[-1])  # the timed head dim: its compiled kernels are used again
-    mask = on_device(example(kind, T), machine.device)
+    mask = example(kind, T, machine.device)
     # Traced whole, as a model's blocks are; the compiler's backend does not matter here.
     traced = torch.compile(backend.attend, backend="aot_eager", dynamic=False, fullgraph=True)
     attend = traced if machine.compile else backend.attend
@@ -172,7 +229,7 @@ def problem_with(backend: Backend, kind: str, machine: Machine) -> str | None:
 def seconds_of(backend: Backend, kind: str, machine: Machine, sizes: tuple[int, ...], repeats: int = 5) -> float:
     """The fastest of a few runs, forward and backward. sizes: rows, tokens, heads, key/value heads, head dim."""
     (q, k, v), grad = inputs(machine, *sizes)
-    mask = on_device(example(kind, sizes[1]), machine.device)
+    mask = example(kind, sizes[1], machine.device)
     best = float("inf")
     for _ in range(repeats + 2):
         machine.synchronize()
@@ -181,9 +238,3 @@ def seconds_of(backend: Backend, kind: str, machine: Machine, sizes: tuple[int, 
         machine.synchronize()
         best = min(best, time.perf_counter() - start)
     return best
-
-
-def on_device(mask: MaskSpec, device: torch.device) -> MaskSpec:
-    """Moves document ids to the device; a window in a tensor stays on the CPU."""
-    documents_BT = mask.documents_BT
-    return replace(mask, documents_BT=None if documents_BT is None else documents_BT.to(device))

@@ -12,8 +12,21 @@ import torch
 from torch import Tensor
 
 from quern.kernels.attention.attend import MaskSpec, attend_plain
-from quern.kernels.attention.autotune import KINDS, Picked, example, pick, problem_with, select_attention
-from quern.kernels.attention.backends import BLOCKED, SDPA, Backend, cudnn, installed_flash, triton_flash
+from quern.kernels.attention.autotune import (
+    BLOCKED,
+    HIDING,
+    KINDS,
+    SDPA,
+    Backend,
+    Picked,
+    cudnn,
+    example,
+    installed_flash,
+    pick,
+    problem_with,
+    select_attention,
+    triton_flash,
+)
 from quern.kernels.attention.blocked import attend
 from quern.machine import Machine
 from tests.support.deviation import deviation, random, with_gradients
@@ -33,7 +46,7 @@ def broken(mistake: str) -> Backend:
             return attend(q, k, v, mask, scale) * float("nan")
         return attend(q, k, v, replace(mask, window=None), scale)
 
-    return Backend(mistake, path, windows=True, documents=True, growing=True)
+    return Backend(mistake, path, HIDING)
 
 
 def slow(name: str, seconds: float) -> Backend:
@@ -41,7 +54,7 @@ def slow(name: str, seconds: float) -> Backend:
         time.sleep(seconds)
         return attend(q, k, v, mask, scale)
 
-    return Backend(name, path, windows=True, documents=True, growing=True)
+    return Backend(name, path, HIDING)
 
 
 @pytest.mark.parametrize("kind", KINDS)
