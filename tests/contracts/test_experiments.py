@@ -55,15 +55,12 @@ PARTS = 4
 """Calls that train the ideas on two ranks."""
 
 
-def test_there_are_ideas() -> None:
-    assert {"baseline", "bigram", "swiglu"} <= set(idea_files())
-
-
 def test_every_file_is_in_the_index() -> None:
     index = (EXPERIMENTS / "README.md").read_text(encoding="utf-8")
     for folder in ("", "grug/"):
         rows = re.findall(rf"^\| \[(\w+)\.py\]\({folder}\1\.py\)", index, re.MULTILINE)
         assert sorted(rows) == sorted(path.stem for path in (EXPERIMENTS / folder).glob("*.py"))
+    assert {"baseline", "bigram", "swiglu"} <= set(idea_files())
 
 
 @pytest.mark.parametrize("name", sorted({*idea_files()} - {"baseline"}))
@@ -94,24 +91,17 @@ def test_it_is_built_and_counted_at_full_size() -> None:
         seen.add(key)
 
 
-def once_per(*fields: str) -> Callable[[Callable[[Resolved], float]], Callable[[Resolved], float]]:
-    """Keeps a check's result for recipes that are equal in these fields."""
-
-    def decorated(check: Callable[[Resolved], float]) -> Callable[[Resolved], float]:
-        found: dict[Any, float] = {}
-
-        def checked(recipe: Resolved) -> float:
-            key = tuple(getattr(recipe, field) for field in fields)
-            if key not in found:
-                found[key] = check(recipe)
-            return found[key]
-
-        return checked
-
-    return decorated
+FOUND: dict[Any, float] = {}
 
 
-@once_per("make_model", "model")
+def found_by(check: Callable[[Resolved], float], name: str, *fields: str) -> float:
+    """The result of a check, which is the same for recipes that are equal in these fields."""
+    key = check, *(getattr(toy(name), field) for field in fields)
+    if key not in FOUND:
+        FOUND[key] = check(toy(name))
+    return FOUND[key]
+
+
 def cached_apart(recipe: Resolved) -> float:
     """Largest difference of logits: a prompt in two parts, then token by token, against whole rows of one document."""
     model = state_of(recipe).model.eval()
@@ -132,10 +122,9 @@ def cached_apart(recipe: Resolved) -> float:
 
 @pytest.mark.parametrize("name", idea_files())
 def test_cached_is_uncached(name: str) -> None:
-    assert cached_apart(toy(name)) <= 1e-5
+    assert found_by(cached_apart, name, "make_model", "model") <= 1e-5
 
 
-@once_per("make_model", "model")
 def evaluation_apart(recipe: Resolved) -> float:
     """Largest difference in nats between the losses of evaluation and those of the logits."""
     model, batch = state_of(recipe).model.eval(), batches_of(replace(recipe, make_batches=None)).batch(0)
@@ -149,7 +138,7 @@ def evaluation_apart(recipe: Resolved) -> float:
 
 @pytest.mark.parametrize("name", idea_files())
 def test_the_loss_of_evaluation_is_that_of_the_logits(name: str) -> None:
-    assert evaluation_apart(toy(name)) <= 1e-5
+    assert found_by(evaluation_apart, name, "make_model", "model") <= 1e-5
 
 
 def test_prefixes_are_predicted_beside_the_next_token() -> None:
@@ -270,7 +259,6 @@ def test_a_lookback_that_is_not_declared_is_refused() -> None:
         cached_apart(replace(recipe, make_model=type("Undeclared", (cast(Any, recipe.make_model),), {"lookback": 0})))
 
 
-@once_per("make_model")
 def flops_apart(recipe: Resolved) -> float:
     """Largest relative difference to a real pass: products by torch's counter, attention by a dense mask."""
     model, batch = build_model(recipe, CPU, recipe.seed), batches_of(replace(recipe, make_batches=None)).batch(0)
@@ -285,7 +273,7 @@ def flops_apart(recipe: Resolved) -> float:
 
 @pytest.mark.parametrize("name", idea_files())
 def test_its_flops_are_those_of_a_real_pass(name: str) -> None:
-    assert flops_apart(toy(name)) <= 0.01
+    assert found_by(flops_apart, name, "make_model") <= 0.01
 
 
 def test_the_flops_of_updates_are_those_of_real_steps() -> None:
