@@ -150,7 +150,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "too few pairs": ({"pruner": "wilcoxon"}, "--pruner wilcoxon needs --seeds 5 or more"),
     "too few evaluations": ({"pruner": "hyperband", "evaluations": 2}, "needs --evaluations 4 or more"),
     "name": ({"study": "../s"}, "a study cannot be called '../s'"),
-    "folder": ({"study": "a/b"}, "a study cannot be called 'a/b'"),
     "minutes": ({"recipe": replace(RECIPE, train=replace(RECIPE.train, minutes=1.0))}, "give --train.steps"),
     "no space": ({"space": ()}, "the space is empty"),
 }

@@ -51,8 +51,6 @@ class Grid(Study):
 def planned(options: ScalingOptions, log: Callable[[str], None]) -> Plan:
     """Makes the plan of a study, and logs it. Raises ValueError for flags that make none."""
     check_name(options.study)
-    if options.plan and options.fit:
-        raise ValueError("--plan and --fit exclude each other: --plan fits nothing")
     if options.recipe.train.steps is not None or options.recipe.train.minutes is not None:
         raise ValueError("the budget decides how long a run trains: leave out train.steps and train.minutes")
     if len(set(options.sizes)) < FEWEST_CELLS:
