@@ -5,9 +5,8 @@ The law has the form and the exponents of arXiv 2203.15556 (Hoffmann et al.), fo
     L(N, D) = E + A / N^0.34 + B / D^0.28
 
 N: parameters of the matrices and the head, at most one for each byte of text. D: bytes that are read; those of a
-repeated text count less, as in arXiv 2305.16264 (Muennighoff et al., equation 5). E, A, B and the constant of repeated
-text are fitted to the runs of docs/your-own-text.md: the recipe `gpt`, English prose of 0.1 to 10 MB, minutes of a CPU.
-The law is off by up to 0.1 from 1 MB on, and says little about other languages, code, larger models and longer runs.
+repeated text count less, as in arXiv 2305.16264 (Muennighoff et al., equation 5). docs/your-own-text.md says to what
+runs the constants are fitted, and how far the law is off.
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ MINUTES = 10.0
 LEAST_DEPTH, MOST_DEPTH = 2, 7
 """One layer copies no phrases; recipes of 8 and more have other contexts and batches. Both are asked for."""
 TOKENS_PER_PARAMETER = 3
-"""Below it, a smaller model learns more in the same time. Ten minutes at 0.9 TFLOP/s, one run each, by depth: 64 MB of
-an encyclopedia 1.551 (2), 1.513 (3) and 1.557 bits per byte (4), with 17, 5.1 and 1.6 tokens for each parameter; 15 MB
-of English 1.438 (3) and 1.449 (4), with 8.8 and 2.4."""
+"""Below it, a smaller model learns more in the same time (measured: docs/your-own-text.md)."""
 E, A, B = 1.0, 18.4, 54.2
 N_EXPONENT, D_EXPONENT = 0.34, 0.28
 REPEATS_WORTH = 2.0

@@ -1,15 +1,7 @@
 """FP8 matrix products: scales, quantisation, the scaled product and its emulation; a linear layer and a head.
 
-y = x Wᵀ, dx = g W and dW = gᵀ x with 8-bit operands: E4M3 (±448, 3 bits of mantissa) for x and W, E5M2 (±57344, 2 bits)
-for gradients, which need range more than precision (Micikevicius et al., arXiv 2209.05433). A tensor t is stored as
-clamp(t / s), rounded to nearest, with one fp32 scale s; a product multiplies by both scales. The clamp is explicit,
-because a cast beyond the range gives infinity, NaN or the largest number, depending on the device.
-
-Scales are dynamic (largest magnitude / largest number of the format, computed on the device without synchronisation),
-or static where a bound is known (the head's). They hold no state.
-
-Only the product is a custom operator, since it has two implementations: `torch._scaled_mm`, and an emulation for
-devices without a fast one. Scaling and casting are ordinary operations, so that the compiler can fuse them.
+y = x Wᵀ, dx = g W and dW = gᵀ x with operands in E4M3, gradients in E5M2 (Micikevicius et al., arXiv 2209.05433). A
+tensor t is stored as clamp(t / s) with one fp32 scale s. docs/numerics.md explains scales, clamp and emulation;
 model/fp8.py decides which layers use FP8.
 
 Shapes: N tokens, D inputs, O outputs, V vocabulary; M, N, K of a product a_MK · b_NKᵀ.

@@ -9,11 +9,9 @@ where h' is h without its first token and distinct(h) is the number of tokens th
 uniform distribution over the vocabulary. A context does not reach beyond the BOS of its document or the start of its
 row, as in training. Nothing is tuned.
 
-The speed of PyTorch's models is measured apart from the training runs (docs/ladder.md): both arms train in this
-process, in pairs of turns whose order alternates, so that both meet the same disturbances. A step is timed with
-the making of its batch. The steps are spread over the whole schedule, since a batch or a window may grow during a run:
-in each of its `PARTS` the ratio is the median over the pairs, and the parts are weighted by the time that the baseline
-spends in them. The standard error is that of the bootstrap over the pairs of each part.
+The speed of PyTorch's models is measured apart from the training runs (docs/ladder.md), in pairs of turns whose order
+alternates. In each of the `PARTS` of a schedule the ratio is the median over the pairs, and the parts are weighted by
+the time that the baseline spends in them. The standard error is that of the bootstrap over the pairs of each part.
 """
 
 from __future__ import annotations
