@@ -10,8 +10,7 @@ import pytest
 
 from quern.lab import axes
 from quern.lab.axes import LEAST_PAIRS, PARTS, _alternate, measure_speed
-from quern.recipe import ModelRecipe, Recipe, TextRecipe, TrainRecipe
-from quern.recipes.gpt import RECIPE
+from tests.lab.test_trainer import toy
 from tests.support.toy_training import CPU
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -46,22 +45,11 @@ def test_the_error_is_that_of_the_ratio() -> None:
     assert _alternate(machine.arms, 2, 1e-9, 5.0).error > 1e-9 and 4.0 <= machine.time < 15, "the time is over"
 
 
-def test_a_deeper_model_is_slower_and_a_twin_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deeper_model_is_slower_and_a_twin_is_not(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(axes, "TURN_SECONDS", 0.04)
-    text = tmp_path / "text.txt"
-    rng = np.random.default_rng(0)
-    text.write_text("\n\n".join(" ".join(rng.choice("a river under seven stones".split(), 40)) for _ in range(90)))
-
-    def toy(depth: int) -> Recipe:
-        return replace(
-            RECIPE,
-            depth=depth,
-            data=str(text),
-            text=TextRecipe(vocab_size=300, val_megabytes=0.002),
-            model=ModelRecipe(width=32, head_dim=16, context=32),
-            train=TrainRecipe(steps=20, batch_tokens=128),
-        )
-
-    twin, deep = (measure_speed(toy(1), toy(n), tmp_path, CPU, error=0.05, most_seconds=0.5) for n in (1, 6))
-    assert abs(math.log(twin.ratio)) < 0.1 + 4 * twin.error
-    assert deep.ratio > 1.5
+    flat, deep = (replace(toy(text, steps=20), depth=depth) for depth in (1, 6))
+    same, slower = (measure_speed(flat, one, tmp_path, CPU, error=0.05, most_seconds=0.5) for one in (flat, deep))
+    assert abs(math.log(same.ratio)) < 0.1 + 4 * same.error
+    assert slower.ratio > 1.5

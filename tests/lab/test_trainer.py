@@ -4,17 +4,18 @@ import json
 import os
 import re
 import signal
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from torch import Tensor
 
 from quern.cli import main
+from quern.cluster import connect
 from quern.flags.recipe_file import read_recipe_file
-from quern.lab.arms import Train, in_process
+from quern.lab.arms import Arm, Train, in_process, on_cluster
 from quern.lab.ladder.study import Comparison
 from quern.lab.trainer import Trainer, Trial
 from quern.model.gpt import GPT
@@ -29,15 +30,6 @@ from tests.support.train_here import train_here
 
 pytestmark = pytest.mark.usefixtures("eager")
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    words = "stone river light house green seven walk under over bread".split()
-    rng = np.random.default_rng(0)
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("\n\n".join(" ".join(rng.choice(words, 40)) for _ in range(150)), encoding="utf-8")
-    return path
 
 
 class Lost(GPT):
@@ -229,3 +221,38 @@ def test_calibration_records_the_command_that_was_typed(
     assert main.main(["lab", "calibrate", "base.py", "answers.json", "--delta", "0.01"]) == 0
     assert "quern lab calibrate base.py answers.json --delta 0.01" in seen
     assert seen[-1] == {"answers": {"idea": ["no difference"]}}
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A Ray cluster whose only machine is this one."""
+    ray = pytest.importorskip("ray", reason="the extra ray is not installed")
+    monkeypatch.setenv("PYTHONPATH", str(EXPERIMENTS.parent))
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.campaign
+def test_arms_on_a_cluster_are_the_arms_of_this_machine(cluster: None, text: Path, tmp_path: Path) -> None:
+    machine, path = {"device": "cpu", "dtype": "fp32", "compile": False, "threads": 1}, EXPERIMENTS / "leaky_relu.py"
+    idea, source = read_recipe_file(path)
+    own = toy(text)
+    idea = replace(idea, depth=1, data=own.data, text=own.text, model=own.model, train=own.train)
+    arms = Arm("baseline", own), Arm("idea", idea, path, source)
+    ours, theirs = (
+        [trial.bpb for arm in arms for trial in make(tmp_path / "out", machine)(arm, [(1, 1)])]
+        for make in (in_process, on_cluster)
+    )
+    assert ours == theirs and ours[0] != ours[1] and None not in ours
+    minutes = replace(RECIPE, train=TrainRecipe(minutes=1.0))
+    with pytest.raises(RuntimeError, match=r"the arm baseline process failed: .*give --train\.steps"):
+        list(on_cluster(tmp_path / "out", machine)(Arm("baseline", minutes), [(1, 1)]))
+
+
+@pytest.mark.campaign
+def test_an_address_without_a_cluster_is_refused() -> None:
+    pytest.importorskip("ray", reason="the extra ray is not installed")
+    for address in ("127.0.0.1:1", "localhost", "ray://127.0.0.1:10001"):
+        with pytest.raises(ValueError, match=f"no Ray cluster at {address} .*ray start --head"):
+            connect(address)
