@@ -145,7 +145,8 @@ def _ask_process(
     order: dict[str, Any], seeds: Iterable[Seeds], variables: Mapping[str, str] | None = None
 ) -> Iterator[dict[str, Any]]:
     with start("quern.lab.arms", f"arm {order['name']}", order, variables) as child:
-        yield from map(child.ask, seeds)
+        for one in seeds:  # a generator itself: Ray sends to it
+            yield child.ask(one)
 
 
 def _answers(order: dict[str, Any], requests: Iterator[Any]) -> Iterator[dict[str, Any]]:
