@@ -174,33 +174,52 @@ def test_damage_does_not_hide_the_other_runs(tmp_path: Path) -> None:
     assert set(found) == {"bad/pretrain", "good/pretrain"} and len(found["good/pretrain"]["x"]) == 10
 
 
-WRONG: tuple[tuple[str, str, Any], ...] = (
-    ("trials", "steps", [4]),
-    ("trials", "curve", 4),
-    ("cells", "budget", [3e13]),
-    ("cells", "seed", math.inf),
-    ("sweep", "runs", 7),
+def trial(arm: str, seed: int, bpb: float | None) -> dict[str, Any]:
+    curve = [{"step": s, "tokens": 10 * s, "flops": 1e3 * s, "seconds": s / 4, "bpb": 1 + 1 / s} for s in (1, 2, 4)]
+    return {"recipe": arm, "steps": 4, "seed": seed, "data_seed": seed, "tokens": 40, "flops": 4e3, "seconds": 1.0} | {
+        "bpb": bpb,
+        "tokens_per_second": 40.0,
+        "curve": curve,
+    }
+
+
+LINES = {
+    "trials": trial("gpt", 0, 1.25),
+    "cells": {**trial("gpt", 0, 1.25), "budget": 3e13, "size": "4x96"},
+    "sweep": {"trial": 7, "runs": [trial("gpt", 0, 1.25), trial("gpt", 1, 1.5)]},
+}
+"""A line of the records of each kind of study."""
+
+
+def write_study(out: Path, name: str, kind: str, **changed: Any) -> None:
+    (out / "lab" / name).mkdir(parents=True)
+    text = json.dumps(LINES[kind] | changed).replace("Infinity", "1e999") + "\n"
+    (out / "lab" / name / f"{kind}.jsonl").write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed"), [("trials", {"steps": [4], "curve": 4}), ("cells", {"seed": math.inf}), ("sweep", {"runs": 7})]
 )
-
-
-@pytest.mark.parametrize(("file", "name", "value"), WRONG)
 def test_a_field_of_another_type_does_not_hide_the_other_studies(
-    tmp_path: Path, file: str, name: str, value: Any
+    tmp_path: Path, kind: str, changed: dict[str, Any]
 ) -> None:
-    good = {"trials": trial("gpt", 0, 1.25), "cells": {**trial("gpt", 0, 1.25), "budget": 3e13, "size": "4x96"}}
-    good["sweep"] = {"trial": 7, "runs": [trial("gpt", 0, 1.25)]}
-    board = Board(tmp_path)
-    for study, line in (("good", good["trials"]), ("bad", {**good[file], name: value})):
-        kind = "trials" if study == "good" else file
-        (tmp_path / "lab" / study).mkdir(parents=True)
-        text = json.dumps(line).replace("Infinity", "1e999") + "\n"
-        (tmp_path / "lab" / study / f"{kind}.jsonl").write_text(text)
+    write_study(tmp_path, "good", "trials")
+    write_study(tmp_path, "bad", kind, **changed)
     (tmp_path / "lab" / "bad" / "study.json").write_text('{"rungs": 3}')
     bad = write_run(tmp_path, "bad", '{"step": 10, "loss": 2.5}\n', [{"kind": ["start"]}])
     (bad / "recipe.json").write_text('{"depth": 1e999}')
+    board = Board(tmp_path)
     for study in (None, "good", "bad"):
         assert json.loads(json.dumps(board.listing(study), allow_nan=False))["studies"] == ["bad", "good"]
     assert ask(board, "0", y="val_bpb", study="good")["0"]["y"] == [2.0, 1.5, 1.25]
+
+
+def test_sweeps_and_isoflop_studies_are_studies(tmp_path: Path) -> None:
+    for kind in ("cells", "sweep"):
+        write_study(tmp_path, kind, kind)
+    board = Board(tmp_path)
+    assert [run["run"] for run in board.listing("cells")["runs"]] == ["4x96 at 3e+13 FLOPs"]
+    assert [run["run"] for run in board.listing("sweep")["runs"]] == ["trial 7", "trial 7"]
 
 
 def test_an_empty_folder_and_wrong_requests(tmp_path: Path) -> None:
@@ -211,15 +230,6 @@ def test_an_empty_folder_and_wrong_requests(tmp_path: Path) -> None:
     for wrong in ({"x": "lr"}, {"y": 3}, {"runs": []}, {"points": "many"}):
         with pytest.raises(ValueError, match="send x"):
             board.curves({"x": "steps", "y": "loss", "points": 10, "runs": {}} | wrong)
-
-
-def trial(arm: str, seed: int, bpb: float | None) -> dict[str, Any]:
-    curve = [{"step": s, "tokens": 10 * s, "flops": 1e3 * s, "seconds": s / 4, "bpb": 1 + 1 / s} for s in (1, 2, 4)]
-    return {"recipe": arm, "steps": 4, "seed": seed, "data_seed": seed, "tokens": 40, "flops": 4e3, "seconds": 1.0} | {
-        "bpb": bpb,
-        "tokens_per_second": 40.0,
-        "curve": curve,
-    }
 
 
 def test_a_study(tmp_path: Path) -> None:
@@ -258,19 +268,6 @@ def test_a_study(tmp_path: Path) -> None:
     assert len(board.listing("night")["runs"]) == 4
     (folder / "verdicts.json").unlink()
     assert board.listing("night")["verdicts"] == []
-
-
-def test_sweeps_and_isoflop_studies_are_studies(tmp_path: Path) -> None:
-    cell, runs = (
-        {**trial("gpt", 0, 1.25), "budget": 3e13, "size": "4x96"},
-        [trial("gpt", 0, 1.25), trial("gpt", 1, 1.5)],
-    )
-    for name, file, line in (("grid", "cells", cell), ("search", "sweep", {"trial": 7, "runs": runs})):
-        (tmp_path / "lab" / name).mkdir(parents=True)
-        (tmp_path / "lab" / name / f"{file}.jsonl").write_text(json.dumps(line) + "\n")
-    board = Board(tmp_path)
-    assert [run["run"] for run in board.listing("grid")["runs"]] == ["4x96 at 3e+13 FLOPs"]
-    assert [run["run"] for run in board.listing("search")["runs"]] == ["trial 7", "trial 7"]
 
 
 def test_a_thousand_long_runs_open_without_reading_them_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
