@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -99,24 +99,21 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 """Error relative to the plain twin in 2-norm; fp32 allows for TF32."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Picked:
     """Attention with the chosen path for each kind of mask; a `machine.Attention`."""
 
-    full: Backend
-    window: Backend
-    growing: Backend
-    documents: Backend
+    paths: Mapping[str, Backend]
 
     def attend(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
         return self.path(mask, q_BTHE.size(1)).attend(q_BTHE, k_BTKE, v_BTKE, mask, scale)
 
     def path(self, mask: MaskSpec, T: int) -> Backend:
         """The chosen path for a mask. T: tokens in a row."""
-        return getattr(self, kind_of(mask, T))
+        return self.paths[kind_of(mask, T)]
 
     def __str__(self) -> str:
-        return ", ".join(f"{kind} {getattr(self, kind).name}" for kind in KINDS)
+        return ", ".join(f"{kind} {path}" for kind, path in self.paths.items())
 
 
 def kind_of(mask: MaskSpec, T: int) -> str:
@@ -156,7 +153,7 @@ def select_attention(machine: Machine) -> Machine:
     for kind in KINDS:
         picked[kind], failures = pick(kind, there, machine)
         notes += [note for note in failures if note not in notes]
-    return replace(machine, attention=Picked(**picked), notes=(*machine.notes, *notes))
+    return replace(machine, attention=Picked(picked), notes=(*machine.notes, *notes))
 
 
 def pick(

@@ -112,7 +112,7 @@ def test_a_cpu_has_one_path_and_the_others_come_by_kind() -> None:
     def named(name: str) -> Backend:
         return Backend(name, lambda q, k, v, mask, scale: calls.append(name) or attend(q, k, v, mask, scale))
 
-    picked = Picked(*(named(kind) for kind in KINDS))
+    picked = Picked({kind: named(kind) for kind in KINDS})
     q = torch.randn(2, 300, 2, 8)
     for kind in KINDS:
         mask = example(kind, 300)
