@@ -63,14 +63,11 @@ class BenchOptions(DeviceOptions):
     def __post_init__(self) -> None:
         if self.batch_tokens % 512:
             raise ValueError(f"--batch-tokens must be a multiple of the 512 tokens of a row, not {self.batch_tokens}")
-        texts = (self.train, self.val, self.data)
-        if "quality" in self.what and ((self.train is None) != (self.val is None) or texts == (None, None, None)):
+        none = self.train is self.data is None
+        if "quality" in self.what and ((self.train is None) != (self.val is None) or none):
             raise ValueError(
                 "quality needs text: give --train and --val, --data, or all three, each a file or a folder"
             )
-        for path in texts:
-            if path is not None and not path.exists():
-                raise FileNotFoundError(f"there is no {path}: give a file or a folder of text")
 
 
 @dataclass

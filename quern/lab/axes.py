@@ -80,8 +80,7 @@ def _grams(batch: Batch, bos: int, V: int) -> np.ndarray:
 
 def _packed(columns: np.ndarray, V: int) -> np.ndarray:
     """One int64 for each column of ids (order, N), in the order of the ids."""
-    if (V + 1) ** len(columns) > 1 << 63:
-        raise ValueError(f"a vocabulary of {V:,} is too large for n-grams of order {len(columns)}: use a smaller one")
+    assert (V + 1) ** len(columns) <= 1 << 63  # 2 million tokens and more
     packed = np.zeros(columns.shape[1], np.int64)
     for ids in columns:
         packed = packed * (V + 1) + ids

@@ -262,9 +262,3 @@ class Comparison(Study):
     def runs(self, arm: str, rung: int, value: float | None = None) -> Mapping[int, TrialRecord]:
         """The finished trials of an arm at a rung, by seed."""
         return self.trials.get((arm, rung, value), {})
-
-    def counted(self, rung: int) -> Ngrams:
-        """The n-grams of a rung. Raises ValueError if they are not there."""
-        if rung not in self.ngrams:
-            raise ValueError(f"{self.folder / BASELINES} has no rung {rung}: run the study again, which counts it")
-        return self.ngrams[rung]

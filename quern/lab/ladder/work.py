@@ -230,7 +230,7 @@ class Worker:
 
 def proxy_line(study: Comparison, rung: int) -> str:
     """The bits per byte of the n-grams that count the baseline's tokens at a rung, and the baseline's own."""
-    known, scores = study.counted(rung), base_scores(study, rung)
+    known, scores = study.ngrams[rung], base_scores(study, rung)
     told = f"unigram {known['1']:.3f}, bigram {known['2']:.3f}, trigram {known['3']:.3f} bits per byte"
     if not scores:
         return told
@@ -243,7 +243,7 @@ def check_proxy(study: Comparison, rung: int) -> None:
     verdicts on a rung of the ladder would mean nothing."""
     scores = base_scores(study, rung)
     error = statistics.stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else 0.0
-    most = study.counted(rung)["3"] - max(LEAST_MARGIN, 3 * error)
+    most = study.ngrams[rung]["3"] - max(LEAST_MARGIN, 3 * error)
     if study.plan.ladder and scores and statistics.fmean(scores) > most:
         raise ValueError(
             f"rung {rung}: {proxy_line(study, rung)}: the baseline is not clearly below the trigram, so the rung is no "
