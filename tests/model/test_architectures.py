@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from quern.kernels.rope import rotate_plain
 from quern.model.base import LanguageModel
 from quern.model.context import CausalContext
 from quern.model.count import FlopCounter, parameters
 from quern.model.gpt import GPT
-from quern.model.layers import embed
+from quern.model.layers import embed, norm, rotary_table
 from quern.model.llama import INIT_STD, Llama, RMSNorm, mlp_width
 from quern.model.unet import UNet
 from quern.recipe import ResolvedModel
@@ -107,3 +108,11 @@ def test_llamas_counts_are_those_of_the_formula() -> None:
     assert counted.scalars == 25 * width and counted.value_embeddings == 0
     assert counted.total == counted.kaplan + 32_768 * width + 25 * width
     assert FlopCounter(recipe).per_token() == 6 * counted.kaplan + 12 * 12 * width * 2049 / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_fused_with_rotary_positions_is_the_models(dtype: torch.dtype) -> None:
+    """Bit for bit, so that a model's numbers do not depend on which of the two it calls."""
+    x = torch.randn(2, 11, 3, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    cos, sin = rotary_table(torch.arange(5, 16)[None], 16, 100.0)
+    assert torch.equal(rotate_plain(x, cos, sin, 1.2), norm(rotate_plain(x, cos, sin)) * 1.2)

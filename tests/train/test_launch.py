@@ -1,5 +1,7 @@
-"""Signals to the processes that started the ranks."""
+"""Signals to the processes that started the ranks; and quern under torchrun, by the lines of docs/parallelism.md."""
 
+import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -8,12 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from quern.records import read_metrics
-from quern.train import manifest
+from quern.train import checkpoint, manifest
 from quern.train.guard import EXIT_STOPPED
 from tests.support.faulty_ranks import PRETRAIN
-from tests.support.line_server import ENVIRONMENT
+from tests.support.line_server import ENVIRONMENT, ROOT
 from tests.support.ranks import free_port
 from tests.support.small_text import write_text
 
@@ -57,3 +62,34 @@ def test_a_signal_to_one_of_two_nodes_stops_both_unless_nohup_ignores_it(tmp_pat
     assert text.count("as asked, and saved: continue with `quern pretrain --resume") == 1 and "Traceback" not in text
     found = manifest.latest(tmp_path / "out/runs/x/pretrain/checkpoints", pytest.fail)
     assert found is not None and found[1]["step"] > last
+
+
+# torchrun -----------------------------------------------------------------------------------------------------
+
+LINES = [
+    line
+    for line in (ROOT / "docs/parallelism.md").read_text(encoding="utf-8").splitlines()
+    if line.startswith("torchrun ")
+]
+TOY = """--depth 2 --text.vocab-size 320 --model.width 32 --model.head-dim 16 --model.context 48 --train.steps 2
+ --train.batch-tokens 192 --no-compile --dtype fp32 --threads 1 --device cpu""".split()
+
+
+@pytest.mark.parametrize("line", [LINES[0], *(pytest.param(line, marks=pytest.mark.campaign) for line in LINES[1:])])
+def test_torchrun_starts_the_ranks(line: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a word and another word, \n\n" * 500, encoding="utf-8")
+    assert len(LINES) == 2 and "--depth 8 --run eight" in line
+    (tmp_path / "quern").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m quern "$@"\n', encoding="utf-8")
+    (tmp_path / "quern").chmod(0o755)
+    command = [sys.executable, "-m", "torch.distributed.run", *shlex.split(line.replace("--depth 8", ""))[1:], *TOY]
+    env = ENVIRONMENT | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    flags = ["--data", "text.txt", "--out", "out"]
+    done = subprocess.run([*command, *flags], env=env, cwd=tmp_path, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    saved = manifest.path_of(tmp_path / "out/runs/eight/pretrain/checkpoints", 2)
+    assert len(list(saved.glob("*.safetensors"))) == 2, "a file of each rank"
+    loaded, _ = checkpoint.load(saved)
+    theirs = {name: torch.empty_like(tensor) for name, tensor in loaded.items()}
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):  # PyTorch's own reader
+        load(theirs, storage_reader=HuggingFaceStorageReader(str(saved)), no_dist=True)
+    assert all(torch.equal(theirs[name], tensor) for name, tensor in loaded.items()) and len(loaded) > 10
