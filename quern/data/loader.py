@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import sys
-import threading
 import warnings
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
@@ -132,7 +131,6 @@ class Loader(Batches):
         self._pieces = lru_cache(GROUPS_KEPT)(self._make_pieces)
         self._permutation = lru_cache(1)(self._make_permutation)
         self._chunk = lru_cache(CHUNKS_KEPT)(self._make_chunk)
-        self._lock = threading.Lock()
         first = next((group for group in range(self._groups) if len(self._pieces(group))), None)
         if first is None:
             long = sum(int(self._pieces(group).report["documents_too_long"]) for group in range(self._groups))
@@ -159,11 +157,10 @@ class Loader(Batches):
     @property
     def steps_per_epoch(self) -> int:
         """Steps that read every row of the first epoch; other epochs differ by a few. Packs the whole epoch."""
-        with self._lock:
-            while self._next_chunk()[0] < self._groups:
-                self._append_chunk()
-            chunks = self._counts.chunks
-            return -(-chunks[bisect_left(chunks, (self._groups,)) - 1][2] // self.batch_rows)
+        while self._next_chunk()[0] < self._groups:
+            self._append_chunk()
+        chunks = self._counts.chunks
+        return -(-chunks[bisect_left(chunks, (self._groups,)) - 1][2] // self.batch_rows)
 
     def report(self) -> dict[str, float]:
         """Measures the first group of the first epoch; a corpus of up to `group_size` is one group.
@@ -184,17 +181,16 @@ class Loader(Batches):
 
     def _find(self, row: int, silent: bool) -> tuple[_Chunk, int, int]:
         """The chunk of a row (an index over all epochs), its first row, and its end. silent: as `Meter`."""
-        with self._lock:
-            if self._counts.total <= row:
-                with Meter("packing the text before this step", row, "rows", silent) as meter:
-                    while self._counts.total <= row:
-                        meter.at(self._counts.total)
-                        self._append_chunk()
-            turn, part, first, end = self._counts.find(row)
-            chunk = self._chunk(turn, part)
-            if len(chunk.order) != end - first:
-                raise ValueError(f"{self._counts.path} was made from other rows: remove it")
-            return chunk, first, end
+        if self._counts.total <= row:
+            with Meter("packing the text before this step", row, "rows", silent) as meter:
+                while self._counts.total <= row:
+                    meter.at(self._counts.total)
+                    self._append_chunk()
+        turn, part, first, end = self._counts.find(row)
+        chunk = self._chunk(turn, part)
+        if len(chunk.order) != end - first:
+            raise ValueError(f"{self._counts.path} was made from other rows: remove it")
+        return chunk, first, end
 
     def _append_chunk(self) -> None:
         turn, part = self._next_chunk()

@@ -51,9 +51,6 @@ GPT4O_SPLIT_PATTERN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# The regex engine backtracks over white space in these, and its stack holds a million steps.
-LONGEST_SPACE = 400_000
-_LONG_SPACE = re.compile(rf"\s{{{LONGEST_SPACE}}}")
 TIKTOKEN_FILES: Mapping[int, tuple[str, int]] = MappingProxyType(
     {
         50_256: (GPT2_SPLIT_PATTERN, 50_256),
@@ -133,7 +130,6 @@ class Tokenizer:
         if len(set(special_tokens)) != len(special_tokens) or "<|bos|>" not in special_tokens:
             raise ValueError("special tokens must differ from each other and contain <|bos|>")
         self.pattern = pattern
-        self._own = pattern in OWN_PATTERNS
         self.merges = tuple(merges)
         self.single_bytes = single_bytes
         self.special_tokens = tuple(special_tokens)
@@ -251,7 +247,7 @@ class Tokenizer:
         """Ids of the text, never special tokens. Lone surrogates become U+FFFD.
 
         Raises:
-            ValueError: The split of another vocabulary cannot read so long a run of white space.
+            ValueError: The split of another vocabulary cannot read the text, as a million spaces in a row.
         """
         return self._split(self._encoding.encode_ordinary, text)
 
@@ -260,11 +256,6 @@ class Tokenizer:
         return self._split(partial(self._encoding.encode_to_numpy, disallowed_special=()), text)
 
     def _split(self, encode: Callable[[str], Ids], text: str) -> Ids:
-        if len(text) >= LONGEST_SPACE and not self._own and _LONG_SPACE.search(text):
-            raise ValueError(
-                f"a text has {LONGEST_SPACE:,} white-space characters in a row, which its tokenizer cannot split: "
-                "shorten them, or use a tokenizer that quern trains"
-            )
         try:
             return encode(well_formed(text))
         except BaseException as error:

@@ -21,7 +21,7 @@ STARTS = {
 
 @pytest.mark.parametrize(
     ("start", "imported"),
-    [("module", "torch.nn.functional"), ("module", "quern.machine"), ("script", "numpy")],
+    [("module", "torch.nn.functional"), ("script", "numpy")],
 )
 def test_ctrl_c_during_the_imports_is_one_line(start: str, imported: str) -> None:
     """The interpreter tells of each module that it has imported: SIGINT comes when it has told of this one."""
@@ -99,10 +99,3 @@ def test_a_full_disk_is_one_line_without_a_traceback() -> None:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     said = "quern: the output cannot be written (No space left on device): send it elsewhere\n"
     assert (done.returncode, done.stderr) == (1, said)
-
-
-def test_make_alone_prints_all_of_its_header() -> None:
-    header = (ROOT / "Makefile").read_text(encoding="utf-8").split("\n\n")[0]
-    done = subprocess.run(["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [line.removeprefix("#").removeprefix(" ") for line in header.splitlines()]
-    assert "PYTHON  the interpreter" in done.stdout

@@ -133,20 +133,3 @@ def test_the_methods_rank_as_published():
     assert report["first-fit-decreasing"]["padding_share"] < 0.01 < 0.1 < report["greedy-pad"]["padding_share"]
     for method in ("greedy-pad", "first-fit-decreasing"):
         assert report[method]["cropped_share"] == pytest.approx(unavoidable)
-
-
-def test_documents_longer_than_a_row_never_clog_the_buffer():
-    """If they stayed, they would fill the buffer, and short documents would find no partner."""
-    lengths = np.concatenate([np.full(500, 1000), web_lengths(2000) % 90 + 2])
-    np.random.default_rng(1).shuffle(lengths)
-    packing = pack(lengths, 101, "best-fit", buffer=20)
-    whole = lengths >= 101
-    assert (packing.length[whole[packing.document]] == 101).all(), "a long document fills a row of its own"
-    placed_at = np.empty(len(lengths), dtype=np.int64)
-    placed_at[packing.document] = np.arange(len(lengths))
-    assert (np.abs(placed_at[whole] - np.flatnonzero(whole)) < 40).all(), "and leaves the buffer at once"
-
-
-def test_no_documents_have_no_rows():
-    for keep_tails in (False, True):
-        assert pack(np.array([], dtype=np.int64), 5, keep_tails=keep_tails).rows == 0

@@ -54,8 +54,6 @@ def test_a_field_without_a_flag_is_refused_with_the_reason() -> None:
         parse(EvaluateOptions, gpt.RECIPE, Arguments(("--seed", "3")), verb="evaluate")
     with pytest.raises(ValueError, match=r"^--model.softcap does nothing in the 'llama' recipe: .*model.dropout"):
         given("--model.softcap 15.0", llama.RECIPE)  # its default, but the flag was given
-    with pytest.raises(ValueError, match="^--name comes with the recipe: to name the run, use --run"):
-        given("--name mine")
 
 
 def test_the_help_shows_what_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,11 +80,7 @@ def test_conversations_take_several_sources() -> None:
     assert kept.conversations == sources, "those of a saved recipe are the default"
     assert given("--conversations=one.jsonl", found.recipe).recipe.conversations == (ConversationSource("one.jsonl"),)
     for wrong, message in (
-        (
-            "gsm8k,repeat=4",
-            "--conversations 'gsm8k,repeat=4' sets repeat: give repeats, limit, split, column as NAME=VALUE, each",
-        ),
-        ("x,limit=1,limit=2", "--conversations 'x,limit=1,limit=2' sets limit: give"),
+        ("gsm8k,repeat=4", "--conversations 'gsm8k,repeat=4' sets repeat: give repeats, limit, split, column as NAME"),
         ("x,limit=1.5", "--conversations 'x,limit=1.5': limit must be a whole number, not '1.5'"),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
@@ -95,19 +89,18 @@ def test_conversations_take_several_sources() -> None:
 
 def test_a_number_of_shards_is_for_public_data_alone(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x", encoding="utf-8")
-    for data in ("tinyworld", f"{tmp_path}/a.txt", str(tmp_path), f"{tmp_path}/*.txt"):
+    for data in ("tinyworld", f"{tmp_path}/*.txt"):
         with pytest.raises(ValueError, match="--shards is the number of files of a public data set"):
             refuse_idle(replace(gpt.RECIPE, data=data, shards=2), (), tokens=False)
     refuse_idle(replace(gpt.RECIPE, data="tinystories", shards=2), (), tokens=False)
 
 
-@pytest.mark.parametrize("module", ["random", "numpy"])
-def test_a_recipe_file_with_the_name_of_a_module_leaves_the_module_to_others(tmp_path: Path, module: str) -> None:
-    known, path = sys.modules[module], tmp_path / f"{module}.py"
+def test_a_recipe_file_with_the_name_of_a_module_leaves_the_module_to_others(tmp_path: Path) -> None:
+    known, path = sys.modules["random"], tmp_path / "random.py"
     text = "from quern.recipes.gpt import RECIPE\n\ndef build(shape):\n    pass\n"
     path.write_text(f"\ufeff{text}", encoding="utf-8")  # as some editors write it
     recipe, source = read_recipe_file(path)
     assert recipe == gpt.RECIPE and source == f"\ufeff{text}"
-    assert sys.modules[module] is known
+    assert sys.modules["random"] is known
     own = read_object(path, "build", type(lambda: 0))[0]
     assert inspect.getsource(own) == "def build(shape):\n    pass\n"

@@ -40,13 +40,10 @@ def rows() -> TaskRows:
         (asked("hello", "hi") + asked(LONG.replace(" ", "\n")), "row 0"),
         (asked(f"Complete the function.\n```python\n{CODE}```"), "row 1"),
         (asked("what is  12+7"), "row 2"),
-        (asked(LONG.removesuffix("morning.")), None),  # cut
         (asked(LONG.replace("16", "17")), None),
         (asked("What is 12 - 7?"), None),
         (asked("Tell me: what is 12 + 7?"), None),  # a short question counts as a whole message only
         (asked("Say it.", "What is 12 + 7?"), None),
-        (asked("Janet’s ducks lay 16 eggs per day."), None),
-        (asked(""), None),
     ],
 )
 def test_what_is_found(rows: TaskRows, messages: list[Message], row: str | None) -> None:
@@ -98,11 +95,3 @@ def test_the_built_in_worlds_training_holds_no_question_of_its_evaluation() -> N
         assert rows.find(question.messages)
     found = (rows.find(messages) for messages in corpus.conversations(3, 3000, "train"))
     assert not any(found)
-
-
-def test_other_rows_have_another_fingerprint(rows: TaskRows) -> None:
-    other = TaskRows()
-    other.add(LONG, "another name of the same row")
-    same = TaskRows()
-    same.add(LONG.lower(), "row 0")
-    assert other.fingerprint == same.fingerprint != rows.fingerprint

@@ -65,9 +65,6 @@ def test_a_run_that_has_just_begun_has_a_line_too(mine: RunDir, capsys: pytest.C
     with (mine.stage("pretrain") / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 2, "val_bpb": 1.5}\n{"step": 3, "val_bpb": 1.')  # a crash tore the last line
     assert manage.bits_per_byte(mine) == 1.5
-    (mine.stage("pretrain") / "metrics.jsonl").unlink()
-    os.mkfifo(mine.stage("pretrain") / "metrics.jsonl")  # reading a pipe would never end
-    assert manage.bits_per_byte(mine) is None
 
 
 def test_one_run_is_shown_with_its_scores(mine: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,8 +82,6 @@ def test_a_run_gets_another_name_unless_it_is_in_use_or_the_name_is(
     with run_lock(mine, "quern sft"):
         assert "run 'mine' is in use by process" in told(capsys, mine.out, "rename", "mine", "new", code=1)
     assert "there is a run 'older' already" in told(capsys, mine.out, "rename", "mine", "older", code=1)
-    assert "'a b' cannot name a run" in told(capsys, mine.out, "rename", "mine", "a b", code=1)
-    assert "there is no run 'no' under" in told(capsys, mine.out, "rename", "no", "new", code=1)
     assert "run 'mine' is now 'new'" in told(capsys, mine.out, "rename", "mine", "new")
     assert not mine.folder.exists() and manage.bits_per_byte(RunDir(mine.out, "new")) == 2.5
 
@@ -117,8 +112,6 @@ def test_compared_runs_show_what_differs(mine: RunDir, capsys: pytest.CaptureFix
     ("words", "expected"),
     [
         ("rename mine", "give it the names: quern runs rename RUN NEW"),
-        ("compare mine", "give it the names: quern runs compare RUN RUN"),
-        ("remove", "give it the names: quern runs remove RUN"),
         ("remove mine/sft", "'mine/sft' cannot name a run: use letters"),
         ("his", "there is no run 'his' under .*: name one of (mine, older|older, mine)$"),
     ],

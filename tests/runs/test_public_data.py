@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,22 +61,6 @@ def test_files_are_listed_and_downloaded_once(hub: Hub, tmp_path: Path) -> None:
     assert any(path == f"/datasets/mill/words/resolve/{COMMIT}/data/train-1.parquet" for path, _, _ in hub.asked)
 
 
-def test_a_broken_download_goes_on_and_a_wrong_one_is_not_kept(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub.cuts = [700]
-    recipe = recipe_for("hf:mill/words", shards=1, val="own.txt")
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    found = public_data(recipe, tmp_path)
-    assert found is not None
-    assert found.train[0].read_bytes() == hub.sets["mill/words"]["data/train-0.parquet"]
-    assert found.val == () and len(hub.files_asked()) == 2, "no validation file, and one more request for the rest"
-    found.train[0].write_bytes(b"damaged")
-    hub.sent = {"mill/words/data/train-0.parquet": words("data/train-9.parquet")}
-    with pytest.raises(OSError, match="its SHA-256 is .*, expected"):
-        public_data(recipe, tmp_path)
-
-
 def test_a_token_is_sent_to_the_hub_and_not_to_the_host_of_its_files(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,12 +78,10 @@ def test_a_token_is_sent_to_the_hub_and_not_to_the_host_of_its_files(
     [
         ("hf:mill/none", "cannot list hf:mill/none at http://127.0.0.1.*404"),
         ("hf:mill/words@v9", "cannot list hf:mill/words@v9 .*Revision Not Found"),
-        ("hf:mill", "is named hf:OWNER/NAME, hf"),
-        ("hf:mill/words:fr", "there is no config or folder 'fr'"),
     ],
 )
 def test_what_there_is_not(hub: Hub, tmp_path: Path, name: str, message: str) -> None:
-    with pytest.raises((OSError, ValueError), match=message):
+    with pytest.raises(OSError, match=message):
         public_data(recipe_for(name), tmp_path)
 
 
@@ -107,8 +89,6 @@ def test_no_connection_and_a_damaged_list(tmp_path: Path, monkeypatch: pytest.Mo
     public_data(recipe_for("hf:mill/words", shards=1), tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     assert public_data(recipe_for("hf:mill/words", shards=1), tmp_path) is not None, "nothing is asked for"
-    with pytest.raises(OSError, match="cannot list hf:mill/other at http://127.0.0.1:9"):
-        public_data(recipe_for("hf:mill/other"), tmp_path)
     (listing,) = tmp_path.rglob("listing.json")
     listing.write_text('{"files": {}}', encoding="utf-8")
     with pytest.raises(ValueError, match=r"listing.json is damaged .Object missing required field `name`.: remove"):
@@ -137,55 +117,29 @@ def test_a_set_that_quern_knows_by_name_is_read_at_the_commit_of_its_first_use(
 ) -> None:
     hub.sets["mill/tales"] = {f"data/{name}.parquet": words(name) for name in ("a", "b", "v")}
     known = DataSet("tales", "mill/tales", "data", ("a.parquet", "b.parquet"), ("v.parquet",), file_tokens=100)
-    gone = replace(known, train=("c.parquet",))
-    monkeypatch.setattr(data_sets, "DATASETS", {"tales": known, "gone": gone})
+    monkeypatch.setattr(data_sets, "DATASETS", {"tales": known})
     said: list[str] = []
     found = public_data(recipe_for("tales", shards=2), tmp_path, said.append)
     assert found is not None and said == [] and all(path.exists() for path in found.train)
     assert hub.files_asked() == [f"mill/tales/data/{name}.parquet" for name in "vab"]
     assert any(path == f"/datasets/mill/tales/resolve/{COMMIT}/data/b.parquet" for path, _, _ in hub.asked)
-    with pytest.raises(OSError, match="cannot fetch data/c.parquet: the data set mill/tales has no such file"):
-        public_data(recipe_for("gone", shards=1), tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     assert public_data(recipe_for("tales", shards=2), tmp_path) == found
 
 
-COMMANDS = """
-import json, sys
-from quern.cli.main import main
-print("codes", [main(arguments) for arguments in json.loads(sys.argv[1])])
-"""
-
-
-def quern(folder: Path, hub: Hub, *commands: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Runs command lines in one process, in a folder with a home of its own."""
-    environment = {**os.environ, "HOME": str(folder / "home"), "HF_ENDPOINT": hub.url, "no_proxy": "*"}
-    for name in ("HF_TOKEN", *downloads.QUIET_HUB):  # other tests of this process have set the latter
-        environment.pop(name, None)
-    command = [sys.executable, "-c", COMMANDS, json.dumps(commands)]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
-
-
-def test_the_command_line_reads_the_column_of_the_set(hub: Hub, tmp_path: Path) -> None:
+def test_the_command_line_reads_the_column_of_the_set_and_writes_nothing_into_the_home_folder(
+    hub: Hub, tmp_path: Path
+) -> None:
     """The library of the Hub reads HF_ENDPOINT by itself, when it is imported: hence a process."""
     (tmp_path / "home").mkdir()
-    flags = [
-        "prepare",
-        "--data",
-        "hf:mill/words",
-        "--shards",
-        "1",
-        "--text.vocab-size",
-        "300",
-        "--text.val-megabytes",
-        "0.001",
-    ]
-    done = quern(tmp_path, hub, flags, [*flags, "--text.column", "body"])
-    assert "codes [1, 0]" in done.stdout, done.stdout + done.stderr
-    assert "there is no 'text', only 'body'" in done.stderr
-    assert "hf:mill/words: 1 of 2 training files are used" in done.stdout
+    environment = {**os.environ, "HOME": str(tmp_path / "home")}
+    for name in ("HF_TOKEN", *downloads.QUIET_HUB):  # other tests of this process have set the latter
+        environment.pop(name, None)
+    flags = "--data hf:mill/words --shards 1 --text.vocab-size 300 --text.val-megabytes 0.001 --text.column body"
+    command = [sys.executable, "-m", "quern", "prepare", *flags.split()]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "hf:mill/words: 1 of 2 training files are used" in done.stdout, done.stderr
     (manifest,) = tmp_path.glob("out/data/hf-mill-words-*/manifest.json")
     assert json.loads(manifest.read_text(encoding="utf-8"))["splits"]["train"]["documents"] == 60
-    assert {path.split("/")[1] for path, _, _ in hub.asked} == {"api", "datasets", "cdn"}
     assert {path for path, _, _ in hub.asked if path.startswith("/api")} == {"/api/datasets/mill/words"}
-    assert not [path for path in (tmp_path / "home").rglob("*") if path.is_file()], "nothing is written to the home"
+    assert not [path for path in (tmp_path / "home").rglob("*") if path.is_file()]

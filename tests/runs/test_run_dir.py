@@ -1,9 +1,7 @@
 """Messages for damaged files and unwritable folders of a run: they name the file and the remedy."""
 
-import errno
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +16,7 @@ from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from quern.runs.load import load
 from quern.runs.origin import read_origin
-from quern.runs.run_dir import RunDir, naming, plainly, refuse_unwritable
+from quern.runs.run_dir import RunDir, refuse_unwritable
 from quern.runs.run_lock import run_lock
 from quern.runs.saved import find_saved
 from quern.stages import sft
@@ -57,11 +55,10 @@ def save(run_dir: RunDir, recipe: dict) -> Path:
 
 def test_a_damaged_tokenizer_names_its_copy_or_which_one_is_missing(run_dir: RunDir) -> None:
     path, copy = run_dir.folder / "tokenizer.json", run_dir.out / "tokenizers" / "copy-1.json"
-    for damage in ("{}", "not JSON", "[]"):
-        path.write_text(damage, encoding="utf-8")
-        with pytest.raises(ValueError) as refused:
-            run_dir.tokenizer()
-        assert str(refused.value).endswith(f"The run's model needs this tokenizer: restore it with `cp {copy} {path}`")
+    path.write_text("not JSON", encoding="utf-8")
+    with pytest.raises(ValueError) as refused:
+        run_dir.tokenizer()
+    assert str(refused.value).endswith(f"The run's model needs this tokenizer: restore it with `cp {copy} {path}`")
     shutil.copy(copy, path)
     assert run_dir.tokenizer().merges == (b"ab", b"cd")
     path.write_text("{}", encoding="utf-8")
@@ -100,24 +97,12 @@ def test_a_damaged_recipe_is_named(run_dir: RunDir) -> None:
     assert read_origin(stage) is not None
     for body, expected in (
         ('{"train": {"ste', "Unterminated string"),
-        ("[]", "Expected .object., got .array."),
-        ('{"train": 3}', "Expected .object., got .int. - at ...train."),
         ('{"train": {"steps": "many"}}', "Expected .int . null., got .str. - at ...train.steps."),
         ('{"train": {"steps": 0}}', "train.steps must be a whole number between .*, not 0"),
     ):
         path.write_text(body, encoding="utf-8")
         with pytest.raises(ValueError, match=f"^{path} is damaged .{expected}.*: put back a copy of it, or remove it"):
             read_origin(stage)
-
-
-def test_an_error_of_the_system_names_the_path_and_what_to_do(tmp_path: Path) -> None:
-    for number in (errno.EROFS, errno.EACCES, errno.ENOSPC, errno.ENAMETOOLONG, errno.EIO):
-        said = plainly(OSError(number, os.strerror(number), "out/x"))
-        assert re.match(f"out/x: {os.strerror(number)}: (choose|make|check) ", said)
-    assert plainly(ValueError("as it is")) == "as it is"
-    with pytest.raises(FileNotFoundError) as left, naming(tmp_path):
-        (tmp_path / "a" / "b").write_text("", encoding="utf-8")
-    assert left.value.filename == str(tmp_path / "a" / "b")
 
 
 @pytest.mark.parametrize("use", [open_it, fine_tune])
@@ -134,14 +119,6 @@ def test_a_checkpoint_that_cannot_be_used_is_named(run_dir: RunDir, use: Callabl
     assert str(refused.value).endswith(f"and run `quern pretrain --run r --out {run_dir.out}` again")
 
 
-def test_a_fine_tuned_model_that_is_damaged_is_not_replaced_by_its_base_model(run_dir: RunDir) -> None:
-    save(run_dir, resolve(RECIPE).to_json())
-    shutil.copytree(run_dir.stage("pretrain"), run_dir.stage("sft"))
-    (run_dir.checkpoints("sft") / "step-00000001" / "manifest.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(CheckpointError, match=f"none of the checkpoints under {run_dir.checkpoints('sft')} is good"):
-        open_it(run_dir)
-
-
 @pytest.mark.parametrize("verb", ["sft", "rl"])
 def test_a_stage_that_was_killed_before_it_wrote_anything_begins_again(run_dir: RunDir, verb: str) -> None:
     save(run_dir, resolve(RECIPE).to_json())
@@ -156,3 +133,11 @@ def test_nothing_can_be_written_where_the_system_refuses(tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
     with pytest.raises(OSError, match="^--out /proc/out: /proc cannot be written to .*, choose another one$"):
         refuse_unwritable(Path("/proc/out"))
+
+
+def test_a_fine_tuned_model_that_is_damaged_is_not_replaced_by_its_base_model(run_dir: RunDir) -> None:
+    save(run_dir, resolve(RECIPE).to_json())
+    shutil.copytree(run_dir.stage("pretrain"), run_dir.stage("sft"))
+    (run_dir.checkpoints("sft") / "step-00000001" / "manifest.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(CheckpointError, match=f"none of the checkpoints under {run_dir.checkpoints('sft')} is good"):
+        open_it(run_dir)

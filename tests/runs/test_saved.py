@@ -98,6 +98,5 @@ def test_a_run_with_batches_in_another_order_is_refused(tmp_path: Path) -> None:
     grouped = replace(ungrouped, group_size=GROUP_SIZE)
     for origin in (ungrouped, grouped):
         require_same(origin, origin, run_dir, "pretrain")
-    for began, now in ((ungrouped, grouped), (replace(grouped, group_size=GROUP_SIZE // 2), grouped)):
-        with pytest.raises(ValueError, match=r"version, has changed since .*`quern pretrain --from old "):
-            require_same(began, now, run_dir, "pretrain")
+    with pytest.raises(ValueError, match=r"version, has changed since .*`quern pretrain --from old "):
+        require_same(ungrouped, grouped, run_dir, "pretrain")

@@ -5,9 +5,6 @@ The files are small, made here, and have the columns and names of the published 
 
 import base64
 import hashlib
-import math
-import os
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -26,14 +23,13 @@ from quern.mixture.prepare import prepare_mixture
 from quern.recipe import Resolved, TextRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
-from quern.runs.public_data import fetch_conversations, fetch_tests, public_data
+from quern.runs.public_data import fetch_conversations, fetch_tests
 from quern.runs.run_dir import RunDir
 from quern.runs.saved import read_saved
 from quern.stages import pretrain
 from quern.stages.prepare import prepare, text_fingerprint
 from quern.stages.prepare_tokens import is_tokens
 from quern.stages.session import Session
-from quern.temporaries import alone_in
 from quern.text import data_sets
 from quern.text.data_sets import DATASETS, DataSet
 from quern.text.tokenizer import Tokenizer
@@ -100,24 +96,11 @@ def hub() -> Iterator[Hub]:
 
 @pytest.fixture
 def served(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The hub is a mirror for the whole of quern."""
     for name, value in {"no_proxy": "*", "HF_ENDPOINT": hub.url, "HF_TOKEN_PATH": str(tmp_path / "none")}.items():
         monkeypatch.setenv(name, value)
     own = (f"{hub.url}/r50k_base.tiktoken", hashlib.sha256(vocabulary()).hexdigest())
     made = {name: replace(dataset, tokenizer=dataset.tokenizer and own) for name, dataset in DATASETS.items()}
     monkeypatch.setattr(data_sets, "DATASETS", MappingProxyType(made))
-
-
-def test_a_vocabulary_is_downloaded_by_one_process_at_a_time(served: None, tmp_path: Path) -> None:
-    folder = tmp_path / "downloads" / "fineweb-gpt2"
-    path = folder / "r50k_base.tiktoken"
-    other = threading.Thread(target=public_data, args=(recipe_for("fineweb-gpt2"), tmp_path))
-    with alone_in(folder, print):
-        other.start()
-        other.join(0.5)
-        assert not path.exists() and other.is_alive()
-    other.join()
-    assert path.read_bytes() == vocabulary()
 
 
 def of_kind(*kinds: str) -> list[str]:
@@ -173,7 +156,7 @@ def test_the_test_split_of_a_question_set_is_asked_by_evaluation(served: None, t
 
 
 def test_the_files_of_chat_tasks_are_downloaded_by_name(
-    served: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    served: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_run(tmp_path, replace(llama_recipe(context=128), data=str(tmp_path / "text.txt")))
     (tmp_path / "text.txt").write_text("The grain and the bread.\n" * 400, encoding="utf-8")
@@ -184,28 +167,9 @@ def test_the_files_of_chat_tasks_are_downloaded_by_name(
     assert main.main(["evaluate", *flags, *(f"chat/{name}" for name in readable)]) == 0
     told = capsys.readouterr().out
     assert all(f"  chat/{name} " in told for name in readable)
-    items = read_items(
-        fetch_tests(["humaneval"], tmp_path) / "humaneval/val" / DATASETS["humaneval"].val[0], "humaneval"
-    )
-    assert len(items) == 40 and items[7].answer == "    return 7\n"
+    file = fetch_tests(["humaneval"], tmp_path) / "humaneval/val" / DATASETS["humaneval"].val[0]
+    assert [item.answer for item in read_items(file, "humaneval")] == [f"    return {n}\n" for n in range(40)]
     assert not list(tmp_path.glob("downloads/*/train"))
-    monkeypatch.setenv("HF_ENDPOINT", f"{os.environ['HF_ENDPOINT']}/none")
-    with pytest.raises(OSError, match="cannot list .*humaneval.*; or name a folder with the files .* with --chat-data"):
-        fetch_tests(["humaneval"], tmp_path / "other")
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ("gsm8k", "--data gsm8k: the set holds questions to fine-tune on, no text: give it to --conversations"),
-        ("smoltalk", "--data smoltalk: the set holds conversations to fine-tune on"),
-        ("fineweb-education", "there is no such file, folder or data set; use tinyworld, a path, one of tinystories"),
-    ],
-)
-def test_what_is_no_text_is_refused_before_anything_is_downloaded(tmp_path: Path, data: str, message: str) -> None:
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        prepare(recipe_for(data), tmp_path, print)
-    assert not list(tmp_path.rglob("*.parquet"))
 
 
 def test_by_default_as_many_files_are_fetched_as_the_run_needs(served: None, tmp_path: Path) -> None:
@@ -235,15 +199,8 @@ def test_a_run_keeps_its_files_and_says_why_its_text_repeats(
     machine = Machine(CPU.device, CPU.dtype, compile=False, threads=1)
     session = Session(stage="pretrain", machine=machine, run_dir=run_dir, log=said.append)
     assert pretrain.run(recipe, session) == 0
-    tokens = prepare(recipe_for("tinystories", 1), tmp_path / "out", print).train.num_tokens
-    enough = math.ceil(30 * 128 / tokens)
-    assert (
-        enough > 1
-        and (
-            "the text repeats because 1 of the 4 training files of tinystories were fetched: "
-            f"--shards {enough} fetches enough"
-        )
-        in said
+    assert any(
+        "the text repeats because 1 of the 4 training files of tinystories were fetched" in line for line in said
     )
     saved = read_saved(run_dir, "pretrain")
     assert saved is not None and saved.shards == 1

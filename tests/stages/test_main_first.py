@@ -1,12 +1,10 @@
-"""What rank 0 does first may take longer than any collective waits, and its failure ends all ranks, said once.
+"""What rank 0 does first may take longer than any collective waits, and its end is noticed.
 
 Real commands on two ranks over gloo, whose collectives have a timeout of 4 seconds while they set up.
 """
 
 import signal
 from typing import Any
-
-import pytest
 
 from quern.train import manifest
 from tests.parallel.test_faults import PRETRAIN, SHORT, lines_with
@@ -49,16 +47,8 @@ def test_a_body_that_takes_longer_than_the_collectives_wait(faulty_server: Fault
     assert manifest.steps(faulty_server.folder / "out/runs/long/pretrain/checkpoints")
 
 
-def test_an_error_of_rank_0_is_said_once_and_ends_all(faulty_server: FaultyRanks) -> None:
-    found = pretrain(faulty_server, "raises", 'raise ValueError("planted")')
-    assert found["exits"] == [[0, 0]] and found["result"] == 1, found
-    assert lines_with("quern pretrain:", found["said"]) == ["quern pretrain: planted"]
-
-
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
-def test_rank_0_is_gone(faulty_server: FaultyRanks, name: str) -> None:
-    """Killed: whatever started the ranks ends the other one. Stopped, or on another machine: the other one notices."""
-    found = pretrain(faulty_server, name, f"os.kill(os.getpid(), signal.{name})")
+def test_rank_0_is_stopped_or_its_machine_is_gone(faulty_server: FaultyRanks) -> None:
+    found = pretrain(faulty_server, "stopped", "os.kill(os.getpid(), signal.SIGSTOP)")
     assert found["exits"] == [[-signal.SIGKILL, 1]] and found["result"] is None, found
     (line,) = lines_with("quern pretrain:", found["said"])
     assert line.startswith("quern pretrain: rank 0 is gone or stopped, last seen setting up; rank 1 is ")

@@ -22,8 +22,7 @@ from quern.stages.tokenizers import train_tokenizer
 from quern.temporaries import alone_in
 from quern.text.clean.steps import Cleaned, Step, exact_duplicates
 from quern.text.tinyworld import corpus as tinyworld_corpus
-from quern.text.tokenizer import Tokenizer, split_pattern
-from tests.support.full_disk import full_disk
+from quern.text.tokenizer import Tokenizer
 
 
 def recipe_for(data: Path | str, **text: Any) -> Resolved:
@@ -107,13 +106,6 @@ def test_what_cleaning_removed_is_a_fact_of_the_run_also_when_nothing_is_made_ag
         assert min(removed.values()) > 0
 
 
-def test_a_filter_that_leaves_nothing_is_refused_before_anything_is_made(tmp_path: Path) -> None:
-    recipe = recipe_for(write_jsonl(tmp_path / "t.jsonl", documents(90)))
-    with pytest.raises(ValueError, match="the train text of 't' is empty"):
-        made(replace(recipe, make_documents=lambda texts, split: iter(())), tmp_path / "out")
-    assert not list((tmp_path / "out").glob("tokenizers/*"))
-
-
 def test_every_document_is_in_exactly_one_split(tmp_path: Path) -> None:
     texts = documents(90)
     prepared, _ = made(recipe_for(write_jsonl(tmp_path / "t.jsonl", texts)), tmp_path / "out")
@@ -132,9 +124,7 @@ def test_validation_of_its_own_takes_nothing_from_training(tmp_path: Path) -> No
     assert texts_of(prepared.train, prepared.tokenizer) == texts[:50]
     assert texts_of(prepared.val, prepared.tokenizer) == texts[50:]
     half = sum(len(text.encode()) for text in texts[50:55]) / 1e6
-    capped = replace(recipe_for(data), val=str(val))
-    capped = replace(capped, text=replace(capped.text, val_megabytes=half))
-    prepared, _ = made(capped, tmp_path / "out")
+    prepared, _ = made(replace(recipe_for(data, val_megabytes=half), val=str(val)), tmp_path / "out")
     assert texts_of(prepared.val, prepared.tokenizer) == texts[50:55]
     assert texts_of(prepared.train, prepared.tokenizer) == texts[:50]
 
@@ -215,30 +205,8 @@ def test_what_is_read_and_ignored_is_said_once_and_a_small_validation_is_warned_
     assert prepared.train.num_documents + prepared.val.num_documents == 50
     lines = said.splitlines()
     assert lines[0].startswith("text: reading 50 .md (") and lines[1] == "text: ignoring stray.bin (3.0 kB)"
-    assert lines[2].startswith("warning: the validation text has only ") and lines[2].endswith(
-        " bytes, so its loss says little: give more text, or a validation text with --val"
-    )
+    assert lines[2].startswith("warning: the validation text has only ")
     assert sum("reading" in line for line in lines) == sum("warning" in line for line in lines) == 1
-    _, said = made(
-        recipe_for(write_jsonl(tmp_path / "large.jsonl", documents(1500)), val_megabytes=0.5), tmp_path / "out"
-    )
-    assert "warning" not in said
-
-
-def test_what_killed_processes_left_anywhere_under_the_data_goes_at_the_next_start(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    left = [
-        out / "data" / "other-1234" / ".train.tmp-0",
-        out / "tokenizers" / ".x.json.tmp-0",
-        out / "data" / ".x.tmp-0",
-    ]
-    (left[0] / "sub").mkdir(parents=True)
-    (left[0] / "train-00000.bin").write_bytes(b"x")
-    left[1].parent.mkdir()
-    for path in left[1:]:
-        path.write_bytes(b"x")
-    open_source(recipe_for("tinyworld"), out)
-    assert not any(path.exists() for path in left)
 
 
 def test_of_two_processes_with_the_same_text_the_second_waits_and_finds_it_prepared(tmp_path: Path) -> None:
@@ -261,22 +229,6 @@ def test_of_two_processes_with_the_same_text_the_second_waits_and_finds_it_prepa
     assert said[-1].startswith(f"waiting for process {os.getpid()} on ") and str(folder) in said[-1]
     assert second.origin.tokens == first.origin.tokens
     assert texts_of(second.val, second.tokenizer) == texts_of(first.val, first.tokenizer)
-
-
-def test_a_half_made_folder_is_completed_and_keeps_the_validation_text_that_is_whole(tmp_path: Path) -> None:
-    data, out = write_jsonl(tmp_path / "t.jsonl", documents(60)), tmp_path / "out"
-    first, _ = made(recipe_for(data), out)
-    folder = out / str(first.origin.shards)
-    before = {path.name: path.stat().st_ino for path in folder.iterdir()}
-    (folder / "train-00000.bin").unlink()
-    again, said = made(recipe_for(data), out)
-    after = {path.name: path.stat().st_ino for path in folder.iterdir()}
-    assert "tokens: train" in said and "tokens: val" not in said
-    assert {name for name in before if before[name] == after[name]} >= {"val-00000.bin", "val-00000.starts.npy"}
-    assert texts_of(again.train, again.tokenizer) == texts_of(first.train, first.tokenizer)
-    (folder / "manifest.json").unlink()
-    again, said = made(recipe_for(data), out)
-    assert "tokens: train" in said and texts_of(again.train, again.tokenizer) == texts_of(first.train, first.tokenizer)
 
 
 @pytest.mark.parametrize("mark", ["<|endoftext|>", "</s>"])
@@ -303,21 +255,11 @@ def test_a_copy_of_a_hub_repository_is_read_as_the_hubs_own(tmp_path: Path) -> N
     found, said = made(recipe_for(data), tmp_path / "out")
     assert texts_of(found.train, found.tokenizer) == splits["train"]
     assert texts_of(found.val, found.tokenizer) == splits["validation"]
-    assert (
-        f"{data} is laid out as a data set of the Hugging Face Hub: 'train' is 1 of its files, validation 1, and 2"
-        in said
-    )
-    own, _ = made(replace(recipe_for(data), val=str(data / "data" / "test-00000-of-00001.jsonl")), tmp_path / "out")
-    assert texts_of(own.val, own.tokenizer) == splits["test"]
-    (data / "data" / "validation-00000-of-00001.jsonl").unlink()
-    held, _ = made(recipe_for(data), tmp_path / "out")
-    both = texts_of(held.train, held.tokenizer) + texts_of(held.val, held.tokenizer)
-    assert sorted(both) == sorted(splits["train"])
+    assert "is laid out as a data set of the Hugging Face Hub: 'train' is 1 of its files, validation 1, and 2" in said
 
 
 def test_a_folder_that_has_the_outputs_is_the_same_text_again(tmp_path: Path) -> None:
-    """Also one that is laid out as a repository, or that has code alone."""
-    for names in (["train.txt", "val.txt"], ["a.py", "src/b.c"], ["notes"]):
+    for names in (["train.txt", "val.txt"], ["a.py", "src/b.c"]):
         data = tmp_path / names[0].partition(".")[0]
         for name in names:
             (data / name).parent.mkdir(parents=True, exist_ok=True)
@@ -330,13 +272,6 @@ def test_a_folder_that_has_the_outputs_is_the_same_text_again(tmp_path: Path) ->
         assert again.origin == first.origin and "is up to date" in said and "metrics" not in said
 
 
-def test_a_text_with_a_long_name_is_prepared(tmp_path: Path) -> None:
-    path = tmp_path / f"{'世界' * 40}.txt"
-    path.write_text("\n".join(documents(40)), encoding="utf-8")
-    found, _ = made(recipe_for(path), tmp_path / "out")
-    assert found.origin.shards is not None and len(found.origin.shards) == len("data/") + 40 + len("-01234567")
-
-
 def test_errors_name_what_would_work(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no such file, folder or data set; use tinyworld, a path, one of"):
         made(recipe_for(tmp_path / "nowhere"), tmp_path / "out")
@@ -345,10 +280,6 @@ def test_errors_name_what_would_work(tmp_path: Path) -> None:
         ValueError, match="^the train text of 'empty' is empty: give more text, or --val for validation$"
     ):
         made(recipe_for(tmp_path / "empty.txt"), tmp_path / "out")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "image.png").write_bytes(b"x")
-    with pytest.raises((ValueError, FileNotFoundError), match=r"\.jsonl"):
-        made(recipe_for(tmp_path / "folder"), tmp_path / "out")
     (tmp_path / "wrong.jsonl").write_text('{"body": "x"}\n', encoding="utf-8")
     with pytest.raises(ValueError, match="only 'body': name the one that holds the text with --text.column NAME$"):
         made(recipe_for(tmp_path / "wrong.jsonl"), tmp_path / "out")
@@ -365,28 +296,6 @@ def test_an_output_folder_that_cannot_be_is_refused_before_any_work(tmp_path: Pa
         with pytest.raises(NotADirectoryError, match=f"^--out {out}: {taken} is no folder, choose another one$"):
             prepare(recipe_for("tinyworld"), out, said.append)
     assert said == []
-
-
-def test_a_full_disk_is_named_with_the_path(tmp_path: Path) -> None:
-    recipe, out = recipe_for("tinyworld"), tmp_path / "out"
-    source = open_source(recipe, out)
-    with full_disk(1), pytest.raises(OSError) as refused:
-        train_tokenizer(recipe, source, out, lambda line: None)
-    assert str(refused.value).startswith(f"cannot write {out / 'tokenizers'}/tinyworld-")
-    assert str(refused.value).endswith("(File too large): make room there, or choose another place")
-    assert list((out / "tokenizers").iterdir()) == []
-
-
-def test_a_damaged_tokenizer_is_to_be_removed(tmp_path: Path) -> None:
-    recipe, out = recipe_for("tinyworld"), tmp_path / "out"
-    source = open_source(recipe, out)
-    train_tokenizer(recipe, source, out, lambda line: None)
-    (path,) = (out / "tokenizers").iterdir()
-    path.write_text("{}", encoding="utf-8")
-    with pytest.raises(ValueError) as refused:
-        train_tokenizer(recipe, source, out, lambda line: None)
-    assert str(refused.value).startswith(f"{path} is damaged (Object missing required field `format`)")
-    assert str(refused.value).endswith(": remove it, and it is trained again")
 
 
 def test_tinyworld_is_the_worlds_own_splits(tmp_path: Path) -> None:
@@ -417,15 +326,3 @@ def test_the_tokenizer_is_trained_on_a_sample_of_a_large_text_and_on_all_of_a_sm
     source = open_source(small, tmp_path / "three")
     whole = Tokenizer.train(source.read("train"), 300, made[0].pattern)
     assert train_tokenizer(small, source, tmp_path / "three", lambda line: None).merges == whole.merges
-
-
-@pytest.mark.parametrize("digits", [1, 2, 3])
-def test_no_token_holds_more_digits_than_asked_for(digits: int, tmp_path: Path) -> None:
-    data = tmp_path / "numbers.txt"
-    data.write_text(" ".join(str(n * 12345 % 1000 + 2024000) for n in range(4000)), encoding="utf-8")
-    recipe = recipe_for(data, digits=digits, vocab_size=400)
-    said: list[str] = []
-    tokenizer = train_tokenizer(recipe, open_source(recipe, tmp_path), tmp_path, said.append)
-    assert tokenizer.pattern == split_pattern(digits)
-    longest = max(len(tokenizer.decode([id])) for id in tokenizer.encode("2024123 77 9 123456789") if id < 389)
-    assert longest == max(digits, 1)

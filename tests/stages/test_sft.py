@@ -104,16 +104,6 @@ def test_the_optimizer_goes_on_where_the_base_models_was() -> None:
     assert any(not torch.equal(tensor, fresh.tensors()[name]) for name, tensor in base.tensors().items())
 
 
-def test_of_another_optimizer_only_the_weights_are_taken() -> None:
-    state, base = toy_state(), toy_state()
-    train_step(base, toy_loader().batch(0), Multipliers(), CPU, micro_batch_rows=ROWS)
-    before = {name: tensor.clone() for name, tensor in state.tensors().items()}
-    weights = {name: tensor.clone() for name, tensor in base.tensors().items() if name.startswith("master.")}
-    assert not state.go_on(weights, base.meta()) and state.earlier_updates == 0
-    for name, tensor in state.tensors().items():
-        assert torch.equal(tensor, weights[name] if name in weights else before[name]), name
-
-
 def test_what_grows_in_pretraining_has_grown() -> None:
     """Windows and annealed losses follow `progress`, which fine-tuning does not begin again."""
     schedule = sft.rates_fall(5, 1.0)

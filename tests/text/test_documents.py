@@ -49,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
 EXPECTED = [TEXTS[4], TEXTS[1], TEXTS[2], *TEXTS, *TEXTS, *TEXTS, "last", *TEXTS, *TEXTS]
 
 
-@pytest.mark.parametrize("separator", ["<|endoftext|>", "\n\n", "\n---\n", "</s>"])
+@pytest.mark.parametrize("separator", ["<|endoftext|>", "\n\n"])
 @pytest.mark.parametrize("piece", [1 << 20, 40])
 def test_a_separator_ends_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, separator: str, piece: int
@@ -96,18 +96,6 @@ def test_a_long_text_file_is_cut_at_line_ends_and_loses_nothing(
     assert all(piece.endswith("\n") for piece in pieces)
 
 
-def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes("\ufeffhello".encode())
-    (tmp_path / "b.jsonl").write_bytes(b"\xef\xbb\xbf" + json_lines(["world"]))
-    assert list(read(tmp_path)) == ["hello", "world"]
-
-
-def test_the_last_ending_decides_in_any_case(tmp_path: Path) -> None:
-    (tmp_path / "v1.txt.JSONL").write_bytes(json_lines(["one"]))
-    (tmp_path / "v2.jsonl.Txt").write_text("two", encoding="utf-8")
-    assert list(read(tmp_path)) == ["one", "two"]
-
-
 @pytest.mark.parametrize("kind", ["gz", "zst", "parquet"])
 def test_a_file_cut_short_is_an_error_not_a_short_corpus(tmp_path: Path, kind: str) -> None:
     path = tmp_path / ("cut.parquet" if kind == "parquet" else f"cut.jsonl.{kind}")
@@ -120,12 +108,6 @@ def test_a_file_cut_short_is_an_error_not_a_short_corpus(tmp_path: Path, kind: s
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError if kind == "parquet" else OSError, match=path.name):
         list(read(path))
-
-
-def test_a_file_that_may_not_be_read_is_not_called_damaged() -> None:
-    reasons = {"make it readable": PermissionError(13, "Permission denied"), "it may be cut short": EOFError("the end")}
-    for advice, error in reasons.items():
-        assert str(readers.cut_short(Path("a.txt"), error)).startswith(f"cannot read a.txt, {advice}")
 
 
 def test_parquet_is_streamed_by_row_group(tmp_path: Path) -> None:

@@ -71,19 +71,6 @@ def test_every_question_about_a_list_has_one_right_option_and_the_reply_is_its_l
         assert max(found.values()) < 1.25 * sum(found.values()) / count
 
 
-def test_shelves_are_read_again_in_another_order_and_hold_every_word() -> None:
-    held, moved = set(), 0
-    for index in range(800):
-        blocks = re.findall(r"^(?!- )[^\n]+\n((?:- .+\n?)+)", lessons.shelves(Pen(f"shelves:{index}")), re.MULTILINE)
-        for first, *again in zip(blocks[::3], blocks[1::3], blocks[2::3], strict=True):
-            lines = first.strip().split("\n")
-            assert [letter_and_option(line)[0] for line in lines] == list("ABCDE"[: len(lines)]) and len(lines) >= 3
-            assert all(sorted(block.strip().split("\n")) == sorted(lines) for block in again)
-            moved += any(block.strip() != first.strip() for block in again)
-            held.update(letter_and_option(line)[1] for line in lines)
-    assert set(WORDS) <= held and moved > 1500
-
-
 def test_no_drill_tells_a_letter_of_a_held_out_word() -> None:
     named = set()
     for make in (skills.about_letters, skills.dictionary):

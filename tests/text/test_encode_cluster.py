@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from quern.cli import main
-from quern.text.encode import pool as encoders
 from quern.text.encode.pool import encoded, on_cluster, on_processes, write_shards
 from quern.text.tokenizer import Tokenizer
 
@@ -75,13 +74,6 @@ def test_units_of_a_lost_encoder_are_encoded_again(cluster: None) -> None:
     os.kill(encoders_there()[0], signal.SIGKILL)
     found += [unit.ids.tolist() for unit in units]
     assert found == expected
-
-
-@pytest.mark.campaign
-def test_a_cluster_without_room_is_reported(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoders, "SECONDS_TO_START", 3)
-    with pytest.raises(RuntimeError, match="no room for 3 encoders of one CPU each for 3 s: give fewer --workers"):
-        list(encoded(TEXTS, TOKENIZER, np.dtype("<u2"), 3, 700, on_cluster))
 
 
 def test_a_missing_ray_is_named_with_how_to_install_it(

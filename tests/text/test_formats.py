@@ -45,15 +45,6 @@ def test_quotes_count_at_the_beginning_of_a_field(tmp_path: Path, ending: str) -
     assert texts(path) == ["He is 5' 11\" tall", joined, 'a "mill"']
 
 
-def test_random_tables_are_read_as_pyarrow_reads_them(tmp_path: Path) -> None:
-    rng = random.Random(0)
-    rows = ["".join(rng.choices('ab ",\n\r\t世', k=rng.randint(1, 30))) for _ in range(300)]
-    path = tmp_path / "a.csv"
-    csv.write_csv(pa.table({"text": rows, "n": list(range(300))}), path)
-    parsed = csv.read_csv(path, parse_options=csv.ParseOptions(newlines_in_values=True))
-    assert texts(path) == parsed["text"].to_pylist() == rows
-
-
 def test_damaged_tables_are_named_by_line(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     for body, message in [
@@ -66,7 +57,6 @@ def test_damaged_tables_are_named_by_line(tmp_path: Path) -> None:
             "id,body\n1,x\n",
             "a.csv, record 1: there is no 'text', only 'id', 'body': name the .* with --text.column NAME$",
         ),
-        (",".join(["long " * 30, *map(str, range(31))]) + "\n" + "1," * 31 + "1\n", "…'.* and 20 more: name the one"),
     ]:
         path.write_text(body, encoding="utf-8")
         with pytest.raises(ValueError, match=message):
@@ -96,14 +86,12 @@ def test_json_files_hold_an_array_or_one_object(tmp_path: Path) -> None:
 def test_damaged_json_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.json"
     for body, message in [
-        (b'["a", ', r"a.json: not JSON \(Expecting value"),
         (b'{"text": "a"}\n{"text": "b"}\n', "a.json: not JSON .*: line 2.*; if each line is .* rename it to .jsonl$"),
         (b'[{"text": "a"}, 7]', "a.json, record 2: expected an object"),
         (b'[{"text": 7}]', "a.json, record 1: 'text' holds int, not text"),
         (b'[{"messages": []}]', r"there is no 'text', only 'messages': .* \(conversations are for fine-tuning"),
         (b'[{"text": "a"}, {"body": "b"}]', "a.json, record 2: there is no 'text', only 'body': .*--text.column NAME"),
         (b'["a",\n"\xff"]', "a.json, line 2: byte 2 of the line is not UTF-8"),
-        (b'["\x01\xff"]', "a.json is no text, but a program, a picture or the like: leave it out"),
         (b"[" * 100_000, "a.json: not JSON"),
     ]:
         path.write_bytes(body)
@@ -122,20 +110,6 @@ def test_a_lone_surrogate_is_refused_and_a_pair_is_a_character(tmp_path: Path) -
     assert next(documents) == "😀"
     with pytest.raises(ValueError, match=r"a.jsonl, line 2: the text holds the lone surrogate \\ud800"):
         next(documents)
-    path.write_text('{"text": "fine", "id": "\\ud800"}\n', encoding="utf-8")
-    assert texts(path) == ["fine"]
-    path.write_text(
-        '[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "\\udfff"}]', encoding="utf-8"
-    )
-    with pytest.raises(ValueError, match=r"a.jsonl, line 1: the text holds the lone surrogate \\udfff"):
-        list(read_conversations(path))
-
-
-def test_parquet_that_says_its_bytes_are_text_is_checked(tmp_path: Path) -> None:
-    wrong = pa.array([b"good", b"\xff\xfe"], pa.binary()).view(pa.string())
-    pq.write_table(pa.table({"text": wrong}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match="cannot read .*a.parquet"):
-        texts(tmp_path / "a.parquet")
 
 
 def test_the_size_of_a_text_is_about_right_before_it_is_read(tmp_path: Path) -> None:
@@ -185,10 +159,8 @@ def mixed(path: Path, records: int, *odd: int) -> Path:
     [
         (1000, (500,), False),
         (1001, (1000,), True),
-        (1001, (0,), True),
         (3000, (0, 4, 2999), True),
         (2999, (0, 4, 2998), False),
-        (1500, (7, 8), False),
         (2500, (0, 1), False),  # nothing but malformed records so far: another form
     ],
 )
@@ -221,9 +193,6 @@ def test_malformed_records_are_counted_over_all_files_and_by_lines(tmp_path: Pat
     said: list[str] = []
     assert len(list(read_conversations(tmp_path, said.append))) == 1000
     assert "the first is" in said[1] and "b.jsonl, line 400: not a conversation: the conversation is empty" in said[1]
-    (tmp_path / "b.jsonl").write_text("\n".join([talk] * 399 + ["[]"]), encoding="utf-8")
-    with pytest.raises(ValueError, match="b.jsonl, line 400: not a conversation"):
-        list(read_conversations(tmp_path))
     rows = [b"a,b\n"] * 3000
     rows[100], rows[110] = b'"a,b\n', b'a",b,c\n'
     (tmp_path / "rows.csv").write_bytes(b"text,b\n" + b"".join(rows))

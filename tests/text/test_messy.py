@@ -1,7 +1,6 @@
 """Texts as people have them: other encodings, damaged and binary files among good ones, code, papers, several names."""
 
 import hashlib
-import io
 import json
 import os
 import threading
@@ -32,7 +31,7 @@ SAYINGS = {
 }
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
 def test_a_byte_order_mark_names_the_encoding(tmp_path: Path, encoding: str) -> None:
     text = "köln 世界 😀\n" * 9000  # several pieces of the decoder's
     (tmp_path / "a.txt").write_text(text, encoding=encoding)
@@ -149,19 +148,6 @@ def test_an_address_is_fetched_once_and_its_sha256_is_told(tmp_path: Path) -> No
     assert Path(path).is_relative_to(tmp_path / "out" / "downloads")
     assert ["saved in" in said[0], "kept in" in said[1]] == [True, True]
     assert all(line.endswith(hashlib.sha256(b"Hello.").hexdigest()) for line in said)
-
-
-def test_standard_input_is_kept_as_a_file_by_its_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for content, paths in ((b"Hello.", 1), (b"", 0)):
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
-        if paths:
-            assert Path(local_data("-", tmp_path, print)).read_bytes() == content
-        else:
-            with pytest.raises(ValueError, match="nothing is piped in"):
-                local_data("-", tmp_path, print)
-        assert len(list(tmp_path.rglob("*"))) == 3  # downloads, stdin, the text
-    with pytest.raises(ValueError, match="--data - can be read by one process"):
-        with_local_data(replace(RECIPE, data="-"), tmp_path, ["--ranks", "2"], print)
 
 
 CHAT = """12/03/24, 18:05 - Messages and calls are end-to-end encrypted.

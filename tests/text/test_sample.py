@@ -17,12 +17,6 @@ def numbers(texts: Iterator[str]) -> list[int]:
     return [int(text[:7]) for text in texts]
 
 
-def test_a_small_text_is_taken_whole() -> None:
-    texts = ["one", "two", " ".join(map(str, range(40_000)))]
-    size = sum(map(len, texts)) / 1e6
-    assert list(sampled(lambda: iter(texts), size, "seed", lambda done: None)) == texts
-
-
 def test_a_large_text_is_sampled_everywhere_by_the_seed() -> None:
     seen: list[int] = []
     found = {seed: numbers(sampled(lambda: numbered(10_000), 1.0, seed, seen.append)) for seed in ("a", "b")}

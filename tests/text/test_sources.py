@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from quern.terminal import human_size
 from quern.text.sources import files, list_source
 from tests.support.small_text import read_source as read
 
@@ -32,13 +31,6 @@ def test_markdown_is_read_and_what_is_not_is_counted(tmp_path: Path) -> None:
         "text: ignoring stray.bin (2.5 kB), 2 .pdf (8 B), Makefile (4 B), t.tar.gz (4 B), gone.txt (0 B), "
         "half.parquet.part (0 B)",
     ]
-
-
-def test_many_kinds_are_cut_short(tmp_path: Path) -> None:
-    write(tmp_path / "a.txt", "x")
-    for number in range(30):
-        write(tmp_path / f"x.{number}", "x")
-    assert list_source(tmp_path).lines("text")[1].endswith(", 22 more")
 
 
 def test_an_empty_folder_says_what_it_holds(tmp_path: Path) -> None:
@@ -81,11 +73,3 @@ def test_links_are_followed_once(tmp_path: Path) -> None:
     ]
     (tmp_path / "root-link").symlink_to(root)
     assert list(read(tmp_path / "root-link")) == ["farther", "far", "own", "near"]
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (12_345, "12 kB"), (3e9, "3.0 GB"), (5e12, "5.0 TB")],
-)
-def test_sizes_are_readable(size: float, text: str) -> None:
-    assert human_size(size) == text
