@@ -21,7 +21,6 @@ from quern.flags.recipe_flags import Arguments
 from quern.generate.sampling import Sampling
 from quern.interop.command import ExportOptions, ImportOptions
 from quern.lab.options import BoardOptions, CompareOptions, ScalingOptions, SweepOptions
-from quern.model.gpt import GPT
 from quern.stages.jax import command as jax_command
 
 RECIPE_FILE = """
@@ -239,6 +238,7 @@ run --data a.txt --text.separator= → text.separator is empty: give the mark th
 pretrain --data a.txt --text.tinyworld-megabytes 1 → --data names another text: leave one of them out
 run --data a.txt --chat --no-sft → leave one of them out
 prepare --data a.txt --text.encoding klingon → text.encoding is auto, utf-8, cp1252 or the like, not klingon
+run --conversations spelling,split=test → --conversations spelling: split=test is for hf:OWNER/NAME
 prepare --data gsm8k → --data gsm8k: the set holds questions to fine-tune on, no text: give it to --conversations
 prepare --data fineweb-education → no such file, folder or data set; use tinyworld, a path, one of tinystories
 pretrain --val a.txt → --val is for a --data of your own: the built-in world makes its own
@@ -276,15 +276,6 @@ def test_every_number_among_the_flags_has_its_range() -> None:
     ]
     flags = [flag for kind in kinds for flag in check_flags.flags_of(kind)]
     assert [flag.name for flag in flags if flag.kind in check_flags.NUMBERS and range_of(flag.annotation) is None] == []
-
-
-def test_a_file_that_ends_in_a_recipe(tmp_path: Path) -> None:
-    path = tmp_path / "quiet.py"
-    path.write_text(RECIPE_FILE, encoding="utf-8")
-    parsed, source = verbs.parse("pretrain", Arguments([str(path), "--depth", "3"]), options.PretrainOptions)
-    assert source == RECIPE_FILE
-    assert (parsed.recipe.name, parsed.recipe.depth) == ("quiet", 3)
-    assert parsed.recipe.make_model.__name__ == "Quiet" and issubclass(parsed.recipe.make_model, GPT)
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,19 @@
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quern.bench.batches import write_empty_shards
 from quern.data.batch import prefetch
 from quern.data.loader import Batch, Loader, StreamLoader
 from quern.data.packing import METHODS, windows
 from quern.data.shards import Corpus
+from quern.process import start
 from tests.support.memory_corpus import memory_corpus
 
 BOS = 0
@@ -127,6 +130,18 @@ def test_a_batch_has_a_row_for_each_rank(rank, ranks):
         Loader(corpus_of([5, 6]), 8, 2).batch(0, rank, ranks)
 
 
+@pytest.mark.timeout(300)
+def test_a_loader_of_a_million_documents_starts_resumes_and_stays_small(tmp_path: Path) -> None:
+    """The bars are those of 10⁸ documents, docs/benchmarks/README.md: one group is in memory in both cases."""
+    documents, mean_tokens, context, batch_rows = 1_000_000, 100, 2048, 32
+    write_empty_shards(tmp_path, documents, mean_tokens, seed=0)
+    order = {"folder": str(tmp_path), "context": context, "batch_rows": batch_rows, "seed": 0}
+    with start("quern.bench.batches", "loader", order) as process:
+        answers = [process.ask(step) for step in (0, documents * mean_tokens // 2 // (context + 1) // batch_rows)]
+    for found in answers:
+        assert found["cpu_seconds"] < 10 and found.get("peak_bytes", 0) < 2e9 and found.get("own_bytes", 0) < 0.5e9
+
+
 # --- masks: fine-tuning ---
 
 
@@ -209,12 +224,7 @@ def test_a_stream_reports_its_rows_and_refuses_masks():
 # --- validation windows ---
 
 
-@given(
-    st.lists(st.integers(1, 50), min_size=1, max_size=12),
-    st.integers(1, 17),
-    st.integers(1, 5),
-    st.integers(1, 9),
-)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 17), st.integers(1, 5), st.integers(1, 9))
 def test_windows_count_every_token_once(lengths, context, rows_, multiple):
     if max(lengths) == 1:
         with pytest.raises(ValueError, match="nothing to evaluate"):

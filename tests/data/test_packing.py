@@ -1,7 +1,6 @@
 """Packing, compared with naive packers that follow each definition, one document at a time."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -117,19 +116,3 @@ def test_kept_tails_equal_the_naive_packer_and_lose_nothing(lengths, row_tokens,
     assert all(sum(len(places) for _, places in row) == row_tokens for row in rows[:-1])
     if all(n <= row_tokens for n in lengths):
         assert packing.report()["cropped_share"] == 0
-
-
-def web_lengths(count: int = 20_000) -> np.ndarray:
-    return np.random.default_rng(0).lognormal(6.0, 1.0, count).astype(np.int64) + 2
-
-
-def test_the_methods_rank_as_published():
-    """The published ranking: best-fit crops less than greedy; first-fit-decreasing pads almost nothing."""
-    lengths = web_lengths()
-    report = {method: pack(lengths, 2049, method).report() for method in METHODS}
-    unavoidable = np.maximum(lengths - 2049, 0).sum() / (lengths - 1).sum()
-    assert report["best-fit"]["utilisation"] > 0.9999 and report["greedy-crop"]["utilisation"] > 0.9999
-    assert report["best-fit"]["cropped_share"] < 0.6 * report["greedy-crop"]["cropped_share"]
-    assert report["first-fit-decreasing"]["padding_share"] < 0.01 < 0.1 < report["greedy-pad"]["padding_share"]
-    for method in ("greedy-pad", "first-fit-decreasing"):
-        assert report[method]["cropped_share"] == pytest.approx(unavoidable)

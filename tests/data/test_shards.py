@@ -1,6 +1,7 @@
-"""Shards: the bytes of the public format, damage, re-use, killed writers, foreign files, memory."""
+"""Shards: the bytes of the public format, damage, re-use, killed writers, foreign and many files, memory."""
 
 import os
+import resource
 import struct
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from quern.data.bin_files import read_bin
+from quern.data.loader import Loader, StreamLoader
 from quern.data.shards import Corpus
 from quern.data.token_file import ShardWriter, fingerprint, prepared
 from tests.support.memory_corpus import memory_corpus
@@ -272,3 +274,49 @@ def test_masks_come_back_from_disk(tmp_path: Path) -> None:
     path.write_bytes(b"\0" * path.stat().st_size)
     with pytest.raises(ValueError, match=r"train-00001.mask is damaged or was swapped"):
         Corpus.open(tmp_path, "train")
+
+
+@pytest.mark.parametrize(("shard_tokens", "files"), [(1, 25), (50, 7), (10**6, 1)])
+def test_the_index_of_files_is_that_of_arrays(tmp_path: Path, shard_tokens: int, files: int) -> None:
+    docs = documents(25)
+    write(tmp_path, "train", docs, shard_tokens=shard_tokens)
+    plain, corpus = memory_corpus(docs), Corpus.open(tmp_path, "train")
+    chosen = corpus.part(np.arange(25))
+    assert len(corpus.parts) == files
+    for each in (0, 3):
+        sizes = [sum(map(len, docs[:number])) + each * number for number in range(26)]
+        for size in range(sizes[-1] + 3):
+            expected = next((number for number in range(25) if sizes[number] >= size), 25)
+            assert [one.at_size(size, each) for one in (plain, corpus, chosen)] == [expected] * 3
+    for one in (plain, corpus, chosen):
+        assert [one.tokens_before(number) for number in range(26)] == [sum(map(len, docs[:n])) for n in range(26)]
+    some = np.random.default_rng(1).integers(0, 25, 100)
+    assert np.array_equal(corpus.take(some), plain.take(some)) and np.array_equal(chosen.take(some), plain.take(some))
+    with pytest.raises(IndexError, match="numbered 0 to 24"):
+        corpus.take(np.array([0, 25]))
+
+
+def test_more_shards_than_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quern.data.shards.FILES_MAPPED", 16)
+    docs = documents(120)
+    write(tmp_path, "train", docs, shard_tokens=1)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    open_already = max(map(int, os.listdir("/dev/fd")))  # by other tests of this process
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_already + 100, limits[1]))
+    try:
+        corpus = Corpus.open(tmp_path, "train")
+        assert contents(corpus) == docs
+        for loader in (Loader(corpus, 200, 64), StreamLoader(corpus, 200, 64)):
+            seen = {int(token) for step in range(loader.steps_per_epoch) for token in loader.batch(step).targets.flat}
+            assert seen >= {token for document in docs for token in document[1:]}
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_large_corpus_is_hashed_when_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flip(folder / "train-00002.bin", [])
+    monkeypatch.setattr("quern.data.shards.VERIFIED_BYTES", 500)
+    corpus = Corpus.open(folder, "train")
+    assert corpus.gather(0).tolist() == documents(100)[0]
+    with pytest.raises(ValueError, match="train-00002.bin is damaged or was swapped"):
+        contents(corpus)

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quern.cli import main
 from quern.data.shards import Corpus
-from quern.text.encode.pool import FEW_UNITS, encoded, write_shards
+from quern.text.encode.pool import FEW_UNITS, encoded, on_cluster, on_processes, write_shards
 from quern.text.tokenizer import Tokenizer
 
 TEXTS = [f"{number} stones of the mill" for number in range(200)]
@@ -80,3 +81,63 @@ def test_an_error_of_the_text_is_raised_and_finished_shards_are_continued(worker
     assert said[0].startswith("tokens: train continues after ") and len(said) == 2
     corpus = Corpus.open(tmp_path, "train", fingerprint="mark")
     assert [TOKENIZER.decode(corpus.gather(i)[1:].tolist()) for i in range(corpus.num_documents)] == TEXTS
+
+
+# On a Ray cluster of two workers on this machine --------------------------------------------------------------------
+
+
+def shards_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray = pytest.importorskip("ray", reason="the extra ray is not installed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+        yield
+        ray.shutdown()
+
+
+def encoders_there() -> list[int]:
+    """Process ids of Ray's actors that encode."""
+    titles = {int(path.parent.name): path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")}
+    return [pid for pid, title in titles.items() if title.startswith(b"ray::_Encoder")]
+
+
+@pytest.mark.campaign
+def test_shards_of_a_cluster_are_those_of_one_process(cluster: None, tmp_path: Path) -> None:
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(f'{{"text": "{number} stones of the mill, {"grain " * 900}"}}\n' for number in range(1600)))
+    asked = f"prepare --data {text} --text.vocab-size 300 --out {tmp_path}"
+    assert main.main([*f"{asked}/plain --workers 1".split()]) == 0
+    assert main.main([*f"{asked}/ray --engine ray".split()]) == 0
+    plain, ours = shards_in(tmp_path / "plain" / "data"), shards_in(tmp_path / "ray" / "data")
+    assert plain.keys() == ours.keys() and len(plain) >= 5
+    assert all(plain[name] == ours[name] for name in plain if not name.endswith("digests.json"))
+    for start_workers in (on_processes, on_cluster):
+        folder = tmp_path / start_workers.__name__
+        how = {"workers": 2, "shard_tokens": 211, "unit_characters": SMALL_UNITS, "start_workers": start_workers}
+        write_shards(iter(TEXTS), TOKENIZER, folder, "train", "mark", print, **how)
+    assert shards_in(tmp_path / "on_processes") == shards_in(tmp_path / "on_cluster")
+
+
+@linux
+@pytest.mark.campaign
+def test_units_of_a_lost_encoder_are_encoded_again(cluster: None) -> None:
+    how = (TOKENIZER, np.dtype("<u2"))
+    expected = [unit.ids.tolist() for unit in encoded(TEXTS, *how, unit_characters=SMALL_UNITS)]
+    units = encoded(TEXTS, *how, 2, SMALL_UNITS, on_cluster)
+    found = [next(units).ids.tolist()]
+    os.kill(encoders_there()[0], signal.SIGKILL)
+    assert found + [unit.ids.tolist() for unit in units] == expected
+
+
+def test_a_missing_ray_is_named_with_how_to_install_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main.main([*f"prepare --engine ray --out {tmp_path}".split()]) != 0
+    assert "a Ray cluster needs an extra package" in (said := capsys.readouterr().err) and "'.[ray]'" in said
+    assert list(tmp_path.iterdir()) == []

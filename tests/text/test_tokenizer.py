@@ -6,12 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quern.text.tokenizer import (
-    SPECIAL_TOKENS,
-    Tokenizer,
-    compression_report,
-    split_pattern,
-)
+from quern.text.tokenizer import SPECIAL_TOKENS, Tokenizer, compression_report, split_pattern
 
 CORPUS = [
     "The miller grinds the grain. The grain was 1234567 years old, said the miller's daughter.\n\n" * 5,

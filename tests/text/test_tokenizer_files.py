@@ -228,10 +228,7 @@ def test_a_tiktoken_file_gives_the_ids_of_tiktoken(
     path.write_bytes(b"".join(base64.b64encode(token) + f" {rank}\n".encode() for token, rank in ranks.items()))
     ours = open_tokenizer(path)
     theirs = tiktoken.Encoding(
-        "theirs",
-        pat_str=settings["pat_str"],
-        mergeable_ranks=ranks,
-        special_tokens=settings["special_tokens"],
+        "theirs", pat_str=settings["pat_str"], mergeable_ranks=ranks, special_tokens=settings["special_tokens"]
     )
     assert ours.bos == settings["special_tokens"]["<|endoftext|>"] and not ours.notes
     assert [ours.encode(text) for text in TEXTS] == theirs.encode_ordinary_batch(TEXTS)

@@ -1,0 +1,188 @@
+"""The command line as a process: it ends quietly at Ctrl-C, at a reader that closes the pipe, without an extra. Help
+and errors need no PyTorch: what a process imports, and the processor time that it takes."""
+
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_cli import HELP
+
+ROOT = Path(__file__).parents[2]
+STARTS = {
+    "module": ["-m", "quern.cli.main"],
+    "script": ["-c", "import sys; from quern.cli.main import main; sys.exit(main())"],
+}
+
+
+@pytest.mark.parametrize(("start", "imported"), [("module", "torch.nn.functional"), ("script", "numpy")])
+def test_ctrl_c_during_the_imports_is_one_line(start: str, imported: str) -> None:
+    """The interpreter tells of each module that it has imported: SIGINT comes when it has told of this one."""
+    command = [sys.executable, "-X", "importtime", *STARTS[start], "bench", "train", "--quick"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr
+        next(line for line in process.stderr if line.split("|")[-1].strip() == imported)
+        process.send_signal(signal.SIGINT)
+        said = [line for line in process.stderr if not line.startswith("import time:")]
+    assert (process.returncode, said) == (130, ["interrupted\n"])
+
+
+ENDS = """
+import os, sys
+missing = sys.argv.pop(1).split()
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in missing:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+from quern.cli.main import main
+reader, writer = os.pipe()
+os.close(reader)
+told = os.fdopen(os.dup(2), "w")
+
+def code_of(line):
+    streams, *arguments = line.split()
+    for file in range(1, int(streams) + 1):
+        os.dup2(writer, file)
+    try:
+        return main(arguments)
+    except SystemExit as done:
+        return done.code
+    finally:
+        sys.stdout.flush()
+        os.dup2(told.fileno(), 2)
+
+for line in sys.stdin.read().splitlines():
+    print(code_of(line), line, file=told, flush=True)
+os.dup2(writer, 1)
+print("not flushed")
+sys.exit(main(["nosuch"]))
+"""
+"""Runs each line of stdin, a command whose stdout (1) or both streams (2) are pipes without a reader. The packages in
+the argument are not installed."""
+
+
+def test_a_reader_that_leaves_ends_help_quietly_also_where_no_extra_is_installed() -> None:
+    """Oracle of the extras: pyproject.toml. What an extra is missing for is an error on stderr, and exit code 1."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = [row for name, rows in project["optional-dependencies"].items() if name != "dev" for row in rows]
+    own, more = ({re.split("[<>=;]", row)[0] for row in rows} for rows in (project["dependencies"], extras))
+    missing = {"pyyaml": "yaml"}
+    packages = " ".join(missing.get(name, name.replace("-", "_")) for name in more - own)
+    commands = [f"1 {verb} --help" for verb in HELP] + ["2", "2 nosuch", "2 serve --help", "2 pretrain --nosuch"]
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS, packages],
+        input="\n".join(commands),
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    *said, last = done.stderr.splitlines()
+    assert said == [f"141 {command}" for command in commands]
+    assert last.startswith("quern: there is no 'nosuch'") and done.returncode == 141
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_a_full_disk_is_one_line_without_a_traceback() -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        command = [sys.executable, "-m", "quern", "--help"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    said = "quern: the output cannot be written (No space left on device): send it elsewhere\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
+# What a process imports -----------------------------------------------------------------------------------------------
+
+
+FORKS = """
+import os, sys, time
+from quern.cli import main, verbs
+from quern.cli.options import log
+shared = time.process_time()
+for line in sys.stdin.read().splitlines():
+    child = os.fork()
+    if not child:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        try:
+            main.main(line.split())
+        except SystemExit:
+            pass
+        heavy = {"numpy", "torch", "jax", "transformers", "scipy", "starlette", "ray"} & set(sys.modules)
+        print("took", shared + time.process_time(), *heavy, file=sys.stderr, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+"""Runs each line of stdin in a process of its own, which prints its processor time and the large libraries it has."""
+
+
+def starts(commands: list[str]) -> list[tuple[float, set[str]]]:
+    """The processor time of each command, in seconds, and the large libraries that it imports."""
+    done = subprocess.run([sys.executable, "-c", FORKS], input="\n".join(commands), capture_output=True, text=True)
+    rows = [line.split()[1:] for line in done.stderr.splitlines() if line.startswith("took ")]
+    assert len(rows) == len(commands), done.stderr
+    return [(float(seconds), set(heavy)) for seconds, *heavy in rows]
+
+
+TRAINS = """pretrain --depth 2 --model.width 32 --model.head-dim 16 --model.context 48 --text.vocab-size 320
+ --text.tinyworld-megabytes 0.1 --text.val-megabytes 0.01 --train.steps 2 --train.batch-tokens 192
+ --no-compile --dtype fp32 --threads 1 --device cpu --out""".split()
+LOADED = """
+import sys, torch
+before = set(sys.modules)
+from quern.cli.main import main
+code = main(sys.argv[1:])
+more = sorted(set(sys.modules) - before)
+heavy = [name for name in more if name.startswith("torch.distributed.checkpoint")]
+sys.exit(code or f"imported {heavy}" if heavy else code)
+"""
+
+
+def test_one_process_saves_without_torch_distributed_checkpoint_and_shows_what_it_learned(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LOADED, *TRAINS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    *_, losses, title, first, second, following = re.sub(r"\n  +(?!.*▸).*", "", done.stdout).rstrip().splitlines()
+    assert len(re.findall(r"^pretrain(?:ing: [12] of 2 steps|ed on .*), loss \d", done.stdout, re.MULTILINE)) == 3
+    assert re.search(r"loss \d\.\d+, validation loss \d\.\d+, \d\.\d+ bits per byte → ", losses)
+    assert title == "the model continues texts, from ▸ on:"
+    assert first.startswith("  Once upon a time▸") and second.startswith("  The river▸")
+    assert following == f"next: `quern sft first --out {tmp_path}`, `quern chat first --out {tmp_path}`"
+
+
+def test_help_imports_no_large_library_and_takes_little_time() -> None:
+    commands = [f"{verb} --help" for verb in HELP]
+    found = dict(zip(commands, starts(commands), strict=True))
+    assert {command: heavy for command, (_, heavy) in found.items() if heavy} == {}
+    slow = [command for command, (seconds, _) in found.items() if seconds > 0.7]
+    again = [starts(slow) for _ in range(2)] if slow else []  # other processes can slow one down
+    for command, *repeated in zip(slow, *again, strict=True):
+        assert min(seconds for seconds, _ in repeated) <= 0.7, command
+
+
+def test_refusals_import_no_tensor_library() -> None:
+    commands = ["pretrain --nosuch", "pretrain --depth 0", "chat --out no/such -p x", "sft --out no/such", "lab nosuch"]
+    for command, (_, heavy) in zip(commands, starts(commands), strict=True):
+        assert heavy <= {"numpy"}, command
+
+
+@pytest.mark.parametrize("argument", ["", "--help", "--version", "nosuch"])
+def test_the_first_line_is_there_at_once(argument: str) -> None:
+    """Processor time of a process, which PyTorch's import alone exceeds."""
+    used = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-m", "quern", *argument.split()], capture_output=True, check=False)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        used.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        if used[-1] <= 0.3:
+            return
+    raise AssertionError(used)
