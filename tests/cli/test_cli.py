@@ -59,18 +59,8 @@ def test_without_a_verb_it_says_what_there_is(arguments: list[str], capsys: pyte
     )
 
 
-HELP = [
-    *verbs.VERBS,
-    "serve keys",
-    "serve keys add",
-    "bench gpu",
-    "grug train",
-    "grug eval",
-    "grug export",
-    "grug import",
-    "grug gauntlet",
-]
-HELP += [f"lab {tool}" for tool in lab.TOOLS]
+HELP = [*verbs.VERBS, "serve keys", "serve keys add", "bench gpu", *(f"lab {tool}" for tool in lab.TOOLS)]
+HELP += [f"grug {verb}" for verb in ("train", "eval", "export", "import", "gauntlet")]
 
 
 @pytest.mark.parametrize("verb", HELP)
@@ -262,18 +252,10 @@ def test_what_is_mistyped_is_named_with_what_is_valid(
 
 
 def test_every_number_among_the_flags_has_its_range() -> None:
-    of_verbs = [options.PrepareOptions, options.RunAllOptions, options.PretrainOptions, options.EvaluateOptions]
-    of_verbs += [options.CompleteOptions, options.ChatOptions, options.ServeOptions, options.ReportOptions]
-    stages = [ImportOptions, BenchOptions, ExportOptions, PlanOptions]
-    of_lab = [CompareOptions, ScalingOptions, SweepOptions, BoardOptions]
-    kinds = [
-        *of_verbs,
-        *stages,
-        *of_lab,
-        jax_command.JaxTrainOptions,
-        jax_command.JaxMoveOptions,
-        jax_command.GauntletOptions,
-    ]
+    kinds = [options.PrepareOptions, options.RunAllOptions, options.PretrainOptions, options.EvaluateOptions]
+    kinds += [options.CompleteOptions, options.ChatOptions, options.ServeOptions, options.ReportOptions]
+    kinds += [ImportOptions, BenchOptions, ExportOptions, PlanOptions, CompareOptions, ScalingOptions, SweepOptions]
+    kinds += [BoardOptions, jax_command.JaxTrainOptions, jax_command.JaxMoveOptions, jax_command.GauntletOptions]
     flags = [flag for kind in kinds for flag in check_flags.flags_of(kind)]
     assert [flag.name for flag in flags if flag.kind in check_flags.NUMBERS and range_of(flag.annotation) is None] == []
 
@@ -332,9 +314,6 @@ def test_a_tilde_is_the_home_folder(
     found = [recipe.data, recipe.val, recipe.conversations[0].source, recipe.text.tokenizer, recipe.sft.tests]
     assert [*found, recipe.rl.data] == [str(home / name) for name in "a.txt b.txt c.jsonl t.json d e".split()]
     assert str(home / "out") in refused(capsys, "report", "--out=~/out")
-    (home / "a.txt").write_text("the mill grinds the grain of the miller\n" * 200, encoding="utf-8")
-    assert main.main(["tokenizer", "--data=~/a.txt", "--out=~/out", "--text.vocab-size", "300"]) == 0
-    assert (home / "out" / "tokenizers").is_dir() and [path.name for path in tmp_path.iterdir()] == ["home"]
 
 
 def test_every_field_of_sampling_is_a_flag() -> None:

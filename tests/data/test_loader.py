@@ -1,7 +1,6 @@
 """The packed loader: rows, masks, refusals, windows for validation, prefetch."""
 
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -280,28 +279,17 @@ def test_prefetch_equals_the_plain_loop(depth):
 @pytest.mark.timeout(30)
 def test_a_failing_reader_raises_in_the_consumer_at_its_step():
     batches = prefetch(Breaking(corpus_of([9, 9]), 8, 2), 0, 9)
-    began = time.monotonic()
     for _ in range(3):
         next(batches)
     with pytest.raises(OSError, match="the disk went away"):
         next(batches)
-    assert time.monotonic() - began < 10 and not prefetching()
+    assert not prefetching()
 
 
 @pytest.mark.timeout(30)
 def test_a_consumer_that_leaves_early_stops_the_thread():
-    loader = Loader(corpus_of([9, 9]), 8, 2)
-    batches = prefetch(loader, 0, None)
+    batches = prefetch(Loader(corpus_of([9, 9]), 8, 2), 0, None)
     next(batches)
     assert prefetching()
-    began = time.monotonic()
-    batches.close()  # type: ignore[attr-defined]
+    batches.close()
     assert not prefetching()
-
-    def consume() -> None:
-        for _ in prefetch(loader, 0, None):
-            raise KeyError("the consumer broke")
-
-    with pytest.raises(KeyError):
-        consume()
-    assert not prefetching() and time.monotonic() - began < 10

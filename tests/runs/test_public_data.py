@@ -15,8 +15,7 @@ from quern.recipe import ConversationSource, Resolved, TextRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from quern.runs.public_data import fetch_conversations, public_data, shards_used
-from quern.text import data_sets, downloads
-from quern.text.data_sets import DataSet
+from quern.text import downloads
 from tests.support.hub_server import COMMIT, Hub, hub_server, parquet
 
 
@@ -110,21 +109,6 @@ def test_a_size_without_digest_is_enough(hub: Hub, tmp_path: Path) -> None:
     hub.digests = False
     found = public_data(recipe_for("hf:mill/words", shards=2), tmp_path)
     assert found is not None and all(path.exists() for path in found.train)
-
-
-def test_a_set_that_quern_knows_by_name_is_read_at_the_commit_of_its_first_use(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub.sets["mill/tales"] = {f"data/{name}.parquet": words(name) for name in ("a", "b", "v")}
-    known = DataSet("tales", "mill/tales", "data", ("a.parquet", "b.parquet"), ("v.parquet",), file_tokens=100)
-    monkeypatch.setattr(data_sets, "DATASETS", {"tales": known})
-    said: list[str] = []
-    found = public_data(recipe_for("tales", shards=2), tmp_path, said.append)
-    assert found is not None and said == [] and all(path.exists() for path in found.train)
-    assert hub.files_asked() == [f"mill/tales/data/{name}.parquet" for name in "vab"]
-    assert any(path == f"/datasets/mill/tales/resolve/{COMMIT}/data/b.parquet" for path, _, _ in hub.asked)
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    assert public_data(recipe_for("tales", shards=2), tmp_path) == found
 
 
 def test_the_command_line_reads_the_column_of_the_set_and_writes_nothing_into_the_home_folder(

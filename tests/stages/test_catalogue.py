@@ -12,12 +12,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import pytest
 
 from quern.cli import main
 from quern.data.shards import Corpus
-from quern.eval.chat import TASKS, find_chat_tasks, read_items
+from quern.eval.chat import TASKS, read_items
 from quern.machine import Machine
 from quern.mixture.prepare import prepare_mixture
 from quern.recipe import Resolved, TextRecipe
@@ -35,6 +34,7 @@ from quern.text.data_sets import DATASETS, DataSet
 from quern.text.tokenizer import Tokenizer
 from tests.support.hub_server import Hub, hub_server, parquet
 from tests.support.llama_run import llama_recipe, write_run
+from tests.support.small_text import token_shard
 from tests.support.toy_training import CPU
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -69,13 +69,6 @@ def rows(name: str, dataset: DataSet, file: str) -> list[dict[str, Any]]:
     return [{"text": text, **(OF_FINEWEB if name == "fineweb-edu-10b" else {})} for text in texts(file)]
 
 
-def token_shard(file: str) -> bytes:
-    tokens = [token for text in texts(file) for token in (TOKENIZER.bos, *TOKENIZER.encode(text))]
-    header = np.zeros(256, dtype="<i4")
-    header[:3] = 20240520, 1, len(tokens)
-    return header.tobytes() + np.array(tokens, dtype="<u2").tobytes()
-
-
 def vocabulary() -> bytes:
     tokens = [*(bytes([byte]) for byte in TOKENIZER.single_bytes), *TOKENIZER.merges]
     return b"".join(base64.b64encode(token) + f" {rank}\n".encode() for rank, token in enumerate(tokens))
@@ -88,7 +81,11 @@ def hub() -> Iterator[Hub]:
         for name, dataset in DATASETS.items():
             held = hub.sets.setdefault(dataset.repository, {})
             for file in (*dataset.train[:FILES], *dataset.val):
-                made = token_shard(file) if dataset.kind == "tokens" else parquet(rows(name, dataset, file))
+                made = (
+                    token_shard(TOKENIZER, texts(file))
+                    if dataset.kind == "tokens"
+                    else parquet(rows(name, dataset, file))
+                )
                 held[dataset.path(file)] = made
         hub.others = {"r50k_base.tiktoken": vocabulary()}
         yield hub
@@ -146,13 +143,6 @@ def test_a_set_to_fine_tune_on_is_prepared(served: None, tmp_path: Path, name: s
     assert mixture.train.num_documents == count
     asked = [TOKENIZER.decode(mixture.val.gather(i)[2:].tolist()) for i in range(mixture.val.num_documents)]
     assert [text.partition("<|user_end|>")[0] for text in asked] == texts(dataset.val[0])
-
-
-@pytest.mark.parametrize("name", of_kind("questions"))
-def test_the_test_split_of_a_question_set_is_asked_by_evaluation(served: None, tmp_path: Path, name: str) -> None:
-    fetch_conversations(replace(RECIPE, conversations=(name,)).conversation_sources[0], tmp_path)
-    (asked,) = find_chat_tasks(tmp_path / "downloads", tmp_path, [name], None, print)
-    assert len(asked.items) == 40 and DATASETS[name].val[0] in str(asked.items[0].messages)
 
 
 def test_the_files_of_chat_tasks_are_downloaded_by_name(

@@ -11,18 +11,14 @@ import pytest
 import torch
 
 from quern import compiler
-from quern.chat.commands import COMPLETING, HELP, talk
-from quern.chat.conversation import Conversation
+from quern.chat.commands import COMPLETING, HELP
 from quern.cli import main
-from quern.generate.engine import Engine
-from quern.generate.reply import Event
-from quern.generate.sampling import Sampling
 from quern.model.context import CausalContext
 from quern.stages.complete import read_prompt
 from quern.terminal import CONTROL
 from quern.train import checkpoint
 from tests.support.llama_run import llama_recipe, model_of, random_state, write_run
-from tests.support.toy_engine import toy_engine, toy_tokenizer
+from tests.support.toy_engine import toy_tokenizer
 
 PROMPT = "The miller"
 TOKENIZER = toy_tokenizer()
@@ -169,30 +165,3 @@ def test_a_chat_with_a_base_model_continues_texts_and_says_why(
     piped(monkeypatch, b"/complete\n/chat\n")
     assert main.main(["chat", *(flag.format(tuned) for flag in flags)]) == 0
     assert capsys.readouterr().out == f"{COMPLETING}\n{HELP}\n"
-
-
-def test_the_mode_is_switched_inside_the_chat() -> None:
-    """A text is continued without the conversation, which goes on after it."""
-    engine, pieces = Recording(toy_engine(context=256)), list[str]()
-    typed = iter(["One?", "/complete", " The miller ", "/chat", "Two?", ""])
-    conversation = Conversation(engine, Sampling(0.0, 0, 1.0), 8, seed=0, put=pieces.append)
-    talk(conversation, lambda prompt: next(typed), interactive=False)
-    shown = "".join(pieces)
-    assert shown.count(COMPLETING) == 1 and shown.count(HELP) == 1
-    first, text, second = engine.prompts
-    assert text == [TOKENIZER.bos, *TOKENIZER.encode(" The miller ")]
-    assert second[: len(first)] == first and engine.plain == [False, True, False]
-
-
-class Recording(Engine):
-    """Keeps the prompts."""
-
-    def __init__(self, engine: Engine):
-        super().__init__(engine.model, engine.tokenizer, engine.machine)
-        self.prompts: list[list[int]] = []
-        self.plain: list[bool] = []
-
-    def events(self, prompts: Any, **arguments: Any) -> Iterator[Event]:
-        self.prompts += [list(prompt) for prompt in prompts]
-        self.plain.append(arguments.get("plain", False))
-        return super().events(prompts, **arguments)

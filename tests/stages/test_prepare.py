@@ -82,9 +82,8 @@ def test_a_recipe_filters_its_documents_and_makes_another_text_by_its_constants_
         kept = texts_of(some.train, some.tokenizer) + texts_of(some.val, some.tokenizer)
         assert sorted(kept) == sorted(text for text in texts if int(text.split(":")[0]) % share == 1)
         found.append(some.origin)
-    assert (
-        found[1].text == found[3].text and len({one.text for one in found}) == len({one.shards for one in found}) == 3
-    )
+    assert found[1].text == found[3].text
+    assert len({one.text for one in found}) == len({one.shards for one in found}) == 3
 
 
 def cleaned(texts: Iterator[str], split: str) -> Iterator[str]:
@@ -274,30 +273,12 @@ def test_a_folder_that_has_the_outputs_is_the_same_text_again(tmp_path: Path) ->
         assert again.origin == first.origin and "is up to date" in said and "metrics" not in said
 
 
-def test_errors_name_what_would_work(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no such file, folder or data set; use tinyworld, a path, one of"):
-        made(recipe_for(tmp_path / "nowhere"), tmp_path / "out")
+def test_a_text_that_is_empty_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("", encoding="utf-8")
-    with pytest.raises(
-        ValueError, match="^the train text of 'empty' is empty: give more text, or --val for validation$"
-    ):
+    message = "^the train text of 'empty' is empty: give more text, or --val for validation$"
+    with pytest.raises(ValueError, match=message):
         made(recipe_for(tmp_path / "empty.txt"), tmp_path / "out")
-    (tmp_path / "wrong.jsonl").write_text('{"body": "x"}\n', encoding="utf-8")
-    with pytest.raises(ValueError, match="only 'body': name the one that holds the text with --text.column NAME$"):
-        made(recipe_for(tmp_path / "wrong.jsonl"), tmp_path / "out")
-    with pytest.raises(ValueError, match="^data is empty: name a file, a folder or a data set$"):
-        recipe_for("")
     assert not (tmp_path / "out").exists()
-
-
-def test_an_output_folder_that_cannot_be_is_refused_before_any_work(tmp_path: Path) -> None:
-    taken = tmp_path / "taken"
-    taken.write_text("", encoding="utf-8")
-    said: list[str] = []
-    for out in (taken, taken / "below"):
-        with pytest.raises(NotADirectoryError, match=f"^--out {out}: {taken} is no folder, choose another one$"):
-            prepare(recipe_for("tinyworld"), out, said.append)
-    assert said == []
 
 
 def test_tinyworld_is_the_worlds_own_splits(tmp_path: Path) -> None:
@@ -312,18 +293,16 @@ def test_tinyworld_is_the_worlds_own_splits(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_is_trained_on_a_sample_of_a_large_text_and_on_all_of_a_small_one(tmp_path: Path) -> None:
-    early, late = (f"{word} {word}s and {word}ed, " * 5 for word in ("millstone", "riverbank"))
-    texts = [f"{number}: {early if number < 300 else late}" for number in range(600)]
-    data, size = write_jsonl(tmp_path / "t.jsonl", texts), sum(map(len, texts)) / 1e6
+    texts = documents(600)
+    data, size = write_jsonl(tmp_path / "t.jsonl", texts), sum(len(text.encode()) for text in texts) / 1e6
     recipe = recipe_for(data, tokenizer_megabytes=size / 10)
     made = [
         train_tokenizer(asked, open_source(asked, tmp_path / name), tmp_path / name, lambda line: None)
         for name, asked in (("one", recipe), ("two", replace(recipe, seed=1)))
     ]
     assert made[0].merges == made[1].merges, "the same text, the same sample"
-    assert len(made[0].encode(" millstone")) < 5 > len(made[0].encode(" riverbank"))
     first = Tokenizer.train(texts, 300, made[0].pattern, max_bytes=int(size / 10 * 1e6))
-    assert len(first.encode(" riverbank")) > 5, "its beginning alone does not know the end"
+    assert first.merges != made[0].merges, "not its beginning"
     small = recipe_for(data, tokenizer_megabytes=size)
     source = open_source(small, tmp_path / "three")
     whole = Tokenizer.train(source.read("train"), 300, made[0].pattern)

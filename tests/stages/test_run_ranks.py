@@ -1,17 +1,21 @@
 """Stages on two ranks over gloo, from nothing and after a fault: models, scores and report of one process. What rank 0
-does first may take longer than any collective waits, and its end is noticed."""
+does first may take longer than any collective waits, and its end is noticed. Metrics in the files of TensorBoard and
+Weights & Biases, both real and offline, are read back without quern."""
 
 import json
 import signal
+import struct
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quern.records import read_metrics
+from quern.records import StageFolder, TensorBoardTracker, find_trackers, read_metrics
 from quern.train import manifest
 from tests.parallel.test_faults import PRETRAIN, SHORT, lines_with
-from tests.stages.test_run_all import TOY
+from tests.stages.test_run_all import STAGES, TOY
 from tests.support.faulty_ranks import FaultyRanks
 
 PRETRAIN_STEPS, SFT_STEPS = 8, 6
@@ -31,6 +35,15 @@ def planted(*arguments, **options):
 sft.ready_model = planted
 RECIPE = replace(BASELINE, name="planted")
 """
+OFFLINE = """
+import os
+from quern.recipes.gpt import RECIPE
+
+os.environ |= {{"WANDB_MODE": "offline", "HOME": {home!r}}}  # wandb keeps its own logs in the home folder
+"""
+TRACKERS = ("tensorboard", "wandb")
+TRACKED = all(map(find_spec, TRACKERS))
+needs_trackers = pytest.mark.skipif(not TRACKED, reason="needs tensorboard and wandb")
 RL = """--rl.rewards counting --rl.kl 0.1 --rl.steps 2 --rl.groups 3 --rl.samples 3 --rl.max-tokens 6
  --rl.val-questions 2 --rl.val-samples 2 --no-compile --dtype fp32 --threads 1""".split()
 
@@ -46,11 +59,13 @@ def cold(faulty_server: FaultyRanks, tmp_path_factory: pytest.TempPathFactory) -
     shards; and the answers to the last two, and to a command whose fine-tuning fails by an error of the user."""
     folder = tmp_path_factory.mktemp("cold")
     (folder / "planted.py").write_text(RECIPE, encoding="utf-8")
+    (folder / "offline.py").write_text(OFFLINE.format(home=str(folder)), encoding="utf-8")
+    tracked = [str(folder / "offline.py"), "--track", *TRACKERS] if TRACKED else []
     killed = {"faults": [{"kind": "kill", "rank": 1, "step": PRETRAIN_STEPS + 5}], "restarts": 1}
     requests = [
         request(folder, "alone", ranks=1),
         request(folder, "replicas", **killed),
-        request(folder, "shards", "--tp", "2"),
+        request(folder, "shards", *tracked, "--tp", "2"),
         request(folder, "refused", str(folder / "planted.py"), restarts=1),
     ]
     alone, *others = faulty_server.together(requests)
@@ -72,7 +87,8 @@ def titles(run: Path) -> list[str]:
 def test_two_ranks_leave_what_one_process_leaves(cold: tuple[Path, list[dict[str, Any]]], name: str) -> None:
     folder, _ = cold
     runs = [folder / each / "runs" / each for each in ("alone", name)]
-    files = [{str(p.relative_to(run)) for p in run.rglob("*") if p.suffix != ".safetensors"} for run in runs]
+    left = [{p.relative_to(run) for p in run.rglob("*") if p.suffix != ".safetensors"} for run in runs]
+    files = [{str(p) for p in some if not {*TRACKERS, "recipe_source.py"} & {*p.parts}} for some in left]
     assert files[0] == files[1]
     assert files[0] >= {"report.html", "report.md", "evaluate.jsonl", "answers/sft/tinyworld/sums.answers.jsonl"}
     for stage, steps in (("pretrain", PRETRAIN_STEPS), ("sft", SFT_STEPS)):
@@ -162,3 +178,79 @@ def test_rank_0_is_stopped_or_its_machine_is_gone(faulty_server: FaultyRanks) ->
     assert found["exits"] == [[-signal.SIGKILL, 1]] and found["result"] is None, found
     (line,) = lines_with("quern pretrain:", found["said"])
     assert line.startswith("quern pretrain: rank 0 is gone or stopped, last seen setting up; rank 1 is ")
+
+
+# Trackers ------------------------------------------------------------------------------------------------------------
+
+Numbers = dict[tuple[str, int], float]
+BLOCK, HEADER = 32_768, 7
+
+
+def of_quern(stage: Path) -> Numbers:
+    lines = read_metrics(stage)
+    return {(name, line["step"]): value for line in lines for name, value in line.items() if name != "step"}
+
+
+def of_tensorboard(stage: Path) -> list[tuple[tuple[str, int], float]]:
+    from tensorboard.backend.event_processing import event_accumulator as events
+
+    read = events.EventAccumulator(str(stage / "tensorboard"), size_guidance={events.SCALARS: 0}).Reload()
+    return [((tag, one.step), one.value) for tag in read.Tags()["scalars"] for one in read.Scalars(tag)]
+
+
+def of_wandb(stage: Path) -> tuple[Numbers, list[Any]]:
+    """The history in the file of a wandb run, and the runs' own records."""
+    from wandb.proto import wandb_internal_pb2 as proto
+
+    (path,) = stage.glob("wandb/offline-run-*/*.wandb")
+    found: Numbers = {}
+    runs = []
+    for body in records_of(path.read_bytes()):
+        record = proto.Record.FromString(body)
+        items = {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
+        found |= {(name, int(items["_step"])): float(value) for name, value in items.items() if name[0] != "_"}
+        runs += [record.run] if record.HasField("run") else []
+    return found, runs
+
+
+def records_of(data: bytes) -> Iterator[bytes]:
+    """The records of LevelDB's log format: blocks of chunks with checksum, length and type (1 whole, 2 to 4 parts)."""
+    at, parts = HEADER, b""
+    while at + HEADER <= len(data):
+        if BLOCK - at % BLOCK < HEADER:
+            at += BLOCK - at % BLOCK
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        parts += data[at + HEADER : at + HEADER + length]
+        at += HEADER + length
+        if kind in (1, 4):
+            yield parts
+            parts = b""
+
+
+@needs_trackers
+@pytest.mark.parametrize("stage", STAGES)
+def test_both_trackers_have_every_number_of_a_stage(cold: tuple[Path, list[dict[str, Any]]], stage: str) -> None:
+    folder = cold[0] / "shards/runs/shards" / stage
+    numbers = of_quern(folder)
+    assert {("loss", 6), ("val_loss", 6)} <= numbers.keys()
+    assert dict(of_tensorboard(folder)) == {key: pytest.approx(value, rel=1e-6) for key, value in numbers.items()}
+    found, (begun,) = of_wandb(folder)
+    assert found == numbers
+    assert (begun.project, begun.run_group, begun.job_type) == ("quern", "shards", stage)
+    assert begun.run_id == (folder / "wandb/id").read_text(encoding="utf-8")
+
+
+@needs_trackers
+def test_the_lines_of_a_resumed_stage_are_there_once(tmp_path: Path) -> None:
+    """The stage dies after step 6, and goes on from its checkpoint of step 3."""
+    lost, kept = 1.0, 2.0
+    for first, last, loss in ((1, 6, lost), (4, 8, kept)):
+        trackers = [make(tmp_path, {}) for make in find_trackers(["tensorboard"])]
+        assert isinstance(trackers[0], TensorBoardTracker)
+        with StageFolder(tmp_path, trackers) as folder:
+            folder.rewind(first - 1)
+            for step in range(first, last + 1):
+                folder.metric(step=step, loss=loss)
+    found = of_tensorboard(tmp_path)
+    assert found == [(("loss", step), lost if step < 4 else kept) for step in range(1, 9)]
+    assert dict(found) == of_quern(tmp_path)

@@ -42,7 +42,6 @@ class Hub:
         statuses: The answers to the next requests for files, instead of the file.
         cuts: The next answers of files break off after so many bytes; None for a whole one.
         reset: They end by a reset, not by an orderly close.
-        ranges: Whether a part of a file can be asked for.
         asked: (path, authorization, range) of each request.
     """
 
@@ -57,7 +56,6 @@ class Hub:
     statuses: list[int] = field(default_factory=list)
     cuts: list[int | None] = field(default_factory=list)
     reset: bool = False
-    ranges: bool = True
     asked: list[tuple[str, str | None, str | None]] = field(default_factory=list)
 
     def files_asked(self) -> list[str]:
@@ -123,7 +121,7 @@ def hub_server() -> Iterator[Hub]:
         def file(self, body: bytes) -> None:
             if hub.statuses and (status := hub.statuses.pop(0)) != 200:
                 return self.answer(status, b"{}")
-            wanted = self.headers.get("Range") if hub.ranges else None
+            wanted = self.headers.get("Range")
             start = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted else 0
             self.send_response(206 if start else 200)
             if start:

@@ -1,6 +1,7 @@
 """Chat format: the exact rendering, what is learned, and content that tries to be a special token."""
 
 import re
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -72,21 +73,10 @@ NESTED = st.tuples(NAME, NAME, st.integers(0, 10)).map(lambda t: t[0][: t[2]] + 
 TEXT = st.lists(st.one_of(NAME, CUT, NESTED, st.text(max_size=3)), max_size=6).map("".join)
 
 
-def parts_of(*kinds: str) -> st.SearchStrategy[list[ContentPart]]:
-    return st.lists(st.builds(lambda kind, text: ContentPart(type=kind, text=text), st.sampled_from(kinds), TEXT))
-
-
-def with_outputs_after_tools(parts: list[ContentPart]) -> list[ContentPart]:
-    kept: list[ContentPart] = []
-    for part in parts:
-        if part["type"] == "output" and (not kept or kept[-1]["type"] != "tool"):
-            kept.append(ContentPart(type="tool", text=part["text"]))
-        kept.append(part)
-    return kept
-
-
-ASSISTANT = st.one_of(TEXT, parts_of("text", "tool", "output").map(with_outputs_after_tools))
-USER = st.one_of(TEXT, parts_of("text"))
+PART = {kind: st.builds(ContentPart, type=st.just(kind), text=TEXT) for kind in ("text", "tool", "output")}
+CALL = st.tuples(PART["tool"]) | st.tuples(PART["tool"], PART["output"])
+USER = TEXT | st.lists(PART["text"])
+ASSISTANT = TEXT | st.lists(st.tuples(PART["text"]) | CALL).map(lambda parts: [*chain.from_iterable(parts)])
 TURNS = st.lists(st.tuples(USER, ASSISTANT), min_size=1, max_size=3)
 
 

@@ -1,7 +1,6 @@
 """Cleaning: each step removes what it is for, by an independent count, and the counts add up."""
 
 import random
-import sys
 
 import pytest
 
@@ -68,12 +67,6 @@ def test_near_duplicates_are_those_by_the_definition() -> None:
     assert all(similarity(a, b) < 0.5 for a, b in zip(texts, far, strict=False))
     assert kept(steps.near_duplicates(), [*texts, *near, *far]) == [*range(20), *range(30, 40)]
     assert kept(steps.near_duplicates(), ["one", "two", "one", "", "!"]) == [0, 1, 3]
-
-
-def test_without_its_package_the_step_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasketch", None)
-    with pytest.raises(ImportError, match=r"near duplicates need an extra package .*pip install -e '.\[data\]'"):
-        steps.near_duplicates()
 
 
 def test_documents_with_questions_are_removed_and_then_none_is_found() -> None:

@@ -51,7 +51,6 @@ def test_damaged_tables_are_named_by_line(tmp_path: Path) -> None:
         ('id,text\n1,"a\nb"\n2,x,y\n', "a.csv, line 4: the row has 3 fields, but the first row names 2"),
         ('id,text\n1,x\n2,"never ends\n', r"a.csv, line 3: cannot be read as .csv \(unexpected end of data\)"),
         ('id,text\n1,"a" b\n', "a.csv, line 2: cannot be read as .csv"),
-        ("id,text\r1,one\r2,two\r", "a.csv, line 1: cannot be read as .csv .* end lines with a line feed$"),
         ("text,text\none,two\n", "a.csv, line 1: two columns are named 'text': rename one of them"),
         (
             "id,body\n1,x\n",
@@ -67,8 +66,6 @@ def test_damaged_tables_are_named_by_line(tmp_path: Path) -> None:
     path.write_bytes(b"id,text\n1,a\0b\n")
     with pytest.raises(ValueError, match="a.csv, line 2: NUL bytes, so it is no text"):
         texts(path)
-    path.write_bytes(b"")
-    assert texts(path) == []
 
 
 def test_json_files_hold_an_array_or_one_object(tmp_path: Path) -> None:
@@ -88,7 +85,6 @@ def test_damaged_json_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for body, message in [
         (b'{"text": "a"}\n{"text": "b"}\n', "a.json: not JSON .*: line 2.*; if each line is .* rename it to .jsonl$"),
         (b'[{"text": "a"}, 7]', "a.json, record 2: expected an object"),
-        (b'[{"text": 7}]', "a.json, record 1: 'text' holds int, not text"),
         (b'[{"messages": []}]', r"there is no 'text', only 'messages': .* \(conversations are for fine-tuning"),
         (b'[{"text": "a"}, {"body": "b"}]', "a.json, record 2: there is no 'text', only 'body': .*--text.column NAME"),
         (b'["a",\n"\xff"]', "a.json, line 2: byte 2 of the line is not UTF-8"),
@@ -183,8 +179,7 @@ def test_one_malformed_record_in_a_thousand_is_skipped(
         assert all(line.startswith("malformed records are skipped if at most 1 in 1,000 is; ") for line in said)
 
 
-def test_malformed_records_are_counted_over_all_files_and_by_lines(tmp_path: Path) -> None:
-    """Conversations, and a stray quote that makes one row of many lines."""
+def test_malformed_conversations_are_counted_over_all_files(tmp_path: Path) -> None:
     talk = json.dumps(
         [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b\u2028"}], ensure_ascii=False
     )
@@ -193,8 +188,3 @@ def test_malformed_records_are_counted_over_all_files_and_by_lines(tmp_path: Pat
     said: list[str] = []
     assert len(list(read_conversations(tmp_path, said.append))) == 1000
     assert "the first is" in said[1] and "b.jsonl, line 400: not a conversation: the conversation is empty" in said[1]
-    rows = [b"a,b\n"] * 3000
-    rows[100], rows[110] = b'"a,b\n', b'a",b,c\n'
-    (tmp_path / "rows.csv").write_bytes(b"text,b\n" + b"".join(rows))
-    with pytest.raises(ValueError, match=r"line 112: the row has 3 fields.*; 11 of 101 records are malformed"):
-        list(read(tmp_path / "rows.csv"))

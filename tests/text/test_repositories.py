@@ -59,14 +59,11 @@ SPLITS = [
         ("en/train-0.parquet de/train-0.parquet", "hf:a/b", "train", WIKI, ("de/train-0.parquet", "")),
         ("data/train_sft-0.parquet data/val-1.parquet data/val-x.parquet", "hf:a/b", "train_sft", SPLITS,
          ("data/train_sft-0.parquet", "data/val-1.parquet")),
-        ("a/1.parquet b/c/2.parquet", "hf:a/b", "train", [{"config_name": "x", "data_files": ["b/**", "a"]}],
-         ("a/1.parquet b/c/2.parquet", "")),
         ("x/test.parquet x/train.parquet y/train.parquet", "hf:a/b", "train",
          [{"config_name": "one", "data_dir": "x"}], ("x/train.parquet", "")),
         # There is no list: a config is a folder, a split a word.
         ("data/train-0.parquet data/train-1.parquet data/validation-0.parquet data/test-0.parquet", "hf:a/b", "train",
          [], ("data/train-0.parquet data/train-1.parquet", "data/validation-0.parquet")),
-        ("data/train-0.parquet data/test-0.parquet", "hf:a/b", "test", [], ("data/test-0.parquet", "")),
         ("one/train/0.parquet one/dev/0.parquet two/train/0.parquet", "hf:a/b:one", "train", [],
          ("one/train/0.parquet", "one/dev/0.parquet")),
         ("books.jsonl.zst more/shard_000.jsonl.gz README.md", "hf:a/b", "train", [],
@@ -118,7 +115,6 @@ DEFAULT = CONFIGS.replace("name: en", "name: default")
     [
         ("data/train-0.jsonl data/test-0.jsonl data/validation-0.jsonl", CARD,
          ("data/train-0.jsonl", "data/validation-0.jsonl")),
-        ("train.csv test.csv", None, ("train.csv", "")),
         ("train/0.txt train/1.txt dev/0.txt LICENSE.txt", None, ("train/0.txt train/1.txt", "dev/0.txt")),
         ("shards/0.jsonl shards/1.jsonl.gz", CARD, ("shards/0.jsonl shards/1.jsonl.gz", "")),
         ("en/a.jsonl en/b.jsonl de/c.jsonl", DEFAULT, ("en/a.jsonl", "en/b.jsonl")),

@@ -1,6 +1,5 @@
 """Tokenizers of other programs: the same ids as `tokenizers` and `tiktoken` themselves on thousands of texts."""
 
-import base64
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from tiktoken_ext import openai_public
 from quern.text.hugging_face import open_tokenizer, read_tokenizer
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import SPECIAL_TOKENS, TIKTOKEN_FILES, Tokenizer
+from tests.support.small_text import write_tiktoken
 
 hf = pytest.importorskip("tokenizers")
 
@@ -194,16 +194,6 @@ def trained_merges() -> tuple[bytes, ...]:
     return Tokenizer.train(TEXTS[::3], 1500).merges
 
 
-def vocabulary(size: int) -> dict[bytes, int]:
-    """Ranks of a vocabulary of this size: GPT-2's order of the bytes, trained merges, then bytes that no text has."""
-    singles = [bytes([byte]) for byte in (*range(33, 256), *range(33))]
-    rng = random.Random(size)
-    tokens = dict.fromkeys([*singles, *trained_merges()])
-    while len(tokens) < size:
-        tokens[b"\xff" + rng.randbytes(5)] = None
-    return {token: rank for rank, token in enumerate(tokens)}
-
-
 @pytest.fixture(scope="module")
 def published() -> Iterator[dict[int, dict[str, Any]]]:
     """Size of the file → tiktoken's own settings of the vocabulary, without the file, which it would download."""
@@ -223,10 +213,8 @@ def published() -> Iterator[dict[int, dict[str, Any]]]:
 def test_a_tiktoken_file_gives_the_ids_of_tiktoken(
     published: dict[int, dict[str, Any]], size: int, tmp_path: Path
 ) -> None:
-    ranks, settings = vocabulary(size), published[size]
-    path = tmp_path / "v.tiktoken"
-    path.write_bytes(b"".join(base64.b64encode(token) + f" {rank}\n".encode() for token, rank in ranks.items()))
-    ours = open_tokenizer(path)
+    ranks, settings = write_tiktoken(tmp_path / "v.tiktoken", size, trained_merges()), published[size]
+    ours = open_tokenizer(tmp_path / "v.tiktoken")
     theirs = tiktoken.Encoding(
         "theirs", pat_str=settings["pat_str"], mergeable_ranks=ranks, special_tokens=settings["special_tokens"]
     )
@@ -236,7 +224,7 @@ def test_a_tiktoken_file_gives_the_ids_of_tiktoken(
 
 def test_a_vocabulary_of_another_size_is_split_as_gpt2s_and_says_so(tmp_path: Path) -> None:
     path = tmp_path / "v.tiktoken"
-    path.write_bytes(b"".join(base64.b64encode(t) + f" {r}\n".encode() for t, r in vocabulary(2000).items()))
+    write_tiktoken(path, 2000, trained_merges())
     (note,) = open_tokenizer(path).notes
     assert "has 2,000 tokens, as no vocabulary that quern knows: it splits text as GPT-2's" in note
 
