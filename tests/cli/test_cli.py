@@ -226,9 +226,8 @@ tokenizer --text.tokenizer t.json → --text.tokenizer names a tokenizer, and `q
 prepare --text.column body → --text.column is for files of text in a --data of your own: leave it out
 run --data a.txt --text.separator= → text.separator is empty: give the mark that ends a document
 pretrain --data a.txt --text.tinyworld-megabytes 1 → --data names another text: leave one of them out
-run --data a.txt --chat --no-sft → leave one of them out
+run --chat --no-sft --no-compile → --chat asks for fine-tuning, and --no-sft for none: leave one of them out$
 prepare --data a.txt --text.encoding klingon → text.encoding is auto, utf-8, cp1252 or the like, not klingon
-run --conversations spelling,split=test → --conversations spelling: split=test is for hf:OWNER/NAME
 prepare --data gsm8k → --data gsm8k: the set holds questions to fine-tune on, no text: give it to --conversations
 prepare --data fineweb-education → no such file, folder or data set; use tinyworld, a path, one of tinystories
 pretrain --val a.txt → --val is for a --data of your own: the built-in world makes its own

@@ -264,6 +264,16 @@ def test_a_folder_that_has_the_outputs_is_read_without_them(tmp_path: Path) -> N
     assert "metrics" not in "".join(lines)
 
 
+def test_a_split_or_a_column_that_nothing_uses_is_refused(tmp_path: Path) -> None:
+    own = ConversationSource(write(tmp_path / "own.jsonl", talks(9)))
+    for source, field in (
+        (replace(own, split="test"), "split=test is for hf:OWNER/NAME"),
+        (ConversationSource("tinyworld", column="talk"), "column=talk is for files"),
+    ):
+        with pytest.raises(ValueError, match=f"--conversations {source.source}: {field}.*: leave it out"):
+            prepared((source,), tmp_path / "out")
+
+
 def test_the_column_of_the_messages_is_named(tmp_path: Path) -> None:
     rows = [[{"from": "human", "value": f"question {n}"}, {"from": "gpt", "value": "answer"}] for n in range(9)]
     path = write(tmp_path / "talks.jsonl", [{"instruction": "other", "chat": row} for row in rows])
