@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import socket
 import subprocess
 import sys
 import tomllib
@@ -280,18 +279,6 @@ def test_what_is_wrong_goes_to_standard_error(capsys: pytest.CaptureFixture[str]
     assert main.main(["pretrian"]) == 2 and main.main(["chat", "--port", "3"]) == 1
     said = capsys.readouterr()
     assert said.out == "" and len(said.err.splitlines()) == 2
-
-
-def test_a_port_that_is_taken_is_refused_before_anything_is_loaded(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        said = refused(capsys, "serve", "--port", str(port), "--out", str(tmp_path))
-    assert (
-        said
-        == f"quern serve: cannot serve at 127.0.0.1:{port} (Address already in use): choose another --port or --host"
-    )
 
 
 def test_a_tilde_is_the_home_folder(

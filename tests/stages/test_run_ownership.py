@@ -362,7 +362,7 @@ def test_a_run_that_was_stopped_goes_on_by_the_command_it_names(runs: Runs) -> N
     assert runs.steps(run="halted")
 
 
-def test_before_training_it_says_what_it_will_do(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_says_what_it_will_do_and_what_may_follow(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quern.stages.session.CLEARLY_WORSE", 0.0)
     flags = ["--train.steps", "76", "--train.eval-every", "1000", "--train.batch-tokens", "1024"]
     said = runs.done("pretrain", *SHAPE, "--data", runs.text, *flags, run="long")
@@ -373,3 +373,5 @@ def test_before_training_it_says_what_it_will_do(runs: Runs, monkeypatch: pytest
     assert f"warning: the text is read {epochs:.2g} times" in said
     assert f"--train.steps {int(most * tokens / 1024)}" in said
     assert "of steps, by this machine's speed" in said and "memory: at most" in said
+    own = f"long --out {runs.folder / 'out'}"
+    assert said.splitlines()[-1] == f"next: `quern sft {own}`, `quern chat {own}`"

@@ -6,6 +6,7 @@ import json
 import signal
 import struct
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -200,8 +201,7 @@ def of_tensorboard(stage: Path) -> list[tuple[tuple[str, int], float]]:
 
 def of_wandb(stage: Path) -> tuple[Numbers, list[Any]]:
     """The history in the file of a wandb run, and the runs' own records."""
-    from wandb.proto import wandb_internal_pb2 as proto
-
+    proto: Any = import_module("wandb.proto.wandb_internal_pb2")
     (path,) = stage.glob("wandb/offline-run-*/*.wandb")
     found: Numbers = {}
     runs = []

@@ -49,8 +49,7 @@ def folder(tmp_path: Path) -> Path:
 EXPECTED = [TEXTS[4], TEXTS[1], TEXTS[2], *TEXTS, *TEXTS, *TEXTS, "last", *TEXTS, *TEXTS]
 
 
-@pytest.mark.parametrize("separator", ["<|endoftext|>", "\n\n"])
-@pytest.mark.parametrize("piece", [1 << 20, 40])
+@pytest.mark.parametrize(("separator", "piece"), [("\n\n", 1 << 20), ("<|endoftext|>", 40)])
 def test_a_separator_ends_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, separator: str, piece: int
 ) -> None:

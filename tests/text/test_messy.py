@@ -15,7 +15,7 @@ from quern.recipes.gpt import RECIPE
 from quern.runs.public_data import with_local_data
 from quern.text import sources
 from quern.text.documents import warning_of
-from quern.text.readers import TEXT_PIECE_CHARACTERS, recognized
+from quern.text.readers import recognized
 from quern.text.sources import DOCUMENTS, data_paths, list_source, list_talks
 from tests.support.hub_server import hub_server
 from tests.support.small_text import read_source as read
@@ -150,11 +150,6 @@ def test_a_chat_that_whatsapp_exported_is_a_conversation_a_day(tmp_path: Path) -
         "Anna": [["Yes: here!", "Fine"], ["Morning", "Hi"]],
         "Ben": [["Hello Ben\nare you there?", "Yes: here!"]],
     }
-    days = [f"{day:02}/12/24, 18:05 - {who}: {'well ' * 10_000}" for day in range(1, 25) for who in ("Ben", "Cid")]
-    path.write_text("\n".join([*days, CHAT]), encoding="utf-8")
-    assert os.path.getsize(path) > 2 * TEXT_PIECE_CHARACTERS  # Anna is silent in the first piece
-    assert [[m["content"] for m in talk] for talk, _ in read_rows(list_talks(path), column="Anna")] == talks["Anna"]
-    path.write_text(CHAT, encoding="utf-8")
     with pytest.raises(ValueError, match="one of Anna, Ben: name that one, as --conversations FILE,column=Anna"):
         list(read_rows(list_talks(path)))
 
