@@ -94,21 +94,15 @@ def run(engine: Engine, asked: list[Request], budget: int | None) -> None:
             if request.cancelled_at == step and request.generation is not None:
                 request.generation.cancel()
         engine.step(budget)
-        for request in asked:
-            generation = request.generation
-            while generation is not None and generation.events:
-                event = generation.events.popleft()
+        for number, request in enumerate([*asked, *turns]):
+            while request.generation is not None and request.generation.events:
+                event = request.generation.events.popleft()
                 if not isinstance(event.value, Completion):
                     continue
                 request.replies[event.sample] = event.value
-                longer = [*request.prompt, *event.value.ids, 5, 6]
-                if event.sample == 0 and len(longer) < CONTEXT and request.cancelled_at is None:
+                longer, first = [*request.prompt, *event.value.ids, 5, 6], number < len(asked) and event.sample == 0
+                if first and len(longer) < CONTEXT and request.cancelled_at is None:
                     turns.append(Request(step + 1, longer, request.options))
-        for turn in turns:
-            while turn.generation is not None and turn.generation.events:
-                event = turn.generation.events.popleft()
-                if isinstance(event.value, Completion):
-                    turn.replies[event.sample] = event.value
         open_ones = [r for r in (*asked, *turns) if r.cancelled_at is None and len(r.replies) < r.options["samples"]]
         if not open_ones and step > 45:
             break

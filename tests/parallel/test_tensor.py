@@ -11,9 +11,8 @@ from quern.mesh import Mesh, ProcessGroup, alone
 from quern.model.gpt import GPT
 from quern.model.llama import Llama
 from quern.parallel.plan import ShardingPlan, shard_model
-from quern.parallel.sharding import sharding_of
 from quern.parallel.vocabulary import part_rows
-from tests.parallel.sharded import ARCHITECTURES, SHAPE, whole_model
+from tests.parallel.sharded import SHAPE, whole_model
 from tests.support.ranks import Ranks
 
 
@@ -22,29 +21,6 @@ def shard_of(tp: int, rank: int = 0) -> Mesh:
     return replace(
         alone(), tp=tp, rank=rank, world=ProcessGroup("world", tp, rank), model=ProcessGroup("model", tp, rank)
     )
-
-
-# Cutting ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_names_and_order_stay_and_parts_make_the_whole(architecture: str) -> None:
-    whole = dict(whole_model(architecture).named_parameters())
-    parts = [dict(shard_model(whole_model(architecture), shard_of(4, rank)).named_parameters()) for rank in range(4)]
-    for name, p in whole.items():
-        pieces = []
-        for part in parts:
-            assert list(part) == list(whole)
-            held = sharding_of(part[name])
-            if held is None:
-                assert torch.equal(part[name], p)
-                continue
-            assert held.whole == p.size(held.dim) and held.offset == sum(piece.size(held.dim) for piece in pieces)
-            assert not part[name].narrow(held.dim, held.size, part[name].size(held.dim) - held.size).any()
-            pieces.append(part[name].narrow(held.dim, 0, held.size))
-        if pieces:
-            assert torch.equal(torch.cat(pieces, sharding_of(parts[0][name]).dim), p)  # pyright: ignore
-            assert len({part[name].shape for part in parts}) == 1
 
 
 # Refusals ---------------------------------------------------------------------------------------------------
