@@ -15,7 +15,7 @@ from quern.eval.bits_per_byte import bits_per_byte
 from quern.generate.engine import Engine
 from quern.machine import Machine
 from quern.recipe import Recipe, Resolved
-from quern.recipes import gpt, llama, unet
+from quern.recipes import gpt, unet
 from quern.records import StageFolder
 from quern.train import loop
 from quern.train.state import TrainState, build_model, build_state
@@ -93,14 +93,3 @@ def test_nothing_is_compiled_after_the_first_step(source: Recipe, most: int, tmp
         assert loop.train(TorchBackend(state, MACHINE), toy_loader(), plan, folder, pytest.fail) == 0
     assert seen == [seen[0]] * 3 and counter.graphs == seen[0], "something was compiled after the first step"
     assert 0 < seen[0] <= most
-
-
-def test_the_count_can_rise() -> None:
-    """A batch of other rows is another compilation: the counter sees it."""
-    recipe, counter = recipe_of(llama.RECIPE, 2), Counter()
-    model = build_model(recipe, MACHINE, 0)
-    model.compile(backend=counter, dynamic=False)
-    for rows in (2, 3):
-        tokens = torch.zeros(rows, CONTEXT, dtype=torch.int64)
-        model(tokens, model.context(tokens))
-    assert counter.graphs == 4
