@@ -22,10 +22,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from quern.kernels import cross_entropy_triton, rope_triton
-from quern.kernels.attention.flash_launch import KERNELS, READ_IN_TILES
-from quern.kernels.attention.flash_tiles import (
+from quern.kernels.attention.flash_launch import (
+    KERNELS,
     KEYS,
     QUERIES,
+    READ_IN_TILES,
     WITH_DESCRIPTORS,
     WITH_POINTERS,
     Tiles,

@@ -39,7 +39,7 @@ def flash_attention(
         documents_BT: Document ids, integers that never decrease along T; None is one document per row.
 
     Raises:
-        ValueError: For unsupported shapes, dtypes or scales.
+        ValueError: The head dim is above 256.
     """
     _check(q_BTHE, k_BTKE, v_BTKE, documents_BT, scale)
     first_BT, last_BT = (None, None) if documents_BT is None else document_bounds(documents_BT)
@@ -60,25 +60,16 @@ def document_bounds(documents_BT: Tensor) -> tuple[Tensor, Tensor]:
 
 def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float) -> None:
     B, T, H, E = q.shape
-    if k.shape != v.shape or k.shape != (B, T, k.size(2), E) or H % k.size(2):
-        raise ValueError(
-            f"flash attention needs k and v of shape {(B, T, 'K', E)}, K dividing {H}, for q of shape "
-            f"{tuple(q.shape)}; got {tuple(k.shape)} and {tuple(v.shape)}"
-        )
+    assert k.shape == v.shape == (B, T, k.size(2), E) and H % k.size(2) == 0, (q.shape, k.shape, v.shape)
+    assert q.dtype == k.dtype == v.dtype and q.dtype in DTYPES and scale > 0, (q.dtype, k.dtype, v.dtype, scale)
+    assert documents is None or documents.shape == (B, T), (documents.shape, q.shape)
     if max(HEAD_DIMS) < E:
         raise ValueError(f"flash attention has no tiles for head dim {E}: use at most {max(HEAD_DIMS)}")
-    if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise ValueError(f"flash attention needs q, k, v all bf16, fp16 or fp32, not {q.dtype}, {k.dtype}, {v.dtype}")
-    if documents is not None and documents.shape != (B, T):
-        raise ValueError(f"documents must be of shape {(B, T)}, not {tuple(documents.shape)}")
-    if not scale > 0:
-        raise ValueError(f"the softmax scale must be positive, not {scale}")
 
 
 def _window(fixed: int, varying: Tensor | None) -> int:
     window = fixed if varying is None else int(varying)
-    if window < 0:
-        raise ValueError(f"the window must be at least 1, or 0 for none, not {window}")
+    assert window >= 0
     return window
 
 
