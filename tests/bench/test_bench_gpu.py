@@ -12,13 +12,14 @@ import torch
 
 from quern.bench.gpu import command
 from quern.bench.gpu.command import AIMS, UNMEASURED, page, verdict
-from quern.bench.gpu.kernels import bytes_of_a_step, pairs, worst_error
+from quern.bench.gpu.kernels import bytes_of_a_step, flex, pairs, worst_error
 from quern.bench.gpu.train import GpuBench, Limits, data_sheet, kind_of_kernel, measure_limits, recipe_of
 from quern.bench.measure import Figure, figure
 from quern.bench.options import GpuOptions, Section
 from quern.flags.check_flags import read
-from quern.kernels.attention.attend import MaskSpec, visible
+from quern.kernels.attention.attend import MaskSpec, attend_plain, visible
 from quern.machine import Machine
+from tests.support.deviation import random
 from tests.support.toy_training import CPU
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +39,18 @@ def measured(out: Path, *arguments: str) -> tuple[int, list[str]]:
 
 def body_of(out: Path) -> dict:
     return json.loads((out / "bench" / "gpu.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(
+    "mask", [MaskSpec(20), MaskSpec(None, (torch.arange(140, dtype=torch.int32) // 30).expand(2, -1))]
+)
+def test_flex_attention_is_compared_on_the_same_mask(mask: MaskSpec) -> None:
+    """Forward: it has no backward pass on a CPU."""
+    q, k, v = (random(2, 140, heads, 16, seed=heads) for heads in (4, 2, 2))
+    with torch.no_grad():
+        y = flex(a_bench()).attend(q, k, v, mask, 0.3)
+    assert (y - attend_plain(q, k, v, mask, 0.3)).abs().max() <= 1e-5
 
 
 def test_without_a_gpu_it_says_what_to_do(tmp_path: Path) -> None:

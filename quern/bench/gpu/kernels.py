@@ -35,12 +35,37 @@ from quern.train.state import build_model
 TOKENS, WIDTH, WINDOW = 16_384, 2048, 1024
 SHAPES = [(128, T) for T in (16_384, 4096, 1024, 2048, 8192)] + [(64, T) for T in (16_384, 4096, 1024)]
 EXACTNESS = (("bfloat16", 128), ("bfloat16", 64), ("float16", 128), ("bfloat16", 256), ("bfloat16", 32))
+BY_SHAPE = ((128, 16_384), (128, 4096))
+"""The shapes of flex_attention, which compiles for each."""
 FLOPS = {"forward": 1.0, "backward": 2.5}
 OVER_FULL = ", over full"
 
 
 def paths(bench: GpuBench) -> list[Backend]:
     return available(bench.machine) if bench.on_gpu else [BLOCKED, SDPA]
+
+
+def flex(bench: GpuBench) -> Backend:
+    """torch's flex_attention, to compare with: no model uses it. It makes the blocks of a mask once."""
+    from torch.nn.attention import flex_attention as flexible
+
+    functions: tuple[Any, Any] = (flexible.flex_attention, flexible.create_block_mask)
+    attend, make_blocks = map(bench.compiled, functions)
+    made: dict[int, tuple[MaskSpec, Any]] = {}
+
+    def attend_flex(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
+        (B, T, H, _), K, ids_BT = q_BTHE.shape, k_BTKE.size(2), mask.documents_BT
+
+        def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            near = (q >= k) & (q - k < (mask.window or T))
+            return near if ids_BT is None else near & (ids_BT[b, q] == ids_BT[b, k])
+
+        if id(mask) not in made:
+            made[id(mask)] = mask, make_blocks(sees, None if ids_BT is None else B, None, T, T, q_BTHE.device)
+        heads_first = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
+        return attend(*heads_first, block_mask=made[id(mask)][1], scale=scale, enable_gqa=K != H).transpose(1, 2)
+
+    return Backend("flex_attention", attend_flex, HIDING)
 
 
 def exactness(bench: GpuBench) -> Iterator[Figure]:
@@ -116,9 +141,10 @@ def speed(bench: GpuBench) -> Iterator[Figure]:
         window = T // 4 if bench.quick else min(WINDOW, T // 4)
         # Documents have 2,048 tokens on average, but at most half a row.
         masks = example_masks(bench, rows, T, window, max(8 / TOKENS, 2 / T))
+        compared = [*paths(bench), *([flex(bench)] if bench.on_gpu and (E, T) in BY_SHAPE else [])]
         cases: dict[str, Case] = {
             name: (name, mask, path)
-            for (kind, mask), path in itertools.product(masks.items(), paths(bench))
+            for (kind, mask), path in itertools.product(masks.items(), compared)
             if fits(path, kind_of(mask, T))
             for name in [place(E, T, kind, path.name)]
         }
@@ -127,7 +153,7 @@ def speed(bench: GpuBench) -> Iterator[Figure]:
             case, _, way = name.rpartition(" ")
             work = FLOPS[way] * 4 * rows * heads * E * pairs(cases[case][1], T)
             yield figure(name, "TFLOP/s", work / 1e12 / seconds)
-        for path, way in itertools.product(paths(bench), FLOPS):
+        for path, way in itertools.product(compared, FLOPS):
             full, windowed = (f"{place(E, T, kind, path.name)} {way}" for kind in ("full", f"window {window}"))
             if full in taken and windowed in taken:
                 yield figure(windowed + OVER_FULL, "×", taken[full] / taken[windowed])
