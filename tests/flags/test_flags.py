@@ -11,11 +11,11 @@ from typing import Annotated, Literal
 
 import pytest
 
-from quern.cli.options import EvaluateOptions, PretrainOptions
+from quern.cli.options import PretrainOptions
 from quern.field_types import Count
 from quern.flags.check_flags import Mark, Spelled, read
 from quern.flags.recipe_file import read_object, read_recipe_file
-from quern.flags.recipe_flags import Arguments, field_names, parse, refuse_idle
+from quern.flags.recipe_flags import Arguments, field_names, parse
 from quern.recipe import ConversationSource, Recipe
 from quern.recipes import gpt, llama
 from quern.recipes.gpt import RECIPE
@@ -147,13 +147,6 @@ def test_a_command_line_is_read_once() -> None:
     assert not Arguments().recipes and not Arguments().given and Arguments(("-h",)).asks_for_help
 
 
-def test_a_field_without_a_flag_is_refused_with_the_reason() -> None:
-    with pytest.raises(ValueError, match="^--seed belongs to the run's recipe and cannot change: leave it out$"):
-        parse(EvaluateOptions, gpt.RECIPE, Arguments(("--seed", "3")), verb="evaluate")
-    with pytest.raises(ValueError, match=r"^--model.softcap does nothing in the 'llama' recipe: .*model.dropout"):
-        given("--model.softcap 15.0", llama.RECIPE)  # its default, but the flag was given
-
-
 def test_the_help_shows_what_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(PretrainOptions, llama.RECIPE, Arguments(("--help-all",)), verb="pretrain")
@@ -183,14 +176,6 @@ def test_conversations_take_several_sources() -> None:
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
             given(f"--conversations talks.jsonl {wrong}")
-
-
-def test_a_number_of_shards_is_for_public_data_alone(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("x", encoding="utf-8")
-    for data in ("tinyworld", f"{tmp_path}/*.txt"):
-        with pytest.raises(ValueError, match="--shards is the number of files of a public data set"):
-            refuse_idle(replace(gpt.RECIPE, data=data, shards=2), (), tokens=False)
-    refuse_idle(replace(gpt.RECIPE, data="tinystories", shards=2), (), tokens=False)
 
 
 def test_a_recipe_file_with_the_name_of_a_module_leaves_the_module_to_others(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from quern.runs.origin import Origin, compare, group_size_of, require_same
 from quern.runs.run_dir import RunDir
-from quern.runs.saved import overlay, to_continue
+from quern.runs.saved import to_continue
 from tests.support.memory_corpus import memory_corpus
 
 HERE: Recipe = resolve(RECIPE)
@@ -80,13 +80,6 @@ def test_a_new_run_derives_again_what_follows_from_the_fields_it_names() -> None
     of_public_set = replace(base, shards=8)
     shards = [to_continue(of_public_set, named).shards for named in ((), ("data",), ("train.steps",))]
     assert shards == [8, None, None]
-
-
-def test_a_field_that_is_named_overrules_the_saved_one_and_no_other() -> None:
-    given = replace(RECIPE, seed=5, train=replace(RECIPE.train, steps=7, keep=9))
-    assert overlay(HERE, given, {"train.steps", "run", "no_compile"}) == replace(
-        HERE, train=replace(HERE.train, steps=7)
-    )
 
 
 def test_a_run_with_batches_in_another_order_is_refused(tmp_path: Path) -> None:
