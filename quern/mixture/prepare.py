@@ -25,10 +25,10 @@ from quern.generate import tools
 from quern.mixture import sources, task_rows
 from quern.mixture.sources import HELD_OUT_EVERY, Fetch, Log, OpenSource, open_source
 from quern.mixture.task_rows import TaskRows, built_in_rows
-from quern.recipe import Recipe, Resolved
+from quern.recipe import Resolved
 from quern.records import Natural, read_json
 from quern.temporaries import write_whole
-from quern.terminal import Meter, counted, silent
+from quern.terminal import Meter, counted
 from quern.text import chat, conversations, data_sets, documents, formats, readers
 from quern.text.conversations import Conversation
 from quern.text.tokenizer import Tokenizer
@@ -130,20 +130,7 @@ def prepare_mixture(recipe: Resolved, tokenizer: Tokenizer, out: Path, fetch: Fe
     return Mixture(Corpus.join(train), Corpus.join(val), found)
 
 
-def check_mixture(recipe: Recipe, out: Path, fetch: Fetch) -> None:
-    """Reads and checks every conversation of a recipe, and writes nothing. Raises as `prepare_mixture`."""
-    opened, rows = _open(recipe, out, fetch, silent)
-    count = held_out = 0
-    for source in opened:
-        # The built-in sources have as many as are asked for.
-        own = 2 if source.built_in else sum(1 for _ in _read(source, source.splits[0], rows, Counter()))
-        if not own:
-            raise _too_few(source.asked.source, "0 conversations")
-        count, held_out = count + own, held_out + (own > 1 or source.has_val)
-    _refuse_few(recipe, count, held_out)
-
-
-def _open(recipe: Recipe, out: Path, fetch: Fetch, log: Log) -> tuple[list[OpenSource], TaskRows]:
+def _open(recipe: Resolved, out: Path, fetch: Fetch, log: Log) -> tuple[list[OpenSource], TaskRows]:
     """The sources, and the test rows that files are compared with: of the named folder, of public sets that are there,
     and the built-in world's questions where the run learns that world."""
     opened, rows = [open_source(asked, recipe, out, fetch, log) for asked in recipe.conversation_sources], TaskRows()
@@ -175,7 +162,7 @@ def _read(source: OpenSource, split: str, rows: TaskRows, left_out: Counter[str]
             )
 
 
-def _refuse_few(recipe: Recipe, count: int, held_out: int, lost: int = 0) -> None:
+def _refuse_few(recipe: Resolved, count: int, held_out: int, lost: int) -> None:
     if count and held_out:
         return
     there = counted(count + held_out, "conversation")

@@ -8,23 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from quern.generate.tools import spoken
-from quern.mixture.prepare import check_mixture
 from quern.recipe import ConversationSource, Recipe, Resolved
 from quern.records import read_lines
 from quern.report.build import build
 from quern.report.records import read_run
 from quern.runs.origin import read_origin, require_same, with_absolute_paths
-from quern.runs.public_data import fetch_conversations
 from quern.runs.run_dir import STAGES, RunDir, refuse_unwritable
 from quern.runs.run_lock import run_lock
 from quern.runs.saved import overlay, read_saved
 from quern.stages import evaluate, pretrain, sft
 from quern.stages.complete import GOES_ON, continued
-from quern.stages.session import Session, main_first
+from quern.stages.session import Session
 from quern.terminal import printable
 from quern.text.chat import parts
 from quern.text.tokenizer import Tokenizer
@@ -62,19 +59,15 @@ def _run(recipe: Recipe, session: Session, questions: int, fine_tune: bool) -> i
     run_dir, log, mesh = session.run_dir, session.log, session.mesh
     callables = recipe.callables() if session.source else None
     stages = ("pretrain", "sft") if fine_tune else ("pretrain",)
-    # Whatever fine-tuning would refuse is refused before hours of pretraining, not after: at once what needs no
-    # tokenizer, the rest when the text is prepared.
     chat_recipe = _for_fine_tuning(recipe, run_dir, session.named, callables)
 
     def check(base: Resolved, tokenizer: Tokenizer) -> None:
+        """Whatever fine-tuning would refuse is refused before hours of pretraining, not after."""
         if fine_tune:
             lessons = sft.prepare_lessons(with_absolute_paths(chat_recipe), base, tokenizer, session)
             if run_dir.has_trained("sft") and (began := read_origin(run_dir.stage("sft"))):
                 require_same(began, replace(began, conversations=lessons.fingerprint), run_dir, "sft")
 
-    with main_first(mesh):
-        if mesh.main and fine_tune and not run_dir.has_trained("sft"):
-            check_mixture(chat_recipe, run_dir.out, partial(fetch_conversations, out=run_dir.out))
     before = [_newest(run_dir, name) for name in stages]
     for name in stages:
         own = replace(session, stage=name, resume=run_dir.has_trained(name))

@@ -1,8 +1,7 @@
 """The tokenizer of a text: the one that the recipe names, or one that is trained on the text.
 
 Published vocabularies have names. Their files are those that tiktoken keeps in its cache; nothing is downloaded.
-tiktoken names a cached file by the SHA-1 of its address (`tiktoken.load.read_file_cached`). For GPT-2 it has either of
-two files with the same tokens.
+tiktoken names a cached file by the SHA-1 of its address (`tiktoken.load.read_file_cached`).
 """
 
 from __future__ import annotations
@@ -24,18 +23,17 @@ from quern.runs.public_data import PublicData
 from quern.runs.run_dir import naming, refuse_unwritable
 from quern.temporaries import sha256_of
 from quern.terminal import Meter
-from quern.text.hugging_face import byte_characters, open_tokenizer
-from quern.text.tokenizer import GPT2_SPLIT_PATTERN, Tokenizer, split_pattern, training_pieces
+from quern.text.hugging_face import open_tokenizer
+from quern.text.tokenizer import Tokenizer, split_pattern, training_pieces
 
 BASE = "https://openaipublic.blob.core.windows.net"
 R50K = ("encodings/r50k_base.tiktoken", "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930")
-MERGES = ("gpt-2/encodings/main/vocab.bpe", "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5")
 CL100K = ("encodings/cl100k_base.tiktoken", "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7")
 O200K = ("encodings/o200k_base.tiktoken", "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d")
-VOCABULARIES: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
-    {"gpt2": (R50K, MERGES), "r50k_base": (R50K,), "gpt4": (CL100K,), "cl100k_base": (CL100K,), "o200k_base": (O200K,)}
+VOCABULARIES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {"gpt2": R50K, "r50k_base": R50K, "gpt4": CL100K, "cl100k_base": CL100K, "o200k_base": O200K}
 )
-"""Name → the files that hold the vocabulary, each with its SHA-256. GPT-4's is cl100k_base."""
+"""Name → the file that holds the vocabulary, and its SHA-256."""
 
 SAMPLE_VERSION = "1"  # of `sampled`: another one means other samples of the same text
 MOST_BYTES = 2_000_000_000
@@ -90,11 +88,11 @@ def published(name: str) -> Tokenizer:
     env = environment()
     folder = env.get("TIKTOKEN_CACHE_DIR") or env.get("DATA_GYM_CACHE_DIR")
     folder = Path(folder or Path(tempfile.gettempdir(), "data-gym-cache"))
-    for file, digest in VOCABULARIES[name]:
-        path = folder / hashlib.sha1(f"{BASE}/{file}".encode()).hexdigest()
-        if path.is_file() and sha256_of(path) == digest:
-            return _from_merges(path) if file == MERGES[0] else Tokenizer.from_tiktoken(path)
-    encoding = {"gpt4": "cl100k_base"}.get(name, name)
+    file, digest = VOCABULARIES[name]
+    path = folder / hashlib.sha1(f"{BASE}/{file}".encode()).hexdigest()
+    if path.is_file() and sha256_of(path) == digest:
+        return Tokenizer.from_tiktoken(path)
+    encoding = Path(file).stem
     raise FileNotFoundError(
         f"{name}: the cache of tiktoken, {folder}, does not have this vocabulary: run `python -c 'import tiktoken; "
         f'tiktoken.get_encoding("{encoding}")\'` once with a network, or name a file such as {encoding}.tiktoken'
@@ -108,15 +106,6 @@ def for_comparison() -> dict[str, Tokenizer]:
         with suppress(FileNotFoundError):
             found[f"  as {name}'s tokens"] = published(name)
     return found
-
-
-def _from_merges(path: Path) -> Tokenizer:
-    """GPT-2's first format: two words in GPT-2's alphabet on each line, after a line with the version."""
-    byte_of = {character: byte for byte, character in enumerate(byte_characters())}
-    lines = path.read_text(encoding="utf-8").splitlines()[1:]
-    merges = [bytes(byte_of[character] for character in line.replace(" ", "")) for line in lines if line]
-    singles = bytes(sorted(range(256), key=lambda byte: byte_characters()[byte]))
-    return Tokenizer(merges, GPT2_SPLIT_PATTERN, single_bytes=singles)
 
 
 def train_tokenizer(recipe: Resolved, source: Source, out: Path, log: Callable[[str], None]) -> Tokenizer:

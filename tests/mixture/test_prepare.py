@@ -15,7 +15,7 @@ import pytest
 from quern.data import packing
 from quern.data.loader import Loader
 from quern.data.shards import Corpus
-from quern.mixture.prepare import Mixture, check_mixture, prepare_mixture
+from quern.mixture.prepare import Mixture, prepare_mixture
 from quern.recipe import ConversationSource, Resolved
 from quern.recipes import gpt
 from quern.runs import origin
@@ -125,8 +125,6 @@ def test_a_file_that_will_not_do(tmp_path: Path, rows: list[Any], message: str) 
     path, out = write(tmp_path / "talks.jsonl", rows), tmp_path / "out"
     with pytest.raises(ValueError, match=message):
         prepared(path, out)
-    with pytest.raises(ValueError, match=message):
-        check_mixture(asking(path), out, no_fetch)
     assert not any(out.rglob("*.tmp*"))
 
 
@@ -201,9 +199,8 @@ def test_a_test_row_in_a_file_of_the_user_is_an_error(tmp_path: Path) -> None:
     message = (
         r"own.jsonl, line 6: the conversation holds a test question, that of .*gsm8k_test.jsonl, line 1 \(--sft.tests\)"
     )
-    for call in (lambda: prepared(own, out, sft=named), lambda: check_mixture(asking(own, sft=named), out, no_fetch)):
-        with pytest.raises(ValueError, match=message):
-            call()
+    with pytest.raises(ValueError, match=message):
+        prepared(own, out, sft=named)
     public("gsm8k", [GSM8K], [GSM8K], out)
     with pytest.raises(ValueError, match=r"own.jsonl, line 6: .*val.parquet, record 1 \(gsm8k\): remove it"):
         prepared(own, out)
