@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from quern.data.batch import GROUP_SIZE, groups_of
 from quern.data.shards import Corpus
 from quern.flags.recipe_file import map_paths
 from quern.recipe import BUILT_IN_CONVERSATIONS, OPERATIONAL, Recipe
@@ -36,7 +35,6 @@ COMPARED = {
     "tokens": "the text has",
     "conversations": "the conversations have",
     "rewards": "the files of --rl.rewards or --rl.data have",
-    "group_size": "the order of documents, which follows from quern's version, has",
 }
 CHANGEABLE = (
     OPERATIONAL
@@ -63,8 +61,6 @@ class Origin:
     """The model that provided the initial weights: run (None for the same run), stage, step, tokens."""
     rewards: str | None = None
     """Fingerprint of the files that questions and rewards of reinforcement learning are read from."""
-    group_size: int | None = None
-    """Size of the groups in which documents are shuffled; None if all documents are one group."""
     recipe: dict[str, Any] = field(default_factory=dict)  # the resolved recipe as JSON
 
     def to_json(self) -> dict[str, Any]:
@@ -156,13 +152,11 @@ def require_same(
     """
     for name, changed in COMPARED.items():
         before, found = getattr(began, name), getattr(now, name)
-        # All documents are one group where a record of token shards has no size of the groups.
-        both = before is not None and found is not None or (name == "group_size" and began.tokens is not None)
-        if before == found or not both:
+        if before == found or before is None or found is None:
             continue
         other = f"train on from its model with `quern {stage} --from {run_dir.run} --run NAME`"
         again = f"{instead}, or {other if stage in STAGES else 'name another run with --run'}"
-        remedy = run_dir.tokenizer_copy(before) if name == "tokenizer" else again
+        remedy = run_dir.put_back_tokenizer(before) if name == "tokenizer" else again
         marks = f"({str(before)[:SHOWN]}, now {str(found)[:SHOWN]})"
         raise ValueError(f"{changed} changed since {what or f'run {run_dir.run!r}'} began with it {marks}: {remedy}")
 
@@ -210,11 +204,6 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
         return str(Path(name).absolute()) if named else name
 
     return map_paths(recipe, absolute)
-
-
-def group_size_of(corpus: Corpus) -> int | None:
-    """The size of the groups in which documents are shuffled; None if all documents are one group."""
-    return GROUP_SIZE if groups_of(corpus) > 1 else None
 
 
 def corpus_fingerprint(*corpora: Corpus) -> str:

@@ -148,28 +148,17 @@ class RunDir:
                 raise FileNotFoundError(f"{path} is missing")
             return Tokenizer.load(path)
         except (FileNotFoundError, ValueError) as error:
-            message = f"{error}. The run's model needs this tokenizer: {self.tokenizer_copy(mark)}"
-            raise type(error)(message) from error
+            raise type(error)(f"{error}. The run's model needs it: {self.put_back_tokenizer(mark)}") from error
 
-    def tokenizer_copy(self, mark: str | None) -> str:
-        """The location of another copy of the run's tokenizer, for messages. mark: the start of its fingerprint."""
-        from quern.text.tokenizer import Tokenizer
-
-        for copy in sorted((self.out / "tokenizers").glob("*.json")):
-            try:
-                found = Tokenizer.load(copy).fingerprint
-            except ValueError:
-                continue  # damaged as well
-            if mark is not None and found.startswith(mark):
-                return f"restore it with `cp {copy} {self.folder / 'tokenizer.json'}`"
-        return f"put back a copy of it (fingerprint {mark or 'unknown'}); {self.out / 'tokenizers'} has none"
+    def put_back_tokenizer(self, mark: str | None) -> str:
+        """The advice for a tokenizer that is lost. mark: the start of its fingerprint."""
+        where = f"`grep -l {mark} {self.out / 'tokenizers'}/*` finds" if mark else f"{self.out / 'tokenizers'} may have"
+        return f"put a copy back as {self.folder / 'tokenizer.json'}; {where} one"
 
     def has_no(self, what: str, verb: str = "run") -> str:
         """The message for a missing part of the run, or a missing run. verb: the command that makes the part."""
         if not self.folder.is_dir():
-            other = next((folder for folder in nearby(self.out) if RunDir(folder, self.run).folder.is_dir()), None)
-            advice = f"it is under {other}, so give --out {other}" if other else instead_of_no_run(self.out)
-            return f"there is no run '{self.run}' under {self.out.absolute()}: {advice}"
+            return f"there is no run '{self.run}' under {self.out.absolute()}: {instead_of_no_run(self.out)}"
         advice = f"`quern {verb} {self.flags}` makes one"
         if verb == "run" and (who := self.holder):
             advice = f"{who} is training it; wait for its first checkpoint"
@@ -247,21 +236,11 @@ def runs_in(out: Path) -> list[RunDir]:
     return [RunDir(out, path.name) for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)]
 
 
-def nearby(out: Path) -> list[Path]:
-    """Other output folders that have runs: above an output folder, above the working directory, and below that one."""
-    here, searched = Path.cwd(), out.absolute()
-    bases = [*searched.parents, here, *here.parents, *here.glob("*/")]
-    found = [path for base in bases for path in (base, base / "out") if any(path.glob("runs/*/*/checkpoints"))]
-    return [path for path in dict.fromkeys(found) if path != searched]
-
-
 def instead_of_no_run(out: Path) -> str:
-    """Names the runs of an output folder, or else the folders nearby that have runs, for messages."""
+    """Names the runs of an output folder, if it has some, for messages."""
     if runs := runs_in(out):
         names = ", ".join(one.run for one in runs[:SHOWN_RUNS])
         return f"name one of {names}" + (f" and {len(runs) - SHOWN_RUNS} more" if len(runs) > SHOWN_RUNS else "")
-    if folders := nearby(out):
-        return f"there are some in {', '.join(map(str, folders[:SHOWN_RUNS]))}, which --out can name"
     return "make one with `quern run`, or name another folder with --out"
 
 

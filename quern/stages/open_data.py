@@ -8,7 +8,7 @@ from dataclasses import replace
 from quern.data.shards import Corpus
 from quern.data.token_file import prepared
 from quern.recipe import Resolved
-from quern.runs.origin import Origin, group_size_of, read_origin, require_same
+from quern.runs.origin import Origin, read_origin, require_same
 from quern.runs.run_dir import STAGES, RunDir
 from quern.stages.prepare import Prepared, prepare, text_fingerprint
 
@@ -41,7 +41,7 @@ def open_data(
         require_same(origin, found, run_dir, "pretrain", instead=instead)
     log(f"tokens: {folder}, as the run began with them")
     train, val = (Corpus.open(folder, split, fingerprint=origin.tokens) for split in ("train", "val"))
-    return Prepared(tokenizer, train, val, {}, replace(origin, group_size=group_size_of(train)))
+    return Prepared(tokenizer, train, val, {}, origin)
 
 
 def data_of_run(recipe: Resolved, run_dir: RunDir, log: Callable[[str], None], *stages: str) -> Prepared:

@@ -21,7 +21,7 @@ from quern.data.shards import Corpus
 from quern.data.token_file import fingerprint, prepared
 from quern.estimate.own_text import vocabulary
 from quern.recipe import Recipe, Resolved
-from quern.runs.origin import Origin, group_size_of
+from quern.runs.origin import Origin
 from quern.runs.public_data import PublicData, public_data
 from quern.runs.run_dir import naming, refuse_unwritable
 from quern.stages.prepare_tokens import is_tokens, open_tokens, sample, token_listings
@@ -306,8 +306,7 @@ def prepare(
         samples = {"validation text": sample(val, tokenizer)}
         text = _tokens_fingerprint(recipe, out, public)
         facts = _facts(public.name if public else Path(recipe.data).stem, samples, tokenizer, train, val)
-        tokens = fingerprint(tokenizer.fingerprint, text)
-        origin = Origin(tokenizer.fingerprint, text, tokens, group_size=group_size_of(train))
+        origin = Origin(tokenizer.fingerprint, text, fingerprint(tokenizer.fingerprint, text))
         return Prepared(tokenizer, train, val, facts, origin, public)
     source = open_source(recipe, out, log)
     tokenizer = named_tokenizer(recipe, tokenizer, log) or train_tokenizer(recipe, source, out, log)
@@ -331,8 +330,7 @@ def prepare(
     facts = _facts(source.name, samples, tokenizer, train, val)
     if cleaning := read_records(folder):
         facts["data"]["cleaning"] = cleaning
-    shards = str(folder.relative_to(out))
-    origin = Origin(tokenizer.fingerprint, source.fingerprint, mark, shards, group_size=group_size_of(train))
+    origin = Origin(tokenizer.fingerprint, source.fingerprint, mark, str(folder.relative_to(out)))
     return Prepared(tokenizer, train, val, facts, origin, source.public)
 
 

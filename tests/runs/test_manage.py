@@ -136,20 +136,6 @@ def test_looking_at_a_lock_does_not_stop_who_takes_it(mine: RunDir, monkeypatch:
         assert (mine.holder or "").endswith("(`quern sft`)")
 
 
-def test_runs_nearby_are_named_where_the_folder_has_none(
-    mine: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    below, out = mine.out / "notes", mine.out / "notes" / "out"
-    below.mkdir()
-    monkeypatch.chdir(below)
-    assert told(capsys, Path("out"), code=1) == (
-        f"quern runs: there are no runs under {out}: there are some in {mine.out}, which --out can name\n"
-    )
-    assert told(capsys, Path("out"), "mine", code=1) == (
-        f"quern runs: there is no run 'mine' under {out}: it is under {mine.out}, so give --out {mine.out}\n"
-    )
-
-
 # The lock -------------------------------------------------------------------------------------------------------------
 
 

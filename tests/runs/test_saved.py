@@ -6,18 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from quern.data.batch import DOCUMENT_SIZE, GROUP_SIZE
 from quern.flags.recipe_flags import field_names
 from quern.recipe import FOR_FINE_TUNING, Recipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
-from quern.runs.origin import Origin, compare, group_size_of, require_same
+from quern.runs.origin import Origin, compare
 from quern.runs.run_dir import RunDir
 from quern.runs.saved import to_continue
-from tests.support.memory_corpus import memory_corpus
 
 HERE: Recipe = resolve(RECIPE)
 MAY_CHANGE = {
@@ -80,16 +77,3 @@ def test_a_new_run_derives_again_what_follows_from_the_fields_it_names() -> None
     of_public_set = replace(base, shards=8)
     shards = [to_continue(of_public_set, named).shards for named in ((), ("data",), ("train.steps",))]
     assert shards == [8, None, None]
-
-
-def test_a_run_with_batches_in_another_order_is_refused(tmp_path: Path) -> None:
-    documents = GROUP_SIZE // (DOCUMENT_SIZE + 2)
-    one = memory_corpus([[0, 1]])
-    small, large = (one.part(np.zeros(number, dtype=np.int64)) for number in (documents, documents + 1))
-    assert group_size_of(small) is None and group_size_of(large) == GROUP_SIZE
-    run_dir, ungrouped = RunDir(tmp_path, "old"), Origin("t", tokens="k")  # also of a version that knew no groups
-    grouped = replace(ungrouped, group_size=GROUP_SIZE)
-    for origin in (ungrouped, grouped):
-        require_same(origin, origin, run_dir, "pretrain")
-    with pytest.raises(ValueError, match=r"version, has changed since .*`quern pretrain --from old "):
-        require_same(ungrouped, grouped, run_dir, "pretrain")

@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from quern.cli import main
-from quern.data.batch import GROUP_SIZE, groups_of
 from quern.data.shards import Corpus
 from quern.estimate.own_text import READINGS
 from quern.records import read_events, read_metrics
@@ -130,15 +129,6 @@ def read(path: Path) -> Any:
 
 
 # What changed under a run -------------------------------------------------------------------------------------
-
-
-def test_a_text_of_several_groups_is_opened_again(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`GROUP_SIZE` is beyond the texts of tests: a smaller one records what a large text does."""
-    monkeypatch.setattr(groups_of, "__defaults__", (1000,))
-    flags = [*SHAPE, *SFT[:4], "--data", runs.text, "--conversations", runs.talks, "--questions", "1"]
-    runs.done("run", *flags, run="large")  # evaluation opens its shards
-    assert runs.meta("sft", "large")["origin"]["group_size"] == GROUP_SIZE
-    runs.done("sft", "--resume", "--sft.steps", "5", run="large")
 
 
 def test_text_that_changed_is_refused_when_named_and_not_needed_when_not(runs: Runs) -> None:
