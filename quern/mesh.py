@@ -234,7 +234,6 @@ class Mesh:
         data: The ranks that hold the same shard of each replica.
         model: The shards of this replica.
         world: All ranks.
-        files: All ranks over gloo, with a call order of its own, for checkpoints that are saved in the background.
         store: torch's Store, through which ranks find each other; None for one process.
     """
 
@@ -244,7 +243,6 @@ class Mesh:
     data: ProcessGroup
     model: ProcessGroup
     world: ProcessGroup
-    files: ProcessGroup
     progress: Progress = field(default_factory=Progress)
     store: Any = None
     zero: int = 2
@@ -269,8 +267,8 @@ class Mesh:
 
 def alone() -> Mesh:
     """Returns the mesh of a single process."""
-    data, model, world, files = (ProcessGroup(name, 1, 0) for name in ("data", "model", "world", "files"))
-    return Mesh(1, 1, 0, data, model, world, files)
+    data, model, world = (ProcessGroup(name, 1, 0) for name in ("data", "model", "world"))
+    return Mesh(1, 1, 0, data, model, world)
 
 
 def refuse_uneven(ranks: int, tp: int) -> None:
@@ -325,8 +323,7 @@ def connect(
         size = dist.get_world_size(group)
         groups[name] = ProcessGroup(name, size, dist.get_rank(group), group if size > 1 else None, progress)
     groups["world"] = ProcessGroup("world", ranks, rank, dist.group.WORLD, progress)
-    files = ProcessGroup("files", ranks, rank, dist.new_group(backend="gloo", timeout=timeout))
-    return Mesh(ranks // tp, tp, rank, **groups, files=files, progress=progress, store=store, zero=zero)
+    return Mesh(ranks // tp, tp, rank, **groups, progress=progress, store=store, zero=zero)
 
 
 def _open_store(rank: int, ranks: int, timeout: timedelta) -> Any:

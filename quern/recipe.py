@@ -187,8 +187,6 @@ class TrainRecipe(Generic[Gap]):
     """Steps between checkpoints; a tenth of the run, in fine-tuning a quarter."""
     keep: Few = 2
     """Checkpoints kept."""
-    save_in_background: bool = False
-    """Copy the state and go on training while it is written; takes the memory of masters and moments once more."""
     max_skips: Annotated[int, Interval(ge=0, le=10**6)] = 10
     """Non-finite steps in a row before the run stops."""
     fp8: Literal["off", "head", "all"] = "off"
@@ -203,8 +201,7 @@ class TrainRecipe(Generic[Gap]):
 
 OPERATIONAL = frozenset(
     f"train.{name}"
-    for name in "micro_batch_tokens log_every eval_every save_every keep save_in_background max_skips recompute "
-    "optimizer_memory".split()
+    for name in "micro_batch_tokens log_every eval_every save_every keep max_skips recompute optimizer_memory".split()
 )
 """Fields that say how training goes, not what is learned: they may change when a run is resumed."""
 FOR_FINE_TUNING = ("sft", "conversations", "text.tinyworld_conversations")
@@ -365,7 +362,8 @@ class Recipe(Generic[Gap]):
         if body.pop("schema", None) != SCHEMA:
             raise ValueError(f"this recipe was written by another version of quern (expected schema {SCHEMA})")
         try:
-            body["model"] = {"key_offset": False} | body["model"]  # a saved run may be older than the field
+            body["model"] = {"key_offset": False} | body["model"]  # a saved run may be older than the field, or have
+            body["train"] = {name: one for name, one in body["train"].items() if name != "save_in_background"}  # more
             body |= {name: typed(body[name], part, exact=True) for name, part in PARTS.items()}
             if body["conversations"] is not None:
                 body["conversations"] = tuple(typed(one, ConversationSource) for one in body["conversations"])

@@ -136,7 +136,7 @@ def test_conversations_in_a_recipe_file() -> None:
         ("model", "head_dim", 63, "model.head-dim must be even for rotary embeddings, not 63"),
         ("model", "kv_heads", 3, r"model.kv-heads must divide the 4 heads: one of \[1, 2, 4\], not 3"),
         ("train", "steps", "many", "train.steps must be a whole number between 1 and 1,000,000,000,000, not 'many'"),
-        ("train", "save_in_background", "yes", "train.save-in-background must be true or false, not 'yes'"),
+        ("rl", "normalize", "yes", "rl.normalize must be true or false, not 'yes'"),
         ("model", "windows", 5, "model.windows must be a text, not 5"),
         ("model", "dropout", 1.0, "model.dropout must be a number of at least 0 and below 1, not 1.0"),
     ],

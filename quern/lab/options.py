@@ -17,7 +17,7 @@ TRIALS = (
     RL,
     Refusal(FINE_TUNING, "is for fine-tuning, and a study compares pretraining"),
     Refusal(
-        "train.minutes train.save_every train.keep train.save_in_background train.log_every train.eval_every data_seed",
+        "train.minutes train.save_every train.keep train.log_every train.eval_every data_seed",
         "does nothing in a study: its trials run for --train.steps, leave no checkpoints, and have the study's seeds",
     ),
     *FOLLOWING,

@@ -108,7 +108,6 @@ def plan_of(
         log_every=train.log_every,
         save_every=train.save_every,
         keep=train.keep,
-        save_in_background=train.save_in_background,
         flops=flops,
         peak_flops=math.inf,
         evaluators=evaluators,

@@ -78,27 +78,27 @@ def save(
     if json.loads(json.dumps(meta, allow_nan=False)) != meta:
         raise ValueError("meta must read back equal: use string keys and lists, not tuples or numbers as keys")
     mesh = mesh or alone()
-    files, final = mesh.files, folder / f"step-{step:08d}"
-    temporary = folder / files.broadcast_object(f"{final.name}.tmp-{uuid.uuid4().hex}")
+    world, final = mesh.world, folder / f"step-{step:08d}"
+    temporary = folder / world.broadcast_object(f"{final.name}.tmp-{uuid.uuid4().hex}")
     parts = [_owned(part, mesh.main) for part in ([tensors] if isinstance(tensors, Mapping) else tensors)]
     needed = sum(part.tensor.nbytes for own in parts for part in own.values())
     refused = partial(_write_error, folder, step, needed)
-    with _failing_together(files, refused):
+    with _failing_together(world, refused):
         if mesh.main:
             folder.mkdir(parents=True, exist_ok=True)
             _clean(folder)
             temporary.mkdir()
     try:
-        with _failing_together(files, refused):
+        with _failing_together(world, refused):
             for number, own in enumerate(parts, start=1):
-                name = f"shard-{files.rank + 1:05d}-model-{number:05d}-of-{len(parts):05d}.safetensors"
+                name = f"shard-{world.rank + 1:05d}-model-{number:05d}-of-{len(parts):05d}.safetensors"
                 _write_tensors(temporary / name, own)
-        with _failing_together(files, refused):
+        with _failing_together(world, refused):
             found: dict[str, dict[str, Any]] = {}
-            for file in sorted(temporary.iterdir())[files.rank :: files.size]:  # this rank's share of all files
+            for file in sorted(temporary.iterdir())[world.rank :: world.size]:  # this rank's share of all files
                 sync_path(file)
                 found[file.name] = describe(file)
-            gathered = files.gather_objects(found)
+            gathered = world.gather_objects(found)
             if mesh.main:
                 facts = dict(sorted((name, one) for part in gathered for name, one in part.items()))
                 write_manifest(temporary, step, facts, meta, {"torch": torch.__version__})
@@ -106,7 +106,7 @@ def save(
     except CheckpointError:
         shutil.rmtree(temporary, ignore_errors=True)  # best effort: the next save cleans up too
         raise
-    with _failing_together(files, lambda error: f"{final} was saved, but an older one cannot be removed: {error}"):
+    with _failing_together(world, lambda error: f"{final} was saved, but an older one cannot be removed: {error}"):
         if mesh.main:
             _prune(folder, final, keep)
     return final
@@ -156,14 +156,14 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def _failing_together(files: ProcessGroup, describe: Callable[[OSError], str]) -> Iterator[None]:
+def _failing_together(world: ProcessGroup, describe: Callable[[OSError], str]) -> Iterator[None]:
     """Turns an OSError of any rank into a CheckpointError on all, so that no rank waits for the one that failed."""
     failure: OSError | None = None
     try:
         yield
     except OSError as error:
         failure = error
-    messages = files.gather_objects(None if failure is None else describe(failure))
+    messages = world.gather_objects(None if failure is None else describe(failure))
     if said := [message for message in messages if message is not None]:
         raise CheckpointError(said[0]) from failure
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,8 +51,8 @@ class Backend(Protocol):
     # Runs an evaluator, without dropout.
     def evaluate(self, evaluator: Evaluator) -> dict[str, Any]: ...
 
-    # Returns this rank's slices of the state, for each file that it writes; on the host if they are copied.
-    def save(self, copied: bool) -> list[dict[str, Slice]]: ...
+    # Returns this rank's slices of the state, for each file that it writes.
+    def save(self) -> list[dict[str, Slice]]: ...
 
     # Puts the state where a checkpoint left it. Raises an error of Python for one that does not fit.
     def restore(self, tensors: dict[str, Any], meta: dict[str, Any]) -> None: ...
@@ -72,7 +71,6 @@ class TrainingPlan:
     flops: Callable[[Batch, float], Flops]  # takes a batch and the share of the run that is done
     peak_flops: float
     evaluators: Sequence[tuple[int, Evaluator]] = ()
-    save_in_background: bool = False
     row_tokens: int | None = None
     """Tokens of the rows that micro_batch_rows counts; a forward pass has more of shorter ones. None: all are equal."""
     keep_step: int | None = None
@@ -125,8 +123,7 @@ def train(
         closing(_batches(backend, loader, plan, horizon)) as batches,
     ):
         try:
-            saver = Saver(backend, folder, plan.keep, plan.save_in_background, plan.meta)
-            code = _steps(backend, batches, plan, horizon, stop, saver, folder, log, advance, clock)
+            code = _steps(backend, batches, plan, horizon, stop, folder, log, advance, clock)
         except CheckpointError as error:
             folder.event("stop", step=run.step, reason=str(error))
             log(f"stopped at step {run.step}: {error}")
@@ -150,7 +147,6 @@ def _steps(
     plan: TrainingPlan,
     horizon: Horizon,
     stop: Stop,
-    saver: Saver,
     folder: Records,
     log: Callable[[str], None],
     advance: Callable[[dict[str, Any]], None],
@@ -178,7 +174,6 @@ def _steps(
         _count(run, result, folder)
         advance({"loss": result.loss} | window.speed())
         if result.verdict == "stop":
-            saver.settle()
             return EXIT_DIVERGED
         if alone:
             heard = [[float(stop.requested), own_seconds, horizon.wanted(run.step, run.seconds)]]
@@ -199,10 +194,9 @@ def _steps(
                     folder.metric(step=run.step, tokens=run.tokens, **backend.evaluate(evaluator))
         kept = horizon.reaches(plan.keep_step, run.step)
         if plan.save_every and (horizon.due(run.step, plan.save_every) or kept or last or stopping):
-            saver.save(kept)
+            _save(backend, folder, plan, kept)
         if stopping:
             break
-    saver.settle()
     return EXIT_DONE if run.step == horizon.steps else EXIT_STOPPED
 
 
@@ -298,42 +292,10 @@ def resume(
     return True
 
 
-class Saver:
-    """Saves a run's checkpoints below the folder of its records, at once or in the background.
-
-    In the background the rank's slices are copied first (as much memory as its masters and moments). A thread then
-    saves them through collectives of its own (`Mesh.files`): the same checkpoint, byte for byte. At most one save runs
-    at a time, and the next one, or the end, raises its error on all ranks.
-    """
-
-    def __init__(self, backend: Backend, records: Records, keep: int, background: bool, meta: dict[str, Any]) -> None:
-        self._backend, self._records, self._keep, self._meta = backend, records, keep, meta
-        self._pool = ThreadPoolExecutor(1, "saver") if background else None
-        self._pending: Future[dict[str, Any]] | None = None
-
-    def save(self, kept: bool) -> None:
-        """Saves the state. Raises CheckpointError for this save, or for the earlier save in the background."""
-        self.settle()
-        backend, start = self._backend, time.perf_counter()
-        with backend.mesh.progress.during("saving"):
-            step = backend.run.step
-            slices = backend.save(copied=self._pool is not None)
-            meta = self._meta | {"kept": kept, "state": backend.run.meta()}
-            stood = {} if self._pool is None else {"stood_still": round(time.perf_counter() - start, 3)}
-
-            def write() -> dict[str, Any]:
-                folder = self._records.path / "checkpoints"
-                path = checkpoint.save(folder, step, slices, meta, self._keep, backend.mesh)
-                return {"path": path.name, "step": step, "seconds": round(time.perf_counter() - start, 3), **stood}
-
-            if self._pool is None:
-                self._records.event("save", **write())
-            else:
-                self._pending = self._pool.submit(write)
-
-    def settle(self) -> None:
-        """Waits for the save in the background, if there is one, and raises its error."""
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            with self._backend.mesh.progress.during("saving"):
-                self._records.event("save", **pending.result())
+def _save(backend: Backend, records: Records, plan: TrainingPlan, kept: bool) -> None:
+    """Saves the state below the folder of the records. Raises CheckpointError, on all ranks."""
+    run, start = backend.run, time.perf_counter()
+    with backend.mesh.progress.during("saving"):
+        meta = plan.meta | {"kept": kept, "state": run.meta()}
+        path = checkpoint.save(records.path / "checkpoints", run.step, backend.save(), meta, plan.keep, backend.mesh)
+    records.event("save", path=path.name, step=run.step, seconds=round(time.perf_counter() - start, 3))

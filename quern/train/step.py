@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -100,11 +100,8 @@ class TorchBackend:
         finally:
             self.run.model.train()
 
-    def save(self, copied: bool) -> list[dict[str, Slice]]:
-        slices = {name: part for name, part in self.run.slices().items() if part.saved}
-        for name, part in slices.items() if copied else ():
-            slices[name] = replace(part, tensor=part.tensor.detach().to("cpu", copy=True))
-        return [slices]
+    def save(self) -> list[dict[str, Slice]]:
+        return [self.run.slices()]
 
     def restore(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
         self.run.restore(tensors, meta)

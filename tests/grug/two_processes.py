@@ -59,7 +59,7 @@ def steps(mesh: Mesh, cfg: StepConfig, folder: Path | None) -> tuple[JaxTrainSta
 
 def save(folder: Path, step: int, state: JaxTrainState, cfg: StepConfig, mesh: Mesh, meta: dict[str, Any]) -> None:
     backend = JaxBackend(JaxRun(state, cfg, mesh, guard=Guard(0)), processes())
-    checkpoint.save(folder, step, backend.save(copied=True), meta, 2, backend.mesh)
+    checkpoint.save(folder, step, backend.save(), meta, 2, backend.mesh)
 
 
 def main(coordinator: str, process: int, folder: Path) -> None:

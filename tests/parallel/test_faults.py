@@ -5,7 +5,6 @@ tests/laws/test_ranks_resume_law.py compares resumed runs with an undisturbed ru
 """
 
 import itertools
-import json
 import random
 import re
 import signal
@@ -75,12 +74,6 @@ def newest(stage: Path) -> dict[str, Any]:
     found = manifest.latest(stage / "checkpoints", pytest.fail)
     assert found is not None
     return found[1]
-
-
-def header_and_data(file: Path) -> tuple[dict[str, Any], bytes]:
-    content = file.read_bytes()
-    end = 8 + int.from_bytes(content[:8], "little")
-    return json.loads(content[8:end]), content[end:]
 
 
 def lines_with(words: str, said: str) -> list[str]:
@@ -236,31 +229,3 @@ def test_users_errors_are_said_once_and_not_tried_again(runs: Runs) -> None:
         assert found["exits"] == [[0, 0]] and found["result"] == 1, found
         assert len(lines_with("quern pretrain:", found["said"])) == 1 and "Traceback" not in found["said"]
         assert words in found["said"] and "rank" not in found["said"].replace("ranks", ""), found["said"]
-
-
-def test_saved_in_the_background_is_saved_at_once(runs: Runs, untouched: Found) -> None:
-    """Byte for byte, except for recipe and clocks, and for the order in a file's header, which safetensors shuffles."""
-    stages = [untouched["stage"], runs(flags=[*SHORT, "--train.save-in-background"])["stage"]]
-    files = [
-        {str(f.relative_to(stage)): header_and_data(f) for f in stage.glob("checkpoints/*/*.safetensors")}
-        for stage in stages
-    ]
-    assert len(files[0]) == 6 and files[0] == files[1]  # of steps 9 and 12, and of step 4, before the rates fall
-    metas = [newest(stage)["meta"] for stage in stages]
-    for meta in metas:
-        meta["state"].pop("seconds")
-        meta["recipe"]["train"].pop("save_in_background")
-    assert metas[0] == metas[1]
-    kinds = [[event["kind"] for event in read_events(stage)] for stage in stages]
-    assert kinds[0].count("save") == kinds[1].count("save") == 5
-
-
-def test_what_fails_in_the_background_ends_all_at_the_next_save(runs: Runs, events: list[dict[str, Any]]) -> None:
-    fault = {"kind": "disk", "rank": 1, "part": "train", "number": during_training(events[1], 0.5)}
-    found = runs(fault, [*SHORT, "--train.save-in-background"])
-    assert found["exits"] == [[0, 0]] and found["result"] == EXIT_NOT_SAVED, found
-    said = lines_with("cannot write the checkpoint of step", found["said"])
-    assert len(said) == 1, found["said"]
-    (failed,) = re.findall(r"of step (\d+) to", said[0])
-    before = {"6": 4, "9": 6}  # that of step 6 was perhaps still under way
-    assert newest(found["stage"])["step"] == before[failed]

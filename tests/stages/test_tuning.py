@@ -37,7 +37,6 @@ OTHER: dict[str, Any] = {
     "eval_every": 5,
     "save_every": 6,
     "keep": 8,
-    "save_in_background": True,
     "max_skips": 11,
     "recompute": 3,
     "optimizer_memory": "cpu",

@@ -25,7 +25,7 @@ from quern.train.step import Evaluator, StepResult, Told
 
 
 class Processes(ProcessGroup):
-    """JAX's processes. Values pass through its collectives, so only the thread that takes the steps may send them."""
+    """JAX's processes. Values pass through its collectives."""
 
     def gather_objects(self, value: Any) -> list[Any]:
         if self.size > 1:
@@ -39,8 +39,7 @@ class Processes(ProcessGroup):
 def processes() -> Mesh:
     """JAX's processes as ranks that take whole batches."""
     rank, size = jax.process_index(), jax.process_count()
-    world, files = (Processes(name, size, rank) for name in ("world", "files"))
-    return replace(alone(), rank=rank, world=world, files=files)
+    return replace(alone(), rank=rank, world=Processes("world", size, rank))
 
 
 @dataclass
@@ -82,8 +81,8 @@ class JaxBackend:
     def evaluate(self, evaluator: Evaluator) -> dict[str, Any]:
         return evaluator(self.run)
 
-    def save(self, copied: bool) -> list[dict[str, Slice]]:
-        """Copies always: the next step donates the arrays. A device's shards have a file of their own."""
+    def save(self) -> list[dict[str, Slice]]:
+        """A device's shards have a file of their own."""
         parts: dict[Any, dict[str, Slice]] = {device: {} for device in jax.local_devices()}
         for path, array in jax.tree_util.tree_leaves_with_path(self.run.arrays):
             for shard in array.addressable_shards:

@@ -128,6 +128,6 @@ def bring_over(run_dir: RunDir, mesh: Mesh, stage: str | None, log: Callable[[st
     run = JaxRun(arrays, cfg, mesh, guard=Guard(0), step=known["step"], tokens=known["tokens"])
     meta = Origin(tokenizer.fingerprint, recipe=recipe.to_json()).meta() | {"state": run.meta()}
     ranks = processes()
-    checkpoint.save(target, run.step, JaxBackend(run, ranks).save(copied=True), meta, recipe.train.keep, ranks)
+    checkpoint.save(target, run.step, JaxBackend(run, ranks).save(), meta, recipe.train.keep, ranks)
     log(f"imported step {run.step:,} of {start.stage} → {target}")
     return target

@@ -93,10 +93,6 @@ class JaxTrainOptions:
         Refusal("train.recompute", "is for `quern pretrain`: the JAX twin keeps all activations"),
         Refusal("train.optimizer_memory", "is for `quern pretrain`: the JAX twin keeps all state on its devices"),
         Refusal("train.grad_dtype", "is for `quern pretrain`: the JAX twin sums gradients in fp32"),
-        Refusal(
-            "train.save_in_background",
-            "is not needed: a single process of the JAX twin saves in the background",
-        ),
     )
 
     recipe: Annotated[Recipe, Mark.FLAT]

@@ -146,8 +146,7 @@ def fresh_run(recipe: Resolved, cfg: StepConfig, mesh: Mesh) -> JaxRun:
 def make_plan(recipe: Resolved, cfg: StepConfig, evaluators: Sequence[tuple[int, Evaluator]]) -> loop.TrainingPlan:
     """The settings of the loop. A mesh must be set."""
     each = flops_per_token(cfg)
-    plan = plan_of(recipe, lambda batch, progress: Flops(products=batch.tokens.size * each), evaluators)
-    return replace(plan, save_in_background=jax.process_count() == 1)
+    return plan_of(recipe, lambda batch, progress: Flops(products=batch.tokens.size * each), evaluators)
 
 
 def evaluate(run_dir: RunDir, mesh: Mesh, *, dtype: str, log: Callable[[str], None]) -> dict[str, Any]:
