@@ -27,7 +27,7 @@ LAYERS = (
         *"field_types records temporaries terminal process cluster".split(),
     ),  # files of quern/ itself; these may import each other
     ("text", "data", "flags", "kernels", "kernels.attention", "optim"),
-    ("text.tinyworld", "text.clean", "text.encode", "model"),
+    ("text.tinyworld", "text.clean", "model"),
     ("parallel", "generate", "generate.sandbox", "recipes"),
     ("train", "eval", "grug", "mixture", "estimate"),
     ("rl",),

@@ -22,11 +22,11 @@ from quern.data.packing import METHODS, pack
 from quern.data.shards import Corpus
 from quern.data.token_file import ShardWriter
 from quern.process import start
+from quern.stages.encode import UNIT_CHARACTERS, write_shards
 from quern.stages.prepare import first
 from quern.temporaries import scratch_folder
 from quern.terminal import counted, silent
 from quern.text.documents import read
-from quern.text.encode.pool import UNIT_CHARACTERS, write_shards
 from quern.text.sources import files
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import Tokenizer

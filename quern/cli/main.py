@@ -89,7 +89,7 @@ def run_verb(arguments: list[str]) -> int:
     try:
         from quern.cli.verbs import VERBS, log, with_run
         from quern.flags.recipe_flags import Arguments
-        from quern.runs.trust import FLAG, trust_runs
+        from quern.runs.run_dir import FLAG, trust_runs
 
         if verb == "completion":
             from quern.cli.completion import script

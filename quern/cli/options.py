@@ -25,7 +25,7 @@ from quern.runs.run_dir import NEWEST, RunDir
 
 if TYPE_CHECKING:
     from quern.machine import Machine
-    from quern.text.encode.pool import StartWorkers
+    from quern.stages.encode import StartWorkers
 
 _OTHER_VERB = "does nothing in `quern {verb}`: give it to the verb that trains"
 _OF_THE_RUN = "belongs to the run's recipe and cannot change: leave it out"
@@ -113,7 +113,7 @@ class PrepareOptions(EncodingOptions, TokenizerOptions):
     def encoders(self) -> tuple[int, StartWorkers]:
         """The number of workers, and where they run. Connects to the cluster."""
         from quern.machine import cpu_threads
-        from quern.text.encode.pool import ENOUGH_WORKERS, on_cluster, on_processes
+        from quern.stages.encode import ENOUGH_WORKERS, on_cluster, on_processes
 
         start_workers, count = on_processes, cpu_threads
         if self.engine == "ray":

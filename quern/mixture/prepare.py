@@ -29,7 +29,7 @@ from quern.recipe import Resolved
 from quern.records import Natural, read_json
 from quern.temporaries import write_whole
 from quern.terminal import Meter, counted
-from quern.text import chat, conversations, data_sets, documents, formats, readers
+from quern.text import chat, conversations, documents, formats, readers, repositories
 from quern.text.conversations import Conversation
 from quern.text.tokenizer import Tokenizer
 
@@ -138,7 +138,7 @@ def _open(recipe: Resolved, out: Path, fetch: Fetch, log: Log) -> tuple[list[Ope
         rows.read(Path(recipe.sft.tests), "--sft.tests")
     if all(source.built_in for source in opened):
         return opened, rows
-    for name in (name for name, known in data_sets.DATASETS.items() if known.kind in ("questions", "tests")):
+    for name in (name for name, known in repositories.DATASETS.items() if known.kind in ("questions", "tests")):
         folder = out / "downloads" / name / "val"
         if any(folder.glob("*.parquet")):
             rows.read(folder, name)

@@ -28,7 +28,7 @@ from typing import Any
 from quern.generate.tools import ToolError, calculate
 from quern.recipe import BUILT_IN_CONVERSATIONS, ConversationSource, Recipe
 from quern.terminal import Meter, silent
-from quern.text import conversations, data_sets, tinyworld
+from quern.text import conversations, repositories, tinyworld
 from quern.text.chat import ContentPart, Message
 from quern.text.repositories import PREFIX, TRAIN, local_copy
 from quern.text.sources import Listing, Where, content_fingerprint, format_of, list_talks
@@ -153,7 +153,7 @@ def open_source(asked: ConversationSource, recipe: Recipe, out: Path, fetch: Fet
     if Path(asked.source).exists():
         return _of_files(asked, {ALL: own_files(asked, out, log)}, out, log)
     require_source(asked)
-    known = data_sets.DATASETS.get(asked.source)
+    known = repositories.DATASETS.get(asked.source)
     _refuse_idle(asked, split=known is not None)
     files = {split: list_talks(where) for split, where in fetch(asked).items() if where}
     splits = files if known is not None and known.kind == "conversations" else {ALL: files["train"]}
@@ -163,9 +163,9 @@ def open_source(asked: ConversationSource, recipe: Recipe, out: Path, fetch: Fet
 def require_source(asked: ConversationSource) -> None:
     """Raises FileNotFoundError, which says what else there is, for a source that is neither a path nor known."""
     named = asked.source in BUILT_IN_CONVERSATIONS or asked.source.startswith(PREFIX) or Path(asked.source).exists()
-    known = data_sets.DATASETS.get(asked.source)
+    known = repositories.DATASETS.get(asked.source)
     if not named and (known is None or known.kind not in ("conversations", "questions")):
-        sets = [name for name, one in data_sets.DATASETS.items() if one.kind in ("conversations", "questions")]
+        sets = [name for name, one in repositories.DATASETS.items() if one.kind in ("conversations", "questions")]
         raise FileNotFoundError(
             f"--conversations {asked.source}: there is no such {'data set' if known else 'file, folder or data set'} "
             f"of conversations; use a path, one of {', '.join((*BUILT_IN_CONVERSATIONS, *sets))}, or hf:OWNER/NAME"

@@ -1,6 +1,6 @@
 """Public data sets of a run: a name → local files in out/downloads/NAME/{train,val}, downloaded unless they are there.
 
-A name is one of text/data_sets.py's, or hf:OWNER/NAME[:CONFIG][@REVISION] for any data set of the Hugging Face Hub. The
+A name is one of text/data_sets.toml, or hf:OWNER/NAME[:CONFIG][@REVISION] for any data set of the Hugging Face Hub. The
 files of its repository are listed once: the list, with its commit, is kept in the folder, so a run that is continued
 reads the same text although the repository has changed. The validation files do not depend on the number of training
 files, so scores stay comparable.
@@ -23,9 +23,8 @@ from quern.recipe import ConversationSource, Made, Recipe, Resolved
 from quern.records import read_json
 from quern.temporaries import alone_in, sha256_of, whole_file, write_whole
 from quern.terminal import Meter, silent
-from quern.text import data_sets, downloads
-from quern.text.data_sets import DataSet
-from quern.text.repositories import PREFIX, HubName, Repository, data_set
+from quern.text import downloads, repositories
+from quern.text.repositories import PREFIX, DataSet, HubName, Repository, data_set
 from quern.text.sources import data_paths
 
 LISTING = "listing.json"
@@ -171,15 +170,15 @@ def name_of_set(data: str) -> str | None:
     if data == "tinyworld" or data_paths(data) or data.endswith(".bin"):
         return None
     name = next((one for one in data.split("\n") if "\n" in data and not data_paths(one)), data)
-    if not name.startswith(PREFIX) and name not in data_sets.DATASETS:
+    if not name.startswith(PREFIX) and name not in repositories.DATASETS:
         raise FileNotFoundError(
             f"--data {name}: there is no such file, folder or data set; use tinyworld, a path, one of "
-            f"{', '.join(key for key, known in data_sets.DATASETS.items() if known.kind in FOR_DATA)}, or "
+            f"{', '.join(key for key, known in repositories.DATASETS.items() if known.kind in FOR_DATA)}, or "
             "hf:OWNER/NAME for one of the Hugging Face Hub"
         )
-    if name in data_sets.DATASETS and data_sets.DATASETS[name].kind not in FOR_DATA:
+    if name in repositories.DATASETS and repositories.DATASETS[name].kind not in FOR_DATA:
         raise ValueError(
-            f"--data {name}: the set holds {data_sets.DATASETS[name].kind} to fine-tune on, no text: give it to "
+            f"--data {name}: the set holds {repositories.DATASETS[name].kind} to fine-tune on, no text: give it to "
             "--conversations"
         )
     return name
@@ -227,7 +226,7 @@ def fetch_tests(names: Iterable[str], out: Path) -> Path:
 
 
 def _find(name: str, out: Path, split: str, kind: Literal["documents", "conversations"]) -> _Known:
-    files = data_sets.DATASETS.get(name)
+    files = repositories.DATASETS.get(name)
     asked = HubName.parse(name) if files is None else HubName(files.repository)
     folder = out / "downloads" / (asked.folder if files is None else name)
     path = folder / LISTING

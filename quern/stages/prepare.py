@@ -24,13 +24,13 @@ from quern.recipe import Recipe, Resolved
 from quern.runs.origin import Origin
 from quern.runs.public_data import PublicData, public_data
 from quern.runs.run_dir import naming, refuse_unwritable
+from quern.stages.encode import StartWorkers, on_processes, write_shards
 from quern.stages.prepare_tokens import is_tokens, open_tokens, sample, token_listings
 from quern.stages.tokenizers import Read, Source, named_tokenizer, train_tokenizer
 from quern.temporaries import alone_in, remove_abandoned
 from quern.terminal import Meter
 from quern.text.clean.steps import read_records, recorded
 from quern.text.documents import read, warning_of
-from quern.text.encode.pool import StartWorkers, on_processes, write_shards
 from quern.text.formats import text_megabytes
 from quern.text.readers import UTF8
 from quern.text.repositories import TRAIN, local_copy

@@ -26,7 +26,7 @@ from quern.runs.public_data import PublicData
 from quern.runs.run_dir import naming
 from quern.stages.tokenizers import named_tokenizer
 from quern.terminal import Meter, counted
-from quern.text import data_sets
+from quern.text import repositories
 from quern.text.sources import FORMATS, Listing, format_of, list_source
 from quern.text.tokenizer import Tokenizer
 
@@ -40,8 +40,8 @@ VALIDATION = re.compile(r"(?<![a-z])val(id(ation)?)?(?![a-z])")
 def is_tokens(data: str, out: Path | None = None) -> bool:
     """Whether `--data` names tokens rather than text. out: the output folder, which may be in a folder of tokens."""
     path = Path(data)
-    if not path.exists() and data in data_sets.DATASETS:
-        return data_sets.DATASETS[data].kind == "tokens"
+    if not path.exists() and data in repositories.DATASETS:
+        return repositories.DATASETS[data].kind == "tokens"
     if not path.is_dir():
         return path.suffix == ".bin"
     return any(file.is_file() for file in path.glob("[!.]*.bin")) and not any(

@@ -25,8 +25,8 @@ from quern.rl.environments import load_environment
 from quern.rl.rollouts import Rollouts, divergence
 from quern.runs.load import Start, open_checkpoint
 from quern.runs.origin import compare, source_digest
+from quern.runs.run_dir import require_trusted, trust
 from quern.runs.training import precision_of, rates_fall, ready_model
-from quern.runs.trust import require_trusted, trust
 from quern.stages.session import Session
 from quern.temporaries import sha256_of
 from quern.terminal import counted

@@ -26,13 +26,12 @@ from quern.recipe import Recipe, Resolved
 from quern.records import MakeTracker, Records, StageFolder, git_hash, read_events, read_metrics
 from quern.runs.load import Start, read_start
 from quern.runs.origin import FILE, Origin, read_origin, refuse_second_tokenizer, require_same
-from quern.runs.run_dir import NEWEST, STAGES, RunDir, refuse_unwritable
+from quern.runs.run_dir import NEWEST, STAGES, RunDir, refuse_unwritable, trust
 from quern.runs.run_lock import run_lock
 from quern.runs.training import plan_of
-from quern.runs.trust import trust
+from quern.stages.encode import ENOUGH_WORKERS
 from quern.temporaries import write_whole
 from quern.terminal import Meter, counted, silent
-from quern.text.encode.pool import ENOUGH_WORKERS
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint, loop
 from quern.train.guard import EXIT_DONE

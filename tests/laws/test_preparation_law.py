@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from quern.data.token_file import ShardWriter
-from quern.text.encode.pool import write_shards
+from quern.stages.encode import write_shards
 from quern.text.tokenizer import Tokenizer
 from tests.laws.table import Law
 from tests.support import preparing

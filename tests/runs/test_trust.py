@@ -14,8 +14,7 @@ from quern.flags.recipe_file import read_recipe_file
 from quern.recipe import Recipe
 from quern.recipes import load_recipe, recipe_names
 from quern.runs.origin import Origin, source_digest
-from quern.runs.run_dir import RunDir
-from quern.runs.trust import require_trusted, trust
+from quern.runs.run_dir import RunDir, require_trusted, trust
 from quern.text.tokenizer import Tokenizer
 from tests.support.llama_run import llama_recipe, write_run
 

@@ -29,8 +29,8 @@ from quern.stages import pretrain
 from quern.stages.prepare import prepare, text_fingerprint
 from quern.stages.prepare_tokens import is_tokens
 from quern.stages.session import Session
-from quern.text import data_sets
-from quern.text.data_sets import DATASETS, DataSet
+from quern.text import repositories
+from quern.text.repositories import DATASETS, DataSet
 from quern.text.tokenizer import Tokenizer
 from tests.support.hub_server import Hub, hub_server, parquet
 from tests.support.llama_run import llama_recipe, write_run
@@ -97,7 +97,7 @@ def served(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv(name, value)
     own = (f"{hub.url}/r50k_base.tiktoken", hashlib.sha256(vocabulary()).hexdigest())
     made = {name: replace(dataset, tokenizer=dataset.tokenizer and own) for name, dataset in DATASETS.items()}
-    monkeypatch.setattr(data_sets, "DATASETS", MappingProxyType(made))
+    monkeypatch.setattr(repositories, "DATASETS", MappingProxyType(made))
 
 
 def of_kind(*kinds: str) -> list[str]:

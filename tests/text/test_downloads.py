@@ -12,7 +12,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from quern.text import data_sets
+from quern.text import repositories
 from quern.text.downloads import download, list_repository, retrieve
 from quern.text.repositories import HubName, Repository
 from tests.support.full_disk import full_disk
@@ -142,7 +142,7 @@ def test_a_file_of_another_server_is_checked_and_kept(hub: Hub, tmp_path: Path) 
 
 
 def test_the_catalogue_is_consistent() -> None:
-    for name, dataset in data_sets.DATASETS.items():
+    for name, dataset in repositories.DATASETS.items():
         assert dataset.repository.count("/") == 1 and dataset.folder == dataset.folder.strip("/"), name
         assert dataset.val and not set(dataset.val) & set(dataset.train), name
         assert len(set(dataset.train)) == len(dataset.train), name

@@ -14,7 +14,7 @@ import pytest
 
 from quern.cli import main
 from quern.data.shards import Corpus
-from quern.text.encode.pool import FEW_UNITS, encoded, on_cluster, on_processes, write_shards
+from quern.stages.encode import FEW_UNITS, encoded, on_cluster, on_processes, write_shards
 from quern.text.tokenizer import Tokenizer
 
 TEXTS = [f"{number} stones of the mill" for number in range(200)]
