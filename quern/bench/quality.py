@@ -22,7 +22,7 @@ from quern.records import read_metrics
 from quern.runs.load import load
 from quern.runs.run_dir import RunDir
 from quern.stages import pretrain
-from quern.stages.open_data import data_of_run
+from quern.stages.prepare import data_of_run
 from quern.stages.session import Session
 from quern.text.documents import read
 from quern.text.sources import files

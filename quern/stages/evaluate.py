@@ -28,8 +28,7 @@ from quern.records import drop_torn_end
 from quern.runs.load import LoadedModel, load
 from quern.runs.run_dir import RunDir
 from quern.stages.complete import continuations
-from quern.stages.open_data import data_of_run
-from quern.stages.prepare import Prepared
+from quern.stages.prepare import Prepared, data_of_run
 from quern.stages.session import main_first
 from quern.terminal import Meter
 from quern.text.chat import Message, render_prompt

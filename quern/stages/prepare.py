@@ -21,9 +21,9 @@ from quern.data.shards import Corpus
 from quern.data.token_file import fingerprint, prepared
 from quern.estimate.own_text import vocabulary
 from quern.recipe import Recipe, Resolved
-from quern.runs.origin import Origin
+from quern.runs.origin import Origin, read_origin, require_same
 from quern.runs.public_data import PublicData, public_data
-from quern.runs.run_dir import naming, refuse_unwritable
+from quern.runs.run_dir import STAGES, RunDir, naming, refuse_unwritable
 from quern.stages.encode import StartWorkers, on_processes, write_shards
 from quern.stages.prepare_tokens import is_tokens, open_tokens, sample, token_listings
 from quern.stages.tokenizers import Read, Source, named_tokenizer, train_tokenizer
@@ -34,16 +34,7 @@ from quern.text.documents import read, warning_of
 from quern.text.formats import text_megabytes
 from quern.text.readers import UTF8
 from quern.text.repositories import TRAIN, local_copy
-from quern.text.sources import (
-    AS_TEXT,
-    COMPRESSED,
-    DOCUMENTS,
-    Listing,
-    content_fingerprint,
-    data_paths,
-    format_of,
-    list_source,
-)
+from quern.text.sources import AS_TEXT, DOCUMENTS, Listing, content_fingerprint, data_paths, format_of, list_source
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import Tokenizer, compression_report
 
@@ -165,8 +156,7 @@ def _of_files(recipe: Resolved, out: Path, log: Callable[[str], None]) -> Source
         marks.append(_digest(listing, out))
 
     def megabytes() -> float | None:
-        guessed = any(path.suffix.lower() in COMPRESSED for path in listings["text"].files)
-        return None if filter_marks or guessed else text_megabytes(listings["text"], recipe.text.column)
+        return None if filter_marks else text_megabytes(listings["text"], recipe.text.column)
 
     return Source(name, fingerprint(*marks, *filter_marks), filtered, megabytes, public=public)
 
@@ -344,6 +334,46 @@ def text_fingerprint(recipe: Resolved, out: Path) -> str:
 def _tokens_fingerprint(recipe: Resolved, out: Path, public: PublicData | None) -> str:
     listings = [listing for listing in token_listings(recipe, public) if listing]
     return fingerprint(str(recipe.text.val_megabytes), *(_digest(listing, out) for listing in listings))
+
+
+def open_data(
+    recipe: Resolved,
+    run_dir: RunDir,
+    origin: Origin,
+    log: Callable[[str], None],
+    *,
+    named: bool = False,
+    workers: int = 1,
+) -> Prepared:
+    """Opens the tokenizer and the shards that a stage began with; shards that are gone are made again.
+
+    named: the user named the text in this command, so it must still be the same; else its shards are used, whatever the
+    text is now. Raises ValueError if the tokenizer or the text is another one.
+    """
+    tokenizer = run_dir.tokenizer()
+    require_same(origin, replace(origin, tokenizer=tokenizer.fingerprint), run_dir, "pretrain")
+    folder = None if origin.shards is None else run_dir.out / origin.shards
+    if folder is None or origin.tokens is None or not prepared(folder, origin.tokens):
+        data = prepare(recipe, run_dir.out, log, tokenizer, workers)
+        instead = "put it back as it was" if folder is None else "its token shards are gone: put it back as it was"
+        require_same(origin, replace(origin, text=data.origin.text), run_dir, "pretrain", instead=instead)
+        return data
+    if named:
+        instead = f"leave --data out (`quern pretrain --resume {run_dir.flags}`)"
+        found = replace(origin, text=text_fingerprint(recipe, run_dir.out))
+        require_same(origin, found, run_dir, "pretrain", instead=instead)
+    log(f"tokens: {folder}, as the run began with them")
+    train, val = (Corpus.open(folder, split, fingerprint=origin.tokens) for split in ("train", "val"))
+    return Prepared(tokenizer, train, val, {}, origin)
+
+
+def data_of_run(recipe: Resolved, run_dir: RunDir, log: Callable[[str], None], *stages: str) -> Prepared:
+    """The run's text for evaluation: the shards that one of these stages (by default all) names, else its text."""
+    for stage in stages or STAGES:
+        origin = read_origin(run_dir.stage(stage))
+        if origin is not None:
+            return open_data(recipe, run_dir, origin, log)
+    return prepare(recipe, run_dir.out, log, run_dir.tokenizer())
 
 
 def _facts(name: str, samples: Mapping[str, str], tokenizer: Tokenizer, train: Corpus, val: Corpus) -> dict[str, Any]:

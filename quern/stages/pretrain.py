@@ -22,9 +22,8 @@ from quern.runs.origin import Origin, compare, read_origin, refuse_second_tokeni
 from quern.runs.public_data import with_shards
 from quern.runs.training import fit_to_text, make_batches, ready_model, validation
 from quern.stages.complete import GOES_ON, continuations, continued
-from quern.stages.open_data import open_data
 from quern.stages.own_text import TYPICAL_MFU, fit_batch, fit_depth, fit_readings, fit_time, readings_and_expectation
-from quern.stages.prepare import Prepared, own_megabytes, prepare
+from quern.stages.prepare import Prepared, open_data, own_megabytes, prepare
 from quern.stages.session import Session, main_first
 from quern.terminal import counted, duration, human_size
 from quern.text.tokenizer import Tokenizer

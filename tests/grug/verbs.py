@@ -34,7 +34,7 @@ from quern.runs.run_dir import RunDir
 from quern.stages.jax import command
 from quern.stages.jax import train as jax_stage
 from quern.stages.jax.command import training
-from quern.stages.open_data import data_of_run
+from quern.stages.prepare import data_of_run
 from quern.train import checkpoint, manifest
 from tests.grug.parity import EXPERIMENTS, relative
 from tests.support.small_text import write_text

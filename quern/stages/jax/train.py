@@ -40,8 +40,7 @@ from quern.runs.public_data import with_shards
 from quern.runs.run_dir import RunDir
 from quern.runs.training import fit_to_text, make_batches, plan_of
 from quern.stages.jax.backend import JaxBackend, JaxRun, arrays_of
-from quern.stages.open_data import data_of_run, open_data
-from quern.stages.prepare import Prepared, fit_vocabulary, own_megabytes, prepare
+from quern.stages.prepare import Prepared, data_of_run, fit_vocabulary, open_data, own_megabytes, prepare
 from quern.stages.session import Stage, loss_and_speed
 from quern.temporaries import write_whole
 from quern.terminal import counted
