@@ -240,7 +240,10 @@ class ShardWriter:
         """
         ends = np.cumsum(lengths)
         starts = ends - lengths
-        self._refuse_wrong(ids, starts, ends)
+        if not lengths.all() or (ids[starts] != self.bos).any():
+            raise ValueError(f"each document of {self.split} must start with BOS (id {self.bos})")
+        if ids.min(initial=0) < 0 or ids.max(initial=0) >= self.vocab_size:
+            raise ValueError(f"{self.split} holds ids outside the vocabulary of {self.vocab_size:,}")
         if mask is not None and mask.shape != ids.shape or (mask is None) != (self._mask is None) and self._file:
             raise ValueError(f"document {self.documents} of {self.split} needs a mask as long as its ids, as all have")
         first = begin = 0
@@ -253,20 +256,6 @@ class ShardWriter:
                 self._finish_shard()
                 self._write_manifest(whole=False)
             first, begin = last, end
-
-    def _refuse_wrong(self, ids: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
-        empty = starts == ends
-        wrong = empty if empty.any() else ids[starts] != self.bos
-        if wrong.any():
-            number = self.documents + int(np.argmax(wrong))
-            raise ValueError(f"document {number} of {self.split} must start with BOS (id {self.bos})")
-        if ids.min(initial=0) < 0 or ids.max(initial=0) >= self.vocab_size:
-            at = int(np.argmax((ids < 0) | (ids >= self.vocab_size)))
-            number = self.documents + int(np.searchsorted(ends, at, side="right"))
-            raise ValueError(
-                f"document {number} of {self.split} holds id {ids[at]}, outside the vocabulary of "
-                f"{self.vocab_size:,}: was it encoded with another tokenizer?"
-            )
 
     def _write(self, ids: np.ndarray, starts: np.ndarray, mask: np.ndarray | None) -> None:
         """Appends documents to the open shard. starts: of the documents in `ids`."""

@@ -73,8 +73,6 @@ def save(
     Raises:
         CheckpointError: on all ranks, when the disk is full or read-only. Earlier checkpoints are then untouched.
     """
-    if keep < 1 or step < 0:
-        raise ValueError(f"keep must be at least 1 and step at least 0, got keep={keep}, step={step}")
     if json.loads(json.dumps(meta, allow_nan=False)) != meta:
         raise ValueError("meta must read back equal: use string keys and lists, not tuples or numbers as keys")
     mesh = mesh or alone()
