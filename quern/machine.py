@@ -44,23 +44,14 @@ HEAP_BYTES = 2**33
 
 @dataclass(frozen=True)
 class Machine:
-    """The hardware of a run, and how it is used.
-
-    Attributes:
-        device: The device of all tensors.
-        dtype: The compute dtype of parameters and activations.
-        compile: Whether torch.compile is used.
-        threads: Intra-op CPU threads.
-        notes: One line for the user for each fallback.
-        attention: None until `select_attention` (kernels/attention/autotune.py) has chosen a kernel.
-    """
+    """The hardware of a run, and how it is used."""
 
     device: torch.device
-    dtype: torch.dtype
-    compile: bool
-    threads: int
-    notes: tuple[str, ...] = ()
-    attention: Attention | None = None
+    dtype: torch.dtype  # of parameters and activations
+    compile: bool  # whether torch.compile is used
+    threads: int  # of the CPU
+    notes: tuple[str, ...] = ()  # a line for the user for each fallback
+    attention: Attention | None = None  # until `select_attention` (kernels/attention/autotune.py) has chosen a kernel
 
     def generator(self, seed: int) -> torch.Generator:
         """Returns a generator on the CPU for any device, so that initial weights don't depend on the hardware."""

@@ -47,22 +47,14 @@ SETTING_UP, SAMPLING, EVALUATING = "setting up", "sampling replies", "evaluating
 
 @dataclass
 class Progress:
-    """This rank's current step and collective. The step is None before training.
+    """This rank's current step and collective."""
 
-    Attributes:
-        phase: What the rank does.
-        calls: Collectives that the rank began within the step.
-        call: The last one of them.
-        waiting: Whether the rank is blocked in a collective.
-        beats: How often train/heartbeat.py has published this.
-    """
-
-    phase: str = SETTING_UP
-    step: int | None = None
-    calls: int = 0
-    call: str = "none yet"
-    waiting: bool = False
-    beats: int = 0
+    phase: str = SETTING_UP  # what the rank does
+    step: int | None = None  # None before training
+    calls: int = 0  # collectives that the rank began within the step
+    call: str = "none yet"  # the last one of them
+    waiting: bool = False  # whether the rank is blocked in a collective
+    beats: int = 0  # how often train/heartbeat.py has published this
 
     @property
     def position(self) -> tuple[int, int, bool]:
@@ -227,25 +219,17 @@ class ProcessGroup:
 
 @dataclass(frozen=True)
 class Mesh:
-    """dp replicas of tp shards.
-
-    Attributes:
-        zero: What the replicas share: 2, the optimizer's state; 3, also parameters and gradients.
-        data: The ranks that hold the same shard of each replica.
-        model: The shards of this replica.
-        world: All ranks.
-        store: torch's Store, through which ranks find each other; None for one process.
-    """
+    """dp replicas of tp shards."""
 
     dp: int
     tp: int
     rank: int
-    data: ProcessGroup
-    model: ProcessGroup
-    world: ProcessGroup
+    data: ProcessGroup  # the ranks that hold the same shard of each replica
+    model: ProcessGroup  # the shards of this replica
+    world: ProcessGroup  # all ranks
     progress: Progress = field(default_factory=Progress)
-    store: Any = None
-    zero: int = 2
+    store: Any = None  # torch's Store, through which ranks find each other; None for one process
+    zero: int = 2  # what the replicas share: 2, the optimizer's state; 3, also parameters and gradients
 
     @property
     def main(self) -> bool:

@@ -321,8 +321,7 @@ def read_json(path: Path, kind: type[Kind], instead: str = "put back a copy of i
     """Reads a JSON file whose body must have a type.
 
     Args:
-        path: The file.
-        kind: The type of the body: a dataclass, a TypedDict or a plain type such as dict[str, int].
+        kind: A dataclass, a TypedDict or a plain type such as dict[str, int].
         instead: What to do about a damaged file, which ends the message.
 
     Raises:
@@ -345,13 +344,8 @@ def read_regular(path: Path) -> bytes:
 def typed(body: Any, kind: type[Kind], exact: bool = False) -> Kind:
     """A JSON value as a type: an object becomes a dataclass; for a TypedDict it stays as it is.
 
-    Args:
-        body: The value.
-        kind: As for `read_json`.
-        exact: Whether an object with other keys than the type has is refused.
-
-    Raises:
-        ValueError: A value has another type, or is missing; the message says where, such as `$.files.a.bytes`.
+    exact: an object with other keys than the type has is refused. Raises ValueError for a value of another type, or
+    one that is missing; the message says where, such as `$.files.a.bytes`.
     """
     try:
         found = msgspec.convert(body, kind)

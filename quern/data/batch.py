@@ -139,13 +139,8 @@ def prefetch(
 ) -> Generator[Batch, None, None]:
     """Reads batches ahead in a thread, which ends when the iterator is closed or dropped.
 
-    Args:
-        start, stop: The first step, and the one after the last; None reads without an end.
-        depth: How many batches are read early.
-        rank, ranks: As `BatchSource.batch`.
-
-    Yields:
-        The batches in order. An error of the loader is raised where its batch would have come.
+    stop: the step after the last; None reads without an end. depth: how many batches are read early. An error of the
+    loader is raised where its batch would have come.
     """
     pool = ThreadPoolExecutor(1, "prefetch")
     steps = itertools.count(start) if stop is None else iter(range(start, stop))

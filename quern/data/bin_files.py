@@ -95,20 +95,14 @@ def _find(path: Path, bos: int, vocab_size: int) -> tuple[np.ndarray, int]:
 def write_bin(
     splits: dict[str, Corpus], folder: Path, name: str, form: BinFormat, progress: Callable[[int], None]
 ) -> list[Path]:
-    """Writes token files, all of them or none.
+    """Writes token files of the splits "train" and "val", all of them or none, and returns their paths.
 
     Args:
-        splits: The documents of "train" and "val".
-        folder: Where to; created if needed.
         name: The name of the data, for file names.
         progress: Called with the number of tokens written.
 
-    Returns:
-        The files.
-
     Raises:
         ValueError: An id is too large for these files, or the folder has .bin files already.
-        OSError: A file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if there := sorted(folder.glob("*.bin")):

@@ -263,10 +263,8 @@ def pack(
 
     Args:
         lengths: (documents,) tokens of each document with BOS, at least 1, in order.
-        row_tokens: Slots of a row; at least 2 to keep tails.
         method: A key of `METHODS`, or a packer.
-        buffer: Number of documents that best-fit chooses from.
-        keep_tails: Whether best-fit keeps the tails that it cuts off. Other packers ignore it.
+        buffer, keep_tails: For best-fit: how many documents it chooses from, and whether it keeps the tails.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     packer = METHODS[method] if isinstance(method, str) else method

@@ -113,13 +113,8 @@ class Corpus:
         """Opens a split of a prepared folder and checks it against the manifest. Files beyond the first
         `VERIFIED_BYTES` are hashed when they are first read.
 
-        Args:
-            folder, split: As given to `ShardWriter`.
-            fingerprint: The expected fingerprint; None accepts any.
-
-        Raises:
-            FileNotFoundError, ValueError: A file is missing, damaged, or has another fingerprint; the message
-                names the file.
+        Raises FileNotFoundError or ValueError, which names it, for a file that is missing, damaged or of another
+        fingerprint than the one that is given.
         """
         folder = Path(folder)
         manifest = read_manifest(folder)

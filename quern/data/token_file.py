@@ -93,13 +93,9 @@ def header(count: int, dtype: np.dtype) -> bytes:
 
 
 def map_tokens(path: Path, headerless: bool = False) -> np.ndarray:
-    """Maps a .bin file into memory.
+    """Maps a .bin file into memory. headerless: a file without the magic number is read as bare uint16.
 
-    Args:
-        headerless: Whether a file without the magic number is read as bare uint16.
-
-    Raises:
-        FileNotFoundError, ValueError: The file is missing, empty or damaged.
+    Raises FileNotFoundError or ValueError for a file that is missing, empty or damaged.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
@@ -133,11 +129,8 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def check(folder: Path, expected: dict[str, Any], verify: bool) -> Path:
-    """Compares a file with its entry, the hash only with `verify`, and returns its path.
-
-    Raises:
-        FileNotFoundError, ValueError: It is missing or damaged.
-    """
+    """Compares a file with its entry, the hash only with `verify`, and returns its path. Raises FileNotFoundError or
+    ValueError if it is missing or damaged."""
     path = folder / expected["name"]
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing; prepare the data again")

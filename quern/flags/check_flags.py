@@ -89,35 +89,20 @@ class DeviceOptions:
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag.
+    """A flag of a field."""
 
-    Args:
-        name: Its spelling, such as --train.log-every; empty for the positional argument.
-        part: The part of the options that it belongs to, such as train; empty for none.
-        path: The names of its parts and its field.
-        owner: The class of its field.
-        annotation: That of its field.
-        kind: The type of one value.
-        many: Whether it takes several values.
-        default: The field's default, or MISSING.
-        short: Another spelling, such as -p.
-        rare: Whether only --help-all shows it.
-        repeated: Whether it adds values when it is given again.
-        told: The default as --help shows it; None for the value of `default`.
-    """
-
-    name: str
-    part: str
-    path: tuple[str, ...]
-    owner: type
-    annotation: Any
-    kind: Any
-    many: bool
-    default: Any
-    short: str
-    rare: bool
-    repeated: bool
-    told: str | None = None
+    name: str  # such as --train.log-every; empty for the positional argument
+    part: str  # of the options, such as train; empty for none
+    path: tuple[str, ...]  # the names of its parts and its field
+    owner: type  # the class of its field
+    annotation: Any  # that of its field
+    kind: Any  # the type of one value
+    many: bool  # whether it takes several values
+    default: Any  # the field's, or MISSING
+    short: str  # another spelling, such as -p
+    rare: bool  # whether only --help-all shows it
+    repeated: bool  # whether it adds values when it is given again
+    told: str | None = None  # the default as --help shows it; None for the value of `default`
 
     @property
     def spellings(self) -> list[str]:

@@ -95,10 +95,6 @@ class _Prepared:
 def prepare_mixture(recipe: Resolved, tokenizer: Tokenizer, out: Path, fetch: Fetch, log: Log) -> Mixture:
     """Prepares the conversations of a recipe.
 
-    Args:
-        recipe: Says the sources, the seed, the context, and the folder of test rows.
-        fetch: Downloads a public data set and returns its files.
-
     Raises:
         ValueError: A conversation is wrong or holds a test row, or there are too few.
         FileNotFoundError: There is no such source.

@@ -81,15 +81,8 @@ class Origin:
 def read_origin(stage: Path, recipe: dict[str, Any] | None = None) -> Origin | None:
     """Reads the record of a stage folder; a file that is missing is replaced by its copy in the newest checkpoint.
 
-    Args:
-        stage: The stage's folder.
-        recipe: The recipe as JSON; None reads recipe.json.
-
-    Returns:
-        The record; None for a stage that has not begun.
-
-    Raises:
-        ValueError: A file is damaged.
+    recipe: the recipe as JSON; None reads recipe.json. Returns None for a stage that has not begun. Raises ValueError
+    for a damaged file.
     """
     origin, path = stage / FILE, stage / "recipe.json"
     if recipe is None and path.exists():

@@ -108,7 +108,6 @@ def with_local_data(recipe: Recipe, out: Path, arguments: Sequence[str], log: Lo
     """The recipe with paths in the place of standard input ("-") and of addresses (http, https) in its data.
 
     Args:
-        recipe: Names the data.
         out: The output folder: the files are kept below it.
         arguments: The command line. With --ranks or --nodes, standard input cannot be read.
         log: Called with the SHA-256 of each file.

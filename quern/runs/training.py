@@ -41,9 +41,7 @@ def fit_to_text(recipe: Resolved, tokenizer: Tokenizer, corpus: Corpus) -> Resol
     A tokenizer of another size than the recipe's is one that came with the text, or one that a small text kept below
     the size that was asked for: its vocabulary is filled up to a multiple (`LanguageModel.vocabulary_multiple`).
 
-    Args:
-        tokenizer: The text's.
-        corpus: The training tokens. A text of several groups counts as read once.
+    corpus: the training tokens. A text of several groups counts as read once.
     """
     optim, size = recipe.optim, tokenizer.vocab_size
     if optim.table_decay_scale is None and "optim.table_decay_scale" not in recipe.unused:

@@ -42,13 +42,11 @@ def complete(
     """Streams the prompt and its continuation, and ends with a newline. Returns the completions.
 
     Args:
-        engine, max_tokens, sampling, seed, stop, logprobs: As `Engine.events` takes them.
         prompt: The beginning of a text; empty for the beginning of a document.
         put: Receives each piece as soon as it is final.
         samples: Completions of the prompt, separated by a line `---`.
 
-    Raises:
-        ContextOverflow, ValueError: As `Engine.events`, before anything was printed.
+    The other arguments, and the errors before anything was printed, are those of `Engine.events`.
     """
     ids = render_text(engine.tokenizer, prompt)
     options = {"max_tokens": max_tokens, "sampling": sampling, "seed": seed, "stop": stop, "logprobs": logprobs}

@@ -47,10 +47,7 @@ Check = Callable[[Resolved, Tokenizer], None]
 def run(recipe: Recipe, session: Session, check: Check = lambda recipe, tokenizer: None) -> int:
     """Trains to the recipe's horizon, and returns an exit code of `train.guard`. On a mesh every rank calls this.
 
-    Args:
-        recipe: What to train; fields that are None follow from depth.
-        session: Where, and how the command was given.
-        check: Called by every rank when the text is prepared, before the model is built.
+    check: called by every rank when the text is prepared, before the model is built.
 
     Raises:
         ValueError: The run exists and `resume` was not asked for; or its recipe, text or tokenizer is another one.

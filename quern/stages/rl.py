@@ -41,10 +41,8 @@ VAL_SEED = "validation"
 def run(recipe: Recipe, session: Session) -> int:
     """Trains a fine-tuned model on rewards, and returns an exit code of `train.guard`. On a mesh every rank calls this.
 
-    Args:
-        recipe: What the user asked for; of it count `rl` and the fields `IN_FINE_TUNING`.
-        session: Where, and how the command was given. Its start is the model to begin with, by default the fine-tuned
-            model of the run.
+    It begins with the session's start, by default the fine-tuned model of the run. Of the recipe count `rl` and the
+    fields `IN_FINE_TUNING`.
 
     Raises:
         FileNotFoundError, CheckpointError: There is no fine-tuned model, or no good checkpoint of it.

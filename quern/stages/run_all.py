@@ -35,14 +35,9 @@ def run(recipe: Recipe, session: Session, *, questions: int, chat: bool = False,
     Each stage continues where it was stopped. On a mesh every rank calls this.
 
     Args:
-        recipe: What to train; fields that are None follow from depth.
-        session: Where, and how the command was given.
         questions: Held-out questions of each kind to evaluate with.
         chat: Whether to fine-tune a model of another text than the built-in world for which no conversations are named.
         sft: Whether to fine-tune at all.
-
-    Raises:
-        ValueError: As from the stages, or `chat` and `sft` contradict each other.
     """
     own = recipe.data != "tinyworld" and recipe.conversations is None
     if chat and not sft:

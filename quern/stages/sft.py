@@ -34,10 +34,8 @@ VAL_BATCHES = 8
 def run(recipe: Recipe, session: Session) -> int:
     """Fine-tunes a base model, and returns an exit code of `train.guard`. On a mesh every rank calls this.
 
-    Args:
-        recipe: What the user asked for; `sft_recipe` says which of it counts.
-        session: Where, and how the command was given. Its start is the model to fine-tune, by default the base model
-            of the run.
+    It begins with the session's start, by default the base model of the run; `sft_recipe` says what of the recipe
+    counts.
 
     Raises:
         FileNotFoundError, CheckpointError: There is no base model, or no good checkpoint of it.

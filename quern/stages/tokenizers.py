@@ -152,9 +152,7 @@ def sampled(
     """Samples a text by reading it twice: to find its size, then to choose pieces of it. It holds one piece in memory.
 
     Args:
-        megabytes: The size of the sample, to within a piece and a percent or so. A text that is not larger is
-            returned whole.
-        seed: Equal seeds choose equal pieces.
+        megabytes: The size of the sample, to within a piece and a percent or so. A smaller text is returned whole.
         progress: Called with the bytes that the first reading has seen.
 
     Returns:

@@ -45,14 +45,8 @@ NAMES_SHOWN = 12
 
 
 def to_messages(record: Any, ignored: Counter[str] | None = None) -> list[Message]:
-    """Converts a JSON value in one of the shapes above to messages that pass `chat.validate`.
-
-    Args:
-        ignored: Counts the keys of records and of messages that hold something and are not read.
-
-    Raises:
-        ValueError: The record has another shape or is not a valid conversation.
-    """
+    """Converts a JSON value in one of the shapes above to messages that pass `chat.validate`. Raises ValueError for
+    another shape. ignored: counts the keys of records and of messages that hold something and are not read."""
     row = record if isinstance(record, Mapping) else {"messages": record}
     used, given = _shape(row)
     if used == CHATGPT:
@@ -327,7 +321,7 @@ def conversation_rows(
     """Reads conversations in quern's format, validated. Skips those without an assistant turn to learn.
 
     Args:
-        listing: The files, by `list_talks`: .jsonl, .json, .csv, .tsv and .parquet, or a .txt that WhatsApp exported.
+        listing: The files, by `list_talks`.
         log: Called with lines about read, ignored and skipped files, records and keys.
         convert: Converts a record to messages, and counts the keys that it ignores.
         keys: The keys of a record that `convert` reads.
@@ -335,9 +329,7 @@ def conversation_rows(
         person: Whom the model learns to write as, in WhatsApp's export.
 
     Raises:
-        ValueError: A record is not a conversation, or no conversation has an assistant turn; the message names the file
-            and the record.
-        OSError: A file is missing or cut short.
+        ValueError, OSError: As `converted`, or no conversation has an assistant turn.
     """
     say = log or silent
     for line in listing.lines("conversations"):

@@ -181,8 +181,7 @@ def converted(
         encoding: The encoding of text, tables and JSON, or "auto"; see readers.py.
         whole: A file of text is one record, however long it is.
 
-    Yields:
-        (what `convert` returned, its file, its number there), see `place`.
+    Yields what `convert` returned, its file, and its number there (see `place`).
 
     Raises:
         ValueError: A file is damaged, or too many records are malformed; the message names the first.

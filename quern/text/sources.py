@@ -164,16 +164,11 @@ def find_file(folder: Path, *stems: str, inside: Sequence[str] = ()) -> Path | N
     """Finds a file of rows (.jsonl, .json, .parquet) by its name, anywhere in a folder.
 
     Args:
-        folder: The folder. Upper case counts as lower case in it, and "-" as "_".
+        folder: Upper case counts as lower case in it, and "-" as "_".
         stems: The names that the file may have, without the ending.
         inside: Names of folders in which every file that begins with "test" counts.
 
-    Returns:
-        The file; None if there is none.
-
-    Raises:
-        FileNotFoundError: There is no such folder, or it has no file of these formats.
-        ValueError: Several files have such a name.
+    Raises FileNotFoundError as `list_source`, ValueError if several files have such a name.
     """
     found = []
     for path in list_source(folder, OF_ROWS).files:
@@ -288,11 +283,7 @@ def content_fingerprint(paths: Iterable[Path], cache: Path, progress: Callable[[
             damaged cache is made again, and deleted files are dropped from it.
         progress: Called with the number of bytes hashed so far.
 
-    Returns:
-        SHA-256 (hex) over the SHA-256 of each file.
-
-    Raises:
-        OSError: A file cannot be read, or the cache cannot be written.
+    Returns SHA-256 (hex) over the SHA-256 of each file.
     """
     try:
         known = read_json(cache, dict[str, Digest])

@@ -89,15 +89,13 @@ def launch(
     SIGINT kills them.
 
     Args:
-        arguments: The command line, after `quern`.
         ranks: Processes on this machine.
         restarts: How often all ranks are restarted when one fails.
         nodes: Machines that run this command together.
         rendezvous: host:port of one of the machines, where they meet; unused for one machine.
         stopped: When a signal stopped ranks that left no outcome, for the message.
 
-    Returns:
-        The command's exit code; 128 + the signal's number where a signal came before training began.
+    Returns the command's exit code; 128 + the signal's number where a signal came before training began.
     """
     with scratch_folder() as folder:
         result = folder / "result.json"
@@ -240,11 +238,8 @@ def joined(
     With several ranks nothing is raised: an error in the body is reported, with the rank and the step, and ends the
     process. So does the failure of a peer rank (train/heartbeat.py).
 
-    Args:
-        command: Begins every report.
-        tp: Tensor-parallel shards.
-        detect: Takes the number of CPU threads.
-        threads: CPU threads of this rank; None shares the cores equally.
+    command: begins every report; detect: takes the number of CPU threads; threads: those of this rank, None shares the
+    cores equally.
     """
     here = place()
     if here.ranks == 1:

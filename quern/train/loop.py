@@ -104,11 +104,8 @@ def train(
         more_follows: Whether the caller begins something else after the last step.
         clock: Read before and after each step.
 
-    Returns:
-        An exit code of guard.py.
-
-    Raises:
-        KeyboardInterrupt: A signal came during the last step, and the caller would go on.
+    Returns an exit code of guard.py. Raises KeyboardInterrupt if a signal came during the last step, and the caller
+    would go on.
     """
     run, mesh = backend.run, backend.mesh
     backend.begin()
@@ -263,15 +260,8 @@ def resume(
 ) -> bool:
     """Puts the state where the newest good checkpoint left it. Rank 0 decides which one that is.
 
-    Args:
-        backend: A fresh state around the same model.
-        check: Called with the checkpoint's meta and path before anything is restored; raises to refuse it.
-
-    Returns:
-        False where there is no checkpoint.
-
-    Raises:
-        CheckpointError: There are checkpoints, and none of them is good.
+    check: called with the checkpoint's meta and path before anything is restored; raises to refuse it. Returns False
+    where there is no checkpoint. Raises CheckpointError if there are some, and none of them is good.
     """
     mesh, found = backend.mesh, None
     if mesh.main and (found := manifest.latest(folder, log)) is None and manifest.steps(folder):

@@ -106,11 +106,8 @@ def path_of(folder: Path, step: int) -> Path:
 def latest(folder: Path, report: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
     """Returns (path, manifest) of the newest checkpoint that verifies; None when there is none.
 
-    Args:
-        report: Takes a line for each damaged checkpoint that is skipped.
-
-    Raises:
-        ValueError: A complete checkpoint has a schema that this version cannot read.
+    report: takes a line for each damaged checkpoint that is skipped. Raises ValueError for a schema that this version
+    cannot read.
     """
     for step, path in sorted(candidates(folder).items(), reverse=True):
         try:

@@ -55,12 +55,8 @@ class Window:
 def line(run: Any, last: Any, window: Window, lr: float, peak_flops: float) -> dict[str, float]:
     """Computes a line of the log.
 
-    Args:
-        run: `Counters` of state.py.
-        last: The last `StepResult` of step.py.
-        window: The timed steps since the last line.
-        lr: The multiplier of the learning rates in the last step.
-        peak_flops: The machine's, per second.
+    run: `Counters` of state.py; last: the last `StepResult` of step.py; window: the timed steps since the last line;
+    lr: the multiplier of the learning rates in the last step; peak_flops: of the machine, per second.
     """
     loss = run.unlogged_nats / run.unlogged_tokens if run.unlogged_tokens else last.loss  # since the last line
     found = {"step": run.step, "tokens": run.tokens, "flops": run.flops.total, "seconds": round(run.seconds, 4)}

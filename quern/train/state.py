@@ -117,12 +117,8 @@ def build_model(
 ) -> Any:
     """The recipe's model on the machine, in its compute dtype.
 
-    Args:
-        seed: Seed of the initial weights; None leaves them to be loaded.
-        weights: The weights by parameter name.
-
-    Raises:
-        ValueError: The weights are not those of such a model, which then takes no memory.
+    seed: of the initial weights; None leaves them to be loaded. weights: by parameter name. Raises ValueError if they
+    are not those of such a model, which then takes no memory.
     """
     if weights is not None:
         states = weightless(recipe, machine.dtype).state_dict(), weights
