@@ -90,10 +90,7 @@ class Child:
 
 @contextmanager
 def start(
-    module: str,
-    name: str,
-    order: Mapping[str, Any],
-    variables: Mapping[str, str] | None = None,
+    module: str, name: str, order: Mapping[str, Any], variables: Mapping[str, str] | None = None
 ) -> Iterator[Child]:
     """Runs a module (`python -m`) as a child process for the length of the block.
 

@@ -10,15 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from quern import validate
-from quern.recipe import (
-    SMALL_DEPTH,
-    Recipe,
-    Resolved,
-    ResolvedModel,
-    ResolvedOptim,
-    ResolvedTrain,
-    TrainRecipe,
-)
+from quern.recipe import SMALL_DEPTH, Recipe, Resolved, ResolvedModel, ResolvedOptim, ResolvedTrain, TrainRecipe
 
 # The reference point of the batch, rate and decay rules: depth 12, width 768, vocabulary 32,768, 12 tokens per
 # parameter, at a batch of 2^19 tokens.

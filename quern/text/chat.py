@@ -105,11 +105,7 @@ def render(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[np.ndarra
             learn = mine and kind != "output" and part.get("weight") != 0
             tokens = tokenizer.encode(part["text"])
             if kind != "text":
-                tokens = [
-                    tokenizer.special(f"<|{kind}_start|>"),
-                    *tokens,
-                    tokenizer.special(f"<|{kind}_end|>"),
-                ]
+                tokens = [tokenizer.special(f"<|{kind}_start|>"), *tokens, tokenizer.special(f"<|{kind}_end|>")]
             add(tokens, learn)
         add([tokenizer.special(f"<|{role}_end|>")], mine and message.get("weight") != 0)
     return np.array(ids, dtype=np.int32), np.array(mask, dtype=bool)

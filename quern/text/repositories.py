@@ -153,11 +153,7 @@ class _Copy(HubName):
 
 
 def local_copy(
-    folder: Path,
-    listing: Listing,
-    split: str,
-    kind: Literal["documents", "conversations"],
-    log: Callable[[str], None],
+    folder: Path, listing: Listing, split: str, kind: Literal["documents", "conversations"], log: Callable[[str], None]
 ) -> tuple[list[Path], list[Path]] | None:
     """The files of a split and of the validation split of a folder's listing, as `data_set` chooses them; None for
     another folder, or a file.
