@@ -30,7 +30,7 @@ from quern.runs.run_dir import RunDir
 from quern.stages.complete import continuations
 from quern.stages.prepare import Prepared, data_of_run
 from quern.stages.session import main_first
-from quern.terminal import Meter
+from quern.terminal import Meter, silent
 from quern.text.chat import Message, render_prompt
 from quern.text.clean.steps import WORDS
 from quern.text.tinyworld.corpus import documents_of_kinds
@@ -143,39 +143,31 @@ def run(
     evaluation = _Evaluation(run_dir, machine, mesh, log, asked, asked.find(run_dir.out, mesh, log))
     for file in ("evaluate.jsonl", "samples.jsonl") if mesh.main else ():
         drop_torn_end(run_dir.folder / file)  # of an evaluation that was killed
-    texts: _Texts | None = None
+    prepared, kinds = None, list[str]()
     shares: dict[str, float] | None = None
     for name in stages if asked.stage else [UNTRAINED, *stages]:
         loaded = load(run_dir, machine, log, stages[0] if name == UNTRAINED else name, callables)
-        texts = texts or _open_texts(loaded.recipe, run_dir, mesh)
+        if prepared is None:
+            with main_first(mesh):
+                prepared = data_of_run(loaded.recipe, run_dir, silent)
+            kinds = _kinds(loaded.recipe, prepared)
         if name == UNTRAINED:
             fresh = build_model(loaded.recipe, machine, loaded.recipe.seed).eval()
             loaded = LoadedModel(fresh, loaded.tokenizer, loaded.recipe, name, 0)
-        lines = evaluation.score(loaded, texts)
+        lines = evaluation.score(loaded, prepared, kinds)
         if asked.contamination and name != UNTRAINED:
             if shares is None:
-                shares = evaluation.contamination(loaded.recipe, texts.prepared)
+                shares = evaluation.contamination(loaded.recipe, prepared)
             lines = _with_shares(lines, shares, name, log)
         evaluation.append("evaluate.jsonl", lines)
 
 
-@dataclass(frozen=True)
-class _Texts:
-    """The run's tokens; kinds: of the validation text, by document; sample: of the training text."""
-
-    prepared: Prepared
-    kinds: Sequence[str]
-    sample: Corpus
-
-
-def _open_texts(recipe: Resolved, run_dir: RunDir, mesh: Mesh) -> _Texts:
-    with main_first(mesh):
-        prepared = data_of_run(recipe, run_dir, lambda line: None)
-    val, kinds = prepared.val, list[str]()
-    if recipe.data == "tinyworld":
-        known = documents_of_kinds(recipe.seed, recipe.text.val_megabytes, "val")
-        kinds = kinds_of_documents(val, prepared.tokenizer, known)
-    return _Texts(prepared, kinds, sample(prepared.train, val.num_tokens))
+def _kinds(recipe: Resolved, prepared: Prepared) -> list[str]:
+    """The kind of each document of the built-in world's validation text."""
+    if recipe.data != "tinyworld":
+        return []
+    known = documents_of_kinds(recipe.seed, recipe.text.val_megabytes, "val")
+    return kinds_of_documents(prepared.val, prepared.tokenizer, known)
 
 
 @dataclass(frozen=True)
@@ -205,7 +197,7 @@ class _Evaluation:
         left_out = found.core or found.chat or found.harness or loaded.stage == "pretrain" and not self.asked.stage
         return [] if left_out and not found.chosen else self.suiting(loaded.recipe, loaded.stage)
 
-    def score(self, loaded: LoadedModel, texts: _Texts) -> Lines:
+    def score(self, loaded: LoadedModel, prepared: Prepared, kinds: Sequence[str]) -> Lines:
         """Scores one stage, and returns its lines of evaluate.jsonl."""
         name, log, found, world = loaded.stage, self.log, self.found, self.mesh.world
         folder, chats = self.run_dir.folder, name in CHAT_STAGES
@@ -220,9 +212,9 @@ class _Evaluation:
                 loaded.model,
                 loaded.tokenizer,
                 self.machine,
-                texts.prepared.val,
-                None if name == UNTRAINED else texts.sample,
-                kinds=texts.kinds,
+                prepared.val,
+                None if name == UNTRAINED else sample(prepared.train, prepared.val.num_tokens),
+                kinds=kinds,
                 context=engine.context,
                 rows=loaded.recipe.micro_batch_rows,
                 group=world,
@@ -237,14 +229,14 @@ class _Evaluation:
                 shown = {reply.item.kind: reply for reply in graded.replies}.values()
                 talks = [[*reply.item.messages, {"role": "assistant", "content": reply.parts}] for reply in shown]
                 samples += [{"stage": name, "kind": "chat", "messages": talk} for talk in talks]
-        self.append("samples.jsonl", samples + (self._samples(engine, loaded, texts) if self.mesh.main else []))
+        self.append("samples.jsonl", samples + (self._samples(engine, loaded, prepared.val) if self.mesh.main else []))
         lines = _lines(loaded, scores, log)
         if name == UNTRAINED:
             return lines
         if found.core:
             log(f"CORE: {name}")
             scores = run_core(engine, found.core, records, log, limit=self.asked.limit, group=world)
-            lines += _lines(loaded, scores, lambda line: None)
+            lines += _lines(loaded, scores, silent)
         if found.chat:
             log(f"chat tasks: {name}")
             replies = self.asked.samples
@@ -255,7 +247,7 @@ class _Evaluation:
             lines += _lines(loaded, found.harness(loaded, self.machine), log)
         return lines
 
-    def _samples(self, engine: Engine, loaded: LoadedModel, texts: _Texts) -> Lines:
+    def _samples(self, engine: Engine, loaded: LoadedModel, val: Corpus) -> Lines:
         """Continuations by a base model, or conversations with a chat model, for prompts that fit the context."""
         name, recipe = loaded.stage, loaded.recipe
         if name in CHAT_STAGES:
@@ -266,7 +258,7 @@ class _Evaluation:
                 return []
             found = [messages for chat in talks if (messages := converse(engine, chat))]
             return [{"stage": name, "kind": "chat", "messages": messages} for messages in found]
-        pairs = continuations(engine, recipe, texts.prepared.val)
+        pairs = continuations(engine, recipe, val)
         return [{"stage": name, "kind": "completion", "prompt": prompt, "text": text} for prompt, text in pairs]
 
     def contamination(self, recipe: Resolved, prepared: Prepared) -> dict[str, float]:
