@@ -14,7 +14,6 @@ import json
 import os
 import re
 import shlex
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -242,18 +241,6 @@ def instead_of_no_run(out: Path) -> str:
         names = ", ".join(one.run for one in runs[:SHOWN_RUNS])
         return f"name one of {names}" + (f" and {len(runs) - SHOWN_RUNS} more" if len(runs) > SHOWN_RUNS else "")
     return "make one with `quern run`, or name another folder with --out"
-
-
-def refuse_unwritable(out: Path) -> None:
-    """Raises OSError if no file can be created under the output folder; the message names --out."""
-    nearest = next(path for path in (out, *out.absolute().parents) if path.exists() or path.is_symlink())
-    if not nearest.is_dir():
-        raise NotADirectoryError(f"--out {out}: {nearest} is no folder, choose another one")
-    try:
-        with tempfile.TemporaryFile(dir=nearest):
-            pass
-    except OSError as error:
-        raise OSError(f"--out {out}: {nearest} cannot be written to ({error.strerror}), choose another one") from error
 
 
 def plainly(error: BaseException) -> str:

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from quern.temporaries import NAMES, holder
 if TYPE_CHECKING:
     from quern.mesh import Mesh
 
+MOST_TRIES = 1000
 LOOK_SECONDS = 0.005
 """More than `RunDir.holder` takes to look at a lock."""
 
@@ -74,7 +76,7 @@ def _is_at(held: int, path: Path) -> bool:
 def _acquire(path: Path, run: str) -> int:
     """Opens and locks the file. Opens it again if another process removed it before the lock was taken."""
     looked = False
-    while True:
+    for tries in count():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             held = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -84,7 +86,7 @@ def _acquire(path: Path, run: str) -> int:
                     f"{broken} links to {os.readlink(broken)}, which is not there: put that back (is its disk "
                     "mounted?), or remove the link"
                 ) from None
-            if path.parent.exists() and not path.parent.is_dir():
+            if tries == MOST_TRIES or path.parent.exists() and not path.parent.is_dir():
                 raise
             continue  # another process removed the folder
         try:

@@ -23,7 +23,7 @@ from quern.estimate.own_text import vocabulary
 from quern.recipe import Recipe, Resolved
 from quern.runs.origin import Origin, read_origin, require_same
 from quern.runs.public_data import PublicData, public_data
-from quern.runs.run_dir import STAGES, RunDir, naming, refuse_unwritable
+from quern.runs.run_dir import STAGES, RunDir, naming
 from quern.stages.encode import StartWorkers, on_processes, write_shards
 from quern.stages.prepare_tokens import is_tokens, open_tokens, sample, token_listings
 from quern.stages.tokenizers import Read, Source, named_tokenizer, train_tokenizer
@@ -163,8 +163,6 @@ def _of_files(recipe: Resolved, out: Path, log: Callable[[str], None]) -> Source
 
 def _digest(listing: Listing, out: Path) -> str:
     cache = out / "data" / "digests.json"
-    if not cache.exists():
-        refuse_unwritable(out)
     megabytes = sum(entry.size for entry in listing.read) / 1e6
     with naming(cache), Meter("looking for changes in the text", megabytes, "MB") as meter:
         return content_fingerprint(listing.files, cache, lambda done: meter.at(done / 1e6))
@@ -306,7 +304,6 @@ def prepare(
     if known:
         log(f"tokens: {folder} is up to date")
     else:
-        refuse_unwritable(out)
         write = partial(write_shards, workers=workers, start_workers=start_workers)
         with naming(folder), alone_in(folder, log):
             for split in (split for split in ("val", "train") if not prepared(folder, mark, [split])):

@@ -16,7 +16,7 @@ from quern.records import read_lines
 from quern.report.build import build
 from quern.report.records import read_run
 from quern.runs.origin import read_origin, require_same, with_absolute_paths
-from quern.runs.run_dir import STAGES, RunDir, refuse_unwritable
+from quern.runs.run_dir import STAGES, RunDir
 from quern.runs.run_lock import run_lock
 from quern.runs.saved import overlay, read_saved
 from quern.stages import evaluate, pretrain, sft
@@ -45,7 +45,6 @@ def run(recipe: Recipe, session: Session, *, questions: int, chat: bool = False,
     if chat and own:
         recipe = replace(recipe, conversations=(ConversationSource("tinyworld"),))
     fine_tune = sft and (chat or not own or session.run_dir.has_trained("sft"))
-    refuse_unwritable(session.run_dir.out)
     with run_lock(session.run_dir, session.command, session.mesh):
         return _run(recipe, replace(session, locked=True), questions, fine_tune)
 

@@ -26,7 +26,7 @@ from quern.recipe import Recipe, Resolved
 from quern.records import MakeTracker, Records, StageFolder, git_hash, read_events, read_metrics
 from quern.runs.load import Start, read_start
 from quern.runs.origin import FILE, Origin, read_origin, refuse_second_tokenizer, require_same
-from quern.runs.run_dir import NEWEST, STAGES, RunDir, refuse_unwritable, trust
+from quern.runs.run_dir import NEWEST, STAGES, RunDir, trust
 from quern.runs.run_lock import run_lock
 from quern.runs.training import plan_of
 from quern.stages.encode import ENOUGH_WORKERS
@@ -127,7 +127,6 @@ class Stage:
     def opened(self) -> Iterator[None]:
         """Refuses a stage that was trained already, or a start for a run that has a model; holds the run's lock."""
         self.mesh.progress.begin_stage()
-        refuse_unwritable(self.run_dir.out)
         with ExitStack() as held:
             with self.main_first():  # behind the lock: while another process trains, that one is named
                 if not self.locked:
@@ -221,7 +220,7 @@ class Stage:
             tokenizer.save(self.run_dir.folder / "tokenizer.json")
         if self.start is not None or plan.keep_step == 0:  # the run never needs the other one again
             meta = plan.meta | {"state": backend.run.meta(), "kept": plan.keep_step == 0}
-            checkpoint.save(self.folder / "checkpoints", 0, backend.save(False), meta, plan.keep, mesh=self.mesh)
+            checkpoint.save(self.folder / "checkpoints", 0, backend.save(), meta, plan.keep, mesh=self.mesh)
 
     def _resume(self, backend: loop.Backend, plan: loop.TrainingPlan, origin: Origin, changed: Sequence[str]) -> bool:
         """Restores the newest good checkpoint, if `resume` asks for it. Returns whether there was one."""

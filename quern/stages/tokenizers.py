@@ -20,7 +20,7 @@ from quern.data.token_file import fingerprint
 from quern.process import environment
 from quern.recipe import Resolved
 from quern.runs.public_data import PublicData
-from quern.runs.run_dir import naming, refuse_unwritable
+from quern.runs.run_dir import naming
 from quern.temporaries import sha256_of
 from quern.terminal import Meter
 from quern.text.hugging_face import open_tokenizer
@@ -123,7 +123,6 @@ def train_tokenizer(recipe: Resolved, source: Source, out: Path, log: Callable[[
             raise ValueError(f"{error}: remove it, and it is trained again") from error
         log(f"tokenizer: {path} is up to date")
         return tokenizer
-    refuse_unwritable(out)
     start, size, texts = time.monotonic(), text.tokenizer_megabytes, source.read("train")
     if not source.alike:  # the seed is of the text: a run's seed does not change its tokens
         with Meter("measuring the text", None, "MB") as meter:

@@ -20,7 +20,7 @@ import re
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -117,18 +117,18 @@ def load(path: Path, *, verified: bool = False) -> tuple[dict[str, torch.Tensor]
     """
     manifest = read_manifest(path) if verified else verify(path)
     try:
-        return _read_tensors(path), manifest["meta"]
+        return _read_tensors(path, manifest["files"]), manifest["meta"]
     except Exception as error:  # the manifest's hashes are right: another program made the files
         raise CheckpointError(f"{path} holds no tensors that can be read: {' '.join(str(error).split())}") from error
 
 
-def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+def _read_tensors(path: Path, files: Iterable[str]) -> dict[str, torch.Tensor]:
     """Puts the slices in a checkpoint's files together. Raises ValueError unless they fill every tensor."""
     parts: list[tuple[str, Any, list[int], list[int]]] = []
     whole: dict[str, list[int]] = {}
     with ExitStack() as opened:
-        for file in sorted(path.glob("*.safetensors")):
-            content: Any = opened.enter_context(safe_open(file, framework="pt"))
+        for file in sorted(files):
+            content: Any = opened.enter_context(safe_open(path / file, framework="pt"))
             offsets = json.loads(content.metadata()[OFFSETS])
             for name in content.keys():  # noqa: SIM118  # no dict
                 begin, shape = offsets[name]["saved_offsets"], content.get_slice(name).get_shape()

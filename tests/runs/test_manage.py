@@ -177,3 +177,8 @@ def test_never_two_at_a_time_while_others_remove_the_empty_folder(run_dir: RunDi
 
     with ThreadPoolExecutor(4) as pool:
         assert sum(pool.map(work, range(1200))) > 0
+
+
+def test_a_folder_in_which_nothing_can_be_made_is_refused() -> None:
+    with pytest.raises(FileNotFoundError, match="/proc/out"), run_lock(RunDir(Path("/proc/out"), "r"), "quern sft"):
+        pytest.fail("the run is locked")

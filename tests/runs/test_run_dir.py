@@ -16,7 +16,7 @@ from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from quern.runs.load import load
 from quern.runs.origin import read_origin
-from quern.runs.run_dir import RunDir, refuse_unwritable
+from quern.runs.run_dir import RunDir
 from quern.runs.run_lock import run_lock
 from quern.runs.saved import find_saved
 from quern.stages import sft
@@ -116,16 +116,6 @@ def test_a_stage_that_was_killed_before_it_wrote_anything_begins_again(run_dir: 
     assert find_saved(verb, Arguments(command), RECIPE, None) is None
     with pytest.raises(FileNotFoundError, match="there is no run 'other'"):
         find_saved(verb, Arguments((*command, "--run", "other")), RECIPE, None)
-
-
-def test_nothing_can_be_written_where_the_system_refuses(tmp_path: Path) -> None:
-    refuse_unwritable(tmp_path / "not" / "yet")
-    assert not list(tmp_path.iterdir())
-    with pytest.raises(OSError, match="^--out /proc/out: /proc cannot be written to .*, choose another one$"):
-        refuse_unwritable(Path("/proc/out"))
-    (taken := tmp_path / "taken").touch()
-    with pytest.raises(NotADirectoryError, match=f"^--out {taken}/out: {taken} is no folder, choose another one$"):
-        refuse_unwritable(taken / "out")
 
 
 def test_a_fine_tuned_model_that_is_damaged_is_not_replaced_by_its_base_model(run_dir: RunDir) -> None:
