@@ -1,10 +1,7 @@
 """The machine of a run: device, compute dtype, threads, and whether torch.compile works.
 
-The command line calls `detect` once; everything else receives the frozen `Machine`. mesh.py
-knows how many processes there are.
-
-`detect` tests abilities with a tiny computation, never by a version number: it times a bf16 matmul against an fp32 one,
-and compiles a small function to see whether a C++ compiler (or Triton) works (compiler.py).
+The command line calls `detect` once; everything else receives the frozen `Machine`. `detect` tests abilities with a
+tiny computation, never by a version number: it times a bf16 matmul against an fp32 one, and compiles a small function.
 """
 
 from __future__ import annotations

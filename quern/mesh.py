@@ -2,8 +2,7 @@
 
 Rank = replica · tp + shard, so the shards of one replica, which communicate most, are neighbours. Every collective goes
 through a `ProcessGroup`, which counts the bytes that it moves. A group of one process sends nothing, so the same code
-runs on one process and on many. parallel/ decides which tensors are sent, and when. `Progress` records this rank's
-current step and collective, for the failure reports of train/heartbeat.py.
+runs on one process and on many. `Progress` is for the failure reports of train/heartbeat.py.
 
 Bytes are those that one rank sends with a ring (Thakur et al., 2005), n ranks, for a tensor of S bytes in full:
 all-reduce 2·(n-1)/n·S; reduce-scatter, all-gather, all-to-all and broadcast (n-1)/n·S.

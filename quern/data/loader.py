@@ -2,9 +2,8 @@
 
 An epoch permutes the pieces (packing.py) of each group (batch.py) by (seed, epoch, group), cuts the permutation into
 chunks, packs each chunk into rows, and shuffles its rows. The rows of all epochs form one endless sequence; step s
-reads rows s·batch_rows to (s + 1)·batch_rows - 1, and rank r of N every N-th of them. So neither the number of ranks
-nor accumulation changes the training data, and resuming needs no state beside the number of rows of each chunk, which
-is kept in a file (docs/data.md) or found again by packing.
+reads rows s·batch_rows to (s + 1)·batch_rows - 1, and rank r of N every N-th of them. Resuming needs no state beside
+the number of rows of each chunk, which is kept in a file (docs/data.md) or found again by packing.
 
 Best-fit keeps the tail of a piece that it cuts, so an epoch shows every token once; with masks it does not, because a
 tail may have no target. Then a BOS in mid-document is no target, nor is a BOS after a part of a document that continues

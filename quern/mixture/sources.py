@@ -5,13 +5,8 @@ Rows of question sets are conversations too:
     GSM8K           {"question": "…", "answer": "…<<48/2=24>>24…\n#### 72"}
     multiple choice {"question": "…", "choices": ["…", …], "answer": 2 or "C"}, as MMLU's rows
 
-A calculation of GSM8K, <<expression=result>>, becomes a call of quern's calculator. A mark whose result the calculator
-does not find is left out: in a reply, it would contradict the text that follows. Any other record is one of the shapes
-of text/conversations.py.
-
-A source is known by the contents of its files, and the built-in ones by their seed, their size and their code. The test
-split of a public set of conversations is held out for validation; of question sets, whose test rows are those of tasks,
-it is not read here (task_rows.py).
+Any other record is one of the shapes of text/conversations.py; docs/fine-tuning.md says what becomes of them. A source
+is known by the contents of its files, and the built-in ones by their seed, their size and their code.
 """
 
 from __future__ import annotations

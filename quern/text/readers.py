@@ -2,9 +2,6 @@
 
 An invalid byte or a NUL byte raises an error with file and line, because replacement characters would be trained on
 unnoticed. A text longer than `TEXT_PIECE_CHARACTERS` becomes several, cut at line ends.
-
-A byte order mark of UTF-16 or UTF-32 names the encoding; "auto" recognizes others with charset-normalizer, an estimate
-from the first bytes. The library markitdown, an extra, turns `CONVERTED` files into Markdown, whole.
 """
 
 from __future__ import annotations

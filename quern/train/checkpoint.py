@@ -7,8 +7,7 @@ every earlier checkpoint intact. Reading checks every hash, because the readers 
 silently.
 
 The format is that of torch.distributed.checkpoint's Hugging Face storage, without its import, which takes half a
-second. On a mesh every rank writes its slices and hashes its share of the files, and rank 0 does the rest. Reading
-returns whole tensors, for any number of ranks that wrote them. One run at a time may write into a folder.
+second. On a mesh every rank writes its slices and hashes its share of the files, and rank 0 does the rest.
 """
 
 from __future__ import annotations

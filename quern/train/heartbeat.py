@@ -1,13 +1,8 @@
 """Heartbeat: every rank publishes its progress, and one rank names the rank that failed, hangs or is slow.
 
 A thread of each rank writes the rank's `Progress` to the store through which the ranks found each other, and checks
-whether a peer rank has failed. When this rank made no progress in a training step for longer than the timeout, or one
-of its collectives failed, the beats show the cause: a rank whose beats stopped (killed or suspended), or a rank that is
-behind. One rank logs the cause with its step and collective. Then all ranks exit, and torchrun restarts them.
-
-The timeout does not apply before the end of the first step, where loading and compiling take each rank its own time,
-nor to a rank that beats while it saves or evaluates. A rank that waits for rank 0 counts rank 0's beats as progress.
-torch's monitored barrier and NCCL's timeouts name neither the step nor the collective, so they are not used here.
+whether a peer rank has failed; docs/parallelism.md, "When a rank fails", says how. torch's monitored barrier and NCCL's
+timeouts name neither the step nor the collective, so they are not used here.
 """
 
 from __future__ import annotations

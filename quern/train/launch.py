@@ -1,9 +1,8 @@
 """Several processes for one command: starts them with torch's elastic agent (torchrun), and joins them to a mesh.
 
 `quern pretrain … --ranks 2` becomes the parent of the ranks. Each rank runs the same command, reads its rank from the
-environment, and joins. When a rank fails, all exit and restart, up to `restarts` times, from the newest good
-checkpoint. An outcome that a restart would not change (done, stopped by a signal, diverged, refused) is passed in a
-file, because the agent takes every exit code except 0 for a failure. When the parent dies, the ranks notice and exit.
+environment, and joins. An outcome that a restart would not change (done, stopped by a signal, diverged, refused) is
+passed in a file, because the agent takes every exit code except 0 for a failure.
 
 The parent forwards signals to its ranks and lets the agent run. The ranks of all machines stop after the same step and
 exit with 0, so the agents end together. An agent that handles the signal itself leaves without telling the others.

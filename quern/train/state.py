@@ -2,10 +2,6 @@
 
 The parameters themselves are not saved: they are the fp32 masters rounded to the compute dtype. Batches are a pure
 function of (seed, step), so the position in the data is the step.
-
-Gradients are summed over the replicas and each replica updates by itself, so replicas that start equal stay equal, and
-replicas that start different train different models without any error. `refuse_unequal_replicas` compares their bits
-once, before the first step.
 """
 
 from __future__ import annotations
