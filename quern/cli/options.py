@@ -5,7 +5,6 @@ Verbs with options of their own define them in the file of their stage.
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import ssl
 from collections.abc import Callable
@@ -367,11 +366,6 @@ class ServeOptions(_ModelOptions):
     """The file of the certificate's private key (PEM). Default: HTTP."""
 
     def __post_init__(self) -> None:
-        for proxy in self.trusted_proxy:
-            try:
-                ipaddress.ip_network(proxy)
-            except ValueError as error:
-                raise ValueError(f"--trusted-proxy: {error}; give an address or a network, as 10.0.0.0/8") from None
         if self.lan and (self.host, self.replicas) != ("127.0.0.1", 1):
             raise ValueError("--lan listens on every address with one process: leave --host and --replicas out")
         self.host = "0.0.0.0" if self.lan else self.host
