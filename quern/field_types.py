@@ -80,13 +80,8 @@ def range_of(annotation: Any) -> Range | None:
 
 
 def refuse_outside(annotation: Any, value: Any, shown_name: str) -> None:
-    """Raises ValueError for a value outside the range in an annotation.
-
-    Args:
-        annotation: Of the field. Without a range, any finite number is in range.
-        value: The value.
-        shown_name: The field's name in the message.
-    """
+    """Raises ValueError for a value outside the range in a field's annotation, with this name of the field. Without a
+    range, any finite number is in range."""
     allowed = range_of(annotation)
     if allowed is None and isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{shown_name} must be a finite number, not {value}")
@@ -150,13 +145,9 @@ CONSTRUCTORS = frozenset(
 
 
 class Deferred(NamedTuple):
-    """A function or class of quern that is imported when it is used, so that a recipe can be read without PyTorch.
+    """A function or class of quern that is imported when it is used, so that a recipe can be read without PyTorch."""
 
-    Args:
-        path: "module:name", one of `CONSTRUCTORS`.
-    """
-
-    path: str
+    path: str  # "module:name", one of `CONSTRUCTORS`
 
     def __call__(self, *arguments: Any) -> Any:
         return imported(self)(*arguments)

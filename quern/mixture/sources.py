@@ -38,11 +38,8 @@ _MARK = re.compile(r"<<([^<>]*)=([^<>=]*)>>")
 
 
 def to_messages(record: Any, ignored: Counter[str] | None = None) -> list[Message]:
-    """Converts a row of a question set, or a record of another shape, to a conversation; see conversations.py.
-
-    Raises:
-        ValueError: The record has none of the shapes.
-    """
+    """Converts a row of a question set, or a record of another shape, to a conversation; see conversations.py. Raises
+    ValueError for a record that has none of the shapes."""
     if isinstance(record, Mapping) and not any(
         record.get(key) for key in (*conversations.LISTS, *conversations.ALPACA)
     ):

@@ -54,12 +54,8 @@ class TaskRows:
             self._long.setdefault(" ".join(words[:SHORTEST]), {}).setdefault(len(words), {}).setdefault(digest, row)
 
     def read(self, folder: Path, task: str) -> None:
-        """Adds the rows of the test files in a folder. Files with "train" in their name are not read.
-
-        Raises:
-            FileNotFoundError: There is no such folder, or it has no file that can be read.
-            ValueError: A file is damaged, or a row has no question.
-        """
+        """Adds the rows of the test files in a folder. Files with "train" in their name are not read. Raises as
+        `list_source`, and ValueError for a file that is damaged or a row that has no question."""
         for path in list_source(folder, OF_ROWS).files:
             if TRAINING_FILE.search(path.name.lower()):
                 continue

@@ -93,11 +93,7 @@ def ready_model(
 def plan_of(
     recipe: Resolved, flops: Callable[[Batch, float], Flops], evaluators: Sequence[tuple[int, Evaluator]]
 ) -> TrainingPlan:
-    """The settings of the loop that a recipe has, for a machine whose speed is not known.
-
-    Args:
-        flops, evaluators: As in `TrainingPlan`.
-    """
+    """The settings of the loop that a recipe has, for a machine whose speed is not known."""
     train = recipe.train
     return TrainingPlan(
         steps=train.steps,
@@ -135,11 +131,8 @@ def set_up_training(
     *,
     compiled: bool = True,
 ) -> dict[str, Any]:
-    """Gives a new model its vocabulary, FP8, compilation and recomputation, as recipe and machine say.
-
-    Returns:
-        Facts for the records: how the precision is lowered, if it is.
-    """
+    """Gives a new model its vocabulary, FP8, compilation and recomputation, as recipe and machine say. Returns facts
+    for the records: how the precision is lowered, if it is."""
     model.read_vocabulary(tokenizer.vocabulary())
     facts: dict[str, Any] = {}
     if recipe.train.fp8 != "off":

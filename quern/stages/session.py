@@ -272,9 +272,8 @@ class Session(Stage):
     def begin(self, asked: Recipe, before: str) -> tuple[Origin, Resolved, Tokenizer, Start | None]:
         """Reads what a stage after pretraining continues with, or begins with: `start`, else the stage `before`.
 
-        Returns:
-            The origin on disk, or of the first model of a stage that begins; the recipe and the tokenizer of the model;
-            the checkpoint to begin with, None for a stage that continues.
+        Returns the origin on disk, or of the first model of a stage that begins; the recipe and the tokenizer of the
+        model; the checkpoint to begin with, None for a stage that continues.
         """
         run_dir, callables = self.run_dir, asked.callables() if self.source else None
         if not (self.resume and run_dir.has_trained(self.stage)):

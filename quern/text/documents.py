@@ -88,11 +88,8 @@ def refuse_surrogates(text: str) -> None:
 
 def warning_of(paths: Sequence[Path], separated: bool = False, encoding: str = "utf-8") -> str | None:
     """Looks for what a model would learn to write by mistake, at the beginning of the first text files: a mark that
-    ends documents, unless the marks are known (`separated`), or the tags of a web page.
-
-    Returns:
-        A line for the user; None if there is nothing of the kind.
-    """
+    ends documents, unless the marks are known (`separated`), or the tags of a web page. Returns a line for the user;
+    None if there is nothing of the kind."""
     text_files = (path for path in paths if format_of(path) in (*PLAIN, "") and path.exists())
     for path in islice(text_files, MARKED_FILES):
         with suppress(UnreadableError, OSError):  # the reading tells of it

@@ -53,11 +53,8 @@ def endpoint() -> str:
 
 
 def list_repository(name: HubName) -> Repository:
-    """Lists the files of a data set of the Hugging Face Hub, at the commit that its revision names now.
-
-    Raises:
-        OSError: There is no such data set or revision, it needs a token, or there is no connection.
-    """
+    """Lists the files of a data set of the Hugging Face Hub, at the commit that its revision names now. Raises OSError
+    if there is no such data set or revision, it needs a token, or there is no connection."""
     set_child_env(QUIET_HUB)
     import huggingface_hub  # late: it reads its settings from the environment when it is imported
 
@@ -75,11 +72,8 @@ def list_repository(name: HubName) -> Repository:
 
 
 def download(repository: Repository, file: str, path: Path, progress: Progress = lambda *step: None) -> None:
-    """Downloads a file of a data set of the Hub, unless it is there, and checks it before it appears at `path`.
-
-    Raises:
-        OSError: The file cannot be downloaded; the message says what to do.
-    """
+    """Downloads a file of a data set of the Hub, unless it is there, and checks it before it appears at `path`. Raises
+    OSError, which says what to do, if it cannot be downloaded."""
     if file not in repository.files:
         raise OSError(f"cannot fetch {file}: the data set {repository.name} has no such file; name it as hf:OWNER/NAME")
     size, sha256 = repository.files[file]

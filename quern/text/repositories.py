@@ -118,11 +118,8 @@ class Repository:
 
 
 def data_set(repository: Repository, name: HubName, split: str, kind: Literal["documents", "conversations"]) -> DataSet:
-    """The files of a split, and those of the validation split where another one is asked for.
-
-    Raises:
-        ValueError: There is no such config or split, or no file that quern reads; the message lists what there is.
-    """
+    """The files of a split, and those of the validation split where another one is asked for. Raises ValueError, which
+    lists what there is, if there is no such config or split, or no file that quern reads."""
     splits = _splits(repository, name, split)
     train = _of(splits, split)
     if not train:

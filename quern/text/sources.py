@@ -82,11 +82,8 @@ class Listing(NamedTuple):
 
 
 def data_paths(data: str) -> list[Path] | None:
-    """The files and folders that `--data` names: one in each line, or a pattern such as texts/*.txt.
-
-    Returns:
-        The paths; None if a line names no file and no folder, as a public data set.
-    """
+    """The files and folders that `--data` names: one in each line, or a pattern such as texts/*.txt. None if a line
+    names no file and no folder, as a public data set."""
     found: list[Path] = []
     for name in data.split("\n"):
         matching = [Path(name)] if Path(name).exists() else sorted(map(Path, glob(name, recursive=True)))

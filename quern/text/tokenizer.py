@@ -244,11 +244,8 @@ class Tokenizer:
         return self.special_ids[name]
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text, never special tokens. Lone surrogates become U+FFFD.
-
-        Raises:
-            ValueError: The split of another vocabulary cannot read the text, as a million spaces in a row.
-        """
+        """Ids of the text, never special tokens. Lone surrogates become U+FFFD. Raises ValueError where the split of
+        another vocabulary cannot read the text, as a million spaces in a row."""
         return self._split(self._encoding.encode_ordinary, text)
 
     def encode_array(self, text: str) -> np.ndarray:

@@ -204,11 +204,8 @@ class StragglerDetector:
         self._named: set[int] = set()
 
     def observe(self, seconds: Sequence[float]) -> str | None:
-        """Takes each rank's seconds in this step, without waiting.
-
-        Returns:
-            A line for the user when a window ends in which a rank was slow that was not slow in the window before.
-        """
+        """Takes each rank's seconds in this step, without waiting. Returns a line for the user when a window ends in
+        which a rank was slow that was not slow in the window before."""
         self._steps.append(seconds)
         if len(self._steps) < self.window_steps:
             return None

@@ -69,11 +69,8 @@ class Horizon:
         self._times.append(seconds)
 
     def wanted(self, step: int, spent: float) -> int:
-        """Checks the plan after `step` steps and `spent` seconds.
-
-        Returns:
-            The steps of the whole run that fit into the time at the newest speed; 0 if the plan holds.
-        """
+        """Checks the plan after `step` steps and `spent` seconds. Returns the steps of the whole run that fit into the
+        time at the newest speed; 0 if the plan holds."""
         planned = self.steps - step
         if self.budget is None or not self._times or step < max(self._recorded, default=0):
             return 0

@@ -152,11 +152,8 @@ def train_on(
 
 
 def accumulate(state: TrainState, batch: DeviceBatch, machine: Machine, progress: float = 1.0) -> Tensor:
-    """Leaves the gradients in the optimizer's buffers; the last backward pass sums them over the replicas.
-
-    Returns:
-        This replica's part of the mean loss, a 0-dim tensor on the device.
-    """
+    """Leaves the gradients in the optimizer's buffers; the last backward pass sums them over the replicas. Returns this
+    replica's part of the mean loss, a 0-dim tensor on the device."""
     inputs, targets, scale = batch.micros[0]
     missing = batch.counts()[-1] - len(batch.micros)
     micros = batch.micros + [(inputs, targets, torch.zeros_like(scale))] * missing
