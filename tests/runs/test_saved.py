@@ -19,7 +19,7 @@ from quern.runs.saved import to_continue
 HERE: Recipe = resolve(RECIPE)
 MAY_CHANGE = {
     f"train.{name}"
-    for name in """micro_batch_tokens log_every eval_every save_every keep save_in_background max_skips recompute steps
+    for name in """micro_batch_tokens log_every eval_every save_every keep max_skips recompute steps
     optimizer_memory warmup_steps warmdown_share final_lr clip_norm""".split()
 } | {f"sft.{name}" for name in ("steps", "epochs", "lr_share", "warmdown_share")}
 MAY_CHANGE |= {"rl.steps", "rl.lr_share", "rl.warmdown_share"}
