@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,8 +74,9 @@ def _is_at(held: int, path: Path) -> bool:
 
 def _acquire(path: Path, run: str) -> int:
     """Opens and locks the file. Opens it again if another process removed it before the lock was taken."""
-    looked = False
-    for tries in count():
+    looked, tries = False, 0
+    while True:
+        tries += 1
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             held = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

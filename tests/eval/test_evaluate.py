@@ -237,7 +237,7 @@ def test_what_does_not_fit_is_refused_in_one_line(out: Path, capsys: pytest.Capt
     assert not (out / "downloads").exists()
     group = ProcessGroup("world", 2, 0)
     with pytest.raises(ValueError, match="--harness runs in one process: leave --ranks out"):
-        Questions(questions=1, harness=["copa"]).find(out, Mesh(2, 1, 0, group, alone().model, group, group), print)
+        Questions(questions=1, harness=["copa"]).find(out, Mesh(2, 1, 0, group, alone().model, group), print)
 
 
 # Two runs compared ------------------------------------------------------------------------------------------
