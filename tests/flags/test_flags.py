@@ -127,9 +127,9 @@ def given(text: str, recipe: Recipe = gpt.RECIPE) -> RecipeFlags:
 
 def test_flags_make_the_recipe_and_nothing_else_of_it_changes() -> None:
     assert given("").recipe == gpt.RECIPE and type(given("").recipe) is Recipe
-    found = given("--speed 3 --depth 6 --train.log-every=7 --train.save-in-background")
-    train = replace(gpt.RECIPE.train, log_every=7, save_in_background=True)
-    assert (found.recipe, found.speed) == (replace(gpt.RECIPE, depth=6, train=train), 3)
+    found = given("--speed 3 --depth 6 --train.log-every=7 --rl.normalize")
+    parts = {"train": replace(gpt.RECIPE.train, log_every=7), "rl": replace(gpt.RECIPE.rl, normalize=True)}
+    assert (found.recipe, found.speed) == (replace(gpt.RECIPE, depth=6, **parts), 3)
 
 
 def test_a_command_line_is_read_once() -> None:
