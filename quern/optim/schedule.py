@@ -29,7 +29,7 @@ class Multipliers(NamedTuple):
 
 
 def learning_rate(
-    step: float, steps: int, *, warmup_steps: int = 40, warmdown_share: float = 0.65, final: float = 0.05
+    step: float, steps: int, *, warmup_steps: int = 40, warmdown_share: float = 0.4, final: float = 0.05
 ) -> float:
     """Rises linearly over `warmup_steps`, stays at 1, then falls linearly over the last `warmdown_share` of the run to
     `final`, one step after the last. Where the ramps of a short run overlap, the lower one applies."""
@@ -42,7 +42,7 @@ def muon_momentum(
     steps: int,
     *,
     warmup_steps: int = 400,
-    warmdown_share: float = 0.65,
+    warmdown_share: float = 0.4,
     start: float = 0.85,
     peak: float = 0.97,
     final: float = 0.90,
@@ -59,7 +59,7 @@ def weight_decay(step: float, steps: int) -> float:
 
 
 def multipliers(
-    step: float, steps: int, *, warmup_steps: int = 40, warmdown_share: float = 0.65, final_lr: float = 0.05
+    step: float, steps: int, *, warmup_steps: int = 40, warmdown_share: float = 0.4, final_lr: float = 0.05
 ) -> Multipliers:
     """Returns the values of all three schedules. Muon's momentum has the same warm-down as the rates."""
     return Multipliers(

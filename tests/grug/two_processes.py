@@ -44,7 +44,7 @@ def steps(mesh: Mesh, cfg: StepConfig, folder: Path | None) -> tuple[JaxTrainSta
     """
     state, losses, rng = init_state(0, cfg), [], np.random.default_rng(0)
     state = state_of(jax.jit(partial(jax.tree.map, moved))(state.params), jax.random.key(1), cfg)
-    schedule, first = RECIPE.make_schedule(TrainRecipe(steps=12, warmup_steps=2)), state
+    schedule, first = RECIPE.make_schedule(TrainRecipe(steps=12, warmup_steps=2, warmdown_share=0.65)), state
     for step in range(2):
         tokens = rng.integers(0, 62, (ROWS, 17), dtype=np.int32)
         batch = Batch(tokens[:, :-1], tokens[:, 1:], rng.random((ROWS, 16)) < 0.5)

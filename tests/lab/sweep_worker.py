@@ -16,6 +16,7 @@ from quern.lab.options import SweepOptions
 from quern.lab.search.sweep import run
 from quern.lab.trainer import Trainer
 from quern.recipe import Recipe
+from quern.resolve import resolve
 from tests.support.events import Events
 
 SPACE = ("optim.matrix-lr=0.001..0.1:log", "train.warmdown-share=0.3..0.9")
@@ -66,7 +67,7 @@ class FakeTrainer(Trainer):
 
 
 def score(recipe: Recipe, seed: int) -> float:
-    rate, share = recipe.optim.matrix_lr, recipe.train.warmdown_share
+    rate, share = recipe.optim.matrix_lr, resolve(recipe).train.warmdown_share
     noise = random.Random(f"{seed}").gauss(0, 0.01) + random.Random(f"{seed} {rate} {share}").gauss(0, 0.001)
     return 1.5 + 0.2 * math.log10(rate / 0.03) ** 2 + 0.1 * (share - 0.6) ** 2 + noise
 

@@ -326,7 +326,8 @@ def test_a_rung_sets_what_an_idea_leaves_open() -> None:
 
 
 def test_a_field_that_the_ladder_chose_makes_no_published_verdict_old() -> None:
-    """The rungs keep the key offset off, in all arms but that of the idea; a comparison at one size has the default."""
+    """The rungs keep the key offset off and the warm-down as it was, in all arms but the idea's; a comparison at one
+    size has the defaults."""
     study = Comparison(Path(quern.__file__).parents[1] / "experiments" / "records" / "ladder")
     measured = {rung for _, rung, _ in study.trials}
     assert len(measured) >= 2
@@ -335,7 +336,8 @@ def test_a_field_that_the_ladder_chose_makes_no_published_verdict_old() -> None:
         assert numbers(at_rung(RECIPE, RUNGS[rung])) == study.plan.numbers[str(rung)]
         assert not resolve(at_rung(LLAMA, RUNGS[rung])).model.key_offset
     for rung in one_size(RECIPE).values():
-        assert resolve(at_rung(RECIPE, rung)).model.key_offset
+        recipe = resolve(at_rung(RECIPE, rung))
+        assert recipe.model.key_offset and recipe.train.warmdown_share == resolve(RECIPE).train.warmdown_share
 
 
 def test_a_curve_inverts_itself_and_needs_two_rungs() -> None:

@@ -133,4 +133,4 @@ def test_the_spaces_of_the_studies_are_around_their_recipes_values(path: Path) -
         next(one for one in (path.with_suffix(".py"), EXPERIMENTS / f"{path.stem}.py") if one.exists())
     )[0]
     space = read_space([str(path)], recipe)
-    assert space.point(recipe) is not None
+    assert space.point(resolve(recipe)) is not None

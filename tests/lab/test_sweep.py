@@ -71,7 +71,7 @@ def test_a_sweep_finds_the_best_of_its_trials(tmp_path: Path, sampler: Any, numb
         assert trial["bpb"] == pytest.approx(expected(trial["values"]))
         assert [body["seed"] for body in trial["runs"]] == [0, 1]
     assert results["best"] == min(trials, key=lambda trial: trial["bpb"])
-    assert trials[0]["baseline"] and trials[0]["values"] == {"optim.matrix_lr": 0.02, "train.warmdown_share": 0.65}
+    assert trials[0]["baseline"] and trials[0]["values"] == {"optim.matrix_lr": 0.02, "train.warmdown_share": 0.4}
     assert results["best"]["bpb"] - trials[0]["bpb"] == pytest.approx(results["against_baseline"]["bpb"])
     if number >= 20:
         assert results["importances"]["optim.matrix_lr"] > results["importances"]["train.warmdown_share"]

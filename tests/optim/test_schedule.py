@@ -9,9 +9,9 @@ from quern.optim.schedule import learning_rate, multipliers, muon_momentum, weig
 
 @pytest.mark.parametrize(
     ("schedule", "steps", "points"),
-    [  # 1,000 steps: warm-up over 40, flat until 350, then 650 steps down to 0.05
-        (learning_rate, 1000, {0: 1 / 40, 19: 0.5, 39: 1.0, 350: 1.0, 675: 0.525, 1000: 0.05}),
-        (muon_momentum, 4000, {0: 0.85, 200: 0.91, 400: 0.97, 1400: 0.97, 2700: 0.935, 4000: 0.90}),
+    [  # 1,000 steps: warm-up over 40, flat until 600, then 400 steps down to 0.05
+        (learning_rate, 1000, {0: 1 / 40, 19: 0.5, 39: 1.0, 600: 1.0, 800: 0.525, 1000: 0.05}),
+        (muon_momentum, 4000, {0: 0.85, 200: 0.91, 400: 0.97, 2400: 0.97, 3200: 0.935, 4000: 0.90}),
         (weight_decay, 100, {0: 1.0, 25: 0.8535534, 50: 0.5, 100: 0.0, 120: 0.0}),
     ],
 )

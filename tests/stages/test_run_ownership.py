@@ -221,7 +221,7 @@ def test_fine_tuning_goes_on_from_the_run_alone(runs: Runs) -> None:
 
 
 def test_a_new_run_begins_with_weights_and_moments_of_a_checkpoint_and_needs_the_other_run_no_more(runs: Runs) -> None:
-    """warmdown_share 0.65 of 6 steps: the rates fall from step 2 on. It stays where the run is lengthened."""
+    """warmdown_share 0.4 of 6 steps: the rates fall after step 4. It stays where the run is lengthened."""
     assert runs.steps() == [2, 4, 6]
     write_text(runs.folder / "more.jsonl", seed=2)
     before, flags = runs.files(), ["--from", "app", "--train.keep", "9"]
@@ -233,9 +233,9 @@ def test_a_new_run_begins_with_weights_and_moments_of_a_checkpoint_and_needs_the
     flags += ["--from-step", "before-warmdown"]
     runs.done("pretrain", *flags, run="flat")
     recipe = read(runs.stage(run="flat") / "recipe.json")
-    assert runs.starts_with(2, "flat") and recipe["train"]["warmup_steps"] == 0 and recipe["data_seed"] == 1
+    assert runs.starts_with(4, "flat") and recipe["train"]["warmup_steps"] == 0 and recipe["data_seed"] == 1
     runs.done("pretrain", "--resume", "--train.steps", "24")
-    assert runs.steps()[0] == 2 and len(runs.steps()) == 4
+    assert runs.steps()[0] == 4 and len(runs.steps()) == 4
     runs.done("pretrain", *flags, "--train.steps", "1", run="later")
     assert runs.starts_with(runs.steps()[-3], "later")
     # Killed before its first save: it has step 0 alone, and the other run is gone.

@@ -35,7 +35,8 @@ class Rung:
     head_dim: int | None = None
     context: int | None = None
     vocab_size: int | None = None
-    key_offset: bool | None = False  # as in studies that are older than the field
+    key_offset: bool | None = False  # this and the next as in studies that are older than their defaults
+    warmdown_share: float | None = 0.65
 
 
 RUNGS: Mapping[int, Rung] = {
@@ -63,6 +64,8 @@ def at_rung(recipe: Recipe, rung: Rung) -> Recipe:
     sizes = {name: getattr(shape, name) or getattr(rung, name) for name in ("width", "head_dim", "context")}
     if shape.key_offset is None:
         sizes["key_offset"] = rung.key_offset
+    if train.warmdown_share is None:
+        train = replace(train, warmdown_share=rung.warmdown_share)
     batch = train.batch_tokens or rung.batch_tokens
     return replace(
         recipe,
@@ -89,7 +92,8 @@ def one_size(base: Recipe) -> dict[int, Rung]:
     which tells how its loss falls with compute."""
     train = resolve(base).train
     steps, batch = train.steps, train.batch_tokens
-    return {0: Rung(steps, batch, key_offset=None), 1: Rung(-(-steps * 3 // 2), batch, key_offset=None)}
+    todays = {"key_offset": None, "warmdown_share": None}
+    return {0: Rung(steps, batch, **todays), 1: Rung(-(-steps * 3 // 2), batch, **todays)}
 
 
 # The fingerprint of code -----------------------------------------------------------------------------------
