@@ -47,8 +47,8 @@ RUNGS: Mapping[int, Rung] = {
 }
 """The rungs by number. Each has two tokens for each parameter of matrices and head: of the sizes that train for 80 s on
 one core, those with more tokens score better at equal FLOPs, but hardly better than a trigram (docs/ladder.md). None
-has the key offset unless it is the idea: it became a default by its verdicts here, and the others were measured
-without it."""
+has the key offset or the warm-down of 40 % unless it is the idea: these became defaults by their verdicts here, and the
+others were measured without them."""
 
 UNRELATED = "schema name data include exclude text.encoding val conversations sft rl shards seed data_seed".split()
 """Parts of a recipe that do not decide what a trial learns, or that its record names apart."""
