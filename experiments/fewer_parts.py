@@ -4,7 +4,7 @@ Hypothesis: none of the four is missed beside the key offset, and the model, its
 Source: nanochat's experiment log, 2026-01-16 (smear and backout: negligible or no improvement); Muon+ and MuonEq-R are
 later defaults of nanochat.
 Expected effect: no difference.
-Verdict: none yet.
+Verdict: not yet measured.
 """
 
 import math
