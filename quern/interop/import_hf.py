@@ -111,6 +111,8 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
             with path.open("rb") as file:
                 why = "run `git lfs pull`, which fetches it" if file.read(len(LFS)) == LFS else error
             raise ValueError(f"{path} is damaged: {why}") from error
+        if twice := sorted(found.keys() & tensors.keys()):
+            raise ValueError(f"{name} holds {twice[0]}, which another file holds too: write the folder again")
         for key, tensor in tensors.items():
             if not tensor.is_floating_point() or not (plain := tensor.float()).isfinite().all():
                 raise ValueError(f"{name}: {key} ({tensor.dtype}) must hold finite floating-point numbers")

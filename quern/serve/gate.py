@@ -56,7 +56,10 @@ class Connections:
         self, trusted: Sequence[str] = (), most: int | None = None, deadlines: Deadlines | None = None
     ) -> None:
         self.deadlines = deadlines or Deadlines()
-        self._trusted = [ipaddress.ip_network(one) for one in trusted]
+        try:
+            self._trusted = [ipaddress.ip_network(one) for one in trusted]
+        except ValueError as error:
+            raise ValueError(f"--trusted-proxy: {error}; give an address or a network, as 10.0.0.0/8") from None
         self._most = most or max(8, min(MOST_CONNECTIONS, os.sysconf("SC_OPEN_MAX") // 2))
         self._open: dict[Connection, str] = {}
         self._of: Counter[str] = Counter()

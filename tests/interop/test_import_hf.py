@@ -82,6 +82,12 @@ def mapped(weight_map: Any) -> Callable[[Path], None]:
     return indexed(lambda folder, index: index.update(weight_map=weight_map))
 
 
+def put_twice(folder: Path, index: dict[str, Any]) -> None:
+    """The same weight in two files."""
+    both = [folder / f"model-{number}.safetensors" for number in range(2)]
+    save_file(load_file(both[0]) | load_file(both[1]), both[1])
+
+
 def pickled(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
@@ -115,6 +121,7 @@ def other_words(folder: Path) -> None:
         (mapped(None), f"{INDEX} is damaged .Expected `object`, got `null` - at `..weight_map`"),
         (mapped({"a": "../other.safetensors"}), "Expected the name of a file in the same folder"),
         (indexed(lambda f, _: (f / "model-1.safetensors").unlink()), "there is no .*model-1.safetensors"),
+        (indexed(put_twice), "model-1.safetensors holds lm_head.weight, which another file holds too"),
         (reconfigure(tie_word_embeddings="no"), "at `..tie_word_embeddings`"),
         (reconfigure(partial_rotary_factor=0.5), "it has partial_rotary_factor 0.5 instead of 1.0"),
         (reconfigure(num_hidden_layers="2"), "num_hidden_layers of its .* must be a whole number .*, not '2'"),

@@ -181,6 +181,11 @@ def test_one_address_has_half_of_the_places() -> None:
         assert web.get(f"{url}/health").status_code == 200
 
 
+def test_a_proxy_that_is_no_network_is_refused_with_its_flag() -> None:
+    with pytest.raises(ValueError, match=r"--trusted-proxy: 'home' .* give an address or a network"):
+        Connections(["home"])
+
+
 @pytest.mark.parametrize("trusted", [[], ["127.0.0.1"]], ids=["nobody", "the proxy"])
 def test_rates_believe_named_proxies_alone(trusted: list[str]) -> None:
     app = create_app({"toy": toy_engine()}, Gate(LOOPBACK, per_minute=2))
