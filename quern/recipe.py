@@ -171,8 +171,8 @@ class TrainRecipe(Generic[Gap]):
     """Tokens in one forward pass; the rest of the batch is accumulated."""
     warmup_steps: Annotated[int, Interval(ge=0, le=10**12)] | Gap = FOLLOWS
     """40, or a twentieth of short runs."""
-    warmdown_share: Share | Gap = FOLLOWS
-    """The rate falls over this share of the steps, the last ones; 0.4."""
+    warmdown_share: Share = 0.4
+    """The rate falls over this share of the steps, the last ones: modded-nanogpt's (nanochat's is 0.65)."""
     final_lr: Rate = 0.05
     """Rate at the end of the warm-down, as a share of the peak."""
     clip_norm: Annotated[float, Interval(gt=0, le=1e9), "leave it out for no clipping"] | None = None

@@ -119,15 +119,12 @@ def _resolve_train(train: TrainRecipe, model: ResolvedModel, replicas: int) -> R
         batch_tokens=batch_tokens,
         micro_batch_tokens=train.micro_batch_tokens or min(batch_tokens, max(model.context, MICRO_BATCH_TOKENS)),
         warmup_steps=train.warmup_steps if train.warmup_steps is not None else min(40, steps // 20),
-        warmdown_share=WARMDOWN_SHARE if train.warmdown_share is None else train.warmdown_share,
         eval_every=train.eval_every or max(1, -(-steps // 8)),
         save_every=train.save_every or max(1, steps // 10),
     )
 
 
 MICRO_BATCH_TOKENS = 4096
-WARMDOWN_SHARE = 0.4
-"""modded-nanogpt's; nanochat's is 0.65 (docs/scaling.md)."""
 MINIMUM_STEPS = 2000
 MINIMUM_BATCH_TOKENS = 4096
 FINE_TUNING_STEPS = 1000

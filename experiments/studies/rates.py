@@ -1,7 +1,7 @@
 """The baseline with every constant of its optimizer as a field of the recipe, for a sweep over all of them.
 
 The fields are those of the groups that AdamW updates (`optim/constants.py`), such as optim.head-beta1, and the momentum
-of Muon. Their defaults are the baseline's. The space is rates.toml:
+of Muon. Their defaults are the baseline's: a momentum that stays the same. The space is rates.toml:
 
     quern lab sweep experiments/studies/rates.py --space experiments/studies/rates.toml --train.steps 500
 
@@ -19,7 +19,7 @@ from typing import Any
 from quern.optim.adamw import AdamW
 from quern.optim.constants import adamw_groups
 from quern.optim.groups import GroupRule, table
-from quern.optim.schedule import Multipliers, muon_momentum, warmup_stable_decay
+from quern.optim.schedule import Multipliers, learning_rate, warmup_stable_decay
 from quern.recipe import OptimRecipe, Resolved, TrainRecipe
 from quern.recipes.gpt import RECIPE as BASELINE
 
@@ -37,11 +37,11 @@ AllConstants: Any = make_dataclass(
 
 @dataclass(frozen=True, kw_only=True)
 class Momentum(TrainRecipe):
-    """With Muon's momentum, which rises from start to peak and falls to final in the warm-down."""
+    """With Muon's momentum, which goes from start to peak and, in the warm-down, on to final."""
 
-    momentum_start: float = 0.85
-    momentum_peak: float = 0.97
-    momentum_final: float = 0.90
+    momentum_start: float = 0.95
+    momentum_peak: float = 0.95
+    momentum_final: float = 0.95
     momentum_warmup_steps: int = 400
 
 
@@ -61,16 +61,10 @@ def schedule(train: Momentum) -> Callable[[int], Multipliers]:
     baseline, steps = warmup_stable_decay(train), train.steps
 
     def told(step: int) -> Multipliers:
-        momentum = muon_momentum(
-            step,
-            steps,
-            warmup_steps=train.momentum_warmup_steps,
-            warmdown_share=train.warmdown_share,
-            start=train.momentum_start,
-            peak=train.momentum_peak,
-            final=train.momentum_final,
-        )
-        return baseline(step)._replace(momentum=momentum)
+        start, peak, final = train.momentum_start, train.momentum_peak, train.momentum_final
+        up = min(1.0, step / train.momentum_warmup_steps)
+        down = 1 - learning_rate(step, steps, warmup_steps=0, warmdown_share=train.warmdown_share, final=0.0)
+        return baseline(step)._replace(momentum=start + (peak - start) * up + (final - peak) * down)
 
     return told
 

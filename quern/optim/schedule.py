@@ -1,4 +1,4 @@
-"""Schedules: multipliers of the learning rates and of the decay, and Muon's momentum.
+"""Schedules: multipliers of the learning rates and of the decay.
 
 Pure functions of (step, steps), where step counts from 0, and may be a fraction (train/horizon.py). `resolve.py`
 derives the peak rates from batch, width and horizon.
@@ -19,7 +19,7 @@ class Multipliers(NamedTuple):
     lr: float = 1.0
     """Multiplies every group's peak rate."""
     momentum: float = 0.95
-    """Muon's momentum itself."""
+    """Muon's momentum itself; 0.95 throughout, as first published."""
     decay: float = 1.0
     """Multiplies Muon's weight decay (AdamW's decay follows its rate alone)."""
     progress: float = 1.0
@@ -34,23 +34,9 @@ def learning_rate(
     """Rises linearly over `warmup_steps`, stays at 1, then falls linearly over the last `warmdown_share` of the run to
     `final`, one step after the last. Where the ramps of a short run overlap, the lower one applies."""
     up = (step + 1) / warmup_steps if warmup_steps > 0 else 1.0
-    return min(1.0, up, _down(step, steps, warmdown_share, 1.0, final))
-
-
-def muon_momentum(
-    step: float,
-    steps: int,
-    *,
-    warmup_steps: int = 400,
-    warmdown_share: float = 0.4,
-    start: float = 0.85,
-    peak: float = 0.97,
-    final: float = 0.90,
-) -> float:
-    """Rises from `start` to `peak`, falls to `final` over the warm-down; where both overlap, the lower
-    applies."""
-    up = start + (peak - start) * min(1.0, step / warmup_steps) if warmup_steps > 0 else peak
-    return min(up, _down(step, steps, warmdown_share, peak, final))
+    length = warmdown_share * steps
+    left = min(1.0, max(0.0, (steps - step) / length)) if length > 0 else 1.0
+    return min(1.0, up, final + (1.0 - final) * left)
 
 
 def weight_decay(step: float, steps: int) -> float:
@@ -61,10 +47,9 @@ def weight_decay(step: float, steps: int) -> float:
 def multipliers(
     step: float, steps: int, *, warmup_steps: int = 40, warmdown_share: float = 0.4, final_lr: float = 0.05
 ) -> Multipliers:
-    """Returns the values of all three schedules. Muon's momentum has the same warm-down as the rates."""
+    """Returns the values of both schedules; Muon's momentum is constant."""
     return Multipliers(
         lr=learning_rate(step, steps, warmup_steps=warmup_steps, warmdown_share=warmdown_share, final=final_lr),
-        momentum=muon_momentum(step, steps, warmdown_share=warmdown_share),
         decay=weight_decay(step, steps),
         progress=step / steps,
     )
@@ -76,10 +61,3 @@ def warmup_stable_decay(train: ResolvedTrain) -> Callable[[float], Multipliers]:
     return lambda step: multipliers(
         step, steps, warmup_steps=warmup, warmdown_share=train.warmdown_share, final_lr=train.final_lr
     )
-
-
-def _down(step: float, steps: int, share: float, high: float, low: float) -> float:
-    """`high` until the last `share` of the run, then linear to `low` at `steps`."""
-    length = share * steps
-    left = min(1.0, max(0.0, (steps - step) / length)) if length > 0 else 1.0
-    return low + (high - low) * left

@@ -4,14 +4,13 @@ from collections.abc import Callable
 
 import pytest
 
-from quern.optim.schedule import learning_rate, multipliers, muon_momentum, weight_decay
+from quern.optim.schedule import learning_rate, multipliers, weight_decay
 
 
 @pytest.mark.parametrize(
     ("schedule", "steps", "points"),
     [  # 1,000 steps: warm-up over 40, flat until 600, then 400 steps down to 0.05
         (learning_rate, 1000, {0: 1 / 40, 19: 0.5, 39: 1.0, 600: 1.0, 800: 0.525, 1000: 0.05}),
-        (muon_momentum, 4000, {0: 0.85, 200: 0.91, 400: 0.97, 2400: 0.97, 3200: 0.935, 4000: 0.90}),
         (weight_decay, 100, {0: 1.0, 25: 0.8535534, 50: 0.5, 100: 0.0, 120: 0.0}),
     ],
 )
@@ -29,8 +28,8 @@ def test_rates_rise_in_the_warm_up_and_never_after(steps: int) -> None:
     assert steps < 100 or rates[-1] < rates[-2] < rates[len(rates) // 2]
 
 
-def test_multipliers_put_the_three_together() -> None:
+def test_multipliers_put_them_together() -> None:
     told = multipliers(80, 100, warmup_steps=5, warmdown_share=0.5, final_lr=0.1)
     assert told.lr == pytest.approx(0.1 + 0.9 * 20 / 50)
-    assert told.momentum == muon_momentum(80, 100, warmdown_share=0.5)
+    assert told.momentum == 0.95
     assert told.decay == weight_decay(80, 100)

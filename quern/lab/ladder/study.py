@@ -35,8 +35,6 @@ class Rung:
     head_dim: int | None = None
     context: int | None = None
     vocab_size: int | None = None
-    key_offset: bool | None = False  # this and the next as in studies that are older than their defaults
-    warmdown_share: float | None = 0.65
 
 
 RUNGS: Mapping[int, Rung] = {
@@ -46,9 +44,7 @@ RUNGS: Mapping[int, Rung] = {
     3: Rung(1600, 8192, depth=8, width=256, head_dim=64, context=256, vocab_size=4096),
 }
 """The rungs by number. Each has two tokens for each parameter of matrices and head: of the sizes that train for 80 s on
-one core, those with more tokens score better at equal FLOPs, but hardly better than a trigram (docs/ladder.md). None
-has the key offset or the warm-down of 40 % unless it is the idea: these became defaults by their verdicts here, and the
-others were measured without them."""
+one core, those with more tokens score better at equal FLOPs, but hardly better than a trigram (docs/ladder.md)."""
 
 UNRELATED = "schema name data include exclude text.encoding val conversations sft rl shards seed data_seed".split()
 """Parts of a recipe that do not decide what a trial learns, or that its record names apart."""
@@ -62,10 +58,6 @@ def at_rung(recipe: Recipe, rung: Rung) -> Recipe:
     if shape.width is not None and rung.width is not None:
         raise ValueError(f"{recipe.name} sets model.width, as a rung does: compare it at one size, without --ladder")
     sizes = {name: getattr(shape, name) or getattr(rung, name) for name in ("width", "head_dim", "context")}
-    if shape.key_offset is None:
-        sizes["key_offset"] = rung.key_offset
-    if train.warmdown_share is None:
-        train = replace(train, warmdown_share=rung.warmdown_share)
     batch = train.batch_tokens or rung.batch_tokens
     return replace(
         recipe,
@@ -82,8 +74,6 @@ def numbers(recipe: Recipe) -> str:
     for name in (*UNRELATED, *OPERATIONAL):
         part, _, field = name.rpartition(".")
         (body[part] if part else body).pop(field, None)
-    if not body["model"]["key_offset"]:  # studies may be older than the field
-        del body["model"]["key_offset"]
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -92,8 +82,7 @@ def one_size(base: Recipe) -> dict[int, Rung]:
     which tells how its loss falls with compute."""
     train = resolve(base).train
     steps, batch = train.steps, train.batch_tokens
-    todays = {"key_offset": None, "warmdown_share": None}
-    return {0: Rung(steps, batch, **todays), 1: Rung(-(-steps * 3 // 2), batch, **todays)}
+    return {0: Rung(steps, batch), 1: Rung(-(-steps * 3 // 2), batch)}
 
 
 # The fingerprint of code -----------------------------------------------------------------------------------

@@ -123,9 +123,6 @@ class _Told:
         size = ""
         if first.width is not None:
             size = f"{first.depth}x{first.width}, vocabulary {first.vocab_size:,}, context {first.context:,}, "
-            offset = self.study.arms[plan.base].recipe["model"].get("key_offset")  # by a flag; older arms lack it
-            offset = first.key_offset if offset is None else offset
-            size += "" if offset is None else f"{'with' if offset else 'without'} the key offset, "
         old = " **Its baseline is an old one: the defaults have changed since.**" if self.old else ""
         if self.aside:
             old += " **Flags of its command change the baseline, so no idea's file has these verdicts.**"

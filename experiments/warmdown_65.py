@@ -1,0 +1,15 @@
+"""The rate falls over the last 65% of the run, not over 40%.
+
+Hypothesis: a longer warm-down is better for a run of fixed length.
+Source: nanochat. It was quern's default until modded-nanogpt's 0.4 was better by 0.005 on rung 0 and by 0.004 on rung 1
+in five pairs each, study ladder-offset.
+Expected effect: slightly worse.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+
+from quern.recipe import TrainRecipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+RECIPE = replace(BASELINE, name="warmdown_65", train=TrainRecipe(warmdown_share=0.65))
