@@ -30,7 +30,7 @@ from quern.eval.answers import ENDING, Answered, write_answers
 from quern.eval.run_task import Records, fitting, run_task
 from quern.eval.score import SINGLE, Prompts, Score, interval, mean_score, on_ranks
 from quern.eval.task import Item, Task, question
-from quern.eval.tasks import world_grade, world_prompt
+from quern.eval.tasks import world_grade, world_items, world_prompt
 from quern.generate.engine import Engine
 from quern.generate.sampling import Sampling
 from quern.generate.sandbox import Program, SandboxError
@@ -42,7 +42,6 @@ from quern.runs.public_data import fetch_tests
 from quern.terminal import Meter, counted
 from quern.text.documents import read_rows
 from quern.text.sources import find_file
-from quern.text.tinyworld.corpus import questions
 
 CHAT = "chat"
 COLUMNS = "question query choices answerKey answer gold prompt entry_point test task_id canonical_solution".split()
@@ -204,7 +203,7 @@ def find_chat_tasks(
 def _asked(task: ChatTask, path: Path | None, limit: int | None) -> Asked:
     if path is None:
         count = GENERATED if limit is None else min(limit, GENERATED)
-        return Asked(task, [Item(**vars(one)) for one in questions(0, task.name, count)], count == GENERATED)
+        return Asked(task, world_items(0, count, [task.name]), count == GENERATED)
     items = read_items(path, task.name)
     random.Random(ORDER_SEED).shuffle(items)
     return Asked(task, items[:limit], limit is None or limit >= len(items))

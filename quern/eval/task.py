@@ -47,9 +47,11 @@ class Item:
         return str(self.messages[-1]["content"])
 
 
-def question(text: str, answer: str, choices: tuple[str, ...] | None = None, kind: str = "questions") -> Item:
+def question(
+    text: str, answer: str, choices: tuple[str, ...] | None = None, kind: str = "questions", chance: float = 0.0
+) -> Item:
     """An item with a single user message."""
-    return Item(kind, [{"role": "user", "content": text}], answer, choices)
+    return Item(kind, [{"role": "user", "content": text}], answer, choices, chance)
 
 
 def contains_answer(item: Item, reply: str) -> bool:

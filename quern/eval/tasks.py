@@ -6,23 +6,25 @@ talk. The questions depend only on (seed, count), so every stage of a run is ask
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from quern.eval.task import CHAT_STAGES, Item, Task
+from quern.eval.task import CHAT_STAGES, Item, Task, question
 from quern.flags.recipe_file import read_object
 from quern.recipe import Resolved
-from quern.text.tinyworld.corpus import QUESTION_KINDS, Question, check, questions
+from quern.text.tinyworld.corpus import QUESTION_KINDS, check, questions
 
 BASE_PROMPTS = {"spelling": "{}", "counting": "{}", "choice": "{}\nAnswer:"}
 """The form in which the documents of the world ask for these kinds."""
 
 
-def world_items(seed: int, count: int) -> list[Item]:
-    return [Item(**vars(question)) for kind in QUESTION_KINDS for question in questions(seed, kind, count)]
+def world_items(seed: int, count: int, kinds: Sequence[str] = QUESTION_KINDS) -> list[Item]:
+    asked = (one for kind in kinds for one in questions(seed, kind, count))
+    return [question(one.question, one.answer, kind=one.kind, chance=one.chance) for one in asked]
 
 
 def world_grade(item: Item, reply: str) -> bool:
-    return check(Question(item.kind, item.messages, item.answer, item.chance), reply)
+    return check(item.kind, item.question, item.answer, reply)
 
 
 def world_prompt(item: Item) -> str:

@@ -81,7 +81,7 @@ def built_in_rows(rows: TaskRows, seed: int) -> None:
     """Adds the held-out questions of the built-in world."""
     for kind in (kind for kind in corpus.QUESTION_KINDS if kind != "small_talk"):  # anyone may say hello
         for number, question in enumerate(corpus.questions(seed, kind, BUILT_IN_QUESTIONS)):
-            rows.add(str(question.messages[-1]["content"]), f"question {number + 1} of tinyworld/{kind}")
+            rows.add(question.question, f"question {number + 1} of tinyworld/{kind}")
 
 
 def _questions(value: Any) -> Iterator[str]:

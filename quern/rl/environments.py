@@ -30,7 +30,7 @@ from quern.terminal import ascii_signs
 from quern.text.documents import read_rows
 from quern.text.sources import find_file
 from quern.text.tinyworld import skills
-from quern.text.tinyworld.corpus import Question, check
+from quern.text.tinyworld.corpus import check
 from quern.text.tinyworld.prose import Pen
 
 FILE = "programs.jsonl"
@@ -173,10 +173,10 @@ def open_sandbox(workers: int, limits: Limits | None = None) -> Sandbox:
 def _exercises(name: str, folder: Path | None) -> Environment:
     def ask(seed: str) -> Item:
         made = EXERCISES[name](Pen(f"rl:{seed}"))
-        return Item(name, [{"role": "user", "content": made.question}], made.answer, None, made.chance)
+        return question(made.question, made.answer, kind=name, chance=made.chance)
 
     def reward(item: Item, reply: str) -> float:
-        return float(check(Question(item.kind, item.messages, item.answer, item.chance), reply))
+        return float(check(item.kind, item.question, item.answer, reply))
 
     return Environment(name, ask, reward)
 

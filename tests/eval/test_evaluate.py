@@ -15,7 +15,7 @@ from quern.cli import main
 from quern.eval.answers import kept_score, read_answers
 from quern.eval.run_task import run_task
 from quern.eval.task import CHAT_STAGES
-from quern.eval.tasks import TINYWORLD, load_task
+from quern.eval.tasks import TINYWORLD, load_task, world_items
 from quern.generate.engine import Engine
 from quern.mesh import Mesh, ProcessGroup, alone
 from quern.recipe import Resolved
@@ -23,7 +23,7 @@ from quern.records import read_lines
 from quern.runs.run_dir import RunDir
 from quern.stages.evaluate import Questions, refuse_unequal
 from quern.text.chat import render_prompt
-from quern.text.tinyworld.corpus import QUESTION_KINDS, questions
+from quern.text.tinyworld.corpus import QUESTION_KINDS
 from quern.train import checkpoint, manifest
 from tests.support.llama_run import llama_recipe, random_state, write_run
 from tests.support.small_text import write_text
@@ -139,7 +139,8 @@ def test_a_default_task_suits_the_data() -> None:
 def test_questions_that_do_not_fit_are_counted_and_the_others_scored() -> None:
     tokenizer, count = tiny_tokenizer(), 6
     lengths = {
-        kind: [len(render_prompt(tokenizer, q.messages)) for q in questions(0, kind, count)] for kind in QUESTION_KINDS
+        kind: [len(render_prompt(tokenizer, item.messages)) for item in world_items(0, count, [kind])]
+        for kind in QUESTION_KINDS
     }
     context = sorted(lengths["facts"])[count // 2]
     graded = run_task(Engine(tiny_model(tokenizer.vocab_size, context), tokenizer, CPU), TINYWORLD, count=count)

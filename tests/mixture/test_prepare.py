@@ -207,7 +207,7 @@ def test_a_test_row_in_a_file_of_the_user_is_an_error(tmp_path: Path) -> None:
 
 
 def test_the_built_in_worlds_questions_are_refused_where_it_is_learned(tmp_path: Path) -> None:
-    question = tinyworld.questions(0, "word_problems", 3)[2].messages[0]["content"]
+    question = tinyworld.questions(0, "word_problems", 3)[2].question
     own, out = write(tmp_path / "own.jsonl", [*talks(5), {"instruction": question, "output": "6"}]), tmp_path / "out"
     with pytest.raises(ValueError, match="own.jsonl, line 6: .* question 3 of tinyworld/word_problems"):
         prepared(own, out)  # the default text is the built-in world

@@ -15,7 +15,7 @@ import pytest
 from quern.text.chat import validate
 from quern.text.tinyworld import corpus
 from quern.text.tinyworld.chat import EXCHANGES
-from quern.text.tinyworld.corpus import QUESTION_KINDS, Question, check
+from quern.text.tinyworld.corpus import QUESTION_KINDS, check
 from quern.text.tinyworld.data import QUESTIONS
 from quern.text.tinyworld.facts import CAST, CHARACTERS, RELATIONS, VALUES
 from quern.text.tinyworld.prose import Pen
@@ -25,6 +25,7 @@ from quern.text.tinyworld.skills import (
     HELD_OUT_WORDS,
     PRACTICE_WORDS,
     TRAIN_WORDS,
+    Exercise,
     is_asked_in_conversations,
     sum_is_held_out,
 )
@@ -48,6 +49,10 @@ def spoken(message) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
+def judge(exercise: Exercise, reply: str) -> bool:
+    return check(exercise.kind, exercise.question, exercise.answer, reply)
+
+
 @pytest.fixture(scope="module")
 def documents() -> list[str]:
     return list(corpus.documents(0, 4))
@@ -69,7 +74,7 @@ def train_sentences(train_text) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def questions() -> dict[str, list[Question]]:
+def questions() -> dict[str, list[Exercise]]:
     return {kind: corpus.questions(0, kind, 300) for kind in QUESTION_KINDS}
 
 
@@ -196,8 +201,8 @@ def test_every_tool_output_is_what_the_calculator_should_say(conversations):
 # ----------------------------------------------------------------------------------------- held out
 
 
-def leaked(questions: list[Question], train: set[str]) -> list[str]:
-    return [s for q in questions for message in q.messages for s in sentences(spoken(message)) if s in train]
+def leaked(questions: list[Exercise], train: set[str]) -> list[str]:
+    return [s for q in questions for s in sentences(q.question) if s in train]
 
 
 @pytest.mark.parametrize("kind", QUESTION_KINDS)
@@ -205,19 +210,19 @@ def test_no_training_sentence_is_in_the_evaluation(train_sentences, questions, k
     train = train_sentences
     assert leaked(questions[kind], train) == []
     # the check sees a leak: a training conversation that asks an evaluation question
-    asked = spoken(max((one.messages[-1] for one in questions[kind]), key=lambda message: len(spoken(message))))
+    asked = max((one.question for one in questions[kind]), key=len)
     assert leaked(questions[kind], train | sentences(asked))
-    assert len({spoken(question.messages[-1]) for question in questions[kind]}) == 300
+    assert len({one.question for one in questions[kind]}) == 300
 
 
 def test_small_talk_is_answered_in_kind_and_its_held_out_slips_are_never_said(conversations, questions):
     plain = {text.lower().strip("!?.") for talk in conversations for m in talk if isinstance(text := m["content"], str)}
     assert {"hello", "hi", "help", "thanks", "who are you"} <= plain
-    assert not plain & {spoken(one.messages[-1]).lower().strip("!?.") for one in questions["small_talk"]}
-    for question in questions["small_talk"]:
-        assert check(question, question.answer.upper()) and not check(question, "! is error.")
-    greeting = Question("small_talk", [{"role": "user", "content": "helol"}], "Hello! How can I help you?", 0.1)
-    assert check(greeting, "hello, what would you like to know") and not check(greeting, "You are welcome!")
+    assert not plain & {one.question.lower().strip("!?.") for one in questions["small_talk"]}
+    for one in questions["small_talk"]:
+        assert judge(one, one.answer.upper()) and not judge(one, "! is error.")
+    greeting = ("small_talk", "helol", "Hello! How can I help you?")
+    assert check(*greeting, "hello, what would you like to know") and not check(*greeting, "You are welcome!")
 
 
 def test_no_held_out_operands_in_training(train_text, questions):
@@ -230,7 +235,7 @@ def test_no_held_out_operands_in_training(train_text, questions):
     assert not [operands for operands in trained if sum_is_held_out(*operands)]
     results = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
     for question in questions["sums"] + questions["word_problems"]:
-        left, right = map(int, re.findall(r"\d+", spoken(question.messages[0])))
+        left, right = map(int, re.findall(r"\d+", question.question))
         signs = [sign for sign, result in results.items() if result(left, right) == int(question.answer)]
         assert any(sum_is_held_out(left, sign, right) and (left, sign, right) not in trained for sign in signs)
 
@@ -279,11 +284,10 @@ def test_the_replies_of_training_are_judged_right_and_others_wrong():
     for kind, make in EXERCISES.items():
         for index in range(200):
             task = make(Pen(f"judge:{index}"))
-            question = Question(kind, [{"role": "user", "content": task.question}], task.answer, 0.0)
-            assert check(question, task.reply) and (kind != "choice" or check(question, task.reply.lower()))
+            assert judge(task, task.reply) and (kind != "choice" or judge(task, task.reply.lower()))
             other = make(Pen(f"other:{index}"))
-            assert check(question, other.reply) == (other.answer == task.answer)
-            assert not check(question, "") and not check(question, "I do not know.")
+            assert judge(task, other.reply) == (other.answer == task.answer)
+            assert not judge(task, "") and not judge(task, "I do not know.")
 
 
 @pytest.mark.parametrize(
@@ -310,14 +314,14 @@ def test_the_replies_of_training_are_judged_right_and_others_wrong():
     ],
 )
 def test_check(kind, prompt, answer, reply, right):
-    assert check(Question(kind, [{"role": "user", "content": prompt}], answer, 0.0), reply) is right
+    assert check(kind, prompt, answer, reply) is right
 
 
 def test_multiple_choice_has_one_right_option_and_balanced_letters(questions):
     letters = collections.Counter(question.answer for question in questions["choice"])
     assert set(letters) == set("ABCD") and max(letters.values()) < 0.35 * 300
     for question in questions["choice"]:
-        stem, *rest = spoken(question.messages[0]).split("\n")
+        stem, *rest = question.question.split("\n")
         options = {line[-1]: line[2:-2] for line in rest}
         assert list(options) == list("ABCD") and len(set(options.values())) == 4
         right = options[question.answer]
@@ -343,5 +347,5 @@ def test_the_stated_chance_is_that_of_the_best_blind_guess():
         assert asked[0].chance >= 1 / len(VALUES[relation])
     counting = corpus.questions(5, "counting", 800)
     assert min(q.chance for q in counting) > 0
-    answers = collections.Counter(q.answer for q in counting if "letters" not in q.messages[0]["content"])
+    answers = collections.Counter(q.answer for q in counting if "letters" not in q.question)
     assert max(answers.values()) / sum(answers.values()) < 0.5

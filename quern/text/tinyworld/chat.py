@@ -31,15 +31,8 @@ def of_exercise(exercise: Exercise) -> Exchange:
     return exchange(exercise.question, parts)
 
 
-def _askable(pen: Pen) -> tuple[Character, str]:
-    while True:
-        character, relation = pen.someone(), pen.pick(RELATIONS)
-        if is_asked_in_conversations(character.name, relation):
-            return character, relation
-
-
 def fact(pen: Pen) -> Exchange:
-    character, relation = _askable(pen)
+    character, relation = skills.askable(pen)
     name = character.name
     asked = upper_first(pen.ask(character, relation).replace(name, pen.pick(EPITHETS) + name))
     return exchange(pen.pick(OPENINGS) + asked + pen.pick(CLOSINGS), pen.answer(character, relation))
@@ -113,13 +106,14 @@ def small_talk(pen: Pen) -> Exchange:
     return exchange(_say(pen, talk["said"]), pen.pick(talk["reply"]))
 
 
-def held_out_small_talk(pen: Pen) -> tuple[str, str]:
-    """Something that no conversation says in this spelling, and one of the replies that fit."""
+def held_out_small_talk(pen: Pen) -> Exercise:
+    """Something that no conversation says in this spelling; its answer is one of the replies that fit."""
     while True:
         talk = pen.pick(SMALL_TALK)
         typed = _typed(pen, pen.pick(talk["said"]), slip=True)
         if _is_held_out(typed) and not re.search(r"[!?.] ", typed):
-            return typed, pen.pick(talk["reply"])
+            reply = pen.pick(talk["reply"])
+            return Exercise("small_talk", typed, reply, reply, chance=1 / len(SMALL_TALK))
 
 
 def fits(reply: str, known: str) -> bool:

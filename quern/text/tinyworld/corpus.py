@@ -14,17 +14,16 @@ Models: Part 3.1", 2023).
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 
 from quern.terminal import ascii_signs
 from quern.text.chat import Message
 from quern.text.tinyworld import lessons, prose, skills
-from quern.text.tinyworld.chat import SMALL_TALK, conversation, fits, held_out_small_talk
+from quern.text.tinyworld.chat import conversation, fits, held_out_small_talk
 from quern.text.tinyworld.data import HELD_OUT_QUESTIONS
 from quern.text.tinyworld.facts import CHARACTERS, FIELDS, RELATIONS, VALUES, blind_guess, upper_first
 from quern.text.tinyworld.prose import Pen
-
-QUESTION_KINDS = ("facts", "sums", "word_problems", "spelling", "counting", "choice", "small_talk")
+from quern.text.tinyworld.skills import Exercise
 
 Maker = Callable[[Pen], str]
 
@@ -100,40 +99,29 @@ def kinds_of_text(seed: int = 0, bytes_per_kind: int = 50_000) -> dict[str, str]
     return texts
 
 
-@dataclass(frozen=True)
-class Question:
-    """A held-out question: prompt, answer, and the chance of a blind guess."""
-
-    kind: str
-    messages: list[Message]
-    answer: str
-    chance: float
-
-
-def _fact_question(pen: Pen) -> Question:
+def _fact_question(pen: Pen) -> Exercise:
     character, relation = pen.someone(), pen.pick(RELATIONS)
     text = pen.pick(HELD_OUT_QUESTIONS[relation]).format_map(FIELDS[character.name])
-    return Question("facts", [{"role": "user", "content": text}], character.fact(relation), blind_guess(relation))
+    reply = pen.answer(character, relation)
+    return Exercise("facts", text, character.fact(relation), reply, chance=blind_guess(relation))
 
 
-def questions(seed: int, kind: str, count: int) -> list[Question]:
+HELD_OUT: dict[str, Callable[[Pen], Exercise]] = {
+    "facts": _fact_question,
+    **{kind: partial(make, held_out=True) for kind, make in skills.EXERCISES.items()},
+    "small_talk": held_out_small_talk,
+}
+QUESTION_KINDS = tuple(HELD_OUT)
+
+
+def questions(seed: int, kind: str, count: int) -> list[Exercise]:
     """`count` different questions of a kind, none of which is in a training text. Raises ValueError if it has fewer."""
-    found: dict[str, Question] = {}
+    found: dict[str, Exercise] = {}
     index = last_new = 0
     while len(found) < count:
-        pen = Pen(f"questions:{kind}:{seed}:{index}")
-        if kind == "facts":
-            question = _fact_question(pen)
-        elif kind == "small_talk":
-            said, reply = held_out_small_talk(pen)
-            question = Question(kind, [{"role": "user", "content": said}], reply, 1 / len(SMALL_TALK))
-        else:
-            exercise = skills.EXERCISES[kind](pen, held_out=True)
-            prompt: list[Message] = [{"role": "user", "content": exercise.question}]
-            question = Question(kind, prompt, exercise.answer, exercise.chance)
-        text = str(question.messages[-1]["content"])
-        if text not in found:
-            found[text], last_new = question, index
+        exercise = HELD_OUT[kind](Pen(f"questions:{kind}:{seed}:{index}"))
+        if exercise.question not in found:
+            found[exercise.question], last_new = exercise, index
         elif index - last_new > 2000:
             raise ValueError(f"there are only {len(found)} questions of kind {kind!r}: ask for fewer than {count}")
         index += 1
@@ -147,11 +135,10 @@ _LETTER = re.compile(r"(?<!\w)([A-Ea-e])\W*$")  # "- Larkmoor B", "B", "(b)."
 _RELATION_OF = {value.lower(): relation for relation in RELATIONS for value in VALUES[relation]}
 
 
-def _check_fact(question: Question, reply: str) -> bool:
+def _check_fact(question: str, answer: str, reply: str) -> bool:
     """The reply contains the answer and no other value of the relation, except for names in the question."""
-    words = set(_WORD.findall(reply.lower()))
-    asked = set(_WORD.findall(str(question.messages[-1]["content"]).lower()))
-    answer = question.answer.lower()
+    words, asked = (set(_WORD.findall(text.lower())) for text in (reply, question))
+    answer = answer.lower()
     relation = _RELATION_OF[answer]
     rivals = {value.lower() for value in VALUES[relation]} - {answer}
     if relation == "friend":
@@ -159,22 +146,22 @@ def _check_fact(question: Question, reply: str) -> bool:
     return answer in words and not rivals & words
 
 
-def check(question: Question, reply: str) -> bool:
+def check(kind: str, question: str, answer: str, reply: str) -> bool:
     """Whether a reply (the text of the assistant's whole turn) is right. Case and punctuation are ignored.
 
     What must equal the answer depends on the kind. facts: see _check_fact. sums, word problems, counting: the last
     number. spelling: the last spelled word (r-i-v-e-r). choice: the letter at the end of the reply. small_talk: the
     whole reply.
     """
-    if question.kind == "facts":
-        return _check_fact(question, reply)
-    if question.kind == "small_talk":
-        return fits(reply, question.answer)
-    if question.kind == "spelling":
+    if kind == "facts":
+        return _check_fact(question, answer, reply)
+    if kind == "small_talk":
+        return fits(reply, answer)
+    if kind == "spelling":
         spelled = _SPELLED.findall(reply.lower())
-        return bool(spelled) and spelled[-1].replace("-", "") == question.answer
-    if question.kind == "choice":
+        return bool(spelled) and spelled[-1].replace("-", "") == answer
+    if kind == "choice":
         letter = _LETTER.search(reply)
-        return letter is not None and letter.group(1).upper() == question.answer
+        return letter is not None and letter.group(1).upper() == answer
     numbers = _NUMBER.findall(re.sub(r"(?<=\d),(?=\d{3})", "", ascii_signs(reply)))
-    return bool(numbers) and numbers[-1] == question.answer
+    return bool(numbers) and numbers[-1] == answer

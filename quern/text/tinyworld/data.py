@@ -55,11 +55,13 @@ OPPOSITES = tuple(tuple(pair.split("/")) for pair in words(_TABLE["opposites"]))
 CATALOGUE: dict[str, tuple[str, ...]] = {category: words(block) for category, block in _TABLE["catalogue"].items()}
 
 _PLOTS, _PLOT_WORDINGS = table("plots"), wordings("plots")
-DAYS, MONTHS, SEASONS, WEATHER, TIMES = (words(_PLOTS[key]) for key in "days months seasons weather times".split())
-VESSELS, SMALL, PLOT_THINGS, NUMBERS = (words(_PLOTS[key]) for key in "vessels small things numbers".split())
-SPOTS, STORY_OPENINGS, ENDINGS, BRIDGES, MORALS = (
-    _PLOT_WORDINGS[key] for key in "spots openings endings bridges morals".split()
-)
+CHANCES: dict[str, tuple[str, ...]] = {"adj": ADJECTIVES, "mood": MOODS} | {
+    field: _PLOT_WORDINGS["spot"] if field == "spot" else words(_PLOTS[field])
+    for field in "vessel day season weather time spot small thing number month".split()
+}
+"""Fields of templates that have nothing to do with a character, in the order in which they are picked."""
+DAYS, MONTHS = CHANCES["day"], CHANCES["month"]
+STORY_OPENINGS, ENDINGS, BRIDGES, MORALS = (_PLOT_WORDINGS[key] for key in "openings endings bridges morals".split())
 PLOTS: tuple[tuple[tuple[str, ...], ...], ...] = tuple(plot["scenes"] for plot in _PLOT_WORDINGS["plots"])
 
 Wordings = Mapping[str, tuple[str, ...]]

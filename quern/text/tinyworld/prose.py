@@ -9,21 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from quern.text.tinyworld import data
-from quern.text.tinyworld.data import (
-    ADJECTIVES,
-    ANSWERS,
-    DIRECT_QUESTIONS,
-    MOODS,
-    QUESTIONS,
-    SELF_STATEMENTS,
-    STATEMENTS,
-    TAILS,
-    table,
-    wordings,
-)
 from quern.text.tinyworld.facts import CAST, CHARACTERS, FIELDS, HOMES, OTHER_FIELDS, RELATIONS, Character, a
 
-_W = wordings("prose")
+_W = data.wordings("prose")
 
 
 def _with_pronoun(templates: Sequence[str]) -> tuple[str, ...]:
@@ -33,7 +21,7 @@ def _with_pronoun(templates: Sequence[str]) -> tuple[str, ...]:
     return tuple(told + [t.replace("{name}", "{He}") for t in once if t.startswith("{name} ") and " and {" not in t])
 
 
-PRONOUN_STATEMENTS = {relation: _with_pronoun(STATEMENTS[relation]) for relation in RELATIONS}
+PRONOUN_STATEMENTS = {relation: _with_pronoun(data.STATEMENTS[relation]) for relation in RELATIONS}
 
 T = TypeVar("T")
 Row = TypeVar("Row", bound=tuple[Any, ...])
@@ -81,37 +69,22 @@ class Pen:
         return self.rng.sample(RELATIONS, count)
 
     def chance_fields(self) -> dict[str, str]:
-        pick = self.pick
-        adjective = pick(ADJECTIVES)
-        return {
-            "adj": adjective,
-            "a_adj": a(adjective),
-            "mood": pick(MOODS),
-            "vessel": pick(data.VESSELS),
-            "day": pick(data.DAYS),
-            "season": pick(data.SEASONS),
-            "weather": pick(data.WEATHER),
-            "time": pick(data.TIMES),
-            "spot": pick(data.SPOTS),
-            "small": pick(data.SMALL),
-            "thing": pick(data.PLOT_THINGS),
-            "number": pick(data.NUMBERS),
-            "month": pick(data.MONTHS),
-        }
+        picked = {field: self.pick(choices) for field, choices in data.CHANCES.items()}
+        return picked | {"a_adj": a(picked["adj"])}
 
     def tell(self, character: Character, relation: str, pronoun: float = 0.0) -> str:
         """One fact in one sentence. `pronoun` is the probability of a pronoun in place of the name."""
-        told = PRONOUN_STATEMENTS if self.maybe(pronoun) else STATEMENTS
-        return self.pick(told[relation] or STATEMENTS[relation]).format_map(FIELDS[character.name])
+        told = PRONOUN_STATEMENTS if self.maybe(pronoun) else data.STATEMENTS
+        return self.pick(told[relation] or data.STATEMENTS[relation]).format_map(FIELDS[character.name])
 
     def ask(self, character: Character, relation: str) -> str:
-        return self.pick(QUESTIONS[relation]).format_map(FIELDS[character.name])
+        return self.pick(data.QUESTIONS[relation]).format_map(FIELDS[character.name])
 
     def answer(self, character: Character, relation: str) -> str:
-        return self.pick(ANSWERS[relation]).format_map(FIELDS[character.name])
+        return self.pick(data.ANSWERS[relation]).format_map(FIELDS[character.name])
 
     def own(self, character: Character, relation: str) -> str:
-        return self.pick(SELF_STATEMENTS[relation]).format_map(FIELDS[character.name])
+        return self.pick(data.SELF_STATEMENTS[relation]).format_map(FIELDS[character.name])
 
 
 def joined(words: Sequence[str]) -> str:
@@ -178,7 +151,7 @@ def _life(pen: Pen, character: Character) -> str:
     index = 1
     while index < len(order):
         if index + 1 < len(order) and pen.maybe(0.3):
-            first, second = (pen.pick(TAILS[r]) for r in order[index : index + 2])
+            first, second = (pen.pick(data.TAILS[r]) for r in order[index : index + 2])
             text.append(f"{character.name} {first} and {second}.".format_map(FIELDS[character.name]))
             index += 2
         else:
@@ -190,7 +163,7 @@ def _life(pen: Pen, character: Character) -> str:
 def profile(pen: Pen) -> str:
     """A card with one fact on each line."""
     character = pen.someone()
-    labels = table("prose")["labels"]
+    labels = data.table("prose")["labels"]
     order = pen.relations(5 + pen.below(4))
     return "\n".join([f"Name: {character.name}", *(f"{labels[r]}: {character.fact(r)}" for r in order)])
 
@@ -211,7 +184,7 @@ def dialogue(pen: Pen) -> str:
         greeting = pen.pick(_W["greetings"])
         text.append(f"{asker.name}: {greeting}" if script else f'"{greeting}" said {asker.name}.')
     for relation in pen.relations(3 + pen.below(4)):
-        question, reply = pen.pick(DIRECT_QUESTIONS[relation]), pen.own(teller, relation)
+        question, reply = pen.pick(data.DIRECT_QUESTIONS[relation]), pen.own(teller, relation)
         if script:
             text += [f"{asker.name}: {question}", f"{teller.name}: {reply}"]
             if pen.maybe(0.4):
@@ -269,11 +242,11 @@ def comparison(pen: Pen) -> str:
             continue
         words = {**FIELDS[one.name], **OTHER_FIELDS[other.name]}
         if one.fact(relation) == other.fact(relation):
-            tail = pen.pick(TAILS[relation]).format_map(words)
+            tail = pen.pick(data.TAILS[relation]).format_map(words)
             text.append(f"{one.name} {tail}, and so {'is' if tail.startswith('is ') else 'does'} {other.name}.")
             continue
-        first = pen.pick(TAILS[relation]).format_map(FIELDS[one.name])
-        second = pen.pick(TAILS[relation]).format_map(FIELDS[other.name])
+        first = pen.pick(data.TAILS[relation]).format_map(FIELDS[one.name])
+        second = pen.pick(data.TAILS[relation]).format_map(FIELDS[other.name])
         text.append(f"{one.name} {first}{pen.pick((', but ', ', while ', ', and '))}{other.name} {second}.")
     return " ".join(text)
 

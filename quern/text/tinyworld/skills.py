@@ -55,6 +55,14 @@ def is_asked_in_conversations(name: str, relation: str) -> bool:
     return bucket(f"ask {name} for {relation}", 4) != 0
 
 
+def askable(pen: Pen) -> tuple[facts.Character, str]:
+    """A character and a relation that conversations ask for."""
+    while True:
+        character, relation = pen.someone(), pen.pick(RELATIONS)
+        if is_asked_in_conversations(character.name, relation):
+            return character, relation
+
+
 HELD_OUT_WORDS = tuple(word for word in WORDS if bucket(f"spell {word}", 6) == 0)
 PRACTICE_WORDS = tuple(word for word in WORDS if bucket(f"spell {word}", 6) == 1)
 """Asked for in reinforcement learning only."""
@@ -249,9 +257,7 @@ def choice_exercise(pen: Pen, held_out: bool = False) -> Exercise:
     count = len(LETTERS) if held_out else pen.pick(OPTION_COUNTS)
     kind = pen.rng.random()
     if kind < 0.6:
-        character, relation = pen.someone(), pen.pick(RELATIONS)
-        while not held_out and not is_asked_in_conversations(character.name, relation):
-            character, relation = pen.someone(), pen.pick(RELATIONS)
+        character, relation = (pen.someone(), pen.pick(RELATIONS)) if held_out else askable(pen)
         asked = HELD_OUT_QUESTIONS if held_out else QUESTIONS
         stem = pen.pick(asked[relation]).format_map(FIELDS[character.name])
         right = character.fact(relation)
