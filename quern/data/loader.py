@@ -169,6 +169,7 @@ class Loader(Batches):
             documents_without_target: Number of documents of the group that are left out: no target, or dropped.
             documents_too_long: Documents longer than a row, left out or not.
             left_out_share: Share of the group's tokens (without BOS) in no piece: no target, or dropped.
+            pieces: Documents that begin in the first chunk.
             added_bos_share: Share of all slots with a BOS that cutting added.
             And `Packing.report` of the first chunk; cropped_share is of the tokens in pieces, or with "crop" of whole
             documents.
@@ -176,7 +177,8 @@ class Loader(Batches):
         chunk, group = self._find(0, silent=True)[0], self._pieces(self._first)
         documents = {"documents": self.corpus.num_documents, "documents_measured": len(group.lengths)}
         added = (len(chunk.source) - chunk.heads) / (chunk.packing.rows * self._row_tokens)
-        return documents | group.report | chunk.packing.report() | {"added_bos_share": added}
+        packed = {"pieces": chunk.heads, **chunk.packing.report(), "added_bos_share": added}
+        return documents | group.report | packed
 
     def _find(self, row: int, silent: bool) -> tuple[_Chunk, int, int]:
         """The chunk of a row (an index over all epochs), its first row, and its end. silent: as `Meter`."""

@@ -94,6 +94,7 @@ def test_the_report_is_what_the_batches_hold(packing, too_long):
     assert report["rows"] == len(rows_)
     padded = round(report["padding_share"] * len(rows_) * 25)
     heads = len(lengths) - (len(long) if too_long == "drop" else 0)
+    assert report["pieces"] == heads
     bos = sum(t == BOS for row in rows_ for t in row)
     assert report["added_bos_share"] * len(rows_) * 25 == pytest.approx(bos - padded - heads)
     assert report["utilisation"] + report["padding_share"] == pytest.approx(1)
