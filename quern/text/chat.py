@@ -12,7 +12,7 @@ tokens, and the end of its turn. It is False on system and user messages, on too
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict, cast
 
 import numpy as np
 
@@ -129,7 +129,8 @@ def render_text(tokenizer: Tokenizer, text: str) -> list[int]:
     return [tokenizer.bos, *tokenizer.encode(text)]
 
 
-def parts(message: Message) -> list[ContentPart]:
-    """The content as a list of parts."""
-    content = message["content"]
-    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+def parts(message: Mapping[str, Any]) -> list[ContentPart]:
+    """The content as a list of parts, none of which is the message's own; empty for no content."""
+    content = message.get("content") or ()
+    found = [{"type": "text", "text": content}] if isinstance(content, str) else [{**part} for part in content]
+    return cast(list[ContentPart], found)

@@ -196,7 +196,7 @@ def _turn(turn: Any, index: int) -> Any:
 def _begin(turns: list[Any], system: Any, tools: str) -> None:
     """Puts what is beside the messages into the system message."""
     first = turns[0] if turns and isinstance(turns[0], Mapping) and turns[0].get("role") == "system" else None
-    own = "" if first is None else "".join(part["text"] for part in _parts(first))
+    own = "" if first is None else "".join(part["text"] for part in parts(first))
     if system and own and own != system:
         raise ValueError("it has two system messages, one of them beside the messages: leave one")
     if system and not isinstance(system, str):
@@ -241,39 +241,32 @@ def _without_nulls(value: Any) -> Any:
 def _join_tools(turns: Iterable[Any], own_tool: bool) -> list[Any]:
     """Joins tool calls, their outputs and the text after them into one assistant turn."""
     messages: list[Any] = []
-    parts: list[ContentPart] | None = None  # of the current assistant turn with tool calls
+    called: list[ContentPart] | None = None  # of the current assistant turn with tool calls
     waiting: list[tuple[str | None, ContentPart]] = []  # (id, call) without an output yet
     for index, turn in enumerate(turns):
         role = turn.get("role") if isinstance(turn, Mapping) else None
         if role == "tool":
-            if parts is None or not waiting:
+            if called is None or not waiting:
                 raise ValueError(f"message {index + 1} is a tool's output, and no tool_calls before it ask for one")
             asked = next((call for call in waiting if call[0] == turn.get("tool_call_id")), waiting[0])
             waiting.remove(asked)
-            at = next(i for i, part in enumerate(parts) if part is asked[1])
-            parts.insert(at + 1, {"type": "output", "text": "".join(part["text"] for part in _parts(turn))})
-        elif role == "assistant" and (turn.get("tool_calls") or parts is not None):
-            if parts is None:
-                parts = []
-                messages.append({"role": "assistant", "content": parts})
+            at = next(i for i, part in enumerate(called) if part is asked[1])
+            called.insert(at + 1, {"type": "output", "text": "".join(part["text"] for part in parts(turn))})
+        elif role == "assistant" and (turn.get("tool_calls") or called is not None):
+            if called is None:
+                called = []
+                messages.append({"role": "assistant", "content": called})
             calls = turn.get("tool_calls") or ()
             waiting = [(call.get("id"), {"type": "tool", "text": _call(call, own_tool)}) for call in calls]
-            own = [*_parts(turn), *(part for _, part in waiting)]
+            own = [*parts(turn), *(part for _, part in waiting)]
             for part in own:
                 part["weight"] = 0 if part.get("weight") == 0 else turn["weight"]
-            parts += own
+            called += own
             messages[-1]["weight"] = turn["weight"]
         else:
-            parts, waiting = None, []
+            called, waiting = None, []
             messages.append(turn)
     return messages
-
-
-def _parts(turn: Mapping[str, Any]) -> list[ContentPart]:
-    content = turn.get("content")
-    if isinstance(content, list):
-        return [cast(ContentPart, {**part}) for part in content]
-    return [{"type": "text", "text": content}] if content else []
 
 
 def _call(call: Mapping[str, Any], own_tool: bool) -> str:
@@ -292,12 +285,12 @@ def _call(call: Mapping[str, Any], own_tool: bool) -> str:
 def _message(turn: Mapping[str, Any]) -> Message:
     """The message without other keys. A text in several parts is one; parts that are not learned say so."""
     weight = 0 if turn["role"] == "assistant" and turn["weight"] == 0 else 1
-    parts = list[dict[str, Any]]()
-    for part in _parts(turn):
+    found = list[dict[str, Any]]()
+    for part in parts(turn):
         own = weight if part.get("weight") is None else part.get("weight")
-        parts.append({"type": part["type"], "text": part["text"]} | _unless_learned(own))
-    plain = all(part["type"] == "text" and "weight" not in part for part in parts)
-    content = "".join(str(part["text"]) for part in parts) if plain else parts
+        found.append({"type": part["type"], "text": part["text"]} | _unless_learned(own))
+    plain = all(part["type"] == "text" and "weight" not in part for part in found)
+    content = "".join(str(part["text"]) for part in found) if plain else found
     return cast(Message, {"role": turn["role"], "content": content} | _unless_learned(weight))
 
 

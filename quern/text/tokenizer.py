@@ -11,11 +11,10 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NotRequired, TypedDict, TypeVar
+from typing import Any, Literal, NotRequired, TypedDict
 
 import numpy as np
 import tiktoken
@@ -82,7 +81,6 @@ SPECIAL_TOKENS = (
     *(f"<|{part}_{end}|>" for part in ("system", "user", "assistant", "tool", "output") for end in ("start", "end")),
 )
 
-Ids = TypeVar("Ids", list[int], np.ndarray)
 FILE_FORMAT = "quern-tokenizer-1"
 IN_ORDER = bytes(range(256))
 # The trainer reads pieces of at most this length and buffers this many, which bounds its memory.
@@ -246,15 +244,12 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of the text, never special tokens. Lone surrogates become U+FFFD. Raises ValueError where the split of
         another vocabulary cannot read the text, as a million spaces in a row."""
-        return self._split(self._encoding.encode_ordinary, text)
+        return self.encode_array(text).tolist()
 
     def encode_array(self, text: str) -> np.ndarray:
         """`encode` as an array, uint32, without a Python number for each id."""
-        return self._split(partial(self._encoding.encode_to_numpy, disallowed_special=()), text)
-
-    def _split(self, encode: Callable[[str], Ids], text: str) -> Ids:
         try:
-            return encode(well_formed(text))
+            return self._encoding.encode_to_numpy(well_formed(text), disallowed_special=())
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # tiktoken's, if a pattern of others backtracks too often
                 raise
