@@ -26,7 +26,7 @@ import numpy as np
 
 from quern.data import batch, packing, shards
 from quern.data.batch import GROUP_SIZE, Batch, Batches
-from quern.data.packing import Packer, Packing, Pieces, make_pieces, narrow, pack
+from quern.data.packing import Packer, Packing, make_pieces, narrow, pack
 from quern.data.shards import Corpus
 from quern.data.token_file import fingerprint
 from quern.temporaries import whole_file
@@ -127,7 +127,9 @@ class Loader(Batches):
         self.packing, self.too_long = packing, too_long
         self._row_tokens = context + 1
         self._keeps_tails = too_long == "split" and not corpus.masked
-        self._pieces = lru_cache(GROUPS_KEPT)(self._make_pieces)
+        self._pieces = lru_cache(GROUPS_KEPT)(
+            lambda group: make_pieces(corpus, *self._documents(group), context, too_long)
+        )
         self._permutation = lru_cache(1)(self._make_permutation)
         self._chunk = lru_cache(CHUNKS_KEPT)(self._make_chunk)
         first = next((group for group in range(self._groups) if len(self._pieces(group))), None)
@@ -204,9 +206,6 @@ class Loader(Batches):
         while part >= len(self._bounds(turn)) - 1:
             turn, part = turn + 1, 0
         return turn, part
-
-    def _make_pieces(self, group: int) -> Pieces:
-        return make_pieces(self.corpus, *self._documents(group), self.context, self.too_long)
 
     def _bounds(self, turn: int) -> np.ndarray:
         """The first piece of each chunk of a group, and the end of the last."""
@@ -289,7 +288,8 @@ class StreamLoader(Batches):
             raise ValueError("a stream learns every token: pack a corpus with masks by first-fit-decreasing instead")
         self._tokens = corpus.num_tokens
         self._group = lru_cache(GROUPS_KEPT)(self._make_group)
-        self._ends = lru_cache(GROUPS_KEPT)(self._make_ends)
+        # The ends of the groups in the stream of an epoch, in its order.
+        self._ends = lru_cache(GROUPS_KEPT)(lambda epoch: np.cumsum(self._group_tokens[self._group_order(epoch)]))
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
         rows = self._rows_of(step, rank, ranks)
@@ -332,10 +332,6 @@ class StreamLoader(Batches):
     def _group_tokens(self) -> np.ndarray:
         ends = [self.corpus.tokens_before(self._documents(group)[1]) for group in range(self._groups)]
         return np.diff(ends, prepend=0)
-
-    def _make_ends(self, epoch: int) -> np.ndarray:
-        """The ends of the groups in the stream of an epoch, in its order."""
-        return np.cumsum(self._group_tokens[self._group_order(epoch)])
 
     def _make_group(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The documents of a group in the order of an epoch: starts, lengths, and ends in the stream of the group."""

@@ -7,6 +7,7 @@ the format of prepared shards, bin_files.py reads the files of other programs. E
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
@@ -196,16 +197,7 @@ class Corpus:
     def at_size(self, size: int, each: int) -> int:
         """The first document before which there are `size` tokens, where each document counts as `each` more; the
         number of documents if there is none."""
-        if self._chosen is not None:
-            sizes = self._chosen[1] + each
-            return int(np.searchsorted(np.cumsum(sizes) - sizes, size))
-        before = self._bases + each * self._firsts
-        number = int(np.searchsorted(before, size, side="right")) - 1
-        if number == len(self.parts):
-            return self.num_documents
-        starts = self.parts[number].starts()
-        sizes = starts + each * np.arange(len(starts))
-        return int(self._firsts[number] + np.searchsorted(sizes, size - before[number]))
+        return bisect_left(range(self.num_documents), size, key=lambda one: self.tokens_before(one) + each * one)
 
     # Their tokens --------------------------------------------------------------------------------------------------
 

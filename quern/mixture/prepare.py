@@ -77,19 +77,13 @@ class _Facts(TypedDict):
 class _Prepared:
     """A source in shards."""
 
-    source: OpenSource
-    splits: list[Corpus]
-    hashes: np.ndarray  # of each conversation, split after split
-    held: np.ndarray  # conversations of the first split that are held out
+    whole: Corpus  # with the conversations that are held out of it
+    val: Corpus
+    hashes: np.ndarray  # of each conversation in `whole`
+    hidden: np.ndarray  # the hashes of what no source may train on
+    held: int  # how many of `whole` are held out
     lost: int
     left_out: int
-
-    @property
-    def hidden(self) -> np.ndarray:
-        """The hashes of what no source may train on."""
-        if self.source.has_val and not self.source.built_in:
-            return self.hashes[self.splits[0].num_documents :]
-        return self.hashes[self.held]
 
 
 def prepare_mixture(recipe: Resolved, tokenizer: Tokenizer, out: Path, fetch: Fetch, log: Log) -> Mixture:
@@ -104,12 +98,11 @@ def prepare_mixture(recipe: Resolved, tokenizer: Tokenizer, out: Path, fetch: Fe
     ready = [_prepared(source, rows, tokenizer, recipe, out) for source in opened]
     hidden = np.concatenate([one.hidden for one in ready])
     found, train, val = [], [], []
-    for number, one in enumerate(ready):
-        whole, asked = one.splits[0], one.source.asked
-        copied = np.isin(one.hashes[: whole.num_documents], hidden)
+    for number, (one, asked) in enumerate(zip(ready, recipe.conversation_sources, strict=True)):
+        copied = np.isin(one.hashes, hidden)
         learned = np.flatnonzero(~copied)
-        train.append(whole.part(learned[_repeated(len(learned), asked.repeats, (recipe.seed, number))]))
-        val.append(one.splits[1] if one.source.has_val else whole.part(one.held))
+        train.append(one.whole.part(learned[_repeated(len(learned), asked.repeats, (recipe.seed, number))]))
+        val.append(one.val)
         found.append(
             {
                 "source": asked.source,
@@ -117,7 +110,7 @@ def prepare_mixture(recipe: Resolved, tokenizer: Tokenizer, out: Path, fetch: Fe
                 "conversations": train[-1].num_documents,
                 "tokens": train[-1].num_tokens,
                 "held_out": val[-1].num_documents,
-                "copies": int(copied.sum()) - len(one.held),
+                "copies": int(copied.sum()) - one.held,
                 "lost": one.lost,
                 "left_out": one.left_out,
             }
@@ -179,13 +172,16 @@ def _prepared(source: OpenSource, rows: TaskRows, tokenizer: Tokenizer, recipe: 
     folder = out / "data" / f"{source.name}-chat-{mark[:8]}"
     if not prepared(folder, mark, source.splits) or not (folder / FACTS).exists():
         _tokenize(source, rows, tokenizer, folder, mark)
-    splits = [Corpus.open(folder, split, fingerprint=mark) for split in source.splits]
+    whole, *val = (Corpus.open(folder, split, fingerprint=mark) for split in source.splits)
+    count = whole.num_documents
     # Something is learned from those with a reply in the context.
-    learning = make_pieces(splits[0], 0, splits[0].num_documents, recipe.model.context, recipe.sft.too_long).document
-    held = np.arange(0) if source.has_val else _held_out(splits[0], learning, recipe.model.context)
-    lost = splits[0].num_documents - len(learning)
+    learning = make_pieces(whole, 0, count, recipe.model.context, recipe.sft.too_long).document
+    held = np.arange(0) if val else _held_out(whole, learning, recipe.model.context)
     facts = read_json(folder / FACTS, _Facts, "remove it, and it is made again")
-    return _Prepared(source, splits, np.array(facts["hashes"]), held, lost, facts["left_out"])
+    hashes = np.array(facts["hashes"])
+    hidden = hashes[count:] if val and not source.built_in else hashes[held]
+    own = val[0] if val else whole.part(held)
+    return _Prepared(whole, own, hashes[:count], hidden, len(held), count - len(learning), facts["left_out"])
 
 
 def _tokenize(source: OpenSource, rows: TaskRows, tokenizer: Tokenizer, folder: Path, mark: str) -> None:

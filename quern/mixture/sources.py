@@ -114,18 +114,13 @@ class OpenSource:
 
     asked: ConversationSource
     marks: tuple[str, ...]  # its conversations are the same if these are
-    splits: tuple[str, ...]  # "train" and "val", or ALL
+    splits: tuple[str, ...]  # "train" and "val"; or ALL, of which the first conversations are held out
     read: Callable[[str], Iterator[conversations.Conversation]]
     public: bool = False  # a set that others made: test rows in it are left out. In a user's file they are an error.
 
     @property
     def built_in(self) -> bool:
         return self.asked.source in BUILT_IN_CONVERSATIONS
-
-    @property
-    def has_val(self) -> bool:
-        """Whether it has conversations for validation. Of other sources, the first ones are held out."""
-        return self.splits != (ALL,)
 
     @property
     def name(self) -> str:

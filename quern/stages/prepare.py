@@ -130,18 +130,17 @@ def _of_files(recipe: Resolved, out: Path, log: Callable[[str], None]) -> Source
     separator, encoding = recipe.text.separator, recipe.text.encoding
     if line := warning_of([path for one in listings.values() for path in one.files], bool(separator), encoding):
         log(line)
-    held_out: Read | None = None
     once = cache(lambda line: log(f"text: {line}"))  # the text is read several times
 
     def texts(what: str) -> Iterator[str]:
         return read(listings[what].files, recipe.text.column, once, separator, encoding)
 
+    held_out = cache(lambda: hold_out(partial(texts, "text"), recipe.text.val_megabytes))
+
     def documents(split: str) -> Iterator[str]:
-        nonlocal held_out
         if val:
             return texts("text") if split == "train" else first(texts("validation text"), recipe.text.val_megabytes)
-        held_out = held_out or hold_out(partial(texts, "text"), recipe.text.val_megabytes)
-        return held_out(split)
+        return held_out()(split)
 
     name = public.name if public else paths[0].stem[:NAME_CHARACTERS] or "data"
     filtered, filter_marks = _filter(recipe, documents)
@@ -231,15 +230,12 @@ def check_splits(name: str, documents: Callable[[str], Iterator[str]], log: Call
     for split in ("train", "val"):
         if not any(documents(split)):
             raise ValueError(f"the {split} text of '{name}' is empty: give more text, or --val for validation")
-    size = 0
-    for text in documents("val"):
-        size += _size(text)
-        if size >= SMALL_VALIDATION_BYTES:
-            return
-    log(
-        f"warning: the validation text has only {size:,} bytes, so its loss says little: give more text, or a "
-        "validation text with --val"
-    )
+    size = sum(map(_size, first(documents("val"), SMALL_VALIDATION_BYTES / 1e6)))
+    if size < SMALL_VALIDATION_BYTES:
+        log(
+            f"warning: the validation text has only {size:,} bytes, so its loss says little: give more text, or a "
+            "validation text with --val"
+        )
 
 
 def _by_number(texts: Iterator[str], megabytes: float) -> Iterator[tuple[bool, str]]:

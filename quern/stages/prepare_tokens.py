@@ -30,7 +30,6 @@ from quern.text import repositories
 from quern.text.sources import FORMATS, Listing, format_of, list_source
 from quern.text.tokenizer import Tokenizer
 
-BYTES_PER_TOKEN = 4
 HELD_OUT_EVERY = 20
 GPT2_BOS, LOOKED_AT = 50_256, 1 << 22
 VALIDATION = re.compile(r"(?<![a-z])val(id(ation)?)?(?![a-z])")
@@ -91,7 +90,7 @@ def open_tokens(
     corpus = read_bin(*train, **known)
     if corpus.skipped_tokens:
         log(f"tokens: {corpus.skipped_tokens:,} before the first document of a file belong to none and are not read")
-    most = int(recipe.text.val_megabytes * 1e6 / BYTES_PER_TOKEN)
+    most = int(recipe.text.val_megabytes * 1e6 / repositories.BYTES_PER_TOKEN)
     if val:
         held_out = read_bin(*val, **known)
         return tokenizer, corpus, held_out.part(_first(held_out, np.arange(held_out.num_documents), most))

@@ -58,13 +58,10 @@ class Cleaned(Iterator[str]):
 
 def recorded(texts: Iterator[str], folder: Path, split: str) -> Iterator[str]:
     """The documents; of `Cleaned`, the counts are written when all of them were read."""
-    return _recorded(texts, folder, split) if isinstance(texts, Cleaned) else texts
-
-
-def _recorded(texts: Cleaned, folder: Path, split: str) -> Iterator[str]:
     yield from texts
-    steps = [{"step": name, "removed": count} for name, count in texts.removed.items()]
-    write_whole(_path(folder, split), json.dumps({"documents": texts.documents, "steps": steps}, indent=1))
+    if isinstance(texts, Cleaned):
+        steps = [{"step": name, "removed": count} for name, count in texts.removed.items()]
+        write_whole(_path(folder, split), json.dumps({"documents": texts.documents, "steps": steps}, indent=1))
 
 
 class _Counts(TypedDict):
