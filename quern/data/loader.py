@@ -288,8 +288,6 @@ class StreamLoader(Batches):
             raise ValueError("a stream learns every token: pack a corpus with masks by first-fit-decreasing instead")
         self._tokens = corpus.num_tokens
         self._group = lru_cache(GROUPS_KEPT)(self._make_group)
-        # The ends of the groups in the stream of an epoch, in its order.
-        self._ends = lru_cache(GROUPS_KEPT)(lambda epoch: np.cumsum(self._group_tokens[self._group_order(epoch)]))
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
         rows = self._rows_of(step, rank, ranks)
@@ -312,10 +310,11 @@ class StreamLoader(Batches):
         done = 0
         while done < len(out):
             epoch, offset = divmod(start + done, self._tokens)
-            group_ends = self._ends(epoch)
+            order = self._group_order(epoch)
+            group_ends = np.cumsum(self._group_tokens[order])
             place = int(np.searchsorted(group_ends, offset, side="right"))
             offset -= int(group_ends[place - 1]) if place else 0
-            starts, lengths, ends = self._group(epoch, int(self._group_order(epoch)[place]))
+            starts, lengths, ends = self._group(epoch, int(order[place]))
             count = min(len(out) - done, int(ends[-1]) - offset)
             # The documents of these tokens, then the part of each: the first and the last may be cut.
             first = int(np.searchsorted(ends, offset, side="right"))

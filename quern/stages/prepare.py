@@ -293,7 +293,7 @@ def prepare(
         origin = Origin(tokenizer.fingerprint, text, fingerprint(tokenizer.fingerprint, text))
         return Prepared(tokenizer, train, val, facts, origin, public)
     source = open_source(recipe, out, log)
-    tokenizer = named_tokenizer(recipe, tokenizer, log) or train_tokenizer(recipe, source, out, log)
+    tokenizer = named_tokenizer(recipe.text.tokenizer, tokenizer, log) or train_tokenizer(recipe, source, out, log)
     mark = fingerprint(tokenizer.fingerprint, source.fingerprint)
     known = [found for found in sorted((out / "data").glob(f"*-{mark[:8]}")) if prepared(found, mark)]
     folder = known[0] if known else out / "data" / f"{source.name}-{mark[:8]}"

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -76,9 +75,12 @@ def open_tokens(
     listed, other = token_listings(recipe, public)
     for line in listed.lines("tokens"):
         log(line)
-    if tokenizer is None and public is None and recipe.text.tokenizer is None:
-        recipe = replace(recipe, text=replace(recipe.text, tokenizer=_unnamed_tokenizer(recipe, listed.files)))
-    tokenizer = named_tokenizer(recipe, tokenizer, log, public)
+    name = recipe.text.tokenizer
+    if name is None and public is not None:
+        name = public.tokenizer and str(public.tokenizer)
+    elif name is None and tokenizer is None:
+        name = _unnamed_tokenizer(recipe, listed.files)
+    tokenizer = named_tokenizer(name, tokenizer, log)
     assert tokenizer is not None
     train, val = listed.files, other.files if other else []
     if not val:

@@ -56,17 +56,9 @@ class Source:
     public: PublicData | None = None  # its files, where it is a public data set
 
 
-def named_tokenizer(
-    recipe: Resolved,
-    own: Tokenizer | None,
-    log: Callable[[str], None] = lambda line: None,
-    public: PublicData | None = None,
-) -> Tokenizer | None:
-    """The tokenizer of `text.tokenizer`, or of a public set of tokens; `own`, the run's, where no file is named or the
-    named one is gone. Raises FileNotFoundError if it is missing, ValueError if it is another one than `own`."""
-    name = recipe.text.tokenizer
-    if name is None and public is not None and public.tokenizer is not None:
-        name = str(public.tokenizer)
+def named_tokenizer(name: str | None, own: Tokenizer | None, log: Callable[[str], None]) -> Tokenizer | None:
+    """The tokenizer of this name or file; `own`, the run's, where none is named or the file is gone. Raises
+    FileNotFoundError if it is missing, ValueError if it is another one than `own`."""
     if name is None or (own is not None and not Path(name).is_file()):
         return own
     try:
