@@ -11,7 +11,6 @@ is known by the contents of its files, and the built-in ones by their seed, thei
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 
 from quern.generate.tools import ToolError, calculate
 from quern.recipe import BUILT_IN_CONVERSATIONS, ConversationSource, Recipe
+from quern.temporaries import sha256_of
 from quern.terminal import Meter, silent
 from quern.text import conversations, repositories, tinyworld
 from quern.text.chat import ContentPart, Message
@@ -224,7 +224,9 @@ def _built_in(asked: ConversationSource, recipe: Recipe) -> OpenSource:
         for number, messages in enumerate(made(seed, counts[split], split)):
             yield conversations.Conversation(messages, f"{asked.source}, conversation {number + 1}")
 
-    return OpenSource(asked, (asked.source, str(seed), str(train), _code()), ("train", "val"), read)
+    # Another version of the world makes other conversations.
+    code = map(sha256_of, sorted(Path(tinyworld.__path__[0]).glob("*.*")))
+    return OpenSource(asked, (asked.source, str(seed), str(train), *code), ("train", "val"), read)
 
 
 def spelling(seed: int, count: int, split: str) -> Iterator[list[Message]]:
@@ -235,11 +237,3 @@ def spelling(seed: int, count: int, split: str) -> Iterator[list[Message]]:
     for index in range(count):
         exercise = skills.EXERCISES[("spelling", "counting")[index % 2]]
         yield chat.of_exercise(exercise(Pen(f"spelling:{split}:{seed}:{index}")))
-
-
-def _code() -> str:
-    """SHA-256 (hex) of the built-in world: another version of it makes other conversations."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(tinyworld.__path__[0]).glob("*.*")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
