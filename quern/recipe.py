@@ -9,13 +9,13 @@ Units stand in the names; token counts are tokens, not bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Never, Self, TypeAlias, TypeVar
 
 from annotated_types import Interval
 
 from quern.field_types import Amount, ConversationSource, Count, Deferred, Few, Positive, Rate, Seed, Share, code_path
-from quern.records import typed
+from quern.records import strict, typed
 
 SCHEMA = 1
 BUILT_IN_CONVERSATIONS = ("tinyworld", "spelling")
@@ -345,15 +345,9 @@ class Recipe(Generic[Gap]):
 
     def to_json(self) -> dict[str, Any]:
         """JSON types only; a callable becomes "module:name"."""
-        body = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name, value in body.items():
-            if callable(value):
-                body[name] = code_path(value)
-            elif hasattr(value, "__dataclass_fields__"):
-                body[name] = {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(value).items()}
-            elif isinstance(value, tuple):
-                body[name] = [asdict(one) if isinstance(one, ConversationSource) else one for one in value]
-        return {"schema": SCHEMA, **body}
+        code = {name: code_path(value) for name, value in self.callables().items()}
+        numbers = asdict(replace(self, **dict.fromkeys(code)))  # which would copy the code
+        return strict({"schema": SCHEMA, **numbers, **code}, "recipe")
 
     @classmethod
     def from_json(cls, body: dict[str, Any], **callables: Callable[..., Any]) -> Self:

@@ -8,7 +8,7 @@ import torch
 from torch.utils.benchmark.utils.timer import timer
 
 from quern.bench.data import Setup
-from quern.bench.material import pair_tokenizer, reference, talking_model
+from quern.bench.material import reference, talking_engine
 from quern.bench.measure import Figure, alternate, figure, seconds_of
 from quern.generate.engine import Engine
 from quern.generate.sampling import Sampling
@@ -50,9 +50,7 @@ def decode(setup: Setup) -> Iterator[Figure]:
 
 
 def _engine(setup: Setup) -> Engine:
-    recipe = reference(setup.quick, setup.seed)
-    tokenizer = pair_tokenizer(recipe.model.vocab_size)
-    return Engine(talking_model(recipe, tokenizer, setup.machine), tokenizer, setup.machine)
+    return talking_engine(reference(setup.quick, setup.seed), setup.machine)
 
 
 def _replies(

@@ -63,8 +63,8 @@ def grug(setup: Setup) -> Iterator[Figure]:
 
 def jax_order(recipe: Resolved, setup: Setup, block_tokens: int | None) -> dict[str, Any]:
     """Returns the order for the JAX process. block_tokens: of the blockwise loss, None for the default."""
-    order = {"recipe": recipe.to_json(), "rows": recipe.micro_batch_rows, "block_tokens": block_tokens}
-    return order | {"device": setup.machine.device.type, "threads": setup.machine.threads}
+    machine = {"device": setup.machine.device.type, "threads": setup.machine.threads}
+    return {"recipe": recipe.to_json(), "block_tokens": block_tokens, **machine}
 
 
 def answers(order: dict[str, Any], requests: Iterator[str]) -> Iterator[dict[str, Any]]:
@@ -76,18 +76,18 @@ def answers(order: dict[str, Any], requests: Iterator[str]) -> Iterator[dict[str
     dtype = choose_dtype(None)
     cfg = step_config(recipe, dtype)
     sizes = {"whole": None, "blocks": order["block_tokens"] or BLOCK_TOKENS}
-    jobs = {k: _job(recipe, replace(cfg, block_tokens=size), order["rows"]) for k, size in sizes.items()}
+    jobs = {name: _job(recipe, replace(cfg, block_tokens=size)) for name, size in sizes.items()}
     default = "whole" if cfg.block_tokens is None else "blocks"
     facts = {"dtype": dtype, "default": default, "block_tokens": sizes["blocks"], "jax": jax.__version__}
     for request in requests:
         yield facts if request == "facts" else {"seconds": jobs[request]()}
 
 
-def _job(recipe: Resolved, cfg: Any, rows: int) -> Callable[[], float]:
+def _job(recipe: Resolved, cfg: Any) -> Callable[[], float]:
     """Returns a function that takes some steps on one device and returns their median seconds."""
     mesh = make_mesh(devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
-        batches = [device_batch(random_batch(recipe, seed), rows, mesh) for seed in range(2)]
+        batches = [device_batch(random_batch(recipe, seed), recipe.micro_batch_rows, mesh) for seed in range(2)]
         states = [init_state(recipe.seed, cfg)]
 
     def seconds(n: int) -> float:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from quern.bench.data import Setup
 from quern.bench.material import reference, sizes_of, take_step, training_state
 from quern.bench.measure import Bench, Figure, Job, Seconds, alternate, figure, peak_bytes
 from quern.kernels import cross_entropy as kernels
@@ -25,9 +25,6 @@ from quern.kernels.softcap import Cap, TanhCap
 from quern.machine import Machine, detect, machine_flags
 from quern.process import serve, start
 from quern.recipe import Resolved
-
-if TYPE_CHECKING:
-    from quern.bench.data import Setup  # with packages that `quern bench gpu` does without
 
 TOKENS, HEADS, HEAD_DIM = 4096, 4, 64
 LENGTHS = (256, 512, 1024, 2048)
@@ -43,23 +40,19 @@ def attention(setup: Setup) -> Iterator[Figure]:
     paths = [BLOCKED, SDPA, PLAIN] if on_cpu else [*available(setup.machine), PLAIN]
     for T in lengths:
         masks = example_masks(setup, tokens // T, T, T // 4, 4 / T)
-        cases = ((f"T={T}, {name}: {path.name}", mask, path) for (name, mask), path in product(masks.items(), paths))
+        cases = [(f"T={T}, {name}: {path.name}", mask, path) for (name, mask), path in product(masks.items(), paths)]
         taken = attention_seconds(setup, cases, (tokens // T, T, HEADS, HEAD_DIM))
         yield from (figure(name, "ms", 1e3 * seconds) for name, seconds in taken.items())
-
-        def chosen(mask: MaskSpec, T: int = T) -> str:
-            return (picked.path(mask, T) if isinstance(picked, Picked) else BLOCKED).name
-
-        def both(mask: str, path: str, T: int = T, taken: Seconds = taken) -> np.ndarray:
-            return taken[f"T={T}, {mask}: {path} forward"] + taken[f"T={T}, {mask}: {path} backward"]
-
-        for name, mask in masks.items():
-            path = chosen(mask)
+        both = {name: taken[f"{name} forward"] + taken[f"{name} backward"] for name, *_ in cases}
+        chosen = {
+            name: (picked.path(mask, T) if isinstance(picked, Picked) else BLOCKED).name for name, mask in masks.items()
+        }
+        own = {name: both[f"T={T}, {name}: {path}"] for name, path in chosen.items()}
+        for name, path in chosen.items():
             if name != "full":
-                ratio = both("full", chosen(MaskSpec())) / both(name, path)
-                yield figure(f"T={T}: full / {name}, as picked", "×", ratio)
+                yield figure(f"T={T}: full / {name}, as picked", "×", own["full"] / own[name])
             if path != SDPA.name:
-                yield figure(f"T={T}, {name}: sdpa / {path}", "×", both(name, SDPA.name) / both(name, path))
+                yield figure(f"T={T}, {name}: sdpa / {path}", "×", both[f"T={T}, {name}: {SDPA.name}"] / own[name])
 
 
 def example_masks(bench: Bench, rows: int, T: int, window: int, starts: float) -> dict[str, MaskSpec]:
@@ -112,6 +105,7 @@ def cross_entropy(setup: Setup) -> Iterator[Figure]:
     taken = setup.seconds({name: jobs[name] for name in names})
     yield from (figure(f"{name}: time", "ms", 1e3 * taken[name]) for name in names)
     yield from (figure(f"{name} / chunked: time", "×", taken[name] / taken["chunked"]) for name in whole)
+    # In processes of their own: memory that an earlier call has freed, and the allocator keeps, would count.
     order = {"sizes": sizes, "seed": setup.seed, "machine": machine_flags(machine)}
     held: dict[str, Any] = {}
     for name in names:

@@ -1,4 +1,4 @@
-"""Models of the benchmarks: the reference model, its training, and a model whose replies never end early."""
+"""Models of the benchmarks: the reference model, its training, and an engine whose replies never end early."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.utils.benchmark.utils.timer import timer
 
 from quern.bench.batches import random_batch
 from quern.data.batch import Batch
+from quern.generate.engine import Engine
 from quern.machine import Machine
-from quern.model.gpt import GPT
 from quern.optim.schedule import Multipliers
 from quern.recipe import ModelRecipe, Resolved, TrainRecipe
 from quern.recipes.gpt import RECIPE
@@ -72,9 +72,11 @@ def pair_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 @torch.no_grad()
-def talking_model(recipe: Resolved, tokenizer: Tokenizer, machine: Machine) -> GPT:
-    """Returns a random model whose replies never end early or call a tool: the logits spread over the whole softcap,
-    and those of the special tokens are zero, so that it draws one of them about once in a million tokens."""
+def talking_engine(recipe: Resolved, machine: Machine, prefix_megabytes: float = 0) -> Engine:
+    """Returns an engine with a random model whose replies never end early or call a tool: the logits spread over the
+    whole softcap, and those of the special tokens are zero, so that it draws one of them about once in a million
+    tokens."""
+    tokenizer = pair_tokenizer(recipe.model.vocab_size)
     model = build_model(recipe, machine, recipe.seed)
     numbers = machine.generator(recipe.seed)
     for parameter in model.parameters():
@@ -82,4 +84,4 @@ def talking_model(recipe: Resolved, tokenizer: Tokenizer, machine: Machine) -> G
             parameter.copy_(torch.randn(parameter.shape, generator=numbers) * parameter.size(-1) ** -0.5)
     model.head.weight.mul_(model.head.weight.size(-1) ** 0.5)
     model.head.weight[list(tokenizer.special_ids.values())] = 0
-    return model.eval()
+    return Engine(model.eval(), tokenizer, machine, prefix_megabytes=prefix_megabytes)

@@ -35,19 +35,19 @@ ALL_MEGABYTES = 1e6
 
 def quality(setup: Setup) -> Iterator[Figure]:
     """Trains a new run under `--out` on each text and scores its last checkpoint. Raises RuntimeError if that fails."""
-    given, text = setup.options, replace(RECIPE.text, val_megabytes=ALL_MEGABYTES)
+    given = setup.options
     depth: Any = {} if given.depth is None else {"depth": given.depth}
     usual = replace(RECIPE, **depth, seed=setup.seed, train=TrainRecipe(minutes=given.minutes))
-    named = {"minutes": f"{given.minutes:g}", "seed": setup.seed, **depth}
-    flags, asked = " ".join(f"--{name} {value}" for name, value in named.items()), ("train.minutes", *depth)
+    named = {name: getattr(given, name) for name in ("train", "val", "data", "minutes", "depth", "seed")}
+    flags = (f"--{name} {value}" for name, value in named.items() if value is not None)
+    command, asked = " ".join(["quern bench quality", *flags]), ("train.minutes", *depth)
     if given.train and given.val:
+        text = replace(RECIPE.text, val_megabytes=ALL_MEGABYTES)
         recipe = replace(usual, data=str(given.train), val=str(given.val), text=text)
-        command = f"quern bench quality --train {given.train} --val {given.val} {flags}"
         yield from trained(setup, recipe, asked, given.out, command, "validation")
         whole = sum(len(well_formed(text).encode("utf-8")) for text in read(files(given.val)))
         setup.settings["validation_bytes_of_text"] = whole
     if given.data:
-        command = f"quern bench quality --data {given.data} {flags}"
         recipe = replace(usual, data=str(given.data))
         yield from trained(setup, recipe, asked, given.out, command, "text read once", "_once")
 

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse
 
 from quern.bench.data import Setup
 from quern.bench.load import Load, Reply, post, stream
-from quern.bench.material import pair_tokenizer, reference, talking_model
+from quern.bench.material import pair_tokenizer, reference, talking_engine
 from quern.bench.measure import Figure, figure, seconds_of
 from quern.generate.engine import Engine
 from quern.generate.sampling import Sampling
@@ -151,9 +151,7 @@ def main() -> None:
     threading.Thread(target=end_with_parent, args=(requests,), daemon=True).start()
     with replying() as reply, server.listen("127.0.0.1", 0) as listener:
         machine = select_attention(detect(**order["machine"]))
-        recipe = reference(order["quick"], order["seed"])
-        tokenizer = pair_tokenizer(recipe.model.vocab_size)
-        engine = Engine(talking_model(recipe, tokenizer, machine), tokenizer, machine, prefix_megabytes=256)
+        engine = talking_engine(reference(order["quick"], order["seed"]), machine, prefix_megabytes=256)
         seconds = seconds_of(lambda: engine.warm_up(server.WARM_ROWS))
         app = server.create_app({NAME: engine})
         worker = app.state.models.find(NAME)

@@ -23,7 +23,7 @@ from torch.profiler import record_function
 from quern.bench.batches import random_batch
 from quern.bench.data import Setup
 from quern.bench.material import left_to_itself, reference, sizes_of, take_step, training_state
-from quern.bench.measure import Bench, Figure, alternate, figure
+from quern.bench.measure import Figure, alternate, figure
 from quern.data.batch import Batch
 from quern.kernels.attention.autotune import select_attention
 from quern.machine import detect, machine_flags, measure_peak_flops, peak_memory
@@ -85,31 +85,25 @@ def train(setup: Setup) -> Iterator[Figure]:
 
 
 def _starts(setup: Setup) -> Iterator[Figure]:
-    """Alternates cold and warm starts, or measures eager ones where nothing is compiled."""
-    kinds, memory = ("cold", "warm") if setup.machine.compile else ("eager",), None
+    """Trains a few steps in new processes. Cold and warm starts alternate; they are eager where nothing is compiled.
+
+    A start lasts from the start of the process to the end of its first step. Its memory is the most bytes that the
+    process held, for CUDA on its device.
+    """
+    kinds, memory = ("cold", "warm") if setup.machine.compile else ("eager",), 0
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     for _ in range(1 if setup.quick else STARTS):
         with scratch_folder() as cache:
+            # The compiler keeps its precompiled header in TMPDIR, whatever the folder of its cache.
+            variables = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TMPDIR": str(cache)}
             for kind in kinds:
-                taken, memory = first_step(setup, setup.options.batch_tokens, str(cache))
-                seconds[kind].append(taken)
+                began = time.perf_counter()
+                with start("quern.bench.train", "training", child_order(setup), variables) as process:
+                    process.ask({"steps": 1, "overlap": True})
+                    seconds[kind].append(time.perf_counter() - began)
+                    memory = process.ask({"steps": START_STEPS - 1, "overlap": True})["peak_memory_bytes"]
     yield from (figure(f"start to first step, {kind}", "s", seconds[kind], START_NOTES[kind]) for kind in kinds)
-    if memory is not None:
-        yield figure("peak memory", "MB", memory / 1e6, "of that process")
-
-
-def first_step(bench: Bench, batch_tokens: int, cache: str) -> tuple[float, int | None]:
-    """Trains a few steps of the reference model in a new process. cache: the compiler's folder.
-
-    Returns the seconds from the start of the process to the end of its first step, and the most bytes that it held (on
-    its device, for CUDA), None where the system does not say.
-    """
-    # The compiler keeps its precompiled header in TMPDIR, whatever the folder of its cache.
-    variables, began = {"TORCHINDUCTOR_CACHE_DIR": cache, "TMPDIR": cache}, time.perf_counter()
-    with start("quern.bench.train", "training", child_order(bench, batch_tokens), variables) as process:
-        process.ask({"steps": 1, "overlap": True})
-        seconds = time.perf_counter() - began
-        return seconds, process.ask({"steps": START_STEPS - 1, "overlap": True})["peak_memory_bytes"]
+    yield figure("peak memory", "MB", memory / 1e6, "of that process")
 
 
 def ranks(setup: Setup) -> Iterator[Figure]:
@@ -171,7 +165,7 @@ def _steps(crew: list[Child], count: int, overlap: bool) -> tuple[float, float]:
 @contextmanager
 def _crew(setup: Setup, count: int, threads: int) -> Iterator[list[Child]]:
     """Runs `count` connected ranks for the length of the block."""
-    order = child_order(setup, setup.options.batch_tokens, count)
+    order = child_order(setup, count)
     order["machine"] |= {"device": "cpu", "threads": threads}
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -208,9 +202,9 @@ class DelayedZero2(Zero2):
             super().step(step, multipliers)
 
 
-def child_order(bench: Bench, batch_tokens: int, ranks: int = 1) -> dict[str, Any]:
-    order = {"machine": machine_flags(bench.machine), "seed": bench.seed, "quick": bench.quick}
-    return order | {"batch_tokens": batch_tokens, "rank": 0, "ranks": ranks}
+def child_order(setup: Setup, ranks: int = 1) -> dict[str, Any]:
+    order = {"machine": machine_flags(setup.machine), "seed": setup.seed, "quick": setup.quick}
+    return order | {"batch_tokens": setup.options.batch_tokens, "rank": 0, "ranks": ranks}
 
 
 def answers(order: dict[str, Any], requests: Iterator[Any]) -> Iterator[dict[str, Any]]:

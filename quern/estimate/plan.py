@@ -79,12 +79,11 @@ def cluster_of(options: PlanOptions) -> Cluster:
 def candidates(options: PlanOptions, cluster: Cluster) -> list[Candidate]:
     """Returns a candidate for each number of shards that divides the ranks and fits into a machine."""
     recipe = resolve(options.recipe)
-    flops = flop_counter(recipe).per_token()
     sizes = [tp for tp in range(1, min(cluster.per_machine, options.gpus) + 1) if options.gpus % tp == 0]
-    return [_candidate(options, cluster, recipe, flops, options.gpus // tp, tp) for tp in sizes]
+    return [_candidate(options, cluster, recipe, options.gpus // tp, tp) for tp in sizes]
 
 
-def _candidate(options: PlanOptions, cluster: Cluster, recipe: Resolved, flops: float, dp: int, tp: int) -> Candidate:
+def _candidate(options: PlanOptions, cluster: Cluster, recipe: Resolved, dp: int, tp: int) -> Candidate:
     """Returns the fastest of this layout. What saves memory is tried in turn: blocks that run again, parameters that
     replicas share, and masters and moments in the CPU's memory."""
     try:
@@ -92,13 +91,13 @@ def _candidate(options: PlanOptions, cluster: Cluster, recipe: Resolved, flops: 
     except ValueError as error:
         return Candidate(dp, tp, refusal=str(error))
     traced = activations(layout, "cpu" if options.gpu == "cpu" else "cuda", options.compile)
-    best, zero = _fastest(options, cluster, flops, layout, 2, traced), 3 if dp > 1 else 2
+    best, zero = _fastest(options, cluster, layout, traced), 3 if dp > 1 else 2
     if dp > 1 and (best.step is None or best.recomputed > recipe.train.recompute):
-        shared = _fastest(options, cluster, flops, lay_out(recipe, DTYPES[options.dtype], dp, tp, 3), 3, traced)
+        shared = _fastest(options, cluster, lay_out(recipe, DTYPES[options.dtype], dp, tp, zero), traced)
         best = _better(best, shared, "with whole parameters (--zero 2) it")
     if best.step is None and options.gpu != "cpu" and recipe.train.optimizer_memory == "device":
         recipe = replace(recipe, train=replace(recipe.train, optimizer_memory="cpu"))
-        away = _fastest(options, cluster, flops, lay_out(recipe, DTYPES[options.dtype], dp, tp, zero), zero, traced)
+        away = _fastest(options, cluster, lay_out(recipe, DTYPES[options.dtype], dp, tp, zero), traced)
         best = _better(best, away, "with masters and moments on the GPU it")
     return best
 
@@ -110,11 +109,10 @@ def _better(one: Candidate, other: Candidate, without: str) -> Candidate:
     return replace(other, note="; ".join(filter(None, [f"{without} {one.refusal or 'is slower'}", other.note])))
 
 
-def _fastest(
-    options: PlanOptions, cluster: Cluster, flops: float, layout: Layout, zero: int, traced: Activations
-) -> Candidate:
+def _fastest(options: PlanOptions, cluster: Cluster, layout: Layout, traced: Activations) -> Candidate:
     """Returns the candidate with the best micro-batch, and with as few blocks that run again as fit."""
-    device = "cpu" if options.gpu == "cpu" else "cuda"
+    device, zero = "cpu" if options.gpu == "cpu" else "cuda", 3 if layout.parts else 2
+    flops = flop_counter(layout.recipe).per_token()
     room = cluster.processor.memory - cluster.processor.reserved
     found: list[Candidate] = []
     for sized in _sized(layout, fixed=options.recipe.train.micro_batch_tokens is not None):

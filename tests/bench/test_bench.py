@@ -13,11 +13,10 @@ import torch
 
 from quern.bench import command
 from quern.bench.batches import random_batch
-from quern.bench.material import left_to_itself, pair_tokenizer, reference, talking_model
+from quern.bench.material import left_to_itself, reference, talking_engine
 from quern.bench.measure import alternate, number
 from quern.bench.options import BenchOptions
 from quern.flags.check_flags import read
-from quern.generate.engine import Engine
 from quern.generate.sampling import Sampling
 from quern.model.context import CausalContext
 from quern.model.count import FlopCounter
@@ -71,15 +70,14 @@ def test_a_random_batch_has_the_tokens_asked_for(batch_tokens: int) -> None:
     assert (recipe.train.micro_batch_tokens or 0) == min(4096, batch_tokens)
 
 
-def test_no_reply_of_the_talking_model_ends_early() -> None:
+def test_no_reply_of_the_talking_engine_ends_early() -> None:
     recipe = reference(quick=True, seed=3)
-    tokenizer = pair_tokenizer(512)
-    model = talking_model(recipe, tokenizer, CPU)
+    engine = talking_engine(recipe, CPU)
+    model, tokenizer = engine.model, engine.tokenizer
     with torch.inference_mode():
         tokens = torch.from_numpy(random_batch(recipe, 0).tokens).long()
         shares = model.logits(model(tokens, CausalContext())).softmax(-1)
     assert float(shares[..., list(tokenizer.special_ids.values())].sum(-1).max()) < 1e-4
-    engine = Engine(model, tokenizer, CPU)
     for temperature in (0.0, 1.0):
         done = engine.generate([[tokenizer.bos, 1, 2]] * 16, max_tokens=60, sampling=Sampling(temperature), seed=1)
         assert [len(row[0].ids) for row in done] == [60] * 16

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from quern.bench.data import Setup
-from quern.bench.material import pair_tokenizer, reference, talking_model
+from quern.bench.material import reference, talking_engine
 from quern.bench.serve import NAME, QUESTION, TURN_REPLY, second_turns
-from quern.generate.engine import Engine
 from quern.serve.server import create_app
 from tests.support.http_server import running
 from tests.support.toy_training import CPU
@@ -18,9 +17,7 @@ def test_a_second_turn_reads_only_what_is_new(megabytes: float) -> None:
     """The first turn's prompt is cached, if there is a cache, and the second turn almost fills the context."""
     recipe = reference(quick=True, seed=0)
     recipe = replace(recipe, model=replace(recipe.model, context=256))
-    assert recipe.model.vocab_size
-    tokenizer = pair_tokenizer(recipe.model.vocab_size)
-    engine = Engine(talking_model(recipe, tokenizer, CPU), tokenizer, CPU, prefix_megabytes=megabytes)
+    engine = talking_engine(recipe, CPU, prefix_megabytes=megabytes)
     setup = Setup(CPU, quick=True, rounds=1)
     with running(create_app({NAME: engine})) as url:
         first, second, ratio = second_turns(setup, int(url.rpartition(":")[2]), engine.context)
