@@ -41,7 +41,8 @@ def grug(setup: Setup) -> Iterator[Figure]:
     from quern.bench.measure import alternate, figure
 
     recipe, machine = reference(setup.quick, setup.seed, setup.options.batch_tokens), setup.machine
-    with start("quern.bench.jax", "JAX", jax_order(recipe, setup, 16 if setup.quick else None)) as process:
+    block_tokens = 16 if setup.quick else BLOCK_TOKENS
+    with start("quern.bench.jax", "JAX", jax_order(recipe, setup, block_tokens)) as process:
         facts = process.ask("facts")  # JAX compiles before PyTorch does
         state, batches = training_state(recipe, machine), [random_batch(recipe, seed) for seed in range(2)]
         take_step(state, recipe, machine, batches[0])  # compiles
@@ -51,18 +52,18 @@ def grug(setup: Setup) -> Iterator[Figure]:
 
         jobs = {name: lambda job=job: process.ask(job)["seconds"] for job, name in NAMES.items()}
         taken = alternate(setup.rounds, {"PyTorch": torch_seconds, **jobs})
-    setup.settings.update(sizes_of(recipe), steps_per_round=STEPS, jax=facts["jax"])
+    setup.settings.update(sizes_of(recipe), steps_per_round=STEPS, jax=jax.__version__)
     dtype, whole, blocks, default = facts["dtype"], NAMES["whole"], NAMES["blocks"], NAMES[facts["default"]]
     notes = {"PyTorch": str(machine.dtype).removeprefix("torch."), whole: dtype}
-    notes[blocks] = f"{dtype}, {facts['block_tokens']} positions of a row at a time"
+    notes[blocks] = f"{dtype}, {block_tokens} positions of a row at a time"
     for name, seconds in taken.items():
         yield figure(name, "tokens/s", setup.settings["batch_tokens"] / seconds, notes[name])
     yield figure("JAX / PyTorch", "", taken["PyTorch"] / taken[default], f"the default: {default}")
     yield figure("whole / blockwise", "", taken[blocks] / taken[whole])
 
 
-def jax_order(recipe: Resolved, setup: Setup, block_tokens: int | None) -> dict[str, Any]:
-    """Returns the order for the JAX process. block_tokens: of the blockwise loss, None for the default."""
+def jax_order(recipe: Resolved, setup: Setup, block_tokens: int) -> dict[str, Any]:
+    """Returns the order for the JAX process. block_tokens: of the blockwise loss."""
     machine = {"device": setup.machine.device.type, "threads": setup.machine.threads}
     return {"recipe": recipe.to_json(), "block_tokens": block_tokens, **machine}
 
@@ -75,10 +76,9 @@ def answers(order: dict[str, Any], requests: Iterator[str]) -> Iterator[dict[str
     recipe = Resolved.from_json(order["recipe"], make_model=init_parameters, make_rules=rules)
     dtype = choose_dtype(None)
     cfg = step_config(recipe, dtype)
-    sizes = {"whole": None, "blocks": order["block_tokens"] or BLOCK_TOKENS}
+    sizes = {"whole": None, "blocks": order["block_tokens"]}
     jobs = {name: _job(recipe, replace(cfg, block_tokens=size)) for name, size in sizes.items()}
-    default = "whole" if cfg.block_tokens is None else "blocks"
-    facts = {"dtype": dtype, "default": default, "block_tokens": sizes["blocks"], "jax": jax.__version__}
+    facts = {"dtype": dtype, "default": "whole" if cfg.block_tokens is None else "blocks"}
     for request in requests:
         yield facts if request == "facts" else {"seconds": jobs[request]()}
 

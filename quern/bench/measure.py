@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -170,13 +171,8 @@ def peak_bytes(job: Job, machine: Machine) -> int | None:
 
 
 def children_peak_bytes() -> int:
-    """Returns the most memory that the children of this process have held, added up; 0 if the system does not say."""
-    found = 0
-    for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, StopIteration):  # the process has ended
-            if int(path.joinpath("stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1]) == os.getpid():
-                found += resident("VmHWM", path.name) or 0
-    return found
+    """Returns the most memory that the workers of this process have held, added up; 0 if the system does not say."""
+    return sum(resident("VmHWM", str(worker.pid)) or 0 for worker in active_children())
 
 
 # Figures and records -------------------------------------------------------------------------------------------------
