@@ -1,8 +1,9 @@
 """The paths of a run. All of them are inside one output folder: `out/`, or the one that `--out` names.
 
 out/tokenizers/<name>-<fingerprint>.json     out/data/<name>-<fingerprint>/     out/downloads/<data set>/  out/trusted/
-out/runs/<run>/  run.json  tokenizer.json  .lock  evaluate.jsonl  samples.jsonl  report.md  report.html  chat_history
+out/runs/<run>/  run.json  tokenizer.json  evaluate.jsonl  samples.jsonl  report.md  report.html  chat_history
 out/runs/<run>/{pretrain,sft,rl}/  recipe.json  origin.json  metrics.jsonl  events.jsonl  checkpoints/
+out/runs/.<run>.lock
 """
 
 from __future__ import annotations
@@ -11,11 +12,10 @@ import errno
 import fcntl
 import hashlib
 import json
-import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -37,7 +37,6 @@ STAGES = ("pretrain", "sft", "rl")
 NEWEST, BEFORE_WARMDOWN = "newest", "before-warmdown"
 """Checkpoints by name; others are steps."""
 NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
-LOCK = ".lock"
 SHOWN_RUNS = 5
 OTHER = "or choose another place"
 INSTEAD = {
@@ -85,16 +84,18 @@ class RunDir:
         return shlex.join(["--run", self.run, *([] if self.out == Path("out") else ["--out", str(self.out)])])
 
     @property
+    def lock(self) -> Path:
+        """The file that the process that writes to the run locks (run_lock.py)."""
+        return self.out / "runs" / f".{self.run}.lock"
+
+    @property
     def holder(self) -> str | None:
-        """The name of the process that holds the run's lock (run_lock.py); None if no process does."""
-        try:
-            with open(self.folder / LOCK, "rb") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    return holder_in(file.fileno())
-        except FileNotFoundError:
-            pass
+        """The name of the process that holds the run's lock; None if no process does."""
+        with suppress(FileNotFoundError), open(self.lock, "rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return file.read().decode("utf-8") or "another process"
         return None
 
     def stage(self, name: str) -> Path:
@@ -222,11 +223,6 @@ class RunDir:
         self.folder.mkdir(parents=True, exist_ok=True)
         with naming(self.folder / name), (self.folder / name).open("a", encoding="utf-8", errors=NAMES) as file:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-
-
-def holder_in(lock: int) -> str:
-    """The name of the process that an open lock file tells."""
-    return os.pread(lock, 1 << 16, 0).decode("utf-8") or "another process"
 
 
 def runs_in(out: Path) -> list[RunDir]:

@@ -68,7 +68,7 @@ class Runs:
 
     def files(self) -> dict[str, str]:
         """The content of every file of the runs, by name, but for locks."""
-        found = (path for path in (self.folder / "out/runs").rglob("*") if path.is_file() and path.name != ".lock")
+        found = (path for path in (self.folder / "out/runs").rglob("*") if path.is_file() and path.suffix != ".lock")
         return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
 
     def stage(self, stage: str = "pretrain", run: str = "app") -> Path:
