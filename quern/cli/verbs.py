@@ -207,7 +207,7 @@ def verb_train(verb: str, rest: Arguments) -> int:
         goes_on = options.resume and where.run_dir.has_trained(verb)
         needed = "sft" if verb == "rl" and not goes_on and options.start is None else None
         (where.run_dir if goes_on else base).require_trained(needed)
-    from quern.runs.load import Start, read_start
+    from quern.runs.load import Start, open_start
     from quern.stages import pretrain, rl, sft
 
     stage = {"pretrain": pretrain.run, "sft": sft.run, "rl": rl.run}[verb]
@@ -217,7 +217,7 @@ def verb_train(verb: str, rest: Arguments) -> int:
         if options.start is None or (session.resume and session.run_dir.has_trained(verb)):
             return None
         stages = {"pretrain": ("pretrain",), "sft": ("pretrain", "sft"), "rl": ("sft", "rl")}[verb]
-        return read_start(base, stages, options.from_step, session.log, recipe.callables() if source else None)
+        return open_start(base, stages, session.log, options.from_step, recipe.callables() if source else None)
 
     begun = "before training began"
     return on_ranks(verb, rest, options, source, lambda one: stage(recipe, replace(one, start=begin(one))), begun)

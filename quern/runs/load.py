@@ -45,16 +45,21 @@ class Start:
     run_dir: RunDir
     stage: str
     recipe: Resolved
+    tokenizer: Tokenizer
     tensors: dict[str, torch.Tensor]
-    meta: dict[str, Any]
+    state: dict[str, Any]  # the counters (`Counters.meta`)
     origin: Origin
+
+    @property
+    def step(self) -> int:
+        return self.state["step"]
 
     def origin_in(self, run_dir: RunDir) -> Origin:
         """The origin of a stage of a run that begins with this checkpoint."""
-        state, own = self.meta["state"], self.run_dir == run_dir
         before = (self.origin.base or {}).get("tokens", 0) if self.stage == "pretrain" else 0
-        base = {"stage": self.stage, "step": state["step"], "tokens": state["tokens"] + before}
-        return replace(self.origin, base={"run": None if own else self.run_dir.run, **base})
+        run = None if self.run_dir == run_dir else self.run_dir.run
+        base = {"run": run, "stage": self.stage, "step": self.step, "tokens": self.state["tokens"] + before}
+        return replace(self.origin, base=base)
 
     def facts_in(self, run_dir: RunDir, own: dict[str, Any]) -> dict[str, Any] | None:
         """The facts for run.json of another run that begins with this checkpoint and prepares no text itself."""
@@ -89,50 +94,39 @@ def load(
         FileNotFoundError: There is no checkpoint; the message names the command to run first.
         CheckpointError: All checkpoints of the stage are damaged.
     """
-    start, tokenizer = open_newest(run_dir, run_dir.require_trained(stage)[-1], log, callables)
+    start = open_checkpoint(run_dir, run_dir.require_trained(stage)[-1], log, callables=callables)
     model = build_model(start.recipe, machine, None, weights_of(start.tensors))
-    return LoadedModel(model.eval(), tokenizer, start.recipe, start.stage, start.meta["state"]["step"])
+    return LoadedModel(model.eval(), start.tokenizer, start.recipe, start.stage, start.step)
 
 
-def open_newest(
-    run_dir: RunDir, stage: str, log: Callable[[str], None], callables: Code = None
-) -> tuple[Start, Tokenizer]:
-    """Loads the newest intact checkpoint of a stage, and the run's tokenizer, which must be the checkpoint's.
+def open_start(run_dir: RunDir, stages: Sequence[str], log: Callable[[str], None], at: str, callables: Code) -> Start:
+    """Loads the checkpoint that another run or stage starts from: of the first of these stages that has some.
 
-    Raises:
-        CheckpointError: All checkpoints of the stage are damaged.
-        ValueError: The tokenizer is another one.
-    """
-    tokenizer = run_dir.tokenizer()
-    with waiting(f"the disk to read {run_dir.checkpoints(stage)}", log=log):
-        start = open_checkpoint(run_dir, stage, pick(run_dir, stage, NEWEST, log), callables)
-    trained = replace(start.origin, tokenizer=start.meta["tokenizer"])
-    require_same(trained, replace(trained, tokenizer=tokenizer.fingerprint), run_dir, stage)
-    return start, tokenizer
-
-
-def read_start(run_dir: RunDir, stages: Sequence[str], at: str, log: Callable[[str], None], callables: Code) -> Start:
-    """Loads the checkpoint that another run or stage starts from.
-
-    Args:
-        stages: The stages to search; the first one with checkpoints is used.
-        at: NEWEST, BEFORE_WARMDOWN (kept from before the learning rates fell), or a step.
-
-    Raises:
-        FileNotFoundError: There is no such run, or no checkpoint.
-        CheckpointError: The checkpoint is damaged.
-        ValueError: `at` names no checkpoint.
+    Raises FileNotFoundError if there is no such run, or no checkpoint; and as `open_checkpoint`.
     """
     stage = next((name for name in stages if run_dir.has_trained(name)), None)
     if stage is None:
         what, verb = ("base model", "pretrain") if "pretrain" in stages else (f"stage '{stages[0]}'", stages[0])
         raise FileNotFoundError(run_dir.has_no(what, verb))
-    return open_checkpoint(run_dir, stage, pick(run_dir, stage, at, log), callables)
+    return open_checkpoint(run_dir, stage, log, at, callables)
 
 
-def open_checkpoint(run_dir: RunDir, stage: str, path: Path, callables: Code = None) -> Start:
-    """Loads a verified checkpoint with its recipe and origin. Raises as `checkpoint.load` and `RunDir.read_recipe`."""
-    tensors, meta = checkpoint.load(path, verified=True)
+def open_checkpoint(
+    run_dir: RunDir, stage: str, log: Callable[[str], None], at: str = NEWEST, callables: Code = None
+) -> Start:
+    """Loads a checkpoint of a stage, and the run's tokenizer, which must be the checkpoint's.
+
+    at: NEWEST, the newest intact one; BEFORE_WARMDOWN, kept from before the learning rates fell; or a step.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged; for NEWEST, all of the stage are.
+        FileNotFoundError: The tokenizer is lost.
+        ValueError: `at` names no checkpoint, the tokenizer is damaged or another one, or as `RunDir.read_recipe`.
+    """
+    tokenizer = run_dir.tokenizer()
+    with waiting(f"the disk to read {run_dir.checkpoints(stage)}", log=log):
+        path = _pick(run_dir, stage, log, at)
+        tensors, meta = checkpoint.load(path, verified=True)
     try:
         typed(meta, _Meta)
     except ValueError as error:
@@ -140,11 +134,13 @@ def open_checkpoint(run_dir: RunDir, stage: str, path: Path, callables: Code = N
     # The recipe is the checkpoint's; its code may have been named anew since the checkpoint was saved.
     origin = read_origin(run_dir.stage(stage), meta["recipe"]) or Origin.of_checkpoint(meta)
     recipe = run_dir.read_recipe(origin.recipe, stage, origin.source, callables)
-    return Start(run_dir, stage, recipe, tensors, meta, origin)
+    trained = replace(origin, tokenizer=meta["tokenizer"])
+    require_same(trained, replace(trained, tokenizer=tokenizer.fingerprint), run_dir, stage)
+    return Start(run_dir, stage, recipe, tokenizer, tensors, meta["state"], origin)
 
 
-def pick(run_dir: RunDir, stage: str, at: str, log: Callable[[str], None]) -> Path:
-    """Verifies a checkpoint of a stage, and returns its path. Arguments and errors as of `read_start`."""
+def _pick(run_dir: RunDir, stage: str, log: Callable[[str], None], at: str) -> Path:
+    """Verifies a checkpoint of a stage, and returns its path."""
     folder = run_dir.checkpoints(stage)
     if at == NEWEST:
         if (found := manifest.latest(folder, log)) is None:
@@ -154,9 +150,9 @@ def pick(run_dir: RunDir, stage: str, at: str, log: Callable[[str], None]) -> Pa
             )
         return found[0]
     steps = manifest.steps(folder)
-    step = int(at) if at.isdigit() else None
-    if at == BEFORE_WARMDOWN:
-        step = max(manifest.kept_steps(folder), default=None)
+    step = (
+        max(manifest.kept_steps(folder), default=None) if at == BEFORE_WARMDOWN else int(at) if at.isdigit() else None
+    )
     if step not in steps:
         raise ValueError(
             f"--from-step {at}: run '{run_dir.run}' has no such checkpoint; there are {NEWEST} and the steps "

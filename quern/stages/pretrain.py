@@ -119,9 +119,9 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
 def _take_weights(state: TrainState, recipe: Resolved, start: Start) -> str:
     """Takes the weights of another run's checkpoint; returns the line about them. Raises ValueError if they do not fit
     the recipe's model."""
-    run, step = start.run_dir.run, start.meta["state"]["step"]
+    run = start.run_dir.run
     try:
-        fits = state.go_on(start.tensors, start.meta["state"])
+        fits = state.go_on(start.tensors, start.state)
     except ValueError as error:
         had, has = asdict(start.recipe.model), asdict(recipe.model)
         other = "; ".join(f"model.{name} {had[name]} → {has[name]}" for name in has if had[name] != has[name])
@@ -130,7 +130,7 @@ def _take_weights(state: TrainState, recipe: Resolved, start: Start) -> str:
             "shape out, or leave --from out"
         ) from error
     moments = "with its optimizer state" if fits else "without its optimizer state: the optimizer is another one"
-    return f"weights: step {step:,} of {start.stage} in run '{run}'; {moments}"
+    return f"weights: step {start.step:,} of {start.stage} in run '{run}'; {moments}"
 
 
 def _show(engine: Engine, recipe: Resolved, val: Corpus, log: Callable[[str], None]) -> None:
@@ -162,7 +162,7 @@ def _text(recipe: Resolved, session: Session, began: Origin | None) -> Prepared:
     if began is not None:
         named = bool({"data", "val", "shards"} & set(session.named))
         return open_data(recipe, run_dir, began, session.log, named=named, workers=workers)
-    prepared = prepare(recipe, run_dir.out, session.log, start and start.run_dir.tokenizer(), workers)
+    prepared = prepare(recipe, run_dir.out, session.log, start and start.tokenizer, workers)
     refuse_second_tokenizer(run_dir, prepared.tokenizer)
     return prepared
 

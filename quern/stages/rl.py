@@ -70,7 +70,7 @@ def _run(asked: Recipe, session: Session) -> int:
     reference = build_model(recipe, machine, None, weights)
     shard_model(reference, mesh)
     state = build_state(recipe, machine, model, mesh)
-    if start is not None and not state.go_on(start.tensors, start.meta["state"]):
+    if start is not None and not state.go_on(start.tensors, start.state):
         log("the optimizer begins without the fine-tuned model's state, which is another optimizer's")
     rollouts = Rollouts(
         Engine(state.model, tokenizer, machine),
@@ -137,7 +137,7 @@ def _kept_start(session: Session) -> Start:
         raise FileNotFoundError(
             f"{folder} has no step 0, the model that the stage began with: remove {folder.parent}, and begin again"
         )
-    return open_checkpoint(session.run_dir, "rl", manifest.path_of(folder, 0))
+    return open_checkpoint(session.run_dir, "rl", session.log, "0")
 
 
 def rl_recipe(asked: Recipe, base: Resolved) -> Resolved:

@@ -24,7 +24,7 @@ from quern.model.count import flop_counter
 from quern.process import to_stderr, waiting
 from quern.recipe import Recipe, Resolved
 from quern.records import MakeTracker, Records, StageFolder, git_hash, read_events, read_metrics
-from quern.runs.load import Start, read_start
+from quern.runs.load import Start, open_start
 from quern.runs.origin import FILE, Origin, read_origin, refuse_second_tokenizer, require_same
 from quern.runs.run_dir import NEWEST, STAGES, RunDir, trust
 from quern.runs.run_lock import run_lock
@@ -277,13 +277,11 @@ class Session(Stage):
         """
         run_dir, callables = self.run_dir, asked.callables() if self.source else None
         if not (self.resume and run_dir.has_trained(self.stage)):
-            start = self.start or read_start(run_dir, (before,), NEWEST, self.log, callables)
-            tokenizer = start.run_dir.tokenizer()
-            refuse_second_tokenizer(run_dir, tokenizer)
+            start = self.start or open_start(run_dir, (before,), self.log, NEWEST, callables)
+            refuse_second_tokenizer(run_dir, start.tokenizer)
             if start.run_dir != run_dir:
-                step, run = start.meta["state"]["step"], start.run_dir.run
-                self.log(f"weights: step {step:,} of {start.stage} in run '{run}'")
-            return start.origin_in(run_dir), start.recipe, tokenizer, start
+                self.log(f"weights: step {start.step:,} of {start.stage} in run '{start.run_dir.run}'")
+            return start.origin_in(run_dir), start.recipe, start.tokenizer, start
         origin, tokenizer = read_origin(self.folder), run_dir.tokenizer()
         if origin is None:
             raise FileNotFoundError(f"{self.folder} has no recipe, and its checkpoints cannot be read: remove it")

@@ -60,7 +60,7 @@ def _run(asked: Recipe, session: Session) -> int:
     state = build_state(recipe, machine, model, mesh)
     newest = max(manifest.steps(run_dir.checkpoints("pretrain")), default=0)
     if start is not None:
-        if not state.go_on(start.tensors, start.meta["state"]):
+        if not state.go_on(start.tensors, start.state):
             log("the optimizer begins without the base model's state, which is another optimizer's")
     elif first.base is not None and first.base["run"] is None and newest > first.base["step"]:
         log(

@@ -22,7 +22,7 @@ from quern.grug.mesh import place
 from quern.grug.model import JaxBlock, Params, layout
 from quern.grug.state import Grug, state_of, step_config
 from quern.recipe import ResolvedModel
-from quern.runs.load import open_newest
+from quern.runs.load import open_checkpoint
 from quern.runs.origin import Origin
 from quern.runs.run_dir import RunDir
 from quern.stages.jax.backend import JaxBackend, JaxRun, processes, refuse_unlike
@@ -118,15 +118,14 @@ def bring_over(run_dir: RunDir, mesh: Mesh, stage: str | None, log: Callable[[st
     target = run_dir.checkpoints(STAGE)
     if manifest.steps(target):
         raise ValueError(f"run '{run_dir.run}' has a JAX model already: move {run_dir.stage(STAGE)} away first")
-    start, tokenizer = open_newest(run_dir, run_dir.require_trained(stage)[-1], log)
+    start = open_checkpoint(run_dir, run_dir.require_trained(stage)[-1], log)
     recipe, core = start.recipe, core_of(start.recipe)
     with jax.set_mesh(mesh):
         weights = {name: tensor.float().numpy() for name, tensor in weights_of(start.tensors).items()}
         cfg = step_config(recipe, "float32", core)
         arrays = state_of(from_torch(weights, recipe.model, mesh), jax.random.key(recipe.seed), cfg)
-    known = start.meta["state"]
-    run = JaxRun(arrays, cfg, mesh, guard=Guard(0), step=known["step"], tokens=known["tokens"])
-    meta = Origin(tokenizer.fingerprint, recipe=recipe.to_json()).meta() | {"state": run.meta()}
+    run = JaxRun(arrays, cfg, mesh, guard=Guard(0), step=start.step, tokens=start.state["tokens"])
+    meta = Origin(start.tokenizer.fingerprint, recipe=recipe.to_json()).meta() | {"state": run.meta()}
     ranks = processes()
     checkpoint.save(target, run.step, JaxBackend(run, ranks).save(), meta, recipe.train.keep, ranks)
     log(f"imported step {run.step:,} of {start.stage} → {target}")

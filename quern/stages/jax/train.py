@@ -26,7 +26,7 @@ from quern.recipe import Recipe, Resolved
 from quern.recipes import gpt
 from quern.records import git_hash
 from quern.resolve import resolve
-from quern.runs.load import open_newest
+from quern.runs.load import open_checkpoint
 from quern.runs.origin import (
     FILE,
     Origin,
@@ -166,14 +166,14 @@ def load(run_dir: RunDir, mesh: Mesh, dtype: str, log: Callable[[str], None]) ->
     another tokenizer than the run's trained it."""
     if not run_dir.has_trained(STAGE):
         raise FileNotFoundError(run_dir.has_no("JAX model", "grug train"))
-    start, tokenizer = open_newest(run_dir, STAGE, log)
+    start = open_checkpoint(run_dir, STAGE, log)
     recipe = start.recipe
     cfg = step_config(recipe, dtype, core_of(recipe))
     with jax.set_mesh(mesh):
         arrays = arrays_of(start.tensors, jax.eval_shape(lambda: init_state(recipe.seed, cfg)), mesh)
     run = JaxRun(arrays, cfg, mesh, guard=Guard(recipe.train.max_skips))
-    run.count_from(start.meta["state"])
-    return LoadedJax(run, recipe, tokenizer)
+    run.count_from(start.state)
+    return LoadedJax(run, recipe, start.tokenizer)
 
 
 def core_of(recipe: Recipe) -> type[Grug]:
