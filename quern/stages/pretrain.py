@@ -18,13 +18,13 @@ from quern.optim.schedule import Multipliers
 from quern.recipe import FOR_FINE_TUNING, FOR_RL, Recipe, Resolved
 from quern.resolve import batch_rule, resolve
 from quern.runs.load import Start
-from quern.runs.origin import Origin, compare, read_origin, refuse_second_tokenizer, source_digest, with_absolute_paths
+from quern.runs.origin import Origin, compare, read_origin, source_digest, with_absolute_paths
 from quern.runs.public_data import with_shards
 from quern.runs.training import fit_to_text, make_batches, ready_model, validation
 from quern.stages.complete import GOES_ON, continuations, continued
 from quern.stages.own_text import TYPICAL_MFU, fit_batch, fit_depth, fit_readings, fit_time, readings_and_expectation
-from quern.stages.prepare import Prepared, open_data, own_megabytes, prepare
-from quern.stages.session import Session, main_first
+from quern.stages.prepare import Prepared, own_megabytes
+from quern.stages.session import Session
 from quern.terminal import counted, duration, human_size
 from quern.text.tokenizer import Tokenizer
 from quern.train import loop
@@ -65,8 +65,7 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
     if own is not None:
         asked = fit_time(asked, session, own)
     needed = memory_check(asked, machine, mesh, log)
-    with main_first(mesh):
-        prepared = _text(resolve(asked, mesh.dp), session, began)
+    prepared = session.text(resolve(asked, mesh.dp), began, session.encoders)
     asked = with_shards(asked, prepared.public)
     if own is not None and (fitted := fit_batch(fit_depth(asked, session, prepared), session, prepared)) != asked:
         asked, needed = fitted, memory_check(fitted, machine, mesh, log)
@@ -97,7 +96,7 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
     state = build_state(recipe, machine, model, mesh)
     if start is not None:
         log(_take_weights(state, recipe, start))
-    plan = _plan(recipe, session, origin, prepared, changed)
+    plan = _plan(recipe, session, prepared, changed)
     made_by = getattr(recipe.make_batches, "__qualname__", None)
     packing = {"method": made_by or recipe.train.packing, **batches.report()}
     counts = facts["model"]["parameters"]
@@ -108,9 +107,7 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
     lines.append(f"pretraining: {counted(plan.steps, 'step')} of {recipe.train.batch_tokens:,} tokens")
     facts = prepared.facts and {**prepared.facts, **facts, "packing": packing}
     backend = TorchBackend(state, machine, recipe.train.clip_norm, recipe.seed)
-    code = session.train(
-        recipe, backend, batches, plan, origin, prepared.tokenizer, changed=changed, lines=lines, facts=facts
-    )
+    code = session.train(backend, batches, plan, origin, prepared.tokenizer, changed=changed, lines=lines, facts=facts)
     if code == EXIT_DONE and mesh.world.size == 1 and not session.locked:  # `quern run` goes on, and shows more
         _show(Engine(state.model.eval(), prepared.tokenizer, machine), recipe, prepared.val, log)
     return code
@@ -141,30 +138,17 @@ def _show(engine: Engine, recipe: Resolved, val: Corpus, log: Callable[[str], No
             log(line)
 
 
-def _plan(
-    recipe: Resolved, session: Session, origin: Origin, prepared: Prepared, changed: Sequence[str]
-) -> loop.TrainingPlan:
+def _plan(recipe: Resolved, session: Session, prepared: Prepared, changed: Sequence[str]) -> loop.TrainingPlan:
     """The settings of the loop. A resumed run repeats the plans of its steps, unless its minutes changed."""
     before_warmdown = round((1 - recipe.train.warmdown_share) * recipe.train.steps)
     evaluator = validation(recipe, prepared.tokenizer, prepared.val, session.machine)
     keep_step = before_warmdown if 0 < before_warmdown < recipe.train.steps else None
-    plan = session.plan(recipe, origin, evaluator, keep_step=keep_step)
+    plan = session.plan(recipe, evaluator, keep_step=keep_step)
     if recipe.train.minutes is None:
         return plan
     repeats = session.resume and not any(line.startswith("train.minutes") for line in changed)
     recorded = session.mesh.world.broadcast_object(recorded_plans(session.folder) if repeats else [])
     return replace(plan, budget_seconds=60 * recipe.train.minutes, recorded=recorded)
-
-
-def _text(recipe: Resolved, session: Session, began: Origin | None) -> Prepared:
-    """The text that the stage began with, or for a stage that begins, the recipe's."""
-    run_dir, start, workers = session.run_dir, session.start, session.encoders
-    if began is not None:
-        named = bool({"data", "val", "shards"} & set(session.named))
-        return open_data(recipe, run_dir, began, session.log, named=named, workers=workers)
-    prepared = prepare(recipe, run_dir.out, session.log, start and start.tokenizer, workers)
-    refuse_second_tokenizer(run_dir, prepared.tokenizer)
-    return prepared
 
 
 def _fit_minutes(

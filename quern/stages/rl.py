@@ -58,11 +58,10 @@ def run(recipe: Recipe, session: Session) -> int:
 
 def _run(asked: Recipe, session: Session) -> int:
     machine, run_dir, mesh, log = session.machine, session.run_dir, session.mesh, session.log
-    first, base, tokenizer, start = session.begin(asked, "sft")
+    session, first, base, tokenizer, start = session.begin(asked, "sft")
     recipe = rl_recipe(asked, base)
     environments = _environments(recipe.rl, session, begins=start is not None)
-    source = session.source or (start and start.run_dir.kept_source(start.stage))
-    rewards, digest = fingerprint(environments), source_digest(source) or first.source
+    rewards, digest = fingerprint(environments), source_digest(session.source) or first.source
     origin = replace(first, recipe=recipe.to_json(), rewards=rewards, source=digest)
     changed = compare(None if start else first, origin, run_dir, session.stage)
     weights = weights_of((start or _kept_start(session)).tensors)
@@ -89,7 +88,6 @@ def _run(asked: Recipe, session: Session) -> int:
 
     plan = session.plan(
         recipe,
-        origin,
         validation(rollouts, mesh),
         steps=recipe.rl.steps,
         schedule=rates_fall(recipe.rl.steps, recipe.rl.warmdown_share),
@@ -102,8 +100,7 @@ def _run(asked: Recipe, session: Session) -> int:
         f"reinforcement learning: {counted(plan.steps, 'step')} of {replies} replies to {recipe.rl.groups} questions "
         f"({', '.join(recipe.rl.rewards)})"
     )
-    return replace(session, source=source, shown=lambda line: f"reward {rollouts.tally.means()['reward']:.3f}").train(
-        recipe,
+    return replace(session, shown=lambda line: f"reward {rollouts.tally.means()['reward']:.3f}").train(
         TorchBackend(state, machine, recipe.train.clip_norm, recipe.seed),
         rollouts,
         plan,

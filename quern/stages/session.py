@@ -30,12 +30,14 @@ from quern.runs.run_dir import NEWEST, STAGES, RunDir, trust
 from quern.runs.run_lock import run_lock
 from quern.runs.training import plan_of
 from quern.stages.encode import ENOUGH_WORKERS
+from quern.stages.prepare import Prepared, open_data, prepare
 from quern.temporaries import write_whole
 from quern.terminal import Meter, counted, silent
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint, loop
 from quern.train.guard import EXIT_DONE
 from quern.train.step import Evaluator
+from quern.validate import flag
 
 POLL_SECONDS = 0.1
 RESULT = {
@@ -123,6 +125,16 @@ class Stage:
     def describe(self, facts: dict[str, Any]) -> None:
         """Writes facts on a run that begins."""
 
+    def text(self, recipe: Resolved, began: Origin | None, workers: int = 1) -> Prepared:
+        """The text that the stage began with, or for a stage that begins, the recipe's. Rank 0 prepares it."""
+        with self.main_first():
+            if began is not None:
+                named = bool({"data", "val", "shards"} & set(self.named))
+                return open_data(recipe, self.run_dir, began, self.log, named=named, workers=workers)
+            prepared = prepare(recipe, self.run_dir.out, self.log, self.start and self.start.tokenizer, workers)
+            refuse_second_tokenizer(self.run_dir, prepared.tokenizer)
+            return prepared
+
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Refuses a stage that was trained already, or a start for a run that has a model; holds the run's lock."""
@@ -143,7 +155,6 @@ class Stage:
 
     def train(
         self,
-        recipe: Resolved,
         backend: loop.Backend,
         batches: BatchSource,
         plan: loop.TrainingPlan,
@@ -159,6 +170,7 @@ class Stage:
 
         Args:
             backend: Its state is fresh, with the weights to begin with.
+            origin: Every checkpoint holds it.
             changed: The fields that the user changed in the recipe of a stage that is resumed, as lines.
             lines: For the user, before the first step.
             facts: On the run. A stage that begins writes them, where there are any, and the tokenizer; None writes
@@ -166,7 +178,7 @@ class Stage:
             data: Facts on the data, for the stage's events.
         """
         noun, participle, _ = WORDS[self.stage]
-        state = backend.run
+        state, plan = backend.run, replace(plan, meta=origin.meta())
         resumed = self._resume(backend, plan, origin, changed)
         end = state.plans[-1][1] if state.plans else plan.steps
         if resumed and state.step == end and not changed and self._has_finished():
@@ -190,7 +202,7 @@ class Stage:
                     meter.total = state.plans[-1][1] if state.plans else plan.steps
                     meter.at(state.step, self.shown(line))
 
-                told = self.go_on, self._lower_rates(recipe), self.locked  # `quern run` locks, and goes on
+                told = self.go_on, self._lower_rates(origin), self.locked  # `quern run` locks, and goes on
                 code = loop.train(backend, batches, plan, folder, meter.log, advance, *told)
         if code == EXIT_DONE and self.mesh.main:
             spent = f"{state.tokens:,} tokens in {state.seconds:,.0f} s of steps"
@@ -199,11 +211,11 @@ class Stage:
                 self.log(line)
         return code
 
-    def _lower_rates(self, recipe: Resolved) -> str:
+    def _lower_rates(self, origin: Origin) -> str:
         """The flag that halves the stage's rates."""
-        if self.stage in ("sft", "rl"):
-            return f"--{self.stage}.lr-share {getattr(recipe, self.stage).lr_share / 2:.3g}"
-        return f"--optim.lr-scale {(recipe.optim.lr_scale or 0) / 2:.3g}"  # None in a recipe whose rules use none
+        part, name = (self.stage, "lr_share") if self.stage in ("sft", "rl") else ("optim", "lr_scale")
+        rate = origin.recipe[part][name] or 0  # None in a recipe whose rules use none
+        return f"--{flag(f'{part}.{name}')} {rate / 2:.3g}"
 
     def _has_finished(self) -> bool:
         """Whether the stage's last event is its end. A process that is killed after the last save leaves none."""
@@ -269,11 +281,12 @@ class Session(Stage):
     def describe(self, facts: dict[str, Any]) -> None:
         describe_run(self.run_dir, self.machine, self.command, facts)
 
-    def begin(self, asked: Recipe, before: str) -> tuple[Origin, Resolved, Tokenizer, Start | None]:
+    def begin(self, asked: Recipe, before: str) -> tuple[Session, Origin, Resolved, Tokenizer, Start | None]:
         """Reads what a stage after pretraining continues with, or begins with: `start`, else the stage `before`.
 
-        Returns the origin on disk, or of the first model of a stage that begins; the recipe and the tokenizer of the
-        model; the checkpoint to begin with, None for a stage that continues.
+        Returns the session with the source of the model's recipe; the origin on disk, or of the first model of a stage
+        that begins; the recipe and the tokenizer of the model; the checkpoint to begin with, None for a stage that
+        continues.
         """
         run_dir, callables = self.run_dir, asked.callables() if self.source else None
         if not (self.resume and run_dir.has_trained(self.stage)):
@@ -281,18 +294,19 @@ class Session(Stage):
             refuse_second_tokenizer(run_dir, start.tokenizer)
             if start.run_dir != run_dir:
                 self.log(f"weights: step {start.step:,} of {start.stage} in run '{start.run_dir.run}'")
-            return start.origin_in(run_dir), start.recipe, start.tokenizer, start
+            session = replace(self, source=self.source or start.run_dir.kept_source(start.stage))
+            return session, start.origin_in(run_dir), start.recipe, start.tokenizer, start
         origin, tokenizer = read_origin(self.folder), run_dir.tokenizer()
         if origin is None:
             raise FileNotFoundError(f"{self.folder} has no recipe, and its checkpoints cannot be read: remove it")
         require_same(origin, replace(origin, tokenizer=tokenizer.fingerprint), run_dir, self.stage)
-        return origin, run_dir.read_recipe(origin.recipe, self.stage, origin.source, callables), tokenizer, None
+        return self, origin, run_dir.read_recipe(origin.recipe, self.stage, origin.source, callables), tokenizer, None
 
-    def plan(self, recipe: Resolved, origin: Origin, evaluator: Evaluator, **changes: Any) -> loop.TrainingPlan:
+    def plan(self, recipe: Resolved, evaluator: Evaluator, **changes: Any) -> loop.TrainingPlan:
         """Collects the settings of the loop. changes: fields of the plan that are not the recipe's."""
         plan = plan_of(recipe, flop_counter(recipe), [(recipe.train.eval_every, evaluator)])
         peak_flops = measure_peak_flops(self.machine) * self.mesh.world.size
-        return replace(plan, peak_flops=peak_flops, meta=origin.meta(), **changes)
+        return replace(plan, peak_flops=peak_flops, **changes)
 
 
 def describe_run(run_dir: RunDir, machine: Machine, command: str, facts: dict[str, Any]) -> None:

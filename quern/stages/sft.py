@@ -48,11 +48,10 @@ def run(recipe: Recipe, session: Session) -> int:
 
 def _run(asked: Recipe, session: Session) -> int:
     machine, run_dir, mesh, log = session.machine, session.run_dir, session.mesh, session.log
-    first, base, tokenizer, start = session.begin(asked, "pretrain")
+    session, first, base, tokenizer, start = session.begin(asked, "pretrain")
     lessons = prepare_lessons(asked, base, tokenizer, session)
     recipe, batches, talks = lessons.recipe, lessons.batches, lessons.talks
-    source = session.source or (start and start.run_dir.kept_source(start.stage))
-    digest = source_digest(source) or first.source
+    digest = source_digest(session.source) or first.source
     origin = replace(first, recipe=recipe.to_json(), conversations=lessons.fingerprint, source=digest)
     changed = compare(None if start else first, origin, run_dir, session.stage, FOR_RL)
     weights = start and weights_of(start.tensors)
@@ -70,13 +69,12 @@ def _run(asked: Recipe, session: Session) -> int:
     steps = recipe.sft.steps
     assert steps is not None  # `prepare_lessons` filled it in
     schedule = rates_fall(steps, recipe.sft.warmdown_share)
-    plan = session.plan(recipe, origin, lessons.evaluator, steps=steps, schedule=schedule)
+    plan = session.plan(recipe, lessons.evaluator, steps=steps, schedule=schedule)
     report = batches.report()
     rounded = {name: round(value, 5) for name, value in report.items()}
     talked = counted(talks.train.num_documents, "conversation")
     told = f"fine-tuning: {counted(plan.steps, 'step')} on {talked}{_lost(report, recipe)}"
-    return replace(session, source=source).train(
-        recipe,
+    return session.train(
         TorchBackend(state, machine, recipe.train.clip_norm, recipe.seed),
         batches,
         plan,

@@ -27,20 +27,12 @@ from quern.recipes import gpt
 from quern.records import git_hash
 from quern.resolve import resolve
 from quern.runs.load import open_checkpoint
-from quern.runs.origin import (
-    FILE,
-    Origin,
-    compare,
-    read_origin,
-    refuse_second_tokenizer,
-    source_digest,
-    with_absolute_paths,
-)
+from quern.runs.origin import FILE, Origin, compare, read_origin, source_digest, with_absolute_paths
 from quern.runs.public_data import with_shards
 from quern.runs.run_dir import RunDir
 from quern.runs.training import fit_to_text, make_batches, plan_of
 from quern.stages.jax.backend import JaxBackend, JaxRun, arrays_of
-from quern.stages.prepare import Prepared, data_of_run, fit_vocabulary, open_data, own_megabytes, prepare
+from quern.stages.prepare import Prepared, data_of_run, fit_vocabulary, own_megabytes
 from quern.stages.session import Stage, loss_and_speed
 from quern.temporaries import write_whole
 from quern.terminal import counted
@@ -96,10 +88,9 @@ def run(asked: Recipe, mesh: Mesh, stage: JaxStage, *, dtype: str) -> int:
             _write_facts(path, cfg, mesh, stage.command)
         evaluators = [(recipe.train.eval_every, lambda run: validate_run(run, recipe, prepared, mesh))]
         plan = make_plan(recipe, cfg, evaluators)
-        plan = replace(plan, peak_flops=measure_peak_flops(cfg.dtype, mesh), meta=origin.meta())
+        plan = replace(plan, peak_flops=measure_peak_flops(cfg.dtype, mesh))
         steps = f"{counted(plan.steps, 'step')} of {recipe.train.batch_tokens:,} tokens"
         return stage.train(
-            recipe,
             JaxBackend(fresh_run(recipe, cfg, mesh), stage.mesh),
             make_batches(recipe, prepared.train),
             plan,
@@ -118,18 +109,12 @@ def loss_and_perplexity(line: dict[str, Any]) -> str:
 
 def _with_text(recipe: Resolved, began: Origin | None, stage: JaxStage) -> tuple[Resolved, Prepared]:
     """The recipe fitted to its text, which process 0 prepares: the run's own, unless the user names another."""
-    run_dir, named, log = stage.run_dir, stage.named, stage.log
     if began is not None:
         body = began.recipe
         check_body(body)
-        recipe = replace(recipe, **{name: body[name] for name in OF_TEXT if name not in named and name in body})
+        recipe = replace(recipe, **{name: body[name] for name in OF_TEXT if name not in stage.named and name in body})
         recipe = replace(recipe, model=replace(recipe.model, vocab_size=body["model"]["vocab_size"]))
-    with stage.main_first():  # the other processes find it prepared
-        if began is not None:
-            prepared = open_data(recipe, run_dir, began, log, named=bool({*OF_TEXT} & set(named)))
-        else:
-            prepared = prepare(recipe, run_dir.out, log)
-            refuse_second_tokenizer(run_dir, prepared.tokenizer)
+    prepared = stage.text(recipe, began)
     return fit_to_text(with_shards(recipe, prepared.public), prepared.tokenizer, prepared.train), prepared
 
 
