@@ -14,7 +14,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
+from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -34,6 +35,10 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 SET_UP_TIMEOUT = timedelta(minutes=20)
 """For collectives: ranks load data and compile at different speeds."""
+
+
+WAITING = "waiting: "
+"""How the names of waits begin in a profile (train/timeline.py)."""
 
 
 class PeersLostError(RuntimeError):
@@ -72,11 +77,8 @@ class Progress:
         call = f", {at} {self.call} (its collective {self.calls} of the step)" if self.calls else ""
         return f"{self.phase}, step {self.step + 1}{call}"
 
-    def begin_stage(self, phase: str = SETTING_UP) -> None:
-        """Leaves the steps of the stage before: this stage sets up in its own time, without a limit."""
-        self.phase, self.step, self.calls = phase, None, 0
-
-    def begin_step(self, step: int, phase: str) -> None:
+    def begin(self, phase: str = SETTING_UP, step: int | None = None) -> None:
+        """Begins a step, or without one a stage, which sets up in its own time, without a limit."""
         self.phase, self.step, self.calls = phase, step, 0
 
     @contextmanager
@@ -168,7 +170,7 @@ class ProcessGroup:
         if self.size == 1:
             return value
         box = [value]
-        with self.blocking_call("broadcast of a value"):
+        with self.blocked(f"broadcast of a value over {self.name}", begins=True):
             dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
 
@@ -177,23 +179,21 @@ class ProcessGroup:
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
-        with self.blocking_call("all_gather of values"):
+        with self.blocked(f"all_gather of values over {self.name}", begins=True):
             dist.all_gather_object(found, value, group=self.group)
         return found
 
     def barrier(self) -> None:
         if self.size > 1:
-            with self.blocking_call("barrier"):
+            with self.blocked(f"barrier over {self.name}", begins=True):
                 dist.barrier(group=self.group)
-
-    def blocking_call(self, kind: str) -> AbstractContextManager[None]:
-        """Wraps a collective that blocks until it is done. Raises PeersLostError where it fails."""
-        return self.blocked(f"{kind} over {self.name}", begins=True)
 
     @contextmanager
     def blocked(self, call: str, begins: bool = False) -> Iterator[None]:
+        """Wraps a collective, or the wait for one that began before, until it is done. Raises PeersLostError where it
+        fails."""
         start = time.perf_counter()
-        with self.progress.calling(call, begins):
+        with record_function(f"{WAITING}{call}"), self.progress.calling(call, begins):
             yield
         self.traffic.waited_seconds += time.perf_counter() - start
 

@@ -12,7 +12,6 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from quern.process import Child, serve, start
 from quern.temporaries import scratch_folder
 from quern.train.guard import Guard
 from quern.train.state import TrainState, build_model, compile_model
-from quern.train.timeline import NamedGroup, communication, merge, recorded
+from quern.train.timeline import communication, merge, recorded
 
 ROUND_SECONDS = 2.5
 """Seconds of steps in a round of `train`; the matmul peak takes a fraction of a second."""
@@ -211,7 +210,6 @@ def answers(order: dict[str, Any], requests: Iterator[Any]) -> Iterator[dict[str
     """Runs in a child: takes the steps of each request on the rows of its rank."""
     machine = select_attention(detect(**order["machine"]))
     mesh = connect(1, machine.device, order["rank"], order["ranks"])
-    mesh = replace(mesh, data=NamedGroup(mesh.data), world=NamedGroup(mesh.world))
     recipe = reference(order["quick"], order["seed"], order["batch_tokens"])
     model = build_model(recipe, machine, recipe.seed)
     groups = make_groups(model.parameter_groups(), recipe.make_rules(recipe), model.named_parameters())

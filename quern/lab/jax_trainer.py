@@ -51,6 +51,6 @@ class JaxTrainer(Trainer):
             run, plan = fresh_run(recipe, cfg, self._mesh), make_plan(recipe, cfg, [(every, evaluate)])
             plan = replace(plan, save_every=None)
             batches, folder = make_batches(recipe, prepared.train), Records(self.out)
-            backend, advance = JaxBackend(run, processes()), lambda line: on_step(run.step, run.seconds)
+            backend, advance = JaxBackend(run, processes()), lambda *step: on_step(run.step, run.seconds)
             code = loop.train(backend, batches, plan, folder, self.log, advance, "", more_follows=True)
         return code, run, of_kinds(kinds)

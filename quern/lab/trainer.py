@@ -154,7 +154,7 @@ class Trainer:
         try:
             batches = make_batches(recipe, prepared.train)
             backend = TorchBackend(state, self.machine, recipe.train.clip_norm, recipe.seed)
-            folder, advance = Records(self.out), lambda line: on_step(state.step, state.seconds)
+            folder, advance = Records(self.out), lambda *step: on_step(state.step, state.seconds)
             return loop.train(backend, batches, plan, folder, self.log, advance, "", more_follows=True), state, counts
         finally:
             state.optimizer.close()

@@ -102,7 +102,7 @@ class Bucket:
     @property
     def moves(self) -> bool:
         """Whether some matrices are owned outside their region."""
-        return self.stack is not None and self.stack.moves
+        return self.stack is not None and self.stack.ownership.moves
 
     @property
     def exchange(self) -> bool:
@@ -182,7 +182,7 @@ class Bucket:
     def _send_back(self, stack: Stack, whole: Tensor) -> None:
         """Returns whole matrices to the regions; where the bucket `moves`, only starts to."""
         parts = stack.take_apart(whole)
-        if stack.moves:
+        if self.moves:
             self.travelling, self.pending = parts, stack.send_back(parts, self.region_params)
         else:
             self.region_params.copy_(parts.view(-1))
@@ -344,7 +344,7 @@ def _bucket(
         parameter.data = view
     part = _shared_part(group, *parameters[0], settings)
     region = params[begin:end] if part is None else params[begin:end].clone()
-    apart = stack is not None and stack.moves  # a rank owns more than its region
+    apart = stack is not None and stack.ownership.moves  # a rank owns more than its region
     own = region if stack is None or apart else stack.of_replica(region, begin)
     owned = own if stack is None else stack.put_together(stack.of_replica(params) if apart else own)
     master_dtype = torch.promote_types(params.dtype, torch.float32)

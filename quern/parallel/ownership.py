@@ -132,11 +132,6 @@ class Stack:
     mesh: Mesh
 
     @property
-    def moves(self) -> bool:
-        """Whether some matrices are owned outside their region."""
-        return self.ownership.moves
-
-    @property
     def units(self) -> range:
         """The parameters that this rank owns."""
         return self.ownership.units(self.mesh.data.rank, None if self.exchange is None else self.mesh.model.rank)

@@ -137,7 +137,7 @@ def run(
         ValueError, OSError, ImportError: As from `Questions.find`.
     """
     mesh = mesh or alone()
-    mesh.progress.begin_stage(EVALUATING)
+    mesh.progress.begin(EVALUATING)
     machine = replace(machine, dtype=mesh.world.broadcast_object(machine.dtype))  # each rank has measured its own
     stages = run_dir.require_trained(asked.stage)
     evaluation = _Evaluation(run_dir, machine, mesh, log, asked, asked.find(run_dir.out, mesh, log))

@@ -100,7 +100,7 @@ def _run(asked: Recipe, session: Session) -> int:
         f"reinforcement learning: {counted(plan.steps, 'step')} of {replies} replies to {recipe.rl.groups} questions "
         f"({', '.join(recipe.rl.rewards)})"
     )
-    return replace(session, shown=lambda line: f"reward {rollouts.tally.means()['reward']:.3f}").train(
+    return replace(session, shown=lambda *step: f"reward {rollouts.tally.means()['reward']:.3f}").train(
         TorchBackend(state, machine, recipe.train.clip_norm, recipe.seed),
         rollouts,
         plan,

@@ -63,10 +63,10 @@ WORDS = {
 """A stage for the user: the noun, the participle, and what to do instead with a run that has it."""
 
 
-def loss_and_speed(line: dict[str, Any]) -> str:
+def loss_and_speed(loss: float, tokens_per_second: float | None) -> str:
     """Describes a step on the progress line."""
-    speed = f", {line['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in line else ""
-    return f"loss {round(line['loss'], 3) + 0.0:.3f}{speed}"  # + 0.0: no -0.000
+    speed = "" if tokens_per_second is None else f", {tokens_per_second:,.0f} tokens/s"
+    return f"loss {round(loss, 3) + 0.0:.3f}{speed}"  # + 0.0: no -0.000
 
 
 def result(folder: Path) -> str:
@@ -110,8 +110,8 @@ class Stage:
     start: Start | None = None  # the checkpoint of another run that this stage begins with
     go_on: str = ""  # the command that continues after a stop, for messages
     locked: bool = False  # the caller holds the run's lock
-    shown: Callable[[dict[str, Any]], str] = loss_and_speed
-    """Takes a step's loss and speed, and returns what the progress line says."""
+    shown: Callable[[float, float | None], str] = loss_and_speed
+    """Takes a step's loss and the speed, and returns what the progress line says."""
 
     @property
     def folder(self) -> Path:
@@ -138,7 +138,7 @@ class Stage:
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Refuses a stage that was trained already, or a start for a run that has a model; holds the run's lock."""
-        self.mesh.progress.begin_stage()
+        self.mesh.progress.begin()
         with ExitStack() as held:
             with self.main_first():  # behind the lock: while another process trains, that one is named
                 if not self.locked:
@@ -198,9 +198,9 @@ class Stage:
                 self.log(line)
             with Meter(noun, plan.steps, "steps", silent=not self.mesh.main, keeps=True) as meter:
 
-                def advance(line: dict[str, Any]) -> None:
+                def advance(loss: float, tokens_per_second: float | None) -> None:
                     meter.total = state.plans[-1][1] if state.plans else plan.steps
-                    meter.at(state.step, self.shown(line))
+                    meter.at(state.step, self.shown(loss, tokens_per_second))
 
                 told = self.go_on, self._lower_rates(origin), self.locked  # `quern run` locks, and goes on
                 code = loop.train(backend, batches, plan, folder, meter.log, advance, *told)

@@ -7,7 +7,7 @@ every earlier checkpoint intact. Reading checks every hash, because the readers 
 silently.
 
 The format is that of torch.distributed.checkpoint's Hugging Face storage, without its import, which takes half a
-second. On a mesh every rank writes its slices and hashes its share of the files, and rank 0 does the rest.
+second. On a mesh every rank writes its slices and hashes its files, and rank 0 does the rest.
 """
 
 from __future__ import annotations
@@ -86,16 +86,15 @@ def save(
             _clean(folder)
             temporary.mkdir()
     try:
+        found: dict[str, dict[str, Any]] = {}
         with _failing_together(world, refused):
             for number, own in enumerate(parts, start=1):
                 name = f"shard-{world.rank + 1:05d}-model-{number:05d}-of-{len(parts):05d}.safetensors"
-                _write_tensors(temporary / name, own)
+                if own:
+                    _write_tensors(temporary / name, own)
+                    found[name] = describe(temporary / name)
+        gathered = world.gather_objects(found)
         with _failing_together(world, refused):
-            found: dict[str, dict[str, Any]] = {}
-            for file in sorted(temporary.iterdir())[world.rank :: world.size]:  # this rank's share of all files
-                sync_path(file)
-                found[file.name] = describe(file)
-            gathered = world.gather_objects(found)
             if mesh.main:
                 facts = dict(sorted((name, one) for part in gathered for name, one in part.items()))
                 write_manifest(temporary, step, facts, meta, {"torch": torch.__version__})
@@ -175,7 +174,7 @@ def _owned(tensors: Tensors, main: bool) -> dict[str, Slice]:
 
 
 def _write_tensors(file: Path, slices: Mapping[str, Slice]) -> None:
-    """Writes a file of this rank, unless it has nothing to write. Its header has the offsets of the slices."""
+    """Writes and syncs a file of this rank. Its header has the offsets of the slices."""
     written: dict[str, torch.Tensor] = {}
     storages: set[int] = set()
     for name, part in slices.items():
@@ -183,9 +182,9 @@ def _write_tensors(file: Path, slices: Mapping[str, Slice]) -> None:
         address = value.untyped_storage().data_ptr()
         written[name] = value.clone() if address in storages else value  # safetensors refuses shared memory
         storages.add(address)
-    if written:
-        offsets = {name: {"saved_offsets": list(part.offsets)} for name, part in slices.items()}
-        file.write_bytes(serialized(written, {"format": "pt", "DCP_VERSION": "1.0", OFFSETS: json.dumps(offsets)}))
+    offsets = {name: {"saved_offsets": list(part.offsets)} for name, part in slices.items()}
+    file.write_bytes(serialized(written, {"format": "pt", "DCP_VERSION": "1.0", OFFSETS: json.dumps(offsets)}))
+    sync_path(file)
 
 
 def _put_in_place(temporary: Path, final: Path) -> None:

@@ -88,7 +88,7 @@ def train(
     plan: TrainingPlan,
     folder: Records,
     log: Callable[[str], None],
-    advance: Callable[[dict[str, Any]], None] = lambda line: None,
+    advance: Callable[[float, float | None], None] = lambda loss, tokens_per_second: None,
     go_on: str = "--resume",
     lower_rates: str = "",
     more_follows: bool = False,
@@ -98,7 +98,7 @@ def train(
 
     Args:
         folder: This rank's records; checkpoints are below its path.
-        advance: Called after each step with its loss, and the speed once that is known.
+        advance: Called after each step with its loss, and the tokens per second once they are known.
         go_on: The command that continues a run that ended early, for the user, "" for none; lower_rates: its flag for
             lower rates.
         more_follows: Whether the caller begins something else after the last step.
@@ -146,14 +146,14 @@ def _steps(
     stop: Stop,
     folder: Records,
     log: Callable[[str], None],
-    advance: Callable[[dict[str, Any]], None],
+    advance: Callable[[float, float | None], None],
     clock: Callable[[], float],
 ) -> int:
     """Takes the steps that are left, and returns an exit code of guard.py."""
     run, mesh, alone = backend.run, backend.mesh, backend.mesh.world.size == 1
     window, stragglers, fresh, own_seconds = metrics.Window(), StragglerDetector(), True, 0.0
     for batch in batches:
-        mesh.progress.begin_step(run.step, FIRST_STEP if fresh else TRAINING)
+        mesh.progress.begin(FIRST_STEP if fresh else TRAINING, run.step)
         # All ranks stop after the same step: a signal to one of several during a step counts from the next one on.
         tell = () if alone else (float(stop.requested), own_seconds, horizon.wanted(run.step, run.seconds))
         multipliers = plan.schedule(horizon.place(run.step))
@@ -169,7 +169,7 @@ def _steps(
             window.add(result, seconds)
         fresh = False
         _count(run, result, folder)
-        advance({"loss": result.loss} | window.speed())
+        advance(result.loss, window.rate())
         if result.verdict == "stop":
             return EXIT_DIVERGED
         if alone:

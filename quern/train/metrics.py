@@ -46,11 +46,6 @@ class Window:
         """Tokens per second, once a step was timed."""
         return self.positions / self.seconds if self.seconds else self.earlier
 
-    def speed(self) -> dict[str, float]:
-        """The same, as a line for the user has it."""
-        rate = self.rate()
-        return {} if rate is None else {"tokens_per_second": rate}
-
 
 def line(run: Any, last: Any, window: Window, lr: float, peak_flops: float) -> dict[str, float]:
     """Computes a line of the log.

@@ -1,7 +1,7 @@
 """A timeline of some training steps for Perfetto (ui.perfetto.dev): what each rank computes, sends and waits for.
 
 torch.profiler records a rank: its operators, the collectives that run on gloo's threads or as NCCL's kernels, and the
-waits of a `NamedGroup`. `merge` joins the ranks of one machine, whose clocks are the same, in one file of Chrome's
+waits of a `ProcessGroup`. `merge` joins the ranks of one machine, whose clocks are the same, in one file of Chrome's
 trace event format. Times are in microseconds after the file's `baseTimeNanoseconds`.
 """
 
@@ -14,28 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
-from quern.mesh import ProcessGroup
+from quern.mesh import WAITING
 from quern.temporaries import scratch_folder, write_whole
 
 Span = tuple[float, float]
 """Begin and end in microseconds."""
-WAITING = "waiting: "
 BACKENDS = "gloo:", "nccl"
 """How the names of the spans of collectives begin."""
-
-
-class NamedGroup(ProcessGroup):
-    """A process group whose waits have names in a profile."""
-
-    def __init__(self, group: ProcessGroup) -> None:
-        super().__init__(group.name, group.size, group.rank, group.group, group.progress)
-
-    @contextmanager
-    def blocked(self, call: str, begins: bool = False) -> Iterator[None]:
-        with record_function(f"{WAITING}{call}"), super().blocked(call, begins):
-            yield
 
 
 @contextmanager

@@ -102,9 +102,10 @@ def run(asked: Recipe, mesh: Mesh, stage: JaxStage, *, dtype: str) -> int:
         )
 
 
-def loss_and_perplexity(line: dict[str, Any]) -> str:
+def loss_and_perplexity(loss: float, tokens_per_second: float | None) -> str:
     """Describes a step on the progress line."""
-    return f"{loss_and_speed(line)}, perplexity {math.exp(min(line['loss'], 700)):,.1f}"  # e^710 exceeds a float
+    perplexity = math.exp(min(loss, 700))  # e^710 exceeds a float
+    return f"{loss_and_speed(loss, tokens_per_second)}, perplexity {perplexity:,.1f}"
 
 
 def _with_text(recipe: Resolved, began: Origin | None, stage: JaxStage) -> tuple[Resolved, Prepared]:
