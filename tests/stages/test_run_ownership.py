@@ -302,6 +302,9 @@ def test_a_model_is_fine_tuned_as_often_as_wanted(runs: Runs) -> None:
     runs.refused([shape], "pretrain", "--from", "app", "--depth", "3", run="three")
     there = "has no such checkpoint; there are newest and the steps 2, 4, 6"
     runs.refused([there], "sft", "--from", "app", "--from-step", "5", *SFT, run="three")
+    shutil.copy(runs.stage(run="other").parent / "tokenizer.json", runs.stage().parent)
+    changed = "the tokenizer has changed since run 'app' began with it"
+    runs.refused([changed], "sft", "--from", "app", *SFT, run="three")
     assert not runs.stage(run="three").parent.exists()
 
 

@@ -88,7 +88,7 @@ def waits(mesh: Mesh) -> list[list[str]]:
             toy_plan(STEPS, save_every=None),
             Records(Path("unused")),
             lambda line: None,
-            lambda line: ends.append(len(machine.waits)),
+            lambda *step: ends.append(len(machine.waits)),
         )
     assert len(ends) == STEPS
     return [machine.waits[first:last] for first, last in zip(ends[1:], ends[2:], strict=False)]
