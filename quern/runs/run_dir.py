@@ -1,4 +1,6 @@
-"""The paths of a run. All of them are inside one output folder: `out/`, or the one that `--out` names.
+"""The paths of a run, its lock, and the trust in its code.
+
+All paths are inside one output folder: `out/`, or the one that `--out` names.
 
 out/tokenizers/<name>-<fingerprint>.json     out/data/<name>-<fingerprint>/     out/downloads/<data set>/  out/trusted/
 out/runs/<run>/  run.json  tokenizer.json  evaluate.jsonl  samples.jsonl  report.md  report.html  chat_history
@@ -12,13 +14,14 @@ import errno
 import fcntl
 import hashlib
 import json
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TextIO, TypedDict
 
 from quern.field_types import CONSTRUCTORS
 from quern.flags.recipe_file import read_recipe_file
@@ -26,11 +29,12 @@ from quern.flags.recipe_flags import Arguments
 from quern.recipe import Recipe, Resolved
 from quern.records import read_json
 from quern.resolve import resolve
-from quern.temporaries import NAMES, sha256_of, write_whole
+from quern.temporaries import NAMES, holder, sha256_of, write_whole
 from quern.train import manifest
 from quern.validate import RecipeBody, check_body
 
 if TYPE_CHECKING:
+    from quern.mesh import Mesh
     from quern.text.tokenizer import Tokenizer
 
 STAGES = ("pretrain", "sft", "rl")
@@ -85,7 +89,7 @@ class RunDir:
 
     @property
     def lock(self) -> Path:
-        """The file that the process that writes to the run locks (run_lock.py)."""
+        """The file that the process that writes to the run locks."""
         return self.out / "runs" / f".{self.run}.lock"
 
     @property
@@ -258,6 +262,63 @@ def naming(path: Path) -> Iterator[None]:
         if error.filename is not None or error.strerror is None:
             raise
         raise OSError(f"cannot write {path} ({error.strerror}): make room there, {OTHER}") from error
+
+
+# The lock -----------------------------------------------------------------------------------------------------
+#
+# One process at a time writes to a run. The kernel holds the lock (flock) and releases it when the process ends for any
+# reason, so no lock is ever stale. The lock file names the holder. It is never removed: else a process could lock a
+# file that another one no longer finds. Readers (chat, serve, report, evaluate) take no lock. With several ranks, rank
+# 0 takes it. A network file system must support flock.
+
+
+class RunInUseError(ValueError):
+    """Another process writes to the run; the message names it."""
+
+
+@contextmanager
+def run_lock(run_dir: RunDir, command: str, mesh: Mesh | None = None) -> Iterator[None]:
+    """Holds the run's lock while the body runs; on a mesh, rank 0 takes it. Raises RunInUseError if another holds it.
+
+    command: The command of this process, for the message that another process gets.
+    """
+    if mesh is not None and not mesh.main:
+        yield
+        return
+    _refuse_broken_link(run_dir.folder)
+    run_dir.lock.parent.mkdir(parents=True, exist_ok=True)
+    with open(run_dir.lock, "a", encoding="utf-8", errors=NAMES) as lock:
+        while not _taken(lock):
+            refuse_in_use(run_dir)  # passes where the other process has ended since, or only looked at the lock
+        lock.truncate(0)
+        lock.write(holder(command))
+        lock.flush()
+        yield
+
+
+def refuse_in_use(run_dir: RunDir) -> None:
+    """Raises RunInUseError if a process holds the run's lock."""
+    if who := run_dir.holder:
+        raise RunInUseError(
+            f"run '{run_dir.run}' is in use by {who}: wait until it ends, stop it, or name another run with --run"
+        )
+
+
+def _taken(lock: TextIO) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _refuse_broken_link(folder: Path) -> None:
+    for path in (folder, *folder.parents):
+        if path.is_symlink() and not path.exists():
+            raise FileNotFoundError(
+                f"{path} links to {os.readlink(path)}, which is not there: put that back (is its disk mounted?), or "
+                "remove the link"
+            )
 
 
 # The Python code of runs ---------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def ready_model(
     *,
     weights: dict[str, Tensor] | None = None,
     compiled: bool = True,
-) -> tuple[LanguageModel, dict[str, Any]]:
+) -> tuple[LanguageModel, dict[str, Any], dict[str, Any]]:
     """Makes a model that is ready to train: cut for the mesh, and set up as `set_up_training` says.
 
     Args:
@@ -82,12 +82,13 @@ def ready_model(
         compiled: Whether the machine may compile it.
 
     Returns:
-        The model, and facts for run.json: `model`, and how its precision is lowered.
+        The model, facts for run.json, and those of them that say how its precision is lowered.
     """
     model = build_model(recipe, machine, recipe.seed if weights is None else None, weights)
     facts = {"model": model_facts(recipe, model, machine)}
     shard_model(model, mesh)
-    return model, facts | set_up_training(recipe, model, tokenizer, machine, log, compiled=compiled)
+    precision = set_up_training(recipe, model, tokenizer, machine, log, compiled=compiled)
+    return model, facts | precision, precision
 
 
 def plan_of(
@@ -106,11 +107,6 @@ def plan_of(
         peak_flops=math.inf,
         evaluators=evaluators,
     )
-
-
-def precision_of(facts: dict[str, Any]) -> dict[str, Any]:
-    """The facts of `ready_model` that say how the precision is lowered."""
-    return {name: value for name, value in facts.items() if name != "model"}
 
 
 def model_facts(recipe: Resolved, model: LanguageModel, machine: Machine) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
         asked, needed = fitted, memory_check(fitted, machine, mesh, log)
     recipe = fit_to_text(resolve(asked, mesh.dp), prepared.tokenizer, prepared.train)
     check(recipe, prepared.tokenizer)
-    model, facts = ready_model(recipe, prepared.tokenizer, machine, mesh, log)
+    model, facts, _ = ready_model(recipe, prepared.tokenizer, machine, mesh, log)
     if recipe.train.minutes is not None:
         steps = _fit_minutes(recipe, asked, session, began, model, prepared.train)
         asked = replace(asked, train=replace(asked.train, **steps))

@@ -26,7 +26,7 @@ from quern.rl.rollouts import Rollouts, divergence
 from quern.runs.load import Start, open_checkpoint
 from quern.runs.origin import compare, source_digest
 from quern.runs.run_dir import require_trusted, trust
-from quern.runs.training import precision_of, rates_fall, ready_model
+from quern.runs.training import rates_fall, ready_model
 from quern.stages.session import Session
 from quern.temporaries import sha256_of
 from quern.terminal import counted
@@ -65,7 +65,7 @@ def _run(asked: Recipe, session: Session) -> int:
     origin = replace(first, recipe=recipe.to_json(), rewards=rewards, source=digest)
     changed = compare(None if start else first, origin, run_dir, session.stage)
     weights = weights_of((start or _kept_start(session)).tensors)
-    model, facts = ready_model(recipe, tokenizer, machine, mesh, log, weights=weights, compiled=False)
+    model, facts, precision = ready_model(recipe, tokenizer, machine, mesh, log, weights=weights, compiled=False)
     reference = build_model(recipe, machine, None, weights)
     shard_model(reference, mesh)
     state = build_state(recipe, machine, model, mesh)
@@ -109,7 +109,7 @@ def _run(asked: Recipe, session: Session) -> int:
         changed=changed,
         lines=[told],
         facts=start and start.facts_in(run_dir, facts),
-        data={"environments": list(recipe.rl.rewards)} | precision_of(facts),
+        data={"environments": list(recipe.rl.rewards)} | precision,
     )
 
 

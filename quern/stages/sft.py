@@ -19,7 +19,7 @@ from quern.recipe import FOR_RL, IN_FINE_TUNING, Recipe, Resolved, TrainRecipe
 from quern.resolve import fine_tuning_rates, resolve, sft_batch_rule
 from quern.runs.origin import compare, corpus_fingerprint, source_digest, with_absolute_paths
 from quern.runs.public_data import fetch_conversations
-from quern.runs.training import precision_of, rates_fall, ready_model
+from quern.runs.training import rates_fall, ready_model
 from quern.stages.session import Session, main_first
 from quern.terminal import counted
 from quern.text.tokenizer import Tokenizer
@@ -55,7 +55,7 @@ def _run(asked: Recipe, session: Session) -> int:
     origin = replace(first, recipe=recipe.to_json(), conversations=lessons.fingerprint, source=digest)
     changed = compare(None if start else first, origin, run_dir, session.stage, FOR_RL)
     weights = start and weights_of(start.tensors)
-    model, facts = ready_model(recipe, tokenizer, machine, mesh, log, weights=weights)
+    model, facts, precision = ready_model(recipe, tokenizer, machine, mesh, log, weights=weights)
     state = build_state(recipe, machine, model, mesh)
     newest = max(manifest.steps(run_dir.checkpoints("pretrain")), default=0)
     if start is not None:
@@ -83,7 +83,7 @@ def _run(asked: Recipe, session: Session) -> int:
         changed=changed,
         lines=[told, *talks.lines()],
         facts=start and start.facts_in(run_dir, facts),
-        data={**rounded, **precision_of(facts), "sources": talks.sources},
+        data={**rounded, **precision, "sources": talks.sources},
     )
 
 

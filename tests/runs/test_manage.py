@@ -11,8 +11,7 @@ import pytest
 
 from quern.cli.main import main
 from quern.runs import manage
-from quern.runs.run_dir import RunDir
-from quern.runs.run_lock import run_lock
+from quern.runs.run_dir import RunDir, run_lock
 
 
 def write_run(out: Path, name: str, bits: float, age: float = 0.0, **recipe: object) -> RunDir:

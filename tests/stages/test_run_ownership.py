@@ -22,8 +22,7 @@ from quern.data.shards import Corpus
 from quern.estimate.own_text import READINGS
 from quern.records import read_events, read_metrics
 from quern.runs.origin import read_origin
-from quern.runs.run_dir import RunDir
-from quern.runs.run_lock import run_lock
+from quern.runs.run_dir import RunDir, run_lock
 from quern.stages.complete import GOES_ON
 from quern.stages.session import WORDS
 from quern.text.tinyworld import corpus
