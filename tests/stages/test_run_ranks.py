@@ -142,11 +142,11 @@ import functools, os, signal, time
 from dataclasses import replace
 from datetime import timedelta
 from quern.recipes.gpt import RECIPE as BASELINE
-from quern.stages import pretrain
+from quern.stages import session
 from quern.train import launch
 
 launch.connect = functools.partial(launch.connect, timeout=timedelta(seconds=4))
-prepare = pretrain.prepare
+prepare = session.prepare
 
 def planted(*arguments, **options):
     print("prepared by rank", os.environ["RANK"], flush=True)
@@ -154,7 +154,7 @@ def planted(*arguments, **options):
         {body}
     return prepare(*arguments, **options)
 
-pretrain.prepare = planted
+session.prepare = planted
 RECIPE = replace(BASELINE, name="planted")
 """
 
