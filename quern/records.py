@@ -314,6 +314,11 @@ def drop_torn_end(file: Path) -> None:
         os.truncate(file, len(whole))
 
 
+def objects(value: Any) -> list[dict[str, Any]]:
+    """The objects in a value that should be a list of them."""
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+
+
 # JSON files -------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from quern.estimate.own_text import more
 from quern.recipe import BUILT_IN_CONVERSATIONS
+from quern.records import objects
 from quern.report.plots import Panel, panels
 from quern.report.records import (
     STAGE_TITLES,
@@ -20,7 +21,6 @@ from quern.report.records import (
     StageRecords,
     Table,
     as_object,
-    as_objects,
     duration,
     finite,
     flatten,
@@ -224,7 +224,7 @@ def _evaluation(run: RunRecords) -> list[Group]:
 
 def _more(run: RunRecords) -> Iterable[Group]:
     """An estimate of the gain from more text or time, for a model of another text than the built-in world."""
-    stage, known = run.stage("pretrain"), next(iter(as_objects(run.part("tokenizer").get("compression"))), {})
+    stage, known = run.stage("pretrain"), next(iter(objects(run.part("tokenizer").get("compression"))), {})
     tokens = finite(as_object(run.part("data").get("train")).get("tokens"))
     values = (run.parameters("kaplan"), tokens, finite(known.get("bytes_per_token")))
     parameters, text, ratio = (value or 0.0 for value in values)
@@ -255,14 +255,14 @@ def _samples(run: RunRecords) -> Iterable[Group]:
 
 
 def _talk(sample: Record) -> Conversation:
-    turns = as_objects(sample.get("messages"))
+    turns = objects(sample.get("messages"))
     return Conversation([(str(turn.get("role")), _parts(turn.get("content"))) for turn in turns])
 
 
 def _parts(content: Any) -> list[tuple[str, str]]:
     if not isinstance(content, list):
         return [("text", str(content))]
-    return [(str(part.get("type")), str(part.get("text", ""))) for part in as_objects(content)]
+    return [(str(part.get("type")), str(part.get("text", ""))) for part in objects(content)]
 
 
 def _events(stage: StageRecords) -> list[list[str]]:

@@ -145,11 +145,6 @@ def as_object(value: Any) -> Record:
     return value if isinstance(value, dict) else {}
 
 
-def as_objects(value: Any) -> list[Record]:
-    """The objects in a value that should be a list of them."""
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
-
-
 def stage_order(name: str) -> tuple[int, str]:
     """Sorts stages in the order of training, and others behind them."""
     return [*STAGE_TITLES, name].index(name), name

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from quern.records import strict
+from quern.records import objects, strict
 
 Body = TypeVar("Body", dict[str, Any], list[Any])
 
@@ -47,19 +47,6 @@ class KeptFile:
             return self.path.read_bytes()
         except OSError:
             return b""
-
-
-def objects(value: Any) -> list[dict[str, Any]]:
-    """The objects in a value that should be a list of them."""
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
-
-
-def flatten(body: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested objects as one, with dotted names."""
-    flat: dict[str, Any] = {}
-    for name, value in body.items():
-        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat
 
 
 def is_number(value: Any) -> bool:

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from quern.lab.board.curve import Curve, KeptFile, flatten, is_number, objects
-from quern.records import EVENTS, METRICS
+from quern.lab.board.curve import Curve, KeptFile, is_number
+from quern.records import EVENTS, METRICS, objects
+from quern.runs.origin import flat
 
 STUCK_SECONDS, STUCK_GAPS = 120, 10
 """A run is stuck after this long without a line, and this many times the usual time between two lines."""
@@ -68,7 +69,7 @@ class Run(Entry):
     def refresh(self, points: int, now: float) -> None:
         """Reads what has changed. now: seconds since the epoch."""
         if self._recipe.changed():
-            self.recipe = flatten(self._recipe.json({}))
+            self.recipe = flat(self._recipe.json({}))
         self.curve.refresh(points)
         if self._events.changed():
             events = self._events.lines()
@@ -135,7 +136,7 @@ class Study:
             arms.setdefault((entry.name, entry.steps), []).append(entry)
         shown = {k: v for k, v in self.registered.items() if k not in ("recipe", "rungs", "plan")}
         return {
-            "registered": flatten(shown),
+            "registered": flat(shown),
             "verdicts": [_verdict(row) for row in objects(self._verdicts.json([]))],
             "arms": [_arm(entries) for entries in arms.values()],
         }
@@ -162,7 +163,7 @@ def _trial(trial: dict[str, Any], recipes: dict[str, Any]) -> Entry:
     entry = Entry(arm, f"seed {trial.get('seed')}", curve)
     entry.status = "diverged" if trial.get("bpb") is None else "finished"
     entry.steps = steps if is_number(steps := trial.get("steps")) else None
-    entry.recipe = flatten(recipe) if isinstance(recipe, dict) else {}
+    entry.recipe = flat(recipe) if isinstance(recipe, dict) else {}
     entry.recipe |= {k: trial[k] for k in ("seed", "data_seed", "pair", "rung", "value") if k in trial}
     entry.recipe |= {"arm": arm, "train.steps": entry.steps}
     return entry

@@ -17,9 +17,9 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from socketserver import TCPServer
+from socketserver import ThreadingTCPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -48,10 +48,11 @@ SECURITY_HEADERS = {
 REPORT_POLICY = SECURITY_HEADERS | {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
 
 
-class Server(ThreadingHTTPServer):
+class Server(ThreadingTCPServer):
     """Answers for one output folder. Bound when it is created; `serve_forever` runs it."""
 
-    daemon_threads = True
+    # HTTPServer would look up the host's full name, which can take seconds.
+    allow_reuse_address = daemon_threads = True
 
     def __init__(self, options: BoardOptions) -> None:
         """Raises OSError if the address cannot be used; the message names the flags."""
@@ -65,11 +66,6 @@ class Server(ThreadingHTTPServer):
             raise OSError(
                 f"cannot serve at {options.host}:{options.port} ({error.strerror}): choose another --port or --host"
             ) from error
-
-    def server_bind(self) -> None:
-        """Binds without the look-up of the host's full name, which can take seconds."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        TCPServer.server_bind(self)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Prints no traceback for a client that has left."""
