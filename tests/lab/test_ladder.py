@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from quern.lab.arms import Arm, Seeds, Train
-from quern.lab.ladder.multiplier import Curve, Difference, Mean, course, multiplier, told
+from quern.lab.ladder.multiplier import Curve, Mean, course, multiplier, told
 from quern.lab.ladder.report import calibration, predictions, rows, study_lines, study_tables
 from quern.lab.ladder.study import (
     BASELINES,
@@ -31,6 +31,7 @@ from quern.lab.ladder.study import (
 from quern.lab.ladder.work import LOOKS, TUNE_SEEDS, Worker, chosen, judged, proxy_line
 from quern.lab.options import CompareOptions
 from quern.lab.trainer import Trial
+from quern.lab.verdict import Finding
 from quern.recipe import TrainRecipe
 from quern.recipes.gpt import RECIPE
 
@@ -321,16 +322,20 @@ def test_a_rung_sets_what_an_idea_leaves_open() -> None:
     assert numbers(at_rung(offset, rung)) != numbers(recipe)
 
 
+def finding(difference: float, error: float, degrees: float) -> Finding:
+    return Finding("undecided", 5, 0, difference, error, degrees, (-math.inf, math.inf), math.nan)
+
+
 def test_a_curve_inverts_itself_and_needs_two_rungs() -> None:
     means = [Mean(c, loss(c), 1e-4) for c in (1e13, 4e13, 1.6e14, 6.4e14)]
     curve = Curve(means)
     assert curve.loss(2e13)[0] == pytest.approx(loss(2e13), abs=2e-3)
-    difference = Difference(loss(1.3 * 4e13) - loss(4e13), 1e-4, 10.0)
-    found = told(multiplier(curve, 4e13, 4e13, difference))
+    saves = finding(loss(1.3 * 4e13) - loss(4e13), 1e-4, 10.0)
+    found = told(multiplier(curve, 4e13, 4e13, saves))
     assert found.value == pytest.approx(1.3, rel=0.02) and found.low < found.value < found.high
-    twice = told(multiplier(curve, 4e13, 8e13, difference))
+    twice = told(multiplier(curve, 4e13, 8e13, saves))
     assert twice.value == pytest.approx(found.value / 2), "an idea that costs twice as much saves half as much"
-    assert course([4e13], [multiplier(curve, 4e13, 4e13, difference)]) is None
+    assert course([4e13], [multiplier(curve, 4e13, 4e13, saves)]) is None
 
 
 def test_the_trend_of_a_multiplier_that_holds_is_rarely_called_another() -> None:
@@ -340,7 +345,7 @@ def test_the_trend_of_a_multiplier_that_holds_is_rarely_called_another() -> None
         logs = []
         for compute in SIZES.values():
             seen = loss(1.1 * compute) - loss(compute) + 2e-3 * rng.normal()
-            logs.append(multiplier(curve, compute, compute, Difference(seen, 2e-3, 1e6, f"{study} {compute}")))
+            logs.append(multiplier(curve, compute, compute, finding(seen, 2e-3, 1e6), f"{study} {compute}"))
         found = course(list(SIZES.values()), logs)
         assert found is not None
         covered.append(found.factor.low <= 1.0 <= found.factor.high)

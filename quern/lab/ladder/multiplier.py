@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.floating[Any]]
+from quern.lab.verdict import Finding, Floats
+
 DRAWS, SEED, LEVEL = 2_000, 7, 0.95
 LIMITS = 64
 """Values of E that are tried, from 0 to 98 % of the lowest loss."""
@@ -85,22 +85,14 @@ class Curve:
         return np.where(above > 0, found, math.inf)
 
 
-class Difference(NamedTuple):
-    """Idea − baseline in bits per byte, with its standard error and degrees of freedom. key: names its draws, which
-    differ from those of other ideas and rungs; those of the baseline's curve are the same for all."""
-
-    value: float
-    error: float
-    degrees: float
-    key: str = ""
-
-
-def multiplier(curve: Curve, base: float, own: float, difference: Difference) -> Floats:
-    """ln of an idea's compute multiplier, by draw; the first is the estimate."""
-    degrees, generator = difference.degrees, np.random.default_rng([SEED, *difference.key.encode()])
+def multiplier(curve: Curve, base: float, own: float, found: Finding, key: str = "") -> Floats:
+    """ln of an idea's compute multiplier, by draw; the first is the estimate. base, own: what the baseline and the idea
+    spend; key: names the draws of the difference, which differ from those of other ideas and rungs; those of the
+    baseline's curve are the same for all."""
+    degrees, generator = found.degrees, np.random.default_rng([SEED, *key.encode()])
     noise = generator.standard_t(min(degrees, 1e6), DRAWS) if degrees > 0 else np.full(DRAWS, math.nan)
     noise[0] = 0.0
-    logs_D = curve.log_compute(curve.loss(base) + difference.value + difference.error * noise) - math.log(own)
+    logs_D = curve.log_compute(curve.loss(base) + found.difference + found.error * noise) - math.log(own)
     return np.clip(logs_D, -MOST, MOST)
 
 

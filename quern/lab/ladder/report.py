@@ -15,7 +15,6 @@ import numpy as np
 from quern.lab.ladder.multiplier import (
     Course,
     Curve,
-    Difference,
     Estimate,
     Floats,
     Mean,
@@ -64,16 +63,15 @@ def rows(study: Comparison) -> list[Row]:
             base, own = finished(study, study.plan.base, rung), finished(study, idea, rung)
             if flops is None or finding.pairs < min(LOOKS[0], study.plan.most_pairs):
                 continue
-            difference = Difference(finding.difference, finding.error, finding.degrees, f"{idea} {rung}")
-            spent = statistics.fmean(one.flops for one in base)
+            key, spent = f"{idea} {rung}", statistics.fmean(one.flops for one in base)
             row.computes[rung] = spent
-            row.flops[rung] = multiplier(flops, spent, statistics.fmean(one.flops for one in own), difference)
+            row.flops[rung] = multiplier(flops, spent, statistics.fmean(one.flops for one in own), finding, key)
             speed = study.speeds.get((idea, rung))
             if speed is not None and seconds is not None:
                 time = statistics.median(one.seconds for one in base)
                 steps = own[0].steps / base[0].steps  # the ratio is that of a step
-                logs = multiplier(seconds, time, time * speed["ratio"] * steps, difference)
-                noise = np.random.default_rng(rung).standard_normal(len(logs)) * speed["error"]
+                logs = multiplier(seconds, time, time * speed.ratio * steps, finding, key)
+                noise = np.random.default_rng(rung).standard_normal(len(logs)) * speed.error
                 row.seconds[rung] = logs + noise * (np.arange(len(logs)) > 0)
         found.append(row)
     return sorted(found, key=lambda row: -row.flops[max(row.flops)][0] if row.flops else math.inf)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Self, TypedDict
 
 import quern
+from quern.lab.axes import Speed
 from quern.lab.study import Study
 from quern.lab.trainer import Trial
 from quern.recipe import OPERATIONAL, Recipe
@@ -145,15 +146,12 @@ ARMS, TRIALS, SPEEDS, BASELINES = "arms.jsonl", "trials.jsonl", "speeds.jsonl", 
 FILES = (Study.PLAN, ARMS, TRIALS, SPEEDS, BASELINES)
 
 
-class SpeedRecord(TypedDict):
-    """The speed of an idea on a rung, as `lab.axes.Speed`."""
+@dataclass(frozen=True, kw_only=True)
+class SpeedRecord(Speed):
+    """The speed of an idea on a rung."""
 
     recipe: str
     rung: int
-    ratio: float
-    error: float
-    seconds: float
-    pairs: int
 
 
 Ngrams = TypedDict("Ngrams", {"rung": int, "1": float, "2": float, "3": float})
@@ -197,8 +195,7 @@ class ArmRecord:
 @dataclass(frozen=True, kw_only=True)
 class TrialRecord(Trial):
     """A finished trial, and what it rests on. seed: of the pair; value: of the tuned field, None for the recipe's own;
-    changed: tracked files that differed from the commit; time: its end; text, numbers, code: fingerprints, as in `Plan`
-    and `ArmRecord`; error: why there is no result."""
+    changed: tracked files that differed from the commit; time: its end; error: why there is no result."""
 
     rung: int
     value: float | None = None
@@ -206,9 +203,6 @@ class TrialRecord(Trial):
     changed: tuple[str, ...] = ()
     machine: str = ""
     time: str = ""
-    text: str = ""
-    numbers: str = ""
-    code: str = ""
     error: str = ""
 
 
@@ -244,7 +238,7 @@ class Comparison(Study):
         for trial in read_lines(self.folder / TRIALS, TrialRecord):
             self.trials.setdefault((trial.recipe, trial.rung, trial.value), {}).setdefault(trial.seed, trial)
         speeds: list[SpeedRecord] = read_lines(self.folder / SPEEDS, SpeedRecord)
-        self.speeds = {(one["recipe"], one["rung"]): one for one in speeds}
+        self.speeds = {(one.recipe, one.rung): one for one in speeds}
         ngrams: list[Ngrams] = read_lines(self.folder / BASELINES, Ngrams)
         self.ngrams = {one["rung"]: one for one in ngrams}
 
