@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -40,18 +41,38 @@ class WorkerOptions(DeviceOptions):
 
 
 @dataclass(frozen=True)
-class CompareOptions:
-    """Flags of `quern lab compare`: fields of every arm's recipe, and the rules of the study."""
+class StudyOptions:
+    """Flags of every tool that trains trials: the fields of the recipe, and the study."""
 
     refusals: ClassVar = TRIALS
 
     recipe: Annotated[Recipe, Mark.FLAT]
-    where: Annotated[WorkerOptions, Mark.FLAT] = field(default_factory=WorkerOptions)
-    out: Path = Path("out")
+    where: Annotated[WorkerOptions, Mark.FLAT] = field(default_factory=WorkerOptions, kw_only=True)
+    out: Path = field(default=Path("out"), kw_only=True)
     """The output folder; studies are in its folder lab."""
-    study: str | None = None
+    study: str | None = field(default=None, kw_only=True)
     """The study's name; an existing study continues, also in several processes at a time. Default: from the names of
-    the arms, or ladder."""
+    the arms or of the .toml files, or the name of the tool."""
+
+    def __post_init__(self) -> None:
+        name = self.study or self.default
+        if not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
+            raise ValueError(f"a study cannot be called '{name}': use letters, digits, - _ and .")
+
+    @property
+    def folder(self) -> Path:
+        return self.out / "lab" / (self.study or self.default)
+
+    @property
+    def default(self) -> str:
+        """The study's name by default."""
+        return "ladder"
+
+
+@dataclass(frozen=True)
+class CompareOptions(StudyOptions):
+    """Flags of `quern lab compare`: fields of every arm's recipe, and the rules of the study."""
+
     workers: Few = 1
     """Arms that train at the same time: on GPUs each worker has one, on a CPU they share its threads."""
     ray: str | None = None
@@ -90,18 +111,11 @@ class LogOptions:
 
 
 @dataclass(frozen=True)
-class SweepOptions:
+class SweepOptions(StudyOptions):
     """Flags of `quern lab sweep`: the fields of the recipe, and the search."""
 
-    refusals: ClassVar = TRIALS
-
-    recipe: Annotated[Recipe, Mark.FLAT]
     space: tuple[str, ...] = ()
     """The fields to vary: FIELD=LOW..HIGH, FIELD=LOW..HIGH:log, FIELD=LOW..HIGH:STEP, FIELD=A,B,C; or .toml files."""
-    out: Path = Path("out")
-    """The output folder; studies are in its folder lab."""
-    study: str | None = None
-    """The study's name; an existing study continues. Default: the name of the .toml file, or sweep."""
     sampler: Literal["tpe", "gp", "random", "grid"] = "tpe"
     """gp: a Gaussian process, for up to about 100 costly trials. grid: all combinations, without --trials."""
     pruner: Literal["none", "wilcoxon", "hyperband"] = "none"
@@ -116,35 +130,23 @@ class SweepOptions:
     workers: Few = 1
     """Processes on this machine that run trials at the same time. On another machine that shares the folder, run the
     same command."""
-    where: Annotated[WorkerOptions, Mark.FLAT] = field(default_factory=WorkerOptions)
 
     @property
-    def name(self) -> str:
-        files = [Path(entry).stem for entry in self.space if entry.endswith(".toml")]
-        return self.study or "-".join(files) or "sweep"
-
-    @property
-    def folder(self) -> Path:
-        return self.out / "lab" / self.name
+    def default(self) -> str:
+        return "-".join(Path(entry).stem for entry in self.space if entry.endswith(".toml")) or "sweep"
 
 
 @dataclass(frozen=True)
-class ScalingOptions:
+class ScalingOptions(StudyOptions):
     """Flags of `quern lab scaling`: the fields of the recipe, and the grid."""
 
-    refusals: ClassVar = TRIALS
-
-    recipe: Annotated[Recipe, Mark.FLAT]
+    study: str = field(default="scaling", kw_only=True)
     budgets: tuple[Annotated[float, Interval(gt=0, le=1e30)], ...] = (1e13, 3e13, 1e14, 3e14)
     """Training FLOPs of a run."""
     sizes: tuple[str, ...] = ("1", "2", "3", "4", "5", "6", "7")
     """Models of each budget: a depth, or DEPTHxWIDTH."""
     seeds: Few = 1
     """Runs of each cell, with seeds 0, 1, …"""
-    study: str = "scaling"
-    """The study's name."""
-    out: Path = Path("out")
-    """The output folder; the study is in lab/ below it."""
     tokens_per_second: Positive | None = None
     """Measured training speed of the recipe at its own --depth (`quern bench train`), to estimate the time. Default: no
     estimate before the first run."""
@@ -158,11 +160,6 @@ class ScalingOptions:
     check: str | None = None
     """A study whose prediction is compared with this one's optimum; --budgets must have the budget that it predicts.
     Default: no comparison."""
-    where: Annotated[WorkerOptions, Mark.FLAT] = field(default_factory=WorkerOptions)
-
-    @property
-    def folder(self) -> Path:
-        return self.out / "lab" / self.study
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,20 +17,15 @@ from typing import Any, Self, TypeVar
 
 from quern import __version__
 from quern.machine import Machine
+from quern.process import to_stderr
 from quern.records import append_synced, drop_torn_end, git_hash, read_json, strict
-from quern.temporaries import holder, write_whole
+from quern.runs.origin import flat
+from quern.temporaries import alone_in, holder, write_whole
 
 FIXED = {"device": "--device", "dtype": "--dtype", "compiled": "--compile"}
 """Facts of the machine that change the numbers, and the flags that set them."""
 WAIT_SECONDS = 1.0
 Job = TypeVar("Job")
-
-
-def check_name(name: str) -> str:
-    """Returns the name of a study, which is also that of its folder. Raises ValueError if it could be a path."""
-    if not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
-        raise ValueError(f"a study cannot be called '{name}': use letters, digits, - _ and .")
-    return name
 
 
 def now() -> str:
@@ -66,8 +60,7 @@ class Study:
     @classmethod
     def register(cls, folder: Path, plan: Mapping[str, Any]) -> Self:
         """Opens a study, and writes its plan if it is new. Raises ValueError if it has another plan."""
-        folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder):
+        with alone_in(folder, to_stderr):
             if not (folder / cls.PLAN).exists():
                 write_whole(folder / cls.PLAN, json.dumps(strict(plan), indent=1, allow_nan=False) + "\n")
         study = cls(folder)
@@ -76,18 +69,19 @@ class Study:
 
     def compare_plan(self, plan: Mapping[str, Any]) -> None:
         """Raises ValueError if the study has another plan; the facts of the first start may differ."""
-        if changed := list(_differences(self.body | {"facts": None}, strict(plan) | {"facts": None})):
+        old, new = (flat(body | {"facts": None}) for body in (self.body, strict(plan)))
+        if changed := sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name)):
             raise ValueError(
                 f"the study {self.name} was registered with another {', '.join(changed)}, which must not change after "
                 "the first run: give the same arguments, or name another study with --study"
             )
 
-    def compare_facts(self, facts: dict[str, Any] | None) -> str | None:
-        """Returns a warning if other code or another PyTorch made the first start. Raises ValueError if the device, the
+    def compare_facts(self, facts: dict[str, Any] | None, log: Callable[[str], None]) -> None:
+        """Logs a warning if other code or another PyTorch made the first start. Raises ValueError if the device, the
         dtype or the use of torch.compile differ. facts: those of this start; None if they are unknown."""
         before = self.body["facts"]
         if before is None or facts is None:
-            return None
+            return
         old, new = before["machine"], facts["machine"]
         fixed = [f"{flag} ({old[key]} then, {new[key]} now)" for key, flag in FIXED.items() if old[key] != new[key]]
         if fixed:
@@ -97,9 +91,8 @@ class Study:
             )
         pairs = [(key, before.get(key), facts.get(key)) for key in ("quern", "commit")]
         pairs.append(("torch", old.get("torch"), new.get("torch")))
-        changed = [f"{key} {one} then, {other} now" for key, one, other in pairs if one != other]
-        text = f"warning: the study '{self.name}' was started by other software: {'; '.join(changed)}"
-        return text if changed else None
+        if changed := [f"{key} {one} then, {other} now" for key, one, other in pairs if one != other]:
+            log(f"warning: the study '{self.name}' was started by other software: {'; '.join(changed)}")
 
     @property
     def name(self) -> str:
@@ -110,7 +103,7 @@ class Study:
 
     def add(self, file: str, body: Mapping[str, Any]) -> None:
         """Appends a line to one of the study's files, waits until it is on the disk, and reads the records again."""
-        with _alone(self.folder):
+        with alone_in(self.folder, to_stderr):
             drop_torn_end(self.folder / file)
             append_synced(self.folder / file, strict(body))
         self.refresh()
@@ -144,20 +137,3 @@ class Study:
             else:
                 time.sleep(WAIT_SECONDS)  # other processes do all of them
                 self.refresh()
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    with (folder / ".append").open("a", encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Dotted names of what differs; a missing value is null."""
-    for name in sorted(old.keys() | new.keys()):
-        before, after = old.get(name), new.get(name)
-        if isinstance(before, dict) and isinstance(after, dict):
-            yield from _differences(before, after, f"{prefix}{name}.")
-        elif before != after:
-            yield prefix + name

@@ -10,7 +10,7 @@ from optuna import create_study
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from quern.flags.recipe_file import read_recipe_file
-from quern.lab.search.space import apply, read_space
+from quern.lab.search.space import apply, distributions, point, read_space
 from quern.recipe import Recipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
@@ -34,8 +34,8 @@ ENTRIES: dict[str, BaseDistribution] = {
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_an_entry_sets_its_field(entry: str) -> None:
     space, name = read_space([entry], RECIPE), entry.partition("=")[0].replace("-", "_")
-    assert space.distributions() == {name: ENTRIES[entry]}
-    values = create_study().ask(space.distributions()).params
+    assert distributions(space) == {name: ENTRIES[entry]}
+    values = create_study().ask(distributions(space)).params
     changed = apply(RECIPE, values)
     part, _, own = name.rpartition(".")
     assert getattr(getattr(changed, part) if part else changed, own) == values[name]
@@ -86,7 +86,7 @@ def test_a_file_means_the_same_as_its_entries(tmp_path: Path) -> None:
     )
     entries = ["depth=2,4", "optim.matrix-lr=0.005..0.08:log", "model.windows=SSSL,L"]
     assert read_space([str(file)], RECIPE) == read_space(entries, RECIPE)
-    assert read_space([str(file), "train.final-lr=0..0.1"], RECIPE).texts()["train.final_lr"] == "0..0.1"
+    assert read_space([str(file), "train.final-lr=0..0.1"], RECIPE)["train.final_lr"].text == "0..0.1"
     for wrong in (b"depth = ", b"\xff\xfe"):
         file.write_bytes(wrong)
         with pytest.raises(ValueError, match=r"two\.toml is not TOML"):
@@ -108,7 +108,8 @@ EDGES = [
 
 @pytest.mark.parametrize(("entry", "value", "edge"), EDGES)
 def test_the_edge_of_a_range(entry: str, value: object, edge: str | None) -> None:
-    assert read_space([entry], RECIPE).dimensions[0].edge(value) == edge
+    (dimension,) = read_space([entry], RECIPE).values()
+    assert dimension.edge(value) == edge
 
 
 def test_the_recipes_own_values_are_a_point_if_they_are_in_the_space() -> None:
@@ -123,7 +124,7 @@ def test_the_recipes_own_values_are_a_point_if_they_are_in_the_space() -> None:
         ("train.clip-norm=none,1", None),
     ):
         name = entry.partition("=")[0].replace("-", "_")
-        both = read_space([entry, "optim.head-lr=0.001..0.1"], recipe).point(recipe)
+        both = point(read_space([entry, "optim.head-lr=0.001..0.1"], recipe), recipe)
         assert both == (None if value == "absent" else {name: value, "optim.head_lr": 0.008}), entry
 
 
@@ -133,4 +134,4 @@ def test_the_spaces_of_the_studies_are_around_their_recipes_values(path: Path) -
         next(one for one in (path.with_suffix(".py"), EXPERIMENTS / f"{path.stem}.py") if one.exists())
     )[0]
     space = read_space([str(path)], recipe)
-    assert space.point(resolve(recipe)) is not None
+    assert point(space, resolve(recipe)) is not None

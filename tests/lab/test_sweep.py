@@ -24,7 +24,7 @@ from quern.flags.recipe_flags import Arguments, parse
 from quern.lab import search
 from quern.lab.options import SweepOptions
 from quern.lab.search.results import importances, write_results
-from quern.lab.search.space import apply, read_space
+from quern.lab.search.space import apply, point, read_space
 from quern.lab.search.sweep import run
 from quern.lab.search.trials import Sweep, fill
 from quern.lab.study import start_facts
@@ -330,13 +330,13 @@ def test_a_run_that_diverged_is_null_in_the_records_and_counts_in_the_difference
 def test_the_recipe_of_all_rates_is_the_baseline_until_a_field_changes() -> None:
     recipe, _ = read_recipe_file(ROOT / "experiments/studies/rates.py")
     space = read_space([str(ROOT / "experiments/studies/rates.toml")], recipe)
-    assert len(space.dimensions) == 34
+    assert len(space) == 34
     ours = resolve(replace(recipe, train=replace(recipe.train, steps=100)))
     base = resolve(replace(BASELINE, train=replace(BASELINE.train, steps=100)))
     assert ours.make_rules(ours) == table(base)
     told, baseline = ours.make_schedule(ours.train), warmup_stable_decay(base.train)
     assert [told(step) for step in range(100)] == [baseline(step) for step in range(100)]
-    assert space.point(ours) is not None
+    assert point(space, ours) is not None
     changed = apply(ours, {"optim.x0_scales_beta1": 0.9, "train.momentum_final": 0.85, "optim.matrix_lr": 0.03})
     rules: Callable[[Recipe], Any] = changed.make_rules
     assert rules(changed)["x0_scales"].rule.betas[0] == 0.9

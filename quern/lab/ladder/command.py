@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from quern import machine as machines
@@ -29,7 +29,7 @@ from quern.lab.ladder.study import (
 )
 from quern.lab.ladder.work import Worker, finished, proxy_line
 from quern.lab.options import CompareOptions
-from quern.lab.study import check_name, now, start_facts
+from quern.lab.study import now, start_facts
 from quern.lab.verdict import Rules
 from quern.process import together
 from quern.recipe import Resolved
@@ -55,8 +55,9 @@ def run(
     rung on."""
     base, rungs = arms[0], RUNGS if options.ladder else one_size(arms[0].recipe)
     _check(base, options, named, rungs)
-    name = "ladder" if options.ladder else "-".join(arm.name for arm in arms)[:60]
-    folder = options.out / "lab" / check_name(options.study or name)
+    if not options.ladder and not options.study:
+        options = replace(options, study="-".join(arm.name for arm in arms)[:60])
+    folder = options.folder
     device = options.where.arguments(1 if options.ray else options.workers)
     machine = machines.detect(**device)
     if options.ray:

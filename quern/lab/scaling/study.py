@@ -19,7 +19,7 @@ from quern.lab.options import ScalingOptions
 from quern.lab.scaling.fits import FEWEST_CELLS, LEVEL, Envelope, Estimate, envelope
 from quern.lab.scaling.isoflop import CONVENTIONS, TOLERANCE, Cell, Key, Plan, Stability, make_plan, most_stable
 from quern.lab.scaling.parametric import SurfaceFit, fit_surface
-from quern.lab.study import Study, check_name
+from quern.lab.study import Study
 from quern.lab.trainer import Trainer
 from quern.model.count import flop_counter
 from quern.recipe import OPERATIONAL
@@ -50,7 +50,6 @@ class Grid(Study):
 
 def planned(options: ScalingOptions, log: Callable[[str], None]) -> Plan:
     """Makes the plan of a study, and logs it. Raises ValueError for flags that make none."""
-    check_name(options.study)
     if options.recipe.train.steps is not None or options.recipe.train.minutes is not None:
         raise ValueError("the budget decides how long a run trains: leave out train.steps and train.minutes")
     if len(set(options.sizes)) < FEWEST_CELLS:
@@ -83,8 +82,7 @@ def run(
         study.compare_plan(description)
     else:
         study = Grid.register(options.folder, description)
-        if warning := study.compare_facts(facts):
-            log(warning)
+        study.compare_facts(facts, log)
         failed = _train(study, options, plan, trainer, log)
     body, lines = fit_study(plan, study.finished, options.resamples)
     write_whole(options.folder / FITS, json.dumps(body, indent=2, allow_nan=False) + "\n")

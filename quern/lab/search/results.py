@@ -55,9 +55,9 @@ def write_results(sweep: Sweep, study: optuna.Study, space: Space) -> list[str]:
         "edges": edge_warnings(space, best) if best else [],
     }
     write_whole(folder / RESULTS, json.dumps(strict(facts), indent=2, allow_nan=False) + "\n")
-    names = sorted(space.texts(), key=lambda name: -weights.get(name, 0.0))[:SHOWN_FIELDS]
-    draw_pairs(folder / FIGURE, ranked, [one for name in names for one in space.dimensions if one.name == name])
-    return _lines(folder, facts, ranked, names, len(space.dimensions))
+    names = sorted(space, key=lambda name: -weights.get(name, 0.0))[:SHOWN_FIELDS]
+    draw_pairs(folder / FIGURE, ranked, [space[name] for name in names])
+    return _lines(folder, facts, ranked, names, len(space))
 
 
 def importances(study: optuna.Study) -> dict[str, float]:
@@ -84,10 +84,10 @@ def importances(study: optuna.Study) -> dict[str, float]:
 def edge_warnings(space: Space, best: Line) -> list[str]:
     """One line for each field whose best value is at the edge of its range."""
     found = []
-    for one in space.dimensions:
-        value = best["values"][one.name]
+    for name, one in space.items():
+        value = best["values"][name]
         if edge := one.edge(value):
-            told = f"the best {flag(one.name)} ({value:.4g}) is at the {edge} edge of {one.text}: search "
+            told = f"the best {flag(name)} ({value:.4g}) is at the {edge} edge of {one.text}: search "
             found.append(f"{told}{'lower' if edge == 'lower' else 'higher'} values too")
     return found
 

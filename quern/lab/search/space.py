@@ -15,7 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from quern.field_types import range_of, refuse_outside
+from quern.field_types import range_of
 from quern.flags.recipe_flags import field_names
 from quern.lab.verdict import score
 from quern.recipe import FOR_FINE_TUNING, FOR_RL, OPERATIONAL, Recipe
@@ -42,58 +42,39 @@ EDGE_SHARE = 0.05
 
 @dataclass(frozen=True)
 class Dimension:
-    """The values of one field: a range from `low` to `high`, included and both int for a whole field, or `choices`.
-    text: as they were written; step: None is 1 for a whole field, and any value for the others; log: uniform in the
-    logarithm."""
+    """The values of one field. text: as they were written; distribution: Optuna's over them."""
 
     name: str
     text: str
-    low: float = 0
-    high: float = 0
-    step: float | None = None
-    log: bool = False
-    choices: tuple[Any, ...] = ()
+    distribution: Any
 
     @property
-    def whole(self) -> bool:
-        return isinstance(self.low, int)
+    def choices(self) -> tuple[Any, ...]:
+        return getattr(self.distribution, "choices", ())
 
-    def __contains__(self, value: Any) -> bool:
-        if self.choices:
-            return value in self.choices
-        if value is None or not self.low <= value <= self.high:
-            return False
-        steps = (value - self.low) / self.step if self.step else 0.0
-        return math.isclose(steps, round(steps), abs_tol=1e-9)
+    @property
+    def log(self) -> bool:
+        """Whether a range is uniform in the logarithm."""
+        return getattr(self.distribution, "log", False)
 
     def values(self) -> tuple[Any, ...]:
         """All values, for a grid; empty for a range without a step."""
-        if self.choices or self.step is None:
+        of = self.distribution
+        if self.choices or self.log or ":" not in self.text:
             return self.choices
-        count = round((self.high - self.low) / self.step) + 1
-        found = [self.low + index * self.step for index in range(count)]
+        found = (of.low + index * of.step for index in range(round((of.high - of.low) / of.step) + 1))
         # 0.2 + 2 · 0.2 is above 0.6, which Optuna refuses.
-        return tuple(found if self.whole else (min(self.high, float(f"{one:.12g}")) for one in found))
-
-    def distribution(self) -> Any:
-        """Optuna's distribution over the values."""
-        from optuna import distributions  # of an extra, without which the log shows records
-
-        if self.choices:
-            return distributions.CategoricalDistribution(self.choices)
-        if self.whole:
-            return distributions.IntDistribution(int(self.low), int(self.high), self.log, int(self.step or 1))
-        return distributions.FloatDistribution(self.low, self.high, self.log, self.step)
+        return tuple(one if isinstance(one, int) else min(of.high, float(f"{one:.12g}")) for one in found)
 
     def edge(self, value: Any) -> str | None:
         """Whether a value is at the "lower" or "upper" edge, beyond which the field could go: no limit of its range. Of
         choices, only those of at least three numbers have edges."""
-        low, high, within = self.low, self.high, EDGE_SHARE
-        if self.choices:
-            numbers = [one for one in self.choices if _is_number(one)]
-            if len(numbers) < 3 or value not in numbers:
-                return None
-            low, high, within = min(numbers), max(numbers), 0.0
+        numbers, within = [one for one in self.choices if _is_number(one)], 0.0
+        if not self.choices:
+            numbers, within = [self.distribution.low, self.distribution.high], EDGE_SHARE
+        elif len(numbers) < 3 or value not in numbers:
+            return None
+        low, high = min(numbers), max(numbers)
         start, at, end = (math.log(one) if self.log else one for one in (low, value, high))
         share = (at - start) / (end - start)
         allowed = range_of(annotation_of(self.name))
@@ -102,23 +83,24 @@ class Dimension:
         return "upper" if share >= 1 - within and (allowed is None or high < allowed.ends[1]) else None
 
 
-@dataclass(frozen=True)
-class Space:
-    """The dimensions of a search."""
+Space = dict[str, Dimension]
+"""The dimensions of a search, by the names of their fields."""
 
-    dimensions: tuple[Dimension, ...]
 
-    def distributions(self) -> dict[str, Any]:
-        return {one.name: one.distribution() for one in self.dimensions}
+def distributions(space: Space) -> dict[str, Any]:
+    return {name: one.distribution for name, one in space.items()}
 
-    def point(self, recipe: Recipe) -> dict[str, Any] | None:
-        """The values of a resolved recipe, or None if the space does not contain them."""
-        found = {one.name: attrgetter(one.name)(recipe) for one in self.dimensions}
-        return found if all(found[one.name] in one for one in self.dimensions) else None
 
-    def texts(self) -> dict[str, str]:
-        """The values of each field, as they were written."""
-        return {one.name: one.text for one in self.dimensions}
+def point(space: Space, recipe: Recipe) -> dict[str, Any] | None:
+    """The values of a resolved recipe, or None if the space does not contain them."""
+    from optuna.trial import create_trial
+
+    found = {name: attrgetter(name)(recipe) for name in space}
+    try:
+        create_trial(value=0.0, params=found, distributions=distributions(space))
+    except ValueError:
+        return None
+    return found
 
 
 def apply(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
@@ -136,15 +118,13 @@ def read_space(entries: Sequence[str], recipe: Recipe) -> Space:
     texts = [line for entry in entries for line in (_file(Path(entry)) if entry.endswith(".toml") else [entry])]
     if not texts:
         raise ValueError(f"the space is empty: give --space a .toml file or entries; {FORMS}")
-    found: dict[str, Dimension] = {}
+    found: Space = {}
     for text in texts:
         one = _dimension(text, recipe)
         if one.name in found:
             raise ValueError(f"{flag(one.name)} is in the space twice: leave one of its entries out")
         found[one.name] = one
-        for value in one.choices or (one.low, one.high):
-            check(apply(recipe, {one.name: value}))
-    return Space(tuple(found.values()))
+    return found
 
 
 def _file(path: Path) -> list[str]:
@@ -162,6 +142,8 @@ def _file(path: Path) -> list[str]:
 
 
 def _dimension(entry: str, recipe: Recipe) -> Dimension:
+    from optuna.distributions import CategoricalDistribution  # of an extra, without which the log shows records
+
     given, equals, text = (part.strip() for part in entry.partition("="))
     name = given.replace("-", "_")
     if not equals or not text:
@@ -173,12 +155,17 @@ def _dimension(entry: str, recipe: Recipe) -> Dimension:
     body, _, how = text.partition(":")
     low, dots, high = body.partition("..")
     if dots:
-        return _range(name, text, (low, high, how), kinds)
+        return _range(name, text, (low, high, how), kinds, recipe)
     choices = tuple(_value(word.strip(), kinds, entry) for word in text.split(","))
     if len(set(choices)) < max(2, len(choices)):
         raise ValueError(f"'{entry}' needs at least two choices, all different: {FORMS}")
-    _refuse_range(name, choices)
-    return Dimension(name, text, choices=choices)
+    _check_values(name, choices, recipe)
+    return Dimension(name, text, CategoricalDistribution(choices))
+
+
+def _check_values(name: str, values: Sequence[Any], recipe: Recipe) -> None:
+    for value in values:
+        check(apply(recipe, {name: value}))
 
 
 def _refuse_field(name: str, recipe: Recipe) -> None:
@@ -194,7 +181,9 @@ def _refuse_field(name: str, recipe: Recipe) -> None:
         raise ValueError(f"the recipe has no field '{flag(name)}'{hint}: {FORMS}")
 
 
-def _range(name: str, text: str, parts: tuple[str, str, str], kinds: tuple[type, ...]) -> Dimension:
+def _range(name: str, text: str, parts: tuple[str, str, str], kinds: tuple[type, ...], recipe: Recipe) -> Dimension:
+    from optuna.distributions import FloatDistribution, IntDistribution
+
     whole, (low, high, how) = float not in kinds, parts
     wrong = f"'{flag(name)}={text}' is not a range"
     if int not in kinds and float not in kinds:
@@ -206,7 +195,7 @@ def _range(name: str, text: str, parts: tuple[str, str, str], kinds: tuple[type,
     except ValueError as error:
         numbers = "whole numbers" if whole else "numbers"
         raise ValueError(f"{wrong}: LOW..HIGH, LOW..HIGH:log or LOW..HIGH:STEP, in {numbers}; {FORMS}") from error
-    _refuse_range(name, ends)
+    _check_values(name, ends, recipe)
     if ends[0] >= ends[1]:
         raise ValueError(f"{wrong}: its low end must be below its high end")
     if how == "log" and ends[0] <= 0:
@@ -214,7 +203,8 @@ def _range(name: str, text: str, parts: tuple[str, str, str], kinds: tuple[type,
     steps = (ends[1] - ends[0]) / step if step and step > 0 else 0.0
     if step is not None and (steps < 1 or not math.isclose(steps, round(steps), rel_tol=1e-9)):
         raise ValueError(f"{wrong}: a whole number of steps of {how} must lead from {low} to {high}")
-    return Dimension(name, text, ends[0], ends[1], step, how == "log")
+    make: Any = IntDistribution if whole else FloatDistribution
+    return Dimension(name, text, make(*ends, how == "log", step or (1 if whole else None)))
 
 
 def shown(value: Any, digits: int = 4) -> str:
@@ -239,11 +229,6 @@ def change_line(change: Mapping[str, float]) -> str:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _refuse_range(name: str, values: Sequence[Any]) -> None:
-    for value in filter(_is_number, values):
-        refuse_outside(annotation_of(name), value, flag(name))
 
 
 def _value(word: str, kinds: tuple[type, ...], entry: str) -> Any:

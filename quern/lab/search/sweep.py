@@ -23,9 +23,8 @@ from optuna.exceptions import ExperimentalWarning
 
 from quern.lab.options import SweepOptions
 from quern.lab.search.results import write_results
-from quern.lab.search.space import Space, read_space
+from quern.lab.search.space import Space, point, read_space
 from quern.lab.search.trials import Sweep, Trial, begin, fill
-from quern.lab.study import check_name
 from quern.lab.trainer import Trainer
 from quern.process import end_with_parent, environment
 from quern.recipe import Recipe
@@ -51,22 +50,20 @@ def run(
     more worker, with `--workers 1`; variables: environment of a worker by its number, from 1; facts: of this start, as
     from `study.start_facts`; source: the text of the recipe's file."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    check_name(options.name)
     baseline = resolve(options.recipe)
     space = read_space(options.space, baseline)
     _check(options, space)
     points, is_grid = _points(options, space, baseline), options.sampler == "grid"
     wanted = len(points) if is_grid else options.trials
     sweep = Sweep.register(options.folder, _plan(options, space, baseline.seed, source) | {"facts": facts})
-    if warning := sweep.compare_facts(facts):
-        log(warning)
+    sweep.compare_facts(facts, log)
     if is_worker := WORKER in environment():
         threading.Thread(target=end_with_parent, args=(sys.stdin,), daemon=True).start()
     done = f", {len(sweep.finished):,} finished before" if sweep.finished else ""
-    fields, seeds = counted(len(space.dimensions), "field"), counted(options.seeds, "seed")
-    log(f"sweep {options.name}: {counted(wanted, 'trial')}{done}, {options.sampler} over {fields}, {seeds} each")
+    fields, seeds = counted(len(space), "field"), counted(options.seeds, "seed")
+    log(f"sweep {sweep.name}: {counted(wanted, 'trial')}{done}, {options.sampler} over {fields}, {seeds} each")
     log(f"everything is in {options.folder}")
-    if "train.batch_tokens" in space.texts() and options.recipe.train.steps is not None:
+    if "train.batch_tokens" in space and options.recipe.train.steps is not None:
         log("note: train.steps is fixed, so trials with larger batches train on more tokens")
     if not points:
         log("note: the space does not contain the recipe's own values, so no trial is the baseline")
@@ -74,9 +71,9 @@ def run(
     def do(number: int) -> None:
         if number in sweep.begun:
             log(f"trial {number} was left unfinished: it goes on")
-        point = points[number] if number < len(points) else None
-        study = optuna.create_study(study_name=options.name, sampler=_sampler(options, number), pruner=_pruner(options))
-        trial = begin(sweep, number, space, point, point is not None and not is_grid, study)
+        fixed = points[number] if number < len(points) else None
+        study = optuna.create_study(study_name=sweep.name, sampler=_sampler(options, number), pruner=_pruner(options))
+        trial = begin(sweep, number, space, fixed, fixed is not None and not is_grid, study)
         ended = Trial(sweep, number, options.recipe, trial).run(trainer, log)
         best = min((one["bpb"] for one in sweep.finished if one["outcome"] != "pruned"), default=None)
         shown = "" if best is None else f", best {best:.4f}"
@@ -85,7 +82,7 @@ def run(
     with _more_workers(options, command, variables, log):
         sweep.work(lambda: sweep.missing(wanted), lambda number: f"trial-{number}", do)
     if not is_worker:
-        study = fill(optuna.create_study(study_name=options.name), sweep.finished, space)
+        study = fill(optuna.create_study(study_name=sweep.name), sweep.finished, space)
         for line in write_results(sweep, study, space):
             log(line)
     return 0
@@ -98,7 +95,7 @@ def _plan(options: SweepOptions, space: Space, seed: int, source: str | None) ->
     """The plan on which every worker and every later start of the sweep must agree."""
     return {
         "recipe": options.recipe.to_json(),
-        "space": space.texts(),
+        "space": {name: one.text for name, one in space.items()},
         "seeds": [[seed + pair, seed + pair] for pair in range(options.seeds)],
         "pruner": options.pruner,
         "evaluations": options.evaluations,
@@ -110,11 +107,11 @@ def _plan(options: SweepOptions, space: Space, seed: int, source: str | None) ->
 def _check(options: SweepOptions, space: Space) -> None:
     if options.recipe.train.minutes is not None:
         raise ValueError("a trial trains for steps, so that trials are comparable: give --train.steps")
-    for one in space.dimensions if options.sampler == "grid" else ():
+    for name, one in space.items() if options.sampler == "grid" else ():
         if not one.values():
             raise ValueError(
-                f"a grid needs the values of {(name := flag(one.name))}, not the range {one.text}: list them "
-                f"({name}=A,B,C) or give a step ({name}=LOW..HIGH:STEP)"
+                f"a grid needs the values of {flag(name)}, not the range {one.text}: list them ({flag(name)}=A,B,C) or "
+                f"give a step ({flag(name)}=LOW..HIGH:STEP)"
             )
     if options.pruner == "wilcoxon" and options.seeds < FEWEST_SEEDS_TO_PRUNE:
         raise ValueError(
@@ -128,10 +125,9 @@ def _check(options: SweepOptions, space: Space) -> None:
 def _points(options: SweepOptions, space: Space, baseline: Recipe) -> list[dict[str, Any]]:
     """The trials with fixed values: all of a grid, or the recipe's own values, for comparison."""
     if options.sampler == "grid":
-        names = [one.name for one in space.dimensions]
-        rows = itertools.product(*(one.values() for one in space.dimensions))
-        return [dict(zip(names, row, strict=True)) for row in rows]
-    own = space.point(baseline)
+        rows = itertools.product(*(one.values() for one in space.values()))
+        return [dict(zip(space, row, strict=True)) for row in rows]
+    own = point(space, baseline)
     return [] if own is None else [own]
 
 

@@ -20,7 +20,7 @@ import torch
 from optuna.exceptions import TrialPruned
 from optuna.trial import TrialState
 
-from quern.lab.search.space import Space, apply, shown
+from quern.lab.search.space import Space, apply, distributions, shown
 from quern.lab.study import Study
 from quern.lab.trainer import Point, Trainer
 from quern.lab.verdict import WORST, score
@@ -176,7 +176,7 @@ def begin(
     begun, fill_in = sweep.begun.get(number), fill(study, sweep.finished, space)
     if known := begun.values if begun else point:
         fill_in.enqueue_trial(known)
-    trial = fill_in.ask(space.distributions())
+    trial = fill_in.ask(distributions(space))
     if begun is None:
         sweep.add(RUNNING, {"trial": number, "values": trial.params, "baseline": baseline})
     return trial
@@ -184,14 +184,13 @@ def begin(
 
 def fill(study: optuna.Study, lines: Sequence[dict[str, Any]], space: Space) -> optuna.Study:
     """Adds finished trials to an empty study."""
-    distributions = space.distributions()
     for line in lines:
         pruned = line["outcome"] == "pruned" and not line["runs"]  # in its first run, by Hyperband
         study.add_trial(
             optuna.trial.create_trial(
                 state=TrialState.PRUNED if pruned else TrialState.COMPLETE,
                 params=line["values"],
-                distributions=distributions,
+                distributions=distributions(space),
                 value=None if pruned else line["bpb"],
                 intermediate_values={int(at): value for at, value in line["reported"].items() if value is not None},
                 user_attrs={"outcome": line["outcome"]},
