@@ -7,9 +7,9 @@ they are refused with the reason, and so are fields that have no effect because 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from glob import glob
 from itertools import takewhile
 from operator import attrgetter
@@ -122,21 +122,16 @@ def parse(flags: type[F], recipe: Recipe, arguments: Arguments, *, verb: str, de
         ValueError: A flag is refused; see also `check_flags.check`.
         SystemExit: After the help (code 0).
     """
-    refusals: tuple[Refusal, ...] = (*getattr(flags, "refusals", ()), *EVERYWHERE)
-    names = frozenset(field_names(recipe))
-
-    def why_none(name: str) -> str | None:
-        """The reason why the verb has no flag of this name; None if it may have one."""
-        reason = next((rule.reason for rule in refusals if rule.covers(name, names)), None)
-        return why_unused(name, recipe) if reason is None and name in recipe.unused else reason
-
+    why = partial(
+        why_none, recipe=recipe, refusals=getattr(flags, "refusals", ()), names=frozenset(field_names(recipe))
+    )
     for name in arguments.given:
-        if reason := why_none(name):
+        if reason := why(name):
             raise ValueError(f"--{flag(name)} {reason.format(verb=verb)}")
     offered = []
     for one in check_flags.flags_of(flags, recipe=recipe):
         part, *own = one.path
-        if part == "recipe" and why_none(name := ".".join(own)) is None:
+        if part == "recipe" and why(name := ".".join(own)) is None:
             text = name == "data"  # names, one in each line
             default = tuple(recipe.data.split("\n")) if text else one.default
             rare = not _within(name, f"{OFTEN} {verb.replace(' ', '-')}")
@@ -151,6 +146,13 @@ def parse(flags: type[F], recipe: Recipe, arguments: Arguments, *, verb: str, de
     if "data" in given.get("recipe", ()):
         given["recipe"]["data"] = "\n".join(given["recipe"]["data"])
     return check_flags.made(flags, given, recipe=recipe)
+
+
+def why_none(name: str, recipe: Recipe, refusals: Iterable[Refusal], names: Collection[str]) -> str | None:
+    """The reason why a verb with these refusals has no flag of this name; None if it may have one. names: all fields of
+    the recipe."""
+    reason = next((rule.reason for rule in (*refusals, *EVERYWHERE) if rule.covers(name, names)), None)
+    return why_unused(name, recipe) if reason is None and name in recipe.unused else reason
 
 
 def _within(name: str, parts: str) -> bool:

@@ -58,11 +58,11 @@ REFUSED = {
     "optim.matrix_rate=0.1..0.2": "no field 'optim.matrix-rate'; nearest: optim.matrix-lr",
     "seed=0..5": "seed cannot be in the space: it is what pairs the trials: set how many seeds with --seeds",
     "data=a,b": "changes the text",
-    "model.vocab-size=100,200": "follows from the depth and the tokenizer",
+    "model.vocab-size=100,200": "follows from the tokenizer: set --text.vocab-size",
     "model.mlp-width=100,200": "does nothing in the 'gpt' recipe",
-    "sft.epochs=1..2": "is for a stage after pretraining",
-    "train.minutes=1..2": "would train for a time",
-    "train.keep=1..2": "does not change what is learned",
+    "sft.epochs=1..2": "is for fine-tuning, and a study compares pretraining",
+    "train.minutes=1..2": "its trials run for --train.steps",
+    "train.recompute=true,false": "does not change what is learned",
 }
 
 

@@ -10,31 +10,33 @@ import math
 import statistics
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from quern.field_types import range_of
-from quern.flags.recipe_flags import field_names
+from quern.flags.check_flags import read_value
+from quern.flags.recipe_flags import Refusal, field_names, why_none
+from quern.lab.options import TRIALS
 from quern.lab.verdict import score
-from quern.recipe import FOR_FINE_TUNING, FOR_RL, OPERATIONAL, Recipe
-from quern.validate import FILLED_IN, annotation_of, check, flag, nearest, why_unused
+from quern.recipe import OPERATIONAL, Recipe
+from quern.validate import annotation_of, check, flag, nearest
 
 FORMS = (
     "write optim.matrix-lr=0.005..0.08:log or train.warmdown-share=0.3..0.9 (a range), "
     "train.batch-tokens=4096..16384:4096 (a range with a step), or model.windows=SSSL,L (choices)"
 )
 OTHER_TEXT = "changes the text or the validation text, so trials could not be compared"
-REFUSED = {
-    **dict.fromkeys("data val include exclude shards text.val_megabytes text.tinyworld_megabytes".split(), OTHER_TEXT),
-    **dict.fromkeys("text.column text.separator text.tokenizer text.encoding text.split".split(), OTHER_TEXT),
-    **dict.fromkeys(("seed", "data_seed"), "is what pairs the trials: set how many seeds with --seeds"),
-    **dict.fromkeys(("name", "unused"), "does not change what is trained"),
-    **dict.fromkeys(sorted(OPERATIONAL), "does not change what is learned"),
-    **dict.fromkeys(FILLED_IN, "follows from the depth and the tokenizer"),
-    "train.minutes": "would train for a time, which differs between runs: use train.steps or train.horizon-ratio",
-}
+REFUSED = (
+    *TRIALS,
+    Refusal("data val include exclude shards text.val_megabytes text.tinyworld_megabytes", OTHER_TEXT),
+    Refusal("text.column text.separator text.tokenizer text.encoding text.split", OTHER_TEXT),
+    Refusal("seed", "is what pairs the trials: set how many seeds with --seeds"),
+    Refusal(" ".join(OPERATIONAL), "does not change what is learned"),
+)
 WORDS = {"true": True, "false": False, "none": None}
 EDGE_SHARE = 0.05
 """A value within this share of a range from its end is at the edge."""
@@ -169,15 +171,12 @@ def _check_values(name: str, values: Sequence[Any], recipe: Recipe) -> None:
 
 
 def _refuse_field(name: str, recipe: Recipe) -> None:
-    known, reason = list(field_names(recipe)), REFUSED.get(name)
-    if any(f"{name}.".startswith(f"{part}.") for part in (*FOR_FINE_TUNING, *FOR_RL)):
-        reason = "is for a stage after pretraining, and a sweep pretrains"
-    elif name in recipe.unused:
-        reason = why_unused(name, recipe)
-    if reason:
+    known = list(field_names(recipe))
+    why = partial(why_none, recipe=recipe, refusals=REFUSED, names=known)
+    if reason := why(name):
         raise ValueError(f"{flag(name)} cannot be in the space: it {reason}")
     if name not in known:
-        hint = nearest(flag(name), [flag(one) for one in known if one not in REFUSED and "sft." not in one])
+        hint = nearest(flag(name), [flag(one) for one in known if why(one) is None])
         raise ValueError(f"the recipe has no field '{flag(name)}'{hint}: {FORMS}")
 
 
@@ -188,10 +187,10 @@ def _range(name: str, text: str, parts: tuple[str, str, str], kinds: tuple[type,
     wrong = f"'{flag(name)}={text}' is not a range"
     if int not in kinds and float not in kinds:
         raise ValueError(f"{wrong} that {flag(name)} could have, which is no number: {FORMS}")
-    read = int if whole else float
+    kind = int if whole else float
     try:
-        ends = read(low), read(high)
-        step = None if how in ("", "log") else read(how)
+        ends = read_value(kind, low), read_value(kind, high)
+        step = None if how in ("", "log") else read_value(kind, how)
     except ValueError as error:
         numbers = "whole numbers" if whole else "numbers"
         raise ValueError(f"{wrong}: LOW..HIGH, LOW..HIGH:log or LOW..HIGH:STEP, in {numbers}; {FORMS}") from error
@@ -235,13 +234,9 @@ def _value(word: str, kinds: tuple[type, ...], entry: str) -> Any:
     named = WORDS.get(word.lower(), word)
     if type(named) in kinds:
         return named
-    for kind in (int, float):
-        try:
+    for kind in (int, float, str):
+        with suppress(ValueError):
             if kind in kinds:
-                return kind(word)
-        except ValueError:
-            continue
-    if str in kinds:
-        return word
+                return read_value(kind, word)
     names = {int: "a whole number", float: "a number", bool: "true or false", type(None): "none"}
     raise ValueError(f"'{word}' in '{entry}' must be {' or '.join(names[kind] for kind in kinds)}: {FORMS}")
