@@ -12,10 +12,8 @@ from matplotlib.figure import Figure
 from quern.lab.log.page import GREY, HEADER, STYLE, Page, machine_line, repeat, svg, table
 from quern.lab.scaling.isoflop import CONVENTIONS
 from quern.lab.scaling.study import CELLS, FITS, Grid
-from quern.lab.search.space import change_line, trial_row
+from quern.lab.search.results import FIGURE, RESULTS, TRIALS, best_line, importance_table, summary, trial_table
 from quern.records import read_json, read_lines
-from quern.terminal import counted
-from quern.validate import flag
 
 SCALING_FILES = (Grid.PLAN, CELLS, FITS)
 
@@ -69,62 +67,29 @@ def _figure(convention: str, cells: list[dict[str, Any]], fits: dict[str, Any]) 
         return svg(figure)
 
 
-SWEEP_FILES = RESULTS, TRIALS, FIGURE = "results.json", "sweep.jsonl", "pairs.svg"
-SHOWN_TRIALS, SHOWN_FIELDS = 10, 6
+SWEEP_FILES = RESULTS, TRIALS, FIGURE
 
 
 def read_sweep(folder: Path) -> Page:
     """The page of the sweep in a folder of records."""
     facts: dict[str, Any] = read_json(folder / RESULTS, dict[str, Any])
     name, figure = folder.name, f"{folder.name}-pairs.svg"
-    summary, best = _summary(facts), _best(facts)
+    told, best = summary(facts), best_line(facts)
     lines = [
         f"# {name}\n",
-        f"{summary} {machine_line(facts['facts'])}\n",
+        f"{told} {machine_line(facts['facts'])}\n",
         f"{best}\n",
         f"![Each of the most important fields against the bits per byte, and against each other]({figure})\n",
         "## The best trials\n",
-        *_trials(facts, list(read_lines(folder / TRIALS))),
+        *table(*trial_table(facts, read_lines(folder / TRIALS))),
         "",
         "## Importances\n",
         "How much each field decides whether a trial is among the best tenth (PED-ANOVA, arXiv 2304.10255).\n",
-        *table(("field", "importance"), [(flag(field), f"{share:.1%}") for field, share in _important(facts)]),
+        *table(*importance_table(facts)),
         "",
         *(f"- {line}" for line in facts["edges"]),
         "",
         *repeat(facts["facts"]),
     ]
     files = {f"{name}.md": HEADER + "\n".join(lines), figure: (folder / FIGURE).read_text(encoding="utf-8")}
-    return Page(name, facts["facts"]["registered"], [f"{summary} {best}"], files)
-
-
-def _summary(facts: dict[str, Any]) -> str:
-    plan, recipe = facts["plan"], facts["plan"]["recipe"]
-    outcomes = ", ".join(f"{count:,} {outcome}" for outcome, count in facts["outcomes"].items())
-    fields, seeds = counted(len(plan["space"]), "field"), counted(len(plan["seeds"]), "seed")
-    return (
-        f"A sweep of {fields} of `{recipe['name']}`, depth {recipe['depth']}, on `{recipe['data']}`"
-        f": {counted(facts['trials'], 'trial')} ({outcomes}) of {seeds} each."
-    )
-
-
-def _best(facts: dict[str, Any]) -> str:
-    change = facts["against_baseline"]
-    if facts["best"] is None:
-        return "No trial finished."
-    best = f"The best trial has {facts['best']['bpb']:.4f} bits per byte"
-    if change is None:
-        return f"{best}."
-    return f"{best}, {change_line(change)} against the recipe's own values; it is selected, so this is too good."
-
-
-def _important(facts: dict[str, Any]) -> list[tuple[str, float]]:
-    return sorted(facts["importances"].items(), key=lambda entry: -entry[1])
-
-
-def _trials(facts: dict[str, Any], trials: list[dict[str, Any]]) -> list[str]:
-    names = [name for name, _ in _important(facts)][:SHOWN_FIELDS] or list(facts["plan"]["space"])[:SHOWN_FIELDS]
-    whole = [trial for trial in trials if trial["bpb"] is not None and trial["outcome"] in ("finished", "diverged")]
-    rows = [trial_row(trial, names) for trial in sorted(whole, key=lambda one: one["bpb"])[:SHOWN_TRIALS]]
-    head = ("trial", "bits per byte", "SD", *map(flag, names))
-    return table(head, [(*row[:3], *row[5:]) for row in rows])
+    return Page(name, facts["facts"]["registered"], [f"{told} {best}"], files)

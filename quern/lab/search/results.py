@@ -1,4 +1,7 @@
-"""The results of a sweep: the best trials as a table, importances, edges, and a figure of pairs, from the records."""
+"""The results of a sweep, from the records: tables for the terminal and the log, importances, edges, a figure of pairs.
+
+Only the importances need Optuna.
+"""
 
 from __future__ import annotations
 
@@ -8,35 +11,39 @@ import statistics
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import optuna
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from optuna.trial import FrozenTrial, TrialState
 
-from quern.lab.search.space import Dimension, Space, change_line, shown, trial_row
-from quern.lab.search.trials import TRIALS, Sweep
+from quern.lab.search.space import Dimension, Space, shown
+from quern.lab.study import Study
 from quern.lab.verdict import WORST, score
 from quern.records import strict
 from quern.temporaries import whole_file, write_whole
-from quern.terminal import grid
+from quern.terminal import counted, grid
 from quern.validate import flag
 
-RESULTS, FIGURE = "results.json", "pairs.svg"
+if TYPE_CHECKING:
+    import optuna
+
+RESULTS, TRIALS, FIGURE = "results.json", "sweep.jsonl", "pairs.svg"
 Line = dict[str, Any]
-"""A line of `trials.TRIALS`."""
-SHOWN_TRIALS, SHOWN_FIELDS = 10, 5  # in the table and in the figure: the most important fields
+"""A line of `TRIALS`."""
+Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
+"""The head and the rows."""
+SHOWN_TRIALS, SHOWN_FIELDS, DRAWN_FIELDS = 10, 6, 5  # the best trials; the most important fields
 FEWEST_FOR_IMPORTANCES = 20
 BEST_SHARE, FEWEST_BEST = 0.1, 5  # the trials that count as the best, for importances
 MEASURED = ("finished", "diverged", "pruned")  # outcomes of trials whose runs were trained; the others have the penalty
 WORST_SHOWN = 0.9  # colours end at this quantile of the values, so that a few bad trials do not hide the others
 
 
-def write_results(sweep: Sweep, study: optuna.Study, space: Space) -> list[str]:
-    """Writes results.json and the figure. Returns lines for a terminal. study: Optuna's, of the finished trials."""
-    folder, trials = sweep.folder, sweep.finished
+def write_results(sweep: Study, trials: Sequence[Line], study: optuna.Study, space: Space) -> list[str]:
+    """Writes results.json and the figure. Returns lines for a terminal. trials: the finished ones; study: Optuna's, of
+    the same trials."""
+    folder = sweep.folder
     # The value of a trial that Wilcoxon's test ended is a mean over some seeds, though it is COMPLETE to Optuna.
     whole = (trial for trial in trials if trial["bpb"] is not None and trial["outcome"] != "pruned")
     ranked = sorted(whole, key=lambda trial: trial["bpb"])
@@ -55,20 +62,21 @@ def write_results(sweep: Sweep, study: optuna.Study, space: Space) -> list[str]:
         "edges": edge_warnings(space, best) if best else [],
     }
     write_whole(folder / RESULTS, json.dumps(strict(facts), indent=2, allow_nan=False) + "\n")
-    names = sorted(space, key=lambda name: -weights.get(name, 0.0))[:SHOWN_FIELDS]
+    names = sorted(space, key=lambda name: -weights.get(name, 0.0))[:DRAWN_FIELDS]
     draw_pairs(folder / FIGURE, ranked, [space[name] for name in names])
-    return _lines(folder, facts, ranked, names, len(space))
+    return _lines(folder, facts, trials)
 
 
 def importances(study: optuna.Study) -> dict[str, float]:
     """Shares with which each field decides whether a trial is among the best tenth (PED-ANOVA, Watanabe et al. 2023,
     arXiv 2304.10255). Pruned trials count as worse than all others. Empty for too few trials."""
+    import optuna
 
-    def value(trial: FrozenTrial) -> float:
+    def value(trial: optuna.trial.FrozenTrial) -> float:
         pruned = trial.value is None or trial.user_attrs.get("outcome") == "pruned"
         return WORST if pruned else min(float(trial.value or 0.0), WORST)
 
-    every = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    every = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
     best = max(BEST_SHARE, FEWEST_BEST / max(1, len(every)))
     good = sum(value(trial) < WORST for trial in every)
     if len(every) < FEWEST_FOR_IMPORTANCES or good < math.ceil(best * len(every)):
@@ -105,25 +113,62 @@ def against_baseline(best: Line, trials: Sequence[Line]) -> dict[str, float] | N
     return {"bpb": statistics.fmean(differences), **({"standard_error": spread} if math.isfinite(spread) else {})}
 
 
-def _lines(folder: Path, facts: dict[str, Any], ranked: Sequence[Line], names: list[str], fields: int) -> list[str]:
-    rows = [trial_row(trial, names) for trial in ranked[:SHOWN_TRIALS]]
-    lines = ["", f"the best {len(rows)} of {facts['trials']:,} trials; bits per byte, and their SD over the seeds"]
-    lines += grid(["trial", "bpb", "SD", "runs", "outcome", *map(flag, names)], rows)
-    lines += ["", *(f"  {count:,} {outcome}" for outcome, count in facts["outcomes"].items())]
-    if change := facts["against_baseline"]:
-        lines.append(f"best against the recipe's own values: {change_line(change)} bits per byte on the same seeds")
-        lines.append("The best of many is too good by selection: confirm it with `quern lab compare` on other seeds.")
+def summary(facts: dict[str, Any]) -> str:
+    """A sentence on a sweep. facts: those of `RESULTS`, here and below."""
+    plan, recipe = facts["plan"], facts["plan"]["recipe"]
+    outcomes = ", ".join(f"{count:,} {outcome}" for outcome, count in facts["outcomes"].items())
+    fields, seeds = counted(len(plan["space"]), "field"), counted(len(plan["seeds"]), "seed")
+    return (
+        f"A sweep of {fields} of `{recipe['name']}`, depth {recipe['depth']}, on `{recipe['data']}`"
+        f": {counted(facts['trials'], 'trial')} ({outcomes}) of {seeds} each."
+    )
+
+
+def best_line(facts: dict[str, Any]) -> str:
+    """A sentence on the best trial, and on its difference from the recipe's own values."""
+    change = facts["against_baseline"]
+    if facts["best"] is None:
+        return "No trial finished."
+    best = f"The best trial has {facts['best']['bpb']:.4f} bits per byte"
+    if change is None:
+        return f"{best}."
+    error = f" ± {change['standard_error']:.4f}" if "standard_error" in change else ""
+    told = f"{best}, {change['bpb']:+.4f}{error} against the recipe's own values"
+    return f"{told}; it is selected, so this is too good."
+
+
+def importance_table(facts: dict[str, Any]) -> Table:
+    """The fields, the most important one first."""
+    rows = sorted(facts["importances"].items(), key=lambda entry: -entry[1])
+    return ("field", "importance"), [(flag(name), f"{share:.1%}") for name, share in rows]
+
+
+def trial_table(facts: dict[str, Any], trials: Sequence[Line]) -> Table:
+    """The best whole trials: number, bits per byte, their SD over the seeds, values of the most important fields."""
+    weights = facts["importances"]
+    names = sorted(weights or facts["plan"]["space"], key=lambda name: -weights.get(name, 0.0))[:SHOWN_FIELDS]
+    whole = [trial for trial in trials if trial["bpb"] is not None and trial["outcome"] in ("finished", "diverged")]
+    rows: list[tuple[str, ...]] = []
+    for trial in sorted(whole, key=lambda one: one["bpb"])[:SHOWN_TRIALS]:
+        scores = [score(run["bpb"]) for run in trial["runs"]]
+        spread = f"{statistics.stdev(scores):.4f}" if len(scores) > 1 else ""
+        label = f"{trial['trial']}{' (baseline)' if trial['baseline'] else ''}"
+        rows.append((label, f"{trial['bpb']:.4f}", spread, *(shown(trial["values"][name]) for name in names)))
+    return ("trial", "bits per byte", "SD", *map(flag, names)), rows
+
+
+def _lines(folder: Path, facts: dict[str, Any], trials: Sequence[Line]) -> list[str]:
+    lines = ["", summary(facts), best_line(facts), *grid(*trial_table(facts, trials)), ""]
     if facts["importances"]:
-        top = [f"{flag(name)} {share:.0%}" for name, share in facts["importances"].items()]
-        lines.append(f"importances (PED-ANOVA): {', '.join(top[: 2 * SHOWN_FIELDS])}")
-    elif fields > 1:
+        head, rows = importance_table(facts)
+        lines += grid(head, rows[:SHOWN_TRIALS])
+    elif len(facts["plan"]["space"]) > 1:
         lines.append(f"importances need {FEWEST_FOR_IMPORTANCES} trials, {FEWEST_BEST} or more of them not pruned")
     lines += [f"warning: {line}" for line in facts["edges"]]
-    best = "no trial finished: none is best"
     if facts["best"]:
         flags = (f"--{flag(name)} {shown(value, 6)}" for name, value in facts["best"]["values"].items())
-        best = f"best: {' '.join(flags)}"
-    return [*lines, best, f"written: {folder / RESULTS}, {folder / TRIALS}, {folder / FIGURE}"]
+        lines += [f"best: {' '.join(flags)}", "confirm it with `quern lab compare` on other seeds"]
+    return [*lines, f"written: {folder / RESULTS}, {folder / TRIALS}, {folder / FIGURE}"]
 
 
 # The figure -------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ quern/validate.py. A combination of values that no run can have is found only wh
 from __future__ import annotations
 
 import math
-import statistics
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +20,6 @@ from quern.field_types import range_of
 from quern.flags.check_flags import read_value
 from quern.flags.recipe_flags import Refusal, field_names, why_none
 from quern.lab.options import TRIALS
-from quern.lab.verdict import score
 from quern.recipe import OPERATIONAL, Recipe
 from quern.validate import annotation_of, check, flag, nearest
 
@@ -209,21 +207,6 @@ def _range(name: str, text: str, parts: tuple[str, str, str], kinds: tuple[type,
 def shown(value: Any, digits: int = 4) -> str:
     """A value of a field as text."""
     return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
-
-
-def trial_row(trial: Mapping[str, Any], names: Sequence[str]) -> tuple[str, ...]:
-    """A finished trial as cells: number, bits per byte, their SD over the seeds, runs, outcome, values of fields."""
-    scores = [score(run["bpb"]) for run in trial["runs"]]
-    spread = f"{statistics.stdev(scores):.4f}" if len(scores) > 1 else ""
-    label = f"{trial['trial']}{' (baseline)' if trial['baseline'] else ''}"
-    values = (shown(trial["values"][name]) for name in names)
-    return label, f"{trial['bpb']:.4f}", spread, str(len(scores)), trial["outcome"], *values
-
-
-def change_line(change: Mapping[str, float]) -> str:
-    """The difference of the best trial from the recipe's own values."""
-    error = f" ± {change['standard_error']:.4f}" if "standard_error" in change else ""
-    return f"{change['bpb']:+.4f}{error}"
 
 
 def _is_number(value: Any) -> bool:

@@ -83,7 +83,7 @@ def run(
         sweep.work(lambda: sweep.missing(wanted), lambda number: f"trial-{number}", do)
     if not is_worker:
         study = fill(optuna.create_study(study_name=sweep.name), sweep.finished, space)
-        for line in write_results(sweep, study, space):
+        for line in write_results(sweep, sweep.finished, study, space):
             log(line)
     return 0
 

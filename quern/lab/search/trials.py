@@ -20,6 +20,7 @@ import torch
 from optuna.exceptions import TrialPruned
 from optuna.trial import TrialState
 
+from quern.lab.search.results import TRIALS
 from quern.lab.search.space import Space, apply, distributions, shown
 from quern.lab.study import Study
 from quern.lab.trainer import Point, Trainer
@@ -29,7 +30,7 @@ from quern.records import read_lines, strict
 from quern.resolve import resolve
 from quern.validate import flag
 
-TRIALS, RUNNING = "sweep.jsonl", "running.jsonl"
+RUNNING = "running.jsonl"
 SHOWN_FIELDS, SHOWN_REASON = 5, 200
 MOST_FAILURES = 2  # a trial that errors have ended so often is not tried again
 BRACKETS = "completed_rung_"  # prefix of the attributes in which Hyperband keeps a trial's state
