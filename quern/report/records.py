@@ -79,7 +79,7 @@ class StageRecords:
 
 @dataclass(frozen=True)
 class RunRecords:
-    """scores: the latest line of each (stage, task, metric); samples: the latest line of each (stage, prompt)."""
+    """samples: the latest line of each (stage, prompt)."""
 
     name: str
     run: Record
@@ -116,9 +116,8 @@ def read_run(folder: Path) -> RunRecords:
             "or train one first with `quern run`"
         )
     recipe = next((stage.recipe for stage in stages if stage.recipe), {})
-    latest = {json.dumps([score.get(name) for name in ("stage", "task", "metric")]): score for score in scores}
     shown = {_question(sample): sample for sample in samples}
-    return RunRecords(folder.resolve().name, run, recipe, stages, list(latest.values()), list(shown.values()))
+    return RunRecords(folder.resolve().name, run, recipe, stages, scores, list(shown.values()))
 
 
 def _read_stage(folder: Path) -> StageRecords:

@@ -102,7 +102,7 @@ def score_stages(run: RunRecords) -> list[str]:
 
 
 def _evaluated(run: RunRecords) -> dict[tuple[str, str], dict[str, Record]]:
-    """(task, metric) → stage → record."""
+    """(task, metric) → stage → its latest record."""
     groups: dict[tuple[str, str], dict[str, Record]] = {}
     for line in run.scores:
         key = (str(line.get("task", "")), str(line.get("metric", "")))

@@ -195,7 +195,8 @@ class ArmRecord:
 @dataclass(frozen=True, kw_only=True)
 class TrialRecord(Trial):
     """A finished trial, and what it rests on. seed: of the pair; value: of the tuned field, None for the recipe's own;
-    changed: tracked files that differed from the commit; time: its end; error: why there is no result."""
+    changed: tracked files that differed from the commit; time: its end; text, numbers, code: fingerprints, as in `Plan`
+    and `ArmRecord`; error: why there is no result."""
 
     rung: int
     value: float | None = None
@@ -203,6 +204,9 @@ class TrialRecord(Trial):
     changed: tuple[str, ...] = ()
     machine: str = ""
     time: str = ""
+    text: str = ""
+    numbers: str = ""
+    code: str = ""
     error: str = ""
 
 

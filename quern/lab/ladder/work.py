@@ -189,6 +189,9 @@ class Worker:
             "commit": self.commit,
             "changed": self.changed,
             "machine": self.about,
+            "text": plan.text,
+            "numbers": plan.numbers[str(job.rung)],
+            "code": self.study.arms[job.arm].code,
         }
         arm, recipe = self.arms[job.arm], self.arms[job.arm].recipe
         if job.value is not None:
