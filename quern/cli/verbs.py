@@ -35,7 +35,7 @@ from quern.flags.recipe_flags import parse as parse_flags
 from quern.process import to_stderr as log_to_stderr
 from quern.recipes import chosen_recipe, recipe_names
 from quern.records import find_trackers
-from quern.runs.run_dir import NAME, RunDir, refuse_in_use
+from quern.runs.run_dir import NAME, RunDir
 from quern.terminal import silent
 from quern.validate import extra
 
@@ -148,6 +148,7 @@ def on_ranks(
     from quern.mixture.sources import require_source
     from quern.resolve import resolve
     from quern.rl.environments import require_environment
+    from quern.runs.run_lock import refuse_in_use
     from quern.stages.own_text import refuse_unfit
     from quern.stages.session import Session, trained_already
     from quern.train import launch

@@ -17,7 +17,8 @@ from typing import Annotated, Any
 from quern.flags import check_flags
 from quern.flags.check_flags import Mark
 from quern.records import drop_torn_end, read_lines, read_regular
-from quern.runs.run_dir import STAGES, RunDir, instead_of_no_run, run_lock, runs_in
+from quern.runs.run_dir import STAGES, RunDir, instead_of_no_run, runs_in
+from quern.runs.run_lock import run_lock
 from quern.temporaries import remove_whole
 from quern.terminal import duration, grid, human_size
 

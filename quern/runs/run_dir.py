@@ -1,11 +1,8 @@
-"""The paths of a run, its lock, and the trust in its code.
-
-All paths are inside one output folder: `out/`, or the one that `--out` names.
+"""The paths of a run. All of them are inside one output folder: `out/`, or the one that `--out` names.
 
 out/tokenizers/<name>-<fingerprint>.json     out/data/<name>-<fingerprint>/     out/downloads/<data set>/  out/trusted/
-out/runs/<run>/  run.json  tokenizer.json  evaluate.jsonl  samples.jsonl  report.md  report.html  chat_history
+out/runs/<run>/  run.json  tokenizer.json  .lock  evaluate.jsonl  samples.jsonl  report.md  report.html  chat_history
 out/runs/<run>/{pretrain,sft,rl}/  recipe.json  origin.json  metrics.jsonl  events.jsonl  checkpoints/
-out/runs/.<run>.lock
 """
 
 from __future__ import annotations
@@ -18,10 +15,10 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from quern.field_types import CONSTRUCTORS
 from quern.flags.recipe_file import read_recipe_file
@@ -29,18 +26,18 @@ from quern.flags.recipe_flags import Arguments
 from quern.recipe import Recipe, Resolved
 from quern.records import read_json
 from quern.resolve import resolve
-from quern.temporaries import NAMES, holder, sha256_of, write_whole
+from quern.temporaries import NAMES, sha256_of, write_whole
 from quern.train import manifest
 from quern.validate import RecipeBody, check_body
 
 if TYPE_CHECKING:
-    from quern.mesh import Mesh
     from quern.text.tokenizer import Tokenizer
 
 STAGES = ("pretrain", "sft", "rl")
 NEWEST, BEFORE_WARMDOWN = "newest", "before-warmdown"
 """Checkpoints by name; others are steps."""
 NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
+LOCK = ".lock"
 SHOWN_RUNS = 5
 OTHER = "or choose another place"
 INSTEAD = {
@@ -88,18 +85,16 @@ class RunDir:
         return shlex.join(["--run", self.run, *([] if self.out == Path("out") else ["--out", str(self.out)])])
 
     @property
-    def lock(self) -> Path:
-        """The file that the process that writes to the run locks."""
-        return self.out / "runs" / f".{self.run}.lock"
-
-    @property
     def holder(self) -> str | None:
-        """The name of the process that holds the run's lock; None if no process does."""
-        with suppress(FileNotFoundError), open(self.lock, "rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return file.read().decode("utf-8") or "another process"
+        """The name of the process that holds the run's lock (run_lock.py); None if no process does."""
+        try:
+            with open(self.folder / LOCK, "rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return holder_in(file.fileno())
+        except FileNotFoundError:
+            pass
         return None
 
     def stage(self, name: str) -> Path:
@@ -229,6 +224,11 @@ class RunDir:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
 
+def holder_in(lock: int) -> str:
+    """The name of the process that an open lock file tells."""
+    return os.pread(lock, 1 << 16, 0).decode("utf-8") or "another process"
+
+
 def runs_in(out: Path) -> list[RunDir]:
     """The runs of an output folder, the newest first."""
     found = [path for path in out.glob("runs/*") if path.is_dir() and re.fullmatch(NAME, path.name)]
@@ -262,63 +262,6 @@ def naming(path: Path) -> Iterator[None]:
         if error.filename is not None or error.strerror is None:
             raise
         raise OSError(f"cannot write {path} ({error.strerror}): make room there, {OTHER}") from error
-
-
-# The lock -----------------------------------------------------------------------------------------------------
-#
-# One process at a time writes to a run. The kernel holds the lock (flock) and releases it when the process ends for any
-# reason, so no lock is ever stale. The lock file names the holder. It is never removed: else a process could lock a
-# file that another one no longer finds. Readers (chat, serve, report, evaluate) take no lock. With several ranks, rank
-# 0 takes it. A network file system must support flock.
-
-
-class RunInUseError(ValueError):
-    """Another process writes to the run; the message names it."""
-
-
-@contextmanager
-def run_lock(run_dir: RunDir, command: str, mesh: Mesh | None = None) -> Iterator[None]:
-    """Holds the run's lock while the body runs; on a mesh, rank 0 takes it. Raises RunInUseError if another holds it.
-
-    command: The command of this process, for the message that another process gets.
-    """
-    if mesh is not None and not mesh.main:
-        yield
-        return
-    _refuse_broken_link(run_dir.folder)
-    run_dir.lock.parent.mkdir(parents=True, exist_ok=True)
-    with open(run_dir.lock, "a", encoding="utf-8", errors=NAMES) as lock:
-        while not _taken(lock):
-            refuse_in_use(run_dir)  # passes where the other process has ended since, or only looked at the lock
-        lock.truncate(0)
-        lock.write(holder(command))
-        lock.flush()
-        yield
-
-
-def refuse_in_use(run_dir: RunDir) -> None:
-    """Raises RunInUseError if a process holds the run's lock."""
-    if who := run_dir.holder:
-        raise RunInUseError(
-            f"run '{run_dir.run}' is in use by {who}: wait until it ends, stop it, or name another run with --run"
-        )
-
-
-def _taken(lock: TextIO) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _refuse_broken_link(folder: Path) -> None:
-    for path in (folder, *folder.parents):
-        if path.is_symlink() and not path.exists():
-            raise FileNotFoundError(
-                f"{path} links to {os.readlink(path)}, which is not there: put that back (is its disk mounted?), or "
-                "remove the link"
-            )
 
 
 # The Python code of runs ---------------------------------------------------------------------------------------

@@ -26,7 +26,8 @@ from quern.recipe import Recipe, Resolved
 from quern.records import MakeTracker, Records, StageFolder, git_hash, read_events, read_metrics
 from quern.runs.load import Start, open_start
 from quern.runs.origin import FILE, Origin, read_origin, refuse_second_tokenizer, require_same
-from quern.runs.run_dir import NEWEST, STAGES, RunDir, run_lock, trust
+from quern.runs.run_dir import NEWEST, STAGES, RunDir, trust
+from quern.runs.run_lock import run_lock
 from quern.runs.training import plan_of
 from quern.stages.encode import ENOUGH_WORKERS
 from quern.stages.prepare import Prepared, open_data, prepare

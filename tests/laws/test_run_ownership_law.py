@@ -24,7 +24,7 @@ from tests.support.run_bench import PRETRAIN, SFT, Bench, differences
 
 
 def files(run: Path) -> dict[str, str]:
-    found = (path for path in run.rglob("*") if path.is_file())
+    found = (path for path in run.rglob("*") if path.is_file() and path.name != ".lock")
     return {str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
 
 
@@ -150,8 +150,7 @@ def test_changes_between_stops(trials: Sequence[int], bench: Bench, law: Law) ->
 def test_two_processes_on_one_run(bench: Bench, law: Law) -> None:
     """The first one stands still while the second one begins."""
     (reference, _), name = bench.reference(PRETRAIN, "fp32"), bench.fresh(PRETRAIN, "fp32")
-    run = bench.stage(name, PRETRAIN).parent
-    lock, known = run.with_name(f".{run.name}.lock"), len(bench.log())
+    lock, known = bench.stage(name, PRETRAIN).parent / ".lock", len(bench.log())
     command, pipe = [sys.executable, "-m", "quern.cli.main", *PRETRAIN, *Bench.flags(name, "fp32")], subprocess.PIPE
     with subprocess.Popen(
         command, stdout=pipe, stderr=subprocess.STDOUT, text=True, cwd=bench.folder, env=ENVIRONMENT

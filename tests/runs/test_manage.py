@@ -1,17 +1,19 @@
 """`quern runs` as its user calls it: the table, one run, another name, removal, and what differs between runs. The lock
-of a run leaves no empty folder."""
+of a run leaves no empty folder, and its removal lets no second process in."""
 
 import json
 import os
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from quern.cli.main import main
 from quern.runs import manage
-from quern.runs.run_dir import RunDir, run_lock
+from quern.runs.run_dir import RunDir
+from quern.runs.run_lock import RunInUseError, run_lock
 
 
 def write_run(out: Path, name: str, bits: float, age: float = 0.0, **recipe: object) -> RunDir:
@@ -99,7 +101,7 @@ def test_a_run_is_removed_after_a_question_and_never_while_it_is_in_use(
     assert told(capsys, mine.out, "remove", "mine") == "" and mine.folder.exists()
     monkeypatch.setattr("builtins.input", lambda prompt: "y")
     assert told(capsys, mine.out, "remove", "mine").startswith("removed run 'mine' (5.")
-    assert [path.name for path in (mine.out / "runs").glob("[!.]*")] == ["older"]
+    assert [path.name for path in (mine.out / "runs").iterdir()] == ["older"]
 
 
 def test_compared_runs_show_what_differs(mine: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,13 +125,13 @@ def test_words_that_lack_a_run_are_refused(
     assert re.search(expected, told(capsys, mine.out, *words.split(), code=1).strip())
 
 
-def test_looking_at_a_lock_does_not_stop_who_takes_it(mine: RunDir) -> None:
+def test_looking_at_a_lock_does_not_stop_who_takes_it(mine: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that looks holds the lock for an instant; the one that trains then tries again."""
     import fcntl
 
-    looking = mine.lock.open("a")
+    looking = (mine.folder / ".lock").open("a")
     fcntl.flock(looking, fcntl.LOCK_SH)
-    threading.Timer(0.1, looking.close).start()
+    monkeypatch.setattr("quern.runs.run_lock.time.sleep", lambda seconds: looking.close())
     with run_lock(mine, "quern sft"):
         assert (mine.holder or "").endswith("(`quern sft`)")
 
@@ -142,10 +144,13 @@ def run_dir(tmp_path: Path) -> RunDir:
     return RunDir(tmp_path, "r")
 
 
-def test_a_run_that_was_refused_leaves_no_folder(run_dir: RunDir) -> None:
+def test_a_run_that_was_refused_leaves_no_folder_and_one_that_wrote_stays(run_dir: RunDir) -> None:
     with pytest.raises(ValueError, match="refused"), run_lock(run_dir, "quern pretrain"):
         raise ValueError("refused")
     assert not run_dir.folder.exists()
+    with run_lock(run_dir, "quern pretrain"):
+        (run_dir.folder / "run.json").write_text("{}", encoding="utf-8")
+    assert run_dir.folder.exists()
 
 
 def test_a_link_to_a_disk_that_is_not_there_is_named(run_dir: RunDir) -> None:
@@ -155,6 +160,23 @@ def test_a_link_to_a_disk_that_is_not_there_is_named(run_dir: RunDir) -> None:
     expected = f"{re.escape(str(path))} links to /nowhere/at all, which is not there: put that back"
     with pytest.raises(FileNotFoundError, match=expected), run_lock(run_dir, "quern pretrain"):
         pytest.fail("the run is locked")
+
+
+def test_never_two_at_a_time_while_others_remove_the_empty_folder(run_dir: RunDir) -> None:
+    """A lock file is removed while others wait to open it: whoever locks the removed one does not hold the run."""
+    alone = threading.Lock()
+
+    def work(_: int) -> int:
+        try:
+            with run_lock(run_dir, "quern pretrain"):
+                assert alone.acquire(blocking=False), "two hold the run"
+                alone.release()
+        except RunInUseError:
+            return 0
+        return 1
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sum(pool.map(work, range(1200))) > 0
 
 
 def test_a_folder_in_which_nothing_can_be_made_is_refused() -> None:

@@ -16,7 +16,8 @@ from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from quern.runs.load import load
 from quern.runs.origin import read_origin
-from quern.runs.run_dir import RunDir, run_lock
+from quern.runs.run_dir import RunDir
+from quern.runs.run_lock import run_lock
 from quern.runs.saved import find_saved
 from quern.stages import sft
 from quern.stages.session import Session

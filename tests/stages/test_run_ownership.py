@@ -22,7 +22,8 @@ from quern.data.shards import Corpus
 from quern.estimate.own_text import READINGS
 from quern.records import read_events, read_metrics
 from quern.runs.origin import read_origin
-from quern.runs.run_dir import RunDir, run_lock
+from quern.runs.run_dir import RunDir
+from quern.runs.run_lock import run_lock
 from quern.stages.complete import GOES_ON
 from quern.stages.session import WORDS
 from quern.text.tinyworld import corpus
@@ -67,7 +68,7 @@ class Runs:
 
     def files(self) -> dict[str, str]:
         """The content of every file of the runs, by name, but for locks."""
-        found = (path for path in (self.folder / "out/runs").rglob("*") if path.is_file() and path.suffix != ".lock")
+        found = (path for path in (self.folder / "out/runs").rglob("*") if path.is_file() and path.name != ".lock")
         return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
 
     def stage(self, stage: str = "pretrain", run: str = "app") -> Path:
