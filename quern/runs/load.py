@@ -150,9 +150,9 @@ def _pick(run_dir: RunDir, stage: str, log: Callable[[str], None], at: str) -> P
             )
         return found[0]
     steps = manifest.steps(folder)
-    step = (
-        max(manifest.kept_steps(folder), default=None) if at == BEFORE_WARMDOWN else int(at) if at.isdigit() else None
-    )
+    step = int(at) if at.isdigit() else None
+    if at == BEFORE_WARMDOWN:
+        step = max(manifest.kept_steps(folder), default=None)
     if step not in steps:
         raise ValueError(
             f"--from-step {at}: run '{run_dir.run}' has no such checkpoint; there are {NEWEST} and the steps "
