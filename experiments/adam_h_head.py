@@ -5,7 +5,8 @@ Source: the post on Hyperball. nanochat's experiment log, 2026-01-29: AdamH alon
 to be confident; with a learned factor it is still worse. Here: with the factor, which starts where the first logits
 are the baseline's.
 Expected effect: worse.
-Verdict: worse on rung 0 (+0.0488 bits per byte, 3 pairs); multiplier × 0.761 [0.735, 0.786]. Study ladder.
+Verdict: old baseline: worse on rung 0 (+0.0488 bits per byte, 3 pairs); multiplier × 0.761 [0.735, 0.786]. Study
+ladder.
 """
 
 from dataclasses import dataclass, replace

@@ -3,7 +3,8 @@
 Hypothesis: short windows save time and cost little quality.
 Source: nanochat's experiment log, 2026-01-11: SSSL is a good balance between compute and quality.
 Expected effect: slightly better at equal steps, worse at equal time.
-Verdict: worse, small on rung 0 (+0.0043 bits per byte, 5 pairs); multiplier × 0.934 [0.923, 0.945]. Study ladder.
+Verdict: old baseline: worse, small on rung 0 (+0.0043 bits per byte, 5 pairs); multiplier × 0.934 [0.923, 0.945]. Study
+ladder.
 """
 
 from dataclasses import replace

@@ -4,7 +4,8 @@ Hypothesis: attention across documents is noise.
 Source: nanochat's experiment log, 2026-01-13 (varlen attention): 0.0002 bits per byte better, which is almost noise.
 modded-nanogpt masks documents.
 Expected effect: no difference.
-Verdict: no difference on rung 0 (-0.0002 bits per byte, 5 pairs); multiplier × 1.002 [0.993, 1.012]. Study ladder.
+Verdict: old baseline: no difference on rung 0 (-0.0002 bits per byte, 5 pairs); multiplier × 1.002 [0.993, 1.012].
+Study ladder.
 """
 
 from dataclasses import replace

@@ -4,7 +4,8 @@ Hypothesis: no unit is ever dead.
 Source: parameter-golf. nanochat's experiment log, 2026-03-24: slightly better per step, slightly slower, worse in
 time.
 Expected effect: slightly better at equal steps.
-Verdict: no difference on rung 0 (-0.0011 bits per byte, 5 pairs); multiplier × 1.006 [0.997, 1.016]. Study ladder.
+Verdict: old baseline: no difference on rung 0 (-0.0011 bits per byte, 5 pairs); multiplier × 1.006 [0.997, 1.016].
+Study ladder.
 """
 
 from dataclasses import replace

@@ -3,7 +3,8 @@
 Hypothesis: a longer mean is less noisy.
 Source: nanochat's experiment log, 2026-01-10, which introduced it with 0.95; nanochat's later default is 0.9.
 Expected effect: no difference.
-Verdict: no difference on rung 0 (+0.0004 bits per byte, 5 pairs); multiplier × 0.998 [0.988, 1.009]. Study ladder.
+Verdict: old baseline: no difference on rung 0 (+0.0004 bits per byte, 5 pairs); multiplier × 0.998 [0.988, 1.009].
+Study ladder.
 """
 
 from dataclasses import replace

@@ -4,7 +4,8 @@ Hypothesis: better polynomials bring singular values closer to 1 in as many step
 Source: Jordan et al. 2024; modded-nanogpt's walkthrough. nanochat's experiment log, 2026-01-10: the change to Polar
 Express was in the noise.
 Expected effect: no difference.
-Verdict: worse, small on rung 0 (+0.0021 bits per byte, 8 pairs); multiplier × 0.988 [0.982, 0.994]. Study ladder.
+Verdict: old baseline: worse, small on rung 0 (+0.0021 bits per byte, 8 pairs); multiplier × 0.988 [0.982, 0.994]. Study
+ladder.
 """
 
 from dataclasses import replace

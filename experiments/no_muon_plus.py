@@ -3,7 +3,8 @@
 Hypothesis: the iteration leaves norms that vary from step to step; a fixed norm is a fixed rate.
 Source: Muon+ (arXiv 2602.21545), a later default of nanochat.
 Expected effect: no difference, since five steps of Polar Express come close to the norm.
-Verdict: no difference on rung 0 (+0.0013 bits per byte, 8 pairs); multiplier × 0.993 [0.984, 1.001]. Study ladder.
+Verdict: old baseline: no difference on rung 0 (+0.0013 bits per byte, 8 pairs); multiplier × 0.993 [0.984, 1.001].
+Study ladder.
 """
 
 from dataclasses import replace

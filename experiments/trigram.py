@@ -4,8 +4,10 @@ Hypothesis: triples hold patterns that pairs do not.
 Source: nanochat's experiment log, 2026-01-27: no improvement over bigrams alone; triples dilute the capacity for
 frequent pairs.
 Expected effect: no better than bigram.py.
-Verdict: better on rung 0 (-0.0488 bits per byte, 3 pairs); undecided on rung 1 (-0.0027 bits per byte, 3 pairs); better
-on rung 2 (-0.0239 bits per byte, 3 pairs); multiplier × 1.189 [1.171, 1.209], fades. Study ladder.
+Verdict: better on rung 0 (-0.0360 bits per byte, 3 pairs); multiplier × 1.364 [1.315, 1.413]. Study ladder-2. Before:
+old baseline: better on rung 0 (-0.0339 bits per byte, 3 pairs); multiplier × 1.319 [1.204, 1.436]. Study ladder-offset.
+Before: old baseline: better on rung 0 (-0.0488 bits per byte, 3 pairs); undecided on rung 1 (-0.0027 bits per byte, 3
+pairs); better on rung 2 (-0.0239 bits per byte, 3 pairs); multiplier × 1.189 [1.171, 1.209], fades. Study ladder.
 """
 
 from dataclasses import replace

@@ -3,7 +3,8 @@
 Hypothesis: the tables have few useful directions.
 Source: nanochat's experiment log, 2026-01-17: low-rank decompositions and projections all failed.
 Expected effect: worse, with far fewer parameters.
-Verdict: worse on rung 0 (+0.0278 bits per byte, 3 pairs); multiplier × 0.853 [0.833, 0.872]. Study ladder.
+Verdict: old baseline: worse on rung 0 (+0.0278 bits per byte, 3 pairs); multiplier × 0.853 [0.833, 0.872]. Study
+ladder.
 """
 
 import math
