@@ -19,7 +19,7 @@ class Multipliers(NamedTuple):
     lr: float = 1.0
     """Multiplies every group's peak rate."""
     momentum: float = 0.95
-    """Muon's momentum itself; 0.95 throughout, as first published."""
+    """Muon's momentum itself; the default schedule leaves it as it is (Jordan et al. 2024)."""
     decay: float = 1.0
     """Multiplies Muon's weight decay (AdamW's decay follows its rate alone)."""
     progress: float = 1.0
