@@ -100,12 +100,27 @@ def critical(level: ArrayLike, most_pairs: int) -> Floats:
 
 
 def moderate(variances: ArrayLike, degrees: ArrayLike) -> tuple[Floats, Floats]:
-    """Computes what the variances of the ideas of a study (last axis) have in common: moments of their logarithms
-    (Smyth 2004, section 6.2), with less weight, since all differences share the baseline's runs. K ideas, which
-    correlate by up to 1/4, know no more than K / (1 + (K - 1)/4) independent ones; (K - 3) / (K - 1), as James and
-    Stein's, is for the error of the weight."""
+    """Computes what the variances of the ideas of a study (last axis) have in common, and the degrees of freedom that
+    it counts for in each. A few unstable ideas would say that the others have little in common (Phipson et al. 2016):
+    a variance that the largest of K exceeds in one study of 20, first if the others are equal, then by how far they
+    differ, takes no part. Its idea has a t test of its own."""
     v, df = np.broadcast_arrays(np.asarray(variances, float), np.asarray(degrees, float))
     known = (v > LEAST_VARIANCE) & (df > 0)
+    half, seldom = np.where(known, df, 1.0) / 2, 0.05 / v.shape[-1]
+    scaled = np.where(known, v * half / special.gammaincinv(half, 0.5), math.inf)
+    median = np.take_along_axis(np.sort(scaled, -1), np.maximum(known.sum(-1, keepdims=True) - 1, 0) // 2, -1)
+    most = median * special.gammainccinv(half, seldom) / half
+    common, weight = _common(v, df, known & (v <= most))
+    with np.errstate(invalid="ignore"):
+        apart = known & (v > common * special.fdtri(2 * half, weight, 1 - seldom))
+    common, weight = _common(v, df, known & ~apart)
+    return common, np.where(apart, 0.0, weight)
+
+
+def _common(v: Floats, df: Floats, known: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+    """Moments of the logarithms of the `known` variances (Smyth 2004, section 6.2), with less weight, since all
+    differences share the baseline's runs. K ideas, which correlate by up to 1/4, know no more than K / (1 + (K - 1)/4)
+    independent ones; (K - 3) / (K - 1), as James and Stein's, is for the error of the weight."""
     half, count = np.where(known, df, 1.0) / 2, np.maximum(known.sum(-1, keepdims=True), 2)
 
     def mean(values: Floats) -> Floats:

@@ -119,9 +119,14 @@ def anytime(base: Floats, ideas: Floats, delta: float) -> tuple[NDArray[np.bool_
     return done, at + 1
 
 
-def false_studies(noise: str, ideas: int, shared: float, studies: int, pairs: int = PAIRS) -> float:
-    """Share of null studies in which an idea ends as better or worse, or as failing."""
-    decision, _ = run(*null(noise, ideas, shared, studies, pairs), Rules(1.0, pairs, ALPHA))
+def false_studies(
+    noise: str, ideas: int, shared: float, studies: int, pairs: int = PAIRS, unstable: tuple[float, ...] = ()
+) -> float:
+    """Share of null studies in which an idea ends as better or worse, or as failing. `unstable` are factors by which
+    the noise of the first ideas is larger."""
+    base, runs = null(noise, ideas, shared, studies, pairs)
+    runs[..., : len(unstable)] *= unstable
+    decision, _ = run(base, runs, Rules(1.0, pairs, ALPHA))
     return float(((decision.codes > 0) & (decision.codes != SAME)).any(-1).mean())
 
 
@@ -135,6 +140,33 @@ def test_null_studies_seldom_end_better_or_worse(noise: str, ideas: int, shared:
         f"≤ {bar}",
     )
     assert false <= bar
+
+
+@pytest.mark.parametrize(
+    ("ideas", "unstable", "bar"), [(11, (20.0, 20.0), 0.06), (30, (20.0, 20.0), 0.06), (30, (5.0,), 0.1)]
+)
+def test_null_studies_with_unstable_ideas_seldom_end_better_or_worse(
+    ideas: int, unstable: tuple[float, ...], bar: float, law: Law
+) -> None:
+    false = false_studies("Gaussian", ideas, 0.7, 1_500, unstable=unstable)
+    noisy = f"{len(unstable)} of them with {unstable[0]:.0f} times the noise"
+    law(
+        f"false verdicts where no idea differs, and {noisy}; share of studies",
+        false,
+        f"≤ {bar}",
+    )
+    assert false <= bar
+
+
+def test_unstable_ideas_take_few_verdicts_from_the_others(law: Law) -> None:
+    base, ideas, _ = recorded(400, 4, 2)
+    rules = Rules(DELTA, 4, ALPHA)
+    before = run(base, ideas, rules)[0].codes[:, 2:] > 0
+    ideas[..., :2] += 20 * RUN_SD * np.random.default_rng(0).standard_normal(ideas[..., :2].shape)
+    decided = run(base, ideas, rules)[0].codes[:, 2:] > 0
+    share = float(decided.mean() / before.mean())
+    law("decided ideas by 4 pairs beside two with 20 times the noise, over those beside stable ones", share, "≥ 0.9")
+    assert share >= 0.9
 
 
 @pytest.mark.campaign
