@@ -250,15 +250,11 @@ def alone() -> Mesh:
     return Mesh(1, 1, 0, data, model, world)
 
 
-def refuse_uneven(ranks: int, tp: int) -> None:
-    """Raises ValueError, which names the valid sizes, when tp does not divide the number of ranks."""
+def refuse_uneven(ranks: int, tp: int, zero: int = 2) -> None:
+    """Raises ValueError when ranks cannot be replicas of tp shards, or one replica would share its parameters."""
     if ranks % tp:
         valid = [size for size in range(1, ranks + 1) if ranks % size == 0]
         raise ValueError(f"--tp {tp} does not divide {ranks} ranks: use one of {valid}")
-
-
-def refuse_unshared(ranks: int, tp: int, zero: int) -> None:
-    """Raises ValueError when one replica should share its parameters."""
     if zero == 3 and ranks == tp:
         raise ValueError("--zero 3 shares parameters among replicas, and there is one: give more --ranks, or --zero 2")
 
@@ -280,10 +276,10 @@ def connect(
             waits five times the timeout (github.com/pytorch/gloo/issues/520), so the caller must set a time limit.
 
     Raises:
-        ValueError: when tp does not divide the number of ranks. The message names the valid sizes.
+        ValueError: when tp does not divide the number of ranks, or one replica would share its parameters.
         TimeoutError: when not all ranks arrive in time.
     """
-    refuse_uneven(ranks, tp)
+    refuse_uneven(ranks, tp, zero)
     if ranks == 1:
         return alone()
     stores: list[Any] = []

@@ -144,7 +144,7 @@ def on_ranks(
 
     source: the text of the recipe's own Python file; stopped: when a signal stopped ranks without an outcome.
     """
-    from quern.mesh import refuse_uneven, refuse_unshared
+    from quern.mesh import refuse_uneven
     from quern.mixture.sources import require_source
     from quern.resolve import resolve
     from quern.rl.environments import require_environment
@@ -156,8 +156,7 @@ def on_ranks(
     where, here, ranks = options.where, launch.place(), options.nodes * options.ranks
     trackers = find_trackers(options.track if here.main else ())
     if here.ranks == 1:  # before the machine is tried out, which may compile, and before other ranks could wait
-        refuse_uneven(ranks, options.tp)
-        refuse_unshared(ranks, options.tp, options.zero)
+        refuse_uneven(ranks, options.tp, options.zero)
         if options.nodes == 1:  # else another node may train this run already, and waits for this one
             refuse_in_use(where.run_dir)
             if verb != "run" and where.run_dir.has_stepped(verb) and not options.resume:

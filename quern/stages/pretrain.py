@@ -22,7 +22,7 @@ from quern.runs.origin import Origin, compare, read_origin, source_digest, with_
 from quern.runs.public_data import with_shards
 from quern.runs.training import fit_to_text, make_batches, ready_model, validation
 from quern.stages.complete import GOES_ON, continuations, continued
-from quern.stages.own_text import TYPICAL_MFU, fit_batch, fit_depth, fit_readings, fit_time, readings_and_expectation
+from quern.stages.own_text import fit_batch, fit_depth, fit_readings, fit_time, readings_and_expectation, training_speed
 from quern.stages.prepare import Prepared, own_megabytes
 from quern.stages.session import Session
 from quern.terminal import counted, duration, human_size
@@ -101,7 +101,9 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
     packing = {"method": made_by or recipe.train.packing, **batches.report()}
     counts = facts["model"]["parameters"]
     many, expected = (MANY_EPOCHS, []) if own is None else readings_and_expectation(recipe, prepared, counts["kaplan"])
-    lines = [*expected, *overview(recipe, counts["total"], plan, prepared, needed, mesh, many)]
+    tokens = recipe.train.steps * recipe.train.batch_tokens
+    seconds = tokens * plan.flops.per_token() / training_speed(session, plan.peak_flops)
+    lines = [*expected, *overview(recipe, counts["total"], seconds, prepared, needed, mesh, many)]
     if packing.get("cropped_share", 0) > 0:
         lines.append(f"{packing['cropped_share']:.1%} of the text is in no row: --train.packing best-fit loses none")
     lines.append(f"pretraining: {counted(plan.steps, 'step')} of {recipe.train.batch_tokens:,} tokens")
@@ -204,13 +206,14 @@ def _time_parts(recipe: Resolved, session: Session, model: Any, corpus: Corpus) 
 def overview(
     recipe: Resolved,
     total: int,
-    plan: loop.TrainingPlan,
+    seconds: float,
     data: Prepared,
     memory: tuple[float, float] | None,
     mesh: Mesh,
     many: float = MANY_EPOCHS,
 ) -> list[str]:
-    """Describes a run of so many parameters before its first step. memory: as `memory_check` returns it."""
+    """Describes a run of so many parameters and seconds of steps before its first step. memory: as `memory_check`
+    returns it."""
     tokens, public = recipe.train.steps * recipe.train.batch_tokens, data.public
     epochs = tokens / max(1, data.train.num_tokens)
     room = ""
@@ -222,8 +225,7 @@ def overview(
         f"{data.val.num_tokens:,} to validate on",
         f"length: {tokens:,} tokens, {_digits(epochs)} epochs of the text, {_digits(tokens / total)} tokens "
         "for each parameter",
-        f"time: about {duration(tokens * plan.flops.per_token() / (TYPICAL_MFU * plan.peak_flops))} of steps, by this "
-        f"machine's speed in matrix products{room}",
+        f"time: about {duration(seconds)} of steps, by this machine's speed in matrix products{room}",
     ]
     if epochs > 1 and public is not None and public.shards < public.available:
         enough = min(public.available, math.ceil(epochs * public.shards))

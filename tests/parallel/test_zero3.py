@@ -12,7 +12,7 @@ from quern import compiler
 from quern.cli import main
 from quern.data.batch import Batch
 from quern.machine import Machine
-from quern.mesh import Mesh
+from quern.mesh import Mesh, connect
 from quern.model.base import recompute
 from quern.optim.schedule import Multipliers
 from quern.parallel import zero3
@@ -69,6 +69,8 @@ def test_what_a_replica_holds_by_hand(ranks: Ranks) -> None:
 def test_one_replica_has_nothing_to_share(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["pretrain", "--zero", "3", "--ranks", "2", "--tp", "2"]) == 1
     assert "--zero 3 shares parameters among replicas, and there is one" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="--zero 3 shares"):  # as started by torchrun
+        connect(2, torch.device("cpu"), 0, 2, zero=3)
 
 
 def trained(mesh: Mesh, architecture: str, dtype: str, compiled: bool = False, recomputed: int = 0) -> list[Any]:
