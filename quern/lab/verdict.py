@@ -71,11 +71,12 @@ class Finding:
 
 class Judgement(NamedTuple):
     """The findings by idea. floor: the baseline against itself, on the seeds that no idea has; None for fewer than two;
-    sd: of a pair's difference, what the ideas have in common."""
+    sd: of a pair's difference, what the ideas have in common, and the degrees of freedom that it counts for in each."""
 
     findings: dict[str, Finding]
     floor: Finding | None
     sd: float
+    shared: float
 
 
 @lru_cache
@@ -200,12 +201,14 @@ class Moments(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """Arrays over ideas: idea - baseline, its standard error and degrees of freedom, and the common variance."""
+    """Arrays over ideas: idea - baseline, its standard error and degrees of freedom, the common variance, and the
+    degrees of freedom that it counts for."""
 
     difference: Floats
     error: Floats
     degrees: Floats
     common: Floats
+    weight: Floats
 
 
 def estimate(found: Moments) -> Estimate:
@@ -231,7 +234,7 @@ def estimate(found: Moments) -> Estimate:
     own = np.maximum(weight + degrees - degrees / np.maximum(weight + degrees, 1.0), 1e-9)
     inverse = np.square(parts[0] / total) / own + np.square(parts[1] / total) / (seeds - 1)
     difference = found.idea - a * found.base - (1 - a) * found.base_rest
-    return Estimate(difference, np.sqrt(total), 1 / np.maximum(inverse, 1e-9), common)
+    return Estimate(difference, np.sqrt(total), 1 / np.maximum(inverse, 1e-9), common, weight)
 
 
 def score(bpb: float | None) -> float:
@@ -259,7 +262,7 @@ def judge(base: Runs, ideas: Mapping[str, Runs], rules: Rules) -> Judgement:
     """Judges all ideas of a study, each on the seeds that it shares with the baseline. Stateless: call it after every
     pair, with all runs so far."""
     if not ideas:
-        return Judgement({}, None, math.nan)
+        return Judgement({}, None, math.nan, 0.0)
     scores, runs = _scores(base), {name: _scores(idea) for name, idea in ideas.items()}
     found = Moments(*np.array([_moments(scores, one) for one in runs.values()], float).T)
     made = estimate(found)
@@ -282,7 +285,7 @@ def judge(base: Runs, ideas: Mapping[str, Runs], rules: Rules) -> Judgement:
         )
         for at, name in enumerate(ideas)
     }
-    return Judgement(findings, _floor(scores, runs, rules), math.sqrt(made.common[0]))
+    return Judgement(findings, _floor(scores, runs, rules), math.sqrt(made.common[0]), float(made.weight.max()))
 
 
 def _floor(base: dict[int, float], ideas: Mapping[str, dict[int, float]], rules: Rules) -> Finding | None:
@@ -310,12 +313,13 @@ class Reach(NamedTuple):
     delta: float
 
 
-def reach(sd: float, rules: Rules, ideas: int, baseline_seeds: int = 1) -> Reach:
-    """Computes what a study can find by its most pairs."""
+def reach(sd: float, rules: Rules, ideas: int, baseline_seeds: int = 1, shared: float = math.inf) -> Reach:
+    """Computes what a study can find by its most pairs. shared: degrees of freedom that the ideas' common variance
+    counts for; by default those of equal variances."""
     n, power = rules.most_pairs, 0.8
-    _, weight = moderate(np.ones(ideas), n - 1)
-    degrees = n - 1 + float(weight[0])
-    error = sd * math.sqrt((1 + 1 / (baseline_seeds if weight[0] else 1)) / (2 * n))
+    weight = min(shared, float(moderate(np.ones(ideas), n - 1)[1][0]))
+    degrees = n - 1 + weight
+    error = sd * math.sqrt((1 + 1 / (baseline_seeds if weight else 1)) / (2 * n))
 
     def score(level: float) -> float:
         return -float(special.stdtrit(degrees, special.ndtr(-critical(level, n))))

@@ -129,3 +129,15 @@ def test_rules_that_decide_nothing_are_refused() -> None:
     assert found.effect > found.delta > 0 and reach(0.004, RULES, 11, baseline_seeds=2) < found
     with pytest.raises(ValueError, match="2 pairs decide nothing: give at least 3"):
         Rules(0.004, 2)
+
+
+def test_a_study_of_uneven_ideas_finds_less() -> None:
+    alike, uneven = (reach(0.004, RULES, ideas=20, shared=shared) for shared in (math.inf, 1.0))
+    assert alike == reach(0.004, RULES, ideas=20)
+    assert uneven.effect > 1.2 * alike.effect and uneven.delta > alike.delta
+    base, ideas = study({str(at): 0.0 for at in range(20)}, pairs=3)
+    steady = judge(base, ideas, RULES)
+    for name, runs in ideas.items():
+        for seed, score in runs.items():
+            runs[seed] = base[seed] + (score - base[seed]) * 3 ** (int(name) % 3)  # type: ignore[operator]
+    assert judge(base, ideas, RULES).shared < steady.shared

@@ -222,6 +222,7 @@ def calibration(study: Comparison, rung: int, answers: Mapping[str, Sequence[str
         f"correlation of pairs {together}",
     ]
     for pairs in (3, 5, 8, 12):
-        found = reach(judgement.sd, Rules(study.plan.delta, pairs, study.plan.alpha), max(1, len(study.ideas)), 2)
+        rules, ideas = Rules(study.plan.delta, pairs, study.plan.alpha), max(1, len(study.ideas))
+        found = reach(judgement.sd, rules, ideas, 2, judgement.shared)
         told_.append(f"{pairs} pairs find an effect of {found.effect:.4f}, and can show a δ of {found.delta:.4f}")
     return told_
