@@ -108,28 +108,30 @@ def moderate(variances: ArrayLike, degrees: ArrayLike) -> tuple[Floats, Floats]:
     v, df = np.broadcast_arrays(np.asarray(variances, float), np.asarray(degrees, float))
     known = (v > LEAST_VARIANCE) & (df > 0)
     half, seldom = np.where(known, df, 1.0) / 2, 0.05 / v.shape[-1]
+    logs = np.log(np.where(known, v, 1.0)) - special.digamma(half) + np.log(half)
+    errors = special.polygamma(1, half)
     scaled = np.where(known, v * half / special.gammaincinv(half, 0.5), math.inf)
     median = np.take_along_axis(np.sort(scaled, -1), np.maximum(known.sum(-1, keepdims=True) - 1, 0) // 2, -1)
     most = median * special.gammainccinv(half, seldom) / half
-    common, weight = _common(v, df, known & (v <= most))
+    common, weight = _common(logs, errors, df, known & (v <= most))
     with np.errstate(invalid="ignore"):
         apart = known & (v > common * special.fdtri(2 * half, weight, 1 - seldom))
-    common, weight = _common(v, df, known & ~apart)
+    common, weight = _common(logs, errors, df, known & ~apart)
     return common, np.where(apart, 0.0, weight)
 
 
-def _common(v: Floats, df: Floats, known: NDArray[np.bool_]) -> tuple[Floats, Floats]:
-    """Moments of the logarithms of the `known` variances (Smyth 2004, section 6.2), with less weight, since all
-    differences share the baseline's runs. K ideas, which correlate by up to 1/4, know no more than K / (1 + (K - 1)/4)
-    independent ones; (K - 3) / (K - 1), as James and Stein's, is for the error of the weight."""
-    half, count = np.where(known, df, 1.0) / 2, np.maximum(known.sum(-1, keepdims=True), 2)
+def _common(logs: Floats, errors: Floats, df: Floats, known: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+    """Moments of the logarithms of the `known` variances, whose sampling has the variances `errors` (Smyth 2004,
+    section 6.2), with less weight, since all differences share the baseline's runs. K ideas, which correlate by up to
+    1/4, know no more than K / (1 + (K - 1)/4) independent ones; (K - 3) / (K - 1), as James and Stein's, is for the
+    error of the weight."""
+    count = np.maximum(known.sum(-1, keepdims=True), 2)
 
     def mean(values: Floats) -> Floats:
         return np.where(known, values, 0.0).sum(-1, keepdims=True) / count
 
-    logs = np.log(np.where(known, v, 1.0)) - special.digamma(half) + np.log(half)
     centre = mean(logs)
-    excess = mean(np.square(logs - centre)) * count / (count - 1) - mean(special.polygamma(1, half))
+    excess = mean(np.square(logs - centre)) * count / (count - 1) - mean(errors)
     prior_half = _inverse_trigamma(np.maximum(excess, 1e-4))
     common = np.exp(centre + special.digamma(prior_half) - np.log(prior_half))
     most = mean(df) * (count / (1 + (count - 1) / 4) - 1)
