@@ -5,8 +5,9 @@ read several times by heart.
 Source: nanochat decays these tables by 0.01, in runs that read no text twice. Text that is read several times needs
 much more decay: Kim et al. 2025 (arXiv 2509.14786).
 Expected effect: worse, the more often the text is read.
-Verdict: old baseline: no difference on rung 0 (+0.0000 bits per byte, 3 pairs); multiplier × 1.000 [1.000, 1.000].
-Study ladder.
+Verdict: no difference on rung 0 (+0.0000 bits per byte, 3 pairs); multiplier × 1.000 [1.000, 1.000]. Study ladder-2.
+Before: old baseline: no difference on rung 0 (+0.0000 bits per byte, 3 pairs); multiplier × 1.000 [1.000, 1.000]. Study
+ladder.
 
 The answer depends on how often the text is read. The study fresh reads 1.6 MB once; the baseline of that time decayed
 as [full_table_decay](full_table_decay.py) does, and is the one that loses there. The study readings, of the same

@@ -4,8 +4,9 @@ Hypothesis: the second matrix of the feed-forward wants the double rate, not the
 Source: nanochat's pull request 492, from modded-nanogpt. nanochat's experiment log, 2026-02-03: slightly worse at
 depth 12.
 Expected effect: slightly worse, or no difference.
-Verdict: old baseline: no difference on rung 0 (+0.0007 bits per byte, 8 pairs); multiplier × 0.996 [0.985, 1.007].
-Study ladder.
+Verdict: undecided on rung 0 (+0.0000 bits per byte, 3 pairs); multiplier × 1.000 [0.969, 1.028]. Study ladder-2.
+Before: old baseline: no difference on rung 0 (+0.0007 bits per byte, 8 pairs); multiplier × 0.996 [0.985, 1.007]. Study
+ladder.
 """
 
 from dataclasses import replace

@@ -3,7 +3,7 @@
 Hypothesis: the form of the fall does not matter.
 Source: nanochat's experiment log, 2026-01-10, has the line; nanochat's later default is the half cosine.
 Expected effect: no difference.
-Verdict: old baseline: no difference on rung 0 (+0.0003 bits per byte, 5 pairs); multiplier × 0.998 [0.989, 1.008].
+Verdict: old baseline: no difference on rung 0 (+0.0003 bits per byte, 5 pairs); multiplier × 0.998 [0.989, 1.009].
 Study ladder.
 """
 

@@ -3,10 +3,10 @@
 Hypothesis: the head needs what the second half adds, not what the first half prepared for attention.
 Source: nanochat's experiment log, 2026-01-16: no improvement, with the tap at about 60% of the layers.
 Expected effect: no difference.
-Verdict: undecided on rung 0 (+0.0055 bits per byte, 3 pairs); multiplier × 0.955 [0.921, 0.996]. Study ladder-2.
-Before: old baseline: undecided on rung 0 (-0.0018 bits per byte, 3 pairs); multiplier × 1.015 [0.967, 1.072]. Study
+Verdict: undecided on rung 0 (+0.0055 bits per byte, 3 pairs); multiplier × 0.955 [0.923, 0.991]. Study ladder-2.
+Before: old baseline: undecided on rung 0 (-0.0018 bits per byte, 3 pairs); multiplier × 1.014 [0.967, 1.064]. Study
 ladder-offset. Before: old baseline: no difference on rung 0 (+0.0004 bits per byte, 5 pairs); multiplier × 0.998
-[0.984, 1.013]. Study ladder.
+[0.985, 1.012]. Study ladder.
 """
 
 from dataclasses import replace
