@@ -102,9 +102,9 @@ def critical(level: ArrayLike, most_pairs: int) -> Floats:
 
 def moderate(variances: ArrayLike, degrees: ArrayLike) -> tuple[Floats, Floats]:
     """Computes what the variances of the ideas of a study (last axis) have in common, and the degrees of freedom that
-    it counts for in each. A few unstable ideas would say that the others have little in common (Phipson et al. 2016):
-    a variance that the largest of K exceeds in one study of 20, first if the others are equal, then by how far they
-    differ, takes no part. Its idea has a t test of its own."""
+    it counts for in each. Unstable ideas would hide what the others have in common (Phipson et al. 2016), so they share
+    nothing: those with a variance that the largest of K ordinary ones exceeds in one study of 20. Ordinary ones are
+    first taken to be equal, then to differ as far as the first estimate says."""
     v, df = np.broadcast_arrays(np.asarray(variances, float), np.asarray(degrees, float))
     known = (v > LEAST_VARIANCE) & (df > 0)
     half, seldom = np.where(known, df, 1.0) / 2, 0.05 / v.shape[-1]

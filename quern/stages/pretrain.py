@@ -101,8 +101,9 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
     packing = {"method": made_by or recipe.train.packing, **batches.report()}
     counts = facts["model"]["parameters"]
     many, expected = (MANY_EPOCHS, []) if own is None else readings_and_expectation(recipe, prepared, counts["kaplan"])
-    tokens = recipe.train.steps * recipe.train.batch_tokens
-    seconds = tokens * plan.flops.per_token() / training_speed(session, plan.peak_flops)
+    flops = recipe.train.steps * recipe.train.batch_tokens * plan.flops.per_token()
+    asked_for = recipe.train.minutes and 60 * recipe.train.minutes
+    seconds = asked_for or flops / training_speed(session, plan.peak_flops)
     lines = [*expected, *overview(recipe, counts["total"], seconds, prepared, needed, mesh, many)]
     if packing.get("cropped_share", 0) > 0:
         lines.append(f"{packing['cropped_share']:.1%} of the text is in no row: --train.packing best-fit loses none")
@@ -225,7 +226,7 @@ def overview(
         f"{data.val.num_tokens:,} to validate on",
         f"length: {tokens:,} tokens, {_digits(epochs)} epochs of the text, {_digits(tokens / total)} tokens "
         "for each parameter",
-        f"time: about {duration(seconds)} of steps, by this machine's speed in matrix products{room}",
+        f"time: about {duration(seconds)} of steps{room}",
     ]
     if epochs > 1 and public is not None and public.shards < public.available:
         enough = min(public.available, math.ceil(epochs * public.shards))

@@ -160,7 +160,8 @@ def test_minutes_may_change_while_the_run_has_some_left(tmp_path: Path, capsys: 
     for path in saved[len(saved) // 2 :]:
         shutil.rmtree(path)
     assert main.main([*resume, "--train.minutes", "0.03"]) == 0, capsys.readouterr().err
-    assert "train.minutes 0.01 → 0.03" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "train.minutes 0.01 → 0.03" in said and "time: about 2 s of steps" in said
     end = [line for line in read_metrics(folder) if "seconds" in line][-1]
     assert end["seconds"] > 1.2 and end["step"] == recorded_plans(folder)[-1][1]
     finish = read_events(folder)[-1]
