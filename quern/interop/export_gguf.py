@@ -19,9 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quern.interop.llama_format import Names, load_llama, weights_to
-from quern.model.llama import NORM_EPS, mlp_width
+from quern.interop.llama_format import refuse_windows, weights_to
+from quern.machine import detect
+from quern.model.llama import NORM_EPS, Llama, mlp_width
 from quern.recipe import ResolvedModel
+from quern.runs.load import load
 from quern.runs.run_dir import RunDir
 from quern.temporaries import sync_path, whole_file
 from quern.text.hugging_face import CHAT_TEMPLATE, merge_pairs, spell
@@ -29,20 +31,6 @@ from quern.text.tinyworld import corpus
 from quern.text.tokenizer import GPT2_SPLIT_PATTERN, Tokenizer, split_pattern
 from quern.validate import extra
 
-GGUF = Names(
-    {"embedding.weight": "token_embd.weight", "norm.weight": "output_norm.weight", "head.weight": "output.weight"},
-    "blk.{}.",
-    {
-        "attention_norm.weight": "attn_norm.weight",
-        "attention.query.weight": "attn_q.weight",
-        "attention.key.weight": "attn_k.weight",
-        "attention.value.weight": "attn_v.weight",
-        "attention.out.weight": "attn_output.weight",
-        "mlp_norm.weight": "ffn_norm.weight",
-        "mlp.down.weight": "ffn_down.weight",
-    },
-    ("ffn_gate.weight", "ffn_up.weight"),
-)
 ROTATED = ("attn_q.weight", "attn_k.weight")
 
 PRE_TOKENIZERS = {split_pattern(1): "qwen35", GPT2_SPLIT_PATTERN: "gpt-2"}
@@ -55,10 +43,14 @@ SAMPLE_MEGABYTES, SAMPLE_CHARACTERS = 0.5, 400
 
 
 def tensors(weights: Mapping[str, Tensor], shape: ResolvedModel) -> dict[str, Tensor]:
-    """quern's weights with GGUF's names and layouts, without the head if it equals the embedding (a tied head)."""
-    found = weights_to(weights, shape.depth, GGUF)
+    """quern's weights with GGUF's names and layouts, without the head if it equals the embedding (a tied head). `gguf`
+    knows its names by those of Hugging Face."""
+    gguf = library()
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, shape.depth)
+    theirs = weights_to(weights, shape.depth)
+    found = {names.get_name(name, try_suffixes=(".weight",)): weight for name, weight in theirs.items()}
     if torch.equal(weights["head.weight"], weights["embedding.weight"]):
-        del found[GGUF.outside["head.weight"]]
+        del found["output.weight"]
     return {name: neighbours(w, shape.head_dim) if name.endswith(ROTATED) else w for name, w in found.items()}
 
 
@@ -165,7 +157,13 @@ def run(
     path = path if path.suffix == ".gguf" else path / f"{run_dir.run}-{dtype}.gguf"
     if path.exists():
         raise ValueError(f"{path} is there already: name another file with --dir, or remove it first")
-    loaded = load_llama(run_dir, stage, log)
+    loaded = load(run_dir, detect("cpu", "fp32", compile=False), log, stage)
+    if type(loaded.model) is not Llama:
+        raise ValueError(
+            f"run '{run_dir.run}' holds a {type(loaded.model).__name__}, for which other programs have no name: "
+            "export a run of the recipe `llama` (quern pretrain llama)"
+        )
+    refuse_windows(loaded.recipe.model)
     if difference := other_ids(loaded.tokenizer):
         if not accept_other_ids:
             raise ValueError(

@@ -44,7 +44,12 @@ def run(run_dir: RunDir, folder: Path, *, stage: str | None, dtype: torch.dtype,
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there already: name another folder with --dir, or remove it first")
     loaded = load(run_dir, detect("cpu", "fp32", compile=False), log, stage)
-    _require_known(loaded, run_dir)
+    kind = imported(loaded.recipe.make_model)
+    if kind not in (Llama, *ARCHITECTURES) or type(loaded.model) is not kind:  # what its code computes is not exported
+        raise ValueError(
+            f"run '{run_dir.run}' holds a {type(loaded.model).__name__} that its own recipe file makes, which other "
+            "programs cannot compute: export a run of the recipes gpt, unet or llama as they come with quern"
+        )
     weights = {name: tensor.to(dtype) for name, tensor in _weights(loaded.model, loaded.tokenizer).items()}
     texts = _texts(loaded, dtype, log)
     texts["README.md"] = _model_card(loaded, run_dir, weights, has_tokenizer="tokenizer.json" in texts)
@@ -72,27 +77,12 @@ def run(run_dir: RunDir, folder: Path, *, stage: str | None, dtype: torch.dtype,
     log(f"step {loaded.step:,} of {loaded.stage}, {size / 1e6:,.1f} MB of weights → {folder}")
 
 
-def _require_known(loaded: LoadedModel, run_dir: RunDir) -> None:
-    """Raises ValueError for the model of an idea: what its code computes is not in the exported files."""
-    kind = imported(loaded.recipe.make_model)
-    if kind not in (Llama, *ARCHITECTURES) or type(loaded.model) is not kind:
-        raise ValueError(
-            f"run '{run_dir.run}' holds a {type(loaded.model).__name__} that its own recipe file makes, which other "
-            "programs cannot compute: export a run of the recipes gpt, unet or llama as they come with quern"
-        )
-
-
 def _texts(loaded: LoadedModel, dtype: torch.dtype, log: Callable[[str], None]) -> dict[str, str]:
     """File name → text, for every file except the weights and the model card."""
     tokenizer, shape = loaded.tokenizer, loaded.recipe.model
-    config, texts = llama_format.sizes_to(shape, tokenizer, dtype), {}
-    if type(loaded.model) is Llama:
-        llama_format.refuse_windows(shape)
-        config |= llama_format.config_to(shape)
-    else:
-        config |= _config(loaded.model, tokenizer)
-        for name in ("modeling_quern.py", f"modeling_{config['model_type']}.py"):
-            texts[name] = (Path(__file__).parent / name).read_text(encoding="utf-8")
+    config = _config(loaded.model, tokenizer, dtype)
+    code = ("modeling_quern.py", f"modeling_{config['model_type']}.py") if "auto_map" in config else ()
+    texts = {name: (Path(__file__).parent / name).read_text(encoding="utf-8") for name in code}
     texts |= {"config.json": _json(config), "generation_config.json": _json(_generation_config(tokenizer))}
     try:
         texts["tokenizer.json"] = _json(tokenizer_json(tokenizer))
@@ -123,10 +113,26 @@ ARCHITECTURES: Mapping[Any, tuple[str, str]] = {GPT: ("quern_gpt", "QuernGPT"), 
 """The `model_type` of an architecture, and the prefix of its classes."""
 
 
-def _config(model: LanguageModel, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The fields of config.json of a `GPT` or a `UNet`."""
-    (name, prefix), shape = ARCHITECTURES[type(model)], model.shape
-    return {
+def _config(model: LanguageModel, tokenizer: Tokenizer, dtype: torch.dtype) -> dict[str, Any]:
+    """The fields of config.json: those that every architecture has, then its own."""
+    shape = model.shape
+    sizes = {
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.width,
+        "num_hidden_layers": shape.depth,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.context,
+        "tie_word_embeddings": False,
+        "bos_token_id": tokenizer.bos,
+        "eos_token_id": tokenizer.special("<|assistant_end|>"),
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    if type(model) is Llama:
+        return sizes | llama_format.config_to(shape)
+    name, prefix = ARCHITECTURES[type(model)]
+    return sizes | {
         "architectures": [f"{prefix}ForCausalLM"],
         "auto_map": {
             "AutoConfig": f"modeling_quern.{prefix}Config",

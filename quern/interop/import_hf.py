@@ -47,7 +47,9 @@ def run(
     """
     if run_dir.folder.exists():
         raise ValueError(f"there is a run '{run_dir.run}' already: name another one with --run, or remove that one")
-    config = _read_json(folder / "config.json")
+    if not (described := folder / "config.json").is_file():
+        raise FileNotFoundError(f"there is no {described}: give a folder that holds a Llama in Hugging Face's format")
+    config = read_json(described, dict[str, Any])
     try:
         shape = shape_from(config)
         words = _read_tokenizer(tokenizer or folder / "tokenizer.json")
@@ -81,7 +83,7 @@ def run(
 def _read_tokenizer(path: Path) -> Tokenizer:
     if not path.is_file():
         raise FileNotFoundError(f"there is no {path}: give quern's tokenizer.json of this model with --tokenizer")
-    body = _read_json(path)
+    body = read_json(path, dict[str, Any])
     if body.get("format") == FILE_FORMAT:
         return Tokenizer.load(path)
     try:
@@ -95,10 +97,16 @@ def _read_tokenizer(path: Path) -> Tokenizer:
     return tokenizer
 
 
+class _Index(TypedDict):
+    weight_map: Annotated[dict[str, FileName], msgspec.Meta(min_length=1)]
+
+
 def _read_weights(folder: Path) -> dict[str, Tensor]:
     """Every tensor in fp32, from one file or from the files that an index names."""
-    found: dict[str, Tensor] = {}
-    for name in _weight_files(folder):
+    names, index, found = ["model.safetensors"], folder / "model.safetensors.index.json", dict[str, Tensor]()
+    if index.exists():
+        names = sorted(set(read_json(index, _Index, "write the folder again")["weight_map"].values()))
+    for name in names:
         path = folder / name
         if not path.is_file():
             raise FileNotFoundError(
@@ -118,21 +126,3 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
                 raise ValueError(f"{name}: {key} ({tensor.dtype}) must hold finite floating-point numbers")
             found[key] = plain
     return found
-
-
-class _Index(TypedDict):
-    weight_map: Annotated[dict[str, FileName], msgspec.Meta(min_length=1)]
-
-
-def _weight_files(folder: Path) -> list[str]:
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return ["model.safetensors"]
-    places = read_json(index, _Index, "write the folder again")["weight_map"]
-    return sorted(set(places.values()))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no {path}: give a folder that holds a Llama in Hugging Face's format")
-    return read_json(path, dict[str, Any])

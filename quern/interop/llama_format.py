@@ -1,4 +1,4 @@
-"""Hugging Face's Llama format: the configuration and the names of the weights, in both directions; and a run's Llama.
+"""Hugging Face's Llama format: the configuration and the names of the weights, in both directions.
 
 Weights are renamed; gate and up are one parameter in quern and two in Hugging Face. Nothing is computed, so a
 round trip is exact in every dtype.
@@ -6,50 +6,34 @@ round trip is exact in every dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypedDict
+from collections.abc import Mapping
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from quern.field_types import annotations_of, refuse_outside
-from quern.machine import detect
-from quern.model.llama import INIT_STD, NORM_EPS, Llama, mlp_width
+from quern.model.llama import INIT_STD, NORM_EPS, mlp_width
 from quern.recipe import ModelRecipe, ResolvedModel
 from quern.records import typed
-from quern.runs.load import LoadedModel, load
-from quern.runs.run_dir import RunDir
-from quern.text.tokenizer import Tokenizer
 
-
-class Names(NamedTuple):
-    """A format's names of a Llama's weights, by quern's. gate_up: the two that quern stacks."""
-
-    outside: Mapping[str, str]
-    block: str
-    inside: Mapping[str, str]
-    gate_up: tuple[str, str]
-
-
-HF = Names(
-    {
-        "embedding.weight": "model.embed_tokens.weight",
-        "norm.weight": "model.norm.weight",
-        "head.weight": "lm_head.weight",
-    },
-    "model.layers.{}.",
-    {
-        "attention_norm.weight": "input_layernorm.weight",
-        "attention.query.weight": "self_attn.q_proj.weight",
-        "attention.key.weight": "self_attn.k_proj.weight",
-        "attention.value.weight": "self_attn.v_proj.weight",
-        "attention.out.weight": "self_attn.o_proj.weight",
-        "mlp_norm.weight": "post_attention_layernorm.weight",
-        "mlp.down.weight": "mlp.down_proj.weight",
-    },
-    ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-)
-STACKED = "mlp.gate_up"
+# Hugging Face's names of the weights, by quern's; those of a block follow its prefix.
+OUTSIDE = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+BLOCK = "model.layers.{}."
+INSIDE = {
+    "attention_norm.weight": "input_layernorm.weight",
+    "attention.query.weight": "self_attn.q_proj.weight",
+    "attention.key.weight": "self_attn.k_proj.weight",
+    "attention.value.weight": "self_attn.v_proj.weight",
+    "attention.out.weight": "self_attn.o_proj.weight",
+    "mlp_norm.weight": "post_attention_layernorm.weight",
+    "mlp.down.weight": "mlp.down_proj.weight",
+}
+STACKED, GATE_UP = "mlp.gate_up", ("mlp.gate_proj.weight", "mlp.up_proj.weight")
 PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}
 """Fields of config.json, and the only value that quern computes; it is also the value of a missing field."""
 RANGES = {
@@ -75,18 +59,6 @@ class Checked(TypedDict, total=False):
     tie_word_embeddings: bool | None
 
 
-def load_llama(run_dir: RunDir, stage: str | None, log: Callable[[str], None]) -> LoadedModel:
-    """Loads the newest intact checkpoint of a stage. Raises ValueError for a model that is no Llama."""
-    loaded = load(run_dir, detect("cpu", "fp32", compile=False), log, stage)
-    if type(loaded.model) is not Llama:
-        raise ValueError(
-            f"run '{run_dir.run}' holds a {type(loaded.model).__name__}, for which other programs have no name: "
-            "export a run of the recipe `llama` (quern pretrain llama)"
-        )
-    refuse_windows(loaded.recipe.model)
-    return loaded
-
-
 def refuse_windows(shape: ResolvedModel) -> None:
     """Raises ValueError for a Llama whose attention has windows."""
     if any(window is not None for window in shape.window_sizes()):
@@ -96,13 +68,13 @@ def refuse_windows(shape: ResolvedModel) -> None:
         )
 
 
-def weights_to(weights: Mapping[str, Tensor], depth: int, names: Names = HF) -> dict[str, Tensor]:
-    """quern's weights with a format's names. Raises KeyError if a weight is missing."""
-    found = {theirs: weights[ours] for ours, theirs in names.outside.items()}
+def weights_to(weights: Mapping[str, Tensor], depth: int) -> dict[str, Tensor]:
+    """quern's weights with Hugging Face's names. Raises KeyError if a weight is missing."""
+    found = {theirs: weights[ours] for ours, theirs in OUTSIDE.items()}
     for layer in range(depth):
-        before, after = f"blocks.{layer}.", names.block.format(layer)
-        found |= {after + theirs: weights[before + ours] for ours, theirs in names.inside.items()}
-        found |= {after + theirs: part for theirs, part in zip(names.gate_up, weights[before + STACKED], strict=True)}
+        before, after = f"blocks.{layer}.", BLOCK.format(layer)
+        found |= {after + theirs: weights[before + ours] for ours, theirs in INSIDE.items()}
+        found |= {after + theirs: part for theirs, part in zip(GATE_UP, weights[before + STACKED], strict=True)}
     return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
@@ -110,7 +82,7 @@ def weights_from(weights: Mapping[str, Tensor], depth: int, *, tied: bool) -> di
     """Hugging Face's weights with quern's names. Raises ValueError, naming missing and foreign ones."""
     left = {name: tensor for name, tensor in weights.items() if not name.endswith("rotary_emb.inv_freq")}
     if tied:
-        left.setdefault(HF.outside["head.weight"], left.get(HF.outside["embedding.weight"], torch.empty(0)))
+        left.setdefault(OUTSIDE["head.weight"], left.get(OUTSIDE["embedding.weight"], torch.empty(0)))
     missing: list[str] = []
 
     def take(name: str) -> Tensor:
@@ -118,11 +90,11 @@ def weights_from(weights: Mapping[str, Tensor], depth: int, *, tied: bool) -> di
             missing.append(name)
         return left.pop(name, torch.empty(0))
 
-    found = {ours: take(theirs).clone() for ours, theirs in HF.outside.items()}
+    found = {ours: take(theirs).clone() for ours, theirs in OUTSIDE.items()}
     for layer in range(depth):
-        before, after = f"blocks.{layer}.", HF.block.format(layer)
-        found |= {before + ours: take(after + theirs) for ours, theirs in HF.inside.items()}
-        gate, up = (take(after + name) for name in HF.gate_up)
+        before, after = f"blocks.{layer}.", BLOCK.format(layer)
+        found |= {before + ours: take(after + theirs) for ours, theirs in INSIDE.items()}
+        gate, up = (take(after + name) for name in GATE_UP)
         found[before + STACKED] = torch.stack([gate, up]) if gate.shape == up.shape else gate
     if missing:
         raise ValueError(f"weights are missing: {_some(missing)}")
@@ -131,25 +103,9 @@ def weights_from(weights: Mapping[str, Tensor], depth: int, *, tied: bool) -> di
     return found
 
 
-def sizes_to(shape: ResolvedModel, tokenizer: Tokenizer, dtype: torch.dtype) -> dict[str, Any]:
-    """The fields of config.json that every architecture has."""
-    return {
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.width,
-        "num_hidden_layers": shape.depth,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "max_position_embeddings": shape.context,
-        "tie_word_embeddings": False,
-        "bos_token_id": tokenizer.bos,
-        "eos_token_id": tokenizer.special("<|assistant_end|>"),
-        "torch_dtype": str(dtype).removeprefix("torch."),
-    }
-
-
 def config_to(shape: ResolvedModel) -> dict[str, Any]:
     """The fields of a Llama's config.json. Raises ValueError for a model that Hugging Face's Llama cannot represent."""
+    refuse_windows(shape)
     if shape.width % shape.heads:
         raise ValueError(
             f"transformers refuses a width of {shape.width} for {shape.heads} heads, since it is no multiple: "
