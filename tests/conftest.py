@@ -61,7 +61,6 @@ SLOWEST_FIRST = (
     "tests/generate/sandbox/test_sandbox.py",
     "tests/estimate/test_memory.py",
     "tests/laws/test_ranks_law.py",
-    "tests/bench/test_bench_jax.py",
     "tests/bench/test_bench.py",
     "tests/laws/test_flash_law.py",
     "tests/laws/test_rope_law.py",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
@@ -65,7 +64,11 @@ def run(options: BenchOptions, log: Callable[[str], None]) -> int:
         body |= {"rounds": setup.rounds, "seconds": seconds, "settings": setup.settings}
         path = folder / f"{what}.json"
         write(path, body | {"measures": measures})
-        for line in (*render(body), *table(measures), f"  record: {path}"):
+        log(f"\n{what}  ({seconds:.0f} s, load average before {body['load_average_before']:.1f})")
+        sizes = {name.replace("_", " "): v for name, v in setup.settings.items() if not isinstance(v, dict)}
+        if sizes:
+            log("  " + ", ".join(f"{name} {f'{v:,}' if isinstance(v, int) else v}" for name, v in sizes.items()))
+        for line in (*table(measures), f"  record: {path}"):
             log(line)
     return 0
 
@@ -80,11 +83,3 @@ def introduction(setup: Setup) -> Iterator[str]:
     yield f"figures   median of {setup.rounds} rounds (lowest .. highest), seed {setup.seed}"
     if setup.quick:
         yield "          --quick: tiny sizes, the figures mean nothing"
-
-
-def render(body: dict[str, Any]) -> Iterator[str]:
-    """Yields the title and the settings of a record."""
-    yield f"\n{body['what']}  ({body['seconds']:.0f} s, load average before {body['load_average_before']:.1f})"
-    shown = {name.replace("_", " "): value for name, value in body["settings"].items() if not isinstance(value, dict)}
-    if shown:
-        yield "  " + ", ".join(f"{name} {f'{v:,}' if isinstance(v, int) else v}" for name, v in shown.items())

@@ -13,7 +13,7 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from quern.bench.batches import write_empty_shards
+from quern.bench.material import write_empty_shards
 from quern.bench.measure import Bench, Figure, alternate, children_peak_bytes, figure, peak_bytes, seconds_of
 from quern.bench.options import BenchOptions
 from quern.data.batch import prefetch
@@ -171,7 +171,7 @@ def _many_documents(setup: Setup, documents: int) -> Iterator[Figure]:
         order = {"folder": str(folder), "context": MANY_CONTEXT, "batch_rows": BATCH_ROWS, "seed": setup.seed}
 
         def ask(step: int) -> dict[str, float]:
-            with start("quern.bench.batches", "loader", order) as process:
+            with start("quern.bench.material", "loader", order) as process:
                 return process.ask(step)
 
         fresh = ask(middle)

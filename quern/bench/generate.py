@@ -8,10 +8,14 @@ import torch
 from torch.utils.benchmark.utils.timer import timer
 
 from quern.bench.data import Setup
-from quern.bench.material import reference, talking_engine
+from quern.bench.material import reference
 from quern.bench.measure import Figure, alternate, figure, seconds_of
 from quern.generate.engine import Engine
 from quern.generate.sampling import Sampling
+from quern.machine import Machine
+from quern.recipe import Resolved
+from quern.text.tokenizer import SPECIAL_TOKENS, Tokenizer
+from quern.train.state import build_model
 
 ROWS = (1, 8, 32)
 PREFILL_PROMPT_TOKENS = 384
@@ -70,3 +74,25 @@ def _replies(
         return seconds
 
     return job
+
+
+def pair_tokenizer(vocab_size: int) -> Tokenizer:
+    """Returns an untrained tokenizer of that size: the bytes, and pairs of bytes."""
+    room = vocab_size - 256 - len(SPECIAL_TOKENS)
+    return Tokenizer([bytes([i // 256, i % 256]) for i in range(room)])
+
+
+@torch.no_grad()
+def talking_engine(recipe: Resolved, machine: Machine, prefix_megabytes: float = 0) -> Engine:
+    """Returns an engine with a random model whose replies never end early or call a tool: the logits spread over the
+    whole softcap, and those of the special tokens are zero, so that it draws one of them about once in a million
+    tokens."""
+    tokenizer = pair_tokenizer(recipe.model.vocab_size)
+    model = build_model(recipe, machine, recipe.seed)
+    numbers = machine.generator(recipe.seed)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.copy_(torch.randn(parameter.shape, generator=numbers) * parameter.size(-1) ** -0.5)
+    model.head.weight.mul_(model.head.weight.size(-1) ** 0.5)
+    model.head.weight[list(tokenizer.special_ids.values())] = 0
+    return Engine(model.eval(), tokenizer, machine, prefix_megabytes=prefix_megabytes)

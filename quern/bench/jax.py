@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from quern.bench.batches import random_batch
+from quern.bench.material import random_batch, reference, sizes_of
 from quern.grug.evaluate import choose_dtype
 from quern.grug.loss import BLOCK_TOKENS
 from quern.grug.mesh import keep_freed_memory, make_mesh, use_cpu
@@ -37,12 +37,14 @@ STEPS = 4
 
 
 def grug(setup: Setup) -> Iterator[Figure]:
-    from quern.bench.material import reference, sizes_of, take_step, training_state
     from quern.bench.measure import alternate, figure
+    from quern.bench.train import take_step, training_state
 
     recipe, machine = reference(setup.quick, setup.seed, setup.options.batch_tokens), setup.machine
     block_tokens = 16 if setup.quick else BLOCK_TOKENS
-    with start("quern.bench.jax", "JAX", jax_order(recipe, setup, block_tokens)) as process:
+    order = {"recipe": recipe.to_json(), "block_tokens": block_tokens}
+    order |= {"device": machine.device.type, "threads": machine.threads}
+    with start("quern.bench.jax", "JAX", order) as process:
         facts = process.ask("facts")  # JAX compiles before PyTorch does
         state, batches = training_state(recipe, machine), [random_batch(recipe, seed) for seed in range(2)]
         take_step(state, recipe, machine, batches[0])  # compiles
@@ -60,12 +62,6 @@ def grug(setup: Setup) -> Iterator[Figure]:
         yield figure(name, "tokens/s", setup.settings["batch_tokens"] / seconds, notes[name])
     yield figure("JAX / PyTorch", "", taken["PyTorch"] / taken[default], f"the default: {default}")
     yield figure("whole / blockwise", "", taken[blocks] / taken[whole])
-
-
-def jax_order(recipe: Resolved, setup: Setup, block_tokens: int) -> dict[str, Any]:
-    """Returns the order for the JAX process. block_tokens: of the blockwise loss."""
-    machine = {"device": setup.machine.device.type, "threads": setup.machine.threads}
-    return {"recipe": recipe.to_json(), "block_tokens": block_tokens, **machine}
 
 
 def answers(order: dict[str, Any], requests: Iterator[str]) -> Iterator[dict[str, Any]]:

@@ -6,7 +6,7 @@ gradients; the child, `python -m quern.bench.kernels`, measures the memory of on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from quern.bench.data import Setup
-from quern.bench.material import reference, sizes_of, take_step, training_state
+from quern.bench.material import reference, sizes_of
 from quern.bench.measure import Bench, Figure, Job, Seconds, alternate, figure, peak_bytes
+from quern.bench.train import take_step, training_state
 from quern.kernels import cross_entropy as kernels
 from quern.kernels.attention.attend import MaskSpec
 from quern.kernels.attention.autotune import BLOCKED, PLAIN, SDPA, Backend, Picked, available
@@ -40,10 +41,10 @@ def attention(setup: Setup) -> Iterator[Figure]:
     paths = [BLOCKED, SDPA, PLAIN] if on_cpu else [*available(setup.machine), PLAIN]
     for T in lengths:
         masks = example_masks(setup, tokens // T, T, T // 4, 4 / T)
-        cases = [(f"T={T}, {name}: {path.name}", mask, path) for (name, mask), path in product(masks.items(), paths)]
+        cases = {f"T={T}, {name}: {path.name}": (mask, path) for (name, mask), path in product(masks.items(), paths)}
         taken = attention_seconds(setup, cases, (tokens // T, T, HEADS, HEAD_DIM))
         yield from (figure(name, "ms", 1e3 * seconds) for name, seconds in taken.items())
-        both = {name: taken[f"{name} forward"] + taken[f"{name} backward"] for name, *_ in cases}
+        both = {name: taken[f"{name} forward"] + taken[f"{name} backward"] for name in cases}
         chosen = {
             name: (picked.path(mask, T) if isinstance(picked, Picked) else BLOCKED).name for name, mask in masks.items()
         }
@@ -62,15 +63,15 @@ def example_masks(bench: Bench, rows: int, T: int, window: int, starts: float) -
     return {"full": MaskSpec(), f"window {window}": MaskSpec(window), "documents": MaskSpec(None, documents_BT)}
 
 
-Case = tuple[str, MaskSpec, Backend]
-"""The name of a figure without its pass, a mask, and the path that computes it."""
+Cases = dict[str, tuple[MaskSpec, Backend]]
+"""A mask and the path that computes it, by the name of the figure without its pass."""
 
 
-def attention_seconds(bench: Bench, cases: Iterable[Case], shape: tuple[int, int, int, int]) -> Seconds:
+def attention_seconds(bench: Bench, cases: Cases, shape: tuple[int, int, int, int]) -> Seconds:
     """Times all cases, which alternate, by "<name> forward" and "<name> backward". shape: (B, T, H, E)."""
     q, k, v, grad = (bench.random(*shape, seed=i) for i in range(4))
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    forwards = {name: partial(path.attend, q, k, v, mask, None) for name, mask, path in cases}
+    forwards = {name: partial(path.attend, q, k, v, mask, None) for name, (mask, path) in cases.items()}
     return bench.passes(forwards, inputs, grad)
 
 

@@ -1,24 +1,26 @@
-"""Models of the benchmarks: the reference model, its training, and an engine whose replies never end early."""
+"""Material of the benchmarks: the reference recipe, random batches, shards of many documents without text; no torch.
 
-from __future__ import annotations
+Run as a child process (`python -m quern.bench.material`), it opens such shards and times a loader.
+"""
 
+import time
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch.utils.benchmark.utils.timer import timer
+import numpy as np
 
-from quern.bench.batches import random_batch
 from quern.data.batch import Batch
-from quern.generate.engine import Engine
-from quern.machine import Machine
-from quern.optim.schedule import Multipliers
+from quern.data.loader import Loader
+from quern.data.shards import Corpus
+from quern.data.token_file import HEADER_BYTES, VERSIONS, describe, header, write_manifest
+from quern.process import resident, serve
 from quern.recipe import ModelRecipe, Resolved, TrainRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import MICRO_BATCH_TOKENS, resolve
-from quern.text.tokenizer import SPECIAL_TOKENS, Tokenizer
-from quern.train.state import TrainState, build_model, build_state, compile_model
-from quern.train.step import train_step
+
+SHARD_TOKENS = 100_000_000
 
 
 def reference(quick: bool, seed: int, batch_tokens: int = MICRO_BATCH_TOKENS) -> Resolved:
@@ -46,42 +48,54 @@ def sizes_of(recipe: Resolved) -> dict[str, Any]:
     return sizes | {"context": shape.context, "windows": shape.windows, "batch_tokens": recipe.train.batch_tokens}
 
 
-def training_state(recipe: Resolved, machine: Machine) -> TrainState:
-    """Returns a new model and optimizer; the model is compiled where the machine compiles."""
-    state = build_state(recipe, machine, build_model(recipe, machine, recipe.seed))
-    compile_model(state.model, machine)
-    return state
+def random_batch(recipe: Resolved, seed: int) -> Batch:
+    """Returns a global batch of random tokens, in which every target counts."""
+    context, batch_tokens = recipe.model.context, recipe.train.batch_tokens
+    size = max(1, batch_tokens // context), context + 1
+    rows = np.random.default_rng(seed).integers(recipe.model.vocab_size, size=size, dtype=np.int32)
+    return Batch.of_rows(rows, np.ones((size[0], context), dtype=bool))
 
 
-def take_step(state: TrainState, recipe: Resolved, machine: Machine, batch: Batch | None = None) -> tuple[float, float]:
-    """Takes one optimizer step on a global batch, by default a random one. Returns its wall-clock seconds and its loss.
-    Raises RuntimeError if the loss or the gradient is not finite."""
-    batch, start = batch or random_batch(recipe, state.step), timer()
-    result = train_step(state, batch, Multipliers(), machine, micro_batch_rows=recipe.micro_batch_rows)
-    seconds = timer() - start
-    if result.verdict != "step":
-        norm = f"loss {result.loss}, gradient norm {result.grad_norm}"
-        raise RuntimeError(f"a step of the benchmark was not finite ({norm}), so its time means nothing: report it")
-    return seconds, result.loss
+def write_empty_shards(folder: Path, documents: int, mean_tokens: int, seed: int) -> None:
+    """Writes shards with about this many documents of log-normal lengths (σ = 1) into an empty folder. All tokens are 0
+    and take no space on most file systems."""
+    numbers = np.random.Generator(np.random.Philox(seed))
+    files: list[dict[str, Any]] = []
+    hashed: dict[int, dict[str, Any]] = {}  # shards of one size have the same bytes
+    left = documents * mean_tokens
+    while left:
+        tokens = min(left, SHARD_TOKENS)
+        drawn = numbers.lognormal(np.log(mean_tokens) - 0.5, 1.0, 2 * tokens // mean_tokens + 100)
+        starts = np.concatenate([[0], np.cumsum(np.maximum(2, drawn.astype(np.int64)))])
+        path = folder / f"train-{len(files):05d}.bin"
+        with open(path, "wb") as file:
+            file.write(header(tokens, VERSIONS[1]))
+            file.truncate(HEADER_BYTES + tokens * VERSIONS[1].itemsize)
+        index = path.with_suffix(".starts.npy")
+        np.save(index, starts[starts < tokens], allow_pickle=False)
+        hashed[tokens] = hashed.get(tokens) or describe(path)
+        count = int(np.count_nonzero(starts < tokens))
+        files.append(
+            hashed[tokens] | {"name": path.name, "tokens": tokens, "documents": count, "starts": describe(index)}
+        )
+        left -= tokens
+    split = {"dtype": "uint16", "vocab_size": 2, "bos": 0, "files": files}
+    write_manifest(folder, "bench", {"train": split}, {})
 
 
-def pair_tokenizer(vocab_size: int) -> Tokenizer:
-    """Returns an untrained tokenizer of that size: the bytes, and pairs of bytes."""
-    room = vocab_size - 256 - len(SPECIAL_TOKENS)
-    return Tokenizer([bytes([i // 256, i % 256]) for i in range(room)])
+def _child(order: dict[str, Any], requests: Iterator[Any]) -> Iterator[dict[str, float]]:
+    """Answers each step with the seconds until its batch is there, from the opening of the shards on, and memory."""
+    for step in requests:
+        began, computed = time.perf_counter(), time.process_time()
+        corpus = Corpus.open(order["folder"], "train", fingerprint="bench")
+        loader = Loader(corpus, order["context"], order["batch_rows"], order["seed"])
+        loader.report()
+        loader.batch(step)
+        found = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - computed}
+        # The most memory of this process, and what it shares with no other one; from Linux.
+        found |= {"peak_bytes": resident("VmHWM"), "own_bytes": resident("RssAnon")}
+        yield {name: value for name, value in found.items() if value is not None}
 
 
-@torch.no_grad()
-def talking_engine(recipe: Resolved, machine: Machine, prefix_megabytes: float = 0) -> Engine:
-    """Returns an engine with a random model whose replies never end early or call a tool: the logits spread over the
-    whole softcap, and those of the special tokens are zero, so that it draws one of them about once in a million
-    tokens."""
-    tokenizer = pair_tokenizer(recipe.model.vocab_size)
-    model = build_model(recipe, machine, recipe.seed)
-    numbers = machine.generator(recipe.seed)
-    for parameter in model.parameters():
-        if parameter.dim() == 2:
-            parameter.copy_(torch.randn(parameter.shape, generator=numbers) * parameter.size(-1) ** -0.5)
-    model.head.weight.mul_(model.head.weight.size(-1) ** 0.5)
-    model.head.weight[list(tokenizer.special_ids.values())] = 0
-    return Engine(model.eval(), tokenizer, machine, prefix_megabytes=prefix_megabytes)
+if __name__ == "__main__":
+    serve(_child)

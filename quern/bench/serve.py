@@ -18,8 +18,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from quern.bench.data import Setup
+from quern.bench.generate import pair_tokenizer, talking_engine
 from quern.bench.load import Load, Reply, post, stream
-from quern.bench.material import pair_tokenizer, reference, talking_engine
+from quern.bench.material import reference
 from quern.bench.measure import Figure, figure, seconds_of
 from quern.generate.engine import Engine
 from quern.generate.sampling import Sampling

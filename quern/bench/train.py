@@ -18,23 +18,25 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 from torch.profiler import record_function
+from torch.utils.benchmark.utils.timer import timer
 
-from quern.bench.batches import random_batch
 from quern.bench.data import Setup
-from quern.bench.material import left_to_itself, reference, sizes_of, take_step, training_state
+from quern.bench.material import left_to_itself, random_batch, reference, sizes_of
 from quern.bench.measure import Figure, alternate, figure
 from quern.data.batch import Batch
 from quern.kernels.attention.autotune import select_attention
-from quern.machine import detect, machine_flags, measure_peak_flops, peak_memory
+from quern.machine import Machine, detect, machine_flags, measure_peak_flops, peak_memory
 from quern.mesh import connect, disconnect
 from quern.model.count import FlopCounter
 from quern.optim.groups import make_groups
 from quern.optim.schedule import Multipliers
 from quern.parallel.zero2 import Zero2
 from quern.process import Child, serve, start
+from quern.recipe import Resolved
 from quern.temporaries import scratch_folder
 from quern.train.guard import Guard
-from quern.train.state import TrainState, build_model, compile_model
+from quern.train.state import TrainState, build_model, build_state, compile_model
+from quern.train.step import train_step
 from quern.train.timeline import communication, merge, recorded
 
 ROUND_SECONDS = 2.5
@@ -43,6 +45,25 @@ STARTS, START_STEPS = 3, 4
 START_NOTES = {"cold": "everything compiled", "warm": "the compiler's cache is there", "eager": "eager"}
 RANKS, STEPS = 2, 6
 TRACED_STEPS = 3
+
+
+def training_state(recipe: Resolved, machine: Machine) -> TrainState:
+    """Returns a new model and optimizer; the model is compiled where the machine compiles."""
+    state = build_state(recipe, machine, build_model(recipe, machine, recipe.seed))
+    compile_model(state.model, machine)
+    return state
+
+
+def take_step(state: TrainState, recipe: Resolved, machine: Machine, batch: Batch | None = None) -> tuple[float, float]:
+    """Takes one optimizer step on a global batch, by default a random one. Returns its wall-clock seconds and its loss.
+    Raises RuntimeError if the loss or the gradient is not finite."""
+    batch, start = batch or random_batch(recipe, state.step), timer()
+    result = train_step(state, batch, Multipliers(), machine, micro_batch_rows=recipe.micro_batch_rows)
+    seconds = timer() - start
+    if result.verdict != "step":
+        norm = f"loss {result.loss}, gradient norm {result.grad_norm}"
+        raise RuntimeError(f"a step of the benchmark was not finite ({norm}), so its time means nothing: report it")
+    return seconds, result.loss
 
 
 def train(setup: Setup) -> Iterator[Figure]:

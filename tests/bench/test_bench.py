@@ -5,6 +5,7 @@ import math
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,22 @@ import pytest
 import torch
 
 from quern.bench import command
-from quern.bench.batches import random_batch
-from quern.bench.material import left_to_itself, reference, talking_engine
+from quern.bench.data import Setup
+from quern.bench.generate import talking_engine
+from quern.bench.material import left_to_itself, random_batch, reference
 from quern.bench.measure import alternate, number
 from quern.bench.options import BenchOptions
+from quern.bench.serve import NAME, QUESTION, TURN_REPLY, second_turns
 from quern.flags.check_flags import read
 from quern.generate.sampling import Sampling
 from quern.model.context import CausalContext
 from quern.model.count import FlopCounter
 from quern.resolve import batch_rule
+from quern.serve.server import create_app
 from quern.text.tokenizer import Tokenizer
+from tests.support.http_server import running
+from tests.support.jax_process import environment
+from tests.support.line_server import ROOT
 from tests.support.toy_training import CPU
 
 PLAIN = ["--no-compile", "--threads", "1", "--dtype", "fp32"]
@@ -245,3 +252,64 @@ def test_text_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "own.txt").write_text("the cat sat on the mat, the dog did not. " * 200, encoding="utf-8")
     found, _ = measured(tmp_path, "encode", "--data", str(tmp_path / "own.txt"), *QUICK)
     assert found["encode"]["settings"]["text"] == "own.txt" and found["encode"]["settings"]["bytes"] == 41 * 200
+
+
+@pytest.mark.parametrize("megabytes", [8, 0])
+def test_a_second_turn_reads_only_what_is_new(megabytes: float) -> None:
+    """The first turn's prompt is cached, if there is a cache, and the second turn almost fills the context."""
+    recipe = reference(quick=True, seed=0)
+    recipe = replace(recipe, model=replace(recipe.model, context=256))
+    engine = talking_engine(recipe, CPU, prefix_megabytes=megabytes)
+    setup = Setup(CPU, quick=True, rounds=1)
+    with running(create_app({NAME: engine})) as url:
+        first, second, ratio = second_turns(setup, int(url.rpartition(":")[2]), engine.context)
+    prompt = engine.context - 9 - 2 * TURN_REPLY - QUESTION + 4  # BOS, two around the question, one before the reply
+    assert first["name"] == f"first turn of {prompt} tokens: time to first token, median"
+    assert ratio["values"] == pytest.approx([a / b for a, b in zip(first["values"], second["values"], strict=True)])
+    assert len(ratio["values"]) == 1
+    if engine.prefixes is None:
+        assert ratio["note"] == "0% of the prompt cached"
+        return
+    share = float(ratio["note"].partition("%")[0]) / 100
+    assert prompt / engine.context <= share < 1
+    assert engine.prefixes.counts["hit"] == pytest.approx(2 * 8 * prompt, rel=0.1), "first turns were cached as well"
+
+
+# Both trainers ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled_quickly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment(tmp_path / "compiled", devices=1).items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+def test_both_trainers_are_measured_and_recorded(tmp_path: Path) -> None:
+    found, shown = measured(tmp_path, "grug", *QUICK, "--rounds", "2")
+    check_record(found["grug"], rounds=2)
+    measures = {measure["name"]: measure["values"] for measure in found["grug"]["measures"]}
+    trainers = ["PyTorch", "JAX, whole loss", "JAX, blockwise loss"]
+    assert list(measures) == [*trainers, "JAX / PyTorch", "whole / blockwise"]
+    assert all(len(values) == 2 for values in measures.values())
+    whole, blocks = measures["JAX, whole loss"], measures["JAX, blockwise loss"]
+    assert measures["whole / blockwise"] == pytest.approx([a / b for a, b in zip(whole, blocks, strict=True)])
+    assert found["grug"]["settings"]["jax"] and "JAX / PyTorch" in shown
+
+
+TORCH_FREE = """
+import json, sys
+from quern.bench import jax
+try:
+    list(jax.answers(json.loads(sys.argv[1]), iter(["facts"])))
+except ValueError as error:  # when it has the state of the training, and traces the step
+    print("torch" in sys.modules, "jax" in sys.modules, error)
+"""
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+def test_the_jax_process_loads_no_torch() -> None:
+    order = {"recipe": reference(True, 5).to_json(), "block_tokens": 17, "device": "cpu", "threads": 1}
+    asked = [sys.executable, "-c", TORCH_FREE, json.dumps(order)]
+    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("False True blocks of 17 positions"), done.stdout + done.stderr

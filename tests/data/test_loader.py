@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quern.bench.batches import write_empty_shards
+from quern.bench.material import write_empty_shards
 from quern.data.batch import prefetch
 from quern.data.loader import Batch, Loader, StreamLoader
 from quern.data.packing import METHODS, windows
@@ -136,7 +136,7 @@ def test_a_loader_of_a_million_documents_starts_resumes_and_stays_small(tmp_path
     documents, mean_tokens, context, batch_rows = 1_000_000, 100, 2048, 32
     write_empty_shards(tmp_path, documents, mean_tokens, seed=0)
     order = {"folder": str(tmp_path), "context": context, "batch_rows": batch_rows, "seed": 0}
-    with start("quern.bench.batches", "loader", order) as process:
+    with start("quern.bench.material", "loader", order) as process:
         answers = [process.ask(step) for step in (0, documents * mean_tokens // 2 // (context + 1) // batch_rows)]
     for found in answers:
         assert found["cpu_seconds"] < 10 and found.get("peak_bytes", 0) < 2e9 and found.get("own_bytes", 0) < 0.5e9

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quern.bench.gpu.train import GpuBench, recipe_of
-from quern.bench.kernels import CAP, Case, attention_seconds, example_masks, loss_inputs, loss_jobs, loss_paths
+from quern.bench.kernels import CAP, attention_seconds, example_masks, loss_inputs, loss_jobs, loss_paths
 from quern.bench.measure import Figure, figure, peak_bytes
 from quern.compiler import TRITON_FOUND
 from quern.generate.cache import KVCache, decode
@@ -142,16 +142,15 @@ def speed(bench: GpuBench) -> Iterator[Figure]:
         # Documents have 2,048 tokens on average, but at most half a row.
         masks = example_masks(bench, rows, T, window, max(8 / TOKENS, 2 / T))
         compared = [*paths(bench), *([flex(bench)] if bench.on_gpu and (E, T) in BY_SHAPE else [])]
-        cases: dict[str, Case] = {
-            name: (name, mask, path)
+        cases = {
+            place(E, T, kind, path.name): (mask, path)
             for (kind, mask), path in itertools.product(masks.items(), compared)
             if fits(path, kind_of(mask, T))
-            for name in [place(E, T, kind, path.name)]
         }
-        taken = attention_seconds(bench, cases.values(), (rows, T, heads, E))
+        taken = attention_seconds(bench, cases, (rows, T, heads, E))
         for name, seconds in taken.items():
             case, _, way = name.rpartition(" ")
-            work = FLOPS[way] * 4 * rows * heads * E * pairs(cases[case][1], T)
+            work = FLOPS[way] * 4 * rows * heads * E * pairs(cases[case][0], T)
             yield figure(name, "TFLOP/s", work / 1e12 / seconds)
         for path, way in itertools.product(compared, FLOPS):
             full, windowed = (f"{place(E, T, kind, path.name)} {way}" for kind in ("full", f"window {window}"))

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from quern.bench.batches import random_batch
-from quern.bench.material import take_step
+from quern.bench.material import random_batch
 from quern.bench.measure import Bench, Figure, call_seconds, figure, seconds_of
 from quern.bench.options import GpuOptions
 from quern.bench.quality import trained
+from quern.bench.train import take_step
 from quern.machine import Machine, measure_peak_flops, peak_memory, reset_peak_memory
 from quern.model.count import FlopCounter
 from quern.model.fp8 import use_fp8
