@@ -51,8 +51,11 @@ class Candidate:
 
 def run(options: PlanOptions, log: Callable[[str], None]) -> int:
     """Returns the exit code: 1 when nothing fits."""
-    cluster = cluster_of(options)
-    found = sorted(candidates(options, cluster), key=lambda one: one.seconds)
+    cluster, recipe = cluster_of(options), resolve(options.recipe)
+    # One candidate for each number of shards that divides the ranks and fits into a machine.
+    sizes = [tp for tp in range(1, min(cluster.per_machine, options.gpus) + 1) if options.gpus % tp == 0]
+    candidates = [_candidate(options, cluster, recipe, options.gpus // tp, tp) for tp in sizes]
+    found = sorted(candidates, key=lambda one: one.seconds)
     for line in report(options, cluster, found):
         log(line)
     if options.json is not None:
@@ -74,13 +77,6 @@ def cluster_of(options: PlanOptions) -> Cluster:
     if options.dollars_per_hour is not None:
         chip = replace(chip, dollars_per_hour=options.dollars_per_hour)
     return Cluster(chip, NETWORKS[options.network], options.gpus, options.per_machine or chip.per_machine)
-
-
-def candidates(options: PlanOptions, cluster: Cluster) -> list[Candidate]:
-    """Returns a candidate for each number of shards that divides the ranks and fits into a machine."""
-    recipe = resolve(options.recipe)
-    sizes = [tp for tp in range(1, min(cluster.per_machine, options.gpus) + 1) if options.gpus % tp == 0]
-    return [_candidate(options, cluster, recipe, options.gpus // tp, tp) for tp in sizes]
 
 
 def _candidate(options: PlanOptions, cluster: Cluster, recipe: Resolved, dp: int, tp: int) -> Candidate:

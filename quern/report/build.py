@@ -44,14 +44,9 @@ def page(report: Document) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["position"] = _position
+    environment.filters["position"] = lambda share: f"{100 * min(1.0, max(0.0, share)):.2f}%"  # a length in CSS
     style = (FOLDER / "report.css").read_text(encoding="utf-8")
     return environment.get_template("report.html.jinja").render(report=report, style=style)
-
-
-def _position(share: float) -> str:
-    """A share as a CSS length inside its element."""
-    return f"{100 * min(1.0, max(0.0, share)):.2f}%"
 
 
 def _write(path: Path, text: str) -> Path:
