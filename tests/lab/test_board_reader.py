@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from quern.lab.board.curve import Curve
-from quern.lab.board.reader import OVERVIEW_POINTS, Board, NotFound
+from quern.lab.board.reader import Curve
+from quern.lab.board.server import OVERVIEW_POINTS, Board, NotFound
 from quern.records import StageFolder
 
 EVERY = 250

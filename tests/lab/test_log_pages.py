@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quern.lab.log import comparison
-from quern.lab.log.page import Page, Verdict
+from quern.lab.log.pages import Page, Verdict
 from quern.lab.log.publish import idea_files, run
 from quern.lab.options import LogOptions
 from quern.lab.search.sweep import run as run_sweep

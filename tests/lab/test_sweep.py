@@ -25,8 +25,7 @@ from quern.lab import search
 from quern.lab.options import SweepOptions
 from quern.lab.search.results import importances, write_results
 from quern.lab.search.space import apply, point, read_space
-from quern.lab.search.sweep import run
-from quern.lab.search.trials import Sweep, fill
+from quern.lab.search.sweep import Sweep, fill, run
 from quern.lab.study import start_facts
 from quern.lab.verdict import WORST
 from quern.optim.groups import table

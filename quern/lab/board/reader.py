@@ -1,157 +1,313 @@
-"""Reads what the board shows, from files alone: the stages of runs, the trials and verdicts of studies, their curves.
+"""The files that the board reads, as curves: a stage of a run, with its recipe and status, and a trial of a study.
 
-out/runs/RUN/STAGE/  recipe.json metrics.jsonl events.jsonl      out/lab/STUDY/  study.json trials.jsonl verdicts.json
-
-Every answer is JSON. A name in a request is looked up among the entries that were found; it never becomes a path.
+Metrics grow: of a long file, lines at evenly spaced offsets are parsed, and the lines of validations; then only what
+was appended. Small files are read again when they change.
 """
 
 from __future__ import annotations
 
-import threading
-import time
+import json
+import os
+from bisect import bisect_left
 from pathlib import Path
-from typing import Any
+from statistics import mean, stdev
+from typing import Any, BinaryIO, TypeVar
 
-from quern.lab.board.curve import is_number
-from quern.lab.board.entry import Entry, Run, Study, find_studies
-from quern.records import METRICS, read_regular
-from quern.runs import manage
-from quern.runs.run_dir import STAGES, RunDir
-from quern.train.metrics import CURVES, RL_CURVES
+import numpy as np
 
-REPORT = "report.html"
-OVERVIEW_POINTS, MOST_POINTS = 32, 2000
-"""Lines sampled from each run before any curve is asked for, and at most."""
-AXES = ("steps", "tokens", "flops", "seconds")
-LABELS = {curve.key: [f"{curve.title}, {curve.unit}", curve.share] for curve in (*RL_CURVES, *CURVES)}
-"""Metric → its name for readers, and whether it is a share."""
+from quern.records import EVENTS, METRICS, objects, strict
+from quern.runs.origin import flat
+
+Body = TypeVar("Body", dict[str, Any], list[Any])
 
 
-class NotFound(Exception):
-    """A request names something that is not there."""
+class KeptFile:
+    """A small file that is read again when its size or time changed. modified: seconds since the epoch; 0 if the file
+    is missing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.modified, self._size = path, 0.0, -1
+
+    def changed(self) -> bool:
+        before = self.modified, self._size
+        try:
+            facts = self.path.stat()
+            self.modified, self._size = facts.st_mtime, facts.st_size
+        except OSError:
+            self.modified, self._size = 0.0, 0
+        return (self.modified, self._size) != before
+
+    def json(self, empty: Body) -> Body:
+        """The file's object or list; `empty` if it is missing or damaged, since the board must show the other runs."""
+        (body,) = _parse([self._content()])
+        return strict(body) if isinstance(body, type(empty)) else empty
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The objects of a JSONL file."""
+        lines = [line for line in self._content().split(b"\n") if line]
+        return [strict(row) for row in objects(_parse(lines))]
+
+    def _content(self) -> bytes:
+        try:
+            return self.path.read_bytes()
+        except OSError:
+            return b""
 
 
-class Board:
-    """The answers of the server. Several threads may ask. out: the output folder."""
+def is_number(value: Any) -> bool:
+    """Whether a JSON value is a finite number that the page can draw."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
 
-    def __init__(self, out: Path) -> None:
-        self.out = out
-        self._lock = threading.Lock()
-        self._runs: dict[str, Run] = {}
-        self._studies: dict[str, Study] = {}
 
-    def listing(self, study: str | None = None) -> dict[str, Any]:
-        """All runs, or all trials of a study, with status and last values. Raises NotFound."""
-        with self._lock:
-            self._scan()
-            entries = self._entries(study)
-            constant = _constant([entry.recipe for entry in entries.values()])
-            body = {
-                "folder": str(self.out),
-                "studies": sorted(self._studies),
-                "kinds": {name: study.kind for name, study in self._studies.items()},
-                "metrics": _metrics(entries.values()),
-                "labels": LABELS,
-                "constant": constant,
-                "runs": [_shown(name, entry, constant) for name, entry in entries.items()],
-            }
-            return body | (self._studies[study].tables() if study is not None else {})
+WHOLE_BYTES, TAIL_BYTES = 48 << 10, 2 << 10
+"""All lines of so many new bytes are parsed; of more bytes those at the end, a sample, and a validation after each."""
+VALIDATION = b'"val_'
 
-    def curves(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The points of some entries that the page does not have yet."""
-        x, y, asked, points = (request.get(name) for name in ("x", "y", "runs", "points"))
-        if x not in AXES or not isinstance(y, str) or not isinstance(asked, dict) or not isinstance(points, int):
-            raise ValueError(f"send x (one of {', '.join(AXES)}), y, points and runs")
-        points = min(max(points, 2), MOST_POINTS)
-        found: dict[str, Any] = {}
-        with self._lock:
-            entries, now = self._entries(request.get("study")), time.time()
-            for name, known in asked.items():
-                entry = entries.get(name)
-                if entry is None or not (isinstance(known, list) and len(known) == 2 and all(map(is_number, known))):
-                    continue
-                if isinstance(entry, Run):
-                    entry.refresh(points, now)
-                fresh = known[0] != entry.curve.identity
-                xs, ys = entry.points(x, y, 0 if fresh else int(known[1]))
-                at = [entry.curve.identity, entry.curve.end]
-                if fresh or at != known:
-                    found[name] = {"at": at, "fresh": fresh, "x": xs, "y": ys}
-        return {"runs": found}
 
-    def report(self, run: str) -> bytes:
-        """The page of a run's report. Raises NotFound."""
-        with self._lock:
-            self._scan()
-            folder = next((entry.folder.parent for entry in self._runs.values() if entry.name == run), None)
-        if folder is None or not (folder / REPORT).exists():
-            raise NotFound("there is no such report: `quern report` writes it")
-        return read_regular(folder / REPORT)
+class Curve:
+    """The sampled lines of a metrics file, which may be missing.
 
-    def manage(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Renames a run, or removes it. Raises ValueError if it is in use, or if the new name cannot be had."""
-        action, run, to = request.get("action"), request.get("run"), request.get("to")
-        with self._lock:
-            self._scan()
-            if not any(entry.name == run for entry in self._runs.values()):
-                raise NotFound("there is no such run")
-            told: list[str] = []
-            if action == "rename" and isinstance(to, str) and to:
-                manage.rename(RunDir(self.out, str(run)), RunDir(self.out, to), told.append)
-            elif action == "remove":
-                manage.remove(RunDir(self.out, str(run)), told.append)
+    Attributes:
+        rows: The offset after each line, and the line's fields; in file order.
+        end: Offset after the last complete line.
+        identity: Changes when the file is replaced, as a resumed run does; earlier offsets are then void.
+        last: The latest value of each field; a null leaves the one before.
+        damaged: Lines that are not JSON objects; they are left out.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._sampled = path, 0
+        self.clear(0)
+
+    def clear(self, identity: int) -> None:
+        self.rows: list[tuple[int, dict[str, Any]]] = []
+        self.end, self.identity, self.damaged = 0, identity, 0
+        self.last: dict[str, Any] = {}
+
+    def refresh(self, points: int) -> None:
+        """Reads what is new. points: lines to sample, and at most as many validations."""
+        try:
+            with self.path.open("rb") as file:
+                facts = os.fstat(file.fileno())
+                inode = facts.st_ino % (1 << 53)  # the page's numbers are doubles
+                replaced = self.identity != inode or facts.st_size < self.end
+                grown = len(self.rows) > 4 * max(self._sampled, 256)
+                if replaced or grown or points > self._sampled:
+                    self.clear(inode)
+                    self._sampled = max(points, 0 if replaced else self._sampled)
+                if facts.st_size > self.end:
+                    self._extend(file, self._sampled)
+        except FileNotFoundError:
+            self.clear(0)
+
+    def _extend(self, file: BinaryIO, points: int) -> None:
+        file.seek(self.end)
+        content = file.read()
+        size = content.rfind(b"\n") + 1
+        whole_from, ends = max(0, size - TAIL_BYTES) if size > WHOLE_BYTES else 0, set[int]()
+        step = max(1, size // max(points, 1))
+        for at in range(0, whole_from, step):
+            ends.add(content.find(b"\n", at))
+            if (validation := content.find(VALIDATION, at, min(at + step, whole_from))) >= 0:
+                ends.add(content.find(b"\n", validation))
+        while (end := content.find(b"\n", whole_from)) >= 0:
+            ends.add(end)
+            whole_from = end + 1
+        parsed = _parse([content[content.rfind(b"\n", 0, end) + 1 : end] for end in sorted(ends)])
+        for end, fields in zip(sorted(ends), parsed, strict=True):
+            if isinstance(fields, dict):
+                self.rows.append((self.end + end + 1, fields))
+                self.last |= {name: value for name, value in fields.items() if value is not None}
             else:
-                raise ValueError("send action (rename or remove), run, and for rename a name in to")
-        return {"told": told}
-
-    def _entries(self, study: Any) -> dict[str, Any]:
-        if study is None:
-            return self._runs
-        if not isinstance(study, str) or study not in self._studies:
-            raise NotFound("there is no such study")
-        return self._studies[study].entries
-
-    def _scan(self) -> None:
-        now = time.time()
-        folders = sorted((path.parent for path in self.out.glob(f"runs/*/*/{METRICS}")), key=_order)
-        self._runs = {(name := f"{f.parent.name}/{f.name}"): self._runs.get(name) or Run(f) for f in folders}
-        found = find_studies(self.out).items()
-        self._studies = {name: self._studies.get(name) or Study(folder) for name, folder in found}
-        for run in self._runs.values():
-            run.refresh(OVERVIEW_POINTS, now)
-        for study in self._studies.values():
-            study.refresh(now)
+                self.damaged += 1
+        self.end += size
 
 
-def _order(stage: Path) -> tuple[str, int]:
-    """Sorts stages under their run, in the order of training."""
-    return stage.parent.name, STAGES.index(stage.name) if stage.name in STAGES else len(STAGES)
+def _parse(lines: list[bytes]) -> list[Any]:
+    """The value of each line; None for a line that is not JSON. All are parsed as one array, which is faster."""
+    try:
+        values = json.loads(b"[" + b",".join(lines) + b"]", parse_constant=lambda name: None)
+    except (ValueError, RecursionError):
+        values = []
+    if len(values) == len(lines):
+        return values
+    return [None] if len(lines) == 1 else [value for line in lines for value in _parse([line])]
 
 
-def _constant(recipes: list[dict[str, Any]]) -> dict[str, Any]:
-    """The fields that all recipes have with one value."""
-    first = recipes[0] if recipes else {}
-    return {k: value for k, value in first.items() if all(k in one and one[k] == value for one in recipes)}
+STUCK_SECONDS, STUCK_GAPS = 120, 10
+"""A run is stuck after this long without a line, and this many times the usual time between two lines."""
+FIRST_LINE_SECONDS = 900
+"""Allowed before the first line: data is prepared and the model is compiled."""
+ENDS = {"finish": "finished", "stop": "stopped", "start": "running", "resume": "running"}
 
 
-def _metrics(entries: Any) -> list[str]:
-    """Names of the numbers that can be drawn."""
-    names = {name for entry in entries for name, value in entry.curve.last.items() if is_number(value)}
-    return sorted(names - {"step", *AXES})
+class Entry:
+    """One curve of the board: a stage of a run, or a trial of a study."""
+
+    def __init__(self, name: str, stage: str, curve: Curve) -> None:
+        self.name, self.stage, self.curve = name, stage, curve
+        self.recipe: dict[str, Any] = {}
+        self.status, self.reason, self.age = "running", "", 0.0
+        self.steps: int | None = None
+
+    def points(self, x: str, y: str, after: int) -> tuple[list[float], list[float]]:
+        """The values of y over x in the lines after an offset."""
+        rows = self.curve.rows
+        first = bisect_left(rows, after + 1, key=lambda row: row[0])
+        found = [fields for _, fields in rows[first:] if is_number(fields.get(y))]
+        xs = [fields.get("step") for fields in found] if x == "steps" else self._along(x, found)
+        pairs: list[Any] = [(at, fields[y]) for at, fields in zip(xs, found, strict=True) if is_number(at)]
+        return [at for at, _ in pairs], [value for _, value in pairs]
+
+    def _along(self, x: str, rows: list[dict[str, Any]]) -> list[Any]:
+        """The x of each row. A line of a validation has tokens only: the rest is interpolated between other lines, and
+        has the mean rate after the last one."""
+        if all(x in fields for fields in rows):
+            return [fields[x] for fields in rows]
+        pairs = ((fields.get("tokens"), fields.get(x)) for _, fields in self.curve.rows)
+        tokens_N, values_N = np.array([(0, 0), *(pair for pair in pairs if all(map(is_number, pair)))], float).T
+        last, rate = tokens_N[-1], values_N[-1] / max(tokens_N[-1], 1)
+
+        def at(own: Any) -> float | None:
+            if not is_number(own) or not last:
+                return None
+            return float(rate * own if own >= last else np.interp(own, tokens_N, values_N))
+
+        return [fields[x] if x in fields else at(fields.get("tokens")) for fields in rows]
 
 
-def _shown(name: str, entry: Entry, constant: dict[str, Any]) -> dict[str, Any]:
+class Run(Entry):
+    """A stage of a run."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder.parent.name, folder.name, Curve(folder / METRICS))
+        self.folder = folder
+        self._events, self._recipe, self._metrics = map(
+            KeptFile, (folder / EVENTS, folder / "recipe.json", folder / METRICS)
+        )
+        self._end = "running"
+
+    def refresh(self, points: int, now: float) -> None:
+        """Reads what has changed. now: seconds since the epoch."""
+        if self._recipe.changed():
+            self.recipe = flat(self._recipe.json({}))
+        self.curve.refresh(points)
+        if self._events.changed():
+            events = self._events.lines()
+            last = next((e for e in reversed(events) if str(e.get("kind")) in ENDS), {"kind": "start"})
+            planned = next((e["steps"] for e in reversed(events) if is_number(e.get("steps"))), None)
+            self.steps, self.reason = planned or self.recipe.get("train.steps"), str(last.get("reason", ""))
+            self._end = ENDS[last["kind"]]
+            self.status = "diverged" if "not finite" in self.reason else self._end
+        self._metrics.changed()
+        written = max(self._metrics.modified, self._events.modified)
+        self.age = max(0.0, now - written) if written else 0.0
+        if self._end == "running":
+            self.status = "stuck" if self.age > self._patience() else "running"
+            self.reason = "no line for long: the run waits, or its process was killed" if self.status == "stuck" else ""
+
+    def _patience(self) -> float:
+        times = [f["seconds"] for _, f in self.curve.rows[-12:] if is_number(f.get("seconds"))]
+        if not self.curve.rows:
+            return FIRST_LINE_SECONDS
+        return max(STUCK_SECONDS, STUCK_GAPS * (times[-1] - times[-2]) if len(times) > 1 else 0)
+
+
+KINDS = {"trials.jsonl": "study.json", "cells.jsonl": "plan.json", "sweep.jsonl": "results.json"}
+"""The trials of a comparison, an IsoFLOP study and a sweep, and the file that says what each of them is."""
+
+
+def find_studies(out: Path) -> dict[str, Path]:
+    """The folders of studies by name."""
+    return {path.parent.name: path.parent for trials in KINDS for path in out.glob(f"lab/*/{trials}")}
+
+
+class Study:
+    """A study: its trials, read again as the file grows, and its verdicts."""
+
+    def __init__(self, folder: Path) -> None:
+        trials = next((name for name in KINDS if (folder / name).exists()), "trials.jsonl")
+        names = (KINDS[trials], "verdicts.json", trials, "arms.jsonl")
+        self._study, self._verdicts, self._trials, self._arms = (KeptFile(folder / name) for name in names)
+        self.entries: dict[str, Entry] = {}
+        self.registered: dict[str, Any] = {}
+
+    def refresh(self, now: float) -> None:
+        if self._study.changed():
+            self.registered = self._study.json({})
+        if self._trials.changed():
+            recipes = {str(arm.get("arm")): arm.get("recipe") for arm in self._arms.lines()}
+            trials = (run for line in self._trials.lines() for run in _runs(line))
+            self.entries = {str(number): _trial(trial, recipes) for number, trial in enumerate(trials)}
+        for entry in self.entries.values():
+            entry.age = max(0.0, now - self._trials.modified)
+
+    @property
+    def kind(self) -> str:
+        """The kind of study, for readers."""
+        rungs = self.registered.get("rungs")
+        several = isinstance(rungs, dict) and len(rungs) > 1
+        named = {"cells.jsonl": "IsoFLOP grid", "sweep.jsonl": "Sweep"}
+        return named.get(self._trials.path.name, "Ladder" if several else "Study")
+
+    def tables(self) -> dict[str, Any]:
+        """The registered rules, the verdicts, and the mean final score of each arm."""
+        arms: dict[tuple[str, int | None], list[Entry]] = {}
+        for entry in self.entries.values():
+            arms.setdefault((entry.name, entry.steps), []).append(entry)
+        shown = {k: v for k, v in self.registered.items() if k not in ("recipe", "rungs", "plan")}
+        return {
+            "registered": flat(shown),
+            "verdicts": [_verdict(row) for row in objects(self._verdicts.json([]))],
+            "arms": [_arm(entries) for entries in arms.values()],
+        }
+
+
+def _runs(line: dict[str, Any]) -> list[dict[str, Any]]:
+    """The runs of a line: one, or those of a sweep's trial. Each is named by its arm, its size or its trial."""
+    if "runs" in line:
+        return [{**run, "recipe": f"trial {line.get('trial')}"} for run in objects(line["runs"])]
+    if is_number(budget := line.get("budget")):
+        return [{**line, "recipe": f"{line.get('size')} at {budget:.3g} FLOPs"}]
+    return [line]
+
+
+def _trial(trial: dict[str, Any], recipes: dict[str, Any]) -> Entry:
+    """A finished trial; the lines of its curve are its validations."""
+    arm, recipe, curve = str(trial.get("recipe", "")), recipes.get(str(trial.get("recipe", ""))), Curve(Path())
+    points = objects(trial.get("curve"))
+    curve.rows = [(number, point | {"val_bpb": point.pop("bpb", None)}) for number, point in enumerate(points, 1)]
+    curve.end, curve.identity = len(points), 1
+    names = ("tokens", "flops", "seconds", "tokens_per_second", "peak_bytes")
+    curve.last = {name: trial[name] for name in names if name in trial}
+    curve.last |= {"step": trial.get("steps"), "val_bpb": trial.get("bpb")}
+    entry = Entry(arm, f"seed {trial.get('seed')}", curve)
+    entry.status = "diverged" if trial.get("bpb") is None else "finished"
+    entry.steps = steps if is_number(steps := trial.get("steps")) else None
+    entry.recipe = flat(recipe) if isinstance(recipe, dict) else {}
+    entry.recipe |= {k: trial[k] for k in ("seed", "data_seed", "pair", "rung", "value") if k in trial}
+    entry.recipe |= {"arm": arm, "train.steps": entry.steps}
+    return entry
+
+
+def _arm(entries: list[Entry]) -> dict[str, Any]:
+    def values(name: str) -> list[float]:
+        return [entry.curve.last[name] for entry in entries if is_number(entry.curve.last.get(name))]
+
+    scores, rates = values("val_bpb"), values("tokens_per_second")
     return {
-        "id": name,
-        "run": entry.name,
-        "stage": entry.stage,
-        "status": entry.status,
-        "reason": entry.reason,
-        "age": round(entry.age, 1),
-        "steps": entry.steps,
-        "damaged": entry.curve.damaged,
-        "report": isinstance(entry, Run) and (entry.folder.parent / REPORT).exists(),
-        "at": [entry.curve.identity, entry.curve.end],
-        "last": {field: value for field, value in entry.curve.last.items() if is_number(value)},
-        "recipe": {field: value for field, value in entry.recipe.items() if field not in constant},
+        "arm": entries[0].name,
+        "steps": entries[0].steps,
+        "n": len(entries),
+        "diverged": len(entries) - len(scores),
+        "mean": mean(scores) if scores else None,
+        "sd": stdev(scores) if len(scores) > 1 else None,
+        "tokens_per_second": mean(rates) if rates else None,
     }
+
+
+def _verdict(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of verdicts.json. Every field may be missing."""
+    if isinstance(row.get("interval"), list) and len(row["interval"]) == 2:
+        row["low"], row["high"] = row["interval"]
+    return {name: row.get(name) for name in ("idea", "axis", "n", "mean", "low", "high", "verdict")}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -121,25 +121,20 @@ def _module(name: str) -> tuple[str, list[str]] | None:
 
 def _parsed(source: str) -> tuple[str, list[str]]:
     """The code as text without docstrings, and the modules that it imports."""
-    tree = ast.parse(source)
+    tree, imports = ast.parse(source), list[str]()
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
             node.body = [one for one in body if not _is_text(one)]  # pyright: ignore[reportAttributeAccessIssue]
-    return ast.dump(tree), list(_imports(tree))
+        if isinstance(node, ast.Import):
+            imports += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            imports += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return ast.dump(tree), imports
 
 
 def _is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-
-
-def _imports(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 ARMS, TRIALS, SPEEDS, BASELINES = "arms.jsonl", "trials.jsonl", "speeds.jsonl", "baselines.jsonl"

@@ -19,7 +19,7 @@ from quern.lab.arms import Idea, read_idea
 from quern.lab.ladder.multiplier import told
 from quern.lab.ladder.report import Row, calibration, interval, rows, study_tables
 from quern.lab.ladder.study import Comparison, at_rung, numbers
-from quern.lab.log.page import GREY, HEADER, STYLE, Page, Verdict, repeat, svg, table
+from quern.lab.log.pages import GREY, HEADER, STYLE, Page, Verdict, repeat, svg, table
 from quern.lab.options import CompareOptions
 from quern.lab.verdict import Finding
 from quern.recipes import load_recipe

@@ -16,19 +16,17 @@ from typing import Any
 
 from quern.lab.arms import read_idea, with_verdict
 from quern.lab.ladder.study import FILES
-from quern.lab.log import comparison, searches
-from quern.lab.log.page import HEADER, Page, Verdict
+from quern.lab.log import comparison, pages
+from quern.lab.log.pages import HEADER, Page, Verdict
 from quern.lab.options import LogOptions
 from quern.temporaries import write_whole
 from quern.terminal import counted
 
 OLD = "old baseline: "
-
-
 KINDS: tuple[tuple[Sequence[str], Callable[[Path], Page]], ...] = (
     (FILES, comparison.read),
-    (searches.SWEEP_FILES, searches.read_sweep),
-    (searches.SCALING_FILES, searches.read_scaling),
+    (pages.SWEEP_FILES, pages.read_sweep),
+    (pages.SCALING_FILES, pages.read_scaling),
 )
 """For each kind of study: the files of its records, and the function that makes its page from a folder of them."""
 INTRODUCTION = (
@@ -62,7 +60,11 @@ def run(options: LogOptions, log: Callable[[str], None]) -> int:
             write_whole(records / name / file, text)
     found = [_page(path) for path in records.glob("*") if path.is_dir()]
     studies = sorted(found, key=lambda page: (page.registered, page.name))
-    for path, text in pages(studies).items():
+    lines = [*INTRODUCTION]
+    for study in studies:
+        lines += [f"## [{study.name}](../docs/experiments/{study.name}.md)\n", *study.section, ""]
+    written = {f"docs/experiments/{name}": text for study in studies for name, text in study.files.items()}
+    for path, text in {"experiments/LOG.md": HEADER + "\n".join(lines), **written}.items():
         (options.folder / path).parent.mkdir(parents=True, exist_ok=True)
         write_whole(options.folder / path, text)
         log(f"wrote {path}")
@@ -137,15 +139,6 @@ def _public_command(command: str, project: Path) -> str:
             value = f"experiments/{value}" if (project / "experiments" / value).exists() else value
         shown.append(f"{flag}{equals}{value}")
     return shlex.join(shown)
-
-
-def pages(studies: Sequence[Page]) -> dict[str, str]:
-    """The text of every generated page and figure, by its path in the project."""
-    lines = [*INTRODUCTION]
-    for study in studies:
-        lines += [f"## [{study.name}](../docs/experiments/{study.name}.md)\n", *study.section, ""]
-    found = {"experiments/LOG.md": HEADER + "\n".join(lines)}
-    return found | {f"docs/experiments/{name}": text for study in studies for name, text in study.files.items()}
 
 
 def idea_files(studies: Sequence[Page], folder: Path) -> dict[Path, str]:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from quern.lab.scaling.fits import FEWEST_BUDGETS, Envelope
-from quern.model.count import FlopCounter, Parameters, flop_counter, parameters
-from quern.recipe import Recipe, Resolved
+from quern.model.count import FlopCounter, flop_counter, parameters
+from quern.recipe import Recipe
 from quern.resolve import batch_rule, resolve
 from quern.terminal import counted
 
@@ -89,21 +89,21 @@ class Plan:
 
 def make_plan(recipe: Recipe, budgets: Sequence[float], sizes: Sequence[str], seeds: Sequence[int] = (0,)) -> Plan:
     """Plans a study."""
-    counted = {size: _count(recipe, size) for size in dict.fromkeys(sizes)}
+    shapes = {size: resolve(_sized(recipe, size)) for size in dict.fromkeys(sizes)}
     for flag, field in (("--text.vocab-size", "vocab_size"), ("--model.context", "context")):
-        values = {size: getattr(resolved.model, field) for size, (resolved, *_) in counted.items()}
+        values = {size: getattr(one.model, field) for size, one in shapes.items()}
         if len(set(values.values())) > 1:
             listed = ", ".join(f"{value:,} at {size}" for size, value in values.items())
             raise ValueError(f"the sizes differ in {flag[2:]} ({listed}): set {flag} for all of them")
     cells, refused = [], []
-    for size, (resolved, counter, counts) in counted.items():
-        model = resolved.model
+    for size, resolved in shapes.items():
+        model, counter, counts = resolved.model, flop_counter(resolved), parameters(resolved)
         for budget in sorted(set(budgets)):
             try:
                 steps, batch_tokens = _length(recipe.train.batch_tokens, budget, counter, model.context)
                 flops = steps * counter.step(batch_tokens).model
-                parameters = {name: getattr(counts, one.field) for name, one in CONVENTIONS.items()}
-                one = Cell(budget, size, 0, model.depth, model.width, steps, batch_tokens, flops, parameters)
+                by_convention = {name: getattr(counts, one.field) for name, one in CONVENTIONS.items()}
+                one = Cell(budget, size, 0, model.depth, model.width, steps, batch_tokens, flops, by_convention)
                 resolve(one.recipe(recipe))
             except ValueError as error:
                 refused.append(f"{budget:.3g} FLOPs, size {size}: {error}")
@@ -119,11 +119,6 @@ def _sized(recipe: Recipe, size: str) -> Recipe:
     depth, width = int(found[1]), found[2]
     shape = recipe.model if width is None else replace(recipe.model, width=int(width))
     return replace(recipe, depth=depth, model=shape)
-
-
-def _count(recipe: Recipe, size: str) -> tuple[Resolved, FlopCounter, Parameters]:
-    resolved = resolve(_sized(recipe, size))
-    return resolved, flop_counter(resolved), parameters(resolved)
 
 
 def _length(fixed_batch: int | None, budget: float, counter: FlopCounter, context: int) -> tuple[int, int]:

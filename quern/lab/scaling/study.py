@@ -74,7 +74,17 @@ def run(
     """Trains what the study lacks, then fits. Returns the exit code: 1 if a run failed; to diverge is not to fail.
     trainer: None fits what there is; source: the text of the recipe's file; facts: of this start, as from
     `study.start_facts`."""
-    description = _description(options, plan, source) | {"facts": facts}
+    recipe = options.recipe.to_json()
+    recipe["train"] = {name: value for name, value in recipe["train"].items() if f"train.{name}" not in OPERATIONAL}
+    description = {
+        "recipe": recipe,
+        "source": source,
+        "budgets": sorted(set(options.budgets)),
+        "sizes": list(dict.fromkeys(options.sizes)),
+        "seeds": options.seeds,
+        "cells": [asdict(cell) for cell in plan.cells],
+        "facts": facts,
+    }
     predicted = _predictions(options)
     failed: list[Cell] = []
     if trainer is None:
@@ -91,19 +101,6 @@ def run(
     for line in [*lines, f"record: {options.folder / FITS}"]:
         log(line)
     return 1 if failed else 0
-
-
-def _description(options: ScalingOptions, plan: Plan, source: str | None) -> dict[str, Any]:
-    recipe = options.recipe.to_json()
-    recipe["train"] = {name: value for name, value in recipe["train"].items() if f"train.{name}" not in OPERATIONAL}
-    return {
-        "recipe": recipe,
-        "source": source,
-        "budgets": sorted(set(options.budgets)),
-        "sizes": list(dict.fromkeys(options.sizes)),
-        "seeds": options.seeds,
-        "cells": [asdict(cell) for cell in plan.cells],
-    }
 
 
 def _train(

@@ -69,7 +69,8 @@ class Dimension:
     def edge(self, value: Any) -> str | None:
         """Whether a value is at the "lower" or "upper" edge, beyond which the field could go: no limit of its range. Of
         choices, only those of at least three numbers have edges."""
-        numbers, within = [one for one in self.choices if _is_number(one)], 0.0
+        known = (one for one in self.choices if not isinstance(one, bool))
+        numbers, within = [one for one in known if isinstance(one, int | float)], 0.0
         if not self.choices:
             numbers, within = [self.distribution.low, self.distribution.high], EDGE_SHARE
         elif len(numbers) < 3 or value not in numbers:
@@ -207,10 +208,6 @@ def _range(name: str, text: str, parts: tuple[str, str, str], kinds: tuple[type,
 def shown(value: Any, digits: int = 4) -> str:
     """A value of a field as text."""
     return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _value(word: str, kinds: tuple[type, ...], entry: str) -> Any:
