@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from quern.lab.arms import Arm, Seeds, Train
-from quern.lab.ladder.multiplier import Curve, Mean, course, multiplier, told
-from quern.lab.ladder.report import calibration, predictions, rows, study_lines, study_tables
+from quern.lab.ladder import report
+from quern.lab.ladder.report import Curve, Mean, course, multiplier, predictions, rows, told
 from quern.lab.ladder.study import (
     BASELINES,
     RUNGS,
@@ -127,7 +127,7 @@ def test_multipliers_are_those_that_the_runs_were_drawn_with(climbed: Comparison
     assert (trends["grows"], trends["fades"]) == ("grows", "fades")
     assert trends["steady"] in ("holds", "unclear") and trends["idles"] in ("holds", "unclear")
     assert judged(study, 0).findings["wrecks"].verdict == "worse"
-    text = "\n".join(study_lines(study))
+    text = "\n".join(report.study_lines(study))
     assert "predicted" in text and "multiplier" in text
     for runs in (runs for (idea, rung, _), runs in study.trials.items() if (idea, rung) == ("grows", 2)):
         for seed in sorted(runs)[2:]:
@@ -136,7 +136,7 @@ def test_multipliers_are_those_that_the_runs_were_drawn_with(climbed: Comparison
     assert grows.findings[2].pairs == 2 and set(grows.flops) == {0, 1}, "two pairs say nothing"
     for key in [key for key in study.trials if key[0] == "idles"]:
         del study.trials[key]
-    _, told_, _, body = study_tables(study)[0]
+    _, told_, _, body = report.study_tables(study)[0]
     assert told_ == ["too few pairs so far: idles"] and "idles" not in {cells[0] for cells in body}
 
 
@@ -154,12 +154,12 @@ def test_worse_and_null_ideas_do_not_go_up(tmp_path: Path) -> None:
 
 def test_a_rung_that_gets_known_answers_wrong_is_not_to_be_used(climbed: Comparison) -> None:
     answers = {"steady": ["better"], "fades": ["better", "no difference"], "wrecks": ["worse"], "absent": ["worse"]}
-    text = "\n".join(calibration(climbed, 0, answers))
+    text = "\n".join(report.calibration(climbed, 0, answers))
     assert "3 of 4 known answers are right, 1 still open: do not use it" in text and "not measured" in text
     assert "open" in next(line for line in text.splitlines() if "absent" in line) and "wrong" not in text
     assert "noise: SD of 6 seeds 0.00" in text and "8 pairs find an effect of 0.0" in text
     del answers["absent"]
-    assert "3 of 3 known answers are right: it may judge" in "\n".join(calibration(climbed, 0, answers))
+    assert "3 of 3 known answers are right: it may judge" in "\n".join(report.calibration(climbed, 0, answers))
 
 
 def test_a_measured_speed_gives_a_multiplier_by_seconds_with_its_error(climbed: Comparison) -> None:
@@ -252,7 +252,9 @@ def test_a_failure_is_a_record_and_one_from_outside_is_tried_at_the_next_start(
 
     start(study, arms, train, ideas)
     assert [one.error for one in study.runs("odd", 0, chosen(study, "odd")).values() if one.error] == [errors["odd"]]
-    assert "could not be trained: odd" in "\n".join(study_lines(study)) and "odd" not in judged(study, 0).findings
+    assert (
+        "could not be trained: odd" in "\n".join(report.study_lines(study)) and "odd" not in judged(study, 0).findings
+    )
     assert judged(study, 0).findings.keys() == {"idles"}
     start(study, arms, drawn, ideas)
     assert judged(study, 0).findings.keys() == {"idles", "killed"}

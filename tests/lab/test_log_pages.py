@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from quern.lab.log import comparison
-from quern.lab.log.pages import Page, Verdict
+from quern.lab.ladder.study import Comparison
+from quern.lab.log.pages import ComparisonPage, Page, Verdict
 from quern.lab.log.publish import idea_files, run
 from quern.lab.options import LogOptions
 from quern.lab.search.sweep import run as run_sweep
@@ -142,9 +142,9 @@ def test_the_verdict_with_the_most_pairs_on_a_rung_counts(
 
 def test_a_baseline_that_flags_changed_gives_no_verdicts_to_ideas() -> None:
     records = Path(__file__).parents[2] / "experiments" / "records"
-    assert "double_rate" in (ladder := comparison.read(records / "ladder")).verdicts
+    assert "double_rate" in (ladder := ComparisonPage(Comparison(records / "ladder")).page()).verdicts
     known = [line for line in ladder.files["ladder.md"].splitlines() if line.startswith("## Known answers")]
     assert known == ["## Known answers on rung 0", "## Known answers on rung 1"], "the rungs that decided one of them"
-    page = comparison.read(records / "ladder-rates")
+    page = ComparisonPage(Comparison(records / "ladder-rates")).page()
     assert not page.verdicts and "double_rate" in page.files["ladder-rates.md"]
     assert "Flags of its command" in page.section[0]

@@ -74,7 +74,12 @@ def run(
         facts=facts,
         **{name: getattr(options, name) for name in ("delta", "alpha", "most_pairs", "tune", "ladder")},
     )
-    study = Comparison.of(folder, plan, [_record(arm, facts["commit"]) for arm in arms])
+    records: list[ArmRecord] = []
+    for arm in arms:
+        public = map_paths(arm.recipe, lambda path: Path(path).name).to_json()  # names of files, not places
+        code = code_fingerprint(arm.source)
+        records.append(ArmRecord(arm.name, now(), facts["commit"], code, public, arm.source or ""))
+    study = Comparison.of(folder, plan, records)
     for rung in sorted(options.rungs):
         _count_ngrams(study, rung, sized[rung], prepared)
         log(f"rung {rung}: {proxy_line(study, rung)}")
@@ -93,12 +98,6 @@ def run(
         log(line)
     log(f"record: {folder}; the next step: `quern lab log --study {study.name}`, or `quern lab board`")
     return 1 if any(one.error for runs in study.trials.values() for one in runs.values()) else 0
-
-
-def _record(arm: Arm, commit: str | None) -> ArmRecord:
-    """An arm that joins the study; its recipe has names of files, not places."""
-    public = map_paths(arm.recipe, lambda path: Path(path).name).to_json()
-    return ArmRecord(arm.name, now(), commit, code_fingerprint(arm.source), public, arm.source or "")
 
 
 def _check(base: Arm, options: CompareOptions, named: Collection[str], rungs: Mapping[int, Rung]) -> None:

@@ -1,11 +1,14 @@
-"""The parts of the log that every kind of study gives, with the style of its figures; pages of sweeps and of scaling
-studies."""
+"""The pages of the log: of comparisons, at one size or on the ladder, of sweeps and of scaling studies, each with its
+section of the log; and the style of their figures."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+import math
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,18 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
+from quern.flags.recipe_flags import Arguments, parse
+from quern.lab.arms import Idea, read_idea
+from quern.lab.ladder.report import Row, calibration, interval, rows, study_tables, told
+from quern.lab.ladder.study import Comparison, at_rung, numbers
+from quern.lab.options import CompareOptions
 from quern.lab.scaling.isoflop import CONVENTIONS
 from quern.lab.scaling.study import CELLS, FITS, Grid
 from quern.lab.search.results import FIGURE, RESULTS, TRIALS, best_line, importance_table, summary, trial_table
+from quern.lab.verdict import Finding
+from quern.recipes import load_recipe
 from quern.records import read_json, read_lines
+from quern.terminal import counted
 
 HEADER = "<!-- Generated from experiments/records by `quern lab log`. -->\n\n"
 INK, GREY = "#444444", "#9a9a9a"
@@ -32,6 +43,12 @@ STYLE: dict[Any, Any] = {
     "xtick.color": INK,
     "ytick.color": INK,
 }
+VERDICT_COLOURS = {"better": "#2a7f3f", "worse": "#b3402a", "undecided": "#b0892a"}
+"""All other verdicts are grey."""
+MOST_LABELS = 12
+"""Ideas in the figure of multipliers; the table has all."""
+LABEL_POINTS = 7.0
+"""The least distance of two labels."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +100,209 @@ def svg(figure: Figure) -> str:
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()
+
+
+# Comparisons --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ComparisonPage:
+    """Renders the page of a comparison from its records."""
+
+    study: Comparison
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        return rows(self.study)
+
+    @cached_property
+    def rungs(self) -> list[int]:
+        return sorted({rung for row in self.rows for rung in row.findings})
+
+    def _numbers(self, flagged: bool) -> dict[int, str]:
+        """Fingerprints of the baseline's numbers today, by rung, with or without the flags of the study's command."""
+        plan = self.study.plan
+        words = shlex.split(plan.facts["command"])[3:]
+        flags = words[next((at for at, word in enumerate(words) if word.startswith("-")), len(words)) :]
+        file = self.study.folder.parents[2] / words[0]  # of the project that has experiments/records/STUDY
+        base = load_recipe(str(file) if file.is_file() else words[0])[0]
+        recipe = parse(CompareOptions, base, Arguments(flags if flagged else ()), verb="lab compare").recipe
+        return {rung: numbers(at_rung(recipe, plan.rungs[str(rung)])) for rung in self.rungs}
+
+    @cached_property
+    def old(self) -> bool:
+        """Whether the baseline's resolved numbers are others today."""
+        try:
+            return any(found != self.study.plan.numbers[str(rung)] for rung, found in self._numbers(True).items())
+        except (ValueError, IndexError):  # a flag or a recipe that is no more
+            return True
+
+    @cached_property
+    def aside(self) -> bool:
+        """Whether flags of the command give the ladder's baseline other numbers than its file."""
+        try:
+            return self.study.plan.ladder and self._numbers(True) != self._numbers(False)
+        except (ValueError, IndexError):
+            return False
+
+    @cached_property
+    def answers(self) -> dict[str, list[str]]:
+        """The known answers of the project, for a study that `quern lab calibrate` began; {} for others."""
+        file = self.study.folder.parents[1] / "known_answers.json"  # experiments/, beside records/STUDY
+        began = self.study.plan.facts["command"].startswith("quern lab calibrate ")
+        return read_json(file, dict[str, list[str]]) if began and file.is_file() else {}
+
+    def page(self) -> Page:
+        name, plan = self.study.name, self.study.plan
+        files: dict[str, str] = {}
+        lines = [f"# {name}\n", self.setup() + "\n"]
+        if any(row.flops for row in self.rows):
+            files[f"{name}-multipliers.svg"] = multipliers(self.rows)
+            lines += [f"![Compute multipliers over the baseline's FLOPs]({name}-multipliers.svg)\n"]
+        for title, told_, head, body in study_tables(self.study):
+            lines += [f"## {title}\n", *(f"{line}\n" for line in told_), *table(head, body), ""]
+        known = [row.findings for row in self.rows if row.idea in self.answers]
+        for rung in self.rungs:
+            if all(rung not in found or found[rung].verdict == "undecided" for found in known):
+                continue
+            lines += [f"## Known answers on rung {rung}\n", "```"]
+            lines += [*calibration(self.study, rung, self.answers), "```\n"]
+        for rung in self.rungs:
+            found = {row.idea: row.findings[rung] for row in self.rows if rung in row.findings}
+            files[f"{name}-{rung}.svg"] = intervals(found, plan.delta)
+            lines += [f"![Intervals of all ideas on rung {rung}]({name}-{rung}.svg)\n"]
+        lines += ["## The ideas\n"]
+        for row in (row for row in self.rows if row.findings):
+            about = self.about(row.idea)
+            parts = {"Hypothesis": about.hypothesis, "Source": about.source, "Expected": about.expected}
+            parts |= {"Published": about.published, "As expected": agreement(about, row)}
+            lines += [f"### {row.idea}\n", f"{about.title}\n"]
+            lines += [*(f"- **{part}**: {text}" for part, text in parts.items() if text), ""]
+        files[f"{name}.md"] = HEADER + "\n".join([*lines, *repeat(plan.facts)])
+        return Page(name, plan.facts["registered"], self.section(), files, self.verdicts())
+
+    def setup(self) -> str:
+        """One paragraph: what was compared with what."""
+        plan = self.study.plan
+        machines = {one.machine for runs in self.study.trials.values() for one in runs.values() if one.machine}
+        first = plan.rungs[str(min(self.rungs, default=min(map(int, plan.rungs))))]
+        size = ""
+        if first.width is not None:
+            size = f"{first.depth}x{first.width}, vocabulary {first.vocab_size:,}, context {first.context:,}, "
+        old = " **Its baseline is an old one: the defaults have changed since.**" if self.old else ""
+        if self.aside:
+            old += " **Flags of its command change the baseline, so no idea's file has these verdicts.**"
+        return (
+            f"Baseline `{plan.base}` on `{plan.data}` (text {plan.text}); the lowest rung is {size}{first.steps:,} "
+            f"steps of {first.batch_tokens:,} tokens. Registered {plan.facts['registered']}: {plan.metric}; "
+            f"δ {plan.delta:g}, α {plan.alpha:g} over {counted(len(self.study.ideas), 'idea')}, at most "
+            f"{plan.most_pairs} pairs. "
+            f"Trained on: {'; '.join(sorted(machines))}.{old}"
+        )
+
+    def section(self) -> list[str]:
+        """The study's section of experiments/LOG.md: a row for each idea, the largest multiplier first."""
+        head = ["idea", *(f"rung {rung}" for rung in self.rungs), "multiplier", "trend", "expected", "as expected"]
+        body: list[list[str]] = []
+        for row in self.rows:
+            about, findings = self.about(row.idea), (row.findings.get(rung) for rung in self.rungs)
+            cells = (f"{one.verdict}, {one.difference:+.4f} {interval(one)}" if one else "" for one in findings)
+            trend = row.course.trend if row.course else ""
+            body.append([row.idea, *cells, _multiplier(row), trend, about.direction or "", agreement(about, row)])
+        return [self.setup() + "\n", *table(head, body)]
+
+    def verdicts(self) -> dict[str, list[Verdict]]:
+        """The verdict on each idea, by rung. That on its highest rung also tells the multiplier and the trend. There is
+        none against a baseline that flags have changed: an idea's file compares with today's."""
+        name, plan, found = self.study.name, self.study.plan, dict[str, list[Verdict]]()
+        for row in () if self.aside else self.rows:
+            for rung, one in row.findings.items():
+                top = rung == max(row.findings)
+                short = f"{one.verdict} on rung {rung}"
+                text = f"{short} ({one.difference:+.4f} bits per byte, {counted(one.pairs, 'pair')})"
+                if top and row.flops:
+                    text, short = f"{text}; multiplier {_multiplier(row)}", f"{short}, {_multiplier(row)}"
+                if top and row.course:
+                    text += f", {row.course.trend}"
+                baseline, runs = (plan.base, plan.text, plan.numbers[str(rung)]), one.pairs + one.failed
+                decided = one.verdict != "undecided"
+                verdict = Verdict(name, rung, baseline, self.old, runs, decided, text, short)
+                found.setdefault(row.idea, []).append(verdict)
+        return found
+
+    def about(self, idea: str) -> Idea:
+        source = self.study.arms[idea].source
+        return read_idea(source) if source else Idea(f"The recipe `{idea}`.")
+
+
+def _multiplier(row: Row) -> str:
+    return f"× {told(row.flops[max(row.flops)])}" if row.flops else ""
+
+
+def agreement(about: Idea, row: Row) -> str:
+    """yes, no or open: whether the verdict on the highest rung is the expected one; "" without an expectation."""
+    if about.direction is None or not row.findings:
+        return ""
+    verdict = row.findings[max(row.findings)].verdict.partition(",")[0]
+    return "open" if verdict in ("undecided", "fails") else "yes" if verdict == about.direction else "no"
+
+
+def multipliers(rows: Sequence[Row]) -> str:
+    """The compute multipliers of ideas over the baseline's FLOPs, with intervals of 95 %, as an SVG document: of those
+    on most rungs, then of the best."""
+    with matplotlib.rc_context(STYLE):
+        shown = sorted((row for row in rows if row.flops), key=lambda row: -len(row.flops))[:MOST_LABELS]
+        figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+        axes = figure.add_subplot(xscale="log", yscale="log")
+        axes.axhline(1, color=GREY, linewidth=0.8)
+        colours = matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, max(1, len(shown))))
+        ends: list[tuple[float, float, Row, Any]] = []
+        for row, colour in zip(shown, colours, strict=True):
+            rungs = sorted(row.flops)
+            x, found = [row.computes[rung] for rung in rungs], [told(row.flops[rung]) for rung in rungs]
+            values, low, high = np.array(found).T
+            errors = np.abs([low - values, high - values])
+            axes.errorbar(x, values, errors, fmt="o-", color=colour, markersize=3, linewidth=1)
+            ends.append((values[-1], x[-1], row, colour))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+        axes.set_xlabel("training FLOPs of the baseline")
+        axes.set_ylabel("compute multiplier")
+        computes = [compute for row in shown for compute in row.computes.values()] or [1.0]
+        axes.set_xlim(min(computes) / 1.5, max(computes) * 2)  # room for labels
+        figure.draw_without_rendering()  # places are known from here on
+        free = math.inf
+        for value, x, row, colour in sorted(ends, key=lambda end: -end[0]):  # labels that would touch move down
+            own = axes.transData.transform((x, value))[1] * 72 / figure.dpi
+            free = min(own, free - LABEL_POINTS)
+            line = {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "shrinkB": 3, "relpos": (0, 0.5)}
+            how: dict[str, Any] = {"textcoords": "offset points", "fontsize": 6, "va": "center", "arrowprops": line}
+            axes.annotate(row.idea, (x, value), (30, free - own), **how)
+        return svg(figure)
+
+
+def intervals(findings: Mapping[str, Finding], delta: float) -> str:
+    """The interval of each idea, sorted by the difference, as an SVG document."""
+    shown = sorted(findings.items(), key=lambda item: -item[1].difference)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(6.4, 0.8 + 0.2 * len(shown)), layout="constrained")
+        axes = figure.add_subplot()
+        axes.axvline(0, color=GREY, linewidth=0.8)
+        axes.axvspan(-delta, delta, color=GREY, alpha=0.15, linewidth=0)
+        # An idea far outside does not hide the others.
+        spread = 1.5 * float(np.quantile([abs(one.difference) for _, one in shown] or [delta], 0.9)) + 3 * delta
+        for row, (_, one) in enumerate(shown):
+            low, high = (float(np.clip(end, -spread, spread)) for end in one.interval)
+            colour = VERDICT_COLOURS.get(one.verdict.partition(",")[0], "#777777")
+            axes.plot([low, high], [row, row], color=colour, linewidth=2)
+            axes.plot([float(np.clip(one.difference, -spread, spread))], [row], "o", color=colour, markersize=4)
+        axes.set_yticks(range(len(shown)), [idea for idea, _ in shown])
+        axes.set_xlim(-spread, spread)
+        axes.set_xlabel("difference in bits per byte at equal steps; left is better")
+        return svg(figure)
+
+
+# Scaling studies and sweeps -----------------------------------------------------------------------------------
 
 
 SCALING_FILES = (Grid.PLAN, CELLS, FITS)

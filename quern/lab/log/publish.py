@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from quern.lab.arms import read_idea, with_verdict
-from quern.lab.ladder.study import FILES
-from quern.lab.log import comparison, pages
+from quern.lab.ladder.study import FILES, Comparison
+from quern.lab.log import pages
 from quern.lab.log.pages import HEADER, Page, Verdict
 from quern.lab.options import LogOptions
 from quern.temporaries import write_whole
@@ -24,7 +24,7 @@ from quern.terminal import counted
 
 OLD = "old baseline: "
 KINDS: tuple[tuple[Sequence[str], Callable[[Path], Page]], ...] = (
-    (FILES, comparison.read),
+    (FILES, lambda folder: pages.ComparisonPage(Comparison(folder)).page()),
     (pages.SWEEP_FILES, pages.read_sweep),
     (pages.SCALING_FILES, pages.read_scaling),
 )
