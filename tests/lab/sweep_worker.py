@@ -8,13 +8,12 @@ import random
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quern.lab.options import SweepOptions
 from quern.lab.search.sweep import run
-from quern.lab.trainer import Trainer
+from quern.lab.trainer import Point, Trainer, Trial
 from quern.recipe import Recipe
 from quern.resolve import resolve
 from tests.support.events import Events
@@ -28,17 +27,6 @@ def unused(*arguments: Any) -> None:
 
 
 RECIPE = Recipe(make_model=unused, make_rules=unused, make_schedule=unused)
-
-
-@dataclass(frozen=True)
-class FakePoint:
-    bpb: float
-
-
-@dataclass(frozen=True)
-class FakeRun:
-    seed: int
-    bpb: float | None
 
 
 class FakeTrainer(Trainer):
@@ -55,15 +43,15 @@ class FakeTrainer(Trainer):
         seed: int,
         data_seed: int,
         evaluations: int = 1,
-        on_eval: Callable[[Any], None] = lambda point: None,
-    ) -> FakeRun:
+        on_eval: Callable[[Point], None] = lambda point: None,
+    ) -> Trial:
         bpb = score(recipe, seed)
         for number in range(1, evaluations + 1):
-            on_eval(FakePoint(bpb + 1.0 / number))
+            on_eval(Point(number, 0, 0.0, 0.0, bpb + 1.0 / number))
         if self.ran is not None:
             with self.ran.open("a", encoding="utf-8") as file:
                 file.write(f"{recipe.optim.matrix_lr!r} {recipe.train.warmdown_share!r} {seed}\n")
-        return FakeRun(seed, None if recipe.optim.matrix_lr > DIVERGES_ABOVE else bpb)
+        return Trial(name, seed=seed, bpb=None if recipe.optim.matrix_lr > DIVERGES_ABOVE else bpb)
 
 
 def score(recipe: Recipe, seed: int) -> float:

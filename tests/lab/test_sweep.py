@@ -11,7 +11,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from quern.lab.search.results import importances, write_results
 from quern.lab.search.space import apply, point, read_space
 from quern.lab.search.sweep import Sweep, fill, run
 from quern.lab.study import start_facts
+from quern.lab.trainer import Point, Trial
 from quern.lab.verdict import WORST
 from quern.optim.groups import table
 from quern.optim.schedule import warmup_stable_decay
@@ -35,7 +36,7 @@ from quern.recipes.gpt import RECIPE as BASELINE
 from quern.records import read_lines
 from quern.resolve import resolve
 from tests.lab import sweep_worker
-from tests.lab.sweep_worker import RECIPE, SPACE, FakeRun, FakeTrainer, score
+from tests.lab.sweep_worker import RECIPE, SPACE, FakeTrainer, score
 from tests.support.tiny_model import CPU
 
 ROOT = Path(__file__).parents[2]
@@ -90,7 +91,7 @@ def test_the_best_at_the_edge_is_a_warning(tmp_path: Path) -> None:
 
 def test_trials_without_a_score_are_kept_with_a_finite_value(tmp_path: Path) -> None:
     class Small(FakeTrainer):
-        def train(self, recipe: Recipe, **how: Any) -> FakeRun:
+        def train(self, recipe: Recipe, **how: Any) -> Trial:
             if recipe.train.batch_tokens == 8192:
                 raise MemoryError("8192 tokens do not fit")
             return super().train(recipe, **how)
@@ -108,9 +109,6 @@ def test_trials_without_a_score_are_kept_with_a_finite_value(tmp_path: Path) -> 
     stepped = options(tmp_path, study="stepped", space=("train.warmdown-share=0.2..0.6:0.2",), sampler="grid")
     trials, _, _ = sweep(stepped)  # 0.2 + 2 · 0.2 is above 0.6
     assert [one["values"]["train.warmdown_share"] for one in trials] == [0.2, 0.4, 0.6]
-    refused = options(tmp_path, study="refused", space=("train.batch-tokens=4097,4098",), sampler="grid")
-    _, results, lines = sweep(refused)
-    assert results["best"] is None and "No trial finished." in lines
 
 
 def test_the_command_line_of_a_sweep_and_of_its_workers() -> None:
@@ -205,7 +203,7 @@ def test_an_error_of_the_disk_ends_the_worker_and_finished_runs_are_not_repeated
     class Full(FakeTrainer):
         runs = 0
 
-        def train(self, recipe: Recipe, **how: Any) -> FakeRun:
+        def train(self, recipe: Recipe, **how: Any) -> Trial:
             self.runs += 1
             if self.runs >= 4:
                 raise OSError("the disk is full")
@@ -225,7 +223,7 @@ def test_an_error_of_the_disk_ends_the_worker_and_finished_runs_are_not_repeated
 
 def test_a_trial_that_fails_again_is_finished_and_blocks_no_other(tmp_path: Path) -> None:
     class Faulty(FakeTrainer):
-        def train(self, recipe: Recipe, **how: Any) -> FakeRun:
+        def train(self, recipe: Recipe, **how: Any) -> Trial:
             if recipe.optim.matrix_lr == 0.02:
                 raise ZeroDivisionError("the rule divides by the rate - 0.02")
             return super().train(recipe, **how)
@@ -305,19 +303,16 @@ def test_the_mean_of_some_seeds_is_never_the_best(tmp_path: Path) -> None:
 
 
 def test_a_run_that_diverged_is_null_in_the_records_and_counts_in_the_difference_from_the_best(tmp_path: Path) -> None:
-    @dataclass(frozen=True)
-    class Curved(FakeRun):
-        curve: tuple[float, ...] = (1.5, math.nan)
-
     class Unlucky(FakeTrainer):
-        def train(self, recipe: Recipe, **how: Any) -> FakeRun:
+        def train(self, recipe: Recipe, **how: Any) -> Trial:
             done = super().train(recipe, **how)
-            return Curved(1, math.nan) if done.seed == 1 and recipe.optim.matrix_lr == 0.02 else done
+            lost = replace(done, bpb=math.nan, curve=(Point(1, 0, 0.0, 0.0, math.nan),))
+            return lost if done.seed == 1 and recipe.optim.matrix_lr == 0.02 else done
 
     trials, results, _ = sweep(options(tmp_path, space=RATES, trials=6, seeds=3), Unlucky())
     own, best = trials[0], results["best"]
     assert own["baseline"] and own["outcome"] == "diverged" and best["outcome"] == "finished"
-    assert own["runs"][1] == {"seed": 1, "bpb": None, "curve": [1.5, None]}
+    assert own["runs"][1]["bpb"] is own["runs"][1]["curve"][0]["bpb"] is None and own["runs"][0]["bpb"]
     pairs = zip(best["runs"], own["runs"], strict=True)
     difference = statistics.fmean(ours["bpb"] - (theirs["bpb"] or WORST) for ours, theirs in pairs)
     assert results["against_baseline"]["bpb"] == pytest.approx(difference) == pytest.approx(best["bpb"] - own["bpb"])

@@ -170,7 +170,7 @@ def slope_spread(lines: Sequence[tuple[Sequence[float], Sequence[Floats]]]) -> f
     return max(LEAST_SPREAD, math.sqrt(max(0.0, own)))
 
 
-# The multipliers of a study -----------------------------------------------------------------------------------
+# The multipliers of a study ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def svg(figure: Figure) -> str:
     return text.getvalue()
 
 
-# Comparisons --------------------------------------------------------------------------------------------------
+# Comparisons ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -302,7 +302,7 @@ def intervals(findings: Mapping[str, Finding], delta: float) -> str:
         return svg(figure)
 
 
-# Scaling studies and sweeps -----------------------------------------------------------------------------------
+# Scaling studies and sweeps ---------------------------------------------------------------------------------
 
 
 SCALING_FILES = (Grid.PLAN, CELLS, FITS)
