@@ -147,7 +147,7 @@ def on_ranks(
     from quern.mesh import refuse_uneven
     from quern.mixture.sources import require_source
     from quern.resolve import resolve
-    from quern.rl.environments import require_environment
+    from quern.rl.environment import require_environment
     from quern.runs.run_lock import refuse_in_use
     from quern.stages.own_text import refuse_unfit
     from quern.stages.session import Session, trained_already

@@ -36,8 +36,8 @@ from quern.generate.sampling import Sampling
 from quern.generate.sandbox import Program, SandboxError
 from quern.mesh import ProcessGroup
 from quern.mixture.sources import multiple_choice
-from quern.rl.advantages import pass_at_k
-from quern.rl.environments import is_right_number, open_sandbox, program_in, word_problem
+from quern.rl.environment import is_right_number, open_sandbox, program_in, word_problem
+from quern.rl.rollouts import pass_at_k
 from quern.runs.public_data import fetch_tests
 from quern.terminal import Meter, counted
 from quern.text.documents import read_rows

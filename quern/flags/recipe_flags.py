@@ -190,7 +190,7 @@ def _default(one: check_flags.Flag, filled: Recipe, of_the_run: bool) -> str | N
 
 
 REWARDS_OF_FILES = ("gsm8k", "programs")
-"""The environments of rl/environments.py that read the files of `rl.data`."""
+"""The environments of rl/environment.py that read the files of `rl.data`."""
 PATHS = ("rl.data", "sft.tests")
 """Fields that must name a file or a folder."""
 

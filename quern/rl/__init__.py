@@ -1,4 +1,4 @@
-"""Reinforcement learning: questions with rewards (environments/), rollouts of the model, advantages.
+"""Reinforcement learning: questions with rewards (environment.py), rollouts of the model, advantages.
 
-Layer 4. The rollouts are the batches of the one training loop; `Batch.weight` carries the advantages.
+The rollouts are the batches of the one training loop; `Batch.weight` carries the advantages.
 """

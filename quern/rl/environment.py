@@ -1,22 +1,59 @@
-"""An environment: where questions come from, and what a reply is worth."""
+"""Environments: where questions come from, and what a reply is worth; the built-in ones (docs/rl.md).
+
+A new environment is one Python file that ends in `ENVIRONMENT = Environment(…)`; `quern rl --rl.rewards FILE` uses it.
+The check of a program runs in another process than the program (docs/sandbox.md). Spelling and counting ask for words
+that no conversation asks for, so a model that has learnt those by heart has something to practise. What `quern
+evaluate` asks for is in no environment.
+"""
 
 from __future__ import annotations
 
+import atexit
 import math
+import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
 
 from quern.data.token_file import fingerprint as marks_of
-from quern.eval.task import Item
+from quern.eval.task import Item, question
+from quern.flags.recipe_file import read_object
+from quern.flags.recipe_flags import REWARDS_OF_FILES
+from quern.generate.sandbox import Limits, Program, Sandbox
 from quern.temporaries import sha256_of
+from quern.terminal import ascii_signs
 from quern.text.chat import validate
-from quern.text.tinyworld.skills import bucket
+from quern.text.documents import read_rows
+from quern.text.sources import find_file
+from quern.text.tinyworld import skills
+from quern.text.tinyworld.corpus import check
+from quern.text.tinyworld.prose import Pen
 
 HELD_OUT_SHARE = 10
 """One question in this many belongs to the split that decides, and is never practised."""
 TRIES = 1000
+FILE = "programs.jsonl"
+LIMITS = Limits(seconds=5.0, cpu_seconds=2.0, memory_megabytes=256)
+EXERCISES: dict[str, Callable[[Pen], skills.Exercise]] = {
+    "sums": skills.sum_exercise,
+    "word_problems": skills.word_problem,
+    "spelling": partial(skills.spelling_exercise, words=skills.PRACTICE_WORDS),
+    "counting": partial(skills.counting_exercise, words=skills.PRACTICE_WORDS),
+}
+
+_COMMONMARK = MarkdownIt("commonmark").disable(["inline", "html_block"])  # <details> hides no program
+_PYTHON = re.compile(r"\W*py(?:thon)?[\d.]*(?![\w-])", re.IGNORECASE)
+"""The info string of a Python block, such as Python3 or {.python}."""
+_KEYWORDS = "async|class|def|for|from|if|import|return|try|while|with"
+_STATEMENT = re.compile(rf"^[ \t]*(?:(?:{_KEYWORDS})\b|[\w. ]+=[^=])", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -39,7 +76,7 @@ def fingerprint(environments: Sequence[Environment]) -> str:
 
 def is_held_out(item: Item) -> bool:
     """Whether a question belongs to the split that decides. Only its text counts, so no seed can mix the splits."""
-    return bucket(item.question, HELD_OUT_SHARE) == 0
+    return skills.bucket(item.question, HELD_OUT_SHARE) == 0
 
 
 MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError)
@@ -80,3 +117,141 @@ def draw_item(environment: Environment, seed: str, held_out: bool = False) -> It
     raise ValueError(
         f"environment '{environment.name}': none of the questions of {TRIES} seeds is {part}: it needs more questions"
     )
+
+
+def load_environment(name: str, folder: Path | None = None) -> Environment:
+    """The built-in environment of this name, or the ENVIRONMENT of this Python file.
+
+    Args:
+        name: A name, or a path that ends in .py.
+        folder: Where built-in environments find their files (`rl.data`).
+
+    Raises:
+        FileNotFoundError: The folder lacks the file that a built-in environment reads.
+        ValueError: There is no such environment, its file is damaged, or the Python file fails.
+    """
+    require_environment(name)
+    if name in BUILT_IN:
+        return BUILT_IN[name](name, folder)
+    path = Path(name)
+    found = read_object(path, "ENVIRONMENT", Environment)[0]
+    return replace(found, files=(*found.files, path))
+
+
+def require_environment(name: str) -> None:
+    """Raises ValueError for a name that is neither a built-in environment's nor the path of a Python file."""
+    if name not in BUILT_IN and not (name.endswith(".py") and Path(name).is_file()):
+        raise ValueError(f"rl.rewards: there is no '{name}': use {', '.join(BUILT_IN)}, or the path of a .py file")
+
+
+def _of_file(
+    name: str, path: Path, columns: tuple[str, ...], read: Callable[[Any], Item], reward: Callable[[Item, str], float]
+) -> Environment:
+    """An environment that asks the rows of a file."""
+    notes: list[str] = []
+    items = read_rows(path, name, columns, read, notes.append)
+    return Environment(name, lambda seed: random.Random(seed).choice(items), reward, (path,), tuple(notes))
+
+
+def _without(name: str, file: str, folder: Path | None) -> FileNotFoundError:
+    there = f", {folder} has none" if folder else ""
+    return FileNotFoundError(f"--rl.rewards {name} reads {file}: name its folder with --rl.data{there}")
+
+
+# GSM8K ------------------------------------------------------------------------------------------------------
+
+# A line of its files is {"question": …, "answer": "… #### 1,080"}. Source: Cobbe et al., 2021, "Training Verifiers to
+# Solve Math Word Problems", https://arxiv.org/abs/2110.14168. Numbers are compared by value: "10", "10." and "$10.00"
+# are equal, and so are "1080", "1,080" and "1 080" with a thin space. A minus sign (U+2212) is read as a hyphen.
+_NUMBER = re.compile(r"(?<![\d.])-?\$?(?:\d{1,3}(?:[,\u2009\u202f]\d{3})+(?!\d)|\d+)?(?:\.\d+|(?<=\d))")
+
+
+def last_number(text: str) -> Decimal | None:
+    """The value of the last number in a text, or None. A minus is a sign only if no digit is before it: 9-4 has a 4."""
+    found, text = None, ascii_signs(text)
+    for match in _NUMBER.finditer(text):
+        digits = re.sub(r"[,\u2009\u202f$]", "", match.group())
+        before = text[match.start() - 1] if match.start() else ""
+        found = Decimal(digits.removeprefix("-") if before.isalnum() or before == ")" else digits)
+    return found
+
+
+def is_right_number(item: Item, reply: str) -> bool:
+    """Whether the last number of a reply is the answer."""
+    number = last_number(reply)
+    return number is not None and number == last_number(item.answer)
+
+
+def word_problem(row: Any) -> Item:
+    """The problem of a row. Raises ValueError, KeyError, TypeError or AttributeError for another row."""
+    _, mark, answer = (part.strip() for part in row["answer"].rpartition("####"))
+    if not mark or last_number(answer) is None:
+        raise ValueError("no number after ####")
+    return question(row["question"], answer, kind="gsm8k")
+
+
+def _word_problems(name: str, folder: Path | None) -> Environment:
+    path = find_file(folder, "train") if folder is not None else None
+    if path is None:
+        raise _without(name, "train.jsonl", folder)
+    columns = ("question", "answer")
+    return _of_file(name, path, columns, word_problem, lambda item, reply: float(is_right_number(item, reply)))
+
+
+# Programs ---------------------------------------------------------------------------------------------------
+
+
+def _programs(name: str, folder: Path | None) -> Environment:
+    path = folder / FILE if folder is not None else None
+    if path is None or not path.is_file():
+        raise _without(name, FILE, folder)
+    return _of_file(
+        name,
+        path,
+        ("prompt", "check"),
+        lambda row: question(str(row["prompt"]), str(row["check"]), kind=name),
+        lambda item, reply: float(open_sandbox(1, LIMITS).run([Program(program_in(reply), item.answer)])[0].passed),
+    )
+
+
+def program_in(reply: str) -> str:
+    """The program of a reply: its first fenced block of Python, or all of it if it has no fenced block.
+
+    Blocks are those of CommonMark. Without one that is called Python, it is the first that has no tag and looks like
+    Python; else the first without a tag; else the first.
+    """
+
+    def doubts(block: Token) -> int:
+        tag = block.info.strip()
+        return 0 if _PYTHON.match(tag) else 3 if tag else 1 if _STATEMENT.search(block.content) else 2
+
+    blocks = [token for token in _COMMONMARK.parse(reply) if token.type == "fence"]
+    return min(blocks, key=doubts).content if blocks else reply
+
+
+@cache
+def open_sandbox(workers: int, limits: Limits | None = None) -> Sandbox:
+    """This process's sandbox with these limits; it is closed at exit. Raises SandboxError where none works."""
+    sandbox = Sandbox(workers=workers, limits=limits)
+    atexit.register(sandbox.close)
+    return sandbox
+
+
+# The built-in world -----------------------------------------------------------------------------------------
+
+
+def _exercises(name: str, folder: Path | None) -> Environment:
+    def ask(seed: str) -> Item:
+        made = EXERCISES[name](Pen(f"rl:{seed}"))
+        return question(made.question, made.answer, kind=name, chance=made.chance)
+
+    def reward(item: Item, reply: str) -> float:
+        return float(check(item.kind, item.question, item.answer, reply))
+
+    return Environment(name, ask, reward)
+
+
+BUILT_IN: dict[str, Callable[[str, Path | None], Environment]] = {
+    **dict(zip(REWARDS_OF_FILES, (_word_problems, _programs), strict=True)),
+    **dict.fromkeys(EXERCISES, _exercises),
+}

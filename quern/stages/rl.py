@@ -19,10 +19,8 @@ from quern.mesh import Mesh
 from quern.parallel.plan import shard_model
 from quern.recipe import IN_FINE_TUNING, Recipe, Resolved, RlRecipe
 from quern.resolve import fine_tuning_rates, resolve
-from quern.rl.advantages import pass_at_k
-from quern.rl.environment import Environment, draw_item, fingerprint
-from quern.rl.environments import load_environment
-from quern.rl.rollouts import Rollouts, divergence
+from quern.rl.environment import Environment, draw_item, fingerprint, load_environment
+from quern.rl.rollouts import Rollouts, divergence, pass_at_k
 from quern.runs.load import Start, open_checkpoint
 from quern.runs.origin import compare, source_digest
 from quern.runs.run_dir import require_trusted, trust

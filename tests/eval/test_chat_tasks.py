@@ -37,8 +37,7 @@ from quern.generate.sandbox import Program, Sandbox, SandboxError
 from quern.mixture.sources import to_messages
 from quern.model.gpt import GPT
 from quern.records import read_lines
-from quern.rl.environment import draw_item
-from quern.rl.environments import is_right_number, last_number, load_environment, word_problem
+from quern.rl.environment import draw_item, is_right_number, last_number, load_environment, word_problem
 from quern.text.chat import Message, render
 from quern.text.tokenizer import Tokenizer
 from tests.eval.test_evaluate import evaluate

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from quern.generate.sandbox import Sandbox, SandboxError
-from quern.rl.environments import FILE, load_environment, program_in
+from quern.rl.environment import FILE, load_environment, program_in
 
 EXERCISES = [
     {"prompt": f"Write a Python function plus_{n}(x) that adds {n}.", "check": f"assert program.plus_{n}(2) == {2 + n}"}

@@ -1,20 +1,30 @@
-"""Rollouts as batches: masks, weights, dropped groups, ranks, tools, what is refused; and that the reward rises."""
+"""Rollouts as batches: masks, weights, dropped groups, ranks, tools, what is refused; that the reward rises; and the
+formulas: advantages, penalties, the clipped objective, pass@k."""
 
 import re
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from quern.eval.task import Item, question
 from quern.mesh import alone
 from quern.optim.schedule import multipliers
 from quern.recipe import OptimRecipe
-from quern.rl.environment import Environment, draw_item, fingerprint, is_held_out
-from quern.rl.environments import load_environment
-from quern.rl.rollouts import Rollout
+from quern.rl.environment import Environment, draw_item, fingerprint, is_held_out, load_environment
+from quern.rl.rollouts import (
+    Rollout,
+    advantages,
+    clipped_ratios,
+    divergence,
+    is_uniform,
+    overlong_penalty,
+    pass_at_k,
+)
 from quern.text.tinyworld.data import WORDS
 from quern.text.tinyworld.skills import PRACTICE_WORDS
 from quern.train.state import build_model, build_state
@@ -189,3 +199,55 @@ def test_the_reward_rises() -> None:
         found.append(rollouts.tally.means()["reward"])
         train_step(state, batch, multipliers(step, STEPS, warmup_steps=0, warmdown_share=0.0), CPU, micro_batch_rows=99)
     assert found[0] < 0.3 and found[-1] > 0.8, found
+
+
+# Formulas, against plain definitions ---------------------------------------------------------------------------
+
+
+def test_advantages_of_a_group_add_up_to_zero() -> None:
+    rewards = np.array([[1.0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1]])
+    found = advantages(rewards)
+    assert found.tolist() == [[0.75, -0.25, -0.25, -0.25], [0.5, 0.5, -0.5, -0.5], [0, 0, 0, 0]]
+    normalized = advantages(rewards, normalize=True)
+    assert normalized[:2].std(axis=1) == pytest.approx(1)
+    assert normalized[2].tolist() == [0, 0, 0, 0]
+    assert [is_uniform(row) for row in rewards] == [False, False, True]
+
+
+def test_the_penalty_for_length_grows_to_one() -> None:
+    assert [overlong_penalty(length, 100, 20) for length in (10, 80, 85, 90, 100, 130)] == [0, 0, 0.25, 0.5, 1, 1]
+    assert overlong_penalty(100, 100, 0) == 0
+
+
+def test_weights_of_clipped_ratios_give_the_gradient_of_the_clipped_objective() -> None:
+    rng = np.random.default_rng(0)
+    before, now = rng.normal(-1, 0.5, 400), rng.normal(-1, 0.5, 400)
+    weights, low, high = rng.normal(0, 1, 400), 0.2, 0.28
+    logprobs = torch.tensor(now, requires_grad=True)
+    ratio = (logprobs - torch.tensor(before)).exp()
+    advantage = torch.tensor(weights)
+    torch.minimum(ratio * advantage, ratio.clip(1 - low, 1 + high) * advantage).sum().backward()
+    assert logprobs.grad is not None
+    found = clipped_ratios(now, before, weights, low, high)
+    assert found == pytest.approx(logprobs.grad.numpy(), abs=1e-12)
+    assert 50 < (found == 0).sum() < 350
+    assert clipped_ratios(now, now, weights, low, high) == pytest.approx(weights)
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_reply() -> None:
+    for samples in range(1, 7):
+        for right in range(samples + 1):
+            for k in range(1, samples + 1):
+                subsets = list(combinations(range(samples), k))
+                share = sum(any(index < right for index in subset) for subset in subsets) / len(subsets)
+                assert pass_at_k(right, samples, k) == pytest.approx(share)
+    for wrong in ((1, 3, 4), (4, 3, 1), (1, 3, 0)):
+        with pytest.raises(ValueError, match="not defined"):
+            pass_at_k(*wrong)
+
+
+def test_the_divergence_is_unbiased_and_its_gradient_is_the_weight() -> None:
+    ours, theirs = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.5, 0.3])
+    estimate = divergence(np.log(ours), np.log(theirs))
+    assert (estimate >= 0).all()
+    assert (ours * estimate).sum() == pytest.approx((ours * np.log(ours / theirs)).sum())

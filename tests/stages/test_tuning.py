@@ -12,8 +12,7 @@ from quern.optim.schedule import Multipliers
 from quern.recipe import IN_FINE_TUNING, ConversationSource, Resolved, RlRecipe, SftRecipe, TrainRecipe
 from quern.recipes import gpt, llama
 from quern.resolve import REFERENCE_BATCH_TOKENS, resolve
-from quern.rl.environment import draw_item
-from quern.rl.environments import load_environment
+from quern.rl.environment import draw_item, load_environment
 from quern.stages import sft
 from quern.stages.rl import rl_recipe
 from quern.stages.sft import fit_to_conversations, sft_recipe
