@@ -52,7 +52,7 @@ def parse(verb: str, rest: Arguments, flags: type) -> tuple[Any, str | None]:
     recipe, source = chosen_recipe(verb, rest)
     found = None
     if not rest.asks_for_help:
-        from quern.runs.saved import find_saved
+        from quern.runs.origin import find_saved
 
         found = find_saved(verb, rest, recipe, source)
         recipe, source = found or (recipe, source)
@@ -149,7 +149,7 @@ def on_ranks(
     from quern.resolve import resolve
     from quern.rl.environment import require_environment
     from quern.runs.run_lock import refuse_in_use
-    from quern.stages.own_text import refuse_unfit
+    from quern.stages.pretrain import refuse_unfit
     from quern.stages.session import Session, trained_already
     from quern.train import launch
 

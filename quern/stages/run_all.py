@@ -15,10 +15,9 @@ from quern.recipe import ConversationSource, Recipe, Resolved
 from quern.records import read_lines
 from quern.report.build import build
 from quern.report.records import read_run
-from quern.runs.origin import read_origin, require_same, with_absolute_paths
+from quern.runs.origin import overlay, read_origin, read_saved, require_same, with_absolute_paths
 from quern.runs.run_dir import STAGES, RunDir
 from quern.runs.run_lock import run_lock
-from quern.runs.saved import overlay, read_saved
 from quern.stages import evaluate, pretrain, sft
 from quern.stages.complete import GOES_ON, continued
 from quern.stages.session import Session

@@ -22,9 +22,9 @@ from quern.mixture.prepare import prepare_mixture
 from quern.recipe import Resolved, TextRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
+from quern.runs.origin import read_saved
 from quern.runs.public_data import fetch_conversations, fetch_tests
 from quern.runs.run_dir import RunDir
-from quern.runs.saved import read_saved
 from quern.stages import pretrain
 from quern.stages.prepare import prepare, text_fingerprint
 from quern.stages.prepare_tokens import is_tokens

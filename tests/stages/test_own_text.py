@@ -27,7 +27,7 @@ from quern.estimate.own_text import (
 )
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
-from quern.stages import own_text as fitted
+from quern.stages import pretrain as fitted
 from quern.stages.prepare import fit_vocabulary, hold_out, own_megabytes
 from quern.stages.session import past_its_best
 

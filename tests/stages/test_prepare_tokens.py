@@ -24,8 +24,8 @@ from quern.recipes.gpt import RECIPE as GPT_RECIPE
 from quern.recipes.unet import RECIPE
 from quern.resolve import resolve
 from quern.runs.load import load
+from quern.runs.origin import read_saved
 from quern.runs.run_dir import RunDir
-from quern.runs.saved import read_saved
 from quern.stages import pretrain
 from quern.stages import tokenizers as vocabularies
 from quern.stages.prepare import prepare
