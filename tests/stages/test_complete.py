@@ -3,14 +3,12 @@
 import io
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from quern import compiler
 from quern.chat.commands import COMPLETING, HELP
 from quern.cli import main
 from quern.model.context import CausalContext
@@ -20,16 +18,12 @@ from quern.train import checkpoint
 from tests.support.llama_run import llama_recipe, model_of, random_state, write_run
 from tests.support.toy_engine import toy_tokenizer
 
+pytestmark = pytest.mark.usefixtures("eager")
+
 PROMPT = "The miller"
 TOKENIZER = toy_tokenizer()
 CONTEXT = 48
 FLAGS = ("--no-compile", "--dtype", "fp32", "--threads", "1")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def eager() -> Iterator[None]:
-    with compiler.eager():
-        yield
 
 
 @pytest.fixture(scope="module")

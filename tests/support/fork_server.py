@@ -30,7 +30,6 @@ import rustbpe  # noqa: F401
 from quern.cli import main, options, verbs  # noqa: F401
 from quern.kernels.attention import autotune  # noqa: F401
 from quern.recipes import gpt  # noqa: F401
-from quern.rl import environments  # noqa: F401
 from quern.stages import pretrain, rl, session, sft  # noqa: F401
 from quern.train import checkpoint, loop
 from tests.support.events import Events
