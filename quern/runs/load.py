@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 import torch
@@ -123,9 +122,26 @@ def open_checkpoint(
         FileNotFoundError: The tokenizer is lost.
         ValueError: `at` names no checkpoint, the tokenizer is damaged or another one, or as `RunDir.read_recipe`.
     """
-    tokenizer = run_dir.tokenizer()
-    with waiting(f"the disk to read {run_dir.checkpoints(stage)}", log=log):
-        path = _pick(run_dir, stage, log, at)
+    tokenizer, folder = run_dir.tokenizer(), run_dir.checkpoints(stage)
+    with waiting(f"the disk to read {folder}", log=log):
+        if at == NEWEST:
+            if (found := manifest.latest(folder, log)) is None:
+                raise CheckpointError(
+                    f"none of the checkpoints under {folder} is good: put back a copy of one, or remove the folder "
+                    f"{folder.parent} and run `quern {stage} {run_dir.flags}` again"
+                )
+            path = found[0]
+        else:
+            steps = manifest.steps(folder)
+            step = int(at) if at.isdigit() else None
+            if at == BEFORE_WARMDOWN:
+                step = max(manifest.kept_steps(folder), default=None)
+            if step not in steps:
+                raise ValueError(
+                    f"--from-step {at}: run '{run_dir.run}' has no such checkpoint; there are {NEWEST} and the steps "
+                    f"{', '.join(map(str, steps))}"
+                )
+            manifest.verify(path := manifest.path_of(folder, step))
         tensors, meta = checkpoint.load(path, verified=True)
     try:
         typed(meta, _Meta)
@@ -137,26 +153,3 @@ def open_checkpoint(
     trained = replace(origin, tokenizer=meta["tokenizer"])
     require_same(trained, replace(trained, tokenizer=tokenizer.fingerprint), run_dir, stage)
     return Start(run_dir, stage, recipe, tokenizer, tensors, meta["state"], origin)
-
-
-def _pick(run_dir: RunDir, stage: str, log: Callable[[str], None], at: str) -> Path:
-    """Verifies a checkpoint of a stage, and returns its path."""
-    folder = run_dir.checkpoints(stage)
-    if at == NEWEST:
-        if (found := manifest.latest(folder, log)) is None:
-            raise CheckpointError(
-                f"none of the checkpoints under {folder} is good: put back a copy of one, or remove the folder "
-                f"{folder.parent} and run `quern {stage} {run_dir.flags}` again"
-            )
-        return found[0]
-    steps = manifest.steps(folder)
-    step = int(at) if at.isdigit() else None
-    if at == BEFORE_WARMDOWN:
-        step = max(manifest.kept_steps(folder), default=None)
-    if step not in steps:
-        raise ValueError(
-            f"--from-step {at}: run '{run_dir.run}' has no such checkpoint; there are {NEWEST} and the steps "
-            f"{', '.join(map(str, steps))}"
-        )
-    manifest.verify(path := manifest.path_of(folder, step))
-    return path

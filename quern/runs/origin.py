@@ -127,7 +127,10 @@ def compare(began: Origin | None, now: Origin, run_dir: RunDir, stage: str, besi
     known = old.keys() & new.keys()  # ignores fields that an older version did not save
     names = sorted(name for name in known if old[name] != new[name] and not f"{name}.".startswith(prefixes))
     lines = {name: f"{flag(name)} {_shown(old[name])} → {_shown(new[name])}" for name in names}
-    refused = [line for name, line in lines.items() if not _changeable(name, old[name], new[name])]
+    may = {name for name in names if name in CHANGEABLE or name.startswith("optim.")}
+    if old.get("train.minutes") is not None or new.get("train.minutes") is None:
+        may.add("train.minutes")  # a run that trains for minutes may get others, or steps; of steps, no minutes
+    refused = [line for name, line in lines.items() if name not in may]
     if refused:
         raise ValueError(
             f"cannot resume {run_dir.stage(stage)}: {'; '.join(refused)} would make it another run. Leave that out, or "
@@ -155,12 +158,6 @@ def require_same(
         remedy = run_dir.put_back_tokenizer(before) if name == "tokenizer" else again
         marks = f"({str(before)[:SHOWN]}, now {str(found)[:SHOWN]})"
         raise ValueError(f"{changed} changed since {what or f'run {run_dir.run!r}'} began with it {marks}: {remedy}")
-
-
-def _changeable(name: str, old: Any, new: Any) -> bool:
-    """A run that trains for minutes may get other minutes, or steps; one that trains for steps gets no minutes."""
-    of_minutes = name == "train.minutes" and (old is not None or new is None)
-    return name in CHANGEABLE or name.startswith("optim.") or of_minutes
 
 
 def _shown(value: Any) -> str:

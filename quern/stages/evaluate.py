@@ -150,7 +150,9 @@ def run(
         if prepared is None:
             with main_first(mesh):
                 prepared = data_of_run(loaded.recipe, run_dir, silent)
-            kinds = _kinds(loaded.recipe, prepared)
+            if loaded.recipe.data == "tinyworld":  # the kind of each document
+                known = documents_of_kinds(loaded.recipe.seed, loaded.recipe.text.val_megabytes, "val")
+                kinds = kinds_of_documents(prepared.val, prepared.tokenizer, known)
         if name == UNTRAINED:
             fresh = build_model(loaded.recipe, machine, loaded.recipe.seed).eval()
             loaded = LoadedModel(fresh, loaded.tokenizer, loaded.recipe, name, 0)
@@ -160,14 +162,6 @@ def run(
                 shares = evaluation.contamination(loaded.recipe, prepared)
             lines = _with_shares(lines, shares, name, log)
         evaluation.append("evaluate.jsonl", lines)
-
-
-def _kinds(recipe: Resolved, prepared: Prepared) -> list[str]:
-    """The kind of each document of the built-in world's validation text."""
-    if recipe.data != "tinyworld":
-        return []
-    known = documents_of_kinds(recipe.seed, recipe.text.val_megabytes, "val")
-    return kinds_of_documents(prepared.val, prepared.tokenizer, known)
 
 
 @dataclass(frozen=True)

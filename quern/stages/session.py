@@ -69,12 +69,6 @@ def loss_and_speed(loss: float, tokens_per_second: float | None) -> str:
     return f"loss {round(loss, 3) + 0.0:.3f}{speed}"  # + 0.0: no -0.000
 
 
-def result(folder: Path) -> str:
-    """The last loss and validation of a stage, for the end of a line."""
-    last = {name: value for line in read_metrics(folder) for name, value in line.items()}
-    return "".join(form.format(last[name]) for name, form in RESULT.items() if isinstance(last.get(name), float))
-
-
 def past_its_best(folder: Path) -> list[str]:
     """A warning if the last validation loss of a stage is clearly above its lowest one, else nothing."""
     lines = ((line.get("val_loss"), line.get("step")) for line in read_metrics(folder))
@@ -202,11 +196,13 @@ class Stage:
                     meter.total = state.plans[-1][1] if state.plans else plan.steps
                     meter.at(state.step, self.shown(loss, tokens_per_second))
 
-                told = self.go_on, self._lower_rates(origin), self.locked  # `quern run` locks, and goes on
-                code = loop.train(backend, batches, plan, folder, meter.log, advance, *told)
+                how = self.go_on, self._lower_rates(origin), self.locked  # `quern run` locks, and goes on
+                code = loop.train(backend, batches, plan, folder, meter.log, advance, *how)
         if code == EXIT_DONE and self.mesh.main:
             spent = f"{state.tokens:,} tokens in {state.seconds:,.0f} s of steps"
-            self.log(f"{participle} on {spent}{result(self.folder)} → {self.folder}")
+            last = {name: value for line in read_metrics(self.folder) for name, value in line.items()}
+            told = [form.format(last[name]) for name, form in RESULT.items() if isinstance(last.get(name), float)]
+            self.log(f"{participle} on {spent}{''.join(told)} → {self.folder}")
             for line in past_its_best(self.folder):
                 self.log(line)
         return code
@@ -279,7 +275,10 @@ class Session(Stage):
         return self.workers or min(ENOUGH_WORKERS, self.machine.threads * self.mesh.world.size)
 
     def describe(self, facts: dict[str, Any]) -> None:
-        describe_run(self.run_dir, self.machine, self.command, facts)
+        """Writes run.json: how the run was started, on which machine, and the facts on its model and data."""
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        own = {"command": self.command, "git": git_hash(Path(__file__).parent), "machine": self.machine.describe()}
+        self.run_dir.write("run.json", own | {"versions": versions} | facts)
 
     def begin(self, asked: Recipe, before: str) -> tuple[Session, Origin, Resolved, Tokenizer, Start | None]:
         """Reads what a stage after pretraining continues with, or begins with: `start`, else the stage `before`.
@@ -307,13 +306,6 @@ class Session(Stage):
         plan = plan_of(recipe, flop_counter(recipe), [(recipe.train.eval_every, evaluator)])
         peak_flops = measure_peak_flops(self.machine) * self.mesh.world.size
         return replace(plan, peak_flops=peak_flops, **changes)
-
-
-def describe_run(run_dir: RunDir, machine: Machine, command: str, facts: dict[str, Any]) -> None:
-    """Writes run.json: how the run was started, on which machine, and the facts on its model and data."""
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    own = {"command": command, "git": git_hash(Path(__file__).parent), "machine": machine.describe()}
-    run_dir.write("run.json", own | {"versions": versions} | facts)
 
 
 @contextmanager

@@ -31,17 +31,8 @@ from safetensors.torch import save as serialized
 
 from quern.mesh import Mesh, ProcessGroup, alone
 from quern.parallel.sharding import Slice
-from quern.temporaries import sync_path
-from quern.train.manifest import (
-    FOLDER,
-    CheckpointError,
-    candidates,
-    describe,
-    is_kept,
-    read_manifest,
-    verify,
-    write_manifest,
-)
+from quern.temporaries import sha256_of, sync_path
+from quern.train.manifest import FOLDER, CheckpointError, candidates, is_kept, read_manifest, verify, write_manifest
 
 OFFSETS = "DCP_SHARDING_INFO"
 """In the header of a safetensors file: JSON, name → saved_offsets."""
@@ -92,7 +83,7 @@ def save(
                 name = f"shard-{world.rank + 1:05d}-model-{number:05d}-of-{len(parts):05d}.safetensors"
                 if own:
                     _write_tensors(temporary / name, own)
-                    found[name] = describe(temporary / name)
+                    found[name] = {"bytes": (temporary / name).stat().st_size, "sha256": sha256_of(temporary / name)}
         gathered = world.gather_objects(found)
         with _failing_together(world, refused):
             if mesh.main:

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, Literal, TextIO
 
@@ -27,16 +28,16 @@ EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped by a signal after a whole step, and sa
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
+@dataclass(eq=False)
 class Guard:
     """Skips steps that are not finite, and stops after more than `max_skips` of them in a row.
 
     A skipped step must not change the weights or the optimizer. The next finite step is a normal step.
     """
 
-    def __init__(self, max_skips: int):
-        self.max_skips = max_skips
-        self.skips_in_row = 0
-        self.skips = 0
+    max_skips: int
+    skips_in_row: int = 0
+    skips: int = 0
 
     def observe(self, finite: bool) -> Literal["step", "skip", "stop"]:
         """Returns what to do with this step. finite: whether its loss and gradient norm are, on every rank."""

@@ -39,7 +39,7 @@ def write_manifest(
 ) -> None:
     """Writes and syncs the manifest, then syncs the folder, which has its temporary name.
 
-    files: `describe` of each file, by name; library: name and version of the library that wrote the files.
+    files: size in bytes and hash of each file, by name; library: name and version of the one that wrote the files.
     """
     content = {"schema": SCHEMA, "step": step, **library, "files": files, "meta": meta}
     manifest = temporary / MANIFEST
@@ -74,11 +74,6 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def _content_hash(content: dict[str, Any]) -> str:
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode("utf-8")).hexdigest()
-
-
-def describe(file: Path) -> dict[str, Any]:
-    """Returns the size and hash of a file, as in the manifest."""
-    return {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
 
 
 # `.old-` exists only between the two renames that replace a step by a new save of the same step.

@@ -78,20 +78,17 @@ class TorchBackend:
         return send_batch(batch, self.mesh, self.machine, rows, flops)
 
     def step(self, sent: DeviceBatch, multipliers: Multipliers, tell: Sequence[float]) -> tuple[StepResult, Told]:
-        heard = self._tell(tell)
+        heard: Callable[[], Told] = list
+        if self.mesh.world.size > 1:
+            own = _send(torch.tensor(tell, dtype=torch.float64), self.machine)
+            everyones = own.new_empty(len(tell) * self.mesh.world.size)
+            self.mesh.world.all_gather(everyones, own).wait()
+            heard = self.machine.read_later(everyones.view(self.mesh.world.size, -1))
         # A resumed run draws what the uninterrupted one would. Mixed: a CPU reads 32 bits of the seed.
         facts = self.seed, self.run.step, self.mesh.data.rank
         torch.manual_seed(int(np.random.SeedSequence(facts).generate_state(1)[0]))
         result = train_on(self.run, sent, multipliers, self.machine, self.clip_norm)
         return result, heard()  # the step's wait for the device covers the exchange
-
-    def _tell(self, tell: Sequence[float]) -> Callable[[], Told]:
-        if self.mesh.world.size == 1:
-            return list
-        own = _send(torch.tensor(tell, dtype=torch.float64), self.machine)
-        heard = own.new_empty(len(tell) * self.mesh.world.size)
-        self.mesh.world.all_gather(heard, own).wait()
-        return self.machine.read_later(heard.view(self.mesh.world.size, -1))
 
     def evaluate(self, evaluator: Evaluator) -> dict[str, Any]:
         self.run.model.eval()
