@@ -109,11 +109,10 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
     made_by = getattr(recipe.make_batches, "__qualname__", None)
     packing = {"method": made_by or recipe.train.packing, **batches.report()}
     counts = facts["model"]["parameters"]
-    many, expected = (MANY_EPOCHS, []) if own is None else readings_and_expectation(recipe, prepared, counts["kaplan"])
     flops = recipe.train.steps * recipe.train.batch_tokens * plan.flops.per_token()
     asked_for = recipe.train.minutes and 60 * recipe.train.minutes
     seconds = asked_for or flops / training_speed(session, plan.peak_flops)
-    lines = [*expected, *overview(recipe, counts["total"], seconds, prepared, needed, mesh, many)]
+    lines = overview(recipe, counts, seconds, prepared, needed, mesh, own=own is not None)
     if packing.get("cropped_share", 0) > 0:
         lines.append(f"{packing['cropped_share']:.1%} of the text is in no row: --train.packing best-fit loses none")
     lines.append(f"pretraining: {counted(plan.steps, 'step')} of {recipe.train.batch_tokens:,} tokens")
@@ -215,22 +214,30 @@ def _time_parts(recipe: Resolved, session: Session, model: Any, corpus: Corpus) 
 
 def overview(
     recipe: Resolved,
-    total: int,
+    parameters: dict[str, int],
     seconds: float,
     data: Prepared,
     memory: tuple[float, float] | None,
     mesh: Mesh,
-    many: float = MANY_EPOCHS,
+    own: bool,
 ) -> list[str]:
-    """Describes a run of so many parameters and seconds of steps before its first step. memory: as `memory_check`
-    returns it."""
-    tokens, public = recipe.train.steps * recipe.train.batch_tokens, data.public
+    """Describes a run of so many seconds of steps before its first step, and what to expect of a text of one's own.
+
+    parameters: as `model.count` counts them; memory: as `memory_check` returns it.
+    """
+    tokens, public, total = recipe.train.steps * recipe.train.batch_tokens, data.public, parameters["total"]
     epochs = tokens / max(1, data.train.num_tokens)
+    many, lines = float(MANY_EPOCHS), list[str]()
+    if own:
+        text_bytes, read_bytes = (count * data.bytes_per_token for count in (data.train.num_tokens, tokens))
+        untrained = math.log2(data.tokenizer.vocab_size) / data.bytes_per_token
+        many = most_readings(parameters["kaplan"], text_bytes)
+        lines = expectation(parameters["kaplan"], text_bytes, read_bytes, untrained)
     room = ""
     if memory is not None:
         each = " for each rank" if mesh.world.size > 1 else ""
         room = f"; memory: at most {human_size(memory[0])} of {human_size(memory[1])}{each}"
-    lines = [
+    lines += [
         f"model: {total:,} parameters; text: {data.train.num_tokens:,} tokens to train on, "
         f"{data.val.num_tokens:,} to validate on",
         f"length: {tokens:,} tokens, {_digits(epochs)} epochs of the text, {_digits(tokens / total)} tokens "
@@ -338,15 +345,6 @@ def fit_readings(recipe: Recipe, session: Session, prepared: Prepared) -> Recipe
         "often, it is learned by heart; more text helps, and --train.minutes asks for another time"
     )
     return replace(recipe, train=replace(recipe.train, minutes=None, steps=fewer, batch_tokens=batch_tokens))
-
-
-def readings_and_expectation(recipe: Resolved, prepared: Prepared, parameters: int) -> tuple[float, list[str]]:
-    """Readings of the text by a model of so many parameters, and lines on what to expect of the run."""
-    tokens, read = prepared.train.num_tokens, recipe.train.steps * recipe.train.batch_tokens
-    text_bytes, read_bytes = (count * prepared.bytes_per_token for count in (tokens, read))
-    untrained = math.log2(prepared.tokenizer.vocab_size) / prepared.bytes_per_token
-    lines = expectation(parameters, text_bytes, read_bytes, untrained)
-    return most_readings(parameters, text_bytes), lines
 
 
 def _has_open_depth(recipe: Recipe, session: Session) -> bool:

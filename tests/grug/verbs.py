@@ -95,15 +95,15 @@ def check_models_move_both_ways() -> None:
         shutil.rmtree(back.stage(jax_stage.STAGE))
         assert verb("import", "--run", "back") == ""
         tokens = np.random.default_rng(0).integers(0, 320, (8, 32)).astype(np.int32)
-        twice = jax_stage.load(back, mesh, "float32", print)
+        twice, _, _ = jax_stage.load(back, mesh, "float32", print)
         with jax.set_mesh(mesh):
-            params, shape = twice.run.arrays.params, twice.run.cfg.model
+            params, shape = twice.arrays.params, twice.cfg.model
             run = jax.jit(lambda params, tokens: logits(params, forward(params, tokens, shape), shape))
             ours = run(params, place(tokens, P(BATCH, None), mesh))
         with torch.no_grad():
             inputs = torch.from_numpy(tokens.astype(np.int64))
             theirs = loaded.model.logits(loaded.model(inputs, loaded.model.context(inputs))).numpy()
-        assert loaded.step == twice.run.step == 4 and relative(ours, theirs) <= BAR
+        assert loaded.step == twice.step == 4 and relative(ours, theirs) <= BAR
 
         newest = manifest.latest(back.checkpoints("pretrain"), print)  # now as PyTorch's own
         assert newest is not None
@@ -124,9 +124,9 @@ def check_a_file_trains_on_data_and_its_run_keeps_it() -> None:
         assert verb(*train, *more) == ""
         Path("idea.py").unlink()  # the run has a copy
         assert verb("eval", "--run", "idea") == ""
-        loaded = jax_stage.load(run_dir, mesh, "float32", print)
-        assert (loaded.run.step, loaded.recipe.name, loaded.run.cfg.core.__name__) == (6, "attention_sink", "Sinks")
-        block: Any = loaded.run.arrays.params.blocks[0]
+        run, recipe, _ = jax_stage.load(run_dir, mesh, "float32", print)
+        assert (run.step, recipe.name, run.cfg.core.__name__) == (6, "attention_sink", "Sinks")
+        block: Any = run.arrays.params.blocks[0]
         assert np.any(np.asarray(block.sinks))
         assert "comes from a file ('attention_sink')" in verb("export", "--run", "idea")
         lines = [line for line in read_metrics(run_dir.stage(jax_stage.STAGE) / "metrics.jsonl") if "loss" in line]

@@ -88,10 +88,10 @@ def export(run_dir: RunDir, mesh: Mesh, log: Callable[[str], None]) -> Path:
     """Writes the newest JAX state as weights.safetensors, and as a base model that the other verbs find, whose path is
     returned. Raises ValueError if PyTorch has trained one in this run, or the model comes from a file of its own."""
     target = run_dir.checkpoints("pretrain")
-    loaded = load(run_dir, mesh, "float32", log)
-    if loaded.run.cfg.core is not Grug:
+    run, recipe, tokenizer = load(run_dir, mesh, "float32", log)
+    if run.cfg.core is not Grug:
         raise ValueError(
-            f"the model of run '{run_dir.run}' comes from a file ('{loaded.recipe.name}'), which PyTorch cannot read: "
+            f"the model of run '{run_dir.run}' comes from a file ('{recipe.name}'), which PyTorch cannot read: "
             "export a run of the `gpt` recipe (`quern grug train` without a file)"
         )
     known = manifest.latest(target, log)
@@ -100,13 +100,13 @@ def export(run_dir: RunDir, mesh: Mesh, log: Callable[[str], None]) -> Path:
             f"run '{run_dir.run}' has a base model that PyTorch trained ({known[0]}): move it away, or train the JAX "
             "model under another name (--run)"
         )
-    run, meta = loaded.run, Origin(loaded.tokenizer.fingerprint, recipe=loaded.recipe.to_json()).meta()
+    meta = Origin(tokenizer.fingerprint, recipe=recipe.to_json()).meta()
     weights = to_torch(run.arrays.params)
     file = run_dir.stage(STAGE) / "weights.safetensors"
     write_weights(file, weights, {"recipe": meta["recipe"], "tokenizer": meta["tokenizer"], "step": run.step})
     tensors = {f"master.{name}": torch.from_numpy(np.array(value)) for name, value in weights.items()}
     meta |= {"state": run.meta(), "trained_by": STAGE}
-    path = checkpoint.save(target, run.step, tensors, meta, loaded.recipe.train.keep)
+    path = checkpoint.save(target, run.step, tensors, meta, recipe.train.keep)
     log(f"exported step {run.step:,} → {file} and {path}")
     return path
 

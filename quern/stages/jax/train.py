@@ -10,7 +10,7 @@ import math
 import platform
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +45,6 @@ from quern.validate import check_body
 STAGE = "grug"
 OF_TEXT = ("data", "val", "shards")
 """Fields that a resumed run takes from its saved recipe, unless they are named."""
-
-
-@dataclass(frozen=True)
-class LoadedJax:
-    """A run's newest JAX state on a mesh, with the recipe and the tokenizer it was trained with."""
-
-    run: JaxRun
-    recipe: Resolved
-    tokenizer: Tokenizer
 
 
 class JaxStage(Stage):
@@ -132,24 +123,24 @@ def make_plan(recipe: Resolved, cfg: StepConfig, evaluators: Sequence[tuple[int,
 
 def evaluate(run_dir: RunDir, mesh: Mesh, *, dtype: str, log: Callable[[str], None]) -> dict[str, Any]:
     """Measures the run's newest JAX state, and appends its bits per byte to evaluate.jsonl."""
-    loaded = load(run_dir, mesh, dtype, log)
-    prepared = data_of_run(loaded.recipe, run_dir, lambda line: None, STAGE)
+    run, recipe, _ = load(run_dir, mesh, dtype, log)
+    prepared = data_of_run(recipe, run_dir, lambda line: None, STAGE)
     with jax.set_mesh(mesh):
-        score = validate_run(loaded.run, loaded.recipe, prepared, mesh)
-    line = {"stage": STAGE, "step": loaded.run.step, "task": "validation", "metric": "bpb"}
+        score = validate_run(run, recipe, prepared, mesh)
+    line = {"stage": STAGE, "step": run.step, "task": "validation", "metric": "bpb"}
     if jax.process_index() == 0:
         run_dir.append("evaluate.jsonl", [line | {"value": score["val_bpb"]}])
     nats = score["val_loss"]
     log(
-        f"step {loaded.run.step:,}: {score['val_bpb']:.4f} bits per byte, {nats:.4f} nats per token, "
+        f"step {run.step:,}: {score['val_bpb']:.4f} bits per byte, {nats:.4f} nats per token, "
         f"perplexity {math.exp(nats):,.2f}"
     )
     return score
 
 
-def load(run_dir: RunDir, mesh: Mesh, dtype: str, log: Callable[[str], None]) -> LoadedJax:
-    """Loads the run's newest good JAX state, sharded over the mesh. Raises FileNotFoundError without one, ValueError if
-    another tokenizer than the run's trained it."""
+def load(run_dir: RunDir, mesh: Mesh, dtype: str, log: Callable[[str], None]) -> tuple[JaxRun, Resolved, Tokenizer]:
+    """Loads the run's newest good JAX state, sharded over the mesh, with its recipe and its tokenizer. Raises
+    FileNotFoundError without one, ValueError if another tokenizer than the run's trained it."""
     if not run_dir.has_trained(STAGE):
         raise FileNotFoundError(run_dir.has_no("JAX model", "grug train"))
     start = open_checkpoint(run_dir, STAGE, log)
@@ -159,7 +150,7 @@ def load(run_dir: RunDir, mesh: Mesh, dtype: str, log: Callable[[str], None]) ->
         arrays = arrays_of(start.tensors, jax.eval_shape(lambda: init_state(recipe.seed, cfg)), mesh)
     run = JaxRun(arrays, cfg, mesh, guard=Guard(recipe.train.max_skips))
     run.count_from(start.state)
-    return LoadedJax(run, recipe, start.tokenizer)
+    return run, recipe, start.tokenizer
 
 
 def core_of(recipe: Recipe) -> type[Grug]:
