@@ -19,11 +19,10 @@ import jax
 
 from quern.bench.material import random_batch, reference, sizes_of
 from quern.grug.evaluate import choose_dtype
-from quern.grug.loss import BLOCK_TOKENS
 from quern.grug.mesh import keep_freed_memory, make_mesh, use_cpu
 from quern.grug.model import init_parameters
 from quern.grug.optim import rules
-from quern.grug.state import device_batch, init_state, step_config, train_step
+from quern.grug.state import BLOCK_TOKENS, device_batch, init_state, step_config, train_step
 from quern.optim.schedule import Multipliers
 from quern.process import serve, start
 from quern.recipe import Resolved

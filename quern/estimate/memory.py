@@ -35,8 +35,8 @@ from torch.utils.flop_counter import flop_registry
 
 from quern import compiler
 from quern.estimate.layout import Layout
+from quern.kernels.attention.attend import attend_in_blocks
 from quern.kernels.attention.autotune import attend_flash
-from quern.kernels.attention.blocked import attend_in_blocks
 from quern.kernels.cross_entropy import COMPILED, TRITON
 from quern.kernels.softcap import has_kernel
 from quern.model.base import wrap_calls

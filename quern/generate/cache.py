@@ -27,8 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quern.kernels.attention.attend import MaskSpec
-from quern.kernels.attention.blocked import attend
+from quern.kernels.attention.attend import MaskSpec, attend
 from quern.machine import Attention
 from quern.model.base import LanguageModel
 

@@ -30,10 +30,18 @@ from quern.grug.attention import (
     splash_attention,
     visible,
 )
-from quern.grug.loss import Batch, loss_fn, measured_block
 from quern.grug.mesh import BATCH, batch_shards, make_mesh, place
 from quern.grug.model import logits
-from quern.grug.state import Grug, JaxTrainState, StepConfig, init_state, train_step
+from quern.grug.state import (
+    Batch,
+    Grug,
+    JaxTrainState,
+    StepConfig,
+    init_state,
+    loss_fn,
+    measured_block,
+    train_step,
+)
 from quern.optim.schedule import Multipliers
 from quern.process import peak_resident
 from quern.recipe import ResolvedModel, ResolvedOptim

@@ -13,8 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quern.kernels.attention.attend import MaskSpec
-from quern.kernels.attention.blocked import attend
+from quern.kernels.attention.attend import MaskSpec, attend
 from quern.machine import Attention
 
 Window = int | Tensor | None

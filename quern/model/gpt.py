@@ -22,11 +22,6 @@ from quern.model.context import Context, Window
 from quern.model.layers import Draw, Embedding, Rotary, SquaredReluMLP, half_rotary_table, norm, rotary_table
 from quern.recipe import ResolvedModel
 
-QK_SCALE = 1.2
-"""Both normed queries and keys are scaled up by this, which sharpens attention (nanochat)."""
-GATE_CHANNELS = 12
-"""Leading channels of the residual stream that the value embedding's gate looks at."""
-GATE_RANGE = 3.0
 KEYS = "keys"
 """Before the number of a layer, the name of its keys among what the model remembers."""
 
@@ -35,9 +30,11 @@ class CausalSelfAttention(nn.Module):
     """Reads its head counts off the projections' shapes, so that the same code runs on a shard of the heads."""
 
     optimizer_groups: ClassVar = {"value_gate": "gates"}
-    qk_scale: ClassVar[float] = QK_SCALE
-    gate_channels: ClassVar[int] = GATE_CHANNELS
-    gate_range: ClassVar[float] = GATE_RANGE
+    qk_scale: ClassVar[float] = 1.2
+    """Both normed queries and keys are scaled up by this, which sharpens attention (nanochat)."""
+    gate_channels: ClassVar[int] = 12
+    """Leading channels of the residual stream that the value embedding's gate looks at."""
+    gate_range: ClassVar[float] = 3.0
     key_offset = False
 
     def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int, *, layer: int, gated: bool) -> None:

@@ -2,7 +2,7 @@
 
 A buffer is cut into one equal region per rank of the data group, where the gradients are summed and the parameters come
 from. There are three kinds: rows of elementwise rules, cut at multiples of a row; stacks of matrices of one shape, each
-owned whole by one rank (ownership.py); and small buckets, which are not cut and which every rank updates. A group that
+owned whole by one rank (sharding.py); and small buckets, which are not cut and which every rank updates. A group that
 is updated every n-th step (`GroupRule.every`) adds its gradients to `held` on the other steps, without communication.
 Where replicas share the parameters (zero3.py), `Share` holds their regions, and buffers have memory only while a block
 computes. On one process a region is the whole buffer.
@@ -21,8 +21,7 @@ from torch.nn import Parameter
 
 from quern.mesh import Mesh, Pending
 from quern.optim.groups import ParameterGroup, Rule
-from quern.parallel.ownership import Ownership, Stack, share_out, units_together
-from quern.parallel.sharding import sharding_of
+from quern.parallel.sharding import Ownership, Stack, sharding_of, share_out, units_together
 
 ALIGNMENT = 64
 """In elements: a parameter of a small bucket starts at a multiple of it, since fast matmuls need aligned operands."""

@@ -2,7 +2,7 @@
 
 `shard_model` turns a whole single-device model into this process's shard of it, in place: the same class with the same
 parameter names, attributes and calls. The table holds everything that parallelism needs, so an architecture does not
-know of it. tensor.py and vocabulary.py run the shards. The optimizer and checkpoints read the parameters' `.sharding`.
+know of it. tensor.py runs the shards. The optimizer and checkpoints read the parameters' `.sharding`.
 What this costs is counted in estimate/predict.py.
 """
 
@@ -21,8 +21,7 @@ from quern.mesh import Mesh
 from quern.model.gpt import GPT, KEYS
 from quern.model.llama import Llama
 from quern.model.unet import UNet
-from quern.parallel.tensor import Region, Stream, StreamDropout, cut
-from quern.parallel.vocabulary import VocabularyEmbedding, VocabularyHead
+from quern.parallel.tensor import Region, Stream, StreamDropout, VocabularyEmbedding, VocabularyHead, cut
 
 VOCABULARY = ("embedding.weight", "head.weight")
 """These are cut by rows in every architecture."""

@@ -1,4 +1,4 @@
-"""The part of a logical tensor that a process holds, of parameters under tensor parallelism or of a checkpoint.
+"""Which part of a parameter or of its state a rank holds: shards, slices of checkpoints, matrices that it owns.
 
 A parameter that tensor parallelism cut has a `Sharding` as its attribute `sharding`; every shard of the replica holds
 the others whole. The optimizer and the checkpoints need no other information about how a model was cut.
@@ -6,10 +6,17 @@ the others whole. The optimizer and the checkpoints need no other information ab
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+from quern.mesh import Mesh, Pending
 
 
 @dataclass(frozen=True)
@@ -64,3 +71,177 @@ def _held(tensor: Tensor, sharding: Sharding, first_row: int) -> int:
     """Counts the indices along the cut dimension that are not padding."""
     begin = first_row if sharding.dim == 0 else 0
     return max(0, min(tensor.size(sharding.dim), sharding.size - begin))
+
+
+# Who owns which matrices, and the collectives that bring them whole to their owners and back ------------------
+#
+# Parameters of one shape ("units") are consecutive in a buffer, which is cut into one equal region per replica,
+# possibly within a unit. One rank owns a unit whole, in the same order, so a replica owns one interval of the buffer.
+# Where the units divide by the replicas, regions and ownership are the same. Otherwise each unit goes to the rank with
+# the least work, the most costly shapes first (longest processing time first: Graham, 1969), and its parts travel to
+# the owner before the update and back after it. The shards of a replica divide its units in the same way.
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """The owners of the units of one buffer, each of `size` elements on one rank; a replica sums `region` elements.
+
+    Rank replica · shards + shard owns units cuts[rank] … cuts[rank + 1] - 1; shards is 1 if all shards do the same.
+    """
+
+    size: int
+    region: int
+    cuts: tuple[int, ...]
+    replicas: int
+
+    @property
+    def shards(self) -> int:
+        return (len(self.cuts) - 1) // self.replicas
+
+    def units(self, replica: int, shard: int | None = None) -> range:
+        """The units of one shard, or of the whole replica."""
+        first = replica * self.shards
+        if shard is None:
+            return range(self.cuts[first], self.cuts[first + self.shards])
+        return range(self.cuts[first + shard], self.cuts[first + shard + 1])
+
+    def counts(self, replica: int) -> list[int]:
+        """The number of units of each shard of the replica."""
+        return [len(self.units(replica, shard)) for shard in range(self.shards)]
+
+    @cached_property
+    def moves(self) -> bool:
+        """Whether some unit is outside its owner's region."""
+        return any(self._outside(replica) for replica in range(self.replicas))
+
+    def owners_of_region(self, replica: int) -> list[int]:
+        """Number of elements of the replica's region that each replica owns, in the order of the region."""
+        low, high = self._region(replica)
+        return [_overlap((low, high), self._owned(other)) for other in range(self.replicas)]
+
+    def owned_in_regions(self, replica: int) -> list[int]:
+        """Number of elements that the replica owns in each region."""
+        low, high = self._owned(replica)
+        return [_overlap((low, high), self._region(other)) for other in range(self.replicas)]
+
+    def sent(self, replica: int) -> tuple[int, int]:
+        """Elements that one rank of the replica sends to other replicas in a step: of gradients, and of parameters."""
+        low, high = self._region(replica)
+        summed = min(high, self.cuts[-1] * self.size) - min(low, self.cuts[-1] * self.size)
+        kept = _overlap((low, high), self._owned(replica))
+        return (summed - kept, self._outside(replica)) if self.moves else (0, 0)
+
+    def _outside(self, replica: int) -> int:
+        low, high = self._owned(replica)
+        return high - low - _overlap((low, high), self._region(replica))
+
+    def _region(self, replica: int) -> tuple[int, int]:
+        return replica * self.region, (replica + 1) * self.region
+
+    def _owned(self, replica: int) -> tuple[int, int]:
+        units = self.units(replica)
+        return units.start * self.size, units.stop * self.size
+
+
+def _overlap(one: tuple[int, int], other: tuple[int, int]) -> int:
+    return max(0, min(one[1], other[1]) - max(one[0], other[0]))
+
+
+def units_together(units: int, size: int, most: int, largest: int, ranks: int) -> int:
+    """Number of units that share a buffer of at most `most` elements. Where it takes no more than `largest` elements,
+    their number divides by the ranks, so that no unit has to travel."""
+    count = max(1, most // size)
+    if ranks <= units and ranks * size <= largest:
+        return max(ranks, count // ranks * ranks)
+    return -(-units // -(-units // count))  # all much the same
+
+
+def share_out(units: int, cost: int, work: list[list[int]], whole: bool) -> tuple[int, ...]:
+    """Divides units of one cost among the ranks, and returns the cuts between the owners. work: of each shard of each
+    replica, which grows; whole: every shard updates all units of its replica."""
+    counts: list[int] = []
+    for shards, count in zip(work, _spread(units, cost, [sum(shards) for shards in work]), strict=True):
+        parts = [count] if whole else _spread(count, cost, shards)
+        for shard in range(len(shards)):
+            shards[shard] += cost * parts[0 if whole else shard]
+        counts += parts
+    return 0, *accumulate(counts)
+
+
+def _spread(units: int, cost: int, work: Sequence[int]) -> list[int]:
+    """Number of units of each rank: equally many if possible, otherwise each unit goes to the least work."""
+    if units % len(work) == 0:
+        return [units // len(work)] * len(work)
+    counts = [0] * len(work)
+    waiting = [(done, rank) for rank, done in enumerate(work)]
+    heapq.heapify(waiting)
+    for _ in range(units):
+        done, rank = waiting[0]
+        counts[rank] += 1
+        heapq.heapreplace(waiting, (done + cost, rank))
+    return counts
+
+
+@dataclass(frozen=True)
+class Stack:
+    """shape: of this rank's part of a parameter, one matrix or several. exchange: the dimension of (N, R, C) that
+    tensor parallelism cuts; None where this rank has whole matrices."""
+
+    ownership: Ownership
+    shape: torch.Size
+    exchange: int | None
+    mesh: Mesh
+
+    @property
+    def units(self) -> range:
+        """The parameters that this rank owns."""
+        return self.ownership.units(self.mesh.data.rank, None if self.exchange is None else self.mesh.model.rank)
+
+    def of_replica(self, buffer: Tensor, begin: int = 0) -> Tensor:
+        """Returns this rank's part (n, r, c) of the matrices that its replica owns, from a buffer of all regions, or
+        from the part of it that starts at element `begin`."""
+        units, size = self.ownership.units(self.mesh.data.rank), self.ownership.size
+        return self._matrices(buffer[units.start * size - begin : units.stop * size - begin])
+
+    def fetch(self, region: Tensor) -> tuple[Tensor, Pending]:
+        """Starts to fetch `of_replica` of the gradients; read it after the wait. region: this replica's, flat."""
+        here, there = self._lengths()
+        parts = region.new_empty(sum(here))
+        return self._matrices(parts), self.mesh.data.all_to_all(parts, region[: sum(there)], here, there)
+
+    def put_together(self, parts: Tensor) -> Tensor:
+        """`of_replica` → (N, R, C), the whole matrices that this rank owns."""
+        if self.exchange is None:
+            return parts
+        counts, shards, shard = self._counts(), self.mesh.model.size, self.mesh.model.rank
+        received = parts.new_empty(shards * counts[shard], *parts.shape[1:])
+        self.mesh.model.all_to_all(received, parts.contiguous(), [counts[shard]] * shards, counts).wait()
+        return torch.cat(list(received.view(shards, counts[shard], *parts.shape[1:])), dim=self.exchange)
+
+    def take_apart(self, whole: Tensor) -> Tensor:
+        """The inverse of `put_together`."""
+        if self.exchange is None:
+            return whole
+        counts, shards, shard = self._counts(), self.mesh.model.size, self.mesh.model.rank
+        pieces = torch.cat(whole.chunk(shards, dim=self.exchange))
+        parts = pieces.new_empty(sum(counts), *pieces.shape[1:])
+        self.mesh.model.all_to_all(parts, pieces, counts, [counts[shard]] * shards).wait()
+        return parts
+
+    def send_back(self, parts: Tensor, region: Tensor) -> Pending:
+        """The inverse of `fetch`, into a flat region of parameters. Keep `parts` until the wait."""
+        here, there = self._lengths()
+        return self.mesh.data.all_to_all(region[: sum(there)], parts.view(-1), there, here)
+
+    def _matrices(self, flat: Tensor) -> Tensor:
+        return flat.view(-1, *self.shape[-2:])
+
+    def _lengths(self) -> tuple[list[int], list[int]]:
+        """Number of elements that this replica owns in each region, and each replica in this region."""
+        replica = self.mesh.data.rank
+        return self.ownership.owned_in_regions(replica), self.ownership.owners_of_region(replica)
+
+    def _counts(self) -> list[int]:
+        """The number of matrices of each shard of the replica."""
+        several = self.shape[:-2].numel()
+        return [units * several for units in self.ownership.counts(self.mesh.data.rank)]

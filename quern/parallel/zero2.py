@@ -22,8 +22,7 @@ from quern.mesh import Mesh, alone
 from quern.optim.groups import ParameterGroup
 from quern.optim.schedule import Multipliers
 from quern.parallel.buckets import Bucket, Settings, make_buckets
-from quern.parallel.ownership import Stack
-from quern.parallel.sharding import Slice, sharding_of, sliced
+from quern.parallel.sharding import Slice, Stack, sharding_of, sliced
 
 
 class Zero2:

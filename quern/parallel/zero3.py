@@ -27,7 +27,7 @@ from quern.model.base import wrap_calls
 from quern.model.layers import Embedding
 from quern.optim.groups import ParameterGroup
 from quern.parallel.buckets import Bucket
-from quern.parallel.vocabulary import VocabularyEmbedding
+from quern.parallel.tensor import VocabularyEmbedding
 from quern.parallel.zero2 import Zero2, refuse_silent
 
 

@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from quern.generate.cache import KVCache, decode
-from quern.kernels.attention.attend import MaskSpec, visible
-from quern.kernels.attention.blocked import attend_in_blocks
+from quern.kernels.attention.attend import MaskSpec, attend_in_blocks, visible
 from quern.model.base import loss_sum
 from quern.model.count import FlopCounter, count, weightless
 from quern.model.gpt import GPT

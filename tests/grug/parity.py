@@ -21,7 +21,6 @@ from quern import compiler
 from quern.data.batch import Batch
 from quern.data.loader import Loader
 from quern.grug.attention import AttentionMask
-from quern.grug.loss import loss_fn
 from quern.grug.mesh import BATCH, make_mesh, place
 from quern.grug.model import forward, logits
 from quern.grug.optim import group_of, rules
@@ -30,6 +29,7 @@ from quern.grug.state import (
     StepConfig,
     device_batch,
     loss_and_grads,
+    loss_fn,
     make_optimizer,
     state_of,
     step_config,
@@ -42,8 +42,7 @@ from quern.optim.schedule import Multipliers, warmup_stable_decay
 from quern.recipe import ModelRecipe, OptimRecipe, Recipe, Resolved, TrainRecipe
 from quern.recipes import load_recipe
 from quern.resolve import resolve
-from quern.stages.jax.bridge import from_torch, to_torch
-from quern.stages.jax.train import core_of
+from quern.stages.jax.train import core_of, from_torch, to_torch
 from quern.text.tinyworld import corpus as tinyworld_corpus
 from quern.text.tokenizer import Tokenizer
 from quern.train.state import TrainState as TorchState

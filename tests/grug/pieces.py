@@ -1,11 +1,13 @@
-"""Checks of the JAX twin's parts, run in JAX's process (jax_process.py): masks, shardings, steps, checkpoints."""
+"""Checks of the JAX twin's parts, run in JAX's process (jax_process.py): masks, shardings, steps, checkpoints, the
+gauntlet with the experiments that pass it."""
 
-import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -13,22 +15,23 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from safetensors import safe_open
 
 from quern.grug import attention as paths
+from quern.grug import gauntlet
 from quern.grug.attention import AttentionMask, choose, reference_attention
 from quern.grug.evaluate import flops_per_token, is_faster
 from quern.grug.mesh import BATCH, place
 from quern.grug.model import Params, forward, layout, logits
 from quern.grug.optim import adamw
-from quern.grug.state import JaxTrainState, device_batch, init_state, step_config, train_step
+from quern.grug.state import Grug, JaxTrainState, device_batch, init_state, step_config, train_step
 from quern.model.count import FlopCounter
 from quern.optim.constants import AdamWGroup
 from quern.optim.schedule import Multipliers
+from quern.recipe import Resolved
 from quern.stages.jax.backend import arrays_of
-from quern.stages.jax.bridge import from_torch, to_torch, write_weights
+from quern.stages.jax.train import core_of, from_torch, to_torch
 from quern.train import checkpoint, manifest
-from tests.grug.parity import batch_of, mesh_of, recipe_of, relative, state_on, weights_of
+from tests.grug.parity import batch_of, mesh_of, recipe_in, recipe_of, relative, state_on, weights_of
 from tests.grug.two_processes import save
 from tests.support.toy_training import ROWS, toy_schedule, toy_state
 
@@ -192,7 +195,7 @@ def check_bf16_must_be_clearly_faster_round_by_round() -> None:
         assert is_faster(bf16, fp32) is faster
 
 
-# Checkpoints and the bridge ---------------------------------------------------------------------------------
+# Checkpoints, and PyTorch -------------------------------------------------------------------------------------
 
 
 def check_saved_is_restored_on_any_mesh() -> None:
@@ -216,16 +219,62 @@ def check_saved_is_restored_on_any_mesh() -> None:
                     assert got.sharding.is_equivalent_to(NamedSharding(other, spec), got.ndim)
 
 
-def check_the_bridge_changes_no_bit_and_names_what_does_not_fit() -> None:
-    """PyTorch → JAX on a mesh → file → PyTorch."""
+def check_moving_changes_no_bit_and_names_what_does_not_fit() -> None:
+    """PyTorch → JAX on a mesh → PyTorch. The exported file: verbs.py."""
     recipe, mesh = recipe_of(2), mesh_of("replica")
     weights = weights_of(toy_state(recipe))
-    with TemporaryDirectory() as name, jax.set_mesh(mesh):
-        file = Path(name) / "weights.safetensors"
-        write_weights(file, to_torch(from_torch(weights, recipe.model, mesh)), {"step": 3})
-        with safe_open(file, framework="numpy") as opened:
-            back = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            assert json.loads(opened.metadata()["quern"]) == {"step": 3}
+    with jax.set_mesh(mesh):
+        back = to_torch(from_torch(weights, recipe.model, mesh))
         assert back.keys() == weights.keys() and all(np.array_equal(back[n], weights[n]) for n in weights)
         with pytest.raises(ValueError, match=r"smear_scale has shape \(2,\) instead of \(1,\)"):
             from_torch(weights | {"smear_scale": np.zeros(2, np.float32)}, recipe.model, mesh)
+
+
+# The gauntlet -----------------------------------------------------------------------------------------------
+
+
+def passes(name: str) -> None:
+    """An experiment. Its own attention has one path, so fp32 does for it. One layer has every kind of parameter."""
+    core = core_of(recipe_in(f"grug/{name}.py"))
+    with patch.object(gauntlet, "TINY", replace(gauntlet.TINY, depth=1)):
+        found = gauntlet.check_attention(core, gauntlet.CASES[:1]) | gauntlet.check(core)
+    assert len(found) == 7 and all(value["passed"] for value in found.values()), found
+
+
+def check_the_attention_of_each_platform() -> None:
+    """The core's model passes as core.py, whose functions are the same."""
+    cases = [case for case in gauntlet.CASES if case[2] == "bfloat16"]
+    found = gauntlet.check_attention(Grug, cases)
+    assert len(found) == 3 and all(value["passed"] for value in found.values()), found
+
+
+def check_a_broken_experiment_is_noticed() -> None:
+    """In three ways, each of which one check sees."""
+    good: Callable[..., jax.Array] = forward
+
+    def wrong(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
+        return 1.01 * reference_attention(q, k, v, mask)
+
+    def silent(params: Params, tokens: jax.Array, *rest: Any, **more: Any) -> jax.Array:
+        first = jax.lax.stop_gradient(params.blocks[0].query)
+        blocks = (replace(params.blocks[0], query=first), *params.blocks[1:])
+        forgetful = jax.typeof(tokens).sharding.mesh.shape["data"]
+        return good(replace(params, blocks=blocks), tokens, *rest, **more) / forgetful
+
+    core = type("Broken", (Grug,), {"reference_attention": wrong, "forward": silent})
+    with patch.object(gauntlet, "TINY", replace(gauntlet.TINY, depth=1)):
+        failed = [check for check, value in gauntlet.check(core).items() if not value["passed"]]
+    for notices in ("fast attention = reference", "parameters without", "devices = 1, loss"):
+        assert any(notices in check for check in failed) and len(failed) < 6, failed
+
+
+def check_a_recipe_of_the_other_library_is_refused() -> None:
+    def recipe(name: str) -> Resolved:
+        return Resolved.of(recipe_in(name))
+
+    with pytest.raises(ValueError, match="train it with `quern grug train"):
+        recipe("grug/attention_sink.py").make_model(None)
+    with pytest.raises(ValueError, match="make_model = document_mask:DocumentsGPT, which is PyTorch's"):
+        core_of(recipe("document_mask.py"))
+    with pytest.raises(ValueError, match="make_rules = adamw_everywhere:rules, which is PyTorch's"):
+        core_of(recipe("adamw_everywhere.py"))

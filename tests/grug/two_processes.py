@@ -23,7 +23,7 @@ from quern.recipe import ModelRecipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from quern.stages.jax.backend import JaxBackend, JaxRun, arrays_of, processes
-from quern.stages.jax.bridge import to_torch
+from quern.stages.jax.train import to_torch
 from quern.train import checkpoint, manifest
 from quern.train.guard import Guard
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from safetensors import safe_open
 
 from quern.data.packing import windows
 from quern.eval.bits_per_byte import bits_per_byte
@@ -86,6 +87,11 @@ def check_models_move_both_ways() -> None:
         assert [verb(*words, "--run", "twin") for words in (TRAIN, ["eval"], ["export"])] == ["", "", ""]
         assert "has a JAX model already" in verb("import", "--run", "twin")
         loaded = load(twin, CPU, print)
+        with safe_open(twin.stage(jax_stage.STAGE) / "weights.safetensors", framework="pt") as file:
+            facts, weights = json.loads(file.metadata()["quern"]), dict(loaded.model.named_parameters())
+            assert facts.keys() == {"recipe", "tokenizer", "step"} and facts["step"] == 4
+            assert weights.keys() == set(file.keys())  # noqa: SIM118
+            assert all(torch.equal(file.get_tensor(name), p) for name, p in weights.items())
         prepared = data_of_run(loaded.recipe, twin, print, jax_stage.STAGE)
         measured = json.loads((twin.folder / "evaluate.jsonl").read_text(encoding="utf-8").splitlines()[-1])
         batches, token_bytes = windows(prepared.val, 32, rows=8), loaded.tokenizer.token_bytes()

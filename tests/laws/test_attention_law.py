@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quern.kernels.attention.attend import MaskSpec, attend_plain, visible
-from quern.kernels.attention.blocked import attend
+from quern.kernels.attention.attend import MaskSpec, attend, attend_plain, visible
 from tests.laws.table import Law
 from tests.support.deviation import deviation, with_gradients
 

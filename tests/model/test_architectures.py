@@ -1,5 +1,7 @@
-"""Every architecture: one seed gives one model, a parameter without a value is named, bf16 stays near fp32; the
-embedding's gradient; how the Llama starts and is counted. What it computes: tests/laws/test_export_law.py."""
+"""Every architecture: what it may see, its layout, and how it starts.
+
+What it computes: tests/laws/test_export_law.py and test_export_code_law.py.
+"""
 
 import math
 from dataclasses import replace
@@ -8,15 +10,17 @@ import pytest
 import torch
 
 from quern.kernels.rope import rotate_plain
-from quern.model.base import LanguageModel
+from quern.model.base import LanguageModel, loss_sum
 from quern.model.context import CausalContext
 from quern.model.count import FlopCounter, parameters
 from quern.model.gpt import GPT
 from quern.model.layers import embed, norm, rotary_table
 from quern.model.llama import INIT_STD, Llama, RMSNorm, mlp_width
-from quern.model.unet import UNet
+from quern.model.unet import UNet, value_embedding_of, without_attention
 from quern.recipe import ResolvedModel
+from quern.recipes.gpt import RECIPE
 from quern.recipes.llama import RECIPE as LLAMA
+from quern.recipes.unet import RECIPE as UNET
 from quern.resolve import resolve
 from tests.support.models import initialised, randomized, tokens
 
@@ -25,6 +29,8 @@ pytestmark = pytest.mark.usefixtures("eager")
 SHAPE = ResolvedModel(
     depth=4, width=32, head_dim=8, heads=4, kv_heads=4, context=24, vocab_size=53, bos=0, rope_base=100_000.0
 )
+GPT_SHAPE = replace(SHAPE, depth=3, kv_heads=2, bos=None)
+UNET_SHAPE = replace(SHAPE, depth=6, heads=2, head_dim=16, kv_heads=2, windows="LSSSLSSLSSSL", rope_base=16.0)
 every = pytest.mark.parametrize("kind", [GPT, Llama, UNet])
 CONSTANT = {
     GPT: ("scales", "scale", "attention.out.weight", "mlp.down.weight"),
@@ -116,3 +122,143 @@ def test_the_norm_fused_with_rotary_positions_is_the_models(dtype: torch.dtype) 
     x = torch.randn(2, 11, 3, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     cos, sin = rotary_table(torch.arange(5, 16)[None], 16, 100.0)
     assert torch.equal(rotate_plain(x, cos, sin, 1.2), norm(rotate_plain(x, cos, sin)) * 1.2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "vocabulary", "rows", "bar"),
+    [(GPT, 8192, 8192, 2e-3), (UNet, 53, 128, 1e-5), (UNet, 128, 128, 1e-5), (UNet, 200, 256, 1e-5)],
+)
+def test_the_first_loss_is_that_of_a_uniform_guess_over_the_heads_rows(
+    kind: type[LanguageModel], vocabulary: int, rows: int, bar: float
+) -> None:
+    model = initialised(kind(replace(GPT_SHAPE if kind is GPT else UNET_SHAPE, vocab_size=vocabulary)), 0)
+    ids = tokens(V=vocabulary)
+    total, losses = loss_sum(model, ids, ids.roll(-1, 1), torch.full(ids.shape, 1 / ids.numel()))
+    assert total.item() == pytest.approx(math.log(rows), abs=bar)
+    assert (losses - math.log(rows)).abs().max() < 50 * bar
+
+
+# GPT --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("windows", [[None] * 3, [3] * 3, [1, 5, 2]])
+def test_a_token_reaches_exactly_as_far_as_the_windows_allow(windows: list[int | None]) -> None:
+    """Nothing before it changes in a single bit, nor does anything past the windows; all in between does."""
+    model, ids = randomized(GPT(GPT_SHAPE)), tokens()
+    model.windows = windows
+    at = 7
+    other = ids.clone()
+    other[:, at] = (ids[:, at] + 1) % 53
+    before, after = (model(x, CausalContext()) for x in (ids, other))
+    # Each layer carries window - 1 tokens further; the smear, before them all, carries one.
+    reach = 24 if windows[0] is None else at + 1 + sum(w - 1 for w in windows if w)
+    changed = [t for t in range(24) if not torch.equal(before[:, t], after[:, t])]
+    assert changed == list(range(at, min(24, reach + 1)))
+
+
+def test_window_pattern_ends_long_and_a_short_one_is_a_quarter() -> None:
+    shape = replace(GPT_SHAPE, depth=6, context=24, windows="SSSL")
+    assert GPT(shape).windows == [6, 6, 6, None, 6, None]
+    assert GPT(replace(shape, windows="L")).windows == [None] * 6
+    assert GPT(replace(shape, windows="S", depth=2, context=3)).windows == [1, None]
+
+
+def test_initial_spread_of_gpts_matrices() -> None:
+    width = 256
+    recipe = resolve(replace(RECIPE, depth=4, model=replace(RECIPE.model, width=width)))
+    weights = initialised(GPT(recipe.model), 0).state_dict()
+    std = {
+        "embedding": 0.8,
+        "head": 0.001,
+        "query": width**-0.5,
+        "key": width**-0.5,
+        "value": width**-0.5,
+        "up": 0.4 * width**-0.5,
+        "out": 0.0,
+        "down": 0.0,
+        "value_embeddings": width**-0.5,
+    }
+    for name, value in weights.items():
+        part = name.split(".")[0] if not name.startswith("blocks") else name.split(".")[-2]
+        if part in std:
+            assert value.std().item() == pytest.approx(std[part], rel=0.02), name
+            assert abs(value.mean().item()) <= 0.02 * std[part], name
+        elif part in ("value_gate", "smear_gate"):
+            assert value.min() >= 0 and value.max() <= 0.02 and value.std() > 0, name
+    assert weights["smear_scale"] == 0 and weights["backout_scale"] == pytest.approx(0.2)
+    assert weights["residual_scales"].tolist() == pytest.approx([1.15, 1.15 - 0.1 / 3, 1.15 - 0.2 / 3, 1.05])
+    assert weights["x0_scales"].tolist() == pytest.approx([0.2, 0.15, 0.1, 0.05])
+
+
+# U-net ------------------------------------------------------------------------------------------------------
+
+
+def test_a_unets_layout_of_twelve_layers() -> None:
+    assert [value_embedding_of(layer, 12) for layer in range(12)] == [0, 1, 2, *[None] * 6, 0, 1, 2]
+    assert [value_embedding_of(layer, 6) for layer in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert [value_embedding_of(layer, 4) for layer in range(4)] == [0, 1, 0, 1]
+    assert [value_embedding_of(layer, 2) for layer in range(2)] == [0, 0]
+    assert [without_attention(depth) for depth in (2, 4, 6, 8, 12, 24)] == [1, 2, 3, 4, 7, 14]
+    recipe = resolve(replace(UNET, depth=12, model=replace(UNET.model, context=49_152, vocab_size=50_257, bos=50_256)))
+    with torch.device("meta"):
+        model = UNet(recipe.model)
+    long, short = 1792, 896
+    assert model.windows == [long, *[short] * 3, long, short, short, long, *[short] * 3, long]
+    assert model.attention_layers == [0, 1, 2, 3, 4, 5, 6, 8, 9, 10, 11]
+    assert (model.head.weight.shape, model.embedding.weight.shape) == ((50_304, 768), (50_257, 768))
+    attention = model.blocks[0].attention
+    assert isinstance(attention, torch.nn.Module) and attention.qkv.shape == (3, 768, 768)
+
+
+def test_a_unets_windows_grow_by_blocks_of_128_as_in_the_source() -> None:
+    """There: the next multiple of 128 from 1728 · progress, in blocks, and half of them, at least one."""
+    with torch.device("meta"):
+        model = UNet(resolve(replace(UNET, depth=12, model=replace(UNET.model, context=49_152, bos=1))).model)
+    before = (0, 0)
+    for step in range(1770):
+        progress = step / 1770
+        blocks = next(n for n in range(1, 15) if 128 * n >= 1728 * progress)
+        windows = model.context(torch.zeros(1, 8, dtype=torch.long), progress).windows(model.windows)
+        now = int(windows[0] or 0), int(windows[1] or 0)
+        assert now == (128 * blocks, 128 * max(1, blocks // 2))
+        assert now >= before
+        before = now
+    assert before == (1792, 896)
+
+
+def test_initial_values_of_the_unet() -> None:
+    model = initialised(UNet(replace(UNET_SHAPE, width=64, heads=4, kv_heads=4)), 0)
+    for name, p in model.named_parameters():
+        value, width = p.detach(), p.size(-1)
+        if name.endswith(("out.weight", "down.weight", "head.weight")):
+            assert not value.any()
+        elif name.endswith("residual_scales"):
+            assert value.tolist() == [1, 0]
+        elif name.endswith("value_scales"):
+            assert value.tolist() in ([0.5], [0.5, 0.5])
+        elif name == "skip_scales":
+            assert value.tolist() == [1, 1, 1]
+        else:
+            std = 1.0 if "embedding" in name else 0.5 * width**-0.5
+            assert value.std() == pytest.approx(std, rel=0.05) and value.mean().abs() < 0.05 * std
+            if "embedding" not in name:
+                assert 0.98 * math.sqrt(3) * std <= value.abs().max() <= math.sqrt(3) * std
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"depth": 5}, "depth must be even, not 5"),
+        ({"kv_heads": 1}, r"leave out model.kv-heads \(1\), or give it the number of heads, 2"),
+        ({"head_dim": 10}, "model.head-dim must divide by 4, not 10"),
+    ],
+)
+def test_shapes_that_a_unet_cannot_have_are_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        UNet(replace(UNET_SHAPE, **changes))
+
+
+def test_without_a_bos_documents_cannot_be_told_apart() -> None:
+    model = UNet(replace(UNET_SHAPE, bos=None))
+    with pytest.raises(ValueError, match="set model.bos to the tokenizer's"):
+        model.context(torch.zeros(1, 4, dtype=torch.long))

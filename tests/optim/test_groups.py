@@ -1,5 +1,6 @@
-"""The group table: rates follow the recipe, and every parameter is in exactly one group."""
+"""The group table: rates follow the recipe, and every parameter is in exactly one group; the schedules of the rates."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch.nn import Parameter
 from quern.optim.adamw import AdamW
 from quern.optim.groups import make_groups, table
 from quern.optim.muon import Muon
+from quern.optim.schedule import learning_rate, multipliers, weight_decay
 from quern.recipe import OptimRecipe, Resolved
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
@@ -99,3 +101,34 @@ def test_a_group_that_has_no_rule_is_refused(group: str, every: int, message: st
     rules = RULES | {"matrices": RULES["matrices"]._replace(every=every)}
     with pytest.raises(ValueError, match=message):
         make_groups(model, rules, everything(model))
+
+
+# Schedules --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps", "points"),
+    [  # 1,000 steps: warm-up over 40, flat until 600, then 400 steps down to 0.05
+        (learning_rate, 1000, {0: 1 / 40, 19: 0.5, 39: 1.0, 600: 1.0, 800: 0.525, 1000: 0.05}),
+        (weight_decay, 100, {0: 1.0, 25: 0.8535534, 50: 0.5, 100: 0.0, 120: 0.0}),
+    ],
+)
+def test_known_points(schedule: Callable[[int, int], float], steps: int, points: dict[int, float]) -> None:
+    assert {step: schedule(step, steps) for step in points} == pytest.approx(points, abs=1e-7)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 30, 100, 1000])
+def test_rates_rise_in_the_warm_up_and_never_after(steps: int) -> None:
+    rates = [learning_rate(step, steps) for step in range(steps)]
+    peak = rates.index(max(rates))
+    assert all(a <= b for a, b in zip(rates[:peak], rates[1 : peak + 1], strict=True))
+    assert all(a >= b for a, b in zip(rates[peak:-1], rates[peak + 1 :], strict=True))
+    assert all(0 < rate <= 1 for rate in rates)
+    assert steps < 100 or rates[-1] < rates[-2] < rates[len(rates) // 2]
+
+
+def test_multipliers_put_them_together() -> None:
+    told = multipliers(80, 100, warmup_steps=5, warmdown_share=0.5, final_lr=0.1)
+    assert told.lr == pytest.approx(0.1 + 0.9 * 20 / 50)
+    assert told.momentum == 0.95
+    assert told.decay == weight_decay(80, 100)

@@ -9,7 +9,7 @@ import torch
 
 from quern.estimate.layout import Layout, lay_out
 from quern.parallel.buckets import Bucket
-from quern.parallel.ownership import Ownership, share_out
+from quern.parallel.sharding import Ownership, share_out
 from quern.resolve import resolve
 from tests.support.models import RECIPES
 
@@ -35,9 +35,9 @@ def unit_flops(bucket: Bucket, tp: int) -> int:
     return torch.Size(several).numel() * R * C * min(R, C)
 
 
-def work(made: Layout) -> tuple[list[int], int]:
-    """Of each rank, and the most that cannot be divided."""
-    total, largest = [0] * (made.dp * made.tp), 0
+def imbalance(made: Layout) -> float:
+    """The most that a rank has, over what none could have less than."""
+    total, largest = [0] * (made.dp * made.tp), 0  # of each rank; the most that cannot be divided
     for bucket in made.buckets:
         if bucket.stack is None:
             continue
@@ -46,12 +46,6 @@ def work(made: Layout) -> tuple[list[int], int]:
         for rank in range(len(total)):
             shard = rank % made.tp if owners.shards > 1 else 0
             total[rank] += cost * len(owners.units(rank // made.tp, shard))
-    return total, largest
-
-
-def imbalance(made: Layout) -> float:
-    """The most that a rank has, over what none could have less than."""
-    total, largest = work(made)
     return max(total) / max(largest, sum(total) / len(total))
 
 

@@ -1,17 +1,21 @@
-"""Causal attention with a window, packed documents and grouped queries: its definition, and PyTorch's own kernels.
+"""Causal attention with a window, packed documents, grouped queries: its definition, and the paths that run anywhere.
 
 q: (B, T, H, E); k, v: (B, T, K, E) with K dividing H. A `MaskSpec` says what a query sees; no dense mask is stored.
-The plain twin builds the whole score matrix in fp32, and every other path must equal it. blocked.py has the path of
-CPUs, flash.py that of GPUs; autotune.py lists all paths and finds the fastest.
+The plain twin builds the whole score matrix in fp32, and every other path must equal it. flash.py has the path of GPUs;
+autotune.py lists all paths and finds the fastest.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from quern.compiler import in_eager_inference
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,4 +75,243 @@ def attend_sdpa(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, 
         scale=scale,
         enable_gqa=q_BTHE.size(2) != k_BTKE.size(2),
     )
+    return y_BHTE.transpose(1, 2)
+
+
+# The blocked path -------------------------------------------------------------------------------------------
+#
+# For each block of queries only the keys that some of them sees are multiplied, with the library's vectorised softmax.
+# The probabilities are kept for the backward pass: on a CPU, at the lengths that are trained there, reading them is far
+# cheaper than exponentiating again. The path is a custom operator, so that torch.compile does not trace it; its
+# arguments determine the shapes of its results.
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Queries first … last - 1 and keys low … last - 1. Keys below `apart` may belong to another document."""
+
+    first: int
+    last: int
+    low: int
+    apart: int = 0
+
+
+def _blocks(T: int, window: int, documents_BT: Tensor | None) -> list[_Block]:
+    """The blocks of a row; window 0 is no window.
+
+    Measured on CPUs with matrix units: small blocks skip more masked keys, large blocks run closer to the peak. Keys
+    begin at a multiple of 64, since unaligned operands halve the speed of a product. The last block comes first,
+    because without a window or documents it sees every key (`_Sum`).
+    """
+    size = min(256, max(128, 3 * window // 8 // 64 * 64)) if window else 256
+    firsts = list(reversed(range(0, T, size)))
+    spans = [(i, min(T, i + size), max(0, i - window + 1) // 64 * 64 if window else 0) for i in firsts]
+    if documents_BT is None:
+        return [_Block(*span) for span in spans]
+    # The first positions of the documents of each block's first and last query.
+    ends_BN = documents_BT[:, [first for first, _, _ in spans] + [last - 1 for _, last, _ in spans]]
+    begins_BN = torch.searchsorted(documents_BT.contiguous(), ends_BN)
+    earliest = begins_BN[:, : len(spans)].amin(0).tolist()
+    latest = begins_BN[:, len(spans) :].amax(0).tolist()
+    blocks = []
+    for (first, last, low), begin, end in zip(spans, earliest, latest, strict=True):
+        low = max(low, begin // 64 * 64)
+        blocks.append(_Block(first, last, low, apart=end))
+    return blocks
+
+
+class _Hider:
+    """Adds -inf to the scores of hidden keys. Caches the masks of one call, since most of its blocks are alike."""
+
+    def __init__(self, window: int, documents_BT: Tensor | None, like: Tensor) -> None:
+        self.window, self.documents_BT, self.like = window, documents_BT, like
+        self.made: dict[tuple[int, int, int, bool], Tensor] = {}
+
+    def hide(self, scores_NTT: Tensor, block: _Block) -> None:
+        queries, beside = block.last - block.first, block.first - block.low
+        scores_NTT[:, :, beside:] += self._triangle(queries, queries, 1, upper=True)
+        behind = block.last - self.window - block.low  # the number of keys that the last query does not see
+        if self.window and behind > 0:
+            scores_NTT[:, :, :behind] += self._triangle(queries, behind, beside - self.window, upper=False)
+        if self.documents_BT is not None and block.apart > block.low:
+            own_BT = self.documents_BT[:, block.first : block.last]
+            seen_BT = self.documents_BT[:, block.low : block.apart]
+            other_B1TT = (own_BT[:, :, None] != seen_BT[:, None, :])[:, None]
+            bias_B1TT = self.like.new_zeros(other_B1TT.shape).masked_fill_(other_B1TT, -math.inf)
+            scores_NTT.unflatten(0, (len(own_BT), -1))[..., : block.apart - block.low] += bias_B1TT
+
+    def _triangle(self, queries: int, keys: int, diagonal: int, *, upper: bool) -> Tensor:
+        """-inf on and above (or below) a diagonal, otherwise 0."""
+        key = (queries, keys, diagonal, upper)
+        if key not in self.made:
+            full = self.like.new_full((queries, keys), -math.inf)
+            self.made[key] = full.triu_(diagonal) if upper else full.tril_(diagonal)
+        return self.made[key]
+
+
+def _heads(x_BKTE: Tensor, groups: int) -> Tensor:
+    """(B, K, T, E) → (B · K · groups, T, E), each head repeated `groups` times in a row."""
+    return (x_BKTE.repeat_interleave(groups, dim=1) if groups > 1 else x_BKTE).flatten(0, 1)
+
+
+def kept_elements(q_BHTE: Tensor, window: int) -> int:
+    """The most probabilities that the window needs room for; documents and narrower windows need fewer."""
+    B, H, T, _ = q_BHTE.shape
+    return B * H * sum((block.last - block.first) * (block.last - block.low) for block in _blocks(T, window, None))
+
+
+def _now(window: int, varying: Tensor | None, T: int) -> int:
+    """The window of this call; 0 is no window."""
+    if varying is None:
+        return window
+    value = int(varying)
+    return value if value < T else 0
+
+
+def attend_blocks(
+    q_BHTE: Tensor,
+    k_BKTE: Tensor,
+    v_BKTE: Tensor,
+    documents_BT: Tensor | None,
+    window: int,
+    varying: Tensor | None,
+    scale: float,
+    kept_elements: int,
+) -> tuple[Tensor, Tensor]:
+    """The blocked path on contiguous (B, H, T, E) → y and the probabilities, flat. window 0 is none; varying: holds the
+    window instead. kept_elements: `kept_elements(q, window)`. As an argument it is part of the compiled graph;
+    otherwise the compiler's cache on disk would not notice a change of the blocks."""
+    B, H, T, E = q_BHTE.shape
+    groups, window = H // k_BKTE.size(1), _now(window, varying, T)
+    q, k, v = q_BHTE.flatten(0, 1), _heads(k_BKTE, groups), _heads(v_BKTE, groups)
+    kept = q.new_empty(kept_elements)
+    y, offset = torch.empty_like(q), 0
+    hider = _Hider(window, documents_BT, q)
+    for block in _blocks(T, window, documents_BT):
+        queries, keys = slice(block.first, block.last), slice(block.low, block.last)
+        p = _part(kept, offset, (B * H, block.last - block.first, block.last - block.low))
+        offset += p.numel()
+        # The product accumulates in fp32, so scaling inside it adds no rounding.
+        turned = k[:, keys].contiguous().transpose(1, 2)
+        torch.baddbmm(p, q[:, queries].contiguous(), turned, beta=0, alpha=scale, out=p)
+        hider.hide(p, block)
+        torch.softmax(p, -1, out=p)
+        y[:, queries] = torch.bmm(p, v[:, keys].contiguous())
+    return y.view(q_BHTE.shape), kept
+
+
+attend_blocked = torch.library.custom_op("quern::attend_blocked", mutates_args=())(attend_blocks)
+
+
+@attend_blocked.register_fake
+def _(q_BHTE: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return q_BHTE.new_empty(q_BHTE.shape), q_BHTE.new_empty(others[-1])
+
+
+@torch.library.custom_op("quern::attend_blocked_backward", mutates_args=())
+def attend_blocked_backward(
+    grad_BHTE: Tensor,
+    q_BHTE: Tensor,
+    k_BKTE: Tensor,
+    v_BKTE: Tensor,
+    kept: Tensor,
+    documents_BT: Tensor | None,
+    window: int,
+    varying: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v from the kept probabilities: dS = P ∘ (dP - rowsum(P ∘ dP))."""
+    B, H, T, E = q_BHTE.shape
+    groups, window = H // k_BKTE.size(1), _now(window, varying, T)
+    q, k, v = q_BHTE.flatten(0, 1), _heads(k_BKTE, groups), _heads(v_BKTE, groups)
+    grad = grad_BHTE.contiguous().flatten(0, 1)
+    blocks = _blocks(T, window, documents_BT)
+    dq, dk, dv = torch.empty_like(q), _Sum(k, len(blocks)), _Sum(v, len(blocks))
+    room, offset = q.new_empty(max(_scores(block, B * H) for block in blocks)), 0
+    for block in blocks:
+        shape = (B * H, block.last - block.first, block.last - block.low)
+        p, ds = _part(kept, offset, shape), _part(room, 0, shape)
+        offset += p.numel()
+        queries, keys = slice(block.first, block.last), slice(block.low, block.last)
+        grad_block, k_block = grad[:, queries].contiguous(), k[:, keys].contiguous()
+        torch.bmm(grad_block, v[:, keys].contiguous().transpose(1, 2), out=ds)
+        torch.ops.aten._softmax_backward_data(ds, p, -1, p.dtype, grad_input=ds)
+        empty = q.new_empty(B * H, shape[1], E)
+        dq[:, queries] = torch.baddbmm(empty, ds, k_block, beta=0, alpha=scale)
+        empty = q.new_empty(B * H, shape[2], E)
+        q_block = q[:, queries].contiguous()
+        dk.add(block.low, block.last, torch.baddbmm(empty, ds.transpose(1, 2), q_block, beta=0, alpha=scale))
+        dv.add(block.low, block.last, torch.bmm(p.transpose(1, 2), grad_block))
+    shape = (B, k_BKTE.size(1), groups, T, E)
+    return dq.view(q_BHTE.shape), dk.result(shape), dv.result(shape)
+
+
+def _scores(block: _Block, heads: int) -> int:
+    return heads * (block.last - block.first) * (block.last - block.low)
+
+
+def _part(flat: Tensor, offset: int, shape: tuple[int, int, int]) -> Tensor:
+    return flat[offset : offset + math.prod(shape)].view(shape)
+
+
+class _Sum:
+    """Sums pieces along the tokens, in fp32 if there are more than two. A first piece that covers all is not copied."""
+
+    def __init__(self, like_NTE: Tensor, pieces: int) -> None:
+        self.like, self.total = like_NTE, None
+        self.dtype = torch.float32 if pieces > 2 else like_NTE.dtype
+
+    def add(self, low: int, last: int, piece: Tensor) -> None:
+        if self.total is None and piece.shape == self.like.shape:
+            self.total = piece.to(self.dtype)
+            return
+        if self.total is None:
+            self.total = self.like.new_zeros(self.like.shape, dtype=self.dtype)
+        self.total[:, low:last] += piece
+
+    def result(self, shape: tuple[int, ...]) -> Tensor:
+        """(B · K · groups, T, E), viewed as (B, K, groups, T, E) → (B, K, T, E) in the inputs' dtype."""
+        assert self.total is not None
+        total = self.total.view(shape)
+        return (total.sum(2) if shape[2] > 1 else total.squeeze(2)).to(self.like.dtype)
+
+
+@attend_blocked_backward.register_fake
+def _(grad_BHTE: Tensor, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    return q_BHTE.new_empty(q_BHTE.shape), k_BKTE.new_empty(k_BKTE.shape), v_BKTE.new_empty(v_BKTE.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, documents_BT, ctx.window, varying, ctx.scale, _ = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # the probabilities have no gradient, and zeros would be as large as they are
+    ctx.save_for_backward(q, k, v, output[1], documents_BT, varying)
+
+
+def _backward(ctx: Any, grad_y: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    q, k, v, kept, documents_BT, varying = ctx.saved_tensors
+    grads = attend_blocked_backward(grad_y, q, k, v, kept, documents_BT, ctx.window, varying, ctx.scale)
+    return *grads, None, None, None, None, None
+
+
+attend_blocked.register_autograd(_backward, setup_context=_save)
+
+
+def attend(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None = None) -> Tensor:
+    """Causal attention → (B, T, H, E), by the path for the device. scale None is 1/sqrt(E)."""
+    path = attend_in_blocks if q_BTHE.device.type == "cpu" else attend_sdpa
+    return path(q_BTHE, k_BTKE, v_BTKE, mask, scale)
+
+
+def attend_in_blocks(
+    q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None = None
+) -> Tensor:
+    """Products over blocks of queries and the keys they see, for CPUs. Without a window, half of all
+    probabilities are kept for the backward pass."""
+    scale = scale_or_default(scale, q_BTHE.size(-1))
+    q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2).contiguous() for x in (q_BTHE, k_BTKE, v_BTKE))
+    fixed, varying = split_window(mask.window, q_BTHE.size(1))
+    kept = kept_elements(q_BHTE, fixed)
+    path = attend_blocks if in_eager_inference() and not q_BHTE.is_meta else attend_blocked
+    y_BHTE, _ = path(q_BHTE, k_BKTE, v_BKTE, mask.documents_BT, fixed, varying, scale, kept)
     return y_BHTE.transpose(1, 2)

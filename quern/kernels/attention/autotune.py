@@ -20,8 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quern.kernels.attention.attend import MaskSpec, attend_plain, attend_sdpa, scale_or_default, split_window
-from quern.kernels.attention.blocked import attend_in_blocks
+from quern.kernels.attention.attend import (
+    MaskSpec,
+    attend_in_blocks,
+    attend_plain,
+    attend_sdpa,
+    scale_or_default,
+    split_window,
+)
 from quern.kernels.attention.flash import flash_attention
 from quern.machine import Machine
 

@@ -26,8 +26,12 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quern.kernels.attention.flash_backward import key_gradients_kernel, query_gradient_kernel, statistics_kernel
-from quern.kernels.attention.flash_forward import forward_kernel
+from quern.kernels.attention.flash_triton import (
+    forward_kernel,
+    key_gradients_kernel,
+    query_gradient_kernel,
+    statistics_kernel,
+)
 
 QUERIES, KEYS = "BLOCK_M", "BLOCK_N"  # the kernels' names for the two sizes of a tile
 KERNELS: dict[str, Any] = {

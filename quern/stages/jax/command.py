@@ -195,16 +195,16 @@ def training(arguments: Arguments, recipe: Recipe) -> JaxTrainOptions:
 def _move(verb: str, options: JaxMoveOptions, log: Callable[[str], None]) -> int:
     _need_jax()
     from quern.grug.evaluate import choose_dtype
-    from quern.stages.jax import bridge, train
+    from quern.stages.jax import train
 
     assert options.stage is None or options.stage in STAGES
     mesh, run_dir = open_mesh(options.where), RunDir(options.where.out, options.where.run)
     if verb == "eval":
         train.evaluate(run_dir, mesh, dtype=choose_dtype(options.where.dtype), log=log)
     elif verb == "export":
-        bridge.export(run_dir, mesh, log)
+        train.export(run_dir, mesh, log)
     else:
-        bridge.bring_over(run_dir, mesh, options.stage, log)
+        train.bring_over(run_dir, mesh, options.stage, log)
     return 0
 
 

@@ -1,20 +1,30 @@
-"""What attention may see, and its compilation. The grid of shapes is the kernel law's."""
+"""What attention may see and what it reads, its operators and their compilation. The grids of shapes are the laws'.
+
+What launches flash attention's kernels runs in Triton's interpreter, in a child process (`interpreter.py`).
+"""
+
+import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from quern.kernels.attention.attend import MaskSpec
-from quern.kernels.attention.blocked import attend, attend_blocked, kept_elements
+from quern.kernels.attention.attend import MaskSpec, attend, attend_blocked, attend_plain, kept_elements
+from quern.kernels.attention.flash import document_bounds, flash_attention, forward_operator
+from tests.support.interpreter import Interpreted
+
+SCALE = 0.2
 
 
-def inputs(T: int, heads: int = 4, kv_heads: int = 2, E: int = 8, B: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+def random_inputs(B: int, T: int, H: int, K: int, E: int = 16) -> list[Tensor]:
+    """q, k, v and a gradient of y."""
     generator = torch.Generator().manual_seed(T)
+    return [torch.randn(B, T, heads, E, generator=generator) for heads in (H, K, K, H)]
 
-    def draw(heads: int) -> Tensor:
-        return torch.randn(B, T, heads, E, generator=generator).requires_grad_()
 
-    return draw(heads), draw(kv_heads), draw(kv_heads)
+def inputs(T: int, E: int = 8) -> list[Tensor]:
+    return [x.requires_grad_() for x in random_inputs(2, T, 4, 2, E)[:3]]
 
 
 @pytest.mark.parametrize("T", [17, 700])
@@ -90,3 +100,107 @@ def test_the_operator_keeps_torchs_contract(window: int, varying: Tensor | None,
     turned = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in inputs(300, E=4)]
     arguments = documents_BT, window, varying, 0.5, kept_elements(turned[0], window)
     torch.library.opcheck(attend_blocked, (*turned, *arguments))
+
+
+# Flash attention --------------------------------------------------------------------------------------------
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    return (a - b).abs().max().item() <= 1e-5 * max(1.0, b.abs().max().item())
+
+
+def check_operator() -> None:
+    q, k, v, _ = random_inputs(2, 33, 2, 1)
+    documents = torch.tensor([[0] * 10 + [1] * 23, [4] * 33], dtype=torch.int32)
+    first, last = document_bounds(documents)
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    for arguments in (
+        (q, k, v, None, None, 0, None, SCALE),
+        (q, k, v, first, last, 8, None, SCALE),
+        (q, k, v, first, last, 0, torch.tensor(8), SCALE),
+    ):
+        torch.library.opcheck(forward_operator, arguments)
+
+
+def test_the_operator_keeps_to_its_schema_and_shapes(interpreted: Interpreted) -> None:
+    interpreted(check_operator)
+
+
+def compilations(windows: list[int | Tensor]) -> int:
+    """How often a graph around attention was compiled; every result is checked, and a break in the graph raises."""
+    q, k, v, _ = random_inputs(1, 40, 2, 2)
+    documents = torch.tensor([[0] * 11 + [1] * 29], dtype=torch.int32)
+    compiled = 0
+    torch.compiler.reset()  # what an earlier call has taught the compiler about windows
+
+    def count(module: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:
+        nonlocal compiled
+        compiled += 1
+        return module.forward
+
+    @torch.compile(backend=count, fullgraph=True)
+    def block(q: Tensor, k: Tensor, v: Tensor, window: int | Tensor) -> Tensor:
+        return flash_attention(2 * q, k, v, window, documents, SCALE) + 1
+
+    for window in windows:
+        expected = attend_plain(2 * q, k, v, MaskSpec(int(window), documents), SCALE) + 1
+        assert close(block(q, k, v, window), expected)
+    return compiled
+
+
+def test_a_growing_window_compiles_once_as_a_tensor_and_twice_as_an_int(interpreted: Interpreted) -> None:
+    assert interpreted(compilations, [torch.tensor(w) for w in (4, 5, 16, 39)]) == 1
+    assert interpreted(compilations, [4, 5, 16, 39]) == 2  # a constant first, then any number
+
+
+def layouts() -> dict[str, bool]:
+    """Attention over views of one merged projection, an input off its alignment, and gradients that are expanded."""
+    B, T, H, K, E = 2, 37, 4, 2, 16
+    generator = torch.Generator().manual_seed(1)
+    merged = torch.randn(B, T, H + 2 * K, E, generator=generator)
+    q, k, v = merged.split([H, K, K], dim=2)
+    expected = attend_plain(q, k, v, MaskSpec(), SCALE)
+    shifted = torch.randn(merged.numel() + 1, generator=generator)[1:].view(merged.shape).copy_(merged)
+    by_column = merged.transpose(1, 3).contiguous().transpose(1, 3)  # its last dimension is not contiguous
+    views = {"merged": merged, "not aligned": shifted, "last dimension strided": by_column}
+    found = {}
+    for name, view in views.items():
+        q, k, v = view.split([H, K, K], dim=2)
+        found[name] = close(flash_attention(q, k, v, 0, None, SCALE), expected)
+    gradients = []
+    for flash in (True, False):
+        leaf = merged.clone().requires_grad_()
+        q, k, v = leaf.split([H, K, K], dim=2)
+        y = flash_attention(q, k, v, 0, None, SCALE) if flash else attend_plain(q, k, v, MaskSpec(), SCALE)
+        y.sum().backward()
+        gradients.append(leaf.grad)
+    return found | {"expanded gradient": close(gradients[0], gradients[1])}
+
+
+def test_strides_are_read(interpreted: Interpreted) -> None:
+    found = interpreted(layouts)
+    assert all(found.values()), found
+
+
+def finite(spot: str, window: int, documents: Tensor | None) -> list[bool]:
+    """Whether y, dq, dk, dv of 64 tokens at one end of 256 are finite where `spot` is not in the half at the other."""
+    queries = spot in ("q", "grad")
+    poisoned, watched = (slice(128, 256), slice(0, 64)) if queries else (slice(0, 128), slice(192, 256))
+    inputs = random_inputs(1, 256, 1, 1)
+    inputs[("q", "k", "v", "grad").index(spot)][:, poisoned] = float("nan")
+    q, k, v = (x.requires_grad_() for x in inputs[:3])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # NumPy's, about the largest of numbers that are none
+        y = flash_attention(q, k, v, window, documents, SCALE)
+        y.backward(inputs[3])
+    return [bool(x[:, watched].isfinite().all()) for x in (y, q.grad, k.grad, v.grad) if x is not None]
+
+
+@pytest.mark.parametrize("spot", ["q", "k", "v", "grad"])
+def test_tiles_that_are_not_seen_are_not_read(interpreted: Interpreted, spot: str) -> None:
+    """A tile that is read and masked would leave its trace: 0 · NaN is NaN."""
+    halves = (torch.arange(256) >= 128).int()[None]
+    assert interpreted(finite, spot, 64, None) == [True] * 4
+    assert interpreted(finite, spot, 0, halves) == [True] * 4
+    assert not all(interpreted(finite, spot, 0, None))

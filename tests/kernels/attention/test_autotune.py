@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quern.kernels.attention.attend import MaskSpec, attend_plain
+from quern.kernels.attention.attend import MaskSpec, attend, attend_plain
 from quern.kernels.attention.autotune import (
     BLOCKED,
     HIDING,
@@ -27,7 +27,6 @@ from quern.kernels.attention.autotune import (
     select_attention,
     triton_flash,
 )
-from quern.kernels.attention.blocked import attend
 from quern.machine import Machine
 from tests.support.deviation import deviation, random, with_gradients
 from tests.support.interpreter import Interpreted
