@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -130,32 +129,21 @@ class _Linear(torch.autograd.Function):
         return dx, dw, None
 
 
-@dataclass(frozen=True)
-class HeadScales:
-    """Static scales of a head. grad: of the gradient with respect to the logits, per unit of its bound."""
-
-    x: float
-    weight: float
-    grad: float
-
-    @classmethod
-    def for_width(cls, width: int) -> HeadScales:
-        """The scales at which the bounds become the largest numbers of the formats: x is normed, so no entry exceeds
-        sqrt(width), and weights are assumed to stay within 24, as modded-nanogpt has it. It divides the gradient's
-        bound by E4M3's largest number, a bug that nanochat's log points out (docs/numerics.md); here it is E5M2's."""
-        return cls(math.sqrt(width) / 448, 24 / 448, 1 / 57344)
-
-
 class HeadProducts:
-    """The products of a head for the chunked loss (`cross_entropy.Products`), in FP8 with static scales."""
+    """The products of a head for the chunked loss (`cross_entropy.Products`), in FP8 with static scales.
 
-    def __init__(self, x_ND: Tensor, weight_VD: Tensor, bound: Tensor, scales: HeadScales, emulated: bool) -> None:
+    At these scales the bounds become the largest numbers of the formats: x is normed, so no entry exceeds sqrt(width),
+    and weights are assumed to stay within 24, as modded-nanogpt has it. It divides the gradient's bound by E4M3's
+    largest number, a bug that nanochat's log points out (docs/numerics.md); here it is E5M2's.
+    """
+
+    def __init__(self, x_ND: Tensor, weight_VD: Tensor, bound: Tensor, emulated: bool) -> None:
         """bound: of the magnitude of the gradients with respect to the logits, 0-dim."""
         self.dtype, self.emulated = x_ND.dtype, emulated
-        self.x = _quantise_compiled(x_ND, E4M3, _constant(scales.x, x_ND.device))
-        self.weight = _quantise_compiled(weight_VD, E4M3, _constant(scales.weight, x_ND.device))
+        self.x = _quantise_compiled(x_ND, E4M3, _constant(math.sqrt(x_ND.size(1)) / 448, x_ND.device))
+        self.weight = _quantise_compiled(weight_VD, E4M3, _constant(24 / 448, x_ND.device))
         self.weight_transposed = self.weight.transposed()
-        self.grad_scale = (bound.float() * scales.grad).clamp(min=LEAST_AMAX)
+        self.grad_scale = (bound.float() * (1 / 57344)).clamp(min=LEAST_AMAX)
 
     def logits(self, part: slice) -> Tensor:
         """(N, V) in x's dtype."""

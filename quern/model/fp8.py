@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quern.kernels.cross_entropy import MakeProducts, PlainProducts, Products
-from quern.kernels.fp8 import MULTIPLE, HeadProducts, HeadScales, fp8_linear, has_fast_product
+from quern.kernels.fp8 import MULTIPLE, HeadProducts, fp8_linear, has_fast_product
 from quern.kernels.softcap import has_kernel
 from quern.model.layers import Merged
 
@@ -49,7 +49,7 @@ class Fp8Head(nn.Linear):
     emulated: bool
 
     def products(self, x_ND: Tensor, weight_VD: Tensor, bound: Tensor) -> Products:
-        return HeadProducts(x_ND, weight_VD, bound, HeadScales.for_width(self.in_features), self.emulated)
+        return HeadProducts(x_ND, weight_VD, bound, self.emulated)
 
 
 def head_products(head: nn.Linear) -> MakeProducts:
@@ -108,7 +108,10 @@ def use_fp8(model: Any, *, head_only: bool = False) -> Fp8Report:
             dynamic.append(name)
         else:
             kind, names = (Fp8Head, static) if module is model.head else (Fp8Linear, dynamic)
-            model.set_submodule(name, _replaced(module, kind, emulated))
+            outputs, inputs = module.weight.shape  # of this shard
+            replaced = kind(inputs, outputs, bias=False, device="meta")
+            replaced.weight, replaced.emulated = module.weight, emulated  # the same parameter
+            model.set_submodule(name, replaced.train(module.training))
             names.append(name)
     return Fp8Report(tuple(dynamic), tuple(static), skipped, emulated)
 
@@ -128,12 +131,3 @@ def _obstacle(module: nn.Linear | Merged, context: int) -> str | None:
         outputs, inputs = module.weight.shape
     sides = {"inputs": inputs, "outputs": outputs, "tokens in a row": context}
     return next((f"{size} {side}, no multiple of {MULTIPLE}" for side, size in sides.items() if size % MULTIPLE), None)
-
-
-def _replaced(linear: nn.Linear, kind: type[Fp8Linear] | type[Fp8Head], emulated: bool) -> nn.Linear:
-    """A `kind` around the same parameter."""
-    outputs, inputs = linear.weight.shape  # of this shard
-    replaced = kind(inputs, outputs, bias=False, device="meta")
-    replaced.weight = linear.weight
-    replaced.emulated = emulated
-    return replaced.train(linear.training)

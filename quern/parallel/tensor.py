@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -214,9 +214,9 @@ class StreamDropout(nn.Dropout):
         return input * kept[self.group.rank]
 
 
-def cut(module: nn.Module, name: str, dim: int, group: ProcessGroup, size: int | None = None) -> None:
-    """Replaces a whole parameter by this shard's part of it along `dim`, with its `Sharding`. size: indices of each
-    part, the last ones padded with zeros; None cuts evenly."""
+def cut(module: nn.Module, name: str, dim: int, group: ProcessGroup, size: int | None = None) -> Sharding:
+    """Replaces a whole parameter by this shard's part of it along `dim`; returns the part's `Sharding`, which it has as
+    an attribute too. size: indices of each part, the last ones padded with zeros; None cuts evenly."""
     whole = module.get_parameter(name)
     size = whole.size(dim) // group.size if size is None else size
     offset = min(group.rank * size, whole.size(dim))
@@ -224,12 +224,14 @@ def cut(module: nn.Module, name: str, dim: int, group: ProcessGroup, size: int |
     values = whole.detach().new_zeros(*whole.shape[:dim], size, *whole.shape[dim + 1 :])
     values.narrow(dim, 0, held).copy_(whole.detach().narrow(dim, offset, held))
     part = nn.Parameter(values, requires_grad=whole.requires_grad)
-    part.sharding = Sharding(dim, offset, held, whole.size(dim))  # pyright: ignore[reportAttributeAccessIssue]
+    sharding = Sharding(dim, offset, held, whole.size(dim))
+    part.sharding = sharding  # pyright: ignore[reportAttributeAccessIssue]
     setattr(module, name, part)
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = part.shape
     elif isinstance(module, nn.Embedding):
         module.num_embeddings, module.embedding_dim = part.shape
+    return sharding
 
 
 # The vocabulary ---------------------------------------------------------------------------------------------
@@ -273,18 +275,14 @@ class VocabularyEmbedding(nn.Embedding):
         """Returns this shard's part of an embedding. The weight keeps its name."""
         part = cls(whole.num_embeddings, whole.embedding_dim, device="meta")
         part.weight = whole.weight
-        cut(part, "weight", 0, group, part_rows(whole.num_embeddings, group.size))
-        part.sharding, part.group = _sharding(part.weight), group
+        part.sharding = cut(part, "weight", 0, group, part_rows(whole.num_embeddings, group.size))
+        part.group = group
         return part.train(whole.training)
 
     def forward(self, input: Tensor) -> Tensor:
         ours_BT, local_BT = _localised(input, self.sharding)
         x_BTD = embed(local_BT, self.weight) * ours_BT[..., None].to(self.weight.dtype)
         return reduce_scatter(x_BTD, self.group)
-
-
-def _sharding(weight: Tensor) -> Sharding:
-    return cast(Any, weight).sharding
 
 
 def _localised(tokens: Tensor, held: Sharding) -> tuple[Tensor, Tensor]:
@@ -304,8 +302,7 @@ class VocabularyHead:
     @classmethod
     def of(cls, head: nn.Linear, group: ProcessGroup) -> VocabularyHead:
         """Cuts the weight of `head`, which stays a linear layer with its own rows."""
-        cut(head, "weight", 0, group, part_rows(head.out_features, group.size))
-        return cls(group, _sharding(head.weight))
+        return cls(group, cut(head, "weight", 0, group, part_rows(head.out_features, group.size)))
 
     def whole_logits(self, part: Tensor) -> Tensor:
         """Gathers logits (…, rows of this part) → (…, V) on every shard."""

@@ -1,6 +1,7 @@
 """FP8's rounding, scales, products and gradients against NumPy; how far they are from exact ones is the law's."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +15,6 @@ from quern.kernels.fp8 import (
     E4M3,
     E5M2,
     HeadProducts,
-    HeadScales,
     fp8_linear,
     product,
     quantise,
@@ -78,7 +78,7 @@ def test_nothing_waits_for_the_device() -> None:
         y, dx, dw = linear_and_gradients(torch.empty(32, 16), torch.empty(48, 16), torch.empty(32, 48))
         assert (y.shape, dx.shape, dw.shape) == ((32, 48), (32, 16), (48, 16))
         x, weight = torch.empty(32, 16, requires_grad=True), torch.empty(64, 16, requires_grad=True)
-        products = head_products(16)(x, weight, torch.empty(()))
+        products = emulated_products(x, weight, torch.empty(()))
         assert products.logits(slice(0, 16)).shape == (16, 64)
         assert [t.shape for t in products.gradients(slice(0, 16), torch.empty(16, 64), torch.empty(16))] == [
             (16, 16),
@@ -91,8 +91,7 @@ def test_nothing_waits_for_the_device() -> None:
 CAPS: dict[str, Cap] = {"tanh": TanhCap(15.0), "sigmoid": SigmoidCap(30.0, 25.0), "no": NoCap()}
 
 
-def head_products(width: int):  # noqa: ANN201
-    return lambda x, weight, bound: HeadProducts(x, weight, bound, HeadScales.for_width(width), True)
+emulated_products = partial(HeadProducts, emulated=True)
 
 
 def loss_inputs(N: int, V: int, D: int, std: float = 0.3) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -131,7 +130,7 @@ def expected_loss_and_gradients(inputs: tuple[Tensor, ...], cap: Cap) -> list[np
 @pytest.mark.parametrize("cap", CAPS)
 def test_the_heads_products_in_the_loss(cap: str) -> None:
     inputs = loss_inputs(CHUNK_TOKENS + 48, 208, 32)
-    found = loss_and_gradients(inputs, CAPS[cap], products=head_products(32))
+    found = loss_and_gradients(inputs, CAPS[cap], products=emulated_products)
     expected = expected_loss_and_gradients(inputs, CAPS[cap])
     assert np.abs(array(found[0]) - expected[0]).max() <= 2e-5
     for ours, e in zip(found[1:], expected[1:], strict=True):
@@ -152,7 +151,7 @@ def test_rows_with_small_denominators_keep_their_gradients() -> None:
     torch.nn.functional.cross_entropy(TanhCap(15.0)(logits), targets).backward()
     assert logits.grad is not None
     plain = loss_and_gradients(inputs, TanhCap(15.0))[1]
-    found = loss_and_gradients(inputs, TanhCap(15.0), products=head_products(32))[1]
+    found = loss_and_gradients(inputs, TanhCap(15.0), products=emulated_products)[1]
     worst = (1 + 1 / 8) * (1 + 1 / 16) - 1  # every gradient and every weight rounded as badly as can be
     assert ((found - plain).norm(dim=1) / (logits.grad.abs() @ weight.norm(dim=1))).max() <= worst
 
@@ -163,15 +162,15 @@ def test_a_head_saturates_and_stays_finite() -> None:
     x[0], weight[0] = 1e6, -1e6
     at_the_ends = x.clone(), weight.clone()
     at_the_ends[0][0], at_the_ends[1][0] = 4.0, -24.0
-    over = loss_and_gradients((x, weight, targets, scale), TanhCap(15.0), products=head_products(16))
-    ends = loss_and_gradients((*at_the_ends, targets, scale), TanhCap(15.0), products=head_products(16))
+    over = loss_and_gradients((x, weight, targets, scale), TanhCap(15.0), products=emulated_products)
+    ends = loss_and_gradients((*at_the_ends, targets, scale), TanhCap(15.0), products=emulated_products)
     assert all(torch.isfinite(a).all() and torch.equal(a, b) for a, b in zip(over, ends, strict=True))
 
 
 def test_small_gradients_of_the_head_do_not_underflow() -> None:
     """E5M2's smallest normal number is 2^-14 / 57344 of its largest, 2^-29.8; over 448 it would be 2^-22.8."""
     x, weight, _, _ = loss_inputs(16, 48, 16)
-    products = HeadProducts(x, weight, torch.ones(()), HeadScales.for_width(16), True)
+    products = emulated_products(x, weight, torch.ones(()))
     dx, _ = products.gradients(slice(0, 16), torch.full((16, 48), 2.0**-29), torch.ones(16))
     expected = torch.full((16, 48), 2.0**-29) @ weight
     assert (dx - expected).norm() <= 2**-3 * expected.norm()
@@ -179,5 +178,5 @@ def test_small_gradients_of_the_head_do_not_underflow() -> None:
 
 def test_all_masked_is_zero_and_not_nan() -> None:
     x, weight, targets, _ = loss_inputs(16, 48, 16)
-    losses, dx, dw = loss_and_gradients((x, weight, targets, torch.zeros(16)), NoCap(), products=head_products(16))
+    losses, dx, dw = loss_and_gradients((x, weight, targets, torch.zeros(16)), NoCap(), products=emulated_products)
     assert torch.isfinite(losses).all() and dx.count_nonzero() == 0 and dw.count_nonzero() == 0
