@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies
 
 from quern.generate.sandbox import Limits, Program, Sandbox, SandboxError
-from quern.generate.sandbox.guest import checker, values
+from quern.generate.sandbox.guest import checker, program
 from tests.generate.sandbox.forgeries import MESSAGE
 
 RIGHT = "def f(x=0): return x + 1"
@@ -109,7 +109,7 @@ def test_a_value_of_a_program_is_of_built_in_types_alone(message: object) -> Non
         return {type(value)}.union(*map(types, [] if isinstance(value, (str, bytes)) else inner))
 
     try:
-        found = types(values.unpack(message))
+        found = types(program.unpack(message))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
         return
     assert found <= {type(None), bool, int, float, str, bytes, complex, list, tuple, dict, set, frozenset}

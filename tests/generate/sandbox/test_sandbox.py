@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from quern.generate.sandbox import Limits, Outcome, Program, Sandbox, SandboxError, pool
-from quern.generate.sandbox.guest import seccomp
+from quern.generate.sandbox.guest import confine
 from tests.generate.sandbox.forgeries import CHECK, FORGERIES, LIES, MESSAGE
 from tests.generate.sandbox.honest import HONEST_PROGRAMS
 from tests.generate.sandbox.hostile import PLAIN, SECRET
@@ -271,5 +271,5 @@ def test_the_system_call_numbers_are_those_of_the_headers() -> None:
         pytest.skip("no kernel headers")
     lines = (line.split() for line in header.read_text(encoding="utf-8").splitlines())
     known = {words[1].removeprefix("__NR_"): int(words[2]) for words in lines if len(words) == 3 and words[2].isdigit()}
-    ours = seccomp.numbers(seccomp.TABLE) | seccomp.numbers(seccomp.CHECKED)
-    assert {name: known[name] for name in ours} == ours and known["clone3"] == seccomp.CLONE3
+    ours = confine.numbers(confine.TABLE) | confine.numbers(confine.CHECKED)
+    assert {name: known[name] for name in ours} == ours and known["clone3"] == confine.CLONE3

@@ -11,8 +11,7 @@ import functools
 import threading
 from typing import Any
 
-from .program import MOST_TEXT, describe, run_text
-from .values import Channel, encode, pack, unpack
+from .program import MOST_TEXT, Channel, describe, encode, pack, run_text, unpack
 
 REASONS = {"MemoryError": "memory", "SystemExit": "exit"}
 NAMES_EXCEPTIONS = ("assertRaises", "assertRaisesRegex", "suppress")

@@ -21,8 +21,7 @@ from typing import Any
 
 from . import confine
 from .checker import verdict
-from .program import run_program
-from .values import Channel, encode
+from .program import Channel, encode, run_program
 
 PRELOADED = """abc array ast base64 bisect calendar cmath collections contextlib copy dataclasses datetime decimal enum
 fractions functools hashlib heapq io itertools json math numbers operator random re statistics string struct textwrap
