@@ -51,7 +51,7 @@ class Grammars:
         self._matcher = llguidance.LLMatcher
         self._limits = llguidance.LLParserLimits(step_lexer_fuel=LEXER_FUEL, verbose_errors=False)
         self._tokens = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Vocabulary(tokenizer)))
-        self._compiled = lru_cache(KEPT)(self._make)
+        self._compile = lru_cache(KEPT)(self._make)
 
     def json(self, schema: Mapping[str, Any] | bool) -> Grammar:
         """JSON that fits a schema, without white space between its parts. Raises GrammarError."""
@@ -78,15 +78,12 @@ class Grammars:
             rules += [f'call{number}: {head} arguments{number} "}}"', f"arguments{number}: %json {own}"]
         return self._compile(self._matcher.grammar_from_lark("\n".join(rules)))
 
-    def _compile(self, grammar: str) -> Grammar:
-        return Grammar(self._compiled(grammar), self.tokenizer)
-
-    def _make(self, grammar: str) -> LLMatcher:
+    def _make(self, grammar: str) -> Grammar:
         made = self._matcher(self._tokens, grammar, log_level=0, limits=self._limits)
         if made.is_error():
             lines = made.get_error().strip().splitlines()
             raise GrammarError(" ".join(lines[:1] + [line for line in lines[1:] if line.startswith("error:")]))
-        return made
+        return Grammar(made, self.tokenizer)
 
 
 class _Vocabulary:

@@ -19,7 +19,7 @@ import numpy as np
 
 from quern.generate.grammar import Grammar
 from quern.generate.sampling import Sampling
-from quern.generate.tools import CallerTools, Kind, NoTools, ToolState
+from quern.generate.tools import Kind, ToolState
 from quern.text.chat import ContentPart
 from quern.text.tokenizer import Tokenizer
 
@@ -123,11 +123,10 @@ class Reply:
         self._specials = set(tokenizer.special_ids.values())
         ends = self._specials if plain else {tokenizer.special(name) for name in STOP_TOKENS}
         self._ends = ends | set(stop_ids)
-        self._tools = NoTools() if plain else CallerTools(tokenizer) if calls else ToolState(tokenizer)
+        self._tools = ToolState(tokenizer, plain, of_caller=calls is not None)
         self._calls = calls
         self._constraint = form.start(tokenizer.bos if plain else tokenizer.special(STOP_TOKENS[0])) if form else None
-        self._tool_start = -1 if plain else tokenizer.special("<|tool_start|>")
-        self._forced: deque[int] = deque([self._tool_start] if must_call else [])
+        self._forced: deque[int] = deque([self._tools.tool_start] if must_call else [])
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="ignore")
         self._withheld = ""
         self._characters = 0  # of the assistant's text, withheld ones included
@@ -139,7 +138,7 @@ class Reply:
             return None
         allowed_V = self._constraint.allowed()
         if self._may_call:
-            allowed_V[self._tool_start] = True
+            allowed_V[self._tools.tool_start] = True
         return allowed_V
 
     def choose(self, sampled: int) -> int:
@@ -148,7 +147,7 @@ class Reply:
             self.sampled.append(False)
             return self._forced.popleft()
         token = sampled
-        if self._constraint is not None and not (self._may_call and sampled == self._tool_start):
+        if self._constraint is not None and not (self._may_call and sampled == self._tools.tool_start):
             token = self._constraint.choose(sampled, self.max_tokens - len(self.ids))
         self.sampled.append(token == sampled)
         return token

@@ -133,45 +133,30 @@ def spoken(parts: Iterable[ContentPart]) -> str:
     return "".join(words)
 
 
-class NoTools:
-    """The state of plain text: every token is text, and nothing is forced."""
+class ToolState:
+    """Which part of the reply each token belongs to, and what a tool's answer forces.
 
-    kind: Kind = "text"
-    called = False
-    """Whether a call of the caller's tools ends the reply."""
+    plain: there is text alone, whose tokenizer may lack the marks of calls. of_caller: the tools are the caller's, and
+    the first call ends the reply; otherwise the calculator answers.
+    """
 
-    def push(self, token: int) -> list[int]:
-        """Takes all tokens of the row in order; returns those that must follow: a tool's answer, or none."""
-        return []
-
-
-class CallerTools(NoTools):
-    """The state with tools of the caller: the first call ends the reply."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._start, self._end = tokenizer.special("<|tool_start|>"), tokenizer.special("<|tool_end|>")
-
-    def push(self, token: int) -> list[int]:
-        if token == self._start:
-            self.kind = "tool"
-        elif token == self._end:
-            self.called = self.kind == "tool"
-        return []
-
-
-class ToolState(NoTools):
-    """The state with the calculator: which part of the reply each token belongs to, and what its answers force."""
-
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, plain: bool = False, of_caller: bool = False):
+        self.kind: Kind = "text"
         self.calls = 0
-        self._tokenizer = tokenizer
+        self.called = False
+        """Whether a call of the caller's tools ends the reply."""
+        self._tokenizer, self._of_caller = tokenizer, of_caller
         self._expression: list[int] = []
         names = ("<|tool_start|>", "<|tool_end|>", "<|output_start|>", "<|output_end|>")
-        self._tool_start, self._tool_end, self._output_start, self._output_end = map(tokenizer.special, names)
+        marks = [-1 if plain else tokenizer.special(name) for name in names]
+        self.tool_start, self._tool_end, self._output_start, self._output_end = marks
 
     def push(self, token: int) -> list[int]:
-        if self.kind == "text" and token == self._tool_start:
+        """Takes all tokens of the row in order; returns those that must follow: the calculator's answer, or none."""
+        if self.kind == "text" and token == self.tool_start:
             self.kind, self._expression = "tool", []
+        elif self.kind == "tool" and token == self._tool_end and self._of_caller:
+            self.called = True
         elif self.kind == "tool" and token == self._tool_end:
             self.kind = "output"
             self.calls += 1

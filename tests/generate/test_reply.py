@@ -5,6 +5,7 @@ import random
 import pytest
 
 from quern.generate.reply import Completion, Delta, Reply
+from quern.generate.tools import ERROR, MAX_CALLS
 from quern.text.tokenizer import Tokenizer
 from tests.support.toy_engine import toy_tokenizer
 
@@ -22,6 +23,14 @@ def feed(ids: list[int], stop: tuple[str, ...] = (), max_tokens: int = 10_000) -
             token = queue.pop(0) if queue else TOKENIZER.special("<|assistant_end|>")
         deltas += reply.push(token)
     return deltas, reply.completion()
+
+
+def call(expression: bytes) -> list[int]:
+    return [TOKENIZER.special("<|tool_start|>"), *expression, TOKENIZER.special("<|tool_end|>")]
+
+
+def outputs(completion: Completion) -> list[str]:
+    return [part["text"] for part in completion.parts if part["type"] == "output"]
 
 
 def test_stop_strings_over_any_token_boundary() -> None:
@@ -101,8 +110,7 @@ def test_a_plain_reply_needs_no_chat_tokens() -> None:
 
 
 def test_calls_and_outputs_are_parts_of_their_own() -> None:
-    call = [TOKENIZER.special("<|tool_start|>"), *b"12 + 7", TOKENIZER.special("<|tool_end|>")]
-    deltas, completion = feed([*b"Let me see: ", *call, *b" it is 19."], stop=("12 + 7", "= 1"))
+    deltas, completion = feed([*b"Let me see: ", *call(b"12 + 7"), *b" it is 19."], stop=("12 + 7", "= 1"))
     assert completion.parts == [
         {"type": "text", "text": "Let me see: "},
         {"type": "tool", "text": "12 + 7"},
@@ -113,18 +121,30 @@ def test_calls_and_outputs_are_parts_of_their_own() -> None:
     assert "".join(delta.text for delta in deltas if delta.kind == "tool") == "12 + 7"
 
 
+@pytest.mark.parametrize("expression", [b"1 / 0", b"what?", b"", b"\xff"])
+def test_an_expression_that_cannot_be_computed_is_answered_with_an_error(expression: bytes) -> None:
+    assert outputs(feed(call(expression))[1]) == [ERROR]
+
+
+def test_calls_beyond_the_limit_are_not_computed() -> None:
+    assert outputs(feed(call(b"1 + 1") * (MAX_CALLS + 1))[1]) == ["2"] * MAX_CALLS + [ERROR]
+
+
+def test_marks_out_of_place_and_text_that_spells_them_do_nothing() -> None:
+    names = ("<|tool_end|>", "<|output_end|>", "<|output_start|>", "<|user_start|>")
+    spelled = "<|tool_start|>1+1<|tool_end|>"
+    ids = [id for name in names for id in (TOKENIZER.special(name), *b"a")] + TOKENIZER.encode(spelled)
+    _, completion = feed(ids)
+    assert completion.parts == [{"type": "text", "text": "aaaa" + spelled}] and completion.ids[:-1] == ids
+
+
 def test_a_stop_string_does_not_reach_over_a_call() -> None:
-    call = [TOKENIZER.special("<|tool_start|>"), *b"1", TOKENIZER.special("<|tool_end|>")]
-    _, completion = feed([*b"st", *call, *b"op"], stop=("stop",))
-    assert completion.text == "stop" and [part["type"] for part in completion.parts] == [
-        "text",
-        "tool",
-        "output",
-        "text",
-    ]
+    _, completion = feed([*b"st", *call(b"1"), *b"op"], stop=("stop",))
+    assert completion.text == "stop"
+    assert [part["type"] for part in completion.parts] == ["text", "tool", "output", "text"]
 
 
 def test_an_answer_may_be_cut_by_the_limit() -> None:
-    call = [TOKENIZER.special("<|tool_start|>"), *b"2**60", TOKENIZER.special("<|tool_end|>")]
-    _, completion = feed(call, max_tokens=len(call) + 2)
-    assert completion.finish_reason == "length" and len(completion.ids) == len(call) + 2
+    asked = call(b"2**60")
+    _, completion = feed(asked, max_tokens=len(asked) + 2)
+    assert completion.finish_reason == "length" and len(completion.ids) == len(asked) + 2

@@ -1,4 +1,4 @@
-"""The calculator against Python's own exact arithmetic, against hostile text, and inside a row of tokens."""
+"""The calculator against Python's own exact arithmetic and against hostile text; test_reply.py has its calls."""
 
 import re
 import time
@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quern.generate.tools import ERROR, MAX_CALLS, MAX_CHARACTERS, ToolError, ToolState, calculate
-from tests.support.toy_engine import toy_tokenizer
+from quern.generate.tools import MAX_CHARACTERS, ToolError, calculate
 
 
 @pytest.mark.parametrize(
@@ -111,56 +110,3 @@ def test_any_text_gives_a_plain_number_or_an_error(expression: str) -> None:
         return
     assert Fraction(value) is not None and len(value) <= 80
     assert "e" not in value and value.isascii()
-
-
-def push_all(state: ToolState, ids: list[int]) -> list[list[int]]:
-    return [state.push(token) for token in ids]
-
-
-def call(expression: str) -> list[int]:
-    tokenizer = toy_tokenizer()
-    start, end = tokenizer.special("<|tool_start|>"), tokenizer.special("<|tool_end|>")
-    return [start, *tokenizer.encode(expression), end]
-
-
-def answer(text: str) -> list[int]:
-    tokenizer = toy_tokenizer()
-    start, end = tokenizer.special("<|output_start|>"), tokenizer.special("<|output_end|>")
-    return [start, *tokenizer.encode(text), end]
-
-
-def test_a_call_is_answered_once_and_generation_goes_on() -> None:
-    tokenizer = toy_tokenizer()
-    state = ToolState(tokenizer)
-    assert push_all(state, tokenizer.encode("It is ")) == [[]] * len(tokenizer.encode("It is "))
-    forced = push_all(state, call("123 + 456"))
-    assert forced[-1] == answer("579") and not any(forced[:-1])
-    assert state.kind == "output"
-    assert not any(push_all(state, answer("579")))
-    assert state.kind == "text" and state.calls == 1
-
-
-def test_an_expression_that_cannot_be_computed_is_answered_with_an_error() -> None:
-    tokenizer = toy_tokenizer()
-    for ids in (call("1 / 0"), call("what?"), call(""), [call("")[0], 0xFF, call("")[1]]):
-        assert push_all(ToolState(tokenizer), ids)[-1] == answer(ERROR)
-
-
-def test_calls_beyond_the_limit_are_not_computed() -> None:
-    state = ToolState(toy_tokenizer())
-    results = []
-    for _ in range(MAX_CALLS + 1):
-        results.append(push_all(state, call("1 + 1"))[-1])
-        push_all(state, results[-1])
-    assert results == [answer("2")] * MAX_CALLS + [answer(ERROR)]
-
-
-def test_marks_out_of_place_do_nothing() -> None:
-    tokenizer = toy_tokenizer()
-    state = ToolState(tokenizer)
-    marks = [
-        tokenizer.special(name) for name in ("<|tool_end|>", "<|output_end|>", "<|output_start|>", "<|user_start|>")
-    ]
-    assert not any(push_all(state, marks)) and state.kind == "text"
-    # Text that merely spells the marks is text.
-    assert not any(push_all(state, tokenizer.encode("<|tool_start|>1+1<|tool_end|>"))) and state.kind == "text"
