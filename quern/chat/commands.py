@@ -25,7 +25,6 @@ from quern.chat.lines import DIM, PLAIN, QUOTES, Read, Screen, Terminal, next_en
 from quern.field_types import Count, Seed, annotations_of, refuse_outside
 from quern.flags.check_flags import read_value
 from quern.generate.engine import Engine
-from quern.generate.reply import Completion
 from quern.generate.sampling import Sampling
 from quern.records import read_regular
 from quern.stages.complete import complete
@@ -199,17 +198,14 @@ def load(conversation: Conversation, text: str) -> None:
     conversation.note(f"loaded: {_count(conversation)}")
 
 
-def show_xray(conversation: Conversation, text: str) -> None:
-    if conversation.last is None:
+def xray(conversation: Conversation, text: str) -> None:
+    """Shows a table with a line for each token of the last reply, in colours if stdout is a terminal.
+
+    Probabilities are at temperature 1.
+    """
+    tokenizer, reply = conversation.engine.tokenizer, conversation.last
+    if reply is None or not reply.logprobs:
         raise ValueError("there is no reply to show: enter something first")
-    conversation.put(xray(conversation.engine.tokenizer, conversation.last))
-
-
-def xray(tokenizer: Tokenizer, reply: Completion) -> str:
-    """A table with a line for each token, in colours if stdout is a terminal. Probabilities are at
-    temperature 1."""
-    if not reply.logprobs:
-        raise ValueError("the reply has no probabilities")
     names = [token_name(tokenizer, token) for token in reply.ids]
     width = max(cell_len(name) for name in (*names, HEAD[0]))
     lines = [Text(f"{HEAD[0]}{' ' * (width - len(HEAD[0]))}  {HEAD[1]}  {HEAD[2]}", style="bold")]
@@ -226,7 +222,7 @@ def xray(tokenizer: Tokenizer, reply: Completion) -> str:
     console = Console(highlight=False)
     with console.capture() as captured:
         console.print(Text("\n").join(lines), soft_wrap=True)
-    return captured.get()
+    conversation.put(captured.get())
 
 
 def token_name(tokenizer: Tokenizer, token: int) -> str:
@@ -286,7 +282,7 @@ COMMANDS: dict[str, Command] = {
     "/system": Command(system, "TEXT", f"sets the system message; {NO_SYSTEM} removes it; shows it without TEXT"),
     "/regenerate": Command(regenerate, "", "answers the last question again, with the next seed"),
     "/undo": Command(undo, "", "removes the last question and its reply"),
-    "/xray": Command(show_xray, "", "shows the tokens of the last reply with their probabilities"),
+    "/xray": Command(xray, "", "shows the tokens of the last reply with their probabilities"),
     "/save": Command(save, "FILE", "writes the conversation to a new file, as JSON"),
     "/load": Command(load, "FILE", "goes on with a conversation from a file"),
     **{f"/{name}": Command(partial(change, name=name), "NUMBER", "") for name in SETTINGS},
