@@ -27,8 +27,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from quern.serve.access import Hosts, Keys
 from quern.serve.answers import error_response
-from quern.serve.page import page_paths
-from quern.serve.routes import MAX_BODY_BYTES
+from quern.serve.routes import MAX_BODY_BYTES, page_paths
 from quern.serve.schema import ApiError
 
 HEADER_BYTES = 1 << 16

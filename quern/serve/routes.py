@@ -1,4 +1,7 @@
-"""The paths of the API: which request is read there, and what answers it."""
+"""The paths of the server: which request is read there, and what answers it; the files of the chat page in web/.
+
+The table of the files' paths is built with the application, so a request never names a file on disk.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ import codecs
 import inspect
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -19,6 +24,8 @@ from starlette.routing import Route
 
 from quern import __version__
 from quern.generate.reply import Completion, Event, Generation, Token
+from quern.generate.sampling import CHAT
+from quern.records import read_lines
 from quern.serve.answers import JSON, UNKNOWN, Answer, Chat, EventStream, Text, as_api_error, error_response
 from quern.serve.prompts import read_chat, read_texts, require_tokens, tokens_of
 from quern.serve.responses import Responses, ResponsesRequest
@@ -42,11 +49,59 @@ SMALL_BYTES = 1 << 12
 """A body up to this size is decoded at once; a larger one between two steps of the engine."""
 MOST_NAMES, NAME_CHARACTERS = 20, 80
 """The most ignored fields that the header names, and the most characters of each name."""
+WEB = Path(__file__).parent / "web"
+MEDIA_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".mjs": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+MOST_SUGGESTIONS = 6
+MOST_SUGGESTION_CHARACTERS = 160
 Body = TypeVar("Body", bound=Strict)
 
 
-def routes(models: Models) -> list[Route]:
-    """Every path but the page's."""
+@dataclass(frozen=True)
+class Welcome:
+    """The beginning of the page. completes: the model continues texts and was never taught to chat."""
+
+    suggestions: Sequence[str] = ()
+    completes: bool = False
+
+
+def read_welcome(run: Path, stage: str) -> Welcome:
+    """The first turns of the run's own samples of a stage, which `quern evaluate` keeps; none without them."""
+    file, asked = run / "samples.jsonl", dict[str, None]()
+    for sample in read_lines(file) if file.exists() else []:
+        text = (sample.get("messages") or [{"content": sample.get("prompt")}])[0].get("content")
+        text = text.strip() if isinstance(text, str) and sample.get("stage") == stage else ""
+        if text and len(text) <= MOST_SUGGESTION_CHARACTERS and "\n" not in text:
+            asked[text] = None
+    found, count = list(asked), min(MOST_SUGGESTIONS, len(asked))  # evenly spread: neighbours are of one kind
+    return Welcome(tuple(found[number * len(found) // count] for number in range(count)), stage == "pretrain")
+
+
+def page_paths() -> dict[str, Path]:
+    """The files of the page by the paths of their URLs."""
+    files = [file for file in sorted(WEB.rglob("*")) if file.suffix in MEDIA_TYPES]
+    named = {"index.html": "/", "docs.html": "/docs"}
+    return {named.get(file.name, f"/{file.relative_to(WEB).as_posix()}"): file for file in files}
+
+
+def page(welcome: Welcome) -> dict[str, Response]:
+    """What answers at the paths of the page: its files, and at /welcome how it begins."""
+    mode, sampling = "text" if welcome.completes else "chat", {"temperature": CHAT.temperature, "top_k": CHAT.top_k}
+    begin = {"suggestions": list(welcome.suggestions), "mode": mode, "sampling": sampling}
+    answers: dict[str, Response] = {"/welcome": JSON(begin)}
+    for path, file in page_paths().items():
+        kind, headers = MEDIA_TYPES[file.suffix], {"cache-control": "no-cache"}
+        answers[path] = Response(file.read_bytes(), media_type=kind, headers=headers)
+    return answers
+
+
+def routes(models: Models, welcome: Welcome) -> list[Route]:
+    """Every path: those of the API, and a route for each file of the page."""
     posts: dict[str, tuple[type[Strict], Callable[..., Awaitable[Response]]]] = {
         "/v1/chat/completions": (ChatRequest, chat),
         "/v1/completions": (CompletionRequest, completions),
@@ -101,7 +156,7 @@ def routes(models: Models) -> list[Route]:
         "/v1/models/{model:path}": one_model,
         "/openapi.json": published,
     }
-    return [Route(path, route, methods=["GET"]) for path, route in gets.items()] + [
+    return [Route(path, route, methods=["GET"]) for path, route in {**gets, **page(welcome)}.items()] + [
         Route(path, post(*both), methods=["POST"]) for path, both in posts.items()
     ]
 
@@ -134,7 +189,8 @@ def openapi(
 
 async def chat(http: Request, request: ChatRequest, model: Worker) -> Response:
     """Answers a chat, whole or as a stream."""
-    return await respond(http, await start_chat(model, request), request)
+    answer = await start_chat(model, request)
+    return await respond(http, answer, answer.stream(request.include_usage) if request.stream else None)
 
 
 async def start_chat(model: Worker, request: ChatRequest) -> Chat:
@@ -164,7 +220,7 @@ async def completions(http: Request, request: CompletionRequest, model: Worker) 
 
     job = model.submit(begin, len(prompts) * samples)
     answer = Text(job, model.tokenizer, model.name, prompts, samples, logprobs is not False, echo=echo)
-    return await respond(http, answer, request)
+    return await respond(http, answer, answer.stream(request.include_usage) if request.stream else None)
 
 
 async def _echo(model: Worker, prompt: Sequence[int], logprobs: bool | int, from_text: bool) -> tuple[str, list[Token]]:
@@ -192,7 +248,7 @@ async def responses(http: Request, request: ResponsesRequest, model: Worker) -> 
         answer = Responses(request, await start_chat(model, await model.call(request.chat)))
     except ApiError as error:
         raise error.renamed(request.name_of) from None
-    return EventStream(answer.job, answer.stream()) if request.stream else await whole(http, answer)
+    return await respond(http, answer, answer.stream() if request.stream else None)
 
 
 async def tokenize(_: Request, request: TokenizeRequest, model: Worker) -> Response:
@@ -212,15 +268,10 @@ async def detokenize(_: Request, request: DetokenizeRequest, model: Worker) -> R
     return await model.call(read)
 
 
-async def respond(http: Request, answer: Answer, request: ChatRequest | CompletionRequest) -> Response:
-    """The stream, or the complete response."""
-    if request.stream:
-        return EventStream(answer.job, answer.stream(request.include_usage))
-    return await whole(http, answer)
-
-
-async def whole(http: Request, answer: Answer | Responses) -> Response:
-    """The complete response. The job is cancelled if the client disconnects."""
+async def respond(http: Request, answer: Answer | Responses, stream: AsyncIterator[str] | None) -> Response:
+    """The stream, if one is wanted, or the complete response. The job is cancelled if the client disconnects."""
+    if stream is not None:
+        return EventStream(answer.job, stream)
     finished, gone = asyncio.ensure_future(answer.whole()), asyncio.ensure_future(disconnected(http))
     try:
         await asyncio.wait({finished, gone}, return_when=asyncio.FIRST_COMPLETED)

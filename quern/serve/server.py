@@ -34,8 +34,7 @@ from quern.runs.load import load
 from quern.runs.run_dir import STAGES, RunDir
 from quern.serve.access import Hosts
 from quern.serve.gate import HEADER_BYTES, Connections, Frontier, Gate
-from quern.serve.page import Welcome, page_routes, read_welcome
-from quern.serve.routes import ON_ERROR, routes
+from quern.serve.routes import ON_ERROR, Welcome, read_welcome, routes
 from quern.serve.worker import IDLE_SECONDS, Limits, Models
 from quern.train import manifest
 
@@ -185,7 +184,7 @@ def create_app(
             await asyncio.to_thread(models.stop)
 
     middleware = [Middleware(Frontier, gate=gate)]
-    paths = [*routes(models), *page_routes(welcome or Welcome())]
+    paths = routes(models, welcome or Welcome())
     app = Starlette(routes=paths, middleware=middleware, exception_handlers=ON_ERROR, lifespan=lifespan)
     app.state.models = models
     return app

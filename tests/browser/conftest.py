@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quern.serve.page import Welcome
+from quern.serve.routes import Welcome
 from quern.serve.server import create_app
 from tests.browser.chrome import Chrome, find_chrome
 from tests.browser.parrot import Page, make_parrot

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from quern.generate.reply import Delta
-from quern.serve.page import Welcome
+from quern.serve.routes import Welcome
 from quern.serve.server import create_app
 from tests.browser.chrome import Chrome
 from tests.browser.parrot import DONE, Page, make_parrot

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from quern.serve.access import Keys
 from quern.serve.gate import Gate
-from quern.serve.page import MEDIA_TYPES, WEB, Welcome, read_welcome
+from quern.serve.routes import MEDIA_TYPES, WEB, Welcome, read_welcome
 from quern.serve.server import LOOPBACK, create_app
 from tests.support.http_server import running, web
 from tests.support.toy_engine import toy_engine
@@ -52,7 +52,7 @@ def test_every_file_of_the_page_is_served_and_nothing_else() -> None:
             # The page's own files name no other host and set no markup.
             if file.parent == WEB and file.suffix != ".svg":
                 assert "https://" not in answer.text and "innerHTML" not in answer.text, path
-        for path in ("index.html", "vendor/README.md", "vendor/LICENSE.temml", "../page.py", "web/app.js"):
+        for path in ("index.html", "vendor/README.md", "vendor/LICENSE.temml", "../routes.py", "web/app.js"):
             assert web.get(f"{url}/{path}").status_code == 401, path
             assert web.get(f"{url}/{path}", headers={"authorization": "Bearer secret"}).status_code == 404, path
         assert web.get(f"{url}/welcome").status_code == 401
