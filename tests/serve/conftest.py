@@ -37,6 +37,13 @@ def post(url: str, path: str, body: dict[str, Any] | bytes, **headers: str) -> h
     return web.post(url + path, content=content, headers={"content-type": "application/json", **headers})
 
 
+def check_error(response: httpx.Response, status: int, words: str, param: str | None = None) -> None:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) >= {"message", "type", "param", "code"}
+    assert words in error["message"] and error["param"] == param, error
+
+
 @pytest.fixture(scope="session")
 def engine() -> Engine:
     return toy_engine(context=CONTEXT)

@@ -1,7 +1,6 @@
 """Completions of texts, log-probabilities, tokenizing and metrics, as OpenAI's own client sees them."""
 
 import json
-import re
 from typing import Any
 
 import openai
@@ -11,8 +10,8 @@ import torch
 from quern.generate.engine import Engine
 from quern.generate.sampling import Sampling
 from quern.text.chat import render_prompt, render_text
-from tests.serve.conftest import CONTEXT, HELLO, NAME
-from tests.support.http_server import web
+from tests.serve.conftest import CONTEXT, HELLO, NAME, post
+from tests.support.http_server import counters
 from tests.support.toy_engine import toy_tokenizer
 
 TOKENIZER = toy_tokenizer()
@@ -149,30 +148,18 @@ def test_bias_penalties_and_stop_tokens_reach_the_engine(client: openai.OpenAI) 
 
 
 def test_tokenize_and_detokenize(url: str) -> None:
-    def post(path: str, body: Any) -> tuple[int, Any]:
-        response = web.post(f"{url}{path}", json=body)
-        return response.status_code, response.json()
-
     text = "Grüße <|bos|> 👋🏽"
-    status, found = post("/tokenize", {"prompt": text})
-    assert (status, found["tokens"]) == (200, render_text(TOKENIZER, text)) and found["max_model_len"] == CONTEXT
-    assert found["count"] == len(found["tokens"])
-    bare = post("/tokenize", {"prompt": text, "add_special_tokens": False})[1]["tokens"]
-    assert bare == TOKENIZER.encode(text) and post("/detokenize", {"tokens": bare}) == (200, {"prompt": text})
-    assert post("/tokenize", {"messages": HELLO})[1]["tokens"] == render_prompt(TOKENIZER, HELLO)
-
-
-def metrics(url: str) -> dict[str, float]:
-    lines = [line for line in web.get(f"{url}/metrics").text.splitlines() if not line.startswith("#")]
-    return {
-        re.sub(r"\{.*?(finished_reason=\"\w+\"|le=\".*?\")?.*\}", "", name): float(value)
-        for name, value in (line.rsplit(" ", 1) for line in lines if "_bucket" not in line)
-    }
+    ids, bare = render_text(TOKENIZER, text), TOKENIZER.encode(text)
+    found = post(url, "/tokenize", {"prompt": text}).json()
+    assert found == {"tokens": ids, "count": len(ids), "max_model_len": CONTEXT}
+    assert post(url, "/tokenize", {"prompt": text, "add_special_tokens": False}).json()["tokens"] == bare
+    assert post(url, "/detokenize", {"tokens": bare}).json() == {"prompt": text}
+    assert post(url, "/tokenize", {"messages": HELLO}).json()["tokens"] == render_prompt(TOKENIZER, HELLO)
 
 
 def test_metrics_and_the_prefix_cache(client: openai.OpenAI, url: str) -> None:
     """Counters move by what was asked; the second turn of a chat reads only what is new."""
-    before = metrics(url)
+    before = counters(url)
     messages: list[Any] = [{"role": "user", "content": "a question that nobody asked before, of some length"}]
     body: dict[str, Any] = {"model": NAME, "max_tokens": 5, "temperature": 0}
     first = client.chat.completions.create(**body, messages=messages)
@@ -182,13 +169,13 @@ def test_metrics_and_the_prefix_cache(client: openai.OpenAI, url: str) -> None:
     assert first.usage.prompt_tokens_details.cached_tokens == 0
     assert again.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens
     assert again.choices == first.choices
-    after = metrics(url)
-    assert after["quern:prompt_tokens_total"] - before["quern:prompt_tokens_total"] == 2 * first.usage.prompt_tokens
-    hits = "quern:prefix_cache_hits_total"
-    assert after[hits] - before[hits] == first.usage.prompt_tokens < after["quern:prefix_cache_queries_total"]
-    generated = after["quern:generation_tokens_total"] - before["quern:generation_tokens_total"]
+    after = counters(url)
+    assert after["prompt_tokens_total"] - before["prompt_tokens_total"] == 2 * first.usage.prompt_tokens
+    hits = "prefix_cache_hits_total"
+    assert after[hits] - before[hits] == first.usage.prompt_tokens < after["prefix_cache_queries_total"]
+    generated = after["generation_tokens_total"] - before["generation_tokens_total"]
     assert generated == 2 * first.usage.completion_tokens
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
-        assert after[f"quern:{name}_count"] - before[f"quern:{name}_count"] == 2
-    assert after["quern:num_requests_running"] == after["quern:num_requests_waiting"] == 0
+        assert after[f"{name}_count"] - before[f"{name}_count"] == 2
+    assert after["num_requests_running"] == after["num_requests_waiting"] == 0
     assert json.dumps(after)  # all finite

@@ -22,6 +22,7 @@ from quern.generate.sampling import Sampling
 from quern.serve.routes import MAX_BODY_BYTES
 from quern.text.chat import render_prompt, render_text
 from tests.serve.conftest import CHAT, RESPONSES, TEXT
+from tests.support.http_server import counters
 from tests.support.llama_run import FP32, model_of
 from tests.support.load_clients import (
     Case,
@@ -193,22 +194,37 @@ async def drain(served: Served, cases: Sequence[Case]) -> None:
             one.close()
 
 
-def campaign(served: Served, seconds: float, warm_up: float) -> str:
-    """Load, then quiet, then SIGTERM. Returns the figures."""
+async def ask_once(served: Served, cases: Sequence[Case]) -> None:
+    """Some cases alone: answers that differ here are no matter of load."""
+    own = Connection(served.port)
+    for case in cases:
+        assert not (wrong := difference(case, *await receive(await own.send(case.wire())))), wrong
+    own.close()
+
+
+def idle(found: dict[str, float]) -> bool:
+    return found["num_requests_running"] == found["num_requests_waiting"] == found["kv_cache_usage_perc"] == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "warm_up"), [(6, 2), pytest.param(600, 60, marks=[pytest.mark.campaign, pytest.mark.timeout(900)])]
+)
+def test_load(served: Served, seconds: float, warm_up: float) -> None:
+    """Load, then quiet, then SIGTERM."""
     offline = Offline()  # while the server starts
     ordinary, slow = cases(offline), offline.text(SENTENCES[3], 40, {"temperature": 0})
     long = offline.text("?", LONG_TOKENS, {"temperature": 0})
     served.wait_for_port(120)
     asyncio.run(ask_once(served, ordinary[-8:]))
     files, threads = served.files(), served.threads()
-    before = served.metrics()
+    before = counters(served.url)
     load = Load(served.port, ordinary, slow, long, malformed())
     memory = asyncio.run(under_load(load, served, seconds))
     totals = load.totals
     assert not totals.wrong, f"{len(totals.wrong)} wrong, of {totals.counts}: {totals.wrong[:3]}"
-    quiet = until(lambda: idle(served.metrics()), 1)
+    quiet = until(lambda: idle(counters(served.url)), 1)
     until(lambda: served.files() <= files, 1)
-    after = served.metrics()
+    after = counters(served.url)
     check_counts(totals, {name: value - before.get(name, 0) for name, value in after.items()}, long)
     assert min(totals.counts[kind] for kind in ("answered", "cancelled", "malformed", "read slowly")) > 0
     grown, late = growth(memory, warm_up), max(totals.refusals)
@@ -224,29 +240,6 @@ def campaign(served: Served, seconds: float, warm_up: float) -> str:
     assert served.process.wait(40) == 0
     assert not served.left()
     assert "Traceback" not in served.log() and "ERROR" not in served.log(), served.log()[-3000:]
-    return figures
-
-
-async def ask_once(served: Served, cases: Sequence[Case]) -> None:
-    """Some cases alone: answers that differ here are no matter of load."""
-    own = Connection(served.port)
-    for case in cases:
-        assert not (wrong := difference(case, *await receive(await own.send(case.wire())))), wrong
-    own.close()
-
-
-def idle(found: dict[str, float]) -> bool:
-    return found["num_requests_running"] == found["num_requests_waiting"] == found["kv_cache_usage_perc"] == 0
-
-
-def test_six_seconds_of_load(served: Served) -> None:
-    campaign(served, seconds=6, warm_up=2)
-
-
-@pytest.mark.campaign
-@pytest.mark.timeout(900)
-def test_ten_minutes_of_load(served: Served) -> None:
-    campaign(served, seconds=600, warm_up=60)
 
 
 def test_a_wrong_stream_is_noticed() -> None:

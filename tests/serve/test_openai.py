@@ -1,7 +1,8 @@
-"""What OpenAI accepts is accepted: any order of roles, structured outputs, tools of the caller."""
+"""What OpenAI accepts is accepted: any order of roles, structured outputs, tools of the caller, `/v1/responses`."""
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -18,6 +19,8 @@ PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer"}}, "requi
 SCHEMA = {**PARAMETERS, "additionalProperties": False}
 FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
 COUNT = {"type": "function", "function": {"name": "count", "parameters": SCHEMA}}
+FLAT_FORM = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
+FLAT_TOOL: Any = {"type": "function", "name": "count", "parameters": SCHEMA}
 
 
 def call(arguments: str) -> dict[str, Any]:
@@ -191,3 +194,69 @@ def test_a_model_that_may_not_call_does_not(client: openai.OpenAI) -> None:
     bound = client.chat.completions.create(**body, logit_bias={start: 100}, tool_choice="none", seed=2)
     assert bound.choices[0].message.tool_calls is None and bound.choices[0].finish_reason != "tool_calls"
     assert not hasattr(bound.choices[0].message, "parts")
+
+
+# `/v1/responses`: the chat's answer in another shape, whole = streamed ------------------------------------------
+
+
+@pytest.fixture
+def strict(url: str) -> Iterator[openai.OpenAI]:
+    """A client that takes no answer without all of a response's fields."""
+    how: dict[str, Any] = {"api_key": "none", "max_retries": 0, "_strict_response_validation": True}
+    with openai.OpenAI(base_url=f"{url}/v1", **how) as client:
+        yield client
+
+
+def test_the_text_of_a_response_is_the_chat_s(strict: openai.OpenAI) -> None:
+    turns: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}]
+    chat = strict.chat.completions.create(model=NAME, messages=turns, temperature=0, max_tokens=20)
+    ask: dict[str, Any] = {"model": NAME, "temperature": 0, "max_output_tokens": 20}
+    forms: list[dict[str, Any]] = [
+        {"input": "Hello?"},
+        {"input": [{"role": "user", "content": "Hello?"}]},
+        {"input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello?"}]}]},
+    ]
+    for given in forms:
+        answer: Any = strict.responses.create(**ask, instructions="Be brief.", **given)
+        assert answer.output_text == chat.choices[0].message.content
+        assert answer.object == "response" and answer.id.startswith("resp_") and answer.usage and chat.usage
+        assert answer.usage.input_tokens == chat.usage.prompt_tokens
+        assert answer.usage.output_tokens == chat.usage.completion_tokens
+        cut = chat.choices[0].finish_reason == "length"
+        assert answer.status == ("incomplete" if cut else "completed")
+        assert (answer.incomplete_details is not None) == cut
+    # The answer goes back as it came.
+    again: list[Any] = [*turns[1:], *(item.model_dump(exclude_none=True) for item in answer.output), turns[1]]
+    assert strict.responses.create(**ask, input=again).object == "response"
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"text": {"format": FLAT_FORM}}, {"tools": [FLAT_TOOL], "tool_choice": "required"}]
+)
+def test_a_streamed_response_is_the_whole_one(strict: openai.OpenAI, more: dict[str, Any]) -> None:
+    body: dict[str, Any] = {"model": NAME, "input": "How many?", "temperature": 0, "max_output_tokens": 60, **more}
+    whole: Any = strict.responses.create(**body)
+    events: list[Any] = list(strict.responses.create(**body, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    last = events[-1]
+    assert last.type == f"response.{whole.status}"
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == whole.output_text == last.response.output_text
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert [item.type for item in done] == [item.type for item in whole.output]
+    added = [event for event in events if event.type == "response.output_item.added"]
+    assert [event.output_index for event in added] == list(range(len(done)))
+    if "tools" in more:
+        [call] = whole.output
+        assert call.type == "function_call" and call.name == "count" and not text
+        jsonschema_rs.validator_for(PARAMETERS).validate(json.loads(call.arguments))
+        told = [event.arguments for event in events if event.type == "response.function_call_arguments.done"]
+        assert told == [call.arguments]
+        items = [{"role": "user", "content": "How many?"}, call.model_dump(exclude_none=True)]
+        items.append({"type": "function_call_output", "call_id": call.call_id, "output": "3"})
+        assert (
+            strict.responses.create(model=NAME, input=items, tools=[FLAT_TOOL], max_output_tokens=20).output is not None
+        )
+    elif more:
+        jsonschema_rs.validator_for(PARAMETERS).validate(json.loads(text))

@@ -27,7 +27,7 @@ from quern.serve import replicas
 from quern.serve.server import listen
 from quern.text.chat import render_prompt
 from tests.serve.conftest import CHAT, NO_END, post
-from tests.support.http_server import web
+from tests.support.http_server import counters, web
 from tests.support.llama_run import FP32, model_of
 from tests.support.serve_process import MODEL, Served, serving, small_recipe
 from tests.support.toy_engine import SENTENCES, toy_tokenizer
@@ -71,7 +71,7 @@ def body(said: str, most: int = 20, **more: Any) -> dict[str, Any]:
 
 
 def ask(served: Served, said: str, most: int = 20, **more: Any) -> httpx.Response:
-    return post(f"http://127.0.0.1:{served.port}", CHAT, body(said, most, **more))
+    return post(served.url, CHAT, body(said, most, **more))
 
 
 def streamed(text: str) -> list[str]:
@@ -98,9 +98,8 @@ def alone(said: Sequence[str], most: int = 20) -> list[str]:
 
 def finished(served: Served) -> list[float]:
     """The requests that each replica has finished, of its own metrics."""
-    pages = [web.get(f"http://127.0.0.1:{port}/metrics").text for _, port in sorted(own_ports(served).items())]
-    found = [re.findall(r"^quern:e2e_request_latency_seconds_count\S* (\S+)$", page, re.M) for page in pages]
-    return [float(values[0]) for values in found]
+    ports = [port for _, port in sorted(own_ports(served).items())]
+    return [counters(f"http://127.0.0.1:{port}").get("e2e_request_latency_seconds_count", 0) for port in ports]
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """A real server in a thread, on a free loopback port, for the tests that talk to it over a socket."""
 
+import re
 import socket
 import threading
 import time
@@ -15,6 +16,16 @@ from quern.serve.server import configure
 
 web = httpx.Client(verify=False, trust_env=False, timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
 """A client of plain HTTP, a connection for each request. `httpx.get` loads all certificates each time: 25 ms."""
+
+
+def counters(url: str) -> dict[str, float]:
+    """The values of a server's /metrics by name, without the name of the model, the prefix and the buckets."""
+    found: dict[str, float] = {}
+    for name, labels, value in re.findall(r"^quern:(\S+?)\{(.*?)\} (\S+)$", web.get(f"{url}/metrics").text, re.M):
+        reason = re.search(r'finished_reason="(\w+)"', labels)
+        if "le=" not in labels:
+            found[f"{name} {reason[1]}" if reason else name] = float(value)
+    return found
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -38,6 +37,10 @@ class Served:
         self.process, self.pid, self._log = process, process.pid, log
         self.port = 0
 
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
     def log(self) -> str:
         return self._log.read_text(encoding="utf-8")
 
@@ -58,18 +61,6 @@ class Served:
         except ConnectionRefusedError:
             return True
         return False
-
-    def metrics(self) -> dict[str, float]:
-        """The values of /metrics by name, without the name of the model and the prefix."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as response:
-            text = response.read().decode()
-        lines = re.findall(r"^quern:(\S+?)\{(.*?)\} (\S+)$", text, re.MULTILINE)
-        found: dict[str, float] = {}
-        for name, labels, value in lines:
-            reason = re.search(r'finished_reason="(\w+)"', labels)
-            if "le=" not in labels:
-                found[f"{name} {reason[1]}" if reason else name] = float(value)
-        return found
 
     def resident_bytes(self) -> int:
         text = Path(f"/proc/{self.pid}/status").read_text(encoding="utf-8")
