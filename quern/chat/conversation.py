@@ -29,7 +29,7 @@ def ask(
 ) -> Completion:
     """Streams the reply to `messages`, with sums and their results in brackets (`tools.spoken`), and returns it.
 
-    dim: colours what is not the reply's own text; options: of `Engine.submit`. Raises ContextOverflow for messages that
+    dim: colours what is not the reply's own text; options: of `Engine.submit`. Raises ValueError for messages that
     leave no room for a reply.
     """
     held: list[ContentPart] = []  # calls and outputs since the last words
@@ -95,7 +95,7 @@ class Conversation:
         return [{"role": "system", "content": self.system}, *messages] if self.system else messages
 
     def enter(self, text: str) -> None:
-        """Asks a question or continues a text. Raises ContextOverflow if it leaves no room for a token."""
+        """Asks a question or continues a text. Raises ValueError if it leaves no room for a token."""
         if self.completing:
             self._extend(text)
         else:

@@ -34,14 +34,12 @@ INTERLEAVED_TOKENS = 256
 """Prompt tokens, or tokens of a text to score, that a server reads between two tokens of the replies that run."""
 
 
-class ContextOverflow(ValueError):
-    """The prompt leaves no room for a reply."""
-
-    def __init__(self, prompt_tokens: int, context: int):
-        super().__init__(
-            f"the prompt has {prompt_tokens} tokens and the model's context holds {context}, of which at "
-            f"least one is for the answer: shorten the prompt to {context - 1} tokens or fewer"
-        )
+def _overflow(prompt_tokens: int, context: int) -> ValueError:
+    """The error of a prompt that leaves no room for a reply."""
+    return ValueError(
+        f"the prompt has {prompt_tokens} tokens and the model's context holds {context}, of which at "
+        f"least one is for the answer: shorten the prompt to {context - 1} tokens or fewer"
+    )
 
 
 class Engine:
@@ -124,11 +122,10 @@ class Engine:
     def read(self, prompt: Sequence[int], top: int = 0, part: int = INTERLEAVED_TOKENS) -> Iterator[list[Token]]:
         """Yields the tokens of a text after its first one with their log-probabilities, and `top` likeliest ones each.
 
-        part: tokens read at a time, between two steps of other work. Raises ContextOverflow for a text that is too
-        long.
+        part: tokens read at a time, between two steps of other work. Raises ValueError for a text that is too long.
         """
         if len(prompt) > self.context:
-            raise ContextOverflow(len(prompt), self.context)
+            raise _overflow(len(prompt), self.context)
         cache = KVCache(self.model, 1, len(prompt))
         for start in range(0, len(prompt) - 1, part):
             tokens = prompt[start : start + part + 1]
@@ -178,9 +175,8 @@ class Engine:
             The open generation; `step` adds its events.
 
         Raises:
-            ContextOverflow: A prompt leaves no room for one token.
             GrammarError: No text of the form is short enough.
-            ValueError: A prompt or a stop string is empty, or a number is out of range.
+            ValueError: A prompt is empty or leaves no room for a token, a stop string is empty, a number out of range.
         """
         self._refuse(prompts, samples, max_tokens, [*stop_ids, *(bias or {})])
         seeds = [seed] * len(prompts) if isinstance(seed, int) else seed
@@ -206,7 +202,7 @@ class Engine:
             if not prompt:
                 raise ValueError("a prompt is empty: begin it with the tokenizer's BOS")
             if len(prompt) >= self.context:
-                raise ContextOverflow(len(prompt), self.context)
+                raise _overflow(len(prompt), self.context)
         for token in tokens:
             if not 0 <= token < self.tokenizer.vocab_size:
                 raise ValueError(f"{token} is no token: ids are 0 to {self.tokenizer.vocab_size - 1}")
