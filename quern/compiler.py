@@ -34,11 +34,6 @@ def is_eager() -> bool:
     return _eager.get(threading.get_ident(), _eager[None])
 
 
-def set_eager(eager: bool) -> None:
-    """Whether everything runs without the compiler from now on, outside `eager`."""
-    _set(None, eager)
-
-
 @contextmanager
 def eager(on: bool = True) -> Iterator[None]:
     """Runs what this thread does inside as it is written, even what has been compiled; on=False: compiled again.
@@ -48,14 +43,16 @@ def eager(on: bool = True) -> Iterator[None]:
     """
     thread = threading.get_ident()
     before = _eager.get(thread)
-    _set(thread, on)
+    set_eager(on, thread)
     try:
         yield
     finally:
-        _set(thread, before)
+        set_eager(before, thread)
 
 
-def _set(thread: int | None, eager: bool | None) -> None:
+def set_eager(eager: bool | None, thread: int | None = None) -> None:
+    """Sets whether code runs without the compiler from now on: outside `eager`, or in the `thread` that is inside it,
+    where None forgets the thread."""
     with _lock:
         if eager is None:
             del _eager[thread]
@@ -102,7 +99,11 @@ def problem(device_type: str) -> str | None:
     if device_type == "mps":
         return "not supported by PyTorch on MPS for this model"
     logging.getLogger("torch._inductor").setLevel(logging.ERROR)  # read when torch._inductor is imported
-    _configure()
+    import torch._inductor.config
+
+    # Fused multiply-add on CPUs saves a third of pointwise time. The tests of vector instructions are slow.
+    torch._inductor.config.cpp.enable_floating_point_contract_flag = "fast"
+    torch._inductor.config.cpp.vec_isa_ok = True
     try:
         with warnings.catch_warnings(), waiting("PyTorch's compiler, which compiles a function on trial"):
             warnings.simplefilter("ignore")
@@ -115,11 +116,3 @@ def problem(device_type: str) -> str | None:
 
 def _probe(x: torch.Tensor) -> torch.Tensor:
     return torch.relu(x) * 2 + 1
-
-
-def _configure() -> None:
-    """Allow fused multiply-add on CPUs (saves a third of pointwise time), and skip slow vector-instruction tests."""
-    import torch._inductor.config
-
-    torch._inductor.config.cpp.enable_floating_point_contract_flag = "fast"
-    torch._inductor.config.cpp.vec_isa_ok = True

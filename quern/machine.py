@@ -109,12 +109,7 @@ def detect(
         notes.append(f"torch.compile does not work here ({problem}): running eagerly, which is slower")
         compile = False
     compiler.set_eager(not compile)
-    return Machine(chosen, compute, compile, cpu_threads(), tuple(notes))
-
-
-def cpu_threads() -> int:
-    """Returns the number of CPU threads that torch uses, one for each core by default."""
-    return torch.get_num_threads()
+    return Machine(chosen, compute, compile, torch.get_num_threads(), tuple(notes))
 
 
 def _device(name: str | None) -> torch.device:

@@ -31,7 +31,7 @@ LAYERS = (
     ("parallel", "generate", "generate.sandbox", "recipes"),
     ("train", "eval", "grug", "mixture", "estimate"),
     ("rl",),
-    ("runs", "eval.core", "eval.tasks", "report"),
+    ("runs", "eval.core", "report"),
     ("eval.chat", "eval.harness"),
     ("stages", "serve"),
     ("stages.jax", "interop", "chat", "lab.axes"),

@@ -111,10 +111,11 @@ class PrepareOptions(EncodingOptions, TokenizerOptions):
 
     def encoders(self) -> tuple[int, StartWorkers]:
         """The number of workers, and where they run. Connects to the cluster."""
-        from quern.machine import cpu_threads
+        from torch import get_num_threads
+
         from quern.stages.encode import ENOUGH_WORKERS, on_cluster, on_processes
 
-        start_workers, count = on_processes, cpu_threads
+        start_workers, count = on_processes, get_num_threads
         if self.engine == "ray":
             connect(self.ray or "auto")
             start_workers, count = on_cluster, cluster_cpus

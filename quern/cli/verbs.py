@@ -95,11 +95,6 @@ OF_THE_MACHINE = tuple(
 """Flags that a run does not save: the command that continues the run repeats them."""
 
 
-def go_on(verb: str, rest: Arguments, run_dir: Any) -> str:
-    """The command that continues a stopped run, for messages."""
-    return " ".join(["quern", verb, "--resume", run_dir.flags, *map(shlex.quote, rest.repeated(OF_THE_MACHINE))])
-
-
 def verb_prepare(verb: str, rest: Arguments) -> int:
     options, _ = parse(verb, rest, TokenizerOptions if verb == "tokenizer" else PrepareOptions)
     from quern.data.bin_files import MODDED_NANOGPT, NANOGPT
@@ -175,6 +170,7 @@ def on_ranks(
     rank_log = log if here.main else silent
     detect = functools.partial(where.machine, log=rank_log)
     joined = launch.joined(f"quern {verb}", options.tp, detect, where.threads, options.timeout, options.zero)
+    again = ["quern", verb, "--resume", where.run_dir.flags, *map(shlex.quote, rest.repeated(OF_THE_MACHINE))]
     with joined as (machine, mesh):
         session = Session(
             stage="pretrain" if verb == "run" else verb,
@@ -187,7 +183,7 @@ def on_ranks(
             trackers=trackers,
             mesh=mesh,
             named=set(rest.given),
-            go_on=go_on(verb, rest, where.run_dir),
+            go_on=" ".join(again),
             workers=options.workers if isinstance(options, EncodingOptions) else None,
         )
         return launch.finish(run(session))

@@ -1,4 +1,4 @@
 """Scores of a model: bits per byte, likelihoods of given answers, generated answers, and tasks that ask for them.
 
-Evaluators take a model and batches or items; they choose no data and write no files. Built-in tasks are in tasks/.
+Evaluators take a model and batches or items; they choose no data and write no files. The built-in task is in task.py.
 """

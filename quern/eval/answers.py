@@ -128,15 +128,6 @@ def _read(path: Path) -> tuple[str, Scores]:
         raise ValueError(f"{path} is damaged ({error!r}): remove it and evaluate again") from None
 
 
-def mcnemar(only_first: int, only_second: int) -> float:
-    """The exact two-sided p value: how likely such an uneven split is, if each model is as likely to be the only one
-    that is right."""
-    from scipy.stats import binomtest
-
-    count = only_first + only_second
-    return float(binomtest(only_first, count).pvalue) if count else 1.0
-
-
 def paired_bootstrap(differences: Sequence[float] | np.ndarray) -> tuple[float, float]:
     """The 95% percentile interval of the mean of `differences`, one per item, under drawing items with replacement."""
     from scipy.stats import bootstrap
@@ -160,6 +151,10 @@ def compare(task: str, first: Scores, second: Scores, names: tuple[str, str]) ->
     if not a.size:
         raise ValueError(f"{task}: none of its items was asked: {AGAIN}")
     wins, losses = int((a > b).sum()), int((a < b).sum())
-    p = mcnemar(wins, losses) if set(np.unique([a, b])) <= {0.0, 1.0} else None
+    p = None
+    if set(np.unique([a, b])) <= {0.0, 1.0}:
+        from scipy.stats import binomtest
+
+        p = float(binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
     low, high = paired_bootstrap(a - b)
     return Comparison(task, a.size, float(a.mean()), float(b.mean()), wins, losses, p, low, high)

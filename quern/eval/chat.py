@@ -29,8 +29,7 @@ import numpy as np
 from quern.eval.answers import ENDING, Answered, write_answers
 from quern.eval.run_task import Records, fitting, run_task
 from quern.eval.score import SINGLE, Prompts, Score, interval, mean_score, on_ranks
-from quern.eval.task import Item, Task, question
-from quern.eval.tasks import world_grade, world_items, world_prompt
+from quern.eval.task import Item, Task, question, world_grade, world_items, world_prompt
 from quern.generate.engine import Engine
 from quern.generate.sampling import Sampling
 from quern.generate.sandbox import Program, SandboxError

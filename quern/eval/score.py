@@ -44,7 +44,7 @@ class Score:
         bos: Whether every prompt began with it.
         cropped: Prompts cut to fit the context.
         skipped: Questions that did not fit and were not asked; where that is all of them, there is no value.
-        contaminated: The share of the questions that are in the training text (quern.eval.contamination).
+        contaminated: The share of the questions that are in the training text (`contaminated_shares`).
     """
 
     task: str

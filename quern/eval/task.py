@@ -1,21 +1,28 @@
-"""An evaluation task: its questions, how a model is asked, and which replies are right.
+"""An evaluation task: its questions, how a model is asked, which replies are right; which questions were trained on.
 
 A new evaluation is one Python file that ends in `TASK = Task(…)`; experiments/task_capitals.py is an example.
-`quern evaluate --tasks FILE` runs it.
+`quern evaluate --tasks FILE` runs it. The built-in task asks held-out questions of the built-in world: facts, sums,
+word problems, spelling, counting, multiple choice, small talk. The model answers in its own words, with tools. The
+questions depend only on (seed, count), so every stage of a run is asked the same questions.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quern.flags.recipe_file import read_object
 from quern.recipe import Resolved
 from quern.text.chat import Message
+from quern.text.clean.steps import Passages
+from quern.text.tinyworld.corpus import QUESTION_KINDS, check, questions
 
 if TYPE_CHECKING:
     from quern.eval.likelihood import Example
+    from quern.mesh import ProcessGroup
     from quern.text.tokenizer import Tokenizer
 
 CHAT_STAGES = ("sft", "rl")
@@ -83,3 +90,83 @@ class Task:
     data: str = ""
     """The fingerprint of all that the rows of `example` come from. Their answers are kept: a later evaluation of the
     same weights does not ask again. Empty: every evaluation asks."""
+
+
+# The built-in world -----------------------------------------------------------------------------------------
+
+
+BASE_PROMPTS = {"spelling": "{}", "counting": "{}", "choice": "{}\nAnswer:"}
+"""The form in which the documents of the world ask for these kinds."""
+
+
+def world_items(seed: int, count: int, kinds: Sequence[str] = QUESTION_KINDS) -> list[Item]:
+    asked = (one for kind in kinds for one in questions(seed, kind, count))
+    return [question(one.question, one.answer, kind=one.kind, chance=one.chance) for one in asked]
+
+
+def world_grade(item: Item, reply: str) -> bool:
+    return check(item.kind, item.question, item.answer, reply)
+
+
+def world_prompt(item: Item) -> str:
+    return BASE_PROMPTS.get(item.kind, "Question: {}\nAnswer:").format(item.question)
+
+
+def _suits(recipe: Resolved, stage: str) -> bool:
+    """Whether the stage's model has learned from the built-in world: its documents, or then its conversations."""
+    return recipe.data == "tinyworld" or (stage in CHAT_STAGES and recipe.has_built_in_conversations)
+
+
+TINYWORLD = Task("tinyworld", world_items, world_grade, world_prompt, suits=_suits)
+BUILT_IN = {TINYWORLD.name: TINYWORLD}
+
+
+def load_task(name: str) -> Task:
+    """The built-in task of this name, or the TASK of this Python file.
+
+    Raises:
+        ValueError: There is no such task, or the file fails; the message names the tasks or the line.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    path = Path(name)
+    if path.suffix != ".py" or not path.is_file():
+        raise ValueError(f"there is no task '{name}': use {', '.join(BUILT_IN)}, core, chat, or the path of a .py file")
+    return read_object(path, "TASK", Task)[0]
+
+
+# Contamination ----------------------------------------------------------------------------------------------
+
+
+_OPTION = re.compile(r"^([A-Z])\) (.*)$", re.MULTILINE)
+
+
+def find_contaminated(texts: Sequence[str], documents: Iterable[str]) -> list[bool]:
+    """Whether each question, a text with its answer, shares a run of `WORDS` words with a document."""
+    known, found = Passages(texts), [False] * len(texts)
+    for document in documents:
+        for number in known.found_in(document):
+            found[number] = True
+    return found
+
+
+def passage(item: Item) -> str:
+    """The text of an item that is looked for: its question, without lettered options, and its answer."""
+    options = dict(_OPTION.findall(item.question))
+    return f"{_OPTION.sub('', item.question)} {options.get(item.answer, item.answer)}"
+
+
+def contaminated_shares(
+    passages: Mapping[str, Sequence[str]], documents: Iterable[str], group: ProcessGroup
+) -> dict[str, float]:
+    """The share of each task's questions that share a run of words with the training text.
+
+    Args:
+        passages: Task → the texts of its questions.
+        documents: This rank's part of the training text; read once, for all tasks.
+        group: The ranks that read a part each.
+    """
+    own = find_contaminated([text for texts in passages.values() for text in texts], documents)
+    found = map(any, zip(*group.gather_objects(own), strict=True))
+    shares = {task: [next(found) for _ in texts] for task, texts in passages.items()}
+    return {task: sum(own) / len(own) for task, own in shares.items() if own}

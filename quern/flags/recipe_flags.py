@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from functools import cached_property, partial
 from glob import glob
@@ -33,11 +34,6 @@ class Refusal(NamedTuple):
     names: str
     reason: str
     but: str = ""
-
-    def covers(self, name: str, fields: Collection[str]) -> bool:
-        """Whether a flag is one of these. fields: all of the recipe."""
-        covered = name in fields if self.names == ALL else _within(name, self.names)
-        return covered and not _within(name, self.but)
 
 
 EVERYWHERE = (
@@ -139,7 +135,9 @@ def parse(flags: type[F], recipe: Recipe, arguments: Arguments, *, verb: str, de
         elif part != "recipe":
             offered.append(one)
     if arguments.asks_for_help:
-        filled = _filled(recipe)
+        filled = recipe
+        with suppress(ValueError):  # which the command without --help refuses
+            filled = resolve(recipe)
         offered = [replace(one, told=_default(one, filled, verb == "sft")) for one in offered]
         check_flags.show_help(offered, arguments, f"quern {verb}", description)
     given = check_flags.check(offered, arguments.flags, f"quern {verb}", complete=True)
@@ -151,8 +149,11 @@ def parse(flags: type[F], recipe: Recipe, arguments: Arguments, *, verb: str, de
 def why_none(name: str, recipe: Recipe, refusals: Iterable[Refusal], names: Collection[str]) -> str | None:
     """The reason why a verb with these refusals has no flag of this name; None if it may have one. names: all fields of
     the recipe."""
-    reason = next((rule.reason for rule in (*refusals, *EVERYWHERE) if rule.covers(name, names)), None)
-    return why_unused(name, recipe) if reason is None and name in recipe.unused else reason
+    for rule in (*refusals, *EVERYWHERE):
+        covered = name in names if rule.names == ALL else _within(name, rule.names)
+        if covered and not _within(name, rule.but):
+            return rule.reason
+    return why_unused(name, recipe) if name in recipe.unused else None
 
 
 def _within(name: str, parts: str) -> bool:
@@ -168,14 +169,6 @@ def field_names(part: Any, prefix: str = "") -> Iterator[str]:
             yield from field_names(value, f"{prefix}{f.name}.")
         elif not (callable(value) or f.name.startswith("make_")):
             yield prefix + f.name
-
-
-def _filled(recipe: Recipe) -> Recipe:
-    """The resolved recipe; the recipe itself if it is refused, which happens again after parsing."""
-    try:
-        return resolve(recipe)
-    except ValueError:
-        return recipe
 
 
 def _default(one: check_flags.Flag, filled: Recipe, of_the_run: bool) -> str | None:

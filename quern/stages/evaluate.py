@@ -12,12 +12,10 @@ from typing import Any
 from quern.data.shards import Corpus
 from quern.eval.bits_per_byte import kinds_of_documents, sample, text_scores
 from quern.eval.chat import CHAT, Asked, find_chat_tasks, run_chat
-from quern.eval.contamination import contaminated_shares, passage
 from quern.eval.core import CORE, CoreTask, core_bundle, core_passages, find_tasks, named_tasks, run_core
 from quern.eval.run_task import Records, run_task
 from quern.eval.score import Score
-from quern.eval.task import CHAT_STAGES, Task
-from quern.eval.tasks import BUILT_IN, load_task
+from quern.eval.task import BUILT_IN, CHAT_STAGES, Task, contaminated_shares, load_task, passage
 from quern.generate.engine import Engine
 from quern.generate.sampling import GREEDY
 from quern.machine import Machine

@@ -108,6 +108,7 @@ def test_help_is_short_and_within_the_terminal_and_help_all_shows_the_rest(
     assert "--train.steps" in shown["run"] and "--model.width" not in shown["run"] and "--tp" not in shown["run"]
     assert {"--model.width", "--tp", "--train.steps"} <= set(flags_of("run"))
     assert "all flags, also of model, optim, sft, text, train: quern run --help-all" in shown["run"]
+    assert all(f"\n  {verb} " in shown["grug"] for verb in jax_command.VERBS)
     assert "--rl.kl" in shown["rl"] and "--sft.too-long" in shown["sft"]
 
 
@@ -234,9 +235,7 @@ prepare --data fineweb-education → no such file, folder or data set; use tinyw
 pretrain --val a.txt → --val is for a --data of your own: the built-in world makes its own
 pretrain --train.steps 3 --train.minutes 1 → --train.steps and --train.minutes contradict each other
 sft --sft.epochs 3 --sft.steps 5 → --sft.epochs and --sft.steps contradict each other: give one of them
-pretrain --train.batch-tokens 10 → train.batch-tokens must be a multiple of model.context, .* at least 512
 pretrain unet --depth 3 --no-compile --dtype fp32 → unet needs an even depth|depth must be even
-pretrain --model.kv-heads 3 --no-compile → kv-heads must divide the 4 heads: one of \[1, 2, 4\], not 3
 """
 """Command lines, and the message of each as a regular expression."""
 

@@ -28,16 +28,15 @@ from quern.eval.chat import (
     run_chat,
     sampled_scores,
 )
-from quern.eval.contamination import passage
 from quern.eval.run_task import Records
 from quern.eval.score import Score
-from quern.eval.task import Item, question
+from quern.eval.task import Item, passage, question
 from quern.generate.engine import Engine
 from quern.generate.sandbox import Program, Sandbox, SandboxError
 from quern.mixture.sources import to_messages
 from quern.model.gpt import GPT
 from quern.records import read_lines
-from quern.rl.environment import draw_item, is_right_number, last_number, load_environment, word_problem
+from quern.rl.environment import draw_item, is_right_number, last_number, load_environment
 from quern.text.chat import Message, render
 from quern.text.tokenizer import Tokenizer
 from tests.eval.test_evaluate import evaluate
@@ -152,6 +151,8 @@ def test_files_are_found_and_missing_ones_are_named(folder: Path, tmp_path: Path
         ("mmlu", [1], "it is no object"),
         ("arc_easy", {**ARC, "answerKey": "C"}, "answerKey 'C' is none of its labels, 1, 2"),
         ("gsm8k", {"question": "q", "answer": "#### seven"}, "no number after ####"),
+        ("gsm8k", {"question": "q", "answer": "12"}, "no number after ####"),
+        ("gsm8k", {"question": "q"}, "it has no 'answer'"),
         ("humaneval", {**CODE, "entry_point": "a b"}, "its entry_point no name"),
         ("humaneval", {"prompt": "def f():"}, "it has no 'canonical_solution'"),
     ],
@@ -363,15 +364,9 @@ def test_files_are_found_and_practised(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_bytes(b"")
     with pytest.raises(ValueError, match="train has several files"):
         load_environment("gsm8k", tmp_path)
+    with pytest.raises(FileNotFoundError, match="gsm8k reads train.jsonl: name its folder with --rl.data$"):
+        load_environment("gsm8k")
     (tmp_path / "train.jsonl").rename(tmp_path / "other.jsonl")
     (tmp_path / "deep" / "train.jsonl.gz").unlink()
     with pytest.raises(FileNotFoundError, match="name its folder with --rl.data, .* has none"):
         load_environment("gsm8k", tmp_path)
-
-
-def test_a_damaged_line_is_named_and_the_folder_must_be() -> None:
-    for row in ({"question": "a"}, {"question": "a", "answer": "#### many"}, {"question": "a", "answer": "12"}, []):
-        with pytest.raises((ValueError, KeyError, TypeError)):
-            word_problem(row)
-    with pytest.raises(FileNotFoundError, match="gsm8k reads train.jsonl: name its folder with --rl.data$"):
-        load_environment("gsm8k")

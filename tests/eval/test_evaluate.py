@@ -14,8 +14,7 @@ import pytest
 from quern.cli import main
 from quern.eval.answers import kept_score, read_answers
 from quern.eval.run_task import run_task
-from quern.eval.task import CHAT_STAGES
-from quern.eval.tasks import TINYWORLD, load_task, world_items
+from quern.eval.task import CHAT_STAGES, TINYWORLD, load_task, world_items
 from quern.generate.engine import Engine
 from quern.mesh import Mesh, ProcessGroup, alone
 from quern.recipe import Resolved

@@ -242,13 +242,3 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_bytes(b"depth: [1")
     with pytest.raises(ValueError, match=r"a.yaml cannot be read \((.|\n)+\): correct it"):
         told(tmp_path / "a.yaml")
-
-
-def test_verbs_are_named() -> None:
-    said: list[str] = []
-    with pytest.raises(SystemExit) as left:
-        command.main(Arguments(), said.append)
-    assert left.value.code == 0
-    assert all(verb in said[0] for verb in ("train", "eval", "export", "import", "gauntlet"))
-    with pytest.raises(ValueError, match="there is no 'grug trian'; nearest: train; all of them: quern grug"):
-        command.main(Arguments(["trian"]), said.append)

@@ -17,7 +17,7 @@ from quern.eval import likelihood
 from quern.eval.bits_per_byte import bits_per_byte
 from quern.eval.likelihood import choice_example, score_examples
 from quern.eval.run_task import run_task
-from quern.eval.tasks import TINYWORLD
+from quern.eval.task import TINYWORLD
 from quern.generate.engine import Engine
 from tests.support.memory_corpus import memory_corpus
 from tests.support.tiny_model import CPU, TEXTS, plain_bits_per_byte, tiny_model, tiny_tokenizer

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from quern.eval.contamination import find_contaminated
+from quern.eval.task import find_contaminated
 from quern.text.clean import steps
 from quern.text.clean.steps import Cleaned, Step
 

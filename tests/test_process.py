@@ -1,5 +1,11 @@
-"""Child processes: orders, requests, answers, and what the parent learns of a child that fails."""
+"""Child processes: orders, requests, answers, and what the parent learns of a child that fails. Every wait ends within
+three seconds of SIGTERM or Ctrl-C, and has said for whom it waits and until when.
 
+The waits are in tests/support/waits.py: each runs as a verb of the command line, in a process that gets the signal.
+"""
+
+import json
+import re
 import signal
 import subprocess
 import sys
@@ -7,10 +13,12 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quern.process import Child, start, together
+from tests.support.line_server import ROOT
 
 ECHO = """
 import os, sys
@@ -95,7 +103,7 @@ import signal, sys, threading
 from quern.process import prompt_signals, together
 
 def work(number):
-    print("begun", flush=True)
+    print("begun\\n", end="", flush=True)  # one write, between which no other thread comes
     threading.Event().wait()
 
 with prompt_signals({signal.SIGINT: lambda number: SystemExit(9)}):
@@ -105,9 +113,9 @@ with prompt_signals({signal.SIGINT: lambda number: SystemExit(9)}):
 
 def test_work_that_is_done_together_ends_with_an_interrupt_of_the_main_thread() -> None:
     with subprocess.Popen([sys.executable, "-c", TOGETHER], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout and [process.stdout.readline() for _ in range(2)] == ["begun\n"] * 2
-        process.send_signal(signal.SIGINT)
         try:
+            assert process.stdout and [process.stdout.readline() for _ in range(2)] == ["begun\n"] * 2
+            process.send_signal(signal.SIGINT)
             assert process.wait(timeout=20) == 9
         finally:
             process.kill()
@@ -125,3 +133,38 @@ def test_an_error_of_work_that_is_done_together_waits_for_the_rest() -> None:
     with pytest.raises(ValueError, match="the first"):
         together(3, work)
     assert sorted(seen) == [1, 2]
+
+
+# Waits ------------------------------------------------------------------------------------------------------
+
+
+LONGEST_SECONDS = 3.0
+TIME = r"until \d\d:\d\d:\d\d"
+WAITS = {
+    "rank 0": rf"rank 1 of 2 at 127.0.0.1:\d+, {TIME}",
+    "a store that does not answer": rf"rank 0 of 2 at 127.0.0.1:\d+, {TIME}",
+    "rank 0's preparation": "rank 0, which prepares what all ranks read, without a time limit",
+    "a collective": "a collective",
+    "a lock": "process 7 on elsewhere, which writes to .*, without a time limit",
+    "a silent server": rf"bytes of text.txt from 127.0.0.1:\d+, {TIME}",
+    "a busy server": rf"127.0.0.1:\d+ before try 2 of 4 \(the server answers 503\), {TIME}",
+    "machines": rf"the machines of --nodes 2 at 127.0.0.1:\d+, {TIME}",
+    "processes of JAX": rf"2 processes at 127.0.0.1:\d+, {TIME}",
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All waits at once."""
+    lines = json.dumps({wait: f"waiting for {line}" for wait, line in WAITS.items()})
+    command = [sys.executable, str(ROOT / "tests/support/waits.py"), str(tmp_path_factory.mktemp("waits")), lines]
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=120).stdout)
+
+
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_wait_says_for_whom_and_ends_at_a_signal(ended: dict[str, Any], wait: str, which: signal.Signals) -> None:
+    found = ended[f"{wait}/{which.name}"]
+    assert re.search(f"^waiting for {WAITS[wait]}$", found["said"], re.M), found
+    assert found["code"] in (-which, 128 + which), found
+    assert found["seconds"] < LONGEST_SECONDS and "Traceback" not in found["said"], found

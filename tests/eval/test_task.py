@@ -1,5 +1,7 @@
-"""Tasks through the real engine with a small random model: generated answers, and choices by their losses."""
+"""Tasks through the real engine with a small random model: generated answers, choices by their losses. Questions that
+share a passage with the training text."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,12 +11,12 @@ import torch
 
 from quern.eval.likelihood import choice_example, score_examples
 from quern.eval.run_task import run_task
-from quern.eval.task import Item, Task, contains_answer, question
-from quern.eval.tasks import TINYWORLD
+from quern.eval.task import TINYWORLD, Item, Task, contains_answer, find_contaminated, question
 from quern.generate.engine import Engine
 from quern.generate.sampling import GREEDY
 from quern.model.context import CausalContext
 from quern.text.chat import render_prompt, render_text
+from quern.text.clean.steps import SHORTEST, WORDS
 from quern.text.tinyworld.corpus import QUESTION_KINDS
 from tests.support.tiny_model import CPU, tiny_model, tiny_tokenizer
 
@@ -159,3 +161,42 @@ def test_what_cannot_be_scored_is_refused(model):
     for pair in (([], [[1]]), ([BOS], [[]])):
         with pytest.raises(ValueError, match="at least one token"):
             nats_of(model, [pair])
+
+
+# Contamination ----------------------------------------------------------------------------------------------
+
+
+WORD_LIST = [f"word{number}" for number in range(500)]
+ONCE = " ".join(WORD_LIST[:WORDS])
+
+
+def test_planted_passages_are_found_and_only_they() -> None:
+    rng = random.Random(0)
+    documents = [rng.choices(WORD_LIST, k=400) for _ in range(20)]
+    asked = [rng.choices(WORD_LIST, k=30) for _ in range(40)]
+    for number in range(40):
+        same = WORDS - number % 4  # one word less is no passage
+        if same >= WORDS - 1:
+            at = rng.randrange(300)
+            asked[number][5 : 5 + WORDS] = [*documents[number % 20][at : at + same], *["other"] * (number % 4)]
+    found = find_contaminated([" ".join(words) for words in asked], (" ".join(words) for words in documents))
+    assert [number for number, flag in enumerate(found) if flag] == list(range(0, 40, 4))
+
+
+@pytest.mark.parametrize(
+    ("text", "documents", "shared"),
+    [
+        ("How many legs does a spider have?", ["… HOW many legs, does a spider have! Eight."], True),
+        ("How many legs does a spider have?", ["How many legs does a fly have?"], False),
+        ("Who? Me.", ["who me who me who me"], False),
+        ("", ["anything"], False),
+        ("Ça va bien, 你好 世界 et toi aujourd'hui", ["ça va bien 你好 世界 et toi aujourd'hui encore"], True),
+        (ONCE, [ONCE], True),
+        (ONCE, [" ".join(WORD_LIST[:7]), " ".join(WORD_LIST[7:WORDS])], False),
+    ],
+)
+def test_a_passage_or_a_whole_short_question_must_be_in_one_document(
+    text: str, documents: list[str], shared: bool
+) -> None:
+    assert find_contaminated([text], documents) == [shared]
+    assert SHORTEST <= WORDS
