@@ -67,7 +67,7 @@ IMPORTERS = {"import_module", "importlib.import_module", "__import__"}
 
 
 def room_of(module: str) -> str:
-    """The longest room of LAYERS that holds a module: `quern.text.chat` → `text`, `quern.text.tinyworld.facts` →
+    """The longest room of LAYERS that holds a module: `quern.text.chat` → `text`, `quern.text.tinyworld.world` →
     `text.tinyworld`, `quern.machine` → `machine`, `quern` → `__init__`; an unknown one is its first part."""
     parts = module.split(".")[1:]
     for end in range(len(parts), 0, -1):

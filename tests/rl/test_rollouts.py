@@ -25,8 +25,8 @@ from quern.rl.rollouts import (
     overlong_penalty,
     pass_at_k,
 )
-from quern.text.tinyworld.data import WORDS
 from quern.text.tinyworld.skills import PRACTICE_WORDS
+from quern.text.tinyworld.world import WORDS
 from quern.train.state import build_model, build_state
 from quern.train.step import train_step
 from tests.rl.ranks import LETTERS, NEVER, SETTINGS, advanced, ask, rl_recipe, rl_state, rollouts_of

@@ -5,8 +5,6 @@ from collections import Counter
 
 from quern.text.chat import Message, validate
 from quern.text.tinyworld import skills
-from quern.text.tinyworld.data import WORDS
-from quern.text.tinyworld.facts import CHARACTERS, RELATIONS, VALUES
 from quern.text.tinyworld.prose import Pen
 from quern.text.tinyworld.skills import (
     CATEGORIES,
@@ -15,6 +13,7 @@ from quern.text.tinyworld.skills import (
     TRAIN_WORDS,
     is_asked_in_conversations,
 )
+from quern.text.tinyworld.world import CHARACTERS, RELATIONS, VALUES, WORDS
 
 RELATION_OF = {value: relation for relation in RELATIONS for value in VALUES[relation]}
 CATEGORY_QUESTION = re.compile(r"(?:Which of these|Which one|Which word here) is (.+)\?")

@@ -16,8 +16,6 @@ from quern.text.chat import validate
 from quern.text.tinyworld import corpus
 from quern.text.tinyworld.chat import EXCHANGES
 from quern.text.tinyworld.corpus import QUESTION_KINDS, check
-from quern.text.tinyworld.data import QUESTIONS
-from quern.text.tinyworld.facts import CAST, CHARACTERS, RELATIONS, VALUES
 from quern.text.tinyworld.prose import Pen
 from quern.text.tinyworld.skills import (
     CATEGORIES,
@@ -29,6 +27,7 @@ from quern.text.tinyworld.skills import (
     is_asked_in_conversations,
     sum_is_held_out,
 )
+from quern.text.tinyworld.world import CAST, CHARACTERS, QUESTIONS, RELATIONS, VALUES
 
 
 def sentences(text: str) -> set[str]:

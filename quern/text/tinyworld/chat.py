@@ -10,13 +10,12 @@ import re
 from collections.abc import Callable, Sequence
 
 from quern.text.chat import ContentPart, Message
-from quern.text.tinyworld import data, skills
-from quern.text.tinyworld.data import CLOSINGS, EPITHETS, FOLLOW_UPS, OPENINGS, TAILS, wordings
-from quern.text.tinyworld.facts import CAST, FIELDS, HOMES, RELATIONS, Character, upper_first
+from quern.text.tinyworld import skills, world
 from quern.text.tinyworld.prose import Pen, joined, story
 from quern.text.tinyworld.skills import EXERCISES, Exchange, Exercise, bucket, exchange, is_asked_in_conversations
+from quern.text.tinyworld.world import CAST, FIELDS, HOMES, RELATIONS, upper_first
 
-_W = wordings("chat")
+_W = world.wordings("chat")
 
 
 def of_exercise(exercise: Exercise) -> Exchange:
@@ -34,13 +33,8 @@ def of_exercise(exercise: Exercise) -> Exchange:
 def fact(pen: Pen) -> Exchange:
     character, relation = skills.askable(pen)
     name = character.name
-    asked = upper_first(pen.ask(character, relation).replace(name, pen.pick(EPITHETS) + name))
-    return exchange(pen.pick(OPENINGS) + asked + pen.pick(CLOSINGS), pen.answer(character, relation))
-
-
-def _asked_relations(pen: Pen, character: Character, count: int) -> list[str]:
-    known = [relation for relation in RELATIONS if is_asked_in_conversations(character.name, relation)]
-    return pen.rng.sample(known, min(count, len(known)))
+    asked = upper_first(pen.ask(character, relation).replace(name, pen.pick(world.EPITHETS) + name))
+    return exchange(pen.pick(world.OPENINGS) + asked + pen.pick(world.CLOSINGS), pen.answer(character, relation))
 
 
 def introduction(pen: Pen) -> Exchange:
@@ -48,14 +42,15 @@ def introduction(pen: Pen) -> Exchange:
     order: list[str] = []
     while len(order) < 2:
         character = pen.someone()
-        order = _asked_relations(pen, character, 4)
+        known = [relation for relation in RELATIONS if is_asked_in_conversations(character.name, relation)]
+        order = pen.rng.sample(known, min(4, len(known)))
     words = FIELDS[character.name]
-    tails = [pen.pick(TAILS[relation]) for relation in order[:2]]
+    tails = [pen.pick(world.TAILS[relation]) for relation in order[:2]]
     reply = f"{{name}} {tails[0]} and {tails[1]}.".format_map(words)
     messages = exchange(pen.pick(_W["introductions"]).format_map(words), reply)
     for relation in order[2:]:
         if pen.maybe(0.7):
-            question = pen.pick(FOLLOW_UPS[relation]).format_map(words)
+            question = pen.pick(world.FOLLOW_UPS[relation]).format_map(words)
             messages += exchange(question, pen.answer(character, relation))
     return messages
 
@@ -130,10 +125,10 @@ def story_on_request(pen: Pen) -> Exchange:
 def _days(pen: Pen) -> Exchange:
     kind = pen.below(4)
     if kind == 0:
-        return exchange(pen.pick(_W["days_questions"]), f"The days of the week are {joined(data.DAYS)}.")
+        return exchange(pen.pick(_W["days_questions"]), f"The days of the week are {joined(world.DAYS)}.")
     if kind == 1:
-        return exchange(pen.pick(_W["months_questions"]), f"The months are {joined(data.MONTHS)}.")
-    names = data.DAYS if kind == 2 else data.MONTHS
+        return exchange(pen.pick(_W["months_questions"]), f"The months are {joined(world.MONTHS)}.")
+    names = world.DAYS if kind == 2 else world.MONTHS
     index = pen.below(len(names))
     now, later = names[index], names[(index + 1) % len(names)]
     if pen.maybe(0.5):

@@ -1,7 +1,7 @@
 """The built-in corpus: a world of animals in a valley, generated from a seed, with its own held-out questions.
 
 `documents` are for pretraining, `conversations` for fine-tuning, `questions` and `check` for evaluation. The facts of
-the world are constant (facts.py). The seed decides which stories are told. Every function depends only on its
+the world are constant (world.py). The seed decides which stories are told. Every function depends only on its
 arguments and returns the same bytes on any machine. Document i depends on (split, seed, i) only, so a larger corpus
 begins with the smaller one. The text is not natural: a model trained on it knows only this valley.
 
@@ -18,12 +18,11 @@ from functools import partial
 
 from quern.terminal import ascii_signs
 from quern.text.chat import Message
-from quern.text.tinyworld import lessons, prose, skills
+from quern.text.tinyworld import lessons, prose, skills, world
 from quern.text.tinyworld.chat import conversation, fits, held_out_small_talk
-from quern.text.tinyworld.data import HELD_OUT_QUESTIONS
-from quern.text.tinyworld.facts import CHARACTERS, FIELDS, RELATIONS, VALUES, blind_guess, upper_first
 from quern.text.tinyworld.prose import Pen
 from quern.text.tinyworld.skills import Exercise
+from quern.text.tinyworld.world import CHARACTERS, FIELDS, RELATIONS, VALUES, blind_guess, upper_first
 
 Maker = Callable[[Pen], str]
 
@@ -101,7 +100,7 @@ def kinds_of_text(seed: int = 0, bytes_per_kind: int = 50_000) -> dict[str, str]
 
 def _fact_question(pen: Pen) -> Exercise:
     character, relation = pen.someone(), pen.pick(RELATIONS)
-    text = pen.pick(HELD_OUT_QUESTIONS[relation]).format_map(FIELDS[character.name])
+    text = pen.pick(world.HELD_OUT_QUESTIONS[relation]).format_map(FIELDS[character.name])
     reply = pen.answer(character, relation)
     return Exercise("facts", text, character.fact(relation), reply, chance=blind_guess(relation))
 

@@ -2,12 +2,11 @@
 Pen and returns one document.
 """
 
-from quern.text.tinyworld import data, skills
-from quern.text.tinyworld.data import ADJECTIVES, CATALOGUE, DOINGS, OPPOSITES, THINGS, WORDS, table, wordings
-from quern.text.tinyworld.facts import CAST, FIELDS, HOMES, RELATIONS, VALUES, a, upper_first
+from quern.text.tinyworld import skills, world
 from quern.text.tinyworld.prose import Pen, joined
+from quern.text.tinyworld.world import CAST, FIELDS, HOMES, RELATIONS, VALUES, WORDS, a, upper_first
 
-_W, _T = wordings("lessons"), table("lessons")
+_W, _T = world.wordings("lessons"), world.table("lessons")
 
 
 def arithmetic(pen: Pen) -> str:
@@ -113,7 +112,7 @@ def order(pen: Pen) -> str:
     text = []
     for _ in range(4 + pen.below(6)):
         kind = pen.below(4)
-        names = data.DAYS if kind == 0 else data.MONTHS
+        names = world.DAYS if kind == 0 else world.MONTHS
         if kind < 2:
             index = pen.below(len(names))
             before, after = names[index], names[(index + 1) % len(names)]
@@ -128,7 +127,7 @@ def order(pen: Pen) -> str:
     return " ".join(text) if pen.maybe(0.5) else "\n".join(text)
 
 
-CATALOGUE_NAMES = tuple(CATALOGUE)
+CATALOGUE_NAMES = tuple(world.CATALOGUE)
 
 
 def catalogue(pen: Pen) -> str:
@@ -136,7 +135,7 @@ def catalogue(pen: Pen) -> str:
     style = pen.below(3)
     text = []
     for category in pen.rng.sample(CATALOGUE_NAMES, 2 + pen.below(4)):
-        words = pen.rng.sample(CATALOGUE[category], 3 + pen.below(4))
+        words = pen.rng.sample(world.CATALOGUE[category], 3 + pen.below(4))
         title = upper_first(_T["plurals"].get(category, f"{category}s"))
         if style == 0:
             text.append("\n".join([f"{title}:", *(f"- {word}" for word in words)]))
@@ -150,7 +149,7 @@ def catalogue(pen: Pen) -> str:
 
 def opposites(pen: Pen) -> str:
     text = []
-    for pair in pen.rng.sample(OPPOSITES, 4 + pen.below(6)):
+    for pair in pen.rng.sample(world.OPPOSITES, 4 + pen.below(6)):
         left, right = pair if pen.maybe(0.5) else pair[::-1]
         text.append(upper_first(pen.pick(_W["opposite_lines"]).format(left=left, right=right)))
     return ("\n" if pen.maybe(0.5) else " ").join(text)
@@ -162,13 +161,13 @@ def errands(pen: Pen) -> str:
     words = {**FIELDS[character.name], **pen.chance_fields()}
     if pen.maybe(0.5):
         count = 3 + pen.below(5)
-        adjectives, things = pen.rng.sample(ADJECTIVES, count), pen.rng.sample(THINGS, count)
+        adjectives, things = pen.rng.sample(world.ADJECTIVES, count), pen.rng.sample(world.THINGS, count)
         items = [f"- {2 + pen.below(11)} {one} {thing}" for one, thing in zip(adjectives, things, strict=True)]
         title = "{name} the {work} goes to the market in {home} and needs:"
         return "\n".join([title.format_map(words), *items, "and {food}, of course.".format_map(words)])
     first, count = pen.below(7), 3 + pen.below(5)
-    doings = pen.rng.sample(DOINGS, count)
-    days = [f"On {data.DAYS[(first + day) % 7]} {words['he']} {doing}." for day, doing in enumerate(doings)]
+    doings = pen.rng.sample(world.DOINGS, count)
+    days = [f"On {world.DAYS[(first + day) % 7]} {words['he']} {doing}." for day, doing in enumerate(doings)]
     title = pen.pick(("A week in the life of {name}, {a_kind}:", "What {name} the {work} of {home} did last week:"))
     return title.format_map(words) + ("\n" if pen.maybe(0.5) else " ") + " ".join(days)
 

@@ -1,17 +1,17 @@
 """The tinyworld's prose: stories, biographies, dialogues, letters, diaries, comparisons and lists.
 
 Each function takes a Pen (a seeded random generator) and returns one document as plain text. The facts are those of
-facts.py. Who appears, what happens and how it is told is random.
+world.py. Who appears, what happens and how it is told is random.
 """
 
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from quern.text.tinyworld import data
-from quern.text.tinyworld.facts import CAST, CHARACTERS, FIELDS, HOMES, OTHER_FIELDS, RELATIONS, Character, a
+from quern.text.tinyworld import world
+from quern.text.tinyworld.world import CAST, CHARACTERS, FIELDS, HOMES, OTHER_FIELDS, RELATIONS, Character, a
 
-_W = data.wordings("prose")
+_W = world.wordings("prose")
 
 
 def _with_pronoun(templates: Sequence[str]) -> tuple[str, ...]:
@@ -21,7 +21,7 @@ def _with_pronoun(templates: Sequence[str]) -> tuple[str, ...]:
     return tuple(told + [t.replace("{name}", "{He}") for t in once if t.startswith("{name} ") and " and {" not in t])
 
 
-PRONOUN_STATEMENTS = {relation: _with_pronoun(data.STATEMENTS[relation]) for relation in RELATIONS}
+PRONOUN_STATEMENTS = {relation: _with_pronoun(world.STATEMENTS[relation]) for relation in RELATIONS}
 
 T = TypeVar("T")
 Row = TypeVar("Row", bound=tuple[Any, ...])
@@ -69,22 +69,22 @@ class Pen:
         return self.rng.sample(RELATIONS, count)
 
     def chance_fields(self) -> dict[str, str]:
-        picked = {field: self.pick(choices) for field, choices in data.CHANCES.items()}
+        picked = {field: self.pick(choices) for field, choices in world.CHANCES.items()}
         return picked | {"a_adj": a(picked["adj"])}
 
     def tell(self, character: Character, relation: str, pronoun: float = 0.0) -> str:
         """One fact in one sentence. `pronoun` is the probability of a pronoun in place of the name."""
-        told = PRONOUN_STATEMENTS if self.maybe(pronoun) else data.STATEMENTS
-        return self.pick(told[relation] or data.STATEMENTS[relation]).format_map(FIELDS[character.name])
+        told = PRONOUN_STATEMENTS if self.maybe(pronoun) else world.STATEMENTS
+        return self.pick(told[relation] or world.STATEMENTS[relation]).format_map(FIELDS[character.name])
 
     def ask(self, character: Character, relation: str) -> str:
-        return self.pick(data.QUESTIONS[relation]).format_map(FIELDS[character.name])
+        return self.pick(world.QUESTIONS[relation]).format_map(FIELDS[character.name])
 
     def answer(self, character: Character, relation: str) -> str:
-        return self.pick(data.ANSWERS[relation]).format_map(FIELDS[character.name])
+        return self.pick(world.ANSWERS[relation]).format_map(FIELDS[character.name])
 
     def own(self, character: Character, relation: str) -> str:
-        return self.pick(data.SELF_STATEMENTS[relation]).format_map(FIELDS[character.name])
+        return self.pick(world.SELF_STATEMENTS[relation]).format_map(FIELDS[character.name])
 
 
 def joined(words: Sequence[str]) -> str:
@@ -104,7 +104,7 @@ def _fits(scenes: str, hero: Character, other: Character) -> bool:
 
 def _adventure(pen: Pen, hero: Character) -> tuple[list[str], Mapping[str, str], Character]:
     """The scenes of one plot, the fields of their templates, and the other character."""
-    templates = [pen.pick(scene) for scene in pen.pick(data.PLOTS)]
+    templates = [pen.pick(scene) for scene in pen.pick(world.PLOTS)]
     other = pen.other(hero)
     while not _fits(" ".join(templates), hero, other):
         other = pen.other(hero)
@@ -116,10 +116,10 @@ def story(pen: Pen, hero: Character | None = None, short: bool = False) -> str:
     """A story of one plot, sometimes two, with a few facts about the hero."""
     hero = hero or pen.someone()
     scenes, words, other = _adventure(pen, hero)
-    told = [pen.pick(data.STORY_OPENINGS).format_map(words)]
-    ending = pen.pick(data.ENDINGS).format_map(words)
+    told = [pen.pick(world.STORY_OPENINGS).format_map(words)]
+    ending = pen.pick(world.ENDINGS).format_map(words)
     if pen.maybe(0.3):
-        ending += " " + pen.pick(data.MORALS)
+        ending += " " + pen.pick(world.MORALS)
     if short:
         return " ".join([told[0], *scenes, ending])
     told += [pen.tell(hero, relation, 0.4) for relation in pen.relations(1 + pen.below(3))]
@@ -131,7 +131,7 @@ def story(pen: Pen, hero: Character | None = None, short: bool = False) -> str:
         paragraphs[1:] = [" ".join(scenes)]
     if pen.maybe(0.3):
         more, words, _ = _adventure(pen, hero)
-        paragraphs.append(pen.pick(data.BRIDGES).format_map(words) + " " + " ".join(more))
+        paragraphs.append(pen.pick(world.BRIDGES).format_map(words) + " " + " ".join(more))
     text = "\n\n".join(paragraphs) + ("\n\n" if pen.maybe(0.3) else " ") + ending
     return pen.pick(_W["titles"]).format_map(words) + "\n\n" + text if pen.maybe(0.3) else text
 
@@ -151,7 +151,7 @@ def _life(pen: Pen, character: Character) -> str:
     index = 1
     while index < len(order):
         if index + 1 < len(order) and pen.maybe(0.3):
-            first, second = (pen.pick(data.TAILS[r]) for r in order[index : index + 2])
+            first, second = (pen.pick(world.TAILS[r]) for r in order[index : index + 2])
             text.append(f"{character.name} {first} and {second}.".format_map(FIELDS[character.name]))
             index += 2
         else:
@@ -163,7 +163,7 @@ def _life(pen: Pen, character: Character) -> str:
 def profile(pen: Pen) -> str:
     """A card with one fact on each line."""
     character = pen.someone()
-    labels = data.table("prose")["labels"]
+    labels = world.table("prose")["labels"]
     order = pen.relations(5 + pen.below(4))
     return "\n".join([f"Name: {character.name}", *(f"{labels[r]}: {character.fact(r)}" for r in order)])
 
@@ -184,7 +184,7 @@ def dialogue(pen: Pen) -> str:
         greeting = pen.pick(_W["greetings"])
         text.append(f"{asker.name}: {greeting}" if script else f'"{greeting}" said {asker.name}.')
     for relation in pen.relations(3 + pen.below(4)):
-        question, reply = pen.pick(data.DIRECT_QUESTIONS[relation]), pen.own(teller, relation)
+        question, reply = pen.pick(world.DIRECT_QUESTIONS[relation]), pen.own(teller, relation)
         if script:
             text += [f"{asker.name}: {question}", f"{teller.name}: {reply}"]
             if pen.maybe(0.4):
@@ -227,7 +227,7 @@ def diary(pen: Pen) -> str:
         text = [pen.pick(_W["diary"]).format_map(words), pen.own(writer, pen.pick(RELATIONS))]
         if pen.maybe(0.6):
             text.append(pen.tell(pen.other(writer), pen.pick(RELATIONS)))
-        entries.append(f"{data.DAYS[(first + day) % 7]}. {' '.join(text)}")
+        entries.append(f"{world.DAYS[(first + day) % 7]}. {' '.join(text)}")
     return f"The diary of {writer.name}, {a(writer.kind)} from {writer.home}\n\n" + "\n\n".join(entries)
 
 
@@ -242,11 +242,11 @@ def comparison(pen: Pen) -> str:
             continue
         words = {**FIELDS[one.name], **OTHER_FIELDS[other.name]}
         if one.fact(relation) == other.fact(relation):
-            tail = pen.pick(data.TAILS[relation]).format_map(words)
+            tail = pen.pick(world.TAILS[relation]).format_map(words)
             text.append(f"{one.name} {tail}, and so {'is' if tail.startswith('is ') else 'does'} {other.name}.")
             continue
-        first = pen.pick(data.TAILS[relation]).format_map(FIELDS[one.name])
-        second = pen.pick(data.TAILS[relation]).format_map(FIELDS[other.name])
+        first = pen.pick(world.TAILS[relation]).format_map(FIELDS[one.name])
+        second = pen.pick(world.TAILS[relation]).format_map(FIELDS[other.name])
         text.append(f"{one.name} {first}{pen.pick((', but ', ', while ', ', and '))}{other.name} {second}.")
     return " ".join(text)
 

@@ -23,12 +23,11 @@ from dataclasses import dataclass
 from functools import cache
 
 from quern.text.chat import ContentPart, Message
-from quern.text.tinyworld import data, facts
-from quern.text.tinyworld.data import CATALOGUE, HELD_OUT_QUESTIONS, QUESTIONS, THINGS, WORDS, table, wordings
-from quern.text.tinyworld.facts import CAST, FIELDS, OTHER_FIELDS, RELATIONS, VALUES, a
+from quern.text.tinyworld import world
 from quern.text.tinyworld.prose import Pen, joined
+from quern.text.tinyworld.world import CAST, FIELDS, OTHER_FIELDS, RELATIONS, VALUES, WORDS, a
 
-_W = wordings("skills")
+_W = world.wordings("skills")
 LETTERS = ("A", "B", "C", "D")
 TRAIN_LETTERS = (*LETTERS, "E")
 """Training also has lists of two, three and five options; the evaluation has four."""
@@ -46,16 +45,12 @@ def sum_is_held_out(left: int, operator: str, right: int) -> bool:
     return bucket(f"{left} {operator} {right}", 10) == 0
 
 
-def thing_is_held_out(name: str, things: str) -> bool:
-    return bucket(f"{name} and {things}", 6) == 0
-
-
 def is_asked_in_conversations(name: str, relation: str) -> bool:
     """Three of four facts are asked in conversations and quizzes; the others only in documents."""
     return bucket(f"ask {name} for {relation}", 4) != 0
 
 
-def askable(pen: Pen) -> tuple[facts.Character, str]:
+def askable(pen: Pen) -> tuple[world.Character, str]:
     """A character and a relation that conversations ask for."""
     while True:
         character, relation = pen.someone(), pen.pick(RELATIONS)
@@ -134,7 +129,7 @@ def sum_exercise(pen: Pen, held_out: bool = False) -> Exercise:
 
 PROBLEMS = [
     (kind["operator"], problem, reply)
-    for kind, read in zip(table("skills")["problems"], _W["problems"], strict=True)
+    for kind, read in zip(world.table("skills")["problems"], _W["problems"], strict=True)
     for problem in read["problem"]
     for reply in read["reply"]
 ]
@@ -143,14 +138,14 @@ PROBLEMS = [
 def word_problem(pen: Pen, held_out: bool = False) -> Exercise:
     """A short story with two numbers. The reply calls the calculator."""
     while True:
-        character, things = pen.someone(), pen.pick(THINGS)
-        if thing_is_held_out(character.name, things) == held_out:
+        character, things = pen.someone(), pen.pick(world.THINGS)
+        if (bucket(f"{character.name} and {things}", 6) == 0) == held_out:
             break
     operator, problem, reply = pen.pick(PROBLEMS)
     left, right = operands(pen, held_out, operator, pen.pick((20, 50, 99, 99, 300)) if operator in "+-" else 40)
     words = {**FIELDS[character.name], **OTHER_FIELDS[pen.other(character).name], "things": things}
     words |= {"left": str(left), "right": str(right), "result": str(OPERATORS[operator][1](left, right))}
-    words["day"] = pen.pick(data.DAYS)
+    words["day"] = pen.pick(world.DAYS)
     question, reply = problem.format_map(words), reply.format_map(words)
     return Exercise("word_problems", question, words["result"], reply, call=f"{left}{operator}{right}")
 
@@ -225,18 +220,18 @@ def counting_exercise(pen: Pen, held_out: bool = False, words: tuple[str, ...] |
 
 # ---------------------------------------------------------------------------------------- multiple choice
 
-_GROUP = {category: group for group, categories in table("skills")["groups"].items() for category in categories}
+_GROUP = {category: group for group, categories in world.table("skills")["groups"].items() for category in categories}
 # category -> (group, words): the wrong options come from other groups, so that no wrong option is right too
 CATEGORIES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "an animal": ("animals", facts.KINDS),
-    "a food": ("plants", facts.FOODS),
-    "a colour": ("materials", facts.COLOURS),
-    "a hobby": ("pastimes", facts.HOBBIES),
-    "a trade": ("trades", tuple(facts.WORKS)),
-    "a village": ("villages", tuple(facts.HOMES)),
-    "a day of the week": ("calendar", data.DAYS),
-    "a month": ("calendar", data.MONTHS),
-} | {a(category): (_GROUP.get(category, "objects"), members) for category, members in CATALOGUE.items()}
+    "an animal": ("animals", world.KINDS),
+    "a food": ("plants", world.FOODS),
+    "a colour": ("materials", world.COLOURS),
+    "a hobby": ("pastimes", world.HOBBIES),
+    "a trade": ("trades", tuple(world.WORKS)),
+    "a village": ("villages", tuple(world.HOMES)),
+    "a day of the week": ("calendar", world.DAYS),
+    "a month": ("calendar", world.MONTHS),
+} | {a(category): (_GROUP.get(category, "objects"), members) for category, members in world.CATALOGUE.items()}
 CATEGORY_NAMES = tuple(CATEGORIES)
 CATEGORY_MEMBERS = tuple(CATEGORIES.values())
 
@@ -258,7 +253,7 @@ def choice_exercise(pen: Pen, held_out: bool = False) -> Exercise:
     kind = pen.rng.random()
     if kind < 0.6:
         character, relation = (pen.someone(), pen.pick(RELATIONS)) if held_out else askable(pen)
-        asked = HELD_OUT_QUESTIONS if held_out else QUESTIONS
+        asked = world.HELD_OUT_QUESTIONS if held_out else world.QUESTIONS
         stem = pen.pick(asked[relation]).format_map(FIELDS[character.name])
         right = character.fact(relation)
         wrong = [value for value in VALUES[relation] if value not in (right, character.name)]
@@ -290,7 +285,7 @@ EXERCISES = {
 
 # --------------------------------------------------------------------------------------------------- drills
 
-_DRILLS = wordings("drills")
+_DRILLS = world.wordings("drills")
 Asked = tuple[str, str]
 """A question and its option."""
 
