@@ -29,13 +29,13 @@ from quern.recipe import Resolved
 from quern.records import Natural, read_json
 from quern.temporaries import write_whole
 from quern.terminal import Meter, counted
-from quern.text import chat, conversations, documents, formats, readers, repositories
+from quern.text import chat, conversations, documents, readers, repositories
 from quern.text.conversations import Conversation
 from quern.text.tokenizer import Tokenizer
 
 FACTS = "conversations.json"
 """The file of `_Facts` in the folder of a source."""
-CODE = (chat, conversations, documents, formats, readers, tools, sources, task_rows)
+CODE = (chat, conversations, documents, readers, tools, sources, task_rows)
 """The modules on whose code the tokens of a source depend."""
 NOTES = {
     "repeats": "each {:g} times",

@@ -25,8 +25,9 @@ from quern.temporaries import sha256_of
 from quern.terminal import Meter, silent
 from quern.text import conversations, repositories, tinyworld
 from quern.text.chat import ContentPart, Message
+from quern.text.readers import format_of
 from quern.text.repositories import PREFIX, TRAIN, local_copy
-from quern.text.sources import Listing, Where, content_fingerprint, format_of, list_talks
+from quern.text.sources import Listing, Where, content_fingerprint, list_talks
 from quern.text.tinyworld import chat, corpus, skills
 from quern.text.tinyworld.prose import Pen
 from quern.text.tinyworld.skills import exchange

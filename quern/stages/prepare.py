@@ -31,10 +31,9 @@ from quern.temporaries import alone_in, remove_abandoned
 from quern.terminal import Meter
 from quern.text.clean.steps import read_records, recorded
 from quern.text.documents import read, warning_of
-from quern.text.formats import text_megabytes
-from quern.text.readers import UTF8
+from quern.text.readers import UTF8, format_of, text_megabytes
 from quern.text.repositories import TRAIN, local_copy
-from quern.text.sources import AS_TEXT, DOCUMENTS, Listing, content_fingerprint, data_paths, format_of, list_source
+from quern.text.sources import AS_TEXT, DOCUMENTS, Listing, content_fingerprint, data_paths, list_source
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import Tokenizer, compression_report
 
@@ -75,7 +74,7 @@ def own_megabytes(recipe: Recipe, out: Path) -> float | None:
     paths = None if recipe.data == "tinyworld" or is_tokens(recipe.data, out) else data_paths(recipe.data)
     if paths is None:
         return None
-    return text_megabytes(list_source(paths, DOCUMENTS, recipe.include, recipe.exclude, out), recipe.text.column)
+    return text_megabytes(list_source(paths, DOCUMENTS, recipe.include, recipe.exclude, out).files, recipe.text.column)
 
 
 def fit_vocabulary(recipe: Recipe, megabytes: float | None) -> Recipe:
@@ -155,7 +154,7 @@ def _of_files(recipe: Resolved, out: Path, log: Callable[[str], None]) -> Source
         marks.append(_digest(listing, out))
 
     def megabytes() -> float | None:
-        return None if filter_marks else text_megabytes(listings["text"], recipe.text.column)
+        return None if filter_marks else text_megabytes(listings["text"].files, recipe.text.column)
 
     return Source(name, fingerprint(*marks, *filter_marks), filtered, megabytes, public=public)
 

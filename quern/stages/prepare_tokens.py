@@ -26,7 +26,8 @@ from quern.runs.run_dir import naming
 from quern.stages.tokenizers import named_tokenizer
 from quern.terminal import Meter, counted
 from quern.text import repositories
-from quern.text.sources import FORMATS, Listing, format_of, list_source
+from quern.text.readers import FORMATS, format_of
+from quern.text.sources import Listing, list_source
 from quern.text.tokenizer import Tokenizer
 
 HELD_OUT_EVERY = 20

@@ -1,6 +1,6 @@
 """Reads the documents of a source, and converts the records of its files; counts what cannot be read and is skipped.
 
-readers.py has the text of a file, formats.py the records of JSON files and tables.
+readers.py has the text of a file and the records of JSON files and tables.
 """
 
 import re
@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from quern.terminal import silent
-from quern.text.formats import Malformed, read_records
-from quern.text.readers import CONVERTED, CUE, UTF8, UnreadableError, convert, separated, text_pieces
-from quern.text.sources import PLAIN, RECORDS, format_of
+from quern.text.readers import PLAIN, UTF8, Malformed, UnreadableError, format_of, read_records
 
 NAMES_SHOWN, NAME_CHARACTERS = 12, 40
 MARK = re.compile(r"(<\|end_?of_?text\|>)|^[ \t]*(<\|\w+\|>|</?s>|<eos>|\[EOS\])[ \t]*$", re.MULTILINE | re.IGNORECASE)
@@ -187,7 +185,7 @@ def converted(
     skipped, tolerant = _Skipped(log), log is not None and len(paths) > 1
     for path in paths:
         try:
-            values = _records(path, wanted, separator, encoding, whole)
+            values = read_records(path, wanted, separator, encoding, whole)
             records = ((_convert(value, convert, path, record), record) for value, record in values)
             first = list(islice(records, 2 if tolerant else 0))
             if first and all(isinstance(found, Malformed) for found, _ in first):
@@ -250,21 +248,3 @@ def read_rows(
 def place(path: Path, record: int) -> str:
     """The file and the record, counted from 1, for messages."""
     return f"{path}, {'line' if format_of(path) == '.jsonl' else 'record'} {record + 1}"
-
-
-def _records(
-    path: Path, wanted: Sequence[str], separator: str | None, encoding: str, whole: bool
-) -> Iterator[tuple[Any, int]]:
-    """The values of a file and their numbers; see `read_records`."""
-    form = format_of(path)
-    if form in RECORDS:
-        return read_records(path, wanted, encoding)
-    if form in CONVERTED:
-        texts = iter([convert(path)])
-    else:
-        texts = text_pieces(path, encoding) if separator is None else separated(path, separator, encoding)
-        if form in (".srt", ".vtt") and separator is None:
-            texts = (CUE.sub("", text) for text in texts)
-        if whole:
-            texts = iter(["".join(texts)])
-    return ((text, number) for number, text in enumerate(texts))

@@ -19,7 +19,8 @@ from typing import Any, Literal, NotRequired, TypedDict
 import yaml
 
 from quern.records import typed
-from quern.text.sources import FORMATS, Listing, format_of
+from quern.text.readers import FORMATS, format_of
+from quern.text.sources import Listing
 
 PREFIX = "hf:"
 _NAME = re.compile(r"hf:(?P<repository>[\w.-]+/[\w.-]+)(?::(?P<config>[^@]+))?(?:@(?P<revision>\S+))?")

@@ -2,7 +2,7 @@
 
 A source is a file, a folder with all its subfolders, or several of these. Names that begin with a dot are skipped.
 Links are followed. No file or folder is listed twice, even if several links lead to it or a link leads to a parent of
-the source. Sizes are in bytes on disk. formats.py opens the files.
+the source. Sizes are in bytes on disk. readers.py opens the files.
 """
 
 from __future__ import annotations
@@ -23,12 +23,9 @@ import msgspec
 from quern.records import read_json
 from quern.temporaries import write_whole
 from quern.terminal import human_size
-from quern.text.readers import CONVERTED, can_convert, looks_like_text
+from quern.text.readers import COMPRESSED, CONVERTED, FORMATS, PLAIN, can_convert, format_of, looks_like_text
 from quern.validate import install
 
-COMPRESSED = (".gz", ".zst")
-RECORDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
-PLAIN = (".txt", ".md")
 CODE = tuple(
     f".{ending}"
     for ending in "py pyi js mjs jsx ts tsx c h cc cpp cxx hpp cs java kt go rs rb php swift scala lua pl r jl hs ml "
@@ -38,7 +35,6 @@ CODE = tuple(
 """Endings of code and of other plain text."""
 AS_TEXT = {*PLAIN, *CODE, ""} - {".srt", ".vtt"}
 """Formats whose bytes are the text."""
-FORMATS = (*PLAIN, *RECORDS)
 DOCUMENTS = (*FORMATS, *CODE, *CONVERTED, "")
 """Formats of texts to train on; "" is a file without an ending that looks like text."""
 SKIPPED_FOLDERS = ("node_modules", "__pycache__", "site-packages")
@@ -183,16 +179,6 @@ def find_file(folder: Path, *stems: str, inside: Sequence[str] = ()) -> Path | N
 def files(source: Where) -> list[Path]:
     """The files of a source of texts in reading order; raises as `list_source`."""
     return list_source(source, DOCUMENTS).files
-
-
-def format_of(path: Path) -> str:
-    """The extension without that of a compression, such as .txt; "" for a compressed file of another format."""
-    name = path.name.lower()
-    plain = name
-    for compressed in COMPRESSED:
-        plain = plain.removesuffix(compressed)
-    found = Path(plain).suffix
-    return found if plain == name or found in FORMATS and found != ".parquet" else ""
 
 
 def _is_read(entry: Entry, formats: Sequence[str], named: bool) -> bool:

@@ -11,8 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import csv
 
-from quern.text import formats
-from quern.text.sources import list_source
+from quern.text import readers
 from quern.text.tinyworld import corpus
 from tests.support.small_text import read_conversations
 from tests.support.small_text import read_source as read
@@ -93,7 +92,7 @@ def test_damaged_json_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         path.write_bytes(body)
         with pytest.raises(ValueError, match=message):
             texts(path)
-    monkeypatch.setattr(formats, "JSON_BYTES", 100)
+    monkeypatch.setattr(readers, "JSON_BYTES", 100)
     path.write_text(json.dumps(["x" * 200]), encoding="utf-8")
     with pytest.raises(ValueError, match="a.json holds more than 100 B of JSON, .* make it a .jsonl"):
         texts(path)
@@ -120,7 +119,7 @@ def test_the_size_of_a_text_is_about_right_before_it_is_read(tmp_path: Path) -> 
     text = (tmp_path / "a.txt").stat().st_size
 
     def megabytes(*names: str, column: str = "text") -> float:
-        return formats.text_megabytes(list_source([tmp_path / name for name in names]), column)
+        return readers.text_megabytes([tmp_path / name for name in names], column)
 
     assert megabytes("a.parquet") == pytest.approx(size / 1e6, rel=0.05)
     assert megabytes("a.parquet", column="other") == pytest.approx(3 * size / 1e6, rel=0.05)
