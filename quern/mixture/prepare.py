@@ -22,9 +22,8 @@ from quern.data.packing import make_pieces
 from quern.data.shards import Corpus
 from quern.data.token_file import ShardWriter, fingerprint, prepared
 from quern.generate import tools
-from quern.mixture import sources, task_rows
-from quern.mixture.sources import HELD_OUT_EVERY, Fetch, Log, OpenSource, open_source
-from quern.mixture.task_rows import TaskRows, built_in_rows
+from quern.mixture import sources
+from quern.mixture.sources import HELD_OUT_EVERY, Fetch, Log, OpenSource, TaskRows, built_in_rows, open_source
 from quern.recipe import Resolved
 from quern.records import Natural, read_json
 from quern.temporaries import write_whole
@@ -35,7 +34,7 @@ from quern.text.tokenizer import Tokenizer
 
 FACTS = "conversations.json"
 """The file of `_Facts` in the folder of a source."""
-CODE = (chat, conversations, documents, readers, tools, sources, task_rows)
+CODE = (chat, conversations, documents, readers, tools, sources)
 """The modules on whose code the tokens of a source depend."""
 NOTES = {
     "repeats": "each {:g} times",

@@ -7,13 +7,18 @@ Rows of question sets are conversations too:
 
 Any other record is one of the shapes of text/conversations.py; docs/fine-tuning.md says what becomes of them. A source
 is known by the contents of its files, and the built-in ones by their seed, their size and their code.
+
+`TaskRows` finds the conversations that hold a test row of a task; docs/fine-tuning.md, "Test rows are refused", says
+what is compared.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
+import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import ascii_uppercase
@@ -24,10 +29,11 @@ from quern.recipe import BUILT_IN_CONVERSATIONS, ConversationSource, Recipe
 from quern.temporaries import sha256_of
 from quern.terminal import Meter, silent
 from quern.text import conversations, repositories, tinyworld
-from quern.text.chat import ContentPart, Message
+from quern.text.chat import ContentPart, Message, parts
+from quern.text.documents import converted, place
 from quern.text.readers import format_of
 from quern.text.repositories import PREFIX, TRAIN, local_copy
-from quern.text.sources import Listing, Where, content_fingerprint, list_talks
+from quern.text.sources import OF_ROWS, Listing, Where, content_fingerprint, list_source, list_talks
 from quern.text.tinyworld import chat, corpus, skills
 from quern.text.tinyworld.prose import Pen
 from quern.text.tinyworld.skills import exchange
@@ -238,3 +244,96 @@ def spelling(seed: int, count: int, split: str) -> Iterator[list[Message]]:
     for index in range(count):
         exercise = skills.EXERCISES[("spelling", "counting")[index % 2]]
         yield chat.of_exercise(exercise(Pen(f"spelling:{split}:{seed}:{index}")))
+
+
+# Test rows of tasks --------------------------------------------------------------------------------------------------
+
+SHORTEST = 8
+"""A question of so many words is found anywhere in a message, a shorter one only as a whole message of the user."""
+BUILT_IN_QUESTIONS = 500
+"""Held-out questions of each kind of the built-in world that are compared: the first ones of the run's seed."""
+QUESTION_KEYS = ("question", "query", "prompt", "context_options", "context", "messages")
+"""The keys that can hold the question of a test row; the first one that a row has counts."""
+TRAINING_FILE = re.compile(r"(^|[^a-z])train(ing)?([^a-z]|$)")
+_WORD = re.compile(r"\w+|[+\-*/=<>^%×÷−]")
+_LABEL = re.compile(r"\s*(question|problem)\s*:\s*", re.IGNORECASE)
+
+
+class TaskRows:
+    """A set of test rows. fingerprint: SHA-256 (hex) of all questions."""
+
+    def __init__(self) -> None:
+        self._short: dict[bytes, str] = {}
+        self._long: dict[str, dict[int, dict[bytes, str]]] = {}  # first words → number of words → digest → row
+        self._digest = hashlib.sha256()
+
+    @property
+    def fingerprint(self) -> str:
+        return self._digest.hexdigest()
+
+    def add(self, question: str, row: str) -> None:
+        """Adds a question. row: the row and the task, for messages."""
+        words = _words(_LABEL.sub("", question, count=1) if _LABEL.match(question) else question)
+        if not words:
+            return
+        digest = _hash(words)
+        self._digest.update(digest)
+        if len(words) < SHORTEST:
+            self._short.setdefault(digest, row)
+        else:
+            self._long.setdefault(" ".join(words[:SHORTEST]), {}).setdefault(len(words), {}).setdefault(digest, row)
+
+    def read(self, folder: Path, task: str) -> None:
+        """Adds the rows of the test files in a folder. Files with "train" in their name are not read. Raises as
+        `list_source`, and ValueError for a file that is damaged or a row that has no question."""
+        for path in list_source(folder, OF_ROWS).files:
+            if TRAINING_FILE.search(path.name.lower()):
+                continue
+            for found, _, record in converted([path], (*QUESTION_KEYS, "choices"), lambda row: [*_questions(row)]):
+                for question in found:
+                    self.add(question, f"{place(path, record)} ({task})")
+
+    def find(self, messages: Sequence[Message]) -> str | None:
+        """The test row that a conversation holds; None if it holds none."""
+        for message in messages:
+            words = _words(" ".join(part["text"] for part in parts(message)))
+            short = len(words) < SHORTEST and message["role"] == "user"
+            if short and (row := self._short.get(_hash(words))):
+                return row
+            for at in range(len(words) - SHORTEST + 1):
+                for size, rows in self._long.get(" ".join(words[at : at + SHORTEST]), {}).items():
+                    if at + size <= len(words) and (row := rows.get(_hash(words[at : at + size]))):
+                        return row
+        return None
+
+
+def built_in_rows(rows: TaskRows, seed: int) -> None:
+    """Adds the held-out questions of the built-in world."""
+    for kind in (kind for kind in corpus.QUESTION_KINDS if kind != "small_talk"):  # anyone may say hello
+        for number, question in enumerate(corpus.questions(seed, kind, BUILT_IN_QUESTIONS)):
+            rows.add(question.question, f"question {number + 1} of tinyworld/{kind}")
+
+
+def _questions(value: Any) -> Iterator[str]:
+    found = next((value[key] for key in QUESTION_KEYS if value.get(key)), None) if isinstance(value, Mapping) else None
+    if isinstance(found, str):
+        options = value.get("choices")
+        if not isinstance(options, list) or len(_words(found)) >= SHORTEST:
+            yield found
+        if isinstance(options, list):
+            yield multiple_choice(found, options)
+    elif isinstance(found, list) and found:
+        for one in found:
+            content = one.get("content") if isinstance(one, Mapping) and one.get("role") == "user" else one
+            if isinstance(content, str) and (content is one or len(_words(content)) >= SHORTEST):
+                yield content
+    else:
+        raise ValueError(f"no test row: it has none of {', '.join(QUESTION_KEYS)}")
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+
+
+def _hash(words: Iterable[str]) -> bytes:
+    return hashlib.blake2b(" ".join(words).encode("utf-8", "surrogatepass"), digest_size=16).digest()
