@@ -8,8 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from quern.mixture.sources import read_rows
 from quern.text.chat import parts, render, validate
 from quern.text.conversations import to_messages
+from quern.text.sources import list_talks
 from quern.text.tokenizer import Tokenizer
 from tests.support.small_text import read_conversations
 
@@ -224,3 +226,42 @@ def test_parquet_gives_the_tokens_of_json_lines(tmp_path: Path) -> None:
         '{"name":"many","arguments":{"list":[{"a":1},{"b":2}]}}',
         "2*3",
     ]
+
+
+CHAT = """12/03/24, 18:05 - Messages and calls are end-to-end encrypted.
+12/03/24, 18:05 - Anna: Hello Ben
+are you there?
+[12/03/24, 6:06:10 PM] Ben: Yes: here!
+12/03/24, 18:07 - Ben: <Media omitted>
+12/03/24, 18:08 - Anna: Fine
+13/03/24, 08:08 - Ben: Morning
+13/03/24, 08:09 - Anna: Hi
+"""
+
+
+def test_a_chat_that_whatsapp_exported_is_a_conversation_a_day(tmp_path: Path) -> None:
+    path = tmp_path / "chat.txt"
+    path.write_text(CHAT, encoding="utf-8")
+    talks = {
+        who: [[m["content"] for m in talk] for talk, _ in read_rows(list_talks(path), column=who)]
+        for who in ("Anna", "Ben")
+    }
+    assert talks == {
+        "Anna": [["Yes: here!", "Fine"], ["Morning", "Hi"]],
+        "Ben": [["Hello Ben\nare you there?", "Yes: here!"]],
+    }
+    with pytest.raises(ValueError, match="one of Anna, Ben: name that one, as --conversations FILE,column=Anna"):
+        list(read_rows(list_talks(path)))
+
+
+def test_what_chatgpt_exported_is_the_branch_that_was_shown_last(tmp_path: Path) -> None:
+    said = {"a": ("system", "", None), "b": ("user", "Hi", "a"), "old": ("assistant", "No.", "b"),
+            "c": ("assistant", "Hello!", "b"), "d": ("tool", "x", "c"), "e": ("assistant", "More.", "d")}  # fmt: skip
+    nodes = {
+        name: {"message": {"author": {"role": role}, "content": {"parts": [text, {"image": 1}]}}, "parent": parent}
+        for name, (role, text, parent) in said.items()
+    }
+    rows = [{"title": "t", "mapping": nodes, "current_node": "e"}, {"prompt": "What?", "completion": "That."}]
+    (tmp_path / "conversations.json").write_text(json.dumps(rows), encoding="utf-8")
+    talks = [[m["content"] for m in talk] for talk, _ in read_rows(list_talks(tmp_path / "conversations.json"), print)]
+    assert talks == [["Hi", "Hello!\nMore."], ["What?", "That."]]
