@@ -1,4 +1,4 @@
-"""The packed loader: rows, masks, refusals, windows for validation, prefetch."""
+"""Packing against naive packers that follow each definition; the loader: rows, masks, refusals, windows, prefetch."""
 
 import threading
 from collections import Counter
@@ -12,10 +12,108 @@ from hypothesis import strategies as st
 from quern.bench.material import write_empty_shards
 from quern.data.batch import prefetch
 from quern.data.loader import Batch, Loader, StreamLoader
-from quern.data.packing import METHODS, windows
+from quern.data.packing import METHODS, Packing, pack, windows
 from quern.data.shards import Corpus
 from quern.process import start
 from tests.support.memory_corpus import memory_corpus
+
+LENGTHS = st.lists(st.integers(1, 40), max_size=80)
+
+
+def rows_of(packing: Packing) -> list[list[tuple[int, int]]]:
+    pairs = list(zip(packing.document.tolist(), packing.length.tolist(), strict=True))
+    ends = packing.row_offsets.tolist()
+    return [pairs[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+
+
+def naive_best_fit(
+    lengths: list[int], row_tokens: int, buffer: int, keep_tails: bool
+) -> list[list[tuple[int, list[int]]]]:
+    """Rows of (document, places of its tokens in the row). Place 0 is BOS, which every segment repeats."""
+    left = [list(range(min(n, row_tokens))) for n in lengths]
+    waiting = list(range(len(lengths)))
+    rows: list[list[tuple[int, list[int]]]] = []
+    space = 0
+    while waiting:
+        if space == 0:
+            rows.append([])
+            space = row_tokens
+        fitting = [i for i in waiting[:buffer] if len(left[i]) <= space]
+        choose = max if fitting else min
+        chosen = choose(fitting or waiting[:buffer], key=lambda i: (len(left[i]), -i))
+        taken = left[chosen][:space]
+        if fitting or not keep_tails:
+            waiting.remove(chosen)
+        left[chosen] = [0, *left[chosen][space:]]  # it waits on with BOS and what is left
+        rows[-1].append((chosen, taken))
+        space -= len(taken)
+    return rows
+
+
+def naive_greedy(lengths: list[int], row_tokens: int, crop: bool) -> list[list[tuple[int, int]]]:
+    rows: list[list[tuple[int, int]]] = []
+    space = 0
+    for index, length in enumerate(lengths):
+        length = min(length, row_tokens)
+        if space == 0 or (not crop and length > space):
+            rows.append([])
+            space = row_tokens
+        taken = min(length, space)
+        rows[-1].append((index, taken))
+        space -= taken
+    return rows
+
+
+def naive_first_fit_decreasing(lengths: list[int], row_tokens: int) -> list[list[tuple[int, int]]]:
+    rows: list[list[tuple[int, int]]] = []
+    space: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -min(lengths[i], row_tokens)):
+        length = min(lengths[index], row_tokens)
+        row = next((r for r, room in enumerate(space) if room >= length), None)
+        if row is None:
+            row = len(rows)
+            rows.append([])
+            space.append(row_tokens)
+        rows[row].append((index, length))
+        space[row] -= length
+    return rows
+
+
+@given(LENGTHS, st.integers(1, 30), st.integers(1, 20))
+def test_equals_the_naive_packer(lengths, row_tokens, buffer):
+    best_fit = naive_best_fit(lengths, row_tokens, buffer, keep_tails=False)
+    expected = {
+        "best-fit": [[(i, len(places)) for i, places in row] for row in best_fit],
+        "greedy-crop": naive_greedy(lengths, row_tokens, crop=True),
+        "greedy-pad": naive_greedy(lengths, row_tokens, crop=False),
+        "first-fit-decreasing": naive_first_fit_decreasing(lengths, row_tokens),
+    }
+    assert set(expected) == set(METHODS)
+    for method, rows in expected.items():
+        assert rows_of(pack(np.array(lengths, dtype=np.int64), row_tokens, method, buffer)) == rows, method
+
+
+def places_of(packing: Packing) -> list[list[tuple[int, list[int]]]]:
+    starts = iter(packing.start.tolist())
+    return [
+        [(i, [0, *range(start + 1, start + n)]) for (i, n), start in zip(row, starts, strict=False)]
+        for row in rows_of(packing)
+    ]
+
+
+@given(LENGTHS, st.integers(2, 30), st.integers(1, 20))
+def test_kept_tails_equal_the_naive_packer_and_lose_nothing(lengths, row_tokens, buffer):
+    packing = pack(np.array(lengths, dtype=np.int64), row_tokens, "best-fit", buffer, keep_tails=True)
+    rows = naive_best_fit(lengths, row_tokens, buffer, keep_tails=True)
+    assert places_of(packing) == rows
+    held = sorted((i, place) for row in rows for i, places in row for place in places if place)
+    assert held == [(i, place) for i, n in enumerate(lengths) for place in range(1, min(n, row_tokens))]
+    assert all(sum(len(places) for _, places in row) == row_tokens for row in rows[:-1])
+    if all(n <= row_tokens for n in lengths):
+        assert packing.report()["cropped_share"] == 0
+
+
+# --- the loader ---
 
 BOS = 0
 
@@ -36,12 +134,6 @@ def sized(chunk_documents: int, buffer: int = 1000) -> type[Loader]:
 
 def random_lengths(count: int, longest: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(2, longest, count).tolist()
-
-
-def rows(batch: Batch) -> list[list[int]]:
-    """The packed rows without padding: in pretraining the mask is True everywhere else."""
-    full = np.concatenate([batch.tokens[:, :1], batch.targets], axis=1)
-    return [row[: 1 + int(mask.sum())].tolist() for row, mask in zip(full, batch.mask, strict=True)]
 
 
 def parts(row: list[int]) -> list[list[int]]:
@@ -121,7 +213,7 @@ def test_tokens_targets_and_mask_line_up():
 
 def test_a_corpus_smaller_than_a_batch_repeats():
     batch = Loader(corpus_of([5]), 8, 4).batch(2)
-    assert rows(batch) == [document(0, 5)] * 4
+    assert batch.tokens[:, :5].tolist() == [document(0, 5)] * 4 and batch.mask.sum(axis=1).tolist() == [4] * 4
 
 
 @pytest.mark.parametrize(("rank", "ranks"), [(2, 2), (-1, 2), (0, 3)])

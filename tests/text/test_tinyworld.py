@@ -1,4 +1,4 @@
-"""Tinyworld: same bytes for the same seed, one consistent world, an evaluation that training never saw."""
+"""Tinyworld: same bytes for the same seed, one consistent world, true drills, an evaluation that training never saw."""
 
 import collections
 import hashlib
@@ -8,26 +8,18 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from fractions import Fraction
 
 import pytest
 
-from quern.text.chat import validate
-from quern.text.tinyworld import corpus
+from quern.text.chat import Message, parts, validate
+from quern.text.tinyworld import corpus, skills
 from quern.text.tinyworld.chat import EXCHANGES
 from quern.text.tinyworld.corpus import QUESTION_KINDS, check
 from quern.text.tinyworld.prose import Pen
-from quern.text.tinyworld.skills import (
-    CATEGORIES,
-    EXERCISES,
-    HELD_OUT_WORDS,
-    PRACTICE_WORDS,
-    TRAIN_WORDS,
-    Exercise,
-    is_asked_in_conversations,
-    sum_is_held_out,
-)
-from quern.text.tinyworld.world import CAST, CHARACTERS, QUESTIONS, RELATIONS, VALUES
+from quern.text.tinyworld.skills import HELD_OUT_WORDS, PRACTICE_WORDS, TRAIN_WORDS, Exercise, is_asked_in_conversations
+from quern.text.tinyworld.world import CAST, CHARACTERS, QUESTIONS, RELATIONS, VALUES, WORDS
 
 
 def sentences(text: str) -> set[str]:
@@ -44,8 +36,7 @@ def sentences(text: str) -> set[str]:
 
 
 def spoken(message) -> str:
-    content = message["content"]
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    return "\n".join(part["text"] for part in parts(message))
 
 
 def judge(exercise: Exercise, reply: str) -> bool:
@@ -182,7 +173,6 @@ def test_conversations_are_valid_and_vary(conversations):
 
 
 def test_every_tool_output_is_what_the_calculator_should_say(conversations):
-    compute = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
     calls = collections.Counter()
     for messages in conversations:
         for message in messages:
@@ -192,7 +182,7 @@ def test_every_tool_output_is_what_the_calculator_should_say(conversations):
             assert [part["type"] for part in message["content"]] == ["tool", "output", "text"]
             ((left, sign, right),) = re.findall(r"^(\d+)([-+*/])(\d+)$", tool["text"])
             calls[sign] += 1
-            assert compute[sign](Fraction(int(left)), Fraction(int(right))) == Fraction(output["text"])
+            assert COMPUTE[sign](Fraction(int(left)), Fraction(int(right))) == Fraction(output["text"])
             assert output["text"] in text["text"] and max(len(left), len(right)) <= 4
     assert all(calls[sign] > 100 for sign in "+-*/")
 
@@ -206,11 +196,10 @@ def leaked(questions: list[Exercise], train: set[str]) -> list[str]:
 
 @pytest.mark.parametrize("kind", QUESTION_KINDS)
 def test_no_training_sentence_is_in_the_evaluation(train_sentences, questions, kind):
-    train = train_sentences
-    assert leaked(questions[kind], train) == []
+    assert leaked(questions[kind], train_sentences) == []
     # the check sees a leak: a training conversation that asks an evaluation question
     asked = max((one.question for one in questions[kind]), key=len)
-    assert leaked(questions[kind], train | sentences(asked))
+    assert leaked(questions[kind], train_sentences | sentences(asked))
     assert len({one.question for one in questions[kind]}) == 300
 
 
@@ -231,12 +220,11 @@ def test_no_held_out_operands_in_training(train_text, questions):
         for left, sign, right in re.findall(r"(\d+) ?([-+*/]|plus|minus|times|divided by) ?(\d+)", text):
             trained.add((int(left), words.get(sign, sign), int(right)))
     assert len(trained) > 4000
-    assert not [operands for operands in trained if sum_is_held_out(*operands)]
-    results = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+    assert not [operands for operands in trained if skills.sum_is_held_out(*operands)]
     for question in questions["sums"] + questions["word_problems"]:
         left, right = map(int, re.findall(r"\d+", question.question))
-        signs = [sign for sign, result in results.items() if result(left, right) == int(question.answer)]
-        assert any(sum_is_held_out(left, sign, right) and (left, sign, right) not in trained for sign in signs)
+        signs = [sign for sign, result in COMPUTE.items() if result(left, right) == int(question.answer)]
+        assert any(skills.sum_is_held_out(left, sign, right) and (left, sign, right) not in trained for sign in signs)
 
 
 def test_held_out_words_are_spelled_in_documents_and_never_counted(documents, conversations):
@@ -264,23 +252,20 @@ def test_conversations_ask_about_names_behind_other_words(conversations):
 
 
 def test_a_quarter_of_the_facts_is_never_asked_in_conversations(conversations):
-    asked = [(c.name, r) for c in CAST for r in RELATIONS if is_asked_in_conversations(c.name, r)]
-    assert 0.65 < len(asked) / (len(CAST) * len(RELATIONS)) < 0.85
+    unasked = [(one, r) for one in CAST for r in RELATIONS if not is_asked_in_conversations(one.name, r)]
+    assert 0.15 < len(unasked) / (len(CAST) * len(RELATIONS)) < 0.35
     said = {spoken(message) for messages in conversations for message in messages if message["role"] == "user"}
-    for character in CAST:
-        for relation in RELATIONS:
-            if is_asked_in_conversations(character.name, relation):
-                continue
-            for template in QUESTIONS[relation][:6]:
-                his = "her" if character.she else "his"
-                assert template.format(name=character.name, his=his) not in said
+    for character, relation in unasked:
+        for template in QUESTIONS[relation][:6]:
+            his = "her" if character.she else "his"
+            assert template.format(name=character.name, his=his) not in said
 
 
 # ------------------------------------------------------------------------------------------ judging
 
 
 def test_the_replies_of_training_are_judged_right_and_others_wrong():
-    for kind, make in EXERCISES.items():
+    for kind, make in skills.EXERCISES.items():
         for index in range(200):
             task = make(Pen(f"judge:{index}"))
             assert judge(task, task.reply) and (kind != "choice" or judge(task, task.reply.lower()))
@@ -321,30 +306,95 @@ def test_multiple_choice_has_one_right_option_and_balanced_letters(questions):
     assert set(letters) == set("ABCD") and max(letters.values()) < 0.35 * 300
     for question in questions["choice"]:
         stem, *rest = question.question.split("\n")
-        options = {line[-1]: line[2:-2] for line in rest}
+        options = dict(map(letter_and_option, rest))
         assert list(options) == list("ABCD") and len(set(options.values())) == 4
-        right = options[question.answer]
-        named = [CHARACTERS[name] for name in re.findall(r"[A-Z][a-z]+", stem) if name in CHARACTERS]
-        if named:
-            facts = [named[0].fact(relation) for relation in RELATIONS]
-            assert [option for option in options.values() if option in facts] == [right]
-        elif right.isdigit():
-            assert int(right) == max(int(option) for option in options.values())
-        else:
-            category = next(c for c in CATEGORIES if f" {c} in this" in stem or f"is {c}?" in stem)
-            assert [o for o in options.values() if o in CATEGORIES[category][1]] == [right]
+        assert right(stem, list(options.values())) == [options[question.answer]]
 
 
 def test_the_stated_chance_is_that_of_the_best_blind_guess():
     facts = corpus.questions(5, "facts", 1500)
-    by_relation = collections.defaultdict(list)
-    for question in facts:
-        by_relation[next(r for r in RELATIONS if question.answer in VALUES[r])].append(question)
-    for relation, asked in by_relation.items():
+    for relation in RELATIONS:
         column = [character.fact(relation) for character in CAST]
-        assert asked[0].chance == pytest.approx(max(map(column.count, column)) / len(CAST))
-        assert asked[0].chance >= 1 / len(VALUES[relation])
+        chance = next(question.chance for question in facts if RELATION_OF[question.answer] == relation)
+        assert chance == pytest.approx(max(map(column.count, column)) / len(CAST))
+        assert chance >= 1 / len(VALUES[relation])
     counting = corpus.questions(5, "counting", 800)
     assert min(q.chance for q in counting) > 0
     answers = collections.Counter(q.answer for q in counting if "letters" not in q.question)
     assert max(answers.values()) / sum(answers.values()) < 0.5
+
+
+# ------------------------------------------------------------------------------------------------------------ drills
+
+RELATION_OF = {value: relation for relation in RELATIONS for value in VALUES[relation]}
+COMPUTE = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+CATEGORY = re.compile(r"(?:Which (?:of these|one|word here|of the four) is|Find) (an? .+?)(?:\?| in this list\.)")
+
+
+def exchanges(make, count: int) -> Iterator[list[Message]]:
+    for index in range(count):
+        validate(messages := make(Pen(f"drill:{index}")))
+        yield messages
+
+
+def letter_and_option(line: str) -> tuple[str, str]:
+    found = re.fullmatch(r"- (.+) ([A-E])", line)
+    assert found, line
+    return found[2], found[1]
+
+
+def right(question: str, options: list[str]) -> list[str]:
+    """The options that answer a question, from the facts and the categories alone."""
+    category = CATEGORY.fullmatch(question)
+    if category:
+        return [option for option in options if option in skills.CATEGORIES[category[1]][1]]
+    if options[0].isdigit():
+        return [max(options, key=int)]
+    named = [option for option in options if re.search(rf"\b{option}\b", question)]
+    if named and re.match(r"Which letter (has|stands)|Where is|Take|Choose|I choose", question):
+        return named
+    (name,) = CHARACTERS.keys() & set(re.findall(r"[A-Z][a-z]+", question))
+    return [option for option in options if option == CHARACTERS[name].fact(RELATION_OF[options[0]])]
+
+
+def test_every_question_about_a_list_has_one_right_option_and_the_reply_is_its_letter() -> None:
+    letters: dict[int, collections.Counter[str]] = {}
+    several = 0
+    for messages in exchanges(skills.options, 1500):
+        first, *lines = str(messages[0]["content"]).split("\n")
+        options = dict(map(letter_and_option, lines))
+        assert "".join(options) == "ABCDE"[: len(options)] and len(set(options.values())) == len(options) >= 2
+        if re.match("Which letters|Name the letters", first):
+            said = list(map(letter_and_option, str(messages[1]["content"]).split("\n")))
+            assert len(said) >= 2 and all(options[letter] == value and value in first for letter, value in said)
+            several += 1
+            continue
+        asked = [first, *(str(message["content"]) for message in messages[2::2])]
+        for question, reply in zip(asked, messages[1::2], strict=True):
+            letter, option = letter_and_option(str(reply["content"]))
+            assert options[letter] == option
+            assert right(question, list(options.values())) == [option], (question, options)
+            for name in CHARACTERS.keys() & set(re.findall(r"[A-Z][a-z]+", question)) - set(options.values()):
+                assert is_asked_in_conversations(name, RELATION_OF[option])
+            letters.setdefault(len(options), collections.Counter())[letter] += 1
+    assert several > 200 and sorted(letters) == [2, 3, 4, 5]
+    for count, found in letters.items():  # no letter is a better guess than another
+        assert max(found.values()) < 1.25 * sum(found.values()) / count
+
+
+def test_no_drill_tells_a_letter_of_a_held_out_word() -> None:
+    named = set()
+    for make in (skills.about_letters, skills.dictionary):
+        for messages in exchanges(make, 3000):
+            question, reply = (str(message["content"]) for message in messages)
+            words = [word for word in re.findall(r"[a-z]+", question) if word in WORDS and f"word {word} " in reply]
+            assert words
+            for word in words:
+                if make is skills.dictionary:
+                    named.add(word)
+                    assert reply == f"The word {word} is in my dictionary."
+                else:
+                    assert word in TRAIN_WORDS and f"The word {word} is spelled {'-'.join(word)}." in reply
+            if found := re.search(r"The (first|last) letter is (\w)\.", reply):
+                assert found[2] == words[0][0 if found[1] == "first" else -1]
+    assert {*HELD_OUT_WORDS, *PRACTICE_WORDS} <= named
