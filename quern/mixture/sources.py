@@ -7,22 +7,18 @@ Rows of question sets are conversations too:
 
 Any other record is one of the shapes of text/conversations.py; docs/fine-tuning.md says what becomes of them. A source
 is known by the contents of its files, and the built-in ones by their seed, their size and their code.
-
-`TaskRows` finds the conversations that hold a test row of a task; docs/fine-tuning.md, "Test rows are refused", says
-what is compared.
 """
 
 from __future__ import annotations
 
-import hashlib
+import json
 import re
-import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import ascii_uppercase
-from typing import Any
+from typing import Any, NamedTuple
 
 from quern.generate.tools import ToolError, calculate
 from quern.recipe import BUILT_IN_CONVERSATIONS, ConversationSource, Recipe
@@ -30,10 +26,10 @@ from quern.temporaries import sha256_of
 from quern.terminal import Meter, silent
 from quern.text import conversations, repositories, tinyworld
 from quern.text.chat import ContentPart, Message, parts
-from quern.text.documents import converted, place
+from quern.text.documents import converted, place, refuse_surrogates
 from quern.text.readers import format_of
 from quern.text.repositories import PREFIX, TRAIN, local_copy
-from quern.text.sources import OF_ROWS, Listing, Where, content_fingerprint, list_source, list_talks
+from quern.text.sources import Listing, Where, content_fingerprint, list_talks
 from quern.text.tinyworld import chat, corpus, skills
 from quern.text.tinyworld.prose import Pen
 from quern.text.tinyworld.skills import exchange
@@ -122,7 +118,7 @@ class OpenSource:
     asked: ConversationSource
     marks: tuple[str, ...]  # its conversations are the same if these are
     splits: tuple[str, ...]  # "train" and "val"; or ALL, of which the first conversations are held out
-    read: Callable[[str], Iterator[conversations.Conversation]]
+    read: Callable[[str], Iterator[Conversation]]
     public: bool = False  # a set that others made: test rows in it are left out. In a user's file they are an error.
 
     @property
@@ -197,28 +193,88 @@ def _of_files(
         content = content_fingerprint(paths, cache, lambda done: meter.at(done / 1e6))
     marks = ("files", content, *splits, *map(format_of, paths), str(asked.limit), str(asked.column))
 
-    def read(split: str) -> Iterator[conversations.Conversation]:
+    def read(split: str) -> Iterator[Conversation]:
         return read_rows(splits[split], log, asked.column, asked.limit)
 
     return OpenSource(asked, marks, tuple(splits), read, public)
 
 
+class Conversation(NamedTuple):
+    messages: list[Message]
+    place: str  # its file and record, for messages
+
+
 def read_rows(
     listing: Listing, log: Log | None = None, column: str | None = None, limit: int | None = None
-) -> Iterator[conversations.Conversation]:
-    """The conversations of files; rows of question sets count as conversations. column: has the lists of messages."""
-    if column is None:
-        return conversations.conversation_rows(listing, log, to_messages, KEYS, limit)
+) -> Iterator[Conversation]:
+    """Reads the conversations of files, validated. Skips those without an assistant turn to learn.
 
-    def of_column(record: Any, ignored: Counter[str]) -> list[Message]:
-        if not isinstance(record, Mapping) or column not in record:
-            raise ValueError(f"it has no column or key '{column}'")
-        rest = {key: value for key, value in record.items() if key != column}
-        return conversations.to_messages({**rest, "messages": record[column]}, ignored)
+    Args:
+        listing: The files, by `list_talks`.
+        log: Called with lines about read, ignored and skipped files, records and keys.
+        column: Has the lists of messages; None for those of all shapes. Of WhatsApp's export, the person whom the model
+            learns to write as.
+        limit: The most conversations to read.
 
-    return conversations.conversation_rows(
-        listing, log, of_column, (column, *conversations.BESIDE), limit, person=column
-    )
+    Raises:
+        ValueError, OSError: As `converted`, or no conversation has an assistant turn.
+    """
+    say = log or silent
+    for line in listing.lines("conversations"):
+        say(line)
+    skipped, count, first, ignored = 0, 0, "", Counter[str]()
+
+    def messages_of(value: Any) -> list[list[Message]]:
+        try:
+            if isinstance(value, str):
+                found = conversations.of_whatsapp(value, column)
+            elif column is None:
+                found = [to_messages(value, ignored)]
+            else:
+                found = [_messages_of_column(value, column, ignored)]
+        except ValueError as error:
+            raise ValueError(f"not a conversation: {error}") from error
+        except (KeyError, TypeError, AttributeError) as error:
+            fault = f"no {error}" if isinstance(error, KeyError) else f"another type ({error})"
+            raise ValueError(f"not a conversation: a part of it has {fault}") from error
+        refuse_surrogates(json.dumps(found, ensure_ascii=False))
+        return found
+
+    told = log and (lambda line: say(f"conversations: {line}"))
+    keys = KEYS if column is None else (column, *conversations.BESIDE)
+    several = converted(listing.files, keys, messages_of, told, whole=True)  # a day of WhatsApp's is never cut
+    for messages, path, record in ((one, path, record) for talks, path, record in several for one in talks):
+        if limit is not None and count >= limit:
+            break
+        if any(_learned(message) for message in messages):
+            count += 1
+            yield Conversation(messages, place(path, record))
+        else:
+            skipped += 1
+            first = first or place(path, record)
+    if skipped and not count:
+        raise ValueError(
+            f"{first}: there is no assistant's turn, nor in any other conversation of the source: fine-tuning "
+            "learns the assistant's answers, so add them"
+        )
+    if skipped:
+        say(f"conversations: skipped {skipped:,} without an assistant's turn to learn, the first is {first}")
+    if ignored:
+        named = ", ".join(f"{key!r} in {rows:,}" for key, rows in ignored.most_common(conversations.NAMES_SHOWN))
+        say(f"conversations: keys that are not used, with the number of records: {named}")
+
+
+def _messages_of_column(record: Any, column: str, ignored: Counter[str]) -> list[Message]:
+    if not isinstance(record, Mapping) or column not in record:
+        raise ValueError(f"it has no column or key '{column}'")
+    rest = {key: value for key, value in record.items() if key != column}
+    return conversations.to_messages({**rest, "messages": record[column]}, ignored)
+
+
+def _learned(message: Message) -> bool:
+    """Whether a part of a message, or its end, is learned."""
+    own = (part.get("weight") for part in parts(message) if part["type"] != "output")
+    return message["role"] == "assistant" and any(weight != 0 for weight in (message.get("weight"), *own))
 
 
 def _built_in(asked: ConversationSource, recipe: Recipe) -> OpenSource:
@@ -226,10 +282,10 @@ def _built_in(asked: ConversationSource, recipe: Recipe) -> OpenSource:
     train = min(wanted, asked.limit or wanted)
     counts = {"train": train, "val": max(FEWEST_HELD_OUT, train // HELD_OUT_EVERY)}
 
-    def read(split: str) -> Iterator[conversations.Conversation]:
+    def read(split: str) -> Iterator[Conversation]:
         made = corpus.conversations if asked.source == "tinyworld" else spelling
         for number, messages in enumerate(made(seed, counts[split], split)):
-            yield conversations.Conversation(messages, f"{asked.source}, conversation {number + 1}")
+            yield Conversation(messages, f"{asked.source}, conversation {number + 1}")
 
     # Another version of the world makes other conversations.
     code = map(sha256_of, sorted(Path(tinyworld.__path__[0]).glob("*.*")))
@@ -244,96 +300,3 @@ def spelling(seed: int, count: int, split: str) -> Iterator[list[Message]]:
     for index in range(count):
         exercise = skills.EXERCISES[("spelling", "counting")[index % 2]]
         yield chat.of_exercise(exercise(Pen(f"spelling:{split}:{seed}:{index}")))
-
-
-# Test rows of tasks --------------------------------------------------------------------------------------------------
-
-SHORTEST = 8
-"""A question of so many words is found anywhere in a message, a shorter one only as a whole message of the user."""
-BUILT_IN_QUESTIONS = 500
-"""Held-out questions of each kind of the built-in world that are compared: the first ones of the run's seed."""
-QUESTION_KEYS = ("question", "query", "prompt", "context_options", "context", "messages")
-"""The keys that can hold the question of a test row; the first one that a row has counts."""
-TRAINING_FILE = re.compile(r"(^|[^a-z])train(ing)?([^a-z]|$)")
-_WORD = re.compile(r"\w+|[+\-*/=<>^%×÷−]")
-_LABEL = re.compile(r"\s*(question|problem)\s*:\s*", re.IGNORECASE)
-
-
-class TaskRows:
-    """A set of test rows. fingerprint: SHA-256 (hex) of all questions."""
-
-    def __init__(self) -> None:
-        self._short: dict[bytes, str] = {}
-        self._long: dict[str, dict[int, dict[bytes, str]]] = {}  # first words → number of words → digest → row
-        self._digest = hashlib.sha256()
-
-    @property
-    def fingerprint(self) -> str:
-        return self._digest.hexdigest()
-
-    def add(self, question: str, row: str) -> None:
-        """Adds a question. row: the row and the task, for messages."""
-        words = _words(_LABEL.sub("", question, count=1) if _LABEL.match(question) else question)
-        if not words:
-            return
-        digest = _hash(words)
-        self._digest.update(digest)
-        if len(words) < SHORTEST:
-            self._short.setdefault(digest, row)
-        else:
-            self._long.setdefault(" ".join(words[:SHORTEST]), {}).setdefault(len(words), {}).setdefault(digest, row)
-
-    def read(self, folder: Path, task: str) -> None:
-        """Adds the rows of the test files in a folder. Files with "train" in their name are not read. Raises as
-        `list_source`, and ValueError for a file that is damaged or a row that has no question."""
-        for path in list_source(folder, OF_ROWS).files:
-            if TRAINING_FILE.search(path.name.lower()):
-                continue
-            for found, _, record in converted([path], (*QUESTION_KEYS, "choices"), lambda row: [*_questions(row)]):
-                for question in found:
-                    self.add(question, f"{place(path, record)} ({task})")
-
-    def find(self, messages: Sequence[Message]) -> str | None:
-        """The test row that a conversation holds; None if it holds none."""
-        for message in messages:
-            words = _words(" ".join(part["text"] for part in parts(message)))
-            short = len(words) < SHORTEST and message["role"] == "user"
-            if short and (row := self._short.get(_hash(words))):
-                return row
-            for at in range(len(words) - SHORTEST + 1):
-                for size, rows in self._long.get(" ".join(words[at : at + SHORTEST]), {}).items():
-                    if at + size <= len(words) and (row := rows.get(_hash(words[at : at + size]))):
-                        return row
-        return None
-
-
-def built_in_rows(rows: TaskRows, seed: int) -> None:
-    """Adds the held-out questions of the built-in world."""
-    for kind in (kind for kind in corpus.QUESTION_KINDS if kind != "small_talk"):  # anyone may say hello
-        for number, question in enumerate(corpus.questions(seed, kind, BUILT_IN_QUESTIONS)):
-            rows.add(question.question, f"question {number + 1} of tinyworld/{kind}")
-
-
-def _questions(value: Any) -> Iterator[str]:
-    found = next((value[key] for key in QUESTION_KEYS if value.get(key)), None) if isinstance(value, Mapping) else None
-    if isinstance(found, str):
-        options = value.get("choices")
-        if not isinstance(options, list) or len(_words(found)) >= SHORTEST:
-            yield found
-        if isinstance(options, list):
-            yield multiple_choice(found, options)
-    elif isinstance(found, list) and found:
-        for one in found:
-            content = one.get("content") if isinstance(one, Mapping) and one.get("role") == "user" else one
-            if isinstance(content, str) and (content is one or len(_words(content)) >= SHORTEST):
-                yield content
-    else:
-        raise ValueError(f"no test row: it has none of {', '.join(QUESTION_KEYS)}")
-
-
-def _words(text: str) -> list[str]:
-    return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
-
-
-def _hash(words: Iterable[str]) -> bytes:
-    return hashlib.blake2b(" ".join(words).encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -15,14 +15,11 @@ is {"name":…,"arguments":…} without spaces, as generate/grammar.py has the m
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-from quern.terminal import silent
 from quern.text.chat import ContentPart, Message, parts, validate
-from quern.text.documents import converted, place, refuse_surrogates
-from quern.text.sources import Listing
 
 LISTS = ("messages", "conversations")
 ALPACA = ("instruction", "input", "output", "history")
@@ -52,9 +49,15 @@ def to_messages(record: Any, ignored: Counter[str] | None = None) -> list[Messag
     if used == CHATGPT:
         row = {key: row[key] for key in CHATGPT if key in row}  # titles, dates, identifiers
     if not isinstance(given, list):
-        raise ValueError(no_shape(row if row is record else ()))
+        there_are = ", ".join(map(repr, list(row)[:NAMES_SHOWN])) if row is record else ""
+        raise ValueError(
+            f"{f'it has only {there_are}' if there_are else 'it is no object and no list of messages'}: a conversation "
+            'is {"messages": [{"role": "user", "content": …}, …]}, ShareGPT\'s {"conversations": [{"from": "human", '
+            '"value": …}, …]}, Alpaca\'s {"instruction": …, "input": …, "output": …}, {"prompt": …, "completion": …} '
+            'or {"question": …, "answer": …}'
+        )
     turns = [_turn(turn, index) for index, turn in enumerate(given)]
-    tools = _describe(_functions(row))
+    tools = _describe_functions(row)
     _begin(turns, row.get("system") or row.get("system_prompt"), tools)
     joined = _join_tools(turns, own_tool=not tools)
     validate(joined)
@@ -81,17 +84,6 @@ def _shape(row: Mapping[str, Any]) -> tuple[tuple[str, ...], Any]:
     if isinstance(row.get("mapping"), Mapping):
         return CHATGPT, _of_chatgpt(row["mapping"], row.get("current_node"))
     return (), None
-
-
-def no_shape(names: Iterable[str]) -> str:
-    """The message for a record with these keys that is not a conversation."""
-    there_are = ", ".join(map(repr, list(names)[:12]))
-    return (
-        f"{f'it has only {there_are}' if there_are else 'it is no object and no list of messages'}: a conversation is "
-        '{"messages": [{"role": "user", "content": …}, …]}, ShareGPT\'s {"conversations": [{"from": "human", "value": '
-        '…}, …]}, Alpaca\'s {"instruction": …, "input": …, "output": …}, {"prompt": …, "completion": …} or '
-        '{"question": …, "answer": …}'
-    )
 
 
 def json_text(value: Any) -> str:
@@ -148,7 +140,7 @@ def of_whatsapp(text: str, person: str | None = None) -> list[list[Message]]:
         raise ValueError("a text is no conversation, unless WhatsApp exported it: give .jsonl, .json, .csv or .parquet")
     if person not in names:
         raise ValueError(
-            f"the model learns to write as one of {', '.join(names[:12])}: name that one, as --conversations "
+            f"the model learns to write as one of {', '.join(names[:NAMES_SHOWN])}: name that one, as --conversations "
             f"FILE,column={names[0]}"
         )
     roles = [[("assistant" if name == person else "user", said) for name, said in one if said] for one in days.values()]
@@ -205,23 +197,20 @@ def _begin(turns: list[Any], system: Any, tools: str) -> None:
         turns[: first is not None] = [{"role": "system", "content": "\n\n".join(filter(None, (own or system, tools)))}]
 
 
-def _functions(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The functions of `tools`, or of the older `functions`; both may be written as text, as may each of them."""
-    found = []
+def _describe_functions(row: Mapping[str, Any]) -> str:
+    """The text that tells the model of the functions of `tools`, or of the older `functions`; both may be written as
+    text, as may each of them."""
+    found = list[str]()
     for tool in _loaded(row.get("tools")) or _loaded(row.get("functions")) or ():
         tool = _loaded(tool)
         function = _without_nulls(tool.get("function") or tool) if isinstance(tool, Mapping) else {}
         if not isinstance(function.get("name"), str):
             raise ValueError('each of "tools" is {"type": "function", "function": {"name": …, "parameters": {…}}}')
         order = dict.fromkeys(("name", "description", "parameters", *function))
-        found.append({key: function[key] for key in order if key in function and key not in ("strict", "type")})
-    return found
-
-
-def _describe(functions: list[dict[str, Any]]) -> str:
-    """The text that tells the model of its tools."""
-    head = 'You can call these tools, as {"name":"…","arguments":{…}}:'
-    return "\n".join([head, *map(json_text, functions)]) if functions else ""
+        found.append(
+            json_text({key: function[key] for key in order if key in function and key not in ("strict", "type")})
+        )
+    return "\n".join(['You can call these tools, as {"name":"…","arguments":{…}}:', *found]) if found else ""
 
 
 def _loaded(value: Any) -> Any:
@@ -296,74 +285,3 @@ def _message(turn: Mapping[str, Any]) -> Message:
 
 def _unless_learned(weight: Any) -> dict[str, Any]:
     return {"weight": 0} if weight == 0 else {}
-
-
-class Conversation(NamedTuple):
-    messages: list[Message]
-    place: str  # its file and record, for messages
-
-
-def conversation_rows(
-    listing: Listing,
-    log: Callable[[str], None] | None = None,
-    convert: Callable[[Any, Counter[str]], list[Message]] = to_messages,
-    keys: Sequence[str] = KEYS,
-    limit: int | None = None,
-    person: str | None = None,
-) -> Iterator[Conversation]:
-    """Reads conversations in quern's format, validated. Skips those without an assistant turn to learn.
-
-    Args:
-        listing: The files, by `list_talks`.
-        log: Called with lines about read, ignored and skipped files, records and keys.
-        convert: Converts a record to messages, and counts the keys that it ignores.
-        keys: The keys of a record that `convert` reads.
-        limit: The most conversations to read.
-        person: Whom the model learns to write as, in WhatsApp's export.
-
-    Raises:
-        ValueError, OSError: As `converted`, or no conversation has an assistant turn.
-    """
-    say = log or silent
-    for line in listing.lines("conversations"):
-        say(line)
-    skipped, count, first, ignored = 0, 0, "", Counter[str]()
-
-    def messages_of(value: Any) -> list[list[Message]]:
-        try:
-            messages = of_whatsapp(value, person) if isinstance(value, str) else [convert(value, ignored)]
-        except ValueError as error:
-            raise ValueError(f"not a conversation: {error}") from error
-        except (KeyError, TypeError, AttributeError) as error:
-            fault = f"no {error}" if isinstance(error, KeyError) else f"another type ({error})"
-            raise ValueError(f"not a conversation: a part of it has {fault}") from error
-        refuse_surrogates(json.dumps(messages, ensure_ascii=False))
-        return messages
-
-    told = log and (lambda line: say(f"conversations: {line}"))
-    several = converted(listing.files, keys, messages_of, told, whole=True)  # a day of WhatsApp's is never cut
-    for messages, path, record in ((one, path, record) for talks, path, record in several for one in talks):
-        if limit is not None and count >= limit:
-            break
-        if any(_learned(message) for message in messages):
-            count += 1
-            yield Conversation(messages, place(path, record))
-        else:
-            skipped += 1
-            first = first or place(path, record)
-    if skipped and not count:
-        raise ValueError(
-            f"{first}: there is no assistant's turn, nor in any other conversation of the source: fine-tuning "
-            "learns the assistant's answers, so add them"
-        )
-    if skipped:
-        say(f"conversations: skipped {skipped:,} without an assistant's turn to learn, the first is {first}")
-    if ignored:
-        named = ", ".join(f"{key!r} in {rows:,}" for key, rows in ignored.most_common(NAMES_SHOWN))
-        say(f"conversations: keys that are not used, with the number of records: {named}")
-
-
-def _learned(message: Message) -> bool:
-    """Whether a part of a message, or its end, is learned."""
-    own = (part.get("weight") for part in parts(message) if part["type"] != "output")
-    return message["role"] == "assistant" and any(weight != 0 for weight in (message.get("weight"), *own))

@@ -8,7 +8,7 @@ import pytest
 
 from quern.data.bin_files import MODDED_NANOGPT, NANOGPT, BinFormat, read_bin, write_bin
 from quern.data.shards import Corpus
-from tests.support.memory_corpus import memory_corpus
+from tests.support.memory_corpus import ids_of, memory_corpus
 
 EOT = 50256
 SMALL = BinFormat(MODDED_NANOGPT.train, MODDED_NANOGPT.val, first=1, file_tokens=50)
@@ -24,9 +24,8 @@ def corpus_of(texts: list[list[int]]) -> Corpus:
 
 
 def contents(corpus: Corpus) -> list[list[int]]:
-    found = [corpus.gather(i).tolist() for i in range(corpus.num_documents)]
     texts = [corpus.gather(i, 1).tolist() for i in range(corpus.num_documents)]
-    assert found == [[EOT, *ids] for ids in texts]
+    assert ids_of(corpus) == [[EOT, *ids] for ids in texts]
     return texts
 
 

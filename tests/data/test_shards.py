@@ -14,7 +14,7 @@ from quern.data.bin_files import read_bin
 from quern.data.loader import Loader, StreamLoader
 from quern.data.shards import Corpus
 from quern.data.token_file import ShardWriter, fingerprint, prepared
-from tests.support.memory_corpus import memory_corpus
+from tests.support.memory_corpus import ids_of, memory_corpus
 
 BOS = 499
 
@@ -37,16 +37,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def contents(corpus: Corpus) -> list[list[int]]:
-    return [corpus.gather(i).tolist() for i in range(corpus.num_documents)]
-
-
 @pytest.mark.parametrize(("shard_tokens", "vocab_size"), [(1, 500), (7, 1 << 16), (500, 70_000), (10**6, 500)])
 def test_what_is_written_is_read(tmp_path, shard_tokens, vocab_size):
     docs = documents(50) + [[BOS, vocab_size - 1]]
     write(tmp_path, "train", docs, shard_tokens=shard_tokens, vocab_size=vocab_size)
     corpus = Corpus.open(tmp_path, "train")
-    assert contents(corpus) == docs
+    assert ids_of(corpus) == docs
     assert corpus.lengths.tolist() == [len(d) for d in docs]
     assert corpus.num_tokens == sum(map(len, docs)) and corpus.bos == BOS
     assert corpus.gather(3, 1).tolist() == docs[3][1:]
@@ -194,19 +190,19 @@ def test_a_write_that_dies_while_renaming_never_passes_as_prepared(folder, monke
     assert not list(folder.glob(".*")), "nothing is left behind"
     if failing in (0, 7):
         assert prepared(folder, "a")
-        assert contents(Corpus.open(folder, "train")) == (docs if failing else documents(100))
+        assert ids_of(Corpus.open(folder, "train")) == (docs if failing else documents(100))
     else:
         assert not prepared(folder, "a") and prepared(folder, "a", splits=["val"])
         with pytest.raises(ValueError, match="prepare it again"):
             Corpus.open(folder, "train")
     write(folder, "train", docs, shard_tokens=800)
-    assert prepared(folder, "a") and contents(Corpus.open(folder, "train")) == docs
+    assert prepared(folder, "a") and ids_of(Corpus.open(folder, "train")) == docs
 
 
 def test_another_fingerprint_replaces_every_split(folder):
     write(folder, "train", documents(5, seed=3), mark="b")
     assert not prepared(folder, "b") and not prepared(folder, "a", splits=["val"])
-    assert contents(Corpus.open(folder, "train", fingerprint="b")) == documents(5, seed=3)
+    assert ids_of(Corpus.open(folder, "train", fingerprint="b")) == documents(5, seed=3)
     assert sorted(p.name for p in folder.glob("train*")) == ["train-00000.bin", "train-00000.starts.npy"]
     write(folder, "val", documents(2), mark="b")
     assert prepared(folder, "b")
@@ -266,7 +262,7 @@ def test_masks_come_back_from_disk(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.mask"))) > 2 and corpus.masked
     joined = Corpus.join([memory_corpus(docs[:3], masks[:3]), corpus]).part(np.array([1, 5, 5, 42]))
     chosen = [1, 2, 2, 39]
-    assert contents(joined) == [docs[number] for number in chosen]
+    assert ids_of(joined) == [docs[number] for number in chosen]
     mask = np.empty(joined.num_tokens, dtype=bool)
     joined.copy(mask, np.cumsum(joined.lengths) - joined.lengths, joined.starts, joined.lengths, mask=True)
     assert mask.tolist() == np.concatenate([masks[number] for number in chosen]).tolist()
@@ -305,7 +301,7 @@ def test_more_shards_than_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     resource.setrlimit(resource.RLIMIT_NOFILE, (open_already + 100, limits[1]))
     try:
         corpus = Corpus.open(tmp_path, "train")
-        assert contents(corpus) == docs
+        assert ids_of(corpus) == docs
         for loader in (Loader(corpus, 200, 64), StreamLoader(corpus, 200, 64)):
             seen = {int(token) for step in range(loader.steps_per_epoch) for token in loader.batch(step).targets.flat}
             assert seen >= {token for document in docs for token in document[1:]}
@@ -319,4 +315,4 @@ def test_a_large_corpus_is_hashed_when_it_is_read(folder: Path, monkeypatch: pyt
     corpus = Corpus.open(folder, "train")
     assert corpus.gather(0).tolist() == documents(100)[0]
     with pytest.raises(ValueError, match="train-00002.bin is damaged or was swapped"):
-        contents(corpus)
+        ids_of(corpus)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from quern.mixture.sources import TaskRows, built_in_rows, to_messages, word_problem
+from quern.mixture.prepare import TaskRows, built_in_rows
+from quern.mixture.sources import to_messages, word_problem
 from quern.text.chat import ContentPart, Message
 from quern.text.tinyworld import corpus
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from quern.data.shards import Corpus
 from quern.flags.recipe_file import read_recipe_file
 from quern.recipe import Resolved, TextRecipe
 from quern.recipes.gpt import RECIPE
@@ -25,6 +24,7 @@ from quern.temporaries import alone_in
 from quern.text.clean.steps import Cleaned, Step, exact_duplicates
 from quern.text.tinyworld import corpus as tinyworld_corpus
 from quern.text.tokenizer import Tokenizer
+from tests.support.memory_corpus import texts_of
 
 
 def recipe_for(data: Path | str, **text: Any) -> Resolved:
@@ -35,16 +35,6 @@ def recipe_for(data: Path | str, **text: Any) -> Resolved:
 def made(recipe: Resolved, out: Path) -> tuple[Prepared, str]:
     said: list[str] = []
     return prepare(recipe, out, said.append), "\n".join(said)
-
-
-def texts_of(corpus: Corpus, tokenizer: Tokenizer) -> list[str]:
-    """Every document read back: BOS first, then nothing but text."""
-    found = []
-    for document in range(corpus.num_documents):
-        ids = corpus.gather(document).tolist()
-        assert ids[0] == tokenizer.bos and tokenizer.bos not in ids[1:]
-        found.append(tokenizer.decode(ids[1:]))
-    return found
 
 
 def documents(count: int) -> list[str]:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,6 @@ from tiktoken_ext import openai_public
 from tiktoken_ext.openai_public import r50k_pat_str
 
 from quern.cli.main import main
-from quern.data.shards import Corpus
 from quern.generate.engine import Engine
 from quern.machine import Machine
 from quern.recipe import Resolved, TextRecipe
@@ -33,6 +33,7 @@ from quern.stages.prepare_tokens import is_tokens
 from quern.stages.session import Session
 from quern.text.hugging_face import tokenizer_json
 from quern.text.tokenizer import Tokenizer
+from tests.support.memory_corpus import ids_of, texts_of
 from tests.support.small_text import token_shard, write_tiktoken
 from tests.support.toy_training import CPU
 
@@ -60,8 +61,8 @@ def recipe_for(data: Path, tokenizer: str | None, val: Path | None = None, megab
     return Resolved.of(resolve(replace(RECIPE, data=str(data), val=str(val) if val else None, text=text)))
 
 
-def read(corpus: Corpus) -> list[str]:
-    return [TOKENIZER.decode(corpus.gather(i)[1:].tolist()) for i in range(corpus.num_documents)]
+read = partial(texts_of, tokenizer=TOKENIZER)
+"""The documents of a corpus."""
 
 
 def test_a_folder_as_the_speedruns(tmp_path: Path, tokenizer: str) -> None:
@@ -214,7 +215,7 @@ def test_text_becomes_the_tokens_that_tiktoken_makes_and_is_read_back(
         assert ids == [t for text in encoded for t in ((50_256, *text) if to == "bin" else (*text, 50_256))]
     again = prepare(recipe_for(tmp_path / "tokens", "tokens/tokenizer.json"), tmp_path / "out", print)
     for split, corpus in (("train", again.train), ("val", again.val)):
-        assert [again.tokenizer.decode(corpus.gather(i)[1:]) for i in range(corpus.num_documents)] == splits[split]
+        assert texts_of(corpus, again.tokenizer) == splits[split]
 
 
 def test_a_tokenizer_json_of_hugging_face_prepares_text_and_need_not_be_there_afterwards(tmp_path: Path) -> None:
@@ -225,7 +226,7 @@ def test_a_tokenizer_json_of_hugging_face_prepares_text_and_need_not_be_there_af
     (tmp_path / "t.txt").write_text("\n".join(texts(50)), encoding="utf-8")
     recipe = replace(recipe_for(tmp_path / "t.txt", str(path), megabytes=0.001), make_documents=lines)
     prepared = prepare(recipe, tmp_path / "out", print)
-    ids = [prepared.train.gather(i)[1:].tolist() for i in range(prepared.train.num_documents)]
+    ids = [ids[1:] for ids in ids_of(prepared.train)]
     assert ids == [library.encode(text, add_special_tokens=False).ids for text in read(prepared.train)]
     path.unlink()
     assert prepare(recipe, tmp_path / "out", print, prepared.tokenizer).origin.tokens == prepared.origin.tokens

@@ -1,10 +1,11 @@
-"""A corpus of documents in memory."""
+"""A corpus of documents in memory, and the documents of any corpus."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 from quern.data.shards import Corpus, Part
+from quern.text.tokenizer import Tokenizer
 
 
 def memory_corpus(
@@ -15,3 +16,15 @@ def memory_corpus(
     tokens = np.concatenate([np.asarray(document, dtype=np.int32) for document in ids])
     mask = None if masks is None else np.concatenate([np.asarray(m, dtype=bool) for m in masks])
     return Corpus([Part.of_arrays(tokens, np.cumsum(lengths) - lengths, mask)], int(ids[0][0]))
+
+
+def ids_of(corpus: Corpus) -> list[list[int]]:
+    """The tokens of every document."""
+    return [corpus.gather(document).tolist() for document in range(corpus.num_documents)]
+
+
+def texts_of(corpus: Corpus, tokenizer: Tokenizer) -> list[str]:
+    """Every document read back: BOS first, then nothing but text."""
+    found = ids_of(corpus)
+    assert all(ids[0] == tokenizer.bos and tokenizer.bos not in ids[1:] for ids in found)
+    return [tokenizer.decode(ids[1:]) for ids in found]

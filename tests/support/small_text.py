@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from quern.mixture.sources import read_rows
 from quern.text.chat import Message
-from quern.text.conversations import conversation_rows
 from quern.text.documents import read
 from quern.text.sources import Where, files, list_talks
 from quern.text.tinyworld import corpus
@@ -46,5 +46,5 @@ def read_source(source: Where, *how: Any, **named: Any) -> Iterator[str]:
 
 
 def read_conversations(source: Where, log: Callable[[str], None] | None = None) -> Iterator[list[Message]]:
-    """The messages alone of `conversation_rows`."""
-    return (row.messages for row in conversation_rows(list_talks(source), log))
+    """The messages alone of `read_rows`."""
+    return (row.messages for row in read_rows(list_talks(source), log))

@@ -16,6 +16,7 @@ from quern.cli import main
 from quern.data.shards import Corpus
 from quern.stages.encode import FEW_UNITS, encoded, on_cluster, on_processes, write_shards
 from quern.text.tokenizer import Tokenizer
+from tests.support.memory_corpus import texts_of
 
 TEXTS = [f"{number} stones of the mill" for number in range(200)]
 TOKENIZER = Tokenizer.train(TEXTS, 300)
@@ -79,8 +80,7 @@ def test_an_error_of_the_text_is_raised_and_finished_shards_are_continued(worker
     assert children() == before and said == []
     write_shards(iter(TEXTS), TOKENIZER, tmp_path, "train", "mark", said.append, **how)
     assert said[0].startswith("tokens: train continues after ") and len(said) == 2
-    corpus = Corpus.open(tmp_path, "train", fingerprint="mark")
-    assert [TOKENIZER.decode(corpus.gather(i)[1:].tolist()) for i in range(corpus.num_documents)] == TEXTS
+    assert texts_of(Corpus.open(tmp_path, "train", fingerprint="mark"), TOKENIZER) == TEXTS
 
 
 # On a Ray cluster of two workers on this machine --------------------------------------------------------------------
