@@ -275,10 +275,7 @@ class Session(Stage):
         return self.workers or min(ENOUGH_WORKERS, self.machine.threads * self.mesh.world.size)
 
     def describe(self, facts: dict[str, Any]) -> None:
-        """Writes run.json: how the run was started, on which machine, and the facts on its model and data."""
-        versions = {"python": platform.python_version(), "torch": torch.__version__}
-        own = {"command": self.command, "git": git_hash(Path(__file__).parent), "machine": self.machine.describe()}
-        self.run_dir.write("run.json", own | {"versions": versions} | facts)
+        describe_run(self.run_dir, self.machine, self.command, facts)
 
     def begin(self, asked: Recipe, before: str) -> tuple[Session, Origin, Resolved, Tokenizer, Start | None]:
         """Reads what a stage after pretraining continues with, or begins with: `start`, else the stage `before`.
@@ -306,6 +303,13 @@ class Session(Stage):
         plan = plan_of(recipe, flop_counter(recipe), [(recipe.train.eval_every, evaluator)])
         peak_flops = measure_peak_flops(self.machine) * self.mesh.world.size
         return replace(plan, peak_flops=peak_flops, **changes)
+
+
+def describe_run(run_dir: RunDir, machine: Machine, command: str, facts: dict[str, Any]) -> None:
+    """Writes run.json: how the run was started, on which machine, and the facts on its model and data."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    own = {"command": command, "git": git_hash(Path(__file__).parent), "machine": machine.describe()}
+    run_dir.write("run.json", own | {"versions": versions} | facts)
 
 
 @contextmanager
