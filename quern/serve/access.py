@@ -22,7 +22,7 @@ from typing import Annotated
 
 from quern.flags.check_flags import HELP, Mark, read
 from quern.records import read_regular
-from quern.temporaries import write_whole
+from quern.temporaries import alone_in, write_whole
 
 ELSEWHERE = "192.0.2.1"
 """An address for documentation (RFC 5737). To choose a route to it sends nothing."""
@@ -137,29 +137,31 @@ def keys_command(arguments: Sequence[str], log: Callable[[str], None]) -> int:
     flags, shown = (arguments, "add|remove|list") if action in HELP else (arguments[1:], action)
     options = read(KeysOptions, flags, prog=f"quern serve keys {shown}", description=f"{does}.")
     name, path = options.name, options.keys
-    holders = list(_parse(path).values()) if path.exists() else []
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     if action == "list":
         if name:
             raise ValueError(f"keys list takes no name: leave '{name}' out")
+        holders = list(_parse(path).values()) if path.exists() else []
         for line in holders or [f"{path} has no key: `quern serve keys add NAME` makes one"]:
             log(line)
-    elif not re.fullmatch(r"[^\s#]+", name):
+        return 0
+    if not re.fullmatch(r"[^\s#]+", name):
         raise ValueError(f"keys {action} NAME: name the holder in one word, without a #")
-    elif action == "remove" and name not in holders:
-        raise ValueError(f"{path} has no key of {name}: `quern serve keys list` names the holders")
-    elif action == "remove":
-        kept = [line for line in lines if line.partition("#")[0].split()[1:] != [name]]
-        write_whole(path, "".join(f"{line}\n" for line in kept))
-        log(f"removed the key of {name} from {path}")
-    elif name in holders:
-        raise ValueError(f"{name} has a key in {path}: remove it first (quern serve keys remove {name})")
-    else:
+    with alone_in(path.parent, log):
+        holders = list(_parse(path).values()) if path.exists() else []
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        if action == "remove":
+            if name not in holders:
+                raise ValueError(f"{path} has no key of {name}: `quern serve keys list` names the holders")
+            kept = [line for line in lines if line.partition("#")[0].split()[1:] != [name]]
+            write_whole(path, "".join(f"{line}\n" for line in kept))
+            log(f"removed the key of {name} from {path}")
+            return 0
+        if name in holders:
+            raise ValueError(f"{name} has a key in {path}: remove it first (quern serve keys remove {name})")
         key = secrets.token_urlsafe(24)
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, "".join(f"{line}\n" for line in [*lines, f"{_digest(key).hex()} {name}"]))
-        log(f"the key of {name}, shown this once: {key}")
-        log(f"its hash is in {path}, which a server with --keys {path} reads again by itself")
+    log(f"the key of {name}, shown this once: {key}")
+    log(f"its hash is in {path}, which a server with --keys {path} reads again by itself")
     return 0
 
 

@@ -23,13 +23,14 @@ from quern.generate.engine import Engine
 from quern.generate.reply import Delta
 from quern.generate.sampling import Sampling
 from quern.serve import access
-from quern.serve.access import Hosts, Keys, KeysFile
+from quern.serve.access import Hosts, Keys, KeysFile, keys_command
 from quern.serve.answers import Chat
 from quern.serve.gate import Gate
 from quern.serve.routes import MAX_BODY_BYTES, MAX_MARKS, marks
 from quern.serve.schema import ChatRequest, parse_request
 from quern.serve.server import LOOPBACK, create_app, listen
 from quern.serve.worker import Limits
+from quern.terminal import silent
 from quern.text.chat import render_prompt
 from tests.browser.parrot import make_parrot
 from tests.serve.conftest import CHAT, CONTEXT, HELLO, NAME, NO_END, check_error, post
@@ -258,6 +259,13 @@ def test_keys_are_added_shown_once_and_removed(tmp_path: Path) -> None:
         file.with_name("away").rename(file)
         keys("remove", "ben")
         assert server.holder(f"Bearer {other}") is None and "quern serve keys add" in keys("list")[0]
+
+
+def test_keys_that_are_added_at_once_are_all_kept(tmp_path: Path) -> None:
+    file, names = tmp_path / "keys.txt", [f"holder{number}" for number in range(16)]
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(lambda name: keys_command(["add", name, "--keys", str(file)], silent), names))
+    assert sorted(line.split()[1] for line in file.read_text().splitlines()) == sorted(names)
 
 
 def test_the_link_for_a_phone_opens_the_server(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
