@@ -280,8 +280,8 @@ class Rollouts:
     def _read(self, number: int, rank: int, ranks: int) -> list[Rollout]:
         if self.folder is None or not self._path(number, rank, ranks).exists():
             raise ValueError(
-                f"the replies of round {number} for {ranks} ranks are not in {self.folder}: continue with as many ranks "
-                "as before; if the files were removed, put them back, or begin again"
+                f"the replies of round {number} for {ranks} ranks are not in {self.folder}: continue with as many "
+                "ranks as before; if the files were removed, put them back, or begin again"
             )
         body = read_json(self._path(number, rank, ranks), _Kept, "continue from an earlier checkpoint")
         self.tally.sums = body.tally
