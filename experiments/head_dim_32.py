@@ -3,8 +3,9 @@
 Hypothesis: a model of 256 channels has only four heads of 64 in a layer. Eight heads of 32 can look at eight places.
 Source: an own thought. nanochat's experiment log, 2026-01-17, prefers wide heads, in models of 8 heads and more.
 Expected effect: no difference in bits per byte; tasks that need several heads at once are learned sooner.
-Verdict: old baseline: no difference on rung 0 (+0.0000 bits per byte, 3 pairs); multiplier × 1.000 [1.000, 1.000].
-Study ladder.
+Verdict: no difference on rung 0 (+0.0000 bits per byte, 3 pairs); multiplier × 1.000 [1.000, 1.000]. Study ladder-2.
+Before: old baseline: no difference on rung 0 (+0.0000 bits per byte, 3 pairs); multiplier × 1.000 [1.000, 1.000]. Study
+ladder.
 
 The study's models have 128 channels ([narrow](narrow.py)): four heads of 32 against two of 64.
 """

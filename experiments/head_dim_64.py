@@ -3,8 +3,8 @@
 Hypothesis: fewer, wider heads are better.
 Source: nanochat's experiment log, 2026-01-17: the model prefers heads of 128.
 Expected effect: worse from depth 8 on; below a width of 512 it is the default.
-Verdict: undecided on rung 0 (-0.0121 bits per byte, 2 pairs). Study ladder-2. Before: old baseline: worse on rung 0
-(+0.0053 bits per byte, 8 pairs); multiplier × 1.059 [1.034, 1.085]. Study ladder.
+Verdict: better on rung 0 (-0.0117 bits per byte, 3 pairs); multiplier × 1.206 [1.158, 1.257]. Study ladder-2. Before:
+old baseline: worse on rung 0 (+0.0053 bits per byte, 8 pairs); multiplier × 1.059 [1.034, 1.085]. Study ladder.
 """
 
 from dataclasses import replace

@@ -3,9 +3,8 @@
 Hypothesis: one table is enough.
 Source: nanochat's experiment log, 2026-01-17: every attempt to share parameters failed.
 Expected effect: worse, with far fewer parameters.
-Verdict: undecided on rung 0 (+0.0073 bits per byte, 3 pairs); multiplier × 0.940 [0.904, 0.979]. Study ladder-2.
-Before: old baseline: worse, small on rung 0 (+0.0046 bits per byte, 5 pairs); multiplier × 0.974 [0.964, 0.985]. Study
-ladder.
+Verdict: worse on rung 0 (+0.0079 bits per byte, 5 pairs); multiplier × 0.935 [0.909, 0.962]. Study ladder-2. Before:
+old baseline: worse, small on rung 0 (+0.0046 bits per byte, 5 pairs); multiplier × 0.974 [0.964, 0.985]. Study ladder.
 """
 
 from dataclasses import replace
