@@ -51,8 +51,8 @@ def eager(on: bool = True) -> Iterator[None]:
 
 
 def set_eager(eager: bool | None, thread: int | None = None) -> None:
-    """Sets whether code runs without the compiler from now on: outside `eager`, or in the `thread` that is inside it,
-    where None forgets the thread."""
+    """Sets whether code runs without the compiler from now on. thread: this is for one thread only, which is inside
+    `eager`; eager=None brings back for it what holds for all threads."""
     with _lock:
         if eager is None:
             del _eager[thread]

@@ -151,7 +151,7 @@ def find_contaminated(texts: Sequence[str], documents: Iterable[str]) -> list[bo
 
 
 def passage(item: Item) -> str:
-    """The text of an item that is looked for: its question, without lettered options, and its answer."""
+    """The text to look for in documents: an item's question, without lettered options, and its answer."""
     options = dict(_OPTION.findall(item.question))
     return f"{_OPTION.sub('', item.question)} {options.get(item.answer, item.answer)}"
 

@@ -123,7 +123,7 @@ class Reply:
         self._specials = set(tokenizer.special_ids.values())
         ends = self._specials if plain else {tokenizer.special(name) for name in STOP_TOKENS}
         self._ends = ends | set(stop_ids)
-        self._tools = ToolState(tokenizer, plain, of_caller=calls is not None)
+        self._tools = ToolState(tokenizer, plain=plain, of_caller=calls is not None)
         self._calls = calls
         self._constraint = form.start(tokenizer.bos if plain else tokenizer.special(STOP_TOKENS[0])) if form else None
         self._forced: deque[int] = deque([self._tools.tool_start] if must_call else [])

@@ -140,7 +140,7 @@ class ToolState:
     the first call ends the reply; otherwise the calculator answers.
     """
 
-    def __init__(self, tokenizer: Tokenizer, plain: bool = False, of_caller: bool = False):
+    def __init__(self, tokenizer: Tokenizer, plain: bool, of_caller: bool):
         self.kind: Kind = "text"
         self.calls = 0
         self.called = False

@@ -132,9 +132,9 @@ class _Linear(torch.autograd.Function):
 class HeadProducts:
     """The products of a head for the chunked loss (`cross_entropy.Products`), in FP8 with static scales.
 
-    At these scales the bounds become the largest numbers of the formats: x is normed, so no entry exceeds sqrt(width),
-    and weights are assumed to stay within 24, as modded-nanogpt has it. It divides the gradient's bound by E4M3's
-    largest number, a bug that nanochat's log points out (docs/numerics.md); here it is E5M2's.
+    At these scales the bounds become the largest numbers of the formats, 448 of E4M3 and 57,344 of E5M2. x is normed,
+    so no entry exceeds sqrt(width). Weights are assumed to stay within 24, as in modded-nanogpt, which divides the
+    bound of the gradient by 448, a bug that nanochat's log points out (docs/numerics.md).
     """
 
     def __init__(self, x_ND: Tensor, weight_VD: Tensor, bound: Tensor, emulated: bool) -> None:

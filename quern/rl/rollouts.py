@@ -278,12 +278,13 @@ class Rollouts:
                     path.unlink()
 
     def _read(self, number: int, rank: int, ranks: int) -> list[Rollout]:
-        if self.folder is None or not self._path(number, rank, ranks).exists():
+        path = self._path(number, rank, ranks)
+        if not path.exists():
             raise ValueError(
-                f"the replies of round {number} for {ranks} ranks are not in {self.folder}: continue with as many "
-                "ranks as before; if the files were removed, put them back, or begin again"
+                f"the replies of round {number} for {ranks} ranks are not in {path.parent}: continue with as many "
+                f"ranks as before; if the files are lost, remove {path.parents[1]} and begin again"
             )
-        body = read_json(self._path(number, rank, ranks), _Kept, "continue from an earlier checkpoint")
+        body = read_json(path, _Kept, "continue from an earlier checkpoint")
         self.tally.sums = body.tally
         return body.rollouts
 

@@ -118,6 +118,10 @@ def _parse(path: Path) -> dict[bytes, str]:
     return hashes
 
 
+def _holders(path: Path) -> list[str]:
+    return list(_parse(path).values()) if path.exists() else []
+
+
 @dataclass
 class KeysOptions:
     """Flags of `quern serve keys`."""
@@ -140,14 +144,13 @@ def keys_command(arguments: Sequence[str], log: Callable[[str], None]) -> int:
     if action == "list":
         if name:
             raise ValueError(f"keys list takes no name: leave '{name}' out")
-        holders = list(_parse(path).values()) if path.exists() else []
-        for line in holders or [f"{path} has no key: `quern serve keys add NAME` makes one"]:
+        for line in _holders(path) or [f"{path} has no key: `quern serve keys add NAME` makes one"]:
             log(line)
         return 0
     if not re.fullmatch(r"[^\s#]+", name):
         raise ValueError(f"keys {action} NAME: name the holder in one word, without a #")
     with alone_in(path.parent, log):
-        holders = list(_parse(path).values()) if path.exists() else []
+        holders = _holders(path)
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         if action == "remove":
             if name not in holders:

@@ -90,7 +90,7 @@ def page_paths() -> dict[str, Path]:
 
 
 def page(welcome: Welcome) -> dict[str, Response]:
-    """What answers at the paths of the page: its files, and at /welcome how it begins."""
+    """The responses at the paths of the page: its files, and at /welcome the way in which it begins."""
     mode, sampling = "text" if welcome.completes else "chat", {"temperature": CHAT.temperature, "top_k": CHAT.top_k}
     begin = {"suggestions": list(welcome.suggestions), "mode": mode, "sampling": sampling}
     answers: dict[str, Response] = {"/welcome": JSON(begin)}

@@ -112,7 +112,7 @@ def test_a_round_that_is_not_kept_cannot_go_on(tmp_path: Path) -> None:
     assert sum(batch.mask.any(axis=1).sum() for batch in (first, second)) % SETTINGS.samples == 0
     resumed = rollouts_of(state, settings, folder=tmp_path).batch(1)
     assert (resumed.tokens == second.tokens).all() and (resumed.weight == second.weight).all()
-    with pytest.raises(ValueError, match="as many ranks as before"):
+    with pytest.raises(ValueError, match=f"not in {tmp_path}: continue with as many ranks as before"):
         rollouts_of(state, settings, folder=tmp_path).batch(1, 0, 2)
 
 

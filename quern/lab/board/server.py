@@ -8,9 +8,9 @@
     out/runs/RUN/STAGE/  recipe.json metrics.jsonl events.jsonl
     out/lab/STUDY/       study.json trials.jsonl verdicts.json
 
-Every answer is JSON. A name in a request is looked up among the entries that were found; no path of a request is
-opened. A request for another host name is refused, so that a page of another site cannot read the records through a
-name that resolves to 127.0.0.1.
+Every answer but the page and a report is JSON. The name of a run in a request is compared with the runs that were
+found. It never becomes a path. A request for another host name is refused, so that a page of another site cannot read
+the records through a name that resolves to 127.0.0.1.
 """
 
 from __future__ import annotations
