@@ -23,7 +23,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 TYPED := .pytest_cache/typed
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# pip compiles every module that it installs, also the thousands that nothing imports: half of its time. Python compiles
+# what it imports and keeps that, unless it is told not to.
+INSTALL := $(BIN)/python -m pip install --no-compile
+KEEP := PYTHONDONTWRITEBYTECODE=
+PYTEST := $(KEEP) OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # A file, or a group of files that share a server process, runs in one worker; tests/conftest.py puts the slowest first.
 PARALLEL := -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 LAWS := out/laws.json
@@ -41,21 +45,21 @@ $(STAMP): pyproject.toml constraints.txt
 		{ echo "quern needs Python 3.11 or newer; name one: make PYTHON=python3.12 quickstart"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' || \
-		$(BIN)/python -m pip install "torch==$(TORCH)"
-	$(BIN)/python -m pip install -c constraints.txt -e ".[serve]"
+		$(INSTALL) "torch==$(TORCH)"
+	$(INSTALL) -c constraints.txt -e ".[serve]"
 	@touch $@
 
 # The extra packages of tests and checks. The triton version is fixed because pyright reads its annotations.
 $(DEV): $(STAMP)
 	@$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(sys.platform == "linux" and u.find_spec("triton") is None)' || \
-		$(BIN)/python -m pip install "triton==$(TRITON)"
-	$(BIN)/python -m pip install -c constraints.txt -e ".[dev,serve]"
+		$(INSTALL) "triton==$(TRITON)"
+	$(INSTALL) -c constraints.txt -e ".[dev,serve]"
 	@touch $@
 
 # Rates by the square root of the batch, as nanochat's. Two runs with the default's cube root knew 0.830 and 0.960 of the
 # facts, this one 0.905: too few runs to change it.
 quickstart: $(STAMP)
-	$(BIN)/quern run --run quickstart --train.minutes 4.2 --optim.batch-exponent 0.5 --text.val-megabytes 0.1
+	$(KEEP) $(BIN)/quern run --run quickstart --train.minutes 4.2 --optim.batch-exponent 0.5 --text.val-megabytes 0.1
 	@echo
 	@echo "The report:         out/runs/quickstart/report.html"
 	@echo "Talk to the model:  $(BIN)/quern chat quickstart"
