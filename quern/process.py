@@ -67,7 +67,7 @@ class Child:
         """Returns the next answer. Raises RuntimeError with the child's error, or with its last lines of stderr."""
         assert self.process.stdout
         line = self.process.stdout.readline()
-        answer = json.loads(line) if line else {"error": self._last_lines()}
+        answer = json.loads(line) if line.endswith("\n") else {"error": self._last_lines()}  # else killed within it
         if "error" in answer:
             raise RuntimeError(f"the {self.name} process failed: {answer['error']}")
         return answer
@@ -101,7 +101,7 @@ def start(
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(quern.__file__).parents[1]), env.get("PYTHONPATH")]))
     command, pipe = [sys.executable, "-m", module, json.dumps(order)], subprocess.PIPE
     with (
-        tempfile.TemporaryFile("w+", encoding="utf-8") as errors,
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
         subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, env=env, encoding="utf-8") as process,
     ):
         child = Child(name, process, errors)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import os
 import platform
@@ -107,9 +108,9 @@ def take_turn(lock: TextIO, does: str, log: Callable[[str], None] = to_stderr) -
             fcntl.flock(lock, fcntl.LOCK_EX)
 
 
-def remove_abandoned(folder: Path, name: str = "*") -> None:
-    """Removes the temporaries in a folder, if it exists, whose owners have exited. name: a glob pattern."""
-    for path in folder.glob(f".{name}.tmp-*"):
+def remove_abandoned(folder: Path, name: str | None = None) -> None:
+    """Removes the temporaries in a folder, if it exists, whose owners have exited. name: of one path; None: all."""
+    for path in folder.glob(f".{'*' if name is None else glob.escape(name)}.tmp-*"):
         try:
             if path.lstat().st_uid != os.getuid():
                 continue

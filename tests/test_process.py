@@ -29,7 +29,8 @@ def answers(order, requests):
     yield {"order": order, "torch": "torch" in sys.modules}
     for request in requests:
         if request == "die":
-            print("first\\nlast words", file=sys.stderr, flush=True)
+            os.write(2, b"caf\\xe9\\nfirst\\nlast words\\n")
+            os.write(3, b'{"half": ')  # of an answer
             os._exit(3)
         yield {"twice": 2 * request, "variable": os.environ["COLOUR"]}
 

@@ -88,7 +88,7 @@ class Arguments(tuple[str, ...]):
 
     def command(self, verb: str) -> str:
         """The command with this verb, as it can be typed again."""
-        return shlex.join(["quern", verb, *self])
+        return shlex.join(["quern", *verb.split(), *self])
 
     def value(self, field: str) -> str | None:
         """The value of a flag; the last one counts."""

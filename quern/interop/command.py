@@ -9,8 +9,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Literal
 
 from quern.field_types import code_path
@@ -19,7 +22,10 @@ from quern.flags.check_flags import Mark
 from quern.flags.recipe_flags import Arguments
 from quern.recipe import Recipe
 from quern.recipes import load_recipe
+from quern.resolve import resolve
 from quern.runs.run_dir import RunDir
+from quern.terminal import silent
+from quern.validate import extra
 
 HF_DTYPES = ("fp32", "bf16")
 READ_BY = {"llama": "ollama llama.cpp transformers".split(), "gpt": ["transformers"], "unet": ["transformers"]}
@@ -85,15 +91,23 @@ def refuse_plan(program: str | None, recipe: Recipe) -> None:
             f"{program} cannot read a model of the recipe '{recipe.name}': leave --for {program} out, or train one of "
             f"{', '.join(name for name, programs in READ_BY.items() if program in programs)}"
         )
-    if program == "transformers":
-        return
-    from quern.interop.export_gguf import library
+    gguf = program != "transformers"
+    with extra("export", f"--for {program} needs extra packages"):
+        import_module("gguf" if gguf else "tokenizers")
+    from quern.interop.export_gguf import other_ids
+    from quern.interop.llama_format import config_to, refuse_windows
+    from quern.stages.tokenizers import named_tokenizer
 
-    library()
-    if set(recipe.model.windows) != {"L"}:
-        raise ValueError(f"{program} has no attention windows: use --model.windows L with --for {program}")
+    if model == "llama":
+        (refuse_windows if gguf else config_to)(resolve(recipe).model)
+    if not gguf:
+        return
     if recipe.text.tokenizer is None and recipe.text.digits != 1:
         raise ValueError(f"{program} splits numbers into digits: use --text.digits 1 with --for {program}")
+    with suppress(FileNotFoundError):  # the preparation names the file, unless the run has its tokenizer already
+        tokenizer = named_tokenizer(recipe.text.tokenizer, None, silent)
+        if tokenizer and (difference := other_ids(tokenizer)):
+            raise ValueError(f"{difference}: leave --text.tokenizer or --for {program} out")
 
 
 def export_plan(program: str | None, run_dir: RunDir, log: Callable[[str], None]) -> None:
@@ -109,9 +123,10 @@ def export_plan(program: str | None, run_dir: RunDir, log: Callable[[str], None]
     else:
         log(f"{path} was there already: to export the newest checkpoint, remove it and repeat the command")
     said = {
-        "ollama": f"printf 'FROM {path.absolute()}\\n' > Modelfile; ollama create {run_dir.run} -f Modelfile",
-        "llama.cpp": f"llama-cli -m {path}",
-        "transformers": f'AutoModelForCausalLM.from_pretrained("{path}", trust_remote_code=True)',
+        "ollama": f"printf 'FROM %s\\n' {quote(str(path.absolute()))} > Modelfile; "
+        f"ollama create {run_dir.run} -f Modelfile",
+        "llama.cpp": f"llama-cli -m {quote(str(path))}",
+        "transformers": f"AutoModelForCausalLM.from_pretrained({str(path)!r}, trust_remote_code=True)",
     }
     log(f"for {program}: {said[program]}")
 

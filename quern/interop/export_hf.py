@@ -7,7 +7,6 @@ word for word, which `trust_remote_code=True` runs; their weights keep names and
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,7 +40,8 @@ def run(run_dir: RunDir, folder: Path, *, stage: str | None, dtype: torch.dtype,
     Raises FileNotFoundError for a missing run, ImportError without `tokenizers`, ValueError if `folder` is not empty,
     the model is of a class of its own, or a record is damaged.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    target = folder.resolve()  # what a link names
+    if target == Path.cwd() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise ValueError(f"{folder} is there already: name another folder with --dir, or remove it first")
     loaded = load(run_dir, detect("cpu", "fp32", compile=False), log, stage)
     kind = imported(loaded.recipe.make_model)
@@ -53,11 +53,11 @@ def run(run_dir: RunDir, folder: Path, *, stage: str | None, dtype: torch.dtype,
     weights = {name: tensor.to(dtype) for name, tensor in _weights(loaded.model, loaded.tokenizer).items()}
     texts = _texts(loaded, dtype, log)
     texts["README.md"] = _model_card(loaded, run_dir, weights, has_tokenizer="tokenizer.json" in texts)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    remove_abandoned(folder.parent, glob.escape(folder.name))
-    temporary = TemporaryFolder(folder)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(target.parent, target.name)
+    temporary = TemporaryFolder(target)
     try:
-        whole = temporary.path / folder.name
+        whole = temporary.path / target.name
         whole.mkdir()
         try:
             save_file(weights, whole / "model.safetensors", metadata={"format": "pt"})
@@ -69,10 +69,10 @@ def run(run_dir: RunDir, folder: Path, *, stage: str | None, dtype: torch.dtype,
         (whole / "model.safetensors").chmod((whole / "config.json").stat().st_mode)
         for path in (*whole.iterdir(), whole):
             sync_path(path)
-        os.rename(whole, folder)  # replaces an empty folder
+        os.rename(whole, target)  # replaces an empty folder
     finally:
         temporary.remove()
-    sync_path(folder.absolute().parent)
+    sync_path(target.parent)
     size = (folder / "model.safetensors").stat().st_size
     log(f"step {loaded.step:,} of {loaded.stage}, {size / 1e6:,.1f} MB of weights → {folder}")
 
@@ -279,7 +279,7 @@ def _learned_from(run_dir: RunDir, stage: str) -> str:
     """The sources of a stage, as a reader elsewhere may see them: of a path, its last part."""
     path = run_dir.stage(stage) / "recipe.json"
     recipe = read_json(path, dict[str, Any]) if path.exists() else {}
-    if imported := run_dir.facts().get("imported"):
+    if (imported := run_dir.facts().get("imported")) and stage == next(filter(run_dir.has_trained, STAGES)):
         return f"imported from {Path(imported).name}"
     if stage == "pretrain":
         sources = (recipe.get("data") or "").split("\n")

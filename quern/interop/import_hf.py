@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quern.interop.llama_format import shape_from, weights_from
 from quern.machine import detect
-from quern.recipe import Recipe, TextRecipe
+from quern.recipe import Recipe
 from quern.records import FileName, read_json
 from quern.resolve import resolve
 from quern.runs.origin import Origin
@@ -55,10 +55,9 @@ def run(
         words = _read_tokenizer(tokenizer or folder / "tokenizer.json")
         tied = bool(config.get("tie_word_embeddings", False))
         weights = weights_from(_read_weights(folder), shape.depth, tied=tied)
+        resolved = resolve(replace(recipe, depth=shape.depth, model=replace(shape, bos=words.bos)))
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
-    text, model = TextRecipe(vocab_size=words.vocab_size), replace(shape, bos=words.bos)
-    resolved = resolve(replace(recipe, depth=shape.depth, model=model, text=text))
     machine = detect("cpu", "fp32", compile=False)
     try:
         state = build_state(resolved, machine, build_model(resolved, machine, None, weights))

@@ -86,6 +86,9 @@ def check_models_move_both_ways() -> None:
         assert "no run 'twin'" in verb("export", "--run", "twin")
         assert [verb(*words, "--run", "twin") for words in (TRAIN, ["eval"], ["export"])] == ["", "", ""]
         assert "has a JAX model already" in verb("import", "--run", "twin")
+        assert "--stage is for `quern grug import`" in verb("eval", "--run", "twin", "--stage", "sft")
+        written = json.loads((twin.stage(jax_stage.STAGE) / "machine.json").read_text(encoding="utf-8"))
+        assert written["command"].startswith("quern grug train --data text.jsonl --depth 1 ")
         loaded = load(twin, CPU, print)
         with safe_open(twin.stage(jax_stage.STAGE) / "weights.safetensors", framework="pt") as file:
             facts, weights = json.loads(file.metadata()["quern"]), dict(loaded.model.named_parameters())
@@ -117,6 +120,11 @@ def check_models_move_both_ways() -> None:
         del meta["trained_by"]
         checkpoint.save(back.checkpoints("pretrain"), 5, tensors, meta, 1)
         assert "has a base model that PyTorch trained" in verb("export", "--run", "back")
+
+
+def check_several_processes_need_an_address() -> None:
+    for words in (["--processes.count", "2"], ["--processes.id", "0"], ["--processes.coordinator", "localhost"]):
+        assert "give each --processes.coordinator host:port" in verb("eval", *words)
 
 
 def check_a_file_trains_on_data_and_its_run_keeps_it() -> None:

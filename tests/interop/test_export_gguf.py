@@ -3,6 +3,8 @@
 That llama.cpp computes the same is a law of its own (tests/laws/test_gguf_law.py).
 """
 
+import shlex
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,16 +95,25 @@ def test_flags_of_another_format_are_refused(
             "gpt --for ollama",
             "ollama cannot read a model of the recipe 'gpt': leave --for ollama out, or train one of llama",
         ),
-        ("llama --model.windows SSSL --for llama.cpp", "use --model.windows L with --for llama.cpp"),
+        ("llama --model.windows SSSL --for llama.cpp", "train with --model.windows L"),
+        ("llama --model.windows SSSL --for transformers", "train with --model.windows L"),
+        ("llama --model.heads 3 --for transformers", "transformers refuses a width of 256 for 3 heads"),
+        ("--for ollama --text.tokenizer two-digits.json", "other ids to "),
         ("llama --text.digits 2 --for ollama", "use --text.digits 1 with --for ollama"),
         ("--for lmstudio", "--for takes one of ollama, llama.cpp, transformers"),
     ],
 )
 def test_a_planned_export_is_refused_before_training(
-    arguments: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main.main(["run", *arguments.split(), "--out", str(tmp_path)]) == 1
-    assert message in capsys.readouterr().err and not list(tmp_path.iterdir())
+    monkeypatch.chdir(tmp_path)
+    toy_tokenizer().save(Path("two-digits.json"))
+    assert main.main(["run", *arguments.split()]) == 1
+    assert message in capsys.readouterr().err and len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_planned_export_is_written_once_and_its_command_is_told(tmp_path: Path) -> None:
@@ -110,12 +121,17 @@ def test_a_planned_export_is_written_once_and_its_command_is_told(tmp_path: Path
     assert planned == ("llama", "--for", "ollama", "--run", "a", "--text.digits", "1")
     for kept in (("--run", "a"), ("gpt", "--for", "transformers"), ("--resume", "--for", "ollama")):
         assert plan(Arguments(kept)) == kept
-    run_dir, lines = toy_run(tmp_path, **BLOCKS), list[str]()
+    run_dir, lines = toy_run(tmp_path / "it's 5%", **BLOCKS), list[str]()
     for _ in range(2):
         export_plan("ollama", run_dir, lines.append)
     path = run_dir.folder / "export" / f"{run_dir.run}.gguf"
     assert tensors_of(path) and len(lines) == 4 and lines[1] == lines[3] and "was there already" in lines[2]
-    assert f"FROM {path}" in lines[1] and f"ollama create {run_dir.run}" in lines[1]
+    written, _, created = lines[1].removeprefix("for ollama: ").partition("; ")
+    subprocess.run(["sh", "-c", written], cwd=tmp_path, check=True)
+    assert (tmp_path / "Modelfile").read_text(encoding="utf-8") == f"FROM {path}\n"
+    assert created == f"ollama create {run_dir.run} -f Modelfile"
+    export_plan("llama.cpp", run_dir, lines.append)
+    assert shlex.split(lines[-1]) == ["for", "llama.cpp:", "llama-cli", "-m", str(path)]
 
 
 def bits_of(tensor: torch.Tensor) -> np.ndarray:

@@ -105,7 +105,7 @@ def test_an_imported_model_is_scored_in_its_own_words(tmp_path: Path) -> None:
 # Export -----------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_in_use_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir, folder = write_run(tmp_path, llama_recipe()), tmp_path / "hf"
     folder.mkdir()
     export(run_dir, folder)  # an empty one is taken
@@ -122,6 +122,17 @@ def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="hf is there already: name another folder with --dir, or remove it first"):
         export(run_dir, folder)
     assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
+    monkeypatch.chdir(run_dir.out / "runs")
+    empty, link = Path("empty").absolute(), Path("link")
+    link.symlink_to(empty)
+    for _ in range(2):  # to no folder, and to an empty one
+        export(run_dir, link)
+        assert link.is_symlink() and before.keys() == {path.name for path in empty.iterdir()}
+        shutil.rmtree(empty)
+        empty.mkdir()
+    monkeypatch.chdir(empty)
+    with pytest.raises(ValueError, match=". is there already: name another folder with --dir"):
+        export(RunDir(Path("../.."), run_dir.run), Path())  # the shell would be in a folder that is gone
 
 
 def test_the_next_export_removes_what_a_killed_one_left(tmp_path: Path) -> None:
@@ -273,6 +284,7 @@ def other_words(folder: Path) -> None:
         (reconfigure(num_hidden_layers="2"), "num_hidden_layers of its .* must be a whole number .*, not '2'"),
         (reconfigure(num_hidden_layers=10**7), "num_hidden_layers of .* between 1 and 1,000"),
         (reconfigure(max_position_embeddings=None), "max_position_embeddings of .*, not None"),
+        (reconfigure(num_key_value_heads=4), "hf: model.kv-heads must divide the 6 heads"),
         (reconfigure(mlp_bias=True, hidden_act="gelu"), "hidden_act 'gelu' instead of 'silu', mlp_bias True"),
         (reconfigure(intermediate_size=78), "the weights do not fit the model"),
         (reconfigure(num_hidden_layers=1), "these weights are no Llama's: model.layers.1.input_layernorm.weight, .* 6"),
@@ -317,9 +329,23 @@ def test_the_older_spelling_of_a_configuration_is_read(folder: Path) -> None:
     assert (shape.rope_base, shape.head_dim) == (777.0, 10)
 
 
+def test_a_small_vocabulary_comes_back(tmp_path: Path) -> None:
+    words = Tokenizer(toy_tokenizer().merges[:9], toy_tokenizer().pattern)
+    export(write_run(tmp_path, llama_recipe(vocab_size=words.vocab_size, bos=words.bos), words), tmp_path / "hf")
+    copy = load(imported(tmp_path / "hf"), FP32, silent)
+    assert copy.tokenizer.fingerprint == words.fingerprint and copy.recipe.model.vocab_size == words.vocab_size < 300
+
+
 def test_an_imported_run_can_be_fine_tuned_from(folder: Path) -> None:
     """Its checkpoint is a whole one: masters as imported, an optimizer that has not moved."""
     copy = imported(folder)
+    shutil.copytree(copy.stage("pretrain"), copy.stage("sft"))
+    recipe = json.loads((copy.stage("sft") / "recipe.json").read_text(encoding="utf-8"))
+    body = json.dumps(recipe | {"conversations": [{"source": "letters.jsonl"}]})
+    (copy.stage("sft") / "recipe.json").write_text(body, encoding="utf-8")
+    export(copy, folder.parent / "tuned")
+    card = (folder.parent / "tuned" / "README.md").read_text(encoding="utf-8")
+    assert "| pretrain | imported from hf |" in card and "| sft | letters.jsonl |" in card
     found = manifest.latest(copy.checkpoints("pretrain"), silent)
     assert found is not None
     tensors, meta = checkpoint.load(found[0])

@@ -7,6 +7,7 @@ of the last checkpoint's state.
 
 import itertools
 import random
+import shlex
 import signal
 from collections.abc import Iterator
 from functools import cached_property
@@ -114,6 +115,7 @@ def test_text_that_changed_is_refused_with_both_fingerprints(forks: Bench) -> No
 def test_a_signal_saves_and_stops(forks: Bench) -> None:
     name, (_, events) = next(forks.names), forks.reference
     forks.run(name, at=events // 2, sent=signal.SIGTERM, ends=75)
-    assert f"saved: continue with `quern grug train --resume --run {name}`" in forks.log()
+    again = shlex.join(["quern", "grug", "train", *FLAGS, "--run", name, "--resume"])
+    assert f"saved: continue with `{again}`" in forks.log()
     newest = manifest.latest(forks.folder / "out" / "runs" / name / "grug" / "checkpoints", pytest.fail)
     assert newest is not None and 0 < newest[1]["step"] < 12

@@ -7,6 +7,7 @@ is read before the flags. One file can serve all verbs: each verb takes the fiel
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from importlib import import_module
@@ -22,7 +23,7 @@ from quern.flags.recipe_flags import FINE_TUNING, FOLLOWING, RL, WORKERS, Argume
 from quern.recipe import Recipe
 from quern.recipes import chosen_recipe, load_recipe
 from quern.records import find_trackers, read_regular
-from quern.runs.run_dir import STAGES, RunDir
+from quern.runs.run_dir import RunDir
 from quern.terminal import listed, silent
 from quern.validate import extra, flag, nearest
 
@@ -113,8 +114,8 @@ class JaxMoveOptions:
     where: Annotated[JaxRunOptions, Mark.FLAT] = field(default_factory=JaxRunOptions)
     config: Path | None = None
     """The configuration file of `quern grug train`. Default: no file."""
-    stage: Literal["pretrain", "sft"] | None = None
-    """`import`: the PyTorch stage. Default: the run's last stage."""
+    stage: Literal["pretrain", "sft", "rl"] | None = None
+    """Only `import`: the PyTorch stage. Default: the run's last stage."""
 
 
 @dataclass
@@ -176,7 +177,7 @@ def _train(rest: Arguments, log: Callable[[str], None]) -> int:
         trackers=find_trackers(options.track if ranks.main else ()),
         mesh=ranks,
         named=set(rest.given),
-        go_on=f"quern grug train --resume {run_dir.flags}",
+        go_on=rest.command("grug train") + " --resume" * (not options.resume),  # the flags say what to train
         shown=train.loss_and_perplexity,
     )
     return train.run(options.recipe, mesh, stage, dtype=dtype)
@@ -193,11 +194,12 @@ def training(arguments: Arguments, recipe: Recipe) -> JaxTrainOptions:
 
 
 def _move(verb: str, options: JaxMoveOptions, log: Callable[[str], None]) -> int:
+    if options.stage is not None and verb != "import":
+        raise ValueError(f"--stage is for `quern grug import`: leave it out, {verb} takes the run's JAX model")
     _need_jax()
     from quern.grug.evaluate import choose_dtype
     from quern.stages.jax import train
 
-    assert options.stage is None or options.stage in STAGES
     mesh, run_dir = open_mesh(options.where), RunDir(options.where.out, options.where.run)
     if verb == "eval":
         train.evaluate(run_dir, mesh, dtype=choose_dtype(options.where.dtype), log=log)
@@ -226,11 +228,18 @@ def open_mesh(where: JaxRunOptions) -> Any:
     """Joins the other processes, if any, and makes the mesh. It must be the first use of JAX."""
     from quern.grug.mesh import join_processes, keep_freed_memory, make_mesh
 
+    processes = where.processes
+    several = processes.coordinator is not None or processes.scheduler
+    numbered = (processes.count, processes.id) != (None, None)
+    if (numbered and not several) or not re.fullmatch(r".+:\d+", processes.coordinator or "none:0"):
+        raise ValueError(
+            "several processes need the address of process 0: give each --processes.coordinator host:port, such as "
+            "10.0.0.1:29500"
+        )
     keep_freed_memory()
     if where.cpu_devices is not None:
         _split_cpu(where.cpu_devices)
-    processes = where.processes
-    if processes.coordinator is not None or processes.scheduler:
+    if several:
         join_processes(processes.coordinator, processes.count, processes.id)
     return make_mesh(**vars(where.mesh))
 
