@@ -66,11 +66,6 @@ class Params:
     backout_scale: Leaf  # (1,)
 
 
-def has_value_embedding(layer: int, depth: int) -> bool:
-    """Returns whether the layer has one: alternating layers do, the last one included."""
-    return layer % 2 == (depth - 1) % 2
-
-
 def layout(cfg: ResolvedModel, mesh: AnyMesh) -> Params:
     """Returns Params of `jax.ShapeDtypeStruct`: each parameter's shape and its sharding at rest. What an axis does not
     divide is not sharded along it; ValueError for a model axis that does not divide heads or feed-forward channels."""
@@ -83,7 +78,7 @@ def layout(cfg: ResolvedModel, mesh: AnyMesh) -> Params:
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
 
     def block(layer: int) -> JaxBlock:
-        has = has_value_embedding(layer, depth)
+        has = layer % 2 == (depth - 1) % 2  # a value embedding: alternating layers, the last one included
         return JaxBlock(
             query=leaf((HE, D), "model", rows),
             key=leaf((KE, D), "model", rows),

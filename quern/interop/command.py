@@ -123,8 +123,7 @@ def export_plan(program: str | None, run_dir: RunDir, log: Callable[[str], None]
     else:
         log(f"{path} was there already: to export the newest checkpoint, remove it and repeat the command")
     said = {
-        "ollama": f"printf 'FROM %s\\n' {quote(str(path.absolute()))} > Modelfile; "
-        f"ollama create {run_dir.run} -f Modelfile",
+        "ollama": f"echo FROM {quote(str(path.absolute()))} > Modelfile; ollama create {run_dir.run} -f Modelfile",
         "llama.cpp": f"llama-cli -m {quote(str(path))}",
         "transformers": f"AutoModelForCausalLM.from_pretrained({str(path)!r}, trust_remote_code=True)",
     }

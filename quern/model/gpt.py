@@ -104,11 +104,6 @@ UP_SHARE = 0.4
 """The feed-forward's first matrix starts with this share of the standard deviation 1/sqrt(width)."""
 
 
-def has_value_embedding(layer: int, depth: int) -> bool:
-    """Whether a layer has a value embedding: alternating layers, the last one included."""
-    return layer % 2 == (depth - 1) % 2
-
-
 class GPTBlock(nn.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
@@ -203,8 +198,8 @@ class GPT(LanguageModel):
         }
 
     def has_value_embedding(self, layer: int) -> bool:
-        """Whether a layer has a value embedding."""
-        return has_value_embedding(layer, self.shape.depth)
+        """Whether a layer has a value embedding: alternating layers, the last one included."""
+        return layer % 2 == (self.shape.depth - 1) % 2
 
     def has_key_offset(self, layer: int) -> bool:
         """Whether half of the channels of a layer's keys are those of the token before, as where it sees all tokens."""

@@ -124,7 +124,7 @@ def check_models_move_both_ways() -> None:
 
 def check_several_processes_need_an_address() -> None:
     for words in (["--processes.count", "2"], ["--processes.id", "0"], ["--processes.coordinator", "localhost"]):
-        assert "give each --processes.coordinator host:port" in verb("eval", *words)
+        assert "needs --processes.coordinator host:port" in verb("eval", *words)
 
 
 def check_a_file_trains_on_data_and_its_run_keeps_it() -> None:

@@ -7,7 +7,6 @@ is read before the flags. One file can serve all verbs: each verb takes the fiel
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from importlib import import_module
@@ -230,12 +229,8 @@ def open_mesh(where: JaxRunOptions) -> Any:
 
     processes = where.processes
     several = processes.coordinator is not None or processes.scheduler
-    numbered = (processes.count, processes.id) != (None, None)
-    if (numbered and not several) or not re.fullmatch(r".+:\d+", processes.coordinator or "none:0"):
-        raise ValueError(
-            "several processes need the address of process 0: give each --processes.coordinator host:port, such as "
-            "10.0.0.1:29500"
-        )
+    if ":" not in (processes.coordinator or ":") or (not several and (processes.count, processes.id) != (None, None)):
+        raise ValueError("each of several processes needs --processes.coordinator host:port, the address of process 0")
     keep_freed_memory()
     if where.cpu_devices is not None:
         _split_cpu(where.cpu_devices)
