@@ -22,7 +22,7 @@ from typing import Annotated, Any, Protocol, TypedDict, TypeVar, is_typeddict
 
 import msgspec
 
-from quern.temporaries import NAMES, write_whole
+from quern.temporaries import NAMES, naming, write_whole
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
@@ -115,8 +115,8 @@ class StageFolder(Records):
         self._metrics = path.open("a", encoding="utf-8", errors=NAMES)
 
     def close(self) -> None:
-        self._metrics.close()
-        self._events.close()
+        with naming(self.path), self._events, self._metrics:
+            pass  # closes both, also where the disk is full and a line is written once more
         for tracker in self._trackers:
             tracker.close()
 
@@ -262,8 +262,9 @@ def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
 
 
 def _append(stream: Any, fields: dict[str, Any]) -> None:
-    stream.write(json.dumps(fields, allow_nan=False) + "\n")
-    stream.flush()  # survives a crash of this process; an fsync would stall every step
+    with naming(stream.name):
+        stream.write(json.dumps(fields, allow_nan=False) + "\n")
+        stream.flush()  # survives a crash of this process; an fsync would stall every step
 
 
 def strict(value: Any, name: str = "value", bad: list[str] | None = None) -> Any:

@@ -8,6 +8,7 @@ exits, and the kernel releases the lock in any case. A temporary that can be loc
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import glob
 import hashlib
@@ -75,7 +76,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 def write_whole(path: Path, text: str) -> None:
     """Writes a UTF-8 file atomically: `whole_file` with this text."""
-    with whole_file(path) as temporary, open(temporary, "w", encoding="utf-8", errors=NAMES) as file:
+    with naming(path), whole_file(path) as temporary, open(temporary, "w", encoding="utf-8", errors=NAMES) as file:
         file.write(text)
 
 
@@ -125,7 +126,11 @@ def remove_abandoned(folder: Path, name: str | None = None) -> None:
 
 
 def remove_whole(folder: Path) -> None:
-    """Removes a folder, whose name is free before its first file goes; also the rest of removals that were killed."""
+    """Removes a folder, whose name is free before its first file goes; also the rest of removals that were killed. Of a
+    link, removes the folder that it links to, then the link."""
+    if folder.is_symlink():
+        remove_whole(folder.resolve())
+        return folder.unlink()
     remove_abandoned(folder.parent, folder.name)
     gone = _temporary_name(folder)
     folder.rename(gone)
@@ -162,3 +167,38 @@ def _temporary(final: Path, folder: bool = False) -> tuple[Path, TextIO]:
             if Path(file.name).exists():
                 return path, file
             file.close()
+
+
+# Errors of the operating system, in words -----------------------------------------------------------------------------
+
+
+OTHER = "or choose another place"
+INSTEAD = {
+    errno.EROFS: "choose a place on another disk",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), f"make it readable and writable, {OTHER}"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), f"make room there, {OTHER}"),
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+}
+"""The advice for each error of the operating system."""
+
+
+def plainly(error: BaseException) -> str:
+    """An error's message. For an OSError ([Errno 30] …): the path, the reason and the advice."""
+    if isinstance(error, MemoryError | RecursionError):
+        return f"a file or a value is too large or too deep for this machine ({error or 'no memory is left'})"
+    if not isinstance(error, OSError) or error.strerror is None or error.errno is None:
+        return str(error)
+    where = f"{error.filename}: " if error.filename is not None else ""
+    return f"{where}{error.strerror}: {INSTEAD.get(error.errno, f'check the path, {OTHER}')}"
+
+
+@contextmanager
+def naming(path: Path | str) -> Iterator[None]:
+    """Gives an OSError that names no file, such as the error of a full disk, this path."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.strerror is not None:
+            error.filename = str(path)
+        raise

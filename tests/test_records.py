@@ -17,6 +17,7 @@ from quern.records import (
     read_events,
     read_metrics,
 )
+from tests.support.full_disk import full_disk
 
 
 def strict(text: str) -> Any:
@@ -51,6 +52,12 @@ def test_a_value_that_json_cannot_hold_is_refused_by_name_and_leaves_no_line(tmp
             folder.metric(step=1, loss=1j)
         folder.metric(step=2)
     assert read_metrics(tmp_path) == [{"step": 2}]
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    with full_disk(100), pytest.raises(OSError) as refused, StageFolder(tmp_path) as folder:
+        folder.metric(step=1, text="x" * 1000)
+    assert refused.value.filename == str(tmp_path)
 
 
 def test_every_torn_last_line_is_left_out_and_dropped_on_reopening(tmp_path: Path) -> None:

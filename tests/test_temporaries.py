@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from quern.temporaries import alone_in, remove_abandoned, scratch_folder, whole_file, write_whole
+from quern.temporaries import alone_in, plainly, remove_abandoned, scratch_folder, whole_file, write_whole
+from tests.support.full_disk import full_disk
 
 WRITE_AND_WAIT = """
 import os, sys, time
@@ -43,6 +44,9 @@ def test_what_cannot_be_written_leaves_the_previous_file(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="planted"), whole_file(path) as temporary:
         temporary.write_text("new", encoding="utf-8")
         raise ValueError("planted")
+    with full_disk(100), pytest.raises(OSError) as refused:
+        write_whole(path, "new" * 1000)
+    assert plainly(refused.value).startswith(f"{path}: File too large: ")
     assert path.read_text(encoding="utf-8") == "old" and len(list(path.parent.iterdir())) == 1
     remove_abandoned(tmp_path / "nowhere")
 

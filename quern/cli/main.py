@@ -23,6 +23,7 @@ EXIT_UNREAD = 141  # 128 + SIGPIPE. The signal stays ignored, because the defaul
 
 def main(arguments: list[str] | None = None) -> int:
     """The console script. Returns the exit code."""
+    open_closed()
     try:
         try:
             with prompt_signals({signal.SIGINT: interrupted}):
@@ -31,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(INTERRUPTED, file=sys.stderr)
             return EXIT_INTERRUPTED
         finally:  # at the latest here, and not while Python shuts down, the error of a closed pipe is raised
-            for stream in filter(None, (sys.stdout, sys.stderr)):
+            for stream in (sys.stdout, sys.stderr):
                 stream.flush()
     except BrokenPipeError:  # the reader has closed the pipe, as in `quern --help | head -1`
         if not discard_unread():
@@ -41,6 +42,16 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         print(f"quern: the output cannot be written ({error.strerror}): send it elsewhere", file=sys.stderr)
         return 1
+
+
+def open_closed() -> None:
+    """Sends to nowhere what was closed before the start (`>&-`): the next file that is opened would get its number."""
+    while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(file)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
 
 
 def interrupted(number: int) -> KeyboardInterrupt:
@@ -106,7 +117,7 @@ def run_verb(arguments: list[str]) -> int:
     except (ValueError, OSError, RuntimeError, ImportError, MemoryError) as error:
         if isinstance(error, BrokenPipeError) and discard_unread():
             return EXIT_UNREAD
-        from quern.runs.run_dir import plainly
+        from quern.temporaries import plainly
 
         if environment().get("QUERN_TRACEBACK"):
             raise

@@ -7,15 +7,13 @@ out/runs/<run>/{pretrain,sft,rl}/  recipe.json  origin.json  metrics.jsonl  even
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -26,7 +24,7 @@ from quern.flags.recipe_flags import Arguments
 from quern.recipe import Recipe, Resolved
 from quern.records import read_json
 from quern.resolve import resolve
-from quern.temporaries import NAMES, sha256_of, write_whole
+from quern.temporaries import NAMES, naming, sha256_of, write_whole
 from quern.train import manifest
 from quern.validate import RecipeBody, check_body
 
@@ -39,15 +37,6 @@ NEWEST, BEFORE_WARMDOWN = "newest", "before-warmdown"
 NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
 LOCK = ".lock"
 SHOWN_RUNS = 5
-OTHER = "or choose another place"
-INSTEAD = {
-    errno.EROFS: "choose a place on another disk",
-    **dict.fromkeys((errno.EACCES, errno.EPERM), f"make it readable and writable, {OTHER}"),
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), f"make room there, {OTHER}"),
-    errno.ENAMETOOLONG: "choose a shorter name",
-    errno.EMFILE: "raise the limit of open files (ulimit -n)",
-}
-"""The advice for each error of the operating system."""
 
 
 class RunFacts(TypedDict, total=False):
@@ -214,8 +203,7 @@ class RunDir:
 
     def write(self, name: str, body: dict[str, Any]) -> None:
         """Writes a JSON file of the run's folder atomically."""
-        with naming(self.folder / name):
-            write_whole(self.folder / name, json.dumps(body, indent=2, ensure_ascii=False) + "\n")
+        write_whole(self.folder / name, json.dumps(body, indent=2, ensure_ascii=False) + "\n")
 
     def append(self, name: str, lines: list[dict[str, Any]]) -> None:
         """Appends lines to a JSONL file of the run's folder."""
@@ -241,27 +229,6 @@ def instead_of_no_run(out: Path) -> str:
         names = ", ".join(one.run for one in runs[:SHOWN_RUNS])
         return f"name one of {names}" + (f" and {len(runs) - SHOWN_RUNS} more" if len(runs) > SHOWN_RUNS else "")
     return "make one with `quern run`, or name another folder with --out"
-
-
-def plainly(error: BaseException) -> str:
-    """An error's message. For an OSError ([Errno 30] …): the path, the reason and the advice."""
-    if isinstance(error, MemoryError | RecursionError):
-        return f"a file or a value is too large or too deep for this machine ({error or 'no memory is left'})"
-    if not isinstance(error, OSError) or error.strerror is None or error.errno is None:
-        return str(error)
-    where = f"{error.filename}: " if error.filename is not None else ""
-    return f"{where}{error.strerror}: {INSTEAD.get(error.errno, f'check the path, {OTHER}')}"
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Adds the path to an OSError that has none, such as the error of a full disk."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None or error.strerror is None:
-            raise
-        raise OSError(f"cannot write {path} ({error.strerror}): make room there, {OTHER}") from error
 
 
 # The Python code of runs ---------------------------------------------------------------------------------------

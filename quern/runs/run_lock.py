@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quern.runs.run_dir import LOCK, RunDir, holder_in
-from quern.temporaries import NAMES, holder
+from quern.temporaries import NAMES, holder, naming
 
 if TYPE_CHECKING:
     from quern.mesh import Mesh
@@ -43,8 +43,9 @@ def run_lock(run_dir: RunDir, command: str, mesh: Mesh | None = None) -> Iterato
     folders = [folder for folder in (run_dir.folder, run_dir.folder.parent, run_dir.out) if not folder.exists()]
     held = _acquire(path, run_dir.run)
     try:
-        os.ftruncate(held, 0)
-        os.pwrite(held, holder(command).encode("utf-8", NAMES), 0)
+        with naming(path):
+            os.ftruncate(held, 0)
+            os.pwrite(held, holder(command).encode("utf-8", NAMES), 0)
         yield
     finally:
         if _is_at(held, path) and os.listdir(path.parent) == [LOCK]:  # the body wrote nothing: leave no empty run

@@ -23,11 +23,11 @@ from quern.estimate.own_text import vocabulary
 from quern.recipe import Recipe, Resolved
 from quern.runs.origin import Origin, read_origin, require_same
 from quern.runs.public_data import PublicData, public_data
-from quern.runs.run_dir import STAGES, RunDir, naming
+from quern.runs.run_dir import STAGES, RunDir
 from quern.stages.encode import StartWorkers, on_processes, write_shards
 from quern.stages.prepare_tokens import is_tokens, open_tokens, sample, token_listings
 from quern.stages.tokenizers import Read, Source, named_tokenizer, train_tokenizer
-from quern.temporaries import alone_in, remove_abandoned
+from quern.temporaries import alone_in, naming, remove_abandoned
 from quern.terminal import Meter
 from quern.text.clean.steps import read_records, recorded
 from quern.text.documents import read, warning_of
@@ -162,7 +162,7 @@ def _of_files(recipe: Resolved, out: Path, log: Callable[[str], None]) -> Source
 def _digest(listing: Listing, out: Path) -> str:
     cache = out / "data" / "digests.json"
     megabytes = sum(entry.size for entry in listing.read) / 1e6
-    with naming(cache), Meter("looking for changes in the text", megabytes, "MB") as meter:
+    with Meter("looking for changes in the text", megabytes, "MB") as meter:
         return content_fingerprint(listing.files, cache, lambda done: meter.at(done / 1e6))
 
 

@@ -22,8 +22,8 @@ from quern.data.shards import Corpus
 from quern.data.token_file import map_tokens
 from quern.recipe import Resolved
 from quern.runs.public_data import PublicData
-from quern.runs.run_dir import naming
 from quern.stages.tokenizers import named_tokenizer
+from quern.temporaries import naming
 from quern.terminal import Meter, counted
 from quern.text import repositories
 from quern.text.readers import FORMATS, format_of

@@ -20,7 +20,6 @@ from quern.data.token_file import fingerprint
 from quern.process import environment
 from quern.recipe import Resolved
 from quern.runs.public_data import PublicData
-from quern.runs.run_dir import naming
 from quern.temporaries import sha256_of
 from quern.terminal import Meter
 from quern.text.hugging_face import open_tokenizer
@@ -131,8 +130,7 @@ def train_tokenizer(recipe: Resolved, source: Source, out: Path, log: Callable[[
         tokenizer = Tokenizer.train(metered(), text.vocab_size, pattern, max_bytes=int(size * 1e6))
     for note in tokenizer.notes:
         log(note)
-    with naming(path):
-        tokenizer.save(path)
+    tokenizer.save(path)
     log(f"tokenizer: {tokenizer.vocab_size:,} tokens in {time.monotonic() - start:.1f} s → {path}")
     return tokenizer
 

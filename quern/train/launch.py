@@ -31,7 +31,7 @@ from quern.machine import Machine
 from quern.mesh import EVALUATING, Mesh, PeersLostError, alone, connect, disconnect
 from quern.process import environment, prompt_signals, set_child_env, waiting
 from quern.process import to_stderr as _log
-from quern.temporaries import scratch_folder, write_whole
+from quern.temporaries import plainly, scratch_folder, write_whole
 from quern.train.guard import heeded
 from quern.train.heartbeat import Heartbeat, exit_now
 from quern.train.manifest import CheckpointError
@@ -131,7 +131,7 @@ def _agent(arguments: Sequence[str], ranks: int, restarts: int, folder: Path, no
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # if it was imported before
     config = LaunchConfig(nodes, nodes, ranks)  # for torch's defaults
     meeting = RendezvousParameters("c10d", rendezvous, "quern", nodes, nodes, timeout=MEET_SECONDS)
-    machines = f"the machines of --nodes {nodes} at {rendezvous}"
+    machines = f"the machines of --nodes {nodes} at {rendezvous}" if nodes > 1 else "torch, which starts the ranks"
     with waiting(machines, MEET_SECONDS):
         handler = get_rendezvous_handler(meeting)
     meet = handler.next_rendezvous
@@ -301,17 +301,17 @@ def _report(error: BaseException, here: Place, log: Callable[[str], None], heart
     if heartbeat is None:
         if isinstance(error, USERS):
             if here.local_rank == 0:
-                log(str(error))
+                log(plainly(error))
             return finish(1)
         log(f"rank {here.rank} failed while it joined the others: {type(error).__name__}: {error}")
         return 1
     step = heartbeat.mesh.progress.step
     if isinstance(error, USERS) and step is None:
         if here.main:
-            heartbeat.report(str(error), final=True)
-            log(str(error))
+            heartbeat.report(plainly(error), final=True)
+            log(plainly(error))
             return finish(1)
-        if heartbeat.failure(wait_seconds=5) == (0, str(error), True):
+        if heartbeat.failure(wait_seconds=5) == (0, plainly(error), True):
             return finish(1)
     evaluates = heartbeat.mesh.progress.phase == EVALUATING
     at = f"in step {step + 1}" if step is not None else f"while {EVALUATING}" if evaluates else "before its first step"

@@ -91,6 +91,27 @@ def test_a_reader_that_leaves_ends_help_quietly_also_where_no_extra_is_installed
     assert last.startswith("quern: there is no 'nosuch'") and done.returncode == 141
 
 
+CLOSED = """
+import sys
+from quern.cli.main import main
+from quern.process import to_stderr
+from quern.train.guard import Stop
+assert main(["--version"]) == 0
+with open(sys.argv[1], "w") as file, Stop():
+    print("progress")
+    to_stderr("waiting")
+    file.write(str(file.fileno()))
+"""
+"""Prints as training does, and writes the number of a file that it opens."""
+
+
+def test_closed_streams_are_nowhere_and_no_file_gets_their_numbers(tmp_path: Path) -> None:
+    shell = 'exec "$@" <&- >&- 2>&-'
+    command = ["sh", "-c", shell, "sh", sys.executable, "-c", CLOSED, str(tmp_path / "file")]
+    assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+    assert int((tmp_path / "file").read_text(encoding="utf-8")) > 2
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
 def test_a_full_disk_is_one_line_without_a_traceback() -> None:
     with open("/dev/full", "w", encoding="utf-8") as full:

@@ -1,5 +1,6 @@
 """Signals to the processes that started the ranks; and quern under torchrun, by the lines of docs/parallelism.md."""
 
+import errno
 import os
 import shlex
 import signal
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from quern.records import read_metrics
-from quern.train import checkpoint, manifest
+from quern.train import checkpoint, launch, manifest
 from quern.train.guard import EXIT_STOPPED
 from tests.support.faulty_ranks import PRETRAIN
 from tests.support.line_server import ENVIRONMENT, ROOT
@@ -33,6 +34,13 @@ def wait_for_step(folder: Path, more_than: int, processes: Sequence[subprocess.P
         assert all(process.poll() is None for process in processes)
         time.sleep(0.05)
     return last
+
+
+def test_an_error_of_the_system_has_its_path_and_what_to_do() -> None:
+    said: list[str] = []
+    error = PermissionError(errno.EACCES, "Permission denied", "out")
+    launch._report(error, launch.Place(0, 2, 0, 0), said.append, None)  # pyright: ignore[reportPrivateUsage]
+    assert said == ["out: Permission denied: make it readable and writable, or choose another place"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, pytest.param(signal.SIGTERM, marks=pytest.mark.campaign)])
