@@ -6,6 +6,7 @@ Facts come from records and the sizes of files: no checkpoint is opened. Renamin
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -103,10 +104,11 @@ def _facts(run_dir: RunDir) -> dict[str, Any]:
 def _files(run_dir: RunDir) -> tuple[int, float]:
     """The bytes of all files, and the time at which the newest one was written, in seconds since the epoch."""
     size, written = 0, 0.0
-    for path in (run_dir.folder, *run_dir.folder.rglob("*")):
-        with suppress(FileNotFoundError):  # a checkpoint that was replaced meanwhile
-            found = path.lstat()
-            size, written = size + found.st_size * path.is_file(), max(written, found.st_mtime)
+    for folder, _, names in os.walk(run_dir.folder):
+        for path in (folder, *(os.path.join(folder, name) for name in names)):
+            with suppress(FileNotFoundError):  # a checkpoint that was replaced meanwhile
+                found = os.lstat(path)
+                size, written = size + found.st_size * (path != folder), max(written, found.st_mtime)
     return size, written
 
 
@@ -145,7 +147,9 @@ def asked(run_dir: RunDir) -> bool:
     what = f"run '{run_dir.run}' ({human_size(_files(run_dir)[0])})"
     if sys.stdin is None or not sys.stdin.isatty():
         raise ValueError(f"there is no terminal to ask whether to remove {what}: --yes removes it")
-    return input(f"remove {what}? [y/N] ").strip().lower() in ("y", "yes")
+    with suppress(EOFError):  # Ctrl-D
+        return input(f"remove {what}? [y/N] ").strip().lower() in ("y", "yes")
+    return False
 
 
 def remove(run_dir: RunDir, log: Log) -> None:
@@ -164,7 +168,8 @@ def compare(names: Sequence[str], runs: Sequence[RunDir], log: Log) -> None:
     from quern.runs.origin import flat, read_origin
 
     table(runs[0].out, list(dict.fromkeys(runs)), log)
-    recipes = [flat(origin.recipe) if (origin := read_origin(one.stage("pretrain"))) else {} for one in runs]
+    origins = [next(filter(None, (read_origin(one.stage(name)) for name in STAGES)), None) for one in runs]
+    recipes = [flat(origin.recipe) if origin else {} for origin in origins]
     fields = [name for name in recipes[0] if any(one.get(name) != recipes[0][name] for one in recipes[1:])]
     if fields:
         log("fields of the recipe that differ:")
@@ -180,14 +185,16 @@ def compare(names: Sequence[str], runs: Sequence[RunDir], log: Log) -> None:
 def compare_answers(first: str, second: str, out: Path, log: Log) -> None:
     """Logs the scores of two models, item by item, and appends them to the first run's comparisons.jsonl.
 
-    first, second: RUN or RUN/STAGE; without a stage, the last one of the first run that has answers. Raises
+    first, second: RUN or RUN/STAGE; without a stage, the last one of which both have answers. Raises
     FileNotFoundError for a model without answers, ValueError for one model or for different questions.
     """
     from quern.eval.answers import compare, read_answers  # late: they need NumPy
 
     (one, _, stage), (other, _, of_stage) = first.partition("/"), second.partition("/")
     run, other = RunDir(out, one), RunDir(out, other)
-    stage = stage or next((name for name in reversed(STAGES) if read_answers(run.answers(name))), "")
+    answered = [name for name in reversed(STAGES) if read_answers(run.answers(name))]
+    both = (name for name in answered if of_stage or read_answers(other.answers(name)))
+    stage = stage or next(both, "".join(answered[:1]))
     of_stage = of_stage or stage
     if (run, stage) == (other, of_stage):
         raise ValueError(f"{first} and {second} are the same model: name another run, or RUN/STAGE")

@@ -1,6 +1,7 @@
 """`quern runs` as its user calls it: the table, one run, another name, removal, and what differs between runs. The lock
 of a run leaves no empty folder, and its removal lets no second process in."""
 
+import itertools
 import json
 import os
 import re
@@ -102,6 +103,37 @@ def test_a_run_is_removed_after_a_question_and_never_while_it_is_in_use(
     monkeypatch.setattr("builtins.input", lambda prompt: "y")
     assert told(capsys, mine.out, "remove", "mine").startswith("removed run 'mine' (5.")
     assert [path.name for path in (mine.out / "runs").iterdir()] == ["older"]
+    disk, linked = mine.out / "disk", RunDir(mine.out, "older").folder
+    disk.mkdir()
+    linked.rename(disk / "older")
+    linked.symlink_to(disk / "older")
+    monkeypatch.setattr("builtins.input", end_of_input)
+    assert told(capsys, mine.out, "remove", "older") == "" and linked.exists()
+    told(capsys, mine.out, "remove", "older", "--yes")
+    assert [*(mine.out / "runs").iterdir(), *disk.iterdir()] == []
+
+
+def end_of_input(prompt: str) -> str:
+    raise EOFError  # Ctrl-D
+
+
+def test_a_run_is_measured_while_its_checkpoints_are_replaced(mine: RunDir) -> None:
+    ended = threading.Event()
+
+    def replace_checkpoints() -> None:
+        for number in itertools.count(100):
+            path = mine.checkpoints("pretrain") / f"step-{number:08d}"
+            if ended.is_set():
+                break
+            path.mkdir(exist_ok=True)
+            path.rmdir()
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(replace_checkpoints)
+        sizes = {manage._files(mine)[0] for _ in range(2000)}  # pyright: ignore[reportPrivateUsage]
+        ended.set()
+        done.result()
+    assert len(sizes) == 1
 
 
 def test_compared_runs_show_what_differs(mine: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,6 +141,8 @@ def test_compared_runs_show_what_differs(mine: RunDir, capsys: pytest.CaptureFix
     assert [line.split() for line in lines if line.strip().startswith("depth")] == [["depth", "4", "6"]]
     assert not any("optim.eps" in line for line in lines)
     assert lines[-1].startswith("answers: run 'mine' has no answers yet: `quern evaluate --run mine")
+    mine.stage("pretrain").rename(mine.stage("sft"))  # of another run's model
+    assert told(capsys, mine.out, "compare", "mine", "older").splitlines()[4:] == lines[4:]
 
 
 @pytest.mark.parametrize(
