@@ -262,7 +262,8 @@ def check(flags: Iterable[Flag], arguments: Sequence[str], prog: str, complete: 
         elif found:
             part[own] = _converted(flag, typed, found[0])
         else:
-            raise ValueError(f"{typed} takes {flag.takes}: none was given")
+            instead = f"; one that begins with - follows {typed}=" if rest and rest[0] not in known else ""
+            raise ValueError(f"{typed} takes {flag.takes}: none was given{instead}")
     for flag in known.values():
         if complete and flag.default is MISSING and flag.name not in given:
             raise ValueError(f"{flag.name or flag.path[-1].upper()} is missing: see {prog} --help")

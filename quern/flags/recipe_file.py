@@ -41,6 +41,7 @@ def map_paths(recipe: Made, change: Callable[[str], str]) -> Made:
     talks = recipe.conversations and tuple(changed(one, "source") for one in recipe.conversations)
     data = "\n".join(map(change, recipe.data.split("\n")))
     text, sft, rl = changed(recipe.text, "tokenizer"), changed(recipe.sft, "tests"), changed(recipe.rl, "data")
+    rl = replace(rl, rewards=tuple(change(name) if name.endswith(".py") else name for name in rl.rewards))
     return replace(changed(recipe, "val"), data=data, conversations=talks, text=text, sft=sft, rl=rl)
 
 

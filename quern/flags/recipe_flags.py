@@ -196,19 +196,20 @@ def refuse_idle(recipe: Recipe, named: Collection[str], tokens: bool, saved: boo
     """
     for name in set(PATHS).intersection(named):
         refuse_missing(name, attrgetter(name)(recipe))
-    for names, reason in _idle(recipe, tokens):
+    begun = "from" in named  # by another run, which has a tokenizer
+    for names, reason in _idle(recipe, tokens, begun):
         for name in names.split():
-            if name in named or (not saved and is_set(recipe, name)):
+            if name in named or (not (saved or begun) and is_set(recipe, name)):
                 raise ValueError(f"--{flag(name)} {reason}")
 
 
-def _idle(recipe: Recipe, tokens: bool) -> Iterator[tuple[str, str]]:
+def _idle(recipe: Recipe, tokens: bool, begun: bool) -> Iterator[tuple[str, str]]:
     """Fields that have no effect because of the values of others, and the message after their names."""
     train, data, is_tinyworld = recipe.train, recipe.data, recipe.data == "tinyworld"
     if is_tinyworld or tokens:
         of_files = "text.column text.separator text.encoding include exclude"
         yield of_files, "is for files of text in a --data of your own: leave it out"
-    if tokens or recipe.text.tokenizer is not None:
+    if tokens or begun or recipe.text.tokenizer is not None:
         trained = "is for a tokenizer that is trained on the text, and this one is there already: leave it out"
         yield "text.vocab_size text.digits text.tokenizer_megabytes", trained
     if not data.startswith("hf:"):

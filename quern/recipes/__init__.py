@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,7 @@ def load_recipe(name: str) -> tuple[Recipe, str | None]:
         return importlib.import_module(f"quern.recipes.{name}").RECIPE, None
     path = Path(name)
     if path.suffix != ".py" or not path.is_file():
-        text = f"; a text needs --data before it: --data {name}" if path.exists() else ""
+        text = f"; a text needs --data before it: --data {shlex.quote(name)}" if path.exists() else ""
         names = ", ".join(recipe_names())
         raise ValueError(f"there is no recipe '{name}': use {names}, or the path of a .py file{text}")
     from quern.flags.recipe_file import read_recipe_file  # the list of names is printed without it

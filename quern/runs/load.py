@@ -133,7 +133,7 @@ def open_checkpoint(
             path = found[0]
         else:
             steps = manifest.steps(folder)
-            step = int(at) if at.isdigit() else None
+            step = int(at) if at.isdecimal() else None
             if at == BEFORE_WARMDOWN:
                 step = max(manifest.kept_steps(folder), default=None)
             if step not in steps:

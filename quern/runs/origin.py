@@ -46,7 +46,7 @@ CHANGEABLE = (
     | {f"rl.{name}" for name in ("steps", "lr_share", "warmdown_share")}
 )
 """Fields of the recipe that may change when a stage is resumed, besides every field of `optim`."""
-BY_CONTENT = ("data", "val", "shards", "conversations", "text.tokenizer", "sft.tests")
+BY_CONTENT = ("data", "val", "shards", "conversations", "text.tokenizer", "sft.tests", "rl.rewards", "rl.data")
 """Fields that name files: the fingerprints of their contents are compared instead."""
 
 
@@ -247,7 +247,7 @@ def find_saved(verb: str, arguments: Arguments, recipe: Recipe, source: str | No
     run_dir = RunDir(own.out, begins_with) if begins_with else own
     if verb in ("sft", "rl") and (begins_with or not resume):
         return None  # the stage reads the recipe of the model that it begins with (stages/sft.py, stages/rl.py)
-    if not (resume or begins_with or (verb == "run" and run_dir.has_trained(stage))):
+    if not (resume or begins_with or (verb == "run" and any(map(run_dir.has_trained, STAGES)))):
         return None
     body = read_saved(run_dir, stage, recipe.callables() if chosen and source else None)
     if body is None:

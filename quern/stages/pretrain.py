@@ -33,7 +33,7 @@ from quern.text.tokenizer import Tokenizer
 from quern.train import loop
 from quern.train.guard import EXIT_DONE
 from quern.train.horizon import recorded_plans
-from quern.train.state import TrainState, build_state
+from quern.train.state import build_state, refuse_other_weights, weights_of
 from quern.train.step import TorchBackend, accumulate, send_batch
 
 CALIBRATION_STEPS = 8
@@ -73,6 +73,8 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
     own = None if began or start else own_megabytes(asked, run_dir.out)
     if own is not None:
         asked = fit_time(asked, session, own)
+    if start is not None:
+        _refuse_other_model(resolve(asked, mesh.dp), start)
     needed = memory_check(asked, machine, mesh, log)
     prepared = session.text(resolve(asked, mesh.dp), began, session.encoders)
     asked = with_shards(asked, prepared.public)
@@ -104,7 +106,9 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
     batches = make_batches(recipe, prepared.train)
     state = build_state(recipe, machine, model, mesh)
     if start is not None:
-        log(_take_weights(state, recipe, start))
+        fits = state.go_on(start.tensors, start.state)
+        moments = "with its optimizer state" if fits else "without its optimizer state: the optimizer is another one"
+        log(f"weights: step {start.step:,} of {start.stage} in run '{start.run_dir.run}'; {moments}")
     plan = _plan(recipe, session, prepared, changed)
     made_by = getattr(recipe.make_batches, "__qualname__", None)
     packing = {"method": made_by or recipe.train.packing, **batches.report()}
@@ -124,21 +128,20 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
     return code
 
 
-def _take_weights(state: TrainState, recipe: Resolved, start: Start) -> str:
-    """Takes the weights of another run's checkpoint; returns the line about them. Raises ValueError if they do not fit
-    the recipe's model."""
-    run = start.run_dir.run
+def _refuse_other_model(recipe: Resolved, start: Start) -> None:
+    """Raises ValueError if the weights of another run's checkpoint do not fit the recipe's model. Its vocabulary is
+    that of the other run's tokenizer."""
+    vocabulary = {name: getattr(start.recipe.model, name) for name in ("vocab_size", "bos")}
+    recipe = replace(recipe, model=replace(recipe.model, **vocabulary))
     try:
-        fits = state.go_on(start.tensors, start.state)
+        refuse_other_weights(recipe, weights_of(start.tensors))
     except ValueError as error:
         had, has = asdict(start.recipe.model), asdict(recipe.model)
         other = "; ".join(f"model.{name} {had[name]} → {has[name]}" for name in has if had[name] != has[name])
         raise ValueError(
-            f"the weights of run '{run}' do not fit another model ({other or error}): leave the flags that change its "
-            "shape out, or leave --from out"
+            f"the weights of run '{start.run_dir.run}' do not fit another model ({other or error}): leave the flags "
+            "that change its shape out, or leave --from out"
         ) from error
-    moments = "with its optimizer state" if fits else "without its optimizer state: the optimizer is another one"
-    return f"weights: step {start.step:,} of {start.stage} in run '{run}'; {moments}"
 
 
 def _show(engine: Engine, recipe: Resolved, val: Corpus, log: Callable[[str], None]) -> None:

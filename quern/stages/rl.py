@@ -22,7 +22,7 @@ from quern.resolve import fine_tuning_rates, resolve
 from quern.rl.environment import Environment, draw_item, fingerprint, load_environment
 from quern.rl.rollouts import Rollouts, divergence, pass_at_k
 from quern.runs.load import Start, open_checkpoint
-from quern.runs.origin import compare, source_digest
+from quern.runs.origin import compare, source_digest, with_absolute_paths
 from quern.runs.run_dir import require_trusted, trust
 from quern.runs.training import rates_fall, ready_model
 from quern.stages.session import Session
@@ -119,6 +119,9 @@ def _environments(rl: RlRecipe, session: Session, begins: bool) -> list[Environm
             trust(out, sha256_of(path))
         require_trusted(out, path)
     environments = [load_environment(name, folder) for name in rl.rewards]
+    if len({one.name for one in environments}) < len({*rl.rewards}):
+        names = ", ".join(one.name for one in environments)
+        raise ValueError(f"two of --rl.rewards have the same name ({names}): their scores would be one; rename one")
     for environment in environments:
         for note in environment.notes:
             session.log(f"{environment.name}: {note}")
@@ -153,9 +156,7 @@ def rl_recipe(asked: Recipe, base: Resolved) -> Resolved:
     own = {name.removeprefix("train."): getattr(asked.train, name.removeprefix("train.")) for name in IN_FINE_TUNING}
     quarter = max(1, rl.steps // VALIDATIONS)
     own["eval_every"], own["save_every"] = own["eval_every"] or quarter, own["save_every"] or quarter
-    files = tuple(str(Path(name).absolute()) if name.endswith(".py") else name for name in rl.rewards)
-    data = str(Path(rl.data).absolute()) if rl.data else None
-    recipe = resolve(replace(base, train=replace(base.train, **own), rl=replace(rl, rewards=files, data=data)))
+    recipe = resolve(replace(base, train=replace(base.train, **own), rl=with_absolute_paths(asked).rl))
     return fine_tuning_rates(recipe, recipe.rl.lr_share, recipe.train.batch_tokens)
 
 

@@ -117,17 +117,22 @@ def build_model(
     are not those of such a model, which then takes no memory.
     """
     if weights is not None:
-        states = weightless(recipe, machine.dtype).state_dict(), weights
-        expected, found = ({name: tuple(one.shape) for name, one in state.items()} for state in states)
-        if wrong := sorted(name for name, _ in expected.items() ^ found.items())[:1]:
-            differ = f"shape {found.get(wrong[0], 'none')} instead of {expected.get(wrong[0], 'none')}"
-            raise ValueError(f"the weights do not fit the model: {wrong[0]} has {differ}")
+        refuse_other_weights(recipe, weights)
     model = recipe.make_model(recipe.model)
     if seed is not None:
         model.initialize(seed)
     if weights is not None:
         model.load_state_dict(weights)
     return model.to(device=machine.device, dtype=machine.dtype)
+
+
+def refuse_other_weights(recipe: Resolved, weights: dict[str, torch.Tensor]) -> None:
+    """Raises ValueError unless the weights are those of the recipe's model."""
+    states = weightless(recipe).state_dict(), weights
+    expected, found = ({name: tuple(one.shape) for name, one in state.items()} for state in states)
+    if wrong := sorted(name for name, _ in expected.items() ^ found.items())[:1]:
+        differ = f"shape {found.get(wrong[0], 'none')} instead of {expected.get(wrong[0], 'none')}"
+        raise ValueError(f"the weights do not fit the model: {wrong[0]} has {differ}")
 
 
 def build_state(recipe: Resolved, machine: Machine, model: Any, mesh: Mesh | None = None) -> TrainState:

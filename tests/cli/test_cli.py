@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -171,10 +172,12 @@ def test_a_run_may_follow_the_verb_at_once(tmp_path: Path, monkeypatch: pytest.M
     for line in unchanged.split(","):
         verb, *words = line.split()
         assert with_run(verb, *words) == words
-    (tmp_path / "mine.txt").touch()
+    for name in ("mine.txt", "our notes.txt"):
+        (tmp_path / name).touch()
     for verb in ("run", "pretrain", "prepare"):
-        for text in ("mine.txt", str(tmp_path)):
-            with monkeypatch.context() as here, pytest.raises(ValueError, match=f"--data before it: --data {text}$"):
+        for text in ("mine.txt", str(tmp_path), "our notes.txt"):
+            told = f"--data before it: --data {shlex.quote(text)}$"
+            with monkeypatch.context() as here, pytest.raises(ValueError, match=told):
                 here.chdir(tmp_path)
                 verbs.parse(verb, verbs.with_run(verb, Arguments((text,))), verbs.PrepareOptions)
 
@@ -288,12 +291,13 @@ def test_a_tilde_is_the_home_folder(
         "from dataclasses import replace\nfrom quern.recipes.gpt import RECIPE\n"
         "RECIPE = replace(RECIPE, data='~/a.txt', val='~/b.txt', conversations='~/c.jsonl,repeats=2',\n"
         "    text=replace(RECIPE.text, tokenizer='~/t.json'), sft=replace(RECIPE.sft, tests='~/d'),\n"
-        "    rl=replace(RECIPE.rl, rewards=('gsm8k',), data='~/e'))\n",
+        "    rl=replace(RECIPE.rl, rewards=('gsm8k', '~/f.py'), data='~/e'))\n",
         encoding="utf-8",
     )
     recipe = verbs.parse("run", Arguments([str(home / "r.py")]), options.RunAllOptions)[0].recipe
     found = [recipe.data, recipe.val, recipe.conversations[0].source, recipe.text.tokenizer, recipe.sft.tests]
-    assert [*found, recipe.rl.data] == [str(home / name) for name in "a.txt b.txt c.jsonl t.json d e".split()]
+    found += [recipe.rl.data, recipe.rl.rewards[1]]
+    assert found == [str(home / name) for name in "a.txt b.txt c.jsonl t.json d e f.py".split()]
     assert str(home / "out") in refused(capsys, "report", "--out=~/out")
 
 

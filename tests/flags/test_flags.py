@@ -80,6 +80,7 @@ def test_flags_are_read(typed: str, expected: Flags) -> None:
         ("--folder f --inner.steps inf", "--inner.steps takes a whole number, not 'inf'"),
         ("--folder f --inner.rate", "--inner.rate takes a number: none was given"),
         ("--folder f --kinds --prompt -1", "--kinds takes one of x, y: none was given"),
+        ("--folder f -p --hello", "-p takes a value: none was given; one that begins with - follows -p="),
         ("--folder=", "--folder is empty: give a path, or leave it out"),
         ("--folder f --kinds x z", "--kinds takes one of x, y, not 'z'"),
         ("c --folder f", "the argument takes one of a, b, not 'c'"),

@@ -138,7 +138,7 @@ MAY_CHANGE = {
     optimizer_memory warmup_steps warmdown_share final_lr clip_norm""".split()
 } | {f"sft.{name}" for name in ("steps", "epochs", "lr_share", "warmdown_share")}
 MAY_CHANGE |= {"rl.steps", "rl.lr_share", "rl.warmdown_share"}
-BY_CONTENT = ("data", "val", "shards", "conversations", "text.tokenizer", "sft.tests")
+BY_CONTENT = ("data", "val", "shards", "conversations", "text.tokenizer", "sft.tests", "rl.rewards", "rl.data")
 
 
 def with_other(name: str) -> Recipe:

@@ -225,6 +225,13 @@ def test_a_new_run_begins_with_weights_and_moments_of_a_checkpoint_and_needs_the
     assert runs.steps() == [2, 4, 6]
     write_text(runs.folder / "more.jsonl", seed=2)
     before, flags = runs.files(), ["--from", "app", "--train.keep", "9"]
+    prepared = len(list((runs.folder / "out/data").iterdir()))
+    for wrong, message in (
+        ("--depth 3", "do not fit another model (model.depth 2 → 3)"),
+        ("--text.digits 1", "there already"),
+    ):
+        runs.refused([message], "pretrain", *flags, "--data", runs.folder / "more.jsonl", *wrong.split(), run="next")
+    assert prepared == len(list((runs.folder / "out/data").iterdir()))
     runs.done("pretrain", *flags, "--data", runs.folder / "more.jsonl", "--train.steps", "1", run="next")
     assert before.items() <= runs.files().items() and runs.starts_with(6, "next")
     base = {"run": "app", "stage": "pretrain", "step": 6, "tokens": runs.meta()["state"]["tokens"]}
@@ -284,6 +291,11 @@ def test_a_stage_that_failed_in_its_first_step_begins_again(runs: Runs) -> None:
     assert runs.steps(run="next")[-1] == 4
     for verb, run in (("rl", "app"), ("pretrain", "next")):
         runs.refused([f"run '{run}' has been "], verb, run=run)
+    moved = reward.rename(runs.folder / "moved.py")
+    runs.done("rl", "--resume", "--rl.steps", "2", "--rl.rewards", moved)
+    shutil.copy(moved, reward)
+    twice = "two of --rl.rewards have the same name (mine, mine)"
+    runs.refused([twice], "rl", "--from", "app", *RL, "--rl.rewards", reward, moved, run="next")
 
 
 def test_a_model_is_fine_tuned_as_often_as_wanted(runs: Runs) -> None:
@@ -296,6 +308,7 @@ def test_a_model_is_fine_tuned_as_often_as_wanted(runs: Runs) -> None:
     told = f"no conversations are shown: {runs.talks}, line 1: not a line of JSON"
     assert told in runs.done("evaluate", "--questions", "1", run="two")
     runs.refused(["--from two names the run itself"], "sft", "--from", "two", *SFT, run="two")
+    runs.refused(["run 'two' has no stage pretrain to continue with: it has `quern sft --resume"], "run", run="two")
     model = "run 'other' has a model of its own (pretrain): name a new run"
     runs.refused([model], "sft", "--from", "app", *SFT, run="other")
     shape = "the weights of run 'app' do not fit another model (model.depth 2 → 3"

@@ -122,7 +122,12 @@ TUNED = resolve(
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_model_comes_from_the_run_and_the_stage_from_the_command() -> None:
+def test_the_model_comes_from_the_run_and_the_stage_from_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").touch()
+    Path("sums").mkdir()  # no file of rewards
     asked = replace(gpt.RECIPE, depth=6, rl=RlRecipe(steps=12, rewards=("sums", "mine.py"), lr_share=0.2))
     found = rl_recipe(asked, TUNED)
     assert (found.model, found.text, found.seed, found.sft) == (TUNED.model, TUNED.text, 3, TUNED.sft)
