@@ -74,9 +74,9 @@ rl: $(STAMP)
 test: $(DEV)
 	$(PYTEST) $(PARALLEL) --durations=15 $(TESTS)
 
-# In parallel, because pyright uses one core when it starts.
+# In parallel, because pyright uses one core when it starts. The make of macOS (3.81) has no --output-sync.
 check: $(DEV)
-	@$(MAKE) --no-print-directory --output-sync --jobs 2 changed-types lint layers
+	@$(MAKE) --no-print-directory $(patsubst %,--%,$(filter output-sync,$(.FEATURES))) --jobs 2 changed-types lint layers
 
 types:
 	$(BIN)/pyright --threads $(JOBS)

@@ -78,7 +78,7 @@ def past_its_best(folder: Path) -> list[str]:
     loss, step = min(found)
     return [
         f"warning: the validation loss was lowest at step {step:,} ({loss:.3f}). After that step the model learned its "
-        f"texts by heart: start a new run of about {step:,} steps, or add texts"
+        f"texts by heart: start a new run of about {counted(step, 'step')}, or add texts"
     ]
 
 
