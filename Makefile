@@ -24,7 +24,7 @@ STAMP := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 TYPED := .pytest_cache/typed
 # pip compiles every module that it installs, also the thousands that nothing imports: half of its time. Python compiles
-# what it imports and keeps that, unless it is told not to.
+# what it imports and keeps that, unless it is told not to: so the stages are imported once, which every command needs.
 INSTALL := $(BIN)/python -m pip install --no-compile
 KEEP := PYTHONDONTWRITEBYTECODE=
 PYTEST := $(KEEP) OMP_NUM_THREADS=1 $(BIN)/python -m pytest
@@ -47,6 +47,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' || \
 		$(INSTALL) "torch==$(TORCH)"
 	$(INSTALL) -c constraints.txt -e ".[serve]"
+	@$(KEEP) $(BIN)/python -c 'import quern.stages.run_all'
 	@touch $@
 
 # The extra packages of tests and checks. The triton version is fixed because pyright reads its annotations.
