@@ -295,7 +295,7 @@ def test_a_stage_that_failed_in_its_first_step_begins_again(runs: Runs) -> None:
     runs.done("rl", "--resume", "--rl.steps", "2", "--rl.rewards", moved)
     shutil.copy(moved, reward)
     twice = "two of --rl.rewards have the same name (mine, mine)"
-    runs.refused([twice], "rl", "--from", "app", *RL, "--rl.rewards", reward, moved, run="next")
+    runs.refused([twice], "rl", "--from", "app", *RL, "--rl.rewards", reward, moved, run="both")
 
 
 def test_a_model_is_fine_tuned_as_often_as_wanted(runs: Runs) -> None:
