@@ -97,7 +97,7 @@ OF_THE_MACHINE = tuple(
 
 def verb_prepare(verb: str, rest: Arguments) -> int:
     options, _ = parse(verb, rest, TokenizerOptions if verb == "tokenizer" else PrepareOptions)
-    from quern.data.bin_files import MODDED_NANOGPT, NANOGPT
+    from quern.data.bin_files import MODDED_NANOGPT, NANOGPT, refuse_written
     from quern.resolve import resolve
     from quern.stages.prepare import fit_vocabulary, open_source, own_megabytes, prepare
     from quern.stages.prepare_tokens import write_tokens
@@ -111,6 +111,8 @@ def verb_prepare(verb: str, rest: Arguments) -> int:
         text, compared = "\n".join(islice(source.read("val"), 200)), {"held-out text": tokenizer, **for_comparison()}
         rows = [row for kind, one in compared.items() for row in compression_report(one, {kind: text})]
     else:
+        if options.dir is not None:
+            refuse_written(options.dir)
         workers, start_workers = options.encoders()
         prepared = prepare(recipe, options.out, log, workers=workers, start_workers=start_workers)
         rows = prepared.facts["tokenizer"]["compression"]

@@ -92,6 +92,13 @@ def _find(path: Path, bos: int, vocab_size: int) -> tuple[np.ndarray, int]:
     return np.concatenate(found).astype(np.int64), len(tokens)
 
 
+def refuse_written(folder: Path) -> None:
+    """Raises ValueError for a folder to write that has .bin files already, or is a file."""
+    there = folder if folder.is_file() else min(folder.glob("*.bin"), default=None)
+    if there is not None:
+        raise ValueError(f"{there} is there already: name a new folder")
+
+
 def write_bin(
     splits: dict[str, Corpus], folder: Path, name: str, form: BinFormat, progress: Callable[[int], None]
 ) -> list[Path]:
@@ -104,9 +111,8 @@ def write_bin(
     Raises:
         ValueError: An id is too large for these files, or the folder has .bin files already.
     """
+    refuse_written(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    if there := sorted(folder.glob("*.bin")):
-        raise ValueError(f"{there[0]} is there already: name a new folder")
     remove_abandoned(folder)
     temporary = TemporaryFolder(folder / "bin")
     written = 0

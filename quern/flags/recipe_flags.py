@@ -184,7 +184,7 @@ def _default(one: check_flags.Flag, filled: Recipe, of_the_run: bool) -> str | N
 
 REWARDS_OF_FILES = ("gsm8k", "programs")
 """The environments of rl/environment.py that read the files of `rl.data`."""
-PATHS = ("rl.data", "sft.tests")
+PATHS = ("rl.data", "sft.tests", "val")
 """Fields that must name a file or a folder."""
 
 
@@ -194,13 +194,13 @@ def refuse_idle(recipe: Recipe, named: Collection[str], tokens: bool, saved: boo
     tokens: the data is token files; saved: the recipe was saved with a run, where every field is set, so that only
     `named` fields count.
     """
-    for name in set(PATHS).intersection(named):
-        refuse_missing(name, attrgetter(name)(recipe))
     begun = "from" in named  # by another run, which has a tokenizer
     for names, reason in _idle(recipe, tokens, begun):
         for name in names.split():
             if name in named or (not (saved or begun) and is_set(recipe, name)):
                 raise ValueError(f"--{flag(name)} {reason}")
+    for name in set(PATHS).intersection(named):
+        refuse_missing(name, attrgetter(name)(recipe))
 
 
 def _idle(recipe: Recipe, tokens: bool, begun: bool) -> Iterator[tuple[str, str]]:

@@ -30,7 +30,7 @@ from quern.mixture import sources
 from quern.mixture.sources import HELD_OUT_EVERY, Conversation, Fetch, Log, OpenSource, multiple_choice, open_source
 from quern.recipe import Resolved
 from quern.records import Natural, read_json
-from quern.temporaries import write_whole
+from quern.temporaries import alone_in, write_whole
 from quern.terminal import Meter, counted
 from quern.text import chat, conversations, documents, readers, repositories
 from quern.text.chat import Message, parts
@@ -101,7 +101,7 @@ def prepare_mixture(recipe: Resolved, tokenizer: Tokenizer, out: Path, fetch: Fe
         OSError: A file cannot be read or downloaded.
     """
     opened, rows = _open(recipe, out, fetch, log)
-    ready = [_prepared(source, rows, tokenizer, recipe, out) for source in opened]
+    ready = [_prepared(source, rows, tokenizer, recipe, out, log) for source in opened]
     hidden = np.concatenate([one.hidden for one in ready])
     found, train, val = [], [], []
     for number, (one, asked) in enumerate(zip(ready, recipe.conversation_sources, strict=True)):
@@ -171,13 +171,21 @@ def _too_few(names: str, there_are: str) -> ValueError:
     return ValueError(f"{names} holds {there_are}: fine-tuning needs a source with at least 2 different ones")
 
 
-def _prepared(source: OpenSource, rows: TaskRows, tokenizer: Tokenizer, recipe: Resolved, out: Path) -> _Prepared:
+def _prepared(
+    source: OpenSource, rows: TaskRows, tokenizer: Tokenizer, recipe: Resolved, out: Path, log: Log
+) -> _Prepared:
     """Opens the shards of a source; reads and tokenizes the source if they are not whole."""
     marks = (*source.marks, str(source.public), "" if source.built_in else rows.fingerprint)
     mark = fingerprint(tokenizer.fingerprint, *marks, *map(inspect.getsource, CODE))
     folder = out / "data" / f"{source.name}-chat-{mark[:8]}"
-    if not prepared(folder, mark, source.splits) or not (folder / FACTS).exists():
-        _tokenize(source, rows, tokenizer, folder, mark)
+
+    def is_prepared() -> bool:
+        return prepared(folder, mark, source.splits) and (folder / FACTS).exists()
+
+    if not is_prepared():
+        with alone_in(folder, log):
+            if not is_prepared():  # by the process that this one waited for
+                _tokenize(source, rows, tokenizer, folder, mark)
     whole, *val = (Corpus.open(folder, split, fingerprint=mark) for split in source.splits)
     count = whole.num_documents
     # Something is learned from those with a reply in the context.

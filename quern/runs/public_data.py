@@ -164,12 +164,16 @@ def name_of_set(data: str) -> str | None:
 
     Raises:
         FileNotFoundError: There is no such file, folder or data set.
-        ValueError: The set is for fine-tuning.
+        ValueError: The set is for fine-tuning, or is one of several names.
     """
-    if data == "tinyworld" or data_paths(data) or data.endswith(".bin"):
+    if data == "tinyworld" or data_paths(data):
         return None
-    name = next((one for one in data.split("\n") if "\n" in data and not data_paths(one)), data)
-    if not name.startswith(PREFIX) and name not in repositories.DATASETS:
+    names = data.split("\n")
+    name = next(one for one in names if not data_paths(one))
+    known = name.startswith(PREFIX) or name in repositories.DATASETS
+    if len(names) > 1 and (known or name == "tinyworld"):
+        raise ValueError(f"--data {name}: a data set is read alone, without files or other sets: leave the others out")
+    if not known:
         raise FileNotFoundError(
             f"--data {name}: there is no such file, folder or data set; use tinyworld, a path, one of "
             f"{', '.join(key for key, known in repositories.DATASETS.items() if known.kind in FOR_DATA)}, or "

@@ -94,9 +94,13 @@ def open_source(recipe: Resolved, out: Path, log: Callable[[str], None] = lambda
 
     Raises:
         FileNotFoundError: There is no such data; the message names what would work.
-        ValueError: A split is empty, or its first document cannot be read.
+        ValueError: The data is tokens, a split is empty, or its first document cannot be read.
         OSError: A file cannot be read, or the cache of digests cannot be written.
     """
+    if is_tokens(recipe.data, out):
+        raise ValueError(
+            f"--data {recipe.data} holds token ids: a new tokenizer, and a recipe's make_documents, need text"
+        )
     for folder in (out / "tokenizers", out / "data", *(out / "data").glob("*/")):
         remove_abandoned(folder)
     return _tinyworld(recipe, log) if recipe.data == "tinyworld" else _of_files(recipe, out, log)
@@ -141,7 +145,7 @@ def _of_files(recipe: Resolved, out: Path, log: Callable[[str], None]) -> Source
             return texts("text") if split == "train" else first(texts("validation text"), recipe.text.val_megabytes)
         return held_out()(split)
 
-    name = public.name if public else paths[0].stem[:NAME_CHARACTERS] or "data"
+    name = _name(recipe, public)
     filtered, filter_marks = _filter(recipe, documents)
     check_splits(name, filtered, log)  # before anything is written
     marks = [HOLD_OUT_VERSION, str(recipe.text.val_megabytes), recipe.text.column]
@@ -279,20 +283,17 @@ def prepare(
 ) -> Prepared:
     """Prepares everything that training needs of the text, with a tokenizer, the one that the recipe names, or one that
     is trained on the text."""
-    if is_tokens(recipe.data, out):
-        if recipe.make_documents is not None:
-            raise ValueError(
-                f"{recipe.data} holds token ids, and the recipe's make_documents works on text: give text with --data"
-            )
+    tokenizer = named_tokenizer(recipe.text.tokenizer, tokenizer, log)  # before anything is downloaded or read
+    if is_tokens(recipe.data, out) and recipe.make_documents is None:
         public = public_data(recipe, out, log)
         tokenizer, train, val = open_tokens(recipe, log, tokenizer, public)
         samples = {"validation text": sample(val, tokenizer)}
         text = _tokens_fingerprint(recipe, out, public)
-        facts = _facts(public.name if public else Path(recipe.data).stem, samples, tokenizer, train, val)
+        facts = _facts(_name(recipe, public), samples, tokenizer, train, val)
         origin = Origin(tokenizer.fingerprint, text, fingerprint(tokenizer.fingerprint, text))
         return Prepared(tokenizer, train, val, facts, origin, public)
     source = open_source(recipe, out, log)
-    tokenizer = named_tokenizer(recipe.text.tokenizer, tokenizer, log) or train_tokenizer(recipe, source, out, log)
+    tokenizer = tokenizer or train_tokenizer(recipe, source, out, log)
     mark = fingerprint(tokenizer.fingerprint, source.fingerprint)
     known = [found for found in sorted((out / "data").glob(f"*-{mark[:8]}")) if prepared(found, mark)]
     folder = known[0] if known else out / "data" / f"{source.name}-{mark[:8]}"
@@ -366,6 +367,11 @@ def data_of_run(recipe: Resolved, run_dir: RunDir, log: Callable[[str], None], *
         if origin is not None:
             return open_data(recipe, run_dir, origin, log)
     return prepare(recipe, run_dir.out, log, run_dir.tokenizer())
+
+
+def _name(recipe: Resolved, public: PublicData | None) -> str:
+    """The name of the data, for file names and reports."""
+    return public.name if public else (data_paths(recipe.data) or [Path()])[0].stem[:NAME_CHARACTERS] or "data"
 
 
 def _facts(name: str, samples: Mapping[str, str], tokenizer: Tokenizer, train: Corpus, val: Corpus) -> dict[str, Any]:

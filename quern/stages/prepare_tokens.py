@@ -3,15 +3,16 @@
 A folder with text is text, and a .bin in it is ignored. A README.md or a .json beside .bin files is no text: folders of
 token shards have them.
 
-A source is a .bin file, a folder of them (modded-nanogpt's, nanoGPT's, our own shards) or a public set. Validation is
-`val` (a file or folder too), else the files of the folder with the word "val" in their name, else documents held out
-from the rest; of it, the first `text.val_megabytes`, at four bytes a token. The tokenizer is `text.tokenizer`, or comes
-with the public set, or is beside the files, or is GPT-2's if the ids are.
+A source is .bin files, folders of them (modded-nanogpt's, nanoGPT's, our own shards) or a public set. Validation is
+`val` (a file or folder too), else the files with the word "val" in their name, else documents held out from the rest;
+of it, the first `text.val_megabytes`, at four bytes a token. The tokenizer is `text.tokenizer`, or comes with the
+public set, or is beside the files, or is GPT-2's if the ids are.
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from quern.temporaries import naming
 from quern.terminal import Meter, counted
 from quern.text import repositories
 from quern.text.readers import FORMATS, format_of
-from quern.text.sources import Listing, list_source
+from quern.text.sources import Listing, data_paths, list_source
 from quern.text.tokenizer import Tokenizer
 
 HELD_OUT_EVERY = 20
@@ -38,13 +39,15 @@ VALIDATION = re.compile(r"(?<![a-z])val(id(ation)?)?(?![a-z])")
 
 def is_tokens(data: str, out: Path | None = None) -> bool:
     """Whether `--data` names tokens rather than text. out: the output folder, which may be in a folder of tokens."""
-    path = Path(data)
-    if not path.exists() and data in repositories.DATASETS:
-        return repositories.DATASETS[data].kind == "tokens"
-    if not path.is_dir():
-        return path.suffix == ".bin"
-    return any(file.is_file() for file in path.glob("[!.]*.bin")) and not any(
-        map(_is_text, list_source(path, (*FORMATS, ".bin"), apart=out).files)
+    paths = data_paths(data)
+    if paths is None:
+        return data in repositories.DATASETS and repositories.DATASETS[data].kind == "tokens"
+    return all(_holds_tokens(path, out) if path.is_dir() else path.suffix == ".bin" for path in paths)
+
+
+def _holds_tokens(folder: Path, out: Path | None) -> bool:
+    return any(file.is_file() for file in folder.glob("[!.]*.bin")) and not any(
+        map(_is_text, list_source(folder, (*FORMATS, ".bin"), apart=out).files)
     )
 
 
@@ -63,7 +66,7 @@ def open_tokens(
 
     Args:
         log: Called with lines on which files are read and which are ignored.
-        tokenizer: The run's, where there is one: the file that the recipe names need not be there any more.
+        tokenizer: The run's, or the one that the recipe names; None for the one beside the files.
         public: The files of the recipe's data, where it is a public data set.
 
     Returns:
@@ -76,12 +79,9 @@ def open_tokens(
     listed, other = token_listings(recipe, public)
     for line in listed.lines("tokens"):
         log(line)
-    name = recipe.text.tokenizer
-    if name is None and public is not None:
-        name = public.tokenizer and str(public.tokenizer)
-    elif name is None and tokenizer is None:
-        name = _unnamed_tokenizer(recipe, listed.files)
-    tokenizer = named_tokenizer(name, tokenizer, log)
+    if tokenizer is None:
+        name = str(public.tokenizer) if public else _unnamed_tokenizer(recipe, listed.files)
+        tokenizer = named_tokenizer(name, None, log)
     assert tokenizer is not None
     train, val = listed.files, other.files if other else []
     if not val:
@@ -132,8 +132,8 @@ def write_tokens(
     with naming(folder), Meter("writing tokens", total / 1e6, "M tokens") as meter:
         files = write_bin(splits, folder, name, form, lambda done: meter.at(done / 1e6))
         path = tokenizer.save(folder / "tokenizer.json")
-    written = f"tokens: {total:,} in {counted(len(files), 'file')} → {folder}"
-    log(f"{written}; to read them: --data {folder} --text.tokenizer {path}")
+    flags = shlex.join(["--data", str(folder), "--text.tokenizer", str(path)])
+    log(f"tokens: {total:,} in {counted(len(files), 'file')} → {folder}; to read them: {flags}")
 
 
 def sample(corpus: Corpus, tokenizer: Tokenizer, documents: int = 50) -> str:
@@ -157,13 +157,13 @@ def token_listings(recipe: Resolved, public: PublicData | None) -> tuple[Listing
 
 
 def _listing(data: str) -> Listing:
-    """The .bin files of a folder itself, not of its subfolders, or the one file."""
-    path = Path(data)
+    """The .bin files that are named, and those of a named folder itself, not of its subfolders."""
+    paths = data_paths(data) or [Path(data)]
     try:
-        found = list_source(path, (".bin",))
+        found = list_source(paths, (".bin",))
     except (FileNotFoundError, ValueError) as error:
         raise FileNotFoundError(
             f"{data}: there is no .bin file of that name, nor one in a folder of that name"
         ) from error
-    here = tuple(entry for entry in found.read if entry.path == path or entry.path.parent == path)
+    here = tuple(entry for entry in found.read if {entry.path, entry.path.parent} & {*paths})
     return Listing(here, tuple(entry for entry in (*found.ignored, *found.read) if entry not in here))

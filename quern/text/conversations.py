@@ -216,7 +216,7 @@ def _describe_functions(row: Mapping[str, Any]) -> str:
 def _loaded(value: Any) -> Any:
     try:
         return json.loads(value or "null") if isinstance(value, str) else value
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"tools and calls that are text must be JSON ({error})") from error
 
 

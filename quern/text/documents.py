@@ -123,10 +123,12 @@ class _Skipped:
     bad: list[tuple[int, Exception]] = field(default_factory=list)  # bytes and error of the files that cannot be read
 
     def skip(self, error: Malformed) -> None:
-        """Counts a malformed record; raises ValueError if there are too many."""
+        """Counts a malformed record, once for each of its lines; raises ValueError if there are too many."""
         self.odd += error.lines
+        self.seen += error.lines - 1
         known, self.first = bool(self.first), self.first or str(error)
-        if self.log is None or self.odd >= self.seen > 1 or self.odd > MOST_AT_ONCE + self.seen // FEW_RECORDS:
+        most = MOST_AT_ONCE + self.seen // FEW_RECORDS
+        if self.log is None or self.odd >= self.seen > error.lines or self.odd > most:
             raise self._refusal() from error.__cause__
         if not known:
             self.log(f"malformed records are skipped if at most 1 in {FEW_RECORDS:,} is; the first is {error}")

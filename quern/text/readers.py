@@ -246,7 +246,8 @@ def _text_bytes(path: Path, column: str) -> int:
         return path.stat().st_size
     groups = map(metadata.row_group, range(metadata.num_row_groups))
     chunks = (group.column(number) for group in groups for number in range(group.num_columns))
-    return sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == column)
+    found = [chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == column]
+    return sum(found) if found else path.stat().st_size
 
 
 def _json_lines(path: Path, encoding: str) -> Iterator[tuple[Any, int]]:
@@ -295,8 +296,10 @@ def _table_rows(path: Path, wanted: Sequence[str], encoding: str) -> Iterator[di
         if twice := [name for name in columns if names.count(name) > 1]:
             raise UnreadableError(f"{path}, line 1: two columns are named {twice[0]!r}: rename one of them")
         unread, end = dict.fromkeys(names, UNREAD), reader.line_num
-        for row in filter(None, reader):
+        for row in reader:
             begin, end = end, reader.line_num
+            if not row:
+                continue
             if len(row) == len(names):
                 yield {**unread, **{name: row[index] for name, index in columns.items()}}
                 continue

@@ -114,7 +114,8 @@ def list_source(
         ValueError: The source is a file of another format.
     """
     if not isinstance(source, str | Path):
-        listed = [list_source(one, formats, include, exclude, apart) for one in source]
+        own = [one for one in source if len(source) == 1 or apart is None or one.resolve() != apart.resolve()]
+        listed = [list_source(one, formats, include, exclude, apart) for one in own]
         read = {entry.path: entry for one in listed for entry in one.read}  # each once, though named twice
         return Listing(tuple(read.values()), tuple(chain.from_iterable(one.ignored for one in listed)))
     source = Path(source)
@@ -127,7 +128,8 @@ def list_source(
             raise ValueError(f"cannot read {source}: {instead}")
         return Listing((entry,), ())
     if not source.is_dir():
-        raise FileNotFoundError(f"there is no file or folder {source}")
+        other = ", but a pipe or a device: copy it to a file, or give --data -" if source.exists() else ""
+        raise FileNotFoundError(f"there is no file or folder {source}{other}")
 
     def chosen(entry: Entry) -> bool:
         inside = entry.path.relative_to(source)
@@ -272,18 +274,22 @@ def content_fingerprint(paths: Iterable[Path], cache: Path, progress: Callable[[
         known = read_json(cache, dict[str, Digest])
     except (FileNotFoundError, ValueError):
         known = dict[str, Digest]()
-    kept = {name: entry for name, entry in known.items() if Path(name).exists()}
+    kept = {name: entry for name, entry in known.items() if os.path.exists(name)}
     done, whole = 0, hashlib.sha256()
     for path in paths:
         info, name = path.stat(), str(path.resolve())
         mark = (info.st_size, info.st_mtime_ns, info.st_ctime_ns)
         if name not in kept or kept[name][:3] != mark:
             digest = hashlib.sha256()
-            with open(path, "rb") as file:
-                while chunk := file.read(CHUNK_BYTES):
-                    digest.update(chunk)
-                    done += len(chunk)
-                    progress(done)
+            try:
+                with open(path, "rb") as file:
+                    while chunk := file.read(CHUNK_BYTES):
+                        digest.update(chunk)
+                        done += len(chunk)
+                        progress(done)
+            except OSError:
+                whole.update(b"unreadable")  # whoever reads the file skips or refuses it
+                continue
             kept[name] = (*mark, digest.hexdigest())
         whole.update(bytes.fromhex(kept[name][3]))
     if kept != known:

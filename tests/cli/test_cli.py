@@ -234,6 +234,11 @@ prepare --data a.txt --text.encoding klingon → text.encoding is auto, utf-8, c
 pretrain --shards 2 → --shards is the number of files of a public data set
 pretrain llama --model.softcap 15.0 → --model.softcap does nothing in the 'llama' recipe: .*model.dropout
 prepare --data gsm8k → --data gsm8k: the set holds questions to fine-tune on, no text: give it to --conversations
+prepare --data a.bin → --data a.bin: there is no such file, folder or data set; use tinyworld
+prepare --data tinyworld wikitext → --data tinyworld: a data set is read alone, without files or other sets: leave
+pretrain --data . wikitext → --data wikitext: a data set is read alone, without files or other sets: leave
+prepare --data fineweb-gpt2 --text.tokenizer a.json → ^quern prepare: --text.tokenizer a.json: there is no such file$
+pretrain --data . --val a.txt → ^quern pretrain: --val a.txt: there is no such file or folder$
 prepare --data fineweb-education → no such file, folder or data set; use tinyworld, a path, one of tinystories
 pretrain --val a.txt → --val is for a --data of your own: the built-in world makes its own
 pretrain --train.steps 3 --train.minutes 1 → --train.steps and --train.minutes contradict each other

@@ -1,9 +1,11 @@
 """Mixtures: what each source gives, what is held out, refusals, re-use, and memory that does not grow with the rows."""
 
 import json
+import os
 import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from quern.recipes import gpt
 from quern.runs import origin
 from quern.runs.origin import corpus_fingerprint
 from quern.stages.evaluate import chats
+from quern.temporaries import alone_in
 from quern.text import sources
 from quern.text.chat import render
 from quern.text.tinyworld import corpus as tinyworld
@@ -172,6 +175,28 @@ def public(name: str, rows: list[dict[str, Any]], test: list[dict[str, Any]], ou
         pq.write_table(pa.Table.from_pylist(some), folder / split / f"{split}.parquet")
     found = {"train": (folder / "train/train.parquet",), "val": (folder / "val/val.parquet",)}
     return lambda asked: found if asked.source == name else no_fetch(asked)
+
+
+def test_of_two_processes_with_the_same_conversations_the_second_waits_and_finds_them_prepared(tmp_path: Path) -> None:
+    path, out, said = write(tmp_path / "talks.jsonl", talks(20)), tmp_path / "out", list[str]()
+    first = prepared(path, out)
+    (manifest,) = out.rglob("manifest.json")
+    whole = manifest.read_text(encoding="utf-8")
+    manifest.unlink()
+
+    def log(line: str) -> None:
+        said.append(line)
+        if "waiting" in line:  # the other one ends
+            manifest.write_text(whole, encoding="utf-8")
+            before.append(manifest.stat().st_ino)
+            stack.close()
+
+    before = list[int]()
+    with ExitStack() as stack:
+        stack.enter_context(alone_in(manifest.parent, print))
+        second = prepare_mixture(asking(path), TOKENIZER, out, no_fetch, log)
+    assert said[-1].startswith(f"waiting for process {os.getpid()} on ") and before == [manifest.stat().st_ino]
+    assert corpus_fingerprint(second.train, second.val) == corpus_fingerprint(first.train, first.val)
 
 
 def test_test_rows_in_a_public_set_are_left_out(tmp_path: Path) -> None:

@@ -263,6 +263,19 @@ def test_a_folder_that_has_the_outputs_is_the_same_text_again(tmp_path: Path) ->
         assert again.origin == first.origin and "is up to date" in said and "metrics" not in said
 
 
+def test_the_names_of_all_files_and_of_the_output_folder_are_the_same_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As --data *, where the command runs again. Together the names are longer than a file name may be."""
+    monkeypatch.chdir(tmp_path)
+    names = [f"chapter {number:02d}.txt" for number in range(40)]
+    for name, text in zip(names, documents(40), strict=True):
+        Path(name).write_text(text, encoding="utf-8")
+    found = [made(recipe_for(data), Path("out"))[0] for data in ("\n".join(names), "\n".join([*names, "out"]), ".")]
+    assert found[0].origin == found[1].origin == found[2].origin
+    assert found[0].facts["data"]["train"]["documents"] == 38
+
+
 def test_a_text_that_is_empty_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("", encoding="utf-8")
     message = "^the train text of 'empty' is empty: give more text, or --val for validation$"

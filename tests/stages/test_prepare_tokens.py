@@ -28,7 +28,7 @@ from quern.runs.origin import read_saved
 from quern.runs.run_dir import RunDir
 from quern.stages import pretrain
 from quern.stages import tokenizers as vocabularies
-from quern.stages.prepare import prepare
+from quern.stages.prepare import open_source, prepare
 from quern.stages.prepare_tokens import is_tokens
 from quern.stages.session import Session
 from quern.text.hugging_face import tokenizer_json
@@ -70,6 +70,9 @@ def test_a_folder_as_the_speedruns(tmp_path: Path, tokenizer: str) -> None:
         write_bin(tmp_path / f"{name}.bin", texts(30, first))
     prepared = prepare(recipe_for(tmp_path, tokenizer), tmp_path / "out", print)
     assert read(prepared.train) == texts(60) and read(prepared.val) == texts(30, 60)
+    several = [f"{tmp_path}/*_00000[12].bin", f"{tmp_path}/valley_val_000000.bin"]
+    again = prepare(replace(recipe_for(tmp_path, tokenizer), data="\n".join(several)), tmp_path / "out", print)
+    assert again.origin == prepared.origin
     assert prepared.tokenizer.fingerprint == TOKENIZER.fingerprint
     assert prepared.facts["data"]["train"] == {"documents": 60, "tokens": prepared.train.num_tokens}
     assert prepared.facts["tokenizer"]["compression"][0]["bytes_per_token"] > 1
@@ -98,6 +101,9 @@ def test_what_is_missing_is_said(tmp_path: Path, tokenizer: str) -> None:
     few = write_bin(tmp_path / "few.bin", texts(3))
     with pytest.raises(ValueError, match="too few documents to hold some out: name a file with --val"):
         prepare(recipe_for(few, tokenizer), tmp_path / "out", print)
+    for recipe in (recipe_for(path, None), replace(recipe_for(path, None), make_documents=lines)):
+        with pytest.raises(ValueError, match=r"x.bin holds token ids: a new tokenizer, and a recipe's make_documents"):
+            open_source(recipe, tmp_path / "out")
 
 
 def test_text_beside_a_bin_file_is_text_and_what_describes_tokens_is_not(tmp_path: Path, tokenizer: str) -> None:
@@ -109,7 +115,7 @@ def test_text_beside_a_bin_file_is_text_and_what_describes_tokens_is_not(tmp_pat
     said: list[str] = []
     prepared = prepare(recipe_for(folder, tokenizer), tmp_path / "out", said.append)
     assert read(prepared.train)[:3] == texts(3)
-    assert said[1] == "tokens: ignoring README.md (2 B), manifest.json (2 B), x.starts.npy (2 B)"
+    assert said[2] == "tokens: ignoring README.md (2 B), manifest.json (2 B), x.starts.npy (2 B)"
     (folder / "out").mkdir()
     (folder / "out" / "metrics.jsonl").write_text("{}", encoding="utf-8")
     assert is_tokens(str(folder), folder / "out") and not is_tokens(str(folder))
@@ -203,17 +209,19 @@ def test_text_becomes_the_tokens_that_tiktoken_makes_and_is_read_back(
         jsonl = "".join(json.dumps({"text": text}) + "\n" for text in some)
         (tmp_path / f"{split}.jsonl").write_text(jsonl, encoding="utf-8")
     flags = ["prepare", "--data", "train.jsonl", "--val", "val.jsonl", "--text.tokenizer", "r50k_base.tiktoken"]
-    assert main([*flags, "--to", to, "--dir", "tokens"]) == 0
+    assert main([*flags, "--to", to, "--dir", "to kens"]) == 0
     said = capsys.readouterr().out
-    assert (
-        "to read them: --data tokens --text.tokenizer tokens/tokenizer.json" in said and "training the tok" not in said
-    )
+    assert "to read them: --data 'to kens' --text.tokenizer 'to kens/tokenizer.json'" in said
+    assert "training the tok" not in said
+    assert main([*flags, "--to", to, "--dir", "to kens"]) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and ".bin is there already: name a new folder" in said.err, "before the text is read"
     for split, some in splits.items():
-        (path,) = (tmp_path / "tokens").glob(f"*{split}_0*.bin" if to == "bin" else f"{split}.bin")
+        (path,) = (tmp_path / "to kens").glob(f"*{split}_0*.bin" if to == "bin" else f"{split}.bin")
         ids = np.fromfile(path, dtype="<u2", offset=1024 if to == "bin" else 0).tolist()
         encoded = gpt2.encode_ordinary_batch(some)
         assert ids == [t for text in encoded for t in ((50_256, *text) if to == "bin" else (*text, 50_256))]
-    again = prepare(recipe_for(tmp_path / "tokens", "tokens/tokenizer.json"), tmp_path / "out", print)
+    again = prepare(recipe_for(tmp_path / "to kens", "to kens/tokenizer.json"), tmp_path / "out", print)
     for split, corpus in (("train", again.train), ("val", again.val)):
         assert texts_of(corpus, again.tokenizer) == splits[split]
 

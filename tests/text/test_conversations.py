@@ -100,6 +100,7 @@ def test_several_calls_get_their_own_outputs() -> None:
         ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "message 2 has the weight 0.5: use 1, or 0"),
         ({"messages": [USER, ANSWER], "tools": [{"type": "function"}]}, 'each of "tools" is {"type": "function", '),
         ({"messages": [USER, ANSWER], "tools": ["weather"]}, r"tools and calls that are text must be JSON \(Expecting"),
+        ({"messages": [USER, ANSWER], "tools": "[" * 100_000}, r"that are text must be JSON \(maximum recursion"),
         ([{"role": ["user"], "content": "hi"}], "message 1"),
     ],
 )

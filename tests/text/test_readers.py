@@ -212,6 +212,7 @@ def test_the_size_of_a_text_is_about_right_before_it_is_read(tmp_path: Path) -> 
 
     assert megabytes("a.parquet") == pytest.approx(size / 1e6, rel=0.05)
     assert megabytes("a.parquet", column="other") == pytest.approx(3 * size / 1e6, rel=0.05)
+    assert megabytes("a.parquet", column="absent") == (tmp_path / "a.parquet").stat().st_size / 1e6  # refused later
     assert megabytes("a.txt") == text / 1e6
     assert megabytes("a.txt.gz") == pytest.approx(text / 1e6, rel=0.3)
     assert megabytes("a.txt", "a.txt.gz") == megabytes("a.txt") + megabytes("a.txt.gz")
@@ -263,6 +264,13 @@ def test_one_malformed_record_in_a_thousand_is_skipped(
         with pytest.raises(ValueError, match=f"{named}.*; {count}"):
             list(read(path, log=said.append))
         assert all(line.startswith("malformed records are skipped if at most 1 in 1,000 is; ") for line in said)
+
+
+def test_a_row_of_several_lines_counts_with_each_and_an_empty_line_is_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('text,n\n\na,1\n\n"b\nc\nd"\n', encoding="utf-8")
+    with pytest.raises(ValueError, match="line 7: the row has 1 fields, .*; 3 of 4 records are malformed, and 1 in"):
+        list(read(path, log=print))
 
 
 def test_malformed_conversations_are_counted_over_all_files(tmp_path: Path) -> None:

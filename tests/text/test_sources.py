@@ -56,6 +56,10 @@ def test_an_empty_folder_says_what_it_holds(tmp_path: Path) -> None:
     write(tmp_path / "b.parquet.gz", "x")  # Parquet compresses inside
     with pytest.raises(FileNotFoundError, match="nothing to read"):
         files(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(FileNotFoundError, match="pipe, but a pipe or a device: copy it to a file, or give --data -$"):
+        files(tmp_path / "pipe")
+    (tmp_path / "pipe").unlink()
     with pytest.raises(FileNotFoundError, match="absent"):
         files(tmp_path / "absent")
     (tmp_path / "a.png").write_bytes(b"x\0")
@@ -236,6 +240,21 @@ def test_only_what_changed_is_read_again(paths: list[Path], tmp_path: Path) -> N
     paths[0].unlink()
     hashed(paths[1:], cache)
     assert sorted(json.loads(cache.read_text(encoding="utf-8"))) == [str(path) for path in paths[1:]]
+
+
+def test_what_cannot_be_read_is_another_content_and_is_tried_again(paths: list[Path], tmp_path: Path) -> None:
+    cache = tmp_path / "digests.json"
+    mark, _ = hashed(paths, cache)
+    entries = json.loads(cache.read_text(encoding="utf-8"))
+    cache.write_text(json.dumps(entries | {"/" + "x" * 300: entries[str(paths[0])]}), encoding="utf-8")
+    text = paths[1].read_bytes()
+    paths[1].unlink()
+    paths[1].mkdir()  # which opens as little as a file without permission
+    assert hashed(paths, cache)[0] != mark
+    paths[1].rmdir()
+    paths[1].write_bytes(text)
+    assert hashed(paths, cache) == (mark, len(text))
+    assert sorted(json.loads(cache.read_text(encoding="utf-8"))) == sorted(map(str, paths))
 
 
 @pytest.mark.parametrize("damage", ["{", "[1]", "swap"])
