@@ -178,14 +178,9 @@ def _prepared(
     marks = (*source.marks, str(source.public), "" if source.built_in else rows.fingerprint)
     mark = fingerprint(tokenizer.fingerprint, *marks, *map(inspect.getsource, CODE))
     folder = out / "data" / f"{source.name}-chat-{mark[:8]}"
-
-    def is_prepared() -> bool:
-        return prepared(folder, mark, source.splits) and (folder / FACTS).exists()
-
-    if not is_prepared():
-        with alone_in(folder, log):
-            if not is_prepared():  # by the process that this one waited for
-                _tokenize(source, rows, tokenizer, folder, mark)
+    with alone_in(folder, log):
+        if not prepared(folder, mark, source.splits) or not (folder / FACTS).exists():
+            _tokenize(source, rows, tokenizer, folder, mark)
     whole, *val = (Corpus.open(folder, split, fingerprint=mark) for split in source.splits)
     count = whole.num_documents
     # Something is learned from those with a reply in the context.

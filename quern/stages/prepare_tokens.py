@@ -46,14 +46,10 @@ def is_tokens(data: str, out: Path | None = None) -> bool:
 
 
 def _holds_tokens(folder: Path, out: Path | None) -> bool:
-    return any(file.is_file() for file in folder.glob("[!.]*.bin")) and not any(
-        map(_is_text, list_source(folder, (*FORMATS, ".bin"), apart=out).files)
+    return any(file.is_file() for file in folder.glob("[!.]*.bin")) and all(
+        path.suffix == ".bin" or path.name.lower() == "readme.md" or format_of(path) == ".json"
+        for path in list_source(folder, (*FORMATS, ".bin"), apart=out).files
     )
-
-
-def _is_text(path: Path) -> bool:
-    described = path.name.lower() == "readme.md" or format_of(path) == ".json"
-    return path.suffix != ".bin" and not described
 
 
 def open_tokens(

@@ -298,16 +298,14 @@ def _table_rows(path: Path, wanted: Sequence[str], encoding: str) -> Iterator[di
         unread, end = dict.fromkeys(names, UNREAD), reader.line_num
         for row in reader:
             begin, end = end, reader.line_num
-            if not row:
-                continue
-            if len(row) == len(names):
+            if row and len(row) == len(names):
                 yield {**unread, **{name: row[index] for name, index in columns.items()}}
-                continue
-            reason = (
-                f"{path}, line {end}: the row has {len(row)} fields, but the first row names "
-                f"{len(names)} columns: quote the fields that hold a separator, a quote or a line end"
-            )
-            yield Malformed(reason, end - begin)
+            elif row:
+                reason = (
+                    f"{path}, line {end}: the row has {len(row)} fields, but the first row names "
+                    f"{len(names)} columns: quote the fields that hold a separator, a quote or a line end"
+                )
+                yield Malformed(reason, end - begin)
     except csv.Error as error:
         raise UnreadableError(
             f"{path}, line {reader.line_num}: cannot be read as {format_of(path)} ({error}): quote the fields that "

@@ -273,7 +273,8 @@ def test_the_names_of_all_files_and_of_the_output_folder_are_the_same_text(
         Path(name).write_text(text, encoding="utf-8")
     found = [made(recipe_for(data), Path("out"))[0] for data in ("\n".join(names), "\n".join([*names, "out"]), ".")]
     assert found[0].origin == found[1].origin == found[2].origin
-    assert found[0].facts["data"]["train"]["documents"] == 38
+    train, val = (texts_of(corpus, found[0].tokenizer) for corpus in (found[0].train, found[0].val))
+    assert "".join(train + val) == "".join(documents(40))
 
 
 def test_a_text_that_is_empty_is_refused_before_anything_is_made(tmp_path: Path) -> None:
