@@ -7,7 +7,6 @@ exits, and the kernel releases the lock in any case. A temporary that can be loc
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import glob
@@ -161,12 +160,16 @@ def _temporary(final: Path, folder: bool = False) -> tuple[Path, TextIO]:
         path = _temporary_name(final)
         if folder:
             path.mkdir(0o700)
-        with contextlib.suppress(FileNotFoundError):
+        try:
             file = open(path / LOCK if folder else path, "w", encoding="utf-8")  # noqa: SIM115
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if Path(file.name).exists():
-                return path, file
-            file.close()
+        except FileNotFoundError:
+            if not folder:  # its own folder is gone, or makes no files
+                raise
+            continue
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if Path(file.name).exists():
+            return path, file
+        file.close()
 
 
 # Errors of the operating system, in words -----------------------------------------------------------------------------

@@ -38,6 +38,13 @@ def test_a_file_that_is_being_written_is_left_alone_until_its_writer_is_killed(t
     assert path.read_text(encoding="utf-8") == "newer"
 
 
+def test_a_folder_that_goes_or_makes_no_files_is_an_error(tmp_path: Path) -> None:
+    """It was tried forever."""
+    code = "import sys, pathlib, quern.temporaries as own; own._temporary(pathlib.Path(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "gone" / "file"], capture_output=True, timeout=30)
+    assert b"FileNotFoundError" in done.stderr
+
+
 def test_what_cannot_be_written_leaves_the_previous_file(tmp_path: Path) -> None:
     path = tmp_path / "sub" / "a.json"
     write_whole(path, "old")
