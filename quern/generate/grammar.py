@@ -9,6 +9,8 @@ The search for an ending is greedy, a byte at a time. `Engine.submit` refuses a 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,14 @@ if TYPE_CHECKING:
 
 LEXER_FUEL = 20_000
 """The limit of llguidance's work on one mask, about 50 ms. A form that needs more fails, and so does the reply."""
+TRIAL = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+from llguidance import LLMatcher, LLTokenizer
+LLMatcher(LLTokenizer("byte"), sys.stdin.read(), log_level=0)
+""".replace("SECONDS", "2")
+"""Compiles a grammar. Some schemas need hours and all memory: {"multipleOf": 99999989}, thirty patterns in `allOf`."""
+MOST_CHARACTERS = 1 << 16  # of a grammar: nothing else runs while the bytes that one demands are looked up
 KEPT = 64  # compiled grammars
 CHECK_EVERY = 16  # tokens between two searches for an ending while many tokens are left
 MARGIN = 64  # "many": so many more than the last ending and the first one have together
@@ -37,6 +47,10 @@ depend on the load."""
 
 class GrammarError(ValueError):
     """The form cannot be followed, with the reason."""
+
+
+class CostlyError(GrammarError):
+    """A form is too long, or takes too long to compile."""
 
 
 class Grammars:
@@ -57,7 +71,8 @@ class Grammars:
         """JSON that fits a schema, without white space between its parts. Raises GrammarError."""
         try:
             text = json.dumps({} if schema is True else schema, allow_nan=False)
-            return self._compile(self._matcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False}))
+            grammar = self._matcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
+            return self._compile(grammar, trial=True)
         except (ValueError, RecursionError) as error:
             raise GrammarError(str(error)) from None
 
@@ -76,9 +91,15 @@ class Grammars:
             head = json.dumps(f'{{"name":{json.dumps(name)},"arguments":')
             own = json.dumps({**schema, "x-guidance": {"whitespace_flexible": False}})
             rules += [f'call{number}: {head} arguments{number} "}}"', f"arguments{number}: %json {own}"]
-        return self._compile(self._matcher.grammar_from_lark("\n".join(rules)))
+        return self._compile(self._matcher.grammar_from_lark("\n".join(rules)), trial=True)
 
-    def _make(self, grammar: str) -> Grammar:
+    def _make(self, grammar: str, trial: bool = False) -> Grammar:
+        """trial: another process compiles it first, which can be ended. A signal says that it took too much."""
+        if len(grammar) > MOST_CHARACTERS:
+            raise CostlyError(f"it has {len(grammar):,} characters, {MOST_CHARACTERS:,} at most: simplify it")
+        command = [sys.executable, "-P", "-X", "utf8", "-c", TRIAL]
+        if trial and subprocess.run(command, input=grammar.encode(), capture_output=True).returncode < 0:
+            raise CostlyError("it takes too long to compile: simplify it")
         made = self._matcher(self._tokens, grammar, log_level=0, limits=self._limits)
         if made.is_error():
             lines = made.get_error().strip().splitlines()
@@ -105,14 +126,17 @@ class Grammar:
 
     def __init__(self, matcher: LLMatcher, tokenizer: Tokenizer) -> None:
         self._start, self._tokenizer = matcher, tokenizer
-        self._shortest: dict[int, int | None] = {}
+        self._least: int | None = None
+        self._none_within = 0
 
     def shortest(self, most: int) -> int | None:
         """Tokens of the shortest reply that is found, its end token included; None if it has more than `most`."""
-        if most not in self._shortest:
-            ending = _ending(self._start, self._tokenizer, most)
-            self._shortest[most] = None if ending is None else len(ending) + 1
-        return self._shortest[most]
+        if most > self._none_within and (self._least is None or self._least > most):
+            if (ending := _ending(self._start, self._tokenizer, most)) is None:
+                self._none_within = most
+            else:
+                self._least = len(ending) + 1
+        return self._least if self._least is not None and self._least <= most else None
 
     def start(self, end: int) -> Constraint:
         """end: the token that ends the reply."""
@@ -201,11 +225,14 @@ def _greedy(matcher: LLMatcher, tokenizer: Tokenizer, most: int, spread: bool) -
         return matcher.validate_tokens([id_of(byte)]) == 1
 
     while not (matcher.is_accepting() or matcher.is_error()):
-        if len(found) >= most or tries > MOST_TRIES:
+        forced = matcher.compute_ff_bytes()  # each of them alone can follow
+        if len(found) + max(1, len(forced)) > most or tries > MOST_TRIES:
             return None
-        order = matcher.compute_ff_bytes()[:1]  # where only one byte can follow
-        if not order and not spread:
-            order = IN_STRING if fits(QUOTE) and fits(COMMA) else BETWEEN
+        if forced:
+            found += forced
+            matcher.consume_tokens(list(map(id_of, forced)))
+            continue
+        order = b"" if spread else IN_STRING if fits(QUOTE) and fits(COMMA) else BETWEEN
         byte = next(filter(fits, order), None)
         if byte is None:
             byte = next(filter(fits, others), None)

@@ -87,8 +87,9 @@ class Choice:
         """The finished reply's call of one of the caller's tools, if it ends with one."""
         if self.completion is None or self.completion.finish_reason != "tool_calls":
             return []
-        call = json.loads(self.completion.parts[-1]["text"])
-        function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
+        call = self.completion.parts[-1]["text"]  # {"name":"…","arguments":{…}}: numbers stay as the model wrote them
+        name, _, arguments = call.removeprefix('{"name":"').removesuffix("}").partition('","arguments":')
+        function = {"name": name, "arguments": arguments}
         return [{"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}]
 
     def _told(self, count: int) -> list[Token]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from quern.generate.engine import Engine
-from quern.generate.grammar import Grammar, GrammarError, Grammars
+from quern.generate.grammar import CostlyError, Grammar, GrammarError, Grammars
 from quern.serve.schema import (
     ApiError,
     ChatMessage,
@@ -162,12 +162,14 @@ def calls_of(grammars: Grammars, tools: Sequence[Tool], choice: ToolChoice | Non
     wanted = choice.function.name if isinstance(choice, NamedTool) else None
     if wanted is not None and wanted not in names:
         raise invalid("tool_choice", f"'{wanted}' is none of the tools: {', '.join(names)}")
-    schemas = {}
-    for number, tool in enumerate(tools):
-        if wanted in (None, tool.function.name):
-            schemas[tool.function.name] = tool.function.parameters or NO_ARGUMENTS
-            _compiled(grammars.json, schemas[tool.function.name], f"tools[{number}].function.parameters")
-    return _compiled(grammars.calls, schemas, "tools")
+    chosen = [tool.function for tool in tools if wanted in (None, tool.function.name)]
+    schemas = {function.name: function.parameters or NO_ARGUMENTS for function in chosen}
+    try:
+        return grammars.calls(schemas)
+    except GrammarError as error:
+        for name, schema in () if isinstance(error, CostlyError) else schemas.items():
+            _compiled(grammars.json, schema, f"tools[{names.index(name)}].function.parameters")
+        raise invalid("tools", error) from None
 
 
 # The messages of a chat --------------------------------------------------------------------------------------

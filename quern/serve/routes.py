@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
@@ -23,6 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quern import __version__
+from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Event, Generation, Token
 from quern.generate.sampling import CHAT
 from quern.records import read_lines
@@ -70,10 +71,18 @@ class Welcome:
     completes: bool = False
 
 
+class Sample(TypedDict, total=False):
+    """A line of a run's samples.jsonl, as far as it is read here."""
+
+    stage: str
+    prompt: str
+    messages: list[dict[str, Any]]
+
+
 def read_welcome(run: Path, stage: str) -> Welcome:
     """The first turns of the run's own samples of a stage, which `quern evaluate` keeps; none without them."""
-    file, asked = run / "samples.jsonl", dict[str, None]()
-    for sample in read_lines(file) if file.exists() else []:
+    asked = dict[str, None]()
+    for sample in read_lines(run / "samples.jsonl", Sample):
         text = (sample.get("messages") or [{"content": sample.get("prompt")}])[0].get("content")
         text = text.strip() if isinstance(text, str) and sample.get("stage") == stage else ""
         if text and len(text) <= MOST_SUGGESTION_CHARACTERS and "\n" not in text:
@@ -195,15 +204,22 @@ async def chat(http: Request, request: ChatRequest, model: Worker) -> Response:
 
 async def start_chat(model: Worker, request: ChatRequest) -> Chat:
     """Queues a chat. Raises ApiError if it cannot be served."""
-    prompt, options = await asyncio.to_thread(read_chat, model.engine, request)
+    prompt, options = await read_aside(read_chat, model, request)
     job = model.submit(lambda: model.engine.submit([prompt], **options), options["samples"])
     given = job, model.tokenizer, model.name, [prompt], options["samples"], bool(request.logprobs)
     return Chat(*given, calls="calls" in options)
 
 
+async def read_aside(read: Callable[[Engine, Any], Any], model: Worker, request: Any) -> Any:
+    """What `read` makes of a request. One with a form has a thread of its own: no other request waits for a form."""
+    formed = request.response_format or request.structured_outputs or getattr(request, "tools", None)
+    threads = model.forms if formed else None
+    return await asyncio.get_running_loop().run_in_executor(threads, read, model.engine, request)
+
+
 async def completions(http: Request, request: CompletionRequest, model: Worker) -> Response:
     """Continues a text, a list of texts, or token ids."""
-    prompts, options = await asyncio.to_thread(read_texts, model.engine, request)
+    prompts, options = await read_aside(read_texts, model, request)
     samples, logprobs, echo = options["samples"], options["logprobs"], None
     if request.echo:
         both = zip(prompts, request.prompts(), strict=True)

@@ -187,7 +187,7 @@ class StreamOptions(Strict):
 
 
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-_Id = Annotated[str, Field(pattern=r"^\d{1,9}$")]
+_Id = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _Ids = Annotated[Items[int], Field(min_length=1)]
 _OWN = {"temperature": Annotated[float, Field(ge=0, le=2)]}

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -116,6 +116,8 @@ class Worker:
         """Requests that have found this model and may still submit jobs to it."""
         self.open = 0
         """Requests that are waiting or being answered, counted in the event loop."""
+        self.forms = ThreadPoolExecutor(1, "quern-forms")
+        """Reads requests whose replies have a form, which may take seconds to compile."""
         self._arrived: deque[Job] = deque()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._jobs: list[Job] = []  # in the engine

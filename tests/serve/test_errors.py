@@ -57,6 +57,7 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"top_logprobs": 3}, "only allowed when 'logprobs' is true", "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, NAMED, "top_logprobs"),
         ({"logit_bias": {"x": 1}}, "give token ids with numbers", "logit_bias.x"),
+        ({"logit_bias": {"\U00016d73": 1}}, "give token ids with numbers", "logit_bias.\U00016d73"),  # a 3 of Kirat Rai
         ({"logit_bias": {"5": 101}}, "give token ids with numbers", "logit_bias.5"),
         ({"logit_bias": {"99999": 1}}, "99999 is no token", "logit_bias"),
         ({"stop_token_ids": [-1]}, "-1 is no token", "stop_token_ids"),
