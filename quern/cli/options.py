@@ -9,6 +9,7 @@ import re
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from ipaddress import ip_network
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -378,6 +379,11 @@ class ServeOptions(_ModelOptions):
         ):
             if wrong := [name for name in names if not re.fullmatch(form, name)]:
                 raise ValueError(f"--{flag} takes {example}, not '{wrong[0]}'")
+        for proxy in self.trusted_proxy:
+            try:
+                ip_network(proxy)
+            except ValueError as error:
+                raise ValueError(f"--trusted-proxy: {error}; give an address or a network, as 10.0.0.0/8") from None
         for flag, file in (("--tls-cert", self.tls_cert), ("--tls-key", self.tls_key)):
             if file and not file.is_file():
                 raise ValueError(f"{flag} {file}: there is no such file; give a PEM file")

@@ -325,7 +325,7 @@ def verb_serve(verb: str, rest: Arguments) -> int:
         return 0
     machine, kept = options.where.machine(here and here.threads, log=log), options.prefix_megabytes
     sources = {f"quern-{one.run}": server.Source(one, options.stage, machine, kept) for one in run_dirs}
-    with options.access_log.open("a", encoding="utf-8") if options.access_log else contextlib.nullcontext() as file:
+    with options.access_log.open("ab", 0) if options.access_log else contextlib.nullcontext() as file:
         access = file and append_to(file, log)
         rates = options.requests_per_minute, options.requests_at_once
         hosts = Hosts(options.host, options.allowed_hosts)

@@ -18,7 +18,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TextIO
+from io import FileIO
+from typing import Any, NamedTuple
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
@@ -55,11 +56,9 @@ class Connections:
         self, trusted: Sequence[str] = (), most: int | None = None, deadlines: Deadlines | None = None
     ) -> None:
         self.deadlines = deadlines or Deadlines()
-        try:
-            self._trusted = [ipaddress.ip_network(one) for one in trusted]
-        except ValueError as error:
-            raise ValueError(f"--trusted-proxy: {error}; give an address or a network, as 10.0.0.0/8") from None
-        self._most = most or max(8, min(MOST_CONNECTIONS, os.sysconf("SC_OPEN_MAX") // 2))
+        self._trusted = [ipaddress.ip_network(one) for one in trusted]
+        files = os.sysconf("SC_OPEN_MAX")  # -1: as many as one likes
+        self._most = most or (max(8, min(MOST_CONNECTIONS, files // 2)) if files > 0 else MOST_CONNECTIONS)
         self._open: dict[Connection, str] = {}
         self._of: Counter[str] = Counter()
 
@@ -261,14 +260,15 @@ class Gate:
     """Addresses or networks of proxies, whose X-Forwarded-For is believed."""
 
 
-def append_to(file: TextIO, log: Callable[[str], None]) -> Callable[[str], None]:
+def append_to(file: FileIO, log: Callable[[str], None]) -> Callable[[str], None]:
     """A `Gate.log` that appends to a file. A line that cannot be written is left out; `log` says so, once in a row."""
-    fails = False
+    fails, torn = False, b""  # the rest of a line for which there was no room
 
     def append(line: str) -> None:
-        nonlocal fails
+        nonlocal fails, torn
         try:
-            print(line, file=file, flush=True)
+            data = torn + line.encode() + b"\n"  # by one system call: replicas append to the same file
+            torn = data[file.write(data) :]
             fails = False
         except OSError as error:
             if not fails:

@@ -18,7 +18,7 @@ import torch
 
 from quern.machine import Machine, worker_variables
 from quern.process import end_with_parent, environment, waiting
-from quern.serve.server import DRAIN_SECONDS, Place, ended_by_signals, listen
+from quern.serve.server import DRAIN_SECONDS, Place, address, ended_by_signals, listen
 
 PLACE = "QUERN_REPLICA"
 """Variable: the fields of a replica's `Place`."""
@@ -105,7 +105,7 @@ def run(command: Sequence[str], count: int, host: str, port: int, machine: Machi
                 while not all(one.ready for one in replicas):
                     time.sleep(LOOK_SECONDS)
                     look()
-            log(f"serving with {count} replicas at {host}:{shared}")
+            log(f"serving with {count} replicas at {address(host, shared)}")
             with ended_by_signals(lambda *_: stopping.set()):
                 while not stopping.wait(LOOK_SECONDS):
                     look()

@@ -106,7 +106,7 @@ def run(
     files = {} if tls is None else {"ssl_certfile": str(tls[0]), "ssl_keyfile": str(tls[1])}
     with listen(host, replica.own_port if replica else port) as own:  # clients that come now wait for the model
         scheme, bound = f"http{'s' if tls else ''}", own.getsockname()[1]
-        where = f" at {scheme}://{host}:{bound}"
+        where = f" at {scheme}://{address(host, bound)}"
         app = open_app(sources, gate, limits, lambda line: log(prefix + line), where, watch_seconds)
         listeners = [own]
         if replica:
@@ -129,6 +129,8 @@ def open_app(
     """The application, its models loaded and compiled. where: the end of the line that tells so; others as in `run`."""
     engines = {}
     shown = {name: source.newest() for name, source in sources.items()}
+    first, source = next(iter(sources.items()))
+    welcome = read_welcome(source.run_dir.folder, (shown[first] or ("",))[0])
     for name, source in sources.items():
         if source.machine.compile:
             sizes = ", ".join(map(str, WARM_ROWS))
@@ -153,8 +155,6 @@ def open_app(
                 log(f"{name}: new requests go to {what}")
                 await models.replace(name, engine)
 
-    first = next(iter(sources.values()))
-    welcome = read_welcome(first.run_dir.folder, (first.newest() or ("",))[0])
     return create_app(engines, gate, limits, watch if watch_seconds else None, welcome)
 
 
@@ -275,6 +275,11 @@ def ended_by_signals(stop: Callable[[int, FrameType | None], None]) -> Iterator[
         raise KeyboardInterrupt
 
 
+def address(host: str, port: int) -> str:
+    """An address as in a URL, where IPv6 has brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def listen(host: str, port: int, shared: bool = False) -> socket.socket:
     """Opens a socket on which `serve` answers; port 0 picks a free one. Raises OSError, which names the flag.
 
@@ -291,4 +296,4 @@ def listen(host: str, port: int, shared: bool = False) -> socket.socket:
         return opened
     except (OSError, UnicodeError, OverflowError) as error:
         reason = str(getattr(error, "strerror", "no such host or port")).partition(" (")[0]
-        raise OSError(f"cannot serve at {host}:{port} ({reason}): choose another --port or --host") from error
+        raise OSError(f"cannot serve at {address(host, port)} ({reason}): choose another --port or --host") from error

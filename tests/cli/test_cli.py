@@ -201,6 +201,7 @@ run --ranks 2 --train.batch-tokens 10 → train.batch-tokens must be a multiple 
 run --nodes 2 --ranks 2 → --nodes 2 needs --rendezvous host:port, the same on every node
 serve --tls-cert /etc/hosts --tls-key /etc/hosts → ^quern serve: --tls-cert and --tls-key are no certificate and its key
 serve --cors https://a.org/ → ^quern serve: --cors takes origins, as https://example.org, not 'https://a.org/'$
+serve --trusted-proxy home → ^quern serve: --trusted-proxy: 'home' .* give an address or a network
 serve --allowed-hosts a.org:80 → --allowed-hosts takes host names without a port, as example.org, not 'a.org:80'$
 run --resume → there is no run 'first' under /.*/out: make one with `quern run`, or name
 sft --model.width 64 → quern sft: --model.width is decided by the base run, .*: leave it out, or pretrain another

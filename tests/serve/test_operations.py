@@ -14,7 +14,8 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -150,12 +151,31 @@ def test_a_request_that_takes_too_long_ends_with_an_error() -> None:
 
 def test_a_full_disk_is_told_once_and_ends_no_request(capfd: pytest.CaptureFixture[str]) -> None:
     lines = list[str]()
-    with suppress(OSError), open("/dev/full", "a", encoding="utf-8") as full:  # which cannot be closed in peace
+    with open("/dev/full", "ab", 0) as full:
         gate = Gate(LOOPBACK, log=append_to(full, lines.append))
         with running(create_app({"toy": toy_engine(context=256)}, gate)) as url:
             assert [ask(url).status_code for _ in range(3)] == [200] * 3
     assert lines == ["requests are missing in /dev/full (No space left on device): make room there"]
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_torn_line_of_the_log_is_completed(tmp_path: Path) -> None:
+    """With room for a part of a line, then for none, then for all."""
+
+    class Disk(FileIO):
+        room = [3, 0, 99, 99]
+
+        def write(self, data: Any) -> int:
+            if not (most := self.room.pop(0)):
+                raise OSError(28, "No space left on device")
+            return super().write(data[:most])
+
+    lines, file = list[str](), tmp_path / "log"
+    with Disk(file, "ab") as disk:
+        append = append_to(disk, lines.append)
+        for line in ("first", "lost", "third", "fourth"):
+            append(line)
+    assert file.read_text() == "first\nthird\nfourth\n" and len(lines) == 1
 
 
 # Browsers and HTTPS --------------------------------------------------------------------------------------------
@@ -284,6 +304,14 @@ def test_the_server_looks_for_newer_checkpoints_also_after_a_look_that_failed(tm
     with running(app):
         until(lambda: "toy: new requests go to step 2" in lines, 5)
     assert any("the disk is gone" in line for line in lines)
+
+
+def test_samples_that_are_none_are_refused_before_a_model_is_opened(tmp_path: Path) -> None:
+    run = RunDir(tmp_path, "toy")
+    run.folder.mkdir(parents=True)
+    (run.folder / "samples.jsonl").write_text('{"stage": "sft", "messages": ["Who?"]}\n')
+    with pytest.raises(ValueError, match=r"samples\.jsonl, line 1, is not a record .*messages.*remove that line"):
+        open_app({"toy": Source(run, None, CPU, 0)}, Gate(LOOPBACK), Limits(), print, "", 0)
 
 
 def test_the_container_copies_what_exists_and_starts_with_flags_that_exist() -> None:
