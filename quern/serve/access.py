@@ -14,9 +14,11 @@ import io
 import ipaddress
 import re
 import secrets
+import shlex
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from os.path import realpath
 from pathlib import Path
 from typing import Annotated
 
@@ -73,7 +75,7 @@ class KeysFile(Keys):
         self._path, self._log, self._seen = path, log, _version(path)
         super().__init__(_parse(path))
         if not self._hashes:
-            raise ValueError(f"{path} has no key: `quern serve keys add NAME` makes one")
+            raise ValueError(_no_key(path))
 
     def holder(self, authorization: str) -> str | None:
         """The same as that of `Keys`, by the file as it is now."""
@@ -118,6 +120,15 @@ def _parse(path: Path) -> dict[bytes, str]:
     return hashes
 
 
+def _command(words: str, path: Path) -> str:
+    """The command of `quern serve keys` with these words, for a file of keys."""
+    return f"`quern serve keys {words}{'' if path == KeysOptions.keys else f' --keys {shlex.quote(str(path))}'}`"
+
+
+def _no_key(path: Path) -> str:
+    return f"{path} has no key: {_command('add NAME', path)} makes one"
+
+
 def _holders(path: Path) -> list[str]:
     return list(_parse(path).values()) if path.exists() else []
 
@@ -144,27 +155,31 @@ def keys_command(arguments: Sequence[str], log: Callable[[str], None]) -> int:
     if action == "list":
         if name:
             raise ValueError(f"keys list takes no name: leave '{name}' out")
-        for line in _holders(path) or [f"{path} has no key: `quern serve keys add NAME` makes one"]:
+        for line in _holders(path) or [_no_key(path)]:
             log(line)
         return 0
     if not re.fullmatch(r"[^\s#]+", name):
         raise ValueError(f"keys {action} NAME: name the holder in one word, without a #")
-    with alone_in(path.parent, log):
+    file = Path(realpath(path))  # a link stays one, and its file gets the change
+    with alone_in(file.parent, log):
         holders = _holders(path)
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         if action == "remove":
             if name not in holders:
-                raise ValueError(f"{path} has no key of {name}: `quern serve keys list` names the holders")
-            kept = [line for line in lines if line.partition("#")[0].split()[1:] != [name]]
-            write_whole(path, "".join(f"{line}\n" for line in kept))
-            log(f"removed the key of {name} from {path}")
-            return 0
-        if name in holders:
-            raise ValueError(f"{name} has a key in {path}: remove it first (quern serve keys remove {name})")
-        key = secrets.token_urlsafe(24)
-        write_whole(path, "".join(f"{line}\n" for line in [*lines, f"{_digest(key).hex()} {name}"]))
-    log(f"the key of {name}, shown this once: {key}")
-    log(f"its hash is in {path}, which a server with --keys {path} reads again by itself")
+                raise ValueError(f"{path} has no key of {name}: {_command('list', path)} names the holders")
+            lines = [line for line in lines if line.partition("#")[0].split()[1:] != [name]]
+            told = [f"removed the key of {name} from {path}"]
+        else:
+            if name in holders:
+                again = _command(f"remove {shlex.quote(name)}", path)
+                raise ValueError(f"{name} has a key in {path}: remove it first ({again})")
+            key = secrets.token_urlsafe(24)
+            lines.append(f"{_digest(key).hex()} {name}")
+            told = [f"the key of {name}, shown this once: {key}"]
+            told.append(f"its hash is in {path}, which a server with --keys {path} reads again by itself")
+        write_whole(file, "".join(f"{line}\n" for line in lines))
+    for line in told:
+        log(line)
     return 0
 
 

@@ -20,11 +20,12 @@ from torch import nn
 from quern.cli.verbs import verb_serve, with_run
 from quern.flags.recipe_flags import Arguments
 from quern.generate.engine import Engine
-from quern.generate.reply import Delta
+from quern.generate.grammar import Grammar, Grammars
+from quern.generate.reply import Completion, Delta
 from quern.generate.sampling import Sampling
 from quern.serve import access
 from quern.serve.access import Hosts, Keys, KeysFile, keys_command
-from quern.serve.answers import Chat
+from quern.serve.answers import Chat, Choice
 from quern.serve.gate import Gate
 from quern.serve.routes import MAX_BODY_BYTES, MAX_MARKS, marks
 from quern.serve.schema import ChatRequest, parse_request
@@ -130,6 +131,14 @@ def test_calls_of_the_calculator_travel_as_parts() -> None:
         assert "".join(delta.get("content", "") for delta in deltas[2:]) == "two"
 
 
+def test_the_arguments_of_a_call_are_those_that_the_model_wrote() -> None:
+    arguments = '{"n":1e999,"m":0.10000000000000000001,"o":{"arguments":"}"}}'
+    part: Any = {"type": "tool", "text": f'{{"name":"f","arguments":{arguments}}}'}
+    choice = Choice(calls=True)
+    choice.take(Completion([1], "", "tool_calls", [part], 1))
+    assert [call["function"] for call in choice.called] == [{"name": "f", "arguments": arguments}]
+
+
 def test_a_prompt_too_long_is_a_400_with_the_numbers(client: openai.OpenAI) -> None:
     long: list[Any] = [{"role": "user", "content": "x1 " * 400}]
     with pytest.raises(openai.BadRequestError, match=f"context holds {CONTEXT} tokens") as caught:
@@ -198,6 +207,23 @@ def test_what_takes_long_runs_between_two_steps_of_the_engine(url: str, monkeypa
     assert threads[:1] + threads[-2:] == ["quern-engines"] * 3 and len(threads) == 4
 
 
+def test_nobody_waits_for_a_form(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiles, answered, regex = threading.Event(), threading.Event(), Grammars.regex
+
+    def slow(grammars: Grammars, pattern: str) -> Grammar:
+        compiles.set()
+        answered.wait(20)
+        return regex(grammars, pattern)
+
+    monkeypatch.setattr(Grammars, "regex", slow)
+    with ThreadPoolExecutor(1) as pool:
+        formed = pool.submit(post, url, CHAT, ask(structured_outputs={"regex": "a"}))
+        assert compiles.wait(20)
+        assert post(url, CHAT, ask()).status_code == 200 and not formed.done()
+        answered.set()
+        assert formed.result().status_code == 200
+
+
 def test_no_access_from_other_origins_or_by_other_names(url: str) -> None:
     response = web.options(f"{url}/v1/models", headers={"origin": "http://evil.example"})
     assert not [name for name in response.headers if name.startswith("access-control")]
@@ -250,7 +276,11 @@ def test_keys_are_added_shown_once_and_removed(tmp_path: Path) -> None:
         for wrong in (["add", "ali"], ["add", "two words"], ["remove", "cy"], ["add"], ["lst"], []):
             with pytest.raises(ValueError, match=r"keys (add|remove|list|takes)"):
                 keys(*wrong)
+        file.symlink_to(kept := file.rename(file.with_name("kept")))
+        with pytest.raises(ValueError, match=r"`quern serve keys remove ali --keys /.*/keys\.txt`"):
+            keys("add", "ali")
         keys("remove", "ali")
+        assert file.is_symlink() and "ali" not in kept.read_text()
         assert server.holder(f"Bearer {key}") is None and keys("list") == ["ben"]
         lines.clear()
         file.rename(file.with_name("away"))
@@ -324,6 +354,8 @@ def test_an_address_that_cannot_be_had_names_the_flag() -> None:
             listen("127.0.0.1", port)
     with pytest.raises(OSError, match="192.0.2.1:0 .*--host"):  # no machine's own (RFC 5737)
         listen("192.0.2.1", 0)
+    with pytest.raises(OSError, match=r"cannot serve at \[2001:db8::1\]:0 "):  # nor this (RFC 3849)
+        listen("2001:db8::1", 0)
     with pytest.raises(OSError, match=r"a\.\.b:0 .no such host or port.*--host"):
         listen("a..b", 0)
 
