@@ -77,7 +77,7 @@ class _SourceLoader(SourceFileLoader):
 
     def get_code(self, fullname: str) -> CodeType:
         content = self.get_data(self.path)  # read once: the text that is kept is the one that runs
-        self.text = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()
+        self.text = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()
         return self.source_to_code(content, self.path)
 
 

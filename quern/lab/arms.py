@@ -29,6 +29,11 @@ from quern.temporaries import scratch_folder
 PARTS = ("Hypothesis", "Source", "Published", "Expected effect", "Changed", "Verdict")
 """Parts of a docstring; the first word of each is the field of `Idea`."""
 _BEGINS = re.compile(rf"^({'|'.join(PARTS)}):\s*", re.MULTILINE)
+_VERDICT = re.compile(
+    rf"^Verdict:.*?(?:\n?[ \t]*(?P<quotes>\"\"\"|''')|(?=\n[ \t]*\n|\n(?:{'|'.join(PARTS)}):))",
+    re.MULTILINE | re.DOTALL,
+)
+"""The verdict of a docstring, up to a blank line or the next part, or with the quotes that end the docstring."""
 _PREDICTS = re.compile(r"(?:slightly |clearly )?(no difference|better|worse)\b")
 """How an expected effect that predicts a verdict begins. Anything else is no prediction."""
 EVALUATIONS = 2
@@ -65,16 +70,12 @@ def read_idea(source: str) -> Idea:
 
 def with_verdict(source: str, verdict: str) -> str:
     """The text of an idea's file with another verdict; unchanged if its docstring has none."""
-    body = ast.parse(source).body
-    if not body or not isinstance(body[0], ast.Expr) or ast.get_docstring(ast.parse(source)) is None:
+    tree, found = ast.parse(source), _VERDICT.search(source)
+    last = (tree.body[0].end_lineno or 0) if ast.get_docstring(tree) is not None else 0
+    if found is None or source.count("\n", 0, found.start()) >= last:  # the docstring has none
         return source
-    lines, last = source.split("\n"), body[0].end_lineno or 0
-    begin = next((at for at in range(body[0].lineno - 1, last) if lines[at].startswith("Verdict:")), None)
-    if begin is None:
-        return source
-    after = next((at for at in range(begin + 1, last - 1) if not lines[at].strip() or _BEGINS.match(lines[at])), last)
-    quotes = [] if after < last else ['"""']  # the docstring's last line may hold the verdict's end
-    return "\n".join([*lines[:begin], *textwrap.wrap(f"Verdict: {verdict}", 120), *quotes, *lines[after:]])
+    told = "\n".join([*textwrap.wrap(f"Verdict: {verdict}", 120), *filter(None, [found["quotes"]])])
+    return source[: found.start()] + told + source[found.end() :]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from quern.lab.arms import with_verdict
 from quern.lab.ladder.study import Comparison
 from quern.lab.log.pages import ComparisonPage, Page, Verdict
 from quern.lab.log.publish import idea_files, run
@@ -120,6 +121,37 @@ def test_an_ideas_file_tells_the_newest_baseline_first_and_the_index_it_alone(tm
     assert f"Verdict: not yet measured. {before}\n" in old[idea] and old[index].endswith("| not yet measured |\n")
     assert f"Verdict: undecided (3 pairs). Study 3. {before}\n" in both[idea]
     assert both[index].endswith("| undecided |\n")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ('"""T.\n\nVerdict: a\nb.\n"""\n', '"""T.\n\nVerdict: c\n"""\n'),
+        ("'''T.\n\nVerdict: a.\n'''\n", "'''T.\n\nVerdict: c\n'''\n"),
+        ('"""T.\n\nVerdict: a."""\n', '"""T.\n\nVerdict: c\n"""\n'),
+        ('"""T.\n\nVerdict: a.\nSource: b."""\n', '"""T.\n\nVerdict: c\nSource: b."""\n'),
+        ('"""T.\n\nVerdict: a.\n\nB.\n"""\n', '"""T.\n\nVerdict: c\n\nB.\n"""\n'),
+        ('"""T."""\nx = """\nVerdict: a.\n"""\n', '"""T."""\nx = """\nVerdict: a.\n"""\n'),
+    ],
+)
+def test_a_new_verdict_changes_nothing_else_of_a_file(before: str, after: str) -> None:
+    assert with_verdict(before, "c") == after
+    compile(after, "idea.py", "exec")
+
+
+def test_files_that_editors_make_are_read_and_a_damaged_one_is_named(tmp_path: Path) -> None:
+    idea, index = project(tmp_path, "Title.\n\nVerdict: none yet.\n")
+    odd = idea.with_name("my [idea.py")
+    odd.write_text("\ufeff" + idea.read_text("utf-8"), "utf-8")  # as Windows' editor marks a file
+    (tmp_path / ".#swift.py").symlink_to("user@host.1")  # Emacs' lock
+    index.write_text("| [my [idea.py](x.py) | Title | none |\n", encoding="utf-8")
+    study = told("1", "better", 5)
+    found = idea_files([replace(study, verdicts={"my [idea": study.verdicts["swift"]})], tmp_path)
+    assert "Verdict: better" in found[odd] and found[index].endswith("| better |\n")
+    for content in ("x = (", b"\xff".decode("latin-1")):
+        (tmp_path / "half.py").write_text(content, encoding="latin-1")
+        with pytest.raises(ValueError, match=r"half\.py is no Python file .* move it out of"):
+            idea_files([], tmp_path)
 
 
 @pytest.mark.parametrize(

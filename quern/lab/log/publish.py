@@ -64,11 +64,12 @@ def run(options: LogOptions, log: Callable[[str], None]) -> int:
     for study in studies:
         lines += [f"## [{study.name}](../docs/experiments/{study.name}.md)\n", *study.section, ""]
     written = {f"docs/experiments/{name}": text for study in studies for name, text in study.files.items()}
+    ideas = idea_files(studies, options.folder / "experiments")  # refuses a damaged file before a page is written
     for path, text in {"experiments/LOG.md": HEADER + "\n".join(lines), **written}.items():
         (options.folder / path).parent.mkdir(parents=True, exist_ok=True)
         write_whole(options.folder / path, text)
         log(f"wrote {path}")
-    for path, text in idea_files(studies, options.folder / "experiments").items():
+    for path, text in ideas.items():
         write_whole(path, text)
         log(f"wrote the verdicts in {path}")
     return 0
@@ -145,10 +146,14 @@ def idea_files(studies: Sequence[Page], folder: Path) -> dict[Path, str]:
     """The files of ideas, and their index, whose verdicts change: path → new text. Verdicts on an idea that has changed
     since (`Idea.changed`) are told apart, and the index leaves them out."""
     index = folder / "README.md"
-    texts = {path: path.read_text(encoding="utf-8") for path in (index, *folder.rglob("*.py")) if path.exists()}
+    texts = {index: index.read_text(encoding="utf-8")} if index.exists() else {}
     changed = dict(texts)
-    for path in folder.rglob("*.py"):
-        idea = read_idea(texts[path])
+    for path in filter(Path.exists, folder.rglob("*.py")):  # an editor's lock is a link to nothing
+        try:
+            texts[path] = path.read_text(encoding="utf-8-sig")
+            idea = read_idea(texts[path])
+        except (SyntaxError, ValueError) as error:
+            raise ValueError(f"{path} is no Python file ({error}): repair it, or move it out of {folder}") from error
         if not idea.verdict:
             continue
         told: dict[bool, list[Verdict]] = {True: [], False: []}
@@ -157,7 +162,7 @@ def idea_files(studies: Sequence[Page], folder: Path) -> dict[Path, str]:
         (now, short), (former, _) = _told(told[True]), _told(told[False])
         verdict = (now or "not yet measured.") + (former and f" Before the change: {former}")
         changed[path] = with_verdict(texts[path], verdict)
-        row = re.compile(rf"^(\| \[{path.stem}\.py\].*\| )[^|]*( \|)$", re.MULTILINE)
+        row = re.compile(rf"^(\| \[{re.escape(path.stem)}\.py\].*\| )[^|]*( \|)$", re.MULTILINE)
         changed[index] = row.sub(lambda match, short=short: f"{match[1]}{short}{match[2]}", changed.get(index, ""))
     return {path: text for path, text in changed.items() if text != texts.get(path, "")}
 
