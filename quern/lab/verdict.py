@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -46,10 +46,6 @@ class Rules:
     delta: float
     most_pairs: int
     alpha: float = 0.05
-
-    def __post_init__(self) -> None:
-        if self.most_pairs < FIRST_LOOK:
-            raise ValueError(f"{self.most_pairs} pairs decide nothing: give at least {FIRST_LOOK}")
 
 
 @dataclass(frozen=True)
@@ -239,14 +235,19 @@ def estimate(found: Moments) -> Estimate:
     return Estimate(difference, np.sqrt(total), 1 / np.maximum(inverse, 1e-9), common, weight)
 
 
+def is_score(bpb: float | None) -> TypeGuard[float]:
+    """Whether a run with these bits per byte is a number; else it has failed."""
+    return bpb is not None and bpb < WORST
+
+
 def score(bpb: float | None) -> float:
-    """Bits per byte of a run, finite. A run that failed, with None, counts as `WORST`."""
-    return WORST if bpb is None or not bpb < WORST else bpb
+    """Bits per byte of a run, finite. A run that failed counts as `WORST`."""
+    return bpb if is_score(bpb) else WORST
 
 
 def _scores(runs: Runs) -> dict[int, float]:
     """The runs that finished."""
-    return {seed: bpb for seed, bpb in runs.items() if bpb is not None and bpb < WORST}
+    return {seed: bpb for seed, bpb in runs.items() if is_score(bpb)}
 
 
 def _moments(base: dict[int, float], idea: dict[int, float]) -> list[Any]:

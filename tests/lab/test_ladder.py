@@ -29,6 +29,7 @@ from quern.lab.ladder.study import (
     numbers,
 )
 from quern.lab.ladder.work import LOOKS, TUNE_SEEDS, Worker, chosen, judged, proxy_line
+from quern.lab.log.pages import ComparisonPage
 from quern.lab.options import CompareOptions
 from quern.lab.trainer import Trial
 from quern.lab.verdict import Finding
@@ -228,6 +229,30 @@ def test_a_twin_changes_nothing_and_hides_no_noise(tmp_path: Path) -> None:
     assert len(study.runs("twin", 0)) == 3 and not study.runs("twin", 1)
     assert found.sd > 1e-4
     assert {str(told(row.flops[0])) for row in rows(study) if row.idea == "twin"} == {"1.000 [1.000, 1.000]"}
+
+
+def test_runs_that_fail_are_no_numbers_anywhere(tmp_path: Path) -> None:
+    study, arms = make(tmp_path / "experiments" / "records" / "study", ["base", "fails", "both"])
+    study.plan.facts.update(command="quern lab compare base.py", registered="")
+    drawn = Drawn({})
+
+    def train(arm: Arm, seeds: Iterable[Seeds]) -> Iterator[Trial]:
+        for one in drawn(arm, seeds):
+            bad = arm.name == "fails" or (one.seed == 0 and arm.name != "fails")
+            yield replace(one, bpb=(None, 9.0)[one.seed % 2] if bad else one.bpb)
+
+    start(study, arms, train, ["fails", "both"])
+    found = judged(study, 0).findings
+    assert (found["fails"].verdict, found["fails"].pairs) == ("fails", 0)
+    assert (found["both"].failed, found["both"].pairs) == (1, len(study.runs("both", 0)) - 1)
+    assert f"{len(study.runs('base', 0)) - 1} seeds" in proxy_line(study, 0), "the failed run is no score"
+    page = ComparisonPage(study).page()
+    assert "| fails | 0 | … | […, …] | fails |" in page.files["study.md"]
+    assert page.verdicts["fails"][0].text == "fails on rung 0 (… bits per byte, 0 pairs)"
+    for name in study.arms:  # every run of both diverges
+        for seed, one in study.trials[name, 0, None].items():
+            study.trials[name, 0, None][seed] = replace(one, bpb=None)
+    assert {one.verdict for one in judged(study, 0).findings.values()} == {"undecided"}
 
 
 @pytest.mark.parametrize(

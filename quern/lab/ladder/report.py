@@ -293,17 +293,18 @@ def study_tables(study: Comparison) -> list[Table]:
         few = [f"too few pairs so far: {', '.join(waiting)}"] if waiting else []
         tables.append(("Compute multipliers, by FLOPs", few, head, body))
     for rung, judgement in judgements.items():
-        on_rung = sorted((row for row in found if rung in row.findings), key=lambda one: one.findings[rung].difference)
+        known = [(row, row.findings[rung]) for row in found if rung in row.findings]
+        on_rung = sorted(known, key=lambda one: (not one[1].pairs, one[1].difference))
         head = ("idea", "pairs", "difference", "interval", "verdict", "multiplier by FLOPs", "by seconds")
         one = judgement.floor
-        floor = f"{one.difference:+.4f} {interval(one)}, {one.verdict}" if one else "not measured"
+        floor = f"{signed(one.difference)} {interval(one)}, {one.verdict}" if one else "not measured"
         noise = f"SD of a pair's difference {judgement.sd:.4f}; A/A floor: {floor}"
         failed = [name for name in study.ideas if any(one.error for one in judged_trials(study, name, rung).values())]
         lines = [proxy_line(study, rung), noise, *([f"could not be trained: {', '.join(failed)}"] if failed else [])]
         body = [
-            [row.idea, str(one.pairs), f"{one.difference:+.4f}", interval(one), one.verdict]
+            [row.idea, str(one.pairs), signed(one.difference), interval(one), one.verdict]
             + [str(told(logs[rung])) if rung in logs else "" for logs in (row.flops, row.seconds)]
-            for row, one in ((row, row.findings[rung]) for row in on_rung)
+            for row, one in on_rung
         ]
         tables.append((f"Rung {rung}", lines, head, body))
     if made := predictions(study, found):
@@ -319,9 +320,14 @@ def study_lines(study: Comparison) -> list[str]:
     return [line for title, told_, head, body in study_tables(study) for line in (title, *told_, *grid(head, body))]
 
 
+def signed(value: float) -> str:
+    """A difference in bits per byte as text; … for one that is not finite, as without a pair."""
+    return f"{value:+.4f}" if math.isfinite(value) else "…"
+
+
 def interval(finding: Finding) -> str:
-    """Returns the interval of a finding, with … for an end that is not finite."""
-    return f"[{', '.join(format(end, '+.4f') if math.isfinite(end) else '…' for end in finding.interval)}]"
+    """Returns the interval of a finding."""
+    return f"[{', '.join(map(signed, finding.interval))}]"
 
 
 def write_verdicts(study: Comparison) -> None:
@@ -343,7 +349,7 @@ def calibration(study: Comparison, rung: int, answers: Mapping[str, Sequence[str
     lines, right, still_open = list[list[str]](), 0, 0
     for idea, expected in answers.items():
         one = judgement.findings.get(idea)
-        got, difference = ("not measured", "") if one is None else (one.verdict, f"{one.difference:+.4f}")
+        got, difference = ("not measured", "") if one is None else (one.verdict, signed(one.difference))
         ok, is_open = got.removesuffix(", small") in expected, got in ("not measured", "undecided")
         right, still_open = right + ok, still_open + is_open
         lines.append([idea, " or ".join(expected), got, difference, "right" if ok else "open" if is_open else "wrong"])

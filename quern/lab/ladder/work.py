@@ -16,7 +16,7 @@ from quern.lab.arms import Arm, Train
 from quern.lab.ladder.study import TRIALS, Comparison, TrialRecord, at_rung
 from quern.lab.options import CompareOptions
 from quern.lab.study import now
-from quern.lab.verdict import Finding, Judgement, Rules, judge, reach, score
+from quern.lab.verdict import Finding, Judgement, Rules, is_score, judge, reach, score
 from quern.records import changed_files, git_output
 
 LOOKS = (3, 5, 8, 12, 16)  # pairs after which an idea is judged: they train in one process, which compiles once
@@ -55,7 +55,7 @@ def judged(study: Comparison, rung: int) -> Judgement:
     noise."""
     base = _scores(study, study.plan.base, rung)
     runs = {name: scores for name in study.ideas if (scores := _scores(study, name, rung))}
-    same = {name for name, scores in runs.items() if all(base.get(seed, math.nan) == scores[seed] for seed in scores)}
+    same = {name for name, own in runs.items() if all(is_score(bpb) and bpb == base.get(at) for at, bpb in own.items())}
     found = judge(base, {name: scores for name, scores in runs.items() if name not in same}, _rules(study))
     equal = {
         name: Finding("no difference", len(runs[name]), 0, 0.0, 0.0, math.inf, (0.0, 0.0), math.nan) for name in same
@@ -80,7 +80,7 @@ def judged_trials(study: Comparison, arm: str, rung: int) -> dict[int, TrialReco
 
 def finished(study: Comparison, arm: str, rung: int) -> list[TrialRecord]:
     """The trials of an arm that verdicts use and that have a score."""
-    return [one for one in judged_trials(study, arm, rung).values() if one.bpb is not None]
+    return [one for one in judged_trials(study, arm, rung).values() if is_score(one.bpb)]
 
 
 def chosen(study: Comparison, arm: str) -> float | None:
@@ -161,8 +161,8 @@ class Worker:
         self.commit = git_output(Path(__file__).parent, "rev-parse", "--short=12", "HEAD")
         self.lost: set[tuple[str, int]] = set()
 
-    def run(self, options: CompareOptions) -> None:
-        """Works until nothing is wanted."""
+    def run(self, options: CompareOptions) -> bool:
+        """Works until nothing is wanted. Returns whether nothing was lost."""
         tune = self.study.plan.tune
         values = {
             name: [round(factor * getattr(arm.recipe.optim, tune), 10) for factor in TUNE_FACTORS if tune]
@@ -179,6 +179,7 @@ class Worker:
             self._train(job)
 
         self.study.work(jobs, lambda job: job.claim, do)
+        return not self.lost
 
     def _train(self, job: Job) -> None:
         self._check_machine(job.rung)
@@ -206,7 +207,7 @@ class Worker:
                 raise
             if OUTSIDE.search(str(error)):
                 self.lost.add((job.arm, job.rung))
-                self.log(f"rung {job.rung}, {job.arm}: {error}")
+                self.log(f"rung {job.rung}, {job.arm}: {error}; the same command tries again")
                 return
             self._keep(TrialRecord(job.arm, seed=job.seeds[0], error=str(error)[:300], **facts))
 

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from quern.flags.recipe_flags import Arguments, parse
 from quern.lab.arms import Idea, read_idea
-from quern.lab.ladder.report import Row, calibration, interval, rows, study_tables, told
+from quern.lab.ladder.report import Row, calibration, interval, rows, signed, study_tables, told
 from quern.lab.ladder.study import Comparison, at_rung, numbers
 from quern.lab.options import CompareOptions
 from quern.lab.scaling.isoflop import CONVENTIONS
@@ -206,7 +206,7 @@ class ComparisonPage:
         body: list[list[str]] = []
         for row in self.rows:
             about, findings = self.about(row.idea), (row.findings.get(rung) for rung in self.rungs)
-            cells = (f"{one.verdict}, {one.difference:+.4f} {interval(one)}" if one else "" for one in findings)
+            cells = (f"{one.verdict}, {signed(one.difference)} {interval(one)}" if one else "" for one in findings)
             trend = row.course.trend if row.course else ""
             body.append([row.idea, *cells, _multiplier(row), trend, about.direction or "", agreement(about, row)])
         return [self.setup() + "\n", *table(head, body)]
@@ -219,7 +219,7 @@ class ComparisonPage:
             for rung, one in row.findings.items():
                 top = rung == max(row.findings)
                 short = f"{one.verdict} on rung {rung}"
-                text = f"{short} ({one.difference:+.4f} bits per byte, {counted(one.pairs, 'pair')})"
+                text = f"{short} ({signed(one.difference)} bits per byte, {counted(one.pairs, 'pair')})"
                 if top and row.flops:
                     text, short = f"{text}; multiplier {_multiplier(row)}", f"{short}, {_multiplier(row)}"
                 if top and row.course:
@@ -282,8 +282,8 @@ def multipliers(rows: Sequence[Row]) -> str:
 
 
 def intervals(findings: Mapping[str, Finding], delta: float) -> str:
-    """The interval of each idea, sorted by the difference, as an SVG document."""
-    shown = sorted(findings.items(), key=lambda item: -item[1].difference)
+    """The interval of each idea with a pair, sorted by the difference, as an SVG document."""
+    shown = sorted((item for item in findings.items() if item[1].pairs), key=lambda item: -item[1].difference)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(6.4, 0.8 + 0.2 * len(shown)), layout="constrained")
         axes = figure.add_subplot()
