@@ -16,7 +16,6 @@ from quern.flags.recipe_flags import Arguments, parse, refuse_idle
 from quern.lab.options import BoardOptions, CompareOptions, LogOptions, ScalingOptions, SweepOptions
 from quern.recipes import chosen_recipe, load_recipe
 from quern.records import read_json
-from quern.resolve import resolve
 from quern.terminal import listed
 from quern.validate import extra, nearest
 
@@ -86,7 +85,7 @@ def _sweep(rest: Arguments, help_text: str) -> int:
     with extra("lab", "sweeps need extra packages"):
         from quern.lab.search import sweep
 
-    sweep.read_space(options.space, resolve(options.recipe))  # refused before the machine is tried out, which compiles
+    sweep.space_of(options)  # refused before the machine is tried out, which compiles
     trainer = _trainer(options.out, machines.detect(**options.where.arguments(options.workers)))
     machine = trainer.machine
     worker = [sys.executable, "-m", "quern.cli.main", "lab", "sweep", *rest, "--threads", str(machine.threads)]

@@ -56,8 +56,10 @@ class StudyOptions:
 
     def __post_init__(self) -> None:
         name = self.study or self.default
-        if not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
-            raise ValueError(f"a study cannot be called '{name}': use letters, digits, - _ and .")
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise ValueError(f"a study cannot be called '{name}': give --study letters, digits, - _ and .")
+        if self.recipe.train.minutes is not None:
+            raise ValueError("a trial trains for steps, so that trials are comparable: leave out train.minutes")
 
     @property
     def folder(self) -> Path:
@@ -92,7 +94,7 @@ class CompareOptions(StudyOptions):
     """Bits per byte. A smaller difference does not matter."""
     alpha: Annotated[float, Interval(ge=1e-06, lt=0.5)] = 0.05
     """The share of the ideas called better or worse that may be expected to make no difference."""
-    most_pairs: Annotated[int, Interval(ge=1, le=1000)] = 8
+    most_pairs: Annotated[int, Interval(ge=3, le=1000)] = 8
     """An idea that is not decided after so many pairs stays undecided."""
     any_delta: bool = False
     """Train ideas although, by the baseline's noise, so many pairs cannot show a change of less than delta."""

@@ -252,9 +252,10 @@ def test_plan_writes_nothing(tmp_path: Path) -> None:
     [
         ({"sizes": ("2", "3", "4")}, "--sizes needs at least 4"),
         ({"recipe": replace(RECIPE, train=replace(RECIPE.train, steps=10))}, "leave out train.steps"),
-        ({"recipe": replace(RECIPE, train=replace(RECIPE.train, minutes=1.0))}, "leave out train.steps"),
+        ({"recipe": replace(RECIPE, train=replace(RECIPE.train, minutes=1.0))}, "leave out train.minutes"),
         ({"study": "../evil"}, "a study cannot be called '../evil'"),
         ({"budgets": (10.0,)}, "no run meets its budget"),
+        ({"check": "none"}, "there is no fitted study in .*none"),
     ],
 )
 def test_a_plan_that_fits_nothing_is_refused(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:

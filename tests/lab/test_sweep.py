@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import statistics
 import sys
@@ -109,6 +110,9 @@ def test_trials_without_a_score_are_kept_with_a_finite_value(tmp_path: Path) -> 
     stepped = options(tmp_path, study="stepped", space=("train.warmdown-share=0.2..0.6:0.2",), sampler="grid")
     trials, _, _ = sweep(stepped)  # 0.2 + 2 · 0.2 is above 0.6
     assert [one["values"]["train.warmdown_share"] for one in trials] == [0.2, 0.4, 0.6]
+    space = ("model.key-offset=false,true", "train.clip-norm=none,1")
+    _, _, lines = sweep(options(tmp_path, study="odd", space=space, sampler="grid"))
+    assert "best: --model.no-key-offset (no --train.clip-norm)" in lines
 
 
 def test_the_command_line_of_a_sweep_and_of_its_workers() -> None:
@@ -146,8 +150,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "grid of a range": ({"sampler": "grid"}, "a grid needs the values of optim.matrix-lr"),
     "too few pairs": ({"pruner": "wilcoxon"}, "--pruner wilcoxon needs --seeds 5 or more"),
     "too few evaluations": ({"pruner": "hyperband", "evaluations": 2}, "needs --evaluations 4 or more"),
-    "name": ({"study": "../s"}, "a study cannot be called '../s'"),
-    "minutes": ({"recipe": replace(RECIPE, train=replace(RECIPE.train, minutes=1.0))}, "give --train.steps"),
+    "name": ({"study": "../s"}, "a study cannot be called '../s': give --study letters"),
+    "minutes": ({"recipe": replace(RECIPE, train=replace(RECIPE.train, minutes=1.0))}, "leave out train.minutes"),
     "no space": ({"space": ()}, "the space is empty"),
 }
 
@@ -157,6 +161,15 @@ def test_wrong_options_are_refused(tmp_path: Path, wrong: str) -> None:
     changed, message = WRONG[wrong]
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         sweep(options(tmp_path, **changed))
+
+
+@pytest.mark.parametrize("command", ["sweep --space optim.matrix-lr=0.1..0.2 --sampler grid", "scaling --check none"])
+def test_wrong_flags_are_refused_before_the_machine_is_tried_out(
+    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("quern.flags.check_flags.DeviceOptions.detect", lambda self: pytest.fail("tried out"))
+    assert main.main(["lab", *command.split(), "--model.context", "64", "--out", str(tmp_path)]) == 1
+    assert re.search("needs the values of optim.matrix-lr|no fitted study in .*none", capsys.readouterr().err)
 
 
 def test_without_the_extra_the_error_names_it(

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 from quern.cli import main
 from quern.cluster import connect
 from quern.flags.recipe_file import read_recipe_file
-from quern.lab.arms import Arm, Train, in_process, on_cluster
+from quern.lab.arms import Arm, Seeds, Train, in_process, on_cluster
 from quern.lab.ladder.study import Comparison
 from quern.lab.trainer import Trainer, Trial
 from quern.model.gpt import GPT
@@ -163,7 +163,14 @@ def test_a_comparison_from_the_command_line(
     command += "--train.steps 4 --train.batch-tokens 128 --text.val-megabytes 0.004 --depth 1 --optim.lr-scale 0.015625"
     command += " --most-pairs 3 --alpha 0.4 --study cap --no-compile --dtype fp32 --threads 1 --device cpu"
     given = [*command.split(), "--data", str(text)]
-    assert "2 pairs decide nothing: give at least 3" in refused(capsys, *given, "--most-pairs", "2")
+    assert "--most-pairs must be a whole number between 3 and 1,000, not 2" in refused(capsys, *given, "--most-pairs=2")
+    long = Path("my long.py")
+    long.write_text(
+        Path("idea.py").read_text("utf-8") + "RECIPE = replace(RECIPE, train=replace(GPT.train, minutes=1))\n"
+    )
+    assert "comparable: leave out train.minutes" in refused(capsys, "compare", "base.py", str(long))
+    long.write_text(Path("idea.py").read_text("utf-8"), "utf-8")
+    assert "'base-my long': give --study letters" in refused(capsys, "compare", "base.py", str(long))
     assert "a rung sets depth, model.context" in refused(capsys, *given, "--ladder")
     assert "--every are for the ladder" in refused(capsys, *given, "--rungs", "2") and not Path("out/lab").exists()
 
@@ -172,6 +179,13 @@ def test_a_comparison_from_the_command_line(
         child, here = in_process(out, machine, variables), train_here(out, machine)
         return lambda arm, seeds: (child if arm.name == "idea" else here)(arm, seeds)
 
+    def killed(arm: Arm, seeds: Iterable[Seeds]) -> Iterator[Trial]:
+        if arm.name == "idea":
+            raise RuntimeError("the arm idea process failed: it ended with code -9")
+        return train_here(Path("out"), {"device": "cpu", "dtype": "fp32", "compile": False, "threads": 1})(arm, seeds)
+
+    monkeypatch.setattr("quern.lab.ladder.command.in_process", lambda *_: killed)
+    assert main.main(["lab", *given]) == 1 and "code -9; the same command tries again" in capsys.readouterr().out
     monkeypatch.setattr("quern.lab.ladder.command.in_process", train)
     assert main.main(["lab", *given]) == 0
     said = capsys.readouterr().out

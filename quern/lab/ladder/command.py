@@ -30,7 +30,6 @@ from quern.lab.ladder.study import (
 from quern.lab.ladder.work import Worker, finished, proxy_line
 from quern.lab.options import CompareOptions
 from quern.lab.study import now, start_facts
-from quern.lab.verdict import Rules
 from quern.process import together
 from quern.recipe import Resolved
 from quern.resolve import resolve
@@ -83,11 +82,11 @@ def run(
     for rung in sorted(options.rungs):
         _count_ngrams(study, rung, sized[rung], prepared)
         log(f"rung {rung}: {proxy_line(study, rung)}")
-    by_name, variables = {arm.name: arm for arm in arms}, machines.worker_variables(machine)
+    by_name, variables, whole = {arm.name: arm for arm in arms}, machines.worker_variables(machine), list[bool]()
 
     def work(number: int) -> None:
         train = on_cluster(options.out, device) if options.ray else in_process(options.out, device, variables(number))
-        Worker(Comparison(folder), by_name, train, machine_line(machine), log).run(options)
+        whole.append(Worker(Comparison(folder), by_name, train, machine_line(machine), log).run(options))
 
     together(options.workers, work)
     study.refresh()
@@ -97,11 +96,11 @@ def run(
     for line in [*study_lines(study), *(calibration(study, min(options.rungs), answers) if answers else ())]:
         log(line)
     log(f"record: {folder}; the next step: `quern lab log --study {study.name}`, or `quern lab board`")
-    return 1 if any(one.error for runs in study.trials.values() for one in runs.values()) else 0
+    failed = any(one.error for runs in study.trials.values() for one in runs.values())
+    return 0 if all(whole) and not failed else 1
 
 
 def _check(base: Arm, options: CompareOptions, named: Collection[str], rungs: Mapping[int, Rung]) -> None:
-    Rules(options.delta, options.most_pairs, options.alpha)  # refuses those that decide nothing
     if options.tune and not isinstance(getattr(options.recipe.optim, options.tune, None), float):
         raise ValueError(f"--tune {options.tune} is no rate: use a field of the optimizer, such as matrix_lr")
     if options.ladder:

@@ -50,10 +50,11 @@ class Grid(Study):
 
 def planned(options: ScalingOptions, log: Callable[[str], None]) -> Plan:
     """Makes the plan of a study, and logs it. Raises ValueError for flags that make none."""
-    if options.recipe.train.steps is not None or options.recipe.train.minutes is not None:
-        raise ValueError("the budget decides how long a run trains: leave out train.steps and train.minutes")
+    if options.recipe.train.steps is not None:
+        raise ValueError("the budget decides how long a run trains: leave out train.steps")
     if len(set(options.sizes)) < FEWEST_CELLS:
         raise ValueError(f"--sizes needs at least {FEWEST_CELLS} sizes: fewer do not determine a minimum")
+    _predictions(options)  # refuses --check before the plan is printed and the machine is tried out
     plan = make_plan(options.recipe, options.budgets, options.sizes, range(options.seeds))
     speed = options.tokens_per_second and options.tokens_per_second * flop_counter(resolve(options.recipe)).per_token()
     for line in plan_lines(plan, speed):

@@ -67,8 +67,7 @@ def run(
     from `study.start_facts`; source: the text of the recipe's file."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     baseline = resolve(options.recipe)
-    space = read_space(options.space, baseline)
-    _check(options, space)
+    space = space_of(options)
     points, is_grid = _points(options, space, baseline), options.sampler == "grid"
     wanted = len(points) if is_grid else options.trials
     sweep = Sweep.register(options.folder, _plan(options, space, baseline.seed, source) | {"facts": facts})
@@ -120,9 +119,9 @@ def _plan(options: SweepOptions, space: Space, seed: int, source: str | None) ->
     }
 
 
-def _check(options: SweepOptions, space: Space) -> None:
-    if options.recipe.train.minutes is not None:
-        raise ValueError("a trial trains for steps, so that trials are comparable: give --train.steps")
+def space_of(options: SweepOptions) -> Space:
+    """The space of the search. Raises ValueError for a wrong one, and for flags that do not fit."""
+    space = read_space(options.space, resolve(options.recipe))
     for name, one in space.items() if options.sampler == "grid" else ():
         if not one.values():
             raise ValueError(
@@ -136,6 +135,7 @@ def _check(options: SweepOptions, space: Space) -> None:
         )
     if options.pruner == "hyperband" and options.evaluations < REDUCTION**2:
         raise ValueError(f"--pruner hyperband needs --evaluations {REDUCTION**2} or more, not {options.evaluations}")
+    return space
 
 
 def _points(options: SweepOptions, space: Space, baseline: Recipe) -> list[dict[str, Any]]:
