@@ -10,6 +10,7 @@ import math
 import statistics
 import warnings
 from collections.abc import Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -166,9 +167,19 @@ def _lines(folder: Path, facts: dict[str, Any], trials: Sequence[Line]) -> list[
         lines.append(f"importances need {FEWEST_FOR_IMPORTANCES} trials, {FEWEST_BEST} or more of them not pruned")
     lines += [f"warning: {line}" for line in facts["edges"]]
     if facts["best"]:
-        flags = (f"--{flag(name)} {shown(value, 6)}" for name, value in facts["best"]["values"].items())
-        lines += [f"best: {' '.join(flags)}", "confirm it with `quern lab compare` on other seeds"]
+        lines += [
+            f"best: {' '.join(starmap(_as_flag, facts['best']['values'].items()))}",
+            "confirm it with `quern lab compare` on other seeds",
+        ]
     return [*lines, f"written: {folder / RESULTS}, {folder / TRIALS}, {folder / FIGURE}"]
+
+
+def _as_flag(name: str, value: Any) -> str:
+    """The words that set a field; no flag sets none."""
+    part, dot, own = flag(name).rpartition(".")
+    if isinstance(value, bool):
+        return f"--{part}{dot}{'' if value else 'no-'}{own}"
+    return f"(no --{flag(name)})" if value is None else f"--{flag(name)} {shown(value, 6)}"
 
 
 # The figure -------------------------------------------------------------------------------------------------
