@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from quern.estimate.options import NETWORKS, PROCESSORS, PlanOptions, cpu_rank
 from quern.estimate.predict import Cluster, Step, predict
 from quern.machine import DTYPES, measure_peak_flops
 from quern.model.count import flop_counter, parameters
+from quern.process import waiting
 from quern.recipe import Resolved
 from quern.resolve import resolve
 from quern.temporaries import write_whole
@@ -54,7 +55,8 @@ def run(options: PlanOptions, log: Callable[[str], None]) -> int:
     cluster, recipe = cluster_of(options), resolve(options.recipe)
     # One candidate for each number of shards that divides the ranks and fits into a machine.
     sizes = [tp for tp in range(1, min(cluster.per_machine, options.gpus) + 1) if options.gpus % tp == 0]
-    candidates = [_candidate(options, cluster, recipe, options.gpus // tp, tp) for tp in sizes]
+    with waiting("the memory of each layout to be counted", log=log):
+        candidates = [_candidate(options, cluster, recipe, options.gpus // tp, tp) for tp in sizes]
     found = sorted(candidates, key=lambda one: one.seconds)
     for line in report(options, cluster, found):
         log(line)
@@ -158,7 +160,7 @@ def report(options: PlanOptions, cluster: Cluster, found: list[Candidate]) -> li
     train = recipe.train
     count = parameters(recipe)
     machines_needed = -(-options.gpus // cluster.per_machine)
-    between = f" in {machines_needed} machines, {options.network} between them" if machines_needed > 1 else ""
+    between = f" in {machines_needed:,} machines, {options.network} between them" if machines_needed > 1 else ""
     lines = [
         f"{recipe.name}, depth {recipe.depth}: {count.total / 1e6:,.1f}M parameters, "
         f"{flop_counter(recipe).per_token() / 1e9:,.2f} GFLOP a token",
@@ -169,22 +171,23 @@ def report(options: PlanOptions, cluster: Cluster, found: list[Candidate]) -> li
         "",
     ]
     lines += grid(HEAD, [_row(one, options, cluster, train.steps) for one in found])
-    best = found[0]
+    best, one_of = found[0], "one GPU" if options.gpu != "cpu" else "one rank"
     if best.step is None or best.memory is None:
         more = f"use more GPUs (--gpus {2 * options.gpus})," if options.gpu != "cpu" else "use"
-        smaller = f"a smaller --depth, or --train.micro-batch-tokens {recipe.model.context}"
-        return [*lines, "", f"Nothing fits: {more} {smaller}"]
+        remedy = f"{more} a smaller --depth, or --train.micro-batch-tokens {recipe.model.context}"
+        if all(one.memory is None for one in found):  # none was cut so far that its memory could be counted
+            remedy = "use fewer --gpus, or a larger --train.batch-tokens"
+        return [*lines, "", "why", *_whys(found, best), "", f"Nothing fits: {remedy}"]
     flags = f"--tp {best.tp} --train.micro-batch-tokens {best.micro_batch_tokens}"
     flags += f" --train.recompute {best.recomputed}" if best.recomputed else ""
     flags += " --zero 3" if best.zero == 3 else ""
     flags += " --train.optimizer-memory cpu" if best.optimizer_memory == "cpu" else ""
     lines += ["", f"best: dp {best.dp:,} × tp {best.tp}: {flags}", *([f"      {best.note}"] if best.note else []), ""]
-    lines += ["memory of one GPU" if options.gpu != "cpu" else "memory of one rank (the interpreter comes on top)"]
+    lines += [f"memory of {one_of}{'' if options.gpu != 'cpu' else ' (the interpreter comes on top)'}"]
     lines += [f"  {name:22} {size / GB:9.3f} GB  {note}" for name, size, note in _categories(best.memory)]
-    lines += ["", "one GPU sends per step"]
+    lines += ["", f"{one_of} sends per step"]
     lines += [f"  {kind:22} {size / GB:9.3f} GB" for kind, size in best.step.traffic.items()] or ["  nothing"]
-    lines += ["", "why not the others"] if len(found) > 1 else []
-    lines += [f"  dp {one.dp:,} × tp {one.tp}: {_why(one, best)}" for one in found[1:]]
+    lines += ["", "why not the others", *_whys(found[1:], best)] if len(found) > 1 else []
     return [*lines, "", *ASSUMED]
 
 
@@ -243,6 +246,10 @@ def _categories(one: Memory) -> list[tuple[str, int, str]]:
         ("update", one.update, "when activations are gone"),
         ("peak", one.peak, ""),
     ]
+
+
+def _whys(others: Sequence[Candidate], best: Candidate) -> list[str]:
+    return [f"  dp {one.dp:,} × tp {one.tp}: {_why(one, best)}" for one in others]
 
 
 def _why(one: Candidate, best: Candidate) -> str:

@@ -35,6 +35,10 @@ def test_a_layout_that_does_not_fit_is_refused_with_numbers(tmp_path: Path, caps
     (only,) = planned(tmp_path, *flags, code=1)["candidates"]
     assert only["step"] is None and "GB of the 22.0 GB" in only["refusal"]
     assert "Nothing fits: use more GPUs (--gpus 2), a smaller --depth" in capsys.readouterr().out
+    planned(tmp_path, "--gpus", "1024", "--model.context", "512", code=1)
+    shown = capsys.readouterr().out
+    assert "dp 1,024 × tp 1: a batch of 128 rows cannot feed 1,024 replicas" in shown
+    assert "Nothing fits: use fewer --gpus, or a larger --train.batch-tokens" in shown
 
 
 def test_what_saves_memory_is_used_where_it_is_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
