@@ -11,6 +11,7 @@ from annotated_types import Interval
 from quern.field_types import Amount, Count, Few, Seed
 from quern.flags.check_flags import DeviceOptions, Mark
 from quern.resolve import MICRO_BATCH_TOKENS
+from quern.validate import refuse_missing
 
 Section = Literal["training", "attention", "exactness", "decode", "loss", "rope", "muon", "fp8", "real"]
 What = Literal["tokenizer", "encode", "packing", "loading", "train", "prefill", "decode", "attention", "windows",
@@ -68,6 +69,8 @@ class BenchOptions(DeviceOptions):
             raise ValueError(
                 "quality needs text: give --train and --val, --data, or all three, each a file or a folder"
             )
+        for name in ("train", "val", "data"):  # before the minutes of the first text
+            refuse_missing(name, getattr(self, name))
 
 
 @dataclass

@@ -106,8 +106,11 @@ def kept_score(path: Path, settings: dict[str, Any]) -> Score | None:
 
 
 def _plain(name: str) -> str:
-    """The name as a file's: a task file may choose any."""
-    return re.sub(r"[^\w.-]+", "_", name).lstrip(".") or "_"
+    """The name as a file's: a task file may choose any, such as C++ and C#."""
+    plain = re.sub(r"[^\w.-]+", "_", name).lstrip(".")[:50]
+    if plain and plain == name:
+        return plain
+    return f"{plain}_{hashlib.sha256(name.encode('utf-8', 'replace')).hexdigest()[:8]}"
 
 
 def read_answers(folder: Path) -> dict[str, Scores]:

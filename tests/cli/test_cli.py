@@ -195,6 +195,7 @@ pretrain --dpeth 3 → ^quern pretrain: unknown option --dpeth; nearest: --depth
 pretrain --depth 0 --no-compile → ^quern pretrain: --depth must be a whole number between 1 and 1,000, not 0$
 pretrain --run a/b --no-compile → 'a/b' cannot name a run: use letters, digits, dots, dashes
 prepare --data no/such/file → --data no/such/file: there is no such file, folder or data set; use tinyworld
+bench quality --train . --val . --data nope → ^quern bench: --data nope: there is no such file or folder$
 bench everything → ^quern bench: the argument takes one of tokenizer, .*train, .*, not 'everything'$
 run --ranks 4 --tp 3 → quern run: --tp 3 does not divide 4 ranks: use one of \[1, 2, 4\]
 run --ranks 2 --train.batch-tokens 10 → train.batch-tokens must be a multiple of model.context

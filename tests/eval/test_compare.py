@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from quern.eval.answers import compare, paired_bootstrap, read_answers
+from quern.eval.answers import answers_file, compare, paired_bootstrap, read_answers, write_answers
 from quern.eval.score import Prompts, Score, accuracy, wilson
 
 NAMES = ("a/sft", "b/sft")
@@ -44,6 +44,14 @@ def test_the_bootstrap_agrees_with_theory() -> None:
     assert (low, high) == pytest.approx((values.mean() - 1.96 * error, values.mean() + 1.96 * error), abs=0.15 * error)
     assert paired_bootstrap(values) == (low, high) and paired_bootstrap([0.5] * 9) == (0.5, 0.5)
     assert paired_bootstrap([0.5]) == (0.5, 0.5)
+
+
+def test_every_kind_has_a_file_of_its_own(tmp_path: Path) -> None:
+    kinds = ("C++", "C#", "C_", "", ".", "_", "ö" * 300, "ö" * 301)
+    for kind in kinds:
+        write_answers(answers_file(tmp_path, "code", kind), {"task": f"code/{kind}"}, [])
+    assert read_answers(tmp_path).keys() == {f"code/{kind}" for kind in kinds}
+    assert answers_file(tmp_path, "core", "arc_easy") == tmp_path / "core" / "arc_easy.answers.jsonl"
 
 
 def test_items_are_paired_by_their_prompt(tmp_path: Path) -> None:
