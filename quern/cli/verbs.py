@@ -111,7 +111,7 @@ def verb_prepare(verb: str, rest: Arguments) -> int:
         text, compared = "\n".join(islice(source.read("val"), 200)), {"held-out text": tokenizer, **for_comparison()}
         rows = [row for kind, one in compared.items() for row in compression_report(one, {kind: text})]
     else:
-        if options.dir is not None:
+        if options.to is not None:
             refuse_written(options.dir)
         workers, start_workers = options.encoders()
         prepared = prepare(recipe, options.out, log, workers=workers, start_workers=start_workers)
