@@ -153,7 +153,7 @@ def test_a_comparison_from_the_command_line(
         Path(f"{name}.py").write_text(
             "from dataclasses import asdict, replace\nfrom quern.recipes.gpt import RECIPE as GPT\n"
             f"RECIPE = replace(GPT, model=replace(GPT.model, softcap={cap}))\n",
-            encoding="utf-8",
+            encoding="utf-8-sig",  # as Windows' editor writes it
         )
     assert "name a baseline, as recipes or .py files: quern lab ladder exp" in refused(capsys, "ladder")
     assert "name a baseline and at least one idea" in refused(capsys, "compare", "base.py")
