@@ -4,7 +4,7 @@ Hypothesis: no unit is ever dead.
 Source: parameter-golf. nanochat's experiment log, 2026-03-24: slightly better per step, slightly slower, worse in
 time.
 Expected effect: slightly better at equal steps.
-Verdict: undecided on rung 0 (-0.0033 bits per byte, 3 pairs); multiplier × 1.029 [0.986, 1.074]. Study ladder-2.
+Verdict: undecided on rung 0 (-0.0033 bits per byte, 3 pairs); multiplier × 1.028 [0.987, 1.072]. Study ladder-2.
 Before: old baseline: no difference on rung 0 (-0.0011 bits per byte, 5 pairs); multiplier × 1.006 [0.997, 1.016]. Study
 ladder.
 """

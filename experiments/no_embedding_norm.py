@@ -3,8 +3,8 @@
 Hypothesis: the norm gives every token the same length, so that rare tokens with small rows are heard.
 Source: modded-nanogpt's walkthrough and nanochat norm the embedding; their logs do not measure it alone.
 Expected effect: slightly worse.
-Verdict: undecided on rung 0 (+0.0076 bits per byte, 3 pairs); multiplier × 0.937 [0.884, 0.989]. Study ladder-2.
-Before: old baseline: worse on rung 0 (+0.0080 bits per byte, 5 pairs); multiplier × 0.956 [0.942, 0.969]. Study ladder.
+Verdict: worse on rung 0 (+0.0081 bits per byte, 5 pairs); multiplier × 0.934 [0.901, 0.968]. Study ladder-2. Before:
+old baseline: worse on rung 0 (+0.0080 bits per byte, 5 pairs); multiplier × 0.956 [0.942, 0.969]. Study ladder.
 """
 
 from dataclasses import replace
