@@ -23,11 +23,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 TYPED := .pytest_cache/typed
-# pip compiles every module that it installs, also the thousands that nothing imports: half of its time. Python compiles
-# what it imports and keeps that, unless it is told not to: so the stages are imported once, which every command needs.
+# pip would compile every module that it installs, which takes half of its time, and most are never imported. Python
+# compiles a module at its first import and keeps the result, unless PYTHONDONTWRITEBYTECODE is set. So the recipes empty
+# that variable, and the setup imports once what every command needs.
 INSTALL := $(BIN)/python -m pip install --no-compile
-KEEP := PYTHONDONTWRITEBYTECODE=
-PYTEST := $(KEEP) OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+COMPILED := PYTHONDONTWRITEBYTECODE=
+PYTEST := $(COMPILED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # A file, or a group of files that share a server process, runs in one worker; tests/conftest.py puts the slowest first.
 PARALLEL := -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 LAWS := out/laws.json
@@ -47,7 +48,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' || \
 		$(INSTALL) "torch==$(TORCH)"
 	$(INSTALL) -c constraints.txt -e ".[serve]"
-	@$(KEEP) $(BIN)/python -c 'import quern.stages.run_all'
+	@$(COMPILED) $(BIN)/python -c 'import quern.stages.run_all'
 	@touch $@
 
 # The extra packages of tests and checks. The triton version is fixed because pyright reads its annotations.
@@ -60,7 +61,7 @@ $(DEV): $(STAMP)
 # Rates by the square root of the batch, as nanochat's. Two runs with the default's cube root knew 0.830 and 0.960 of the
 # facts, this one 0.905: too few runs to change it.
 quickstart: $(STAMP)
-	$(KEEP) $(BIN)/quern run --run quickstart --train.minutes 4.2 --optim.batch-exponent 0.5 --text.val-megabytes 0.1
+	$(COMPILED) $(BIN)/quern run --run quickstart --train.minutes 4.2 --optim.batch-exponent 0.5 --text.val-megabytes 0.1
 	@echo
 	@echo "The report:         out/runs/quickstart/report.html"
 	@echo "Talk to the model:  $(BIN)/quern chat quickstart"

@@ -45,7 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def open_closed() -> None:
-    """Sends to nowhere what was closed before the start (`>&-`): the next file that is opened would get its number."""
+    """Opens the null device for each standard stream that was closed before the start (`>&-`). Otherwise the next file
+    that is opened would get the number of the stream, and messages would be written into it."""
     while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(file)

@@ -93,7 +93,7 @@ def _find(path: Path, bos: int, vocab_size: int) -> tuple[np.ndarray, int]:
 
 
 def refuse_written(folder: Path) -> None:
-    """Raises ValueError for a folder to write that has .bin files already, or is a file."""
+    """Raises ValueError if the folder has .bin files already, or is a file."""
     there = folder if folder.is_file() else min(folder.glob("*.bin"), default=None)
     if there is not None:
         raise ValueError(f"{there} is there already: name a new folder")

@@ -106,7 +106,7 @@ def kept_score(path: Path, settings: dict[str, Any]) -> Score | None:
 
 
 def _plain(name: str) -> str:
-    """The name as a file's: a task file may choose any, such as C++ and C#."""
+    """A file name for the name of a task or a kind, which may have any characters: C++ and C# get different ones."""
     plain = re.sub(r"[^\w.-]+", "_", name).lstrip(".")[:50]
     if plain and plain == name:
         return plain

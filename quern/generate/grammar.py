@@ -9,14 +9,16 @@ The search for an ending is greedy, a byte at a time. `Engine.submit` refuses a 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from quern import process
 from quern.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -24,14 +26,8 @@ if TYPE_CHECKING:
 
 LEXER_FUEL = 20_000
 """The limit of llguidance's work on one mask, about 50 ms. A form that needs more fails, and so does the reply."""
-TRIAL = """
-import resource, sys
-resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-from llguidance import LLMatcher, LLTokenizer
-LLMatcher(LLTokenizer("byte"), sys.stdin.read(), log_level=0)
-""".replace("SECONDS", "2")
-"""Compiles a grammar. Some schemas need hours and all memory: {"multipleOf": 99999989}, thirty patterns in `allOf`."""
-MOST_CHARACTERS = 1 << 16  # of a grammar: nothing else runs while the bytes that one demands are looked up
+MOST_CHARACTERS = 1 << 16
+"""The length limit of a grammar. A long one holds up all other threads while its bytes are searched."""
 KEPT = 64  # compiled grammars
 CHECK_EVERY = 16  # tokens between two searches for an ending while many tokens are left
 MARGIN = 64  # "many": so many more than the last ending and the first one have together
@@ -66,6 +62,9 @@ class Grammars:
         self._limits = llguidance.LLParserLimits(step_lexer_fuel=LEXER_FUEL, verbose_errors=False)
         self._tokens = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Vocabulary(tokenizer)))
         self._compile = lru_cache(KEPT)(self._make)
+        self._lock, self._running = threading.Lock(), ExitStack()  # of the child that compiles on trial
+        self._child: process.Child | None = None
+        weakref.finalize(self, self._running.close)
 
     def json(self, schema: Mapping[str, Any] | bool) -> Grammar:
         """JSON that fits a schema, without white space between its parts. Raises GrammarError."""
@@ -94,17 +93,30 @@ class Grammars:
         return self._compile(self._matcher.grammar_from_lark("\n".join(rules)), trial=True)
 
     def _make(self, grammar: str, trial: bool = False) -> Grammar:
-        """trial: another process compiles it first, which can be ended. A signal says that it took too much."""
+        """trial: a child process compiles it first, which the system can end."""
         if len(grammar) > MOST_CHARACTERS:
             raise CostlyError(f"it has {len(grammar):,} characters, {MOST_CHARACTERS:,} at most: simplify it")
-        command = [sys.executable, "-P", "-X", "utf8", "-c", TRIAL]
-        if trial and subprocess.run(command, input=grammar.encode(), capture_output=True).returncode < 0:
-            raise CostlyError("it takes too long to compile: simplify it")
+        if trial:
+            self._try(grammar)
         made = self._matcher(self._tokens, grammar, log_level=0, limits=self._limits)
         if made.is_error():
             lines = made.get_error().strip().splitlines()
             raise GrammarError(" ".join(lines[:1] + [line for line in lines[1:] if line.startswith("error:")]))
         return Grammar(made, self.tokenizer)
+
+    def _try(self, grammar: str) -> None:
+        """Raises CostlyError if the child does not compile the grammar in time."""
+        with self._lock:
+            if self._child is None:
+                self._child = self._running.enter_context(process.start("quern.generate.trial", "grammar", {}))
+            try:
+                self._child.ask(grammar)
+            except RuntimeError:
+                code, self._child = self._child.process.returncode, None
+                self._running.close()
+                if code is None or code >= 0:  # no signal ended it: an error of the child itself
+                    raise
+                raise CostlyError("it takes too long to compile: simplify it") from None
 
 
 class _Vocabulary:

@@ -193,8 +193,8 @@ def compare_answers(first: str, second: str, out: Path, log: Log) -> None:
     (one, _, stage), (other, _, of_stage) = first.partition("/"), second.partition("/")
     run, other = RunDir(out, one), RunDir(out, other)
     answered = [name for name in reversed(STAGES) if read_answers(run.answers(name))]
-    both = (name for name in answered if of_stage or read_answers(other.answers(name)))
-    stage = stage or next(both, "".join(answered[:1]))
+    both = [name for name in answered if of_stage or read_answers(other.answers(name))]
+    stage = stage or next(iter([*both, *answered]), "")
     of_stage = of_stage or stage
     if (run, stage) == (other, of_stage):
         raise ValueError(f"{first} and {second} are the same model: name another run, or RUN/STAGE")

@@ -72,7 +72,7 @@ class Welcome:
 
 
 class Sample(TypedDict, total=False):
-    """A line of a run's samples.jsonl, as far as it is read here."""
+    """The fields of a line of samples.jsonl that the server reads."""
 
     stage: str
     prompt: str
@@ -211,7 +211,7 @@ async def start_chat(model: Worker, request: ChatRequest) -> Chat:
 
 
 async def read_aside(read: Callable[[Engine, Any], Any], model: Worker, request: Any) -> Any:
-    """What `read` makes of a request. One with a form has a thread of its own: no other request waits for a form."""
+    """Reads a request in a thread. Requests with a form share one thread, so that no other request waits for a form."""
     formed = request.response_format or request.structured_outputs or getattr(request, "tools", None)
     threads = model.forms if formed else None
     return await asyncio.get_running_loop().run_in_executor(threads, read, model.engine, request)

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.browser.chrome import Chrome
 from tests.browser.parrot import DONE, Page
 
@@ -201,7 +203,9 @@ def in_another_tab(page: Page, id: str, change: str) -> None:
     )
 
 
-def test_what_another_tab_adds_to_the_open_conversation_stays(page: Page) -> None:
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+def test_what_another_tab_adds_to_the_open_conversation_stays(page: Page, late: bool) -> None:
+    """In the order of the messages' times, whether it is told before or after the page's own message."""
     page.ask("first")
     id = page.run("document.querySelector('#conversations .chosen').dataset.id")
     leaf = page.run("document.querySelector('.message:last-child').dataset.node")
@@ -213,9 +217,12 @@ def test_what_another_tab_adds_to_the_open_conversation_stays(page: Page) -> Non
         )
     )
     change = f"({{target}}) => {{ Object.assign(target.result.nodes, {{{added}}}); store.put(target.result); }}"
+    if late:
+        page.ask("mine")
     in_another_tab(page, id, f"store.get('{id}').onsuccess = {change}")
-    assert page.said() == ["first", "fine"]
-    page.ask("mine")
+    assert page.said() == ["first", "fine", *["mine", "fine"] * late]
+    if not late:
+        page.ask("mine")
     page.open(fresh=False)
     page.click("#conversations .open")
     assert page.said() == ["first", "fine", "mine", "fine"]

@@ -14,6 +14,7 @@ import jsonschema_rs
 import numpy as np
 import pytest
 
+from quern import process
 from quern.generate import grammar
 from quern.generate.grammar import Grammar, GrammarError, Grammars
 from quern.generate.reply import Reply
@@ -123,6 +124,26 @@ def test_one_of_several_texts() -> None:
 def test_what_cannot_be_followed_is_refused_with_the_reason(make: Any, words: str) -> None:
     with pytest.raises(GrammarError, match=words):
         make()
+
+
+def test_one_process_tries_out_the_schemas_until_one_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, start = list[str](), process.start
+
+    def counted(module: str, *others: Any) -> Any:
+        started.append(module)
+        return start(module, *others)
+
+    monkeypatch.setattr(process, "start", counted)
+    forms = Grammars(TOKENIZER)
+    for most in range(8):
+        forms.json({"type": "integer", "maximum": most})
+        with pytest.raises(GrammarError, match="Invalid type"):
+            forms.json({"type": f"strin{most}"})
+    assert len(started) == 1
+    with pytest.raises(GrammarError, match="too long to compile"):
+        forms.json({"type": "integer", "multipleOf": 999983})
+    forms.json({"type": "integer", "maximum": 8})
+    assert len(started) == 2
 
 
 def test_an_untrained_model_answers_in_json() -> None:

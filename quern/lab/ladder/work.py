@@ -162,7 +162,7 @@ class Worker:
         self.lost: set[tuple[str, int]] = set()
 
     def run(self, options: CompareOptions) -> bool:
-        """Works until nothing is wanted. Returns whether nothing was lost."""
+        """Trains until the study lacks no trial. Returns whether each could be trained; `lost` names the others."""
         tune = self.study.plan.tune
         values = {
             name: [round(factor * getattr(arm.recipe.optim, tune), 10) for factor in TUNE_FACTORS if tune]

@@ -175,7 +175,7 @@ def _lines(folder: Path, facts: dict[str, Any], trials: Sequence[Line]) -> list[
 
 
 def _as_flag(name: str, value: Any) -> str:
-    """The words that set a field; no flag sets none."""
+    """The flag that gives a field this value. None is the value without a flag."""
     part, dot, own = flag(name).rpartition(".")
     if isinstance(value, bool):
         return f"--{part}{dot}{'' if value else 'no-'}{own}"

@@ -46,7 +46,8 @@ export function path(conversation, end = conversation.leaf) {
 
 /** The messages in the place of this one, in the order in which they were made. */
 export function siblings(conversation, node) {
-  return Object.values(conversation.nodes).filter((other) => other.parent === node.parent);
+  const found = Object.values(conversation.nodes).filter((other) => other.parent === node.parent);
+  return found.sort((one, other) => one.time - other.time); // those of another tab are added later
 }
 
 /** Shows the branch of a message as it was when it was last seen. */

@@ -229,7 +229,8 @@ def open_mesh(where: JaxRunOptions) -> Any:
 
     processes = where.processes
     several = processes.coordinator is not None or processes.scheduler
-    if ":" not in (processes.coordinator or ":") or (not several and (processes.count, processes.id) != (None, None)):
+    no_port = processes.coordinator is not None and ":" not in processes.coordinator
+    if no_port or (not several and (processes.count, processes.id) != (None, None)):
         raise ValueError("each of several processes needs --processes.coordinator host:port, the address of process 0")
     keep_freed_memory()
     if where.cpu_devices is not None:
