@@ -7,7 +7,7 @@ Expected effect: worse at equal steps; the cache is smaller.
 Verdict: worse on rung 0 (+0.0228 bits per byte, 3 pairs); multiplier × 0.880 [0.833, 0.933]. Study ladder-2. Before:
 old baseline: worse, small on rung 0 (+0.0042 bits per byte, 8 pairs); multiplier × 1.040 [1.024, 1.057]. Study ladder.
 
-The value embeddings shrink with the key-value heads. The study's models have two query heads, today's four at depth 4.
+The value embeddings shrink with the key-value heads. The lowest rung has three query heads.
 """
 
 from dataclasses import replace

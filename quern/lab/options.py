@@ -40,6 +40,12 @@ class WorkerOptions(DeviceOptions):
         return asdict(self) | {"threads": max(1, machine.threads // workers)}
 
 
+def refuse_name(study: str) -> None:
+    """Raises ValueError if a study cannot have this name, which is its folder's."""
+    if not re.fullmatch(r"\w[\w.-]*", study):
+        raise ValueError(f"a study cannot be called '{study}': give --study letters, digits, - _ and .")
+
+
 @dataclass(frozen=True)
 class StudyOptions:
     """Flags of every tool that trains trials: the fields of the recipe, and the study."""
@@ -55,9 +61,7 @@ class StudyOptions:
     the arms or of the .toml files, or the name of the tool."""
 
     def __post_init__(self) -> None:
-        name = self.study or self.default
-        if not re.fullmatch(r"\w[\w.-]*", name):
-            raise ValueError(f"a study cannot be called '{name}': give --study letters, digits, - _ and .")
+        refuse_name(self.study or self.default)
         if self.recipe.train.minutes is not None:
             raise ValueError("a trial trains for steps, so that trials are comparable: leave out train.minutes")
 
@@ -110,6 +114,10 @@ class LogOptions:
     """The output folder, which has the studies."""
     folder: Path = Path(".")
     """The project's folder. It has experiments/; docs/experiments/ is made in it."""
+
+    def __post_init__(self) -> None:
+        for name in self.study:
+            refuse_name(name)
 
 
 @dataclass(frozen=True)

@@ -221,6 +221,7 @@ lab scaling --sizes 1 → ^quern lab: --sizes needs at least 4 sizes: fewer do n
 rl --rl.rewards gsm8k --rl.data nope → ^quern rl: --rl.data nope: there is no such file or folder$
 rl --rl.data . → --rl.data is for --rl.rewards gsm8k and programs: name one of them, or leave it out$
 run --sft.tests nope → ^quern run: --sft.tests nope: there is no such file or folder$
+lab log --study ../x → ^quern lab: a study cannot be called '../x': give --study letters, digits, - _ and \.$
 lab compare gpt gpt → ^quern lab: two arms have the name gpt: give every arm's file a name of its own$
 evaluate --depth 3 → quern evaluate: --depth belongs to the run's recipe and cannot change: leave it out
 pretrain --name x → --name comes with the recipe: to name the run, use --run
