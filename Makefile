@@ -58,8 +58,8 @@ $(DEV): $(STAMP)
 	$(INSTALL) -c constraints.txt -e ".[dev,serve]"
 	@touch $@
 
-# Rates by the square root of the batch, as nanochat's. Two runs with the default's cube root knew 0.830 and 0.960 of the
-# facts, this one 0.905: too few runs to change it.
+# Rates by the square root of the batch, as nanochat's: with the default's cube root the bits per byte are lower, and one
+# seed of five had not learned multiple choice after 500 steps (docs/scaling.md#where-the-defaults-come-from).
 quickstart: $(STAMP)
 	$(COMPILED) $(BIN)/quern run --run quickstart --train.minutes 4.2 --optim.batch-exponent 0.5 --text.val-megabytes 0.1
 	@echo
