@@ -181,4 +181,4 @@ def test_a_baseline_that_flags_changed_gives_no_verdicts_to_ideas() -> None:
     assert not page.verdicts and "double_rate" in page.files["ladder-rates.md"]
     assert "Flags of its command" in page.section[0]
     for old in (ladder, page):  # the log has no verdict on a baseline that is not today's
-        assert "Its verdicts are on its page" in old.section[0] and "double_rate" not in "".join(old.section)
+        assert "The study's page has the verdicts" in old.section[0] and "double_rate" not in "".join(old.section)

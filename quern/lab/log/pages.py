@@ -204,7 +204,7 @@ class ComparisonPage:
         """The study's section of experiments/LOG.md: a row for each idea, the largest multiplier first. A study with
         another baseline than today's has none: its own page has the verdicts."""
         if self.old or self.aside:
-            return [f"{self.setup()} Its verdicts are on its page.\n"]
+            return [f"{self.setup()} The study's page has the verdicts."]
         head = ["idea", *(f"rung {rung}" for rung in self.rungs), "multiplier", "trend", "expected", "as expected"]
         body: list[list[str]] = []
         for row in self.rows:
