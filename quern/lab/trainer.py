@@ -99,12 +99,7 @@ class Trainer:
 
         Returns:
             The trial. One that diverged has no `bpb`.
-
-        Raises:
-            ValueError: The recipe trains for minutes, or a value is refused.
         """
-        if recipe.train.minutes is not None:
-            raise ValueError("a trial trains for steps, so that trials are comparable: give --train.steps")
         reset_peak_memory(self.machine.device)
         prepared = self._data(resolved := resolve(recipe))
         resolved = replace(fit_to_text(resolved, prepared.tokenizer, prepared.train), seed=seed, data_seed=data_seed)

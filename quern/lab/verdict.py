@@ -67,7 +67,7 @@ class Finding:
 
 class Judgement(NamedTuple):
     """The findings by idea. floor: the baseline against itself, on the seeds that no idea has; None for fewer than two;
-    sd: of a pair's difference, what the ideas have in common, and the degrees of freedom that it counts for in each."""
+    sd: of a pair's difference, what the ideas have in common, or nan; and the degrees of freedom that it counts for."""
 
     findings: dict[str, Finding]
     floor: Finding | None
@@ -121,17 +121,18 @@ def _common(logs: Floats, errors: Floats, df: Floats, known: NDArray[np.bool_]) 
     section 6.2), with less weight, since all differences share the baseline's runs. K ideas, which correlate by up to
     1/4, know no more than K / (1 + (K - 1)/4) independent ones; (K - 3) / (K - 1), as James and Stein's, is for the
     error of the weight."""
-    count = np.maximum(known.sum(-1, keepdims=True), 2)
+    count = known.sum(-1, keepdims=True)
+    rest = np.maximum(count - 1, 1)
 
     def mean(values: Floats) -> Floats:
-        return np.where(known, values, 0.0).sum(-1, keepdims=True) / count
+        return np.where(known, values, 0.0).sum(-1, keepdims=True) / np.maximum(count, 1)
 
     centre = mean(logs)
-    excess = mean(np.square(logs - centre)) * count / (count - 1) - mean(errors)
+    excess = mean(np.square(logs - centre)) * count / rest - mean(errors)
     prior_half = _inverse_trigamma(np.maximum(excess, 1e-4))
-    common = np.exp(centre + special.digamma(prior_half) - np.log(prior_half))
+    common = np.exp(centre + special.digamma(prior_half) - np.log(prior_half)) * (count > 0)
     most = mean(df) * (count / (1 + (count - 1) / 4) - 1)
-    return common, np.minimum(2 * prior_half, most) * np.maximum(count - 3, 0) / (count - 1)
+    return common, np.minimum(2 * prior_half, most) * np.maximum(count - 3, 0) / rest
 
 
 def _inverse_trigamma(x: Floats) -> Floats:
@@ -288,7 +289,8 @@ def judge(base: Runs, ideas: Mapping[str, Runs], rules: Rules) -> Judgement:
         )
         for at, name in enumerate(ideas)
     }
-    return Judgement(findings, _floor(scores, runs, rules), math.sqrt(made.common[0]), float(made.weight.max()))
+    sd = math.sqrt(made.common[0]) or math.nan
+    return Judgement(findings, _floor(scores, runs, rules), sd, float(made.weight.max()))
 
 
 def _floor(base: dict[int, float], ideas: Mapping[str, dict[int, float]], rules: Rules) -> Finding | None:

@@ -7,12 +7,14 @@ light and the dark scheme. Text stays text, in the font of the page.
 import io
 import re
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
@@ -109,9 +111,7 @@ def draw(curve: Curve, xs: list[float], ys: list[float], stage: StageRecords, na
             room = (high / low) ** 0.06 if high > low else 1.1
             axes.set_yscale("log")
             axes.set_ylim(low / room, high * room)
-            few = high / low < 12
-            axes.yaxis.set_major_locator(MaxNLocator(5) if few else LogLocator(subs=(1, 2, 5), numticks=12))
-            axes.yaxis.set_minor_locator(NullLocator())
+            log_ticks(axes.yaxis, 5, (1, 2, 5))
         else:
             axes.set_ylim(0, high * 1.08 if high > 0 else None)
             axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
@@ -126,6 +126,16 @@ def draw(curve: Curve, xs: list[float], ys: list[float], stage: StageRecords, na
             for step in stage.steps_of("skip"):
                 axes.axvline(step, color=ALERT, linewidth=0.9)
         return _svg(figure, name, f"{curve.title}, {curve.unit}: from {number(ys[0])} to {number(ys[-1])}")
+
+
+def log_ticks(axis: Axis, most: int, subs: Sequence[float] = (1,)) -> None:
+    """Labels a logarithmic axis: `most` steps over a short range, else `subs` times powers of ten. matplotlib's own
+    labels overlap, or leave a short range without any."""
+    low, high = axis.get_view_interval()
+    short = high < 12 * low
+    axis.set_major_locator(MaxNLocator(most, steps=[1, 2, 5, 10]) if short else LogLocator(subs=subs, numticks=12))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter("{x:g}")
 
 
 def running_mean(ys: list[float]) -> list[float]:

@@ -253,6 +253,9 @@ def test_runs_that_fail_are_no_numbers_anywhere(tmp_path: Path) -> None:
         for seed, one in study.trials[name, 0, None].items():
             study.trials[name, 0, None][seed] = replace(one, bpb=None)
     assert {one.verdict for one in judged(study, 0).findings.values()} == {"undecided"}
+    lines = [*report.study_lines(study), *report.calibration(study, 0, {"both": ["worse"]})]
+    assert "SD of a pair's difference not measured, correlation of pairs not measured" in lines[-1]
+    assert "SD of a pair's difference not measured; A/A floor: not measured" in lines
 
 
 @pytest.mark.parametrize(

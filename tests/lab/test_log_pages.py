@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from quern.lab.arms import with_verdict
 from quern.lab.ladder.study import Comparison
@@ -13,6 +14,7 @@ from quern.lab.log.publish import idea_files, run
 from quern.lab.options import LogOptions
 from quern.lab.search.sweep import run as run_sweep
 from quern.lab.study import start_facts
+from quern.report.plots import log_ticks
 from tests.lab import test_scaling, test_sweep
 from tests.lab.sweep_worker import RECIPE
 from tests.lab.sweep_worker import FakeTrainer as SweepTrainer
@@ -83,13 +85,31 @@ def test_a_sweep_without_a_finished_trial_has_a_page(tmp_path: Path) -> None:
 
 def test_published_records_name_files_and_no_folders(tmp_path: Path) -> None:
     recipe = replace(RECIPE, data="/private/a/x.txt\n/private/a/x.txt.d\nplain.txt", val="/private/v.txt")
-    recipe = replace(recipe, text=replace(recipe.text, tokenizer="/private/b/tokenizer.json"))
+    recipe = replace(recipe, text=replace(recipe.text, tokenizer='/private/b/my "own".json'))
     given = test_sweep.options(tmp_path / "out", recipe=recipe, trials=2)
     run_sweep(given, lambda line: None, SweepTrainer(), facts=start_facts(CPU, "quern lab sweep"))
     _, files = publish(tmp_path / "out", tmp_path / "project", "s")
     published = json.loads(files[tmp_path / "project/experiments/records/s/results.json"])["plan"]["recipe"]
     assert published["data"] == "x.txt\nx.txt.d\nplain.txt" and published["val"] == "v.txt"
-    assert published["text"]["tokenizer"] == "tokenizer.json"
+    assert published["text"]["tokenizer"] == 'my "own".json'
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (0.84, 1.66, ["1", "1.2", "1.4", "1.6"]),
+        (0.49, 2.3, ["0.5", "1", "1.5", "2"]),
+        (3.5e-4, 1.1e-2, ["0.001", "0.01"]),
+    ],
+)
+def test_a_logarithmic_axis_has_some_labels_and_not_too_many(low: float, high: float, labels: list[str]) -> None:
+    figure = Figure()
+    axes = figure.add_subplot(xscale="log")
+    axes.plot([low, high], [1, 1])
+    log_ticks(axes.xaxis, 5)
+    figure.draw_without_rendering()
+    shown = (label for label in axes.get_xticklabels(which="both") if low <= label.get_position()[0] <= high)
+    assert [label.get_text() for label in shown if label.get_text()] == labels
 
 
 def told(study: str, verdict: str, runs: int, rung: int = 0, baseline: str = "b") -> Page:

@@ -56,7 +56,8 @@ def test_variances_are_moderated_as_far_as_they_agree() -> None:
 
 def test_one_idea_has_scipys_paired_t() -> None:
     base, ideas = study({"idea": -0.01}, seeds=6)
-    found = judge(base, ideas, RULES).findings["idea"]
+    judgement = judge(base, ideas, RULES)
+    found = judgement.findings["idea"]
     differences = np.array([ideas["idea"][at] - base[at] for at in range(6)])  # type: ignore[operator]
     score = float(critical(0.05, 8)) * (6 / 8) ** (verdict.SHAPE - 0.5)
     level = 2 * stats.norm.sf(score)
@@ -66,6 +67,8 @@ def test_one_idea_has_scipys_paired_t() -> None:
     )
     assert found.interval == pytest.approx((found.difference - half, found.difference + half))
     assert found.degrees == pytest.approx(4)
+    unbiased = math.exp((math.log(5 / 2) - special.digamma(5 / 2)) / 2)  # the mean of ln s² is below ln σ²
+    assert judgement.sd == pytest.approx(differences.std(ddof=1) * unbiased, rel=1e-3)
     pair = [ideas["idea"][at] for at in range(6)], [base[at] for at in range(6)]
     assert found.correlation == pytest.approx(stats.pearsonr(*pair)[0])
 
@@ -91,6 +94,7 @@ def test_a_study_of_all_kinds() -> None:
     assert {name: one.verdict for name, one in found.items()} == {name: name for name in ideas}
     assert found["fails"].failed == 3 and found["fails"].pairs == 0 and math.isnan(found["fails"].difference)
     assert judge(base, {}, RULES).findings == {}
+    assert math.isnan(judge(base, {"one pair": {0: 1.1}}, RULES).sd)
     same = judge(base, {"twin": base}, RULES).findings["twin"]
     assert (same.verdict, same.difference) == ("no difference", 0)
 

@@ -298,7 +298,7 @@ def study_tables(study: Comparison) -> list[Table]:
         head = ("idea", "pairs", "difference", "interval", "verdict", "multiplier by FLOPs", "by seconds")
         one = judgement.floor
         floor = f"{signed(one.difference)} {interval(one)}, {one.verdict}" if one else "not measured"
-        noise = f"SD of a pair's difference {judgement.sd:.4f}; A/A floor: {floor}"
+        noise = f"SD of a pair's difference {_measured(judgement.sd)}; A/A floor: {floor}"
         failed = [name for name in study.ideas if any(one.error for one in judged_trials(study, name, rung).values())]
         lines = [proxy_line(study, rung), noise, *([f"could not be trained: {', '.join(failed)}"] if failed else [])]
         body = [
@@ -323,6 +323,10 @@ def study_lines(study: Comparison) -> list[str]:
 def signed(value: float) -> str:
     """A difference in bits per byte as text; … for one that is not finite, as without a pair."""
     return f"{value:+.4f}" if math.isfinite(value) else "…"
+
+
+def _measured(value: float, digits: int = 4) -> str:
+    return f"{value:.{digits}f}" if math.isfinite(value) else "not measured"
 
 
 def interval(finding: Finding) -> str:
@@ -356,16 +360,15 @@ def calibration(study: Comparison, rung: int, answers: Mapping[str, Sequence[str
     scores = base_scores(study, rung)
     known = [one.correlation for one in judgement.findings.values() if math.isfinite(one.correlation)]
     usable = "it may judge" if right >= FEWEST_RIGHT * len(answers) else "do not use it"
-    spread = f"{statistics.stdev(scores):.4f}" if len(scores) > 1 else "not measured"
-    together = f"{statistics.median(known):.2f}" if known else "not measured"
+    spread = _measured(statistics.stdev(scores) if len(scores) > 1 else math.nan)
     undecided = f", {still_open} still open" if still_open else ""
     told_ = [
         *grid(("idea", "known answer", "verdict", "difference", ""), lines),
         f"rung {rung}: {right} of {len(answers)} known answers are right{undecided}: {usable}",
-        f"noise: SD of {len(scores)} seeds {spread} bits per byte, SD of a pair's difference {judgement.sd:.4f}, "
-        f"correlation of pairs {together}",
+        f"noise: SD of {len(scores)} seeds {spread} bits per byte, SD of a pair's difference "
+        f"{_measured(judgement.sd)}, correlation of pairs {_measured(statistics.median(known or [math.nan]), 2)}",
     ]
-    for pairs in (3, 5, 8, 12):
+    for pairs in (3, 5, 8, 12) if math.isfinite(judgement.sd) else ():
         rules, ideas = Rules(study.plan.delta, pairs, study.plan.alpha), max(1, len(study.ideas))
         found = reach(judgement.sd, rules, ideas, 2, judgement.shared)
         told_.append(f"{pairs} pairs find an effect of {found.effect:.4f}, and can show a δ of {found.delta:.4f}")

@@ -27,6 +27,7 @@ from quern.lab.search.results import FIGURE, RESULTS, TRIALS, best_line, importa
 from quern.lab.verdict import Finding
 from quern.recipes import load_recipe
 from quern.records import read_json, read_lines
+from quern.report.plots import log_ticks
 from quern.terminal import counted
 
 HEADER = "<!-- Generated from experiments/records by `quern lab log`. -->\n\n"
@@ -267,8 +268,7 @@ def multipliers(rows: Sequence[Row]) -> str:
             errors = np.abs([low - values, high - values])
             axes.errorbar(x, values, errors, fmt="o-", color=colour, markersize=3, linewidth=1)
             ends.append((values[-1], x[-1], row, colour))
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}")
+        log_ticks(axes.yaxis, 6, (1, 2, 5))
         axes.set_xlabel("training FLOPs of the baseline")
         axes.set_ylabel("compute multiplier")
         computes = [compute for row in shown for compute in row.computes.values()] or [1.0]

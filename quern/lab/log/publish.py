@@ -112,7 +112,7 @@ def _public(source: Path, project: Path) -> dict[str, str]:
         if not file.endswith(".json"):
             continue
         for name in sorted(set(_text_paths(json.loads(text))), key=len, reverse=True):  # one may begin another
-            text = text.replace(json.dumps(name)[1:-1], Path(name).name)
+            text = text.replace(json.dumps(name)[1:-1], json.dumps(Path(name).name)[1:-1])
         body = json.loads(text)
         if facts := body.get("facts"):
             facts["command"] = _public_command(facts["command"], project)

@@ -22,6 +22,7 @@ from quern.lab.search.space import Dimension, Space, shown
 from quern.lab.study import Study
 from quern.lab.verdict import WORST, score
 from quern.records import strict
+from quern.report.plots import log_ticks
 from quern.temporaries import whole_file, write_whole
 from quern.terminal import counted, grid
 from quern.validate import flag
@@ -202,12 +203,12 @@ def draw_pairs(path: Path, ranked: Sequence[Line], fields: Sequence[Dimension]) 
         if row == column:
             ys = scores
             axes.set_title("bits per byte", fontsize=7)
-        else:
-            _scale(axes, fields[row], "y", label=column == 0)
         # The best trials are drawn last, on top of the others.
         mapped = axes.scatter(xs[::-1], ys[::-1], s=12, c=scores[::-1], cmap="viridis_r")
         axes.plot(xs[0], ys[0], "*", color="crimson", markersize=10)
         _scale(axes, fields[column], "x", label=row == size - 1)
+        if row != column:
+            _scale(axes, fields[row], "y", label=column == 0)
         axes.tick_params(labelsize=7)
     figure.colorbar(mapped, ax=panels, label="bits per byte", shrink=0.6)
     with whole_file(path) as temporary:
@@ -220,9 +221,10 @@ def _coordinates(one: Dimension, trials: Sequence[Line]) -> np.ndarray:
 
 
 def _scale(axes: Axes, one: Dimension, axis: str, label: bool) -> None:
-    """Scales an axis for a field. label: also names it."""
+    """Scales an axis for a field, after its trials are drawn. label: also names it."""
     if one.log:
         axes.set(**{f"{axis}scale": "log"})
+        log_ticks(getattr(axes, f"{axis}axis"), 3)
     if one.choices:
         axes.set(**{f"{axis}ticks": range(len(one.choices)), f"{axis}ticklabels": [*map(shown, one.choices)]})
     if label:
