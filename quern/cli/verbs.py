@@ -97,7 +97,7 @@ OF_THE_MACHINE = tuple(
 
 def verb_prepare(verb: str, rest: Arguments) -> int:
     options, _ = parse(verb, rest, TokenizerOptions if verb == "tokenizer" else PrepareOptions)
-    from quern.data.bin_files import MODDED_NANOGPT, NANOGPT, refuse_written
+    from quern.data.bin_files import MODDED_NANOGPT, NANOGPT, refuse_ids, refuse_written
     from quern.resolve import resolve
     from quern.stages.prepare import fit_vocabulary, open_source, own_megabytes, prepare
     from quern.stages.prepare_tokens import write_tokens
@@ -114,7 +114,9 @@ def verb_prepare(verb: str, rest: Arguments) -> int:
         if options.to is not None:
             refuse_written(options.dir)
         workers, start_workers = options.encoders()
-        prepared = prepare(recipe, options.out, log, workers=workers, start_workers=start_workers)
+        prepared = prepare(
+            recipe, options.out, log, None, workers, start_workers, lambda one: refuse_ids(one.bos if options.to else 0)
+        )
         rows = prepared.facts["tokenizer"]["compression"]
         if options.to is not None:
             form = {"bin": MODDED_NANOGPT, "nanogpt": NANOGPT}[options.to]

@@ -99,6 +99,12 @@ def refuse_written(folder: Path) -> None:
         raise ValueError(f"{there} is there already: name a new folder")
 
 
+def refuse_ids(largest: int) -> None:
+    """Raises ValueError if the largest id of a text does not fit."""
+    if largest >= IDS:
+        raise ValueError(f"the text has id {largest:,}, and these files hold ids below {IDS:,}: use another tokenizer")
+
+
 def write_bin(
     splits: dict[str, Corpus], folder: Path, name: str, form: BinFormat, progress: Callable[[int], None]
 ) -> list[Path]:
@@ -160,10 +166,7 @@ def _write_file(path: Path, corpus: Corpus, documents: slice, form: BinFormat, p
             else:
                 corpus.copy(out, ends - lengths, starts + 1, lengths - 1)
                 out[ends - 1] = corpus.bos
-            if out.max() >= IDS:
-                raise ValueError(
-                    f"the text has id {out.max():,}, and these files hold ids below {IDS:,}: use another tokenizer"
-                )
+            refuse_ids(int(out.max()))
             file.write(out.astype("<u2").tobytes())
             count += out.size
             progress(count)

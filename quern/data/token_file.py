@@ -69,7 +69,7 @@ def fingerprint(*parts: str) -> str:
     """SHA-256 (hex) over strings; the length of each is hashed too, so ("ab", "c") differs from ("a", "bc")."""
     digest = hashlib.sha256()
     for part in parts:
-        raw = part.encode("utf-8")
+        raw = part.encode("utf-8", "surrogatepass")  # of a file name that is no UTF-8
         digest.update(len(raw).to_bytes(8, "little") + raw)
     return digest.hexdigest()
 

@@ -8,7 +8,9 @@ new run with the recipe and a checkpoint of another run.
 
 from __future__ import annotations
 
+import glob
 import hashlib
+import os
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -192,9 +194,9 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     """The recipe with absolute paths, so that it is valid in every working directory."""
 
     def absolute(name: str) -> str:
-        built_in = not name.strip() or name in BUILT_IN_CONVERSATIONS  # an empty path would be the working directory
-        named = not built_in and (Path(name).exists() or set(name) & set("*?["))
-        return str(Path(name).absolute()) if named else name
+        own = name.strip() and name not in BUILT_IN_CONVERSATIONS  # an empty path would be the working directory
+        pattern = os.path.join(glob.escape(os.getcwd()), name) if glob.has_magic(name) else name
+        return str(Path(name).absolute()) if own and Path(name).exists() else pattern
 
     return map_paths(recipe, absolute)
 
@@ -311,6 +313,7 @@ def to_continue(saved: Resolved, named: Collection[str], at_peak: bool = False) 
         optim = replace(optim, decay_scale=None)
     if length or {"data", "shards"} & set(named):
         optim = replace(optim, table_decay_scale=None)
-    val = None if "data" in named else saved.val  # the saved validation files belong to another text
+    if "data" in named:  # these choose files of another text
+        saved = replace(saved, val=None, include=None, exclude=None)
     shards = None if "data" in named or length else saved.shards
-    return replace(saved, train=train, optim=optim, val=val, shards=shards, data_seed=saved.data_seed + 1)
+    return replace(saved, train=train, optim=optim, shards=shards, data_seed=saved.data_seed + 1)

@@ -280,9 +280,10 @@ def prepare(
     tokenizer: Tokenizer | None = None,
     workers: int = 1,
     start_workers: StartWorkers = on_processes,
+    check: Callable[[Tokenizer], None] = lambda tokenizer: None,
 ) -> Prepared:
     """Prepares everything that training needs of the text, with a tokenizer, the one that the recipe names, or one that
-    is trained on the text."""
+    is trained on the text. check: refuses a tokenizer, before the text is tokenized."""
     tokenizer = named_tokenizer(recipe.text.tokenizer, tokenizer, log)  # before anything is downloaded or read
     if is_tokens(recipe.data, out) and recipe.make_documents is None:
         public = public_data(recipe, out, log)
@@ -294,6 +295,7 @@ def prepare(
         return Prepared(tokenizer, train, val, facts, origin, public)
     source = open_source(recipe, out, log)
     tokenizer = tokenizer or train_tokenizer(recipe, source, out, log)
+    check(tokenizer)
     mark = fingerprint(tokenizer.fingerprint, source.fingerprint)
     known = [found for found in sorted((out / "data").glob(f"*-{mark[:8]}")) if prepared(found, mark)]
     folder = known[0] if known else out / "data" / f"{source.name}-{mark[:8]}"

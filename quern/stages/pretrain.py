@@ -62,6 +62,8 @@ def run(recipe: Recipe, session: Session, check: Check = lambda recipe, tokenize
         ValueError: The run exists and `resume` was not asked for; or its recipe, text or tokenizer is another one.
         RunInUseError: Another process trains in the run.
     """
+    if recipe.train.minutes is not None and session.mesh.tp > 1:
+        raise ValueError("train.minutes cannot be measured with --tp: give train.steps instead")
     with session.opened():
         return _run(recipe, session, check)
 
@@ -175,8 +177,6 @@ def _fit_minutes(
     """
     mesh = session.mesh
     assert recipe.train.minutes is not None
-    if mesh.tp > 1:
-        raise ValueError("train.minutes cannot be measured with --tp: give train.steps instead")
     if began is not None:
         return {name: began.recipe["train"][name] for name in ("steps", "batch_tokens")}
     micro_seconds, update_seconds = mesh.world.broadcast_object(_time_parts(recipe, session, model, corpus))

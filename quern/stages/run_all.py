@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from quern.generate.tools import spoken
-from quern.recipe import ConversationSource, Recipe, Resolved
+from quern.recipe import FOR_FINE_TUNING, ConversationSource, Recipe, Resolved
 from quern.records import read_lines
 from quern.report.build import build
 from quern.report.records import read_run
@@ -26,6 +26,7 @@ from quern.text.chat import parts
 from quern.text.tokenizer import Tokenizer
 from quern.train import manifest
 from quern.train.guard import EXIT_DONE
+from quern.validate import flag
 
 
 def run(recipe: Recipe, session: Session, *, questions: int, chat: bool = False, sft: bool = True) -> int:
@@ -39,11 +40,14 @@ def run(recipe: Recipe, session: Session, *, questions: int, chat: bool = False,
         sft: Whether to fine-tune at all.
     """
     own = recipe.data != "tinyworld" and recipe.conversations is None
-    if chat and not sft:
-        raise ValueError("--chat asks for fine-tuning, and --no-sft for none: leave one of them out")
     if chat and own:
         recipe = replace(recipe, conversations=(ConversationSource("tinyworld"),))
     fine_tune = sft and (chat or not own or session.run_dir.has_trained("sft"))
+    asked = [name for name in session.named if name != "sft" and name.startswith(FOR_FINE_TUNING)] + ["chat"] * chat
+    if asked and not fine_tune:
+        other = "a text of your own gets it with --chat or --conversations: give one of them, too"
+        other = other if sft else "--no-sft for none: leave one of them out"
+        raise ValueError(f"--{flag(min(asked))} asks for fine-tuning, and {other}")
     with run_lock(session.run_dir, session.command, session.mesh):
         return _run(recipe, replace(session, locked=True), questions, fine_tune)
 

@@ -14,6 +14,7 @@ is {"name":…,"arguments":…} without spaces, as generate/grammar.py has the m
 
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -75,7 +76,9 @@ def _shape(row: Mapping[str, Any]) -> tuple[tuple[str, ...], Any]:
             return (key,), row[key]
     if row.get("instruction") is not None and row.get("output") is not None:
         question = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
-        exchanges = [*(row.get("history") or ()), (question, row["output"])]
+        exchanges = [*(row.get("history") or ()), [question, row["output"]]]
+        if any(not isinstance(pair, list) or len(pair) != len(ASKED) for pair in exchanges):
+            raise ValueError('"history" is a list of questions with their answers, [["…", "…"], …]')
         return ALPACA, [_said(role, text) for pair in exchanges for role, text in zip(ASKED, pair, strict=True)]
     for pair in PAIRS:
         if all(isinstance(row.get(key), str | list) for key in pair):
@@ -141,7 +144,7 @@ def of_whatsapp(text: str, person: str | None = None) -> list[list[Message]]:
     if person not in names:
         raise ValueError(
             f"the model learns to write as one of {', '.join(names[:NAMES_SHOWN])}: name that one, as --conversations "
-            f"FILE,column={names[0]}"
+            + shlex.quote(f"FILE,column={names[0]}")
         )
     roles = [[("assistant" if name == person else "user", said) for name, said in one if said] for one in days.values()]
     return [to_messages(_in_turn(one)) for one in roles]

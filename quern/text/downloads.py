@@ -28,7 +28,8 @@ PAUSES = (4.0, 16.0, 60.0)
 LIMIT_SECONDS = 30.0
 NEEDS_TOKEN = ": a set that asks for it needs the token in the variable HF_TOKEN"
 ADVICE = {401: NEEDS_TOKEN, 403: NEEDS_TOKEN, 404: ": remove listing.json, and the files are listed again"}
-"""Advice for the user about an answer of the server."""
+"""Advice for the user about an answer of the Hub."""
+OTHERS = dict.fromkeys((401, 403, 404, 410), ": check the address")
 Progress = Callable[[str, int, int], None]
 """(file name, bytes so far, total bytes), called as bytes arrive."""
 
@@ -102,7 +103,7 @@ def _fetch(url: str, path: Path, part: Path, size: int | None, sha256: str | Non
     from huggingface_hub.utils import build_hf_headers
 
     huggingface_hub.logging.set_verbosity_error()  # what breaks is told in one line, below
-    headers, advice = (build_hf_headers(), ADVICE) if size is not None else ({"Accept-Encoding": "identity"}, {})
+    headers, advice = (build_hf_headers(), ADVICE) if size is not None else ({"Accept-Encoding": "identity"}, OTHERS)
     path.parent.mkdir(parents=True, exist_ok=True)
     host, tries, farthest = urlsplit(url).netloc, 0, 0
     while True:
@@ -123,7 +124,7 @@ def _fetch(url: str, path: Path, part: Path, size: int | None, sha256: str | Non
             if sha256 in (None, found):
                 break
             part.unlink()
-            reason, most = f"its SHA-256 is {found}, expected {sha256}", 1
+            reason, most, status = f"its SHA-256 is {found}, expected {sha256}", 1, 0
         except (OSError, huggingface_hub.errors.HTTPError) as error:
             status = getattr(getattr(error, "response", None), "status_code", 0)
             reason = f"the server answers {status}{advice.get(status, '')}" if status else _reason(error)
@@ -133,8 +134,8 @@ def _fetch(url: str, path: Path, part: Path, size: int | None, sha256: str | Non
         if have > farthest:
             tries, farthest = 0, have
         if tries >= most:
-            rest = f"run it again to go on from {have:,} of {size:,} bytes" if size else "run it again"
-            raise OSError(f"cannot fetch {url}: {reason}; {rest}")
+            again = f"; run it again{f' to go on from {have:,} of {size:,} bytes' if size else ''}"
+            raise OSError(f"cannot fetch {url}: {reason}{'' if status in advice else again}")
         tries += 1
         with waiting(f"{host} before try {tries + 1} of {most + 1} ({reason})", PAUSES[tries - 1]):
             time.sleep(PAUSES[tries - 1])

@@ -143,6 +143,7 @@ def list_source(
     if not read:
         there_are = f" (it holds {_counts(ignored)})" if ignored else ""
         matches = f" and matches {include}" if include else ""
+        matches += f" and does not match --data.exclude {exclude}" if exclude else ""
         raise FileNotFoundError(
             f"nothing to read in {source}{there_are}: no file ends in {_accepted(formats)}{matches}{_needs(ignored)}"
         )

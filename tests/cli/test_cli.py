@@ -233,6 +233,7 @@ prepare --text.column body → --text.column is for files of text in a --data of
 run --data a.txt --text.separator= → text.separator is empty: give the mark that ends a document
 pretrain --data a.txt --text.tinyworld-megabytes 1 → --data names another text: leave one of them out
 run --chat --no-sft --no-compile → --chat asks for fine-tuning, and --no-sft for none: leave one of them out$
+run --no-sft --sft.steps 5 --no-compile → --sft.steps asks for fine-tuning, and --no-sft for none: leave one of them
 prepare --data a.txt --text.encoding klingon → text.encoding is auto, utf-8, cp1252 or the like, not klingon
 pretrain --shards 2 → --shards is the number of files of a public data set
 pretrain llama --model.softcap 15.0 → --model.softcap does nothing in the 'llama' recipe: .*model.dropout

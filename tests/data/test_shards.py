@@ -125,6 +125,7 @@ def test_reuse_only_when_nothing_changed(folder):
 def test_fingerprints_do_not_run_together():
     assert fingerprint("ab", "c") != fingerprint("a", "bc") != fingerprint("a", "bc", "")
     assert fingerprint("größe") == fingerprint("größe")
+    assert fingerprint(".\udce9") != fingerprint(".\udcea"), "of file names that are no UTF-8"
 
 
 def interrupted(folder: Path, docs: list[list[int]], **options: Any) -> int:

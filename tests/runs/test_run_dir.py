@@ -18,11 +18,12 @@ from quern.recipe import FOR_FINE_TUNING, Recipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from quern.runs.load import load
-from quern.runs.origin import Origin, compare, find_saved, read_origin, to_continue
+from quern.runs.origin import Origin, compare, find_saved, read_origin, to_continue, with_absolute_paths
 from quern.runs.run_dir import RunDir
 from quern.runs.run_lock import run_lock
 from quern.stages import sft
 from quern.stages.session import Session
+from quern.text.sources import data_paths
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint
 from quern.train.manifest import CheckpointError
@@ -192,3 +193,19 @@ def test_a_new_run_derives_again_what_follows_from_the_fields_it_names() -> None
     of_public_set = replace(base, shards=8)
     shards = [to_continue(of_public_set, named).shards for named in ((), ("data",), ("train.steps",))]
     assert shards == [8, None, None]
+    chosen = replace(base, include="*.md", exclude="a*", val="v.txt")
+    of_text = [(one.include, one.exclude, one.val) for one in (to_continue(chosen, ()), to_continue(chosen, {"data"}))]
+    assert of_text == [("*.md", "a*", "v.txt"), (None, None, None)]
+
+
+def test_a_pattern_stays_one_in_a_folder_whose_name_looks_like_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a[1]"
+    folder.mkdir()
+    (folder / "b.txt").write_text("x", encoding="utf-8")
+    monkeypatch.chdir(folder)
+    made = with_absolute_paths(replace(RECIPE, data="*.txt\nb.txt\nnone.txt", val="hf:a/b"))
+    monkeypatch.chdir(tmp_path)
+    *files, none = made.data.split("\n")
+    assert data_paths("\n".join(files)) == [folder / "b.txt"] * 2 and (none, made.val) == ("none.txt", "hf:a/b")

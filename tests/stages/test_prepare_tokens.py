@@ -19,6 +19,7 @@ from tiktoken_ext.openai_public import r50k_pat_str
 from quern.cli.main import main
 from quern.generate.engine import Engine
 from quern.machine import Machine
+from quern.mesh import alone
 from quern.recipe import Resolved, TextRecipe
 from quern.recipes.gpt import RECIPE as GPT_RECIPE
 from quern.recipes.unet import RECIPE
@@ -133,6 +134,11 @@ def test_gpt_fills_up_a_foreign_vocabulary_and_never_writes_what_fills_it(tmp_pa
     machine, run_dir = Machine(CPU.device, CPU.dtype, compile=False, threads=1), RunDir(tmp_path / "out", "bin")
     session = Session(stage="pretrain", machine=machine, run_dir=run_dir, log=print)
     assert pretrain.run(recipe, session) == 0
+    timed = replace(recipe, train=replace(recipe.train, steps=None, minutes=1.0))
+    cut = replace(session, run_dir=RunDir(tmp_path / "cut", "bin"), mesh=replace(alone(), tp=2))
+    with pytest.raises(ValueError, match="train.minutes cannot be measured with --tp: give train.steps instead"):
+        pretrain.run(timed, cut)
+    assert not cut.run_dir.out.exists(), "before the text is read"
     saved = read_saved(run_dir, "pretrain")
     assert saved is not None
     assert pretrain.run(replace(saved, train=replace(saved.train, steps=3)), replace(session, resume=True)) == 0
@@ -224,6 +230,18 @@ def test_text_becomes_the_tokens_that_tiktoken_makes_and_is_read_back(
     again = prepare(recipe_for(tmp_path / "to kens", "to kens/tokenizer.json"), tmp_path / "out", print)
     for split, corpus in (("train", again.train), ("val", again.val)):
         assert texts_of(corpus, again.tokenizer) == splits[split]
+
+
+def test_ids_that_do_not_fit_are_refused_before_the_text_is_tokenized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.txt").write_text("\n".join(texts(300)), encoding="utf-8")
+    Tokenizer([bytes([a, b]) for a in range(256) for b in range(256)]).save("large.json")
+    flags = ["--data", "t.txt", "--text.tokenizer", "large.json", "--to", "bin", "--dir", "to"]
+    assert main(["prepare", *flags]) == 1
+    assert "the text has id 65,792, and these files hold ids below 65,536" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.bin"))
 
 
 def test_a_tokenizer_json_of_hugging_face_prepares_text_and_need_not_be_there_afterwards(tmp_path: Path) -> None:

@@ -2,14 +2,20 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from quern.cli import main
+from quern.recipes.gpt import RECIPE
 from quern.records import read_events, read_metrics
+from quern.runs.run_dir import RunDir
+from quern.stages import run_all
+from quern.stages.session import Session
 from quern.train import manifest
 from quern.train.horizon import recorded_plans
+from tests.support.toy_training import CPU
 
 PLAIN = "--no-compile --dtype fp32 --threads 1".split()
 PRETRAIN = (
@@ -62,6 +68,23 @@ def test_every_stage_left_its_records_and_the_report_stands_alone(out: Path) -> 
     assert 'src="http' not in page and 'href="http' not in page
     assert "quern run --depth 2" in (run / "report.md").read_text(encoding="utf-8")
     assert {path.name for path in out.iterdir()} <= {"runs", "tokenizers", "data"}
+
+
+@pytest.mark.parametrize(
+    ("named", "flags", "message"),
+    [
+        ("sft.steps", {}, "^--sft.steps asks for fine-tuning, and a text of your own gets it with --chat or --conv"),
+        ("text.tinyworld_conversations", {"sft": False}, "^--text.tinyworld-conversations asks .*, and --no-sft for"),
+        ("train.steps", {"chat": True, "sft": False}, "^--chat asks for fine-tuning, and --no-sft for none: leave one"),
+    ],
+)
+def test_what_is_asked_of_fine_tuning_is_refused_where_there_is_none(
+    tmp_path: Path, named: str, flags: dict[str, bool], message: str
+) -> None:
+    session = Session(stage="pretrain", machine=CPU, run_dir=RunDir(tmp_path / "out", "a"), named={named, "sft"})
+    with pytest.raises(ValueError, match=message):
+        run_all.run(replace(RECIPE, data="a.txt"), session, questions=1, **flags)
+    assert not list(tmp_path.iterdir())
 
 
 def test_run_again_goes_on_where_it_was_and_trains_nothing_twice(out: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,6 +102,8 @@ def test_several_calls_get_their_own_outputs() -> None:
         ({"messages": [USER, ANSWER], "tools": ["weather"]}, r"tools and calls that are text must be JSON \(Expecting"),
         ({"messages": [USER, ANSWER], "tools": "[" * 100_000}, r"that are text must be JSON \(maximum recursion"),
         ([{"role": ["user"], "content": "hi"}], "message 1"),
+        ({**ALPACA, "history": [USER]}, '"history" is a list of questions with their answers'),
+        ({**ALPACA, "history": [["one"]]}, '"history" is a list of questions with their answers'),
     ],
 )
 def test_what_is_no_conversation_says_what_is(record: Any, message: str) -> None:
@@ -252,6 +254,9 @@ def test_a_chat_that_whatsapp_exported_is_a_conversation_a_day(tmp_path: Path) -
         "Ben": [["Hello Ben\nare you there?", "Yes: here!"]],
     }
     with pytest.raises(ValueError, match="one of Anna, Ben: name that one, as --conversations FILE,column=Anna"):
+        list(read_rows(list_talks(path)))
+    path.write_text("12.03.24, 18:05 - +49 123: Hello", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"as --conversations 'FILE,column=\+49 123'$"):
         list(read_rows(list_talks(path)))
 
 

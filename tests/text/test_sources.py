@@ -53,6 +53,10 @@ def test_an_empty_folder_says_what_it_holds(tmp_path: Path) -> None:
         FileNotFoundError, match=r"nothing to read in .* \(it holds a.png \(1 B\)\): no file ends in .txt"
     ):
         files(tmp_path)
+    write(tmp_path / "a.txt", "x")
+    with pytest.raises(FileNotFoundError, match=r"or of plain text and does not match --data.exclude a\.\*$"):
+        list_source(tmp_path, DOCUMENTS, exclude="a.*")
+    (tmp_path / "a.txt").unlink()
     write(tmp_path / "b.parquet.gz", "x")  # Parquet compresses inside
     with pytest.raises(FileNotFoundError, match="nothing to read"):
         files(tmp_path)
@@ -184,8 +188,10 @@ def test_papers_and_pages_are_read_by_the_extra_or_it_is_named(tmp_path: Path, m
         ValueError, match="cannot read .*a.html: .*; papers, books and pages need the extra `documents`"
     ):
         list_source(tmp_path / "a.html", DOCUMENTS)
-    (tmp_path / "c.srt").write_text("1\n00:00:01,000 --> 00:00:02,000\nHello.\n\n2\n", encoding="utf-8")
-    assert list(read(tmp_path / "c.srt")) == ["Hello.\n\n"]
+    for end in ("\n", "\r\n"):  # "1984" is spoken
+        cues = ("1", "00:00:01,000 --> 00:00:02,000", "Hello.", "", "2", "00:00:03,000 --> 00:00:04,000", "1984")
+        (tmp_path / "c.srt").write_text("".join(f"{line}{end}" for line in cues), encoding="utf-8", newline="")
+        assert list(read(tmp_path / "c.srt")) == [f"Hello.{end}{end}1984{end}"]
 
 
 def test_an_address_is_fetched_once_and_its_sha256_is_told(tmp_path: Path) -> None:
