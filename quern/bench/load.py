@@ -102,7 +102,7 @@ def run(load: Load) -> list[Reply]:
             replies = [one for found in pool.map(closed, range(load.clients)) for one in found]
         else:
             sent, at, numbers = [], 0.0, random.Random(load.seed)
-            while (at := at + numbers.expovariate(load.rate)) < load.seconds:
+            while (at := at + numbers.expovariate(load.rate)) < load.seconds or not sent:
                 time.sleep(max(0.0, origin + at - time.perf_counter()))
                 sent.append(pool.submit(send, len(sent), random.Random(f"{load.seed} {len(sent)}")))
             replies = [future.result() for future in sent]

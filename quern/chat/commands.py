@@ -64,7 +64,7 @@ def run(
     console = Console()
     coloured = console.color_system is not None and not console.no_color
     write = partial(print, end="", flush=True)
-    put = Screen(write) if console.is_terminal else write
+    put = Screen(write) if console.is_terminal and not console.is_dumb_terminal else write
     if stage == "pretrain" and not completing:
         completing = True
         log(BASE_MODEL)

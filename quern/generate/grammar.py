@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 LEXER_FUEL = 20_000
 """The limit of llguidance's work on one mask, about 50 ms. A form that needs more fails, and so does the reply."""
+FORM_FUEL, MOST_STATES = 100_000, 25_000
+"""The limits of reading a form, and of its automaton, some 10 MB. A form's replies share it, and it grows with each of
+them. With llguidance's own limits, one expression holds up all other threads for half a second."""
 MOST_CHARACTERS = 1 << 16
 """The length limit of a grammar. A long one holds up all other threads while its bytes are searched."""
 KEPT = 64  # compiled grammars
@@ -36,6 +40,7 @@ QUOTE, COMMA = ord('"'), ord(",")
 IN_STRING = b'"'
 BETWEEN = b'}]",0:'
 OTHERS = bytes([*range(32, 127), *range(32), *range(127, 256)])  # printable ones first
+OFTEN = 8  # times in a row that a byte did not fit: from then on it is tried last
 MOST_TRIES = 4000
 """Bytes that one search may try, some milliseconds: all other rows wait meanwhile. No clock, so that a reply does not
 depend on the load."""
@@ -59,9 +64,10 @@ class Grammars:
             raise ImportError("replies in a given form need llguidance: pip install llguidance") from error
         self.tokenizer = tokenizer
         self._matcher = llguidance.LLMatcher
-        self._limits = llguidance.LLParserLimits(step_lexer_fuel=LEXER_FUEL, verbose_errors=False)
+        limits = {"initial_lexer_fuel": FORM_FUEL, "step_lexer_fuel": LEXER_FUEL, "max_lexer_states": MOST_STATES}
+        self._limits = llguidance.LLParserLimits(**limits, verbose_errors=False)
         self._tokens = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Vocabulary(tokenizer)))
-        self._compile = lru_cache(KEPT)(self._make)
+        self._known = lru_cache(KEPT)(self._make)
         self._lock, self._running = threading.Lock(), ExitStack()  # of the child that compiles on trial
         self._child: process.Child | None = None
         weakref.finalize(self, self._running.close)
@@ -92,7 +98,12 @@ class Grammars:
             rules += [f'call{number}: {head} arguments{number} "}}"', f"arguments{number}: %json {own}"]
         return self._compile(self._matcher.grammar_from_lark("\n".join(rules)), trial=True)
 
-    def _make(self, grammar: str, trial: bool = False) -> Grammar:
+    def _compile(self, grammar: str, trial: bool = False) -> Grammar:
+        if self._known(grammar, trial).failed:
+            self._known.cache_clear()
+        return self._known(grammar, trial)
+
+    def _make(self, grammar: str, trial: bool) -> Grammar:
         """trial: a child process compiles it first, which the system can end."""
         if len(grammar) > MOST_CHARACTERS:
             raise CostlyError(f"it has {len(grammar):,} characters, {MOST_CHARACTERS:,} at most: simplify it")
@@ -140,6 +151,12 @@ class Grammar:
         self._start, self._tokenizer = matcher, tokenizer
         self._least: int | None = None
         self._none_within = 0
+        self._last: Constraint | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last reply failed, perhaps because of the states of the replies before it."""
+        return self._last is not None and self._last.failed
 
     def shortest(self, most: int) -> int | None:
         """Tokens of the shortest reply that is found, its end token included; None if it has more than `most`."""
@@ -152,7 +169,8 @@ class Grammar:
 
     def start(self, end: int) -> Constraint:
         """end: the token that ends the reply."""
-        return Constraint(self._start.deep_copy(), self._tokenizer, end)
+        self._last = Constraint(self._start.deep_copy(), self._tokenizer, end)
+        return self._last
 
 
 class Constraint:
@@ -228,13 +246,14 @@ def _tokens(text: bytes, tokenizer: Tokenizer) -> list[int]:
 def _greedy(matcher: LLMatcher, tokenizer: Tokenizer, most: int, spread: bool) -> bytes | None:
     """Bytes that complete the form, each the one that closes most, otherwise (spread: always) another one each time."""
     found = bytearray()
-    others, tries = list(OTHERS), 0
+    others, tries, misfits = list(OTHERS), 0, Counter[int]()
     id_of = tokenizer.single_bytes.index  # ids 0 to 255 are the single bytes
 
     def fits(byte: int) -> bool:  # far cheaper than the mask of the whole vocabulary
         nonlocal tries
         tries += 1
-        return matcher.validate_tokens([id_of(byte)]) == 1
+        misfits[byte] = 0 if (right := matcher.validate_tokens([id_of(byte)]) == 1) else misfits[byte] + 1
+        return right
 
     while not (matcher.is_accepting() or matcher.is_error()):
         forced = matcher.compute_ff_bytes()  # each of them alone can follow
@@ -252,6 +271,7 @@ def _greedy(matcher: LLMatcher, tokenizer: Tokenizer, most: int, spread: bool) -
                 return None
             others.remove(byte)
             others.append(byte)
+            others.sort(key=lambda one: misfits[one] >= OFTEN)
         found.append(byte)
         matcher.consume_token(id_of(byte))
     return None if matcher.is_error() else bytes(found)

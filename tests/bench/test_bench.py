@@ -15,10 +15,11 @@ import torch
 from quern.bench import command
 from quern.bench.data import Setup
 from quern.bench.generate import talking_engine
+from quern.bench.load import Reply
 from quern.bench.material import left_to_itself, random_batch, reference
 from quern.bench.measure import alternate, number
 from quern.bench.options import BenchOptions
-from quern.bench.serve import NAME, QUESTION, TURN_REPLY, second_turns
+from quern.bench.serve import NAME, QUESTION, TURN_REPLY, rate, second_turns
 from quern.flags.check_flags import read
 from quern.generate.sampling import Sampling
 from quern.model.context import CausalContext
@@ -53,6 +54,12 @@ def test_jobs_alternate_and_the_first_pass_does_not_count() -> None:
 def test_numbers_read_well() -> None:
     numbers = (14210.4, 123.45, 12.345, 0.0123, 0.0, 12e-5)
     assert [number(value) for value in numbers] == ["14,210", "123.5", "12.35", "0.012", "0.000", "1.2e-04"]
+
+
+def test_a_rate_needs_no_second_request_of_a_client() -> None:
+    one = [Reply(0.0, 0, [1.0, 2.0], usage={"completion_tokens": 10})]
+    assert rate(one) == 5
+    assert rate([*one, Reply(0.5, 1, [1.5, 4.5], usage={"completion_tokens": 8})]) == (10 + 4) / 2
 
 
 def test_the_reference_costs_34_6_megaflop_a_token() -> None:

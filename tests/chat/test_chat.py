@@ -143,6 +143,16 @@ def test_colours_are_for_terminals_that_have_them(
     assert capsys.readouterr().out == shown
 
 
+def test_a_terminal_that_cannot_be_steered_gets_the_text_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"TERM": "dumb", "FORCE_COLOR": "1", "COLUMNS": "10"}.items():
+        monkeypatch.setenv(name, value)
+    how = {"sampling": GREEDY, "max_tokens": 8, "seed": 0}
+    run(saying("The mill turns and turns."), "sft", "?", False, Path("none"), lambda line: None, **how)
+    assert capsys.readouterr().out == "The mill turns and turns.\n"
+
+
 def test_what_is_said_cannot_steer_the_terminal() -> None:
     hostile = saying("\x1b[2Jgone\r\x9b\x07, then\n\tthis")
     shown = talk(hostile, "What?")
