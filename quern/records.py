@@ -16,9 +16,10 @@ import re
 import subprocess
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypedDict, TypeVar, is_typeddict
+from typing import Annotated, Any, Protocol, TextIO, TypedDict, TypeVar, is_typeddict
 
 import msgspec
 
@@ -26,6 +27,8 @@ from quern.temporaries import NAMES, naming, write_whole
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
+WAITING_BYTES = 1 << 20
+"""The most bytes of lines that wait for room on the disk."""
 Kind = TypeVar("Kind")
 _NAME = r"(?!\.{1,2}(?:/|$))[^/\\\x00]{1,255}"
 FileName = Annotated[str, msgspec.Meta(pattern=f"^{_NAME}$")]
@@ -69,9 +72,15 @@ class Records:
     def rewind(self, step: int) -> None:
         pass
 
+    def flush(self) -> None:
+        pass
+
 
 class StageFolder(Records):
-    """A stage folder open for writing, by one process at a time. Use it in a `with` block or call close()."""
+    """A stage folder open for writing, by one process at a time. Use it in a `with` block or call close().
+
+    Lines for which the disk has no room wait in memory until a later line or `flush` finds room.
+    """
 
     def __init__(self, path: Path, trackers: Sequence[Tracker] = ()):
         super().__init__(path)
@@ -79,8 +88,10 @@ class StageFolder(Records):
         self._trackers = tuple(trackers)
         for name in (METRICS, EVENTS):
             drop_torn_end(self.path / name)
-        self._metrics = (self.path / METRICS).open("a", encoding="utf-8", errors=NAMES)
-        self._events = (self.path / EVENTS).open("a", encoding="utf-8", errors=NAMES)
+        self._metrics, self._events = self._open(METRICS), self._open(EVENTS)
+
+    def _open(self, name: str) -> TextIO:
+        return (self.path / name).open("a", WAITING_BYTES, encoding="utf-8", errors=NAMES)
 
     def metric(self, **fields: Any) -> None:
         """Appends one line of metrics; passes it to the trackers if `step` is among the fields."""
@@ -112,11 +123,18 @@ class StageFolder(Records):
         kept = [line for line in read_lines(path, _Metrics) if (line.get("step") or 0) <= step]
         self._metrics.close()
         write_whole(path, "".join(json.dumps(fields) + "\n" for fields in kept))
-        self._metrics = path.open("a", encoding="utf-8", errors=NAMES)
+        self._metrics = self._open(METRICS)
+
+    def flush(self) -> None:
+        """Writes the lines that wait. Raises OSError if the disk has no room for them."""
+        for stream in (self._metrics, self._events):
+            with naming(stream.name):
+                stream.flush()
 
     def close(self) -> None:
-        with naming(self.path), self._events, self._metrics:
-            pass  # closes both, also where the disk is full and a line is written once more
+        for stream in (self._metrics, self._events):
+            with suppress(OSError):  # who needs the lines calls `flush`
+                stream.close()
         for tracker in self._trackers:
             tracker.close()
 
@@ -261,9 +279,9 @@ def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def _append(stream: Any, fields: dict[str, Any]) -> None:
-    with naming(stream.name):
-        stream.write(json.dumps(fields, allow_nan=False) + "\n")
+def _append(stream: TextIO, fields: dict[str, Any]) -> None:
+    stream.write(json.dumps(fields, allow_nan=False) + "\n")
+    with suppress(OSError):  # a full disk: the line waits
         stream.flush()  # survives a crash of this process; an fsync would stall every step
 
 
@@ -285,8 +303,9 @@ def strict(value: Any, name: str = "value", bad: list[str] | None = None) -> Any
 
 def append_synced(file: Path, fields: dict[str, Any]) -> None:
     """Appends one JSON line to a file, and waits until it is on the disk."""
-    with file.open("a", encoding="utf-8", errors=NAMES) as stream:
-        _append(stream, fields)
+    with naming(file), file.open("a", encoding="utf-8", errors=NAMES) as stream:
+        stream.write(json.dumps(fields, allow_nan=False) + "\n")
+        stream.flush()
         os.fsync(stream.fileno())
 
 

@@ -54,10 +54,19 @@ def test_a_value_that_json_cannot_hold_is_refused_by_name_and_leaves_no_line(tmp
     assert read_metrics(tmp_path) == [{"step": 2}]
 
 
-def test_a_full_disk_is_named(tmp_path: Path) -> None:
-    with full_disk(100), pytest.raises(OSError) as refused, StageFolder(tmp_path) as folder:
-        folder.metric(step=1, text="x" * 1000)
-    assert refused.value.filename == str(tmp_path)
+def test_lines_wait_for_room_on_a_full_disk_which_is_named(tmp_path: Path) -> None:
+    said = [{"step": step, "text": "x" * 1000} for step in range(20)]
+    with StageFolder(tmp_path) as folder:
+        with full_disk(100):
+            for line in said[:-1]:
+                folder.metric(**line)
+            with pytest.raises(OSError) as refused:
+                folder.flush()
+        assert refused.value.filename == str(tmp_path / "metrics.jsonl")
+        folder.metric(**said[-1])
+        assert read_metrics(tmp_path) == said
+    with full_disk(100), StageFolder(tmp_path / "unread") as folder:
+        folder.metric(**said[0])
 
 
 def test_every_torn_last_line_is_left_out_and_dropped_on_reopening(tmp_path: Path) -> None:

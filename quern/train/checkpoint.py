@@ -71,21 +71,21 @@ def save(
     parts = [_owned(part, mesh.main) for part in ([tensors] if isinstance(tensors, Mapping) else tensors)]
     needed = sum(part.tensor.nbytes for own in parts for part in own.values())
     refused = partial(_write_error, folder, step, needed)
-    with _failing_together(world, refused):
+    with failing_together(world, refused):
         if mesh.main:
             folder.mkdir(parents=True, exist_ok=True)
             _clean(folder)
             temporary.mkdir()
     try:
         found: dict[str, dict[str, Any]] = {}
-        with _failing_together(world, refused):
+        with failing_together(world, refused):
             for number, own in enumerate(parts, start=1):
                 name = f"shard-{world.rank + 1:05d}-model-{number:05d}-of-{len(parts):05d}.safetensors"
                 if own:
                     _write_tensors(temporary / name, own)
                     found[name] = {"bytes": (temporary / name).stat().st_size, "sha256": sha256_of(temporary / name)}
         gathered = world.gather_objects(found)
-        with _failing_together(world, refused):
+        with failing_together(world, refused):
             if mesh.main:
                 facts = dict(sorted((name, one) for part in gathered for name, one in part.items()))
                 write_manifest(temporary, step, facts, meta, {"torch": torch.__version__})
@@ -93,7 +93,7 @@ def save(
     except CheckpointError:
         shutil.rmtree(temporary, ignore_errors=True)  # best effort: the next save cleans up too
         raise
-    with _failing_together(world, lambda error: f"{final} was saved, but an older one cannot be removed: {error}"):
+    with failing_together(world, lambda error: f"{final} was saved, but an older one cannot be removed: {error}"):
         if mesh.main:
             _prune(folder, final, keep)
     return final
@@ -143,7 +143,7 @@ def _read_tensors(path: Path, files: Iterable[str]) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def _failing_together(world: ProcessGroup, describe: Callable[[OSError], str]) -> Iterator[None]:
+def failing_together(world: ProcessGroup, describe: Callable[[OSError], str]) -> Iterator[None]:
     """Turns an OSError of any rank into a CheckpointError on all, so that no rank waits for the one that failed."""
     failure: OSError | None = None
     try:

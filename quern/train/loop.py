@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from quern.data.batch import Batch, BatchSource, prefetch
-from quern.mesh import EVALUATING, FIRST_STEP, SAMPLING, TRAINING, Mesh
+from quern.mesh import EVALUATING, FIRST_STEP, SAMPLING, TRAINING, Mesh, alone
 from quern.model.count import Flops
 from quern.optim.schedule import Multipliers
 from quern.parallel.sharding import Slice
@@ -121,6 +121,10 @@ def train(
     ):
         try:
             code = _steps(backend, batches, plan, horizon, stop, folder, log, advance, clock)
+            if code == EXIT_DONE:
+                folder.event("finish", step=run.step, tokens=run.tokens, seconds=round(run.seconds, 3))
+                with checkpoint.failing_together(alone().world, _unwritten):
+                    folder.flush()
         except CheckpointError as error:
             folder.event("stop", step=run.step, reason=str(error))
             log(f"stopped at step {run.step}: {error}")
@@ -131,8 +135,6 @@ def train(
             folder.event("stop", step=run.step, reason="signal")
             saved, advice = ", and saved" if plan.save_every else "", f": continue with `{go_on}`" if go_on else ""
             log(f"stopped after step {run.step} as asked{saved}{advice}")
-        else:
-            folder.event("finish", step=run.step, tokens=run.tokens, seconds=round(run.seconds, 3))
     if code == EXIT_DONE and more_follows and stop.requested and stop.alone:
         raise KeyboardInterrupt
     return code
@@ -282,10 +284,16 @@ def resume(
     return True
 
 
+def _unwritten(error: OSError) -> str:
+    return f"cannot write {error.filename}: {error.strerror}. The checkpoints are intact: make room, then resume."
+
+
 def _save(backend: Backend, records: Records, plan: TrainingPlan, kept: bool) -> None:
     """Saves the state below the folder of the records. Raises CheckpointError, on all ranks."""
     run, start = backend.run, time.perf_counter()
     with backend.mesh.progress.during("saving"):
+        with checkpoint.failing_together(backend.mesh.world, _unwritten):
+            records.flush()
         meta = plan.meta | {"kept": kept, "state": run.meta()}
         path = checkpoint.save(records.path / "checkpoints", run.step, backend.save(), meta, plan.keep, backend.mesh)
     records.event("save", path=path.name, step=run.step, seconds=round(time.perf_counter() - start, 3))

@@ -4,7 +4,7 @@ draw is repeated, nothing is dropped while a model is measured."""
 import math
 import os
 import signal
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,11 @@ from quern.recipes.llama import RECIPE
 from quern.records import StageFolder, read_events, read_metrics
 from quern.resolve import resolve
 from quern.train import checkpoint, manifest
-from quern.train.guard import EXIT_DIVERGED, EXIT_DONE
+from quern.train.guard import EXIT_DIVERGED, EXIT_DONE, EXIT_NOT_SAVED
 from quern.train.loop import TrainingPlan, resume, train
 from quern.train.state import TrainState, build_model, build_state
 from quern.train.step import train_step
+from tests.support.full_disk import full_disk
 from tests.support.run_bench import TIMED
 from tests.support.toy_training import (
     CONTEXT,
@@ -134,6 +135,32 @@ def test_a_failing_reader_is_raised_and_a_run_that_died_before_its_first_checkpo
     assert [line["step"] for line in before] == list(range(1, 13)), "no line is doubled"
     assert go(tmp_path, again, again=True)[0] == EXIT_DONE, "a finished run does nothing"
     assert lines(tmp_path) == before and differing(snapshot(again), snapshot(state)) == []
+
+
+@pytest.mark.parametrize("room", [7, None])
+def test_lines_for_which_the_disk_has_no_room_wait_for_the_next_checkpoint(room: int | None, tmp_path: Path) -> None:
+    """The disk is full from step 5 on; room: the step from which it is not full any more."""
+    disk, state = ExitStack(), toy_state()
+
+    def change(state: TrainState) -> dict[str, float]:
+        if state.step == 5:
+            disk.enter_context(full_disk((tmp_path / "metrics.jsonl").stat().st_size + 100))
+        elif state.step == room:
+            disk.close()
+        return {}
+
+    with disk:
+        code, said = go(tmp_path, state, toy_plan(evaluators=[(1, change)], save_every=4))
+    if room is None:
+        assert code == EXIT_NOT_SAVED and said == [
+            f"stopped at step 8: cannot write {tmp_path / 'metrics.jsonl'}: File too large. The checkpoints are intact: "
+            "make room, then resume."
+        ]
+        assert manifest.steps(tmp_path / "checkpoints") == [4]
+        code, said = go(tmp_path, state, toy_plan(evaluators=[(1, lambda state: {})], save_every=4), again=True)
+    go(tmp_path / "whole", whole := toy_state(), toy_plan(evaluators=[(1, lambda state: {})]))
+    assert (code, said) == (EXIT_DONE, []) and differing(snapshot(state), snapshot(whole)) == []
+    assert lines(tmp_path) == lines(tmp_path / "whole")
 
 
 # Steps that are not finite ----------------------------------------------------------------------------------
