@@ -11,7 +11,9 @@ import ctypes
 import json
 import math
 import os
+import socket
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, cast
@@ -23,7 +25,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from quern.process import waiting
+from quern.process import to_stderr, waiting
 from quern.recipe import ResolvedModel
 
 START_SECONDS = 300
@@ -99,11 +101,27 @@ def join_processes(coordinator: str | None, processes: int | None, process_id: i
     """Joins the processes that share a mesh, before any other use of JAX. JAX reads values that are None from the
     scheduler's environment (Slurm, Open MPI, Kubernetes, TPU pods); ValueError if it has none. coordinator: "host:port"
     of process 0."""
+    if coordinator is not None and process_id == 0:
+        try:  # JAX would crash
+            socket.create_server(("", int(coordinator.rpartition(":")[2]))).close()
+        except (OSError, ValueError, OverflowError) as error:
+            raise ValueError(f"process 0 cannot listen at {coordinator} ({error}): give a free port") from error
+    whom = f"{processes or 'all'} processes at {coordinator or 'the coordinator'}"
+
+    def give_up() -> None:
+        to_stderr(f"not all of {whom} met within {START_SECONDS} s: start each of them, with the same address")
+        os._exit(1)
+
+    timer = threading.Timer(START_SECONDS, give_up)  # JAX would abort the process, with a stack of C++
+    timer.daemon = True
+    timer.start()
     try:
-        with waiting(f"{processes or 'all'} processes at {coordinator or 'the coordinator'}", START_SECONDS):
-            jax.distributed.initialize(coordinator, processes, process_id, initialization_timeout=START_SECONDS)
+        with waiting(whom, START_SECONDS):
+            jax.distributed.initialize(coordinator, processes, process_id, initialization_timeout=2 * START_SECONDS)
     except ValueError as error:
         raise ValueError(f"cannot join the other processes ({error}): give coordinator, processes and id") from error
+    finally:
+        timer.cancel()
 
 
 def gather(value: Any) -> list[Any]:

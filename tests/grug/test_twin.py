@@ -3,6 +3,7 @@ each equal one device."""
 
 import json
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -55,3 +56,18 @@ def test_two_processes_are_one(grug: Grug, tmp_path: Path) -> None:
     gaps = [abs(a - b) / abs(b) for a, b in zip(found[0]["losses"], one["losses"], strict=True)]
     assert max(gaps) <= 1e-5, gaps
     assert one["step"] == 1 and one["weights"] <= 1e-5
+
+
+def test_processes_that_cannot_meet_say_so_where_jax_would_crash() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        places = [(free_port(), 0), (free_port(), 1), (busy.getsockname()[1], 0)]
+        joins = "from quern.grug import mesh; mesh.START_SECONDS = 1; mesh.join_processes('127.0.0.1:{}', 2, {})"
+        started = [
+            subprocess.Popen([sys.executable, "-c", joins.format(*place)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+            for place in places
+        ]
+        said = [process.communicate(timeout=280)[1].splitlines()[-1] for process in started]
+    assert [process.returncode for process in started] == [1, 1, 1]
+    for line, (port, _) in zip(said[:2], places[:2], strict=True):
+        assert line.startswith(f"not all of 2 processes at 127.0.0.1:{port} met within 1 s: start each of them")
+    assert re.fullmatch(r"ValueError: process 0 cannot listen at .*in use.*: give a free port", said[2]), said
