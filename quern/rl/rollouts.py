@@ -23,13 +23,14 @@ from quern.eval.task import Item
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion
 from quern.generate.sampling import Sampling
-from quern.mesh import ProcessGroup, alone
+from quern.mesh import Mesh, alone
 from quern.model.base import LanguageModel, loss_sum
 from quern.recipe import RlRecipe
 from quern.records import read_json
 from quern.rl.environment import Environment, draw_item, reward_of
 from quern.temporaries import write_whole
 from quern.text.chat import render_prompt
+from quern.train.checkpoint import failing_together
 
 MULTIPLE = 64
 """Rows are padded to a multiple of this many tokens."""
@@ -117,9 +118,8 @@ class Rollouts:
     folder: Path | None = None  # where the replies of a round are kept, if several updates use them
     kept_steps: Callable[[], Sequence[int]] = tuple
     """The steps of the checkpoints from which training can go on. Older rounds are removed."""
-    shards: ProcessGroup = field(default_factory=lambda: alone().model)
-    """The ranks among which tensor parallelism divides the model. All of them sample the same replies; the first one
-    rewards them and keeps them."""
+    mesh: Mesh = field(default_factory=alone)
+    """The ranks. Those of its model axis sample the same replies; the first of them rewards them and keeps them."""
     tally: Tally = field(default_factory=Tally, init=False)
     _round: int = field(default=-1, init=False)
     _kept: list[Rollout] = field(default_factory=list[Rollout], init=False)
@@ -178,13 +178,13 @@ class Rollouts:
     ) -> list[list[float]]:
         """The rewards of the replies to each question, equal on all shards: a program may run out of time on one."""
         found: list[list[float]] | ValueError = []
-        if self.shards.rank == 0:
+        if self.mesh.model.rank == 0:
             pairs = zip(items, done, strict=True)
             try:
                 found = [[reward_of(one, item, reply.text) for reply in replies] for (one, item), replies in pairs]
             except ValueError as error:
                 found = error
-        found = self.shards.broadcast_object(found)
+        found = self.mesh.model.broadcast_object(found)
         if isinstance(found, ValueError):
             raise found
         return found
@@ -268,7 +268,9 @@ class Rollouts:
 
     def _write(self, number: int, rank: int, ranks: int, rows: Sequence[Rollout]) -> None:
         """Keeps a round's replies: a run that stops between two updates needs them, and their model is gone."""
-        if self.folder is not None and self.shards.rank == 0:
+        with failing_together(self.mesh.world):
+            if self.folder is None or self.mesh.model.rank != 0:
+                return
             self.folder.mkdir(parents=True, exist_ok=True)
             body = {"tally": self.tally.sums, "rollouts": [asdict(one) for one in rows]}
             write_whole(self._path(number, rank, ranks), json.dumps(body))

@@ -78,7 +78,7 @@ def _run(asked: Recipe, session: Session) -> int:
         reference=reference.eval(),
         folder=session.folder / "rollouts",
         kept_steps=lambda: manifest.steps(run_dir.checkpoints("rl")),
-        shards=mesh.model,
+        mesh=mesh,
     )
 
     def tally(state: TrainState) -> dict[str, float]:

@@ -142,8 +142,12 @@ def _read_tensors(path: Path, files: Iterable[str]) -> dict[str, torch.Tensor]:
 # Writing ----------------------------------------------------------------------------------------------------
 
 
+def _unwritten(error: OSError) -> str:
+    return f"cannot write {error.filename}: {error.strerror}. The checkpoints are intact: make room, then resume."
+
+
 @contextmanager
-def failing_together(world: ProcessGroup, describe: Callable[[OSError], str]) -> Iterator[None]:
+def failing_together(world: ProcessGroup, describe: Callable[[OSError], str] = _unwritten) -> Iterator[None]:
     """Turns an OSError of any rank into a CheckpointError on all, so that no rank waits for the one that failed."""
     failure: OSError | None = None
     try:

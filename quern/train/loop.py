@@ -123,7 +123,7 @@ def train(
             code = _steps(backend, batches, plan, horizon, stop, folder, log, advance, clock)
             if code == EXIT_DONE:
                 folder.event("finish", step=run.step, tokens=run.tokens, seconds=round(run.seconds, 3))
-                with checkpoint.failing_together(alone().world, _unwritten):
+                with checkpoint.failing_together(alone().world):
                     folder.flush()
         except CheckpointError as error:
             folder.event("stop", step=run.step, reason=str(error))
@@ -284,15 +284,11 @@ def resume(
     return True
 
 
-def _unwritten(error: OSError) -> str:
-    return f"cannot write {error.filename}: {error.strerror}. The checkpoints are intact: make room, then resume."
-
-
 def _save(backend: Backend, records: Records, plan: TrainingPlan, kept: bool) -> None:
     """Saves the state below the folder of the records. Raises CheckpointError, on all ranks."""
     run, start = backend.run, time.perf_counter()
     with backend.mesh.progress.during("saving"):
-        with checkpoint.failing_together(backend.mesh.world, _unwritten):
+        with checkpoint.failing_together(backend.mesh.world):
             records.flush()
         meta = plan.meta | {"kept": kept, "state": run.meta()}
         path = checkpoint.save(records.path / "checkpoints", run.step, backend.save(), meta, plan.keep, backend.mesh)

@@ -58,7 +58,7 @@ def replies(mesh: Mesh, unequal: bool = False) -> list[Any]:
     """What the mesh samples, token by token, and each reply's reward. unequal: each rank rewards otherwise."""
     compiler.set_eager(True)
     spread = Environment("spread", ask, lambda item, reply: len(reply) + mesh.rank * unequal)
-    rollouts = rollouts_of(rl_state(mesh), SETTINGS, spread, shards=mesh.model)
+    rollouts = rollouts_of(rl_state(mesh), SETTINGS, spread, mesh=mesh)
     items = [(spread, ask(f"{number:06}")) for number in range(6)]
     groups = rollouts.ask(items, 3, list(map(str, range(6))))
     return [[[one.ids, one.reward, one.logprobs] for one in group] for group in groups]
@@ -71,5 +71,5 @@ def updated(mesh: Mesh, updates: int = 1) -> float:
     settings = replace(SETTINGS, updates=updates)
     one, ours = rl_state(alone()), rl_state(mesh)
     advanced(one, rollouts_of(one, settings), alone(), 100)
-    advanced(ours, rollouts_of(ours, settings, shards=mesh.model), mesh, 2)
+    advanced(ours, rollouts_of(ours, settings, mesh=mesh), mesh, 2)
     return state_apart(ours, Snapshot.of(one))

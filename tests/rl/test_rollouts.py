@@ -27,9 +27,11 @@ from quern.rl.rollouts import (
 )
 from quern.text.tinyworld.skills import PRACTICE_WORDS
 from quern.text.tinyworld.world import WORDS
+from quern.train.manifest import CheckpointError
 from quern.train.state import build_model, build_state
 from quern.train.step import train_step
 from tests.rl.ranks import LETTERS, NEVER, SETTINGS, advanced, ask, rl_recipe, rl_state, rollouts_of
+from tests.support.full_disk import full_disk
 from tests.support.toy_training import CPU
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -114,6 +116,8 @@ def test_a_round_that_is_not_kept_cannot_go_on(tmp_path: Path) -> None:
     assert (resumed.tokens == second.tokens).all() and (resumed.weight == second.weight).all()
     with pytest.raises(ValueError, match=f"not in {tmp_path}: continue with as many ranks as before"):
         rollouts_of(state, settings, folder=tmp_path).batch(1, 0, 2)
+    with full_disk(100), pytest.raises(CheckpointError, match=r"cannot write .*000001.0-of-1.json: .*then resume"):
+        rollouts_of(state, settings, folder=tmp_path).batch(2)
 
 
 def test_rounds_that_no_checkpoint_needs_are_removed(tmp_path: Path) -> None:
