@@ -43,7 +43,7 @@ LAYERS = (
 )
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 LEAVES = {
-    "report": {"stages.run_all"},
+    "report": {"stages.run_all", "lab.log", "lab.search"},
     "bench": {"bench.gpu"},
     "lab": {"lab.board", "lab.ladder", "lab.log", "lab.scaling", "lab.search"},
     "lab.axes": {"lab", "lab.ladder"},

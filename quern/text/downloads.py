@@ -29,7 +29,8 @@ LIMIT_SECONDS = 30.0
 NEEDS_TOKEN = ": a set that asks for it needs the token in the variable HF_TOKEN"
 ADVICE = {401: NEEDS_TOKEN, 403: NEEDS_TOKEN, 404: ": remove listing.json, and the files are listed again"}
 """Advice for the user about an answer of the Hub."""
-OTHERS = dict.fromkeys((401, 403, 404, 410), ": check the address")
+OTHERS: dict[int, str] = dict.fromkeys((401, 403, 404, 410), ": check the address")
+"""Advice about an answer of any other server."""
 Progress = Callable[[str, int, int], None]
 """(file name, bytes so far, total bytes), called as bytes arrive."""
 

@@ -298,7 +298,9 @@ def intervals(findings: Mapping[str, Finding], delta: float) -> str:
             low, high = (float(np.clip(end, -spread, spread)) for end in one.interval)
             colour = VERDICT_COLOURS.get(one.verdict.partition(",")[0], "#777777")
             axes.plot([low, high], [row, row], color=colour, linewidth=2)
-            axes.plot([float(np.clip(one.difference, -spread, spread))], [row], "o", color=colour, markersize=4)
+            outside = ">" if one.difference > spread else "<" if one.difference < -spread else "o"
+            at = float(np.clip(one.difference, -spread, spread))
+            axes.plot([at], [row], outside, color=colour, markersize=4, clip_on=False)
         axes.set_yticks(range(len(shown)), [idea for idea, _ in shown])
         axes.set_xlim(-spread, spread)
         axes.set_xlabel("difference in bits per byte at equal steps; left is better")
