@@ -53,6 +53,8 @@ def run(
     try:
         shape = shape_from(config)
         words = _read_tokenizer(tokenizer or folder / "tokenizer.json")
+        if words.vocab_size > shape.vocab_size:
+            raise ValueError(f"the tokenizer has {words.vocab_size:,} tokens, and the model {shape.vocab_size:,}")
         tied = bool(config.get("tie_word_embeddings", False))
         weights = weights_from(_read_weights(folder), shape.depth, tied=tied)
         resolved = resolve(replace(recipe, depth=shape.depth, model=replace(shape, bos=words.bos)))

@@ -203,6 +203,20 @@ def in_another_tab(page: Page, id: str, change: str) -> None:
     )
 
 
+def test_a_name_that_another_tab_gives_stays(page: Page) -> None:
+    page.ask("first")
+    id = page.run("document.querySelector('#conversations .chosen').dataset.id")
+    named = "{title: 'Theirs', named: true, system: 'Be brief.'}"
+    change = f"({{target}}) => store.put(Object.assign(target.result, {named}))"
+    in_another_tab(page, id, f"store.get('{id}').onsuccess = {change}")
+    page.ask("mine")
+    assert titles(page) == ["Theirs"]
+    page.open(fresh=False)
+    page.click("#conversations .open")
+    page.click("#settings-open")
+    assert titles(page) == ["Theirs"] and page.run("document.getElementById('system').value") == "Be brief."
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 def test_what_another_tab_adds_to_the_open_conversation_stays(page: Page, late: bool) -> None:
     """In the order of the messages' times, whether it is told before or after the page's own message."""

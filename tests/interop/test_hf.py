@@ -287,6 +287,7 @@ def other_words(folder: Path) -> None:
         (reconfigure(num_key_value_heads=4), "hf: model.kv-heads must divide the 6 heads"),
         (reconfigure(mlp_bias=True, hidden_act="gelu"), "hidden_act 'gelu' instead of 'silu', mlp_bias True"),
         (reconfigure(intermediate_size=78), "the weights do not fit the model"),
+        (reconfigure(vocab_size=100), "hf: the tokenizer has .* tokens, and the model 100"),
         (reconfigure(num_hidden_layers=1), "these weights are no Llama's: model.layers.1.input_layernorm.weight, .* 6"),
         (reweigh(lambda w: w.pop("model.norm.weight")), "weights are missing: model.norm.weight"),
         (reweigh(lambda w: w.update(surplus=torch.ones(2))), "these weights are no Llama's: surplus"),

@@ -214,13 +214,15 @@ async function keep(conversation) {
   }
 }
 
-/** Takes over what another tab has changed. This tab's own state is newer; it lacks the other one's messages. */
+/** Takes over what another tab has changed: its title and system text are newer; to the messages it may have added. */
 async function takeOver({ data: id }) {
   const kept = (await store.all()).find((one) => one.id === id);
   const held = [current, reply?.conversation].find((one) => one?.id === id);
-  if (held !== undefined) addMissing(held, kept?.nodes ?? {});
-  else if (kept === undefined) conversations.delete(id);
-  else conversations.set(id, kept);
+  if (held !== undefined && kept !== undefined) {
+    addMissing(held, kept.nodes);
+    Object.assign(held, { title: kept.title, named: kept.named, system: kept.system });
+  } else if (held === undefined && kept === undefined) conversations.delete(id);
+  else if (held === undefined) conversations.set(id, kept);
   if (held === current) draw();
   else sidebar.draw(conversations.values(), current.id);
 }
