@@ -64,8 +64,9 @@ class Grammars:
             raise ImportError("replies in a given form need llguidance: pip install llguidance") from error
         self.tokenizer = tokenizer
         self._matcher = llguidance.LLMatcher
-        limits = {"initial_lexer_fuel": FORM_FUEL, "step_lexer_fuel": LEXER_FUEL, "max_lexer_states": MOST_STATES}
-        self._limits = llguidance.LLParserLimits(**limits, verbose_errors=False)
+        self._limits = llguidance.LLParserLimits(
+            initial_lexer_fuel=FORM_FUEL, step_lexer_fuel=LEXER_FUEL, max_lexer_states=MOST_STATES, verbose_errors=False
+        )
         self._tokens = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Vocabulary(tokenizer)))
         self._known = lru_cache(KEPT)(self._make)
         self._lock, self._running = threading.Lock(), ExitStack()  # of the child that compiles on trial
