@@ -158,6 +158,13 @@ TOOLS: dict[str, tuple[Callable[[Arguments, str], int], str, str]] = {
     "plan": (_plan, "estimate time, memory and cost of a run on given GPUs", "--depth 20 --gpus 64 --gpu h100"),
 }
 """Each tool, what it does, and the arguments of an example."""
+BEFORE_FLAGS = {
+    "compare": "BASELINE IDEA … ",
+    "ladder": "BASELINE ",
+    "calibrate": "BASELINE ANSWERS ",
+    "log": "",
+    "board": "",
+}
 
 
 def main(arguments: Arguments, log: Callable[[str], None]) -> int:
@@ -168,8 +175,10 @@ def main(arguments: Arguments, log: Callable[[str], None]) -> int:
         raise SystemExit(0)
     if arguments[0] not in TOOLS:
         raise ValueError(f"the lab has no '{arguments[0]}'{nearest(arguments[0], TOOLS)}; all of them: quern lab")
-    run, summary, example = TOOLS[arguments[0]]
-    return run(Arguments(arguments[1:]), f"{summary}\n\nexample: quern lab {arguments[0]} {example}")
+    tool = arguments[0]
+    run, summary, example = TOOLS[tool]
+    usage = f"usage: quern lab {tool} {BEFORE_FLAGS.get(tool, '[RECIPE] ')}[FLAGS]"
+    return run(Arguments(arguments[1:]), f"{summary}\n\nexample: quern lab {tool} {example}\n\n{usage}")
 
 
 def _options(
