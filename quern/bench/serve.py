@@ -89,7 +89,7 @@ def offline_rate(engine: Engine, seed: int, ordinary: int, length: int, reply: i
 
 
 def rate(replies: Sequence[Reply]) -> float:
-    """Tokens a second while all clients were busy, until the first of them had its last reply: what had arrived."""
+    """Tokens a second while all clients are busy: from the first request until one client has its last reply."""
     first, ends = min(one.start for one in replies), {one.client: one.arrivals[-1] for one in replies}
     last = min(ends.values())
     arrived = (one.usage["completion_tokens"] * np.mean(np.array(one.arrivals) <= last) for one in replies)

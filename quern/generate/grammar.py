@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 LEXER_FUEL = 20_000
 """The limit of llguidance's work on one mask, about 50 ms. A form that needs more fails, and so does the reply."""
 FORM_FUEL, MOST_STATES = 100_000, 25_000
-"""The limits of reading a form, and of its automaton, some 10 MB. A form's replies share it, and it grows with each of
-them. With llguidance's own limits, one expression holds up all other threads for half a second."""
+"""Limits of llguidance: its work to read a form, and the states of the form's automaton (about 10 MB), which grows with
+each reply. With its default limits, one expression holds up all other threads for half a second."""
 MOST_CHARACTERS = 1 << 16
 """The length limit of a grammar. A long one holds up all other threads while its bytes are searched."""
 KEPT = 64  # compiled grammars
@@ -100,9 +100,13 @@ class Grammars:
         return self._compile(self._matcher.grammar_from_lark("\n".join(rules)), trial=True)
 
     def _compile(self, grammar: str, trial: bool = False) -> Grammar:
-        if self._known(grammar, trial).failed:
-            self._known.cache_clear()
-        return self._known(grammar, trial)
+        found = self._known(grammar, trial)
+        if found.failed:
+            found.renew(self._read(grammar))
+        return found
+
+    def _read(self, grammar: str) -> LLMatcher:
+        return self._matcher(self._tokens, grammar, log_level=0, limits=self._limits)
 
     def _make(self, grammar: str, trial: bool) -> Grammar:
         """trial: a child process compiles it first, which the system can end."""
@@ -110,7 +114,7 @@ class Grammars:
             raise CostlyError(f"it has {len(grammar):,} characters, {MOST_CHARACTERS:,} at most: simplify it")
         if trial:
             self._try(grammar)
-        made = self._matcher(self._tokens, grammar, log_level=0, limits=self._limits)
+        made = self._read(grammar)
         if made.is_error():
             lines = made.get_error().strip().splitlines()
             raise GrammarError(" ".join(lines[:1] + [line for line in lines[1:] if line.startswith("error:")]))
@@ -158,6 +162,10 @@ class Grammar:
     def failed(self) -> bool:
         """Whether the last reply failed, perhaps because of the states of the replies before it."""
         return self._last is not None and self._last.failed
+
+    def renew(self, matcher: LLMatcher) -> None:
+        """Takes a matcher without the states of earlier replies."""
+        self._start, self._last = matcher, None
 
     def shortest(self, most: int) -> int | None:
         """Tokens of the shortest reply that is found, its end token included; None if it has more than `most`."""

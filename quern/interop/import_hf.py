@@ -74,6 +74,7 @@ def run(
         origin = Origin(words.fingerprint, recipe=resolved.to_json())
         with open_folder(run_dir.stage(stage), origin, None) as records:
             records.event("import", folder=str(folder))
+            records.flush()
             # Last: a run without a checkpoint counts as untrained.
             meta = origin.meta() | {"state": state.meta()}
             checkpoint.save(run_dir.checkpoints(stage), state.step, state.tensors(), meta, keep=1)

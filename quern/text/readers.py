@@ -40,7 +40,7 @@ TEXT_PIECE_CHARACTERS = 1 << 20
 NO_TEXT = re.compile(rb"[\1-\x08\x0e-\x1a]")
 """Bytes of programs and pictures; logs with colours have the escape."""
 CUE = re.compile(r"^(WEBVTT.*|(\d+\r?\n)?[\d:.,]+ --> [\d:.,]+.*)\n", re.MULTILINE)
-"""What is not spoken of a subtitle: its time, and its number before it. "1984" alone may be spoken."""
+"""The lines of a subtitle that nobody speaks: its time, and its number before it. "1984" alone may be spoken."""
 PARQUET_BATCH_ROWS = 256
 JSON_BYTES = 1 << 29
 CSV_FIELD_CHARACTERS = 1 << 28

@@ -217,6 +217,7 @@ def test_a_form_that_its_replies_have_worn_out_is_made_again(monkeypatch: pytest
     """The replies of a form share the states of its automaton, whose number has a limit."""
     monkeypatch.setattr(grammar, "MOST_STATES", 1000)
     own, random = Grammars(TOKENIZER), np.random.default_rng(0)
+    other = own.regex("x")
 
     def fails() -> bool:
         constraint = own.regex("[ab]*a[ab]{18}").start(END)
@@ -230,6 +231,7 @@ def test_a_form_that_its_replies_have_worn_out_is_made_again(monkeypatch: pytest
 
     found = [fails() for _ in range(20)]
     assert True in found and (True, True) not in zip(found, found[1:], strict=False)
+    assert own.regex("x") is other, "other forms stay"
 
 
 def test_requests_of_many_lengths_search_once(monkeypatch: pytest.MonkeyPatch) -> None:

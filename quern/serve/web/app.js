@@ -214,7 +214,7 @@ async function keep(conversation) {
   }
 }
 
-/** Takes over what another tab has changed: its title and system text are newer; to the messages it may have added. */
+/** Takes over what another tab has saved: the title, the system text, and the messages that this tab lacks. */
 async function takeOver({ data: id }) {
   const kept = (await store.all()).find((one) => one.id === id);
   const held = [current, reply?.conversation].find((one) => one?.id === id);
