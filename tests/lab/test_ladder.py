@@ -221,6 +221,20 @@ def test_one_rung_is_of_one_kind_of_machine(tmp_path: Path) -> None:
     start(study, arms, Drawn({}), ["grows"], about="cpu bfloat16, 2 threads")
 
 
+def test_both_runs_of_a_pair_are_trained_on_one_kind_of_processor(tmp_path: Path) -> None:
+    study, arms = make(tmp_path / "study", ["base", "grows", "fades"], most_pairs=5)
+    start(study, arms, drawn := Drawn({}, noise=0.02), ["grows"], about="cpu bfloat16, an old one", any_delta=True)
+    assert len(study.runs("grows", 0)) == 5, "undecided"
+    start(study, arms, more := Drawn({}, noise=0.02), ["grows"], about="cpu bfloat16, a new one", any_delta=True)
+    assert not more.trained, "a whole study needs nothing of another machine"
+    start(study, arms, more, ["grows", "fades"], about="cpu bfloat16, a new one", any_delta=True)
+    machines = {seed: one.machine for seed, one in study.runs("base", 0).items()}
+    for name in ("grows", "fades"):
+        runs = study.runs(name, 0)
+        assert len(runs) == 5 and {seed: one.machine for seed, one in runs.items()}.items() <= machines.items()
+    assert all(name != "grows" for name, *_ in more.trained) and not set(drawn.trained) & set(more.trained)
+
+
 def test_a_twin_changes_nothing_and_hides_no_noise(tmp_path: Path) -> None:
     study, arms = make(tmp_path / "study", ["base", "twin", "idles"])
     start(study, arms, Drawn({}), ["twin", "idles"], rungs=(0, 1))

@@ -93,9 +93,11 @@ def chosen(study: Comparison, arm: str) -> float | None:
     return min(means, key=lambda value: means[value], default=None)
 
 
-def wanted(study: Comparison, options: CompareOptions, values: Mapping[str, Sequence[float]]) -> list[Job]:
+def wanted(
+    study: Comparison, options: CompareOptions, values: Mapping[str, Sequence[float]], machine: str
+) -> list[Job]:
     """The jobs that the study lacks now; none once all ideas of this start are judged. values: of the tuned field, by
-    arm of this start, the baseline first."""
+    arm of this start, the baseline first; machine: this one, in a line."""
     lowest, ideas = min(map(int, study.plan.rungs)), list(values)[1:]
     jobs = [
         Job(arm, lowest, missing, value)
@@ -106,7 +108,7 @@ def wanted(study: Comparison, options: CompareOptions, values: Mapping[str, Sequ
     if jobs:
         return jobs
     for rung in sorted(options.rungs):
-        if jobs := _at_rung(study, rung, ideas):
+        if jobs := _at_rung(study, rung, ideas, machine):
             return jobs
         verdicts = judged(study, rung).findings
         if not options.every:  # an idea that cannot be trained at this rung goes up
@@ -115,29 +117,32 @@ def wanted(study: Comparison, options: CompareOptions, values: Mapping[str, Sequ
     return _baseline(study, above, CURVE_SEEDS) if str(above) in study.plan.rungs else []
 
 
-def _at_rung(study: Comparison, rung: int, ideas: Sequence[str]) -> list[Job]:
+def _at_rung(study: Comparison, rung: int, ideas: Sequence[str], machine: str) -> list[Job]:
     limit = study.plan.most_pairs
     first = min(LOOKS[0], limit)
     if jobs := _baseline(study, rung, first):
         return jobs
+    base = judged_trials(study, study.plan.base, rung)
+    # The same seed ends elsewhere on a processor of another kind, so both runs of a pair are trained on one.
+    here = [seed for seed, one in sorted(base.items()) if one.machine == machine]
     check_proxy(study, rung)
     verdicts = judged(study, rung).findings
-    jobs, most = [], first
+    # Twice the first look's seeds of the baseline: the further ones are compared with the others, an A/A floor.
+    jobs, count = list[tuple[int, Job]](), max(2 * first, len(base))
     for name in ideas:
         runs = judged_trials(study, name, rung)
         if any(one.error for one in runs.values()):
             continue
         pairs = len(runs)
         if name in verdicts and pairs >= first and verdicts[name].verdict != "undecided":
-            most = max(most, pairs)
             continue
         goal = min(next((look for look in LOOKS if look > pairs), limit), limit)
-        most = max(most, goal)
-        if missing := tuple(seed for seed in range(goal) if seed not in runs):
-            jobs.append(Job(name, rung, missing, chosen(study, name)))
-    jobs.sort(key=lambda job: job.seeds[0])  # a first look at all ideas before a second one: they share a variance
-    # Twice the first look's seeds of the baseline: the further ones are compared with the others, an A/A floor.
-    return [*_baseline(study, rung, max(most, 2 * first)), *jobs]
+        free, lacking = [seed for seed in here if seed not in runs], goal - pairs
+        if 0 < lacking <= len(free):
+            jobs.append((pairs, Job(name, rung, tuple(free[:lacking]), chosen(study, name))))
+        count = max(count, len(base) + lacking - len(free))
+    jobs.sort(key=lambda one: one[0])  # a first look at all ideas before a second one: they share a variance
+    return [*_baseline(study, rung, count), *(job for _, job in jobs)]
 
 
 def _baseline(study: Comparison, rung: int, count: int) -> list[Job]:
@@ -170,7 +175,7 @@ class Worker:
         }
 
         def jobs() -> list[Job]:
-            return [one for one in wanted(self.study, options, values) if (one.arm, one.rung) not in self.lost]
+            return [one for one in wanted(self.study, options, values, self.about) if (one.arm, one.rung) not in self.lost]
 
         def do(job: Job) -> None:
             judged_later = job.arm != self.study.plan.base and job.seeds[0] not in TUNE_SEEDS
