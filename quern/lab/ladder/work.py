@@ -175,7 +175,8 @@ class Worker:
         }
 
         def jobs() -> list[Job]:
-            return [one for one in wanted(self.study, options, values, self.about) if (one.arm, one.rung) not in self.lost]
+            missing = wanted(self.study, options, values, self.about)
+            return [one for one in missing if (one.arm, one.rung) not in self.lost]
 
         def do(job: Job) -> None:
             judged_later = job.arm != self.study.plan.base and job.seeds[0] not in TUNE_SEEDS
