@@ -223,19 +223,21 @@ def gradients_apart(optimizer: Zero2, expected: dict[str, torch.Tensor]) -> floa
 
 
 def state_apart(ours: TrainState, expected: Snapshot) -> float:
-    """Masters, moments, and the parameters themselves, which every rank holds whole."""
-    slices = ours.optimizer.slices()
-    state = deviation(
-        [part.tensor for part in slices.values()], [p.of(expected.tensors[name]) for name, p in slices.items()]
-    )
+    """Masters, moments, and the parameters themselves, which every rank holds whole. Second moments are means of squares,
+    whose relative deviation is twice that of the root by which an update is divided: the roots are compared."""
     found, wanted = [], []
+    for name, part in ours.optimizer.slices().items():
+        pair = part.tensor, part.of(expected.tensors[name])
+        one, other = (tensor.sqrt() for tensor in pair) if name.startswith("second.") else pair
+        found.append(one)
+        wanted.append(other)
     gather(ours)
     for parameter, whole in zip(ours.model.parameters(), expected.parameters, strict=True):
         part = sliced(parameter.detach(), sharding_of(parameter), 0, len(parameter), saved=True)
         if part is not None:
             found.append(part.tensor)
             wanted.append(part.of(whole))
-    return max(state, deviation(found, wanted))
+    return deviation(found, wanted)
 
 
 def _local_count() -> None:
