@@ -228,6 +228,7 @@ def test_both_runs_of_a_pair_are_trained_on_one_kind_of_processor(tmp_path: Path
     start(study, arms, more := Drawn({}, noise=0.02), ["grows"], about="cpu bfloat16, a new one", any_delta=True)
     assert not more.trained, "a whole study needs nothing of another machine"
     start(study, arms, more, ["grows", "fades"], about="cpu bfloat16, a new one", any_delta=True)
+    assert [name for name, *_ in more.trained] == ["base"] * 3 + ["fades"] * 3 + ["base"] * 2 + ["fades"] * 2
     machines = {seed: one.machine for seed, one in study.runs("base", 0).items()}
     for name in ("grows", "fades"):
         runs = study.runs(name, 0)

@@ -129,6 +129,7 @@ def _at_rung(study: Comparison, rung: int, ideas: Sequence[str], machine: str) -
     verdicts = judged(study, rung).findings
     # Twice the first look's seeds of the baseline: the further ones are compared with the others, an A/A floor.
     jobs, count = list[tuple[int, Job]](), max(2 * first, len(base))
+    urgent = -1 if count > len(base) else limit  # pairs of an idea that waits for the baseline
     for name in ideas:
         runs = judged_trials(study, name, rung)
         if any(one.error for one in runs.values()):
@@ -138,11 +139,13 @@ def _at_rung(study: Comparison, rung: int, ideas: Sequence[str], machine: str) -
             continue
         goal = min(next((look for look in LOOKS if look > pairs), limit), limit)
         free, lacking = [seed for seed in here if seed not in runs], goal - pairs
-        if 0 < lacking <= len(free):
+        if lacking > len(free):
+            count, urgent = max(count, len(base) + lacking - len(free)), min(urgent, pairs)
+        elif lacking:
             jobs.append((pairs, Job(name, rung, tuple(free[:lacking]), chosen(study, name))))
-        count = max(count, len(base) + lacking - len(free))
-    jobs.sort(key=lambda one: one[0])  # a first look at all ideas before a second one: they share a variance
-    return [*_baseline(study, rung, count), *(job for _, job in jobs)]
+    jobs += [(urgent, job) for job in _baseline(study, rung, count)]
+    # A first look at all ideas before a second one: they share a variance.
+    return [job for _, job in sorted(jobs, key=lambda one: one[0])]
 
 
 def _baseline(study: Comparison, rung: int, count: int) -> list[Job]:
