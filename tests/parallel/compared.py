@@ -223,8 +223,9 @@ def gradients_apart(optimizer: Zero2, expected: dict[str, torch.Tensor]) -> floa
 
 
 def state_apart(ours: TrainState, expected: Snapshot) -> float:
-    """Masters, moments, and the parameters themselves, which every rank holds whole. Second moments are means of squares,
-    whose relative deviation is twice that of the root by which an update is divided: the roots are compared."""
+    """Masters, moments, and the parameters themselves, which every rank holds whole. Second moments are means of
+    squares, whose relative deviation is twice that of the root by which an update is divided: the roots are compared.
+    """
     found, wanted = [], []
     for name, part in ours.optimizer.slices().items():
         pair = part.tensor, part.of(expected.tensors[name])
