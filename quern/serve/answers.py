@@ -57,6 +57,7 @@ class Choice:
         self._calls = calls
         self.tokens: list[Token] = []
         self.completion: Completion | None = None
+        self.kinds: list[str] = []  # of the parts that a chat's stream has told
         self._waiting: list[Token] = []  # their text is still to come
         self._written = 0  # characters of text
 
@@ -231,9 +232,13 @@ class Chat(Answer):
         if delta is None:
             called = [{"index": number, **call} for number, call in enumerate(self.choices[index].called)]
             return {"delta": {"tool_calls": called} if called else {}}
+        kinds = self.choices[index].kinds
+        if kinds[-1:] != [delta.kind]:
+            kinds.append(delta.kind)
         if delta.kind == "text":
             return {"delta": {"content": delta.text}}
-        return {"delta": {"parts": [{"type": delta.kind, "text": delta.text}]}}
+        number = len(kinds) - kinds.count("text") - 1  # as of calls: OpenAI's clients join the pieces of one number
+        return {"delta": {"parts": [{"index": number, "type": delta.kind, "text": delta.text}]}}
 
     def content(self, index: int, completion: Completion) -> dict[str, Any]:
         """The message; it has `parts` only if the calculator was called."""

@@ -221,9 +221,12 @@ def _in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     system: list[dict[str, Any]] = []
     turns: list[dict[str, Any]] = []
     for message in messages:
-        message["content"] = message["parts"] or message["content"] or ""
-        if isinstance(message["content"], list) and not message["parts"]:
-            message["content"] = "".join(one if isinstance(one, str) else one["text"] for one in message["content"])
+        parts, text = message["parts"] or [], message["content"] or ""
+        if isinstance(text, list):
+            text = "".join(one if isinstance(one, str) else one["text"] for one in text)
+        if parts and text and all(part["type"] != "text" for part in parts):  # a stream tells the text apart from them
+            parts = [*parts, {"type": "text", "text": text}]
+        message["content"] = parts or text
         into = system if message["role"] in ("system", "developer") else turns
         before = into[-1] if into else None
         if before is None or (into is turns and (before["role"] != message["role"] or message["role"] == "tool")):

@@ -112,23 +112,31 @@ def test_answers_without_a_seed_differ(client: openai.OpenAI) -> None:
     assert len({answer.choices[0].message.content for answer in answers}) > 1
 
 
-def test_calls_of_the_calculator_travel_as_parts() -> None:
+def test_calls_of_the_calculator_travel_as_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quern.serve.worker.STREAM_SECONDS", 0.0)  # the call comes in two pieces
     parrot = make_parrot()
-    parrot.will_say(Delta("tool", "1+1"), Delta("output", "2"), "two")
+    parrot.will_say(Delta("tool", "1"), Delta("tool", "+1"), Delta("output", "2"), "two")
     with running(create_app({NAME: parrot})) as base:
         message = post(base, CHAT, ask()).json()["choices"][0]["message"]
         assert (message["role"], message["content"]) == ("assistant", "two")
         kinds = {"tool": "1+1", "output": "2", "text": "two"}
         assert message["parts"] == [{"type": kind, "text": text} for kind, text in kinds.items()]
-        follow_up = [*HELLO, message, {"role": "user", "content": "and?"}]
-        assert post(base, CHAT, ask(messages=follow_up)).status_code == 200
         answer = post(base, CHAT, ask(stream=True))
         assert answer.headers["content-type"].startswith("text/event-stream")
         lines = answer.text.split("\n\n")
         assert lines[-2:] == ["data: [DONE]", ""] and "usage" not in lines[0]
         deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in lines[1:-2]]
-        assert deltas[:2] == [{"parts": [part]} for part in message["parts"][:2]]
-        assert "".join(delta.get("content", "") for delta in deltas[2:]) == "two"
+        numbered = [(0, "tool", "1"), (0, "tool", "+1"), (1, "output", "2")]
+        assert deltas[:3] == [{"parts": [{"index": at, "type": kind, "text": text}]} for at, kind, text in numbered]
+        assert "".join(delta.get("content", "") for delta in deltas[3:]) == "two"
+        # OpenAI's client joins the deltas to a message; sent back like the whole one, it is read alike.
+        with openai.OpenAI(base_url=f"{base}/v1", api_key="none").chat.completions.stream(**ask()) as stream:
+            joined = stream.get_final_completion().choices[0].message.model_dump(exclude_none=True)
+        assert joined["content"] == "two" and [part["text"] for part in joined["parts"]] == ["1+1", "2"]
+        read = [post(base, "/tokenize", {"messages": [*HELLO, one]}).json()["tokens"] for one in (message, joined)]
+        assert read[0] == read[1]
+        follow_up = [*HELLO, message, {"role": "user", "content": "and?"}]
+        assert post(base, CHAT, ask(messages=follow_up)).status_code == 200
 
 
 def test_the_arguments_of_a_call_are_those_that_the_model_wrote() -> None:
