@@ -244,6 +244,27 @@ def test_what_another_tab_adds_to_the_open_conversation_stays(page: Page, late: 
     assert page.said() == ["first", "fine", "theirs"]
 
 
+def test_a_reply_that_another_tab_writes_is_shown_and_kept_once_it_has_ended(page: Page) -> None:
+    def told(parts: str) -> str:
+        question = (
+            "{id: 'aa', parent: null, role: 'user', parts: [{type: 'text', text: 'theirs'}], time: 1, pick: 'bb'}"
+        )
+        reply = f"{{id: 'bb', parent: 'aa', role: 'assistant', parts: {parts}, time: 2, pick: null}}"
+        own = "id: 'cc', title: '', named: false, mode: 'chat', system: '', created: 1, updated: 1, leaf: 'bb'"
+        return f"store.put({{{own}, nodes: {{aa: {question}, bb: {reply}}}}})"
+
+    in_another_tab(page, "cc", told("[]"))
+    page.click("#conversations .open")
+    assert page.said() == ["theirs", ""]
+    page.ask("mine")
+    in_another_tab(page, "cc", told("[{type: 'text', text: 'their reply'}]"))
+    page.wait("document.querySelector('.assistant .body').textContent.trim() === 'their reply'")
+    page.ask("mine too")
+    page.open(fresh=False)
+    page.click("#conversations .open")
+    assert page.said() == ["theirs", "their reply", "mine", "fine", "mine too", "fine"]
+
+
 def test_a_reply_that_the_browser_cannot_keep_is_shown(page: Page) -> None:
     page.run("IDBObjectStore.prototype.put = function () { throw new DOMException('The disk is full') }")
     page.ask("first")

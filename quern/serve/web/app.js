@@ -253,7 +253,7 @@ function draw() {
   for (const node of shown) {
     const view = views.get(node.id);
     if (view !== undefined) {
-      if (page.live(node) === null) view.drawBar();
+      if (page.live(node) === null) view.update(true);
       continue;
     }
     const made = new MessageView(page, current, node);

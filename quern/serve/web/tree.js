@@ -21,11 +21,13 @@ export function addNode(conversation, parent, role, parts) {
   return node;
 }
 
-/** Adds messages of another copy of the conversation, of which those without text are not finished. */
+/** Adds messages of another copy of the conversation. Those without text are not finished, in either copy. */
 export function addMissing(conversation, nodes) {
   for (const node of Object.values(nodes)) {
+    const own = conversation.nodes[node.id] ?? { parts: [] };
     const begins = node.parent === null || conversation.nodes[node.parent] !== undefined;
-    if (begins && node.parts.length > 0) conversation.nodes[node.id] ??= node;
+    if (!begins || node.parts.length === 0 || own.parts.length > 0) continue;
+    conversation.nodes[node.id] = Object.assign(own, node, { pick: own.pick ?? node.pick }); // a message may show it
   }
 }
 
