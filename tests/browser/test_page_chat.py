@@ -239,6 +239,32 @@ def test_errors_are_told_and_a_reply_is_asked_for_again(page: Page) -> None:
     assert page.said() == ["hello?", "here", "now?", "well"]
 
 
+def test_a_server_that_was_started_again_with_another_model_is_asked_for_it(page: Page) -> None:
+    page.run("document.getElementById('model').replaceChildren(new Option('earlier'))")
+    page.send("hello")
+    page.wait("document.getElementById('problem').textContent.includes(\"'earlier' does not exist\")")
+    page.chrome.problems.clear()  # the browser logs the 404
+    page.click("#problem button")
+    page.wait(f"document.querySelectorAll('.assistant').length === 1 && {DONE}")
+    assert page.said() == ["hello", "fine"] and page.texts("#model option") == ["parrot"]
+
+
+def test_text_from_right_to_left_is_laid_out_so(page: Page) -> None:
+    """In Hebrew, the sign that ends a sentence stands on its left."""
+    page.engine.will_say("**שלום** עולם!\n\n- שלום!\n\nHello world!")
+    page.ask("שלום!")
+    page.type("#input", "שלום!")
+    ends = page.run(
+        "[...document.querySelectorAll('.user .text, .block p, .block li, .open, #title')].map((box) => {"
+        " const range = document.createRange(), last = box.childNodes[box.childNodes.length - 1];"
+        " range.setStart(last, last.length - 1); range.setEnd(last, last.length);"
+        " const end = range.getClientRects()[0]; range.setStart(last, 0); range.setEnd(last, 1);"
+        " return end.left < range.getClientRects()[0].left; })"
+    )
+    assert ends == [True, True, True, True, True, False], ends
+    assert page.run("getComputedStyle(document.getElementById('input')).unicodeBidi") == "plaintext"
+
+
 def test_a_conversation_longer_than_the_context_goes_on(browser: Chrome) -> None:
     engine = make_parrot(context=96)
     engine.will_say("the miller grinds the grain at dawn")

@@ -158,6 +158,7 @@ function explain(error) {
     byId("set-key").focus();
     return "This server asks for an API key: enter it in the settings.";
   }
+  if (error.code === "model_not_found") byId("model").replaceChildren(); // the next try asks which ones there are now
   return error instanceof TypeError ? "The server does not answer." : error.message;
 }
 
