@@ -68,6 +68,19 @@ def test_conversations_are_kept_renamed_searched_and_deleted(page: Page) -> None
     assert titles(page) == ["Where is the bakery?"]
 
 
+def test_names_do_not_end_with_half_a_character(page: Page) -> None:
+    text = "n" * 56 + "\N{WAVING HAND SIGN}" * 9
+    page.ask(text)
+    assert titles(page) == [f"{text[:56]}…"]
+    page.run("window.names = []; HTMLAnchorElement.prototype.click = function () { names.push(this.download) }")
+    page.click("[aria-label^='Rename']")
+    page.chrome.type("n" * 39 + "\N{DESERET CAPITAL LETTER LONG I}n")
+    page.press("Enter")
+    page.click("[aria-label^='Export']")
+    page.wait("names.length === 1")
+    assert page.run("names") == [f"quern-{'n' * 39}.json"]
+
+
 def test_a_question_outlives_a_tab_that_is_closed_during_the_reply(page: Page) -> None:
     page.engine.will_say("never " * 400, seconds=0.05)
     page.send("Are you there?")

@@ -3,7 +3,7 @@
 
 import { newId } from "./dom.js";
 import { loadTokens } from "./store.js";
-import { titleOf } from "./tree.js";
+import { cut, titleOf } from "./tree.js";
 
 const FORMAT = "quern-conversations";
 const MOST_CONVERSATIONS = 10000;
@@ -35,7 +35,7 @@ export function download(text, name) {
 export function fileName(conversations) {
   if (conversations.length !== 1) return "quern-conversations.json";
   const words = titleOf(conversations[0]).toLowerCase().replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "");
-  return `quern-${words.slice(0, 40) || "conversation"}.json`;
+  return `quern-${cut(words, 40) || "conversation"}.json`;
 }
 
 /** The conversations of a file: [{conversation, tokens}]. Each gets a new id. Throws an Error that says what is wrong. */
@@ -139,7 +139,7 @@ function needNoLoops(nodes, where) {
 
 const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
 const time = (value) => (Number.isFinite(value) && value > 0 ? value : Date.now());
-const line = (value) => (typeof value === "string" ? value.replace(/\s+/g, " ").slice(0, 200) : "");
+const line = (value) => (typeof value === "string" ? cut(value.replace(/\s+/g, " "), 200) : "");
 
 function need(condition, message) {
   if (!condition) throw new Error(message);

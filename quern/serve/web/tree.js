@@ -93,8 +93,11 @@ export function titleOf(conversation) {
   if (conversation.title !== "") return conversation.title;
   const first = Object.values(conversation.nodes).find((node) => node.role === "user");
   const text = first === undefined ? "" : textOf(first).trim().replace(/\s+/g, " ");
-  return text === "" ? "New conversation" : text.length > 60 ? `${text.slice(0, 57)}…` : text;
+  return text === "" ? "New conversation" : text.length > 60 ? `${cut(text, 57)}…` : text;
 }
+
+/** The beginning of a text, without half a character at its end. */
+export const cut = (text, length) => text.slice(0, length).replace(/\p{Surrogate}$/u, "");
 
 /** Whether all words of a search are in the title or in a message. */
 export function matches(conversation, query) {
