@@ -98,19 +98,17 @@ def page_paths() -> dict[str, Path]:
     return {named.get(file.name, f"/{file.relative_to(WEB).as_posix()}"): file for file in files}
 
 
-def page(welcome: Welcome) -> dict[str, Response]:
-    """The responses at the paths of the page: its files, and at /welcome the way in which it begins."""
-    mode, sampling = "text" if welcome.completes else "chat", {"temperature": CHAT.temperature, "top_k": CHAT.top_k}
-    begin = {"suggestions": list(welcome.suggestions), "mode": mode, "sampling": sampling}
-    answers: dict[str, Response] = {"/welcome": JSON(begin)}
+def page() -> dict[str, Response]:
+    """The files of the page, at their paths."""
+    answers = dict[str, Response]()
     for path, file in page_paths().items():
         kind, headers = MEDIA_TYPES[file.suffix], {"cache-control": "no-cache"}
         answers[path] = Response(file.read_bytes(), media_type=kind, headers=headers)
     return answers
 
 
-def routes(models: Models, welcome: Welcome) -> list[Route]:
-    """Every path: those of the API, and a route for each file of the page."""
+def routes(models: Models) -> list[Route]:
+    """Every path: those of the API, and each file of the page. The application's state has the `Welcome`."""
     posts: dict[str, tuple[type[Strict], Callable[..., Awaitable[Response]]]] = {
         "/v1/chat/completions": (ChatRequest, chat),
         "/v1/completions": (CompletionRequest, completions),
@@ -158,6 +156,11 @@ def routes(models: Models, welcome: Welcome) -> list[Route]:
         names = [model.name for model in models.all()]
         return JSON(openapi(posts, gets, names))
 
+    async def begin(http: Request) -> Response:
+        welcome: Welcome = http.app.state.welcome
+        mode, sampling = "text" if welcome.completes else "chat", {"temperature": CHAT.temperature, "top_k": CHAT.top_k}
+        return JSON({"suggestions": list(welcome.suggestions), "mode": mode, "sampling": sampling})
+
     gets = {
         "/health": health,
         "/metrics": metrics,
@@ -165,7 +168,7 @@ def routes(models: Models, welcome: Welcome) -> list[Route]:
         "/v1/models/{model:path}": one_model,
         "/openapi.json": published,
     }
-    return [Route(path, route, methods=["GET"]) for path, route in {**gets, **page(welcome)}.items()] + [
+    return [Route(path, route, methods=["GET"]) for path, route in {**gets, "/welcome": begin, **page()}.items()] + [
         Route(path, post(*both), methods=["POST"]) for path, both in posts.items()
     ]
 

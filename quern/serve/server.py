@@ -129,8 +129,12 @@ def open_app(
     """The application, its models loaded and compiled. where: the end of the line that tells so; others as in `run`."""
     engines = {}
     shown = {name: source.newest() for name, source in sources.items()}
-    first, source = next(iter(sources.items()))
-    welcome = read_welcome(source.run_dir.folder, (shown[first] or ("",))[0])
+    first = next(iter(sources))
+
+    def welcome() -> Welcome:
+        return read_welcome(sources[first].run_dir.folder, (shown[first] or ("",))[0])
+
+    begins = welcome()
     for name, source in sources.items():
         if source.machine.compile:
             sizes = ", ".join(map(str, WARM_ROWS))
@@ -149,13 +153,15 @@ def open_app(
                     with ThreadPoolExecutor(1) as threads:  # OpenMP's threads for it end with it
                         opened = asyncio.get_running_loop().run_in_executor(threads, source.open, log)
                         engine, what = await opened
+                    app.state.welcome = welcome()
                 except Exception as error:  # the server goes on with the model that it has
                     log(f"{name}: the newest checkpoint cannot be served ({error}); going on with the one before")
                     continue
                 log(f"{name}: new requests go to {what}")
                 await models.replace(name, engine)
 
-    return create_app(engines, gate, limits, watch if watch_seconds else None, welcome)
+    app = create_app(engines, gate, limits, watch if watch_seconds else None, begins)
+    return app
 
 
 def create_app(
@@ -184,9 +190,8 @@ def create_app(
             await asyncio.to_thread(models.stop)
 
     middleware = [Middleware(Frontier, gate=gate)]
-    paths = routes(models, welcome or Welcome())
-    app = Starlette(routes=paths, middleware=middleware, exception_handlers=ON_ERROR, lifespan=lifespan)
-    app.state.models = models
+    app = Starlette(routes=routes(models), middleware=middleware, exception_handlers=ON_ERROR, lifespan=lifespan)
+    app.state.models, app.state.welcome = models, welcome or Welcome()
     return app
 
 

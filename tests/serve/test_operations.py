@@ -291,7 +291,7 @@ class Changing(Source):
         look = self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
         if isinstance(look, OSError):
             raise look
-        return "sft", look
+        return "pretrain" if look == 1 else "sft", look
 
     def open(self, log: Any) -> tuple[Engine, str]:
         return toy_engine(context=256, seed=self.looks[0]), f"step {self.looks[0]}"
@@ -301,8 +301,10 @@ def test_the_server_looks_for_newer_checkpoints_also_after_a_look_that_failed(tm
     source, lines = Changing(RunDir(tmp_path, "toy"), None, CPU, 0), list[str]()
     Changing.looks = [1, 1, OSError("the disk is gone"), 2]
     app = open_app({"toy": source}, Gate(LOOPBACK), Limits(), lines.append, "", 0.05)
-    with running(app):
+    assert app.state.welcome.completes, "a base model"
+    with running(app) as url:
         until(lambda: "toy: new requests go to step 2" in lines, 5)
+        assert web.get(f"{url}/welcome").json()["mode"] == "chat"
     assert any("the disk is gone" in line for line in lines)
 
 
