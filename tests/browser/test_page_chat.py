@@ -237,6 +237,15 @@ def test_errors_are_told_and_a_reply_is_asked_for_again(page: Page) -> None:
     page.engine.will_say("well")
     page.ask("now?")
     assert page.said() == ["hello?", "here", "now?", "well"]
+    # Another try that failed is tried again in its place, not behind the reply that is there.
+    page.engine.will_say()
+    page.engine.failure = RuntimeError("again")
+    page.click(".message:last-child [aria-label='Try again']")
+    page.wait("!document.getElementById('problem').hidden")
+    page.engine.will_say("very well")
+    page.click("#problem button")
+    page.wait(f"document.querySelector('.message:last-child .body')?.textContent.trim() === 'very well' && {DONE}")
+    assert page.said() == ["hello?", "here", "now?", "very well"]
 
 
 def test_a_server_that_was_started_again_with_another_model_is_asked_for_it(page: Page) -> None:

@@ -142,6 +142,7 @@ async function finish(conversation, { node, tokens }, trouble) {
     await keep(conversation);
   }
   if (current !== conversation) return;
+  const retry = () => page.regenerate(node);
   views.get(node.id)?.update(true);
   draw();
   if (trouble?.canShorten) {
@@ -160,11 +161,6 @@ function explain(error) {
   }
   if (error.code === "model_not_found") byId("model").replaceChildren(); // the next try asks which ones there are now
   return error instanceof TypeError ? "The server does not answer." : error.message;
-}
-
-function retry() {
-  const leaf = current.nodes[current.leaf];
-  if (free() && leaf !== undefined) answer(current, addNode(current, leaf.id, "assistant", []));
 }
 
 function send(text) {
@@ -237,7 +233,7 @@ function open(conversation) {
   draw();
   ui.follow(true);
   const leaf = conversation.nodes[conversation.leaf];
-  if (leaf?.role === "user" && page.live(leaf) === null) ui.problem("This message has no reply yet.", retry);
+  if (leaf?.role === "user" && page.live(leaf) === null) ui.problem("This message has no reply yet.", () => page.regenerate({ parent: leaf.id }));
   if (sidebar.isNarrow()) sidebar.toggle(false);
   byId("input").focus();
 }
