@@ -92,6 +92,18 @@ def test_a_reply_streams_and_can_be_stopped(page: Page) -> None:
     assert page.count(".message:last-child .text-button") == 0, "a reply that ended by itself has nothing to continue"
 
 
+def test_stop_does_not_wait_for_the_tokens_of_a_text(page: Page) -> None:
+    page.run("document.querySelector('[name=mode][value=text]').click()")
+    page.run(
+        "window.fetch = (path, {signal}) => new Promise((_, reject) =>"
+        " signal?.addEventListener('abort', () => reject(signal.reason)))"
+    )
+    page.send("Once")
+    page.wait("document.getElementById('stop').hidden === false")
+    page.press("Escape")
+    page.wait("document.getElementById('problem').textContent.includes('Stopped before the reply began')")
+
+
 def test_a_cut_reply_is_continued_after_its_last_token(page: Page) -> None:
     engine, tokenizer = page.engine, page.engine.tokenizer
     engine.will_say("The miller grinds", reason="length")

@@ -129,6 +129,7 @@ def test_edits_and_other_tries_are_branches(page: Page) -> None:
     assert page.run("document.activeElement.value") == "edited"
     page.press("Escape")
     assert page.said() == ["edited", "changed"] and page.count(".edit") == 0
+    assert page.run("document.activeElement.closest('.user .bar-line') && document.activeElement.title") == "Edit"
 
 
 def test_a_file_brings_everything_back(page: Page, tmp_path: Path) -> None:
@@ -204,6 +205,18 @@ def test_a_title_is_typed_to_its_end_when_a_reply_ends_meanwhile(page: Page) -> 
     page.chrome.type(" of mine")
     page.press("Enter")
     assert titles(page) == ["A title of mine"]
+    assert page.run("document.activeElement.textContent") == "A title of mine"
+
+
+def test_the_focus_stays_on_its_button_when_a_reply_ends(page: Page) -> None:
+    page.ask("first")
+    for button in ("Export first", "Copy"):
+        page.engine.will_say("word " * 20, seconds=0.02)
+        page.send("more")
+        page.wait("document.querySelector('.waiting .text') !== null")
+        page.run(f"[...document.querySelectorAll('[aria-label={json.dumps(button)}]')].at(-1).focus()")
+        page.wait(DONE)
+        assert page.run("document.activeElement.ariaLabel") == button
 
 
 def in_another_tab(page: Page, id: str, change: str) -> None:

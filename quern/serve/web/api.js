@@ -46,8 +46,8 @@ export async function models() {
 export const welcome = () => get("/welcome");
 
 /** A model's token ids of a chat, {messages}, or of a text, {prompt}. */
-export async function tokenize(model, what) {
-  return (await (await post("/tokenize", { model, ...what })).json()).tokens;
+export async function tokenize(model, what, signal) {
+  return (await (await post("/tokenize", { model, ...what }, signal)).json()).tokens;
 }
 
 /** The tokens of a prompt with their probabilities; nothing is generated. The first token has none. */

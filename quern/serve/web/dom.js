@@ -32,6 +32,14 @@ export function iconButton(name, label, onclick, props = {}) {
   return el("button", { type: "button", class: "icon-button", title: label, "aria-label": label, onclick, ...props }, icon(name));
 }
 
+/** Fills a box again; the focus stays on the button of the same name, of the same item of a list. */
+export function refill(box, ...children) {
+  const name = (one) => [one.closest("li")?.dataset.id, one.getAttribute("aria-label") ?? one.textContent].join();
+  const held = box.contains(document.activeElement) ? name(document.activeElement) : null;
+  box.replaceChildren(...children);
+  if (held !== null) [...box.querySelectorAll("button")].find((one) => name(one) === held)?.focus();
+}
+
 export const byId = (id) => document.getElementById(id);
 
 /** Random enough for names that are made in one browser; crypto.randomUUID exists on secure origins only. */

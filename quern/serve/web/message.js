@@ -1,7 +1,7 @@
 // One message on the page: its text, calls, tokens, figures and buttons. It is told what to show, and keeps no state of
 // the conversation.
 
-import { copy, el, icon, iconButton, toast } from "./dom.js";
+import { copy, el, icon, iconButton, refill, toast } from "./dom.js";
 import { MarkdownView } from "./stream.js";
 import { siblings, textOf } from "./tree.js";
 import { TokenView } from "./xray.js";
@@ -170,7 +170,7 @@ export class MessageView {
       }
       items.push(el("span", { class: "stats", text: describe(node) }));
     }
-    this.bar.replaceChildren(...items);
+    refill(this.bar, ...items);
   }
 
   /** Live figures, in the place of the finished ones. */
@@ -186,7 +186,7 @@ export class MessageView {
   edit() {
     const field = el("textarea", { "aria-label": "Edited message" });
     field.value = textOf(this.node);
-    const cancel = () => { this.refresh(); this.drawBar(); };
+    const cancel = () => { this.refresh(); this.bar.querySelector("[aria-label=Edit]").focus(); };
     const submit = () => {
       if (field.value.trim() !== "") this.page.edited(this.node, field.value);
     };

@@ -88,7 +88,7 @@ export class Reply {
       const messages = messagesOf(this.conversation, this.node.parent);
       return this.fit(messages, (shorter) => post("/v1/chat/completions", { ...common, ...scores, messages: shorter }, signal));
     }
-    const ids = this.plan.ids ?? (await tokenize(this.model, { prompt: documentOf(this.conversation, this.node.parent) }));
+    const ids = this.plan.ids ?? (await tokenize(this.model, { prompt: documentOf(this.conversation, this.node.parent) }, signal));
     const scores = recorded > 0 ? { logprobs: recorded } : {};
     const body = { max_tokens: this.context, ...common, ...scores };
     const cut = ids.length < this.context ? 0 : ids.length - Math.floor(this.context * ROOM);

@@ -1,6 +1,6 @@
 // The list of conversations: newest first, by day, searched as one types.
 
-import { byId, el, iconButton } from "./dom.js";
+import { byId, el, iconButton, refill } from "./dom.js";
 import { matches, titleOf } from "./tree.js";
 
 const DAY = 86400000;
@@ -57,21 +57,17 @@ export class Sidebar {
     if (this.renaming !== null && box.querySelector("input") !== null) return; // drawn once the title is typed
     const query = byId("search").value;
     const found = this.conversations.filter((one) => matches(one, query)).sort((a, b) => b.updated - a.updated);
-    box.replaceChildren();
-    for (const [name, members] of Map.groupBy(found, (one) => period(one.updated))) {
-      const list = el("ul", { "aria-label": name }, ...members.map((one) => this.item(one)));
-      box.append(el("h2", { text: name }), list);
-    }
-    if (found.length === 0) {
-      box.append(el("p", { class: "hint", text: query === "" ? "Conversations are kept in this browser only." : "Nothing found." }));
-    }
+    const hint = query === "" ? "Conversations are kept in this browser only." : "Nothing found.";
+    const lists = [...Map.groupBy(found, (one) => period(one.updated))].flatMap(([name, members]) =>
+      [el("h2", { text: name }), el("ul", { "aria-label": name }, ...members.map((one) => this.item(one)))]);
+    refill(box, ...(found.length > 0 ? lists : [el("p", { class: "hint", text: hint })]));
     byId("search-count").textContent = query === "" ? "" : `${found.length} found`;
   }
 
   item(conversation) {
     const chosen = conversation.id === this.current;
     const title = titleOf(conversation);
-    if (this.renaming === conversation.id) return el("li", {}, this.nameField(conversation, title));
+    if (this.renaming === conversation.id) return el("li", { data: { id: conversation.id } }, this.nameField(conversation, title));
     return el("li", { class: chosen ? "chosen" : null, data: { id: conversation.id } },
       el("button", {
         type: "button",
@@ -101,6 +97,7 @@ export class Sidebar {
       if (this.renaming !== conversation.id) return;
       this.renaming = null;
       const name = field.value.replace(/\s+/g, " ").trim().slice(0, 200);
+      field.ariaLabel = (keep && name) || title; // the button that gets the focus
       if (keep && name !== "" && name !== title) this.page.rename(conversation, name);
       this.draw();
     };
