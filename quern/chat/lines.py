@@ -92,7 +92,8 @@ class Terminal:
         readline.parse_and_bind("bind ^I rl_complete" if "libedit" in str(readline.__doc__) else "tab: complete")
         try:
             for line in recall(history):
-                readline.add_history(line)
+                with suppress(UnicodeEncodeError):  # typed in a terminal of another encoding
+                    readline.add_history(line)
             self._keeps = True
         except OSError as error:
             log(f"the history is neither read nor kept: {error}")

@@ -137,6 +137,17 @@ def test_a_history_that_cannot_be_kept_is_told_once(tmp_path: Path, monkeypatch:
     assert len(said) == 1 and "history is n" in said[0]
 
 
+def test_lines_of_another_encoding_in_the_history_do_not_stop_a_chat(tmp_path: Path) -> None:
+    history = tmp_path / "chat_history"
+    for line in ("שלום", "one"):
+        remember(history, line)
+    script = "import readline, sys; from pathlib import Path; from quern.chat.lines import Terminal\n"
+    script += "Terminal(Path(sys.argv[1]), print); print(readline.get_history_item(1))"
+    command = [sys.executable, "-c", script, str(history)]
+    done = subprocess.run(command, env={**os.environ, "LC_ALL": "C"}, capture_output=True, text=True, check=True)
+    assert done.stdout == "one\n"
+
+
 class Chat:
     """`quern chat` with this run in a pseudo-terminal."""
 
