@@ -251,7 +251,7 @@ class Responses:
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": counts["total_tokens"],
             }
-        told = {"instructions", "max_output_tokens", "metadata", "temperature", "top_p", "tools"}
+        told = {"instructions", "max_output_tokens", "metadata", "temperature", "top_p", "tools", "tool_choice"}
         given, status = request.model_dump(include=told, by_alias=True), status or self._status
         return {
             **given,
@@ -265,7 +265,7 @@ class Responses:
             "output": output,
             "usage": usage,
             "tools": given["tools"] or [],
-            "tool_choice": request.tool_choice if isinstance(request.tool_choice, str) else "auto",
+            "tool_choice": given["tool_choice"] or "auto",
             "parallel_tool_calls": False,
             "store": False,
         }

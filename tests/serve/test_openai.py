@@ -231,7 +231,13 @@ def test_the_text_of_a_response_is_the_chat_s(strict: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"text": {"format": FLAT_FORM}}, {"tools": [FLAT_TOOL], "tool_choice": "required"}]
+    "more",
+    [
+        {},
+        {"text": {"format": FLAT_FORM}},
+        {"tools": [FLAT_TOOL], "tool_choice": "required"},
+        {"tools": [FLAT_TOOL], "tool_choice": {"type": "function", "name": "count"}},
+    ],
 )
 def test_a_streamed_response_is_the_whole_one(strict: openai.OpenAI, more: dict[str, Any]) -> None:
     body: dict[str, Any] = {"model": NAME, "input": "How many?", "temperature": 0, "max_output_tokens": 60, **more}
@@ -249,6 +255,7 @@ def test_a_streamed_response_is_the_whole_one(strict: openai.OpenAI, more: dict[
     assert [event.output_index for event in added] == list(range(len(done)))
     if "tools" in more:
         [call] = whole.output
+        assert whole.to_dict()["tool_choice"] == more["tool_choice"]
         assert call.type == "function_call" and call.name == "count" and not text
         jsonschema_rs.validator_for(PARAMETERS).validate(json.loads(call.arguments))
         told = [event.arguments for event in events if event.type == "response.function_call_arguments.done"]
