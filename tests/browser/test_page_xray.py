@@ -235,7 +235,7 @@ def test_bytes_that_are_no_character_and_replies_without_a_record(page: Page) ->
             expected.append("".join(f"⟨{byte:02X}⟩" for byte in raw))
     assert page.texts(".text .token") == expected
     page.set("alternatives", "0")
-    page.engine.will_say("plain")
+    page.engine.will_say("plain", seconds=0.1)  # it is drawn before its end
     page.ask("again")
     assert page.engine.asked[-1][1]["logprobs"] is False
     assert "No probabilities were recorded" in page.said()[-1] and page.said()[-1].endswith("plain")

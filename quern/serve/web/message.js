@@ -65,7 +65,7 @@ export class MessageView {
     if (part.type !== "text") return this.makeCall(index);
     const box = el("div", { class: "text" });
     this.body.append(box);
-    const recorded = this.page.live(this.node) !== null || this.tokens?.some((token) => token.part === index);
+    const recorded = part.text === "" || this.tokens?.some((token) => token.part === index);
     if (this.measure !== null && recorded) {
       const branch = (place, token) => this.page.branch(this.node, index, place, token);
       return { tokens: new TokenView(box, "Tokens of the reply", { branch }) };
