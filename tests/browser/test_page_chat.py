@@ -118,6 +118,20 @@ def test_a_cut_reply_is_continued_after_its_last_token(page: Page) -> None:
     assert page.texts(".assistant .walk span") == ["2 / 2"]
 
 
+def test_a_reply_that_an_error_cut_is_told_to_be_so_and_continued(page: Page) -> None:
+    page.engine.will_say("The miller", seconds=0.06)
+    page.engine.failure = RuntimeError("the server ends")
+    page.send("go")
+    page.wait("!document.getElementById('problem').hidden")
+    page.open(fresh=False)
+    page.click("#conversations .open")
+    [_, begun] = page.said()
+    assert begun.startswith("The") and "stopped" in page.texts(".assistant .stats")[0]
+    page.engine.will_say(" grinds")
+    page.click(".assistant .text-button")
+    page.wait(f"document.querySelector('.assistant .body').textContent.trim() === '{begun} grinds' && {DONE}")
+
+
 def test_waiting_shows_a_clock(page: Page) -> None:
     page.engine.will_say("x", seconds=0.9)
     page.send("wait")

@@ -48,8 +48,8 @@ export class Reply {
     try {
       for await (const event of events(await this.request())) this.take(event);
     } catch (error) {
+      this.node.finish = "stopped"; // also by the server's end: it can be continued
       if (error.name !== "AbortError") throw error;
-      this.node.finish = "stopped";
     } finally {
       this.node.stats = this.stats();
     }
