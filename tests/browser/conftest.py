@@ -30,10 +30,9 @@ def shared_page(browser: Chrome) -> Iterator[Page]:
 
 @pytest.fixture
 def page(shared_page: Page) -> Iterator[Page]:
-    """The page as at a first visit, on a wide window. Its console has no errors afterwards."""
+    """The page as at a first visit. Its console has no errors afterwards."""
     chrome = shared_page.chrome
     chrome.problems.clear()
-    chrome.send("Emulation.setDeviceMetricsOverride", width=1100, height=760, deviceScaleFactor=1, mobile=False)
     shared_page.engine.will_say("fine")
     shared_page.open()
     yield shared_page

@@ -98,8 +98,10 @@ class Page:
         self.chrome, self.url, self.engine = chrome, url, engine
 
     def open(self, *, fresh: bool = True) -> None:
-        """Loads the page. fresh: with nothing kept from before."""
+        """Loads the page. fresh: on a wide window, with nothing kept from before."""
         if fresh:
+            size = {"width": 1100, "height": 760, "deviceScaleFactor": 1}
+            self.chrome.send("Emulation.setDeviceMetricsOverride", **size, mobile=False)
             self.chrome.open("about:blank")
             self.chrome.send("Storage.clearDataForOrigin", origin=self.url, storageTypes="all")
         self.chrome.open(self.url)
