@@ -103,15 +103,17 @@ def moderate(variances: ArrayLike, degrees: ArrayLike) -> tuple[Floats, Floats]:
     first taken to be equal, then to differ as far as the first estimate says."""
     v, df = np.broadcast_arrays(np.asarray(variances, float), np.asarray(degrees, float))
     known = (v > LEAST_VARIANCE) & (df > 0)
-    half, seldom = np.where(known, df, 1.0) / 2, 0.05 / v.shape[-1]
-    logs = np.log(np.where(known, v, 1.0)) - special.digamma(half) + np.log(half)
-    errors = special.polygamma(1, half)
-    scaled = np.where(known, v * half / special.gammaincinv(half, 0.5), math.inf)
+    seldom = 0.05 / v.shape[-1]
+    half, at = np.unique(np.where(known, df, 1.0) / 2, return_inverse=True)  # few: they are numbers of pairs
+    at = at.reshape(v.shape)
+    logs = np.log(np.where(known, v, 1.0)) - (special.digamma(half) - np.log(half))[at]
+    errors = special.polygamma(1, half)[at]
+    scaled = np.where(known, v * (half / special.gammaincinv(half, 0.5))[at], math.inf)
     median = np.take_along_axis(np.sort(scaled, -1), np.maximum(known.sum(-1, keepdims=True) - 1, 0) // 2, -1)
-    most = median * special.gammainccinv(half, seldom) / half
+    most = median * (special.gammainccinv(half, seldom) / half)[at]
     common, weight = _common(logs, errors, df, known & (v <= most))
-    with np.errstate(invalid="ignore"):
-        apart = known & (v > common * special.fdtri(2 * half, weight, 1 - seldom))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        apart = known & (special.fdtrc(2 * half[at], weight, v / common) < seldom)
     common, weight = _common(logs, errors, df, known & ~apart)
     return common, np.where(apart, 0.0, weight)
 
