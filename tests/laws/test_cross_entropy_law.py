@@ -86,6 +86,7 @@ def loss_bf16_errors(N: int, V: int, cap: Cap) -> tuple[list[float], list[float]
 def test_cross_entropy_is_its_plain_twin_in_fp32(cap: str, compiled: bool, law: Law) -> None:
     """Compiled, as it trains by default, for one shape alone: each compiles for many seconds, minutes where others
     compute too."""
+    assert not compiled or compiler.problem("cpu") is None  # it sets what to compile with
     shapes = [(CHUNK_TOKENS,), (1001,)] if compiled else []
     with compiler.eager(not compiled):
         worst = loss_deviation(cross_entropy, cap, *shapes)
