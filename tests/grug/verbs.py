@@ -164,7 +164,7 @@ def check_a_study_trains_files_of_the_twin() -> None:
             path = EXPERIMENTS / "grug" / f"{name}.py"
             recipe, source = load_recipe(str(path))
             arms[name] = Arm(name, training(Arguments((*TRAIN[1:], "--train.steps", "3")), recipe).recipe, path, source)
-        machine = {"device": "cpu", "threads": 1}
+        machine = {"device": "cpu", "dtype": "fp32", "compile": False, "threads": 1}
         core, again = train_here(Path("out"), machine)(arms["core"], [(1, 1), (1, 1)])
         (sinks,) = in_process(Path("out"), machine)(arms["attention_sink"], [(1, 1)])
         recipe = resolve(arms["core"].recipe)

@@ -40,6 +40,7 @@ from quern.cli.main import main
 from quern.lab.ladder import command as ladder
 from quern.lab.ladder.study import FILES as STUDY
 from quern.serve.access import KeysFile
+from quern.stages import session
 from quern.text.tinyworld import corpus
 from tests.support.small_text import write_text
 from tests.support.train_here import train_here
@@ -122,8 +123,8 @@ def kinds(folder: Path) -> list[Kind]:
     return found
 
 
-def build(folder: Path) -> None:
-    """Writes a whole example of each kind of file; `build_study` those of a study."""
+def build(folder: Path, *asked: Any) -> None:
+    """Writes a whole example of each kind of file, and if a trial draws one, those of a study; see `warm`."""
     os.chdir(folder)
     write_text(folder)
     _write_formats(folder)
@@ -140,6 +141,9 @@ def build(folder: Path) -> None:
     index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "one.safetensors")}
     (folder / "split/model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     shutil.copy("out/runs/r/tokenizer.json", "vocabulary.json")
+    if any(path.startswith("out/lab/") for path, _, _ in drawn(folder, *asked)):
+        build_study(folder)
+    warm(folder, *asked)
 
 
 def build_study(folder: Path) -> None:
@@ -436,10 +440,7 @@ def warm(folder: Path, seed: int, count: int, only: str = "") -> None:
 def begin(folder: Path, *trials: Any) -> None:
     if not folder.exists():
         folder.mkdir(parents=True)
-        apart(lambda: build(folder))
-        if any(path.startswith("out/lab/") for path, _, _ in drawn(folder, *trials)):
-            apart(lambda: build_study(folder))
-        apart(lambda: warm(folder, *trials))
+        apart(lambda: build(folder, *trials))
     for name in folder.with_name("modules").read_text(encoding="utf-8").split():
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -449,6 +450,7 @@ def begin(folder: Path, *trials: Any) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    session.measure_peak_flops = lambda machine: 1e12  # takes a second of each run, for a column
     whole, asked = Path(sys.argv[1]) / "whole", (int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
     begin(whole, *asked)
     for line in trials(whole, *asked):
