@@ -205,6 +205,11 @@ class Stage:
             self.log(f"{participle} on {spent}{''.join(told)} → {self.folder}")
             for line in past_its_best(self.folder):
                 self.log(line)
+            if state.guard.skips:
+                self.log(
+                    f"warning: {counted(state.guard.skips, 'step')} had a loss or gradients that were not finite, and "
+                    "changed nothing: if they are many, train again with lower rates"
+                )
         return code
 
     def _lower_rates(self, origin: Origin) -> str:

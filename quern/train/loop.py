@@ -192,7 +192,8 @@ def _steps(
                 with mesh.progress.during(EVALUATING):
                     folder.metric(step=run.step, tokens=run.tokens, **backend.evaluate(evaluator))
         kept = horizon.reaches(plan.keep_step, run.step)
-        if plan.save_every and (horizon.due(run.step, plan.save_every) or kept or last or stopping):
+        finite = not run.guard.skips_in_row  # else the weights may be lost: a run that diverged goes on before them
+        if plan.save_every and ((finite and horizon.due(run.step, plan.save_every)) or kept or last or stopping):
             _save(backend, folder, plan, kept)
         if stopping:
             break

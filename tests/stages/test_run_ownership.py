@@ -381,3 +381,6 @@ def test_a_run_says_what_it_will_do_and_what_may_follow(runs: Runs, monkeypatch:
     assert re.search(r"time: about .* of steps; memory: at most", said)
     own = f"long --out {runs.folder / 'out'}"
     assert said.splitlines()[-1] == f"next: `quern sft {own}`, `quern chat {own}`"
+    wild = ["--train.steps", "6", "--train.batch-tokens", "1024", "--optim.lr-scale", "1e9"]
+    said = runs.done("pretrain", *SHAPE, "--data", runs.text, *wild, run="wild")
+    assert "steps had a loss or gradients that were not finite, and changed nothing" in said
