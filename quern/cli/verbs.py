@@ -180,7 +180,7 @@ def on_ranks(
             stage="pretrain" if verb == "run" else verb,
             machine=machine,
             run_dir=where.run_dir,
-            resume=options.resume or launch.restarted(mesh),
+            resume=launch.restarted(mesh) or options.resume,  # every rank asks the others
             source=source,
             command=rest.command(verb),
             log=rank_log,

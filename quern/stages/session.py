@@ -25,7 +25,7 @@ from quern.process import to_stderr, waiting
 from quern.recipe import Recipe, Resolved
 from quern.records import MakeTracker, Records, StageFolder, git_hash, read_events, read_metrics
 from quern.runs.load import Start, open_start
-from quern.runs.origin import FILE, Origin, read_origin, refuse_second_tokenizer, require_same
+from quern.runs.origin import FILE, Origin, flat, read_origin, refuse_second_tokenizer, require_same
 from quern.runs.run_dir import NEWEST, STAGES, RunDir, trust
 from quern.runs.run_lock import run_lock
 from quern.runs.training import plan_of
@@ -119,6 +119,16 @@ class Stage:
     def describe(self, facts: dict[str, Any]) -> None:
         """Writes facts on a run that begins."""
 
+    def require_alike(self, values: dict[str, Any]) -> None:
+        """Raises ValueError if values of flags, by name, differ between the ranks, as where each machine has a command
+        of its own. Of a path, the last name counts."""
+        own = {name: Path(one).name if isinstance(one, str) else one for name, one in flat(values).items()}
+        first, *others = self.mesh.world.gather_objects(own)
+        for rank, other in enumerate(others, start=1):
+            if names := sorted(name for name in first | other if first.get(name) != other.get(name)):
+                other_flags = ", ".join(f"--{flag(name)}" for name in names)
+                raise ValueError(f"rank {rank} has another {other_flags} than rank 0: start all with the same flags")
+
     def text(self, recipe: Resolved, began: Origin | None, workers: int = 1) -> Prepared:
         """The text that the stage began with, or for a stage that begins, the recipe's. Rank 0 prepares it."""
         with self.main_first():
@@ -133,6 +143,8 @@ class Stage:
     def opened(self) -> Iterator[None]:
         """Refuses a stage that was trained already, or a start for a run that has a model; holds the run's lock."""
         self.mesh.progress.begin()
+        own = {"run": self.run_dir.run, "resume": self.resume, "tp": self.mesh.tp, "zero": self.mesh.zero}
+        self.require_alike(own)
         with ExitStack() as held:
             with self.main_first():  # behind the lock: while another process trains, that one is named
                 if not self.locked:
@@ -172,6 +184,7 @@ class Stage:
             data: Facts on the data, for the stage's events.
         """
         noun, participle, _ = WORDS[self.stage]
+        self.require_alike(origin.recipe)
         state, plan = backend.run, replace(plan, meta=origin.meta())
         resumed = self._resume(backend, plan, origin, changed)
         end = state.plans[-1][1] if state.plans else plan.steps

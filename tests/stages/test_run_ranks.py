@@ -120,6 +120,20 @@ def test_each_step_is_said_once_also_where_a_rank_dies_or_fine_tuning_fails(
     assert manifest.steps(folder / "refused/runs/refused/pretrain/checkpoints")[-1] == PRETRAIN_STEPS
 
 
+def test_ranks_that_were_started_with_other_flags_are_refused(faulty_server: FaultyRanks) -> None:
+    file = faulty_server.folder / "apart.py"
+    file.write_text(
+        "import os\nfrom dataclasses import replace\nfrom quern.recipes.gpt import RECIPE as OTHER\n"
+        'scale = 0.5 ** int(os.environ.get("RANK", 0))\n'
+        'RECIPE = replace(OTHER, name="apart", optim=replace(OTHER.optim, x0_lr=scale))\n',
+        encoding="utf-8",
+    )
+    found = faulty_server([PRETRAIN[0], str(file), *PRETRAIN[1:], *SHORT, "--run", "apart"])
+    assert found["result"] == 1 and lines_with("quern pretrain:", found["said"]) == [
+        "quern pretrain: rank 1 has another --optim.x0-lr than rank 0: start all with the same flags"
+    ]
+
+
 def test_shards_practise_as_one_process(cold: tuple[Path, list[dict[str, Any]]], faulty_server: FaultyRanks) -> None:
     """Reinforcement learning of the same model: the replies, and what is learned of them."""
     out = cold[0] / "alone"
