@@ -135,9 +135,9 @@ def compare(began: Origin | None, now: Origin, run_dir: RunDir, stage: str, besi
     refused = [line for name, line in lines.items() if name not in may]
     if refused:
         raise ValueError(
-            f"cannot resume {run_dir.stage(stage)}: {'; '.join(refused)} would make it another run. Leave that out, or "
-            "start another run with --run; the rates (optim), train.steps and what only says how training goes may "
-            "change"
+            f"cannot resume {run_dir.stage(stage)}: {'; '.join(refused)} would make it another run. Leave that as it "
+            "was, or start another run with --run; the rates (optim), train.steps and what only says how training goes "
+            "may change"
         )
     return list(lines.values())
 
