@@ -134,16 +134,18 @@ class Heartbeat:
         return {rank: Progress(**json.loads(self._store.get(f"beat/{rank}"))) for rank in there}
 
     def _stopped(self) -> dict[int, Progress]:
-        """Returns the last beats of the ranks whose beats have stopped."""
+        """Returns the last beats of the ranks whose beats have stopped, at once if processes here are gone."""
         before = self._beats()
         for _ in range(STALE_BEATS):
+            if dead := self._dead():
+                return dead
             time.sleep(self._interval)
             self._publish()
         after = self._beats()
         return {rank: after[rank] for rank in before if after[rank].beats == before[rank].beats}
 
     def _dead(self) -> dict[int, Progress]:
-        """Returns the last beats of this machine's ranks whose processes are gone, without the wait of `_stopped`."""
+        """Returns the last beats of this machine's ranks whose processes are gone."""
         dead = {}
         for rank, last in self._beats().items():
             *parent, process = json.loads(self._store.get(f"process/{rank}"))
@@ -171,7 +173,8 @@ class Heartbeat:
         for rank in stopped:
             *parent, process = json.loads(self._store.get(f"process/{rank}"))
             if parent == self._parent:
-                os.kill(process, signal.SIGKILL)  # a suspended process handles no other signal
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)  # a suspended process handles no other signal
         exit_now(1)
 
     def _behind(self) -> str | None:
