@@ -76,6 +76,14 @@ def test_a_client_that_leaves_is_no_error(server: Server, capfd: pytest.CaptureF
     assert capfd.readouterr().err == ""
 
 
+def test_connections_that_come_at_once_wait_their_turn(tmp_path: Path) -> None:
+    """The kernel would let each that its queue has no room for try again after one second, then after two."""
+    with Server(BoardOptions(tmp_path, port=0)) as server:
+        address = "127.0.0.1", server.server_address[1]
+        for client in [socket.create_connection(address, timeout=9) for _ in range(20)]:
+            client.close()
+
+
 def test_no_other_path_is_opened(server: Server) -> None:
     paths = "/../secret.json /%2e%2e/secret.json /vendor/../../server.py /runs/a/pretrain/metrics.jsonl //etc/passwd "
     paths += (

@@ -195,6 +195,7 @@ class Server(ThreadingTCPServer):
 
     # HTTPServer would look up the host's full name, which can take seconds.
     allow_reuse_address = daemon_threads = True
+    request_queue_size = 128  # with Python's 5, a page that opens many connections at once waits for seconds
 
     def __init__(self, options: BoardOptions) -> None:
         """Raises OSError if the address cannot be used; the message names the flags."""
