@@ -101,8 +101,8 @@ def test_text_that_an_expression_matches(pattern: str) -> None:
     form = grammars().regex(pattern)
     least = form.shortest(ROOM)
     assert least is not None
-    for seed in range(25):
-        text, ended = walk(form, least + 3 * seed, seed)
+    for seed in range(12):
+        text, ended = walk(form, least + 6 * seed, seed)
         assert ended and re.fullmatch(pattern, text), text
 
 
@@ -121,8 +121,6 @@ def test_one_of_several_texts() -> None:
         (lambda: grammars().json(False), "object"),
         (lambda: grammars().regex("(a|b"), "unclosed group"),
         (lambda: grammars().regex("(?=x)"), "look-around"),
-        (lambda: grammars().json({"type": "integer", "multipleOf": 999983}), "too long to compile"),  # a minute
-        (lambda: grammars().calls({"f": {"allOf": PATTERNS}}), "too long to compile"),  # hours, and all memory
         (lambda: grammars().choice(["x" * 70_000]), "65,536 at most"),
     ],
 )
@@ -146,7 +144,7 @@ def test_one_process_tries_out_the_schemas_until_one_takes_too_long(monkeypatch:
             forms.json({"type": f"strin{most}"})
     assert len(started) == 1
     with pytest.raises(GrammarError, match="too long to compile"):
-        forms.json({"type": "integer", "multipleOf": 999983})
+        forms.calls({"f": {"allOf": PATTERNS}})  # hours, and all memory
     forms.json({"type": "integer", "maximum": 8})
     assert len(started) == 2
 
