@@ -10,11 +10,13 @@ import contextlib
 import ctypes
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, Protocol
 
 from quern.process import environment, set_child_env  # isort: skip  # before PyTorch, which reads it
@@ -37,6 +39,8 @@ class Attention(Protocol):
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 PROBE_SECONDS = 0.05
 HEAP_BYTES = 2**33
+CPUINFO = Path("/proc/cpuinfo")
+WIDEST = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")  # first the one that decides how an x86 processor multiplies
 
 
 @dataclass(frozen=True)
@@ -186,13 +190,16 @@ def peak_memory(device: torch.device) -> int:
 
 
 def processor_name(device: torch.device) -> str:
-    """Returns the processor's name, as the system reports it."""
+    """Returns the processor's name, as the system reports it. On Linux a CPU's names the widest of the instructions
+    that decide how it multiplies: a virtual machine may hide some of its processor's, and results differ with them."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
-        for line in file:
-            if line.startswith("model name"):
-                return f"{line.split(':', 1)[1].strip()}, {os.cpu_count()} cores"
+    with contextlib.suppress(OSError):
+        about = dict(re.findall(r"^([\w ]+?)\s*: (.+)$", CPUINFO.read_text(encoding="utf-8"), re.MULTILINE))
+        if "model name" in about:
+            has = set(about.get("flags", "").split())
+            widest = next((f" with {name}" for name in WIDEST if name in has), "")
+            return f"{about['model name'].strip()}{widest}, {os.cpu_count()} cores"
     return platform.processor() or platform.machine()
 
 
