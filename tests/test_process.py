@@ -37,6 +37,14 @@ def answers(order, requests):
 serve(answers)
 """
 
+
+def test_a_process_looks_for_no_garbage_at_its_end() -> None:
+    """Among all that PyTorch made that takes a fifth of the time of a short command."""
+    code = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count())); import quern.process"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 1_000
+
+
 BUSY = """
 import time
 from quern.process import orders, replying, while_parent_lives

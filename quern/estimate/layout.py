@@ -7,9 +7,9 @@ and memory.py count what they cost.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +20,8 @@ from quern.parallel.buckets import Bucket, Settings, make_buckets
 from quern.parallel.plan import shard_model
 from quern.parallel.zero3 import Part, numbers_of, parts_of
 from quern.recipe import Resolved
+
+Count = TypeVar("Count")
 
 
 class Unconnected(ProcessGroup):
@@ -38,7 +40,8 @@ def unconnected(dp: int, tp: int, zero: int = 2) -> Mesh:
 @dataclass(frozen=True)
 class Layout:
     """recipe: resolved; whole: the model; shard: rank 0's part of it, in the dtype of training, on "meta"; buckets: of
-    its optimizer; parts: the modules whose parameters replicas share, if they do (zero3.py)."""
+    its optimizer; parts: the modules whose parameters replicas share, if they do (zero3.py); known: the results of
+    `once`, also of layouts that differ in their micro-batches and in the blocks that run again (`replace`)."""
 
     recipe: Resolved
     dp: int
@@ -47,6 +50,13 @@ class Layout:
     shard: Any
     buckets: Sequence[Bucket]
     parts: Sequence[Part] = ()
+    known: dict[Any, Any] = field(default_factory=dict)
+
+    def once(self, key: Hashable, count: Callable[[], Count]) -> Count:
+        """Returns what `count` returned at the first call with this key."""
+        if key not in self.known:
+            self.known[key] = count()
+        return self.known[key]
 
     @property
     def dtype(self) -> torch.dtype:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from quern import compiler
 from quern.estimate.layout import Layout
@@ -305,9 +305,7 @@ def _update(layout: Layout, compiled: bool) -> int:
         beside = 0 if bucket.share is not None else _arriving([bucket], layout)
         beside += sum(_owned(layout, [bucket])) if bucket.visits else 0
         if bucket.rule.stacked or not compiled:  # the compiler fuses the others into one pass without temporaries
-            trace = LiveBytes()
-            run_update(bucket, max(owned_counts(bucket, layout)), trace)
-            beside += trace.most
+            beside += update_cost(layout, bucket)[0]
         most = max(most, beside)
     return always + most
 
@@ -323,12 +321,18 @@ def _arriving(buckets: Sequence[Bucket], layout: Layout) -> int:
     return max(come)
 
 
-def run_update(bucket: Bucket, count: int, trace: AbstractContextManager[Any]) -> None:
-    """Runs the bucket's rule once on "meta", under `trace`, on `count` masters."""
-    masters = bucket.masters.new_empty(count, *bucket.masters.shape[1:])
-    update = dry_run(bucket.rule, masters, bucket.params.dtype)
-    with trace:
-        update()
+def update_cost(layout: Layout, bucket: Bucket) -> tuple[int, int]:
+    """Runs the bucket's rule on "meta". Returns the bytes of its temporaries at their peak, on the rank that owns most,
+    and the FLOPs of products for one master."""
+    shape = (max(owned_counts(bucket, layout)), *bucket.masters.shape[1:])
+
+    def count() -> tuple[int, int]:
+        update = dry_run(bucket.rule, bucket.masters.new_empty(shape), bucket.params.dtype)
+        with LiveBytes() as live, FlopCounterMode(display=False) as flops:
+            update()
+        return live.most, flops.get_total_flops() // shape[0]
+
+    return layout.once((id(bucket.rule), shape, bucket.params.dtype), count)
 
 
 class LiveBytes(TorchDispatchMode):

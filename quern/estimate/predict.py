@@ -27,10 +27,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from quern.estimate.layout import Layout
-from quern.estimate.memory import Memory, owned_counts, run_update
+from quern.estimate.memory import Memory, owned_counts, update_cost
 from quern.estimate.options import ATTAINED_BANDWIDTH, HOST_BANDWIDTH, Network, Processor
 from quern.parallel.buckets import Bucket
 from quern.parallel.plan import REGIONS, plan_of, regions_of
@@ -78,10 +77,10 @@ def calls(layout: Layout, bucket: Bucket) -> tuple[int, int]:
 def model_bytes(layout: Layout) -> Counter[str]:
     """Bytes of the model group in all micro-batches."""
     sent: Counter[str] = Counter()
-    for rows in layout.micro_batches if layout.tp > 1 else ():
+    for rows, times in Counter(layout.micro_batches).items() if layout.tp > 1 else ():
         tokens, recomputed = rows * layout.recipe.model.context, layout.recipe.train.recompute
         for kind, count in bytes_sent(layout.whole, tokens, layout.tp, recomputed).items():
-            sent[f"model/{kind}"] += count
+            sent[f"model/{kind}"] += times * count
     return sent
 
 
@@ -254,8 +253,7 @@ def _update_flops(layout: Layout) -> float:
     totals = [0] * (layout.dp * layout.tp)
     for bucket in layout.buckets:
         if bucket.rule.stacked:
-            counter = FlopCounterMode(display=False)
-            run_update(bucket, 1, counter)
+            flops = update_cost(layout, bucket)[1]
             for rank, count in enumerate(owned_counts(bucket, layout)):
-                totals[rank] += count * counter.get_total_flops()
+                totals[rank] += count * flops
     return float(max(totals))

@@ -1,14 +1,18 @@
 """`quern lab plan`: its ranking, refusals and JSON; its model of links against numbers worked out by hand."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from quern.cli import main
 from quern.estimate.options import NETWORKS, PROCESSORS
 from quern.estimate.predict import Cluster
+from quern.optim.groups import Rule, dry_run
 
 SMALL = ["--depth", "4", "--train.steps", "100", "--model.heads", "4", "--train.batch-tokens", "65536"]
 
@@ -55,6 +59,19 @@ def test_what_saves_memory_is_used_where_it_is_needed(tmp_path: Path, capsys: py
     (best,) = planned(tmp_path, "--gpus", "1", "--gpu", "rtx4090", *rows)["candidates"]
     assert best["recomputed"] == 3 and "with the activations of all blocks it needs 32.1 GB" in best["note"]
     assert "--train.recompute 3" in capsys.readouterr().out
+
+
+def test_a_rule_is_tried_once_for_each_shape_of_its_matrices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not again for each micro-batch and each number of blocks that run again: 64 layers took minutes."""
+    shapes: list[tuple[int, ...]] = []
+
+    def tried(rule: Rule, masters: Tensor, dtype: torch.dtype) -> Callable[[], None]:
+        shapes.append(masters.shape)
+        return dry_run(rule, masters, dtype)
+
+    monkeypatch.setattr("quern.estimate.memory.dry_run", tried)
+    (only,) = planned(tmp_path, "--gpus", "1", "--gpu", "h100")["candidates"]
+    assert only["step"] and shapes and len(shapes) == len(set(shapes))
 
 
 def test_cost_and_days_follow_from_the_step(tmp_path: Path) -> None:
