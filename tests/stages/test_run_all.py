@@ -19,8 +19,8 @@ from tests.support.toy_training import CPU
 
 PLAIN = "--no-compile --dtype fp32 --threads 1".split()
 PRETRAIN = (
-    """--depth 2 --text.vocab-size 400 --text.tinyworld-megabytes 0.1 --text.tokenizer-megabytes 0.1
- --text.val-megabytes 0.01 --model.width 32 --model.head-dim 16 --model.context 256 --train.batch-tokens 512
+    """--depth 1 --text.vocab-size 400 --text.tinyworld-megabytes 0.1 --text.tokenizer-megabytes 0.1
+ --text.val-megabytes 0.01 --model.width 32 --model.head-dim 16 --model.context 128 --train.batch-tokens 512
  --train.steps 8 --train.log-every 2 --train.save-every 4""".split()
     + PLAIN
 )
@@ -58,7 +58,7 @@ def test_every_stage_left_its_records_and_the_report_stands_alone(out: Path) -> 
         assert all(0 < line["loss"] < 10 for line in lines if "loss" in line)
         assert (run / stage / "recipe.json").exists()
     facts = json.loads((run / "run.json").read_text(encoding="utf-8"))
-    assert facts["command"].startswith("quern run --depth 2") and facts["machine"]["dtype"] == "float32"
+    assert facts["command"].startswith("quern run --depth 1") and facts["machine"]["dtype"] == "float32"
     assert facts["model"]["parameters"]["total"] > 0 and facts["data"]["source"] == "tinyworld"
     scores = [json.loads(line) for line in (run / "evaluate.jsonl").read_text(encoding="utf-8").splitlines()]
     assert {"facts", "sums"} <= {score["task"].split("/")[-1] for score in scores}
@@ -66,7 +66,7 @@ def test_every_stage_left_its_records_and_the_report_stands_alone(out: Path) -> 
     page = (run / "report.html").read_text(encoding="utf-8")
     assert "<html" in page and "http://" not in page.replace("http://www.w3.org", "")
     assert 'src="http' not in page and 'href="http' not in page
-    assert "quern run --depth 2" in (run / "report.md").read_text(encoding="utf-8")
+    assert "quern run --depth 1" in (run / "report.md").read_text(encoding="utf-8")
     assert {path.name for path in out.iterdir()} <= {"runs", "tokenizers", "data"}
 
 
@@ -103,7 +103,7 @@ def test_run_again_goes_on_where_it_was_and_trains_nothing_twice(out: Path, caps
 @pytest.mark.parametrize(
     ("words", "flags", "message"),
     [
-        (300, "", "2 conversations, 2 of them without a reply in the context of 256 tokens, none to hold out"),
+        (300, "", "2 conversations, 2 of them without a reply in the context of 128 tokens, none to hold out"),
         (1, "--sft.batch-tokens 100", "sft.batch-tokens must be a multiple of model.context"),
     ],
 )
@@ -169,12 +169,12 @@ def test_minutes_become_steps_and_what_died_before_its_first_checkpoint_keeps_th
 
 def test_minutes_may_change_while_the_run_has_some_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     many, plain = ["--train.batch-tokens", "256", "--train.keep", "99"], ["--no-compile", "--dtype", "fp32"]
-    assert main.main([*ARGUMENTS, *many, "--out", str(tmp_path)]) == 0
+    assert main.main([*ARGUMENTS, *many, "--train.minutes", "0.005", "--out", str(tmp_path)]) == 0
     folder = tmp_path / "runs" / "timed" / "pretrain"
     recipe = json.loads((folder / "recipe.json").read_text(encoding="utf-8"))
     assert recipe["train"]["batch_tokens"] == 256, "the batch that was asked for"
     resume = ["pretrain", "--resume", "--run", "timed", "--out", str(tmp_path), *plain]
-    assert main.main([*resume, "--train.minutes", "0.03"]) == 1
+    assert main.main([*resume, "--train.minutes", "0.015"]) == 1
     assert (
         "has spent its minutes and ended: train on from its model with `quern pretrain --from"
         in capsys.readouterr().err
@@ -182,11 +182,11 @@ def test_minutes_may_change_while_the_run_has_some_left(tmp_path: Path, capsys: 
     saved = sorted((folder / "checkpoints").iterdir())
     for path in saved[len(saved) // 2 :]:
         shutil.rmtree(path)
-    assert main.main([*resume, "--train.minutes", "0.03"]) == 0, capsys.readouterr().err
+    assert main.main([*resume, "--train.minutes", "0.015"]) == 0, capsys.readouterr().err
     said = capsys.readouterr().out
-    assert "train.minutes 0.01 → 0.03" in said and "time: about 2 s of steps" in said
+    assert "train.minutes 0.005 → 0.015" in said and "time: about 1 s of steps" in said
     end = [line for line in read_metrics(folder) if "seconds" in line][-1]
-    assert end["seconds"] > 1.2 and end["step"] == recorded_plans(folder)[-1][1]
+    assert end["seconds"] > 0.6 and end["step"] == recorded_plans(folder)[-1][1]
     finish = read_events(folder)[-1]
     assert (finish["kind"], finish["step"]) == ("finish", end["step"])
     assert main.main(["pretrain", "--from", "timed", "--run", "next", "--out", str(tmp_path), *plain]) == 0

@@ -173,25 +173,22 @@ RECIPE = replace(BASELINE, name="planted")
 """
 
 
-def pretrain(faulty_server: FaultyRanks, run: str, body: str) -> dict[str, Any]:
-    path = faulty_server.folder / f"{run}.py"
-    path.write_text(FIRST.format(body=body), encoding="utf-8")
-    found = faulty_server(["pretrain", str(path), *PRETRAIN[1:], *SHORT, "--run", run, "--timeout", "4"])
-    assert len(lines_with("prepared by rank 0", found["said"])) == 1
-    assert len(lines_with("prepared by rank 1", found["said"])) == (run == "long"), found["said"]
-    return found
-
-
-def test_a_body_that_takes_longer_than_the_collectives_wait(faulty_server: FaultyRanks) -> None:
-    found = pretrain(faulty_server, "long", "time.sleep(6)")
-    assert found["exits"] == [[0, 0]] and found["result"] == 0, found
+def test_rank_0_takes_longer_than_the_collectives_wait_or_is_stopped(faulty_server: FaultyRanks) -> None:
+    """Both runs wait at the same time."""
+    requests = []
+    for run, body in (("long", "time.sleep(6)"), ("stopped", "os.kill(os.getpid(), signal.SIGSTOP)")):
+        path = faulty_server.folder / f"{run}.py"
+        path.write_text(FIRST.format(body=body), encoding="utf-8")
+        arguments = ["pretrain", str(path), *PRETRAIN[1:], *SHORT, "--run", run, "--timeout", "4"]
+        requests.append({"arguments": arguments, "faults": [], "ranks": 2, "restarts": 0, "counted": False})
+    long, stopped = faulty_server.together(requests)
+    for found, second in ((long, 1), (stopped, 0)):
+        counts = [len(lines_with(f"prepared by rank {rank}", found["said"])) for rank in range(2)]
+        assert counts == [1, second], found["said"]
+    assert long["exits"] == [[0, 0]] and long["result"] == 0, long
     assert manifest.steps(faulty_server.folder / "out/runs/long/pretrain/checkpoints")
-
-
-def test_rank_0_is_stopped_or_its_machine_is_gone(faulty_server: FaultyRanks) -> None:
-    found = pretrain(faulty_server, "stopped", "os.kill(os.getpid(), signal.SIGSTOP)")
-    assert found["exits"] == [[-signal.SIGKILL, 1]] and found["result"] is None, found
-    (line,) = lines_with("quern pretrain:", found["said"])
+    assert stopped["exits"] == [[-signal.SIGKILL, 1]] and stopped["result"] is None, stopped
+    (line,) = lines_with("quern pretrain:", stopped["said"])
     assert line.startswith("quern pretrain: rank 0 is gone or stopped, last seen setting up; rank 1 is ")
 
 
