@@ -132,6 +132,56 @@ def test_edits_and_other_tries_are_branches(page: Page) -> None:
     assert page.run("document.activeElement.closest('.user .bar-line') && document.activeElement.title") == "Edit"
 
 
+def test_another_try_that_fails_shows_what_was_shown_before(page: Page) -> None:
+    """Not the last version, and the messages behind it stay."""
+    for answer in ("one", "two"):
+        page.engine.will_say(answer)
+        page.ask(f"{answer}?")
+    page.engine.will_say("another one")
+    page.click(".message:nth-child(2) [aria-label='Try again']")
+    page.wait(f"document.querySelectorAll('.message').length === 2 && {DONE}")
+    page.click(".message:nth-child(2) [aria-label='Previous version']")
+    page.engine.will_say()
+    page.engine.failure = RuntimeError("no")
+    for button in (".message:nth-child(2) [aria-label='Try again']", "#problem button"):
+        page.run("document.getElementById('problem').hidden = true")
+        page.click(button)
+        page.wait(f"!document.getElementById('problem').hidden && {DONE}")
+        assert page.said() == ["one?", "one", "two?", "two"]
+        assert page.texts("#problem span") == ["The server failed on this request."]
+
+
+def test_an_open_edit_outlives_what_else_happens(page: Page) -> None:
+    page.ask("first")
+    page.engine.will_say("word " * 200, seconds=0.02)
+    page.send("second")
+    page.wait("document.querySelector('.waiting .text') !== null")
+    page.click(".message:nth-child(1) [aria-label='Edit']")
+    page.type(".edit textarea", "half an edit")
+    page.press("Escape")  # of the field: the edit is given up, the reply goes on
+    page.click(".message:nth-child(1) [aria-label='Edit']")
+    page.type(".edit textarea", "half an edit")
+    page.click("#stop")
+    page.wait(DONE)
+    page.press("x", ctrl=True, shift=True)
+    page.wait("document.querySelectorAll('.text .token').length > 0")
+    page.press("x", ctrl=True, shift=True)
+    page.wait("document.querySelectorAll('.text .token').length === 0")
+    assert page.run("document.querySelector('.edit textarea')?.value") == "half an edit"
+    assert page.count(".message:nth-child(1) .bar-line button") == 0, "the buttons are the editor's own"
+    page.engine.will_say("changed")
+    page.run("document.querySelector('.edit textarea').focus()")
+    page.chrome.press_enter()
+    page.wait(f"document.querySelectorAll('.message').length === 2 && {DONE}")
+    assert page.said() == ["half an edit", "changed"]
+    page.run("document.getElementById('input').focus()")
+    page.press("ArrowUp")
+    page.type(".edit textarea", "more")
+    page.run("document.getElementById('input').focus()")
+    page.press("ArrowUp")  # goes back to the field
+    assert page.run("document.activeElement.value") == "more"
+
+
 def test_a_file_brings_everything_back(page: Page, tmp_path: Path) -> None:
     page.engine.will_say("The grain, 12 sacks.")
     page.ask("How much?")

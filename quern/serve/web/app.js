@@ -46,7 +46,11 @@ const page = {
       answer(current, addNode(current, before.id, "assistant", []));
     },
   walk: (node) => { walkTo(current, node); keep(current); draw(); focusOn(node); },
-  regenerate: (node) => free() && answer(current, addNode(current, node.parent, "assistant", [])),
+  regenerate: (node) => {
+    if (!free()) return;
+    const { leaf } = current;
+    answer(current, addNode(current, node.parent, "assistant", []), { leaf });
+  },
   edited: (node, text) => {
     if (!free()) return;
     const edited = addNode(current, node.parent, "user", [{ type: "text", text }]);
@@ -128,10 +132,10 @@ async function answer(conversation, node, plan = {}, tokens = []) {
   await finish(conversation, own, trouble);
 }
 
-/** Keeps what was said. A reply that brought nothing leaves the question, with a way to ask it again. */
-async function finish(conversation, { node, tokens }, trouble) {
+/** Keeps what was said. A reply that brought nothing leaves what was shown before, with a way to ask again. */
+async function finish(conversation, { node, tokens, plan }, trouble) {
   const empty = node.parts.length === 0;
-  if (empty && (trouble !== null || node.finish === "stopped")) removeNode(conversation, node);
+  if (empty && (trouble !== null || node.finish === "stopped")) removeNode(conversation, node, plan.leaf);
   else if (empty) node.parts.push({ type: "text", text: "" });
   if (conversations.has(conversation.id)) {
     conversation.updated = Date.now();
@@ -347,7 +351,8 @@ async function main() {
     },
     measured: async (again) => {
       if (!again) return views.forEach((view) => view.repaint(ui.measure()));
-      await Promise.all([...views.values()].map((view) => view.refresh()));
+      const replies = [...views.values()].filter((view) => view.node.role === "assistant");
+      await Promise.all(replies.map((view) => view.refresh()));
       if (ui.measure() !== null) [...document.querySelectorAll(".text.tokens")].at(-1)?.focus(); // for the arrow keys
     },
     toggleList: () => sidebar.toggle(),

@@ -13,6 +13,7 @@ export class MessageView {
     this.tokens = null; // the reply's tokens, where they are known
     this.parts = []; // what is shown of each part
     this.measure = null;
+    this.editor = null; // the field in which the message is edited
     this.body = el("div", { class: "body" });
     this.bar = el("div", { class: "bar-line" });
     const mine = node.role === "user";
@@ -44,7 +45,7 @@ export class MessageView {
     const { parts } = this.node;
     if ((this.node.skipped > 0 || this.node.cut > 0) && this.note === null) this.body.prepend((this.note = this.skippedNote()));
     for (let index = 0; index < parts.length; index++) this.updatePart(index, final || index < parts.length - 1);
-    if (final) this.drawBar();
+    if (final && this.editor === null) this.drawBar();
   }
 
   updatePart(index, final) {
@@ -184,9 +185,10 @@ export class MessageView {
   }
 
   edit() {
-    const field = el("textarea", { "aria-label": "Edited message" });
+    if (this.editor !== null) return this.editor.focus();
+    const field = (this.editor = el("textarea", { "aria-label": "Edited message" }));
     field.value = textOf(this.node);
-    const cancel = () => { this.refresh(); this.bar.querySelector("[aria-label=Edit]").focus(); };
+    const cancel = () => { this.editor = null; this.refresh(); this.bar.querySelector("[aria-label=Edit]").focus(); };
     const submit = () => {
       if (field.value.trim() !== "") this.page.edited(this.node, field.value);
     };

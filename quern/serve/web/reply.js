@@ -11,7 +11,8 @@ const CUT = { text: "skipped", chat: "cut" }; // the field of a node that counts
 
 export class Reply {
   /**
-   * plan: {} for the answer to the conversation before `node`; {ids} for a continuation of these tokens.
+   * plan: {ids} for a continuation of these tokens, else {}: `node` answers the conversation before it. {leaf}: what was
+   * shown before another try.
    * tokens: those that `node` begins with. onupdate: called after every piece, often many times a frame.
    */
   constructor({ model, context, conversation, node, plan, tokens, onupdate }) {

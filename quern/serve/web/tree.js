@@ -31,10 +31,11 @@ export function addMissing(conversation, nodes) {
   }
 }
 
-export function removeNode(conversation, node) {
+/** Removes a message. In its place, the branch of the leaf `before` is shown, or else the last version. */
+export function removeNode(conversation, node, before) {
   delete conversation.nodes[node.id];
   const others = siblings(conversation, node);
-  if (others.length > 0) return show(conversation, deepest(conversation, others[others.length - 1]));
+  if (others.length > 0) return show(conversation, deepest(conversation, conversation.nodes[before] ?? others.at(-1)));
   conversation.leaf = node.parent;
   if (node.parent !== null) conversation.nodes[node.parent].pick = null;
 }
