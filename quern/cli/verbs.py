@@ -311,7 +311,8 @@ def verb_serve(verb: str, rest: Arguments) -> int:
     with extra("serve", "serving needs extra packages"):
         from quern.serve import replicas, server
         from quern.serve.access import Hosts, KeysFile, admit_lan
-        from quern.serve.gate import Gate, append_to
+        from quern.serve.gate import Gate
+        from quern.serve.metrics import append_to
         from quern.serve.worker import Limits
     here = replicas.join()
     if here is None:  # a port that is taken is refused before the machine is tried out, which may compile

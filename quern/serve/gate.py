@@ -12,14 +12,15 @@ import ipaddress
 import json
 import math
 import os
+import ssl
 import time
 import uuid
+from asyncio.sslproto import SSLProtocol
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from io import FileIO
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
@@ -56,18 +57,20 @@ class Connections:
         self, trusted: Sequence[str] = (), most: int | None = None, deadlines: Deadlines | None = None
     ) -> None:
         self.deadlines = deadlines or Deadlines()
+        self.tls: ssl.SSLContext | None = None
+        """The certificate, for HTTPS."""
         self._trusted = [ipaddress.ip_network(one) for one in trusted]
         files = os.sysconf("SC_OPEN_MAX")  # -1: as many as one likes
         self._most = most or (max(8, min(MOST_CONNECTIONS, files // 2)) if files > 0 else MOST_CONNECTIONS)
         self._open: dict[Connection, str] = {}
         self._of: Counter[str] = Counter()
 
-    def make(self, *, app_state: dict[str, Any], **how: Any) -> asyncio.Protocol:
+    def make(self, *, app_state: dict[str, Any], **how: Any) -> asyncio.BaseProtocol:
         """Makes the protocol of a new connection, in the place of uvicorn's `http` class."""
         connection = Connection(self)
         protocol: Any = AutoHTTPProtocol
         connection.inner = protocol(app_state={**app_state, "connection": connection}, **how)
-        return connection
+        return connection if self.tls is None else Secured(self.tls, connection, self.deadlines.headers)
 
     def follow(self, app: ASGIApp) -> ASGIApp:
         """Wraps an application: its requests tell their connections how far they are."""
@@ -125,6 +128,7 @@ class Connection(asyncio.Protocol):
     """One connection. It waits for a request, then for the rest of its body, then for the end of the response."""
 
     inner: asyncio.Protocol
+    _transport: asyncio.Transport
 
     def __init__(self, connections: Connections) -> None:
         self._all, self._loop = connections, asyncio.get_running_loop()
@@ -136,18 +140,26 @@ class Connection(asyncio.Protocol):
         self._unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        self._transport: asyncio.Transport = transport  # uvloop's is none by class
+        self._transport = transport
         self.inner.connection_made(transport)
-        peer = transport.get_extra_info("peername")
-        if not self._all.enter(self, str(peer[0]) if isinstance(peer, tuple) else ""):
+        if transport.get_extra_info("sslcontext") is None and not self.accepted(transport):
             self._refuse(503, "Too many connections are open: try again later.")
+
+    def accepted(self, transport: Any) -> bool:
+        """Counts the connection in, and begins its deadlines. Returns False if there is no room for it."""
+        self._transport = transport  # uvloop's is no asyncio.Transport by class
         self._within(self._all.deadlines.headers)
+        peer = transport.get_extra_info("peername")
+        return self._all.enter(self, str(peer[0]) if isinstance(peer, tuple) else "")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._all.leave(self)
-        self._within(None)
+        self.lost()
         self.resume_writing()
         self.inner.connection_lost(exc)
+
+    def lost(self) -> None:
+        self._all.leave(self)
+        self._within(None)
 
     def data_received(self, data: bytes) -> None:
         if self._transport.is_closing():
@@ -223,6 +235,24 @@ class Connection(asyncio.Protocol):
         self._transport.close()
 
 
+class Secured(SSLProtocol):
+    """The TLS of a connection. It is counted from its handshake on, of which uvicorn's protocol never hears."""
+
+    def __init__(self, context: ssl.SSLContext, connection: Connection, seconds: float) -> None:
+        loop, nobody = asyncio.get_running_loop(), cast(Any, None)  # waits for the handshake
+        super().__init__(loop, connection, context, nobody, server_side=True, ssl_shutdown_timeout=seconds)
+        self._connection = connection
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if not self._connection.accepted(transport):
+            transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._connection.lost()
+
+
 # Requests ----------------------------------------------------------------------------------------------------
 
 SECURITY_HEADERS = {
@@ -258,24 +288,6 @@ class Gate:
     """Web pages of these origins may use the API in a browser."""
     trusted: Sequence[str] = ()
     """Addresses or networks of proxies, whose X-Forwarded-For is believed."""
-
-
-def append_to(file: FileIO, log: Callable[[str], None]) -> Callable[[str], None]:
-    """A `Gate.log` that appends to a file. A line that cannot be written is left out; `log` says so, once in a row."""
-    fails, torn = False, b""  # the rest of a line for which there was no room
-
-    def append(line: str) -> None:
-        nonlocal fails, torn
-        try:
-            data = torn + line.encode() + b"\n"  # by one system call: replicas append to the same file
-            torn = data[file.write(data) :]
-            fails = False
-        except OSError as error:
-            if not fails:
-                log(f"requests are missing in {file.name} ({error.strerror}): make room there")
-            fails = True
-
-    return append
 
 
 class Pace:

@@ -1,4 +1,4 @@
-"""The counts of a server for Prometheus (https://prometheus.io).
+"""What a server tells of its requests: counts for Prometheus (https://prometheus.io), and the lines of a log.
 
 Names end as vLLM's do, so its dashboards fit; source of the names: https://docs.vllm.ai/en/stable/design/metrics/.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from io import FileIO
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -74,3 +75,21 @@ class Metrics:
         self.whole.labels(name).observe(seconds)
         if cancelled:
             self.success.labels(name, "abort").inc()
+
+
+def append_to(file: FileIO, log: Callable[[str], None]) -> Callable[[str], None]:
+    """A `Gate.log` that appends to a file. A line that cannot be written is left out; `log` says so, once in a row."""
+    fails, torn = False, b""  # the rest of a line for which there was no room
+
+    def append(line: str) -> None:
+        nonlocal fails, torn
+        try:
+            data = torn + line.encode() + b"\n"  # by one system call: replicas append to the same file
+            torn = data[file.write(data) :]
+            fails = False
+        except OSError as error:
+            if not fails:
+                log(f"requests are missing in {file.name} ({error.strerror}): make room there")
+            fails = True
+
+    return append

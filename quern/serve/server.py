@@ -14,6 +14,7 @@ import ctypes
 import gc
 import signal
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -46,6 +47,8 @@ WARM_ROWS = (1, 8, 32)
 """The sizes of the running batch for which `quern serve` compiles; the last one is the most rows that run together."""
 WAITING_CONNECTIONS = 2048
 LOOPBACK = Hosts("127.0.0.1")
+Files = tuple[Path, Path] | None
+"""The files of a certificate and of its key, for HTTPS."""
 
 
 @dataclass(frozen=True)
@@ -92,18 +95,17 @@ def run(
     log: Callable[[str], None],
     *,
     watch_seconds: float,
-    tls: tuple[Path, Path] | None,
+    tls: Files,
     replica: Place | None,
     invite: Callable[[str, int], str] | None = None,
 ) -> None:
     """Serves until interrupted. Raises OSError for a taken port or an unreadable file, and the errors of `runs.load`.
 
-    port: 0 picks a free one; watch_seconds: between two looks for newer checkpoints, 0 for never; tls: the files of the
-    certificate and of its key; replica: the place of this process, whose port it shares; invite: makes what is printed
-    at last from the scheme and the port.
+    port: 0 picks a free one; watch_seconds: between two looks for newer checkpoints, 0 for never; tls: as in
+    `configure`; replica: the place of this process, whose port it shares; invite: makes what is printed at last from
+    the scheme and the port.
     """
     prefix = f"replica {replica.number}: " if replica else ""
-    files = {} if tls is None else {"ssl_certfile": str(tls[0]), "ssl_keyfile": str(tls[1])}
     with listen(host, replica.own_port if replica else port) as own:  # clients that come now wait for the model
         scheme, bound = f"http{'s' if tls else ''}", own.getsockname()[1]
         where = f" at {scheme}://{address(host, bound)}"
@@ -115,7 +117,7 @@ def run(
             replica.link.send(b".")  # ready
         if invite:
             log(invite(scheme, bound))
-        serve(app, listeners, gate.trusted, **files)
+        serve(app, listeners, gate.trusted, tls)
 
 
 def open_app(
@@ -203,14 +205,14 @@ async def give_memory_back() -> None:
         await asyncio.to_thread(trim, 0)
 
 
-def serve(app: Starlette, listeners: Sequence[socket.socket], trusted: Sequence[str] = (), **tls: Any) -> None:
-    """Serves an application of `create_app` until interrupted; `tls`: settings of uvicorn's Config.
+def serve(app: Starlette, listeners: Sequence[socket.socket], trusted: Sequence[str] = (), tls: Files = None) -> None:
+    """Serves an application of `create_app` until interrupted; `trusted` and `tls` as in `configure`.
 
     Call it in the main thread, which runs the engines; the event loop has another one. SIGINT raises KeyboardInterrupt
     after the normal end.
     """
     prepare_process()
-    config = configure(app, trusted, log_level="warning", timeout_graceful_shutdown=DRAIN_SECONDS, **tls)
+    config = configure(app, trusted, tls, log_level="warning", timeout_graceful_shutdown=DRAIN_SECONDS)
     server, engines = uvicorn.Server(config), app.state.models
 
     failed: list[Exception] = []
@@ -244,9 +246,20 @@ def prepare_process() -> None:
     gc.freeze()
 
 
-def configure(app: ASGIApp, trusted: Sequence[str] = (), connections: Connections | None = None, **more: Any) -> Any:
-    """uvicorn's configuration with bounds on connections. trusted: proxies whose X-Forwarded-… are believed."""
+def configure(
+    app: ASGIApp,
+    trusted: Sequence[str] = (),
+    tls: Files = None,
+    connections: Connections | None = None,
+    **more: Any,
+) -> Any:
+    """uvicorn's configuration with bounds on connections. trusted: proxies whose X-Forwarded-… are believed.
+
+    Raises OSError for files of `tls` that cannot be read."""
     connections = connections or Connections(trusted)
+    if tls:
+        connections.tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        connections.tls.load_cert_chain(*tls)
     http: Any = connections.make
     return uvicorn.Config(
         connections.follow(app),

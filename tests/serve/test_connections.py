@@ -1,10 +1,13 @@
 """Connections that stall, flood or crowd out others."""
 
 import socket
+import ssl
+import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -197,3 +200,46 @@ def test_rates_believe_named_proxies_alone(trusted: list[str]) -> None:
             body = {"prompt": "x"}
             found.append(web.post(f"{url}/tokenize", json=body, headers={"x-forwarded-for": client}).status_code)
     assert found == [200, 200, 200 if trusted else 429]
+
+
+# HTTPS -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    command = f"openssl req -x509 -newkey rsa:2048 -nodes -keyout {key} -out {cert} -days 2 -subj /CN=localhost"
+    try:
+        subprocess.run([*command.split(), "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("openssl, which makes the certificate, is not installed")
+    return cert, key
+
+
+def test_https(certificate: tuple[Path, Path]) -> None:
+    with running(create_app({"toy": toy_engine()}), tls=certificate) as url:
+        secure = url.replace("http:", "https:")
+        trusting = ssl.create_default_context(cafile=str(certificate[0]))
+        assert httpx.get(f"{secure}/health", verify=trusting).status_code == 200
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            httpx.get(f"{secure}/health")
+        text = "a" * 300_000  # many records, whose first may come with the end of the handshake
+        body = {"model": "toy", "prompt": text, "add_special_tokens": False}
+        assert len(httpx.post(f"{secure}/tokenize", json=body, verify=trusting, timeout=60).json()["tokens"]) > 1000
+        with connected(url) as connection:
+            connection.sendall(GET + b"\r\n")
+            assert not reply(connection).startswith(b"HTTP"), "plain HTTP is no TLS"
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["nothing", "half a record"])
+def test_handshakes_that_never_end_shut_nobody_out(certificate: tuple[Path, Path], sent: bytes) -> None:
+    app, connections = create_app({"toy": toy_engine()}), Connections(most=8, deadlines=QUICK)
+    with running(app, tls=certificate, connections=connections) as url, ExitStack() as opened:
+        start, attackers = time.monotonic(), []
+        for number in range(20):
+            attackers.append(opened.enter_context(connected(url, f"127.0.0.{1 + number % 3}")))
+            attackers[-1].sendall(sent)
+        assert web.get(url.replace("http:", "https:") + "/health").status_code == 200
+        assert [reply(attacker) for attacker in attackers] == [b""] * 20, "closed: for others, or after a while"
+        assert time.monotonic() - start < 5 and not connections._open
