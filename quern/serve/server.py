@@ -71,11 +71,12 @@ class Source:
     machine: Machine
     prefix_megabytes: float
 
-    def newest(self) -> tuple[str, int] | None:
-        """The stage and step of the newest checkpoint, good or damaged."""
+    def newest(self) -> tuple[str, int, int] | None:
+        """The stage and step of the newest checkpoint, good or damaged, and when its files last changed."""
         for stage in [self.stage] if self.stage else reversed(STAGES):
-            if steps := manifest.steps(self.run_dir.checkpoints(stage)):
-                return stage, max(steps)
+            if found := manifest.candidates(self.run_dir.checkpoints(stage)):
+                step, path = max(found.items())
+                return stage, step, max(one.stat().st_ctime_ns for one in (path, *path.iterdir()))
         return None
 
     def open(self, log: Callable[[str], None]) -> tuple[Engine, str]:
@@ -145,22 +146,30 @@ def open_app(
         log(f"serving {name} ({what}){where}")
 
     async def watch(models: Models) -> None:
+        told: dict[str, list[str]] = {}  # of the last try for each model
         while True:
             await asyncio.sleep(watch_seconds)
             for name, source in sources.items():
+                before, lines, engine = shown[name], list[str](), None
                 try:
-                    if (newest := source.newest()) == shown[name]:
+                    if (newest := source.newest()) == before:
                         continue
                     shown[name] = newest
+                    greeting = welcome()
                     with ThreadPoolExecutor(1) as threads:  # OpenMP's threads for it end with it
-                        opened = asyncio.get_running_loop().run_in_executor(threads, source.open, log)
+                        opened = asyncio.get_running_loop().run_in_executor(threads, source.open, lines.append)
                         engine, what = await opened
-                    app.state.welcome = welcome()
-                except Exception as error:  # the server goes on with the model that it has
-                    log(f"{name}: the newest checkpoint cannot be served ({error}); going on with the one before")
-                    continue
-                log(f"{name}: new requests go to {what}")
-                await models.replace(name, engine)
+                    app.state.welcome = greeting
+                    lines.append(f"{name}: new requests go to {what}")
+                except Exception as error:  # the server goes on with the model that it has, and tries again
+                    shown[name] = before
+                    again = "going on with the one before"
+                    lines.append(f"{name}: the newest checkpoint cannot be served ({error}); {again}")
+                for line in lines if engine or lines != told.get(name) else ():
+                    log(line)
+                told[name] = lines
+                if engine:
+                    await models.replace(name, engine)
 
     app = create_app(engines, gate, limits, watch if watch_seconds else None, begins)
     return app

@@ -33,6 +33,7 @@ from quern.serve.metrics import append_to
 from quern.serve.server import LOOPBACK, Source, create_app, listen, open_app, prepare_process, serve
 from quern.serve.worker import Limits, Models
 from quern.text.tokenizer import Tokenizer
+from quern.train.manifest import CheckpointError
 from tests.serve.conftest import CHAT, NO_END, post
 from tests.support.http_server import running, web
 from tests.support.toy_engine import CPU, Hooked, toy_engine
@@ -266,26 +267,46 @@ class Changing(Source):
     """A run whose newest checkpoint is another one at each look, until the last."""
 
     looks: list[Any]
+    failures: list[None]
 
-    def newest(self) -> tuple[str, int]:
+    def newest(self) -> tuple[str, int, int]:
         look = self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
         if isinstance(look, OSError):
             raise look
-        return "pretrain" if look == 1 else "sft", look
+        return "pretrain" if look == 1 else "sft", look, 0
 
     def open(self, log: Any) -> tuple[Engine, str]:
+        self.failures.append(None)
+        if len(self.failures) < 4:
+            log("step 2 is damaged")
+            raise CheckpointError("none is good")
         return toy_engine(context=256, seed=self.looks[0]), f"step {self.looks[0]}"
 
 
-def test_the_server_looks_for_newer_checkpoints_also_after_a_look_that_failed(tmp_path: Path) -> None:
+def test_the_server_looks_for_newer_checkpoints_also_after_a_look_or_an_opening_that_failed(tmp_path: Path) -> None:
     source, lines = Changing(RunDir(tmp_path, "toy"), None, CPU, 0), list[str]()
-    Changing.looks = [1, 1, OSError("the disk is gone"), 2]
+    Changing.looks, Changing.failures = [1, 1, OSError("the disk is gone"), 2], [None] * 4
     app = open_app({"toy": source}, Gate(LOOPBACK), Limits(), lines.append, "", 0.05)
     assert app.state.welcome.completes, "a base model"
+    Changing.failures = []
     with running(app) as url:
         until(lambda: "toy: new requests go to step 2" in lines, 5)
         assert web.get(f"{url}/welcome").json()["mode"] == "chat"
     assert any("the disk is gone" in line for line in lines)
+    assert lines.count("step 2 is damaged") == 1 and sum("none is good" in line for line in lines) == 1, "told once"
+
+
+def test_a_checkpoint_that_is_repaired_in_its_place_is_another_one(tmp_path: Path) -> None:
+    run = RunDir(tmp_path, "toy")
+    source, folder = Source(run, None, CPU, 0), run.checkpoints("sft") / "step-00000100"
+    assert source.newest() is None
+    folder.mkdir(parents=True)
+    (folder / "weights").write_text("damaged")
+    before = source.newest()
+    assert before is not None and before[:2] == ("sft", 100) and source.newest() == before
+    time.sleep(0.02)  # more than a tick of the file system's clock
+    (folder / "weights").write_text("as it was")
+    assert source.newest() != before
 
 
 def test_samples_that_are_none_are_refused_before_a_model_is_opened(tmp_path: Path) -> None:
