@@ -1,6 +1,6 @@
 """`/v1/responses`, for text and calls of functions: a request becomes a chat, whose answer gets the shape of this path.
 
-The server keeps no responses: a request brings its whole conversation, and `previous_response_id` is refused. Source:
+The server keeps no responses: a request brings its whole conversation. Source:
 https://platform.openai.com/docs/api-reference/responses and /responses-streaming.
 """
 
@@ -81,13 +81,17 @@ class NamedChoice(Strict):
     name: Name
 
 
+STORED = ("previous_response_id", "conversation", "prompt")
+"""Fields that name what OpenAI's server keeps."""
+
+
 class ResponsesRequest(Strict):
     """The fields after `tool_choice` are accepted only with their default effect."""
 
     instead: ClassVar[Mapping[str, str]] = {
         "input": 'give a text or at least one message, [{"role": "user", "content": "…"}]',
         "include": "a reply has all that there is: leave it out",
-        "previous_response_id": "nothing is stored: send the whole conversation in 'input'",
+        **dict.fromkeys(STORED, "nothing is stored: send the whole conversation in 'input'"),
     }
     model: str
     input: str | Annotated[Items[MessageItem | CallItem | OutputItem], Field(min_length=1)]
@@ -107,6 +111,8 @@ class ResponsesRequest(Strict):
     truncation: Literal["disabled"] | None = None
     include: Items[str] | None = Field(default=None, max_length=0)
     previous_response_id: None = None
+    conversation: None = None
+    prompt: None = None
     user: str | None = None
 
     def chat(self) -> ChatRequest:

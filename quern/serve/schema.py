@@ -358,7 +358,9 @@ def _refusal(error: ValidationError, kind: type[Strict], body: Any) -> ApiError:
     literals = [one["loc"] for one in errors if one["type"] == "literal_error"]
     others = {loc[:-1] for loc in literals if loc[-1] == "type"}  # branches for another `type`
     paths = [_path(body, one["loc"]) + [*one["loc"][-1:]] * (one["type"] == "missing") for one in errors]
-    at = max(range(len(errors)), key=lambda at: (len(paths[at]), errors[at]["loc"][:-1] not in others))
+    # A list that is too long is told to be so, also where each of its items is wrong for another branch of a union.
+    long = [one["type"] == "too_long" for one in errors]
+    at = max(range(len(errors)), key=lambda at: (long[at], len(paths[at]), errors[at]["loc"][:-1] not in others))
     first = errors[at]
     param = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in paths[at]).removeprefix(".")
     if first["type"] == "extra_forbidden":

@@ -78,7 +78,7 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     ],
     TEXT: [
         ({"prompt": []}, "or a list of 1 to 32 of them", "prompt"),
-        ({"prompt": ["a"] * 33}, "or a list of 1 to 32 of them", "prompt[0]"),
+        ({"prompt": ["a"] * 33}, "or a list of 1 to 32 of them", "prompt"),
         ({"prompt": [99999]}, "99999 is no token", "prompt"),
         ({"prompt": "x1 " * 400}, f"context holds {CONTEXT} tokens", "prompt"),
         ({"prompt": "x1 " * 400, "max_tokens": 0, "echo": True}, f"context holds {CONTEXT} tokens", "prompt"),
@@ -90,6 +90,8 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     ],
     RESPONSES: [
         ({"previous_response_id": "resp_1"}, "send the whole conversation in 'input'", "previous_response_id"),
+        ({"conversation": {"id": "conv_1"}}, "send the whole conversation in 'input'", "conversation"),
+        ({"prompt": {"id": "pmpt_1"}}, "send the whole conversation in 'input'", "prompt"),
         ({"include": ["reasoning.encrypted_content"]}, "leave it out", "include"),
         ({"input": []}, "give a text or at least one message", "input"),
         ({"input": "x" * 600}, "'input' already takes", "input"),
