@@ -10,7 +10,7 @@ A row's tokens do not depend on the other rows: it has its own cache, its own ra
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -30,6 +30,7 @@ from quern.model.base import LanguageModel
 from quern.text.tokenizer import Tokenizer
 
 PREFILL_TOKENS = 8192  # prompt tokens in one forward pass, padding included
+SHARE = 7  # seats of a request of many rows, for each one that stays free for others
 INTERLEAVED_TOKENS = 256
 """Prompt tokens, or tokens of a text to score, that a server reads between two tokens of the replies that run."""
 
@@ -241,25 +242,34 @@ class Engine:
         if busy:
             self.batch.decode(shrink=not self.waiting)
         left = PREFILL_TOKENS if prefill_tokens is None else prefill_tokens
-        while left > 0 and (self._wave or self._next_wave(left)):
+        while left > 0 and (self._wave or self._next_wave(left, fair=prefill_tokens is not None)):
             computed = self._read(left if busy else PREFILL_TOKENS)
             left -= computed if prefill_tokens is not None else 0
         if len(self.batch):
             self._choose()
 
-    def _next_wave(self, budget: int) -> bool:
+    def _next_wave(self, budget: int, fair: bool) -> bool:
         """Starts to read the prompts that waited longest, as many as there are free seats. False if there are none.
+
+        fair: A generation takes no further seat once it has `SHARE` times those that would stay free (the dynamic
+        thresholds of Choudhury and Hahne, 1998). One of many rows so leaves room for those that come later.
 
         A wave has prompts without a known beginning, or only prompts with one, which take different paths. It has one
         prompt, or as many as are read with at most `budget` tokens: several short prompts, or a part of a long one.
         """
         wave: list[Entry] = []
-        widest = rows = 0
-        while self.waiting and rows < self.max_rows - len(self.batch):
+        widest = 0
+        free = self.max_rows - len(self.batch)
+        seats, passed = Counter(row.generation for row in self.batch.rows), list[Row]()
+        while self.waiting and free:
             row = self.waiting[0]
+            if fair and (has := seats[row.generation]) and has >= SHARE * (free - 1):
+                passed.append(self.waiting.popleft())
+                continue
             if wave and row.tokens is wave[-1].tokens:
                 wave[-1].rows.append(self.waiting.popleft())
-                rows += 1
+                seats[row.generation] += 1
+                free -= 1
                 continue
             prefix = None if self.prefixes is None else self.prefixes.find(row.tokens)
             start = 0 if prefix is None else prefix.length
@@ -273,7 +283,9 @@ class Engine:
                 wave[-1].cut = self.prefixes.branch(row.tokens, start)
             if row.prompt == 0:
                 row.generation.cached_tokens = start
-            widest, rows = wider, rows + 1
+            seats[row.generation] += 1
+            widest, free = wider, free - 1
+        self.waiting.extendleft(reversed(passed))
         if wave:
             self._wave, self._wave_cache = wave, KVCache(self.model, len(wave), max(len(one.tokens) for one in wave))
             for entry in wave:

@@ -132,6 +132,25 @@ def test_closing_the_events_stops_the_work() -> None:
     assert rows and set(rows) == {1}
 
 
+def test_a_request_of_many_rows_leaves_seats_for_others() -> None:
+    engine = toy_engine(context=64, max_rows=32)
+    kept: dict[str, Any] = {"bias": {TOKENIZER.special("<|assistant_end|>"): -100.0}}
+    prompts = [[BOS, 65], [BOS, 66], [BOS, 67]]
+    many = [engine.submit([prompt], samples=40, max_tokens=20, **kept) for prompt in prompts[:2]]
+    engine.step(256)
+    seats = [sum(row.generation is one for row in engine.batch.rows) for one in many]
+    assert seats == [28, 3], "the second one has less, and still leaves a seat"
+    late = engine.submit(prompts[2:], samples=1, max_tokens=3, **kept)
+    for _ in range(3):
+        engine.step(256)
+    assert not late.unfinished and all(one.unfinished == 40 for one in many)
+    while any(one.unfinished for one in many):
+        engine.step(256)
+    engine.submit(prompts[:1], samples=40, max_tokens=20)
+    engine.step()
+    assert engine.running == 32, "nobody watches: all seats are used"
+
+
 def test_the_longest_beginning_is_found_and_the_least_recently_used_leave() -> None:
     numbers, logits = random.Random(0), torch.zeros(1)
     cache, order = PrefixCache(40 * 1000), cast(list[tuple[int, ...]], [])
