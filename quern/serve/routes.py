@@ -48,6 +48,8 @@ MAX_MARKS = 1 << 13
 validating so many takes some 50 ms, in which no other client is served."""
 SMALL_BYTES = 1 << 12
 """A body up to this size is decoded at once; a larger one between two steps of the engine."""
+LONG_BYTES = 1 << 16
+"""The texts of a larger body are encoded in a thread of their own: a word of a megabyte takes a second."""
 MOST_NAMES, NAME_CHARACTERS = 20, 80
 """The most ignored fields that the header names, and the most characters of each name."""
 WEB = Path(__file__).parent / "web"
@@ -124,6 +126,7 @@ def routes(models: Models) -> list[Route]:
                 read = partial(decode, kind, body)
                 found = await first.call(read) if len(body) > SMALL_BYTES else read()
             request: Any = found[0]
+            http.state.long = len(body) > LONG_BYTES
             with models.find(request.model) as model:
                 response = await answer(http, request, model)
             if ignored := found[1]:
@@ -201,28 +204,29 @@ def openapi(
 
 async def chat(http: Request, request: ChatRequest, model: Worker) -> Response:
     """Answers a chat, whole or as a stream."""
-    answer = await start_chat(model, request)
+    answer = await start_chat(http, model, request)
     return await respond(http, answer, answer.stream(request.include_usage) if request.stream else None)
 
 
-async def start_chat(model: Worker, request: ChatRequest) -> Chat:
+async def start_chat(http: Request, model: Worker, request: ChatRequest) -> Chat:
     """Queues a chat. Raises ApiError if it cannot be served."""
-    prompt, options = await read_aside(read_chat, model, request)
+    prompt, options = await read_aside(read_chat, http, model, request)
     job = model.submit(lambda: model.engine.submit([prompt], **options), options["samples"])
     given = job, model.tokenizer, model.name, [prompt], options["samples"], bool(request.logprobs)
     return Chat(*given, calls="calls" in options)
 
 
-async def read_aside(read: Callable[[Engine, Any], Any], model: Worker, request: Any) -> Any:
-    """Reads a request in a thread. Requests with a form share one thread, so that no other request waits for a form."""
-    formed = request.response_format or request.structured_outputs or getattr(request, "tools", None)
-    threads = model.forms if formed else None
+async def read_aside(read: Callable[[Engine, Any], Any], http: Request, model: Worker, request: Any) -> Any:
+    """Reads a request in a thread. Those that may take long share one thread, so that no other request waits for them:
+    requests with a form, and with long texts."""
+    formed = any(getattr(request, name, None) for name in ("response_format", "structured_outputs", "tools"))
+    threads = model.slow if formed or http.state.long else None
     return await asyncio.get_running_loop().run_in_executor(threads, read, model.engine, request)
 
 
 async def completions(http: Request, request: CompletionRequest, model: Worker) -> Response:
     """Continues a text, a list of texts, or token ids."""
-    prompts, options = await read_aside(read_texts, model, request)
+    prompts, options = await read_aside(read_texts, http, model, request)
     samples, logprobs, echo = options["samples"], options["logprobs"], None
     if request.echo:
         both = zip(prompts, request.prompts(), strict=True)
@@ -264,15 +268,15 @@ async def _echo(model: Worker, prompt: Sequence[int], logprobs: bool | int, from
 async def responses(http: Request, request: ResponsesRequest, model: Worker) -> Response:
     """Answers a chat in the shape of OpenAI's newer API. Nothing is stored."""
     try:
-        answer = Responses(request, await start_chat(model, await model.call(request.chat)))
+        answer = Responses(request, await start_chat(http, model, await model.call(request.chat)))
     except ApiError as error:
         raise error.renamed(request.name_of) from None
     return await respond(http, answer, answer.stream() if request.stream else None)
 
 
-async def tokenize(_: Request, request: TokenizeRequest, model: Worker) -> Response:
+async def tokenize(http: Request, request: TokenizeRequest, model: Worker) -> Response:
     """Returns the token ids of a text or of a chat."""
-    tokens = await asyncio.to_thread(tokens_of, model.tokenizer, request)
+    tokens = await read_aside(lambda engine, body: tokens_of(engine.tokenizer, body), http, model, request)
     counted = {"count": len(tokens), "max_model_len": model.engine.context}
     return await model.call(lambda: JSON({**counted, "tokens": tokens}))
 

@@ -116,8 +116,8 @@ class Worker:
         """Requests that have found this model and may still submit jobs to it."""
         self.open = 0
         """Requests that are waiting or being answered, counted in the event loop."""
-        self.forms = ThreadPoolExecutor(1, "quern-forms")
-        """Reads requests whose replies have a form, which may take seconds to compile."""
+        self.slow = ThreadPoolExecutor(1, "quern-slow")
+        """Reads requests that may take seconds: to compile the form of a reply, or to encode a long text."""
         self._arrived: deque[Job] = deque()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._jobs: list[Job] = []  # in the engine

@@ -20,7 +20,7 @@ from torch import nn
 from quern.cli.verbs import verb_serve, with_run
 from quern.flags.recipe_flags import Arguments
 from quern.generate.engine import Engine
-from quern.generate.grammar import Grammar, Grammars
+from quern.generate.grammar import Grammars
 from quern.generate.reply import Completion, Delta
 from quern.generate.sampling import Sampling
 from quern.serve import access
@@ -33,8 +33,9 @@ from quern.serve.server import LOOPBACK, create_app, listen
 from quern.serve.worker import Limits
 from quern.terminal import silent
 from quern.text.chat import render_prompt
+from quern.text.tokenizer import Tokenizer
 from tests.browser.parrot import make_parrot
-from tests.serve.conftest import CHAT, CONTEXT, HELLO, NAME, NO_END, check_error, post
+from tests.serve.conftest import CHAT, CONTEXT, HELLO, NAME, NO_END, check_error, post, said
 from tests.support.http_server import running, web
 from tests.support.load_clients import post as wire
 from tests.support.toy_engine import Hooked, toy_engine
@@ -215,21 +216,33 @@ def test_what_takes_long_runs_between_two_steps_of_the_engine(url: str, monkeypa
     assert threads[:1] + threads[-2:] == ["quern-engines"] * 3 and len(threads) == 4
 
 
-def test_nobody_waits_for_a_form(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiles, answered, regex = threading.Event(), threading.Event(), Grammars.regex
+@pytest.mark.parametrize(
+    ("path", "fields", "owner", "name", "status"),
+    [
+        (CHAT, {"structured_outputs": {"regex": "a"}}, Grammars, "regex", 200),
+        (CHAT, {"messages": [said("user", "a" * 70_000)]}, Tokenizer, "encode", 400),
+        ("/tokenize", {"prompt": "a" * 70_000}, Tokenizer, "encode", 200),
+    ],
+    ids=["a form", "a long message", "a long text"],
+)
+def test_nobody_waits_for(
+    url: str, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any], owner: Any, name: str, status: int
+) -> None:
+    begun, answered, method = threading.Event(), threading.Event(), getattr(owner, name)
 
-    def slow(grammars: Grammars, pattern: str) -> Grammar:
-        compiles.set()
-        answered.wait(20)
-        return regex(grammars, pattern)
+    def slow(self: Any, text: str) -> Any:
+        if owner is Grammars or len(text) > 60_000:
+            begun.set()
+            answered.wait(20)
+        return method(self, text)
 
-    monkeypatch.setattr(Grammars, "regex", slow)
+    monkeypatch.setattr(owner, name, slow)
     with ThreadPoolExecutor(1) as pool:
-        formed = pool.submit(post, url, CHAT, ask(structured_outputs={"regex": "a"}))
-        assert compiles.wait(20)
-        assert post(url, CHAT, ask()).status_code == 200 and not formed.done()
+        waits = pool.submit(post, url, path, fields)
+        assert begun.wait(20)
+        assert post(url, CHAT, ask()).status_code == 200 and not waits.done()
         answered.set()
-        assert formed.result().status_code == 200
+        assert waits.result().status_code == status
 
 
 def test_no_access_from_other_origins_or_by_other_names(url: str) -> None:
