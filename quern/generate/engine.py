@@ -258,33 +258,30 @@ class Engine:
         prompt, or as many as are read with at most `budget` tokens: several short prompts, or a part of a long one.
         """
         wave: list[Entry] = []
-        widest = 0
-        free = self.max_rows - len(self.batch)
+        widest, free = 0, self.max_rows - len(self.batch)
         seats, passed = Counter(row.generation for row in self.batch.rows), list[Row]()
         while self.waiting and free:
             row = self.waiting[0]
             if fair and (has := seats[row.generation]) and has >= SHARE * (free - 1):
                 passed.append(self.waiting.popleft())
                 continue
-            if wave and row.tokens is wave[-1].tokens:
-                wave[-1].rows.append(self.waiting.popleft())
-                seats[row.generation] += 1
-                free -= 1
-                continue
-            prefix = None if self.prefixes is None else self.prefixes.find(row.tokens)
-            start = 0 if prefix is None else prefix.length
-            wider = max(widest, len(row.tokens) - start)
-            if wave and ((start > 0) != (wave[0].read > 0) or (len(wave) + 1) * wider > budget):
-                break
-            wave.append(Entry([self.waiting.popleft()], len(wave), prefix, start))
-            if self.prefixes is not None:
-                self.prefixes.counts["queried"] += len(row.tokens)
-                self.prefixes.counts["hit"] += start
-                wave[-1].cut = self.prefixes.branch(row.tokens, start)
-            if row.prompt == 0:
-                row.generation.cached_tokens = start
+            if not wave or row.tokens is not wave[-1].tokens:
+                prefix = None if self.prefixes is None else self.prefixes.find(row.tokens)
+                start = 0 if prefix is None else prefix.length
+                wider = max(widest, len(row.tokens) - start)
+                if wave and ((start > 0) != (wave[0].read > 0) or (len(wave) + 1) * wider > budget):
+                    break
+                wave.append(Entry([], len(wave), prefix, start))
+                if self.prefixes is not None:
+                    self.prefixes.counts["queried"] += len(row.tokens)
+                    self.prefixes.counts["hit"] += start
+                    wave[-1].cut = self.prefixes.branch(row.tokens, start)
+                if row.prompt == 0:
+                    row.generation.cached_tokens = start
+                widest = wider
+            wave[-1].rows.append(self.waiting.popleft())
             seats[row.generation] += 1
-            widest, free = wider, free - 1
+            free -= 1
         self.waiting.extendleft(reversed(passed))
         if wave:
             self._wave, self._wave_cache = wave, KVCache(self.model, len(wave), max(len(one.tokens) for one in wave))

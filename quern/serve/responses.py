@@ -23,6 +23,8 @@ NAMES = {
 }
 """Fields of a chat, and what they are called here."""
 
+STORED = "nothing is stored: send the whole conversation in 'input'"
+
 
 class Part(Strict):
     type: Literal["input_text", "output_text", "text"]
@@ -81,17 +83,13 @@ class NamedChoice(Strict):
     name: Name
 
 
-STORED = ("previous_response_id", "conversation", "prompt")
-"""Fields that name what OpenAI's server keeps."""
-
-
 class ResponsesRequest(Strict):
     """The fields after `tool_choice` are accepted only with their default effect."""
 
     instead: ClassVar[Mapping[str, str]] = {
         "input": 'give a text or at least one message, [{"role": "user", "content": "…"}]',
         "include": "a reply has all that there is: leave it out",
-        **dict.fromkeys(STORED, "nothing is stored: send the whole conversation in 'input'"),
+        **dict.fromkeys(("previous_response_id", "conversation", "prompt"), STORED),
     }
     model: str
     input: str | Annotated[Items[MessageItem | CallItem | OutputItem], Field(min_length=1)]

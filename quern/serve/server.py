@@ -146,11 +146,11 @@ def open_app(
         log(f"serving {name} ({what}){where}")
 
     async def watch(models: Models) -> None:
-        told: dict[str, list[str]] = {}  # of the last try for each model
+        told: dict[str, list[str]] = {}  # of a try for each model that failed
         while True:
             await asyncio.sleep(watch_seconds)
             for name, source in sources.items():
-                before, lines, engine = shown[name], list[str](), None
+                before, lines = shown[name], list[str]()
                 try:
                     if (newest := source.newest()) == before:
                         continue
@@ -159,17 +159,16 @@ def open_app(
                     with ThreadPoolExecutor(1) as threads:  # OpenMP's threads for it end with it
                         opened = asyncio.get_running_loop().run_in_executor(threads, source.open, lines.append)
                         engine, what = await opened
-                    app.state.welcome = greeting
-                    lines.append(f"{name}: new requests go to {what}")
                 except Exception as error:  # the server goes on with the model that it has, and tries again
-                    shown[name] = before
-                    again = "going on with the one before"
-                    lines.append(f"{name}: the newest checkpoint cannot be served ({error}); {again}")
-                for line in lines if engine or lines != told.get(name) else ():
+                    lines.append(f"{name}: the newest checkpoint cannot be served ({error}); the one before goes on")
+                    for line in lines if lines != told.get(name) else ():
+                        log(line)
+                    shown[name], told[name] = before, lines
+                    continue
+                for line in (*lines, f"{name}: new requests go to {what}"):
                     log(line)
-                told[name] = lines
-                if engine:
-                    await models.replace(name, engine)
+                app.state.welcome = greeting
+                await models.replace(name, engine)
 
     app = create_app(engines, gate, limits, watch if watch_seconds else None, begins)
     return app
@@ -256,15 +255,9 @@ def prepare_process() -> None:
 
 
 def configure(
-    app: ASGIApp,
-    trusted: Sequence[str] = (),
-    tls: Files = None,
-    connections: Connections | None = None,
-    **more: Any,
+    app: ASGIApp, trusted: Sequence[str] = (), tls: Files = None, connections: Connections | None = None, **more: Any
 ) -> Any:
-    """uvicorn's configuration with bounds on connections. trusted: proxies whose X-Forwarded-… are believed.
-
-    Raises OSError for files of `tls` that cannot be read."""
+    """uvicorn's configuration with bounds on connections. trusted: proxies whose X-Forwarded-… are believed."""
     connections = connections or Connections(trusted)
     if tls:
         connections.tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

@@ -46,11 +46,7 @@ const page = {
       answer(current, addNode(current, before.id, "assistant", []));
     },
   walk: (node) => { walkTo(current, node); keep(current); draw(); focusOn(node); },
-  regenerate: (node) => {
-    if (!free()) return;
-    const { leaf } = current;
-    answer(current, addNode(current, node.parent, "assistant", []), { leaf });
-  },
+  regenerate: (node, { leaf } = current) => free() && answer(current, addNode(current, node.parent, "assistant", []), { leaf }),
   edited: (node, text) => {
     if (!free()) return;
     const edited = addNode(current, node.parent, "user", [{ type: "text", text }]);
@@ -351,8 +347,7 @@ async function main() {
     },
     measured: async (again) => {
       if (!again) return views.forEach((view) => view.repaint(ui.measure()));
-      const replies = [...views.values()].filter((view) => view.node.role === "assistant");
-      await Promise.all(replies.map((view) => view.refresh()));
+      await Promise.all([...views.values()].map((view) => view.editor ?? view.refresh()));
       if (ui.measure() !== null) [...document.querySelectorAll(".text.tokens")].at(-1)?.focus(); // for the arrow keys
     },
     toggleList: () => sidebar.toggle(),
