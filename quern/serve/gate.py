@@ -70,7 +70,7 @@ class Connections:
         connection = Connection(self)
         protocol: Any = AutoHTTPProtocol
         connection.inner = protocol(app_state={**app_state, "connection": connection}, **how)
-        return connection if self.tls is None else Secured(self.tls, connection, self.deadlines.headers)
+        return connection if self.tls is None else Secured(self.tls, connection, self)
 
     def follow(self, app: ASGIApp) -> ASGIApp:
         """Wraps an application: its requests tell their connections how far they are."""
@@ -108,6 +108,7 @@ class Connections:
         return True
 
     def leave(self, connection: Connection) -> None:
+        connection.within(None)
         address = self._open.pop(connection, None)
         if address is not None:
             self._of[address] -= 1
@@ -148,18 +149,14 @@ class Connection(asyncio.Protocol):
     def accepted(self, transport: Any) -> bool:
         """Counts the connection in, and begins its deadlines. Returns False if there is no room for it."""
         self._transport = transport  # uvloop's is no asyncio.Transport by class
-        self._within(self._all.deadlines.headers)
+        self.within(self._all.deadlines.headers)
         peer = transport.get_extra_info("peername")
         return self._all.enter(self, str(peer[0]) if isinstance(peer, tuple) else "")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.lost()
+        self._all.leave(self)
         self.resume_writing()
         self.inner.connection_lost(exc)
-
-    def lost(self) -> None:
-        self._all.leave(self)
-        self._within(None)
 
     def data_received(self, data: bytes) -> None:
         if self._transport.is_closing():
@@ -190,19 +187,19 @@ class Connection(asyncio.Protocol):
         """Notes that the headers of a request are complete."""
         self.waits_for_request, self._headers_seen, self._body_missing = False, True, has_body
         self._bytes = 0
-        self._within(self._all.deadlines.body if has_body else None)
+        self.within(self._all.deadlines.body if has_body else None)
 
     def read(self) -> None:
         """Notes that the body of the request is complete: what comes next is another request."""
         if self._body_missing:
             self._body_missing, self._bytes = False, 0
-            self._within(None)
+            self.within(None)
 
     def answered(self) -> None:
         """Notes that the response is complete. A body that nobody read may still arrive."""
         self.since = time.monotonic()
         self.waits_for_request, self._headers_seen, self._tail = True, False, b""
-        self._within(self._all.deadlines.body if self._body_missing else self._all.deadlines.headers)
+        self.within(self._all.deadlines.body if self._body_missing else self._all.deadlines.headers)
 
     def close(self) -> None:
         self._transport.close()
@@ -222,7 +219,7 @@ class Connection(asyncio.Protocol):
         self._tail = seen[-len(SEPARATOR) + 1 :]
         return counted
 
-    def _within(self, seconds: float | None) -> None:
+    def within(self, seconds: float | None) -> None:
         """Replaces the deadline, at which the connection is closed."""
         if self._deadline is not None:
             self._deadline.cancel()
@@ -238,10 +235,10 @@ class Connection(asyncio.Protocol):
 class Secured(SSLProtocol):
     """The TLS of a connection. It is counted from its handshake on, of which uvicorn's protocol never hears."""
 
-    def __init__(self, context: ssl.SSLContext, connection: Connection, seconds: float) -> None:
-        loop, nobody = asyncio.get_running_loop(), cast(Any, None)  # waits for the handshake
+    def __init__(self, context: ssl.SSLContext, connection: Connection, connections: Connections) -> None:
+        loop, nobody, seconds = asyncio.get_running_loop(), cast(Any, None), connections.deadlines.headers
         super().__init__(loop, connection, context, nobody, server_side=True, ssl_shutdown_timeout=seconds)
-        self._connection = connection
+        self._all, self._connection = connections, connection
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -250,7 +247,7 @@ class Secured(SSLProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._connection.lost()
+        self._all.leave(self._connection)
 
 
 # Requests ----------------------------------------------------------------------------------------------------
