@@ -9,6 +9,7 @@ The search for an ending is greedy, a byte at a time. `Engine.submit` refuses a 
 from __future__ import annotations
 
 import json
+import re
 import threading
 import weakref
 from collections import Counter
@@ -44,6 +45,9 @@ OFTEN = 8  # times in a row that a byte did not fit: from then on it is tried la
 MOST_TRIES = 4000
 """Bytes that one search may try, some milliseconds: all other rows wait meanwhile. No clock, so that a reply does not
 depend on the load."""
+
+OPTION = re.compile(r"\. Enable 'coerce_one_of'.*")
+"""llguidance's advice for oneOf, which its caller alone could follow."""
 
 
 class GrammarError(ValueError):
@@ -117,7 +121,8 @@ class Grammars:
         made = self._read(grammar)
         if made.is_error():
             lines = made.get_error().strip().splitlines()
-            raise GrammarError(" ".join(lines[:1] + [line for line in lines[1:] if line.startswith("error:")]))
+            reason = " ".join(lines[:1] + [line for line in lines[1:] if line.startswith("error:")])
+            raise GrammarError(OPTION.sub(" for alternatives that overlap: use anyOf", reason))
         return Grammar(made, self.tokenizer)
 
     def _try(self, grammar: str) -> None:

@@ -119,6 +119,7 @@ def test_one_of_several_texts() -> None:
         (lambda: grammars().json({"$ref": "#/none"}), "does not exist"),
         (lambda: grammars().json({"not": {"type": "string"}}), "not"),
         (lambda: grammars().json(False), "object"),
+        (lambda: grammars().json({"oneOf": [{"type": "integer"}, {"type": "number"}]}), "overlap: use anyOf$"),
         (lambda: grammars().regex("(a|b"), "unclosed group"),
         (lambda: grammars().regex("(?=x)"), "look-around"),
         (lambda: grammars().choice(["x" * 70_000]), "65,536 at most"),
