@@ -73,9 +73,6 @@ def extra(name: str, needed: str) -> Iterator[None]:
 
 def check(recipe: Recipe) -> None:
     """Checks every value by itself, and that unused fields have their defaults. The recipe may be unresolved."""
-    for name in recipe.unused:
-        if is_set(recipe, name):
-            raise ValueError(f"{flag(name)} {why_unused(name, recipe)}")
     for name, value in recipe.callables().items():
         _refuse(
             not (isinstance(value, Deferred) or hasattr(value, "__qualname__")),
@@ -86,6 +83,9 @@ def check(recipe: Recipe) -> None:
         _refuse(not isinstance(value, kind), f"{part} must be a {kind.__name__}, as in replace(BASELINE.{part}, …)")
     for part in (None, *PARTS):
         _check_fields(getattr(recipe, part) if part else recipe, f"{part}." if part else "")
+    for name in recipe.unused:
+        _refuse(annotation_of(name) is None, f"unused names {name!r}, which is no field of a recipe: leave it out")
+        _refuse(is_set(recipe, name), f"{flag(name)} {why_unused(name, recipe)}")
     for name, value in (("data", recipe.data), ("val", recipe.val), ("sft.tests", recipe.sft.tests)):
         _refuse(value is not None and not value.strip(), f"{name} is empty: name a file, a folder or a data set")
         _refuse("" in (value or "x").split("\n"), f"{name} has an empty name among others: leave it out")
@@ -147,6 +147,9 @@ def _check_fields(part: Any, prefix: str) -> None:
         refuse_outside(kind, value, flag(name))
         if kinds[0] in KINDS:
             _refuse(not isinstance(value, kinds[0]), f"{flag(name)} must be {KINDS[kinds[0]]}, not {value!r}")
+        if get_args(kinds[0]) == (str, ...):
+            wrong = not isinstance(value, tuple | list) or not all(isinstance(one, str) for one in value)
+            _refuse(wrong, f"{flag(name)} must be a tuple of texts, such as ('a', 'b'), not {value!r}")
         if get_origin(kinds[0]) is Literal:
             choices = get_args(kinds[0])
             _refuse(value not in choices, f"{flag(name)} must be one of {', '.join(choices)}, not {value}")

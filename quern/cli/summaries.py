@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quern.recipes import recipe_names
@@ -104,6 +105,12 @@ def following(verb: str, words: Arguments) -> str:
     verb = " ".join([verb, *words[:1]]) if verb == "grug" else verb
     if verb not in NEXT or "--check" in words or words.value("config"):  # a file may name another run
         return ""
-    out = words.value("out")
-    run = shlex.join([words.value("run") or "first", *(["--out", out] if out else [])])
+    from quern.runs.run_dir import STAGES, RunDir
+
+    out, name = words.value("out"), words.value("run") or "first"
+    if verb == "report" and not any(map((found := RunDir(Path(out or "out"), name)).has_trained, STAGES)):
+        if not found.has_trained("grug"):
+            return ""
+        verb = "grug train"
+    run = shlex.join([name, *(["--out", out] if out else [])])
     return f"next: {', '.join(f'`quern {then} {run}`' for then in NEXT[verb])}"

@@ -9,7 +9,6 @@ evaluate` asks for is in no environment.
 from __future__ import annotations
 
 import atexit
-import math
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +39,8 @@ from quern.text.tinyworld.prose import Pen
 HELD_OUT_SHARE = 10
 """One question in this many belongs to the split that decides, and is never practised."""
 TRIES = 1000
+MOST_REWARD = 1e9
+"""The largest reward, and minus the lowest: squares of differences stay finite in fp32, too."""
 FILE = "programs.jsonl"
 LIMITS = Limits(seconds=5.0, cpu_seconds=2.0, memory_megabytes=256)
 EXERCISES: dict[str, Callable[[Pen], skills.Exercise]] = {
@@ -63,7 +64,7 @@ class Environment:
     name: str  # the name of its scores
     ask: Callable[[str], Item]  # (seed) → a question. Equal seeds give equal questions; a seed is any text.
     reward: Callable[[Item, str], float]
-    """(item, text of the reply without tool calls) → its reward, a finite number; usually 0 or 1."""
+    """(item, text of the reply without tool calls) → its reward, at most `MOST_REWARD`; usually 0 or 1."""
     files: tuple[Path, ...] = ()
     """The files that questions and rewards are read from; a resumed stage must find the same contents."""
     notes: tuple[str, ...] = ()  # lines for the user on how they were read
@@ -96,8 +97,10 @@ def reward_of(environment: Environment, item: Item, reply: str) -> float:
     """The reward of a reply to a question. Raises ValueError if the environment gives no finite number."""
     with _own_code(environment, "reward"):
         reward = float(environment.reward(item, reply))
-    if not math.isfinite(reward):
-        raise ValueError(f"environment '{environment.name}' gave the reward {reward}: give a finite number")
+    if not abs(reward) <= MOST_REWARD:  # nor is NaN
+        raise ValueError(
+            f"environment '{environment.name}' gave the reward {reward}: give a number between ±{MOST_REWARD:g}"
+        )
     return reward
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from quern.data.shards import Corpus
 from quern.flags.recipe_file import map_paths
 from quern.flags.recipe_flags import Arguments, field_names
-from quern.recipe import BUILT_IN_CONVERSATIONS, OPERATIONAL, Made, Recipe, Resolved
+from quern.recipe import BUILT_IN_CONVERSATIONS, FOR_FINE_TUNING, FOR_RL, OPERATIONAL, Made, Recipe, Resolved
 from quern.records import read_json, typed
 from quern.runs.run_dir import BEFORE_WARMDOWN, STAGES, RunDir
 from quern.text.tokenizer import Tokenizer
@@ -248,18 +248,18 @@ def find_saved(verb: str, arguments: Arguments, recipe: Recipe, source: str | No
         begins_with = None  # the new run has already begun
     run_dir = RunDir(own.out, begins_with) if begins_with else own
     if verb in ("sft", "rl") and (begins_with or not resume):
-        return None  # the stage reads the recipe of the model that it begins with (stages/sft.py, stages/rl.py)
+        return _asked_before(verb, run_dir, recipe, fields)
     if not (resume or begins_with or (verb == "run" and any(map(run_dir.has_trained, STAGES)))):
         return None
     body = read_saved(run_dir, stage, recipe.callables() if chosen and source else None)
     if body is None:
+        if verb in ("sft", "rl") and any(map(own.has_trained, STAGES)):  # killed before it wrote its recipe
+            return _asked_before(verb, run_dir, recipe, fields)
         if (chosen or fields & set(field_names(recipe))) and not begins_with:
             return None  # the stage never began, and the command says what to train
         if not run_dir.folder.exists():
             raise FileNotFoundError(run_dir.has_no("model"))
         others = [f"`quern {name} --resume {run_dir.flags}`" for name in STAGES if run_dir.has_trained(name)]
-        if verb in ("sft", "rl") and others:
-            return None  # killed before it wrote its recipe: a supervisor repeats the command
         instead = f"it has {' and '.join(others)}" if others else "name what to train, or another run"
         raise ValueError(f"run '{run_dir.run}' has no stage {stage} to continue with: {instead}")
     code = run_dir.kept_source(stage, source)
@@ -270,6 +270,20 @@ def find_saved(verb: str, arguments: Arguments, recipe: Recipe, source: str | No
     if plans := newest_meta(run_dir.stage(stage)).get("state", {}).get("plans"):
         body = replace(body, train=replace(body.train, steps=plans[-1][1]))
     return to_continue(body, fields, arguments.value("from_step") == BEFORE_WARMDOWN), code
+
+
+def _asked_before(
+    verb: str, run_dir: RunDir, recipe: Recipe, named: Collection[str]
+) -> tuple[Recipe, str | None] | None:
+    """The recipe with what that of the model with which the stage begins asks of the stage, such as conversations. The
+    stage reads the rest, and the code. Fine-tuned models ask for no fine-tuning: their steps followed from theirs."""
+    before = {"sft": ("pretrain",), "rl": ("sft", "rl")}[verb]
+    body = next((meta["recipe"] for stage in before if (meta := newest_meta(run_dir.stage(stage)))), None)
+    if body is None:
+        return None
+    check_body(body)
+    saved = Recipe.from_json({name: value for name, value in body.items() if name[:5] != "make_"} | recipe.callables())
+    return to_resume(overlay(recipe, saved, FOR_RL if verb == "rl" else FOR_FINE_TUNING), named), None
 
 
 def to_resume(saved: Made, named: Collection[str]) -> Made:

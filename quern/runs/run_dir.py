@@ -147,7 +147,8 @@ class RunDir:
         """The message for a missing part of the run, or a missing run. verb: the command that makes the part."""
         if not self.folder.is_dir():
             return f"there is no run '{self.run}' under {self.out.absolute()}: {instead_of_no_run(self.out)}"
-        advice = f"`quern {verb} {self.flags}` makes one"
+        exported = verb in ("run", "pretrain") and self.has_trained("grug")
+        advice = f"`quern {'grug export' if exported else verb} {self.flags}` makes one"
         if verb == "run" and (who := self.holder):
             advice = f"{who} is training it; wait for its first checkpoint"
         return f"run '{self.run}' has no {what} yet: {advice}"
@@ -265,7 +266,7 @@ def trust_runs(arguments: Arguments, log: Callable[[str], None]) -> None:
     for name in {name.rpartition("=")[2] for name in names}:
         folder = out / "runs" / name
         paths = [*folder.glob("*/recipe_source.py")]
-        for recipe in folder.glob("rl/recipe.json"):
+        for recipe in folder.glob("*/recipe.json"):
             rewards = read_json(recipe, RecipeBody).get("rl", {}).get("rewards", ())
             paths += [path for path in map(Path, rewards) if path.suffix == ".py" and path.is_file()]
         for path in paths:

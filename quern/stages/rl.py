@@ -58,7 +58,7 @@ def _run(asked: Recipe, session: Session) -> int:
     machine, run_dir, mesh, log = session.machine, session.run_dir, session.mesh, session.log
     session, first, base, tokenizer, start = session.begin(asked, "sft")
     recipe = rl_recipe(asked, base)
-    environments = _environments(recipe.rl, session, begins=start is not None)
+    environments = _environments(recipe.rl, session)
     rewards, digest = fingerprint(environments), source_digest(session.source) or first.source
     origin = replace(first, recipe=recipe.to_json(), rewards=rewards, source=digest)
     changed = compare(None if start else first, origin, run_dir, session.stage)
@@ -111,11 +111,11 @@ def _run(asked: Recipe, session: Session) -> int:
     )
 
 
-def _environments(rl: RlRecipe, session: Session, begins: bool) -> list[Environment]:
+def _environments(rl: RlRecipe, session: Session) -> list[Environment]:
     """Loads what is practised. A file is executed where this output folder trusts it, or the user named it just now."""
     out, folder = session.run_dir.out, Path(rl.data) if rl.data else None
     for path in (Path(name) for name in rl.rewards if name.endswith(".py") and Path(name).is_file()):
-        if "rl.rewards" in session.named or (begins and not (session.folder / "recipe.json").exists()):
+        if "rl.rewards" in session.named:
             trust(out, sha256_of(path))
         require_trusted(out, path)
     environments = [load_environment(name, folder) for name in rl.rewards]

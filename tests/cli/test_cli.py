@@ -21,6 +21,7 @@ from quern.flags.recipe_flags import Arguments
 from quern.generate.sampling import Sampling
 from quern.interop.command import ExportOptions, ImportOptions
 from quern.lab.options import BoardOptions, CompareOptions, ScalingOptions, SweepOptions
+from quern.runs.run_dir import RunDir
 from quern.stages.jax import command as jax_command
 
 RECIPE_FILE = """
@@ -180,6 +181,18 @@ def test_a_run_may_follow_the_verb_at_once(tmp_path: Path, monkeypatch: pytest.M
             with monkeypatch.context() as here, pytest.raises(ValueError, match=told):
                 here.chdir(tmp_path)
                 verbs.parse(verb, verbs.with_run(verb, Arguments((text,))), verbs.PrepareOptions)
+
+
+def test_what_follows_a_report_opens_the_model_that_the_run_has(tmp_path: Path) -> None:
+    run_dir, report = RunDir(tmp_path, "mine"), Arguments(("--run", "mine", "--out", str(tmp_path)))
+    run_dir.folder.mkdir(parents=True)
+    assert summaries.following("report", report) == ""
+    for stage, verb in (("grug", "grug export --run"), ("pretrain", "chat")):
+        (run_dir.checkpoints(stage) / "step-00000001").mkdir(parents=True)
+        assert summaries.following("report", report).startswith(f"next: `quern {verb} mine --out ")
+        if stage == "grug":
+            with pytest.raises(FileNotFoundError, match=f"no model yet: `quern {verb} mine --out .*` makes one"):
+                run_dir.require_trained(None)
 
 
 REFUSED = r"""

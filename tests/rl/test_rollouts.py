@@ -137,7 +137,8 @@ def test_prompts_that_do_not_fit_are_left_out() -> None:
 
 FAILS = "of environment 'broken' fails with"
 MISTAKES: list[tuple[dict[str, Any], str]] = [
-    ({"reward": lambda item, reply: float("nan")}, "environment 'broken' gave the reward nan: give a finite number"),
+    ({"reward": lambda item, reply: float("nan")}, "'broken' gave the reward nan: give a number between ±1e.09"),
+    ({"reward": lambda item, reply: -1e308}, r"gave the reward -1e\+308: give a number between ±1e.09"),  # its square
     ({"reward": lambda item, reply: "good"}, rf"reward\(\) {FAILS} ValueError: could not convert"),
     ({"reward": lambda item, reply: 1 / 0}, rf"reward\(\) {FAILS} ZeroDivisionError: division by zero"),
     ({"ask": lambda seed: 1 / 0}, rf"ask\(\) {FAILS} ZeroDivisionError: division by zero"),

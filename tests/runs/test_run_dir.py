@@ -14,7 +14,7 @@ import torch
 
 from quern.flags.recipe_flags import Arguments, field_names
 from quern.machine import detect
-from quern.recipe import FOR_FINE_TUNING, Recipe
+from quern.recipe import FOR_FINE_TUNING, ConversationSource, Recipe, RlRecipe, SftRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from quern.runs.load import load
@@ -112,13 +112,25 @@ def test_a_checkpoint_that_cannot_be_used_is_named(run_dir: RunDir, use: Callabl
     assert str(refused.value).endswith(f"and run `quern pretrain --run r --out {run_dir.out}` again")
 
 
+@pytest.mark.parametrize("resume", [(), ("--resume",)])  # also one that was killed before it wrote anything
 @pytest.mark.parametrize("verb", ["sft", "rl"])
-def test_a_stage_that_was_killed_before_it_wrote_anything_begins_again(run_dir: RunDir, verb: str) -> None:
-    save(run_dir, resolve(RECIPE).to_json())
-    command = ["--resume", "--run", "r", "--out", str(run_dir.out)]
-    assert find_saved(verb, Arguments(command), RECIPE, None) is None
+def test_a_stage_begins_with_what_its_models_recipe_asks_of_it(
+    run_dir: RunDir, verb: str, resume: tuple[str, ...]
+) -> None:
+    talks, rl = (ConversationSource("talks.jsonl"),), RlRecipe(rewards=("sums",), steps=7)
+    own = replace(RECIPE, conversations=talks, sft=SftRecipe(steps=5), rl=rl, train=replace(RECIPE.train, keep=9))
+    save(run_dir, resolve(own).to_json() | {"make_model": "theirs:Model"})  # the stage reads the code
+    command = (*resume, "--run", "r", "--out", str(run_dir.out))
+    if verb == "rl":
+        assert find_saved(verb, Arguments(command), RECIPE, None) is None, "there is no fine-tuned model"
+        shutil.copytree(run_dir.stage("pretrain"), run_dir.stage("sft"))
+    changed = {"rl": rl} if verb == "rl" else {"conversations": talks, "sft": SftRecipe(steps=5)}
+    assert find_saved(verb, Arguments(command), RECIPE, None) == (replace(RECIPE, **changed), None)
+    if verb == "sft":
+        found = find_saved(verb, Arguments((*command, "--sft.epochs", "3")), RECIPE, None)
+        assert found and found[0].sft.steps is None, "they contradict each other"
     with pytest.raises(FileNotFoundError, match="there is no run 'other'"):
-        find_saved(verb, Arguments((*command, "--run", "other")), RECIPE, None)
+        find_saved(verb, Arguments((*command, "--resume", "--run", "other")), RECIPE, None)
 
 
 def test_a_fine_tuned_model_that_is_damaged_is_not_replaced_by_its_base_model(run_dir: RunDir) -> None:

@@ -11,7 +11,7 @@ import pytest
 from quern.cli import main
 from quern.field_types import CONSTRUCTORS
 from quern.flags.recipe_file import read_recipe_file
-from quern.recipe import Recipe
+from quern.recipe import Recipe, RlRecipe
 from quern.recipes import load_recipe, recipe_names
 from quern.runs.origin import Origin, source_digest
 from quern.runs.run_dir import RunDir, require_trusted, trust
@@ -139,6 +139,22 @@ def test_rewards_that_a_saved_recipe_names_are_code_too(
     assert main.main(rl) == 1 and "rewards.py is Python code that was not run" in capsys.readouterr().err
     assert not ran.exists()
     assert main.main([*rl, "--trust-code"]) == 1  # the file ends in no ENVIRONMENT
+    assert "does not end in ENVIRONMENT" in capsys.readouterr().err and ran.exists()
+
+
+def test_rewards_that_the_recipe_of_a_fine_tuned_model_names_are_code_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran, evil, out = tmp_path / "ran", tmp_path / "rewards.py", tmp_path / "out"
+    evil.write_text(f"open({str(ran)!r}, 'w').close()\n", encoding="utf-8")
+    recipe = replace(llama_recipe(), rl=RlRecipe(rewards=(str(evil),)))
+    stage = write_run(out, recipe).stage("pretrain")
+    (stage / "recipe.json").write_text(json.dumps(recipe.to_json()), encoding="utf-8")
+    stage.rename(stage.with_name("sft"))
+    rl = ["rl", *PLAIN, "--out", str(out)]
+    assert main.main(rl) == 1 and "rewards.py is Python code that was not run" in capsys.readouterr().err
+    assert not ran.exists()
+    assert main.main([*rl, "--trust-code"]) == 1
     assert "does not end in ENVIRONMENT" in capsys.readouterr().err and ran.exists()
 
 
