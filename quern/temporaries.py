@@ -83,7 +83,7 @@ def write_whole(path: Path, text: str) -> None:
 def alone_in(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
     """Runs the body in one process at a time, by a lock in the folder, which is created if needed."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "a+", encoding="utf-8", errors=NAMES) as lock:
+    with naming(folder), open(folder / ".lock", "a+", encoding="utf-8", errors=NAMES) as lock:
         take_turn(lock, f"writes to {folder}", log)
         lock.truncate(0)
         lock.write(holder())

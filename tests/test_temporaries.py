@@ -1,5 +1,6 @@
 """Temporaries: a killed writer's are removed, a living one's are kept, and files appear whole or not at all."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -112,3 +113,9 @@ def test_a_killed_process_leaves_no_scratch_folder_for_long(tmp_path: Path, monk
     with scratch_folder() as own:
         assert list(tmp_path.iterdir()) == [own]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_named_by_the_folder_that_is_written(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space") as refused, alone_in(tmp_path, print):
+        raise OSError(errno.ENOSPC, "No space left on device")  # as a write does, which names no file
+    assert plainly(refused.value) == f"{tmp_path}: No space left on device: make room there, or choose another place"

@@ -39,6 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         return EXIT_UNREAD
     except OSError as error:  # such as the error of a full disk, in `quern --help > file`
+        if environment().get("QUERN_TRACEBACK"):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         print(f"quern: the output cannot be written ({error.strerror}): send it elsewhere", file=sys.stderr)
         return 1

@@ -163,7 +163,7 @@ class RunAllOptions(EncodingOptions, RanksOptions):
     """Flags of `quern run`."""
 
     questions: Annotated[Few, Mark.RARE] = 200
-    """Held-out questions of each kind in the evaluation."""
+    """The most held-out questions of each kind in the evaluation."""
     chat: bool = False
     """Also fine-tune a model of your own text, by default on the built-in conversations."""
     sft: bool = True
@@ -247,7 +247,7 @@ class EvaluateOptions(_ModelOptions):
     """Flags of `quern evaluate`."""
 
     questions: Few = 200
-    """Held-out questions of each kind."""
+    """The most held-out questions of each kind."""
     tasks: tuple[str, ...] = ()
     """Built-in tasks by name, task files (.py), core and core/TASK, or chat and chat/TASK. Default: the built-in tasks
     that suit the run's data. The base model answers questions only with --tasks or --stage pretrain."""

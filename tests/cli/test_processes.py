@@ -117,8 +117,11 @@ def test_a_full_disk_is_one_line_without_a_traceback() -> None:
     with open("/dev/full", "w", encoding="utf-8") as full:
         command = [sys.executable, "-m", "quern", "--help"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        traced = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, env=os.environ | {"QUERN_TRACEBACK": "1"}, check=False
+        )
     said = "quern: the output cannot be written (No space left on device): send it elsewhere\n"
-    assert (done.returncode, done.stderr) == (1, said)
+    assert (done.returncode, done.stderr) == (1, said) and traced.stderr.startswith(b"Traceback")
 
 
 # What a process imports -----------------------------------------------------------------------------------------------

@@ -114,15 +114,13 @@ QUESTION_KINDS = tuple(HELD_OUT)
 
 
 def questions(seed: int, kind: str, count: int) -> list[Exercise]:
-    """`count` different questions of a kind, none of which is in a training text. Raises ValueError if it has fewer."""
+    """`count` different questions of a kind, none of which is in a training text; all of a kind that has fewer."""
     found: dict[str, Exercise] = {}
     index = last_new = 0
-    while len(found) < count:
+    while len(found) < count and index - last_new <= 2000:
         exercise = HELD_OUT[kind](Pen(f"questions:{kind}:{seed}:{index}"))
         if exercise.question not in found:
             found[exercise.question], last_new = exercise, index
-        elif index - last_new > 2000:
-            raise ValueError(f"there are only {len(found)} questions of kind {kind!r}: ask for fewer than {count}")
         index += 1
     return list(found.values())
 
