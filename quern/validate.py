@@ -81,11 +81,12 @@ def check(recipe: Recipe) -> None:
     for part, kind in PARTS.items():
         value = getattr(recipe, part)
         _refuse(not isinstance(value, kind), f"{part} must be a {kind.__name__}, as in replace(BASELINE.{part}, …)")
-    for part in (None, *PARTS):
-        _check_fields(getattr(recipe, part) if part else recipe, f"{part}." if part else "")
+    _check_fields(recipe, "")
     for name in recipe.unused:
         _refuse(annotation_of(name) is None, f"unused names {name!r}, which is no field of a recipe: leave it out")
         _refuse(is_set(recipe, name), f"{flag(name)} {why_unused(name, recipe)}")
+    for part in PARTS:
+        _check_fields(getattr(recipe, part), f"{part}.")
     for name, value in (("data", recipe.data), ("val", recipe.val), ("sft.tests", recipe.sft.tests)):
         _refuse(value is not None and not value.strip(), f"{name} is empty: name a file, a folder or a data set")
         _refuse("" in (value or "x").split("\n"), f"{name} has an empty name among others: leave it out")

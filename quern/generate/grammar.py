@@ -195,15 +195,13 @@ class Constraint:
         self._ending: list[int] | None = None  # from here on, if it was searched at the token before
         self._length = self._first = 0  # of the ending that was found last, and of the first one
         self._unchecked = CHECK_EVERY
-
-    @property
-    def failed(self) -> bool:
-        """Whether the form became too complex to follow further."""
-        return self._matcher.is_error()
+        self.failed = False
+        """Whether the form became too complex to follow further. Another thread may ask, while the matcher computes."""
 
     def allowed(self) -> np.ndarray:
         """The tokens that may come next: bool (vocabulary,)."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self.failed = self._matcher.is_error()
         allowed_V = np.unpackbits(bits, count=self._tokenizer.vocab_size, bitorder="little").astype(bool)
         may_end = allowed_V[self._tokenizer.bos]  # llguidance knows no other end
         allowed_V[self._tokenizer.bos] = False
@@ -236,6 +234,7 @@ class Constraint:
     def push(self, token: int) -> None:
         if token != self._end:
             self._matcher.consume_token(token)
+            self.failed = self._matcher.is_error()
 
 
 def _ending(matcher: LLMatcher, tokenizer: Tokenizer, most: int) -> list[int] | None:
@@ -244,7 +243,7 @@ def _ending(matcher: LLMatcher, tokenizer: Tokenizer, most: int) -> list[int] | 
         found = _greedy(matcher.deep_copy(), tokenizer, 4 * most, spread)
         if found is not None:
             tokens = _tokens(found, tokenizer)
-            if matcher.validate_tokens(tokens) < len(tokens):
+            if matcher.deep_copy().validate_tokens(tokens) < len(tokens):
                 tokens = [tokenizer.single_bytes.index(byte) for byte in found]
             return tokens if len(tokens) < most else None
     return None

@@ -264,8 +264,7 @@ def test_the_command_compares_runs_and_stages(out: Path, capsys: pytest.CaptureF
     assert main.main([*runs, "first", "second/pretrain"]) == 0
     assert "not compared: core/copa" in capsys.readouterr().out
     assert main.main([*runs, "first", "second/sft"]) == 0
-    told = "answers: run 'second' has no answers of stage sft yet: `quern evaluate --run second"
-    assert told in capsys.readouterr().out
+    assert "answers: run 'second' has no stage 'sft' yet: `quern sft --run second" in capsys.readouterr().out
     shutil.rmtree(answers(out, "first", "capitals/chosen").parent)
     assert "the runs share no task: evaluate both with the same --tasks" in refused(capsys, *runs, "first", "second")
     assert "there is no run 'none'" in refused(capsys, *runs, "none", "first")

@@ -7,6 +7,7 @@ import json
 import re
 import resource
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import cache
@@ -148,6 +149,26 @@ def test_one_process_tries_out_the_schemas_until_one_takes_too_long(monkeypatch:
         forms.calls({"f": {"allOf": PATTERNS}})  # hours, and all memory
     forms.json({"type": "integer", "maximum": 8})
     assert len(started) == 2
+
+
+def test_a_form_is_asked_for_while_a_reply_of_it_is_computed() -> None:
+    """Another thread reads the next request; the matcher of a reply may be asked by one thread at a time."""
+    grammars = large_vocabulary()
+    constraint = grammars.json(PERSON).start(grammars.tokenizer.special("<|assistant_end|>"))
+    ended = threading.Event()
+
+    def compute() -> None:
+        for _ in range(1000):
+            constraint.allowed()
+        ended.set()
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        while not ended.is_set():
+            grammars.json(PERSON).shortest(100)
+    finally:
+        thread.join()
 
 
 def test_an_untrained_model_answers_in_json() -> None:

@@ -221,7 +221,8 @@ def test_load(served: Served, seconds: float, warm_up: float) -> None:
     load = Load(served.port, ordinary, slow, long, malformed())
     memory = asyncio.run(under_load(load, served, seconds))
     totals = load.totals
-    assert not totals.wrong, f"{len(totals.wrong)} wrong, of {totals.counts}: {totals.wrong[:3]}"
+    told = f"{len(totals.wrong)} wrong, of {totals.counts}: {totals.wrong[:3]}; {served.log()[-3000:]}"
+    assert not totals.wrong, told
     quiet = until(lambda: idle(counters(served.url)), 1)
     until(lambda: served.files() <= files, 1)
     after = counters(served.url)
