@@ -37,7 +37,7 @@ def test_bf16_is_chosen_on_a_cpu_only_where_it_is_measured_faster() -> None:
 def test_a_cpu_is_named_with_the_instructions_that_change_its_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two virtual machines of one processor, one of which hides its AMX, differ by .0006 bits per byte on rung 0."""
+    """Two virtual machines of one processor, one of which hides its AMX, differ by .0003 bits per byte on rung 0."""
     monkeypatch.setattr("quern.machine.CPUINFO", tmp_path / "cpuinfo")
     names = []
     for flags in ("fpu avx2 avx512f avx512_bf16 amx_bf16", "fpu avx2 avx512f avx512_bf16", "fpu"):
