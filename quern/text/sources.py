@@ -128,7 +128,8 @@ def list_source(
             raise ValueError(f"cannot read {source}: {instead}")
         return Listing((entry,), ())
     if not source.is_dir():
-        other = ", but a pipe or a device: copy it to a file, or give --data -" if source.exists() else ""
+        piped = ", or give --data -" if "" in formats else ""
+        other = f", but a pipe or a device: copy it to a file{piped}" if source.exists() else ""
         raise FileNotFoundError(f"there is no file or folder {source}{other}")
 
     def chosen(entry: Entry) -> bool:

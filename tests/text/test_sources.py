@@ -63,6 +63,8 @@ def test_an_empty_folder_says_what_it_holds(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(FileNotFoundError, match="pipe, but a pipe or a device: copy it to a file, or give --data -$"):
         files(tmp_path / "pipe")
+    with pytest.raises(FileNotFoundError, match="pipe or a device: copy it to a file$"):
+        list_talks(tmp_path / "pipe")
     (tmp_path / "pipe").unlink()
     with pytest.raises(FileNotFoundError, match="absent"):
         files(tmp_path / "absent")
