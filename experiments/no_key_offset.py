@@ -5,7 +5,7 @@ Source: modded-nanogpt's pull request 169: 50 steps fewer of 2,000 with the key 
 five pairs on rung 2 of the study ladder were better by 0.008.
 Expected effect: worse.
 Verdict: worse on rung 0 (+0.1352 bits per byte, 3 pairs); worse on rung 1 (+0.0495 bits per byte, 3 pairs); multiplier
-× 0.636 [0.616, 0.657], grows. Study ladder-2.
+× 0.636 [0.615, 0.657], grows. Study ladder-2.
 """
 
 from dataclasses import replace
