@@ -40,7 +40,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 PROBE_SECONDS = 0.05
 HEAP_BYTES = 2**33
 CPUINFO = Path("/proc/cpuinfo")
-WIDEST = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")  # first the one that decides how an x86 processor multiplies
+WIDEST = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")  # instructions of x86 for matrix products, the widest first
 
 
 @dataclass(frozen=True)
@@ -190,8 +190,8 @@ def peak_memory(device: torch.device) -> int:
 
 
 def processor_name(device: torch.device) -> str:
-    """Returns the processor's name, as the system reports it. On Linux a CPU's names the widest of the instructions
-    that decide how it multiplies: a virtual machine may hide some of its processor's, and results differ with them."""
+    """Returns the processor's name, as the system reports it. On Linux, the name of an x86 CPU also tells the widest
+    instructions that it shows: a virtual machine may hide some, and results differ with them."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     with contextlib.suppress(OSError):

@@ -38,7 +38,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 # Imports and compilation make millions of objects that stay. By default Python looks for cycles at every 700 more,
 # which took a sixth of the time to the first step. Neither a training step nor a reply leaves a tensor in a cycle.
 gc.set_threshold(10_000)
-# At its end Python looks for cycles once more, among all that PyTorch made: a fifth of the time of a short command.
+# At its end Python would look for cycles among all objects of PyTorch: a fifth of the time of a short command.
 atexit.register(gc.freeze)
 
 LAST_LINES = 5

@@ -47,7 +47,7 @@ MOST_TRIES = 4000
 depend on the load."""
 
 OPTION = re.compile(r"\. Enable 'coerce_one_of'.*")
-"""llguidance's advice for oneOf, which its caller alone could follow."""
+"""llguidance's advice about oneOf: an option that a client of the server cannot set."""
 
 
 class GrammarError(ValueError):

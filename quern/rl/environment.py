@@ -40,7 +40,7 @@ HELD_OUT_SHARE = 10
 """One question in this many belongs to the split that decides, and is never practised."""
 TRIES = 1000
 MOST_REWARD = 1e9
-"""The largest reward, and minus the lowest: squares of differences stay finite in fp32, too."""
+"""The largest absolute value of a reward. Squares of differences then stay finite in fp32, too."""
 FILE = "programs.jsonl"
 LIMITS = Limits(seconds=5.0, cpu_seconds=2.0, memory_megabytes=256)
 EXERCISES: dict[str, Callable[[Pen], skills.Exercise]] = {
@@ -64,7 +64,7 @@ class Environment:
     name: str  # the name of its scores
     ask: Callable[[str], Item]  # (seed) → a question. Equal seeds give equal questions; a seed is any text.
     reward: Callable[[Item, str], float]
-    """(item, text of the reply without tool calls) → its reward, at most `MOST_REWARD`; usually 0 or 1."""
+    """(item, text of the reply without tool calls) → its reward, between ±`MOST_REWARD`; usually 0 or 1."""
     files: tuple[Path, ...] = ()
     """The files that questions and rewards are read from; a resumed stage must find the same contents."""
     notes: tuple[str, ...] = ()  # lines for the user on how they were read
@@ -94,10 +94,10 @@ def _own_code(environment: Environment, function: str) -> Iterator[None]:
 
 
 def reward_of(environment: Environment, item: Item, reply: str) -> float:
-    """The reward of a reply to a question. Raises ValueError if the environment gives no finite number."""
+    """The reward of a reply to a question. Raises ValueError for one beyond `MOST_REWARD`, or NaN."""
     with _own_code(environment, "reward"):
         reward = float(environment.reward(item, reply))
-    if not abs(reward) <= MOST_REWARD:  # nor is NaN
+    if not abs(reward) <= MOST_REWARD:  # false for NaN, too
         raise ValueError(
             f"environment '{environment.name}' gave the reward {reward}: give a number between ±{MOST_REWARD:g}"
         )

@@ -1,4 +1,4 @@
-"""What a server tells of its requests: counts for Prometheus (https://prometheus.io), and the lines of a log.
+"""The record of a server's requests: counts for Prometheus (https://prometheus.io), and the lines of a log.
 
 Names end as vLLM's do, so its dashboards fit; source of the names: https://docs.vllm.ai/en/stable/design/metrics/.
 """

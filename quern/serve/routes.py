@@ -119,24 +119,6 @@ def routes(models: Models) -> list[Route]:
         "/detokenize": (DetokenizeRequest, detokenize),
     }
 
-    def post(kind: type[Strict], answer: Callable[..., Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
-        async def route(http: Request) -> Response:
-            body = await read_body(http)
-            with models.find(None) as first:
-                read = partial(decode, kind, body)
-                found = await first.call(read) if len(body) > SMALL_BYTES else read()
-            request: Any = found[0]
-            http.state.long = len(body) > LONG_BYTES
-            with models.find(request.model) as model:
-                response = await answer(http, request, model)
-            if ignored := found[1]:
-                more = [f"and {len(ignored) - MOST_NAMES} more"] if len(ignored) > MOST_NAMES else []
-                names = [json.dumps(name[:NAME_CHARACTERS])[1:-1] for name in ignored[:MOST_NAMES]]
-                response.headers["x-ignored-fields"] = ", ".join([*names, *more])
-            return response
-
-        return route
-
     async def health(_: Request) -> Response:
         """Says whether the engines run: 200, or 503 after one has stopped."""
         stopped = [model.name for model in models.all() if not model.alive]
@@ -172,8 +154,31 @@ def routes(models: Models) -> list[Route]:
         "/openapi.json": published,
     }
     return [Route(path, route, methods=["GET"]) for path, route in {**gets, "/welcome": begin, **page()}.items()] + [
-        Route(path, post(*both), methods=["POST"]) for path, both in posts.items()
+        Route(path, _post(models, *both), methods=["POST"]) for path, both in posts.items()
     ]
+
+
+def _post(
+    models: Models, kind: type[Strict], answer: Callable[..., Awaitable[Response]]
+) -> Callable[..., Awaitable[Response]]:
+    """Makes the handler of a path that takes a JSON body. answer: (HTTP request, body, model) → its response."""
+
+    async def route(http: Request) -> Response:
+        body = await read_body(http)
+        with models.find(None) as first:
+            read = partial(decode, kind, body)
+            found = await first.call(read) if len(body) > SMALL_BYTES else read()
+        request: Any = found[0]
+        http.state.long = len(body) > LONG_BYTES
+        with models.find(request.model) as model:
+            response = await answer(http, request, model)
+        if ignored := found[1]:
+            more = [f"and {len(ignored) - MOST_NAMES} more"] if len(ignored) > MOST_NAMES else []
+            names = [json.dumps(name[:NAME_CHARACTERS])[1:-1] for name in ignored[:MOST_NAMES]]
+            response.headers["x-ignored-fields"] = ", ".join([*names, *more])
+        return response
+
+    return route
 
 
 def openapi(
