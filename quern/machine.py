@@ -2,6 +2,8 @@
 
 The command line calls `detect` once; everything else receives the frozen `Machine`. `detect` tests abilities with a
 tiny computation, never by a version number: it times a bf16 matmul against an fp32 one, and compiles a small function.
+A CPU without instructions for bf16 multiplies it a hundred times as slowly as fp32: there `--dtype bf16` rounds as
+asked, and the products themselves are computed in fp32.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import platform
 import re
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +25,7 @@ from typing import Any, Protocol
 from quern.process import environment, set_child_env  # isort: skip  # before PyTorch, which reads it
 
 import torch
+import torch.library
 
 from quern import compiler
 from quern.process import peak_resident, reset_peak_resident
@@ -109,6 +113,9 @@ def detect(
         # These processes compile for GPUs only, and take seconds to start.
         set_child_env({"TORCH_WARM_POOL": "0", **environment()})
     compute = DTYPES[dtype] if dtype else _compute_dtype(chosen)
+    if chosen.type == "cpu" and compute == torch.bfloat16 and hopeless_in_bf16():
+        multiply_bf16_in_fp32()
+        notes.append("this CPU has no instructions for bf16: products are computed in fp32 and rounded to bf16")
     if compile and (problem := compiler.problem(chosen.type)):
         notes.append(f"torch.compile does not work here ({problem}): running eagerly, which is slower")
         compile = False
@@ -133,18 +140,55 @@ def _compute_dtype(device: torch.device) -> torch.dtype:
     """Returns bf16 on CUDA from sm80 on, and on CPUs where a bf16 matmul is measurably faster than fp32."""
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.get_device_capability(device)[0] >= 8 else torch.float32
-    if device.type == "cpu":
+    if device.type == "cpu" and not hopeless_in_bf16():
         narrow, wide = matmul_seconds((torch.bfloat16, torch.float32))
         return torch.bfloat16 if narrow * 1.5 < wide else torch.float32
     return torch.float32
 
 
-def matmul_seconds(dtypes: Sequence[torch.dtype], size: int = 512) -> list[float]:
+@cache
+def hopeless_in_bf16() -> bool:
+    """Returns whether a small bf16 matmul takes eight times as long as an fp32 one on the CPU: a large one, which
+    decides between the two, would take seconds."""
+    narrow, wide = matmul_seconds((torch.bfloat16, torch.float32), size=128, rounds=8, seconds=0)
+    return narrow > 8 * wide
+
+
+@cache
+def multiply_bf16_in_fp32() -> torch.library.Library:
+    """Computes the CPU's bf16 matrix products in fp32 from now on, and rounds the results to bf16, as processors with
+    bf16 instructions do; only the order of the sums differs. Returns the library that holds the overrides."""
+    library = torch.library.Library("aten", "IMPL")
+    for name in ("mm", "mm.out", "addmm", "addmm.out", "bmm", "bmm.out", "baddbmm", "baddbmm.out"):
+        _override(library, name)
+    return library
+
+
+def _override(library: torch.library.Library, name: str) -> None:
+    kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+
+    def multiply(keys: Any, *args: Any, out: torch.Tensor | None = None, **scales: Any) -> torch.Tensor:
+        into = {} if out is None else {"out": out}
+        if all(one.dtype != torch.bfloat16 for one in args if isinstance(one, torch.Tensor)):
+            return kernel.call_boxed(keys, *args, **scales, **into)
+        wide = [one.float() if isinstance(one, torch.Tensor) else one for one in args]
+        if out is None:
+            return kernel.call_boxed(keys, *wide, **scales).bfloat16()
+        return out.copy_(kernel.call_boxed(keys, *wide, **scales, out=torch.empty_like(out, dtype=torch.float32)))
+
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that a kernel is overridden
+        library.impl(name, multiply, "CPU", with_keyset=True)
+
+
+def matmul_seconds(
+    dtypes: Sequence[torch.dtype], size: int = 512, rounds: int = 20, seconds: float = PROBE_SECONDS
+) -> list[float]:
     """The best wall time in seconds of a (size, size) matmul on the CPU for each dtype. They alternate for at least
-    `PROBE_SECONDS`, longer than a time slice of the scheduler: else only one of them might wait for its thread."""
+    `rounds` and `seconds`, longer than a time slice of the scheduler: else only one of them might wait for its
+    thread."""
     operands = [torch.ones(size, size, dtype=dtype) for dtype in dtypes]
-    rounds, best, begin = 20, [float("inf")] * len(operands), time.perf_counter()
-    while rounds > 0 or time.perf_counter() - begin < PROBE_SECONDS:
+    best, begin = [float("inf")] * len(operands), time.perf_counter()
+    while rounds > 0 or time.perf_counter() - begin < seconds:
         rounds -= 1
         for number, a in enumerate(operands):
             start = time.perf_counter()

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from threading import Event, Thread
 
@@ -10,13 +11,13 @@ import pytest
 import torch
 
 from quern import compiler
-from quern.machine import Machine, detect, matmul_seconds, processor_name
+from quern.machine import Machine, detect, hopeless_in_bf16, matmul_seconds, processor_name
 from tests.support.line_server import ENVIRONMENT, ROOT
 
 
 def test_every_decision_can_be_overridden() -> None:
     machine = detect("cpu", "bf16", compile=False, threads=2)
-    assert machine == Machine(torch.device("cpu"), torch.bfloat16, False, 2, ())
+    assert machine == Machine(torch.device("cpu"), torch.bfloat16, False, 2, machine.notes)
     assert torch.get_num_threads() == 2
     assert detect("cpu", "fp32", compile=False, threads=1).dtype == torch.float32
 
@@ -25,13 +26,59 @@ def test_bf16_is_chosen_on_a_cpu_only_where_it_is_measured_faster() -> None:
     """The decision is a measurement. Where it is clear on this machine, `detect` must agree with it."""
     if torch.cuda.is_available() or torch.backends.mps.is_available():
         pytest.skip("this machine has more than a CPU")
-    probes = [matmul_seconds((torch.float32, torch.bfloat16)) for _ in range(3)]
+    probes = [matmul_seconds((torch.float32, torch.bfloat16), rounds=2) for _ in range(3)]
     ratios = [wide / narrow for wide, narrow in probes]
     chosen = detect(compile=False).dtype
     if min(ratios) > 2:
         assert chosen == torch.bfloat16
     elif max(ratios) < 1:
         assert chosen == torch.float32
+
+
+def test_a_cpu_without_bf16_instructions_is_known_by_small_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product of size 512 takes a quarter of a second there, and every command would multiply twenty of them."""
+    sizes = []
+
+    def slow_in_bf16(a: torch.Tensor, b: torch.Tensor) -> None:
+        if a.dtype == torch.bfloat16:
+            sizes.append(len(a))
+            time.sleep(0.002)
+
+    monkeypatch.setattr(torch, "mm", slow_in_bf16)
+    hopeless_in_bf16.cache_clear()
+    try:
+        assert detect("cpu", compile=False, threads=1).dtype == torch.float32
+    finally:
+        hopeless_in_bf16.cache_clear()
+    assert sizes == [128] * 8
+
+
+IN_FP32 = """
+import torch
+from quern.machine import multiply_bf16_in_fp32
+multiply_bf16_in_fp32()
+torch.manual_seed(0)
+a, b = (torch.randn(3, 16, 16).bfloat16().requires_grad_() for _ in range(2))
+wide = a.detach().float(), b.detach().float()
+for product in (torch.bmm, lambda x, y: x[0] @ y[0], lambda x, y: torch.baddbmm(x, x, y, beta=0.5, alpha=2),
+                lambda x, y: torch.addmm(x[1], x[0], y[0], alpha=3)):
+    exact = product(*wide)
+    assert exact.dtype == torch.float32, exact.dtype
+    assert torch.equal(product(a, b), exact.bfloat16())
+into = torch.full_like(a, torch.nan)
+with torch.no_grad():
+    torch.baddbmm(into, a, b, beta=0, out=into)  # what `into` held is not read
+    assert torch.equal(into, torch.bmm(*wide).bfloat16())
+(a[0] @ b[0]).backward(torch.ones(16, 16, dtype=torch.bfloat16))
+assert torch.equal(a.grad[0], (torch.ones(16, 16) @ wide[1][0].T).bfloat16())
+wide = torch.randn(4, 4)
+assert torch.equal(torch.mm(wide, wide), wide @ wide) and (wide @ wide).dtype == torch.float32
+"""
+
+
+def test_bf16_products_in_fp32_are_those_products_rounded() -> None:
+    done = subprocess.run([sys.executable, "-c", IN_FP32], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_cpu_is_named_with_the_instructions_that_change_its_results(
