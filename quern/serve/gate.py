@@ -15,12 +15,11 @@ import os
 import ssl
 import time
 import uuid
-from asyncio.sslproto import SSLProtocol
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
@@ -41,12 +40,9 @@ SEPARATOR = b"\r\n\r\n"
 class Deadlines(NamedTuple):
     """Seconds after which a connection is closed."""
 
-    headers: float = 10.0
-    """From the connection, or the last response, to the end of a request's headers."""
-    body: float = 60.0
-    """From the end of the headers to the end of the body."""
-    unread: float = 60.0
-    """For how long a client may leave a response unread."""
+    headers: float = 10.0  # from the connection, or the last response, to the end of a request's headers
+    body: float = 60.0  # from the end of the headers to the end of the body
+    unread: float = 60.0  # for which a client may leave a response unread
 
 
 class Connections:
@@ -57,8 +53,7 @@ class Connections:
         self, trusted: Sequence[str] = (), most: int | None = None, deadlines: Deadlines | None = None
     ) -> None:
         self.deadlines = deadlines or Deadlines()
-        self.tls: ssl.SSLContext | None = None
-        """The certificate, for HTTPS."""
+        self.tls: ssl.SSLContext | None = None  # the certificate, for HTTPS
         self._trusted = [ipaddress.ip_network(one) for one in trusted]
         files = os.sysconf("SC_OPEN_MAX")  # -1: as many as one likes
         self._most = most or (max(8, min(MOST_CONNECTIONS, files // 2)) if files > 0 else MOST_CONNECTIONS)
@@ -70,7 +65,7 @@ class Connections:
         connection = Connection(self)
         protocol: Any = AutoHTTPProtocol
         connection.inner = protocol(app_state={**app_state, "connection": connection}, **how)
-        return connection if self.tls is None else Secured(self.tls, connection, self)
+        return connection if self.tls is None else Handshake(self.tls, connection, self)
 
     def follow(self, app: ASGIApp) -> ASGIApp:
         """Wraps an application: its requests tell their connections how far they are."""
@@ -148,7 +143,7 @@ class Connection(asyncio.Protocol):
 
     def accepted(self, transport: Any) -> bool:
         """Counts the connection in, and begins its deadlines. Returns False if there is no room for it."""
-        self._transport = transport  # uvloop's is no asyncio.Transport by class
+        self._transport = transport
         self.within(self._all.deadlines.headers)
         peer = transport.get_extra_info("peername")
         return self._all.enter(self, str(peer[0]) if isinstance(peer, tuple) else "")
@@ -232,22 +227,38 @@ class Connection(asyncio.Protocol):
         self._transport.close()
 
 
-class Secured(SSLProtocol):
-    """The TLS of a connection. It is counted from its handshake on, of which uvicorn's protocol never hears."""
+class Handshake(asyncio.Protocol):
+    """The TLS handshake before a connection. It is counted from its first byte on, of which uvicorn never hears."""
 
     def __init__(self, context: ssl.SSLContext, connection: Connection, connections: Connections) -> None:
-        loop, nobody, seconds = asyncio.get_running_loop(), cast(Any, None), connections.deadlines.headers
-        super().__init__(loop, connection, context, nobody, server_side=True, ssl_shutdown_timeout=seconds)
-        self._all, self._connection = connections, connection
+        self._context, self._connection, self._all = context, connection, connections
+        self._held = b""  # arrived with the end of the handshake
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        if not self._connection.accepted(transport):
+        if self._connection.accepted(transport):
+            transport.pause_reading()  # until TLS reads
+            self._task = asyncio.get_running_loop().create_task(self._agree(transport))
+        else:
             transport.close()
 
+    def data_received(self, data: bytes) -> None:
+        self._held += data
+
     def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
         self._all.leave(self._connection)
+
+    async def _agree(self, transport: asyncio.Transport) -> None:
+        start, seconds = asyncio.get_running_loop().start_tls, self._all.deadlines.headers
+        try:
+            secured = await start(transport, self, self._context, server_side=True, ssl_handshake_timeout=seconds)
+        except OSError:  # no TLS, a client that left or waited, a certificate that it refuses
+            secured = None
+        if secured is None or secured.is_closing():
+            return self._all.leave(self._connection)
+        secured.set_protocol(self._connection)
+        self._connection.connection_made(secured)
+        if self._held:
+            self._connection.data_received(self._held)
 
 
 # Requests ----------------------------------------------------------------------------------------------------

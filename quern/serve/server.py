@@ -266,6 +266,7 @@ def configure(
     return uvicorn.Config(
         connections.follow(app),
         http=http,
+        loop="asyncio" if tls else "auto",  # uvloop reads on while `start_tls` begins
         ws="none",
         h11_max_incomplete_event_size=2 * HEADER_BYTES,
         proxy_headers=bool(trusted),
