@@ -183,7 +183,7 @@ class Stage:
                 neither.
             data: Facts on the data, for the stage's events.
         """
-        noun, participle, _ = WORDS[self.stage]
+        noun = WORDS[self.stage][0]
         self.require_alike(origin.recipe)
         state, plan = backend.run, replace(plan, meta=origin.meta())
         resumed = self._resume(backend, plan, origin, changed)
@@ -212,18 +212,22 @@ class Stage:
                 how = self.go_on, self._lower_rates(origin), self.locked  # `quern run` locks, and goes on
                 code = loop.train(backend, batches, plan, folder, meter.log, advance, *how)
         if code == EXIT_DONE and self.mesh.main:
-            spent = f"{state.tokens:,} tokens in {state.seconds:,.0f} s of steps"
-            last = {name: value for line in read_metrics(self.folder) for name, value in line.items()}
-            told = [form.format(last[name]) for name, form in RESULT.items() if isinstance(last.get(name), float)]
-            self.log(f"{participle} on {spent}{''.join(told)} → {self.folder}")
-            for line in past_its_best(self.folder):
-                self.log(line)
-            if state.guard.skips:
-                self.log(
-                    f"warning: {counted(state.guard.skips, 'step')} had a loss or gradients that were not finite, and "
-                    "changed nothing: if they are many, train again with lower rates"
-                )
+            self._tell_end(state)
         return code
+
+    def _tell_end(self, state: Any) -> None:
+        """Logs what a stage that has ended spent and reached, and warns of what went wrong."""
+        spent = f"{state.tokens:,} tokens in {state.seconds:,.0f} s of steps"
+        last = {name: value for line in read_metrics(self.folder) for name, value in line.items()}
+        told = [form.format(last[name]) for name, form in RESULT.items() if isinstance(last.get(name), float)]
+        self.log(f"{WORDS[self.stage][1]} on {spent}{''.join(told)} → {self.folder}")
+        for line in past_its_best(self.folder):
+            self.log(line)
+        if state.guard.skips:
+            self.log(
+                f"warning: {counted(state.guard.skips, 'step')} had a loss or gradients that were not finite, and "
+                "changed nothing: if they are many, train again with lower rates"
+            )
 
     def _lower_rates(self, origin: Origin) -> str:
         """The flag that halves the stage's rates."""
