@@ -36,6 +36,7 @@ from quern.terminal import Meter, counted, silent
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint, loop
 from quern.train.guard import EXIT_DONE
+from quern.train.state import Counters
 from quern.train.step import Evaluator
 from quern.validate import flag
 
@@ -215,7 +216,7 @@ class Stage:
             self._tell_end(state)
         return code
 
-    def _tell_end(self, state: Any) -> None:
+    def _tell_end(self, state: Counters) -> None:
         """Logs what a stage that has ended spent and reached, and warns of what went wrong."""
         spent = f"{state.tokens:,} tokens in {state.seconds:,.0f} s of steps"
         last = {name: value for line in read_metrics(self.folder) for name, value in line.items()}
