@@ -220,7 +220,7 @@ def serve(app: Starlette, listeners: Sequence[socket.socket], trusted: Sequence[
     after the normal end.
     """
     prepare_process()
-    config = configure(app, trusted, tls, log_level="warning", timeout_graceful_shutdown=DRAIN_SECONDS)
+    config = configure(app, trusted, tls, timeout_graceful_shutdown=DRAIN_SECONDS)
     server, engines = uvicorn.Server(config), app.state.models
 
     failed: list[Exception] = []
@@ -272,6 +272,7 @@ def configure(
         proxy_headers=bool(trusted),
         forwarded_allow_ips=list(trusted),
         access_log=False,
+        log_level="error",  # a warning for each request that is no HTTP would fill the log
         **more,
     )
 

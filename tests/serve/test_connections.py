@@ -202,6 +202,13 @@ def test_rates_believe_named_proxies_alone(trusted: list[str]) -> None:
     assert found == [200, 200, 200 if trusted else 429]
 
 
+def test_a_request_that_is_no_http_leaves_no_line_in_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(create_app({"toy": toy_engine()})) as url, connected(url) as connection:
+        connection.sendall(b"nonsense\r\n\r\n")
+        assert reply(connection).startswith(b"HTTP/1.1 400")
+    assert capsys.readouterr().err == ""
+
+
 # HTTPS -------------------------------------------------------------------------------------------------------
 
 

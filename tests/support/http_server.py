@@ -34,7 +34,7 @@ def running(app: Starlette, **more: Any) -> Iterator[str]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        server = uvicorn.Server(configure(app, log_level="error", timeout_graceful_shutdown=2, **more))
+        server = uvicorn.Server(configure(app, timeout_graceful_shutdown=2, **more))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         deadline = time.monotonic() + 30
