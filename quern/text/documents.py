@@ -126,12 +126,10 @@ class _Skipped:
         """Counts a malformed record, once for each of its lines; raises ValueError if there are too many."""
         self.odd += error.lines
         self.seen += error.lines - 1
-        known, self.first = bool(self.first), self.first or str(error)
+        self.first = self.first or str(error)
         most = MOST_AT_ONCE + self.seen // FEW_RECORDS
         if self.log is None or self.odd >= self.seen > error.lines or self.odd > most:
             raise self._refusal() from error.__cause__
-        if not known:
-            self.log(f"malformed records are skipped if at most 1 in {FEW_RECORDS:,} is; the first is {error}")
 
     def finish(self, files: int) -> None:
         """Logs what was skipped of so many files, or raises the first error if it is too much."""
@@ -139,7 +137,7 @@ class _Skipped:
         if self.odd and self.seen < max(FEW_RECORDS + 1, FEW_RECORDS * self.odd):
             raise self._refusal()
         if self.odd:
-            log(f"skipped {self.odd:,} malformed of {self.seen:,} records")
+            log(f"skipped {self.odd:,} malformed of {self.seen:,} records; the first is {self.first}")
         if self.bad:
             error, told = self.bad[0][1], f"{len(self.bad):,} of {files:,} files"
             if len(self.bad) == files:
@@ -173,7 +171,7 @@ def converted(
     Args:
         wanted: The columns to read from a table; the others are `UNREAD`.
         convert: Takes a value. Raises one of `REFUSALS`.
-        log: Takes a line on the first malformed record, and one when all are read. None: no record is skipped.
+        log: Takes a line on what was skipped, when all are read. None: no record is skipped.
         separator: The mark between the records of text; None makes the file one record.
         encoding: The encoding of text, tables and JSON, or "auto"; see readers.py.
         whole: A file of text is one record, however long it is.
