@@ -248,9 +248,10 @@ class Handshake(asyncio.Protocol):
         self._all.leave(self._connection)
 
     async def _agree(self, transport: asyncio.Transport) -> None:
-        start, seconds = asyncio.get_running_loop().start_tls, self._all.deadlines.headers
+        tls, seconds = partial(asyncio.get_running_loop().start_tls, server_side=True), self._all.deadlines.headers
         try:
-            secured = await start(transport, self, self._context, server_side=True, ssl_handshake_timeout=seconds)
+            how = transport, self, self._context
+            secured = await tls(*how, ssl_handshake_timeout=seconds, ssl_shutdown_timeout=seconds)
         except OSError:  # no TLS, a client that left or waited, a certificate that it refuses
             secured = None
         if secured is None or secured.is_closing():
