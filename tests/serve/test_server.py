@@ -1,5 +1,6 @@
 """The server as OpenAI's own client and a plain HTTP client see it: a real one, with a small random model."""
 
+import gc
 import hashlib
 import itertools
 import json
@@ -186,9 +187,10 @@ MANY = {
 @pytest.mark.parametrize(("path", "body"), MANY.values(), ids=MANY)
 def test_a_body_with_many_parts_is_refused_before_others_notice(url: str, path: str, body: bytes) -> None:
     """Pydantic's errors for 340,000 objects took 70 s and 4 GB."""
+    gc.collect()  # of the objects of earlier tests: it takes a slow processor longer than the refusal
     start = time.process_time()
     assert post(url, path, body).status_code == 400
-    assert time.process_time() - start < 0.5, "client and server are one process here"
+    assert time.process_time() - start < 1, "client and server are one process here"
 
 
 def test_marks_are_counted_outside_of_strings() -> None:
