@@ -237,7 +237,7 @@ class Handshake(asyncio.Protocol):
     def connection_made(self, transport: Any) -> None:
         if self._connection.accepted(transport):
             transport.pause_reading()  # until TLS reads
-            self._task = asyncio.get_running_loop().create_task(self._agree(transport))
+            self._task = asyncio.get_running_loop().create_task(self._agree(transport))  # a loop holds tasks weakly
         else:
             transport.close()
 
