@@ -225,24 +225,19 @@ def read_rows(
     skipped, count, first, ignored = 0, 0, "", Counter[str]()
 
     def messages_of(value: Any) -> list[list[Message]]:
-        try:
-            if isinstance(value, str):
-                found = conversations.of_whatsapp(value, column)
-            elif column is None:
-                found = [to_messages(value, ignored)]
-            else:
-                found = [_messages_of_column(value, column, ignored)]
-        except ValueError as error:
-            raise ValueError(f"not a conversation: {error}") from error
-        except (KeyError, TypeError, AttributeError) as error:
-            fault = f"no {error}" if isinstance(error, KeyError) else f"another type ({error})"
-            raise ValueError(f"not a conversation: a part of it has {fault}") from error
+        if isinstance(value, str):
+            found = conversations.of_whatsapp(value, column)
+        elif column is None:
+            found = [to_messages(value, ignored)]
+        else:
+            found = [_messages_of_column(value, column, ignored)]
         refuse_surrogates(json.dumps(found, ensure_ascii=False))
         return found
 
     told = log and (lambda line: say(f"conversations: {line}"))
     keys = KEYS if column is None else (column, *conversations.BESIDE)
-    several = converted(listing.files, keys, messages_of, told, whole=True)  # a day of WhatsApp's is never cut
+    # whole: a day of WhatsApp's is never cut
+    several = converted(listing.files, keys, messages_of, told, whole=True, refusal="not a conversation: ")
     for messages, path, record in ((one, path, record) for talks, path, record in several for one in talks):
         if limit is not None and count >= limit:
             break

@@ -161,6 +161,7 @@ def converted(
     separator: str | None = None,
     encoding: str = UTF8,
     whole: bool = False,
+    refusal: str = "",
 ) -> Iterator[tuple[Found, Path, int]]:
     """Reads and converts the records of a source. With a log, the odd malformed record does not stop a large source,
     and the odd file that cannot be read does not stop a source of several (docs/data.md).
@@ -175,6 +176,7 @@ def converted(
         separator: The mark between the records of text; None makes the file one record.
         encoding: The encoding of text, tables and JSON, or "auto"; see readers.py.
         whole: A file of text is one record, however long it is.
+        refusal: Begins the reason for which a record cannot be converted, such as "no question: ".
 
     Yields what `convert` returned, its file, and its number there (see `place`).
 
@@ -186,7 +188,7 @@ def converted(
     for path in paths:
         try:
             values = read_records(path, wanted, separator, encoding, whole)
-            records = ((_convert(value, convert, path, record), record) for value, record in values)
+            records = ((_convert(value, convert, path, record, refusal), record) for value, record in values)
             first = list(islice(records, 2 if tolerant else 0))
             if first and all(isinstance(found, Malformed) for found, _ in first):
                 raise UnreadableError(str(first[0][0])) from cast(Malformed, first[0][0]).__cause__
@@ -204,13 +206,14 @@ def converted(
     skipped.finish(len(paths))
 
 
-def _convert(value: Any, convert: Callable[[Any], Found], path: Path, record: int) -> Found | Malformed:
+def _convert(value: Any, convert: Callable[[Any], Found], path: Path, record: int, refusal: str) -> Found | Malformed:
     if isinstance(value, Malformed):
         return value
     try:
         return convert(value)
     except REFUSALS as error:
-        odd = Malformed(f"{place(path, record)}: {error}")
+        fault = f"it has no {error}" if isinstance(error, KeyError) else f"a part of it has another type ({error})"
+        odd = Malformed(f"{place(path, record)}: {refusal}{error if isinstance(error, ValueError) else fault}")
         odd.__cause__ = error
         return odd
 
@@ -231,15 +234,11 @@ def read_rows(
     """
 
     def row(value: Any) -> Found:
-        try:
-            if not isinstance(value, dict):
-                raise ValueError("it is no object")
-            return convert(value)
-        except REFUSALS as error:
-            reason = f"it has no {error}" if isinstance(error, KeyError) else error
-            raise ValueError(f"no row of {what}: {reason}") from error
+        if not isinstance(value, dict):
+            raise ValueError("it is no object")
+        return convert(value)
 
-    rows = [found for found, _, _ in converted([path], columns, row, log)]
+    rows = [found for found, _, _ in converted([path], columns, row, log, refusal=f"no row of {what}: ")]
     if not rows:
         raise ValueError(f"{path} has no rows of {what}: take the whole file")
     return rows
