@@ -47,11 +47,10 @@ SHOWN = 12
 class DataSet:
     """The files of a data set of the Hugging Face Hub."""
 
-    about: str  # a line for the user
     repository: str
-    folder: str  # the folder that holds them there; "" for the root
     train: tuple[str, ...]  # the training files, in reading order
     val: tuple[str, ...]  # the files for validation; of conversations and questions, the test split
+    folder: str = ""  # the folder that holds them there; "" for the root
     kind: Literal["documents", "conversations", "questions", "tests", "tokens"] = "documents"
     file_tokens: int = 0  # tokens in a training file
     file_rows: int = 0  # rows in a training file
@@ -65,7 +64,6 @@ class DataSet:
 def _read(path: Path) -> dict[str, DataSet]:
     tables: dict[str, dict[str, Any]] = tomllib.loads(path.read_text(encoding="utf-8"))
     for table in tables.values():
-        table.setdefault("folder", "")
         for key in ("train", "val"):
             names: list[Any] = table[key]
             if len(names) == 3 and isinstance(names[1], int):
@@ -128,7 +126,7 @@ def data_set(repository: Repository, name: HubName, split: str, kind: Literal["d
     val = tuple(file for file in _of(splits, "validation") if file not in train)
     size = sum(PLAIN_BYTES.get(f".{file.rpartition('.')[2]}", 1.0) * repository.files[file][0] for file in train)
     tokens = max(1, round(size / BYTES_PER_TOKEN / len(train)))
-    return DataSet(str(name), name.repository, "", train, val, kind, file_tokens=tokens)
+    return DataSet(name.repository, train, val, kind=kind, file_tokens=tokens)
 
 
 class _DataFiles(TypedDict):
