@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
@@ -43,6 +42,9 @@ DIALECT = {
 """quern's split patterns, and the same patterns in Oniguruma's dialect."""
 FIRST_TOKENS = ("<|bos|>", "<|endoftext|>", "<|begin_of_text|>", "<|startoftext|>", "<s>")
 """Names of the token that begins documents."""
+_VISIBLE, _OTHERS = {*range(33, 127), *range(161, 173), *range(174, 256)}, count(256)
+BYTE_CHARACTERS = tuple(chr(byte if byte in _VISIBLE else next(_OTHERS)) for byte in range(256))
+"""The character for each byte: the byte itself if printable, else the next one above 255 (GPT-2's alphabet)."""
 
 CHAT_TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8").strip()
 """`chat.render` of OpenAI's messages and tools (conversations.py) as a Jinja template; with add_generation_prompt,
@@ -62,10 +64,9 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     with extra("export", "Hugging Face's tokenizer.json needs an extra package"):
         import tokenizers
     hf: Any = tokenizers
-    tokens = [*(bytes([byte]) for byte in tokenizer.single_bytes), *tokenizer.merges]
     made = hf.Tokenizer(
         hf.models.BPE(
-            {spell(token): rank for rank, token in enumerate(tokens)},
+            {spell(token): rank for token, rank in tokenizer.ranks.items()},
             [(spell(left), spell(right)) for left, right in merge_pairs(tokenizer).values()],
             ignore_merges=True,
         )
@@ -150,7 +151,7 @@ def read_tokenizer(body: Mapping[str, Any]) -> Tokenizer:
             merges and then the special tokens.
     """
     typed(body, _Body)
-    byte_of = {character: byte for byte, character in enumerate(byte_characters())}
+    byte_of = {character: byte for byte, character in enumerate(BYTE_CHARACTERS)}
     try:
         pattern, special = _pattern(body), {entry["content"]: entry["id"] for entry in body["added_tokens"]}
         by_id = sorted((id_, name) for name, id_ in body["model"]["vocab"].items() if name not in special)
@@ -230,25 +231,14 @@ def _refuse(differing: Sequence[str]) -> None:
         raise ValueError(f"quern's tokenizer would encode differently: its {', '.join(differing)} cannot be kept")
 
 
-@cache
-def byte_characters() -> tuple[str, ...]:
-    """The character for each byte: the byte itself if printable, else the next one above 255 (GPT-2's alphabet)."""
-    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = count(256)
-    return tuple(chr(byte if byte in visible else next(others)) for byte in range(256))
-
-
 def spell(token: bytes) -> str:
     """The characters of a token's bytes."""
-    characters = byte_characters()
-    return "".join(characters[byte] for byte in token)
+    return "".join(BYTE_CHARACTERS[byte] for byte in token)
 
 
 def merge_pairs(tokenizer: Tokenizer) -> dict[bytes, tuple[bytes, bytes]]:
     """Token → the pair that forms it, in rank order, without the tokens that merging never forms."""
-    tokens = [*(bytes([byte]) for byte in tokenizer.single_bytes), *tokenizer.merges]
-    ranks = {token: rank for rank, token in enumerate(tokens)}
-    found = ((token, _last_pair(token, ranks)) for token in tokenizer.merges)
+    found = ((token, _last_pair(token, tokenizer.ranks)) for token in tokenizer.merges)
     return {token: pair for token, pair in found if pair is not None}
 
 

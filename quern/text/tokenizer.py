@@ -12,9 +12,10 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal
 
 import numpy as np
 import tiktoken
@@ -88,15 +89,16 @@ TRAINING_PIECE_CHARACTERS = 65_536
 TRAINING_BUFFER_PIECES = 256
 
 
-class _Contents(TypedDict):
-    """The file that `Tokenizer.save` writes."""
+@dataclass(frozen=True)
+class _Contents:
+    """The file that `Tokenizer.save` writes. Bytes are in base64."""
 
     format: Literal["quern-tokenizer-1"]
     fingerprint: str
     pattern: str
     special_tokens: list[str]
-    merges: list[str]
-    single_bytes: NotRequired[str]
+    merges: list[bytes]
+    single_bytes: bytes = IN_ORDER
 
 
 class Tokenizer:
@@ -129,6 +131,7 @@ class Tokenizer:
             raise ValueError("special tokens must differ from each other and contain <|bos|>")
         self.pattern = pattern
         self.merges = tuple(merges)
+        self.ranks: Mapping[bytes, int] = ranks  # of the single bytes and the merges: their ids
         self.single_bytes = single_bytes
         self.special_tokens = tuple(special_tokens)
         self.special_ids = {name: len(ranks) + i for i, name in enumerate(special_tokens)}
@@ -171,44 +174,40 @@ class Tokenizer:
         return cls(merges, pattern, notes=[few] if reached < vocab_size else ())
 
     def _contents(self) -> dict[str, str | list[str]]:
-        unusual = self.single_bytes != IN_ORDER
         return {
-            **({"single_bytes": _text(self.single_bytes)} if unusual else {}),
+            **({"single_bytes": _text(self.single_bytes)} if self.single_bytes != IN_ORDER else {}),
             "pattern": self.pattern,
             "special_tokens": list(self.special_tokens),
             "merges": [_text(token) for token in self.merges],
         }
 
-    def save(self, path: str | Path) -> Path:
+    def save(self, path: Path) -> Path:
         """Writes the tokenizer as JSON, atomically."""
         contents = {"format": FILE_FORMAT, "fingerprint": self.fingerprint, **self._contents()}
-        write_whole(Path(path), json.dumps(contents, indent=1))
-        return Path(path)
+        write_whole(path, json.dumps(contents, indent=1))
+        return path
 
     @classmethod
-    def load(cls, path: str | Path) -> "Tokenizer":
+    def load(cls, path: Path) -> "Tokenizer":
         """Reads a file that `save` wrote.
 
         Raises:
             FileNotFoundError: There is no such file.
             ValueError: The file is damaged or has another format. The caller adds the remedy.
         """
-        path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f"no tokenizer at {path}: train one with `quern tokenizer`")
         contents = read_json(path, _Contents, "it is not a sound tokenizer file")
         try:
-            merges = [base64.b64decode(token, validate=True) for token in contents["merges"]]
-            single_bytes = base64.b64decode(contents["single_bytes"]) if "single_bytes" in contents else IN_ORDER
-            tokenizer = cls(merges, contents["pattern"], contents["special_tokens"], single_bytes=single_bytes)
-            if tokenizer.fingerprint != contents["fingerprint"]:
+            tokenizer = cls(contents.merges, contents.pattern, contents.special_tokens, (), contents.single_bytes)
+            if tokenizer.fingerprint != contents.fingerprint:
                 raise ValueError("its contents do not match its fingerprint")
         except ValueError as error:
             raise ValueError(f"{path} is not a sound tokenizer file ({error})") from error
         return tokenizer
 
     @classmethod
-    def from_tiktoken(cls, path: str | Path) -> "Tokenizer":
+    def from_tiktoken(cls, path: Path) -> "Tokenizer":
         """Reads tiktoken's vocabulary file: one line per token, its bytes in base64 and its id.
 
         The number of tokens tells which published vocabulary it is (`TIKTOKEN_FILES`), and so its split pattern. BOS
@@ -218,7 +217,6 @@ class Tokenizer:
         Raises:
             ValueError: The file has another format.
         """
-        path = Path(path)
         try:
             pairs = [line.split() for line in path.read_text(encoding="ascii").splitlines() if line]
             tokens = [base64.b64decode(token, validate=True) for token, _ in pairs]
@@ -274,7 +272,7 @@ class Tokenizer:
 
     def vocabulary(self) -> list[bytes]:
         """The bytes of each token, by id; empty for special tokens."""
-        return [*self._bytes[: -len(self.special_tokens)], *[b""] * len(self.special_tokens)]
+        return [*self.ranks, *[b""] * len(self.special_tokens)]
 
 
 def unused_name(id_: int) -> str:
