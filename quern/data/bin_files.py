@@ -158,14 +158,9 @@ def _write_file(path: Path, corpus: Corpus, documents: slice, form: BinFormat, p
         if form.header:
             file.write(header(int(corpus.lengths[documents].sum()), np.dtype("<u2")))
         for group in _groups(corpus, documents, BATCH_TOKENS):
-            starts, lengths = corpus.starts[group], corpus.lengths[group]
-            ends = np.cumsum(lengths)
-            out = np.empty(int(ends[-1]), dtype=np.int32)
-            if form.begins:
-                corpus.copy(out, ends - lengths, starts, lengths)
-            else:
-                corpus.copy(out, ends - lengths, starts + 1, lengths - 1)
-                out[ends - 1] = corpus.bos
+            out = corpus.slices(corpus.starts[group], corpus.lengths[group])
+            if not form.begins:  # each document's first token, BOS, goes behind its last
+                out = np.append(out[1:], np.int32(corpus.bos))
             refuse_ids(int(out.max()))
             file.write(out.astype("<u2").tobytes())
             count += out.size

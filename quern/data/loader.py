@@ -323,8 +323,7 @@ class StreamLoader(Batches):
             begins = ends[some] - lengths[some]
             skipped = np.maximum(offset - begins, 0)
             length = np.minimum(ends[some], offset + count) - begins - skipped
-            at = done + begins + skipped - offset
-            self.corpus.copy(out, at, starts[some] + skipped, length)
+            out[done : done + count] = self.corpus.slices(starts[some] + skipped, length)
             done += count
 
     @cached_property

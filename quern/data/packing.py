@@ -82,16 +82,12 @@ def cut(lengths: np.ndarray, context: int, whole: bool = False) -> tuple[np.ndar
 def _learns(corpus: Corpus, source: np.ndarray, targets: np.ndarray) -> np.ndarray:
     """(pieces,) bool: whether any of the `targets` tokens after the one at `source` is a target. BOS is none."""
     learns = targets > 0
-    if not corpus.masked:
+    if not corpus.masked or not learns.any():
         return learns
     longer = np.flatnonzero(learns)
     for some in np.split(longer, np.flatnonzero(np.diff(np.cumsum(targets[longer]) // MASK_TOKENS)) + 1):
-        if not some.size:
-            continue
-        ends = np.cumsum(targets[some])
-        mask = np.empty(int(ends[-1]), dtype=bool)
-        corpus.copy(mask, ends - targets[some], source[some] + 1, targets[some], mask=True)
-        learns[some] = np.logical_or.reduceat(mask, ends - targets[some])
+        mask = corpus.slices(source[some] + 1, targets[some], mask=True)
+        learns[some] = np.logical_or.reduceat(mask, np.cumsum(targets[some]) - targets[some])
     return learns
 
 

@@ -204,8 +204,12 @@ class Corpus:
     def gather(self, document: int, start: int = 0) -> np.ndarray:
         """The tokens of one document from `start` on, int32."""
         begin, tokens = self.take(np.array([document]))
-        out = np.empty(int(tokens[0]) - start, dtype=np.int32)
-        self.copy(out, np.zeros(1, np.int64), begin + start, tokens - start)
+        return self.slices(begin + start, tokens - start)
+
+    def slices(self, source: np.ndarray, length: np.ndarray, mask: bool = False) -> np.ndarray:
+        """Many slices end to end, int32; or their mask, bool. Arguments as for `copy`."""
+        out = np.empty(int(length.sum()), dtype=np.bool_ if mask else np.int32)
+        self.copy(out, np.cumsum(length) - length, source, length, mask)
         return out
 
     def copy(self, out: np.ndarray, at: np.ndarray, source: np.ndarray, length: np.ndarray, mask: bool = False) -> None:
