@@ -26,7 +26,7 @@ import numpy as np
 
 from quern.data import batch, packing, shards
 from quern.data.batch import GROUP_SIZE, Batch, Batches
-from quern.data.packing import Packer, Packing, make_pieces, narrow, pack
+from quern.data.packing import Packer, Packing, make_pieces, pack
 from quern.data.shards import Corpus
 from quern.data.token_file import fingerprint
 from quern.temporaries import whole_file
@@ -215,7 +215,7 @@ class Loader(Batches):
 
     def _make_permutation(self, turn: int) -> np.ndarray:
         epoch, group = self._group_of(turn)
-        return self._numbers(epoch, 0, group).permutation(narrow(np.arange(len(self._pieces(group)))))
+        return self._numbers(epoch, 0, group).permutation(len(self._pieces(group)))
 
     def _make_chunk(self, turn: int, part: int) -> _Chunk:
         epoch, group = self._group_of(turn)

@@ -58,7 +58,7 @@ def make_pieces(corpus: Corpus, first: int, last: int, context: int, too_long: s
     learns = _learns(corpus, starts[document] + offset, np.minimum(lengths[document] - offset, row_tokens) - 1)
     kept = learns & ~long[document] if too_long == "drop" else learns
     learning = np.bincount(document[kept], minlength=len(lengths)) > 0
-    document, offset = narrow(document[kept]), narrow(offset[kept])
+    document, offset = document[kept], offset[kept]
     rest = lengths[document] - offset
     in_pieces = int((np.minimum(rest, row_tokens) if too_long == "split" else rest).sum()) - len(rest)
     report = {
@@ -89,11 +89,6 @@ def _learns(corpus: Corpus, source: np.ndarray, targets: np.ndarray) -> np.ndarr
         mask = corpus.slices(source[some] + 1, targets[some], mask=True)
         learns[some] = np.logical_or.reduceat(mask, np.cumsum(targets[some]) - targets[some])
     return learns
-
-
-def narrow(indices: np.ndarray) -> np.ndarray:
-    """Indices as int32 if they fit, to halve their memory."""
-    return indices.astype(np.int32 if not indices.size or indices.max() < 1 << 31 else np.int64)
 
 
 def windows(corpus: Corpus, context: int, rows: int = 32, multiple: int = 64) -> Iterator[Batch]:
