@@ -135,12 +135,12 @@ def groups_of(corpus: Corpus, group_size: int | None = GROUP_SIZE) -> int:
 
 
 def prefetch(
-    loader: BatchSource, start: int, stop: int | None, depth: int = 2, rank: int = 0, ranks: int = 1
+    loader: BatchSource, start: int, stop: int | None, rank: int = 0, ranks: int = 1
 ) -> Generator[Batch, None, None]:
-    """Reads batches ahead in a thread, which ends when the iterator is closed or dropped.
+    """Reads two batches ahead in a thread, which ends when the iterator is closed or dropped.
 
-    stop: the step after the last; None reads without an end. depth: how many batches are read early. An error of the
-    loader is raised where its batch would have come.
+    stop: the step after the last; None reads without an end. An error of the loader is raised where its batch would
+    have come.
     """
     pool = ThreadPoolExecutor(1, "prefetch")
     steps = itertools.count(start) if stop is None else iter(range(start, stop))
@@ -149,7 +149,7 @@ def prefetch(
     def submit(count: int) -> None:
         ready.extend(pool.submit(loader.batch, step, rank, ranks) for step in itertools.islice(steps, count))
 
-    submit(depth + 1)
+    submit(3)
     try:
         while ready:
             batch = ready.popleft().result()

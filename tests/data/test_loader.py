@@ -359,11 +359,10 @@ def prefetching() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name.startswith("prefetch")]
 
 
-@pytest.mark.parametrize("depth", [1, 2, 8])
-def test_prefetch_equals_the_plain_loop(depth):
+def test_prefetch_equals_the_plain_loop():
     loader = Loader(corpus_of(random_lengths(50, 30)), 16, 4)
     for rank in range(2):
-        ahead = list(prefetch(loader, 3, 12, depth, rank, 2))
+        ahead = list(prefetch(loader, 3, 12, rank, 2))
         plain = [loader.batch(step, rank, 2) for step in range(3, 12)]
         assert [b.tokens.tolist() for b in ahead] == [b.tokens.tolist() for b in plain]
     assert not prefetching()
