@@ -244,7 +244,7 @@ QUESTION_KEYS = ("question", "query", "prompt", "context_options", "context", "m
 """The keys that can hold the question of a test row; the first one that a row has counts."""
 TRAINING_FILE = re.compile(r"(^|[^a-z])train(ing)?([^a-z]|$)")
 _WORD = re.compile(r"\w+|[+\-*/=<>^%×÷−]")
-_LABEL = re.compile(r"\s*(question|problem)\s*:\s*", re.IGNORECASE)
+_LABEL = re.compile(r"\A\s*(question|problem)\s*:\s*", re.IGNORECASE)
 
 
 class TaskRows:
@@ -261,7 +261,7 @@ class TaskRows:
 
     def add(self, question: str, row: str) -> None:
         """Adds a question. row: the row and the task, for messages."""
-        words = _words(_LABEL.sub("", question, count=1) if _LABEL.match(question) else question)
+        words = _words(_LABEL.sub("", question))
         if not words:
             return
         digest = _hash(words)

@@ -40,19 +40,8 @@ def read(
     separator: str | None = None,
     encoding: str = UTF8,
 ) -> Iterator[str]:
-    """Reads documents.
-
-    Args:
-        paths: Files of texts (`sources.files`).
-        column: The column (.parquet, .csv, .tsv) or key (.jsonl, .json) of the text.
-        log: Called with a line on malformed records that are skipped; see `converted`.
-        separator: The mark that ends a document of text; None makes a file one document.
-        encoding: The encoding of text, or "auto"; see readers.py.
-
-    Raises:
-        ValueError: A file or a record cannot be read as text; the message names it.
-        OSError: A file is missing or cut short.
-    """
+    """Reads the documents of files of texts (`sources.files`). column: the column or the key of the text in tables and
+    JSON. Other arguments, and errors, are those of `converted`."""
     found = converted(paths, (column,), partial(_text, column=column), log, separator, encoding)
     return (text for text, _, _ in found if text)
 
