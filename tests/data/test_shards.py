@@ -24,8 +24,12 @@ def documents(count: int, seed: int = 0) -> list[list[int]]:
     return [[BOS, *rng.integers(0, BOS, rng.integers(0, 30)).tolist()] for _ in range(count)]
 
 
+def open_writer(folder: Path, split: str, mark: str, **options: Any) -> ShardWriter:
+    return ShardWriter(folder, split, **({"vocab_size": 500, "bos": BOS, "fingerprint": mark} | options))
+
+
 def write(folder: Path, split: str, docs: list[list[int]], mark: str = "a", **options: Any) -> None:
-    with ShardWriter(folder, split, **({"vocab_size": 500, "bos": BOS, "fingerprint": mark} | options)) as writer:
+    with open_writer(folder, split, mark, **options) as writer:
         for document in docs[writer.documents :]:
             writer.add(document)
 
@@ -58,39 +62,33 @@ def test_bytes_are_the_public_format(folder):
     assert starts.tolist() == np.cumsum([0] + [len(d) for d in docs])[:-1].tolist()
 
 
-def flip(path: Path, others: list[Path]) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
+DAMAGES = {
+    "flip": lambda raw: raw[:-1] + bytes([raw[-1] ^ 1]),
+    "truncate": lambda raw: raw[:-2],
+    "empty": lambda raw: b"",
+}
 
 
-def truncate(path: Path, others: list[Path]) -> None:
-    path.write_bytes(path.read_bytes()[:-2])
+def damage(path: Path, how: str) -> None:
+    raw = path.read_bytes()
+    if how == "remove":
+        path.unlink()
+    elif how == "swap":
+        other = max(p for p in path.parent.glob("train*") if p != path and p.suffixes == path.suffixes)
+        path.write_bytes(other.read_bytes())
+        other.write_bytes(raw)
+    else:
+        path.write_bytes(DAMAGES[how](raw))
 
 
-def empty(path: Path, others: list[Path]) -> None:
-    path.write_bytes(b"")
-
-
-def remove(path: Path, others: list[Path]) -> None:
-    path.unlink()
-
-
-def swap(path: Path, others: list[Path]) -> None:
-    other = next(p for p in others if p != path and p.suffixes == path.suffixes)
-    first, second = path.read_bytes(), other.read_bytes()
-    path.write_bytes(second)
-    other.write_bytes(first)
-
-
-@pytest.mark.parametrize("damage", [flip, truncate, empty, remove, swap])
-def test_damage_is_reported_with_the_files_name(folder, damage):
+@pytest.mark.parametrize("how", [*DAMAGES, "remove", "swap"])
+def test_damage_is_reported_with_the_files_name(folder, how):
     files = sorted(p for p in folder.iterdir() if p.name.startswith("train"))
     assert len(files) >= 4
     assert Corpus.open(folder, "train").num_documents == 100
     originals = {p: p.read_bytes() for p in files}
     for path in files:
-        damage(path, files)
+        damage(path, how)
         changed = [p.name for p in files if not p.exists() or p.read_bytes() != originals[p]]
         with pytest.raises((ValueError, FileNotFoundError), match="|".join(changed)):
             Corpus.open(folder, "train")
@@ -130,10 +128,7 @@ def test_fingerprints_do_not_run_together():
 
 def interrupted(folder: Path, docs: list[list[int]], **options: Any) -> int:
     """Writes documents until the reader breaks; how many were there at the beginning."""
-    with (
-        pytest.raises(RuntimeError),
-        ShardWriter(folder, "train", **({"vocab_size": 500, "bos": BOS, "fingerprint": "b"} | options)) as writer,
-    ):
+    with pytest.raises(RuntimeError), open_writer(folder, "train", "b", **options) as writer:
         kept = writer.documents
         for document in docs[kept:]:
             writer.add(document)
@@ -148,15 +143,15 @@ def test_a_write_that_is_interrupted_in_its_first_shard_changes_nothing(folder):
 
 
 @pytest.mark.parametrize(
-    ("damage", "name"),
-    [(flip, ".bin"), (truncate, ".starts.npy"), (empty, ".bin"), (remove, ".bin"), (swap, ".starts.npy")],
+    ("how", "name"),
+    [("flip", ".bin"), ("truncate", ".starts.npy"), ("empty", ".bin"), ("remove", ".bin"), ("swap", ".starts.npy")],
 )
-def test_a_finished_shard_that_was_damaged_is_written_again_with_those_after_it(tmp_path, damage, name):
+def test_a_finished_shard_that_was_damaged_is_written_again_with_those_after_it(tmp_path, how, name):
     docs = documents(100)
     write(tmp_path / "whole", "train", docs, mark="b", shard_tokens=150)
     interrupted(folder := tmp_path / "data", docs[:80], shard_tokens=150)
     finished = [len(np.load(path)) for path in sorted(folder.glob("train*.npy"))]
-    damage(folder / f"train-00002{name}", [folder / "train-00003.bin", folder / "train-00003.starts.npy"])
+    damage(folder / f"train-00002{name}", how)
     assert interrupted(folder, docs[:80], shard_tokens=150) == sum(finished[:2])
     write(folder, "train", docs, mark="b", shard_tokens=150)
     assert all(p.read_bytes() == (folder / p.name).read_bytes() for p in (tmp_path / "whole").iterdir())
@@ -244,8 +239,7 @@ def test_a_memory_map_does_not_fill_the_memory(tmp_path):
         corpus.resident_bytes = resident_bytes
         before = highest = resident_file_bytes()
         for chosen in np.array_split(order, 500):
-            out = np.zeros(len(chosen) * 1000, dtype=np.int32)
-            corpus.copy(out, np.arange(len(chosen)) * 1000, corpus.starts[chosen], corpus.lengths[chosen])
+            out = corpus.slices(corpus.starts[chosen], corpus.lengths[chosen])
             assert (out.reshape(-1, 1000)[:, 0] == BOS).all()
             highest = max(highest, resident_file_bytes())
         grown[resident_bytes] = highest - before
@@ -264,8 +258,7 @@ def test_masks_come_back_from_disk(tmp_path: Path) -> None:
     joined = Corpus.join([memory_corpus(docs[:3], masks[:3]), corpus]).part(np.array([1, 5, 5, 42]))
     chosen = [1, 2, 2, 39]
     assert ids_of(joined) == [docs[number] for number in chosen]
-    mask = np.empty(joined.num_tokens, dtype=bool)
-    joined.copy(mask, np.cumsum(joined.lengths) - joined.lengths, joined.starts, joined.lengths, mask=True)
+    mask = joined.slices(joined.starts, joined.lengths, mask=True)
     assert mask.tolist() == np.concatenate([masks[number] for number in chosen]).tolist()
     path = sorted(tmp_path.glob("*.mask"))[1]
     path.write_bytes(b"\0" * path.stat().st_size)
@@ -311,7 +304,7 @@ def test_more_shards_than_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_large_corpus_is_hashed_when_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flip(folder / "train-00002.bin", [])
+    damage(folder / "train-00002.bin", "flip")
     monkeypatch.setattr("quern.data.shards.VERIFIED_BYTES", 500)
     corpus = Corpus.open(folder, "train")
     assert corpus.gather(0).tolist() == documents(100)[0]
