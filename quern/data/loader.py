@@ -134,7 +134,7 @@ class Loader(Batches):
         self._chunk = lru_cache(CHUNKS_KEPT)(self._make_chunk)
         first = next((group for group in range(self._groups) if len(self._pieces(group))), None)
         if first is None:
-            long = sum(int(self._pieces(group).report["documents_too_long"]) for group in range(self._groups))
+            long = sum(self._pieces(group).report["documents_too_long"] for group in range(self._groups))
             raise ValueError(
                 f"nothing to learn: none of {counted(corpus.num_documents, 'document')} has a target in a row of "
                 f"{self._row_tokens:,} tokens ({long:,} are longer than that and too_long is "
@@ -170,7 +170,6 @@ class Loader(Batches):
             documents: Number of documents of the corpus; documents_measured: of the group.
             documents_without_target: Number of documents of the group that are left out: no target, or dropped.
             documents_too_long: Documents longer than a row, left out or not.
-            left_out_share: Share of the group's tokens (without BOS) in no piece: no target, or dropped.
             pieces: Documents that begin in the first chunk.
             added_bos_share: Share of all slots with a BOS that cutting added.
             And `Packing.report` of the first chunk; cropped_share is of the tokens in pieces, or with "crop" of whole

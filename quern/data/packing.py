@@ -43,7 +43,7 @@ class Pieces:
     lengths: np.ndarray
     document: np.ndarray  # (pieces,) counted from the first of these
     offset: np.ndarray  # (pieces,) the index in the document of the token that BOS replaces, 0 for BOS itself
-    report: dict[str, float]  # see `Loader.report`
+    report: dict[str, int]  # see `Loader.report`
 
     def __len__(self) -> int:
         return len(self.document)
@@ -58,15 +58,8 @@ def make_pieces(corpus: Corpus, first: int, last: int, context: int, too_long: s
     learns = _learns(corpus, starts[document] + offset, np.minimum(lengths[document] - offset, row_tokens) - 1)
     kept = learns & ~long[document] if too_long == "drop" else learns
     learning = np.bincount(document[kept], minlength=len(lengths)) > 0
-    document, offset = document[kept], offset[kept]
-    rest = lengths[document] - offset
-    in_pieces = int((np.minimum(rest, row_tokens) if too_long == "split" else rest).sum()) - len(rest)
-    report = {
-        "documents_without_target": int((~learning).sum()),
-        "documents_too_long": int(long.sum()),
-        "left_out_share": 1 - in_pieces / max(1, int(lengths.sum()) - len(lengths)),
-    }
-    return Pieces(starts, lengths, document, offset, report)
+    report = {"documents_without_target": int((~learning).sum()), "documents_too_long": int(long.sum())}
+    return Pieces(starts, lengths, document[kept], offset[kept], report)
 
 
 def cut(lengths: np.ndarray, context: int, whole: bool = False) -> tuple[np.ndarray, np.ndarray]:
