@@ -128,9 +128,9 @@ def write_bin(
             files = _groups(corpus, slice(0, corpus.num_documents), form.file_tokens or corpus.num_tokens)
             for number, documents in enumerate(files, start=first):
                 path = temporary.path / pattern.format(name=name, number=number)
-                written += _write_file(
-                    path, corpus, documents, form, lambda done, before=written: progress(before + done)
-                )
+                for tokens in _write_file(path, corpus, documents, form):
+                    written += tokens
+                    progress(written)
         made = sorted(temporary.path.glob("*.bin"))
         for path in made:
             os.replace(path, folder / path.name)
@@ -151,9 +151,8 @@ def _groups(corpus: Corpus, documents: slice, tokens: int) -> Iterator[slice]:
         start = end
 
 
-def _write_file(path: Path, corpus: Corpus, documents: slice, form: BinFormat, progress: Callable[[int], None]) -> int:
-    """Returns the number of tokens."""
-    count = 0
+def _write_file(path: Path, corpus: Corpus, documents: slice, form: BinFormat) -> Iterator[int]:
+    """Yields the number of tokens of each piece that was written."""
     with open(path, "wb") as file:
         if form.header:
             file.write(header(int(corpus.lengths[documents].sum()), np.dtype("<u2")))
@@ -163,7 +162,5 @@ def _write_file(path: Path, corpus: Corpus, documents: slice, form: BinFormat, p
                 out = np.append(out[1:], np.int32(corpus.bos))
             refuse_ids(int(out.max()))
             file.write(out.astype("<u2").tobytes())
-            count += out.size
-            progress(count)
+            yield out.size
     sync_path(path)
-    return count
