@@ -179,7 +179,7 @@ class Loader(Batches):
         documents = {"documents": self.corpus.num_documents, "documents_measured": len(group.lengths)}
         added = (len(chunk.source) - chunk.heads) / (chunk.packing.rows * self._row_tokens)
         packed = {"pieces": chunk.heads, **chunk.packing.report(), "added_bos_share": added}
-        return documents | group.report | packed
+        return {**documents, **group.report, **packed}
 
     def _find(self, row: int, silent: bool) -> tuple[_Chunk, int, int]:
         """The chunk of a row (an index over all epochs), its first row, and its end. silent: as `Meter`."""
@@ -238,7 +238,7 @@ class Loader(Batches):
 
     def _counts_path(self) -> Path | None:
         """The file of the row counts; its name changes with all that they depend on, the code included."""
-        if self.corpus.cache is None or self.corpus.fingerprint is None or not isinstance(self.packing, str):
+        if self.corpus.cache is None or not isinstance(self.packing, str):
             return None
         code = [inspect.getsource(module) for module in (sys.modules[__name__], batch, packing, shards)]
         marks = [self.packing, self.too_long, self.seed, self.context, self.buffer, self.chunk_documents]

@@ -84,8 +84,7 @@ class Corpus:
 
     Args:
         bos: The id that every document starts with.
-        fingerprint: Of the shards; None for other sources.
-        cache: A folder where a loader may keep what it found out about the documents; None for other sources.
+        fingerprint, cache: Of whole shards, and a folder where a loader may keep what it found out about them.
         spans: The documents of the parts that the corpus has, in their order; None for all.
     """
 
@@ -142,7 +141,7 @@ class Corpus:
 
     def part(self, documents: np.ndarray) -> Corpus:
         """A corpus of the documents with these indices, each as often as it is named. It shares the tokens."""
-        return Corpus(self.parts, self.bos, self.fingerprint, spans=self.take(documents))
+        return Corpus(self.parts, self.bos, spans=self.take(documents))
 
     # Where documents are -------------------------------------------------------------------------------------------
 
