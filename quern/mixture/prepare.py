@@ -27,14 +27,14 @@ from quern.data.shards import Corpus
 from quern.data.token_file import ShardWriter, fingerprint, prepared
 from quern.generate import tools
 from quern.mixture import sources
-from quern.mixture.sources import HELD_OUT_EVERY, Conversation, Fetch, Log, OpenSource, multiple_choice, open_source
+from quern.mixture.sources import HELD_OUT_EVERY, Conversation, Fetch, OpenSource, multiple_choice, open_source
 from quern.recipe import Resolved
 from quern.records import Natural, read_json
 from quern.temporaries import alone_in, write_whole
 from quern.terminal import Meter, counted
 from quern.text import chat, conversations, documents, readers, repositories
 from quern.text.chat import Message, parts
-from quern.text.documents import converted, place
+from quern.text.documents import Log, converted, place
 from quern.text.sources import OF_ROWS, list_source
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import Tokenizer

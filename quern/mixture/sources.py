@@ -26,7 +26,7 @@ from quern.temporaries import sha256_of
 from quern.terminal import Meter, silent
 from quern.text import conversations, repositories, tinyworld
 from quern.text.chat import ContentPart, Message, parts
-from quern.text.documents import converted, place, refuse_surrogates
+from quern.text.documents import Log, converted, place, refuse_surrogates
 from quern.text.readers import format_of
 from quern.text.repositories import PREFIX, TRAIN, local_copy
 from quern.text.sources import Listing, Where, content_fingerprint, list_talks
@@ -106,7 +106,6 @@ FEWEST_HELD_OUT = 8
 ALL = "all"
 """The split of a source that has no splits of its own."""
 
-Log = Callable[[str], None]
 Fetch = Callable[[ConversationSource], Mapping[str, Where]]
 """A public data set → the files of its splits "train" and "val", downloaded if needed."""
 

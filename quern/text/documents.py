@@ -29,8 +29,6 @@ MOST_AT_ONCE = 10
 """More malformed records above that share end the reading at once, not at the end of the source."""
 Found = TypeVar("Found")
 Log = Callable[[str], None]
-REFUSALS = (ValueError, TypeError, LookupError, AttributeError)
-"""The errors of a function that converts records."""
 
 
 def read(
@@ -160,7 +158,7 @@ def converted(
 
     Args:
         wanted: The columns to read from a table; the others are `UNREAD`.
-        convert: Takes a value. Raises one of `REFUSALS`.
+        convert: Takes a value. Raises ValueError, TypeError, LookupError or AttributeError for a malformed one.
         log: Takes a line on what was skipped, when all are read. None: no record is skipped.
         separator: The mark between the records of text; None makes the file one record.
         encoding: The encoding of text, tables and JSON, or "auto"; see readers.py.
@@ -200,7 +198,7 @@ def _convert(value: Any, convert: Callable[[Any], Found], path: Path, record: in
         return value
     try:
         return convert(value)
-    except REFUSALS as error:
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
         fault = f"it has no {error}" if isinstance(error, KeyError) else f"a part of it has another type ({error})"
         odd = Malformed(f"{place(path, record)}: {refusal}{error if isinstance(error, ValueError) else fault}")
         odd.__cause__ = error
