@@ -14,6 +14,7 @@ from quern.data.bin_files import read_bin
 from quern.data.loader import Loader, StreamLoader
 from quern.data.shards import Corpus
 from quern.data.token_file import ShardWriter, fingerprint, prepared
+from quern.process import resident
 from tests.support.memory_corpus import ids_of, memory_corpus
 
 BOS = 499
@@ -221,11 +222,6 @@ def test_wrong_ids_are_refused_when_written(tmp_path, ids, message):
     assert list(tmp_path.iterdir()) == []
 
 
-def resident_file_bytes() -> int:
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    return 1024 * int(next(line for line in status.splitlines() if line.startswith("RssFile")).split()[1])
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_a_memory_map_does_not_fill_the_memory(tmp_path):
     tokens = np.ones(32_000_000, dtype=np.uint16)
@@ -237,11 +233,11 @@ def test_a_memory_map_does_not_fill_the_memory(tmp_path):
         corpus = read_bin(tmp_path / "big.bin", bos=BOS)
         corpus.release()
         corpus.resident_bytes = resident_bytes
-        before = highest = resident_file_bytes()
+        before = highest = resident("RssFile") or 0
         for chosen in np.array_split(order, 500):
             out = corpus.slices(corpus.starts[chosen], corpus.lengths[chosen])
             assert (out.reshape(-1, 1000)[:, 0] == BOS).all()
-            highest = max(highest, resident_file_bytes())
+            highest = max(highest, resident("RssFile") or 0)
         grown[resident_bytes] = highest - before
     assert grown[8 << 20] < 24 << 20 < 48 << 20 < grown[1 << 40]
 
