@@ -6,6 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from itertools import cycle
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +24,11 @@ TOKENIZER = Tokenizer.train(TEXTS, 300)
 SMALL_UNITS = 100  # characters: five documents
 
 
-def children() -> list[int]:
-    """Process ids of the children of this process."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(path.read_text(encoding="utf-8").rpartition(")")[2].split()[1])
-            command = path.with_name("cmdline").read_bytes()
-        except (OSError, ValueError):
-            continue  # the process has ended
-        if parent == os.getpid() and b"resource_tracker" not in command:  # of Python, which stays
-            found.append(int(path.parent.name))
-    return found
+def children() -> set[int]:
+    """Process ids of the workers of this process."""
+    return {pid for process in active_children() if (pid := process.pid)}
 
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="looks for the workers in /proc")
-
-
-@linux
 def test_a_text_of_few_units_starts_no_process() -> None:
     before = children()
     for count, started in ((FEW_UNITS - 1, 0), (FEW_UNITS, 3)):
@@ -48,18 +36,17 @@ def test_a_text_of_few_units_starts_no_process() -> None:
         first = next(units)
         assert first.ids[: first.lengths[0]].tolist() == [TOKENIZER.bos, *TOKENIZER.encode(TEXTS[0])]
         assert first.lengths.size == 5 and first.text_bytes == sum(map(len, TEXTS[:5]))
-        assert len(set(children()) - set(before)) == started
+        assert len(children() - before) == started
         units.close()
         assert children() == before
 
 
-@linux
 def test_a_worker_that_is_killed_is_reported_and_the_others_end() -> None:
     before = children()
     # Without an end: the other worker could finish a short text before the loss is noticed, and nothing would be wrong.
     units = encoded(cycle(TEXTS), TOKENIZER, np.dtype("<u2"), 2, SMALL_UNITS)
     next(units)
-    os.kill((set(children()) - set(before)).pop(), signal.SIGKILL)
+    os.kill((children() - before).pop(), signal.SIGKILL)
     with pytest.raises(RuntimeError, match="a process that encodes text ended early"):
         deque(units, maxlen=0)
     assert children() == before
@@ -70,7 +57,6 @@ def broken(texts: list[str]) -> Iterator[str]:
     raise ValueError("file 3, line 7: not a line of JSON")
 
 
-@linux
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_error_of_the_text_is_raised_and_finished_shards_are_continued(workers: int, tmp_path: Path) -> None:
     before, said = children(), list[str]()
@@ -123,8 +109,8 @@ def test_shards_of_a_cluster_are_those_of_one_process(cluster: None, tmp_path: P
     assert shards_in(tmp_path / "on_processes") == shards_in(tmp_path / "on_cluster")
 
 
-@linux
 @pytest.mark.campaign
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for the encoders in /proc")
 def test_units_of_a_lost_encoder_are_encoded_again(cluster: None) -> None:
     how = (TOKENIZER, np.dtype("<u2"))
     expected = [unit.ids.tolist() for unit in encoded(TEXTS, *how, unit_characters=SMALL_UNITS)]
