@@ -313,9 +313,7 @@ def test_multiple_choice_has_one_right_option_and_balanced_letters(questions):
 
 def test_the_stated_chance_is_that_of_the_best_blind_guess():
     facts = corpus.questions(5, "facts", 1500)
-    spelling = [
-        one.question for one in corpus.questions(5, "spelling", 2000)
-    ]  # a kind that has fewer gives all of them
+    spelling = [one.question for one in corpus.questions(5, "spelling", 2000)]  # all: there are fewer
     assert 300 < len(spelling) == len({*spelling}) < 2000
     for relation in RELATIONS:
         column = [character.fact(relation) for character in CAST]
