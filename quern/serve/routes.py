@@ -37,6 +37,7 @@ from quern.serve.schema import (
     DetokenizeRequest,
     Strict,
     TokenizeRequest,
+    ignored_fields,
     parse_request,
     read_json,
 )
@@ -194,8 +195,6 @@ def openapi(
         own = kind.model_json_schema(ref_template="#/components/schemas/{model}")
         own["properties"]["model"] |= {"enum": models}
         shared |= own.pop("$defs", {})
-        for one in (own, *shared.values()):
-            one.pop("additionalProperties", None)  # they are ignored
         body = {"required": True, "content": {"application/json": {"schema": own}}}
         paths[path] = {"post": {"summary": inspect.getdoc(function), "requestBody": body, "responses": answered}}
     for path, function in gets.items():
@@ -341,8 +340,8 @@ def decode(kind: type[Body], body: bytes) -> tuple[Body, list[str]]:
         decoded = read_json(body)
     except (ValueError, RecursionError) as error:
         raise ApiError(f"The body is not valid JSON: {error}.") from None
-    ignored: list[str] = []
-    return parse_request(kind, decoded, ignored), ignored
+    request = parse_request(kind, decoded)
+    return request, list(ignored_fields(request, decoded))
 
 
 def marks(body: bytearray) -> int:

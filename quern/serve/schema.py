@@ -12,9 +12,9 @@ https://docs.vllm.ai/en/stable/serving/openai_compatible_server/ for the additio
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
@@ -88,9 +88,9 @@ def invalid(param: str, why: object) -> ApiError:
 
 
 class Strict(BaseModel):
-    """A part of a request: no value is converted; unknown fields are refused where `parse_request` leaves them in."""
+    """A part of a request: no value is converted; unknown fields are ignored."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(strict=True, frozen=True)
     instead: ClassVar[Mapping[str, str]] = {}
     """The correct usage of a parameter, where pydantic's message does not name it."""
 
@@ -293,16 +293,11 @@ def read_json(text: str | bytes) -> Any:
 Request = TypeVar("Request", bound=Strict)
 
 
-def parse_request(kind: type[Request], body: Any, ignored: list[str] | None = None) -> Request:
-    """Validates a decoded JSON body. Raises ApiError naming the first wrong parameter.
-
-    ignored: Gets the unknown fields, such as those that other programs add for their own server. None refuses them.
-    """
+def parse_request(kind: type[Request], body: Any) -> Request:
+    """Validates a decoded JSON body. Raises ApiError naming the first wrong parameter."""
     if not isinstance(body, dict):
         required = [f"'{name}'" for name, field in kind.model_fields.items() if field.is_required()]
         raise ApiError(f"The body must be a JSON object with {' and '.join(required) or 'the parameters'}.")
-    if ignored is not None:
-        body = _without_unknown(kind, body, "", ignored)
     try:
         request = kind.model_validate(body)
     except ValidationError as error:
@@ -323,33 +318,18 @@ def _only(param: str, why: str) -> ApiError:
     return ApiError(f"'{param}' {why}.", param=param, code="invalid_value")
 
 
-def _without_unknown(kind: Any, value: Any, where: str, ignored: list[str]) -> Any:
-    """The value without the fields that the objects of its type lack, whose names are added to `ignored`."""
-    if not (kinds := _objects(kind)):
-        return value
-    if isinstance(value, list):
-        return [_without_unknown(kind, one, f"{where}[{at}]", ignored) for at, one in enumerate(value)]
-    if not isinstance(value, dict) or (own := _object(kinds, value)) is None:
-        return value
-    known = {field.alias or name: field.annotation for name, field in own.model_fields.items()}
-    named = {name: f"{where}.{name}".removeprefix(".") for name in value}
-    ignored += [path for name, path in named.items() if name not in known]
-    return {n: _without_unknown(known[n], value[n], path, ignored) for n, path in named.items() if n in known}
-
-
-def _objects(kind: Any) -> list[type[Strict]]:
-    """The classes of the objects that a type contains."""
-    if isinstance(kind, type) and issubclass(kind, Strict):
-        return [kind]
-    return [one for part in get_args(kind) for one in _objects(part)]
-
-
-def _object(kinds: list[type[Strict]], value: dict[str, Any]) -> type[Strict] | None:
-    """The class of an object; if there are several, the one for its `type`."""
-    if len(kinds) == 1:
-        return kinds[0]
-    types = [(one, one.model_fields["type"]) for one in kinds]
-    return next((one for one, field in types if value.get("type", field.default) in get_args(field.annotation)), None)
+def ignored_fields(request: Any, sent: Any, where: str = "") -> Iterator[str]:
+    """The names of the fields of a body that its request does not have, such as those of other programs' servers."""
+    if isinstance(request, list):
+        for at, part in enumerate(request):
+            if isinstance(part, Strict):
+                yield from ignored_fields(part, sent[at], f"{where}[{at}]")
+    elif isinstance(request, Strict):
+        known = {field.alias or name: name for name, field in type(request).model_fields.items()}
+        paths = {name: f"{where}.{name}".removeprefix(".") for name in sent}
+        yield from (path for name, path in paths.items() if name not in known)
+        for name in filter(known.get, sent):
+            yield from ignored_fields(getattr(request, known[name]), sent[name], paths[name])
 
 
 def _refusal(error: ValidationError, kind: type[Strict], body: Any) -> ApiError:
@@ -363,8 +343,6 @@ def _refusal(error: ValidationError, kind: type[Strict], body: Any) -> ApiError:
     at = max(range(len(errors)), key=lambda at: (long[at], len(paths[at]), errors[at]["loc"][:-1] not in others))
     first = errors[at]
     param = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in paths[at]).removeprefix(".")
-    if first["type"] == "extra_forbidden":
-        return ApiError(f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
     if first["type"] == "missing":
         return ApiError(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
     where = f"for '{param}'" if param else "in the body"
