@@ -8,7 +8,7 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
@@ -23,6 +23,9 @@ from quern.text.tokenizer import Tokenizer
 encode = json.JSONEncoder(allow_nan=False).encode
 UNKNOWN = float("inf")
 """Stands for the log-probability of a token with nothing before it."""
+Front = tuple[str, Sequence[Token]]
+"""The text that a choice begins with, such as an echoed prompt, and its scored tokens."""
+NO_FRONT: Front = ("", ())
 Piece = tuple[int, Delta | None, list[Token]]
 """A new piece of a choice: its index, the text or None for the end, and the tokens that begin in it."""
 
@@ -53,23 +56,27 @@ class EventStream(StreamingResponse):
 class Choice:
     """One reply in the making. calls: tool parts are calls of the caller's tools, which are told complete."""
 
-    def __init__(self, calls: bool) -> None:
+    def __init__(self, calls: bool, front: Front = NO_FRONT) -> None:
         self._calls = calls
-        self.tokens: list[Token] = []
+        self.front, self.tokens = front[0], list(front[1])
         self.completion: Completion | None = None
         self.kinds: list[str] = []  # of the parts that a chat's stream has told
         self._waiting: list[Token] = []  # their text is still to come
-        self._written = 0  # characters of text
+        self._written = len(self.front)  # characters of text
 
     @property
     def text(self) -> str:
-        return "" if self.completion is None else self.completion.text
+        return self.front + ("" if self.completion is None else self.completion.text)
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.completion and self.completion.finish_reason
 
     def take(self, value: Delta | Token | Completion) -> tuple[Delta | None, list[Token]] | None:
         """Takes an event; returns the piece that it adds, if it adds one, and the tokens that begin in it."""
         if isinstance(value, Token):
             if value.start is not None:
-                self._waiting.append(value)
+                self._waiting.append(value._replace(start=len(self.front) + value.start))
             return None
         if isinstance(value, Completion):
             if value.finish_reason == "error":
@@ -86,7 +93,7 @@ class Choice:
     @cached_property
     def called(self) -> list[dict[str, Any]]:
         """The finished reply's call of one of the caller's tools, if it ends with one."""
-        if self.completion is None or self.completion.finish_reason != "tool_calls":
+        if self.completion is None or self.finish_reason != "tool_calls":
             return []
         call = self.completion.parts[-1]["text"]  # {"name":"…","arguments":{…}}: numbers stay as the model wrote them
         name, _, arguments = call.removeprefix('{"name":"').removesuffix("}").partition('","arguments":')
@@ -100,7 +107,10 @@ class Choice:
 
 
 class Answer(ABC):
-    """The response to one request: subclasses say how its choices look. samples: choices of each prompt."""
+    """The response to one request: subclasses say how its choices look.
+
+    samples: choices of each prompt; fronts: the `front` of the choices of each prompt.
+    """
 
     whole_kind = chunk_kind = prefix = ""
 
@@ -113,27 +123,28 @@ class Answer(ABC):
         samples: int,
         logprobs: bool,
         calls: bool = False,
+        fronts: Sequence[Front] | None = None,
     ) -> None:
         self.job, self.tokenizer, self.model, self.logprobs = job, tokenizer, model, logprobs
         self.prompts, self.samples = prompts, samples
-        self.choices = [Choice(calls) for _ in range(len(prompts) * samples)]
+        self.choices = [Choice(calls, front) for front in fronts or [NO_FRONT] * len(prompts) for _ in range(samples)]
         self._identifier, self.created = f"{self.prefix}{uuid.uuid4().hex}", int(time.time())
 
     @abstractmethod
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """The chunk before a choice's first piece, if there is one."""
+    def opening(self, choice: Choice) -> dict[str, Any] | None:
+        """The content of the chunk before a choice's first piece, if there is one."""
 
     @abstractmethod
-    def piece(self, index: int, delta: Delta | None) -> dict[str, Any]:
+    def piece(self, choice: Choice, delta: Delta | None) -> dict[str, Any]:
         """The content of a chunk that adds a piece, or ends a choice."""
 
     @abstractmethod
-    def content(self, index: int, completion: Completion) -> dict[str, Any]:
+    def content(self, choice: Choice) -> dict[str, Any]:
         """The content of a finished choice."""
 
     @abstractmethod
-    def told(self, index: int, tokens: Sequence[Token], from_start: bool) -> Any:
-        """The log-probabilities of tokens. from_start: whether they are the first ones of their choice."""
+    def told(self, tokens: Sequence[Token]) -> Any:
+        """The log-probabilities of tokens."""
 
     def take(self, events: Sequence[Event]) -> list[Piece]:
         """Takes events; returns what they add. Neighbouring pieces of one kind become one."""
@@ -172,37 +183,36 @@ class Answer(ABC):
     def _finished(self, index: int) -> str:
         """A choice of the complete response as JSON."""
         choice = self.choices[index]
-        assert choice.completion is not None
-        told = self.told(index, choice.tokens, True) if self.logprobs else None
-        return encode(_choice(index, self.content(index, choice.completion), told, choice.completion.finish_reason))
+        told = self.told(choice.tokens) if self.logprobs else None
+        return encode(_choice(index, self.content(choice), told, choice.finish_reason))
 
     async def stream(self, include_usage: bool) -> AsyncIterator[str]:
         """The events of a stream; it always ends with [DONE], after an error event if the job failed."""
         usage = {"usage": None} if include_usage else {}
         head = encode(self._head(self.chunk_kind) | usage)[:-1]  # the chunks of a stream differ in their choice alone
 
-        def chunk(choice: dict[str, Any]) -> str:
-            return f'data: {head}, "choices": [{encode(choice)}]}}\n\n'
+        def chunk(index: int, content: dict[str, Any], tokens: Sequence[Token], finish_reason: str | None) -> str:
+            told = self.told(tokens) if self.logprobs and tokens else None
+            return f'data: {head}, "choices": [{encode(_choice(index, content, told, finish_reason))}]}}\n\n'
 
         try:
-            for index in range(len(self.choices)):
-                begin = partial(self.opening, index)
-                if (first := await self.job.worker.call(begin) if self.logprobs else begin()) is not None:
-                    yield chunk(first)
+            for index, choice in enumerate(self.choices):
+                if (content := self.opening(choice)) is not None:
+                    begin = partial(chunk, index, content, choice.tokens, None)
+                    yield await self.job.worker.call(begin) if self.logprobs else begin()
             async for events in self.job.batches():
-                if written := "".join(map(chunk, self._chunks(self.take(events)))):
+                written = ""
+                for index, delta, tokens in self.take(events):
+                    choice = self.choices[index]
+                    ended = choice.finish_reason if delta is None else None
+                    written += chunk(index, self.piece(choice, delta), tokens, ended)
+                if written:
                     yield written
             if include_usage:
                 yield server_sent({**self._head(self.chunk_kind), "choices": [], "usage": self.usage()})
         except Exception as error:
             yield server_sent(as_api_error(error).body)
         yield "data: [DONE]\n\n"
-
-    def _chunks(self, pieces: Sequence[Piece]) -> Iterator[dict[str, Any]]:
-        for index, delta, tokens in pieces:
-            told = self.told(index, tokens, False) if self.logprobs and tokens else None
-            completion = self.choices[index].completion if delta is None else None
-            yield _choice(index, self.piece(index, delta), told, completion and completion.finish_reason)
 
     def usage(self) -> dict[str, Any]:
         """Tokens of the prompts, each counted once, and of all replies together."""
@@ -225,14 +235,14 @@ class Chat(Answer):
 
     whole_kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def opening(self, index: int) -> dict[str, Any]:
-        return _choice(index, {"delta": {"role": "assistant", "content": ""}})
+    def opening(self, choice: Choice) -> dict[str, Any]:
+        return {"delta": {"role": "assistant", "content": ""}}
 
-    def piece(self, index: int, delta: Delta | None) -> dict[str, Any]:
+    def piece(self, choice: Choice, delta: Delta | None) -> dict[str, Any]:
         if delta is None:
-            called = [{"index": number, **call} for number, call in enumerate(self.choices[index].called)]
+            called = [{"index": number, **call} for number, call in enumerate(choice.called)]
             return {"delta": {"tool_calls": called} if called else {}}
-        kinds = self.choices[index].kinds
+        kinds = choice.kinds
         if kinds[-1:] != [delta.kind]:
             kinds.append(delta.kind)
         if delta.kind == "text":
@@ -240,53 +250,42 @@ class Chat(Answer):
         number = len(kinds) - kinds.count("text") - 1  # as of calls: OpenAI's clients join the pieces of one number
         return {"delta": {"parts": [{"index": number, "type": delta.kind, "text": delta.text}]}}
 
-    def content(self, index: int, completion: Completion) -> dict[str, Any]:
+    def content(self, choice: Choice) -> dict[str, Any]:
         """The message; it has `parts` only if the calculator was called."""
-        message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
-        if called := self.choices[index].called:
-            message |= {"content": completion.text or None, "tool_calls": called}
-        elif any(part["type"] != "text" for part in completion.parts):
-            message["parts"] = completion.parts
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.called:
+            message |= {"content": choice.text or None, "tool_calls": choice.called}
+        elif choice.completion is not None and any(part["type"] != "text" for part in choice.completion.parts):
+            message["parts"] = choice.completion.parts
         return {"message": message}
 
-    def told(self, index: int, tokens: Sequence[Token], from_start: bool) -> dict[str, Any]:
+    def told(self, tokens: Sequence[Token]) -> dict[str, Any]:
         return {"content": _content(self.tokenizer, tokens), "refusal": None}
 
 
 class Text(Answer):
-    """`/v1/completions`. echo: for each prompt, the text in front of its completion and its scored tokens."""
+    """`/v1/completions`."""
 
     whole_kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
 
-    def __init__(self, *given: Any, echo: Sequence[tuple[str, Sequence[Token]]] | None) -> None:
-        super().__init__(*given)
-        self._echo = echo
+    def opening(self, choice: Choice) -> dict[str, Any] | None:
+        return {"text": choice.front} if choice.front else None
 
-    def _front(self, index: int) -> tuple[str, Sequence[Token]]:
-        return ("", []) if self._echo is None else self._echo[index // self.samples]
-
-    def opening(self, index: int) -> dict[str, Any] | None:
-        if self._echo is None:
-            return None
-        return _choice(index, {"text": self._front(index)[0]}, self.told(index, [], True) if self.logprobs else None)
-
-    def piece(self, index: int, delta: Delta | None) -> dict[str, Any]:
+    def piece(self, choice: Choice, delta: Delta | None) -> dict[str, Any]:
         return {"text": "" if delta is None else delta.text}
 
-    def content(self, index: int, completion: Completion) -> dict[str, Any]:
-        return {"text": self._front(index)[0] + completion.text}
+    def content(self, choice: Choice) -> dict[str, Any]:
+        return {"text": choice.text}
 
-    def told(self, index: int, tokens: Sequence[Token], from_start: bool) -> dict[str, Any]:
-        front, echoed = self._front(index)
-        told = [*echoed, *tokens] if from_start else list(tokens)
-        own = len(told) - len(tokens)  # the echoed ones come first; the others stand after the prompt's text
-        top = [{_spelled(self.tokenizer, id): value for id, value in reversed(token.top)} for token in told]
+    def told(self, tokens: Sequence[Token]) -> dict[str, Any]:
         return {
-            "tokens": [_spelled(self.tokenizer, token.id) for token in told],
-            "token_logprobs": [None if token.logprob == UNKNOWN else token.logprob for token in told],
-            "top_logprobs": [one or None for one in top],
-            "text_offset": [(token.start or 0) + len(front) * (at >= own) for at, token in enumerate(told)],
-            "content": _content(self.tokenizer, told),  # as in a chat: OpenAI's shape has neither ids nor bytes
+            "tokens": [_spelled(self.tokenizer, token.id) for token in tokens],
+            "token_logprobs": [None if token.logprob == UNKNOWN else token.logprob for token in tokens],
+            "top_logprobs": [
+                {_spelled(self.tokenizer, id): value for id, value in reversed(token.top)} or None for token in tokens
+            ],
+            "text_offset": [token.start for token in tokens],
+            "content": _content(self.tokenizer, tokens),  # as in a chat: OpenAI's shape has neither ids nor bytes
         }
 
 

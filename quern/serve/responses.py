@@ -231,8 +231,7 @@ class Responses:
 
     @property
     def _status(self) -> str:
-        completion = self._answer.choices[0].completion
-        return "incomplete" if completion is not None and completion.finish_reason == "length" else "completed"
+        return "incomplete" if self._answer.choices[0].finish_reason == "length" else "completed"
 
     def _finished(self) -> list[dict[str, Any]]:
         choice = self._answer.choices[0]

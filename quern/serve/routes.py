@@ -231,10 +231,9 @@ async def read_aside(read: Callable[[Engine, Any], Any], http: Request, model: W
 async def completions(http: Request, request: CompletionRequest, model: Worker) -> Response:
     """Continues a text, a list of texts, or token ids."""
     prompts, options = await read_aside(read_texts, http, model, request)
-    samples, logprobs, echo = options["samples"], options["logprobs"], None
-    if request.echo:
-        both = zip(prompts, request.prompts(), strict=True)
-        echo = [await _echo(model, ids, logprobs, own != ids) for ids, own in both]
+    samples, logprobs = options["samples"], options["logprobs"]
+    both = zip(prompts, request.prompts(), strict=True)
+    echo = [await _echo(model, ids, logprobs, own != ids) for ids, own in both] if request.echo else None
 
     def begin() -> Generation:
         if options["max_tokens"]:
@@ -246,7 +245,7 @@ async def completions(http: Request, request: CompletionRequest, model: Worker) 
         return done
 
     job = model.submit(begin, len(prompts) * samples)
-    answer = Text(job, model.tokenizer, model.name, prompts, samples, logprobs is not False, echo=echo)
+    answer = Text(job, model.tokenizer, model.name, prompts, samples, logprobs is not False, fronts=echo)
     return await respond(http, answer, answer.stream(request.include_usage) if request.stream else None)
 
 
