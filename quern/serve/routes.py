@@ -101,15 +101,6 @@ def page_paths() -> dict[str, Path]:
     return {named.get(file.name, f"/{file.relative_to(WEB).as_posix()}"): file for file in files}
 
 
-def page() -> dict[str, Response]:
-    """The files of the page, at their paths."""
-    answers = dict[str, Response]()
-    for path, file in page_paths().items():
-        kind, headers = MEDIA_TYPES[file.suffix], {"cache-control": "no-cache"}
-        answers[path] = Response(file.read_bytes(), media_type=kind, headers=headers)
-    return answers
-
-
 def routes(models: Models) -> list[Route]:
     """Every path: those of the API, and each file of the page. The application's state has the `Welcome`."""
     posts: dict[str, tuple[type[Strict], Callable[..., Awaitable[Response]]]] = {
@@ -154,7 +145,11 @@ def routes(models: Models) -> list[Route]:
         "/v1/models/{model:path}": one_model,
         "/openapi.json": published,
     }
-    return [Route(path, route, methods=["GET"]) for path, route in {**gets, "/welcome": begin, **page()}.items()] + [
+    page = {
+        path: Response(file.read_bytes(), headers={"cache-control": "no-cache"}, media_type=MEDIA_TYPES[file.suffix])
+        for path, file in page_paths().items()
+    }
+    return [Route(path, route, methods=["GET"]) for path, route in {**gets, "/welcome": begin, **page}.items()] + [
         Route(path, _post(models, *both), methods=["POST"]) for path, both in posts.items()
     ]
 

@@ -16,9 +16,8 @@ import signal
 import socket
 import ssl
 import sys
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -220,28 +219,16 @@ def serve(app: Starlette, listeners: Sequence[socket.socket], trusted: Sequence[
     after the normal end.
     """
     prepare_process()
-    config = configure(app, trusted, tls, timeout_graceful_shutdown=DRAIN_SECONDS)
-    server, engines = uvicorn.Server(config), app.state.models
-
-    failed: list[Exception] = []
-
-    def answer() -> None:
-        try:
-            server.run(sockets=list(listeners))
-        except Exception as error:
-            failed.append(error)
-        finally:
-            engines.end()
-
-    thread = threading.Thread(target=answer, name="quern-http")
-    with ended_by_signals(server.handle_exit):
+    server = uvicorn.Server(configure(app, trusted, tls, timeout_graceful_shutdown=DRAIN_SECONDS))
+    engines = app.state.models
+    with ended_by_signals(server.handle_exit), ThreadPoolExecutor(1, "quern-http") as threads:
         engines.elsewhere = True
-        thread.start()
+        answering = threads.submit(server.run, sockets=list(listeners))
+        answering.add_done_callback(lambda _: engines.end())
         engines.run()
-        while thread.is_alive():
-            thread.join(IDLE_SECONDS)
-    if failed:
-        raise failed[0]
+        while not answering.done():
+            wait([answering], IDLE_SECONDS)
+    answering.result()
 
 
 def prepare_process() -> None:
