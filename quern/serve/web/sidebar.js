@@ -107,7 +107,7 @@ export class Sidebar {
       maxlength: 200,
       onblur: () => done(true),
       onkeydown: (event) => {
-        if (event.key === "Enter") done(true);
+        if (event.key === "Enter") { event.preventDefault(); done(true); } // else the button that gets the focus is pressed
         if (event.key === "Escape") { event.stopPropagation(); done(false); }
       },
     });
