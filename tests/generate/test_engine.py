@@ -14,35 +14,23 @@ from quern.generate.engine import Engine
 from quern.generate.sampling import GREEDY, Sampling
 from quern.kernels.attention.attend import attend_plain, attend_sdpa
 from quern.kernels.attention.autotune import Backend
-from quern.model.context import CausalContext
 from tests.support.toy_engine import CPU, toy_engine, toy_model, toy_tokenizer
 
 TOKENIZER = toy_tokenizer()
 BOS = TOKENIZER.bos
 
 
-class Scripted(torch.nn.Module):
-    """Wraps a toy model so that greedy decoding spells a script: after token a comes script[a]."""
+def scripted(follows: dict[int, int]) -> Any:
+    """A toy model with which greedy decoding spells a script: after token a comes follows[a]."""
+    model = toy_model(context=64, vocab_size=TOKENIZER.vocab_size)
 
-    def __init__(self, follows: dict[int, int]):
-        super().__init__()
-        self.inner = toy_model(context=64, vocab_size=TOKENIZER.vocab_size)
-        self.follows = follows
+    def spell(_: torch.nn.Module, given: tuple[torch.Tensor, Any], x_BTD: torch.Tensor) -> torch.Tensor:
+        nexts = torch.tensor([follows.get(int(token), 0) for token in given[0].flatten()]).view(given[0].shape)
+        return nexts[..., None].float().expand_as(x_BTD)
 
-    def __getattr__(self, name: str):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
-
-    def forward(self, tokens_BT: torch.Tensor, context: CausalContext) -> torch.Tensor:
-        self.inner(tokens_BT, context)  # keeps the cache in step
-        nexts = torch.tensor([self.follows.get(int(t), 0) for t in tokens_BT.flatten()]).view(tokens_BT.shape)
-        width = self.inner.embedding.weight.size(1)
-        return nexts[..., None].float().expand(*nexts.shape, width)
-
-    def logits(self, x_BD: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.one_hot(x_BD[..., 0].long(), TOKENIZER.vocab_size).float()
+    model.register_forward_hook(spell)
+    model.logits = lambda x_BD: torch.nn.functional.one_hot(x_BD[..., 0].long(), TOKENIZER.vocab_size).float()
+    return model
 
 
 def test_a_reply_ends_at_max_tokens_or_where_the_context_ends() -> None:
@@ -107,7 +95,7 @@ def test_tools_run_inside_a_batch_and_their_answers_are_forced() -> None:
     out, done = TOKENIZER.special("<|output_end|>"), TOKENIZER.special("<|assistant_end|>")
     [one, plus, two, c, q, a] = [ord(letter) for letter in "1+2cqa"]
     script = {c: start, start: one, one: plus, plus: two, two: end, end: 99, out: q, q: done, a: a}
-    engine = Engine(Scripted(script), TOKENIZER, CPU)  # type: ignore[arg-type]
+    engine = Engine(scripted(script), TOKENIZER, CPU)
     prompts = [[BOS, a], [BOS, BOS, BOS, c], [BOS, a]]
     [[first], [called], [last]] = engine.generate(prompts, max_tokens=15, sampling=GREEDY)
     assert called.parts == [

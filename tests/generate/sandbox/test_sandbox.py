@@ -11,7 +11,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -26,14 +26,19 @@ SHORT = Limits(seconds=5, cpu_seconds=1, memory_megabytes=256, file_megabytes=4)
 HONEST = Program("def answer():\n    print('counted')\n    return 42", CHECK)
 
 
-@pytest.fixture(scope="module", params=list(pool.TIERS))
-def tier(request: pytest.FixtureRequest) -> str:
+def opened(*given: Any, **how: Any) -> Sandbox:
+    """A sandbox; skips the test where this machine has none."""
     try:
-        Sandbox(1, tier=request.param).close()
+        return Sandbox(*given, **how)
     except SandboxError as error:
         if "not confined" in str(error):  # it is not missing but broken
             raise
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module", params=list(pool.TIERS))
+def tier(request: pytest.FixtureRequest) -> str:
+    opened(1, tier=request.param).close()
     return request.param
 
 
@@ -255,11 +260,7 @@ def test_the_canonical_solutions_of_humaneval_pass_and_empty_ones_do_not(share: 
     ]
     right = [row["prompt"] + row["canonical_solution"] for row in rows]
     empty = [row["prompt"] + "    return None\n" for row in rows[::4]]
-    try:
-        made = Sandbox()
-    except SandboxError as error:
-        pytest.skip(str(error))
-    with made:
+    with opened() as made:
         assert [o for o in made.run(map(Program, right, checks)) if not o.passed] == [] and len(rows) >= 41
         assert [o for o in made.run(map(Program, empty, checks[::4])) if o.passed] == []
 
