@@ -319,8 +319,6 @@ class PrefixCache:
         self._max_bytes = max_bytes
         self._prefixes: OrderedDict[bytes, Prefix] = OrderedDict()  # by their tokens
         self.bytes = 0
-        self.counts = {"queried": 0, "hit": 0}
-        """Tokens of the prompts that the engine has read, and those of them that it has found here."""
 
     def __len__(self) -> int:
         return len(self._prefixes)

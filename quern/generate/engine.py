@@ -273,12 +273,9 @@ class Engine:
                     break
                 wave.append(Entry([], len(wave), prefix, start))
                 if self.prefixes is not None:
-                    self.prefixes.counts["queried"] += len(row.tokens)
-                    self.prefixes.counts["hit"] += start
                     wave[-1].cut = self.prefixes.branch(row.tokens, start)
-                if row.prompt == 0:
-                    row.generation.cached_tokens = start
                 widest = wider
+            row.reply.cached_tokens = wave[-1].read
             wave[-1].rows.append(self.waiting.popleft())
             seats[row.generation] += 1
             free -= 1

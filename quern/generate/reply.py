@@ -65,6 +65,8 @@ class Completion:
     """The log of each token's probability at temperature 1; empty unless asked for."""
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     """The likeliest tokens in the place of each token, with theirs."""
+    cached_tokens: int = field(default=0, compare=False)
+    """Prompt tokens that were not read again; the reply does not depend on it."""
 
 
 class Event(NamedTuple):
@@ -85,8 +87,6 @@ class Generation:
         self.events: deque[Event] = deque()
         self.unfinished = rows
         self.cancelled = False
-        self.cached_tokens = 0
-        """Prompt tokens that were not read again, of the first prompt."""
 
     def cancel(self) -> None:
         """The rows leave at the next step, without further events."""
@@ -117,7 +117,7 @@ class Reply:
         self.top_logprobs: list[list[tuple[int, float]]] = []
         self.finish_reason: FinishReason | None = None
         self._tokenizer = tokenizer
-        self.prompt_tokens = prompt_tokens
+        self.prompt_tokens, self.cached_tokens = prompt_tokens, 0
         self.max_tokens = max_tokens
         self._stop = tuple(stop)
         self._specials = set(tokenizer.special_ids.values())
@@ -199,7 +199,7 @@ class Reply:
         """The finished reply."""
         assert self.finish_reason is not None
         text = "".join(part["text"] for part in self._parts if part["type"] == "text")
-        told = self.sampled, self.logprobs, self.top_logprobs
+        told = self.sampled, self.logprobs, self.top_logprobs, self.cached_tokens
         return Completion(self.ids, text, self.finish_reason, self._parts, self.prompt_tokens, *told)
 
     def _add(self, text: str) -> list[Delta]:

@@ -215,15 +215,15 @@ class Answer(ABC):
         yield "data: [DONE]\n\n"
 
     def usage(self) -> dict[str, Any]:
-        """Tokens of the prompts, each counted once, and of all replies together."""
-        generation = self.job.generation
+        """Tokens of the prompts, each counted once, and of all replies together; cached tokens of the first prompt."""
         read = sum(len(prompt) for prompt in self.prompts)
-        written = sum(len(choice.completion.ids) for choice in self.choices if choice.completion is not None)
+        done = [choice.completion for choice in self.choices if choice.completion is not None]
+        written = sum(len(completion.ids) for completion in done)
         return {
             "prompt_tokens": read,
             "completion_tokens": written,
             "total_tokens": read + written,
-            "prompt_tokens_details": {"cached_tokens": 0 if generation is None else generation.cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": done[0].cached_tokens},
         }
 
     def _head(self, kind: str) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from io import FileIO
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily
 
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Event
@@ -25,8 +24,6 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(self)
-        self.prefixes: dict[str, dict[str, int]] = {}
 
         def made(kind: type[Kind], name: str, text: str, *labels: str, **more: Any) -> Kind:
             return kind(f"quern:{name}", text, ("model_name", *labels), registry=self.registry, **more)
@@ -37,28 +34,20 @@ class Metrics:
         self.usage = made(Gauge, "kv_cache_usage_perc", "Share of the seats that are taken.")
         self.prompt = made(Counter, "prompt_tokens", "Prompt tokens of finished requests.")
         self.generated = made(Counter, "generation_tokens", "Tokens of finished replies.")
+        self.queries = made(Counter, "prefix_cache_queries", "Prompt tokens looked up.")
+        self.hits = made(Counter, "prefix_cache_hits", "Prompt tokens not read again.")
         self.success = made(Counter, "request_success", "Finished replies.", "finished_reason")
         self.first = seconds("time_to_first_token_seconds", "From the request to its first piece.")
         self.between = seconds("inter_token_latency_seconds", "From a piece of a reply to the next.")
         self.whole = seconds("e2e_request_latency_seconds", "From the request to its end.")
 
     def watch(self, name: str, engine: Engine, waiting: Callable[[], int]) -> None:
-        """Shows the load of a model's engine and worker from now on."""
+        """Shows the load of a model's engine and worker from now on, and its counters, which may be 0."""
+        for counter in (self.prompt, self.generated, self.queries, self.hits, self.first, self.between, self.whole):
+            counter.labels(name)
         self.running.labels(name).set_function(lambda: engine.running)
         self.waiting.labels(name).set_function(waiting)
         self.usage.labels(name).set_function(lambda: engine.running / engine.max_rows)
-        counts = self.prefixes.setdefault(name, {"queried": 0, "hit": 0})
-        if engine.prefixes is not None:
-            engine.prefixes.counts = counts
-
-    def collect(self) -> list[CounterMetricFamily]:
-        """The counters of the prefix caches, which count themselves; those of one name share their counts."""
-        queries = CounterMetricFamily("quern:prefix_cache_queries", "Prompt tokens looked up.", labels=["model_name"])
-        hits = CounterMetricFamily("quern:prefix_cache_hits", "Prompt tokens not read again.", labels=["model_name"])
-        for name, counts in self.prefixes.items():
-            queries.add_metric([name], counts["queried"])
-            hits.add_metric([name], counts["hit"])
-        return [queries, hits]
 
     def observe(self, name: str, events: Sequence[Event], seconds: float, first: bool) -> None:
         """Counts what a request to a model produced in one step, so long after its last piece, or its arrival."""
@@ -69,6 +58,8 @@ class Metrics:
                 self.success.labels(name, event.value.finish_reason).inc()
                 if event.sample == 0:
                     self.prompt.labels(name).inc(event.value.prompt_tokens)
+                    self.queries.labels(name).inc(event.value.prompt_tokens)
+                    self.hits.labels(name).inc(event.value.cached_tokens)
 
     def finish(self, name: str, seconds: float, cancelled: bool) -> None:
         """Counts a request that has ended or was cancelled, so long after its arrival."""

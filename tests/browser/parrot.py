@@ -37,7 +37,6 @@ class Parrot(Engine):
         self.asked.append(([list(prompt) for prompt in prompts], arguments))
         self._refuse(prompts, 1, 1, [])
         self.open, self.coming = Generation(1), []
-        self.open.cached_tokens = self.cached
         logprobs, start, ids = arguments.get("logprobs", False), 0, []
         decoder = codecs.getincrementaldecoder("utf-8")()
         for piece in self.script:
@@ -56,7 +55,8 @@ class Parrot(Engine):
         parts: list[Any] = []
         for kind, pieces in groupby(self.script, key=lambda piece: piece.kind):
             parts.append({"type": kind, "text": "".join(piece.text for piece in pieces)})
-        self.coming.append(Completion([*ids, 1], text, self.reason, parts, len(prompts[0])))
+        done = Completion([*ids, 1], text, self.reason, parts, len(prompts[0]), cached_tokens=self.cached)
+        self.coming.append(done)
         return self.open
 
     def step(self, prefill_tokens: int | None = None) -> None:

@@ -103,22 +103,18 @@ def test_a_client_gains_requests_as_time_passes() -> None:
 
 def test_what_is_loaded_is_not_searched_for_garbage_and_a_replaced_model_is_freed() -> None:
     """Searching the whole heap stops all streams for some 0.2 s."""
-    engine, prompt = toy_engine(context=256, prefix_megabytes=1), [0] * 20
+    engine = toy_engine(context=256, prefix_megabytes=1)
     old = weakref.ref(engine)
     models = Models({"toy": engine}, Limits())
     interval = sys.getswitchinterval()
     try:
         prepare_process()
         assert gc.get_freeze_count() > 0.9 * len(gc.get_objects(2)) and gc.get_freeze_count() > 10_000
-        engine.generate([prompt], max_tokens=1)
+        engine.generate([[0] * 20], max_tokens=1)
         del engine
         models.start()
-        newer = toy_engine(context=256, seed=1, prefix_megabytes=1)
-        asyncio.run(models.replace("toy", newer))
+        asyncio.run(models.replace("toy", toy_engine(context=256, seed=1, prefix_megabytes=1)))
         assert old() is None and gc.get_freeze_count() > 10_000
-        newer.generate([prompt], max_tokens=1)
-        [queries, hits] = models.metrics.collect()
-        assert (queries.samples[0].value, hits.samples[0].value) == (2 * len(prompt), 0), "counters never fall"
     finally:
         models.stop()
         gc.unfreeze()
