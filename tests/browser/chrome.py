@@ -22,6 +22,11 @@ FLAGS = (
     "--disable-background-networking --disable-component-update --disable-dev-shm-usage "
     "--hide-scrollbars --remote-debugging-pipe"
 ).split()
+CODES = {
+    **{"Tab": 9, "Enter": 13, "Escape": 27, "Home": 36, "+": 187, "/": 191},
+    **{"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40},
+}
+"""Windows' codes of keys that are no letter or digit."""
 # The browser reads commands from descriptor 3 and writes to 4; this puts the pipe's ends there.
 LAUNCH = (
     "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
@@ -126,11 +131,13 @@ class Chrome:
         """Types into whatever has the focus, as a keyboard would."""
         self.send("Input.insertText", text=text)
 
-    def press_enter(self) -> None:
-        for kind in ("keyDown", "keyUp"):
-            self.send(
-                "Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13, text="\r"
-            )
+    def press(self, key: str, times: int = 1, *, ctrl: bool = False, shift: bool = False) -> None:
+        """Presses a key, which types its text unless Ctrl is held."""
+        text = "\r" if key == "Enter" else key if len(key) == 1 and not ctrl else ""
+        code, held = CODES.get(key, ord(key[0].upper())), 2 * ctrl + 8 * shift
+        for kind in ("keyDown", "keyUp") * times:
+            event = {"type": kind, "key": key, "text": text, "windowsVirtualKeyCode": code, "modifiers": held}
+            self.send("Input.dispatchKeyEvent", **event)
 
     def screenshot(self, path: Path, *, width: int = 900, height: int = 700, dark: bool = False) -> None:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}

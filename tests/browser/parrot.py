@@ -3,13 +3,17 @@
 import codecs
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Delta, Event, Generation, Token
+from quern.serve.server import create_app
 from quern.text.tokenizer import Tokenizer
 from tests.browser.chrome import Chrome
+from tests.support.http_server import running
 from tests.support.toy_engine import toy_engine
 
 READY = "document.body.dataset.ready !== undefined && document.getElementById('model').value !== ''"
@@ -72,9 +76,12 @@ class Parrot(Engine):
             self.open.unfinished = 0
         self.open.events.append(Event(0, 0, value))
 
-    def will_say(self, *pieces: Delta | str, seconds: float = 0.0, reason: str = "stop") -> None:
+    def will_say(
+        self, *pieces: Delta | str, seconds: float = 0.0, reason: str = "stop", failure: BaseException | None = None
+    ) -> None:
+        """Sets the script; a failure ends it."""
         self.script = [Delta("text", piece) if isinstance(piece, str) else piece for piece in pieces]
-        self.seconds, self.failure, self.reason, self.cached = seconds, None, reason, 0
+        self.seconds, self.failure, self.reason, self.cached = seconds, failure, reason, 0
         self.said, self.asked, self.coming = 0, [], []
 
 
@@ -92,10 +99,11 @@ def make_parrot(context: int = 512) -> Parrot:
 
 
 class Page:
-    """The chat page in the browser. engine: what the server behind it says."""
+    """The chat page in the browser. engine: the server's, which says what it is told to."""
 
     def __init__(self, chrome: Chrome, url: str, engine: Parrot) -> None:
         self.chrome, self.url, self.engine = chrome, url, engine
+        self.run, self.wait, self.press = chrome.run, chrome.wait, chrome.press
 
     def open(self, *, fresh: bool = True) -> None:
         """Loads the page. fresh: on a wide window, with nothing kept from before."""
@@ -107,11 +115,10 @@ class Page:
         self.chrome.open(self.url)
         self.chrome.wait(READY)
 
-    def run(self, script: str) -> Any:
-        return self.chrome.run(script)
-
-    def wait(self, condition: str) -> None:
-        self.chrome.wait(condition)
+    def reopen(self) -> None:
+        """Loads the page again, and opens the newest conversation."""
+        self.open(fresh=False)
+        self.click("#conversations .open")
 
     def click(self, selector: str, index: int = 0) -> None:
         self.wait(f"document.querySelectorAll({json.dumps(selector)}).length > {index}")
@@ -138,7 +145,7 @@ class Page:
 
     def send(self, text: str) -> None:
         self.type("#input", text)
-        self.chrome.press_enter()
+        self.press("Enter")
 
     def ask(self, text: str) -> None:
         """Sends a message and waits for the end of the reply."""
@@ -148,13 +155,17 @@ class Page:
         asked = f"[...document.querySelectorAll('.user')].at(-1)?.textContent.includes({json.dumps(text)})"
         self.wait(f"{asked} && {last}.classList.contains('assistant') && {DONE}")
 
-    def press(self, key: str, *, ctrl: bool = False, shift: bool = False) -> None:
-        codes = {"Escape": 27, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "ArrowLeft": 37, "Enter": 13, "Tab": 9}
-        held = 2 * ctrl + 8 * shift
-        for kind in ("rawKeyDown", "keyUp"):
-            code = codes.get(key, ord(key[0].upper()))
-            self.chrome.send("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, modifiers=held)
-
     def said(self) -> list[str]:
         """The text of the messages that are shown."""
         return [text.strip() for text in self.texts(".message .body")]
+
+
+@contextmanager
+def visiting(browser: Chrome, engines: dict[str, Engine], **app: Any) -> Iterator[Page]:
+    """The page of a server with these engines, as at a first visit. Its console has no errors afterwards."""
+    with running(create_app(engines, **app)) as url:
+        page = Page(browser, url, cast(Parrot, next(iter(engines.values()))))
+        page.open()
+        yield page
+        browser.open("about:blank")
+    assert browser.problems == []

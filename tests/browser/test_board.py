@@ -22,7 +22,6 @@ from tests.browser.chrome import Chrome
 ROOT = Path(__file__).resolve().parents[2]
 BITS = "Validation, bits per byte"
 PAYLOAD = "<img src=x onerror='window.pwned=1'>"
-KEYS = {"ArrowRight": 39, "ArrowLeft": 37, "Home": 36, "Tab": 9, " ": 32, "0": 48, "+": 187, "/": 191, "Enter": 13}
 
 
 def write_run(out: Path, name: str, *, seed: int = 0, lr: float = 0.02, steps: int = 400, done: bool = True) -> Path:
@@ -112,13 +111,6 @@ def choose(chrome: Chrome, name: str, value: str) -> None:
         f"(() => {{ const field = document.getElementById('{name}'); field.value = {json.dumps(value)};"
         "field.dispatchEvent(new Event('input', {bubbles: true})); })()"
     )
-
-
-def press(chrome: Chrome, key: str, times: int = 1) -> None:
-    text = {"Enter": "\r", "Tab": ""}.get(key, key if len(key) == 1 else "")
-    for _ in range(times):
-        for kind in ("keyDown", "keyUp"):
-            chrome.send("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=KEYS[key], text=text)
 
 
 def text(chrome: Chrome, selector: str) -> str:
@@ -239,13 +231,13 @@ def test_the_table_sorts_and_two_runs_are_compared(chrome: Chrome, url: str) -> 
 
 def test_the_keyboard_is_enough(chrome: Chrome, url: str) -> None:
     open_board(chrome, url)
-    press(chrome, "/")
+    chrome.press("/")
     assert chrome.run("document.activeElement.id") == "filter"
     chrome.type("s0")
     chrome.wait("document.querySelectorAll('#runs tbody tr').length === 2")
     reached = []
     for _ in range(40):
-        press(chrome, "Tab")
+        chrome.press("Tab")
         reached.append(
             chrome.run(
                 "document.activeElement.id || document.activeElement.ariaLabel || document.activeElement.textContent"
@@ -255,22 +247,22 @@ def test_the_keyboard_is_enough(chrome: Chrome, url: str) -> None:
             break
     order = ["smooth", "logx", "logy", "plot", "Run", "Select lr0.02-s0 pretrain"]
     assert [name for name in reached if name in order] == order, reached
-    press(chrome, " ")
+    chrome.press(" ")
     chrome.wait("document.querySelectorAll('#lines tbody tr').length === 1")
     assert chrome.run("document.activeElement.ariaLabel") == "Select lr0.02-s0 pretrain", "the focus was lost"
     chrome.run("document.getElementById('plot').focus()")
-    press(chrome, "Home")
-    press(chrome, "ArrowRight", 3)
+    chrome.press("Home")
+    chrome.press("ArrowRight", 3)
     chrome.wait("document.getElementById('spoken').textContent.startsWith('At ')")
     assert "lr0.02-s0 pretrain 1." in text(chrome, "#spoken")
     assert text(chrome, "#lines-note").startswith("at ")
     before = pixels(chrome)
-    press(chrome, "+")
+    chrome.press("+")
     assert not chrome.run("document.getElementById('reset').hidden") and pixels(chrome) != before
-    press(chrome, "0")
+    chrome.press("0")
     assert chrome.run("document.getElementById('reset').hidden") and pixels(chrome) == before
     chrome.run("document.querySelector('#values summary').focus()")
-    press(chrome, "Enter")
+    chrome.press("Enter")
     chrome.wait("document.querySelectorAll('#points tbody tr').length === 11")
     assert rows(chrome, "points")[-1] == ["400", "1.1020"]
     # Everything that takes input has a name, and every table a caption.

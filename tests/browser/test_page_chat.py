@@ -14,7 +14,7 @@ from quern.serve.gate import Gate
 from quern.serve.server import LOOPBACK, create_app
 from quern.text.chat import render_prompt
 from tests.browser.chrome import Chrome
-from tests.browser.parrot import DONE, Page, make_parrot
+from tests.browser.parrot import DONE, Page, make_parrot, visiting
 from tests.support.http_server import running
 from tests.support.toy_engine import toy_engine
 
@@ -44,9 +44,7 @@ $$\frac{1}{2} + \sum_{i=1}^{n} x_i$$
 
 def test_a_conversation_with_the_real_engine(browser: Chrome) -> None:
     engine = toy_engine(context=512)
-    with running(create_app({"toy model": engine})) as url:
-        page = Page(browser, url, make_parrot())
-        page.open()
+    with visiting(browser, {"toy model": engine}) as page:
         assert page.texts("#model option") == ["toy model"]
         page.set("temperature", "0")
         page.set("max_tokens", "30")
@@ -119,12 +117,10 @@ def test_a_cut_reply_is_continued_after_its_last_token(page: Page) -> None:
 
 
 def test_a_reply_that_an_error_cut_is_told_to_be_so_and_continued(page: Page) -> None:
-    page.engine.will_say("The miller", seconds=0.06)
-    page.engine.failure = RuntimeError("the server ends")
+    page.engine.will_say("The miller", seconds=0.06, failure=RuntimeError("the server ends"))
     page.send("go")
     page.wait("!document.getElementById('problem').hidden")
-    page.open(fresh=False)
-    page.click("#conversations .open")
+    page.reopen()
     [_, begun] = page.said()
     assert begun.startswith("The") and "stopped" in page.texts(".assistant .stats")[0]
     page.engine.will_say(" grinds")
@@ -180,8 +176,7 @@ def test_markdown_code_tables_and_math(page: Page, pace: float) -> None:
         guarded = ["noopener noreferrer nofollow", "_blank"]
         assert links == [["https://example.org/", *guarded], ["https://example.org/x.png", *guarded]]
         shapes.append(page.run("document.querySelector('.markdown').innerHTML"))
-        page.open(fresh=False)
-        page.click("#conversations .open")
+        page.reopen()
     assert shapes[0] == shapes[1]
     page.chrome.send("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
     page.run("navigator.clipboard.writeText = (text) => { window.copied = text; return Promise.resolve(); }")
@@ -227,7 +222,7 @@ def test_keys_of_an_input_method_are_its_own(page: Page) -> None:
     press_in_composition(page, "Enter")
     assert page.count(".message") == 0
     page.engine.will_say("word " * 200, seconds=0.02)
-    page.chrome.press_enter()
+    page.press("Enter")
     page.wait("document.querySelector('.waiting .text') !== null")
     press_in_composition(page, "Escape")
     assert page.count(".waiting") == 1, "the reply goes on"
@@ -245,8 +240,7 @@ def test_keys_of_an_input_method_are_its_own(page: Page) -> None:
 
 
 def test_errors_are_told_and_a_reply_is_asked_for_again(page: Page) -> None:
-    page.engine.will_say()
-    page.engine.failure = RuntimeError("<img src=x onerror=window.pwned=1>")
+    page.engine.will_say(failure=RuntimeError("<img src=x onerror=window.pwned=1>"))
     page.send("hello?")
     page.wait("!document.getElementById('problem').hidden")
     assert page.texts("#problem span") == ["The server failed on this request."]
@@ -256,16 +250,14 @@ def test_errors_are_told_and_a_reply_is_asked_for_again(page: Page) -> None:
     page.wait(f"document.querySelectorAll('.assistant').length === 1 && {DONE}")
     assert page.said() == ["hello?", "here"] and page.run("document.getElementById('problem').hidden")
     # A question that was not answered is replaced by the next one: user and assistant take turns.
-    page.engine.will_say()
-    page.engine.failure = RuntimeError("again")
+    page.engine.will_say(failure=RuntimeError("again"))
     page.send("and?")
     page.wait("!document.getElementById('problem').hidden")
     page.engine.will_say("well")
     page.ask("now?")
     assert page.said() == ["hello?", "here", "now?", "well"]
     # Another try that failed is tried again in its place, not behind the reply that is there.
-    page.engine.will_say()
-    page.engine.failure = RuntimeError("again")
+    page.engine.will_say(failure=RuntimeError("again"))
     page.click(".message:last-child [aria-label='Try again']")
     page.wait("!document.getElementById('problem').hidden")
     page.engine.will_say("very well")
@@ -303,9 +295,7 @@ def test_text_from_right_to_left_is_laid_out_so(page: Page) -> None:
 def test_a_conversation_longer_than_the_context_goes_on(browser: Chrome) -> None:
     engine = make_parrot(context=96)
     engine.will_say("the miller grinds the grain at dawn")
-    with running(create_app({"parrot": engine})) as url:
-        page = Page(browser, url, engine)
-        page.open()
+    with visiting(browser, {"parrot": engine}) as page:
         page.ask("and the stone, does it hum?")
         assert re.fullmatch(r"context: \d+ of 96 tokens", page.texts("#fill-text")[0])
         page.ask("and the stone, does it hum?")
@@ -321,8 +311,8 @@ def test_a_conversation_longer_than_the_context_goes_on(browser: Chrome) -> None
         page.send("and the stone, does it hum? " * 20)
         page.wait(f"!document.getElementById('problem').hidden && {DONE}")
         assert "context holds 96 tokens" in page.texts("#problem span")[0]
-    assert {problem.split(":")[0] for problem in browser.problems} == {"Failed to load resource"}  # the 400s
-    browser.problems.clear()
+        assert {problem.split(":")[0] for problem in browser.problems} == {"Failed to load resource"}  # the 400s
+        browser.problems.clear()
 
 
 def test_settings_reach_the_model_and_are_kept(page: Page) -> None:

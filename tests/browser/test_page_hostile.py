@@ -6,11 +6,9 @@ from typing import Any
 
 from quern.generate.reply import Delta
 from quern.serve.routes import Welcome
-from quern.serve.server import create_app
 from tests.browser.chrome import Chrome
-from tests.browser.parrot import DONE, Page, make_parrot
+from tests.browser.parrot import DONE, Page, make_parrot, visiting
 from tests.browser.test_page_kept import import_file
-from tests.support.http_server import running
 
 RUN = "window.pwned=1"
 TAGS = (
@@ -93,10 +91,7 @@ def test_payloads_from_everywhere_on_one_page(browser: Chrome, tmp_path: Path) -
             for piece in (payload + "\n\n", Delta("tool", payload), Delta("output", payload))
         )
     )
-    welcome = Welcome([*PAYLOADS[:6]])
-    with running(create_app({name: engine}, welcome=welcome)) as url:
-        page = Page(browser, url, engine)
-        page.open()
+    with visiting(browser, {name: engine}, welcome=Welcome([*PAYLOADS[:6]])) as page:
         assert page.texts("#model option") == [name] and page.texts("#suggestions button") == list(PAYLOADS[:6])
         page.ask("\n".join(PAYLOADS))
         assert page.texts(".user .body") == ["\n".join(PAYLOADS)]
@@ -141,8 +136,6 @@ def test_payloads_from_everywhere_on_one_page(browser: Chrome, tmp_path: Path) -
         assert page.run(CHECK) == CLEAN
         page.run("new Promise((done) => setTimeout(() => done(1), 200))")
         assert page.run("typeof window.pwned") == "undefined"
-    browser.open("about:blank")
-    assert browser.problems == [], "the policy had to stop something, or the page failed"
 
 
 def test_an_error_of_the_server_is_text(page: Page) -> None:

@@ -85,8 +85,7 @@ def test_a_question_outlives_a_tab_that_is_closed_during_the_reply(page: Page) -
     page.engine.will_say("never " * 400, seconds=0.05)
     page.send("Are you there?")
     page.wait("document.querySelector('.waiting .text') !== null")
-    page.open(fresh=False)
-    page.click("#conversations .open")
+    page.reopen()
     assert page.said() == ["Are you there?"]
     page.engine.will_say("Yes.")
     page.click("#problem button")
@@ -109,7 +108,7 @@ def test_edits_and_other_tries_are_branches(page: Page) -> None:
     engine.will_say("changed")
     page.click(".message:nth-child(1) [aria-label='Edit']")
     page.type(".edit textarea", "edited")
-    page.chrome.press_enter()
+    page.press("Enter")
     page.wait(f"document.querySelectorAll('.message').length === 2 && {DONE}")
     assert page.said() == ["edited", "changed"]
     assert "first" not in engine.tokenizer.decode(engine.asked[-1][0][0])
@@ -118,8 +117,7 @@ def test_edits_and_other_tries_are_branches(page: Page) -> None:
     page.click(".message:nth-child(4) [aria-label='Previous version']")
     assert page.said() == ["first", "one", "second", "two"]
     assert page.texts(".message:nth-child(4) .walk span") == ["1 / 2"]
-    page.open(fresh=False)
-    page.click("#conversations .open")
+    page.reopen()
     assert page.said() == ["first", "one", "second", "two"]
     page.click(".message:nth-child(1) [aria-label='Next version']")
     assert page.said() == ["edited", "changed"]
@@ -141,8 +139,7 @@ def test_another_try_that_fails_shows_what_was_shown_before(page: Page) -> None:
     page.click(".message:nth-child(2) [aria-label='Try again']")
     page.wait(f"document.querySelectorAll('.message').length === 2 && {DONE}")
     page.click(".message:nth-child(2) [aria-label='Previous version']")
-    page.engine.will_say()
-    page.engine.failure = RuntimeError("no")
+    page.engine.will_say(failure=RuntimeError("no"))
     for button in (".message:nth-child(2) [aria-label='Try again']", "#problem button"):
         page.run("document.getElementById('problem').hidden = true")
         page.click(button)
@@ -171,7 +168,7 @@ def test_an_open_edit_outlives_what_else_happens(page: Page) -> None:
     assert page.count(".message:nth-child(1) .bar-line button") == 0, "the buttons are the editor's own"
     page.engine.will_say("changed")
     page.run("document.querySelector('.edit textarea').focus()")
-    page.chrome.press_enter()
+    page.press("Enter")
     page.wait(f"document.querySelectorAll('.message').length === 2 && {DONE}")
     assert page.said() == ["half an edit", "changed"]
     page.run("document.getElementById('input').focus()")
@@ -287,8 +284,7 @@ def test_a_name_that_another_tab_gives_stays(page: Page) -> None:
     in_another_tab(page, id, f"store.get('{id}').onsuccess = {change}")
     page.ask("mine")
     assert titles(page) == ["Theirs"]
-    page.open(fresh=False)
-    page.click("#conversations .open")
+    page.reopen()
     page.click("#settings-open")
     assert titles(page) == ["Theirs"] and page.run("document.getElementById('system').value") == "Be brief."
 
@@ -313,8 +309,7 @@ def test_what_another_tab_adds_to_the_open_conversation_stays(page: Page, late: 
     assert page.said() == ["first", "fine", *["mine", "fine"] * late]
     if not late:
         page.ask("mine")
-    page.open(fresh=False)
-    page.click("#conversations .open")
+    page.reopen()
     assert page.said() == ["first", "fine", "mine", "fine"]
     page.click("[aria-label='Previous version']")
     assert page.said() == ["first", "fine", "theirs"]
@@ -336,8 +331,7 @@ def test_a_reply_that_another_tab_writes_is_shown_and_kept_once_it_has_ended(pag
     in_another_tab(page, "cc", told("[{type: 'text', text: 'their reply'}]"))
     page.wait("document.querySelector('.assistant .body').textContent.trim() === 'their reply'")
     page.ask("mine too")
-    page.open(fresh=False)
-    page.click("#conversations .open")
+    page.reopen()
     assert page.said() == ["theirs", "their reply", "mine", "fine", "mine too", "fine"]
 
 

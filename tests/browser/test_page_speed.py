@@ -7,10 +7,8 @@ what the page does in each is the same.
 
 import pytest
 
-from quern.serve.server import create_app
 from tests.browser.chrome import Chrome
-from tests.browser.parrot import DONE, Page, make_parrot
-from tests.support.http_server import running
+from tests.browser.parrot import DONE, make_parrot, visiting
 
 FRAME_MS = 1000 / 60
 PARAGRAPH = (
@@ -41,9 +39,7 @@ COUNT = """(() => {
 def test_a_long_conversation_streams_at_sixty_frames(browser: Chrome, xray: bool) -> None:
     engine = make_parrot(context=16384)
     assert len(engine.tokenizer.encode(REPLY)) > 4_000
-    with running(create_app({"parrot": engine})) as url:
-        page = Page(browser, url, engine)
-        page.open()
+    with visiting(browser, {"parrot": engine}) as page:
         engine.will_say(PARAGRAPH * 10)
         for number in range(5):
             page.ask(f"{number}?")
@@ -71,4 +67,3 @@ def test_a_long_conversation_streams_at_sixty_frames(browser: Chrome, xray: bool
         own = sum(spent[name] for name in ("ScriptDuration", "LayoutDuration", "RecalcStyleDuration"))
         assert own < FRAME_MS / 2, spent
         assert page.run("document.getElementById('to-end').hidden"), "the page did not follow the reply"
-    assert browser.problems == []

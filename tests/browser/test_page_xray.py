@@ -6,12 +6,10 @@ from typing import Any
 from quern.generate.engine import Engine
 from quern.generate.reply import Delta, Token
 from quern.generate.sampling import Sampling
-from quern.serve.server import create_app
 from quern.text.chat import render_prompt
 from quern.text.tokenizer import Tokenizer
 from tests.browser.chrome import Chrome
-from tests.browser.parrot import DONE, LOGPROB, Page, Parrot, alternatives, make_parrot
-from tests.support.http_server import running
+from tests.browser.parrot import DONE, LOGPROB, Page, Parrot, alternatives, make_parrot, visiting
 from tests.support.toy_engine import CPU, SENTENCES, toy_engine, toy_model
 
 REPLY = "The miller grinds the grain"
@@ -62,9 +60,7 @@ def test_colours_are_the_engines_numbers(browser: Chrome) -> None:
     how: dict[str, Any] = {"max_tokens": 60, "seed": 7, "sampling": Sampling(), "plain": True}
     reply = sharp_engine().generate([ids], **how)[0][0].ids
     scored = [token for part in sharp_engine().read([*ids, *reply], 20) for token in part]
-    with running(create_app({"toy": engine})) as url:
-        page = Page(browser, url, make_parrot())
-        page.open()
+    with visiting(browser, {"toy": engine}) as page:
         for name, value in (("alternatives", "20"), ("max_tokens", "60"), ("seed", "7"), ("temperature", "1")):
             page.set(name, value)
         page.click("input[value=text]")
@@ -80,7 +76,6 @@ def test_colours_are_the_engines_numbers(browser: Chrome) -> None:
             assert len(said) > 10
             assert [one.split()[0] for one in said] == levels[len(ids) - 1 :][: len(said)], name
             assert len(set(levels)) > 3, f"{name}: the test has too few colours"
-    assert browser.problems == []
 
 
 def test_the_card_tells_a_token_and_its_alternatives(page: Page) -> None:
@@ -272,9 +267,7 @@ def test_one_reply_is_written_at_a_time(page: Page) -> None:
 def test_another_model_goes_on_with_its_own_tokens(browser: Chrome) -> None:
     first, tokenizer = make_parrot(), Tokenizer.train(SENTENCES[1:] * 8, 300)
     second = Parrot(toy_model(context=512, vocab_size=tokenizer.vocab_size), tokenizer, CPU)
-    with running(create_app({"first": first, "second": second})) as url:
-        page = Page(browser, url, first)
-        page.open()
+    with visiting(browser, {"first": first, "second": second}) as page:
         first.will_say(REPLY, reason="length")
         page.ask("go")
         page.run("document.getElementById('model').value = 'second'")
@@ -286,7 +279,6 @@ def test_another_model_goes_on_with_its_own_tokens(browser: Chrome) -> None:
         page.click("#xray")
         page.wait("document.querySelectorAll('.text .token').length > 1")
         assert "".join(page.texts(".text .token")) == REPLY + " at dawn"
-    assert browser.problems == []
 
 
 def test_the_prompt_of_a_text_that_is_too_long_is_shown_as_it_was_read(page: Page) -> None:
