@@ -28,7 +28,7 @@ from quern.generate.engine import Engine
 from quern.generate.sampling import Sampling
 from quern.records import read_regular
 from quern.stages.complete import complete
-from quern.temporaries import write_whole
+from quern.temporaries import plainly, write_whole
 from quern.terminal import listed, printable
 from quern.text.chat import parts
 from quern.text.conversations import to_messages
@@ -103,10 +103,7 @@ def talk(conversation: Conversation, read: Read, interactive: bool) -> None:
             elif text.strip():
                 conversation.enter(text)
         except (ValueError, OSError) as error:
-            reason = str(error)
-            if isinstance(error, OSError) and error.strerror is not None and error.filename is not None:
-                reason = f"{error.filename}: {error.strerror}: choose another file"
-            conversation.note(printable(reason))
+            conversation.note(printable(plainly(error)))
 
 
 class Command(NamedTuple):

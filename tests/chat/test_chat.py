@@ -126,31 +126,25 @@ def test_a_sum_is_shown_with_its_result_and_no_raw_mark_of_a_tool_ever() -> None
 
 
 @pytest.mark.parametrize(
-    ("variables", "coloured"), [("FORCE_COLOR", True), ("FORCE_COLOR NO_COLOR", False), ("", False)]
+    ("variables", "shown"),
+    [
+        ("TERM=xterm FORCE_COLOR=1", "\x1b[2m[1+1 → 2] \x1b[0mTwo.\n"),
+        ("TERM=xterm FORCE_COLOR=1 NO_COLOR=1", "[1+1 → 2] Two.\n"),
+        ("TERM=xterm", "[1+1 → 2] Two.\n"),
+        ("TERM=dumb FORCE_COLOR=1 COLUMNS=10", "[1+1 → 2] Two.\n"),  # it is 15 columns wide, and not wrapped
+    ],
 )
-def test_colours_are_for_terminals_that_have_them(
-    variables: str, coloured: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_colours_and_wrapping_are_for_terminals_that_have_them(
+    variables: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
-    for name in variables.split():
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("TERM", "xterm")
+    for name, value in (one.split("=") for one in variables.split()):
+        monkeypatch.setenv(name, value)
     calling = saying(Delta("tool", "1+1"), Delta("output", "2"), "Two.")
     how = {"sampling": GREEDY, "max_tokens": 8, "seed": 0}
     run(calling, "sft", "1 + 1?", False, Path("none"), lambda line: None, **how)
-    shown = "\x1b[2m[1+1 → 2] \x1b[0mTwo.\n" if coloured else "[1+1 → 2] Two.\n"
     assert capsys.readouterr().out == shown
-
-
-def test_a_terminal_that_cannot_be_steered_gets_the_text_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in {"TERM": "dumb", "FORCE_COLOR": "1", "COLUMNS": "10"}.items():
-        monkeypatch.setenv(name, value)
-    how = {"sampling": GREEDY, "max_tokens": 8, "seed": 0}
-    run(saying("The mill turns and turns."), "sft", "?", False, Path("none"), lambda line: None, **how)
-    assert capsys.readouterr().out == "The mill turns and turns.\n"
 
 
 def test_what_is_said_cannot_steer_the_terminal() -> None:
@@ -310,7 +304,7 @@ def test_a_conversation_with_calls_is_loaded(chat: Recorded, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (None, "No such file or directory: choose another file"),
+        (None, "No such file or directory: check the path, or choose another place"),
         ("{", "is not a conversation, one JSON object as /save writes it: Expecting property name"),
         ("[" * 100_000, "is not a conversation"),
         ('[{"role": "user", "tool_calls": 3}]', "is not a conversation"),
