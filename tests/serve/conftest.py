@@ -23,8 +23,8 @@ FIRST: dict[str, dict[str, Any]] = {
     RESPONSES: {"input": "?"},
 }
 """The least fields of a request to a path."""
-NO_END = {str(token): -100 for token in toy_tokenizer().special_ids.values()}
-"""Bias of a reply that ends at max_tokens only."""
+NO_END = {token: -100.0 for token in toy_tokenizer().special_ids.values()}
+"""Bias of a reply that ends at max_tokens only, for an engine and, as JSON, for a server."""
 
 
 def said(role: str, content: Any) -> dict[str, Any]:

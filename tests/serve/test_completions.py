@@ -10,7 +10,7 @@ import torch
 from quern.generate.engine import Engine
 from quern.generate.sampling import Sampling
 from quern.text.chat import render_prompt, render_text
-from tests.serve.conftest import CONTEXT, HELLO, NAME, post
+from tests.serve.conftest import CONTEXT, HELLO, NAME, NO_END, post
 from tests.support.http_server import counters
 from tests.support.toy_engine import toy_tokenizer
 
@@ -134,8 +134,7 @@ def test_bias_penalties_and_stop_tokens_reach_the_engine(client: openai.OpenAI) 
     letter = TOKENIZER.encode("q")[0]
 
     def text(q: float, **more: Any) -> str:
-        bias = {str(token): -100 for token in TOKENIZER.special_ids.values()} | {str(letter): q}
-        body: dict[str, Any] = {"prompt": TEXT, "max_tokens": 20, "temperature": 0, "logit_bias": bias}
+        body: dict[str, Any] = {"prompt": TEXT, "max_tokens": 20, "temperature": 0, "logit_bias": NO_END | {letter: q}}
         return client.completions.create(model=NAME, **body, **more).choices[0].text
 
     assert text(100) == "q" * 20 == text(100, frequency_penalty=2)

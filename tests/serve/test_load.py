@@ -21,7 +21,7 @@ from quern.generate.engine import Engine
 from quern.generate.sampling import Sampling
 from quern.serve.routes import MAX_BODY_BYTES
 from quern.text.chat import render_prompt, render_text
-from tests.serve.conftest import CHAT, RESPONSES, TEXT
+from tests.serve.conftest import CHAT, NO_END, RESPONSES, TEXT
 from tests.support.http_server import counters
 from tests.support.llama_run import FP32, model_of
 from tests.support.load_clients import (
@@ -45,8 +45,6 @@ SEATS = 32
 LONG_TOKENS = 120
 """Tokens of a reply that is given up, and of one that SIGTERM must not cut off."""
 SYSTEM = "You are a miller. Answer in one sentence, and name the price of the grain first."
-NO_END = {token: -100.0 for token in toy_tokenizer().special_ids.values()}
-"""Bias of a reply that ends at max_tokens only."""
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 9}, "unit": {"enum": ["C", "F"]}},
@@ -68,12 +66,10 @@ class Offline:
     ) -> Case:
         most = body.get("max_tokens") or body["max_output_tokens"]
         if options.get("bias"):
-            body["logit_bias"] = {str(token): bias for token, bias in NO_END.items()}
-        how = {
-            "sampling": Sampling(**{k: v for k, v in sampled.items() if k != "seed"}),
-            "seed": sampled.get("seed", 0),
-        }
-        [[own]] = self._engine.generate([prompt], max_tokens=most, **how, **options)
+            body["logit_bias"] = NO_END
+        sampling = Sampling(**{name: value for name, value in sampled.items() if name != "seed"})
+        options |= {"sampling": sampling, "seed": sampled.get("seed", 0), "max_tokens": most}
+        [[own]] = self._engine.generate([prompt], **options)
         return Case(path, {"model": MODEL, **body, **sampled}, own.text, own.finish_reason, len(own.ids))
 
     def chat(self, said: str, most: int, sampled: dict[str, Any], schema: bool = False, ends: bool = True) -> Case:

@@ -36,6 +36,7 @@ from quern.text.tokenizer import Tokenizer
 from quern.train.manifest import CheckpointError
 from tests.serve.conftest import CHAT, NO_END, post
 from tests.support.http_server import running, web
+from tests.support.load_clients import read_stream
 from tests.support.toy_engine import CPU, Hooked, toy_engine
 from tests.support.waiting import until
 
@@ -245,11 +246,9 @@ def test_new_requests_go_to_the_newer_model_and_open_streams_end_with_the_old() 
     def client(url: str) -> None:
         while True:
             last = replaced.is_set()
-            lines = ask(url, max_tokens=25, stream=True).text.split("\n\n")
-            assert lines[-2] == "data: [DONE]"
-            chunks = [json.loads(line[6:])["choices"][0] for line in lines[:-2]]
-            answers.append("".join(chunk["delta"].get("content") or "" for chunk in chunks))
-            assert chunks[-1]["finish_reason"] == "length"
+            answer = read_stream(ask(url, max_tokens=25, stream=True).content)
+            assert answer.ended and answer.reason == "length"
+            answers.append(answer.text)
             if last:
                 return
 

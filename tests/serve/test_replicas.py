@@ -88,12 +88,7 @@ def streamed(text: str) -> list[str]:
 def alone(said: Sequence[str], most: int = 20) -> list[str]:
     engine = Engine(model_of(small_recipe()), toy_tokenizer(), FP32)
     prompts = [render_prompt(engine.tokenizer, [{"role": "user", "content": one}]) for one in said]
-    return [
-        one.text
-        for (one,) in engine.generate(
-            prompts, max_tokens=most, sampling=Sampling(0), bias={int(token): bias for token, bias in NO_END.items()}
-        )
-    ]
+    return [one.text for (one,) in engine.generate(prompts, max_tokens=most, sampling=Sampling(0), bias=NO_END)]
 
 
 def finished(served: Served) -> list[float]:
