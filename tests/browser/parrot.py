@@ -155,6 +155,11 @@ class Page:
         asked = f"[...document.querySelectorAll('.user')].at(-1)?.textContent.includes({json.dumps(text)})"
         self.wait(f"{asked} && {last}.classList.contains('assistant') && {DONE}")
 
+    def until_said(self, *texts: str) -> None:
+        """Waits until no reply is being written and the messages have these texts."""
+        said = "[...document.querySelectorAll('.message .body')].map((box) => box.textContent.trim())"
+        self.wait(f"{DONE} && JSON.stringify({said}) === JSON.stringify({json.dumps(texts)})")
+
     def said(self) -> list[str]:
         """The text of the messages that are shown."""
         return [text.strip() for text in self.texts(".message .body")]

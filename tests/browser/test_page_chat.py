@@ -109,9 +109,7 @@ def test_a_cut_reply_is_continued_after_its_last_token(page: Page) -> None:
     [[prompt]], first = [asked[0] for asked in engine.asked], tokenizer.encode("The miller grinds")
     engine.will_say(" the grain")
     page.click(".assistant .text-button")
-    page.wait(
-        f"document.querySelector('.assistant .body').textContent.trim() === 'The miller grinds the grain' && {DONE}"
-    )
+    page.until_said("go", "The miller grinds the grain")
     assert engine.asked[0][0] == [[*prompt, *first]]
     assert page.texts(".assistant .walk span") == ["2 / 2"]
 
@@ -125,7 +123,7 @@ def test_a_reply_that_an_error_cut_is_told_to_be_so_and_continued(page: Page) ->
     assert begun.startswith("The") and "stopped" in page.texts(".assistant .stats")[0]
     page.engine.will_say(" grinds")
     page.click(".assistant .text-button")
-    page.wait(f"document.querySelector('.assistant .body').textContent.trim() === '{begun} grinds' && {DONE}")
+    page.until_said("go", f"{begun} grinds")
 
 
 def test_waiting_shows_a_clock(page: Page) -> None:
@@ -247,8 +245,8 @@ def test_errors_are_told_and_a_reply_is_asked_for_again(page: Page) -> None:
     assert page.said() == ["hello?"]
     page.engine.will_say("here")
     page.click("#problem button")
-    page.wait(f"document.querySelectorAll('.assistant').length === 1 && {DONE}")
-    assert page.said() == ["hello?", "here"] and page.run("document.getElementById('problem').hidden")
+    page.until_said("hello?", "here")
+    assert page.run("document.getElementById('problem').hidden")
     # A question that was not answered is replaced by the next one: user and assistant take turns.
     page.engine.will_say(failure=RuntimeError("again"))
     page.send("and?")
@@ -262,8 +260,7 @@ def test_errors_are_told_and_a_reply_is_asked_for_again(page: Page) -> None:
     page.wait("!document.getElementById('problem').hidden")
     page.engine.will_say("very well")
     page.click("#problem button")
-    page.wait(f"document.querySelector('.message:last-child .body')?.textContent.trim() === 'very well' && {DONE}")
-    assert page.said() == ["hello?", "here", "now?", "very well"]
+    page.until_said("hello?", "here", "now?", "very well")
 
 
 def test_a_server_that_was_started_again_with_another_model_is_asked_for_it(page: Page) -> None:
@@ -272,8 +269,8 @@ def test_a_server_that_was_started_again_with_another_model_is_asked_for_it(page
     page.wait("document.getElementById('problem').textContent.includes(\"'earlier' does not exist\")")
     page.chrome.problems.clear()  # the browser logs the 404
     page.click("#problem button")
-    page.wait(f"document.querySelectorAll('.assistant').length === 1 && {DONE}")
-    assert page.said() == ["hello", "fine"] and page.texts("#model option") == ["parrot"]
+    page.until_said("hello", "fine")
+    assert page.texts("#model option") == ["parrot"]
 
 
 def test_text_from_right_to_left_is_laid_out_so(page: Page) -> None:
@@ -370,8 +367,7 @@ def test_suggestions_begin_a_conversation(page: Page) -> None:
     page.wait("document.querySelectorAll('#suggestions button').length === 2")
     assert page.texts("#suggestions button") == ["What is 2 + 3?", "Tell me a story."]
     page.click("#suggestions button", 1)
-    page.wait(f"document.querySelectorAll('.message').length === 2 && {DONE}")
-    assert page.said() == ["Tell me a story.", "fine"]
+    page.until_said("Tell me a story.", "fine")
 
 
 def test_a_server_with_keys_asks_for_one(browser: Chrome) -> None:

@@ -89,8 +89,7 @@ def test_a_question_outlives_a_tab_that_is_closed_during_the_reply(page: Page) -
     assert page.said() == ["Are you there?"]
     page.engine.will_say("Yes.")
     page.click("#problem button")
-    page.wait(f"document.querySelectorAll('.assistant').length === 1 && {DONE}")
-    assert page.said() == ["Are you there?", "Yes."]
+    page.until_said("Are you there?", "Yes.")
 
 
 def test_edits_and_other_tries_are_branches(page: Page) -> None:
@@ -101,7 +100,7 @@ def test_edits_and_other_tries_are_branches(page: Page) -> None:
     page.ask("second")
     engine.will_say("another two")
     page.click(".message:nth-child(4) [aria-label='Try again']")
-    page.wait(f"document.querySelector('.message:nth-child(4) .body')?.textContent.trim() === 'another two' && {DONE}")
+    page.until_said("first", "one", "second", "another two")
     asked = engine.tokenizer.decode(engine.asked[-1][0][0])
     assert "one" in asked and "second" in asked and "two" not in asked
     # An edited first message has a branch of its own; the other one keeps its replies.
@@ -109,8 +108,7 @@ def test_edits_and_other_tries_are_branches(page: Page) -> None:
     page.click(".message:nth-child(1) [aria-label='Edit']")
     page.type(".edit textarea", "edited")
     page.press("Enter")
-    page.wait(f"document.querySelectorAll('.message').length === 2 && {DONE}")
-    assert page.said() == ["edited", "changed"]
+    page.until_said("edited", "changed")
     assert "first" not in engine.tokenizer.decode(engine.asked[-1][0][0])
     page.click(".message:nth-child(1) [aria-label='Previous version']")
     assert page.said() == ["first", "one", "second", "another two"]
@@ -169,8 +167,7 @@ def test_an_open_edit_outlives_what_else_happens(page: Page) -> None:
     page.engine.will_say("changed")
     page.run("document.querySelector('.edit textarea').focus()")
     page.press("Enter")
-    page.wait(f"document.querySelectorAll('.message').length === 2 && {DONE}")
-    assert page.said() == ["half an edit", "changed"]
+    page.until_said("half an edit", "changed")
     page.run("document.getElementById('input').focus()")
     page.press("ArrowUp")
     page.type(".edit textarea", "more")
@@ -184,7 +181,7 @@ def test_a_file_brings_everything_back(page: Page, tmp_path: Path) -> None:
     page.ask("How much?")
     page.engine.will_say("Twelve sacks.")
     page.click("[aria-label='Try again']")
-    page.wait(f"document.querySelector('.assistant .body').textContent.trim() === 'Twelve sacks.' && {DONE}")
+    page.until_said("How much?", "Twelve sacks.")
     data = exported(page, "#export")
     [conversation] = data["conversations"]
     assert data["format"] == "quern-conversations" and len(conversation["nodes"]) == 3
