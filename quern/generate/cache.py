@@ -6,7 +6,7 @@ exactly the keys that the next query sees. Each row has its own position: prompt
 padded on the right, and padding is not stored. The cache also holds what a model asks of each row's last token by name
 (`previous`), as the smear does, and the ids of as many last tokens as the model looks back (`lookback`).
 
-`Prefixes` keeps states of rows for later prompts that begin with the same tokens. A windowed layer keeps the last
+`PrefixCache` keeps states of rows for later prompts that begin with the same tokens. A windowed layer keeps the last
 tokens only, so a state cannot be cut shorter afterwards. States are therefore kept where later prompts can use them: at
 the end of a prompt (with its logits: the same prompt again reads nothing), at the end of a reply (the next turn of a
 chat begins there), and where a prompt parts from an earlier one (`branch`): a system prompt in front of different
@@ -340,16 +340,21 @@ class PrefixCache:
         agreed = max((_agreement(mine, np.frombuffer(key, dtype=np.int32)) for key in alike), default=0)
         return agreed if start + LEAST_TOKENS <= agreed < len(tokens) else None
 
-    def wants(self, tokens: Sequence[int], logits: bool) -> bool:
-        """Whether the state after these tokens is worth keeping and not kept yet. logits: its logits are known."""
-        known = self._prefixes.get(_key(tokens))
-        return len(tokens) >= LEAST_TOKENS and (known is None or (logits and known.logits_V is None))
+    def keep(
+        self, tokens: Sequence[int], cache: KVCache, row: int, logits_V: Tensor | None = None, alone: bool = False
+    ) -> None:
+        """Keeps the state of a row after these tokens, unless there are few or it is kept already.
 
-    def add(self, tokens: Sequence[int], cache: KVCache, logits_V: Tensor | None = None) -> None:
-        """Keeps a state. cache: one row (`KVCache.take`), not used by others."""
-        key, prefix = _key(tokens), Prefix(len(tokens), cache, logits_V)
-        if (old := self._prefixes.pop(key, None)) is not None:
-            self.bytes -= old.bytes
+        logits_V: of the next token, if they are known; alone: the row is all of a cache that nobody else uses.
+        """
+        key = _key(tokens)
+        old = self._prefixes.get(key)
+        if len(tokens) < LEAST_TOKENS or (old is not None and (logits_V is None or old.logits_V is not None)):
+            return
+        own = cache if alone else cache.take(torch.tensor([row], device=cache.positions_B.device), len(tokens))
+        prefix = Prefix(len(tokens), own, None if logits_V is None else logits_V.clone())
+        if old is not None:
+            self.bytes -= self._prefixes.pop(key).bytes
         if prefix.bytes <= self._max_bytes:
             self._prefixes[key] = prefix
             self.bytes += prefix.bytes

@@ -306,15 +306,15 @@ class Engine:
                 entry.read += len(chunk)
                 if chunk and entry.read == len(entry.tokens):
                     ends.append(entry)
-                elif chunk and entry.read == entry.cut:
-                    self._keep(entry.tokens[: entry.read], cache, entry.at)
+                elif chunk and entry.read == entry.cut and self.prefixes is not None:
+                    self.prefixes.keep(entry.tokens[: entry.read], cache, entry.at)
             if ends:
                 index_N = torch.tensor([entry.at for entry in ends], device=x_BD.device)
                 logits_NV = self.model.logits(x_BD[index_N])[:, : self.tokenizer.vocab_size]
                 for entry, logits_V in zip(ends, logits_NV, strict=True):
                     entry.logits_V = logits_V
-                    # The cache of a prompt alone is of use to nobody else: it need not be copied.
-                    self._keep(entry.tokens, cache, entry.at, logits_V, alone=len(wave) == 1)
+                    if self.prefixes is not None:
+                        self.prefixes.keep(entry.tokens, cache, entry.at, logits_V, alone=len(wave) == 1)
         if joining := [entry for entry in wave if entry.logits_V is not None and not entry.joined]:
             coming = (row for entry in wave for row in entry.rows)
             self.batch.join(joining, cache, max(row.room for row in (*coming, *self.waiting)))
@@ -323,19 +323,6 @@ class Engine:
         if all(entry.joined for entry in wave):
             self._wave, self._wave_cache = [], None
         return computed
-
-    def _keep(
-        self,
-        tokens: Sequence[int],
-        cache: KVCache,
-        row: int,
-        logits_V: torch.Tensor | None = None,
-        alone: bool = False,
-    ) -> None:
-        if self.prefixes is not None and self.prefixes.wants(tokens, logits_V is not None):
-            row_1 = torch.tensor([row], device=cache.positions_B.device)
-            own = None if logits_V is None else logits_V.clone()
-            self.prefixes.add(tokens, cache if alone else cache.take(row_1, len(tokens)), own)
 
     def _choose(self) -> None:
         """The next token of every row that has logits, and what becomes final with it."""
@@ -357,6 +344,6 @@ class Engine:
                 events.append(Event(*place, row.reply.completion()))
                 row.generation.unfinished -= 1
                 finished.append(seat)
-                if row.sample == 0:  # the last token is not in the cache
-                    self._keep([*row.tokens, *row.reply.ids[:-1]], self.batch.cache, seat)
+                if row.sample == 0 and self.prefixes is not None:  # the last token is not in the cache
+                    self.prefixes.keep([*row.tokens, *row.reply.ids[:-1]], self.batch.cache, seat)
         self.batch.leave(finished)

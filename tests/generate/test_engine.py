@@ -166,9 +166,9 @@ def test_the_longest_beginning_is_found_and_the_least_recently_used_leave() -> N
         if best is not None:
             order.append(order.pop(order.index(best)))
         whole = numbers.random() < 0.5
-        if cache.wants(tokens, whole):
-            state: Any = SimpleNamespace(bytes=1000 - 4 * whole)
-            cache.add(tokens, cast(KVCache, state), logits if whole else None)
+        state: Any = SimpleNamespace(bytes=1000 - 4 * whole)
+        cache.keep(tokens, cast(KVCache, state), 0, logits if whole else None, alone=True)
+        if len(tokens) >= LEAST_TOKENS and (tuple(tokens) not in order or (whole and not known[tuple(tokens)])):
             order = [one for one in order if one != tuple(tokens)] + [tuple(tokens)]
             known[tuple(tokens)] = whole
             order = order[-40:]
