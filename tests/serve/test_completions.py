@@ -1,6 +1,7 @@
 """Completions of texts, log-probabilities, tokenizing and metrics, as OpenAI's own client sees them."""
 
 import json
+from collections import defaultdict
 from typing import Any
 
 import openai
@@ -38,33 +39,32 @@ def test_completions(client: openai.OpenAI, engine: Engine, form: str, echo: int
     prompts = ids_of(FORMS[form])
     body: dict[str, Any] = {"model": NAME, "prompt": FORMS[form], "max_tokens": 12, "seed": 3, "n": n}
     body |= {"temperature": 0.8, "echo": bool(echo)} | ({} if logprobs is None else {"logprobs": logprobs})
-    answer = client.completions.create(**body)
+    answer: Any = client.completions.create(**body)
     options: dict[str, Any] = {"samples": n, "max_tokens": 12, "seed": 3, "sampling": Sampling(0.8), "plain": True}
     expected = engine.generate(prompts, **options, logprobs=0)
     front = [TOKENIZER.decode(ids[1:] if "text" in form else ids) if echo else "" for ids in prompts]
     wanted = [(front[p] + reply.text, reply.finish_reason) for p, replies in enumerate(expected) for reply in replies]
     assert answer.object == "text_completion" and answer.id.startswith("cmpl-")
     assert [(choice.text, choice.finish_reason) for choice in answer.choices] == wanted
-    assert answer.usage is not None and answer.usage.prompt_tokens == sum(map(len, prompts))
+    assert answer.usage.prompt_tokens == sum(map(len, prompts))
     assert answer.usage.completion_tokens == sum(len(reply.ids) for replies in expected for reply in replies)
-    texts, ends, tokens, offsets = ([""] * len(wanted), [""] * len(wanted), {}, {})
+    texts, ends = [""] * len(wanted), [""] * len(wanted)
+    tokens, offsets = defaultdict[int, list[str]](list), defaultdict[int, list[int]](list)
     for chunk in client.completions.create(**body, stream=True):
         for choice in chunk.choices:
             assert not ends[choice.index], "a piece after the end"
             texts[choice.index] += choice.text
             ends[choice.index] = choice.finish_reason or ""
             if choice.logprobs is not None:
-                tokens[choice.index] = tokens.get(choice.index, []) + (choice.logprobs.tokens or [])
-                offsets[choice.index] = offsets.get(choice.index, []) + (choice.logprobs.text_offset or [])
+                tokens[choice.index] += choice.logprobs.tokens or []
+                offsets[choice.index] += choice.logprobs.text_offset or []
     assert list(zip(texts, ends, strict=True)) == wanted
     for choice in answer.choices:
         if logprobs is None:
             assert choice.logprobs is None
             continue
         told = choice.logprobs
-        assert told is not None and told.tokens is not None and told.text_offset is not None
-        assert told.token_logprobs is not None and told.top_logprobs is not None
-        assert tokens.get(choice.index, []) == told.tokens and offsets.get(choice.index, []) == told.text_offset
+        assert tokens[choice.index] == told.tokens and offsets[choice.index] == told.text_offset
         content: Any = told.content  # the same in a chat's shape, with ids
         assert [one["logprob"] for one in content] == told.token_logprobs
         assert [one["token"] for one in content] == told.tokens
@@ -84,37 +84,34 @@ def test_completions(client: openai.OpenAI, engine: Engine, form: str, echo: int
 def test_the_log_probabilities_of_a_prompt_are_the_models(client: openai.OpenAI, engine: Engine) -> None:
     """echo with max_tokens 0 scores a text, as evaluation harnesses ask."""
     [ids] = ids_of(TEXT)
-    answer = client.completions.create(model=NAME, prompt=ids, max_tokens=0, echo=True, logprobs=1)
-    told = answer.choices[0].logprobs
-    assert (
-        told is not None
-        and told.tokens is not None
-        and answer.choices[0].text == "<|bos|>" + TEXT
-        and answer.choices[0].finish_reason == "length"
-    )
+
+    def scored(prompt: Any) -> Any:
+        return client.completions.create(model=NAME, prompt=prompt, max_tokens=0, echo=True, logprobs=1).choices[0]
+
+    answer = scored(ids)
+    told = answer.logprobs
+    assert answer.text == "<|bos|>" + TEXT and answer.finish_reason == "length"
     tokens_BT = torch.tensor([ids])
     with torch.no_grad():
         logits_TV = engine.model.logits(engine.model(tokens_BT, engine.model.context(tokens_BT))[0])
     plain = logits_TV[:-1, : TOKENIZER.vocab_size].log_softmax(-1).gather(1, tokens_BT[0, 1:, None])[:, 0].tolist()
-    assert len(told.tokens) == len(ids) and told.token_logprobs is not None and told.token_logprobs[0] is None
+    assert len(told.tokens) == len(ids) and told.token_logprobs[0] is None
     assert told.token_logprobs[1:] == pytest.approx(plain, abs=1e-5)
     parts = list(engine.read(ids, part=3))
     assert max(map(len, parts)) == 3 and [token.id for part in parts for token in part] == ids[1:]
     assert [token.logprob for part in parts for token in part] == pytest.approx(plain, abs=1e-5)
     assert "".join(told.tokens) == "<|bos|>" + TEXT
-    as_text = client.completions.create(model=NAME, prompt=TEXT, max_tokens=0, echo=True, logprobs=1).choices[0]
-    assert as_text.text == TEXT and as_text.logprobs is not None and as_text.logprobs.tokens == told.tokens[1:]
-    whole = client.completions.create(model=NAME, prompt=[ids[0], *ids[1:4]], max_tokens=0, echo=True, logprobs=1)
-    assert whole.choices[0].logprobs is not None and told.token_logprobs is not None
-    assert whole.choices[0].logprobs.token_logprobs == pytest.approx(told.token_logprobs[:4], abs=1e-5)
+    as_text = scored(TEXT)
+    assert as_text.text == TEXT and as_text.logprobs.tokens == told.tokens[1:]
+    assert scored(ids[:4]).logprobs.token_logprobs == pytest.approx(told.token_logprobs[:4], abs=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_log_probabilities_of_a_chat_spell_its_text(client: openai.OpenAI, engine: Engine, seed: int) -> None:
     body: dict[str, Any] = {"model": NAME, "messages": HELLO, "seed": seed, "max_tokens": 30}
     body |= {"logprobs": True, "top_logprobs": 3, "stop": ["e"]}
-    [choice] = client.chat.completions.create(**body).choices
-    assert choice.logprobs is not None and choice.logprobs.content is not None
+    whole: Any = client.chat.completions.create(**body)
+    [choice] = whole.choices
     told = choice.logprobs.content
     spelled = b"".join(bytes(token.bytes or []) for token in told).decode("utf-8", "ignore")
     assert spelled.startswith(choice.message.content or "") and len(told) > 2
@@ -161,10 +158,8 @@ def test_metrics_and_the_prefix_cache(client: openai.OpenAI, url: str) -> None:
     before = counters(url)
     messages: list[Any] = [{"role": "user", "content": "a question that nobody asked before, of some length"}]
     body: dict[str, Any] = {"model": NAME, "max_tokens": 5, "temperature": 0}
-    first = client.chat.completions.create(**body, messages=messages)
-    again = client.chat.completions.create(**body, messages=messages)
-    assert first.usage is not None and again.usage is not None
-    assert first.usage.prompt_tokens_details and again.usage.prompt_tokens_details
+    turns: Any = [client.chat.completions.create(**body, messages=messages) for _ in range(2)]
+    first, again = turns
     assert first.usage.prompt_tokens_details.cached_tokens == 0
     assert again.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens
     assert again.choices == first.choices
