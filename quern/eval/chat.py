@@ -28,7 +28,7 @@ import numpy as np
 
 from quern.eval.answers import ENDING, Answered, write_answers
 from quern.eval.run_task import Records, fitting, run_task
-from quern.eval.score import SINGLE, Prompts, Score, interval, mean_score, on_ranks
+from quern.eval.score import SINGLE, Prompts, Score, interval, on_ranks, suite_score
 from quern.eval.task import Item, Task, question, world_grade, world_items, world_prompt
 from quern.generate.engine import Engine
 from quern.generate.sampling import Sampling
@@ -38,7 +38,7 @@ from quern.mixture.sources import multiple_choice
 from quern.rl.environment import is_right_number, open_sandbox, program_in, word_problem
 from quern.rl.rollouts import pass_at_k
 from quern.runs.public_data import fetch_tests
-from quern.terminal import Meter, counted
+from quern.terminal import Meter
 from quern.text.documents import read_rows
 from quern.text.sources import find_file
 
@@ -289,16 +289,10 @@ def sampled_scores(
 
 
 def chat_core(tasks: Sequence[Asked], scores: Mapping[str, Score]) -> Score | None:
-    """The mean of the centred accuracies. It is called ChatCORE only if all questions of its tasks were asked."""
-    there = {task.name: (scores[task.name], task.baseline or 0.0) for task in PARTS if task.name in scores}
-    parts = {name: part for name, part in there.items() if part[0].value is not None}
-    if not parts:
+    """The mean of the centred accuracies of ChatCORE's tasks; None if none of them has a value."""
+    parts = [(one, scores[one.task.name], one.task.baseline) for one in tasks if one.task.baseline is not None]
+    if all(score.value is None for _, score, _ in parts):
         return None
-    skipped = sum(score.skipped for score, _ in there.values())
-    whole = parts.keys() <= {asked.task.name for asked in tasks if asked.whole}
-    name = "ChatCORE"
-    if len(parts) < len(PARTS) or skipped or not whole:
-        name = f"mean of {len(parts)} of ChatCORE's {len(PARTS)} tasks"
-        name += "" if whole else ", not all questions"
-        name += f", {counted(skipped, 'question')} left out" if skipped else ""
-    return mean_score(name, list(parts.values()))
+    whole = all(one.whole for one, _, _ in parts)
+    based = [(score, baseline) for _, score, baseline in parts]
+    return suite_score("ChatCORE", len(PARTS), based, whole, limited="" if whole else "not all questions")

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from quern.eval.likelihood import Example, common, fit
 from quern.eval.run_task import Records, run_task
-from quern.eval.score import SINGLE, Score, mean_score
+from quern.eval.score import SINGLE, Score, mean_score, suite_score
 from quern.eval.task import Item, Task
 from quern.generate.engine import Engine
 from quern.mesh import ProcessGroup
@@ -50,55 +50,50 @@ CORE = "core"
 
 @dataclass(frozen=True)
 class CoreTask:
-    """One task. file: the name of its data without .jsonl; delimiter: between a question and its answer; v1, v2: the
-    accuracy that counts as 0, by version; kind: of one context, the likeliest of several continuations (choice); the
-    context under which the continuation is likeliest (schema); every token is the likeliest one (language)."""
+    """One task. kind: of one context, the likeliest of several continuations (choice); the context under which the
+    continuation is likeliest (schema); every token is the likeliest one (language). v1: the accuracy that counts as 0,
+    by version; v2: where it is another one; delimiter: between a question and its answer; data: the name of its file
+    without .jsonl, where it is not the task's."""
 
     name: str
-    file: str
     kind: Kind
     shots: int
-    delimiter: str = " "
     v1: float = 0.0
-    v2: float = 0.0
+    v2: float | None = None
+    delimiter: str = " "
+    data: str | None = None
+
+    @property
+    def file(self) -> str:
+        return self.data or self.name
 
     def baseline(self, version: str) -> float:
-        return self.v1 if version == "v1" else self.v2
-
-
-def _choice(
-    name: str, shots: int, v1: float, v2: float | None = None, delimiter: str = " ", file: str = ""
-) -> CoreTask:
-    return CoreTask(name, file or name, "choice", shots, delimiter, v1, v1 if v2 is None else v2)
-
-
-def _language(name: str, shots: int, delimiter: str = " ", file: str = "") -> CoreTask:
-    return CoreTask(name, file or name, "language", shots, delimiter)
+        return self.v1 if version == "v1" or self.v2 is None else self.v2
 
 
 TASKS: tuple[CoreTask, ...] = (
-    _choice("hellaswag_zeroshot", 0, 0.25, file="hellaswag"),
-    _language("jeopardy", 10, ANSWER, file="jeopardy_all"),
-    _language("bigbench_qa_wikidata", 10),
-    _choice("arc_easy", 10, 0.25, delimiter=ANSWER),
-    _choice("arc_challenge", 10, 0.25, delimiter=ANSWER),
-    _choice("copa", 0, 0.5),
-    _choice("commonsense_qa", 10, 0.2, 0.403),
-    _choice("piqa", 10, 0.5, delimiter=ANSWER),
-    _choice("openbook_qa", 0, 0.25),
-    _language("lambada_openai", 0),
-    _choice("hellaswag", 10, 0.25),
-    CoreTask("winograd", "winograd_wsc", "schema", 0, v1=0.5, v2=0.5),
-    CoreTask("winogrande", "winogrande", "schema", 0, v1=0.5, v2=0.5),
-    _language("bigbench_dyck_languages", 10),
-    _choice("agi_eval_lsat_ar", 3, 0.2, 0.25),
-    _language("bigbench_cs_algorithms", 10),
-    _language("bigbench_operators", 10),
-    _language("bigbench_repeat_copy_logic", 10),
-    _language("squad", 10),
-    _language("coqa", 0),
-    _choice("boolq", 10, 0.62, delimiter=ANSWER),
-    _choice("bigbench_language_identification", 10, 0.091, 0.25),
+    CoreTask("hellaswag_zeroshot", "choice", 0, 0.25, data="hellaswag"),
+    CoreTask("jeopardy", "language", 10, delimiter=ANSWER, data="jeopardy_all"),
+    CoreTask("bigbench_qa_wikidata", "language", 10),
+    CoreTask("arc_easy", "choice", 10, 0.25, delimiter=ANSWER),
+    CoreTask("arc_challenge", "choice", 10, 0.25, delimiter=ANSWER),
+    CoreTask("copa", "choice", 0, 0.5),
+    CoreTask("commonsense_qa", "choice", 10, 0.2, 0.403),
+    CoreTask("piqa", "choice", 10, 0.5, delimiter=ANSWER),
+    CoreTask("openbook_qa", "choice", 0, 0.25),
+    CoreTask("lambada_openai", "language", 0),
+    CoreTask("hellaswag", "choice", 10, 0.25),
+    CoreTask("winograd", "schema", 0, 0.5, data="winograd_wsc"),
+    CoreTask("winogrande", "schema", 0, 0.5),
+    CoreTask("bigbench_dyck_languages", "language", 10),
+    CoreTask("agi_eval_lsat_ar", "choice", 3, 0.2, 0.25),
+    CoreTask("bigbench_cs_algorithms", "language", 10),
+    CoreTask("bigbench_operators", "language", 10),
+    CoreTask("bigbench_repeat_copy_logic", "language", 10),
+    CoreTask("squad", "language", 10),
+    CoreTask("coqa", "language", 0),
+    CoreTask("boolq", "choice", 10, 0.62, delimiter=ANSWER),
+    CoreTask("bigbench_language_identification", "choice", 10, 0.091, 0.25),
 )
 BY_NAME = {task.name: task for task in TASKS}
 
@@ -249,37 +244,24 @@ def run_core(
         [score] = run_task(engine, items, base=True, group=group, records=records).scores
         scores.append(replace(score, shots=task.shots))
         whole &= score.count == len(rows)
-        log(f"  {_told(task, scores[-1], time.monotonic() - began)}")
-    means = [_mean(scores, version, limit, whole) for version in VERSIONS]
-    for score in means:
-        if score.value is not None:
-            log(f"  {score.task}: {score.value:.4f} ({score.low:.4f} to {score.high:.4f})")
+        log(f"  {_told(task, scores[-1], engine.context, time.monotonic() - began)}")
+    limited, means = "" if limit is None else f"{counted(limit, 'question')} each", list[Score]()
+    for version in VERSIONS:
+        parts = [(score, task.baseline(version)) for score, (task, _) in zip(scores, tasks, strict=True)]
+        means.append(mean := suite_score("CORE", len(TASKS), parts, whole, version, limited))
+        if mean.value is not None:
+            log(f"  {mean.task}: {mean.value:.4f} ({mean.low:.4f} to {mean.high:.4f})")
     return [*scores, *means]
 
 
-def _told(task: CoreTask, score: Score, seconds: float) -> str:
+def _told(task: CoreTask, score: Score, context: int, seconds: float) -> str:
+    said = f"{task.name:32} {score.described(context)}"
     if score.value is None:
-        return f"{task.name:32} none of its {counted(score.skipped, 'question')} fits the context"
+        return said
     means = (mean_score(version, [(score, task.baseline(version))]).value or 0.0 for version in VERSIONS)
     centred = ", ".join(f"{version} {mean:+.3f}" for version, mean in zip(VERSIONS, means, strict=True))
-    left = f", {score.skipped} left out" if score.skipped else ""
     cut = f", {score.cropped} cut to the context" if score.cropped else ""
-    return (
-        f"{task.name:32} {score.value:.3f} ({score.low:.3f} to {score.high:.3f}), centred {centred}; "
-        f"{counted(score.count, 'question')}{left}{cut} in {duration(seconds)}"
-    )
-
-
-def _mean(scores: Sequence[Score], version: str, limit: int | None, whole: bool) -> Score:
-    """The mean of the centred accuracies. It is CORE only if all questions of all tasks were asked."""
-    measured = sum(score.value is not None for score in scores)
-    name = f"CORE {version}"
-    if measured < len(TASKS) or not whole:
-        skipped = sum(score.skipped for score in scores)
-        name = f"mean of {measured} of CORE's {len(TASKS)} tasks, {version}"
-        name += "" if limit is None else f", {counted(limit, 'question')} each"
-        name += f", {counted(skipped, 'question')} left out" if skipped else ""
-    return mean_score(name, [(score, BY_NAME[score.task.rpartition("/")[2]].baseline(version)) for score in scores])
+    return f"{said}; centred {centred}; {counted(score.count, 'question')}{cut} in {duration(seconds)}"
 
 
 def core_passages(task: CoreTask, path: Path, limit: int | None = None) -> list[str]:

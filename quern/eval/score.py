@@ -110,6 +110,21 @@ def mean_score(name: str, parts: Sequence[tuple[Score, float]]) -> Score:
     return Score(name, "centred accuracy", mean, *interval(mean, error), sum(count for _, count, _ in known), 0.0)
 
 
+def suite_score(
+    suite: str, total: int, parts: Sequence[tuple[Score, float]], whole: bool, version: str = "", limited: str = ""
+) -> Score:
+    """The `mean_score` of a suite of `total` tasks. It has the suite's name only if all their questions were asked.
+
+    whole: No task was limited; version: of the baselines; limited: how tasks were limited, for the name.
+    """
+    measured, skipped = sum(score.value is not None for score, _ in parts), sum(score.skipped for score, _ in parts)
+    name = f"{suite} {version}".rstrip()
+    if measured < total or skipped or not whole:
+        left_out = f"{counted(skipped, 'question')} left out" if skipped else ""
+        name = ", ".join(filter(None, [f"mean of {measured} of {suite}'s {total} tasks", version, limited, left_out]))
+    return mean_score(name, parts)
+
+
 class Prompts:
     """The settings of a score that follow from its prompts, which are added in order.
 
