@@ -128,12 +128,7 @@ class ChatTask:
 _LETTERS = {"base_prompt": lambda item: f"{item.question}\nAnswer:"}
 _WORDS = {"grade": world_grade, "base_prompt": world_prompt}
 _NUMBER = {"max_tokens": 512, "grade": is_right_number, "base_stop": ("\nQuestion:",)}
-_CODE = {
-    "max_tokens": 512,
-    "grade_all": _passed,
-    "base_prompt": lambda item: item.question,
-    "base_stop": BASE_STOP,
-}
+_CODE = {"max_tokens": 512, "grade_all": _passed, "base_prompt": lambda item: item.question, "base_stop": BASE_STOP}
 TASKS = (
     *(ChatTask(name, partial(_choice, name), 0.25, _LETTERS) for name in ("arc_easy", "arc_challenge", "mmlu")),
     ChatTask("gsm8k", word_problem, 0.0, _NUMBER),

@@ -104,11 +104,7 @@ def test_flags_of_another_format_are_refused(
     ],
 )
 def test_a_planned_export_is_refused_before_training(
-    arguments: str,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     toy_tokenizer().save(Path("two-digits.json"))

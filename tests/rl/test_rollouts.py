@@ -16,15 +16,7 @@ from quern.mesh import alone
 from quern.optim.schedule import multipliers
 from quern.recipe import OptimRecipe
 from quern.rl.environment import Environment, draw_item, fingerprint, is_held_out, load_environment
-from quern.rl.rollouts import (
-    Rollout,
-    advantages,
-    clipped_ratios,
-    divergence,
-    is_uniform,
-    overlong_penalty,
-    pass_at_k,
-)
+from quern.rl.rollouts import Rollout, advantages, clipped_ratios, divergence, is_uniform, overlong_penalty, pass_at_k
 from quern.text.tinyworld.skills import PRACTICE_WORDS
 from quern.text.tinyworld.world import WORDS
 from quern.train.manifest import CheckpointError
