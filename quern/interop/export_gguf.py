@@ -207,13 +207,8 @@ def write(path: Path, facts: Mapping[str, Any], weights: Mapping[str, Tensor], k
     types = {name: gguf.GGMLQuantizationType[kind] for name, kind in kinds.items()}
     with whole_file(path) as temporary:
         writer = gguf.GGUFWriter(temporary, facts["general.architecture"])
-        add = {
-            str: writer.add_string,
-            bool: writer.add_bool,
-            int: writer.add_uint32,
-            float: writer.add_float32,
-            list: writer.add_array,
-        }
+        add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+        add[list] = writer.add_array
         for key, value in facts.items():
             if key != "general.architecture":  # the writer adds it
                 add[type(value)](key, value)
