@@ -23,7 +23,7 @@ from quern.records import StageFolder
 from quern.runs.run_dir import RunDir
 from quern.terminal import silent
 from tests.support.exported_code import exported, load_exported, model_of, modules_in, random_state, toy_recipe
-from tests.support.llama_run import llama_recipe, write_run
+from tests.support.llama_run import MODEL_FILES, TOKENIZER_FILES, llama_recipe, write_run
 from tests.support.toy_engine import toy_tokenizer
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -95,15 +95,7 @@ def test_the_folder_works_where_quern_is_not_installed(tmp_path: Path) -> None:
 def test_the_files_of_the_folder(kind: str, tmp_path: Path) -> None:
     folder = exported(tmp_path, toy_recipe(kind))
     code = {"modeling_quern.py", f"modeling_quern_{kind}.py"}
-    assert {path.name for path in folder.iterdir()} == code | {
-        "README.md",
-        "chat_template.jinja",
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    }
+    assert {path.name for path in folder.iterdir()} == code | MODEL_FILES | TOKENIZER_FILES
     for name in code:
         assert (folder / name).read_bytes() == (ROOT / "quern" / "interop" / name).read_bytes()
 

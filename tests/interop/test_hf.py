@@ -27,7 +27,7 @@ from quern.text.hugging_face import read_tokenizer, tokenizer_json
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint, manifest
 from tests.support.full_disk import full_disk
-from tests.support.llama_run import FP32, llama_recipe, model_of, write_run
+from tests.support.llama_run import FP32, MODEL_FILES, TOKENIZER_FILES, llama_recipe, model_of, write_run
 from tests.support.toy_engine import toy_tokenizer
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -110,15 +110,7 @@ def test_a_folder_in_use_is_left_alone(tmp_path: Path, monkeypatch: pytest.Monke
     folder.mkdir()
     export(run_dir, folder)  # an empty one is taken
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert before.keys() == {
-        "README.md",
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "chat_template.jinja",
-    }
+    assert before.keys() == MODEL_FILES | TOKENIZER_FILES
     with pytest.raises(ValueError, match="hf is there already: name another folder with --dir, or remove it first"):
         export(run_dir, folder)
     assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -169,12 +161,7 @@ def test_a_tokenizer_of_unknown_meaning_stays_behind(tmp_path: Path) -> None:
     said: list[str] = []
     export(run_dir, tmp_path / "hf", said.append)
     assert said[0].startswith("exported without a tokenizer: the tokenizer splits text by a pattern of its own")
-    assert {path.name for path in (tmp_path / "hf").iterdir()} == {
-        "README.md",
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-    }
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == MODEL_FILES
     with pytest.raises(FileNotFoundError, match="give quern's tokenizer.json of this model with --tokenizer"):
         imported(tmp_path / "hf")
     copy = imported(tmp_path / "hf", tokenizer=run_dir.folder / "tokenizer.json")

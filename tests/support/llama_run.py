@@ -37,6 +37,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "a key for each query": {"kv_heads": 6, "depth": 3, "rope_base": 500.0},
     "heads wider than the stream": {"width": 36, "head_dim": 14, "mlp_width": 20, "norm_eps": 1e-6},
 }
+MODEL_FILES = {"README.md", "config.json", "generation_config.json", "model.safetensors"}
+TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+"""The files of an export."""
 CHAT: list[Message] = [
     {"role": "system", "content": "Be brief.\n"},
     {"role": "user", "content": " What is 3 × 4 - 1?"},
