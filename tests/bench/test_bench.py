@@ -30,6 +30,7 @@ from quern.text.tokenizer import Tokenizer
 from tests.support.http_server import counters, running
 from tests.support.jax_process import environment
 from tests.support.line_server import ROOT
+from tests.support.rows import write_rows
 from tests.support.toy_training import CPU
 
 PLAIN = ["--no-compile", "--threads", "1", "--dtype", "fp32"]
@@ -191,7 +192,7 @@ def test_quality_counts_every_byte_once(tmp_path: Path) -> None:
     texts = [f"The miller grinds grain number {i}, ça va? 你好. " * (1 + i % 90) for i in range(200)]
     paths = {split: tmp_path / f"{split}.jsonl" for split in ("train", "val")}
     for path, part in zip(paths.values(), (texts[40:], texts[:40]), strict=True):
-        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in part), encoding="utf-8")
+        write_rows(path, [{"text": text} for text in part])
     files = [str(part) for split, path in paths.items() for part in (f"--{split}", path)]
     flags = ["--data", str(paths["train"]), "--minutes", "0.005", "--depth", "1", *PLAIN]
     found, shown = measured(tmp_path, "quality", *files, *flags)

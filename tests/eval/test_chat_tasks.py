@@ -1,7 +1,5 @@
 """Chat tasks: their files in all forms, programs and checks, a model that knows nothing and one that knows all."""
 
-import gzip
-import json
 import math
 import types
 from collections.abc import Sequence
@@ -10,8 +8,6 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -41,6 +37,7 @@ from quern.text.chat import Message, render
 from quern.text.tokenizer import Tokenizer
 from tests.eval.test_evaluate import evaluate
 from tests.support.llama_run import llama_recipe, write_run
+from tests.support.rows import write_rows
 from tests.support.tiny_model import CPU, tiny_model
 
 ARC = {"question": "Which grows?", "choices": {"text": ["rye", "tin"], "label": ["1", "2"]}, "answerKey": "2"}
@@ -70,29 +67,17 @@ def trusting(programs: Sequence[Program]) -> list[bool]:
     return passes
 
 
-def write(path: Path, rows: Sequence[Any]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    if path.suffix == ".gz":
-        path.write_bytes(gzip.compress(text.encode("utf-8")))
-    elif path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(list(rows)), path)
-    else:
-        path.write_text(text, encoding="utf-8")
-    return path
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Files of all tasks: two questions each, in the layouts in which they are published."""
     data = tmp_path / "data"
-    write(data / "core/arc_easy.jsonl.gz", [CORE, {**CORE, "query": "Question: Which flies?", "gold": 0}])
-    write(data / "ARC-Challenge/test-00000-of-00001.parquet", [ARC, {**ARC, "question": "Which sinks?"}])
-    write(data / "ARC-Challenge/train-00000-of-00001.parquet", [ARC])
-    write(data / "mmlu/all/test-00000-of-00001.parquet", [MMLU, {**MMLU, "question": "Which rusts?", "answer": 2}])
-    write(data / "gsm8k/test.jsonl", [GSM8K, {"question": "Bo has 2. How many?", "answer": "#### 2"}])
-    write(data / "gsm8k/train.jsonl", [GSM8K])
-    write(data / "HumanEval.jsonl", [CODE])
+    write_rows(data / "core/arc_easy.jsonl.gz", [CORE, {**CORE, "query": "Question: Which flies?", "gold": 0}])
+    write_rows(data / "ARC-Challenge/test-00000-of-00001.parquet", [ARC, {**ARC, "question": "Which sinks?"}])
+    write_rows(data / "ARC-Challenge/train-00000-of-00001.parquet", [ARC])
+    write_rows(data / "mmlu/all/test-00000-of-00001.parquet", [MMLU, {**MMLU, "question": "Which rusts?", "answer": 2}])
+    write_rows(data / "gsm8k/test.jsonl", [GSM8K, {"question": "Bo has 2. How many?", "answer": "#### 2"}])
+    write_rows(data / "gsm8k/train.jsonl", [GSM8K])
+    write_rows(data / "HumanEval.jsonl", [CODE])
     return data
 
 
@@ -119,7 +104,7 @@ def asked_of(folder: Path, *names: str, limit: int | None = None) -> list[Asked]
 @pytest.mark.parametrize("row", [ARC, MMLU, CORE, {**MMLU, "answer": "B"}])
 @pytest.mark.parametrize("name", ["arc_easy.jsonl.gz", "ARC-Easy/test-00000-of-00001.parquet"])
 def test_multiple_choice_in_every_form(tmp_path: Path, row: dict[str, Any], name: str) -> None:
-    write(tmp_path / name, [row])
+    write_rows(tmp_path / name, [row])
     ((item,),) = [one.items for one in asked_of(tmp_path, "arc_easy")]
     assert item.question.startswith("Which grows?\nA) rye\nB) tin") and item.answer == "B"
     assert item.choices == tuple("ABC"[: item.question.count(")")])
@@ -137,7 +122,7 @@ def test_files_are_found_and_missing_ones_are_named(folder: Path, tmp_path: Path
     with pytest.raises(ValueError, match="chat has no task 'x': use arc_easy, arc_challenge"):
         asked_of(folder, "x")
     assert [one.task.name for one in find_chat_tasks(None, tmp_path, ["counting"], 3, said.append)] == ["counting"]
-    write(folder / "copy/gsm8k.jsonl", [GSM8K])
+    write_rows(folder / "copy/gsm8k.jsonl", [GSM8K])
     with pytest.raises(ValueError, match="gsm8k has several files, leave one: "):
         asked_of(folder, "gsm8k")
 
@@ -159,25 +144,25 @@ def test_files_are_found_and_missing_ones_are_named(folder: Path, tmp_path: Path
 )
 def test_a_damaged_row_is_named_with_its_line(tmp_path: Path, name: str, row: Any, message: str) -> None:
     good = {"mmlu": MMLU, "arc_easy": ARC, "gsm8k": GSM8K, "humaneval": CODE}[name]
-    path = write(tmp_path / f"{name}.jsonl", [good, row])
+    path = write_rows(tmp_path / f"{name}.jsonl", [good, row])
     with pytest.raises(ValueError, match=f"{name}.jsonl, line 2: no row of {name}: .*{message}"):
         read_items(path, name)
 
 
 def test_files_cut_short_or_empty_are_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "mmlu.jsonl.gz", [MMLU] * 500)
+    path = write_rows(tmp_path / "mmlu.jsonl.gz", [MMLU] * 500)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(OSError, match=r"cannot read .*mmlu.jsonl.gz, it may be cut short"):
         read_items(path, "mmlu")
     with pytest.raises(ValueError, match="has no rows of gsm8k"):
-        read_items(write(tmp_path / "gsm8k.jsonl", []), "gsm8k")
+        read_items(write_rows(tmp_path / "gsm8k.jsonl", []), "gsm8k")
     with pytest.raises(ValueError, match="no row of gsm8k: it has no .answer."):
-        read_items(write(tmp_path / "gsm8k.parquet", [{"other": 1}]), "gsm8k")
+        read_items(write_rows(tmp_path / "gsm8k.parquet", [{"other": 1}]), "gsm8k")
 
 
 def test_a_limit_takes_the_first_of_one_order(tmp_path: Path) -> None:
     rows = [{**MMLU, "question": f"Which of {n}?"} for n in range(40)]
-    write(tmp_path / "mmlu.jsonl", rows)
+    write_rows(tmp_path / "mmlu.jsonl", rows)
     (whole,), (some,) = asked_of(tmp_path, "mmlu"), asked_of(tmp_path, "mmlu", limit=7)
     assert some.items == whole.items[:7] and (whole.whole, some.whole) == (True, False)
     assert [item.question.splitlines()[0] for item in whole.items[:3]] != [row["question"] for row in rows[:3]]
@@ -196,7 +181,7 @@ def test_a_limit_takes_the_first_of_one_order(tmp_path: Path) -> None:
     ],
 )
 def test_a_reply_is_a_body_or_a_whole_function(tmp_path: Path, reply: str, right: bool) -> None:
-    (item,) = read_items(write(tmp_path / "humaneval.jsonl", [CODE]), "humaneval")
+    (item,) = read_items(write_rows(tmp_path / "humaneval.jsonl", [CODE]), "humaneval")
     program = program_of(item, reply)
     assert trusting([program]) == [right]
     try:
@@ -262,7 +247,7 @@ def test_pass_at_k_is_the_estimate_of_many_samples(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against every way to draw k of n replies: which replies pass is decided here."""
-    items = read_items(write(tmp_path / "humaneval.jsonl", [CODE, CODE]), "humaneval")
+    items = read_items(write_rows(tmp_path / "humaneval.jsonl", [CODE, CODE]), "humaneval")
     task = replace(BY_NAME["humaneval"].task(items), max_tokens=2)
     engine = engine_of(tiny_model(tokenizer.vocab_size, 64), tokenizer)
     passes = iter([[True] * 3 + [False] * 9, [False] * 12])
@@ -309,7 +294,7 @@ def test_the_command_asks_chat_tasks_and_finds_planted_questions(
     text.write_text(f"Some words before, {planted} and 7 more words after it.\n" * 400, encoding="utf-8")
     write_run(tmp_path, replace(recipe, data=str(text)))
     rows = [{**MMLU, "question": f"{number} questions"} for number in range(3)] + [{**MMLU, "question": planted}]
-    write(tmp_path / "data/mmlu.jsonl", rows)
+    write_rows(tmp_path / "data/mmlu.jsonl", rows)
     flags = ("--stage", "pretrain", "--tasks", "chat/mmlu", "chat/counting", "--chat-data", str(tmp_path / "data"))
     lines = evaluate(tmp_path, *flags, "--limit", "4", "--contamination")
     of_chat = {line["task"]: line for line in lines if line["task"].startswith("chat/")}
@@ -354,9 +339,7 @@ def test_numbers_are_read_by_value(text: str, value: str) -> None:
 
 
 def test_files_are_found_and_practised(tmp_path: Path) -> None:
-    (tmp_path / "deep").mkdir()
-    text = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
-    (tmp_path / "deep" / "train.jsonl.gz").write_bytes(gzip.compress(text))
+    compressed = write_rows(tmp_path / "deep/train.jsonl.gz", ROWS)
     environment = load_environment("gsm8k", tmp_path)
     item = draw_item(environment, "3")
     assert item.answer in [str(n + 1) for n in range(40)] and item == draw_item(environment, "3")
@@ -367,6 +350,6 @@ def test_files_are_found_and_practised(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="gsm8k reads train.jsonl: name its folder with --rl.data$"):
         load_environment("gsm8k")
     (tmp_path / "train.jsonl").rename(tmp_path / "other.jsonl")
-    (tmp_path / "deep" / "train.jsonl.gz").unlink()
+    compressed.unlink()
     with pytest.raises(FileNotFoundError, match="name its folder with --rl.data, .* has none"):
         load_environment("gsm8k", tmp_path)

@@ -11,16 +11,14 @@ from scipy.stats import binomtest
 
 from quern.eval.answers import answers_file, compare, paired_bootstrap, read_answers, write_answers
 from quern.eval.score import Prompts, Score, accuracy, wilson
+from tests.support.rows import write_rows
 
 NAMES = ("a/sft", "b/sft")
 
 
 def write(folder: Path, scores: dict[str, float], task: str = "t/k") -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = [{"task": task}]
-    lines += [{"item": n, "prompt": name.strip("'"), "score": score} for n, (name, score) in enumerate(scores.items())]
-    (folder / "k.answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return folder
+    lines = [{"item": n, "prompt": name.strip("'"), "score": score} for n, (name, score) in enumerate(scores.items())]
+    return write_rows(folder / "k.answers.jsonl", [{"task": task}, *lines]).parent
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """CORE against a second scorer, which reads one row at a time, uncached; its baselines, files, records and bundle."""
 
-import gzip
 import hashlib
 import io
 import json
@@ -33,6 +32,7 @@ from quern.records import read_lines
 from quern.text.tokenizer import Tokenizer
 from tests.support.core_oracle import questions, verdict
 from tests.support.hub_server import Hub, hub_server
+from tests.support.rows import write_rows
 from tests.support.tiny_model import CPU, tiny_model, tiny_tokenizer
 
 TIES = 1e-6
@@ -68,13 +68,8 @@ def bundle(tmp_path: Path) -> Path:
     """All 22 tasks with 14 rows each, some of them gzipped, in two folders."""
     folder = tmp_path / "bundle"
     for task in TASKS:
-        path = folder / task.kind / f"{task.file}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = "".join(json.dumps(row) + "\n" for row in rows_of(task.kind, 14, random.Random(task.file)))
-        if task.file.startswith("b"):
-            path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(text.encode("utf-8")))
-        else:
-            path.write_text(text, encoding="utf-8")
+        name = f"{task.kind}/{task.file}.jsonl{'.gz' if task.file.startswith('b') else ''}"
+        write_rows(folder / name, rows_of(task.kind, 14, random.Random(task.file)))
     return folder
 
 
@@ -125,14 +120,7 @@ def test_prompts_and_scores_are_those_of_one_row_at_a_time(
         assert answer.correct == alone.correct or alone.margin < TIES
 
 
-def test_each_option_is_cut_by_itself(tokenizer: Tokenizer) -> None:
-    rows = rows_of("choice", 14, random.Random(3))
-    whole = make_example(BY_NAME["arc_easy"], rows, 0, tokenizer, 10_000)
-    cut = make_example(BY_NAME["arc_easy"], rows, 0, tokenizer, 64)
-    assert whole and cut and cut.cropped and {len(row) for row in cut.rows} == {65} and cut.shared == 0
-    assert all(a[-65:] == b for a, b in zip(whole.rows, cut.rows, strict=True))
-    for a, b, first, then in zip(whole.rows, cut.rows, whole.starts, cut.starts, strict=True):
-        assert a[first:] == b[then:]
+def test_options_of_equal_length_share_their_beginning_also_when_they_are_cut(tokenizer: Tokenizer) -> None:
     equal = [{"query": "the miller ground", "choices": ["xy", "qz"], "gold": 0}]
     same = make_example(BY_NAME["copa"], equal, 0, tokenizer, 10_000)
     assert same and len(set(map(len, same.rows))) == 1

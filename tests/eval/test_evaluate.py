@@ -25,6 +25,7 @@ from quern.text.chat import render_prompt
 from quern.text.tinyworld.corpus import QUESTION_KINDS
 from quern.train import checkpoint, manifest
 from tests.support.llama_run import llama_recipe, random_state, write_run
+from tests.support.rows import write_rows
 from tests.support.small_text import write_text
 from tests.support.tiny_model import CPU, tiny_model, tiny_tokenizer
 
@@ -71,7 +72,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_text(out)
     write_run(out, replace(llama_recipe(context=128), data=str(out / "text.jsonl")))
     rows = [{"query": f"{n} and", "choices": ["one", "two"], "gold": n % 2} for n in range(9)]
-    (out / "copa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_rows(out / "copa.jsonl", rows)
     core(out)
     return out
 
@@ -250,7 +251,7 @@ def test_the_command_compares_runs_and_stages(out: Path, capsys: pytest.CaptureF
     first, *lines = read_lines(path)
     assert first["task"] == "capitals/chosen" and len(lines) == 4
     turned = [{**line, "score": 1 - line["score"]} for line in lines[::-1]]
-    path.write_text("".join(json.dumps(line) + "\n" for line in [first, *turned]), encoding="utf-8")
+    write_rows(path, [first, *turned])
     runs = ["runs", "--out", str(out), "compare"]
     capsys.readouterr()
     assert main.main([*runs, "first", "second"]) == 0

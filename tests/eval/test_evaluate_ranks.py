@@ -15,6 +15,7 @@ from quern.cli import main
 from tests.eval.test_core import rows_of
 from tests.support.faulty_ranks import FaultyRanks
 from tests.support.llama_run import llama_recipe, write_run
+from tests.support.rows import write_rows
 from tests.support.small_text import write_text
 
 PLAIN = "--no-compile --dtype fp32 --threads 1 --device cpu --stage pretrain".split()
@@ -30,18 +31,13 @@ class Runs:
         write_text(folder)
         write_run(folder / "source", replace(llama_recipe(context=128), data=str(folder / "text.jsonl")))
         for name, kind, count in (("copa", "choice", 80), ("winograd_wsc", "schema", 20), ("lambada_openai", "", 20)):
-            self.write(name, [self.longer(row) for row in rows_of(kind, count, random.Random(name))])
+            rows = rows_of(kind, count, random.Random(name))
+            # So long that the questions of a task are several batches.
+            longer = [row | ({"query": row["query"] * 8} if "query" in row else {}) for row in rows]
+            write_rows(folder / f"{name}.jsonl", longer)
         mmlu = [{"question": f"{n} and {n}?", "choices": ["one", "two", "six"], "answer": n % 3} for n in range(50)]
-        self.write("mmlu", mmlu)
+        write_rows(folder / "mmlu.jsonl", mmlu)
         self.flags = [*PLAIN, "--bundle", str(folder), "--questions", "3"]
-
-    def write(self, name: str, rows: list[dict[str, Any]]) -> None:
-        (self.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-    @staticmethod
-    def longer(row: dict[str, Any]) -> dict[str, Any]:
-        """So long that the questions of a task are several batches."""
-        return row | ({"query": row["query"] * 8} if "query" in row else {})
 
     def command(self, name: str, *flags: str) -> list[str]:
         if not (self.folder / name).is_dir():

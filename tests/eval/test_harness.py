@@ -13,6 +13,7 @@ from quern.recipe import Resolved
 from quern.recipes.gpt import RECIPE
 from quern.runs.load import LoadedModel
 from quern.text.tokenizer import Tokenizer
+from tests.support.rows import write_rows
 from tests.support.tiny_model import CPU, tiny_model, tiny_tokenizer
 
 with warnings.catch_warnings():
@@ -49,18 +50,6 @@ def scores_alone(model: GPT, tokenizer: Tokenizer, row: list[int], first: int) -
 
 def request(kind: str, *arguments: Any) -> Any:
     return lm_eval.api.instance.Instance(kind, {}, arguments, 0)
-
-
-def task(folder: Path, name: str, rows: list[dict[str, Any]], **config: Any) -> dict[str, Any]:
-    path = folder / f"{name}.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    files = {"test": str(path)}
-    return {
-        "task": name,
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": files},
-        "test_split": "test",
-    } | config
 
 
 def test_log_probabilities_are_those_of_one_request_at_a_time(loaded: LoadedModel) -> None:
@@ -132,7 +121,9 @@ def test_generation_stops_and_keeps_the_order(loaded: LoadedModel) -> None:
 
 def test_a_task_from_a_file_gives_scores(loaded: LoadedModel, tmp_path: Path) -> None:
     rows = [{"q": f"the miller ground {n} and", "gold": n % 2} for n in range(6)]
-    config = task(tmp_path, "mill", rows, output_type="multiple_choice", doc_to_text="{{q}}", doc_to_target="gold")
+    files = {"test": str(write_rows(tmp_path / "mill.jsonl", rows))}
+    config = {"task": "mill", "dataset_path": "json", "dataset_kwargs": {"data_files": files}, "test_split": "test"}
+    config |= {"output_type": "multiple_choice", "doc_to_text": "{{q}}", "doc_to_target": "gold"}
     path = tmp_path / "mill.yaml"
     path.write_text(json.dumps(config | {"doc_to_choice": ["corn", "bread"]}), encoding="utf-8")  # JSON is YAML
     manager, names = find_harness_tasks([str(path)])
