@@ -57,10 +57,8 @@ def bits_per_byte(parameters: float, text_bytes: float, read_bytes: float) -> fl
 def most_readings(parameters: float, text_bytes: float) -> float:
     """Returns how often a model may read a text before it learns the text by heart, where the law no longer holds.
 
-    The limit is 5 readings. It rises for a text with more bytes than the model has parameters. It rises to 10 for a
-    small text, of which 5 readings are few steps. Bits per byte after some readings, one run each: 1 MB and 4 million
-    parameters, 2.10 (5) and 2.53 (10); 1 MB and 0.7 million, 2.13 (3), 2.09 (5), 2.09 (7) and 2.14 (10); 100 kB, 2.57
-    (5) and 2.43 (10); 10 MB still improved in its seventh reading. The roots are a guess between these runs.
+    The limit is 5 readings. It rises for a text with more bytes than the model has parameters, and to 10 for a small
+    text, of which 5 readings are few steps. The roots are a guess between the runs of docs/your-own-text.md.
     """
     return READINGS * max(1.0, math.sqrt(text_bytes / parameters), min(2.0, math.sqrt(FEW_BYTES / text_bytes)))
 

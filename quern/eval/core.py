@@ -304,21 +304,16 @@ def core_bundle(out: Path, log: Callable[[str], None], bundle: tuple[str, str] =
 def _unpack(archive: Path, target: Path) -> None:
     """Writes the files of the tasks to a temporary folder; whole, it gets its name."""
     remove_abandoned(target.parent, target.name)
-    temporary = TemporaryFolder(target)
+    temporary, wanted = TemporaryFolder(target), {f"{task.file}.jsonl" for task in TASKS}
     try:
         with zipfile.ZipFile(archive) as opened:  # its hash was checked: it has no member that leaves the folder
-            for name in _wanted(opened):
-                sync_path(Path(opened.extract(name, temporary.path / target.name)))
+            config = next(name for name in opened.namelist() if PurePosixPath(name).name == CONFIG)
+            # Files that the configuration does not list have the same names and other rows.
+            listed = re.findall(r"dataset_uri:\s*[\"']?([^\s\"'#]+)", opened.read(config).decode("utf-8"))
+            for name in opened.namelist():
+                if PurePosixPath(name).name in wanted and any(f"/{name}".endswith(f"/{uri}") for uri in listed):
+                    sync_path(Path(opened.extract(name, temporary.path / target.name)))
         (temporary.path / target.name).rename(target)
         sync_path(target.parent)
     finally:
         temporary.remove()
-
-
-def _wanted(opened: zipfile.ZipFile) -> list[str]:
-    """The names of the tasks' files that the bundle's configuration lists: others have the same name and other rows."""
-    names, files = opened.namelist(), {f"{task.file}.jsonl" for task in TASKS}
-    config = next(name for name in names if PurePosixPath(name).name == CONFIG)
-    listed = re.findall(r"dataset_uri:\s*[\"']?([^\s\"'#]+)", opened.read(config).decode("utf-8"))
-    own = [name for name in names if PurePosixPath(name).name in files]
-    return [name for name in own if any(f"/{name}".endswith(f"/{uri}") for uri in listed)]

@@ -69,10 +69,19 @@ def run_task(
     if not items:
         raise ValueError(f"{task.name}: no questions to score; ask for at least one")
     graded = Graded([], [])
+    facts = {  # what answers depend on
+        **(records.identity if records else {}),
+        "format": FORMAT,
+        "data": task.data,
+        "tokenizer": engine.tokenizer.fingerprint[:16],
+        "context": engine.context,
+        "device": engine.machine.device.type,
+        "dtype": str(engine.model.embedding.weight.dtype).removeprefix("torch."),
+    }
     for kind in dict.fromkeys(item.kind for item in items):
         name, of_kind = f"{task.name}/{kind}", [item for item in items if item.kind == kind]
         path = records and answers_file(records.folder, task.name, kind)
-        header = {**(records.identity if records else {}), "task": name, **_settings(engine, task, len(of_kind))}
+        header = facts | {"task": name, "asked": len(of_kind)}
         score = kept_score(path, header) if path and task.data and group.rank == 0 else None
         score = group.broadcast_object(score)
         if score is None:
@@ -90,19 +99,6 @@ def run_task(
                 write_answers(path, header | {"score": asdict(score)}, answers)
         graded.scores.append(score)
     return graded
-
-
-def _settings(engine: Engine, task: Task, count: int) -> dict[str, Any]:
-    """The settings that answers depend on, beside the weights."""
-    return {
-        "format": FORMAT,
-        "data": task.data,
-        "asked": count,
-        "tokenizer": engine.tokenizer.fingerprint[:16],
-        "context": engine.context,
-        "device": engine.machine.device.type,
-        "dtype": str(engine.model.embedding.weight.dtype).removeprefix("torch."),
-    }
 
 
 def fitting(engine: Engine, task: Task, items: Sequence[Item], base: bool) -> list[tuple[int, list[int]]]:
