@@ -122,9 +122,6 @@ def test_files_are_found_and_missing_ones_are_named(folder: Path, tmp_path: Path
     with pytest.raises(ValueError, match="chat has no task 'x': use arc_easy, arc_challenge"):
         asked_of(folder, "x")
     assert [one.task.name for one in find_chat_tasks(None, tmp_path, ["counting"], 3, said.append)] == ["counting"]
-    write_rows(folder / "copy/gsm8k.jsonl", [GSM8K])
-    with pytest.raises(ValueError, match="gsm8k has several files, leave one: "):
-        asked_of(folder, "gsm8k")
 
 
 @pytest.mark.parametrize(

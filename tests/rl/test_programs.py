@@ -1,12 +1,12 @@
 """Programs as answers: the check decides, in the sandbox, and damaged files give one clear error."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from quern.generate.sandbox import Sandbox, SandboxError
 from quern.rl.environment import FILE, load_environment, program_in
+from tests.support.rows import write_rows
 
 EXERCISES = [
     {"prompt": f"Write a Python function plus_{n}(x) that adds {n}.", "check": f"assert program.plus_{n}(2) == {2 + n}"}
@@ -22,14 +22,10 @@ def works() -> bool:
     return True
 
 
-def write(folder: Path, lines: list[str]) -> Path:
-    (folder / FILE).write_text("\n".join(lines), encoding="utf-8")
-    return folder
-
-
 @pytest.mark.skipif(not works(), reason="no sandbox works on this machine")
 def test_a_program_is_rewarded_for_passing_its_check(tmp_path: Path) -> None:
-    environment = load_environment("programs", write(tmp_path, [json.dumps(one) for one in EXERCISES]))
+    write_rows(tmp_path / FILE, EXERCISES)
+    environment = load_environment("programs", tmp_path)
     item = environment.ask("seed")
     number = int(item.answer.split("plus_")[1].split("(")[0])
     right = f"def plus_{number}(x):\n    return x + {number}\n"
@@ -71,9 +67,9 @@ def test_the_program_of_a_reply(reply: str, program: str) -> None:
     assert program_in(reply) == program
 
 
-@pytest.mark.parametrize("lines", [["{"], ["[]"], ['{"prompt": "a"}'], []])
-def test_files_that_are_missing_or_damaged(tmp_path: Path, lines: list[str]) -> None:
+def test_files_that_are_missing_or_damaged(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="reads programs.jsonl: name its folder with --rl.data, .* none"):
         load_environment("programs", tmp_path)
-    with pytest.raises(ValueError, match="line 1: (no row of programs|not a line of JSON)|has no rows of programs"):
-        load_environment("programs", write(tmp_path, lines))
+    write_rows(tmp_path / FILE, [{"prompt": "a"}])
+    with pytest.raises(ValueError, match="line 1: no row of programs: it has no 'check'"):
+        load_environment("programs", tmp_path)
