@@ -189,9 +189,8 @@ def _parts(task: CoreTask, row: Row) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class CoreItem(Item):
-    """A row of a task. rows: all of the task's, of which the shots are drawn; number: which one this is."""
+    """A row of a task. number: which of the task's rows it is."""
 
-    rows: Sequence[Row] = ()
     number: int = 0
 
 
@@ -202,11 +201,11 @@ def as_task(task: CoreTask, rows: Sequence[Row], data: str, limit: int | None = 
         asked, answer = _parts(task, row)
         options = next((tuple(row[field]) for field in FIELDS[task.kind] if field in OPTIONS), None)
         answer = options[row["gold"]] if options else answer
-        items.append(CoreItem(task.name, [{"role": "user", "content": asked}], answer, options, 0.0, rows, number))
+        items.append(CoreItem(task.name, [{"role": "user", "content": asked}], answer, options, number=number))
 
     def example(item: Item, tokenizer: Tokenizer, context: int) -> Example | None:
         assert isinstance(item, CoreItem)
-        return make_example(task, item.rows, item.number, tokenizer, context)
+        return make_example(task, rows, item.number, tokenizer, context)
 
     return Task(CORE, lambda seed, count: items, example=example, data=data)
 
