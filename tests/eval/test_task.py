@@ -7,17 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from quern.eval.likelihood import choice_example, score_examples
 from quern.eval.run_task import run_task
 from quern.eval.task import TINYWORLD, Item, Task, contains_answer, find_contaminated, question
 from quern.generate.engine import Engine
 from quern.generate.sampling import GREEDY
-from quern.model.context import CausalContext
 from quern.text.chat import render_prompt, render_text
 from quern.text.clean.steps import SHORTEST, WORDS
 from quern.text.tinyworld.corpus import QUESTION_KINDS
+from tests.support.gguf_run import log_probabilities
 from tests.support.tiny_model import CPU, tiny_model, tiny_tokenizer
 
 CONTEXT = 320
@@ -132,11 +131,8 @@ def model():
 
 
 def plain_nats(model, prompt, continuation) -> float:
-    ids = torch.tensor([[*prompt, *continuation]])
-    with torch.no_grad():
-        logprobs = model.logits(model(ids[:, :-1], CausalContext()))[0].double().log_softmax(-1)
-    positions = range(len(prompt) - 1, ids.size(1) - 1)
-    return -sum(float(logprobs[at, ids[0, at + 1]]) for at in positions)
+    logprobs_TV = log_probabilities(model, [*prompt, *continuation][:-1])
+    return -sum(float(logprobs_TV[at, id]) for at, id in enumerate(continuation, start=len(prompt) - 1))
 
 
 def nats_of(model, asked: Sequence[tuple[list[int], Sequence[list[int]]]]) -> list[np.ndarray]:
