@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,13 @@ from quern.terminal import silent
 from quern.text.tokenizer import Tokenizer
 from quern.train import loop
 from quern.train.guard import EXIT_DIVERGED, EXIT_DONE
-from quern.train.state import Counters, TrainState, build_model, build_state
+from quern.train.state import Counters, build_model, build_state
 from quern.train.step import TorchBackend
 
 Note = Callable[[Counters, dict[str, Any]], dict[str, Any]]
 """(counters, a validation) → the validation, after it has been noted."""
+Ready = tuple[loop.Backend, loop.TrainingPlan, Parameters]
+"""What trains a recipe, the settings of its loop, and the model's counts."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,11 @@ class Trainer:
             on_eval(curve[-1])
             return found
 
-        code, state, counts = self._run(resolved, prepared, -(-resolved.train.steps // evaluations), note, on_step)
+        with self._ready(resolved, prepared, -(-resolved.train.steps // evaluations), note) as (backend, plan, counts):
+            plan = replace(plan, log_every=plan.steps, save_every=None)
+            batches, folder = make_batches(resolved, prepared.train), Records(self.out)
+            state, advance = backend.run, lambda *step: on_step(state.step, state.seconds)
+            code = loop.train(backend, batches, plan, folder, self.log, advance, "", more_follows=True)
         if code not in (EXIT_DONE, EXIT_DIVERGED):
             self.log("the runs that have finished are kept: the same command goes on with the study")
             raise KeyboardInterrupt
@@ -132,25 +139,16 @@ class Trainer:
             curve=tuple(curve),
         )
 
-    def _run(
-        self, recipe: Resolved, prepared: Prepared, every: int, note: Note, on_step: Callable[[int, float], None]
-    ) -> tuple[int, Counters, Parameters]:
-        """Trains, with a validation every so many steps. Returns the exit code, the counters and the model's counts."""
+    @contextmanager
+    def _ready(self, recipe: Resolved, prepared: Prepared, every: int, note: Note) -> Iterator[Ready]:
+        """Readies a model at step 0 for the body, and the loop's plan with a validation every so many steps."""
         model, counts = self._ready_model(recipe, prepared.tokenizer)
         model.initialize(recipe.seed)
         state = build_state(recipe, self.machine, model)
         score = validation(recipe, prepared.tokenizer, prepared.val, self.machine)
-
-        def evaluate(state: TrainState) -> dict[str, Any]:
-            return note(state, score(state))
-
-        plan = plan_of(recipe, flop_counter(recipe), [(every, evaluate)])
-        plan = replace(plan, log_every=plan.steps, save_every=None)
+        plan = plan_of(recipe, flop_counter(recipe), [(every, lambda state: note(state, score(state)))])
         try:
-            batches = make_batches(recipe, prepared.train)
-            backend = TorchBackend(state, self.machine, recipe.train.clip_norm, recipe.seed)
-            folder, advance = Records(self.out), lambda *step: on_step(state.step, state.seconds)
-            return loop.train(backend, batches, plan, folder, self.log, advance, "", more_follows=True), state, counts
+            yield TorchBackend(state, self.machine, recipe.train.clip_norm, recipe.seed), plan, counts
         finally:
             state.optimizer.close()
 

@@ -18,6 +18,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from quern.flags.check_flags import negated
 from quern.lab.search.space import Dimension, Space, shown
 from quern.lab.study import Study
 from quern.lab.verdict import WORST, score
@@ -93,13 +94,12 @@ def importances(study: optuna.Study) -> dict[str, float]:
 
 def edge_warnings(space: Space, best: Line) -> list[str]:
     """One line for each field whose best value is at the edge of its range."""
-    found = []
-    for name, one in space.items():
-        value = best["values"][name]
-        if edge := one.edge(value):
-            told = f"the best {flag(name)} ({value:.4g}) is at the {edge} edge of {one.text}: search "
-            found.append(f"{told}{'lower' if edge == 'lower' else 'higher'} values too")
-    return found
+    return [
+        f"the best {flag(name)} ({best['values'][name]:.4g}) is at the {edge} edge of {one.text}: search "
+        f"{'lower' if edge == 'lower' else 'higher'} values too"
+        for name, one in space.items()
+        if (edge := one.edge(best["values"][name]))
+    ]
 
 
 def against_baseline(best: Line, trials: Sequence[Line]) -> dict[str, float] | None:
@@ -177,10 +177,10 @@ def _lines(folder: Path, facts: dict[str, Any], trials: Sequence[Line]) -> list[
 
 def _as_flag(name: str, value: Any) -> str:
     """The flag that gives a field this value. None is the value without a flag."""
-    part, dot, own = flag(name).rpartition(".")
+    own = f"--{flag(name)}"
     if isinstance(value, bool):
-        return f"--{part}{dot}{'' if value else 'no-'}{own}"
-    return f"(no --{flag(name)})" if value is None else f"--{flag(name)} {shown(value, 6)}"
+        return own if value else negated(own)
+    return f"(no {own})" if value is None else f"{own} {shown(value, 6)}"
 
 
 # The figure -------------------------------------------------------------------------------------------------

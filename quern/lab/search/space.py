@@ -106,12 +106,11 @@ def point(space: Space, recipe: Recipe) -> dict[str, Any] | None:
 
 def apply(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     """The recipe with other values of some fields."""
-    parts: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         part, _, own = name.rpartition(".")
-        parts.setdefault(part, {})[own] = value
-    top = parts.pop("", {})
-    return replace(recipe, **top, **{part: replace(getattr(recipe, part), **own) for part, own in parts.items()})
+        change: dict[str, Any] = {own: value}
+        recipe = replace(recipe, **({part: replace(getattr(recipe, part), **change)} if part else change))
+    return recipe
 
 
 def read_space(entries: Sequence[str], recipe: Recipe) -> Space:
