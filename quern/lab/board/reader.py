@@ -69,6 +69,7 @@ class Curve:
 
     Attributes:
         rows: The offset after each line, and the line's fields; in file order.
+        modified: Seconds since the epoch; 0 if the file is missing.
         end: Offset after the last complete line.
         identity: Changes when the file is replaced, as a resumed run does; earlier offsets are then void.
         last: The latest value of each field; a null leaves the one before.
@@ -76,7 +77,7 @@ class Curve:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self._sampled = path, 0
+        self.path, self.modified, self._sampled = path, 0.0, 0
         self.clear(0)
 
     def clear(self, identity: int) -> None:
@@ -89,6 +90,7 @@ class Curve:
         try:
             with self.path.open("rb") as file:
                 facts = os.fstat(file.fileno())
+                self.modified = facts.st_mtime
                 inode = facts.st_ino % (1 << 53)  # the page's numbers are doubles
                 replaced = self.identity != inode or facts.st_size < self.end
                 grown = len(self.rows) > 4 * max(self._sampled, 256)
@@ -98,6 +100,7 @@ class Curve:
                 if facts.st_size > self.end:
                     self._extend(file, self._sampled)
         except FileNotFoundError:
+            self.modified = 0.0
             self.clear(0)
 
     def _extend(self, file: BinaryIO, points: int) -> None:
@@ -182,9 +185,7 @@ class Run(Entry):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder.parent.name, folder.name, Curve(folder / METRICS))
         self.folder = folder
-        self._events, self._recipe, self._metrics = map(
-            KeptFile, (folder / EVENTS, folder / "recipe.json", folder / METRICS)
-        )
+        self._events, self._recipe = KeptFile(folder / EVENTS), KeptFile(folder / "recipe.json")
         self._end = "running"
 
     def refresh(self, points: int, now: float) -> None:
@@ -199,8 +200,7 @@ class Run(Entry):
             self.steps, self.reason = planned or self.recipe.get("train.steps"), str(last.get("reason", ""))
             self._end = ENDS[last["kind"]]
             self.status = "diverged" if "not finite" in self.reason else self._end
-        self._metrics.changed()
-        written = max(self._metrics.modified, self._events.modified)
+        written = max(self.curve.modified, self._events.modified)
         self.age = max(0.0, now - written) if written else 0.0
         if self._end == "running":
             self.status = "stuck" if self.age > self._patience() else "running"

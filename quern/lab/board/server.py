@@ -5,9 +5,6 @@
     GET  /api/list[?study=NAME]    runs or trials, their status, recipes and last values; tables of the study
     POST /api/curves               points that the page does not have yet (`Board.curves`)
 
-    out/runs/RUN/STAGE/  recipe.json metrics.jsonl events.jsonl
-    out/lab/STUDY/       study.json trials.jsonl verdicts.json
-
 Every answer but the page and a report is JSON. The name of a run in a request is compared with the runs that were
 found. It never becomes a path. A request for another host name is refused, so that a page of another site cannot read
 the records through a name that resolves to 127.0.0.1.
