@@ -125,7 +125,7 @@ def draw(curve: Curve, xs: list[float], ys: list[float], stage: StageRecords, na
                 axes.axvline(step, color=MUTED, linewidth=0.8, linestyle=(0, (2, 2)))
             for step in stage.steps_of("skip"):
                 axes.axvline(step, color=ALERT, linewidth=0.9)
-        return _svg(figure, name, f"{curve.title}, {curve.unit}: from {number(ys[0])} to {number(ys[-1])}")
+        return _element(figure, name, f"{curve.title}, {curve.unit}: from {number(ys[0])} to {number(ys[-1])}")
 
 
 def log_ticks(axis: Axis, most: int, subs: Sequence[float] = (1,)) -> None:
@@ -153,10 +153,15 @@ def thin(xs: list[float], ys: list[float]) -> tuple[list[float], list[float]]:
     return [xs[i] for i in keep], [ys[i] for i in keep]
 
 
-def _svg(figure: Figure, name: str, label: str) -> str:
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    text = buffer.getvalue()
+def svg(figure: Figure, **how: Any) -> str:
+    """The text of a figure as SVG. how: as `Figure.savefig`."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None}, **how)
+    return text.getvalue()
+
+
+def _element(figure: Figure, name: str, label: str) -> str:
+    text = svg(figure, transparent=True)
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     head, body = text.split(">", 1)
     text = re.sub(r'\s(xmlns(:\w+)?|version|width|height)="[^"]*"', "", head) + ">" + body

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -70,7 +70,7 @@ class Curve:
 
     def __init__(self, means: Sequence[Mean]) -> None:
         noise = np.random.default_rng(SEED).standard_normal((DRAWS, len(means))) * (np.arange(DRAWS) > 0)[:, None]
-        compute_R, loss_R, error_R = np.array(sorted((one.compute, one.loss, one.error) for one in means)).T
+        compute_R, loss_R, error_R = np.array(sorted(means)).T
         losses_DR, x_R = loss_R + noise * error_R, np.log(compute_R)
         shares = np.linspace(0, 0.98, LIMITS) if len(means) > 2 else np.zeros(1)
         best = np.full(DRAWS, math.inf)
@@ -186,8 +186,12 @@ class Row:
 
     @property
     def course(self) -> Course | None:
-        rungs = sorted(self.flops)
-        return course([self.computes[rung] for rung in rungs], [self.flops[rung] for rung in rungs])
+        return course(*self.line(self.flops))
+
+    def line(self, rungs: Iterable[int]) -> tuple[list[float], list[Floats]]:
+        """The computes and the multipliers on those of some rungs that have one, ascending."""
+        kept = sorted(set(rungs) & set(self.flops))
+        return [self.computes[rung] for rung in kept], [self.flops[rung] for rung in kept]
 
 
 def rows(study: Comparison) -> list[Row]:
@@ -259,17 +263,12 @@ def predictions(study: Comparison, found: Sequence[Row]) -> list[Prediction]:
         top, below = rungs[-1], rungs[:-1]
         if baseline_curve(study, "flops", most=below[-1]) is None:
             continue
-        spread = slope_spread([_part(one, below) for one in found if len(set(below) & set(one.flops)) > 1])
-        logs_D = extrapolate(*_part(row, below), row.computes[top], spread)
+        spread = slope_spread([one.line(below) for one in found])
+        logs_D = extrapolate(*row.line(below), row.computes[top], spread)
         noise = np.random.default_rng(top).permutation(row.flops[top] - row.flops[top][0])
         noise[0] = 0.0
         made.append(Prediction(row.idea, top, told(logs_D + noise), math.exp(float(row.flops[top][0]))))
     return made
-
-
-def _part(row: Row, rungs: Sequence[int]) -> tuple[list[float], list[Floats]]:
-    kept = [rung for rung in rungs if rung in row.flops]
-    return [row.computes[rung] for rung in kept], [row.flops[rung] for rung in kept]
 
 
 Table = tuple[str, list[str], tuple[str, ...], list[list[str]]]

@@ -3,12 +3,12 @@ section of the log; and the style of their figures."""
 
 from __future__ import annotations
 
-import io
 import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from quern.lab.search.results import FIGURE, RESULTS, TRIALS, best_line, importa
 from quern.lab.verdict import Finding
 from quern.recipes import load_recipe
 from quern.records import read_json, read_lines
-from quern.report.plots import log_ticks
+from quern.report.plots import log_ticks, svg
 from quern.terminal import counted
 
 HEADER = "<!-- Generated from experiments/records by `quern lab log`. -->\n\n"
@@ -96,13 +96,6 @@ def repeat(facts: dict[str, Any]) -> list[str]:
     return ["## Repeat it\n", f"```\n{facts.get('command', '')}\n```\n"]
 
 
-def svg(figure: Figure) -> str:
-    """The text of a figure as SVG."""
-    text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue()
-
-
 # Comparisons ------------------------------------------------------------------------------------------------
 
 
@@ -121,30 +114,29 @@ class ComparisonPage:
         return sorted({rung for row in self.rows for rung in row.findings})
 
     def _numbers(self, flagged: bool) -> dict[int, str]:
-        """Fingerprints of the baseline's numbers today, by rung, with or without the flags of the study's command."""
+        """Fingerprints of the baseline's numbers today, by rung, with or without the flags of the study's command; {}
+        if a flag or the recipe is no more."""
         plan = self.study.plan
         words = shlex.split(plan.facts["command"])[3:]
-        flags = words[next((at for at, word in enumerate(words) if word.startswith("-")), len(words)) :]
-        file = self.study.folder.parents[2] / words[0]  # of the project that has experiments/records/STUDY
-        base = load_recipe(str(file) if file.is_file() else words[0])[0]
-        recipe = parse(CompareOptions, base, Arguments(flags if flagged else ()), verb="lab compare").recipe
-        return {rung: numbers(at_rung(recipe, plan.rungs[str(rung)])) for rung in self.rungs}
+        flags = [*dropwhile(lambda word: not word.startswith("-"), words)]
+        try:
+            file = self.study.folder.parents[2] / words[0]  # of the project that has experiments/records/STUDY
+            base = load_recipe(str(file) if file.is_file() else words[0])[0]
+            recipe = parse(CompareOptions, base, Arguments(flags if flagged else ()), verb="lab compare").recipe
+            return {rung: numbers(at_rung(recipe, plan.rungs[str(rung)])) for rung in self.rungs}
+        except (ValueError, IndexError):
+            return {}
 
     @cached_property
     def old(self) -> bool:
         """Whether the baseline's resolved numbers are others today."""
-        try:
-            return any(found != self.study.plan.numbers[str(rung)] for rung, found in self._numbers(True).items())
-        except (ValueError, IndexError):  # a flag or a recipe that is no more
-            return True
+        return self._numbers(True) != {rung: self.study.plan.numbers[str(rung)] for rung in self.rungs}
 
     @cached_property
     def aside(self) -> bool:
         """Whether flags of the command give the ladder's baseline other numbers than its file."""
-        try:
-            return self.study.plan.ladder and self._numbers(True) != self._numbers(False)
-        except (ValueError, IndexError):
-            return False
+        flagged, plain = self._numbers(True), self._numbers(False)
+        return self.study.plan.ladder and bool(flagged and plain) and flagged != plain
 
     @cached_property
     def answers(self) -> dict[str, list[str]]:

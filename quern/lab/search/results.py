@@ -23,8 +23,8 @@ from quern.lab.search.space import Dimension, Space, shown
 from quern.lab.study import Study
 from quern.lab.verdict import WORST, score
 from quern.records import strict
-from quern.report.plots import log_ticks
-from quern.temporaries import whole_file, write_whole
+from quern.report.plots import log_ticks, svg
+from quern.temporaries import write_whole
 from quern.terminal import counted, grid
 from quern.validate import flag
 
@@ -211,8 +211,7 @@ def draw_pairs(path: Path, ranked: Sequence[Line], fields: Sequence[Dimension]) 
             _scale(axes, fields[row], "y", label=column == 0)
         axes.tick_params(labelsize=7)
     figure.colorbar(mapped, ax=panels, label="bits per byte", shrink=0.6)
-    with whole_file(path) as temporary:
-        figure.savefig(temporary, format="svg", metadata={"Date": None}, bbox_inches="tight")
+    write_whole(path, svg(figure, bbox_inches="tight"))
 
 
 def _coordinates(one: Dimension, trials: Sequence[Line]) -> np.ndarray:
