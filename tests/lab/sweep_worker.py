@@ -30,10 +30,12 @@ RECIPE = Recipe(make_model=unused, make_rules=unused, make_schedule=unused)
 
 
 class FakeTrainer(Trainer):
-    """Appends a line for each finished run to `ran`."""
+    """Appends a line for each finished run to `ran`. before: takes the recipe of each run, and may raise."""
 
-    def __init__(self, ran: Path | None = None) -> None:  # pyright: ignore[reportMissingSuperCall]
-        self.ran = ran
+    def __init__(  # pyright: ignore[reportMissingSuperCall]
+        self, ran: Path | None = None, before: Callable[[Recipe], None] = lambda recipe: None
+    ) -> None:
+        self.ran, self.before = ran, before
 
     def train(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -45,6 +47,7 @@ class FakeTrainer(Trainer):
         evaluations: int = 1,
         on_eval: Callable[[Point], None] = lambda point: None,
     ) -> Trial:
+        self.before(recipe)
         bpb = score(recipe, seed)
         for number in range(1, evaluations + 1):
             on_eval(Point(number, 0, 0.0, 0.0, bpb + 1.0 / number))

@@ -69,19 +69,9 @@ class Drawn:
 
 def make(folder: Path, arms: list[str], most_pairs: int = 8, tune: str = "") -> tuple[Comparison, dict[str, Arm]]:
     recipes = {name: Arm(name, replace(RECIPE, name=name)) for name in arms}
-    plan = Plan(
-        base=arms[0],
-        rungs={str(rung): RUNGS[rung] for rung in SIZES},
-        numbers={str(rung): "" for rung in SIZES},
-        text="",
-        data="",
-        delta=0.005,
-        alpha=0.05,
-        most_pairs=most_pairs,
-        tune=tune,
-        ladder=True,
-        facts={},
-    )
+    rules: dict[str, Any] = {"delta": 0.005, "alpha": 0.05, "most_pairs": most_pairs, "tune": tune, "ladder": True}
+    rungs = {str(rung): RUNGS[rung] for rung in SIZES}
+    plan = Plan(base=arms[0], rungs=rungs, numbers=dict.fromkeys(rungs, ""), text="", data="", facts={}, **rules)
     study = Comparison.of(folder, plan, [ArmRecord(name, "", None, "", {}, "") for name in arms])
     for rung in SIZES:
         if rung not in study.ngrams:

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
@@ -11,7 +12,7 @@ from quern.lab.arms import with_verdict
 from quern.lab.ladder.study import Comparison
 from quern.lab.log.pages import ComparisonPage, Page, Verdict
 from quern.lab.log.publish import idea_files, run
-from quern.lab.options import LogOptions
+from quern.lab.options import LogOptions, SweepOptions
 from quern.lab.search.sweep import run as run_sweep
 from quern.lab.study import start_facts
 from quern.report.plots import log_ticks
@@ -30,6 +31,13 @@ def publish(out: Path, project: Path, name: str) -> tuple[str, dict[Path, str]]:
     assert texts(project) == files, "made again, they are the same"
     assert not any("/private/" in text for text in files.values())
     return files[project / "docs" / "experiments" / f"{name}.md"], files
+
+
+def swept(folder: Path, **changed: Any) -> tuple[SweepOptions, str, dict[Path, str]]:
+    """Runs a sweep and publishes it; returns its options, and as `publish`."""
+    given = test_sweep.options(folder / "out", **changed)
+    run_sweep(given, lambda line: None, SweepTrainer(), facts=start_facts(CPU, "quern lab sweep"))
+    return given, *publish(folder / "out", folder / "project", "s")
 
 
 def texts(project: Path) -> dict[Path, str]:
@@ -58,10 +66,7 @@ def test_a_scaling_study_has_a_page_with_its_laws(tmp_path: Path) -> None:
 
 
 def test_a_sweep_has_a_page_with_its_best_trials(tmp_path: Path) -> None:
-    given = test_sweep.options(tmp_path / "out", trials=24)
-    facts = start_facts(CPU, "quern lab sweep")
-    run_sweep(given, lambda line: None, SweepTrainer(), facts=facts)
-    page, files = publish(tmp_path / "out", tmp_path / "project", "s")
+    given, page, files = swept(tmp_path, trials=24)
     results = json.loads((given.folder / "results.json").read_text(encoding="utf-8"))
     best = results["best"]
     rows = [line for line in page.splitlines() if line.startswith(f"| {best['trial']} |")]
@@ -76,19 +81,14 @@ def test_a_sweep_has_a_page_with_its_best_trials(tmp_path: Path) -> None:
 
 
 def test_a_sweep_without_a_finished_trial_has_a_page(tmp_path: Path) -> None:
-    space = ("train.batch-tokens=4097,4098",)
-    given = test_sweep.options(tmp_path / "out", space=space, sampler="grid")
-    run_sweep(given, lambda line: None, SweepTrainer(), facts=start_facts(CPU, "quern lab sweep"))
-    page, _ = publish(tmp_path / "out", tmp_path / "project", "s")
+    _, page, _ = swept(tmp_path, space=("train.batch-tokens=4097,4098",), sampler="grid")
     assert "(2 refused)" in page and "No trial finished." in page
 
 
 def test_published_records_name_files_and_no_folders(tmp_path: Path) -> None:
     recipe = replace(RECIPE, data="/private/a/x.txt\n/private/a/x.txt.d\nplain.txt", val="/private/v.txt")
     recipe = replace(recipe, text=replace(recipe.text, tokenizer='/private/b/my "own".json'))
-    given = test_sweep.options(tmp_path / "out", recipe=recipe, trials=2)
-    run_sweep(given, lambda line: None, SweepTrainer(), facts=start_facts(CPU, "quern lab sweep"))
-    _, files = publish(tmp_path / "out", tmp_path / "project", "s")
+    _, _, files = swept(tmp_path, recipe=recipe, trials=2)
     published = json.loads(files[tmp_path / "project/experiments/records/s/results.json"])["plan"]["recipe"]
     assert published["data"] == "x.txt\nx.txt.d\nplain.txt" and published["val"] == "v.txt"
     assert published["text"]["tokenizer"] == 'my "own".json'

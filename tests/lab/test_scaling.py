@@ -269,8 +269,6 @@ def test_a_prediction_is_checked_against_the_budget_that_it_is_for(tmp_path: Pat
     study(first)
     with pytest.raises(ValueError, match=r"first predicts 3e\+15 FLOPs: give that with --budgets"):
         study(options(tmp_path, study="other", check="first"))
-    with pytest.raises(ValueError, match="no fitted study in .*/lab/none"):
-        study(options(tmp_path, study="other", check="none"))
     sizes = ("5", "6", "7", "6x512", "7x640")
     later = options(tmp_path, study="later", check="first", budgets=(3e15,), sizes=sizes, resamples=100)
     measured, lines = study(later)
