@@ -69,19 +69,23 @@ def interleaved(parts: list[Batch]) -> Batch:
     return Batch(out.tokens[back], out.targets[back], out.mask[back])
 
 
-def rank_deviation(make: Make, ranks: int) -> int:
-    alone = make()
-    workers = [make() for _ in range(ranks)]
+def rank_deviation(make: Make) -> int:
     total = 0
-    for step in range(STEPS):
-        parts = [worker.batch(step, rank, ranks) for rank, worker in enumerate(workers)]
-        total += differing(interleaved(parts), alone.batch(step))
+    for ranks in RANKS:
+        alone, workers = make(), [make() for _ in range(ranks)]
+        for step in range(STEPS):
+            parts = [worker.batch(step, rank, ranks) for rank, worker in enumerate(workers)]
+            total += differing(interleaved(parts), alone.batch(step))
     return total
 
 
-def accumulation_deviation(make: Make, rows: int) -> int:
+def accumulation_deviation(make: Make) -> int:
+    """Over micro-batches of several numbers of rows."""
     alone, other = make(), make()
-    return sum(differing(joined(list(other.batch(s).split(rows))), alone.batch(s)) for s in range(STEPS))
+    return sum(
+        differing(joined(list(other.batch(step).split(rows))), alone.batch(step))
+        for rows, step in itertools.product((1, 5, 12, 99), range(STEPS))
+    )
 
 
 def resume_deviation(make: Make) -> int:
@@ -107,24 +111,21 @@ def make(request: pytest.FixtureRequest) -> Make:
     return build
 
 
-@pytest.mark.parametrize("packing", METHODS)
-def test_ranks(make, packing, law):
-    worst = max(rank_deviation(lambda: make(packing=packing), ranks) for ranks in RANKS)
-    assert worst == 0
-    law("N ranks read the batch of one rank", worst, "every token, target and mask equal")
-
-
-def test_accumulation(make, law):
-    worst = max(accumulation_deviation(make, rows) for rows in (1, 5, 12, 99))
-    assert worst == 0
-    law("micro-batches of any size make up the batch", worst, "every token, target and mask equal")
+EQUAL = "every token, target and mask equal"
+LAWS: dict[str, tuple[Callable[[Make], int], str]] = {
+    "N ranks read the batch of one rank": (rank_deviation, EQUAL),
+    "micro-batches of any size make up the batch": (accumulation_deviation, EQUAL),
+    "the loader resumed at any step, twice, across epochs = uninterrupted": (resume_deviation, "bit for bit"),
+}
 
 
 @pytest.mark.parametrize("packing", METHODS)
-def test_resume(make, packing, law):
-    deviation = resume_deviation(lambda: make(packing=packing))
+@pytest.mark.parametrize("name", LAWS)
+def test_batches(make, packing, name, law):
+    measure, bar = LAWS[name]
+    deviation = measure(partial(make, packing))
     assert deviation == 0
-    law("the loader resumed at any step, twice, across epochs = uninterrupted", deviation, "bit for bit")
+    law(name, deviation, bar)
 
 
 def write(folder: Path, docs: list[list[int]], shard_tokens: int = 10**9, vocab_size: int = 500) -> Path:
@@ -304,16 +305,9 @@ def stream_coverage_deviation(make: Callable[[], StreamLoader]) -> int:
     return wrong
 
 
-EQUAL = "every token, target and mask equal"
 STREAM_LAWS: dict[str, tuple[Callable[[Any], int], str]] = {
-    "N ranks read the batch of one rank: stream": (
-        lambda make: sum(rank_deviation(make, ranks) for ranks in RANKS),
-        EQUAL,
-    ),
-    "micro-batches of any size make up the batch: stream": (
-        lambda make: sum(accumulation_deviation(make, rows) for rows in (1, 5, 99)),
-        EQUAL,
-    ),
+    "N ranks read the batch of one rank: stream": (rank_deviation, EQUAL),
+    "micro-batches of any size make up the batch: stream": (accumulation_deviation, EQUAL),
     "the loader resumed at any step, across epochs = uninterrupted: stream": (resume_deviation, "bit for bit"),
     "an epoch holds every token once: stream": (stream_coverage_deviation, "tokens missing or repeated"),
 }
