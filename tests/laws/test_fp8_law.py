@@ -27,7 +27,7 @@ from quern.train.state import TrainState, build_model, weights_of
 from quern.train.step import TorchBackend, to_device, train_step
 from tests.laws.table import Law
 from tests.support import fp8_oracle as oracle
-from tests.support.deviation import random
+from tests.support.deviation import random, with_gradients
 from tests.support.fp8_oracle import Format
 from tests.support.toy_training import (
     CONTEXT,
@@ -82,18 +82,11 @@ def test_the_emulated_product_is_the_scaled_one(law: Law) -> None:
 def linear_errors(dtype: torch.dtype) -> list[float]:
     """2-norms of the errors of y, dx and dW, relative to exact ones, over the errors predicted."""
     x, weight, grad = random(512, 256).to(dtype), random(384, 256, seed=1).to(dtype), random(512, 384, seed=2).to(dtype)
-    leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    y = fp8_linear(*leaves, True)
-    y.backward(grad)
+    found = with_gradients(lambda *leaves: fp8_linear(*leaves, True), (x, weight), grad)
     exact = [a.double() @ b.double() for a, b in ((x, weight.T), (grad, weight), (grad.T, x))]
     forward, gradient = (2.0**-m / math.sqrt(3) * math.sqrt(0.541) for m in (4, 3))
     predicted = [math.hypot(forward, forward), math.hypot(forward, gradient), math.hypot(forward, gradient)]
-    found = [y.detach(), *(leaf.grad for leaf in leaves)]
-    assert all(f is not None for f in found)
-    return [
-        ((f.double() - e).norm() / e.norm()).item() / p  # type: ignore[union-attr]
-        for f, e, p in zip(found, exact, predicted, strict=True)
-    ]
+    return [((f.double() - e).norm() / e.norm()).item() / p for f, e, p in zip(found, exact, predicted, strict=True)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -109,19 +102,16 @@ def test_no_entry_errs_more_than_the_bound(law: Law) -> None:
     for std in (1.0, 1e-3):
         x, weight, grad = random(64, 48, std=std), random(32, 48, seed=1), random(64, 32, seed=2, std=1e-6)
         x[:8] *= 1e-4  # entries that become subnormal numbers
-        leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        y = fp8_linear(*leaves, True)
-        y.backward(grad)
+        y, dx, dweight = with_gradients(lambda *leaves: fp8_linear(*leaves, True), (x, weight), grad)
         formats = {"x": oracle.E4M3, "w": oracle.E4M3, "g": oracle.E5M2}
         exact = {"x": x.double().numpy(), "w": weight.double().numpy(), "g": grad.double().numpy()}
         off = {n: f.unit * abs(exact[n]) + f.tiny * oracle.scale_of(exact[n], f) for n, f in formats.items()}
         size = {name: abs(value) for name, value in exact.items()}
         for found, (a, b), turn in (
-            (y.detach(), ("x", "w"), lambda p, q: p @ q.T),
-            (leaves[0].grad, ("g", "w"), lambda p, q: p @ q),
-            (leaves[1].grad, ("g", "x"), lambda p, q: p.T @ q),
+            (y, ("x", "w"), lambda p, q: p @ q.T),
+            (dx, ("g", "w"), lambda p, q: p @ q),
+            (dweight, ("g", "x"), lambda p, q: p.T @ q),
         ):
-            assert found is not None
             bound = turn(off[a], size[b]) + turn(size[a], off[b]) + turn(off[a], off[b])
             bound += 1e-5 * turn(size[a], size[b])  # the sum in fp32
             worst = max(worst, float((abs(found.double().numpy() - turn(exact[a], exact[b])) / bound).max()))

@@ -13,19 +13,17 @@ from quern.optim.adamw import AdamW, Scalar
 from quern.optim.muon import Muon, newton_schulz, polar_express
 
 STEPS = 20
-# eps in the size of the gradients, so that its place in the formula shows.
-ADAMW = {"beta1": 0.8, "beta2": 0.95, "eps": 1e-2, "weight_decay": 0.1}
+BETAS, WEIGHT_DECAY = (0.8, 0.95), 0.1
 ADAMW_BAR = 1e-6
 
 
-def adamw_deviation(rule: Callable[..., None], *, eps: float) -> float:
+def adamw_deviation(eps: float) -> float:
     """The largest relative difference (2-norms) of the weights from torch.optim.AdamW's over 20 steps,
     fp32."""
     generator = torch.Generator().manual_seed(0)
-    constants = {**ADAMW, "eps": eps}
     oracle = torch.nn.Parameter(torch.randn(37, 11, generator=generator))
-    betas = (constants["beta1"], constants["beta2"])
-    adamw = torch.optim.AdamW([oracle], lr=0.1, betas=betas, eps=eps, weight_decay=constants["weight_decay"])
+    adamw = torch.optim.AdamW([oracle], lr=0.1, betas=BETAS, eps=eps, weight_decay=WEIGHT_DECAY)
+    rule = AdamW(BETAS, eps, WEIGHT_DECAY)
     ours = oracle.detach().clone().flatten()
     m, v = torch.zeros_like(ours), torch.zeros_like(ours)
     worst = 0.0
@@ -35,20 +33,16 @@ def adamw_deviation(rule: Callable[..., None], *, eps: float) -> float:
         grad = 0.03 * torch.randn(37, 11, generator=generator)
         oracle.grad = grad.clone()
         adamw.step()
-        rule(ours, grad.flatten(), m, v, step=step, lr=lr, **constants)
+        scalars: dict[str, Scalar] = {**rule.scalars(step, lr, momentum=0.0, decay=1.0)}
+        rule.update_(ours, grad.flatten(), {"m": m, "v": v}, scalars, dtype=torch.float32, out=None)
         difference = (ours.view_as(oracle) - oracle).norm() / oracle.norm()
         worst = max(worst, difference.item())
     return worst
 
 
-def adamw(master, grad, m, v, *, step, lr, beta1, beta2, eps, weight_decay):  # type: ignore[no-untyped-def]
-    rule = AdamW((beta1, beta2), eps, weight_decay)
-    scalars: dict[str, Scalar] = {**rule.scalars(step, lr, momentum=0.0, decay=1.0)}
-    rule.update_(master, grad, {"m": m, "v": v}, scalars, dtype=torch.float32, out=None)
-
-
 def test_adamw_is_torchs_adamw(law: Callable[..., None]) -> None:
-    worst = max(adamw_deviation(adamw, eps=eps) for eps in (1e-2, 1e-10))
+    # The first eps is of the size of the gradients, so that its place in the formula shows.
+    worst = max(adamw_deviation(eps) for eps in (1e-2, 1e-10))
     law("AdamW = torch.optim.AdamW, 20 steps", worst, f"≤ {ADAMW_BAR:g} relative, fp32")
     assert worst <= ADAMW_BAR
 
@@ -80,8 +74,8 @@ def test_polar_express_converges_to_the_polar_factor(dtype: torch.dtype, law: Ca
     assert worst <= 1e-4
 
 
-def five_steps(dtype: torch.dtype) -> tuple[float, float, float]:
-    """(least and largest singular value, least cosine with the polar factor) after the five default steps."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_five_steps_come_near_the_polar_factor(dtype: torch.dtype, law: Callable[..., None]) -> None:
     low, high, cosine = math.inf, 0.0, 1.0
     for rows, columns in [(64, 64), (96, 32), (32, 96)]:
         values = np.geomspace(1, 1e-2, min(rows, columns))
@@ -90,12 +84,6 @@ def five_steps(dtype: torch.dtype) -> tuple[float, float, float]:
         spectrum, exact = np.linalg.svd(found, compute_uv=False), polar_factor(x)
         low, high = min(low, spectrum[-1]), max(high, spectrum[0])
         cosine = min(cosine, float((found * exact).sum() / np.linalg.norm(found) / np.linalg.norm(exact)))
-    return float(low), float(high), cosine
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_five_steps_come_near_the_polar_factor(dtype: torch.dtype, law: Callable[..., None]) -> None:
-    low, high, cosine = five_steps(dtype)
     name = str(dtype).removeprefix("torch.")
     law(f"Polar Express, 5 steps: singular values, {name}", f"{low:.3f} to {high:.3f}", "0.84 to 1.15")
     law(f"Polar Express, 5 steps: cosine with U·Vᵀ, {name}", cosine, "≥ 0.99")
@@ -117,11 +105,7 @@ def test_the_bands_that_five_steps_reach(law: Callable[..., None]) -> None:
     law("Polar Express, 5 steps, inputs from 0.001", f"{polar.min():.3f} to {polar.max():.3f}", "0.84 to 1.15")
     assert polar.min() >= 0.84 and polar.max() <= 1.15
     quintic = response(newton_schulz, np.geomspace(1e-2, 1 - 1e-9, 4000))
-    law(
-        "Newton–Schulz, 5 steps, inputs from 0.01",
-        f"{quintic.min():.3f} to {quintic.max():.3f}",
-        "0.68 to 1.14",
-    )
+    law("Newton–Schulz, 5 steps, inputs from 0.01", f"{quintic.min():.3f} to {quintic.max():.3f}", "0.68 to 1.14")
     assert quintic.min() >= 0.68 and quintic.max() <= 1.14
 
 
@@ -149,8 +133,7 @@ def reference_muon(
     return weight
 
 
-def muon_deviation() -> float:
-    """The largest relative difference from the reference over shapes, after five steps in fp64."""
+def test_muon_is_the_papers_formulas_with_an_svd(law: Callable[..., None]) -> None:
     worst = 0.0
     for rows, columns in [(12, 12), (20, 8), (8, 20)]:
         random = np.random.default_rng(rows)
@@ -164,11 +147,6 @@ def muon_deviation() -> float:
         expected = reference_muon(start, grads, **MUON)
         moved = np.linalg.norm(expected - start)
         worst = max(worst, float(np.linalg.norm(master[0].numpy() - expected) / moved))
-    return worst
-
-
-def test_muon_is_the_papers_formulas_with_an_svd(law: Callable[..., None]) -> None:
-    worst = muon_deviation()
     law("Muon, 5 updates = NumPy with the SVD polar factor", worst, f"≤ {MUON_BAR:g} relative, fp64, 30 steps")
     assert worst <= MUON_BAR
 
