@@ -82,11 +82,8 @@ def test_logits_are_native(name: str, tmp_path: Path, law: Callable[..., None]) 
     theirs = load_exported(exported(tmp_path, recipe))
     assert theirs.dtype == torch.float32
     found = deviation(theirs, model_of(recipe), LENGTHS[kind])
-    law(
-        f"exported {kind} = native: logits, fp32, window patterns, longer than window and context, in roundings",
-        found,
-        f"≤ {BAR}",
-    )
+    law_name = f"exported {kind} = native: logits, fp32, window patterns, longer than window and context, in roundings"
+    law(law_name, found, f"≤ {BAR}")
     assert found <= BAR
 
 

@@ -65,10 +65,7 @@ def parts(*texts: str) -> list[Row]:
 
 def calling(*calls: tuple[str, str, str], content: str | None = None) -> Row:
     """calls: (id, name, arguments)."""
-    found = [
-        {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-        for id, name, arguments in calls
-    ]
+    found = [{"id": id, "type": "function", "function": {"name": name, "arguments": text}} for id, name, text in calls]
     return {"role": "assistant", "content": content, "tool_calls": found}
 
 
@@ -254,11 +251,7 @@ def test_the_exported_chat_template_gives_the_served_prompt_and_the_trained_mask
         found, (ids, mask) = theirs.apply_chat_template(messages, **whole), learned[name]
         masks += found["input_ids"] != ids or found["assistant_masks"] != mask.astype(int).tolist()
         assert not mask[np.array(ids) == theirs.pad_token_id].any()
-    law(
-        "mask of fine-tuning = exported chat template's in transformers (conversations that differ)",
-        masks,
-        "0",
-    )
+    law("mask of fine-tuning = exported chat template's in transformers (conversations that differ)", masks, "0")
     assert masks == 0
     law("served prompt = exported chat template in transformers: ids, with tools (prompts that differ)", wrong, "0")
     assert wrong == 0

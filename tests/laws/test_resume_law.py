@@ -65,11 +65,8 @@ def test_killed_and_resumed_is_uninterrupted(
     command: Sequence[str], dtype: str, chains: int, kills: int, bench: Bench, law: Law
 ) -> None:
     differing, places = killed_and_resumed(bench, command, dtype, chains, kills, seed=chains)
-    law(
-        f"resumed = uninterrupted: {command[0]}, {dtype}, killed at seeded points, some in a save",
-        len(differing),
-        "0",
-    )
+    name = f"resumed = uninterrupted: {command[0]}, {dtype}, killed at seeded points, some in a save"
+    law(name, len(differing), "0")
     assert differing == [], places
     many = chains > 2  # of these, some come to their end before their last kill
     assert len(places) >= (2.5 * chains if many else chains * kills), places
