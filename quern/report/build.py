@@ -37,14 +37,9 @@ def build(run_folder: Path) -> tuple[Path, Path]:
 
 def page(report: Document) -> str:
     """The report as one HTML page. Every value is escaped, because a sample can hold any text."""
-    environment = Environment(
-        loader=FileSystemLoader(FOLDER),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["position"] = lambda share: f"{100 * min(1.0, max(0.0, share)):.2f}%"  # a length in CSS
+    environment = Environment(loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined)
+    environment.trim_blocks = environment.lstrip_blocks = True
+    environment.filters["position"] = "{:.2%}".format  # a length in CSS
     style = (FOLDER / "report.css").read_text(encoding="utf-8")
     return environment.get_template("report.html.jinja").render(report=report, style=style)
 
