@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -36,10 +37,9 @@ def test_an_entry_sets_its_field(entry: str) -> None:
     space, name = read_space([entry], RECIPE), entry.partition("=")[0].replace("-", "_")
     assert distributions(space) == {name: ENTRIES[entry]}
     values = create_study().ask(distributions(space)).params
-    changed = apply(RECIPE, values)
-    part, _, own = name.rpartition(".")
-    assert getattr(getattr(changed, part) if part else changed, own) == values[name]
-    assert apply(changed, {name: getattr(getattr(RECIPE, part) if part else RECIPE, own)}) == RECIPE
+    changed, own = apply(RECIPE, values), attrgetter(name)
+    assert own(changed) == values[name]
+    assert apply(changed, {name: own(RECIPE)}) == RECIPE
 
 
 REFUSED = {

@@ -9,7 +9,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from quern.text.tokenizer import Tokenizer
 from tests.laws.table import Law
 from tests.support import preparing
 from tests.support.line_server import ENVIRONMENT, ROOT
+from tests.support.waiting import until
 
 
 def documents(count: int) -> list[str]:
@@ -123,22 +123,16 @@ class Preparation:
         different = differing(files(self.folder / name), self.expected)
         return wrong + [f"{different} files differ"] * (different > 0)
 
-    def workers_left(self) -> list[str]:
-        """The environments of workers that are still there, some seconds after their parents were killed."""
-        until = time.monotonic() + 10
-        while True:
-            found = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/environ") if _readable(path)]
-            left = [one.decode() for one in found if f"TMPDIR={self.folder}\0".encode() in one]
-            if not left or time.monotonic() > until:
-                return left
-            time.sleep(0.1)
+    def has_workers(self) -> bool:
+        mark = f"TMPDIR={self.folder}\0".encode()
+        return any(mark in _content(path) for path in Path("/proc").glob("[0-9]*/environ"))
 
 
-def _readable(path: Path) -> bool:
+def _content(path: Path) -> bytes:
     try:
-        return bool(path.read_bytes())
-    except OSError:
-        return False
+        return path.read_bytes()
+    except OSError:  # the process has ended, or is another user's
+        return b""
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +144,8 @@ def preparation(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for workers in /proc")
 def test_a_killed_preparation_is_continued(trials: range, preparation: Preparation, law: Law) -> None:
     wrong = {number: found for number in trials if (found := preparation.trial(number))}
-    assert not wrong and not preparation.workers_left()
+    assert not wrong
+    until(lambda: not preparation.has_workers(), 10)  # they end soon after their parents were killed
     assert preparation.kills >= 1.8 * len(trials), "most trials are killed twice"
     bar = "equal, byte for byte; no finished shard made again"
     law("a preparation that was killed and continued = an uninterrupted one: trials that differ", len(wrong), bar)
