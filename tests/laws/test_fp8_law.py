@@ -82,7 +82,7 @@ def test_the_emulated_product_is_the_scaled_one(law: Law) -> None:
 def linear_errors(dtype: torch.dtype) -> list[float]:
     """2-norms of the errors of y, dx and dW, relative to exact ones, over the errors predicted."""
     x, weight, grad = random(512, 256).to(dtype), random(384, 256, seed=1).to(dtype), random(512, 384, seed=2).to(dtype)
-    found = with_gradients(lambda *leaves: fp8_linear(*leaves, True), (x, weight), grad)
+    found = with_gradients(lambda x, weight: fp8_linear(x, weight, True), (x, weight), grad)
     exact = [a.double() @ b.double() for a, b in ((x, weight.T), (grad, weight), (grad.T, x))]
     forward, gradient = (2.0**-m / math.sqrt(3) * math.sqrt(0.541) for m in (4, 3))
     predicted = [math.hypot(forward, forward), math.hypot(forward, gradient), math.hypot(forward, gradient)]
@@ -102,7 +102,7 @@ def test_no_entry_errs_more_than_the_bound(law: Law) -> None:
     for std in (1.0, 1e-3):
         x, weight, grad = random(64, 48, std=std), random(32, 48, seed=1), random(64, 32, seed=2, std=1e-6)
         x[:8] *= 1e-4  # entries that become subnormal numbers
-        y, dx, dweight = with_gradients(lambda *leaves: fp8_linear(*leaves, True), (x, weight), grad)
+        y, dx, dweight = with_gradients(lambda x, weight: fp8_linear(x, weight, True), (x, weight), grad)
         formats = {"x": oracle.E4M3, "w": oracle.E4M3, "g": oracle.E5M2}
         exact = {"x": x.double().numpy(), "w": weight.double().numpy(), "g": grad.double().numpy()}
         off = {n: f.unit * abs(exact[n]) + f.tiny * oracle.scale_of(exact[n], f) for n, f in formats.items()}
