@@ -95,6 +95,10 @@ class _Block:
     low: int
     apart: int = 0
 
+    def scores(self, heads: int) -> tuple[int, int, int]:
+        """The shape of its scores."""
+        return heads, self.last - self.first, self.last - self.low
+
 
 def _blocks(T: int, window: int, documents_BT: Tensor | None) -> list[_Block]:
     """The blocks of a row; window 0 is no window.
@@ -104,8 +108,10 @@ def _blocks(T: int, window: int, documents_BT: Tensor | None) -> list[_Block]:
     because without a window or documents it sees every key (`_Sum`).
     """
     size = min(256, max(128, 3 * window // 8 // 64 * 64)) if window else 256
-    firsts = list(reversed(range(0, T, size)))
-    spans = [(i, min(T, i + size), max(0, i - window + 1) // 64 * 64 if window else 0) for i in firsts]
+    spans = [
+        (first, min(T, first + size), max(0, first - window + 1) // 64 * 64 if window else 0)
+        for first in reversed(range(0, T, size))
+    ]
     if documents_BT is None:
         return [_Block(*span) for span in spans]
     # The first positions of the documents of each block's first and last query.
@@ -113,11 +119,10 @@ def _blocks(T: int, window: int, documents_BT: Tensor | None) -> list[_Block]:
     begins_BN = torch.searchsorted(documents_BT.contiguous(), ends_BN)
     earliest = begins_BN[:, : len(spans)].amin(0).tolist()
     latest = begins_BN[:, len(spans) :].amax(0).tolist()
-    blocks = []
-    for (first, last, low), begin, end in zip(spans, earliest, latest, strict=True):
-        low = max(low, begin // 64 * 64)
-        blocks.append(_Block(first, last, low, apart=end))
-    return blocks
+    return [
+        _Block(first, last, max(low, begin // 64 * 64), apart=end)
+        for (first, last, low), begin, end in zip(spans, earliest, latest, strict=True)
+    ]
 
 
 class _Hider:
@@ -157,7 +162,7 @@ def _heads(x_BKTE: Tensor, groups: int) -> Tensor:
 def kept_elements(q_BHTE: Tensor, window: int) -> int:
     """The most probabilities that the window needs room for; documents and narrower windows need fewer."""
     B, H, T, _ = q_BHTE.shape
-    return B * H * sum((block.last - block.first) * (block.last - block.low) for block in _blocks(T, window, None))
+    return sum(math.prod(block.scores(B * H)) for block in _blocks(T, window, None))
 
 
 def _now(window: int, varying: Tensor | None, T: int) -> int:
@@ -189,7 +194,7 @@ def attend_blocks(
     hider = _Hider(window, documents_BT, q)
     for block in _blocks(T, window, documents_BT):
         queries, keys = slice(block.first, block.last), slice(block.low, block.last)
-        p = _part(kept, offset, (B * H, block.last - block.first, block.last - block.low))
+        p = _part(kept, offset, block.scores(B * H))
         offset += p.numel()
         # The product accumulates in fp32, so scaling inside it adds no rounding.
         turned = k[:, keys].contiguous().transpose(1, 2)
@@ -227,9 +232,9 @@ def attend_blocked_backward(
     grad = grad_BHTE.contiguous().flatten(0, 1)
     blocks = _blocks(T, window, documents_BT)
     dq, dk, dv = torch.empty_like(q), _Sum(k, len(blocks)), _Sum(v, len(blocks))
-    room, offset = q.new_empty(max(_scores(block, B * H) for block in blocks)), 0
+    room, offset = q.new_empty(max(math.prod(block.scores(B * H)) for block in blocks)), 0
     for block in blocks:
-        shape = (B * H, block.last - block.first, block.last - block.low)
+        shape = block.scores(B * H)
         p, ds = _part(kept, offset, shape), _part(room, 0, shape)
         offset += p.numel()
         queries, keys = slice(block.first, block.last), slice(block.low, block.last)
@@ -244,10 +249,6 @@ def attend_blocked_backward(
         dv.add(block.low, block.last, torch.bmm(p.transpose(1, 2), grad_block))
     shape = (B, k_BKTE.size(1), groups, T, E)
     return dq.view(q_BHTE.shape), dk.result(shape), dv.result(shape)
-
-
-def _scores(block: _Block, heads: int) -> int:
-    return heads * (block.last - block.first) * (block.last - block.low)
 
 
 def _part(flat: Tensor, offset: int, shape: tuple[int, int, int]) -> Tensor:

@@ -112,17 +112,14 @@ class Picked:
     paths: Mapping[str, Backend]
 
     def attend(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
-        return self.path(mask, q_BTHE.size(1)).attend(q_BTHE, k_BTKE, v_BTKE, mask, scale)
-
-    def path(self, mask: MaskSpec, T: int) -> Backend:
-        """The chosen path for a mask. T: tokens in a row."""
-        return self.paths[kind_of(mask, T)]
+        return self.paths[kind_of(mask, q_BTHE.size(1))].attend(q_BTHE, k_BTKE, v_BTKE, mask, scale)
 
     def __str__(self) -> str:
         return ", ".join(f"{kind} {path}" for kind, path in self.paths.items())
 
 
 def kind_of(mask: MaskSpec, T: int) -> str:
+    """T: tokens in a row."""
     if mask.documents_BT is not None:
         return "documents"
     if isinstance(mask.window, Tensor):
@@ -179,7 +176,7 @@ def pick(
             best, best_seconds = backend, seconds
     if best is not None:
         return best, notes
-    if kind != "full":
+    if kind != FULL:
         if problem_with(BLOCKED, kind, machine) is None:
             notes.append("no kernel here skips what a window hides: using plain products, block by block")
             return BLOCKED, notes
