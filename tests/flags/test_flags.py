@@ -223,6 +223,7 @@ def test_a_file_fills_in_the_flags(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
+        ("depth: [1", r"run.yaml cannot be read \((.|\n)+\): correct it"),
         ({"depht": 3}, r"unknown option --depht; nearest: --depth; .*with the fields of .*run\.json"),
         ({"train": 3}, "unknown option --train"),
         ({"make_model": "os:system"}, "unknown option --make-model"),
@@ -233,13 +234,7 @@ def test_a_file_fills_in_the_flags(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_file_may_not_say(tmp_path: Path, body: object, message: str) -> None:
-    path = tmp_path / "run.json"
-    path.write_text(json.dumps(body), encoding="utf-8")
+    path = tmp_path / ("run.yaml" if isinstance(body, str) else "run.json")
+    path.write_text(body if isinstance(body, str) else json.dumps(body), encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         told(path)
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_bytes(b"depth: [1")
-    with pytest.raises(ValueError, match=r"a.yaml cannot be read \((.|\n)+\): correct it"):
-        told(tmp_path / "a.yaml")

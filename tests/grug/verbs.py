@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -52,14 +51,9 @@ TRAIN = """train --data text.jsonl --depth 1 --text.vocab-size 320 --model.width
 @contextlib.contextmanager
 def folder() -> Iterator[None]:
     """A temporary current folder with a small text."""
-    before, path = Path.cwd(), Path(tempfile.mkdtemp())
-    os.chdir(path)
-    try:
-        write_text(path)
+    with tempfile.TemporaryDirectory() as path, contextlib.chdir(path):
+        write_text(Path(path))
         yield
-    finally:
-        os.chdir(before)
-        shutil.rmtree(path)
 
 
 def verb(*arguments: str) -> str:

@@ -11,17 +11,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from quern.kernels.cross_entropy import CHUNK_TOKENS, cross_entropy
-from quern.kernels.fp8 import (
-    E4M3,
-    E5M2,
-    HeadProducts,
-    fp8_linear,
-    product,
-    quantise,
-)
+from quern.kernels.fp8 import E4M3, E5M2, HeadProducts, fp8_linear, product, quantise
 from quern.kernels.softcap import Cap, NoCap, SigmoidCap, TanhCap
 from tests.support import fp8_oracle as oracle
-from tests.support.deviation import random
+from tests.support.deviation import random, with_gradients
 from tests.support.fp8_oracle import through
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -50,11 +43,7 @@ def test_a_product_that_the_hardware_refuses_is_refused_everywhere(shape: tuple[
 
 
 def linear_and_gradients(x: Tensor, weight: Tensor, grad: Tensor) -> list[Tensor]:
-    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    y = fp8_linear(x, weight, True)
-    y.backward(grad)
-    assert x.grad is not None and weight.grad is not None
-    return [y.detach(), x.grad, weight.grad]
+    return with_gradients(partial(fp8_linear, emulated=True), (x, weight), grad)
 
 
 def test_zero_input_and_zero_gradient_give_zeros() -> None:

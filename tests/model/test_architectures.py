@@ -4,7 +4,9 @@ What it computes: tests/laws/test_export_law.py and test_export_code_law.py.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +57,46 @@ def test_same_seed_same_weights_whatever_else_was_drawn(kind: type[LanguageModel
     assert drawn == {name for name in first if not name.endswith(CONSTANT[kind])}
 
 
+def within(bound: float) -> tuple[float, float]:
+    return -bound, bound
+
+
+def initial_values() -> Iterator[tuple[LanguageModel, dict[str, Any]]]:
+    """Models, and by the end of a parameter's name, the first that fits: its values in a list, the ends of a uniform
+    distribution, or the standard deviation of a normal one."""
+    width, to_stream = 256, INIT_STD / math.sqrt(8)
+    root = math.sqrt(3 / width)  # the bound at a standard deviation of 1 / sqrt(width)
+    llama = resolve(replace(LLAMA, depth=4)).model
+    ends: dict[str, Any] = {"norm.weight": [1.0] * llama.width, "out.weight": to_stream, "down.weight": to_stream}
+    yield Llama(llama), ends | {"": INIT_STD}
+    ends = {"out.weight": 0.0, "down.weight": 0.0}
+    scales = {"smear_scale": [0.0], "backout_scale": [0.2], "x0_scales": [0.2, 0.15, 0.1, 0.05]}
+    scales["residual_scales"] = [1.15, 1.15 - 0.1 / 3, 1.15 - 0.2 / 3, 1.05]
+    matrices = {"gate.weight": (0.0, 0.02), "up.weight": within(0.4 * root), "": within(root)}
+    shape = resolve(replace(RECIPE, depth=4, model=replace(RECIPE.model, width=width))).model
+    yield GPT(shape), ends | scales | {"embedding.weight": 0.8, "head.weight": 0.001} | matrices
+    scales = {"residual_scales": [1, 0], "value_scales": [0.5, 0.5], "skip_scales": [1, 1, 1]}
+    tables = {"embedding.weight": 1.0, **{f"embeddings.{number}.weight": 1.0 for number in range(3)}}
+    shape = replace(UNET_SHAPE, width=width, heads=16, kv_heads=16)
+    yield UNet(shape), ends | scales | tables | {"head.weight": 0.0, "": within(0.5 * root)}
+
+
+def test_initial_values() -> None:
+    for model, known in initial_values():
+        for name, value in initialised(model, 0).state_dict().items():
+            expected = next(known[end] for end in known if name.endswith(end))
+            if isinstance(expected, list):
+                assert value.tolist() == pytest.approx(expected), name
+                continue
+            near, mean, std = max(0.02, 4 * value.numel() ** -0.5), 0.0, expected
+            if isinstance(expected, tuple):
+                low, high = expected
+                mean, std = (low + high) / 2, (high - low) / math.sqrt(12)
+                assert low <= value.min() and high - near * (high - low) <= value.max() <= high, name
+            assert value.std().item() == pytest.approx(std, rel=near), name
+            assert abs(value.mean().item() - mean) <= near * std, name
+
+
 @every
 def test_a_parameter_without_initial_value_is_named(kind: type[LanguageModel]) -> None:
     model = kind(SHAPE)
@@ -93,16 +135,6 @@ def test_llamas_norm_is_taken_in_fp32() -> None:
     norm = RMSNorm(16, 1e-5).to(torch.float16)
     torch.nn.init.constant_(norm.weight, 2.0)
     assert torch.equal(norm(torch.full((1, 1, 16), 60_000.0, dtype=torch.float16)), torch.full((1, 1, 16), 2.0).half())
-
-
-def test_initial_spread_of_llamas_matrices() -> None:
-    shape = resolve(replace(LLAMA, depth=4)).model
-    for name, value in initialised(Llama(shape), 0).state_dict().items():
-        if "norm" in name:
-            assert (value == 1).all(), name
-        else:
-            small = name.endswith(("attention.out.weight", "mlp.down.weight"))
-            assert value.std().item() == pytest.approx(INIT_STD / math.sqrt(8) if small else INIT_STD, rel=0.02), name
 
 
 def test_llamas_counts_are_those_of_the_formula() -> None:
@@ -163,33 +195,6 @@ def test_window_pattern_ends_long_and_a_short_one_is_a_quarter() -> None:
     assert GPT(replace(shape, windows="S", depth=2, context=3)).windows == [1, None]
 
 
-def test_initial_spread_of_gpts_matrices() -> None:
-    width = 256
-    recipe = resolve(replace(RECIPE, depth=4, model=replace(RECIPE.model, width=width)))
-    weights = initialised(GPT(recipe.model), 0).state_dict()
-    std = {
-        "embedding": 0.8,
-        "head": 0.001,
-        "query": width**-0.5,
-        "key": width**-0.5,
-        "value": width**-0.5,
-        "up": 0.4 * width**-0.5,
-        "out": 0.0,
-        "down": 0.0,
-        "value_embeddings": width**-0.5,
-    }
-    for name, value in weights.items():
-        part = name.split(".")[0] if not name.startswith("blocks") else name.split(".")[-2]
-        if part in std:
-            assert value.std().item() == pytest.approx(std[part], rel=0.02), name
-            assert abs(value.mean().item()) <= 0.02 * std[part], name
-        elif part in ("value_gate", "smear_gate"):
-            assert value.min() >= 0 and value.max() <= 0.02 and value.std() > 0, name
-    assert weights["smear_scale"] == 0 and weights["backout_scale"] == pytest.approx(0.2)
-    assert weights["residual_scales"].tolist() == pytest.approx([1.15, 1.15 - 0.1 / 3, 1.15 - 0.2 / 3, 1.05])
-    assert weights["x0_scales"].tolist() == pytest.approx([0.2, 0.15, 0.1, 0.05])
-
-
 # U-net ------------------------------------------------------------------------------------------------------
 
 
@@ -224,25 +229,6 @@ def test_a_unets_windows_grow_by_blocks_of_128_as_in_the_source() -> None:
         assert now >= before
         before = now
     assert before == (1792, 896)
-
-
-def test_initial_values_of_the_unet() -> None:
-    model = initialised(UNet(replace(UNET_SHAPE, width=64, heads=4, kv_heads=4)), 0)
-    for name, p in model.named_parameters():
-        value, width = p.detach(), p.size(-1)
-        if name.endswith(("out.weight", "down.weight", "head.weight")):
-            assert not value.any()
-        elif name.endswith("residual_scales"):
-            assert value.tolist() == [1, 0]
-        elif name.endswith("value_scales"):
-            assert value.tolist() in ([0.5], [0.5, 0.5])
-        elif name == "skip_scales":
-            assert value.tolist() == [1, 1, 1]
-        else:
-            std = 1.0 if "embedding" in name else 0.5 * width**-0.5
-            assert value.std() == pytest.approx(std, rel=0.05) and value.mean().abs() < 0.05 * std
-            if "embedding" not in name:
-                assert 0.98 * math.sqrt(3) * std <= value.abs().max() <= math.sqrt(3) * std
 
 
 @pytest.mark.parametrize(
