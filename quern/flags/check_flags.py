@@ -197,7 +197,7 @@ def read(kind: type[T], arguments: Sequence[str], *, prog: str, description: str
     flags = list(flags_of(kind))
     if not HELP.isdisjoint(arguments):
         show_help(flags, arguments, prog, description or inspect.getdoc(kind) or "")
-    return made(kind, check(flags, arguments, prog, complete=True))
+    return made(kind, check(flags, arguments, prog))
 
 
 def show_help(flags: Sequence[Flag], arguments: Sequence[str], prog: str, description: str) -> NoReturn:
@@ -222,12 +222,9 @@ def show_help(flags: Sequence[Flag], arguments: Sequence[str], prog: str, descri
     raise SystemExit(0)
 
 
-def check(flags: Iterable[Flag], arguments: Sequence[str], prog: str, complete: bool = False) -> dict[str, Any]:
-    """Reads the values of flags, by field; those of a part are a dict.
-
-    complete: also refuse a command line that lacks a required flag. Raises ValueError for the first unknown flag and
-    the first value that cannot be read.
-    """
+def check(flags: Iterable[Flag], arguments: Sequence[str], prog: str) -> dict[str, Any]:
+    """Reads the values of flags, by field; those of a part are a dict. Raises ValueError for the first flag that is
+    unknown or missing, and the first value that cannot be read."""
     known = {spelling: flag for flag in flags for spelling in flag.spellings or [""]}
     values, given, rest = dict[str, Any](), set[str](), list(arguments)
     while rest:
@@ -265,7 +262,7 @@ def check(flags: Iterable[Flag], arguments: Sequence[str], prog: str, complete: 
             instead = f"; one that begins with - follows {typed}=" if rest and rest[0] not in known else ""
             raise ValueError(f"{typed} takes {flag.takes}: none was given{instead}")
     for flag in known.values():
-        if complete and flag.default is MISSING and flag.name not in given:
+        if flag.default is MISSING and flag.name not in given:
             raise ValueError(f"{flag.name or flag.path[-1].upper()} is missing: see {prog} --help")
     return values
 

@@ -140,7 +140,7 @@ def parse(flags: type[F], recipe: Recipe, arguments: Arguments, *, verb: str, de
             filled = resolve(recipe)
         offered = [replace(one, told=_default(one, filled, verb == "sft")) for one in offered]
         check_flags.show_help(offered, arguments, f"quern {verb}", description)
-    given = check_flags.check(offered, arguments.flags, f"quern {verb}", complete=True)
+    given = check_flags.check(offered, arguments.flags, f"quern {verb}")
     if "data" in given.get("recipe", ()):
         given["recipe"]["data"] = "\n".join(given["recipe"]["data"])
     return check_flags.made(flags, given, recipe=recipe)

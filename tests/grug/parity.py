@@ -25,6 +25,7 @@ from quern.grug.mesh import BATCH, make_mesh, place
 from quern.grug.model import forward, logits
 from quern.grug.optim import group_of, rules
 from quern.grug.state import (
+    Grug,
     JaxTrainState,
     StepConfig,
     device_batch,
@@ -35,7 +36,6 @@ from quern.grug.state import (
     step_config,
     train_step,
 )
-from quern.model.base import loss_sum
 from quern.model.context import CausalContext
 from quern.optim import groups
 from quern.optim.schedule import Multipliers, warmup_stable_decay
@@ -143,27 +143,36 @@ def forward_and_backward(model: dict[str, Any]) -> dict[str, float]:
     Gradients are compared for each row. A scale is a single number, and its gradient over a whole batch can be a
     thousandth of its terms; fp32 then has three digits fewer, on both sides.
     """
-    recipe = recipe_of(**model)
-    torch_state, batch, mesh = toy_state(recipe), batch_of("half"), mesh_of("one")
+    batch = batch_of("half")
+    return compared(recipe_of(**model), batch, batch.split(1))
+
+
+def compared(recipe: Resolved, batch: Batch, parts: Sequence[Batch], ids: np.ndarray | None = None) -> dict[str, float]:
+    """Logits of a batch; losses and gradients of its parts. ids: documents of the only part's rows."""
+    torch_state, mesh = toy_state(recipe), mesh_of("one")
+    model, context = torch_state.model, CausalContext(None if ids is None else torch.from_numpy(ids))
     weights, tokens = weights_of(torch_state), torch.from_numpy(batch.tokens.astype(np.int64))
     with torch.no_grad():
-        expected = torch_state.model.logits(torch_state.model(tokens, torch_state.model.context(tokens))).numpy()
-    cfg = step_config(recipe, "float32")
-    losses, rows = [], []
+        expected = model.logits(model(tokens, context)).numpy()
+    losses, gradients = [], []
     with jax.set_mesh(mesh):
+        within = AttentionMask(segment_ids=None if ids is None else place(ids, P(BATCH, None), mesh))
+        core = type("Within", (Grug,), {"forward": partial(forward, mask=within)})
+        cfg = step_config(recipe, "float32", core)
         params = from_torch(weights, cfg.model, mesh)
-        run = jax.jit(lambda tokens: logits(params, forward(params, tokens, cfg.model), cfg.model))
+        run = jax.jit(lambda tokens: logits(params, core.forward(params, tokens, cfg.model), cfg.model))
         found = run(place(batch.tokens, P(BATCH, None), mesh))
         step = jax.jit(loss_and_grads, static_argnames="cfg")
-        for row in batch.split(1):
-            torch_state.model.zero_grad()
-            loss, _ = loss_sum(torch_state.model, *to_device(row, int(row.mask.sum()), CPU))
+        for part in parts:
+            model.zero_grad()
+            inputs, targets, scale = to_device(part, int(part.mask.sum()), CPU)
+            loss, _ = model.loss(model(inputs, context), targets, scale, context)
             loss.backward()
-            theirs = {name: p.grad.numpy().copy() for name, p in torch_state.model.named_parameters()}
-            jax_loss, ours = step(params, device_batch(row, 1, mesh), cfg)
+            theirs = {name: p.grad.numpy().copy() for name, p in model.named_parameters()}
+            jax_loss, ours = step(params, device_batch(part, len(part.tokens), mesh), cfg)
             losses.append((float(jax_loss), float(loss.detach())))
-            rows.append((to_torch(ours), theirs))
-    stacked = [{name: np.stack([row[side][name] for row in rows]) for name in weights} for side in (0, 1)]
+            gradients.append((to_torch(ours), theirs))
+    stacked = [{name: np.stack([one[side][name] for one in gradients]) for name in weights} for side in (0, 1)]
     return {
         "logits": relative(found, expected),
         "loss": relative(*zip(*losses, strict=True)),
@@ -172,31 +181,10 @@ def forward_and_backward(model: dict[str, Any]) -> dict[str, float]:
 
 
 def segments() -> dict[str, float]:
-    """Logits, loss and gradients where attention does not cross from one document of a row into the next."""
-    recipe, batch, mesh = recipe_of(), batch_of("full"), mesh_of("one")
-    torch_state, cfg = toy_state(recipe), step_config(recipe, "float32")
+    """The same where attention does not cross from one document of a row into the next; all rows at once."""
+    batch = batch_of("full")
     ids = np.sort(np.random.default_rng(0).integers(0, 3, batch.tokens.shape), axis=1).astype(np.int32)
-    tokens, context = torch.from_numpy(batch.tokens.astype(np.int64)), CausalContext(torch.from_numpy(ids))
-    expected = torch_state.model.logits(torch_state.model(tokens, context))
-    nats = torch.nn.functional.cross_entropy(
-        expected.flatten(0, 1), torch.from_numpy(batch.targets.astype(np.int64)).flatten(), reduction="none"
-    )
-    mask = torch.from_numpy(batch.mask).flatten()
-    expected_loss = nats[mask].sum() / mask.sum()
-    expected_loss.backward()
-    theirs = {name: p.grad.numpy() for name, p in torch_state.model.named_parameters()}
-    with jax.set_mesh(mesh):
-        params = from_torch(weights_of(torch_state), cfg.model, mesh)
-        one = jax.tree.map(lambda x: x[0], device_batch(batch, ROWS, mesh))
-        within = AttentionMask(segment_ids=place(ids, P(BATCH, None), mesh))
-        kept_apart = partial(forward, mask=within)
-        loss, ours = jax.jit(jax.value_and_grad(lambda p: loss_fn(p, one, cfg.model, forward=kept_apart)))(params)
-        found = jax.jit(lambda p: logits(p, forward(p, one["tokens"], cfg.model, mask=within), cfg.model))(params)
-    return {
-        "logits": relative(found, expected.detach().numpy()),
-        "loss": relative(loss, expected_loss.item()),
-        "every gradient": deviation(to_torch(ours), theirs),
-    }
+    return compared(recipe_of(), batch, [batch], ids)
 
 
 def updates(steps: int = 3, files: Sequence[str] = ()) -> dict[str, float]:
