@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -31,7 +30,7 @@ def _compare(
     help_text: str,
     tool: str = "compare",
     answers: Mapping[str, Sequence[str]] | None = None,
-    typed: Sequence[str] | None = None,
+    typed: Arguments | None = None,
 ) -> int:
     names = rest.recipes
     if len(names) < 1 + (tool == "compare") and not rest.asks_for_help:
@@ -49,8 +48,7 @@ def _compare(
     known = [arm.name for arm in arms]
     if twice := next((name for name in known if known.count(name) > 1), None):
         raise ValueError(f"two arms have the name {twice}: give every arm's file a name of its own")
-    line = shlex.join(["quern", "lab", tool, *(typed or rest)])
-    return command.run(arms, read[0][1], set(rest.given), line, log, answers=answers)
+    return command.run(arms, read[0][1], set(rest.given), (typed or rest).command(f"lab {tool}"), log, answers=answers)
 
 
 def _ladder(rest: Arguments, help_text: str) -> int:
@@ -89,7 +87,7 @@ def _sweep(rest: Arguments, help_text: str) -> int:
     trainer = _trainer(options.out, machines.detect(**options.where.arguments(options.workers)))
     machine = trainer.machine
     worker = [sys.executable, "-m", "quern.cli.main", "lab", "sweep", *rest, "--threads", str(machine.threads)]
-    facts = start_facts(machine, shlex.join(["quern", "lab", "sweep", *rest]))
+    facts = start_facts(machine, rest.command("lab sweep"))
     return sweep.run(options, log, trainer, worker, machines.worker_variables(machine), facts=facts, source=source)
 
 
@@ -102,7 +100,7 @@ def _scaling(rest: Arguments, help_text: str) -> int:
     if options.plan:
         return 0
     trainer = None if options.fit else _trainer(options.out, options.where.detect())
-    facts = trainer and start_facts(trainer.machine, shlex.join(["quern", "lab", "scaling", *rest]))
+    facts = trainer and start_facts(trainer.machine, rest.command("lab scaling"))
     return scaling.run(options, plan, trainer, log, source, facts=facts)
 
 

@@ -78,15 +78,9 @@ def count(model: LanguageModel) -> Parameters:
 
 def of_kinds(sizes: Mapping[str, int]) -> Parameters:
     """The counts from the number of parameters of each of `KINDS`."""
-    return Parameters(
-        total=sum(sizes.values()),
-        kaplan=sizes["matrices"] + sizes["head"],
-        transformer=sizes["matrices"],
-        embedding=sizes["embedding"],
-        value_embeddings=sizes["value_embeddings"],
-        head=sizes["head"],
-        scalars=sizes["scalars"],
-    )
+    others = dict(sizes)
+    matrices = others.pop("matrices")
+    return Parameters(sum(sizes.values()), kaplan=matrices + sizes["head"], transformer=matrices, **others)
 
 
 # FLOPs ------------------------------------------------------------------------------------------------------

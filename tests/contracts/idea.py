@@ -48,17 +48,9 @@ def toy(name: str) -> Resolved:
     # A rounding error makes no whole step of AdamW, and where it turns the mask of cautious decay, rate · decay of the
     # weight stays below the contracts' tolerance.
     calm = {"lr_scale": 0.1, "eps": 3e-4} | ({} if "optim.decay_scale" in recipe.unused else {"decay_scale": 5e-4})
-    return Resolved.of(
-        resolve(
-            replace(
-                recipe,
-                depth=2,
-                model=replace(recipe.model, bos=0, **shape),
-                optim=replace(recipe.optim, **calm),
-                train=replace(recipe.train, steps=STEPS, batch_tokens=small.train.batch_tokens),
-            )
-        )
-    )
+    train = replace(recipe.train, steps=STEPS, batch_tokens=small.train.batch_tokens)
+    model, optim = replace(recipe.model, bos=0, **shape), replace(recipe.optim, **calm)
+    return resolve(replace(recipe, depth=2, model=model, optim=optim, train=train))
 
 
 def own_initial_values(name: str) -> tuple[str, ...]:

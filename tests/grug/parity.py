@@ -92,7 +92,7 @@ def mesh_of(name: str) -> Mesh:
 def recipe_of(depth: int = 2, train: dict[str, Any] | None = None, **model: Any) -> Resolved:
     """Toy sizes with heads that a mesh can shard: by default four heads that share two keys."""
     toy = toy_recipe({"kv_heads": 2, "heads": 4, "head_dim": 8, "vocab_size": 62, **model}, **(train or {}))
-    return Resolved.of(resolve(replace(toy, depth=depth)))
+    return resolve(replace(toy, depth=depth))
 
 
 @cache
@@ -272,7 +272,7 @@ def curves(steps: int, shown: int) -> list[float]:
     shape = ModelRecipe(width=64, head_dim=32, context=context, vocab_size=tokenizer.vocab_size)
     train = TrainRecipe(steps=steps, batch_tokens=rows * context)
     slower = OptimRecipe(lr_scale=0.01, smear_lr=0.002)
-    recipe = Resolved.of(resolve(replace(toy_recipe(), model=shape, train=train, optim=slower)))
+    recipe = resolve(replace(toy_recipe(), model=shape, train=train, optim=slower))
     loader, schedule = Loader(corpus, context, rows, 0), warmup_stable_decay(recipe.train)
     torch_state = build_state(recipe, CPU, build_model(recipe, CPU, 0))
     mesh, cfg, found, losses = mesh_of("one"), step_config(recipe, "float32"), [], []

@@ -19,32 +19,42 @@ from quern.train.step import to_device
 from tests.support import fp8_oracle as oracle
 from tests.support.fp8_oracle import through
 from tests.support.models import RECIPES
-from tests.support.toy_training import CPU, toy_loader, toy_recipe, toy_state
+from tests.support.toy_training import CPU, toy_loader, toy_recipe
 
 pytestmark = pytest.mark.usefixtures("eager")
 
 MATRICES = ["attention.query", "attention.key", "attention.value", "attention.out", "mlp.up", "mlp.down"]
 
 
-def model(**shape: Any) -> Any:
-    return toy_state(toy_recipe(model={"vocab_size": 64, **shape})).model
+def built(name: str = "gpt", depth: int = 4, **shape: Any) -> Any:
+    """A model of that architecture in which FP8 can multiply everything; all entries are random, also zero ones."""
+    sizes: dict[str, Any] = {"width": 32, "head_dim": 16, "context": 16, "vocab_size": 64, "bos": 0, **shape}
+    recipe = resolve(replace(RECIPES[name], depth=depth, model=replace(RECIPES[name].model, windows="L", **sizes)))
+    made: Any = recipe.make_model(recipe.model)
+    generator = torch.Generator().manual_seed(0)
+    made.initialize(0)
+    with torch.no_grad():
+        for p in made.parameters():
+            p.add_(torch.empty(p.shape).normal_(0.0, 0.1, generator=generator))
+    return made
 
 
 def test_the_head_gets_static_scales_and_the_blocks_dynamic_ones() -> None:
-    made = model()
+    made = built()
     report = use_fp8(made)
-    assert report.dynamic == tuple(f"blocks.{layer}.{name}" for layer in range(2) for name in MATRICES)
+    assert report.dynamic == tuple(f"blocks.{layer}.{name}" for layer in range(4) for name in MATRICES)
     assert report.static == ("head",) and type(made.head) is Fp8Head
     assert all(type(made.get_submodule(name)) is Fp8Linear for name in report.dynamic)
     assert report.skipped == {
         "blocks.1.attention.value_gate": "12 inputs, no multiple of 16",
+        "blocks.3.attention.value_gate": "12 inputs, no multiple of 16",
         "smear_gate": "24 inputs, no multiple of 16",
     }
     assert type(made.smear_gate) is nn.Linear
 
 
 def with_bias() -> Any:
-    made = model()
+    made = built()
     made.blocks[0].mlp.up = nn.Linear(32, 128)
     return made
 
@@ -57,32 +67,19 @@ def converted() -> Any:
 @pytest.mark.parametrize(
     ("make", "name", "reason"),
     [
-        (lambda: model(width=40, head_dim=8, kv_heads=5), "head", "40 inputs, no multiple of 16"),
-        (lambda: model(vocab_size=61), "head", "61 outputs, no multiple of 16"),
-        (lambda: model(context=20), "head", "20 tokens in a row, no multiple of 16"),
+        (lambda: built(width=40, head_dim=8), "head", "40 inputs, no multiple of 16"),
+        (lambda: built(vocab_size=61), "head", "61 outputs, no multiple of 16"),
+        (lambda: built(context=20), "head", "20 tokens in a row, no multiple of 16"),
         (lambda: built("llama", mlp_width=20), "blocks.0.mlp.gate_up", "40 outputs, no multiple of 16"),
         (with_bias, "blocks.0.mlp.up", "it has a bias"),
         (converted, "blocks.0.attention.qkv", "it is multiplied in FP8 already"),
         (converted, "head", "it is a Fp8Head already"),
-        (lambda: model().to("meta"), "head", "this meta device has no FP8 product"),
+        (lambda: built().to("meta"), "head", "this meta device has no FP8 product"),
     ],
 )
 def test_what_stays_is_named_with_the_reason(make: Any, name: str, reason: str) -> None:
     report = use_fp8(make())
     assert report.skipped[name] == reason and name not in (*report.dynamic, *report.static)
-
-
-def built(name: str, depth: int = 4, **shape: Any) -> Any:
-    """A model of that architecture in which FP8 can multiply everything; all entries are random, also zero ones."""
-    sizes: dict[str, Any] = {"width": 32, "head_dim": 16, "context": 16, "vocab_size": 64, "bos": 0, **shape}
-    recipe = resolve(replace(RECIPES[name], depth=depth, model=replace(RECIPES[name].model, windows="L", **sizes)))
-    made: Any = recipe.make_model(recipe.model)
-    generator = torch.Generator().manual_seed(0)
-    made.initialize(0)
-    with torch.no_grad():
-        for p in made.parameters():
-            p.add_(torch.empty(p.shape).normal_(0.0, 0.1, generator=generator))
-    return made
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -128,7 +125,7 @@ def test_a_merged_product_is_in_fp8_where_gradients_are_recorded(name: str, path
 
 
 def test_the_loss_takes_its_products_from_the_head() -> None:
-    made = model()
+    made = built()
     batch = toy_loader().batch(0)
     inputs = to_device(batch, int(batch.mask.sum()), CPU)
     plain = loss_sum(made, *inputs)[0]
@@ -170,11 +167,11 @@ def test_a_recipe_asks_for_all_or_the_head() -> None:
     def set_up(recipe: Resolved, made: Any) -> dict[str, Any]:
         return set_up_training(recipe, made, Tokenizer([]), CPU, said.append, compiled=False)
 
-    assert set_up(toy_recipe(), model()) == {} and said == []
-    facts = set_up(toy_recipe(fp8="all"), model())["fp8"]
-    assert facts["static"] == ("head",) and len(facts["dynamic"]) == 12 and "smear_gate" in facts["skipped"]
-    assert len(said) == 1 and said[0].startswith("fp8: 12 layers")
-    made = model()
+    assert set_up(toy_recipe(), built()) == {} and said == []
+    facts = set_up(toy_recipe(fp8="all"), built())["fp8"]
+    assert facts["static"] == ("head",) and len(facts["dynamic"]) == 24 and "smear_gate" in facts["skipped"]
+    assert len(said) == 1 and said[0].startswith("fp8: 24 layers")
+    made = built()
     facts = set_up(toy_recipe(fp8="head"), made)["fp8"]
     assert facts["dynamic"] == () and facts["static"] == ("head",) and isinstance(made.head, Fp8Head)
     assert not any(isinstance(one, Fp8Linear) for one in made.modules())

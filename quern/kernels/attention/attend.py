@@ -125,33 +125,19 @@ def _blocks(T: int, window: int, documents_BT: Tensor | None) -> list[_Block]:
     ]
 
 
-class _Hider:
-    """Adds -inf to the scores of hidden keys. Caches the masks of one call, since most of its blocks are alike."""
-
-    def __init__(self, window: int, documents_BT: Tensor | None, like: Tensor) -> None:
-        self.window, self.documents_BT, self.like = window, documents_BT, like
-        self.made: dict[tuple[int, int, int, bool], Tensor] = {}
-
-    def hide(self, scores_NTT: Tensor, block: _Block) -> None:
-        queries, beside = block.last - block.first, block.first - block.low
-        scores_NTT[:, :, beside:] += self._triangle(queries, queries, 1, upper=True)
-        behind = block.last - self.window - block.low  # the number of keys that the last query does not see
-        if self.window and behind > 0:
-            scores_NTT[:, :, :behind] += self._triangle(queries, behind, beside - self.window, upper=False)
-        if self.documents_BT is not None and block.apart > block.low:
-            own_BT = self.documents_BT[:, block.first : block.last]
-            seen_BT = self.documents_BT[:, block.low : block.apart]
-            other_B1TT = (own_BT[:, :, None] != seen_BT[:, None, :])[:, None]
-            bias_B1TT = self.like.new_zeros(other_B1TT.shape).masked_fill_(other_B1TT, -math.inf)
-            scores_NTT.unflatten(0, (len(own_BT), -1))[..., : block.apart - block.low] += bias_B1TT
-
-    def _triangle(self, queries: int, keys: int, diagonal: int, *, upper: bool) -> Tensor:
-        """-inf on and above (or below) a diagonal, otherwise 0."""
-        key = (queries, keys, diagonal, upper)
-        if key not in self.made:
-            full = self.like.new_full((queries, keys), -math.inf)
-            self.made[key] = full.triu_(diagonal) if upper else full.tril_(diagonal)
-        return self.made[key]
+def _hide(scores_NTT: Tensor, block: _Block, window: int, documents_BT: Tensor | None) -> None:
+    """Adds -inf to the scores of hidden keys."""
+    queries, beside = block.last - block.first, block.first - block.low
+    scores_NTT[:, :, beside:] += scores_NTT.new_full((queries, queries), -math.inf).triu_(1)
+    behind = block.last - window - block.low  # the number of keys that the last query does not see
+    if window and behind > 0:
+        scores_NTT[:, :, :behind] += scores_NTT.new_full((queries, behind), -math.inf).tril_(beside - window)
+    if documents_BT is not None and block.apart > block.low:
+        own_BT = documents_BT[:, block.first : block.last]
+        seen_BT = documents_BT[:, block.low : block.apart]
+        other_B1TT = (own_BT[:, :, None] != seen_BT[:, None, :])[:, None]
+        bias_B1TT = scores_NTT.new_zeros(other_B1TT.shape).masked_fill_(other_B1TT, -math.inf)
+        scores_NTT.unflatten(0, (len(own_BT), -1))[..., : block.apart - block.low] += bias_B1TT
 
 
 def _heads(x_BKTE: Tensor, groups: int) -> Tensor:
@@ -165,7 +151,7 @@ def kept_elements(q_BHTE: Tensor, window: int) -> int:
     return sum(math.prod(block.scores(B * H)) for block in _blocks(T, window, None))
 
 
-def _now(window: int, varying: Tensor | None, T: int) -> int:
+def window_now(window: int, varying: Tensor | None, T: int) -> int:
     """The window of this call; 0 is no window."""
     if varying is None:
         return window
@@ -187,11 +173,10 @@ def attend_blocks(
     window instead. kept_elements: `kept_elements(q, window)`. As an argument it is part of the compiled graph;
     otherwise the compiler's cache on disk would not notice a change of the blocks."""
     B, H, T, E = q_BHTE.shape
-    groups, window = H // k_BKTE.size(1), _now(window, varying, T)
+    groups, window = H // k_BKTE.size(1), window_now(window, varying, T)
     q, k, v = q_BHTE.flatten(0, 1), _heads(k_BKTE, groups), _heads(v_BKTE, groups)
     kept = q.new_empty(kept_elements)
     y, offset = torch.empty_like(q), 0
-    hider = _Hider(window, documents_BT, q)
     for block in _blocks(T, window, documents_BT):
         queries, keys = slice(block.first, block.last), slice(block.low, block.last)
         p = _part(kept, offset, block.scores(B * H))
@@ -199,7 +184,7 @@ def attend_blocks(
         # The product accumulates in fp32, so scaling inside it adds no rounding.
         turned = k[:, keys].contiguous().transpose(1, 2)
         torch.baddbmm(p, q[:, queries].contiguous(), turned, beta=0, alpha=scale, out=p)
-        hider.hide(p, block)
+        _hide(p, block, window, documents_BT)
         torch.softmax(p, -1, out=p)
         y[:, queries] = torch.bmm(p, v[:, keys].contiguous())
     return y.view(q_BHTE.shape), kept
@@ -227,7 +212,7 @@ def attend_blocked_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v from the kept probabilities: dS = P ∘ (dP - rowsum(P ∘ dP))."""
     B, H, T, E = q_BHTE.shape
-    groups, window = H // k_BKTE.size(1), _now(window, varying, T)
+    groups, window = H // k_BKTE.size(1), window_now(window, varying, T)
     q, k, v = q_BHTE.flatten(0, 1), _heads(k_BKTE, groups), _heads(v_BKTE, groups)
     grad = grad_BHTE.contiguous().flatten(0, 1)
     blocks = _blocks(T, window, documents_BT)

@@ -76,9 +76,8 @@ def triton_flash() -> Backend:
 
 def attend_flash(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
     """`flash_attention` with the arguments of `attend`."""
-    fixed, varying = split_window(mask.window, q_BTHE.size(1))
-    window = fixed if varying is None else varying
-    return flash_attention(q_BTHE, k_BTKE, v_BTKE, window, mask.documents_BT, scale_or_default(scale, q_BTHE.size(-1)))
+    scale = scale_or_default(scale, q_BTHE.size(-1))
+    return flash_attention(q_BTHE, k_BTKE, v_BTKE, mask.window, mask.documents_BT, scale)
 
 
 def installed_flash(module: str) -> Backend:

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quern.kernels.attention.attend import split_window, window_now
+
 HEAD_DIMS = (16, 32, 64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -27,15 +29,15 @@ def flash_attention(
     q_BTHE: Tensor,
     k_BTKE: Tensor,
     v_BTKE: Tensor,
-    window: int | Tensor,
+    window: int | Tensor | None,
     documents_BT: Tensor | None,
     scale: float,
 ) -> Tensor:
     """Causal attention → (B, T, H, E) in q's dtype. Slices of one merged projection need no copy.
 
     Args:
-        window: The number of keys that a query sees at most, itself included; 0 is no limit. An int, or a 0-dim
-            integer tensor on the CPU, which may change without a new compilation of the model.
+        window: The number of keys that a query sees at most, itself included; None and 0 are no limit. An int, or a
+            0-dim integer tensor on the CPU, which may change without a new compilation of the model.
         documents_BT: Document ids, integers that never decrease along T; None is one document per row.
 
     Raises:
@@ -43,7 +45,7 @@ def flash_attention(
     """
     _check(q_BTHE, k_BTKE, v_BTKE, documents_BT, scale)
     first_BT, last_BT = (None, None) if documents_BT is None else document_bounds(documents_BT)
-    fixed, varying = (0, window) if isinstance(window, Tensor) else (window, None)
+    fixed, varying = split_window(window, q_BTHE.size(1))
     E = q_BTHE.size(-1)
     if more := min(dim for dim in HEAD_DIMS if dim >= E) - E:
         q_BTHE, k_BTKE, v_BTKE = (F.pad(x, (0, more)) for x in (q_BTHE, k_BTKE, v_BTKE))
@@ -67,12 +69,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: flo
         raise ValueError(f"flash attention has no tiles for head dim {E}: use at most {max(HEAD_DIMS)}")
 
 
-def _window(fixed: int, varying: Tensor | None) -> int:
-    window = fixed if varying is None else int(varying)
-    assert window >= 0
-    return window
-
-
 def _readable(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -93,7 +89,7 @@ def forward_operator(
 
     with torch.cuda.device_of(q_BTHE):
         q, k, v = (_readable(x) for x in (q_BTHE, k_BTKE, v_BTKE))
-        return forward(q, k, v, first_BT, _window(window, varying), scale)
+        return forward(q, k, v, first_BT, window_now(window, varying, q.size(1)), scale)
 
 
 @forward_operator.register_fake
@@ -119,10 +115,9 @@ def backward_operator(
     """Gradients of q, k, v, contiguous; the same bits at every call."""
     from quern.kernels.attention.flash_launch import backward  # imports Triton
 
-    documents = None if first_BT is None or last_BT is None else (first_BT, last_BT)
     with torch.cuda.device_of(q_BTHE):
         grad, q, k, v, y = (_readable(x) for x in (grad_BTHE, q_BTHE, k_BTKE, v_BTKE, y_BTHE))
-        return backward(grad, q, k, v, y, lse_BHT, documents, _window(window, varying), scale)
+        return backward(grad, q, k, v, y, lse_BHT, first_BT, last_BT, window_now(window, varying, q.size(1)), scale)
 
 
 @backward_operator.register_fake

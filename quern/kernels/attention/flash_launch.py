@@ -75,14 +75,14 @@ def backward(
     v_BTKE: Tensor,
     y_BTHE: Tensor,
     lse_BHT: Tensor,
-    documents: tuple[Tensor, Tensor] | None,
+    first_BT: Tensor | None,
+    last_BT: Tensor | None,
     window: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dq, dk, dv in the inputs' shapes and dtypes. documents: of `document_bounds`."""
+    """Returns dq, dk, dv in the inputs' shapes and dtypes. first_BT, last_BT: of `document_bounds`."""
     B, T, H, E = q_BTHE.shape
     K = k_BTKE.size(2)
-    first_BT, last_BT = documents or (None, None)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_BTHE, k_BTKE, v_BTKE))
     padded = -(-T // LONGEST_TILE) * LONGEST_TILE
     lse_log2, sums = (torch.empty((B, H, padded), dtype=torch.float32, device=q_BTHE.device) for _ in range(2))
@@ -92,7 +92,7 @@ def backward(
     )
     tensors = {"q": q_BTHE, "k": k_BTKE, "v": v_BTKE, "grad": grad_BTHE}
     others = {"lse_log2": lse_log2, "sums": sums, "padded": padded, "scale": scale, "scale_log2": scale * LOG2_E}
-    packed = documents is not None
+    packed = first_BT is not None
     _launch("query_gradient", B * H, tensors | {"dq": dq}, others | {"first": first_BT, "H": H}, window, packed)
     _launch("key_gradients", B * K, tensors | {"dk": dk, "dv": dv}, others | {"last": last_BT, "K": K}, window, packed)
     return dq, dk, dv
