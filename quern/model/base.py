@@ -21,11 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from quern.kernels.cross_entropy import PlainProducts, cross_entropy
+from quern.kernels.cross_entropy import MakeProducts, PlainProducts, cross_entropy
 from quern.kernels.softcap import Cap, has_kernel
 from quern.machine import Attention
 from quern.model.context import CausalContext
-from quern.model.fp8 import head_products
 from quern.model.layers import Draw
 from quern.recipe import ResolvedModel
 
@@ -67,6 +66,8 @@ class LanguageModel(nn.Module):
     """The layers that attend: the others need no keys and values."""
     shards: int = 1
     """Among so many shards parallel/ has divided the heads."""
+    products: MakeProducts = PlainProducts
+    """The products of the head in the loss of training. fp8.py replaces them."""
     criterion: Any = staticmethod(cross_entropy)
     """The kernel of the loss. parallel/ replaces it where the head holds a part of the vocabulary."""
 
@@ -97,8 +98,8 @@ class LanguageModel(nn.Module):
                 self.logits(x_BTD).flatten(0, 1), targets_BT.flatten(), reduction="none"
             ).view(targets_BT.shape)
             return (losses_BT * scale_BT).sum(), losses_BT.detach()
-        # Low-precision products (model/fp8.py) are for training: an evaluation needs no gradient.
-        products = head_products(self.head) if torch.is_grad_enabled() else PlainProducts
+        # Low-precision products are for training: an evaluation needs no gradient.
+        products = self.products if torch.is_grad_enabled() else PlainProducts
         total, losses = self.criterion(
             x_BTD.flatten(0, 1), self.head.weight, targets_BT.flatten(), scale_BT.flatten(), self.cap, products
         )

@@ -1,4 +1,5 @@
-"""Makes a model train in FP8: replaces linear layers and the multiplication of merged ones (layers.py).
+"""Makes a model train in FP8: replaces linear layers, the multiplication of merged ones (layers.py) and the head's
+products in the loss; the head called by itself computes as before.
 
 Parameters stay the same objects. FP8 is used where gradients are recorded, and only there: evaluation and generation
 record no graph, so they compute in the parameters' dtype with the same module. No mode has to be switched around an
@@ -9,13 +10,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quern.kernels.cross_entropy import MakeProducts, PlainProducts, Products
 from quern.kernels.fp8 import MULTIPLE, HeadProducts, fp8_linear, has_fast_product
 from quern.kernels.softcap import has_kernel
 from quern.model.layers import Merged
@@ -41,20 +42,6 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return Fp8Product(self.emulated)(x, self.weight)
-
-
-class Fp8Head(nn.Linear):
-    """A head whose products run in FP8 inside the loss, with static scales; called by itself it is nn.Linear."""
-
-    emulated: bool
-
-    def products(self, x_ND: Tensor, weight_VD: Tensor, bound: Tensor) -> Products:
-        return HeadProducts(x_ND, weight_VD, bound, self.emulated)
-
-
-def head_products(head: nn.Linear) -> MakeProducts:
-    """The products with which the loss multiplies by this head."""
-    return head.products if isinstance(head, Fp8Head) else PlainProducts
 
 
 @dataclass(frozen=True)
@@ -106,13 +93,15 @@ def use_fp8(model: Any, *, head_only: bool = False) -> Fp8Report:
         elif isinstance(module, Merged):
             module.multiply = Fp8Product(emulated)
             dynamic.append(name)
+        elif module is model.head:
+            model.products = partial(HeadProducts, emulated=emulated)
+            static.append(name)
         else:
-            kind, names = (Fp8Head, static) if module is model.head else (Fp8Linear, dynamic)
             outputs, inputs = module.weight.shape  # of this shard
-            replaced = kind(inputs, outputs, bias=False, device="meta")
+            replaced = Fp8Linear(inputs, outputs, bias=False, device="meta")
             replaced.weight, replaced.emulated = module.weight, emulated  # the same parameter
             model.set_submodule(name, replaced.train(module.training))
-            names.append(name)
+            dynamic.append(name)
     return Fp8Report(tuple(dynamic), tuple(static), skipped, emulated)
 
 

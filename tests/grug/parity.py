@@ -4,7 +4,7 @@ Every function returns relative deviations: the norm of the difference over the 
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -147,7 +147,7 @@ def forward_and_backward(model: dict[str, Any]) -> dict[str, float]:
     return compared(recipe_of(**model), batch, batch.split(1))
 
 
-def compared(recipe: Resolved, batch: Batch, parts: Sequence[Batch], ids: np.ndarray | None = None) -> dict[str, float]:
+def compared(recipe: Resolved, batch: Batch, parts: Iterable[Batch], ids: np.ndarray | None = None) -> dict[str, float]:
     """Logits of a batch; losses and gradients of its parts. ids: documents of the only part's rows."""
     torch_state, mesh = toy_state(recipe), mesh_of("one")
     model, context = torch_state.model, CausalContext(None if ids is None else torch.from_numpy(ids))

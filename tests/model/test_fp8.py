@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from quern import compiler
+from quern.kernels.fp8 import HeadProducts
 from quern.model.base import loss_sum
-from quern.model.fp8 import Fp8Head, Fp8Linear, use_fp8
+from quern.model.fp8 import Fp8Linear, use_fp8
 from quern.recipe import Resolved
 from quern.resolve import resolve
 from quern.runs.training import set_up_training
@@ -43,14 +44,14 @@ def test_the_head_gets_static_scales_and_the_blocks_dynamic_ones() -> None:
     made = built()
     report = use_fp8(made)
     assert report.dynamic == tuple(f"blocks.{layer}.{name}" for layer in range(4) for name in MATRICES)
-    assert report.static == ("head",) and type(made.head) is Fp8Head
+    assert report.static == ("head",) and made.products.func is HeadProducts
     assert all(type(made.get_submodule(name)) is Fp8Linear for name in report.dynamic)
     assert report.skipped == {
         "blocks.1.attention.value_gate": "12 inputs, no multiple of 16",
         "blocks.3.attention.value_gate": "12 inputs, no multiple of 16",
         "smear_gate": "24 inputs, no multiple of 16",
     }
-    assert type(made.smear_gate) is nn.Linear
+    assert type(made.smear_gate) is type(made.head) is nn.Linear
 
 
 def with_bias() -> Any:
@@ -73,7 +74,7 @@ def converted() -> Any:
         (lambda: built("llama", mlp_width=20), "blocks.0.mlp.gate_up", "40 outputs, no multiple of 16"),
         (with_bias, "blocks.0.mlp.up", "it has a bias"),
         (converted, "blocks.0.attention.qkv", "it is multiplied in FP8 already"),
-        (converted, "head", "it is a Fp8Head already"),
+        (converted, "blocks.0.mlp.up", "it is a Fp8Linear already"),
         (lambda: built().to("meta"), "head", "this meta device has no FP8 product"),
     ],
 )
@@ -173,7 +174,7 @@ def test_a_recipe_asks_for_all_or_the_head() -> None:
     assert len(said) == 1 and said[0].startswith("fp8: 24 layers")
     made = built()
     facts = set_up(toy_recipe(fp8="head"), made)["fp8"]
-    assert facts["dynamic"] == () and facts["static"] == ("head",) and isinstance(made.head, Fp8Head)
+    assert facts["dynamic"] == () and facts["static"] == ("head",) and made.products.func is HeadProducts
     assert not any(isinstance(one, Fp8Linear) for one in made.modules())
     with pytest.raises(ValueError, match="train.fp8 must be one of off, head, all, not yes"):
         toy_recipe(fp8="yes")
