@@ -54,16 +54,19 @@ def pulled(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, functi
     return y, pull(q)
 
 
-def check_segments_in_several_blocks_of_queries() -> None:
-    """Some with an odd number of rows. The gauntlet checks masks without segments."""
-    mesh, ids = mesh_of("one"), (np.arange(300)[None] // np.array([[70], [190]])).astype(np.int32)
-    with jax.set_mesh(mesh):
-        mask = AttentionMask(150, place(ids, P(BATCH, None), mesh))
-        q, k, v = (place(x, HEADS, mesh) for x in draw(2, 300, 2, 1, 8))
-        (y, grads), (expected, theirs) = (
-            pulled(q, k, v, mask, function) for function in (paths.blocked_attention, reference_attention)
-        )
-        assert max(relative(y, expected), *map(relative, grads, theirs)) <= BAR
+def check_segments_in_blocks_of_queries_and_in_the_tpu_kernel_interpreted() -> None:
+    """Some blocks with an odd number of rows. The gauntlet checks masks without segments."""
+    mesh, splash = mesh_of("one"), partial(paths.splash_attention, interpret=True)
+    for attend, window, lengths, (B, T, E) in (
+        (paths.blocked_attention, 150, [[70], [190]], (2, 300, 8)),
+        (splash, None, [[100]], (1, 256, 128)),
+    ):
+        with jax.set_mesh(mesh):
+            ids = (np.arange(T)[None] // np.array(lengths)).astype(np.int32)
+            mask = AttentionMask(window, place(ids, P(BATCH, None), mesh))
+            q, k, v = (place(x, HEADS, mesh) for x in draw(B, T, 2, 1, E))
+            (y, grads), (expected, theirs) = (pulled(q, k, v, mask, one) for one in (attend, reference_attention))
+            assert max(relative(y, expected), *map(relative, grads, theirs)) <= BAR
 
 
 def check_the_path_of_each_platform_shape_and_dtype() -> None:
@@ -82,16 +85,6 @@ def check_the_path_of_each_platform_shape_and_dtype() -> None:
         mask = AttentionMask(segment_ids=jnp.zeros((1, T), int) if segments else None)
         q = jax.ShapeDtypeStruct((1, T, 2, E), jnp.dtype(dtype))
         assert choose(platform, q, mask) is path, (platform, dtype, T, E, segments)
-
-
-def check_segments_in_the_tpu_kernel_interpreted() -> None:
-    """The gauntlet checks the rest of it."""
-    mesh, ids = mesh_of("one"), (np.arange(256) // 100).astype(np.int32)[None]
-    with jax.set_mesh(mesh):
-        q, k, v = (place(x, HEADS, mesh) for x in draw(1, 256, 2, 1, 128))
-        mask = AttentionMask(segment_ids=place(ids, P(BATCH, None), mesh))
-        found = paths.splash_attention(q, k, v, mask, interpret=True)
-        assert relative(found, reference_attention(q, k, v, mask)) <= BAR
 
 
 # Sharding and steps -----------------------------------------------------------------------------------------
