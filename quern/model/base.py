@@ -67,7 +67,7 @@ class LanguageModel(nn.Module):
     shards: int = 1
     """Among so many shards parallel/ has divided the heads."""
     products: MakeProducts = PlainProducts
-    """The products of the head in the loss of training. fp8.py replaces them."""
+    """The products of the head in the loss where gradients are recorded. fp8.py replaces them."""
     criterion: Any = staticmethod(cross_entropy)
     """The kernel of the loss. parallel/ replaces it where the head holds a part of the vocabulary."""
 
@@ -98,10 +98,8 @@ class LanguageModel(nn.Module):
                 self.logits(x_BTD).flatten(0, 1), targets_BT.flatten(), reduction="none"
             ).view(targets_BT.shape)
             return (losses_BT * scale_BT).sum(), losses_BT.detach()
-        # Low-precision products are for training: an evaluation needs no gradient.
-        products = self.products if torch.is_grad_enabled() else PlainProducts
         total, losses = self.criterion(
-            x_BTD.flatten(0, 1), self.head.weight, targets_BT.flatten(), scale_BT.flatten(), self.cap, products
+            x_BTD.flatten(0, 1), self.head.weight, targets_BT.flatten(), scale_BT.flatten(), self.cap, self.products
         )
         return total, losses.view(targets_BT.shape)
 
