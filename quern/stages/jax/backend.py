@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,7 +89,7 @@ class JaxBackend:
                 if shard.replica_id == 0:
                     begin = tuple(part.start or 0 for part in shard.index)
                     tensor = torch.from_numpy(np.array(shard.data))
-                    parts[shard.device][_name(path)] = Slice(tensor, begin, array.shape)
+                    parts[shard.device][name_of(path)] = Slice(tensor, begin, array.shape)
         return list(parts.values())
 
     def restore(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
@@ -97,20 +97,20 @@ class JaxBackend:
         self.run.count_from(meta)
 
 
-def arrays_of(tensors: Mapping[str, torch.Tensor], like: Any, devices: Devices) -> Any:
-    """Places a checkpoint's whole tensors, by name, on a mesh, `like` a pytree of arrays or `jax.ShapeDtypeStruct`.
-    Raises ValueError for the tensors of another state."""
-    refuse_unlike(tensors, {_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(like)})
-
-    def one(path: Any, leaf: Any) -> jax.Array:
-        spec = P() if leaf.sharding is None else leaf.sharding.spec  # tracing omits that of replicated arrays
-        return place(tensors[_name(path)].numpy(), spec, devices)
-
-    return jax.tree_util.tree_map_with_path(one, like)
+def name_of(path: Any) -> str:
+    """The name of a leaf in a checkpoint, such as params.blocks.0.query."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def refuse_unlike(tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises ValueError, which names one, for tensors that have not these names and shapes."""
+def arrays_of(
+    tensors: Mapping[str, torch.Tensor | np.ndarray],
+    like: Any,
+    devices: Devices,
+    name_of: Callable[[Any], str] = name_of,
+) -> Any:
+    """Places whole tensors, by name, on a mesh, `like` a pytree of arrays or `jax.ShapeDtypeStruct`. Raises ValueError,
+    which names one, for tensors of other names or shapes."""
+    shapes = {name_of(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(like)}
     found = {name: tuple(one.shape) for name, one in tensors.items()}
     if wrong := sorted(name for name, _ in shapes.items() ^ found.items()):
         raise ValueError(
@@ -118,6 +118,8 @@ def refuse_unlike(tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ..
             f"{shapes.get(wrong[0], 'none')}"
         )
 
+    def one(path: Any, leaf: Any) -> jax.Array:
+        spec = P() if leaf.sharding is None else leaf.sharding.spec  # tracing omits that of replicated arrays
+        return place(np.asarray(tensors[name_of(path)], dtype=leaf.dtype), spec, devices)
 
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+    return jax.tree_util.tree_map_with_path(one, like)

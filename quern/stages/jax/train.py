@@ -10,7 +10,7 @@ import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from safetensors.numpy import save
 
 from quern.field_types import code_path
 from quern.grug.evaluate import flops_per_token, measure_peak_flops, validate
-from quern.grug.mesh import batch_shards, check_model_axis, check_rows, first_process_first, place
-from quern.grug.model import JaxBlock, Params, layout
+from quern.grug.mesh import batch_shards, check_model_axis, check_rows, first_process_first
+from quern.grug.model import Params, layout
 from quern.grug.state import Grug, StepConfig, init_state, state_of, step_config
 from quern.model.count import Flops
 from quern.recipe import Recipe, Resolved, ResolvedModel
@@ -35,7 +35,7 @@ from quern.runs.origin import FILE, Origin, compare, read_origin, source_digest,
 from quern.runs.public_data import with_shards
 from quern.runs.run_dir import RunDir
 from quern.runs.training import fit_to_text, make_batches, plan_of
-from quern.stages.jax.backend import JaxBackend, JaxRun, arrays_of, processes, refuse_unlike
+from quern.stages.jax.backend import JaxBackend, JaxRun, arrays_of, name_of, processes
 from quern.stages.prepare import Prepared, data_of_run, fit_vocabulary, own_megabytes
 from quern.stages.session import Stage, loss_and_speed
 from quern.temporaries import whole_file, write_whole
@@ -204,7 +204,10 @@ def _write_facts(path: Path, cfg: StepConfig, mesh: Mesh, command: str) -> None:
 # Weights are copied, optimizer state is not: training continues with fresh moments. Both sides store weights as
 # (outputs, inputs) in fp32, so parameters are only renamed, and a round trip changes no bit.
 
-_IN_BLOCK = {
+_TORCH_NAMES = {
+    "embedding": "embedding.weight",
+    "head": "head.weight",
+    "smear_gate": "smear_gate.weight",
     "query": "attention.query.weight",
     "key": "attention.key.weight",
     "value": "attention.value.weight",
@@ -213,40 +216,26 @@ _IN_BLOCK = {
     "up": "mlp.up.weight",
     "down": "mlp.down.weight",
 }
-_OUTSIDE = {"embedding": "embedding.weight", "head": "head.weight", "smear_gate": "smear_gate.weight"}
 
 
-def torch_names(params: Params) -> Params:
-    """Returns the same structure with each parameter's name in the PyTorch model."""
-
-    def block(layer: int, one: JaxBlock) -> JaxBlock:
-        names = {field: f"blocks.{layer}.{name}" for field, name in _IN_BLOCK.items()}
-        names["value_embedding"] = f"value_embeddings.{layer}.weight"
-        return JaxBlock(**{f.name: None if getattr(one, f.name) is None else names[f.name] for f in fields(JaxBlock)})
-
-    outside: dict[str, Any] = {f.name: _OUTSIDE.get(f.name, f.name) for f in fields(Params)}
-    blocks = tuple(block(layer, one) for layer, one in enumerate(params.blocks))
-    return Params(**outside | {"blocks": blocks})
+def _torch_name(path: Any) -> str:
+    """Returns the name in the PyTorch model of the parameter at a path in `Params`."""
+    *block, field = name_of(path).split(".")
+    if field == "value_embedding":
+        return f"value_embeddings.{block[1]}.weight"
+    return ".".join([*block, _TORCH_NAMES.get(field, field)])
 
 
 def to_torch(params: Params) -> dict[str, np.ndarray]:
     """Returns the parameters by their names in the PyTorch model, fp32, on the host."""
-    pairs = zip(jax.tree.leaves(torch_names(params)), jax.tree.leaves(params), strict=True)
-    return {name: np.asarray(value, dtype=np.float32) for name, value in pairs}
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {_torch_name(path): np.asarray(value, dtype=np.float32) for path, value in leaves}
 
 
-def from_torch(tensors: Mapping[str, np.ndarray], cfg: ResolvedModel, mesh: Mesh) -> Params:
+def from_torch(tensors: Mapping[str, torch.Tensor | np.ndarray], cfg: ResolvedModel, mesh: Mesh) -> Params:
     """Converts arrays, by their names in the PyTorch model, into parameters on the mesh. Raises ValueError naming one
     that is missing, unknown or of another shape."""
-    shapes = layout(cfg, mesh)
-    names = torch_names(shapes)
-    expected = {name: leaf.shape for name, leaf in zip(jax.tree.leaves(names), jax.tree.leaves(shapes), strict=True)}
-    refuse_unlike(tensors, expected)
-
-    def one(name: str, shape: jax.ShapeDtypeStruct) -> jax.Array:
-        return place(np.asarray(tensors[name], dtype=np.float32), shape.sharding.spec, mesh)  # type: ignore[union-attr]
-
-    return jax.tree.map(one, names, shapes)
+    return arrays_of(tensors, layout(cfg, mesh), mesh, _torch_name)
 
 
 def export(run_dir: RunDir, mesh: Mesh, log: Callable[[str], None]) -> Path:
@@ -287,9 +276,8 @@ def bring_over(run_dir: RunDir, mesh: Mesh, stage: str | None, log: Callable[[st
     start = open_checkpoint(run_dir, run_dir.require_trained(stage)[-1], log)
     recipe, core = start.recipe, core_of(start.recipe)
     with jax.set_mesh(mesh):
-        weights = {name: tensor.float().numpy() for name, tensor in weights_of(start.tensors).items()}
         cfg = step_config(recipe, "float32", core)
-        arrays = state_of(from_torch(weights, recipe.model, mesh), jax.random.key(recipe.seed), cfg)
+        arrays = state_of(from_torch(weights_of(start.tensors), recipe.model, mesh), jax.random.key(recipe.seed), cfg)
     run = JaxRun(arrays, cfg, mesh, guard=Guard(0), step=start.step, tokens=start.state["tokens"])
     meta = Origin(start.tokenizer.fingerprint, recipe=recipe.to_json()).meta() | {"state": run.meta()}
     ranks = processes()
