@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from quern.flags import check_flags
 from quern.flags.check_flags import Mark
-from quern.records import drop_torn_end, read_lines, read_regular
+from quern.records import read_lines, read_regular
 from quern.runs.run_dir import STAGES, RunDir, instead_of_no_run, runs_in
 from quern.runs.run_lock import run_lock
 from quern.temporaries import remove_whole
@@ -225,5 +225,4 @@ def compare_answers(first: str, second: str, out: Path, log: Log) -> None:
         log(line)
     if left := [task for task in there if task not in shared]:
         log(f"not compared: {', '.join(left)}")
-    drop_torn_end(run.folder / "comparisons.jsonl")
     run.append("comparisons.jsonl", [{"first": names[0], "second": names[1], **asdict(one)} for one in done])

@@ -22,7 +22,7 @@ from quern.field_types import CONSTRUCTORS
 from quern.flags.recipe_file import read_recipe_file
 from quern.flags.recipe_flags import Arguments
 from quern.recipe import Recipe, Resolved
-from quern.records import read_json
+from quern.records import drop_torn_end, read_json
 from quern.resolve import resolve
 from quern.temporaries import NAMES, naming, sha256_of, write_whole
 from quern.train import manifest
@@ -207,8 +207,9 @@ class RunDir:
         write_whole(self.folder / name, json.dumps(body, indent=2, ensure_ascii=False) + "\n")
 
     def append(self, name: str, lines: list[dict[str, Any]]) -> None:
-        """Appends lines to a JSONL file of the run's folder."""
+        """Appends lines to a JSONL file of the run's folder, in place of one that a crash has torn."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        drop_torn_end(self.folder / name)
         with naming(self.folder / name), (self.folder / name).open("a", encoding="utf-8", errors=NAMES) as file:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 

@@ -22,7 +22,6 @@ from quern.machine import Machine
 from quern.mesh import EVALUATING, Mesh, ProcessGroup, alone
 from quern.mixture.sources import own_files, read_rows
 from quern.recipe import Resolved
-from quern.records import drop_torn_end
 from quern.runs.load import LoadedModel, load
 from quern.runs.run_dir import RunDir
 from quern.stages.complete import continuations
@@ -139,8 +138,6 @@ def run(
     machine = replace(machine, dtype=mesh.world.broadcast_object(machine.dtype))  # each rank has measured its own
     stages = run_dir.require_trained(asked.stage)
     evaluation = _Evaluation(run_dir, machine, mesh, log, asked, asked.find(run_dir.out, mesh, log))
-    for file in ("evaluate.jsonl", "samples.jsonl") if mesh.main else ():
-        drop_torn_end(run_dir.folder / file)  # of an evaluation that was killed
     prepared, kinds = None, list[str]()
     shares: dict[str, float] | None = None
     for name in stages if asked.stage else [UNTRAINED, *stages]:
@@ -159,7 +156,8 @@ def run(
             if shares is None:
                 shares = evaluation.contamination(loaded.recipe, prepared)
             lines = _with_shares(lines, shares, name, log)
-        evaluation.append("evaluate.jsonl", lines)
+        if mesh.main:
+            run_dir.append("evaluate.jsonl", lines)
 
 
 @dataclass(frozen=True)
@@ -172,10 +170,6 @@ class _Evaluation:
     log: Log
     asked: Questions
     found: _Found
-
-    def append(self, name: str, lines: Lines) -> None:
-        if self.mesh.main:
-            self.run_dir.append(name, lines)
 
     def suiting(self, recipe: Resolved, stage: str) -> Sequence[Task]:
         return self.found.chosen or [task for task in BUILT_IN.values() if task.suits(recipe, stage)]
@@ -221,7 +215,8 @@ class _Evaluation:
                 shown = {reply.item.kind: reply for reply in graded.replies}.values()
                 talks = [[*reply.item.messages, {"role": "assistant", "content": reply.parts}] for reply in shown]
                 samples += [{"stage": name, "kind": "chat", "messages": talk} for talk in talks]
-        self.append("samples.jsonl", samples + (self._samples(engine, loaded, prepared.val) if self.mesh.main else []))
+        if self.mesh.main:
+            self.run_dir.append("samples.jsonl", samples + self._samples(engine, loaded, prepared.val))
         lines = _lines(loaded, scores, log)
         if name == UNTRAINED:
             return lines
