@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import islice
@@ -288,9 +288,8 @@ def prepare(
     if is_tokens(recipe.data, out) and recipe.make_documents is None:
         public = public_data(recipe, out, log)
         tokenizer, train, val = open_tokens(recipe, log, tokenizer, public)
-        samples = {"validation text": sample(val, tokenizer)}
         text = _tokens_fingerprint(recipe, out, public)
-        facts = _facts(_name(recipe, public), samples, tokenizer, train, val)
+        facts = _facts(recipe, _name(recipe, public), tokenizer, train, val)
         origin = Origin(tokenizer.fingerprint, text, fingerprint(tokenizer.fingerprint, text))
         return Prepared(tokenizer, train, val, facts, origin, public)
     source = open_source(recipe, out, log)
@@ -309,10 +308,7 @@ def prepare(
                 megabytes = source.megabytes() if split == "train" else None
                 write(texts, tokenizer, folder, split, mark, log, megabytes=megabytes)
     train, val = (Corpus.open(folder, split, fingerprint=mark) for split in ("train", "val"))
-    samples = {"validation text": sample(val, tokenizer)}
-    if recipe.data == "tinyworld":
-        samples = corpus.kinds_of_text(recipe.seed)
-    facts = _facts(source.name, samples, tokenizer, train, val)
+    facts = _facts(recipe, source.name, tokenizer, train, val)
     if cleaning := read_records(folder):
         facts["data"]["cleaning"] = cleaning
     origin = Origin(tokenizer.fingerprint, source.fingerprint, mark, str(folder.relative_to(out)))
@@ -376,7 +372,9 @@ def _name(recipe: Resolved, public: PublicData | None) -> str:
     return public.name if public else (data_paths(recipe.data) or [Path()])[0].stem[:NAME_CHARACTERS] or "data"
 
 
-def _facts(name: str, samples: Mapping[str, str], tokenizer: Tokenizer, train: Corpus, val: Corpus) -> dict[str, Any]:
+def _facts(recipe: Resolved, name: str, tokenizer: Tokenizer, train: Corpus, val: Corpus) -> dict[str, Any]:
+    built_in = recipe.data == "tinyworld"
+    samples = corpus.kinds_of_text(recipe.seed) if built_in else {"validation text": sample(val, tokenizer)}
     return {
         "data": {
             "source": name,
