@@ -123,38 +123,23 @@ def test_bytecode_beside_the_file_is_not_executed(theirs: tuple[Path, Path]) -> 
     assert ran.exists() and not (out / "stolen").exists()
 
 
+@pytest.mark.parametrize("resumed", [False, True])
 def test_rewards_that_a_saved_recipe_names_are_code_too(
-    theirs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, resumed: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, ran = theirs
-    evil = out / "rewards.py"
-    evil.write_text(f"open({str(ran)!r}, 'w').close()\n", encoding="utf-8")
-    for stage in ("sft", "rl"):
-        shutil.copytree(out / "runs/first/pretrain", out / "runs/first" / stage)
-        (out / "runs/first" / stage / "recipe_source.py").unlink()
-        body = llama_recipe().to_json()
-        body["rl"]["rewards"] = [str(evil)]
-        (out / "runs/first" / stage / "recipe.json").write_text(json.dumps(body), encoding="utf-8")
-    rl = ["rl", "--resume", *PLAIN, "--out", str(out)]
-    assert main.main(rl) == 1 and "rewards.py is Python code that was not run" in capsys.readouterr().err
-    assert not ran.exists()
-    assert main.main([*rl, "--trust-code"]) == 1  # the file ends in no ENVIRONMENT
-    assert "does not end in ENVIRONMENT" in capsys.readouterr().err and ran.exists()
-
-
-def test_rewards_that_the_recipe_of_a_fine_tuned_model_names_are_code_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    """The recipe of the fine-tuned model, or that of the stage itself."""
     ran, evil, out = tmp_path / "ran", tmp_path / "rewards.py", tmp_path / "out"
     evil.write_text(f"open({str(ran)!r}, 'w').close()\n", encoding="utf-8")
     recipe = replace(llama_recipe(), rl=RlRecipe(rewards=(str(evil),)))
     stage = write_run(out, recipe).stage("pretrain")
     (stage / "recipe.json").write_text(json.dumps(recipe.to_json()), encoding="utf-8")
-    stage.rename(stage.with_name("sft"))
-    rl = ["rl", *PLAIN, "--out", str(out)]
+    stage = stage.rename(stage.with_name("sft"))
+    if resumed:
+        shutil.copytree(stage, stage.with_name("rl"))
+    rl = ["rl", *["--resume"] * resumed, *PLAIN, "--out", str(out)]
     assert main.main(rl) == 1 and "rewards.py is Python code that was not run" in capsys.readouterr().err
     assert not ran.exists()
-    assert main.main([*rl, "--trust-code"]) == 1
+    assert main.main([*rl, "--trust-code"]) == 1  # the file ends in no ENVIRONMENT
     assert "does not end in ENVIRONMENT" in capsys.readouterr().err and ran.exists()
 
 

@@ -15,9 +15,7 @@ from typing import Any
 import pytest
 
 from quern.cli import main
-from quern.data.shards import Corpus
 from quern.eval.chat import TASKS, read_items
-from quern.machine import Machine
 from quern.mixture.prepare import prepare_mixture
 from quern.recipe import Resolved, TextRecipe
 from quern.recipes.gpt import RECIPE
@@ -34,6 +32,7 @@ from quern.text.repositories import DATASETS, DataSet
 from quern.text.tokenizer import Tokenizer
 from tests.support.hub_server import Hub, hub_server, parquet
 from tests.support.llama_run import llama_recipe, write_run
+from tests.support.memory_corpus import texts_of
 from tests.support.small_text import token_shard
 from tests.support.toy_training import CPU
 
@@ -111,21 +110,17 @@ def recipe_for(name: str, shards: int | None = FILES) -> Resolved:
     return Resolved.of(resolve(replace(RECIPE, data=name, shards=shards, text=text)))
 
 
-def read(corpus: Corpus, tokenizer: Tokenizer) -> list[str]:
-    return [tokenizer.decode(corpus.gather(i)[1:].tolist()) for i in range(corpus.num_documents)]
-
-
 @pytest.mark.parametrize("name", of_kind("documents", "tokens"))
 def test_a_set_to_pretrain_on_is_prepared(served: None, tmp_path: Path, name: str) -> None:
     dataset = DATASETS[name]
     prepared = prepare(recipe_for(name), tmp_path, print)
-    assert read(prepared.train, prepared.tokenizer) == [t for file in dataset.train[:FILES] for t in texts(file)]
-    assert read(prepared.val, prepared.tokenizer) == [t for file in dataset.val for t in texts(file)]
+    assert texts_of(prepared.train, prepared.tokenizer) == [t for file in dataset.train[:FILES] for t in texts(file)]
+    assert texts_of(prepared.val, prepared.tokenizer) == [t for file in dataset.val for t in texts(file)]
     assert prepared.facts["data"]["source"] == name
     if dataset.kind == "tokens":
         assert prepared.tokenizer.bos == TOKENIZER.bos and prepared.tokenizer.merges == TOKENIZER.merges
     fewer = prepare(recipe_for(name, shards=1), tmp_path, print)  # with the files of two in the folder
-    assert read(fewer.train, fewer.tokenizer) == texts(dataset.train[0])
+    assert texts_of(fewer.train, fewer.tokenizer) == texts(dataset.train[0])
 
 
 @pytest.mark.parametrize("name", of_kind("conversations", "questions"))
@@ -168,7 +163,7 @@ def test_by_default_as_many_files_are_fetched_as_the_run_needs(served: None, tmp
     for steps, files in ((1, 1), (110_000_000 // 4096, 1), (110_000_000 // 4096 + 1, 2)):
         long = replace(recipe, train=replace(recipe.train, steps=steps, batch_tokens=4096))
         prepared = prepare(long, tmp_path, said.append)
-        first_words = {text.split()[0] for text in read(prepared.train, prepared.tokenizer)}
+        first_words = {text.split()[0] for text in texts_of(prepared.train, prepared.tokenizer)}
         assert first_words == set(DATASETS["tinystories"].train[:files])
         assert f"tinystories: {files} of 4 training files are used; --shards N asks for another number" in said
         said.clear()
@@ -186,8 +181,7 @@ def test_a_run_keeps_its_files_and_says_why_its_text_repeats(
         train=replace(RECIPE.train, steps=30, batch_tokens=128),
     )
     run_dir, said = RunDir(tmp_path / "out", "few"), list[str]()
-    machine = Machine(CPU.device, CPU.dtype, compile=False, threads=1)
-    session = Session(stage="pretrain", machine=machine, run_dir=run_dir, log=said.append)
+    session = Session(stage="pretrain", machine=CPU, run_dir=run_dir, log=said.append)
     assert pretrain.run(recipe, session) == 0
     assert any(
         "the text repeats because 1 of the 4 training files of tinystories were fetched" in line for line in said

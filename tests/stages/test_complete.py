@@ -24,6 +24,7 @@ PROMPT = "The miller"
 TOKENIZER = toy_tokenizer()
 CONTEXT = 48
 FLAGS = ("--no-compile", "--dtype", "fp32", "--threads", "1")
+GREEDY = ("--temperature", "0", "--max-tokens", "30", "-p", PROMPT)
 
 
 @pytest.fixture(scope="module")
@@ -93,21 +94,19 @@ def test_it_is_greedy_generation_without_a_cache(prompt: str, base: Path, capsys
 def test_the_base_model_continues_unless_the_stage_says_otherwise(
     tuned: Path, base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ("--temperature", "0", "--max-tokens", "30", "-p", PROMPT)
-    assert run(capsys, tuned, *flags) == run(capsys, base, *flags) != run(capsys, tuned, "--stage", "sft", *flags)
-    assert run(capsys, tuned, "--complete", *flags, verb="chat") == run(capsys, tuned, *flags)
-    assert run(capsys, base, *flags, verb="chat") == run(capsys, base, *flags)
-    assert "no stage 'sft'" in refused(capsys, base, "--stage", "sft", *flags)
+    assert run(capsys, tuned, *GREEDY) == run(capsys, base, *GREEDY) != run(capsys, tuned, "--stage", "sft", *GREEDY)
+    assert run(capsys, tuned, "--complete", *GREEDY, verb="chat") == run(capsys, tuned, *GREEDY)
+    assert run(capsys, base, *GREEDY, verb="chat") == run(capsys, base, *GREEDY)
+    assert "no stage 'sft'" in refused(capsys, base, "--stage", "sft", *GREEDY)
 
 
 def test_stop_strings_end_it_before_them(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ("--temperature", "0", "--max-tokens", "30", "-p", PROMPT)
-    whole = run(capsys, base, *flags).removeprefix(PROMPT)
+    whole = run(capsys, base, *GREEDY).removeprefix(PROMPT)
     _, early, *_, late = re.findall(r"[^\ufffd\n-]{2}", whole)  # what can be typed and is not a flag
     assert 0 < whole.index(early) < whole.index(late)
-    printed = run(capsys, base, *flags, "--stop", late, "--stop", early)
+    printed = run(capsys, base, *GREEDY, "--stop", late, "--stop", early)
     assert printed == PROMPT + whole[: whole.index(early)] + "\n"
-    assert "--stop is empty" in refused(capsys, base, *flags, "--stop", "")
+    assert "--stop is empty" in refused(capsys, base, *GREEDY, "--stop", "")
 
 
 def test_several_samples_are_printed_in_order_and_the_first_is_the_only_one_of_n_1(

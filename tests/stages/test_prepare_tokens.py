@@ -18,7 +18,6 @@ from tiktoken_ext.openai_public import r50k_pat_str
 
 from quern.cli.main import main
 from quern.generate.engine import Engine
-from quern.machine import Machine
 from quern.mesh import alone
 from quern.recipe import Resolved, TextRecipe
 from quern.recipes.gpt import RECIPE as GPT_RECIPE
@@ -131,8 +130,8 @@ def test_gpt_fills_up_a_foreign_vocabulary_and_never_writes_what_fills_it(tmp_pa
         model=replace(GPT_RECIPE.model, width=32, head_dim=16, context=64),
         train=replace(GPT_RECIPE.train, steps=2, batch_tokens=64),
     )
-    machine, run_dir = Machine(CPU.device, CPU.dtype, compile=False, threads=1), RunDir(tmp_path / "out", "bin")
-    session = Session(stage="pretrain", machine=machine, run_dir=run_dir, log=print)
+    run_dir = RunDir(tmp_path / "out", "bin")
+    session = Session(stage="pretrain", machine=CPU, run_dir=run_dir, log=print)
     assert pretrain.run(recipe, session) == 0
     timed = replace(recipe, train=replace(recipe.train, steps=None, minutes=1.0))
     cut = replace(session, run_dir=RunDir(tmp_path / "cut", "bin"), mesh=replace(alone(), tp=2))
@@ -142,13 +141,13 @@ def test_gpt_fills_up_a_foreign_vocabulary_and_never_writes_what_fills_it(tmp_pa
     saved = read_saved(run_dir, "pretrain")
     assert saved is not None
     assert pretrain.run(replace(saved, train=replace(saved.train, steps=3)), replace(session, resume=True)) == 0
-    loaded = load(run_dir, machine, print)
+    loaded = load(run_dir, CPU, print)
     assert loaded.tokenizer.bos == loaded.recipe.model.bos == TOKENIZER.bos
     assert loaded.recipe.model.vocab_size == loaded.model.head.out_features == 320
     with torch.no_grad():  # an id beyond the tokenizer's is the likeliest one everywhere
         loaded.model.head.weight[:] = 0
         loaded.model.head.weight[-2:] = torch.randn(32) * torch.tensor([[9.0], [-9.0]])
-    ((reply,),) = Engine(loaded.model, loaded.tokenizer, machine).generate([[TOKENIZER.bos]], max_tokens=9)
+    ((reply,),) = Engine(loaded.model, loaded.tokenizer, CPU).generate([[TOKENIZER.bos]], max_tokens=9)
     assert reply.ids and max(reply.ids) < TOKENIZER.vocab_size
 
 

@@ -118,9 +118,7 @@ def test_what_fine_tuning_would_refuse_is_refused_before_pretraining(
     assert message in capsys.readouterr().err and not (out / "runs/refused/pretrain/metrics.jsonl").exists()
 
 
-def test_a_recipe_of_ones_own_is_trained_resumed_and_talked_to(
-    out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recipe_of_ones_own_is_trained_and_resumed(out: Path, tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text(OWN, encoding="utf-8")
     where = ["--run", "own", "--out", str(out)]
@@ -129,15 +127,8 @@ def test_a_recipe_of_ones_own_is_trained_resumed_and_talked_to(
     assert (stage / "recipe_source.py").read_text(encoding="utf-8") == OWN
     assert json.loads((stage / "recipe.json").read_text(encoding="utf-8"))["make_model"] == "own:Own"
     assert main.main(["pretrain", str(path), *PRETRAIN, *where, "--resume"]) == 0
-    chat = [*PLAIN, "--max-tokens", "4", "-p", "Hi"]
     assert main.main(["pretrain", *where, *PLAIN, "--resume", "--train.steps", "9"]) == 0
-    kept = stage / "recipe_source.py"
-    kept.write_text(OWN + "# changed\n", encoding="utf-8")
-    assert main.main(["chat", *where, *chat]) == 1
-    expected = f"whose file was changed after training: put back the file that the run was trained with as {kept}"
-    assert expected in capsys.readouterr().err
-    kept.write_text(OWN, encoding="utf-8")
-    assert main.main(["chat", *where, *chat]) == 0
+    assert manifest.steps(stage / "checkpoints")[-1] == 9
 
 
 # A budget of time -----------------------------------------------------------------------------------------------------

@@ -81,11 +81,15 @@ def test_what_is_not_asked_is_the_commands_default_not_the_bases() -> None:
         ({"sft": SftRecipe(epochs=0.0)}, "sft.epochs must be a number above 0"),
         ({"train": TrainRecipe(micro_batch_tokens=47)}, "must hold a row of model.context: at least 48, not 47"),
         ({"train": TrainRecipe(keep=0)}, "train.keep must be a whole number between 1 and"),
+        ({"rl": RlRecipe(samples=1)}, "rl.samples must be a whole number between 2 and"),
+        ({"rl": RlRecipe(updates=17)}, "rl.updates must be at most rl.groups, 16, not 17"),
+        ({"rl": RlRecipe(rewards=())}, "rl.rewards is empty: name what to practise"),
+        ({"rl": RlRecipe(overlong_tokens=97)}, "rl.overlong-tokens must be at most rl.max-tokens, 96, not 97"),
     ],
 )
-def test_values_are_checked_against_the_bases_context(changes: dict[str, Any], message: str) -> None:
+def test_values_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        sft_recipe(replace(gpt.RECIPE, **changes), BASE)
+        (rl_recipe if "rl" in changes else sft_recipe)(replace(gpt.RECIPE, **changes), BASE)
 
 
 def test_the_optimizer_goes_on_where_the_base_models_was() -> None:
@@ -138,20 +142,6 @@ def test_the_model_comes_from_the_run_and_the_stage_from_the_command(
     assert Resolved.from_json(found.to_json()) == found
     every = replace(asked, train=replace(asked.train, eval_every=5, save_every=4))
     assert (rl_recipe(every, TUNED).train.eval_every, rl_recipe(every, TUNED).train.save_every) == (5, 4)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"samples": 1}, "rl.samples must be a whole number between 2 and"),
-        ({"updates": 17}, "rl.updates must be at most rl.groups, 16, not 17"),
-        ({"rewards": ()}, "rl.rewards is empty: name what to practise"),
-        ({"overlong_tokens": 97}, "rl.overlong-tokens must be at most rl.max-tokens, 96, not 97"),
-    ],
-)
-def test_values_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        rl_recipe(replace(gpt.RECIPE, rl=RlRecipe(**changes)), TUNED)
 
 
 def test_the_example_is_that_of_the_documentation_and_works() -> None:
