@@ -11,10 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from quern.generate.engine import Engine
-from quern.machine import Machine
 from quern.mesh import Mesh
 from quern.parallel.plan import shard_model
 from quern.recipe import IN_FINE_TUNING, Recipe, Resolved, RlRecipe
@@ -82,7 +80,7 @@ def _run(asked: Recipe, session: Session) -> int:
     )
 
     def tally(state: TrainState) -> dict[str, float]:
-        return rollouts.tally.means(_reduced(list(rollouts.tally.sums.values()), mesh, machine))
+        return rollouts.tally.means(_summed(list(rollouts.tally.sums.values()), mesh))
 
     plan = session.plan(
         recipe,
@@ -189,10 +187,9 @@ def validation(rollouts: Rollouts, mesh: Mesh) -> Evaluator:
         for number, group in found:
             right = sum(one.right for one in group)
             sums[number] += 1, pass_at_k(right, samples, 1), pass_at_k(right, samples, samples)
-        machine = rollouts.engine.machine
         facts = [float(divergence(now, first)[own].sum()), float(own.sum())]
-        *flat, nats, tokens = _reduced([*sums.ravel().tolist(), *facts], mesh, machine)
-        gap = _reduced([float(np.abs(now - sampled)[own].max(initial=0.0))], mesh, machine, "max")[0]
+        *flat, nats, tokens = _summed([*sums.ravel().tolist(), *facts], mesh)
+        gap = max(mesh.data.gather_objects(float(np.abs(now - sampled)[own].max(initial=0.0))))
         sums = np.array(flat).reshape(-1, 3)
         _, one, many = sums.sum(axis=0) / max(1.0, sums[:, 0].sum())
         told = {
@@ -209,10 +206,6 @@ def validation(rollouts: Rollouts, mesh: Mesh) -> Evaluator:
     return evaluate
 
 
-def _reduced(values: list[float], mesh: Mesh, machine: Machine, op: str = "sum") -> list[float]:
-    """The values added up over the ranks."""
-    if mesh.data.size == 1:  # a device alone may have no float64
-        return values
-    total = torch.tensor(values, dtype=torch.float64, device=machine.device)
-    mesh.data.all_reduce(total, op).wait()
-    return total.tolist()
+def _summed(values: list[float], mesh: Mesh) -> list[float]:
+    """The values added up over the replicas."""
+    return np.sum(mesh.data.gather_objects(values), axis=0).tolist()
