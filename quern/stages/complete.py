@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TextIO
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -31,13 +32,9 @@ def complete(
     engine: Engine,
     prompt: str,
     *,
-    max_tokens: int,
-    sampling: Sampling,
-    seed: int,
     put: Callable[[str], None],
     samples: int = 1,
-    stop: Sequence[str] = (),
-    logprobs: bool | int = False,
+    **how: Any,
 ) -> list[Completion]:
     """Streams the prompt and its continuation, and ends with a newline. Returns the completions.
 
@@ -45,12 +42,9 @@ def complete(
         prompt: The beginning of a text; empty for the beginning of a document.
         put: Receives each piece as soon as it is final.
         samples: Completions of the prompt, separated by a line `---`.
-
-    The other arguments, and the errors before anything was printed, are those of `Engine.events`.
+        how: Further arguments of `Engine.events`, whose errors are raised before anything is printed.
     """
-    ids = render_text(engine.tokenizer, prompt)
-    options = {"max_tokens": max_tokens, "sampling": sampling, "seed": seed, "stop": stop, "logprobs": logprobs}
-    events = engine.events([ids], samples=samples, plain=True, **options)
+    events = engine.events([render_text(engine.tokenizer, prompt)], samples=samples, plain=True, **how)
     done: list[Completion] = []
     shown_prompt = printable(well_formed(prompt))
     put(shown_prompt)
@@ -72,20 +66,17 @@ def _in_order(events: Iterable[Event], samples: int) -> Iterator[tuple[int, str 
 
     Samples are generated together: the pieces of the first unfinished sample pass, those of later samples wait.
     """
-    waiting: list[list[str | Completion]] = [[] for _ in range(samples)]
+    waiting = [deque[str | Completion]() for _ in range(samples + 1)]
     current = 0
     for event in events:
         if isinstance(event.value, Delta):
             waiting[event.sample].append(printable(event.value.text))
         elif isinstance(event.value, Completion):
             waiting[event.sample].append(event.value)
-        while current < samples:
-            pieces, waiting[current] = waiting[current], []
-            for piece in pieces:
-                yield current, piece
-            if not pieces or isinstance(pieces[-1], str):
-                break
-            current += 1
+        while waiting[current]:
+            piece = waiting[current].popleft()
+            yield current, piece
+            current += isinstance(piece, Completion)
 
 
 def continuations(engine: Engine, recipe: Resolved, val: Corpus, count: int = len(OPENINGS)) -> list[tuple[str, str]]:
