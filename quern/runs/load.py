@@ -103,10 +103,7 @@ def open_start(run_dir: RunDir, stages: Sequence[str], log: Callable[[str], None
 
     Raises FileNotFoundError if there is no such run, or no checkpoint; and as `open_checkpoint`.
     """
-    stage = next((name for name in stages if run_dir.has_trained(name)), None)
-    if stage is None:
-        what, verb = ("base model", "pretrain") if "pretrain" in stages else (f"stage '{stages[0]}'", stages[0])
-        raise FileNotFoundError(run_dir.has_no(what, verb))
+    (stage,) = run_dir.require_trained(next(filter(run_dir.has_trained, stages), stages[0]))
     return open_checkpoint(run_dir, stage, log, at, callables)
 
 

@@ -14,6 +14,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -76,14 +77,11 @@ class RunDir:
     @property
     def holder(self) -> str | None:
         """The name of the process that holds the run's lock (run_lock.py); None if no process does."""
-        try:
-            with open(self.folder / LOCK, "rb") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    return holder_in(file.fileno())
-        except FileNotFoundError:
-            pass
+        with suppress(FileNotFoundError), open(self.folder / LOCK, "rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return holder_in(file.fileno())
         return None
 
     def stage(self, name: str) -> Path:
