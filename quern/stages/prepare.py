@@ -27,7 +27,7 @@ from quern.runs.run_dir import STAGES, RunDir
 from quern.stages.encode import StartWorkers, on_processes, write_shards
 from quern.stages.prepare_tokens import is_tokens, open_tokens, sample, token_listings
 from quern.stages.tokenizers import Read, Source, named_tokenizer, train_tokenizer
-from quern.temporaries import alone_in, naming, remove_abandoned
+from quern.temporaries import alone_in, remove_abandoned
 from quern.terminal import Meter
 from quern.text.clean.steps import read_records, recorded
 from quern.text.documents import read, warning_of
@@ -180,7 +180,7 @@ def _tinyworld(recipe: Resolved, log: Callable[[str], None]) -> Source:
     filtered, marks = _filter(recipe, documents)
     check_splits("tinyworld", filtered, log)
     mark = fingerprint(str(recipe.seed), str(sizes), sample, *marks)
-    return Source("tinyworld", mark, filtered, lambda: None if marks else sizes["train"], alike=True)
+    return Source("tinyworld", mark, filtered, lambda: None if marks else sizes["train"])
 
 
 def hold_out(texts: Callable[[], Iterator[str]], megabytes: float) -> Callable[[str], Iterator[str]]:
@@ -302,7 +302,7 @@ def prepare(
         log(f"tokens: {folder} is up to date")
     else:
         write = partial(write_shards, workers=workers, start_workers=start_workers)
-        with naming(folder), alone_in(folder, log):
+        with alone_in(folder, log):
             for split in (split for split in ("val", "train") if not prepared(folder, mark, [split])):
                 texts = (text for text in recorded(source.read(split), folder, split) if text)
                 megabytes = source.megabytes() if split == "train" else None

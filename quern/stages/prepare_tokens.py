@@ -53,24 +53,12 @@ def _holds_tokens(folder: Path, out: Path | None) -> bool:
 
 
 def open_tokens(
-    recipe: Resolved,
-    log: Callable[[str], None] = lambda line: None,
-    tokenizer: Tokenizer | None = None,
-    public: PublicData | None = None,
+    recipe: Resolved, log: Callable[[str], None], tokenizer: Tokenizer | None, public: PublicData | None
 ) -> tuple[Tokenizer, Corpus, Corpus]:
-    """Opens the recipe's token files.
+    """Opens the recipe's token files. Returns (tokenizer, training corpus, validation corpus).
 
-    Args:
-        log: Called with lines on which files are read and which are ignored.
-        tokenizer: The run's, or the one that the recipe names; None for the one beside the files.
-        public: The files of the recipe's data, where it is a public data set.
-
-    Returns:
-        (tokenizer, training corpus, validation corpus).
-
-    Raises:
-        FileNotFoundError: A file is missing; the message names it.
-        ValueError: There is no tokenizer, or too little to hold some out.
+    tokenizer: the run's, or the one that the recipe names; None for the one beside the files. Raises FileNotFoundError
+    for a file that is missing, ValueError for no tokenizer, or too little to hold some out.
     """
     listed, other = token_listings(recipe, public)
     for line in listed.lines("tokens"):

@@ -50,8 +50,6 @@ class Source:
     fingerprint: str  # changes when the text does
     read: Read
     megabytes: Callable[[], float | None]  # size of the whole text, None if it is not known before it is read
-    alike: bool = False
-    """The text is the same everywhere, as what a program generates, so its beginning is a sample of it."""
     public: PublicData | None = None  # its files, where it is a public data set
 
 
@@ -103,7 +101,8 @@ def train_tokenizer(recipe: Resolved, source: Source, out: Path, log: Callable[[
     """The tokenizer for the source, trained unless it is there already."""
     text = recipe.text
     pattern = split_pattern(text.digits)
-    how = [] if source.alike else [SAMPLE_VERSION]
+    alike = recipe.data == "tinyworld"  # a generated text is the same everywhere: its beginning is a sample of it
+    how = [] if alike else [SAMPLE_VERSION]
     mark = fingerprint(source.fingerprint, str(text.vocab_size), pattern, str(text.tokenizer_megabytes), *how)
     known = sorted((out / "tokenizers").glob(f"*-{mark[:8]}.json"))  # the same text may have had another name
     path = known[0] if known else out / "tokenizers" / f"{source.name}-{mark[:8]}.json"
@@ -115,7 +114,7 @@ def train_tokenizer(recipe: Resolved, source: Source, out: Path, log: Callable[[
         log(f"tokenizer: {path} is up to date")
         return tokenizer
     start, size, texts = time.monotonic(), text.tokenizer_megabytes, source.read("train")
-    if not source.alike:  # the seed is of the text: a run's seed does not change its tokens
+    if not alike:  # the seed is of the text: a run's seed does not change its tokens
         with Meter("measuring the text", None, "MB") as meter:
             texts = sampled(lambda: source.read("train"), size, source.fingerprint, lambda done: meter.at(done / 1e6))
     with Meter("training the tokenizer", size, "MB") as meter:
