@@ -42,18 +42,16 @@ class _Known:
     listed: Repository
     folder: Path
 
-    def local(self, kind: str, shards: int | None = None) -> tuple[Path, ...]:
-        """The local files of a kind, "train" or "val"."""
-        return tuple(self.folder / kind / file for file in getattr(self.files, kind)[:shards])
-
     @property
     def tokenizer(self) -> Path | None:
         """The local file of the vocabulary of tokens."""
         return self.files.tokenizer and self.folder / self.files.tokenizer[0].rpartition("/")[2]
 
-    def download(self, name: str, paths: Iterable[Path]) -> None:
-        """Downloads local files and the vocabulary, unless they are there. One process at a time does; the others wait
-        for it."""
+    def fetch(self, name: str, shards: int | None) -> dict[str, tuple[Path, ...]]:
+        """Downloads the files for validation, the first `shards` for training and the vocabulary, unless they are
+        there; one process at a time does, and the others wait. Returns the local files of "train", then of "val"."""
+        names = {"train": self.files.train[:shards], "val": self.files.val}
+        found = {split: tuple(self.folder / split / file for file in files) for split, files in names.items()}
         with Meter(f"fetching {name}", None, "MB of this file") as meter, alone_in(self.folder, meter.log):
 
             def advance(file: str, done: int, total: int) -> None:
@@ -61,9 +59,10 @@ class _Known:
 
             if self.files.tokenizer and self.tokenizer:
                 downloads.retrieve(*self.files.tokenizer, self.tokenizer, advance)
-            for path in paths:
-                listed = self.files.path(path.relative_to(self.folder).as_posix().partition("/")[2])
-                downloads.download(self.listed, listed, path, advance)
+            for split in ("val", "train"):
+                for file, path in zip(names[split], found[split], strict=True):
+                    downloads.download(self.listed, self.files.path(file), path, advance)
+        return found
 
 
 @dataclass(frozen=True)
@@ -99,9 +98,8 @@ def public_data(recipe: Resolved, out: Path, log: Log = silent) -> PublicData | 
     name, available, shards = recipe.data, len(known.files.train), _shards(recipe, known.files)
     if shards < available:
         log(f"{name}: {shards:,} of {available:,} training files are used; --shards N asks for another number")
-    train, val = known.local("train", shards), known.local("val")
-    known.download(name, (*val, *train))
-    return PublicData(re.sub(r"[^\w.]+", "-", name), train, val, known.tokenizer, available)
+    fetched = known.fetch(name, shards)
+    return PublicData(re.sub(r"[^\w.]+", "-", name), **fetched, tokenizer=known.tokenizer, available=available)
 
 
 def with_local_data(recipe: Recipe, out: Path, arguments: Sequence[str], log: Log) -> Recipe:
@@ -207,10 +205,7 @@ def fetch_conversations(asked: ConversationSource, out: Path) -> dict[str, tuple
     many as `limit` needs. Raises as `public_data`."""
     known = _find(asked.source, out, asked.split, "conversations")
     rows = known.files.file_rows
-    shards = math.ceil(asked.limit / rows) if asked.limit is not None and rows else None
-    files = {"train": known.local("train", shards), "val": known.local("val")}
-    known.download(asked.source, (*files["val"], *files["train"]))
-    return files
+    return known.fetch(asked.source, math.ceil(asked.limit / rows) if asked.limit is not None and rows else None)
 
 
 def fetch_tests(names: Iterable[str], out: Path) -> Path:
@@ -218,8 +213,7 @@ def fetch_tests(names: Iterable[str], out: Path) -> Path:
     says what to do, if one cannot be downloaded."""
     try:
         for name in names:
-            known = _find(name, out, "test", "conversations")
-            known.download(name, known.local("val"))
+            _find(name, out, "test", "conversations").fetch(name, shards=0)
     except OSError as error:
         raise OSError(f"{error}; or name a folder with the files of the tests with --chat-data") from error
     return out / "downloads"

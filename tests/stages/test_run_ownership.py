@@ -227,7 +227,7 @@ def test_a_new_run_begins_with_weights_and_moments_of_a_checkpoint_and_needs_the
     before, flags = runs.files(), ["--from", "app", "--train.keep", "9"]
     prepared = len(list((runs.folder / "out/data").iterdir()))
     for wrong, message in (
-        ("--depth 3", "do not fit another model (model.depth 2 → 3)"),
+        ("--depth 3", "the weights of run 'app' do not fit another model (model.depth 2 → 3)"),
         ("--text.digits 1", "there already"),
     ):
         runs.refused([message], "pretrain", *flags, "--data", runs.folder / "more.jsonl", *wrong.split(), run="next")
@@ -311,8 +311,6 @@ def test_a_model_is_fine_tuned_as_often_as_wanted(runs: Runs) -> None:
     runs.refused(["run 'two' has no stage pretrain to continue with: it has `quern sft --resume"], "run", run="two")
     model = "run 'other' has a model of its own (pretrain): name a new run"
     runs.refused([model], "sft", "--from", "app", *SFT, run="other")
-    shape = "the weights of run 'app' do not fit another model (model.depth 2 → 3"
-    runs.refused([shape], "pretrain", "--from", "app", "--depth", "3", run="three")
     there = "has no such checkpoint; there are newest and the steps 2, 4, 6"
     runs.refused([there], "sft", "--from", "app", "--from-step", "5", *SFT, run="three")
     shutil.copy(runs.stage(run="other").parent / "tokenizer.json", runs.stage().parent)
