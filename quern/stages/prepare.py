@@ -288,7 +288,7 @@ def prepare(
     if is_tokens(recipe.data, out) and recipe.make_documents is None:
         public = public_data(recipe, out, log)
         tokenizer, train, val = open_tokens(recipe, log, tokenizer, public)
-        text = _tokens_fingerprint(recipe, out, public)
+        text = text_fingerprint(recipe, out, public)
         facts = _facts(recipe, _name(recipe, public), tokenizer, train, val)
         origin = Origin(tokenizer.fingerprint, text, fingerprint(tokenizer.fingerprint, text))
         return Prepared(tokenizer, train, val, facts, origin, public)
@@ -315,15 +315,12 @@ def prepare(
     return Prepared(tokenizer, train, val, facts, origin, source.public)
 
 
-def text_fingerprint(recipe: Resolved, out: Path) -> str:
-    """The fingerprint of the recipe's text and of how it is split, without preparing it. recipe: resolved."""
-    if is_tokens(recipe.data, out):
-        return _tokens_fingerprint(recipe, out, public_data(recipe, out))
-    return open_source(recipe, out).fingerprint
-
-
-def _tokens_fingerprint(recipe: Resolved, out: Path, public: PublicData | None) -> str:
-    listings = [listing for listing in token_listings(recipe, public) if listing]
+def text_fingerprint(recipe: Resolved, out: Path, public: PublicData | None = None) -> str:
+    """The fingerprint of the recipe's text and of how it is split, without preparing it. public: its files, where it is
+    a public data set of tokens that is open already."""
+    if not is_tokens(recipe.data, out):
+        return open_source(recipe, out).fingerprint
+    listings = [listing for listing in token_listings(recipe, public or public_data(recipe, out)) if listing]
     return fingerprint(str(recipe.text.val_megabytes), *(_digest(listing, out) for listing in listings))
 
 
