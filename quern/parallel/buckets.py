@@ -299,29 +299,20 @@ def _cost(parameter: Parameter, shards: int) -> int:
 
 
 def _stack(group: ParameterGroup, parameters: Named, settings: Settings, ownership: Ownership) -> Bucket:
-    first, mesh, whole = parameters[0][1], settings.mesh, len(parameters) * parameters[0][1].numel()
+    first = parameters[0][1]
     sharding = sharding_of(first)
     exchange = sharding.dim - first.ndim + 3 if sharding is not None else None  # a dim of (N, R, C)
-    params = first.new_zeros(ownership.replicas * ownership.region)
-    begin = mesh.data.rank * ownership.region
-    stack = Stack(ownership, first.shape, exchange, mesh)
-
-    def views(buffer: Tensor) -> list[Tensor]:
-        return list(buffer[:whole].view(len(parameters), *first.shape))
-
-    return _bucket(group, parameters, settings, params, views, begin, begin + ownership.region, stack)
+    stack = Stack(ownership, first.shape, exchange, settings.mesh)
+    return _bucket(group, parameters, settings, ownership.region, stack)
 
 
 def _flat(group: ParameterGroup, parameters: Named, settings: Settings) -> Bucket:
     """A bucket of an elementwise rule: small, or cut into regions of whole rows."""
-    first, data, shapes = parameters[0][1], settings.mesh.data, [p.shape for _, p in parameters]
-    small = data.size == 1 or sum(p.numel() for _, p in parameters) < SMALL_ELEMENTS
-    ranks, rank, alignment = (1, 0, ALIGNMENT) if small else (data.size, data.rank, 1)
-    width = first[0].numel() if first.ndim > 1 and not small else 1
-    region = _padded(-(-sum(_padded(shape.numel(), alignment) for shape in shapes) // ranks), width)
-    views = partial(_unflatten, shapes=shapes, alignment=alignment)
-    params, begin = first.new_zeros(ranks * region), rank * region
-    return _bucket(group, parameters, settings, params, views, begin, begin + region, small=small)
+    first, replicas = parameters[0][1], settings.mesh.data.size
+    small = replicas == 1 or sum(p.numel() for _, p in parameters) < SMALL_ELEMENTS
+    alignment, width = (ALIGNMENT, 1) if small else (1, first[0].numel() if first.ndim > 1 else 1)
+    elements = sum(_padded(p.numel(), alignment) for _, p in parameters)
+    return _bucket(group, parameters, settings, _padded(-(-elements // (1 if small else replicas)), width), small=small)
 
 
 @torch.no_grad()
@@ -329,15 +320,16 @@ def _bucket(
     group: ParameterGroup,
     parameters: Named,
     settings: Settings,
-    params: Tensor,
-    views: Callable[[Tensor], list[Tensor]],
-    begin: int,
-    end: int,
+    region_elements: int,
     stack: Stack | None = None,
     small: bool = False,
 ) -> Bucket:
-    """Moves the parameters into `params`; makes masters and state for the part that this rank owns."""
-    param_views = views(params)
+    """Moves the parameters into one buffer; makes masters and state for the part that this rank owns."""
+    data = settings.mesh.data
+    params = parameters[0][1].new_zeros(region_elements * (1 if small else data.size))
+    begin = 0 if small else data.rank * region_elements
+    end = begin + region_elements
+    param_views = views_of(params, parameters, small)
     for (_, parameter), view in zip(parameters, param_views, strict=True):
         view.copy_(parameter)
         parameter.data = view
@@ -356,7 +348,7 @@ def _bucket(
     grads = torch.zeros_like(params, dtype=master_dtype if settings.fp32_gradients else params.dtype)
     for _, parameter in parameters:
         parameter.grad_dtype = grads.dtype  # autograd accumulates in it
-    grad_views = views(grads)
+    grad_views = views_of(grads, parameters, small)
     share = None if part is None else Share(region, torch.zeros_like(region, dtype=grads.dtype), part)
     for buffer in (params, grads) if share else ():
         buffer.untyped_storage().resize_(0)
@@ -369,11 +361,12 @@ def _bucket(
     )
 
 
-def _unflatten(buffer: Tensor, shapes: Sequence[torch.Size], alignment: int) -> list[Tensor]:
+def views_of(buffer: Tensor, parameters: Named, small: bool) -> list[Tensor]:
+    """The parts of a bucket's buffer that belong to its parameters."""
     views, at = [], 0
-    for shape in shapes:
-        views.append(buffer[at : at + shape.numel()].view(shape))
-        at += _padded(shape.numel(), alignment)
+    for _, parameter in parameters:
+        views.append(buffer[at : at + parameter.numel()].view(parameter.shape))
+        at += _padded(parameter.numel(), ALIGNMENT if small else 1)
     return views
 
 

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from quern.mesh import Mesh, alone
 from quern.optim.groups import ParameterGroup
 from quern.optim.schedule import Multipliers
-from quern.parallel.buckets import Bucket, Settings, make_buckets
+from quern.parallel.buckets import Bucket, Settings, make_buckets, views_of
 from quern.parallel.sharding import Slice, Stack, sharding_of, sliced
 
 
@@ -313,12 +313,7 @@ def _share_memory(buckets: Sequence[Bucket]) -> list[tuple[Tensor, Bucket]]:
     for members in kinds.values():
         buffer = torch.cat([bucket.grads for bucket in members])
         for bucket, part in zip(members, buffer.split([len(b.grads) for b in members]), strict=True):
-            views = [view.storage_offset() - bucket.params.storage_offset() for view in bucket.param_views]
-            bucket.grads = part
-            bucket.grad_views = [
-                part[at : at + view.numel()].view(view.shape)
-                for at, view in zip(views, bucket.param_views, strict=True)
-            ]
+            bucket.grads, bucket.grad_views = part, views_of(part, bucket.parameters, small=True)
         shared.append((buffer, members[0]))
     return shared
 
