@@ -5,7 +5,7 @@ through a `ProcessGroup`, which counts the bytes that it moves. A group of one p
 runs on one process and on many. `Progress` is for the failure reports of train/heartbeat.py.
 
 Bytes are those that one rank sends with a ring (Thakur et al., 2005), n ranks, for a tensor of S bytes in full:
-all-reduce 2·(n-1)/n·S; reduce-scatter, all-gather, all-to-all and broadcast (n-1)/n·S.
+all-reduce 2·(n-1)/n·S; reduce-scatter, all-gather and all-to-all (n-1)/n·S.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class ProcessGroup:
         self.traffic = Traffic()
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
-        """Reduces in place. op: "sum", "max" or "min"."""
-        kind = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
+        """Reduces in place. op: "sum" or "max"."""
+        kind = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
         return self.start("all_reduce", self._ring(2 * tensor.nbytes), dist.all_reduce, tensor, op=kind)
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> Pending:
@@ -151,19 +151,13 @@ class ProcessGroup:
             whole.view_as(part).copy_(part)
         return self.start("all_gather", self._ring(whole.nbytes), _all_gather, whole, part)
 
-    def all_to_all(
-        self, out: Tensor, whole: Tensor, received: list[int] | None = None, sent: list[int] | None = None
-    ) -> Pending:
+    def all_to_all(self, out: Tensor, whole: Tensor, received: list[int], sent: list[int]) -> Pending:
         """Sends parts of `whole`, along the first dim, to the ranks; `out` receives theirs in rank order. received,
-        sent: the lengths of the parts; None when they are equal."""
+        sent: the lengths of the parts."""
         if self.size == 1:
             out.copy_(whole)
-        leaving = len(whole) - (len(whole) // self.size if sent is None else sent[self.rank])
+        leaving = len(whole) - sent[self.rank]
         return self.start("all_to_all", whole[:leaving].nbytes, dist.all_to_all_single, out, whole, received, sent)
-
-    def broadcast(self, tensor: Tensor) -> Pending:
-        """Broadcasts in place from the group's first rank."""
-        return self.start("broadcast", self._ring(tensor.nbytes), dist.broadcast, tensor, group_src=0)
 
     def broadcast_object(self, value: Any) -> Any:
         """Returns the value of the group's first rank, a small JSON-like object, on every rank."""
