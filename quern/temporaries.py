@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
 
-from quern.process import to_stderr, waiting
+from quern.process import waiting
 
 LOCK = "lock"
 NAMES = "backslashreplace"
@@ -84,7 +84,12 @@ def alone_in(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
     """Runs the body in one process at a time, by a lock in the folder, which is created if needed."""
     folder.mkdir(parents=True, exist_ok=True)
     with naming(folder), open(folder / ".lock", "a+", encoding="utf-8", errors=NAMES) as lock:
-        take_turn(lock, f"writes to {folder}", log)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            with waiting(f"{lock.read() or 'another process'}, which writes to {folder}", log=log):
+                fcntl.flock(lock, fcntl.LOCK_EX)
         lock.truncate(0)
         lock.write(holder())
         lock.flush()
@@ -96,16 +101,6 @@ def holder(command: str = "") -> str:
     since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     command = command or shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     return f"process {os.getpid()} on {platform.node()} since {since} (`{command}`)"
-
-
-def take_turn(lock: TextIO, does: str, log: Callable[[str], None] = to_stderr) -> None:
-    """Locks a file, after the process that has locked it and has written its name there. does: what that one does."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.seek(0)
-        with waiting(f"{lock.read() or 'another process'}, which {does}", log=log):
-            fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 def remove_abandoned(folder: Path, name: str | None = None) -> None:

@@ -28,6 +28,7 @@ import huggingface_hub.file_download  # noqa: F401  (slow)
 
 from quern.cli import main, summaries, verbs
 from quern.machine import detect
+from quern.process import to_stderr
 from quern.stages.session import main_first
 from quern.temporaries import alone_in
 from quern.text import downloads
@@ -69,7 +70,7 @@ def follow(mesh: Any) -> None:
 
 def blocked(mesh: Any) -> None:
     """A collective in which rank 0 does not take part."""
-    print("waiting for a collective", file=sys.stderr, flush=True)
+    to_stderr("waiting for a collective")
     mesh.world.barrier()
 
 
@@ -100,10 +101,6 @@ def locked(folder: Path) -> None:
     fcntl.flock(holder, fcntl.LOCK_EX)
     with alone_in(folder, to_stderr):
         pass
-
-
-def to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def jax_processes() -> None:
