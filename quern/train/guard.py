@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Literal, TextIO
 
 # Exit codes of the training commands, after sysexits.h where it has a fitting name (Python and argument parsing use 1
@@ -91,9 +91,7 @@ class Stop:
         self._output.enter_context(contextlib.redirect_stderr(_Unread(sys.stderr)))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._output.close()
         for which, handler in self._before.items():
             if which == self.signal == signal.SIGHUP:
