@@ -11,9 +11,8 @@ import pytest
 
 from quern.cli import options
 from quern.flags.check_flags import check, flags_of
-from tests.test_layers import LAYER, LAYERS
+from tests.test_layers import LAYER, LAYERS, ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 SOURCES = sorted(path for room in ("quern", "tests", "experiments") for path in (ROOT / room).rglob("*.py"))
 FILES = {"/" + path.relative_to(ROOT).as_posix() for path in SOURCES}
