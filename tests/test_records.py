@@ -9,14 +9,7 @@ from typing import Any
 
 import pytest
 
-from quern.records import (
-    StageFolder,
-    changed_files,
-    find_trackers,
-    git_hash,
-    read_events,
-    read_metrics,
-)
+from quern.records import StageFolder, changed_files, find_trackers, git_hash, read_events, read_metrics
 from tests.support.full_disk import full_disk
 
 
@@ -34,12 +27,7 @@ def test_numbers_that_are_not_finite_become_null_and_an_event(tmp_path: Path) ->
         folder.metric(step=7, loss=math.nan, lr={"head": math.inf, "matrix": 1.0}, parts=[0.5, -math.inf])
         folder.event("note", value=math.nan)
     (line,) = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    assert strict(line) == {
-        "step": 7,
-        "loss": None,
-        "lr": {"head": None, "matrix": 1.0},
-        "parts": [0.5, None],
-    }
+    assert strict(line) == {"step": 7, "loss": None, "lr": {"head": None, "matrix": 1.0}, "parts": [0.5, None]}
     first, second = map(strict, (tmp_path / "events.jsonl").read_text(encoding="utf-8").splitlines())
     assert (first["kind"], first["step"]) == ("non_finite", 7)
     assert first["fields"] == ["loss", "lr.head", "parts[1]"]

@@ -27,17 +27,9 @@ from tests.support.deviation import deviation
 B, T, VOCABULARY, BOS = 3, 37, 1001, 0
 """111 tokens: neither rows nor their tokens nor the vocabulary can be shared evenly."""
 SHAPE = ResolvedModel(
-    depth=4,
-    width=64,
-    head_dim=8,
-    heads=8,
-    kv_heads=4,
-    context=T,
-    vocab_size=VOCABULARY,
-    bos=BOS,
-    windows="SL",
+    depth=4, width=64, head_dim=8, heads=8, kv_heads=4, context=T, vocab_size=VOCABULARY, bos=BOS, windows="SL",
     rope_base=1024.0,
-)
+)  # fmt: skip
 
 
 class SmallWindows(UNet):

@@ -93,10 +93,7 @@ def formula(architecture: str, dp: int, tp: int, zero: int = 2) -> list[dict[str
     return ranks
 
 
-@pytest.mark.parametrize(
-    ("architecture", "dp", "tp"),
-    [("gpt", 3, 1), ("gpt", 2, 2), ("llama", 1, 2), ("unet", 2, 2)],
-)
+@pytest.mark.parametrize(("architecture", "dp", "tp"), [("gpt", 3, 1), ("gpt", 2, 2), ("llama", 1, 2), ("unet", 2, 2)])
 def test_a_step_sends_what_the_formula_says(architecture: str, dp: int, tp: int, ranks: Ranks) -> None:
     kinds = {"data/reduce_scatter", "data/all_gather", "data/all_reduce"} if dp > 1 else set()
     kinds |= {f"model/{kind}" for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all") if tp > 1}

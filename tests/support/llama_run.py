@@ -21,15 +21,9 @@ from tests.support.toy_engine import toy_tokenizer
 
 FP32 = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)
 ODD = {
-    "depth": 2,
-    "width": 60,
-    "head_dim": 10,
-    "heads": 6,
-    "kv_heads": 2,
-    "mlp_width": 77,
-    "context": 48,
+    "depth": 2, "width": 60, "head_dim": 10, "heads": 6, "kv_heads": 2, "mlp_width": 77, "context": 48,
     "norm_eps": 1e-3,
-}
+}  # fmt: skip
 """Sizes that are no powers of two, and keys shared by three queries each."""
 SHAPES: dict[str, dict[str, Any]] = {
     "odd sizes, keys shared by three": {},

@@ -38,14 +38,7 @@ def tiny_model(vocab_size: int, context: int = 32, seed: int = 0) -> GPT:
     unseen.
     """
     shape = ModelRecipe(
-        depth=3,
-        width=32,
-        head_dim=16,
-        heads=2,
-        kv_heads=1,
-        context=context,
-        vocab_size=vocab_size,
-        windows="SL",
+        depth=3, width=32, head_dim=16, heads=2, kv_heads=1, context=context, vocab_size=vocab_size, windows="SL"
     )
     model = GPT(resolve(replace(RECIPE, depth=3, model=shape)).model)
     generator = torch.Generator().manual_seed(seed)

@@ -43,17 +43,10 @@ def toy_model(
 ) -> Any:
     """A model with every parameter random: no path through it is silent. `window` replaces the short one."""
     recipe = ResolvedModel(
-        depth=depth,
-        width=8 * heads,
-        head_dim=8,
-        heads=heads,
-        kv_heads=kv_heads,
-        context=context,
-        vocab_size=vocab_size,
-        windows=windows,
-        key_offset=key_offset,
+        depth=depth, width=8 * heads, head_dim=8, heads=heads, kv_heads=kv_heads, context=context,
+        vocab_size=vocab_size, windows=windows, key_offset=key_offset,
         rope_base=1024.0 if key_offset else 100_000.0,
-    )
+    )  # fmt: skip
     model = make_model(recipe)
     # The last layer is long in every recipe; here the letters are taken at their word.
     kinds = [windows[layer % len(windows)] for layer in range(depth)]

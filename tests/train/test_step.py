@@ -15,15 +15,7 @@ from quern.model.context import CausalContext
 from quern.optim.schedule import Multipliers
 from quern.train.state import TrainState
 from quern.train.step import accumulate, send_batch, to_device, train_step
-from tests.support.toy_training import (
-    CPU,
-    ROWS,
-    differing,
-    poisoned,
-    snapshot,
-    toy_loader,
-    toy_state,
-)
+from tests.support.toy_training import CPU, ROWS, differing, poisoned, snapshot, toy_loader, toy_state
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -110,8 +102,7 @@ def test_a_loss_that_is_not_finite_leaves_no_trace_and_the_next_step_is_taken(
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("head.weight", math.nan), ("blocks.0.mlp.up.weight", math.inf), ("smear_scale", math.nan)],
+    ("name", "value"), [("head.weight", math.nan), ("blocks.0.mlp.up.weight", math.inf), ("smear_scale", math.nan)]
 )
 def test_one_gradient_that_is_not_finite_is_enough(name: str, value: float) -> None:
     loader, state = toy_loader(), toy_state()
