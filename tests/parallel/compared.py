@@ -12,7 +12,7 @@ import torch
 from experiments.adamw_every_second import rules as every_second_rules
 from quern import compiler
 from quern.data.batch import Batch
-from quern.mesh import Mesh, alone
+from quern.mesh import Mesh, Pending, ProcessGroup, alone
 from quern.model.base import recompute
 from quern.optim.groups import make_groups
 from quern.optim.schedule import Multipliers
@@ -243,8 +243,6 @@ def state_apart(ours: TrainState, expected: Snapshot) -> float:
 
 def _local_count() -> None:
     """As most trainers do."""
-    from quern.mesh import Pending, ProcessGroup
-
     reduce = ProcessGroup.all_reduce
 
     def all_reduce(self: ProcessGroup, tensor: torch.Tensor, op: str = "sum") -> Pending:

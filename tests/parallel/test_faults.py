@@ -22,7 +22,6 @@ from quern.train.heartbeat import BEAT_SECONDS, STALE_BEATS
 from tests.laws.table import Law
 from tests.support.faulty_ranks import PRETRAIN, SHORT, FaultyRanks
 
-ROOT = Path(__file__).parents[2]
 ENDLESS = ("--train.steps", "100000", "--train.save-every", "50000")
 """For runs that must not end before the fault is noticed."""
 STATED_SECONDS = 30
