@@ -99,6 +99,11 @@ class Bucket:
         return sharding_of(self.parameters[0][1]) is None
 
     @property
+    def first_copy(self) -> bool:
+        """Whether this rank's region is saved and enters the norm; of several equal copies one is and does."""
+        return (not self.small or self.mesh.data.rank == 0) and (not self.replicated or self.mesh.model.rank == 0)
+
+    @property
     def moves(self) -> bool:
         """Whether some matrices are owned outside their region."""
         return self.stack is not None and self.stack.ownership.moves

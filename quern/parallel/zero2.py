@@ -160,7 +160,7 @@ class Zero2:
         for bucket in self.buckets:
             if not bucket.due:  # adds 0, or NaN
                 norms.append(0 * torch.linalg.vector_norm(bucket.grads, dtype=torch.float32))
-            elif self._counts(bucket):
+            elif bucket.first_copy:
                 norms.append(torch.linalg.vector_norm(bucket.region_grads, dtype=torch.float32))
         norm = torch.linalg.vector_norm(torch.stack(norms or [torch.zeros((), device=self.buckets[0].params.device)]))
         if self.mesh.world.size == 1:
@@ -168,11 +168,6 @@ class Zero2:
         square = norm.square()
         self.mesh.world.all_reduce(square).wait()
         return square.sqrt()
-
-    def _counts(self, bucket: Bucket) -> bool:
-        """Whether this rank's copy enters the norm; of several equal copies one does."""
-        first_copy = not bucket.small or self.mesh.data.rank == 0
-        return first_copy and (not bucket.replicated or self.mesh.model.rank == 0)
 
     @torch.no_grad()
     def clip_grads(self, max_norm: float, norm: Tensor) -> None:
@@ -354,9 +349,8 @@ def _held_slices(bucket: Bucket, held: Tensor) -> dict[str, Slice]:
 def _stack_slices(bucket: Bucket, stack: Stack, buffer: Tensor) -> list[tuple[str, Slice]]:
     """Whole parameters; each is one matrix or several."""
     parts = buffer.view(len(stack.units), *stack.shape[:-2], *buffer.shape[1:])
-    saved = bucket.exchange or bucket.mesh.model.rank == 0
     return [
-        (bucket.parameters[unit][0], Slice(part, (0,) * part.ndim, tuple(part.shape), saved))
+        (bucket.parameters[unit][0], Slice(part, (0,) * part.ndim, tuple(part.shape), bucket.first_copy))
         for unit, part in zip(stack.units, parts, strict=True)
     ]
 
@@ -364,7 +358,6 @@ def _stack_slices(bucket: Bucket, stack: Stack, buffer: Tensor) -> list[tuple[st
 def _row_slices(bucket: Bucket, buffer: Tensor) -> list[tuple[str, Slice]]:
     """The rows of each parameter that are in the region."""
     found = []
-    saved = (not bucket.small or bucket.mesh.data.rank == 0) and (not bucket.replicated or bucket.mesh.model.rank == 0)
     for (name, parameter), view in zip(bucket.parameters, bucket.param_views, strict=True):
         start = view.storage_offset() - bucket.params.storage_offset()
         width = parameter.shape[1:].numel()
@@ -375,6 +368,6 @@ def _row_slices(bucket: Bucket, buffer: Tensor) -> list[tuple[str, Slice]]:
             continue
         at = start + low * width - bucket.begin
         part = buffer[at : at + (high - low) * width].view(high - low, *parameter.shape[1:])
-        if (whole := sliced(part, sharding_of(parameter), low, rows, saved=saved)) is not None:
+        if (whole := sliced(part, sharding_of(parameter), low, rows, saved=bucket.first_copy)) is not None:
             found.append((name, whole))
     return found
