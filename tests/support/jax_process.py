@@ -1,26 +1,20 @@
 """A process of its own for JAX: eight CPU devices, which must be said before JAX starts.
 
 `grug` (a fixture of tests/conftest.py) starts it once per test process; `grug("parity:updates", depth=2)` runs
-tests/grug/parity.py's function there and returns what it returned, through JSON. An error there fails the test here,
-with its traceback.
-
-    python -m tests.support.jax_process      serves requests on stdin
+tests/grug/parity.py's function there and returns what it returned. An error there is raised here, with its traceback.
 """
 
 import importlib
-import json
+import multiprocessing
 import os
-import sys
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.support.line_server import ENVIRONMENT, LineServer
+from tests.support.line_server import ENVIRONMENT
 
 # These tests spend their time compiling. Without optimizations it takes half as long; without the fusion emitters,
 # which lower every fusion through MLIR, half of that.
@@ -44,39 +38,20 @@ def environment(cache: Path, devices: int = 8) -> dict[str, str]:
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[Grug]:
-    """Starts the process; its log and what it compiles are in `folder`."""
-    with (
-        (folder / "log.txt").open("w", encoding="utf-8") as log,
-        LineServer(["-m", "tests.support.jax_process"], env=environment(folder / "compiled"), log=log) as server,
-    ):
-
-        def call(function: str, **arguments: Any) -> Any:
-            answer = server.ask({"function": function, "arguments": arguments}, gone={"error": "the process died"})
-            if "error" in answer:
-                pytest.fail(f"{answer['error']}\n{(folder / 'log.txt').read_text(encoding='utf-8')[-3000:]}")
-            return answer["result"]
-
-        yield call
+def running(cache: Path) -> Iterator[Grug]:
+    """Starts the process; what it compiles is kept under `cache`."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), prepare, (cache,)) as child:
+        yield lambda function, **arguments: child.submit(run, function, arguments).result()
 
 
-def serve() -> None:
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever is printed goes to the log
+def prepare(cache: Path) -> None:
+    """Runs in the process before JAX is imported there."""
+    os.environ |= environment(cache)
     warnings.simplefilter("error")
     # The exception that pyproject.toml makes for torch, with its reason.
     warnings.filterwarnings("ignore", r".torch\.jit\.script_method. is", DeprecationWarning, r"torch\.jit\._script")
-    for line in sys.stdin:
-        request = json.loads(line)
-        module, _, name = request["function"].partition(":")
-        try:
-            function = getattr(importlib.import_module(f"tests.grug.{module}"), name)
-            answer = {"result": function(**request["arguments"])}
-        except (Exception, pytest.fail.Exception):  # reported to the test, which fails with it
-            answer = {"error": traceback.format_exc()}
-        print(json.dumps(answer), file=answers, flush=True)
 
 
-if __name__ == "__main__":
-    serve()
-    os._exit(0)  # a clean shutdown would take seconds
+def run(function: str, arguments: dict[str, Any]) -> Any:
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(f"tests.grug.{module}"), name)(**arguments)
