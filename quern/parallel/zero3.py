@@ -114,7 +114,9 @@ class Zero3(Zero2):
         self._earlier: dict[bool, list[Gathered]] = {True: [], False: []}
         """The last pass with gradients, and the last one without."""
         self._sent: tuple[Bucket, Tensor, Pending] | None = None
-        self._restore = [self._wrap(model, part, own) for part, own in zip(parts, self.gathered, strict=True)]
+        self._restore: list[Callable[[], object]] = []
+        for part, own in zip(parts, self.gathered, strict=True):
+            self._wrap(model, part, own)
         self._hooks.append(model.register_forward_pre_hook(self._begin))
 
     def close(self) -> None:
@@ -127,24 +129,18 @@ class Zero3(Zero2):
 
     # Parameters -----------------------------------------------------------------------------------------------
 
-    def _wrap(self, model: Any, part: Part, own: Gathered) -> Callable[[], None]:
-        """Wraps a part's module, and returns a function that undoes it."""
+    def _wrap(self, model: Any, part: Part, own: Gathered) -> None:
+        """Wraps a part's module until `close`."""
         if part.again:
-            return wrap_calls(part.module, partial(self._call_block, own))
-        if part.module is model.head:  # not called: its weight is used in two methods of the model
+            self._restore.append(wrap_calls(part.module, partial(self._call_block, own)))
+        elif part.module is model.head:  # not called: its weight is used in two methods of the model
             before = model.loss, model.logits
             model.loss, model.logits = (partial(self._call_head, own, call) for call in before)
-            return partial(vars(model).update, {"loss": before[0], "logits": before[1]})
-        # A table may be called within compiled code, which runs hooks, but no other wrapper.
-        disable: Any = torch.compiler.disable
-        enter, leave = (disable(partial(hook, own)) for hook in (self._enter, self._leave))
-        handles = part.module.register_forward_pre_hook(enter), part.module.register_forward_hook(leave)
-
-        def remove() -> None:
-            for handle in handles:
-                handle.remove()
-
-        return remove
+            self._restore.append(partial(vars(model).update, {"loss": before[0], "logits": before[1]}))
+        else:  # a table may be called within compiled code, which runs hooks, but no other wrapper
+            disable: Any = torch.compiler.disable
+            enter, leave = (disable(partial(hook, own)) for hook in (self._enter, self._leave))
+            self._hooks += part.module.register_forward_pre_hook(enter), part.module.register_forward_hook(leave)
 
     def _begin(self, model: nn.Module, arguments: Any) -> None:
         """A new pass."""
