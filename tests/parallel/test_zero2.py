@@ -70,13 +70,8 @@ def test_a_parameter_that_is_a_stack_is_updated_as_its_matrices() -> None:
     matrices = [[Parameter(m.detach().clone()) for m in p] for p in stacked]
     rule = Muon(weight_decay=0.1)
     whole = Zero2([ParameterGroup("matrices", rule, tuple((f"p{i}", p) for i, p in enumerate(stacked)), 0.1)])
-    parts = Zero2(
-        [
-            ParameterGroup(
-                "matrices", rule, tuple((f"{i}.{j}", p) for i, p3 in enumerate(matrices) for j, p in enumerate(p3)), 0.1
-            )
-        ]
-    )
+    single = tuple((f"{i}.{j}", p) for i, p3 in enumerate(matrices) for j, p in enumerate(p3))
+    parts = Zero2([ParameterGroup("matrices", rule, single, 0.1)])
     (bucket,) = whole.buckets
     assert bucket.masters.shape == (6, 8, 5)
     assert bucket.masters.data_ptr() == bucket.params.data_ptr(), "fp32 parameters are their own masters"

@@ -27,17 +27,9 @@ CONTEXT, ROWS, VOCABULARY = 16, 8, 61  # an odd vocabulary, and fewer tokens tha
 def toy_recipe(model: dict[str, Any] | None = None, **train: Any) -> Resolved:
     """Depth 2, width 32, two heads that share one key, a window of 4 in the first layer."""
     shape = {"width": 32, "head_dim": 16, "kv_heads": 1, "context": CONTEXT, "vocab_size": VOCABULARY, **(model or {})}
-    return Resolved.of(
-        resolve(
-            replace(
-                RECIPE,
-                depth=2,
-                model=ModelRecipe(**shape),
-                optim=OptimRecipe(lr_scale=0.1, decay_scale=0.1),
-                train=TrainRecipe(**{"steps": 12, "batch_tokens": ROWS * shape["context"], **train}),
-            )
-        )
-    )
+    optim = OptimRecipe(lr_scale=0.1, decay_scale=0.1)
+    made = TrainRecipe(**{"steps": 12, "batch_tokens": ROWS * shape["context"], **train})
+    return Resolved.of(resolve(replace(RECIPE, depth=2, model=ModelRecipe(**shape), optim=optim, train=made)))
 
 
 def toy_corpus(masked: bool = False, documents: int = 40) -> Corpus:

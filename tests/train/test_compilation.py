@@ -49,20 +49,11 @@ def nothing_compiled_before() -> Iterator[None]:
 
 
 def recipe_of(source: Recipe, depth: int) -> Resolved:
-    toy = toy_recipe()
-    tokenizer = toy_tokenizer()
+    toy, tokenizer = toy_recipe(), toy_tokenizer()
     shape = replace(toy.model, depth=depth, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos, kv_heads=2)
     shape = replace(shape, windows=source.model.windows)
-    return Resolved.of(
-        replace(
-            toy,
-            make_model=source.make_model,
-            make_rules=source.make_rules,
-            make_schedule=source.make_schedule,
-            depth=depth,
-            model=shape,
-        )
-    )
+    made = replace(toy, make_model=source.make_model, make_rules=source.make_rules, make_schedule=source.make_schedule)
+    return Resolved.of(replace(made, depth=depth, model=shape))
 
 
 # Kinds of blocks at a depth of eight, and the parts around them. gpt: windows S and L, with and without a value

@@ -28,11 +28,11 @@ STATED_SECONDS = 30
 
 def wait_for_step(folder: Path, more_than: int, processes: Sequence[subprocess.Popen[bytes]]) -> int:
     """Waits until the run in `folder` has trained more than this many steps, and returns the last one."""
-    while (
-        last := max((line["step"] for line in read_metrics(folder / "out/runs/x/pretrain")), default=0)
-    ) <= more_than:
+    last = 0
+    while last <= more_than:
         assert all(process.poll() is None for process in processes)
         time.sleep(0.05)
+        last = max((line["step"] for line in read_metrics(folder / "out/runs/x/pretrain")), default=0)
     return last
 
 
