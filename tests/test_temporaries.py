@@ -1,16 +1,30 @@
 """Temporaries: a killed writer's are removed, a living one's are kept, and files appear whole or not at all."""
 
 import errno
-import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from quern.temporaries import alone_in, plainly, remove_abandoned, scratch_folder, whole_file, write_whole
 from tests.support.full_disk import full_disk
+
+
+@contextmanager
+def child(code: str, says: str, *arguments: Path | bytes) -> Iterator[subprocess.Popen[str]]:
+    """A Python process that has printed this line; it is killed at the end."""
+    command = [sys.executable, "-c", code, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout and process.stdout.readline() == f"{says}\n"
+            yield process
+        finally:
+            process.kill()
+
 
 WRITE_AND_WAIT = """
 import os, sys, time
@@ -24,13 +38,9 @@ write_whole(Path(sys.argv[1]), "new")
 def test_a_file_that_is_being_written_is_left_alone_until_its_writer_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "[a]**.json"  # no pattern
     write_whole(path, "old")
-    with subprocess.Popen([sys.executable, "-c", WRITE_AND_WAIT, path], stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout and process.stdout.readline() == b"writing\n"
-            remove_abandoned(tmp_path)
-            assert len(list(tmp_path.iterdir())) == 2
-        finally:
-            process.kill()
+    with child(WRITE_AND_WAIT, "writing", path):
+        remove_abandoned(tmp_path)
+        assert len(list(tmp_path.iterdir())) == 2
     assert path.read_text(encoding="utf-8") == "old" and len(list(tmp_path.iterdir())) == 2
     remove_abandoned(tmp_path, "b.json")
     assert len(list(tmp_path.iterdir())) == 2
@@ -71,20 +81,15 @@ with alone_in(Path(sys.argv[1]), print):
 
 def test_one_process_at_a_time_is_in_the_body_and_a_killed_one_lets_the_next_in(tmp_path: Path) -> None:
     folder, waited = tmp_path / "new", list[str]()
-    command = [sys.executable, "-c", HOLD, folder, b"caf\xe9.txt"]  # a holder writes its command into the lock
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout and process.stdout.readline() == b"inside\n"
+    with child(HOLD, "inside", folder, b"caf\xe9.txt") as process:  # a holder writes its command into the lock
 
-            def end(line: str) -> None:
-                waited.append(line)
-                process.kill()
-
-            with alone_in(folder, end):
-                assert waited[0].startswith("waiting for ") and r"caf\udce9.txt" in waited[0]
-                assert process.wait(timeout=10) < 0
-        finally:
+        def end(line: str) -> None:
+            waited.append(line)
             process.kill()
+
+        with alone_in(folder, end):
+            assert waited[0].startswith("waiting for ") and r"caf\udce9.txt" in waited[0]
+            assert process.wait(timeout=10) < 0
     with alone_in(folder, waited.append):
         assert len(waited) == 1
 
@@ -101,14 +106,9 @@ with scratch_folder() as folder:
 
 def test_a_killed_process_leaves_no_scratch_folder_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    env = {**os.environ, "TMPDIR": str(tmp_path)}
-    with subprocess.Popen([sys.executable, "-c", SCRATCH_AND_WAIT], stdout=subprocess.PIPE, env=env) as process:
-        try:
-            assert process.stdout and process.stdout.readline() == b"ready\n"
-            with scratch_folder() as own:
-                assert len(list(tmp_path.iterdir())) == 2 and own.stat().st_mode & 0o777 == 0o700
-        finally:
-            process.kill()
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with child(SCRATCH_AND_WAIT, "ready"), scratch_folder() as own:
+        assert len(list(tmp_path.iterdir())) == 2 and own.stat().st_mode & 0o777 == 0o700
     assert len(list(tmp_path.iterdir())) == 1
     with scratch_folder() as own:
         assert list(tmp_path.iterdir()) == [own]
