@@ -12,13 +12,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from quern.recipe import Resolved
 from quern.recipes.gpt import RECIPE
+from tests.support.line_server import ENVIRONMENT
 from tests.support.llama_run import llama_recipe, write_run
 
-ROOT = Path(__file__).parents[2]
 RUN, MODEL = "first", "quern-first"
 ON_CPU = "--no-compile --dtype fp32 --threads 1 --device cpu"
 
@@ -90,12 +89,11 @@ def serving(folder: Path, *flags: str) -> Iterator[Served]:
     """Starts a server on a free port; it may not listen yet: call `wait_for_port`. flags: of `quern serve`."""
     write_run(folder / "out", small_recipe())
     command = [sys.executable, "-m", "quern.cli.main", "serve", "--run", RUN, "--out", str(folder / "out")]
-    environment: dict[str, Any] = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     log = folder / "serve.log"
     with open(log, "wb") as file:
         process = subprocess.Popen(
             [*command, "--port", "0", *ON_CPU.split(), *flags],
-            stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=ENVIRONMENT, start_new_session=True,
         )  # fmt: skip
     served = Served(process, log)
     try:
