@@ -94,8 +94,7 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
 
 @cache
 def problem(device_type: str) -> str | None:
-    """Compiles a tiny function on "cpu", "cuda" or "mps". Returns None if that works, else the reason in
-    short."""
+    """Compiles a tiny function on "cpu", "cuda" or "mps". Returns None if that works, else the reason in short."""
     if device_type == "mps":
         return "not supported by PyTorch on MPS for this model"
     logging.getLogger("torch._inductor").setLevel(logging.ERROR)  # read when torch._inductor is imported

@@ -63,8 +63,7 @@ class Machine:
         return torch.Generator(device="cpu").manual_seed(seed)
 
     def read_later(self, tensor: torch.Tensor) -> Callable[[], list[Any]]:
-        """Starts to copy a tensor to the host. Returns a function that waits for it and returns its
-        `tolist`."""
+        """Starts to copy a tensor to the host. Returns a function that waits for it and returns its `tolist`."""
         if self.device.type != "cuda":
             return tensor.tolist
         copied = tensor.to("cpu", non_blocking=True)  # pinned

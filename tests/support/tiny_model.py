@@ -34,9 +34,7 @@ def tiny_tokenizer() -> Tokenizer:
 
 
 def tiny_model(vocab_size: int, context: int = 32, seed: int = 0) -> GPT:
-    """Random weights everywhere (also where training starts at zero), so that no part can be left out
-    unseen.
-    """
+    """Random weights everywhere (also where training starts at zero), so that no part can be left out unseen."""
     shape = ModelRecipe(
         depth=3, width=32, head_dim=16, heads=2, kv_heads=1, context=context, vocab_size=vocab_size, windows="SL"
     )
@@ -49,9 +47,7 @@ def tiny_model(vocab_size: int, context: int = 32, seed: int = 0) -> GPT:
 
 
 def plain_bits_per_byte(model: GPT, tokenizer: Tokenizer, texts: list[str], context: int) -> BitsPerByte:
-    """The measure, written again: one window at a time, full logits, NumPy in float64, bytes counted on the
-    text.
-    """
+    """The measure, written again: one window at a time, full logits, NumPy in float64, bytes counted on the text."""
     nats, tokens = 0.0, 0
     for text in texts:
         ids = tokenizer.encode(text)
