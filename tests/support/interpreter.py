@@ -25,6 +25,8 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import pytest
 
+from tests.support.line_server import end_with_parent
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -37,6 +39,7 @@ class Interpreted(Protocol):
 
 def prepare() -> None:
     """Runs in the child before anything is imported there."""
+    end_with_parent()
     os.environ["TRITON_INTERPRET"] = "1"
     import torch
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.support.line_server import ENVIRONMENT
+from tests.support.line_server import ENVIRONMENT, end_with_parent
 
 # These tests spend their time compiling. Without optimizations it takes half as long; without the fusion emitters,
 # which lower every fusion through MLIR, half of that.
@@ -46,6 +46,7 @@ def running(cache: Path) -> Iterator[Grug]:
 
 def prepare(cache: Path) -> None:
     """Runs in the process before JAX is imported there."""
+    end_with_parent()
     os.environ |= environment(cache)
     warnings.simplefilter("error")
     # The exception that pyproject.toml makes for torch, with its reason.

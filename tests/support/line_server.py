@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -50,6 +51,18 @@ class LineServer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def end_with_parent() -> None:
+    """Ends this process, which is one of a pool, as soon as its parent is gone: nobody else would."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def run_first(command: Callable[[str], int], name: str) -> None:
