@@ -193,12 +193,8 @@ class TensorBoardTracker:
     def __init__(self, stage: Path, recipe_json: dict[str, Any]):
         self._folder, self._writer = stage / "tensorboard", None
 
-    @staticmethod
-    def library() -> Any:
-        return _installed("torch.utils.tensorboard", "TensorBoard", "tensorboard")
-
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        self._writer = self._writer or self.library().SummaryWriter(str(self._folder), purge_step=step)
+        self._writer = self._writer or _library("tensorboard").SummaryWriter(str(self._folder), purge_step=step)
         for name, value in _numbers(metrics).items():
             self._writer.add_scalar(name, value, step)
 
@@ -215,7 +211,7 @@ class WandbTracker:
     """
 
     def __init__(self, stage: Path, recipe_json: dict[str, Any]):
-        wandb = self.library()
+        wandb = _library("wandb")
         mark = stage / "wandb" / "id"
         if not mark.exists():
             mark.parent.mkdir(parents=True, exist_ok=True)
@@ -238,10 +234,6 @@ class WandbTracker:
                 "send the files later with `wandb sync`"
             ) from error
 
-    @staticmethod
-    def library() -> Any:
-        return _installed("wandb", "Weights & Biases", "wandb")
-
     def log(self, metrics: dict[str, Any], step: int) -> None:
         self._run.log(_numbers(metrics), step=step)
 
@@ -249,11 +241,11 @@ class WandbTracker:
         self._run.finish()
 
 
-def _installed(module: str, name: str, package: str) -> Any:
+def _library(tracker: str) -> Any:
     try:
-        return importlib.import_module(module)
+        return importlib.import_module("torch.utils.tensorboard" if tracker == "tensorboard" else tracker)
     except ImportError as error:
-        raise ImportError(f"{name} is not installed: pip install {package}, or leave this tracker out") from error
+        raise ImportError(f"{tracker} is not installed: pip install {tracker}, or leave this tracker out") from error
 
 
 MakeTracker = Callable[[Path, dict[str, Any]], Tracker]
@@ -264,7 +256,7 @@ def find_trackers(names: Sequence[str]) -> tuple[MakeTracker, ...]:
     """Returns what makes the trackers with these names. Raises ImportError for one that is not installed."""
     kinds = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}
     for name in names:
-        kinds[name].library()
+        _library(name)
     return tuple(kinds[name] for name in names)
 
 
