@@ -76,7 +76,3 @@ def on_disk(folder: Path) -> dict[int, int]:
 
 def temporaries(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if ".tmp-" in path.name or ".old-" in path.name]
-
-
-def no_report(message: str) -> None:
-    raise AssertionError(f"nothing is damaged here, yet: {message}")

@@ -19,16 +19,7 @@ from quern.train.checkpoint import load, save
 from quern.train.manifest import CheckpointError, latest, steps, verify
 from tests.support.full_disk import full_disk
 from tests.support.line_server import ENVIRONMENT
-from tests.train.checkpoint_oracle import (
-    fast_folder,
-    identity_of,
-    no_report,
-    on_disk,
-    put,
-    temporaries,
-    tensors_of,
-    watched,
-)
+from tests.train.checkpoint_oracle import fast_folder, identity_of, on_disk, put, temporaries, tensors_of, watched
 
 __all__ = ["fast_folder"]  # a fixture
 
@@ -94,21 +85,21 @@ def test_meta_that_would_not_read_back_equal_is_refused_before_anything_is_writt
 
 
 def test_foreign_things_are_no_checkpoints_and_steps_sort_by_number(tmp_path: Path) -> None:
-    assert latest(tmp_path / "missing", no_report) is None and steps(tmp_path / "missing") == []
-    assert latest(tmp_path, no_report) is None
+    assert latest(tmp_path / "missing", pytest.fail) is None and steps(tmp_path / "missing") == []
+    assert latest(tmp_path, pytest.fail) is None
     for name in ("step-5", "best", "step-00000007.tmp", "Step-00000008", "step-00000009-copy"):
         (tmp_path / name).mkdir()
     (tmp_path / "step-00000099").write_text("a file", encoding="utf-8")
     (tmp_path / "notes.txt").write_text("", encoding="utf-8")
-    assert latest(tmp_path, no_report) is None and steps(tmp_path) == []
+    assert latest(tmp_path, pytest.fail) is None and steps(tmp_path) == []
     put(tmp_path, 2, 5, keep=1)
     assert steps(tmp_path) == [2]
-    found = latest(tmp_path, no_report)
+    found = latest(tmp_path, pytest.fail)
     assert found and found[0].name == "step-00000002" and found[1]["meta"] == {"id": 5}
     assert (tmp_path / "best").exists() and (tmp_path / "notes.txt").exists()
     for step in (99_999_999, 100_000_000):
         put(tmp_path, step, step)
-    found = latest(tmp_path, no_report)
+    found = latest(tmp_path, pytest.fail)
     assert steps(tmp_path) == [2, 99_999_999, 100_000_000] and found and found[1]["step"] == 100_000_000
 
 
@@ -152,7 +143,7 @@ def test_a_newer_schema_says_to_update_and_is_not_passed_over(tmp_path: Path) ->
     rewrite_manifest(path, {})
     verify(path)  # the rewriting itself is sound
     rewrite_manifest(path, {"schema": 2})
-    for read in (verify, load, lambda path: latest(path.parent, no_report)):
+    for read in (verify, load, lambda path: latest(path.parent, pytest.fail)):
         with pytest.raises(ValueError, match="schema 2, this version reads up to 1: update quern"):
             read(path)
 
@@ -276,7 +267,7 @@ def check_deaths(folder: Path, deaths: int) -> None:
         state = on_disk(folder / str(k))
         assert state in (before, after, before | after), (folder.name, k)
         seen.add(max(state.items()))
-        found = latest(folder / str(k), no_report)
+        found = latest(folder / str(k), pytest.fail)
         assert found is not None
         assert found[1]["meta"]["id"] == state[max(state)] == identity_of(found[0])
         assert load(found[0])[0]["x"].tolist() == [state[max(state)]] * 2000
@@ -336,7 +327,7 @@ def test_an_error_at_any_point_is_clear_and_harms_nothing(fast_folder: Path) -> 
         else:
             break
         whole = on_disk(folder)
-        found = latest(folder, no_report)
+        found = latest(folder, pytest.fail)
         assert found and found[1]["meta"]["id"] == max(whole) and len(whole) >= 2
         assert [name for name in temporaries(folder) if name.startswith("step-00000003")] == []
         put(folder, 4, 4, keep=2)
