@@ -140,7 +140,8 @@ class Zero3(Zero2):
         else:  # a table may be called within compiled code, which runs hooks, but no other wrapper
             disable: Any = torch.compiler.disable
             enter, leave = (disable(partial(hook, own)) for hook in (self._enter, self._leave))
-            self._hooks += part.module.register_forward_pre_hook(enter), part.module.register_forward_hook(leave)
+            self._hooks.append(part.module.register_forward_pre_hook(enter))
+            self._hooks.append(part.module.register_forward_hook(leave))
 
     def _begin(self, model: nn.Module, arguments: Any) -> None:
         """A new pass."""
