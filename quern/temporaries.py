@@ -19,7 +19,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
@@ -31,27 +31,21 @@ NAMES = "backslashreplace"
 """The bytes of a file name that are no UTF-8 are surrogates in a text; JSON reads these escapes as the same ones."""
 
 
-class TemporaryFolder:
-    """A new, locked folder beside `final`, whose parent exists; `remove` deletes it and releases the lock."""
-
-    def __init__(self, final: Path) -> None:
-        self.path, self._lock = _temporary(final, folder=True)
-
-    def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.close()
-
-
 @contextmanager
-def scratch_folder() -> Iterator[Path]:
-    """A folder in the system's temporary folder for the body. Removes those of this user's killed processes."""
-    parent = Path(tempfile.gettempdir())
-    remove_abandoned(parent, "quern")
-    folder = TemporaryFolder(parent / "quern")
+def temporary_folder(final: Path) -> Iterator[Path]:
+    """A locked folder beside `final`, whose parent exists, for the body. Removes those of killed processes."""
+    remove_abandoned(final.parent, final.name)
+    path, lock = _temporary(final, folder=True)
     try:
-        yield folder.path
+        yield path
     finally:
-        folder.remove()
+        shutil.rmtree(path, ignore_errors=True)
+        lock.close()
+
+
+def scratch_folder() -> AbstractContextManager[Path]:
+    """A `temporary_folder` in the system's temporary folder."""
+    return temporary_folder(Path(tempfile.gettempdir()) / "quern")
 
 
 @contextmanager

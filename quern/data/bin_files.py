@@ -16,7 +16,7 @@ import numpy as np
 
 from quern.data.shards import Corpus, Part
 from quern.data.token_file import header, map_tokens
-from quern.temporaries import TemporaryFolder, remove_abandoned, sync_path
+from quern.temporaries import sync_path, temporary_folder
 
 IDS = 1 << 16
 """Ids in these files are below it."""
@@ -119,24 +119,20 @@ def write_bin(
     """
     refuse_written(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    remove_abandoned(folder)
-    temporary = TemporaryFolder(folder / "bin")
     written = 0
-    try:
+    with temporary_folder(folder / "bin") as temporary:
         for split, corpus in splits.items():
             pattern, first = (form.train, form.first) if split == "train" else (form.val, 0)
             files = _groups(corpus, slice(0, corpus.num_documents), form.file_tokens or corpus.num_tokens)
             for number, documents in enumerate(files, start=first):
-                path = temporary.path / pattern.format(name=name, number=number)
+                path = temporary / pattern.format(name=name, number=number)
                 for tokens in _write_file(path, corpus, documents, form):
                     written += tokens
                     progress(written)
-        made = sorted(temporary.path.glob("*.bin"))
+        made = sorted(temporary.glob("*.bin"))
         for path in made:
             os.replace(path, folder / path.name)
         sync_path(folder)
-    finally:
-        temporary.remove()
     return [folder / path.name for path in made]
 
 

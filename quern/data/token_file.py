@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 
 from quern.records import FileFacts, FileName, Natural, read_json
-from quern.temporaries import TemporaryFolder, remove_abandoned, sha256_of, sync_path, write_whole
+from quern.temporaries import sha256_of, sync_path, temporary_folder, write_whole
 
 MAGIC = 20240520
 HEADER_BYTES = 1024
@@ -188,11 +188,11 @@ class ShardWriter:
         self.dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
         self._layout = {"dtype": self.dtype.name, "vocab_size": vocab_size, "bos": bos}
         self.folder.mkdir(parents=True, exist_ok=True)
-        remove_abandoned(self.folder, split)
         self._shards = self._finished_shards()
         self.documents = sum(shard["documents"] for shard in self._shards)
         """How many documents the split has so far."""
-        self._temporary = TemporaryFolder(self.folder / split)
+        self._ending = ExitStack()
+        self._temporary = self._ending.enter_context(temporary_folder(self.folder / split))
         self._begin_shard()
 
     def _begin_shard(self) -> None:
@@ -204,8 +204,7 @@ class ShardWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
-        with ExitStack() as stack:
-            stack.callback(self._temporary.remove)
+        with self._ending as stack:
             for file in filter(None, (self._file, self._mask)):
                 stack.callback(file.close)  # flushes the buffer, which fails again on a full disk
             if kind is None:
@@ -253,7 +252,7 @@ class ShardWriter:
     def _write(self, ids: np.ndarray, starts: np.ndarray, mask: np.ndarray | None) -> None:
         """Appends documents to the open shard. starts: of the documents in `ids`."""
         if self._file is None:
-            path = self._temporary.path / f"{self.split}-{len(self._shards):05d}.bin"
+            path = self._temporary / f"{self.split}-{len(self._shards):05d}.bin"
             self._file = open(path, "wb")  # noqa: SIM115
             self._file.write(bytes(HEADER_BYTES))
             self._mask = None if mask is None else open(path.with_suffix(".mask"), "wb")  # noqa: SIM115
@@ -285,7 +284,7 @@ class ShardWriter:
             # The manifest must not list files while they are replaced: a crash here then reads as "not prepared".
             self._write_manifest(whole=False)
         for file in shard_files(entry):
-            os.replace(self._temporary.path / file["name"], self.folder / file["name"])
+            os.replace(self._temporary / file["name"], self.folder / file["name"])
         sync_path(self.folder)
         self._shards.append(entry)
         self._begin_shard()

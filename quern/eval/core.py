@@ -26,7 +26,7 @@ from quern.eval.score import SINGLE, Score, mean_score, suite_score
 from quern.eval.task import Item, Task
 from quern.generate.engine import Engine
 from quern.mesh import ProcessGroup
-from quern.temporaries import TemporaryFolder, alone_in, remove_abandoned, sha256_of, sync_path
+from quern.temporaries import alone_in, sha256_of, sync_path, temporary_folder
 from quern.terminal import Meter, counted, duration
 from quern.text import documents
 from quern.text.downloads import retrieve
@@ -302,17 +302,14 @@ def core_bundle(out: Path, log: Callable[[str], None], bundle: tuple[str, str] =
 
 def _unpack(archive: Path, target: Path) -> None:
     """Writes the files of the tasks to a temporary folder; whole, it gets its name."""
-    remove_abandoned(target.parent, target.name)
-    temporary, wanted = TemporaryFolder(target), {f"{task.file}.jsonl" for task in TASKS}
-    try:
+    wanted = {f"{task.file}.jsonl" for task in TASKS}
+    with temporary_folder(target) as temporary:
         with zipfile.ZipFile(archive) as opened:  # its hash was checked: it has no member that leaves the folder
             config = next(name for name in opened.namelist() if PurePosixPath(name).name == CONFIG)
             # Files that the configuration does not list have the same names and other rows.
             listed = re.findall(r"dataset_uri:\s*[\"']?([^\s\"'#]+)", opened.read(config).decode("utf-8"))
             for name in opened.namelist():
                 if PurePosixPath(name).name in wanted and any(f"/{name}".endswith(f"/{uri}") for uri in listed):
-                    sync_path(Path(opened.extract(name, temporary.path / target.name)))
-        (temporary.path / target.name).rename(target)
+                    sync_path(Path(opened.extract(name, temporary / target.name)))
+        (temporary / target.name).rename(target)
         sync_path(target.parent)
-    finally:
-        temporary.remove()

@@ -29,7 +29,7 @@ from quern.model.unet import UNet
 from quern.records import read_json, read_lines, read_metrics
 from quern.runs.load import LoadedModel, load
 from quern.runs.run_dir import STAGES, RunDir
-from quern.temporaries import TemporaryFolder, remove_abandoned, sync_path
+from quern.temporaries import sync_path, temporary_folder
 from quern.text.hugging_face import CHAT_TEMPLATE, tokenizer_config, tokenizer_json
 from quern.text.tokenizer import Tokenizer
 
@@ -54,10 +54,8 @@ def run(run_dir: RunDir, folder: Path, *, stage: str | None, dtype: torch.dtype,
     texts = _texts(loaded, dtype, log)
     texts["README.md"] = _model_card(loaded, run_dir, weights, has_tokenizer="tokenizer.json" in texts)
     target.parent.mkdir(parents=True, exist_ok=True)
-    remove_abandoned(target.parent, target.name)
-    temporary = TemporaryFolder(target)
-    try:
-        whole = temporary.path / target.name
+    with temporary_folder(target) as temporary:
+        whole = temporary / target.name
         whole.mkdir()
         try:
             save_file(weights, whole / "model.safetensors", metadata={"format": "pt"})
@@ -70,8 +68,6 @@ def run(run_dir: RunDir, folder: Path, *, stage: str | None, dtype: torch.dtype,
         for path in (*whole.iterdir(), whole):
             sync_path(path)
         os.rename(whole, target)  # replaces an empty folder
-    finally:
-        temporary.remove()
     sync_path(target.parent)
     size = (folder / "model.safetensors").stat().st_size
     log(f"step {loaded.step:,} of {loaded.stage}, {size / 1e6:,.1f} MB of weights → {folder}")
