@@ -236,7 +236,7 @@ def test_ids_that_do_not_fit_are_refused_before_the_text_is_tokenized(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("t.txt").write_text("\n".join(texts(300)), encoding="utf-8")
-    Tokenizer([bytes([a, b]) for a in range(256) for b in range(256)]).save("large.json")
+    Tokenizer([bytes([a, b]) for a in range(256) for b in range(256)]).save(Path("large.json"))
     flags = ["--data", "t.txt", "--text.tokenizer", "large.json", "--to", "bin", "--dir", "to"]
     assert main(["prepare", *flags]) == 1
     assert "the text has id 65,792, and these files hold ids below 65,536" in capsys.readouterr().err

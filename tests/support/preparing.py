@@ -32,7 +32,7 @@ class Counting(Events):
 
 def main() -> None:
     texts = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    tokenizer, folder, workers = Tokenizer.load(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+    tokenizer, folder, workers = Tokenizer.load(Path(sys.argv[2])), Path(sys.argv[3]), int(sys.argv[4])
     at = ("train", int(sys.argv[5])) if len(sys.argv) > 5 else None
     events = Counting(
         ("data", "stages/encode.py", "temporaries.py"), at, lambda place: os.kill(os.getpid(), signal.SIGKILL)

@@ -111,14 +111,17 @@ class Picked:
     paths: Mapping[str, Backend]
 
     def attend(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
-        return self.paths[kind_of(mask, q_BTHE.size(1))].attend(q_BTHE, k_BTKE, v_BTKE, mask, scale)
+        return self.path(mask, q_BTHE.size(1)).attend(q_BTHE, k_BTKE, v_BTKE, mask, scale)
+
+    def path(self, mask: MaskSpec, T: int) -> Backend:
+        """The chosen path for a mask. T: tokens in a row."""
+        return self.paths[kind_of(mask, T)]
 
     def __str__(self) -> str:
         return ", ".join(f"{kind} {path}" for kind, path in self.paths.items())
 
 
 def kind_of(mask: MaskSpec, T: int) -> str:
-    """T: tokens in a row."""
     if mask.documents_BT is not None:
         return "documents"
     if isinstance(mask.window, Tensor):
