@@ -275,7 +275,7 @@ class Engine:
                 if self.prefixes is not None:
                     wave[-1].cut = self.prefixes.branch(row.tokens, start)
                 widest = wider
-            row.reply.cached_tokens = wave[-1].read
+            row.reply.cached_tokens = None if self.prefixes is None else wave[-1].read
             wave[-1].rows.append(self.waiting.popleft())
             seats[row.generation] += 1
             free -= 1

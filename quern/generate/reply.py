@@ -65,8 +65,9 @@ class Completion:
     """The log of each token's probability at temperature 1; empty unless asked for."""
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     """The likeliest tokens in the place of each token, with theirs."""
-    cached_tokens: int = field(default=0, compare=False)
-    """Prompt tokens that were not read again; the reply does not depend on it."""
+    cached_tokens: int | None = field(default=None, compare=False)
+    """Prompt tokens that were looked up and not read again, None if they were not looked up; the reply does not depend
+    on it."""
 
 
 class Event(NamedTuple):
@@ -117,7 +118,8 @@ class Reply:
         self.top_logprobs: list[list[tuple[int, float]]] = []
         self.finish_reason: FinishReason | None = None
         self._tokenizer = tokenizer
-        self.prompt_tokens, self.cached_tokens = prompt_tokens, 0
+        self.prompt_tokens = prompt_tokens
+        self.cached_tokens: int | None = None
         self.max_tokens = max_tokens
         self._stop = tuple(stop)
         self._specials = set(tokenizer.special_ids.values())

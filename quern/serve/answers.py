@@ -223,7 +223,7 @@ class Answer(ABC):
             "prompt_tokens": read,
             "completion_tokens": written,
             "total_tokens": read + written,
-            "prompt_tokens_details": {"cached_tokens": done[0].cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": next((one.cached_tokens or 0 for one in done), 0)},
         }
 
     def _head(self, kind: str) -> dict[str, Any]:

@@ -34,8 +34,8 @@ class Metrics:
         self.usage = made(Gauge, "kv_cache_usage_perc", "Share of the seats that are taken.")
         self.prompt = made(Counter, "prompt_tokens", "Prompt tokens of finished requests.")
         self.generated = made(Counter, "generation_tokens", "Tokens of finished replies.")
-        self.queries = made(Counter, "prefix_cache_queries", "Prompt tokens looked up.")
-        self.hits = made(Counter, "prefix_cache_hits", "Prompt tokens not read again.")
+        self.queries = made(Counter, "prefix_cache_queries", "Prompt tokens of finished requests that were looked up.")
+        self.hits = made(Counter, "prefix_cache_hits", "Of these, tokens that were not read again.")
         self.success = made(Counter, "request_success", "Finished replies.", "finished_reason")
         self.first = seconds("time_to_first_token_seconds", "From the request to its first piece.")
         self.between = seconds("inter_token_latency_seconds", "From a piece of a reply to the next.")
@@ -58,8 +58,9 @@ class Metrics:
                 self.success.labels(name, event.value.finish_reason).inc()
                 if event.sample == 0:
                     self.prompt.labels(name).inc(event.value.prompt_tokens)
-                    self.queries.labels(name).inc(event.value.prompt_tokens)
-                    self.hits.labels(name).inc(event.value.cached_tokens)
+                    if event.value.cached_tokens is not None:
+                        self.queries.labels(name).inc(event.value.prompt_tokens)
+                        self.hits.labels(name).inc(event.value.cached_tokens)
 
     def finish(self, name: str, seconds: float, cancelled: bool) -> None:
         """Counts a request that has ended or was cancelled, so long after its arrival."""

@@ -225,7 +225,10 @@ def serve(app: Starlette, listeners: Sequence[socket.socket], trusted: Sequence[
         engines.elsewhere = True
         answering = threads.submit(server.run, sockets=list(listeners))
         answering.add_done_callback(lambda _: engines.end())
-        engines.run()
+        try:
+            engines.run()
+        finally:  # without engines nothing is answered, and the executor waits for its thread
+            server.should_exit = True
         while not answering.done():
             wait([answering], IDLE_SECONDS)
     answering.result()

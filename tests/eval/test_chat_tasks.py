@@ -129,14 +129,14 @@ def test_files_are_found_and_missing_ones_are_named(folder: Path, tmp_path: Path
     [
         ("mmlu", {**MMLU, "answer": 3}, "the answer 3 is none of its 3 options"),
         ("mmlu", {**MMLU, "choices": "ab"}, "an option is no text, or empty"),
-        ("mmlu", {"question": "q", "answer": 1}, "it has no 'choices'"),
+        ("mmlu", {"question": "q", "answer": 1}, "the key 'choices' is missing"),
         ("mmlu", [1], "it is no object"),
         ("arc_easy", {**ARC, "answerKey": "C"}, "answerKey 'C' is none of its labels, 1, 2"),
         ("gsm8k", {"question": "q", "answer": "#### seven"}, "no number after ####"),
         ("gsm8k", {"question": "q", "answer": "12"}, "no number after ####"),
-        ("gsm8k", {"question": "q"}, "it has no 'answer'"),
+        ("gsm8k", {"question": "q"}, "the key 'answer' is missing"),
         ("humaneval", {**CODE, "entry_point": "a b"}, "its entry_point no name"),
-        ("humaneval", {"prompt": "def f():"}, "it has no 'canonical_solution'"),
+        ("humaneval", {"prompt": "def f():"}, "the key 'canonical_solution' is missing"),
     ],
 )
 def test_a_damaged_row_is_named_with_its_line(tmp_path: Path, name: str, row: Any, message: str) -> None:
@@ -153,7 +153,7 @@ def test_files_cut_short_or_empty_are_refused(tmp_path: Path) -> None:
         read_items(path, "mmlu")
     with pytest.raises(ValueError, match="has no rows of gsm8k"):
         read_items(write_rows(tmp_path / "gsm8k.jsonl", []), "gsm8k")
-    with pytest.raises(ValueError, match="no row of gsm8k: it has no .answer."):
+    with pytest.raises(ValueError, match="no row of gsm8k: the key .answer. is missing"):
         read_items(write_rows(tmp_path / "gsm8k.parquet", [{"other": 1}]), "gsm8k")
 
 

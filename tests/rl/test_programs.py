@@ -71,5 +71,5 @@ def test_files_that_are_missing_or_damaged(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="reads programs.jsonl: name its folder with --rl.data, .* none"):
         load_environment("programs", tmp_path)
     write_rows(tmp_path / FILE, [{"prompt": "a"}])
-    with pytest.raises(ValueError, match="line 1: no row of programs: it has no 'check'"):
+    with pytest.raises(ValueError, match="line 1: no row of programs: the key 'check' is missing"):
         load_environment("programs", tmp_path)

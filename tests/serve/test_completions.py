@@ -172,4 +172,7 @@ def test_metrics_and_the_prefix_cache(client: openai.OpenAI, url: str) -> None:
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
         assert after[f"{name}_count"] - before[f"{name}_count"] == 2
     assert after["num_requests_running"] == after["num_requests_waiting"] == 0
+    client.completions.create(model=NAME, prompt="an echo alone", echo=True, max_tokens=0)
+    looked_up = "prefix_cache_queries_total"
+    assert counters(url)[looked_up] == after[looked_up]
     assert json.dumps(after)  # all finite

@@ -85,6 +85,23 @@ def test_an_error_of_the_thread_that_answers_ends_the_server() -> None:
         serve(create_app({"toy": toy}), [listener])
 
 
+def test_an_engine_that_cannot_go_on_ends_the_server_with_its_error() -> None:
+    """Such as by a panic of Rust, which is no Exception."""
+
+    class Panic(BaseException):
+        pass
+
+    def panic() -> None:
+        raise Panic
+
+    app = create_app({"toy": Hooked(toy_engine(context=256), panic)})
+    with listen("127.0.0.1", 0) as listener, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, f"http://127.0.0.1:{listener.getsockname()[1]}")
+        with pytest.raises(Panic):
+            serve(app, [listener])
+    assert asked.result().status_code == 503
+
+
 # Rates and times ---------------------------------------------------------------------------------------------
 
 
