@@ -95,7 +95,8 @@ def test_a_run_whose_code_is_allowed_once_goes_on(
     capsys.readouterr()
     kept = out / "runs/first/pretrain/recipe_source.py"
     kept.write_text(kept.read_text(encoding="utf-8") + "# changed\n", encoding="utf-8")
-    assert main.main(chat) == 1 and "was changed after training" in capsys.readouterr().err
+    told = f"was changed after training: put back the file that the run was trained with as {kept}"
+    assert main.main(chat) == 1 and told in capsys.readouterr().err
 
 
 def test_a_file_that_no_callable_needs_is_not_carried_on_unread(

@@ -131,7 +131,10 @@ def test_what_is_loaded_is_not_searched_for_garbage_and_a_replaced_model_is_free
         engine.generate([[0] * 20], max_tokens=1)
         del engine
         models.start()
+        models.metrics.hits.labels("toy").inc(9)
         asyncio.run(models.replace("toy", toy_engine(context=256, seed=1, prefix_megabytes=1)))
+        hits = models.metrics.registry.get_sample_value("quern:prefix_cache_hits_total", {"model_name": "toy"})
+        assert hits == 9, "counters go on with the next model"
         assert old() is None and gc.get_freeze_count() > 10_000
     finally:
         models.stop()

@@ -64,13 +64,13 @@ def test_a_batch_without_a_single_target_is_refused_before_anything_moves() -> N
 # Clipping ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", [1, ROWS])
-def test_gradient_norm_and_clipping_are_torchs_over_the_whole_batch(rows: int) -> None:
+@pytest.mark.parametrize(("rows", "clip_norm"), [(1, 0.01), (ROWS, 0.01), (ROWS, 10.0)])  # above the norm: as it is
+def test_gradient_norm_and_clipping_are_torchs_over_the_whole_batch(rows: int, clip_norm: float) -> None:
     batch, state, twin = toy_loader().batch(0), toy_state(), toy_state()
     loss_sum(twin.model, *to_device(batch, int(batch.mask.sum()), CPU))[0].backward()
-    norm = torch.nn.utils.clip_grad_norm_(twin.model.parameters(), 0.01)
-    result = step(state, batch, clip_norm=0.01, max_rows=rows)
-    assert result.grad_norm == pytest.approx(norm.item(), rel=1e-5) and result.grad_norm > 0.02
+    norm = torch.nn.utils.clip_grad_norm_(twin.model.parameters(), clip_norm)
+    result = step(state, batch, clip_norm=clip_norm, max_rows=rows)
+    assert result.grad_norm == pytest.approx(norm.item(), rel=1e-5) and 0.02 < result.grad_norm < 10
     for (name, p), other in zip(state.model.named_parameters(), twin.model.parameters(), strict=True):
         assert ((p.grad - other.grad).norm() / other.grad.norm()).item() <= 2e-5, name
 
