@@ -149,7 +149,7 @@ def prefetch(
     def submit(count: int) -> None:
         ready.extend(pool.submit(loader.batch, step, rank, ranks) for step in itertools.islice(steps, count))
 
-    submit(3)
+    submit(3)  # the next batch, and two ahead
     try:
         while ready:
             batch = ready.popleft().result()

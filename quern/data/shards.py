@@ -84,7 +84,8 @@ class Corpus:
 
     Args:
         bos: The id that every document starts with.
-        fingerprint, cache: Of whole shards, and a folder where a loader may keep what it found out about them.
+        fingerprint, cache: The fingerprint of whole shards, and a folder where a loader may keep what it found out
+            about them.
         spans: The documents of the parts that the corpus has, in their order; None for all.
     """
 

@@ -33,7 +33,7 @@ from quern.train.step import TorchBackend
 Note = Callable[[Counters, dict[str, Any]], dict[str, Any]]
 """(counters, a validation) → the validation, after it has been noted."""
 Ready = tuple[loop.Backend, loop.TrainingPlan, Parameters]
-"""What trains a recipe, the settings of its loop, and the model's counts."""
+"""A backend for a recipe, the settings of its loop, and the model's counts."""
 
 
 @dataclass(frozen=True)

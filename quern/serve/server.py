@@ -216,7 +216,7 @@ def serve(app: Starlette, listeners: Sequence[socket.socket], trusted: Sequence[
     """Serves an application of `create_app` until interrupted; `trusted` and `tls` as in `configure`.
 
     Call it in the main thread, which runs the engines; the event loop has another one. SIGINT raises KeyboardInterrupt
-    after the normal end.
+    after the normal end. An error that ends the engines or the event loop ends both, and is raised.
     """
     prepare_process()
     server = uvicorn.Server(configure(app, trusted, tls, timeout_graceful_shutdown=DRAIN_SECONDS))
