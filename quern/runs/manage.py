@@ -168,7 +168,11 @@ def compare(names: Sequence[str], runs: Sequence[RunDir], log: Log) -> None:
     from quern.runs.origin import flat, read_origin
 
     table(runs[0].out, list(dict.fromkeys(runs)), log)
-    origins = [next(filter(None, (read_origin(one.stage(name)) for name in STAGES)), None) for one in runs]
+    asked_for = [[stage] if (stage := name.partition("/")[2]) else STAGES for name in names]
+    origins = [
+        next(filter(None, map(read_origin, map(one.stage, stages))), None)
+        for one, stages in zip(runs, asked_for, strict=True)
+    ]
     recipes = [flat(origin.recipe) if origin else {} for origin in origins]
     fields = [name for name in recipes[0] if any(one.get(name) != recipes[0][name] for one in recipes[1:])]
     if fields:

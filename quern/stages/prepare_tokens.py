@@ -143,11 +143,12 @@ def token_listings(recipe: Resolved, public: PublicData | None) -> tuple[Listing
 def _listing(data: str) -> Listing:
     """The .bin files that are named, and those of a named folder itself, not of its subfolders."""
     paths = data_paths(data) or [Path(data)]
+    missing = f"{data}: there is no .bin file of that name, nor one in a folder of that name"
     try:
         found = list_source(paths, (".bin",))
     except (FileNotFoundError, ValueError) as error:
-        raise FileNotFoundError(
-            f"{data}: there is no .bin file of that name, nor one in a folder of that name"
-        ) from error
+        raise FileNotFoundError(missing) from error
     here = tuple(entry for entry in found.read if {entry.path, entry.path.parent} & {*paths})
+    if not here:
+        raise FileNotFoundError(missing)
     return Listing(here, tuple(entry for entry in (*found.ignored, *found.read) if entry not in here))

@@ -4,6 +4,7 @@ of a run leaves no empty folder, and its removal lets no second process in."""
 import json
 import os
 import re
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -138,6 +139,12 @@ def test_compared_runs_show_what_differs(mine: RunDir, capsys: pytest.CaptureFix
     for stage, makes in (("pretrain", "evaluate --stage pretrain"), ("rl", "rl")):
         last = told(capsys, mine.out, "compare", f"mine/{stage}", "older").splitlines()[-1]
         assert f"yet: `quern {makes} --run mine" in last
+    for run, share in ((mine, 0.2), (RunDir(mine.out, "older"), 0.1)):
+        run.write("sft/recipe.json", {"depth": 4, "sft": {"lr_share": share}})
+        run.write("sft/origin.json", {"tokenizer": "t"})
+    named = [line.split() for line in told(capsys, mine.out, "compare", "mine/sft", "older/sft").splitlines()]
+    assert ["sft.lr_share", "0.2", "0.1"] in named and ["depth", "4", "6"] not in named
+    shutil.rmtree(mine.stage("sft"))
     mine.stage("pretrain").rename(mine.stage("sft"))  # of another run's model
     assert told(capsys, mine.out, "compare", "mine", "older").splitlines()[4:] == lines[4:]
 

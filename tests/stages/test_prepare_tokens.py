@@ -4,6 +4,7 @@ import hashlib
 import inspect
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -101,6 +102,10 @@ def test_what_is_missing_is_said(tmp_path: Path, tokenizer: str) -> None:
     few = write_bin(tmp_path / "few.bin", texts(3))
     with pytest.raises(ValueError, match="too few documents to hold some out: name a file with --val"):
         prepare(recipe_for(few, tokenizer), tmp_path / "out", print)
+    (below := tmp_path / "held" / "below").mkdir(parents=True)
+    shutil.copy(few, below)
+    with pytest.raises(FileNotFoundError, match="held: there is no .bin file of that name, nor one in a folder of"):
+        prepare(replace(recipe_for(path, tokenizer), val=str(tmp_path / "held")), tmp_path / "out", print)
     for recipe in (recipe_for(path, None), replace(recipe_for(path, None), make_documents=lines)):
         with pytest.raises(ValueError, match=r"x.bin holds token ids: a new tokenizer, and a recipe's make_documents"):
             open_source(recipe, tmp_path / "out")
