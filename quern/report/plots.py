@@ -43,6 +43,9 @@ STYLE: dict[Any, Any] = {
     "text.color": MUTED,
 }
 STEPS_OF_A_CURVE = 800
+PLACES = re.compile(r' (?:d|x|y|transform)="[^"]*"')
+FINER = re.compile(r"-?\d+\.\d{3,}")
+"""A number with more decimals than an image shows; processors disagree about the last ones."""
 PASS = "val_pass_"
 """Begins the keys of pass@k."""
 
@@ -154,10 +157,10 @@ def thin(xs: list[float], ys: list[float]) -> tuple[list[float], list[float]]:
 
 
 def svg(figure: Figure, **how: Any) -> str:
-    """The text of a figure as SVG. how: as `Figure.savefig`."""
+    """The text of a figure as SVG, the same on every machine: coordinates to 0.01. how: as `Figure.savefig`."""
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None}, **how)
-    return text.getvalue()
+    return PLACES.sub(lambda found: FINER.sub(lambda number: f"{float(number[0]):.2f}", found[0]), text.getvalue())
 
 
 def _element(figure: Figure, name: str, label: str) -> str:
