@@ -1,9 +1,9 @@
 """The machine of a run: device, compute dtype, threads, and whether torch.compile works.
 
-The command line calls `detect` once; everything else receives the frozen `Machine`. `detect` tests abilities with a
-tiny computation, never by a version number: it times a bf16 matmul against an fp32 one, and compiles a small function.
-A CPU without instructions for bf16 multiplies it a hundred times as slowly as fp32: there `--dtype bf16` rounds as
-asked, and the products themselves are computed in fp32.
+The command line calls `detect` once; everything else receives the frozen `Machine`. `detect` compiles a small function,
+and on a CPU times a bf16 matmul against an fp32 one; on a GPU the compute capability decides about bf16. A CPU without
+instructions for bf16 multiplies it a hundred times as slowly as fp32: there `--dtype bf16` rounds as asked, and the
+products themselves are computed in fp32.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`quern bench`: how fast each part of quern is on this machine, and how good a model some minutes of training make.
 
 Each benchmark prints its figures with their spread and writes a record to <out>/bench/<what>.json. docs/benchmarks/
-README.md says how each figure is measured. `quern bench gpu` has its own flags: gpu/command.py.
+README.md says how each figure is measured. `quern bench gpu` is gpu/command.py.
 """
 
 from __future__ import annotations

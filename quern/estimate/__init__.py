@@ -1,4 +1,5 @@
-"""`quern lab plan`: time, memory and traffic of a training run on given hardware, before it starts.
+"""Time, memory and traffic of a training run, before it starts: `quern lab plan`, the refusal of a run that does not
+fit, and the law of a text of one's own.
 
-Only the command line imports this folder. It measures nothing except the matrix products of this machine.
+It measures nothing except the matrix products of this machine.
 """

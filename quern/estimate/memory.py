@@ -12,10 +12,10 @@ and of one that is sent. The peak of a step is
                   backward + again, update)
 
 Gradients in flight are autograd's own, until they are copied into the buffers: with replicas the largest one, on one
-replica all of them, through all micro-batches. The loss is the memory of its chunks (kernels/cross_entropy.py). The
-update is the memory that the rule of the largest bucket needs beside its buffers. Not counted: the interpreter and its
-libraries, a GPU's context, freed blocks that allocators keep (on a CPU a third and more: machine.keep_freed_memory),
-and FP8's second copies.
+replica all of them, through all micro-batches; a single micro-batch has none before its backward pass. The loss is the
+memory of its chunks (kernels/cross_entropy.py). The update is the memory that the rule of the largest bucket needs
+beside its buffers. Not counted: the interpreter and its libraries, a GPU's context, freed blocks that allocators keep
+(on a CPU a third and more: machine.keep_freed_memory), and FP8's second copies.
 """
 
 from __future__ import annotations

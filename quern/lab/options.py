@@ -58,7 +58,7 @@ class StudyOptions:
     """The output folder; studies are in its folder lab."""
     study: str | None = field(default=None, kw_only=True)
     """The study's name; an existing study continues, also in several processes at a time. Default: from the names of
-    the arms or of the .toml files, or the name of the tool."""
+    the arms, "ladder", "calibration", or the name of the tool."""
 
     def __post_init__(self) -> None:
         refuse_name(self.study or self.default)
@@ -158,8 +158,8 @@ class ScalingOptions(StudyOptions):
     seeds: Few = 1
     """Runs of each cell, with seeds 0, 1, …"""
     tokens_per_second: Positive | None = None
-    """Measured training speed of the recipe at its own --depth (`quern bench train`), to estimate the time. Default: no
-    estimate before the first run."""
+    """Training speed that a run of the recipe at its own --depth prints, to estimate the time. Default: no estimate
+    before the first run."""
     resamples: Annotated[int, Interval(ge=100, le=10**6)] = 1000
     """Resamples of the bootstrap."""
     plan: bool = False

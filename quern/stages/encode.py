@@ -1,7 +1,8 @@
 """Encodes a stream of documents on several processes, in the order of the stream, and writes them as token shards.
 
-Each worker, a process of this machine or an actor of a Ray cluster, takes the next unit of about a million characters
-when it is free. Units wait until those before them were yielded, so the result is the same for any number of workers.
+Units have about a million characters. A process of this machine takes the next one when it is free; the actors of a Ray
+cluster take them in turn. Units wait until those before them were yielded, so the result is the same for any number of
+workers.
 """
 
 from __future__ import annotations

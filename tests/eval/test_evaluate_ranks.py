@@ -50,7 +50,7 @@ class Runs:
         found = {}
         for path in sorted(run.rglob("*.jsonl")):
             lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-            found[str(path.relative_to(run))] = [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
+            found[str(path.relative_to(run))] = list(lines)
         return found
 
 

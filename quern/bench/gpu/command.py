@@ -118,7 +118,7 @@ def page(body: Mapping[str, Any]) -> str:
             *(f"- {note}" for note in body["notes"]),
         ]
     else:
-        lines += ["`quern bench gpu` has not been run on a GPU yet; it writes this page.", ""]
+        lines += ["`quern bench gpu` has not been run on a GPU yet; it writes such a page to `out/bench/gpu.md`.", ""]
     sections = body.get("sections", {})
     found = {(name, m["name"]): m["median"] for name, section in sections.items() for m in section["measures"]}
     lines += ["| aim | limit | measured | |", "|---|---|---|---|"]
