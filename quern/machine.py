@@ -36,7 +36,7 @@ class Attention(Protocol):
 
     @property
     def attend(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any, float | None], torch.Tensor]:
-        """(q, k, v, mask, scale) → (B, T, H, E). mask: a `kernels.attention.MaskSpec`."""
+        """(q, k, v, mask, scale) → (B, T, H, E). mask: a `kernels.attention.attend.MaskSpec`."""
         ...
 
 

@@ -88,13 +88,15 @@ class ModelRecipe(Generic[Gap]):
     bos: Annotated[int, Interval(ge=0, le=2**24)] | None = None
     """Id of the token that every document begins with; taken from the tokenizer."""
     windows: str = "SSSL"
-    """Attention windows by layer, repeated; S sees a quarter of the context, L all; the last layer is always L."""
+    """Attention windows by layer, repeated; S sees a quarter of the context, L all; the last layer is always L. In
+    unet, S sees half of what L does, 1,792 tokens at most."""
     rope_base: Annotated[float, Interval(gt=1, le=1e12)] | Gap = FOLLOWS
     """Base of the rotary frequencies: 100,000; 1,024 with key_offset."""
     key_offset: bool | Gap = FOLLOWS
     """gpt: half of a key's channels in layers L are the token before's, half of all have no position. On by default."""
     softcap: Annotated[float, Interval(gt=0, le=60)] = 15.0
-    """Logits are softcap · tanh(logits / softcap). The loss sums exponentials of them in fp32."""
+    """Logits are softcap · tanh(logits / softcap), in unet a sigmoid that is 2 · softcap high. The loss sums
+    exponentials of them in fp32."""
     mlp_width: Annotated[int, Interval(ge=1, le=2**20)] | None = None
     """llama: width of gate and up; 8/3 of the width."""
     norm_eps: Annotated[float, Interval(gt=0, le=1)] | None = None
@@ -130,7 +132,7 @@ class OptimRecipe(Generic[Gap]):
     x0_lr: Rate = 0.5
     """Peak rate of the scales with which each layer adds the first embedding."""
     smear_lr: Rate = 0.2
-    """Peak rate of the mix of each embedding with the token before it."""
+    """Peak rate of the mix of each embedding with the token before it, and of the backout."""
     gate_lr: Rate = 0.02
     """Peak rate of the gates of the value embeddings."""
     matrix_decay: Rate = 0.28

@@ -38,7 +38,7 @@ def attention(setup: Setup) -> Iterator[Figure]:
     picked = setup.machine.attention
     setup.settings.update(tokens=tokens, heads=HEADS, head_dim=HEAD_DIM, picked=str(picked))
     on_cpu = setup.machine.device.type == "cpu"
-    paths = [BLOCKED, SDPA, PLAIN] if on_cpu else [*available(setup.machine), PLAIN]
+    paths = [BLOCKED, SDPA, PLAIN] if on_cpu else [*available(setup.machine), BLOCKED, PLAIN]
     for T in lengths:
         masks = example_masks(setup, tokens // T, T, T // 4, 4 / T)
         cases = {f"T={T}, {name}: {path.name}": (mask, path) for (name, mask), path in product(masks.items(), paths)}

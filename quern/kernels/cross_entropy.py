@@ -28,8 +28,8 @@ from quern.kernels.softcap import Cap
 
 CHUNK_TOKENS = 2048
 CHUNK_LOGITS = 2**24
-"""The most logits in a chunk, whatever CHUNK_TOKENS: larger products run closer to the peak, but a chunk's logits and
-their gradient are most of the memory of the loss."""
+"""The most logits in a chunk of more than 64 tokens, whatever CHUNK_TOKENS: larger products run closer to the peak, but
+a chunk's logits and their gradient are most of the memory of the loss."""
 GPU_CHUNK_LOGITS = 2**27
 """A GPU reaches its peak on larger products only, and stores no gradient besides the logits."""
 MAX_HEIGHT = 60.0
@@ -116,7 +116,8 @@ def cross_entropy(
     """
     if cap.tanh_form is not None and cap.tanh_form[0] > MAX_HEIGHT:
         raise ValueError(
-            f"{cap} is too wide for the chunked loss: keep logits within {2 * MAX_HEIGHT:g}, or use NoCap()"
+            f"{cap} is too wide for the chunked loss: keep the range of logits to {2 * MAX_HEIGHT:g} "
+            f"(TanhCap({MAX_HEIGHT:g}), SigmoidCap({2 * MAX_HEIGHT:g})), or use NoCap()"
         )
     path = path or path_for(x_ND)
     if torch.is_grad_enabled():

@@ -24,7 +24,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
 """The hardware needs multiples for K and N. In the products of a layer these are inputs, outputs and tokens."""
 LEAST_AMAX = 2.0**-100
-"""A tensor with a smaller largest magnitude counts as zero: its scale would be close to fp32's smallest number."""
+"""The scale of a tensor with a smaller largest magnitude is this one's, so that it loses digits, and ends as zero: its
+own would be close to fp32's smallest number."""
 
 
 class Quantised(NamedTuple):
@@ -133,8 +134,9 @@ class HeadProducts:
     """The products of a head for the chunked loss (`cross_entropy.Products`), in FP8 with static scales.
 
     At these scales the bounds become the largest numbers of the formats, 448 of E4M3 and 57,344 of E5M2. x is normed,
-    so no entry exceeds sqrt(width). Weights are assumed to stay within 24, as in modded-nanogpt, which divides the
-    bound of the gradient by 448, a bug that nanochat's log points out (docs/numerics.md).
+    so no entry exceeds sqrt(width), except by the gain of llama's norm: it is clamped. Weights are assumed to stay
+    within 24, as in modded-nanogpt, which divides the bound of the gradient by 448, a bug that nanochat's log points
+    out (docs/numerics.md).
     """
 
     def __init__(self, x_ND: Tensor, weight_VD: Tensor, bound: Tensor, emulated: bool) -> None:

@@ -167,7 +167,8 @@ def loss_sum(
 def token_losses(
     model: LanguageModel, x_BTD: Tensor, targets_BT: Tensor, context: CausalContext | None = None
 ) -> Tensor:
-    """Nats of each target (B, T) in fp32 from hidden states, without holding full logits. Not differentiable."""
+    """Nats of each target (B, T) in fp32 from hidden states, in chunks where the cap has a kernel. Not
+    differentiable."""
     zeros = torch.zeros(targets_BT.shape, dtype=torch.float32, device=targets_BT.device)
     return model.loss(x_BTD, targets_BT, zeros, context or CausalContext())[1]
 

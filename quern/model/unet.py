@@ -224,7 +224,7 @@ class UNet(LanguageModel):
 def _check(shape: ResolvedModel) -> None:
     if shape.depth % 2:
         raise ValueError(f"unet pairs the layers of its two halves: depth must be even, not {shape.depth}")
-    if shape.kv_heads not in (None, shape.heads):
+    if shape.kv_heads != shape.heads:
         raise ValueError(
             f"unet has one weight for queries, keys and values: leave out model.kv-heads ({shape.kv_heads}), "
             f"or give it the number of heads, {shape.heads}"

@@ -32,7 +32,7 @@ POLAR_MARGIN = 1.02
 # (it does not converge to 1). Jordan et al. 2024.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 ROW_FLOOR = 1e-6
-"""Rows below this share of the mean norm count as zero."""
+"""Rows below this share of the norms' root mean square are divided by that share, so they stay shorter than 1."""
 MOST_DECAY = 0.1
 """Share of the head and the value embeddings that decays in one step, at most; runs of a few steps reach it."""
 VARIANCE_EPS = 1e-10

@@ -64,9 +64,9 @@ def nesterov_(momentum_NRC: Tensor, grad_NRC: Tensor, momentum: Scalar) -> Tenso
 
 
 def equal_rows(x_NRC: Tensor) -> Tensor:
-    """Scales every row to norm 1, so that none dominates the spectrum; rows below a millionth of the mean count as
-    zero. MuonEq-R (arXiv 2603.28254) scales to the mean norm, which the first scaling of the orthogonalisation makes
-    equal."""
+    """Scales every row to norm 1, so that none dominates the spectrum; rows below a millionth of the norms' root mean
+    square stay shorter. MuonEq-R (arXiv 2603.28254) scales to the mean norm, which the first scaling of the
+    orthogonalisation makes equal."""
     norm = torch.linalg.vector_norm(x_NRC, dim=-1, keepdim=True)
     floor = ROW_FLOOR * norm.square().mean(dim=-2, keepdim=True).sqrt()
     return x_NRC / (torch.maximum(norm, floor) + TINY)

@@ -56,7 +56,8 @@ class Bucket:
     param_views: list[Tensor]
     grad_views: list[Tensor]
     masters: Tensor
-    """fp32; (N, R, C) for a rule on stacks. fp32 parameters are their own masters, in this rank's region."""
+    """fp32; (N, R, C) for a rule on stacks. fp32 parameters are their own masters, in this rank's region,
+    unless they are exchanged, put together, or kept on the CPU."""
     state: dict[str, Tensor]
     update: Callable[..., None]
     mesh: Mesh

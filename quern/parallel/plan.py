@@ -21,7 +21,7 @@ from quern.mesh import Mesh
 from quern.model.gpt import GPT, KEYS
 from quern.model.llama import Llama
 from quern.model.unet import UNet
-from quern.parallel.tensor import Region, Stream, StreamDropout, VocabularyEmbedding, VocabularyHead, cut
+from quern.parallel.tensor import Region, Stream, StreamDropout, VocabularyEmbedding, VocabularyHead, cut, part_rows
 
 VOCABULARY = ("embedding.weight", "head.weight")
 """These are cut by rows in every architecture."""
@@ -37,7 +37,7 @@ class ShardingPlan:
         cuts: Parameters of the regions, and embeddings that are passed to them, each with the dim that is cut: heads
             or hidden channels.
         replicated: Parameters that are held whole and used on the stream, or on some heads.
-        shifts: How often the model reads the previous token.
+        shifts: How often the model reads the previous token on the stream, outside the regions.
     """
 
     cuts: Mapping[str, int]
@@ -101,6 +101,7 @@ def shard_model(model: Any, mesh: Mesh) -> Any:
     plan = plan_of(model)
     dims = {name: plan.dim_of(name) for name, _ in model.named_parameters()}
     _check_sizes(model, dims, group.size, mesh.world.size)
+    part_rows(model.embedding.num_embeddings, group.size)
     dropouts = _dropouts(model)
     for name, dim in dims.items():
         if dim is not None and name not in VOCABULARY:
@@ -138,12 +139,11 @@ def _dropouts(model: nn.Module) -> dict[str, nn.Dropout]:
 
 
 def _check_sizes(model: Any, dims: Mapping[str, int | None], shards: int, ranks: int) -> None:
-    sizes = {"heads": model.shape.heads, "key-value heads": model.shape.kv_heads or model.shape.heads}
+    sizes = {"heads": model.shape.heads, "key-value heads": model.shape.kv_heads}
     for name, p in model.named_parameters():
         dim = dims[name]
-        if dim is None or name in VOCABULARY or p.size(dim) % shards == 0 or p.size(dim) in sizes.values():
-            continue
-        sizes[f"indices of {name} along dim {dim}"] = p.size(dim)
+        if dim is not None and name not in VOCABULARY and p.size(dim) not in sizes.values():
+            sizes[f"indices of {name} along dim {dim}"] = p.size(dim)
     common = math.gcd(*sizes.values())
     if common % shards:
         valid = [size for size in range(1, common + 1) if common % size == 0 and ranks % size == 0]

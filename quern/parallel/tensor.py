@@ -317,13 +317,12 @@ class VocabularyHead:
         scale_N: Tensor,
         cap: Cap,
         products: MakeProducts = PlainProducts,
-        path: ChunkPath | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Computes `kernels.cross_entropy.cross_entropy` from this part of the weight.
 
         The results are the same on every shard. The gradients of x sum over the shards to the whole gradient.
         """
-        path = path or path_for(x_ND)
+        path = path_for(x_ND)
         path = replace(path, losses=partial(self._losses, path), gradient=partial(self.chunk_gradient, path))
         return cross_entropy(x_ND, weight_VD, targets_N, scale_N, cap, products, path)
 

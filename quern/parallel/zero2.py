@@ -233,8 +233,7 @@ class Zero2:
     def state_tensors(self) -> dict[str, Tensor]:
         """`slices` as whole tensors. Raises ValueError unless this process holds everything."""
         slices = self.slices()
-        cut = [name for name, part in slices.items() if part.tensor.shape != part.whole]
-        if cut or self.mesh.world.size > 1:
+        if self.mesh.world.size > 1:
             raise ValueError("the state is spread over several processes: read it by `slices`")
         return {name: part.tensor for name, part in slices.items()}
 
@@ -242,9 +241,9 @@ class Zero2:
     def load_state_tensors(self, tensors: Mapping[str, Tensor], *, weights_alone: bool = False) -> None:
         """Restores this rank's part of whole logical tensors, bit for bit, and sets the parameters from the masters.
 
-        Held gradients of another number of replicas are summed. weights_alone: takes the masters, and leaves the state
-        as it is. Every rank calls this. Raises ValueError on all of them, with nothing changed, for a tensor that is
-        missing, unknown or of another shape.
+        Held gradients of another number of replicas are summed. weights_alone: takes the masters, drops held gradients,
+        and leaves the other state as it is. Every rank calls this. Raises ValueError on all of them, with nothing
+        changed, for a tensor that is missing, unknown or of another shape.
         """
         kinds = "master." if weights_alone else ""
         held = [(bucket.held, bucket.held_steps) for bucket in self.buckets]

@@ -107,7 +107,7 @@ def with_local_data(recipe: Recipe, out: Path, arguments: Sequence[str], log: Lo
 
     Args:
         out: The output folder: the files are kept below it.
-        arguments: The command line. With --ranks or --nodes, standard input cannot be read.
+        arguments: The command line. With --ranks, --nodes or --processes, standard input cannot be read.
         log: Called with the SHA-256 of each file.
 
     Raises:
@@ -116,8 +116,8 @@ def with_local_data(recipe: Recipe, out: Path, arguments: Sequence[str], log: Lo
     """
 
     def local(name: str) -> str:
-        if name == "-" and any(word.startswith(("--ranks", "--nodes")) for word in arguments):
-            raise ValueError("--data - can be read by one process: save the text in a file for --ranks and --nodes")
+        if name == "-" and any(word.startswith(("--ranks", "--nodes", "--processes")) for word in arguments):
+            raise ValueError("--data - can be read by one process: save the text in a file for several")
         if name == "-":
             return str(_kept_input(out / "downloads" / "stdin", log))
         if not re.match(r"https?://", name):

@@ -241,7 +241,7 @@ def _part(flat: Tensor, offset: int, shape: tuple[int, int, int]) -> Tensor:
 
 
 class _Sum:
-    """Sums pieces along the tokens, in fp32 if there are more than two. A first piece that covers all is not copied."""
+    """Sums pieces along the tokens, in fp32 if there are more than two. A first piece that covers all begins it."""
 
     def __init__(self, like_NTE: Tensor, pieces: int) -> None:
         self.like, self.total = like_NTE, None

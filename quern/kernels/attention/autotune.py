@@ -3,8 +3,8 @@
 A path is eligible if it is installed, agrees with the plain twin forward and backward on a small odd shape, and can be
 compiled where the machine compiles. The fastest eligible path at a usual shape wins; a later path must be clearly
 faster than an earlier one, so that the choice is the same at every start. A path that builds a dense mask serves
-windows and documents only if nothing else works, the blocked path included. `quern bench attention` prints the timings
-behind a choice.
+windows and documents only if nothing else works, the blocked path included. `quern bench attention` times the paths, at
+smaller shapes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KINDS = FULL, *HIDING = ("full", "window", "growing", "documents")
 @dataclass(frozen=True)
 class Backend:
     """One way to compute attention. attend: has the arguments of `attend`; skips: the kinds of masks whose hidden keys
-    it does not read; for the others it builds a dense mask."""
+    it does not read. For the others it builds a dense mask, except `installed_flash`, which `fits` keeps from them."""
 
     name: str
     attend: AttendFunction
@@ -82,7 +82,9 @@ def attend_flash(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec,
 
 def installed_flash(module: str) -> Backend:
     """Flash Attention 2, 3 or 4, by the name of its module. Raises ImportError where it is not installed."""
-    function: Any = importlib.import_module(module).flash_attn_func
+    function: Any = getattr(importlib.import_module(module), "flash_attn_func", None)
+    if function is None:  # the folder of another version's module
+        raise ImportError(f"{module} has no flash_attn_func")
 
     def attend_installed(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
         fixed, _ = split_window(mask.window, q_BTHE.size(1))
@@ -91,7 +93,7 @@ def installed_flash(module: str) -> Backend:
         found = function(q_BTHE, k_BTKE, v_BTKE, softmax_scale=scale, causal=True, window_size=reach)
         return found[0] if isinstance(found, tuple) else found  # some versions also return the log-sum-exp
 
-    return Backend(module.split(".")[0], attend_installed, ("window",))
+    return Backend(module, attend_installed, ("window",))
 
 
 # The choice ------------------------------------------------------------------------------------------------
@@ -100,7 +102,7 @@ MARGIN = 1.1
 """The factor by which a later path must be faster than an earlier one."""
 SIZES = (2, 4096, 8, 8, 128)
 """The timed shape: rows, tokens, heads, key/value heads, head dim."""
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
 """Error relative to the plain twin in 2-norm; fp32 allows for TF32."""
 
 

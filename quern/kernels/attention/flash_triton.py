@@ -1,4 +1,4 @@
-"""Flash attention in Triton: device code only. `flash_launch.py` imports it when a kernel is launched, Triton too.
+"""Flash attention in Triton: device code only. `flash_launch.py` imports it, and Triton with it.
 
 fp32 accumulation; exponentials to base 2, with log2(e) in the scale.
 
@@ -64,7 +64,7 @@ def lowest_keys(rows, first, batch, T, window):
 
 @triton.jit
 def key_runs(low, start, T, BOUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The bounds of the runs over the keys of queries start … start + BLOCK_M: four multiples of BLOCK_N.
+    """The bounds of the runs over the keys of queries start … start + BLOCK_M: three multiples of BLOCK_N and the end.
 
     Masked from the first to the second, unmasked to the third, masked to the fourth.
     """

@@ -1,7 +1,8 @@
-"""`quern grug`: the verbs of the JAX twin, their flags and the mesh. The other files of this folder do the work.
+"""`quern grug`: the verbs of the JAX twin, their flags and the mesh. The other files of this folder, and grug/, do the
+work.
 
 The flags are those of the PyTorch side, from the same dataclasses. A YAML or JSON file of the same fields (`--config`)
-is read before the flags. One file can serve all verbs: each verb takes the fields that it uses.
+is read before the flags. One file can serve all verbs but gauntlet: each takes the fields that it uses.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from quern.flags.recipe_flags import FINE_TUNING, FOLLOWING, RL, WORKERS, Argume
 from quern.recipe import Recipe
 from quern.recipes import chosen_recipe, load_recipe
 from quern.records import find_trackers, read_regular
+from quern.runs.public_data import with_local_data
 from quern.runs.run_dir import RunDir
 from quern.terminal import listed, silent
 from quern.validate import extra, flag, nearest
@@ -158,7 +160,9 @@ def _train(rest: Arguments, log: Callable[[str], None]) -> int:
     if rest.recipes and rest[0] != "gpt":
         _need_jax()
     recipe, source = chosen_recipe("grug train", rest)
-    options = training(rest, recipe)
+    given = with_config(rest)
+    options = training(given, recipe)
+    options.recipe = with_local_data(options.recipe, options.where.out, given, log)
     _need_jax()
     from quern.grug.evaluate import choose_dtype
     from quern.stages.jax import train
@@ -175,18 +179,23 @@ def _train(rest: Arguments, log: Callable[[str], None]) -> int:
         log=log if ranks.main else silent,
         trackers=find_trackers(options.track if ranks.main else ()),
         mesh=ranks,
-        named=set(rest.given),
+        named=set(given.given),
         go_on=rest.command("grug train") + " --resume" * (not options.resume),  # the flags say what to train
         shown=train.loss_and_perplexity,
     )
     return train.run(options.recipe, mesh, stage, dtype=dtype)
 
 
+def with_config(arguments: Arguments) -> Arguments:
+    """The flags of a configuration file that the command line does not give itself, then its own."""
+    told = Arguments(as_flags(read_config(arguments)))
+    return Arguments((*told.repeated(told.given.keys() - arguments.given.keys()), *arguments.flags))
+
+
 def training(arguments: Arguments, recipe: Recipe) -> JaxTrainOptions:
-    """The options of `quern grug train`: the recipe, changed by the configuration file, then by the flags."""
-    words = Arguments((*as_flags(read_config(arguments)), *arguments.flags))
+    """The options of `quern grug train`: the recipe, changed by the flags, those of `with_config` among them."""
     try:
-        return parse(JaxTrainOptions, recipe, words, verb="grug train", description=VERBS["train"])
+        return parse(JaxTrainOptions, recipe, arguments, verb="grug train", description=VERBS["train"])
     except ValueError as error:
         path = arguments.value("config")
         raise ValueError(f"{error} (with the fields of {path})" if path else str(error)) from error
@@ -195,6 +204,8 @@ def training(arguments: Arguments, recipe: Recipe) -> JaxTrainOptions:
 def _move(verb: str, options: JaxMoveOptions, log: Callable[[str], None]) -> int:
     if options.stage is not None and verb != "import":
         raise ValueError(f"--stage is for `quern grug import`: leave it out, {verb} takes the run's JAX model")
+    if options.where.dtype is not None and verb != "eval":
+        raise ValueError(f"--dtype is for `quern grug eval`: leave it out, {verb} writes fp32")
     _need_jax()
     from quern.grug.evaluate import choose_dtype
     from quern.stages.jax import train
