@@ -159,7 +159,7 @@ def on_ranks(
         if options.nodes == 1:  # else another node may train this run already, and waits for this one
             refuse_in_use(where.run_dir)
             if verb != "run" and where.run_dir.has_stepped(verb) and not options.resume:
-                raise ValueError(trained_already(where.run, verb))
+                raise ValueError(trained_already(where.run_dir, verb))
         if verb in ("pretrain", "run"):
             if not (getattr(options, "start", None) or where.run_dir.has_trained("pretrain")):
                 refuse_unfit(options.recipe, where.out)

@@ -14,7 +14,7 @@ from quern.process import waiting
 from quern.recipe import Resolved
 from quern.records import Natural, typed
 from quern.runs.origin import Origin, read_origin, require_same
-from quern.runs.run_dir import BEFORE_WARMDOWN, NEWEST, RunDir
+from quern.runs.run_dir import BEFORE_WARMDOWN, NEWEST, RunDir, command_of
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint, manifest
 from quern.train.manifest import CheckpointError
@@ -91,7 +91,7 @@ def load(
 
     Raises:
         FileNotFoundError: There is no checkpoint; the message names the command to run first.
-        CheckpointError: All checkpoints of the stage are damaged.
+        CheckpointError, ValueError: As from `open_checkpoint`.
     """
     start = open_checkpoint(run_dir, run_dir.require_trained(stage)[-1], log, callables=callables)
     model = build_model(start.recipe, machine, None, weights_of(start.tensors))
@@ -117,7 +117,8 @@ def open_checkpoint(
     Raises:
         CheckpointError: The checkpoint is damaged; for NEWEST, all of the stage are.
         FileNotFoundError: The tokenizer is lost.
-        ValueError: `at` names no checkpoint, the tokenizer is damaged or another one, or as `RunDir.read_recipe`.
+        ValueError: `at` names no checkpoint, the checkpoint has a newer schema, the tokenizer is damaged or another
+            one, or as `RunDir.read_recipe`.
     """
     tokenizer, folder = run_dir.tokenizer(), run_dir.checkpoints(stage)
     with waiting(f"the disk to read {folder}", log=log):
@@ -125,7 +126,7 @@ def open_checkpoint(
             if (found := manifest.latest(folder, log)) is None:
                 raise CheckpointError(
                     f"none of the checkpoints under {folder} is good: put back a copy of one, or remove the folder "
-                    f"{folder.parent} and run `quern {stage} {run_dir.flags}` again"
+                    f"{folder.parent} and run `{command_of(stage)} {run_dir.flags}` again"
                 )
             path = found[0]
         else:

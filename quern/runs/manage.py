@@ -19,7 +19,7 @@ from quern.flags import check_flags
 from quern.flags.check_flags import Mark
 from quern.records import read_lines, read_regular
 from quern.runs.run_dir import STAGES, RunDir, instead_of_no_run, runs_in
-from quern.runs.run_lock import run_lock
+from quern.runs.run_lock import refuse_in_use, run_lock
 from quern.temporaries import remove_whole
 from quern.terminal import duration, grid, human_size
 
@@ -51,10 +51,15 @@ def main(arguments: Sequence[str], log: Log, description: str) -> int:
     least = len(TAKES.get(action, "").split())
     if len(names) < least or (action == "rename" and len(names) > least):
         raise ValueError(f"give it the names: quern runs {action} {TAKES[action]}")
+    stages = [name.partition("/")[2] for name in names] if action == "compare" else []
+    if unknown := [stage for stage in stages if stage and stage not in STAGES]:
+        raise ValueError(f"there is no stage '{unknown[0]}': use {', '.join(STAGES[:-1])} or {STAGES[-1]}")
     runs = [RunDir(options.out, name.partition("/")[0] if action == "compare" else name) for name in names]
     for one in runs[:1] if action == "rename" else runs:
         if not one.folder.is_dir():
             raise FileNotFoundError(one.has_no("records"))
+        if action == "remove":
+            refuse_in_use(one, instead="")
     if action == "rename":
         rename(runs[0], runs[1], log)
     elif action == "compare":
@@ -137,7 +142,7 @@ def rename(run_dir: RunDir, new: RunDir, log: Log) -> None:
     """Gives a run another name. Raises ValueError if a process trains it, or if there is a run of that name."""
     if new.folder.exists():
         raise ValueError(f"there is a run '{new.run}' already: choose another name, or remove that one first")
-    with run_lock(run_dir, f"quern runs rename {run_dir.run} {new.run}"):
+    with run_lock(run_dir, f"quern runs rename {run_dir.run} {new.run}", instead=""):
         run_dir.folder.rename(new.folder)
     log(f"run '{run_dir.run}' is now '{new.run}': {new.folder.absolute()}")
 
@@ -155,7 +160,7 @@ def asked(run_dir: RunDir) -> bool:
 def remove(run_dir: RunDir, log: Log) -> None:
     """Removes a run. Raises ValueError if a process trains it."""
     size = human_size(_files(run_dir)[0])
-    with run_lock(run_dir, f"quern runs remove {run_dir.run}"):
+    with run_lock(run_dir, f"quern runs remove {run_dir.run}", instead=""):
         remove_whole(run_dir.folder)
     log(f"removed run '{run_dir.run}' ({size}); the prepared text stays in {run_dir.out / 'data'}")
 

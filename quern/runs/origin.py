@@ -59,7 +59,7 @@ class Origin:
     tokenizer: str  # fingerprint of the run's tokenizer
     text: str | None = None  # fingerprint of the tokenized text
     tokens: str | None = None  # fingerprint of the token shards
-    shards: str | None = None  # folder of the shards, relative to the output folder if inside it
+    shards: str | None = None  # folder of the shards, relative to the output folder
     conversations: str | None = None  # fingerprint of the token ids for fine-tuning
     source: str | None = None  # SHA-256 of the recipe's Python file
     base: dict[str, Any] | None = None
@@ -79,7 +79,7 @@ class Origin:
 
     @staticmethod
     def of_checkpoint(meta: dict[str, Any]) -> Origin:
-        """The inverse of `meta`; an imported model's has no more than recipe and tokenizer."""
+        """The inverse of `meta`, which may lack the entry "origin"."""
         return typed((meta.get("origin") or {}) | {name: meta.get(name) for name in ("tokenizer", "recipe")}, Origin)
 
 
@@ -155,7 +155,7 @@ def require_same(
         before, found = getattr(began, name), getattr(now, name)
         if before == found or before is None or found is None:
             continue
-        other = f"train on from its model with `quern {stage} --from {run_dir.run} --run NAME`"
+        other = f"train on from its model with `quern {stage} {run_dir.start_flags}`"
         again = f"{instead}, or {other if stage in STAGES else 'name another run with --run'}"
         remedy = run_dir.put_back_tokenizer(before) if name == "tokenizer" else again
         marks = f"({str(before)[:SHOWN]}, now {str(found)[:SHOWN]})"

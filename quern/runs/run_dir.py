@@ -72,7 +72,16 @@ class RunDir:
     @property
     def flags(self) -> str:
         """The command-line flags that name the run."""
-        return shlex.join(["--run", self.run, *([] if self.out == Path("out") else ["--out", str(self.out)])])
+        return self.with_out("--run", self.run)
+
+    @property
+    def start_flags(self) -> str:
+        """The flags of another run, NAME, that begins with this one."""
+        return self.with_out("--from", self.run, "--run", "NAME")
+
+    def with_out(self, *flags: str) -> str:
+        """Flags, with --out where the run's folder is not in the default one."""
+        return shlex.join([*flags, *([] if self.out == Path("out") else ["--out", str(self.out)])])
 
     @property
     def holder(self) -> str | None:
@@ -210,6 +219,11 @@ class RunDir:
         drop_torn_end(self.folder / name)
         with naming(self.folder / name), (self.folder / name).open("a", encoding="utf-8", errors=NAMES) as file:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+
+
+def command_of(stage: str) -> str:
+    """The command that trains a stage."""
+    return f"quern {stage}" if stage in STAGES else f"quern {stage} train"
 
 
 def holder_in(lock: int) -> str:

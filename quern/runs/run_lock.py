@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from quern.mesh import Mesh
 
 MOST_TRIES = 1000
+OTHER_RUN = ", or name another run with --run"
 LOOK_SECONDS = 0.005
 """More than `RunDir.holder` takes to look at a lock."""
 
@@ -31,17 +32,18 @@ class RunInUseError(ValueError):
 
 
 @contextmanager
-def run_lock(run_dir: RunDir, command: str, mesh: Mesh | None = None) -> Iterator[None]:
+def run_lock(run_dir: RunDir, command: str, mesh: Mesh | None = None, instead: str = OTHER_RUN) -> Iterator[None]:
     """Holds the run's lock while the body runs; on a mesh, rank 0 takes it. Raises RunInUseError if another holds it.
 
-    command: The command of this process, for the message that another process gets.
+    command: The command of this process, for the message that another process gets; instead: the end of this one's,
+    if it is refused.
     """
     if mesh is not None and not mesh.main:
         yield
         return
     path = run_dir.folder / LOCK
     folders = [folder for folder in (run_dir.folder, run_dir.folder.parent, run_dir.out) if not folder.exists()]
-    held = _acquire(path, run_dir.run)
+    held = _acquire(path, run_dir.run, instead)
     try:
         with naming(path):
             os.ftruncate(held, 0)
@@ -56,14 +58,14 @@ def run_lock(run_dir: RunDir, command: str, mesh: Mesh | None = None) -> Iterato
         os.close(held)
 
 
-def refuse_in_use(run_dir: RunDir) -> None:
-    """Raises RunInUseError if a process holds the run's lock."""
+def refuse_in_use(run_dir: RunDir, instead: str = OTHER_RUN) -> None:
+    """Raises RunInUseError if a process holds the run's lock. instead: as for `run_lock`."""
     if who := run_dir.holder:
-        raise RunInUseError(_in_use(run_dir.run, who))
+        raise RunInUseError(_in_use(run_dir.run, who, instead))
 
 
-def _in_use(run: str, who: str) -> str:
-    return f"run '{run}' is in use by {who}: wait until it ends, stop it, or name another run with --run"
+def _in_use(run: str, who: str, instead: str) -> str:
+    return f"run '{run}' is in use by {who}: wait until it ends, or stop it{instead}"
 
 
 def _is_at(held: int, path: Path) -> bool:
@@ -73,7 +75,7 @@ def _is_at(held: int, path: Path) -> bool:
     return False
 
 
-def _acquire(path: Path, run: str) -> int:
+def _acquire(path: Path, run: str, instead: str) -> int:
     """Opens and locks the file. Opens it again if another process removed it before the lock was taken."""
     looked, tries = False, 0
     while True:
@@ -99,7 +101,7 @@ def _acquire(path: Path, run: str) -> int:
                 looked = True
                 time.sleep(LOOK_SECONDS)
                 continue
-            raise RunInUseError(_in_use(run, who)) from error
+            raise RunInUseError(_in_use(run, who, instead)) from error
         if _is_at(held, path):
             return held
         os.close(held)

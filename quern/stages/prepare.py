@@ -23,7 +23,7 @@ from quern.estimate.own_text import vocabulary
 from quern.recipe import Recipe, Resolved
 from quern.runs.origin import Origin, read_origin, require_same
 from quern.runs.public_data import PublicData, public_data
-from quern.runs.run_dir import STAGES, RunDir
+from quern.runs.run_dir import STAGES, RunDir, command_of
 from quern.stages.encode import StartWorkers, on_processes, write_shards
 from quern.stages.prepare_tokens import is_tokens, open_tokens, sample, token_listings
 from quern.stages.tokenizers import Read, Source, named_tokenizer, train_tokenizer
@@ -41,7 +41,7 @@ HOLD_OUT_VERSION = "2"  # of `hold_out`: another one means other splits of the s
 EVERY = 20
 ENOUGH_BYTES = 1 << 16
 LEAST_SHARE, MOST_SHARE = 1 / 40, 1 / 5
-"""The largest share of the text that a held-out twentieth of the documents may take."""
+"""The smallest and the largest share of the text that a held-out twentieth of the documents may take."""
 TAIL_SHARE, MOST_TAIL_SHARE = 1 / 10, 1 / 3
 """The share of the text that its held-out end takes, and the largest share, to reach LEAST_BYTES."""
 LEAST_BYTES = 512
@@ -329,6 +329,7 @@ def open_data(
     run_dir: RunDir,
     origin: Origin,
     log: Callable[[str], None],
+    stage: str,
     *,
     named: bool = False,
     workers: int = 1,
@@ -339,17 +340,18 @@ def open_data(
     text is now. Raises ValueError if the tokenizer or the text is another one.
     """
     tokenizer = run_dir.tokenizer()
-    require_same(origin, replace(origin, tokenizer=tokenizer.fingerprint), run_dir, "pretrain")
+    require_same(origin, replace(origin, tokenizer=tokenizer.fingerprint), run_dir, stage)
     folder = None if origin.shards is None else run_dir.out / origin.shards
     if folder is None or origin.tokens is None or not prepared(folder, origin.tokens):
         data = prepare(recipe, run_dir.out, log, tokenizer, workers)
         instead = "put it back as it was" if folder is None else "its token shards are gone: put it back as it was"
-        require_same(origin, replace(origin, text=data.origin.text), run_dir, "pretrain", instead=instead)
+        require_same(origin, replace(origin, text=data.origin.text), run_dir, stage, instead=instead)
         return data
     if named:
-        instead = f"leave --data out (`quern pretrain --resume {run_dir.flags}`)"
+        others = "" if stage in STAGES else " and its other flags"  # which it does not take from the saved recipe
+        instead = f"leave --data out (`{command_of(stage)} --resume {run_dir.flags}`{others})"
         found = replace(origin, text=text_fingerprint(recipe, run_dir.out))
-        require_same(origin, found, run_dir, "pretrain", instead=instead)
+        require_same(origin, found, run_dir, stage, instead=instead)
     log(f"tokens: {folder}, as the run began with them")
     train, val = (Corpus.open(folder, split, fingerprint=origin.tokens) for split in ("train", "val"))
     return Prepared(tokenizer, train, val, {}, origin)
@@ -360,7 +362,7 @@ def data_of_run(recipe: Resolved, run_dir: RunDir, log: Callable[[str], None], *
     for stage in stages or STAGES:
         origin = read_origin(run_dir.stage(stage))
         if origin is not None:
-            return open_data(recipe, run_dir, origin, log)
+            return open_data(recipe, run_dir, origin, log, stage)
     return prepare(recipe, run_dir.out, log, run_dir.tokenizer())
 
 

@@ -103,7 +103,7 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
     if recipe.make_batches is not None and any(line.startswith("train.steps ") for line in changed):
         raise ValueError(
             "train.steps cannot change in a run whose recipe makes its own batches, since they may follow the number "
-            f"of steps: train on from its model with `quern pretrain --from {run_dir.run} --run NAME`"
+            f"of steps: train on from its model with `quern pretrain {run_dir.start_flags}`"
         )
     batches = make_batches(recipe, prepared.train)
     state = build_state(recipe, machine, model, mesh)

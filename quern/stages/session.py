@@ -52,13 +52,9 @@ RESULT = {
 CLEARLY_WORSE = 1.02
 """The ratio of the last validation loss to the lowest one above which a stage warns."""
 WORDS = {
-    "pretrain": ("pretraining", "pretrained", "train on from its model with `quern pretrain --from {} --run NAME`"),
-    "sft": ("fine-tuning", "fine-tuned", "fine-tune again under another name with `quern sft --from {} --run NAME`"),
-    "rl": (
-        "reinforcement learning",
-        "trained by reinforcement",
-        "begin again under another name with `quern rl --from {} --run NAME`",
-    ),
+    "pretrain": ("pretraining", "pretrained", "train on from its model with `quern pretrain {}`"),
+    "sft": ("fine-tuning", "fine-tuned", "fine-tune again under another name with `quern sft {}`"),
+    "rl": ("reinforcement learning", "trained by reinforcement", "begin again under another name with `quern rl {}`"),
     "grug": ("training", "trained", "name another with --run"),
 }
 """A stage for the user: the noun, the participle, and what to do instead with a run that has it."""
@@ -83,10 +79,20 @@ def past_its_best(folder: Path) -> list[str]:
     ]
 
 
-def trained_already(run: str, stage: str) -> str:
+def trained_already(run_dir: RunDir, stage: str) -> str:
     """The message for a stage that was trained before, when no --resume continues it."""
     _, participle, instead = WORDS[stage]
-    return f"run '{run}' has been {participle} already: continue with --resume, or {instead.format(run)}"
+    other = instead.format(run_dir.start_flags)
+    return f"run '{run_dir.run}' has been {participle} already: continue with --resume, or {other}"
+
+
+def _last_names(value: Any) -> Any:
+    """The value with the last name alone of each path in it; a text has one in each line."""
+    if isinstance(value, dict):
+        return {name: _last_names(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_last_names(one) for one in value]
+    return [Path(line).name for line in value.split("\n")] if isinstance(value, str) else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +129,7 @@ class Stage:
     def require_alike(self, values: dict[str, Any]) -> None:
         """Raises ValueError if values of flags, by name, differ between the ranks, as where each machine has a command
         of its own. Of a path, the last name counts."""
-        own = {name: Path(one).name if isinstance(one, str) else one for name, one in flat(values).items()}
+        own = flat(_last_names(values))
         first, *others = self.mesh.world.gather_objects(own)
         for rank, other in enumerate(others, start=1):
             if names := sorted(name for name in first | other if first.get(name) != other.get(name)):
@@ -135,7 +141,7 @@ class Stage:
         with self.main_first():
             if began is not None:
                 named = bool({"data", "val", "shards"} & set(self.named))
-                return open_data(recipe, self.run_dir, began, self.log, named=named, workers=workers)
+                return open_data(recipe, self.run_dir, began, self.log, self.stage, named=named, workers=workers)
             prepared = prepare(recipe, self.run_dir.out, self.log, self.start and self.start.tokenizer, workers)
             refuse_second_tokenizer(self.run_dir, prepared.tokenizer)
             return prepared
@@ -151,7 +157,7 @@ class Stage:
                 if not self.locked:
                     held.enter_context(run_lock(self.run_dir, self.command, self.mesh))
                 if self.run_dir.has_stepped(self.stage) and not self.resume:
-                    raise ValueError(trained_already(self.run_dir.run, self.stage))
+                    raise ValueError(trained_already(self.run_dir, self.stage))
             trained = [stage for stage in STAGES if self.run_dir.has_stepped(stage)]
             if self.start is not None and not self.resume and trained:
                 raise ValueError(
@@ -231,10 +237,10 @@ class Stage:
             )
 
     def _lower_rates(self, origin: Origin) -> str:
-        """The flag that halves the stage's rates."""
+        """The flag that halves the stage's rates; "" for a recipe whose rules use none."""
         part, name = (self.stage, "lr_share") if self.stage in ("sft", "rl") else ("optim", "lr_scale")
-        rate = origin.recipe[part][name] or 0  # None in a recipe whose rules use none
-        return f"--{flag(f'{part}.{name}')} {rate / 2:.3g}"
+        rate = origin.recipe[part][name]
+        return "" if rate is None else f"--{flag(f'{part}.{name}')} {rate / 2:.3g}"
 
     def _has_finished(self) -> bool:
         """Whether the stage's last event is its end. A process that is killed after the last save leaves none."""
@@ -265,8 +271,8 @@ class Stage:
         ended = bool(state.plans) and state.step == state.plans[-1][1]
         if ended and plan.budget_seconds is not None and any(line.startswith("train.minutes") for line in changed):
             raise ValueError(
-                f"run '{name}' has spent its minutes and ended: train on from its model with `quern pretrain --from "
-                f"{name} --run NAME --train.minutes N`"
+                f"run '{name}' has spent its minutes and ended: train on from its model with `quern pretrain "
+                f"{self.run_dir.start_flags} --train.minutes N`"
             )
         if plan.budget_seconds is None and state.step > plan.steps:
             raise ValueError(
@@ -276,7 +282,7 @@ class Stage:
         if not resumed and self.start is None and (begun := (origin.base or {}).get("run")) is not None:
             raise ValueError(
                 f"run '{name}' has no checkpoint, not even of run '{begun}', which it began with: remove "
-                f"{self.folder}, and begin again with --from {begun}"
+                f"{self.folder}, and begin again with {self.run_dir.with_out('--from', begun)}"
             )
         return resumed
 

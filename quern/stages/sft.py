@@ -64,7 +64,7 @@ def _run(asked: Recipe, session: Session) -> int:
     elif first.base is not None and first.base["run"] is None and newest > first.base["step"]:
         log(
             f"fine-tuning began with step {first.base['step']:,} of the base model, which has {newest:,} now: to "
-            f"fine-tune that one, `quern sft --from {run_dir.run} --run NAME`"
+            f"fine-tune that one, `quern sft {run_dir.start_flags}`"
         )
     steps = recipe.sft.steps
     assert steps is not None  # `prepare_lessons` filled it in

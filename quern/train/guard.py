@@ -108,7 +108,8 @@ class Stop:
         if not self.alone:
             return
         name = signal.Signals(number).name
-        note = f"\n{name}: finishing this step,{self._saving} then exiting; once more exits at once.\n"
+        more = "" if number == signal.SIGHUP else "; once more exits at once"
+        note = f"\n{name}: finishing this step,{self._saving} then exiting{more}.\n"
         with contextlib.suppress(OSError):  # the reader may be gone
             os.write(2, note.encode())  # print() is not reentrant
 

@@ -31,6 +31,8 @@ STALE_BEATS = 4
 GRACE_SECONDS = 10.0
 """Seconds in which this rank may notice the failure of a peer by itself."""
 STORE_TIMEOUT = timedelta(seconds=10)
+WINDOW_STEPS = 20
+"""Steps whose times are summed, since single steps differ for many reasons."""
 SLOW = 1.5
 """A slow rank takes this many times the median of the other ranks."""
 
@@ -46,8 +48,8 @@ class Failure(NamedTuple):
 class Heartbeat:
     """Runs from its construction until `close`, which every rank calls before the first of them leaves.
 
-    timeout: seconds without progress in a training step, after which this rank looks for the cause; parent: the process
-    that started the ranks, without which this one exits.
+    timeout: seconds without progress in a training step, or without a sign of rank 0 while this rank waits for it,
+    after which this rank looks for the cause; parent: the process that started the ranks, without which this one exits.
     """
 
     def __init__(self, mesh: Mesh, timeout: float, log: Callable[[str], None], parent: int) -> None:
@@ -122,7 +124,7 @@ class Heartbeat:
         if os.getppid() != self._parent[1]:
             self._ending.acquire()  # never released: one thread logs and ends the process
             if self.mesh.main:
-                self.log("the process that started the ranks is gone: they end; continue with --resume")
+                self.log("the process that started the ranks is gone: they end")
             exit_now(1)
 
     def _publish(self) -> None:
@@ -201,8 +203,7 @@ def exit_now(code: int) -> NoReturn:
 class StragglerDetector:
     """Names the ranks that hold the others up, from each rank's own computing time. Gives the same on all ranks."""
 
-    def __init__(self, window_steps: int = 20) -> None:
-        self.window_steps = window_steps  # summed, since single steps differ for many reasons
+    def __init__(self) -> None:
         self._steps: list[Sequence[float]] = []
         self._named: set[int] = set()
 
@@ -210,13 +211,13 @@ class StragglerDetector:
         """Takes each rank's seconds in this step, without waiting. Returns a line for the user when a window ends in
         which a rank was slow that was not slow in the window before."""
         self._steps.append(seconds)
-        if len(self._steps) < self.window_steps:
+        if len(self._steps) < WINDOW_STEPS:
             return None
         sums, self._steps = [sum(own) for own in zip(*self._steps, strict=True)], []
         times = [own / median(sums[:rank] + sums[rank + 1 :]) for rank, own in enumerate(sums)]
         before, self._named = self._named, {rank for rank, ratio in enumerate(times) if ratio > SLOW}
         lines = [
-            f"rank {rank} is slow: over {self.window_steps} steps it computed {times[rank]:.1f} times as long as the "
+            f"rank {rank} is slow: over {WINDOW_STEPS} steps it computed {times[rank]:.1f} times as long as the "
             "other ranks' median, and they wait for it: look what else runs there"
             for rank in sorted(self._named - before)
         ]

@@ -100,12 +100,12 @@ def train(
         folder: This rank's records; checkpoints are below its path.
         advance: Called after each step with its loss, and the tokens per second once they are known.
         go_on: The command that continues a run that ended early, for the user, "" for none; lower_rates: its flag for
-            lower rates.
+            lower rates, "" for none.
         more_follows: Whether the caller begins something else after the last step.
         clock: Read before and after each step.
 
-    Returns an exit code of guard.py. Raises KeyboardInterrupt if a signal came during the last step, and the caller
-    would go on.
+    Returns an exit code of guard.py. On a single process, raises KeyboardInterrupt if a signal came during the last
+    step, and the caller would go on.
     """
     run, mesh = backend.run, backend.mesh
     backend.begin()
@@ -130,7 +130,7 @@ def train(
             log(f"stopped at step {run.step}: {error}")
             return EXIT_NOT_SAVED
         if code == EXIT_DIVERGED:
-            _explain_divergence(run, folder, log, f"{go_on} {lower_rates}")
+            _explain_divergence(run, folder, log, f"{go_on} {lower_rates}".strip())
         elif code == EXIT_STOPPED:
             folder.event("stop", step=run.step, reason="signal")
             saved, advice = ", and saved" if plan.save_every else "", f": continue with `{go_on}`" if go_on else ""
@@ -264,7 +264,8 @@ def resume(
     """Puts the state where the newest good checkpoint left it. Rank 0 decides which one that is.
 
     check: called with the checkpoint's meta and path before anything is restored; raises to refuse it. Returns False
-    where there is no checkpoint. Raises CheckpointError if there are some, and none of them is good.
+    where there is no checkpoint. Raises CheckpointError if there are some, and none of them is good or the good one
+    does not hold this training's state, and ValueError for the schema of a newer version.
     """
     mesh, found = backend.mesh, None
     if mesh.main and (found := manifest.latest(folder, log)) is None and manifest.steps(folder):

@@ -95,7 +95,9 @@ def test_a_run_is_removed_after_a_question_and_never_while_it_is_in_use(
     mine: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with run_lock(mine, "quern sft"):
-        assert "is in use by process" in told(capsys, mine.out, "remove", "mine", "--yes", code=1)
+        said = told(capsys, mine.out, "remove", "older", "mine", "--yes", code=1)
+        assert "is in use by process" in said and said.endswith("or stop it\n"), "it has no --run"
+    assert RunDir(mine.out, "older").folder.exists()
     refused = told(capsys, mine.out, "remove", "mine", code=1)
     assert "no terminal to ask whether to remove run 'mine' (5." in refused and "--yes" in refused
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
@@ -154,6 +156,7 @@ def test_compared_runs_show_what_differs(mine: RunDir, capsys: pytest.CaptureFix
     [
         ("rename mine", "give it the names: quern runs rename RUN NEW"),
         ("remove mine/sft", "'mine/sft' cannot name a run: use letters"),
+        ("compare older mine/grug", "there is no stage 'grug': use pretrain, sft or rl$"),
         ("his", "there is no run 'his' under .*: name one of (mine, older|older, mine)$"),
     ],
 )

@@ -17,7 +17,7 @@ from quern.machine import detect
 from quern.recipe import FOR_FINE_TUNING, ConversationSource, Recipe, RlRecipe, SftRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
-from quern.runs.load import load
+from quern.runs.load import load, open_checkpoint
 from quern.runs.origin import Origin, compare, find_saved, read_origin, to_continue, with_absolute_paths
 from quern.runs.run_dir import RunDir
 from quern.runs.run_lock import run_lock
@@ -110,6 +110,9 @@ def test_a_checkpoint_that_cannot_be_used_is_named(run_dir: RunDir, use: Callabl
         use(run_dir)
     assert str(refused.value).startswith(f"none of the checkpoints under {folder} is good: put back a copy of one")
     assert str(refused.value).endswith(f"and run `quern pretrain --run r --out {run_dir.out}` again")
+    run_dir.stage("pretrain").rename(run_dir.stage("grug"))
+    with pytest.raises(CheckpointError, match="and run `quern grug train --run r "):
+        open_checkpoint(run_dir, "grug", print)
 
 
 @pytest.mark.parametrize("resume", [(), ("--resume",)])  # also one that was killed before it wrote anything

@@ -21,10 +21,11 @@ from quern.cli import main
 from quern.data.shards import Corpus
 from quern.estimate.own_text import READINGS
 from quern.records import read_events, read_metrics
-from quern.runs.origin import read_origin
+from quern.runs.origin import read_origin, read_saved
 from quern.runs.run_dir import RunDir
 from quern.runs.run_lock import run_lock
 from quern.stages.complete import GOES_ON
+from quern.stages.prepare import open_data
 from quern.stages.session import WORDS
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import Tokenizer
@@ -135,10 +136,20 @@ def test_text_that_changed_is_refused_when_named_and_not_needed_when_not(runs: R
     began = runs.meta()["origin"]
     write_text(runs.text, seed=1)
     changed = "has changed since run 'app' began with it ("
-    says = [began["text"][:16], changed, "quern pretrain --resume --run app", "--from app"]
+    says = [
+        began["text"][:16],
+        changed,
+        "quern pretrain --resume --run app",
+        f"--from app --run NAME --out {runs.folder}",
+    ]
     for verb, flags in (("run", SHAPE), ("pretrain", ["--resume"]), ("run", ["--resume"])):
         runs.refused(says, verb, *flags, "--data", runs.text)
     runs.refused([changed], "pretrain", "--resume", "--val", runs.other)
+    run_dir, origin = RunDir(runs.folder / "out", "app"), read_origin(runs.stage())
+    recipe = read_saved(run_dir, "pretrain")
+    assert recipe and origin
+    with pytest.raises(ValueError, match="`quern grug train --resume .*` and its other flags.*another run with --run$"):
+        open_data(recipe, run_dir, origin, print, "grug", named=True)
     assert "as the run began with them" in runs.done("pretrain", "--resume", "--train.steps", "8")
     assert runs.meta()["origin"] == began and runs.steps()[-1] == 8
 
@@ -327,7 +338,8 @@ def test_who_trains_is_said_of_a_run_that_has_checkpoints_already(runs: Runs, mo
     for verb, flags in (("pretrain", SHAPE), ("sft", SFT)):
         with run_lock(RunDir(runs.folder / "out", "app"), "quern run --run app"):
             runs.refused([f"in use by process {os.getpid()} on ", "(`quern run --run app`)"], verb, *flags)
-        again = f"already: continue with --resume, or {WORDS[verb][2].format('app')}"
+        start = f"--from app --run NAME --out {runs.folder / 'out'}"
+        again = f"already: continue with --resume, or {WORDS[verb][2].format(start)}"
         runs.refused([again], verb, *flags)
 
 

@@ -9,11 +9,14 @@ from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from quern.records import StageFolder, TensorBoardTracker, find_trackers, read_metrics
+from quern.runs.run_dir import RunDir
+from quern.stages.session import Stage
 from quern.train import manifest
 from tests.parallel.test_faults import PRETRAIN, SHORT, lines_with
 from tests.stages.test_run_all import STAGES, TOY
@@ -132,6 +135,22 @@ def test_ranks_that_were_started_with_other_flags_are_refused(faulty_server: Fau
     assert found["result"] == 1 and lines_with("quern pretrain:", found["said"]) == [
         "quern pretrain: rank 1 has another --optim.x0-lr than rank 0: start all with the same flags"
     ]
+
+
+def test_ranks_may_have_their_files_in_other_folders(tmp_path: Path) -> None:
+    told = list[dict[str, Any]]()
+    mesh: Any = SimpleNamespace(world=SimpleNamespace(gather_objects=lambda own: told.append(own) or told))
+    stage = Stage(stage="sft", run_dir=RunDir(tmp_path, "r"), mesh=mesh)
+
+    def start(folder: str, first: str = "x") -> None:
+        talks = [{"source": f"{folder}/chat.jsonl", "repeats": 2}]
+        data, rewards = f"{folder}/{first}.txt\n{folder}/y.txt", [f"{folder}/{first}.py"]
+        stage.require_alike({"data": data, "conversations": talks, "rl": {"rewards": rewards}})
+
+    start("/a")
+    start("/b")
+    with pytest.raises(ValueError, match="rank 2 has another --data, --rl.rewards than rank 0"):
+        start("/c", first="z")
 
 
 def test_shards_practise_as_one_process(cold: tuple[Path, list[dict[str, Any]]], faulty_server: FaultyRanks) -> None:

@@ -81,6 +81,18 @@ def test_handlers_are_put_back(error: bool) -> None:
     assert {which: signal.getsignal(which) for which in before} == before
 
 
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGHUP])
+def test_only_a_signal_that_counts_twice_says_so(which: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
+    before = signal.signal(which, signal.SIG_DFL)  # nohup ignores SIGHUP
+    try:
+        with Stop():
+            os.kill(os.getpid(), which)
+    finally:
+        signal.signal(which, before)
+    said = capfd.readouterr().err
+    assert "then exiting" in said and ("once more" in said) == (which == signal.SIGTERM)
+
+
 def test_a_terminal_that_hangs_up_does_not_lose_the_save(tmp_path: Path) -> None:
     """Like a dropped remote session: the kernel sends SIGHUP, and writing to the terminal fails from then on."""
     terminal, ours = pty.openpty()
