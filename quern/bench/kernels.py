@@ -84,7 +84,7 @@ def windows(setup: Setup) -> Iterator[Figure]:
     ways = {"SSSL": ("SSSL", machine), "all long": ("L", machine), "all long by torch's SDPA": ("L", stock)}
     taken = alternate(setup.rounds, {name: _steps(recipe, *way) for name, way in ways.items()})
     for name in ways:
-        yield figure(f"training, {name}", "tokens/s", (recipe.train.batch_tokens or 0) / taken[name])
+        yield figure(f"training, {name}", "tokens/s", recipe.train.batch_tokens / taken[name])
     windowed, *others = ways
     for name in others:
         yield figure(f"{windowed} / {name}", "×", taken[name] / taken[windowed])

@@ -63,7 +63,7 @@ def run(options: PlanOptions, log: Callable[[str], None]) -> int:
     if options.json is not None:
         write_whole(options.json, json.dumps(as_json(options, cluster, found), indent=2) + "\n")
         log(f"record: {options.json}")
-    return 0 if found and found[0].step is not None else 1
+    return 0 if found[0].step is not None else 1
 
 
 def cluster_of(options: PlanOptions) -> Cluster:
@@ -78,7 +78,7 @@ def cluster_of(options: PlanOptions) -> Cluster:
         chip = replace(chip, peak_flops=peak, attained=rate / peak)
     if options.dollars_per_hour is not None:
         chip = replace(chip, dollars_per_hour=options.dollars_per_hour)
-    return Cluster(chip, NETWORKS[options.network], options.gpus, options.per_machine or chip.per_machine)
+    return Cluster(chip, NETWORKS[options.network], options.per_machine or chip.per_machine)
 
 
 def _candidate(options: PlanOptions, cluster: Cluster, recipe: Resolved, dp: int, tp: int) -> Candidate:

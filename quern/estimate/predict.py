@@ -146,11 +146,10 @@ PASSES = 4
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hardware of a run: `ranks` processors in all, `per_machine` of them in each machine."""
+    """Hardware of a run, `per_machine` processors in each machine."""
 
     processor: Processor
     network: Network
-    ranks: int
     per_machine: int
 
     def ring_seconds(self, ranks: int, stride: int, sent: float, calls: int, hops_each: int) -> float:

@@ -1,8 +1,9 @@
 """The answers to a task's items on disk, TASK/KIND.answers.jsonl, and the comparison of two models, item by item.
 
-The first line has the settings that the answers depend on, and their score; "task" is the score's name. Each further
-line is an item: its number, the hash of its question and answer, the model's answer, the right one, its score: 1 if it
-is right, else 0, or a share; and the mean loss of each of its options, where those were measured.
+The first line has the settings that the answers depend on, and their score; "task" is the score's name. That of a file
+of samples has the model and the task only. Each further line is an item: its number, the hash of its question, answer
+and choices, the model's answer, the right one, its score: 1 if it is right, else 0, or a share; and the mean loss of
+each of its options, where those were measured.
 
 Right or wrong: McNemar's exact test, of the items that only one model got right. Other scores: the interval of the mean
 difference by the paired bootstrap.
@@ -71,7 +72,7 @@ class Comparison:
 
 
 def item_hash(item: Item) -> str:
-    """16 hex digits over the conversation and the answer of an item; the model's tokenizer plays no part."""
+    """16 hex digits over the conversation, the answer and the choices of an item; the tokenizer plays no part."""
     content = json.dumps([item.messages, item.answer, item.choices], sort_keys=True)
     return hashlib.sha256(content.encode("utf-8")).hexdigest()[:16]
 

@@ -222,7 +222,7 @@ def run_chat(
         group: The ranks that ask some batches each; rank 0 writes.
 
     Returns:
-        A score for each task, then the mean of ChatCORE's tasks, if there is one.
+        A score for each task, pass@k of the samples, then the mean of ChatCORE's tasks, if there is one.
     """
     scores: dict[str, Score] = {}
     sampled: list[Score] = []

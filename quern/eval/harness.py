@@ -110,7 +110,7 @@ class LM(TemplateLM):
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """A completion of each prompt, up to a stop string, a special token or the task's number of tokens.
 
-        A prompt that leaves less room than that number, or less than half of the context, is cut from the left.
+        A prompt that leaves less room than that number and less than half of the context is cut from the left.
         """
         engine = Engine(self.model, self.text, self.machine)
         texts = [""] * len(requests)

@@ -23,7 +23,7 @@ from quern.mesh import ProcessGroup
 from quern.model.base import LanguageModel
 
 BATCH_TOKENS = 8192
-"""Tokens in one forward pass, padding included."""
+"""Tokens in one forward pass, padding included, or one example."""
 CACHED_TOKENS = 4 * BATCH_TOKENS
 """Tokens in the caches of all rows of a batch: each row has a copy of what its example shares."""
 
@@ -91,7 +91,7 @@ def choice_example(
     prompt: Sequence[int], continuations: Sequence[Sequence[int]], gold: int, context: int
 ) -> Example | None:
     """The continuations of a prompt that begins with BOS. One that does not fit costs the prompt its middle; None if it
-    does not fit without the prompt either."""
+    does not fit without the prompt either. Raises ValueError for an empty prompt or continuation."""
     if not prompt or not all(continuations):
         raise ValueError("a prompt needs at least one token (BOS), and so does each of its continuations")
     rows = [(*prompt, *ids) for ids in continuations]
@@ -120,7 +120,8 @@ def score_examples(
 
 
 def _batches(examples: Sequence[Example]) -> Iterator[list[int]]:
-    """Groups of examples of similar length, the longest first, each of at most `BATCH_TOKENS` tokens."""
+    """Groups of examples of similar length, the longest first, each of at most `BATCH_TOKENS` tokens, or of
+    one example."""
     shared = [example.shared for example in examples]
     rest = [max(map(len, example.rows)) - own for example, own in zip(examples, shared, strict=True)]
     batch: list[int] = []
@@ -139,7 +140,7 @@ def _batches(examples: Sequence[Example]) -> Iterator[list[int]]:
 
 
 def _score(model: LanguageModel, examples: Sequence[Example], machine: Machine, vocab_size: int) -> list[Answer]:
-    """Scores a batch in one forward pass."""
+    """Scores a batch in one forward pass, or in two where rows share a beginning."""
     device = model.embedding.weight.device
     shared = [example.shared for example in examples]
     rows = [row[own:] for example, own in zip(examples, shared, strict=True) for row in example.rows]

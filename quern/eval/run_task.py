@@ -63,7 +63,8 @@ def run_task(
             answers that are there are not asked again. None: nowhere.
 
     Raises:
-        ValueError: The task has no items, or a kind has items with and without choices.
+        ValueError: The task has no items, a kind has items with and without choices, or an answer is not among its
+            item's choices.
     """
     items = task.items(0, count)
     if not items:

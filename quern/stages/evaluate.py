@@ -78,6 +78,7 @@ class Questions:
             ValueError: A task does not exist, its file fails, or flags do not fit.
             OSError: A file cannot be downloaded.
             ImportError: lm-evaluation-harness is not installed.
+            SandboxError: HumanEval is named, and no sandbox works on this machine.
         """
         harness = None
         if self.harness:
@@ -131,7 +132,7 @@ def run(
 
     Raises:
         FileNotFoundError: The run has no model to evaluate, or not this stage.
-        ValueError, OSError, ImportError: As from `Questions.find`.
+        ValueError, OSError, ImportError, SandboxError: As from `Questions.find`.
     """
     mesh = mesh or alone()
     mesh.progress.begin(EVALUATING)

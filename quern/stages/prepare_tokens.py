@@ -32,6 +32,7 @@ from quern.text.sources import Listing, data_paths, list_source
 from quern.text.tokenizer import Tokenizer
 
 HELD_OUT_EVERY = 20
+SAMPLED_DOCUMENTS = 50
 GPT2_BOS, LOOKED_AT = 50_256, 1 << 22
 VALIDATION = re.compile(r"(?<![a-z])val(id(ation)?)?(?![a-z])")
 """In the name of a file for validation: as a word, not as in "retrieval"."""
@@ -120,9 +121,9 @@ def write_tokens(
     log(f"tokens: {total:,} in {counted(len(files), 'file')} → {folder}; to read them: {flags}")
 
 
-def sample(corpus: Corpus, tokenizer: Tokenizer, documents: int = 50) -> str:
+def sample(corpus: Corpus, tokenizer: Tokenizer) -> str:
     """The text of the first documents."""
-    found = (corpus.gather(i)[1:].tolist() for i in range(min(documents, corpus.num_documents)))
+    found = (corpus.gather(i)[1:].tolist() for i in range(min(SAMPLED_DOCUMENTS, corpus.num_documents)))
     return "\n".join(tokenizer.decode(ids) for ids in found)
 
 

@@ -41,7 +41,8 @@ def run(recipe: Recipe, session: Session) -> int:
     fields `IN_FINE_TUNING`.
 
     Raises:
-        FileNotFoundError, CheckpointError: There is no fine-tuned model, or no good checkpoint of it.
+        FileNotFoundError, CheckpointError: There is no fine-tuned model, or no good checkpoint of it; the folder of
+            `rl.data` lacks a file; or a resumed stage has lost its step 0.
         ValueError: An environment does not exist, replicas share parameters, or the run practised before and `resume`
             was not asked for.
         RunInUseError: Another process trains in the run.

@@ -100,7 +100,8 @@ def save(
 
 
 def load(path: Path, *, verified: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Returns (whole tensors on the CPU, meta) of a checkpoint. Raises CheckpointError.
+    """Returns (whole tensors on the CPU, meta) of a checkpoint. Raises as `read_manifest`, and CheckpointError for
+    files that hold no tensors.
 
     verified: another rank has just checked the hashes.
     """

@@ -84,8 +84,8 @@ def launch(
 ) -> int:
     """Runs `quern` with these arguments on several processes, and waits for them.
 
-    SIGTERM, SIGINT and SIGHUP make the ranks of every machine finish the step, save and exit. A second SIGTERM or
-    SIGINT kills them.
+    SIGTERM, SIGINT and SIGHUP make the ranks of every machine finish the step, save and exit; outside the training loop
+    they end at once. A second SIGTERM or SIGINT kills them.
 
     Args:
         ranks: Processes on this machine.
@@ -94,7 +94,7 @@ def launch(
         rendezvous: host:port of one of the machines, where they meet; unused for one machine.
         stopped: When a signal stopped ranks that left no outcome, for the message.
 
-    Returns the command's exit code; 128 + the signal's number where a signal came before training began.
+    Returns the command's exit code; 128 + the signal's number where a signal stopped ranks that left no outcome.
     """
     with scratch_folder() as folder:
         result = folder / "result.json"

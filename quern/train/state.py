@@ -31,8 +31,8 @@ class Counters:
     guard: Guard
     step: int = 0  # updates done, skipped or empty
     empty_steps: int = 0  # steps without a target
-    tokens: int = 0  # targets trained on
-    flops: Flops = Flops()  # FLOPs of all positions
+    tokens: int = 0  # targets of all steps, skipped ones too
+    flops: Flops = Flops()  # FLOPs of all steps but empty ones
     seconds: float = 0.0  # time spent in steps
     unlogged_nats: float = 0.0
     unlogged_tokens: int = 0  # loss since the last line of the log: a resumed run logs what the uninterrupted one would

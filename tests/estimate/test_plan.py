@@ -94,8 +94,8 @@ def test_ranks_on_this_machine(tmp_path: Path) -> None:
 
 def test_a_ring_by_hand() -> None:
     """16 H100s in two machines of 8, 400 Gb/s for each; links at 80 % of their rate."""
-    infiniband = Cluster(PROCESSORS["h100"], NETWORKS["ib-ndr"], 16, 8)
-    ethernet = Cluster(PROCESSORS["h100"], NETWORKS["ethernet-100g"], 16, 8)
+    infiniband = Cluster(PROCESSORS["h100"], NETWORKS["ib-ndr"], 8)
+    ethernet = Cluster(PROCESSORS["h100"], NETWORKS["ethernet-100g"], 8)
     within = infiniband.ring_seconds(8, 1, 36e9, 1, 1)
     assert within == pytest.approx(7 * 3e-6 + 36e9 / (0.8 * 450e9))
     # All eight of a machine share the ring: eight adapters, and two hops between machines.
