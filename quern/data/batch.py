@@ -94,7 +94,7 @@ class Batches(ABC):
 
     @abstractmethod
     def report(self) -> dict[str, float]:
-        """Counts and shares of one epoch over the corpus."""
+        """Counts and shares of an epoch, or of its first group."""
 
     def _rows_of(self, step: int, rank: int, ranks: int) -> np.ndarray:
         """Indices, over all epochs, of the rows that this rank reads at `step`."""
@@ -137,7 +137,7 @@ def groups_of(corpus: Corpus, group_size: int | None = GROUP_SIZE) -> int:
 def prefetch(
     loader: BatchSource, start: int, stop: int | None, rank: int = 0, ranks: int = 1
 ) -> Generator[Batch, None, None]:
-    """Reads two batches ahead in a thread, which ends when the iterator is closed or dropped.
+    """Reads three batches ahead in a thread, which ends when the iterator is closed or dropped.
 
     stop: the step after the last; None reads without an end. An error of the loader is raised where its batch would
     have come.
@@ -149,7 +149,7 @@ def prefetch(
     def submit(count: int) -> None:
         ready.extend(pool.submit(loader.batch, step, rank, ranks) for step in itertools.islice(steps, count))
 
-    submit(3)  # the next batch, and two ahead
+    submit(3)
     try:
         while ready:
             batch = ready.popleft().result()

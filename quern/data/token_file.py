@@ -237,7 +237,8 @@ class ShardWriter:
         if ids.min(initial=0) < 0 or ids.max(initial=0) >= self.vocab_size:
             raise ValueError(f"{self.split} holds ids outside the vocabulary of {self.vocab_size:,}")
         if mask is not None and mask.shape != ids.shape or (mask is None) != (self._mask is None) and self._file:
-            raise ValueError(f"document {self.documents} of {self.split} needs a mask as long as its ids, as all have")
+            rule = "all documents have a mask, as long as their ids, or none has one"
+            raise ValueError(f"document {self.documents} of {self.split}: {rule}")
         first = begin = 0
         while first < len(lengths):
             # The document with which the shard reaches its size is its last one.

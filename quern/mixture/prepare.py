@@ -13,7 +13,6 @@ import json
 import re
 import sys
 import unicodedata
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -142,14 +141,14 @@ def _open(recipe: Resolved, out: Path, fetch: Fetch, log: Log) -> tuple[list[Ope
     return opened, rows
 
 
-def _read(source: OpenSource, split: str, rows: TaskRows, left_out: Counter[str]) -> Iterator[Conversation]:
-    """The conversations of a split that hold no test row. Those of a public set that do are counted by their row."""
+def _read(source: OpenSource, split: str, rows: TaskRows, facts: _Facts) -> Iterator[Conversation]:
+    """The conversations of a split that hold no test row. Those of a public set that do are counted in `facts`."""
     for conversation in source.read(split):
         row = None if source.built_in else rows.find(conversation.messages)
         if row is None:
             yield conversation
         elif source.public:
-            left_out[row] += 1
+            facts["left_out"] += 1
         else:
             raise ValueError(
                 f"{conversation.place}: the conversation holds a test question, that of {row}: remove it, since a "
@@ -194,10 +193,10 @@ def _prepared(
 
 
 def _tokenize(source: OpenSource, rows: TaskRows, tokenizer: Tokenizer, folder: Path, mark: str) -> None:
-    tokens, hashes, left_out = 0, list[int](), Counter[str]()
+    tokens, facts = 0, _Facts(hashes=[], left_out=0)
     known = {"vocab_size": tokenizer.vocab_size, "bos": tokenizer.bos, "fingerprint": mark}
     for split in source.splits:
-        read = _read(source, split, rows, left_out)
+        read = _read(source, split, rows, facts)
         first = next(read, None)
         if first is None:
             raise _too_few(source.asked.source, "0 conversations")
@@ -211,11 +210,11 @@ def _tokenize(source: OpenSource, rows: TaskRows, tokenizer: Tokenizer, folder: 
                 if number >= finished:
                     writer.add(ids, learned)
                 digest = hashlib.blake2b(ids.tobytes(), digest_size=7).digest()
-                hashes.append(int.from_bytes(digest, "little"))
+                facts["hashes"].append(int.from_bytes(digest, "little"))
                 tokens += len(ids)
                 meter.at(number + 1, f"{tokens / 1e6:.1f}M tokens")
             # The shards are not valid yet.
-            write_whole(folder / FACTS, json.dumps({"hashes": hashes, "left_out": left_out.total()}))
+            write_whole(folder / FACTS, json.dumps(facts))
 
 
 def _held_out(corpus: Corpus, learning: np.ndarray, context: int) -> np.ndarray:
@@ -306,6 +305,8 @@ def _questions(value: Any) -> Iterator[str]:
     found = next((value[key] for key in QUESTION_KEYS if value.get(key)), None) if isinstance(value, Mapping) else None
     if isinstance(found, str):
         options = value.get("choices")
+        if isinstance(options, Mapping):  # ARC's: {"text": […], "label": […]}
+            options = options.get("text")
         if not isinstance(options, list) or len(_words(found)) >= SHORTEST:
             yield found
         if isinstance(options, list):

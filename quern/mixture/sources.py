@@ -216,7 +216,7 @@ def read_rows(
         limit: The most conversations to read.
 
     Raises:
-        ValueError, OSError: As `converted`, or no conversation has an assistant turn.
+        ValueError, OSError: As `converted`, or no conversation has an assistant turn to learn.
     """
     say = log or silent
     for line in listing.lines("conversations"):
@@ -248,8 +248,8 @@ def read_rows(
             first = first or place(path, record)
     if skipped and not count:
         raise ValueError(
-            f"{first}: there is no assistant's turn, nor in any other conversation of the source: fine-tuning "
-            "learns the assistant's answers, so add them"
+            f"{first}: no assistant's turn is learned, here or in any other conversation of the source: add replies, "
+            "or give them the weight 1"
         )
     if skipped:
         say(f"conversations: skipped {skipped:,} without an assistant's turn to learn, the first is {first}")

@@ -231,6 +231,4 @@ def _find(name: str, out: Path, split: str, kind: Literal["documents", "conversa
         write_whole(path, json.dumps(asdict(listed), indent=1))
     if files is None:
         files = data_set(listed, asked, split, kind)
-        if kind == "conversations":  # the first of them are held out, as of every other source without a split for it
-            files = replace(files, val=())
     return _Known(files, listed, folder)

@@ -43,8 +43,9 @@ NAMES_SHOWN = 12
 
 
 def to_messages(record: Any, ignored: Counter[str] | None = None) -> list[Message]:
-    """Converts a JSON value in one of the shapes above to messages that pass `chat.validate`. Raises ValueError for
-    another shape. ignored: counts the keys of records and of messages that hold something and are not read."""
+    """Converts a JSON value in one of the shapes above to messages that pass `chat.validate`. Raises ValueError,
+    TypeError, LookupError or AttributeError for another shape. ignored: counts the keys of records and of messages that
+    hold something and are not read."""
     row = record if isinstance(record, Mapping) else {"messages": record}
     used, given = _shape(row)
     if used == CHATGPT:

@@ -130,7 +130,7 @@ class _Skipped:
             if len(self.bad) == files:
                 raise type(error)(f"{error}; {told} cannot be read: repair them, or name others")
             if sum(size for size, _ in self.bad) > self.bytes_read:
-                instead = "cannot be read, with more than half of the bytes: leave them out with --data.exclude"
+                instead = "cannot be read, with more than half of the bytes: leave them out (in --data: --data.exclude)"
                 raise type(error)(f"{error}; {told} {instead}")
             log(f"skipped {told} that cannot be read; the first: {error}")
 

@@ -1,5 +1,4 @@
-"""Downloads files of the Hugging Face Hub, with its own library, and of other servers. Only this file opens outgoing
-connections.
+"""Downloads files of the Hugging Face Hub, with its own library, and of other servers. Only this file downloads.
 
 A file gets its final name only when it is whole: its length is that of the repository's listing, and its SHA-256 is the
 listed or the published one. Until then a file of the Hub is `<name>.<commit>.part`, which a later call continues.
@@ -64,7 +63,7 @@ def list_repository(name: HubName) -> Repository:
         found = huggingface_hub.HfApi(endpoint=endpoint()).dataset_info(
             name.repository, revision=name.revision or None, timeout=LIMIT_SECONDS, files_metadata=True
         )
-    except (OSError, huggingface_hub.errors.HTTPError) as error:
+    except (OSError, huggingface_hub.errors.HTTPError, huggingface_hub.errors.HFValidationError) as error:
         raise OSError(
             f"cannot list {name} at {endpoint()}: {_reason(error)}; check the name, the connection and, for a set that "
             "asks for it, the token in the variable HF_TOKEN"

@@ -48,8 +48,8 @@ BYTE_CHARACTERS = tuple(chr(byte if byte in _VISIBLE else next(_OTHERS)) for byt
 
 CHAT_TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8").strip()
 """`chat.render` of OpenAI's messages and tools (conversations.py) as a Jinja template; with add_generation_prompt,
-`chat.render_prompt`. Arguments that are text are copied as they are. `generation` marks learned words
-of the assistant, in whole runs, because transformers marks only the first token of a run's last character."""
+`chat.render_prompt`. docs/export.md lists what differs. `generation` marks learned words of the assistant, in whole
+runs, because transformers marks only the first token of a run's last character."""
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -165,6 +165,8 @@ def read_tokenizer(body: Mapping[str, Any]) -> Tokenizer:
     if [id_ for id_, _ in by_id] != list(range(len(by_id))) or any(len(token) != 1 for token in tokens[:256]):
         raise ValueError("its ids must be the single bytes, from 0, then the merges, then the special tokens")
     names = {id_: "<|bos|>" if name == bos else name for name, id_ in special.items()}
+    if (low := min(names)) < len(by_id):
+        raise ValueError(f"its special token {names[low]} has the id {low:,} of another token")
     if max(names) > 2 * (len(by_id) + len(names)):  # each id takes memory, and a row of the model's tables
         raise ValueError(f"its special token {names[max(names)]} has the id {max(names):,}, far above its other tokens")
     names = [names.get(id_, unused_name(id_)) for id_ in range(len(by_id), max(names) + 1)]

@@ -93,8 +93,9 @@ def open_utf8(path: Path, encoding: str = UTF8) -> BinaryIO:
         with stream:
             return io.BytesIO(stream.read().decode(encoding).encode(UTF8, "surrogatepass"))
     except UnicodeDecodeError as error:
+        wrong = "it is damaged: leave it out" if marked else "name its encoding with --text.encoding"
         reason = f"{path} is not {error.encoding} ({error.reason})"
-        raise UnreadableError(f"{reason}: name its encoding with --text.encoding") from error
+        raise UnreadableError(f"{reason}: {wrong}, or convert it to UTF-8") from error
 
 
 def recognized(path: Path) -> str | None:
@@ -124,7 +125,7 @@ def looks_like_text(path: Path) -> bool:
             head = stream.read(1 << 13)
         codecs.getincrementaldecoder(UTF8)().decode(head)
         return b"\0" not in head
-    except (OSError, UnicodeDecodeError):
+    except (OSError, UnicodeDecodeError, UnreadableError):
         return False
 
 
@@ -169,15 +170,16 @@ def decode(raw: bytes, path: Path, line: int) -> str:
         if NO_TEXT.search(raw):
             raise UnreadableError(f"{path} is no text, but a program, a picture or the like: leave it out") from error
         like = recognized(path)
-        hint = "" if like in (None, UTF8) else f"it looks like {like}, which --text.encoding auto reads; or "
+        hint = "" if like in (None, UTF8) else f"; it looks like {like}, which --text.encoding auto reads in --data"
         raise UnreadableError(
             f"{path}, line {line + len(before)}: byte {len(before[-1]) + 1} of the line is "
-            f"not UTF-8 ({error.reason}): {hint}convert the file to UTF-8, for example with iconv"
+            f"not UTF-8 ({error.reason}): convert the file to UTF-8, for example with iconv{hint}"
         ) from error
-    if "\0" in text:
+    if (at := text.find("\0")) >= 0:
+        line += text.count("\n", 0, at) + 1
         raise UnreadableError(
-            f"{path}, line {line + 1}: NUL bytes, so it is no text, or UTF-16 without a mark (--text.encoding "
-            "utf-16-le): leave it out with --data.exclude"
+            f"{path}, line {line}: NUL bytes, so it is no text, or UTF-16 without a mark: leave it out, or convert it "
+            "to UTF-8; --text.encoding utf-16-le reads UTF-16 in --data"
         )
     return text
 

@@ -49,7 +49,7 @@ class DataSet:
 
     repository: str
     train: tuple[str, ...]  # the training files, in reading order
-    val: tuple[str, ...]  # the files for validation; of conversations and questions, the test split
+    val: tuple[str, ...]  # the files for validation; of conversations and questions in data_sets.toml, the test split
     folder: str = ""  # the folder that holds them there; "" for the root
     kind: Literal["documents", "conversations", "questions", "tests", "tokens"] = "documents"
     file_tokens: int = 0  # tokens in a training file
@@ -117,13 +117,15 @@ class Repository:
 
 
 def data_set(repository: Repository, name: HubName, split: str, kind: Literal["documents", "conversations"]) -> DataSet:
-    """The files of a split, and those of the validation split where another one is asked for. Raises ValueError, which
-    lists what there is, if there is no such config or split, or no file that quern reads."""
-    splits = _splits(repository, name, split)
+    """The files of a split, and of documents those of the validation split where another one is asked for. Raises
+    ValueError, which lists what there is, if there is no such config or split, or no file that quern reads."""
+    splits = {key: files for key, files in _splits(repository, name, split).items() if files}
     train = _of(splits, split)
     if not train:
         raise ValueError(f"{name} has no split '{split}': its splits are {_list(splits) or 'none'}")
-    val = tuple(file for file in _of(splits, "validation") if file not in train)
+    # Of conversations the first are held out, as of every other source without a split for it.
+    its_val = _of(splits, "validation") if kind == "documents" else ()
+    val = tuple(file for file in its_val if file not in train)
     size = sum(PLAIN_BYTES.get(f".{file.rpartition('.')[2]}", 1.0) * repository.files[file][0] for file in train)
     tokens = max(1, round(size / BYTES_PER_TOKEN / len(train)))
     return DataSet(name.repository, train, val, kind=kind, file_tokens=tokens)
@@ -145,7 +147,7 @@ class _Copy(HubName):
     """A folder that is a copy of a repository, as messages name it."""
 
     def __str__(self) -> str:
-        return f"{self.repository}/{self.config}".rstrip("/")
+        return self.repository
 
 
 def local_copy(
@@ -208,17 +210,17 @@ def _splits(repository: Repository, name: HubName, split: str) -> dict[str, tupl
     default = [key for key, one in configs.items() if one.get("default") or key == "default"]
     chosen = name.config or (default or list(configs))[0]
     if chosen not in configs or not (name.config or default or len(configs) == 1):
-        raise ValueError(
-            f"{name}: name one of its configs, {_list(configs)}, as {replace(name, config=next(iter(configs)))}"
-        )
+        one, example = f"one of its configs, {_list(configs)}", replace(name, config=next(iter(configs)))
+        instead = f"the files of {one}" if isinstance(name, _Copy) else f"{one}, as {example}"
+        raise ValueError(f"{name}: name {instead}")
     body = configs[chosen]
     listed = body.get("data_files")
     if listed is None:
-        return _by_words(_matching(readable, f"{body.get('data_dir', chosen)}/**"), split)
+        folder = str(body.get("data_dir") or "").rstrip("/")
+        return _by_words(_matching(readable, f"{folder}/**") if folder else readable, split)
     if isinstance(listed, str) or all(isinstance(one, str) for one in listed):
         return {TRAIN: _matching(readable, listed)}
-    found = {str(one["split"]): _matching(readable, one["path"]) for one in listed}
-    return {key: files for key, files in found.items() if files}
+    return {str(one["split"]): _matching(readable, one["path"]) for one in listed}
 
 
 def _readable(repository: Repository, name: HubName) -> tuple[str, ...]:
@@ -228,10 +230,9 @@ def _readable(repository: Repository, name: HubName) -> tuple[str, ...]:
     for wanted in ((".parquet",), (".jsonl",), READ):
         if found := tuple(file for file in plain if _format(file) in wanted):
             return found
-    raise ValueError(
-        f"{name} has no file that ends in {' '.join(READ)}: many data sets have a copy in Parquet, at "
-        f"{PREFIX}{name.repository}{f':{name.config}' if name.config else ''}@refs/convert/parquet"
-    )
+    converted = replace(name, revision="refs/convert/parquet")
+    hint = "" if isinstance(name, _Copy) else f": many data sets have a copy in Parquet, at {converted}"
+    raise ValueError(f"{name} has no file that ends in {' '.join(READ)}{hint}")
 
 
 def _format(file: str) -> str:

@@ -14,7 +14,6 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatch
 from glob import glob
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -116,8 +115,10 @@ def list_source(
     if not isinstance(source, str | Path):
         own = [one for one in source if len(source) == 1 or apart is None or one.resolve() != apart.resolve()]
         listed = [list_source(one, formats, include, exclude, apart) for one in own]
-        read = {entry.path: entry for one in listed for entry in one.read}  # each once, though named twice
-        return Listing(tuple(read.values()), tuple(chain.from_iterable(one.ignored for one in listed)))
+        # Each once, though named twice.
+        read = {os.path.realpath(entry.path): entry for one in listed for entry in one.read}
+        ignored = {os.path.realpath(entry.path): entry for one in listed for entry in one.ignored}
+        return Listing(tuple(read.values()), tuple(entry for path, entry in ignored.items() if path not in read))
     source = Path(source)
     if source.is_file():
         entry = Entry(source, source.stat().st_size, _kind(source))

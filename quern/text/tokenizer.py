@@ -153,7 +153,7 @@ class Tokenizer:
         Args:
             vocab_size: The number of ids, including the special tokens. A corpus with too few pairs to merge gives a
                 smaller vocabulary and a line in `notes`.
-            max_bytes: The number of bytes to read at most.
+            max_bytes: Reading ends with the piece of up to 65,536 characters that reaches so many bytes.
         """
         smallest = 256 + len(SPECIAL_TOKENS)
         if vocab_size < smallest:
@@ -196,7 +196,7 @@ class Tokenizer:
             ValueError: The file is damaged or has another format. The caller adds the remedy.
         """
         if not path.is_file():
-            raise FileNotFoundError(f"no tokenizer at {path}: train one with `quern tokenizer`")
+            raise FileNotFoundError(f"there is no file {path}")
         contents = read_json(path, _Contents, "it is not a sound tokenizer file")
         try:
             tokenizer = cls(contents.merges, contents.pattern, contents.special_tokens, (), contents.single_bytes)

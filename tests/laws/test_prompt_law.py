@@ -69,7 +69,7 @@ def calling(*calls: tuple[str, str, str], content: str | None = None) -> Row:
     return {"role": "assistant", "content": content, "tool_calls": found}
 
 
-def output(id: str, content: str) -> Row:
+def output(id: str, content: Any) -> Row:
     return {"role": "tool", "tool_call_id": id, "content": content}
 
 
@@ -92,7 +92,11 @@ TALKS: dict[str, Row] = {
     "calculator without tools": talk(*CALCULATED, reply("It is 42.")),
     "calculator of the caller": talk(*CALCULATED, reply("It is 42, again."), tools=[CALCULATOR]),
     "ends in a letter of several tokens": talk(
-        user("Hi"), calling(("n", "now", ""), content="好 ☀ 好"), output("n", "好"), reply("好"), tools=TOOLS
+        user("Hi"),
+        calling(("n", "now", ""), content="好 ☀ 好"),
+        output("n", parts("好", " ☀")),
+        reply("好"),
+        tools=TOOLS,
     ),
     "tools, and no call": talk(user("Hi"), reply("Hello."), tools=TOOLS),
     "system and a call": talk(

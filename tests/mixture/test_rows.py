@@ -139,6 +139,7 @@ def test_files_of_the_shapes_of_tasks(tmp_path: Path) -> None:
     write("HumanEval.jsonl", {"task_id": "HumanEval/0", "prompt": text("code"), "test": "…"})
     write("core/arc.jsonl", {"query": f"Question: {text('plants')}", "choices": ["a", "b"], "gold": 0})
     write("mmlu.jsonl", {"question": "Which is wet?", "choices": ["the sea", "the sand at noon"], "answer": 0})
+    write("arc.jsonl", {"question": "Which is hot?", "choices": {"text": ["the sun", "ice"], "label": ["A", "B"]}})
     write("core/lambada.jsonl", {"context": text("rain"), "continuation": "wet"})
     write("core/winograd.jsonl", {"context_options": [text("cups"), text("jugs")], "continuation": "x", "gold": 0})
     write("talk.jsonl", {"messages": asked(text("talking")) + asked("Thank you!")})
@@ -149,7 +150,9 @@ def test_files_of_the_shapes_of_tasks(tmp_path: Path) -> None:
     assert rows.find(asked(text("eggs"))) == f"{tmp_path}/gsm8k/test.jsonl.gz, line 1 (--sft.tests)"
     assert rows.find(asked("Pick one. Which is wet?\n(A) The sea\n(B) The sand at noon")), "by its options"
     assert rows.find(asked("Which is wet?\nA) milk\nB) sand in the desert at noon")) is None
+    assert rows.find(asked("Which is hot?\nA) the sun\nB) ice")), "by its options"
     assert rows.find(asked("Which is wet?")) is None, "without its options, others ask the same"
+    assert rows.find(asked("Which is hot?")) is None
     assert rows.find(asked("Thank you!")) is None
     assert rows.find(asked(text("training"))) is None and rows.find(asked("Fine.")) is None
     write("wrong.jsonl", {"text": "?"})

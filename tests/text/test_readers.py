@@ -155,6 +155,8 @@ def test_quotes_count_at_the_beginning_of_a_field(tmp_path: Path, ending: str) -
         ("csv", b"id,body\n1,x\n", ", record 1: there is no 'text', only 'id', 'body': name .* --text.column NAME$"),
         ("csv", b'id,text\n1,"a\nb\xff"\n', ", line 3: byte 2 of the line is not UTF-8"),
         ("csv", b"id,text\n1,a\0b\n", ", line 2: NUL bytes, so it is no text"),
+        ("json", b'["a",\n"b\0"]', ", line 2: NUL bytes, .* leave it out, or convert it to UTF-8; --text.* in --data$"),
+        ("csv", b"\xff\xfeabc", r" is not utf-16.* \(truncated data\): it is damaged: leave it out, or convert it to"),
         ("json", b'{"text": "a"}\n{"text": "b"}\n', ": not JSON .*: line 2.*; if each .* rename it to .jsonl$"),
         ("json", b'[{"text": "a"}, 7]', ", record 2: expected an object"),
         ("json", b'[{"messages": []}]', r", record 1: there is no 'text', only 'messages': .* \(conversations are for"),
@@ -163,7 +165,7 @@ def test_quotes_count_at_the_beginning_of_a_field(tmp_path: Path, ending: str) -
         ("json", b"[" * 100_000, ": not JSON"),
         ("json", json.dumps(["x" * 200_000]).encode(), " holds more than 150.* of JSON, .* make it a .jsonl"),
     ],
-    ids=range(14),
+    ids=range(16),
 )
 def test_damage_is_named_by_file_and_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, body: bytes, message: str

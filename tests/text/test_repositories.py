@@ -73,7 +73,9 @@ SPLITS = [
         ("data/train_sft-0.parquet data/val-1.parquet data/val-x.parquet", "hf:a/b", "train_sft", SPLITS,
          ("data/train_sft-0.parquet", "data/val-1.parquet")),
         ("x/test.parquet x/train.parquet y/train.parquet", "hf:a/b", "train",
-         [{"config_name": "one", "data_dir": "x"}], ("x/train.parquet", "")),
+         [{"config_name": "one", "data_dir": "x/"}], ("x/train.parquet", "")),
+        ("data/train-0.parquet", "hf:a/b", "train", [{"config_name": "default", "drop_labels": True}],
+         ("data/train-0.parquet", "")),
         # There is no list: a config is a folder, a split a word.
         ("data/train-0.parquet data/train-1.parquet data/validation-0.parquet data/test-0.parquet", "hf:a/b", "train",
          [], ("data/train-0.parquet data/train-1.parquet", "data/validation-0.parquet")),
@@ -101,6 +103,8 @@ def test_the_files_of_a_split(files: str, name: str, split: str, configs: list, 
         ("en/0.parquet", "hf:a/b:fr", "train", [], "there is no config or folder 'fr'; the folders are en$"),
         ("en/train-0.parquet", "hf:a/b:fr", "train", WIKI, "name one of its configs, en, de, as hf:a/b:en"),
         ("data/val-1.parquet", "hf:a/b", "train", SPLITS, "no split 'train': its splits are validation"),
+        ("0.parquet", "hf:a/b", "train", [{"config_name": "c", "data_dir": "x"}], "no split 'train': .* are none$"),
+        ("0.parquet", "hf:a/b", "train", [{"config_name": "c", "data_files": "x*"}], "no split 'train': .* are none$"),
     ],
 )
 def test_what_there_is_not(files: str, name: str, split: str, configs: list, message: str) -> None:
@@ -148,17 +152,18 @@ def test_a_folder_that_is_a_copy(
     if card is not None:
         (tmp_path / "README.md").write_text(card, encoding="utf-8")
     said: list[str] = []
-    found = local_copy(tmp_path, list_source(tmp_path), "train", "documents", said.append)
-    assert len(said) == (expected is not None)
-    names = found and tuple(" ".join(path.relative_to(tmp_path).as_posix() for path in part) for part in found)
-    assert names == expected
+    for kind in ("documents", "conversations"):  # of which the first are held out
+        found = local_copy(tmp_path, list_source(tmp_path), "train", kind, said.append)
+        names = found and tuple(" ".join(path.relative_to(tmp_path).as_posix() for path in part) for part in found)
+        assert names == (expected and (expected[0], expected[1] if kind == "documents" else ""))
+    assert len(said) == 2 * (expected is not None) and all("validation 0" in line for line in said[1:])
 
 
 def test_a_card_of_a_copy_is_obeyed_or_refused(tmp_path: Path) -> None:
     (tmp_path / "en").mkdir()
     (tmp_path / "en" / "a.jsonl").write_text("x", encoding="utf-8")
     for card, message in [
-        (CONFIGS, f"^{tmp_path}: name one of its configs, en, de, as {tmp_path}/en$"),
+        (CONFIGS, f"^{tmp_path}: name the files of one of its configs, en, de$"),
         (DEFAULT.replace("a*", "c*").replace("b*", "c*"),
          f"^{tmp_path} has no split 'train': its splits are none$"),
         ("---\nconfigs: [\n---\n", "README.md is damaged .*: correct it, or name the files$"),
@@ -167,6 +172,9 @@ def test_a_card_of_a_copy_is_obeyed_or_refused(tmp_path: Path) -> None:
         (tmp_path / "README.md").write_text(card, encoding="utf-8")
         with pytest.raises(ValueError, match=message):
             local_copy(tmp_path, list_source(tmp_path), "train", "documents", lambda line: None)
+    (tmp_path / "en" / "a.jsonl").rename(tmp_path / "dataset_infos.json")
+    with pytest.raises(ValueError, match=r"has no file that ends in .* \.parquet$"):
+        local_copy(tmp_path, list_source(tmp_path), "train", "documents", lambda line: None)
 
 
 # Downloads ------------------------------------------------------------------------------------------------------------
@@ -271,6 +279,11 @@ def test_no_server_at_all_is_a_clear_error(
     with pytest.raises(OSError, match="cannot fetch http://127.0.0.1:9/.*refused; run it again"):
         download(listed, "x.parquet", path)
     assert huggingface_hub.logging.get_verbosity() >= logging.ERROR  # its own dozen lines stay out of the output
+
+
+def test_a_name_that_the_hub_refuses_is_an_error_of_the_listing() -> None:
+    with pytest.raises(OSError, match="cannot list hf:own--er/name at .*; check the name"):
+        list_repository(HubName("own--er/name"))
 
 
 def test_a_full_disk_is_reported_at_once(hub: Hub, listed: Repository, path: Path) -> None:

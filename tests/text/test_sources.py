@@ -156,6 +156,7 @@ def test_a_folder_of_code_is_its_code_and_patterns_choose(tmp_path: Path) -> Non
     for name in ("README.md", "src/a.py", "src/b.rs", "src/node_modules/x.js", "Makefile", "logo.png", "notes.weird"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"\0\1" if name == "logo.png" else name.encode())
+    (tmp_path / "damaged").write_bytes(b"\xff\xfeabc")
 
     def names(**chosen: Any) -> list[str]:
         return [path.relative_to(tmp_path).as_posix() for path in list_source(tmp_path, DOCUMENTS, **chosen).files]
@@ -169,6 +170,12 @@ def test_a_folder_of_code_is_its_code_and_patterns_choose(tmp_path: Path) -> Non
     several = data_paths(f"{tmp_path}/src/*.py\n{tmp_path}/README.md")
     assert several == [tmp_path / "src/a.py", tmp_path / "README.md"] and data_paths(f"{tmp_path}\nnowhere") is None
     assert list(read([tmp_path / "src/a.py", tmp_path / "src"])) == ["src/a.py", "src/b.rs"]
+    (tmp_path / "link").symlink_to(tmp_path / "src")
+    names_of_one = (tmp_path / "notes.weird", tmp_path / "link", tmp_path / "src/../src/a.py", tmp_path, tmp_path)
+    listing = list_source(names_of_one, DOCUMENTS)
+    assert len(listing.read) == 5 and sorted(entry.path.name for entry in listing.ignored) == [
+        *("damaged", "logo.png", "pipe.weird", "x.js")
+    ]
 
 
 def test_papers_and_pages_are_read_by_the_extra_or_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,6 +153,7 @@ REFUSED = {
     "merges in another order": (swap_merges, "its merges cannot be kept"),
     "special tokens first": (move_the_special_token, "its ids must be the single bytes, from 0, then the merges"),
     "an id that takes gigabytes": (changed("added_tokens.0.id", 2**24 - 1), "has the id 16,777,215, far above its"),
+    "the id of another token": (changed("added_tokens.0.id", 5), r"special token <\|bos\|> has the id 5 of another"),
     "no first token": (changed("added_tokens.0.content", "<pad>"), "no special token begins documents: one must be"),
     "metaspaces": (changed("pre_tokenizer", {"type": "Metaspace"}), "it is not a byte-level BPE"),
 }

@@ -1,4 +1,5 @@
-"""The tinyworld's conversations for supervised fine-tuning: one to three exchanges with the assistant quern.
+"""The tinyworld's conversations for supervised fine-tuning: one to about six exchanges with the assistant
+quern, mostly one or two.
 
 People type small talk as they do, with slips; what an evaluation says has slips that no conversation has.
 

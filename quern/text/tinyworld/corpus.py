@@ -51,10 +51,11 @@ DOCUMENTS: tuple[tuple[int, str, Maker], ...] = (
     (1, "lists", lessons.about_quern),
 )
 KINDS_OF_TEXT = tuple(dict.fromkeys(kind for _, kind, _ in DOCUMENTS))
+KIND_CHARACTERS = 50_000
 
 
 def documents(seed: int, megabytes: float, split: str = "train") -> Iterator[str]:
-    """Yields documents of about 100 to 2,000 bytes.
+    """Yields documents of about 50 to 1,400 bytes.
 
     The hash of a text assigns one text in eight to validation, so no seed puts a validation text into training.
 
@@ -84,14 +85,14 @@ def conversations(seed: int, count: int, split: str = "train") -> Iterator[list[
         yield conversation(Pen(f"conversations:{split}:{seed}:{index}"))
 
 
-def kinds_of_text(seed: int = 0, bytes_per_kind: int = 50_000) -> dict[str, str]:
-    """Validation text of each of KINDS_OF_TEXT, for reports such as the tokenizer's compression."""
+def kinds_of_text(seed: int = 0) -> dict[str, str]:
+    """Generated text of each of KINDS_OF_TEXT, for reports such as the tokenizer's compression."""
     texts = {}
     for kind in KINDS_OF_TEXT:
         makers = [make for _, of, make in DOCUMENTS if of == kind]
         found: list[str] = []
         size = 0
-        while size < bytes_per_kind:
+        while size < KIND_CHARACTERS:
             found.append(makers[len(found) % len(makers)](Pen(f"kinds:{kind}:{seed}:{len(found)}")))
             size += len(found[-1])
         texts[kind] = "\n\n".join(found)

@@ -174,7 +174,7 @@ def quoted(sentence: str, verb: str, speaker: Character) -> str:
 
 
 def dialogue(pen: Pen) -> str:
-    """Two characters ask each other about themselves."""
+    """One character asks another, and sometimes tells the same of itself."""
     asker = pen.someone()
     teller = pen.other(asker)
     words = {**FIELDS[asker.name], **OTHER_FIELDS[teller.name], **pen.chance_fields()}

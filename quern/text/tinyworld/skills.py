@@ -115,7 +115,7 @@ def operands(pen: Pen, held_out: bool, operator: str, largest: int) -> tuple[int
 
 
 def sum_exercise(pen: Pen, held_out: bool = False) -> Exercise:
-    """A sum of two numbers of up to four digits."""
+    """A sum of two numbers of up to about 9,999."""
     operator = pen.pick("++++---**/")
     left, right = operands(pen, held_out, operator, pen.pick(LARGEST))
     word, compute = OPERATORS[operator]
