@@ -1,8 +1,8 @@
 """The mesh of processes: data-parallel replicas by tensor-parallel shards, and the collectives between them.
 
 Rank = replica · tp + shard, so the shards of one replica, which communicate most, are neighbours. Every collective goes
-through a `ProcessGroup`, which counts the bytes that it moves. A group of one process sends nothing, so the same code
-runs on one process and on many. `Progress` is for the failure reports of train/heartbeat.py.
+through a `ProcessGroup`, which counts the bytes of tensors that it moves. A group of one process sends nothing, so the
+same code runs on one process and on many. `Progress` is for the failure reports of train/heartbeat.py.
 
 Bytes are those that one rank sends with a ring (Thakur et al., 2005), n ranks, for a tensor of S bytes in full:
 all-reduce 2·(n-1)/n·S; reduce-scatter, all-gather and all-to-all (n-1)/n·S.
@@ -298,20 +298,26 @@ def connect(
 def _open_store(rank: int, ranks: int, timeout: timedelta) -> Any:
     """Opens the store that torchrun's variables name. Rank 0 hosts it, unless torchrun's agent does.
 
-    torch's own rendezvous blocks in native code until the others are there, and no signal ends it.
+    torch's own rendezvous blocks in native code until the others are there, and no signal ends it. Raises TimeoutError.
     """
     given = environment()
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in given]:
         raise ValueError(f"WORLD_SIZE is {ranks}, so set {' and '.join(missing)} too: the address of rank 0")
     host, port, until = given["MASTER_ADDR"], int(given["MASTER_PORT"]), time.monotonic() + timeout.total_seconds()
     hosts = rank == 0 and given.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
-    while not hosts and time.monotonic() < until:
+    while not hosts:
         try:
             socket.create_connection((host, port), timeout=1).close()
             break
-        except OSError:
+        except OSError as error:
+            if time.monotonic() >= until:
+                within = f"within {timeout.total_seconds():.0f} s"
+                raise TimeoutError(f"rank 0 of {ranks} did not answer at {host}:{port} {within}: start it") from error
             time.sleep(0.1)
-    return TCPStore(host, port, ranks, hosts, timeout, wait_for_workers=False, multi_tenant=True)
+    left = timedelta(seconds=max(1.0, until - time.monotonic()))
+    store = TCPStore(host, port, ranks, hosts, left, wait_for_workers=False, multi_tenant=True)
+    store.set_timeout(timeout)  # of what follows
+    return store
 
 
 def _meet(store: Any, rank: int, ranks: int, timeout: timedelta) -> Any:

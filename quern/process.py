@@ -50,7 +50,7 @@ def environment() -> Mapping[str, str]:
 
 
 def set_child_env(values: Mapping[str, str]) -> None:
-    """Sets variables for the processes that this one will start."""
+    """Sets variables for the processes that this one will start, and for libraries that it imports later."""
     os.environ.update(values)
 
 

@@ -1,7 +1,7 @@
 """Describes a run: one frozen Recipe, whose every number follows from `depth` unless it is set.
 
 A Recipe is what the user said; it says nothing about where it runs (`machine.py`, `mesh.py`). `resolve` (`resolve.py`),
-the one place that derives numbers, makes a Resolved of it, in which no field that follows from others is None.
+the one place that derives numbers, makes a Resolved of it, in which no field marked `Gap` is None, unless it is unused.
 `validate.py` checks both. Behaviour is handed over as callables (`make_model`, `make_rules`, …), never named by a text.
 Units stand in the names; token counts are tokens, not bytes.
 """
@@ -50,7 +50,7 @@ class TextRecipe(Generic[Gap]):
     column: str = "text"
     """The name of the text: a column (.parquet, .csv, .tsv) or a key (.jsonl, .json)."""
     separator: str | None = None
-    """The mark that ends a document in .txt and .md files, such as <|endoftext|>; it is no part of the text."""
+    """The mark that ends a document in text and code, such as <|endoftext|>; it is no part of the text."""
     encoding: str = "utf-8"
     """The encoding of text, tables and JSON, such as cp1252; auto recognizes it."""
     split: str = "train"
@@ -120,7 +120,7 @@ class OptimRecipe(Generic[Gap]):
     """Learning rates at a batch of 2^19 tokens and a width of 768, and how they scale from there."""
 
     matrix_lr: Rate = 0.02
-    """Peak rate of the hidden matrices, which Muon updates."""
+    """Peak rate of the hidden matrices, which Muon updates; in llama_adamw of every parameter, which AdamW does."""
     head_lr: Rate = 0.008
     """Peak rate of the head, which makes logits."""
     embedding_lr: Rate = 0.3
@@ -147,7 +147,7 @@ class OptimRecipe(Generic[Gap]):
     """gpt: multiplies the decay of the head and of the value embeddings, 0.01. By default 1; below depth 8 up to
     decay_scale for a text that is read five times."""
     width_scale: Positive | Gap = FOLLOWS
-    """Multiplies the embeddings' and the head's rate: sqrt(768 / width)."""
+    """Multiplies the embeddings' and the head's rate, in llama_adamw every rate: sqrt(768 / width)."""
     eps: Annotated[float, Interval(gt=0, le=1)] = 1e-10
     """AdamW's epsilon."""
     muon_beta2: Annotated[float, Interval(ge=0, lt=1)] = 0.9
@@ -166,7 +166,7 @@ class TrainRecipe(Generic[Gap]):
     minutes: Amount | None = None
     """Train for this long instead: time in steps, without compilation, validation and saves. The steps follow."""
     horizon_ratio: Amount = 12.0
-    """Tokens for each parameter, where neither steps nor minutes say how long."""
+    """Tokens for each parameter, where neither steps nor minutes say how long; with steps alone, decides the batch."""
     batch_tokens: Count | Gap = FOLLOWS
     """Tokens in one optimizer step; few enough for about 2,000 steps of the default horizon."""
     micro_batch_tokens: Count | Gap = FOLLOWS
@@ -177,8 +177,8 @@ class TrainRecipe(Generic[Gap]):
     """The rate falls over this share of the steps, the last ones: modded-nanogpt's (nanochat's is 0.65)."""
     final_lr: Rate = 0.05
     """Rate at the end of the warm-down, as a share of the peak."""
-    clip_norm: Annotated[float, Interval(gt=0, le=1e9), "leave it out for no clipping"] | None = None
-    """Global gradient norm to clip to; off by default, since it measured as no help."""
+    clip_norm: Annotated[float, Interval(gt=0, le=1e9), "give a large one, such as 1e9, for no clipping"] | None = None
+    """Global gradient norm to clip to; off by default, since it measured as no help; 1 in llama_adamw."""
     packing: Literal["best-fit", "greedy-crop", "greedy-pad", "first-fit-decreasing", "stream"] = "best-fit"
     """How documents fill rows; stream cuts rows from documents put end to end."""
     log_every: Count = 10
@@ -223,15 +223,15 @@ class SftRecipe:
     """Optimizer steps; by default from epochs."""
     batch_tokens: Count | None = None
     """Tokens in one optimizer step; pretraining's, or fewer where the conversations would not last for 1,000 steps."""
-    lr_share: Rate = 0.3
-    """Share of sqrt(batch / 2^19) that multiplies every peak rate."""
+    lr_share: Annotated[float, Interval(gt=0, le=1000)] = 0.3
+    """Share of sqrt(batch / 2^19) that multiplies every peak rate; below depth 8 gpt's head gets its root."""
     warmdown_share: Share = 1.0
     """The rate falls over this share of the steps, the last ones, to nothing."""
     too_long: Literal["crop", "drop"] = "crop"
     """Whether a conversation longer than the context is cropped or dropped."""
     tests: str | None = None
     """A folder of test files (.jsonl, .json, .parquet) of tasks: a conversation with one of their questions is refused.
-    Files with "train" in their name are not read."""
+    Files with the word "train" or "training" in their name are not read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,8 +252,9 @@ class RlRecipe:
     """Replies to each question; their mean reward is the baseline of its group."""
     max_tokens: Count = 96
     """The most tokens in a reply."""
-    lr_share: Rate = 0.012
-    """Share of sqrt(batch / 2^19), by pretraining's batch, that multiplies every rate of the first step."""
+    lr_share: Annotated[float, Interval(gt=0, le=1000)] = 0.012
+    """Share of sqrt(batch / 2^19), by pretraining's batch, that multiplies every rate of the first step; below depth 8
+    gpt's head gets its root."""
     warmdown_share: Share = 1.0
     """The rate falls over this share of the steps, the last ones, to nothing."""
     resample: Annotated[int, Interval(ge=0, le=1000)] = 2

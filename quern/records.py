@@ -1,9 +1,9 @@
 """Records of one stage of a run: JSON lines, which reports and plots read.
 
-A stage folder holds `recipe.json` (and `recipe_source.py`), `metrics.jsonl` (one line per logging step, with the
-caller's fields only) and `events.jsonl` (events with UTC times). Lines are strict JSON: a number that is not finite
-becomes null, and an event names it. A line is complete when it ends with a newline; a crash can tear only the last
-line, which is dropped when the folder is opened again. Trackers are imported on demand.
+A stage folder holds, besides others, `recipe.json` (and `recipe_source.py`), `metrics.jsonl` (a line per logging step
+and per validation, with the caller's fields only) and `events.jsonl` (events with UTC times). Lines are strict JSON: a
+number that is not finite becomes null, and an event names it. A line is complete when it ends with a newline; a crash
+can tear only the last line, which is dropped when the folder is opened again. Trackers are imported on demand.
 """
 
 from __future__ import annotations
@@ -343,7 +343,7 @@ def read_json(path: Path, kind: type[Kind], instead: str = "put back a copy of i
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: It is no regular file, no JSON, or a value in it has another type; the message says where.
+        ValueError: It is a pipe or a device, no JSON, or a value in it has another type; the message says where.
     """
     try:
         return typed(json.loads(read_regular(path)), kind)
@@ -367,7 +367,7 @@ def typed(body: Any, kind: type[Kind], exact: bool = False) -> Kind:
     try:
         found = msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
-        told = re.sub("`str` matching regex '[^`]*'", "the name of a file in the same folder", str(error))
+        told = re.sub("`str` matching regex '[^`]*'", "the name of a file inside the same folder", str(error))
         raise ValueError(told) from error
     if exact and (unknown := sorted(body.keys() - kind.__annotations__.keys())):
         raise ValueError(f"Object contains unknown field `{unknown[0]}`")

@@ -1,4 +1,4 @@
-"""`resolve`: fills every field of a recipe that is None from `depth`, and checks every value.
+"""`resolve`: fills every field of a recipe that is marked `Gap` and None from `depth`, and checks every value.
 
 The one place that derives numbers. Batch, rate and decay follow nanochat's scaling rules from one reference point.
 """

@@ -1,5 +1,5 @@
 """Output for the terminal: progress of work over two seconds (plain lines without a terminal), durations, tables, and a
-model's text without what would control the terminal, Markdown or HTML."""
+model's text without what would control the terminal."""
 
 from __future__ import annotations
 

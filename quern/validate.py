@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args, get_origin
 
 from quern.field_types import UNIONS, Deferred, annotations_of, refuse_outside
-from quern.recipe import PARTS, ConversationSource, Recipe, ResolvedModel, SftRecipe, TrainRecipe
+from quern.recipe import PARTS, ConversationSource, Recipe, Resolved, ResolvedModel, SftRecipe, TrainRecipe
 from quern.records import typed
 
 _OTHERS = {"make": str | None, "conversations": list[ConversationSource] | None}  # callables are names
@@ -72,7 +72,7 @@ def extra(name: str, needed: str) -> Iterator[None]:
 
 
 def check(recipe: Recipe) -> None:
-    """Checks every value by itself, and that unused fields have their defaults. The recipe may be unresolved."""
+    """Checks every value by itself, and that unused fields have their defaults, unless `resolve` has filled them in."""
     for name, value in recipe.callables().items():
         _refuse(
             not (isinstance(value, Deferred) or hasattr(value, "__qualname__")),
@@ -84,7 +84,7 @@ def check(recipe: Recipe) -> None:
     _check_fields(recipe, "")
     for name in recipe.unused:
         _refuse(annotation_of(name) is None, f"unused names {name!r}, which is no field of a recipe: leave it out")
-        _refuse(is_set(recipe, name), f"{flag(name)} {why_unused(name, recipe)}")
+        _refuse(not isinstance(recipe, Resolved) and is_set(recipe, name), f"{flag(name)} {why_unused(name, recipe)}")
     for part in PARTS:
         _check_fields(getattr(recipe, part), f"{part}.")
     for name, value in (("data", recipe.data), ("val", recipe.val), ("sft.tests", recipe.sft.tests)):
@@ -110,10 +110,10 @@ def is_encoding(name: str) -> bool:
 
 def why_unused(name: str, recipe: Recipe) -> str:
     """The reason for a field that the recipe's callables do not read; it lists those that they do read."""
-    part = name.partition(".")[0]
-    names = (f"{part}.{f.name}" for f in fields(getattr(recipe, part)))
+    part = name.rpartition(".")[0]
+    names = (f"{part}.{f.name}" for f in (fields(getattr(recipe, part)) if part else ()))
     used = ", ".join(flag(other) for other in names if other not in recipe.unused and other not in FILLED_IN)
-    return f"does nothing in the '{recipe.name}' recipe: leave it out; of this kind it knows {used}"
+    return f"does nothing in the '{recipe.name}' recipe: leave it out{used and f'; of this kind it knows {used}'}"
 
 
 def is_set(recipe: Recipe, name: str) -> bool:
@@ -134,9 +134,10 @@ def check_body(body: Any) -> None:
 
 
 def annotation_of(name: str) -> Any:
-    """The annotation of a recipe's field, such as train.steps; None for a field that a recipe's own file adds."""
+    """The annotation of a recipe's field, such as train.steps; None for another name."""
     part, _, own = name.rpartition(".")
-    return annotations_of(PARTS[part] if part else Recipe).get(own)
+    kind = PARTS.get(part) if part else Recipe
+    return kind and annotations_of(kind).get(own)
 
 
 def _check_fields(part: Any, prefix: str) -> None:

@@ -6,7 +6,8 @@ from datetime import timedelta
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from quern.mesh import _meet
+from quern.mesh import _meet, _open_store
+from tests.support.ranks import free_port
 
 SECONDS = timedelta(seconds=20)
 
@@ -42,3 +43,10 @@ def test_a_start_that_never_was_complete_is_left() -> None:
     with pytest.raises(TimeoutError, match="not all of 2 ranks"):
         _meet(store, 0, 2, timedelta(seconds=0.1))
     assert sorted(met(store, [1, 0], 2).values()) == [1, 2]
+
+
+def test_a_rank_0_that_never_comes_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    with pytest.raises(TimeoutError, match="^rank 0 of 2 did not answer at 127.0.0.1:.* within 0 s: start it$"):
+        _open_store(1, 2, timedelta(seconds=0.3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -56,7 +57,8 @@ def _ladder(rest: Arguments, help_text: str) -> int:
 
 
 def _calibrate(rest: Arguments, help_text: str) -> int:
-    """Trains ideas whose outcome is known (`quern lab calibrate BASELINE ANSWERS.json`); they lie beside that file."""
+    """Trains ideas whose outcome is known (`quern lab calibrate BASELINE ANSWERS.json`); they lie beside that file
+    or in folders below."""
     if rest.asks_for_help:
         return _compare(rest, help_text, "calibrate")
     if len(rest.recipes) != 2 or not rest[1].endswith(".json"):
@@ -77,6 +79,8 @@ def _calibrate(rest: Arguments, help_text: str) -> int:
 
 def _sweep(rest: Arguments, help_text: str) -> int:
     options, source = _options(SweepOptions, "lab sweep", rest, help_text)
+    if options.workers > 1 and "-" in rest:
+        raise ValueError("--data - can be read by one process: save the text in a file for several --workers")
     from quern import machine as machines
     from quern.lab.study import start_facts
 
@@ -186,9 +190,12 @@ def _options(
     the recipe's file."""
     recipe, source = load_recipe(name) if name else chosen_recipe(verb, rest)
     options = parse(kind, recipe, rest, verb=verb, description=help_text)
+    from quern.runs.public_data import with_local_data
     from quern.stages.prepare_tokens import is_tokens
 
-    refuse_idle(options.recipe, rest.given, is_tokens(options.recipe.data, getattr(options, "out", None)))
+    if (out := getattr(options, "out", None)) is not None:  # a plan reads no text
+        options = replace(options, recipe=with_local_data(options.recipe, out, rest, log))
+    refuse_idle(options.recipe, rest.given, is_tokens(options.recipe.data, out))
     return options, source
 
 

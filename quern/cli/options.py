@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _OTHER_VERB = "does nothing in `quern {verb}`: give it to the verb that trains"
 _OF_THE_RUN = "belongs to the run's recipe and cannot change: leave it out"
 QUESTIONS = Refusal("questions", "is for `quern evaluate` and `quern run`")
+_TUNING = (*FOLLOWING, WORKERS, QUESTIONS)
 
 
 def log(line: str) -> None:
@@ -68,6 +69,7 @@ class TokenizerOptions:
     """Flags of `quern tokenizer`."""
 
     refusals: ClassVar = (
+        *FOLLOWING,
         Refusal("text.tinyworld_conversations", _OTHER_VERB),
         Refusal(ALL, _OTHER_VERB, but="depth data include exclude val shards seed text"),
         Refusal("to dir engine ray", "is for `quern prepare`"),
@@ -92,10 +94,10 @@ class EncodingOptions:
 class PrepareOptions(EncodingOptions, TokenizerOptions):
     """Flags of `quern prepare`."""
 
-    refusals: ClassVar = TokenizerOptions.refusals[:2]
+    refusals: ClassVar = TokenizerOptions.refusals[:-3]
 
     engine: Literal["processes", "ray"] = "processes"
-    """Where the workers run: in processes of this machine, or on a Ray cluster, by default one on each of its CPUs."""
+    """Where the workers run: in processes of this machine, or on a Ray cluster, by default one per CPU, at most 16."""
     ray: str | None = None
     """With --engine ray: the cluster, auto or HOST:PORT. Default: auto."""
     to: Literal["bin", "nanogpt"] | None = None
@@ -202,8 +204,7 @@ class SftOptions(TrainOptions):
 
     refusals: ClassVar = (
         RL,
-        WORKERS,
-        QUESTIONS,
+        *_TUNING,
         Refusal(
             ALL,
             "is decided by the base run, whose model, text and seed `quern sft` takes over: leave it out, or pretrain "
@@ -218,8 +219,7 @@ class RlOptions(TrainOptions):
     """Flags of `quern rl`."""
 
     refusals: ClassVar = (
-        WORKERS,
-        QUESTIONS,
+        *_TUNING,
         Refusal(
             ALL,
             "is decided by the run, whose model, text and seed `quern rl` takes over: leave it out",

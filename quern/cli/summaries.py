@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,7 +41,7 @@ NEXT = {
     "evaluate": ("report", "chat"),
     "report": ("chat", "serve"),
     "import": ("chat", "evaluate"),
-    "grug train": ("grug export --run",),
+    "grug train": ("grug export",),
     "grug export": ("sft", "chat"),
 }
 """The verbs that go on with the run where another one ends."""
@@ -107,10 +106,11 @@ def following(verb: str, words: Arguments) -> str:
         return ""
     from quern.runs.run_dir import STAGES, RunDir
 
-    out, name = words.value("out"), words.value("run") or "first"
-    if verb == "report" and not any(map((found := RunDir(Path(out or "out"), name)).has_trained, STAGES)):
+    found = RunDir(Path(words.value("out") or "out"), words.value("run") or "first")
+    if verb == "report" and not any(map(found.has_trained, STAGES)):
         if not found.has_trained("grug"):
             return ""
         verb = "grug train"
-    run = shlex.join([name, *(["--out", out] if out else [])])
+    by_flag = found.run in (*recipe_names(), "keys") or found.run.endswith(".py") or verb == "grug train"
+    run = found.flags if by_flag else found.flags.removeprefix("--run ")
     return f"next: {', '.join(f'`quern {then} {run}`' for then in NEXT[verb])}"

@@ -75,7 +75,7 @@ class DeviceOptions:
     device: Literal["cpu", "cuda", "mps"] | None = None
     """Default: the fastest device available."""
     dtype: Annotated[Literal["bf16", "fp32"] | None, Mark.RARE] = None
-    """Default: bf16 if it is measured to be faster."""
+    """Default: bf16 on GPUs that have it, on a CPU if it is measured to be faster."""
     threads: Annotated[Threads | None, Mark.RARE] = None
     """CPU threads, which all workers of a study share. Default: one per core."""
     compile: Annotated[bool, Mark.RARE] = True

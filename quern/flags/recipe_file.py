@@ -1,4 +1,4 @@
-"""Reads a constant of a Python file: a recipe (`RECIPE = …`) or a task (`TASK = …`). Executes the file's code.
+"""Reads a constant of a Python file (`RECIPE = …`, `TASK = …` or `ENVIRONMENT = …`). Executes the file's code.
 
 `map_paths` changes the paths that a recipe names.
 """

@@ -1,7 +1,7 @@
 """The fields of a recipe as flags.
 
-Fields without a flag (callables, and those that the verb's `refusals` name) are not in the help; on the command line
-they are refused with the reason, and so are fields that have no effect because of the values of others (`_idle`).
+Fields without a flag (callables, and those that the verb's `refusals` name) are not in the help. On the command line
+the latter are refused with the reason, and so are fields that have no effect because of the values of others (`_idle`).
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def parse(flags: type[F], recipe: Recipe, arguments: Arguments, *, verb: str, de
         filled = recipe
         with suppress(ValueError):  # which the command without --help refuses
             filled = resolve(recipe)
-        offered = [replace(one, told=_default(one, filled, verb == "sft")) for one in offered]
+        offered = [replace(one, told=_default(one, filled, verb in ("sft", "rl"))) for one in offered]
         check_flags.show_help(offered, arguments, f"quern {verb}", description)
     given = check_flags.check(offered, arguments.flags, f"quern {verb}")
     if "data" in given.get("recipe", ()):
@@ -149,7 +149,7 @@ def parse(flags: type[F], recipe: Recipe, arguments: Arguments, *, verb: str, de
 def why_none(name: str, recipe: Recipe, refusals: Iterable[Refusal], names: Collection[str]) -> str | None:
     """The reason why a verb with these refusals has no flag of this name; None if it may have one. names: all fields of
     the recipe."""
-    for rule in (*refusals, *EVERYWHERE):
+    for rule in (*EVERYWHERE, *refusals):
         covered = name in names if rule.names == ALL else _within(name, rule.names)
         if covered and not _within(name, rule.but):
             return rule.reason

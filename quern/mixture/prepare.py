@@ -271,8 +271,8 @@ class TaskRows:
             self._long.setdefault(" ".join(words[:SHORTEST]), {}).setdefault(len(words), {}).setdefault(digest, row)
 
     def read(self, folder: Path, task: str) -> None:
-        """Adds the rows of the test files in a folder. Files with "train" in their name are not read. Raises as
-        `list_source`, and ValueError for a file that is damaged or a row that has no question."""
+        """Adds the rows of the test files in a folder. Files with the word "train" or "training" in their name are not
+        read. Raises as `list_source`, and ValueError for a file that is damaged or a row that has no question."""
         for path in list_source(folder, OF_ROWS).files:
             if TRAINING_FILE.search(path.name.lower()):
                 continue

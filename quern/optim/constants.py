@@ -62,7 +62,7 @@ def adamw_groups(recipe: ResolvedOptim, depth: int) -> dict[str, AdamWGroup]:
     decay of the head and of the value embeddings follows `resolve.table_decay_rule`. The embedding's scale has no
     effect, since a norm follows it.
     """
-    scale, width, decay = _or_one(recipe.lr_scale), _or_one(recipe.width_scale), _or_one(recipe.table_decay_scale)
+    scale, width, decay = or_one(recipe.lr_scale), or_one(recipe.width_scale), or_one(recipe.table_decay_scale)
 
     head_scale = math.sqrt(scale) if depth < SMALL_DEPTH else scale
 
@@ -84,8 +84,9 @@ def adamw_groups(recipe: ResolvedOptim, depth: int) -> dict[str, AdamWGroup]:
 
 def muon_rate(recipe: ResolvedOptim) -> tuple[float, float]:
     """(peak learning rate, weight decay) of the hidden matrices. Scales that are not resolved (None) count as 1."""
-    return recipe.matrix_lr * _or_one(recipe.lr_scale), recipe.matrix_decay * _or_one(recipe.decay_scale)
+    return recipe.matrix_lr * or_one(recipe.lr_scale), recipe.matrix_decay * or_one(recipe.decay_scale)
 
 
-def _or_one(scale: float | None) -> float:
+def or_one(scale: float | None) -> float:
+    """The scale; 1 for one that is not resolved."""
     return 1.0 if scale is None else scale

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quern.field_types import Deferred
+from quern.optim.constants import or_one
 from quern.recipe import ModelRecipe, OptimRecipe, Recipe, Resolved
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ def rules(recipe: Resolved) -> dict[str, GroupRule]:
     from quern.optim.muon import Muon
 
     optim = recipe.optim
-    scale, width = optim.lr_scale or 1.0, optim.width_scale or 1.0
-    decay = optim.matrix_decay * (1.0 if optim.decay_scale is None else optim.decay_scale)
+    scale, width = or_one(optim.lr_scale), or_one(optim.width_scale)
+    decay = optim.matrix_decay * or_one(optim.decay_scale)
 
     def adamw(lr: float, weight_decay: float) -> GroupRule:
         return GroupRule(AdamW((0.9, 0.95), optim.eps, weight_decay), lr)

@@ -12,6 +12,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from quern.optim.constants import or_one
 from quern.recipe import OptimRecipe, Resolved
 from quern.recipes import llama
 
@@ -25,8 +26,8 @@ def rules(recipe: Resolved) -> dict[str, GroupRule]:
     from quern.optim.groups import GroupRule
 
     optim = recipe.optim
-    lr = optim.matrix_lr * (optim.lr_scale or 1.0) * (optim.width_scale or 1.0)
-    decay = optim.matrix_decay * (1.0 if optim.decay_scale is None else optim.decay_scale)
+    lr = optim.matrix_lr * or_one(optim.lr_scale) * or_one(optim.width_scale)
+    decay = optim.matrix_decay * or_one(optim.decay_scale)
 
     def adamw(weight_decay: float) -> GroupRule:
         return GroupRule(AdamW((0.9, 0.95), optim.eps, weight_decay), lr)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quern.field_types import Deferred
+from quern.optim.constants import or_one
 from quern.optim.schedule import Multipliers, learning_rate
 from quern.recipe import ModelRecipe, OptimRecipe, Recipe, Resolved, ResolvedTrain, TrainRecipe
 from quern.resolve import REFERENCE_BATCH_TOKENS
@@ -34,7 +35,7 @@ def rules(recipe: Resolved) -> dict[str, GroupRule]:
     from quern.optim.muon import PlainMuon
 
     optim = recipe.optim
-    scale, width = optim.lr_scale or 1.0, optim.width_scale or 1.0
+    scale, width = or_one(optim.lr_scale), or_one(optim.width_scale)
     adam = AdamW((0.8, 0.95), optim.eps, 0.0)
     return {
         "matrices": GroupRule(PlainMuon(optim.muon_steps), optim.matrix_lr * scale),

@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -134,8 +135,9 @@ def with_local_data(recipe: Recipe, out: Path, arguments: Sequence[str], log: Lo
     return replace(recipe, data="\n".join(map(local, recipe.data.split("\n"))))
 
 
+@cache
 def _kept_input(folder: Path, log: Log) -> Path:
-    """Writes standard input to a file that is named by its contents."""
+    """Writes standard input, which is read once, to a file that is named by its contents."""
     if sys.stdin is None or sys.stdin.isatty() or not (content := sys.stdin.buffer.read()):
         raise ValueError("--data -: nothing is piped in; give text, as in cat texts/*.txt | quern run --data -")
     digest = hashlib.sha256(content).hexdigest()

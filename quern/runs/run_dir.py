@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from quern.field_types import CONSTRUCTORS
 from quern.flags.recipe_file import read_recipe_file
 from quern.flags.recipe_flags import Arguments
-from quern.recipe import Recipe, Resolved
+from quern.recipe import Resolved
 from quern.records import drop_torn_end, read_json
 from quern.resolve import resolve
 from quern.temporaries import NAMES, naming, sha256_of, write_whole
@@ -196,7 +196,7 @@ class RunDir:
                     f"{error}. A run keeps its recipe's file alone: make the modules it imports importable (PYTHONPATH)"
                 ) from error
         check_body(body)
-        return resolve(Recipe.from_json(body, **(callables or {})))
+        return resolve(Resolved.from_json(body, **(callables or {})))
 
     def kept_source(self, stage: str, named: str | None = None) -> str | None:
         """The text of the recipe's file that a stage keeps; None if it keeps none.

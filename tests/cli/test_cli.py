@@ -85,6 +85,7 @@ def test_every_verb_explains_itself_its_flags_and_their_defaults(
         if not re.search(r"[a-z]+\W+\w+", re.sub(r"^.*?(  |\n)|\(default: .*?\)", "", row, flags=re.DOTALL))
     ]
     assert bare == [] and (rows or verb in ("grug", "lab"))
+    assert verb not in ("sft", "rl") or "; follows)" not in text, "these stages do not derive it so"
     assert not silent, "these flags say no default, and are neither required nor repeatable"
 
 
@@ -193,6 +194,9 @@ def test_what_follows_a_report_opens_the_model_that_the_run_has(tmp_path: Path) 
         if stage == "grug":
             with pytest.raises(FileNotFoundError, match=f"no model yet: `quern {verb} mine --out .*` makes one"):
                 run_dir.require_trained(None)
+    for name in ("llama", "keys", "own.py"):  # which behind a verb mean something else
+        own = summaries.following("pretrain", Arguments(("--run", name)))
+        assert own == f"next: `quern sft --run {name}`, `quern chat --run {name}`"
 
 
 REFUSED = r"""
@@ -238,6 +242,9 @@ lab log --study ../x → ^quern lab: a study cannot be called '../x': give --stu
 lab compare gpt gpt → ^quern lab: two arms have the name gpt: give every arm's file a name of its own$
 evaluate --depth 3 → quern evaluate: --depth belongs to the run's recipe and cannot change: leave it out
 pretrain --name x → --name comes with the recipe: to name the run, use --run
+prepare --name x → --name comes with the recipe: to name the run, use --run
+prepare --model.bos 3 → --model.bos follows from the tokenizer$
+sft --model.depth 3 → --model.depth follows from --depth
 pretrain --model.dropout 0.1 → --model.dropout does nothing in the 'gpt' recipe: leave it out; .*model.heads
 pretrain --model.depth 3 → --model.depth follows from --depth
 pretrain --model.vocab-size 400 → --model.vocab-size follows from the tokenizer: set --text.vocab-size

@@ -263,7 +263,7 @@ def other_words(folder: Path) -> None:
         ),
         (reconfigure(rope_parameters="gone", rope_scaling={"type": "linear", "factor": 2.0}), "rope_type 'linear'"),
         (mapped(None), f"{INDEX} is damaged .Expected `object`, got `null` - at `..weight_map`"),
-        (mapped({"a": "../other.safetensors"}), "Expected the name of a file in the same folder"),
+        (mapped({"a": "../other.safetensors"}), "Expected the name of a file inside the same folder"),
         (indexed(lambda f, _: (f / "model-1.safetensors").unlink()), "there is no .*model-1.safetensors"),
         (indexed(put_twice), "model-1.safetensors holds lm_head.weight, which another file holds too"),
         (reconfigure(tie_word_embeddings="no"), "at `..tie_word_embeddings`"),

@@ -1,16 +1,21 @@
 """Fields that a recipe does not use: what it declares is what its callables do not read, and setting one is refused."""
 
+import json
 from collections.abc import Callable
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from quern.flags.recipe_flags import field_names
 from quern.recipe import Recipe
 from quern.recipes import gpt, llama, llama_adamw, unet
-from quern.resolve import resolve
+from quern.resolve import fine_tuning_rates, resolve
+from quern.runs.run_dir import RunDir
 from quern.validate import FILLED_IN
+from tests.contracts.idea import idea_files, read
 
 ALL = (gpt.RECIPE, llama.RECIPE, llama_adamw.RECIPE, unet.RECIPE)
 RECIPES = pytest.mark.parametrize("recipe", ALL, ids=[recipe.name for recipe in ALL])
@@ -69,7 +74,22 @@ def test_setting_one_is_refused_by_name_and_defaults_are_not(recipe: Recipe) -> 
         assert str(said.value).count(flag) == 1
 
 
+@pytest.mark.parametrize("name", ["", *(one.name for one in ALL), *idea_files()])
+def test_a_run_of_it_is_opened_again_although_resolving_and_fine_tuning_set_what_is_unused(
+    name: str, tmp_path: Path
+) -> None:
+    """Also of a recipe (no name) that uses nothing."""
+    nothing = replace(gpt.RECIPE, unused=tuple({*field_names(gpt.RECIPE)} - {"unused"}))
+    recipe = {"": nothing, **{one.name: one for one in ALL}}.get(name) or read(name)
+    resolved = resolve(recipe)
+    for saved in (resolved, fine_tuning_rates(resolved, 0.3, 2**14)):
+        body = json.loads(json.dumps(saved.to_json()))
+        assert RunDir(tmp_path, "a").read_recipe(body, "sft", callables=recipe.callables()) == saved
+
+
 def test_a_recipe_of_ones_own_says_what_it_uses() -> None:
     own = replace(gpt.RECIPE, name="own", unused=(), model=replace(gpt.RECIPE.model, dropout=0.1))
     assert resolve(own).model.dropout == 0.1
     assert Recipe.from_json(own.to_json()) == own
+    with pytest.raises(ValueError, match="^shards does nothing in the 'own' recipe: leave it out$"):
+        resolve(replace(own, unused=("shards",), shards=2))

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from quern.cli import main
+from quern.cli import lab, main
 from quern.estimate import own_text
 from quern.estimate.own_text import (
     PARAMETERS_PER_BYTE,
@@ -25,6 +25,8 @@ from quern.estimate.own_text import (
     parameters_of,
     vocabulary,
 )
+from quern.flags.recipe_flags import Arguments
+from quern.lab.options import CompareOptions
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from quern.stages import pretrain as fitted
@@ -108,7 +110,7 @@ def test_a_text_that_is_missing_or_too_short_is_refused_at_once_and_leaves_no_ru
     assert not list((tmp_path / "out").rglob("*.json"))
 
 
-def test_after_a_text_from_standard_input_the_next_command_names_its_file(
+def test_after_a_text_from_standard_input_the_next_command_names_its_file_and_so_does_every_arm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "".join(f"The miller has {number} sacks.\n" for number in range(400))
@@ -118,6 +120,9 @@ def test_after_a_text_from_standard_input_the_next_command_names_its_file(
     following = capsys.readouterr().out.splitlines()[-1]
     found = re.fullmatch(rf"next: `quern pretrain --data (\S+) {' '.join(flags[2:])}`", following)
     assert found and Path(found[1]).read_text(encoding="utf-8") == text
+    for arm in ("gpt", "llama"):  # of a study: all of them read it
+        options, _ = lab._options(CompareOptions, "lab compare", Arguments(flags[:4]), "", arm)
+        assert options.recipe.data == found[1]
 
 
 def test_size_and_time_follow_from_the_text_where_they_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
