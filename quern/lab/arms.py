@@ -101,7 +101,7 @@ def in_process(out: Path, machine: Mapping[str, Any], variables: Mapping[str, st
 
 def on_cluster(out: Path, machine: Mapping[str, Any]) -> Train:
     """Returns what trains arms in a Ray actor, after `connect`. Its machine needs quern, and the text at the same path.
-    It raises RuntimeError if the cluster has no room."""
+    It raises RuntimeError if the cluster has no room or loses the actor."""
 
     def train(arm: Arm, seeds: Iterable[Seeds]) -> Iterator[Trial]:
         ray, threads = ray_module(), machine["threads"]
@@ -118,7 +118,8 @@ def on_cluster(out: Path, machine: Mapping[str, Any]) -> Train:
                 f"{SECONDS_TO_START} s: give fewer --workers or fewer --threads"
             ) from error
         except ray.exceptions.RayError as error:
-            raise RuntimeError(last_line(error)) from error
+            own = isinstance(error, ray.exceptions.RayTaskError)  # the arm's; others are the cluster's
+            raise RuntimeError(("" if own else "the cluster has lost the worker: ") + last_line(error)) from error
         finally:
             ray.kill(actor)
 

@@ -96,6 +96,7 @@ def _look_up(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.nda
 PARTS, RESAMPLES = 4, 500
 WARMUP_STEPS = 3  # of each arm, which are not timed: the first ones compile
 LEAST_PAIRS = 6  # in each part before the first estimate of the error; each later estimate has a quarter more pairs
+ERROR, MOST_SECONDS = 0.005, 120.0  # standard error of ln(ratio) that is small enough; time of a measurement
 TURN_SECONDS = 0.2  # least time of the steps that an arm takes before the other one follows
 
 
@@ -113,9 +114,7 @@ class Speed:
         return f"{self.ratio:.3f} times the baseline's seconds ± {self.error:.1%}, {self.pairs} pairs"
 
 
-def measure_speed(
-    base: Recipe, idea: Recipe, out: Path, machine: Machine, *, error: float = 0.005, most_seconds: float = 120.0
-) -> Speed:
+def measure_speed(base: Recipe, idea: Recipe, out: Path, machine: Machine) -> Speed:
     """Measures an idea against the baseline until the error of the ratio is small enough, or the time is over."""
     if machine.compile:
         torch.compiler.reset()  # the compiler keeps a few versions of a function, and earlier arms have used them
@@ -125,7 +124,7 @@ def measure_speed(
             for number in range(WARMUP_STEPS):
                 arm.step((number + 0.5) / WARMUP_STEPS)
         turn = [max(1, math.ceil(TURN_SECONDS / arm.step(0.5))) for arm in arms]
-        return _alternate([lambda share, arm=arm: arm.step(share) for arm in arms], max(turn), error, most_seconds)
+        return _alternate([lambda share, arm=arm: arm.step(share) for arm in arms], max(turn), ERROR, MOST_SECONDS)
     finally:
         for arm in arms:
             arm.state.optimizer.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -19,7 +20,7 @@ TRIALS = (
     Refusal(FINE_TUNING, "is for fine-tuning, and a study compares pretraining"),
     Refusal(
         "train.minutes train.save_every train.keep train.log_every train.eval_every data_seed",
-        "does nothing in a study: its trials run for --train.steps, leave no checkpoints, and have the study's seeds",
+        "does nothing in a study: its trials have a fixed number of steps, no checkpoints, and the study's seeds",
     ),
     *FOLLOWING,
 )
@@ -37,7 +38,7 @@ class WorkerOptions(DeviceOptions):
         machine = self.detect()
         if machine.device.type == "cuda" and workers > torch.cuda.device_count():
             raise ValueError(f"--workers {workers} needs as many GPUs, and there are {torch.cuda.device_count()}")
-        return asdict(self) | {"threads": max(1, machine.threads // workers)}
+        return asdict(self) | {"device": machine.device.type, "threads": max(1, machine.threads // workers)}
 
 
 def refuse_name(study: str) -> None:
@@ -57,8 +58,8 @@ class StudyOptions:
     out: Path = field(default=Path("out"), kw_only=True)
     """The output folder; studies are in its folder lab."""
     study: str | None = field(default=None, kw_only=True)
-    """The study's name; an existing study continues, also in several processes at a time. Default: from the names of
-    the arms, "ladder", "calibration", or the name of the tool."""
+    """The study's name; an existing study continues, also in several processes at a time. Default: from the arms,
+    "ladder", "calibration", a sweep's .toml files, or the tool."""
 
     def __post_init__(self) -> None:
         refuse_name(self.study or self.default)
@@ -68,6 +69,11 @@ class StudyOptions:
     @property
     def folder(self) -> Path:
         return self.out / "lab" / (self.study or self.default)
+
+    @property
+    def out_flag(self) -> str:
+        """The output folder as the end of a command; "" for the default."""
+        return "" if self.out == Path("out") else f" --out {shlex.quote(str(self.out))}"
 
     @property
     def default(self) -> str:
@@ -136,7 +142,7 @@ class SweepOptions(StudyOptions):
     seeds: Few = 3
     """Runs of each trial, with the same seeds in every trial."""
     evaluations: Few = 8
-    """Validations of each run."""
+    """Validations of each run, at most."""
     workers: Few = 1
     """Processes on this machine that run trials at the same time. On another machine that shares the folder, run the
     same command."""
@@ -150,7 +156,6 @@ class SweepOptions(StudyOptions):
 class ScalingOptions(StudyOptions):
     """Flags of `quern lab scaling`: the fields of the recipe, and the grid."""
 
-    study: str = field(default="scaling", kw_only=True)
     budgets: tuple[Annotated[float, Interval(gt=0, le=1e30)], ...] = (1e13, 3e13, 1e14, 3e14)
     """Training FLOPs of a run."""
     sizes: tuple[str, ...] = ("1", "2", "3", "4", "5", "6", "7")
@@ -170,6 +175,10 @@ class ScalingOptions(StudyOptions):
     check: str | None = None
     """A study whose prediction is compared with this one's optimum; --budgets must have the budget that it predicts.
     Default: no comparison."""
+
+    @property
+    def default(self) -> str:
+        return "scaling"
 
 
 @dataclass(frozen=True)

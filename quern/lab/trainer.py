@@ -96,7 +96,7 @@ class Trainer:
             recipe: As for `quern pretrain`. Its own seed decides the text of the built-in world and nothing else.
             name: Name of the arm, for the record.
             seed, data_seed: Seeds of the initial weights, and of the order of the batches.
-            evaluations: Validations during the trial, evenly spaced; the last one is at the end.
+            evaluations: Validations during the trial, at most; evenly spaced, the last one at the end.
             on_step: Called after each step with its number and the seconds in steps so far. It may block or raise.
             on_eval: Called after each validation. It may raise.
 

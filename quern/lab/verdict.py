@@ -4,7 +4,7 @@ Statistics on scores; nothing here trains or reads a file. A score is a loss (bi
 difference is idea - baseline of two runs with the same seed. docs/statistics.md explains the choices and has the
 sources: moderated variances (Smyth 2004), a boundary over the looks (Wang & Tsiatis 1987) that is integrated (Armitage,
 McPherson & Rowe 1969), false discovery rates (Benjamini & Hochberg 1995) and intervals as wide (Benjamini & Yekutieli
-2005). A verdict follows from its interval alone.
+2005). A verdict follows from its interval alone, except "fails".
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Finding:
 
 class Judgement(NamedTuple):
     """The findings by idea. floor: the baseline against itself, on the seeds that no idea has; None for fewer than two;
-    sd: of a pair's difference, what the ideas have in common, or nan; and the degrees of freedom that it counts for."""
+    sd: of a pair's difference, what the ideas have in common, or nan; shared: degrees of freedom that it counts for."""
 
     findings: dict[str, Finding]
     floor: Finding | None
@@ -202,8 +202,8 @@ class Moments(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """Arrays over ideas: idea - baseline, its standard error and degrees of freedom, the common variance, and the
-    degrees of freedom that it counts for."""
+    """Arrays over ideas: idea - baseline, its standard error and degrees of freedom; the variance of a pair's
+    difference that they have in common, and the degrees of freedom that it counts for."""
 
     difference: Floats
     error: Floats
@@ -225,17 +225,17 @@ def estimate(found: Moments) -> Estimate:
         total = np.maximum(weight + degrees, 1.0)
         return (weight * common + degrees * np.maximum(own, LEAST_VARIANCE)) / total, common, weight
 
-    tau2, _, weight = variance(1.0)
+    tau2, common, shared = variance(1.0)
     slope = np.minimum(tau2 / np.maximum(2 * found.spread, LEAST_VARIANCE), 1.0)
-    a = 1 - np.where(weight > 0, found.others / seeds * slope, 0.0)
-    moderated, common, weight = variance(a)
+    a = 1 - np.where(shared > 0, found.others / seeds * slope, 0.0)
+    moderated, _, weight = variance(a)
     parts = moderated / n, np.square(1 - a) * found.spread / others
     total = np.maximum(parts[0] + parts[1], LEAST_VARIANCE)
     # Successive t's of few degrees of freedom correlate less than the boundary supposes: one degree is for that.
     own = np.maximum(weight + degrees - degrees / np.maximum(weight + degrees, 1.0), 1e-9)
     inverse = np.square(parts[0] / total) / own + np.square(parts[1] / total) / (seeds - 1)
     difference = found.idea - a * found.base - (1 - a) * found.base_rest
-    return Estimate(difference, np.sqrt(total), 1 / np.maximum(inverse, 1e-9), common, weight)
+    return Estimate(difference, np.sqrt(total), 1 / np.maximum(inverse, 1e-9), common, shared)
 
 
 def is_score(bpb: float | None) -> TypeGuard[float]:

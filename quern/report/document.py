@@ -292,7 +292,7 @@ def _reproduction(run: RunRecords) -> list[Group]:
 
 
 def _summary(run: RunRecords) -> str:
-    """Two sentences at most, from the facts that are recorded."""
+    """Three sentences at most, from the facts that are recorded."""
     model, stage = as_object(run.recipe.get("model")), run.main_stage
     depth, width, parameters = finite(model.get("depth")), finite(model.get("width")), run.parameters("total")
     tokens, seconds = (stage.last("tokens"), stage.last("seconds")) if stage else (None, None)

@@ -112,8 +112,8 @@ def read_run(folder: Path) -> RunRecords:
     run, scores, samples = _read_object(folder / "run.json"), read_lines(folder / SCORES), read_lines(folder / SAMPLES)
     if not (stages or run or scores or samples):
         raise FileNotFoundError(
-            f"{folder} holds no records of a run; give a run's folder such as out/runs/NAME, "
-            "or train one first with `quern run`"
+            f"{folder} holds no records of a run: name another run (quern report NAME), or train one first with "
+            "`quern run`"
         )
     recipe = next((stage.recipe for stage in stages if stage.recipe), {})
     shown = {_question(sample): sample for sample in samples}
@@ -178,7 +178,7 @@ LABELS = {
     "warmdown_share": "warm-down",
     "warmup_steps": "warm-up steps",
     "final_lr": "final learning rate",
-    "lr_share": "peak learning rate, relative to pretraining",
+    "lr_share": "peak learning rate, share of the square-root rate",
     "too_long": "conversations longer than the context",
     "recompute": "blocks computed twice",
     "max_skips": "allowed consecutive skips",

@@ -140,8 +140,8 @@ def _kept_start(session: Session) -> Start:
 def rl_recipe(asked: Recipe, base: Resolved) -> Resolved:
     """The fine-tuned model's recipe with what is asked for reinforcement learning; resolved.
 
-    The rate is `rl.lr_share` of what pretraining uses at its own batch. Validations and checkpoints follow every
-    quarter, unless their number was asked for. Raises ValueError for values that contradict each other.
+    `rl.lr_share` of sqrt(batch / 2^19), by pretraining's batch, multiplies every rate. Validations and checkpoints
+    follow every quarter, unless their number was asked for. Raises ValueError for values that contradict each other.
     """
     rl = asked.rl
     if not rl.rewards:

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -292,6 +293,13 @@ def test_a_study_has_its_tables_and_curves(chrome: Chrome, url: str) -> None:
     )
 
 
+def test_a_bookmark_of_a_study_that_was_removed_shows_the_runs(chrome: Chrome, url: str) -> None:
+    open_board(chrome, url, "#study=gone&group=arm")
+    assert chrome.run("document.getElementById('study').value") == "" and len(rows(chrome, "runs")) == 6
+    assert chrome.run("document.getElementById('problem').hidden && !location.hash.includes('study')")
+    chrome.problems[:] = [one for one in chrome.problems if "404" not in one]
+
+
 def test_a_folder_of_studies_alone_opens_with_the_first(chrome: Chrome, out: Path, url: str) -> None:
     shutil.rmtree(out / "runs")
     open_board(chrome, url)
@@ -365,6 +373,10 @@ def test_hostile_text_is_only_ever_text(chrome: Chrome, out: Path, url: str) -> 
     )
     open_board(chrome, url, "#group=optim.matrix_lr")
     chrome.run("document.querySelectorAll('#runs input').forEach((box, index) => index < 2 && box.click())")
+    told = chrome.run("[...document.querySelectorAll('#runs button.link')].map((one) => one.title)")
+    assert [*"quern serve --run".split(), folder.parent.name, "--out", str(out)] in [
+        shlex.split(one.partition(": ")[2]) for one in told
+    ]
     assert PAYLOAD in [row[0] for row in rows(chrome, "lines")] and len(rows(chrome, "diff")) >= 2
     choose(chrome, "y", PAYLOAD)
     chrome.wait("document.getElementById('plot-heading').textContent.startsWith('<img')")

@@ -14,6 +14,7 @@ import pytest
 
 from quern.lab.arms import Arm, Seeds, Train
 from quern.lab.ladder import report
+from quern.lab.ladder import study as study_module
 from quern.lab.ladder.report import Curve, Mean, course, multiplier, predictions, rows, told
 from quern.lab.ladder.study import (
     BASELINES,
@@ -143,7 +144,7 @@ def test_worse_and_null_ideas_do_not_go_up(tmp_path: Path) -> None:
     assert looks == sorted(looks) and any(looks), "all ideas have their first look before one has its second"
 
 
-def test_a_rung_that_gets_known_answers_wrong_is_not_to_be_used(climbed: Comparison) -> None:
+def test_a_rung_that_gets_known_answers_wrong_is_not_to_be_used(climbed: Comparison, tmp_path: Path) -> None:
     answers = {"steady": ["better"], "fades": ["better", "no difference"], "wrecks": ["worse"], "absent": ["worse"]}
     text = "\n".join(report.calibration(climbed, 0, answers))
     assert "3 of 4 known answers are right, 1 still open: do not use it" in text and "not measured" in text
@@ -151,6 +152,10 @@ def test_a_rung_that_gets_known_answers_wrong_is_not_to_be_used(climbed: Compari
     assert "noise: SD of 6 seeds 0.00" in text and "8 pairs find an effect of 0.0" in text
     del answers["absent"]
     assert "3 of 3 known answers are right: it may judge" in "\n".join(report.calibration(climbed, 0, answers))
+    study, arms = make(tmp_path / "small", ["base", "slows"])
+    start(study, arms, Drawn({"slows": {0: 0.98}}, noise=1e-4), ["slows"])
+    for known, right in {"worse": 1, "worse, small": 1, "better, small": 0}.items():
+        assert f"{right} of 1 known answers" in "\n".join(report.calibration(study, 0, {"slows": [known]})), known
 
 
 def test_a_measured_speed_gives_a_multiplier_by_seconds_with_its_error(climbed: Comparison) -> None:
@@ -269,6 +274,8 @@ def test_runs_that_fail_are_no_numbers_anywhere(tmp_path: Path) -> None:
         ("matrix_lr", "it ended with code -9"),
         ("", "OSError: [Errno 28] No space left on device"),
         ("", "ValueError: killed.py has changed since the study began"),
+        ("", "the cluster has had no room for a worker"),
+        ("", "the cluster has lost the worker: its node died"),
     ],
 )
 def test_a_failure_is_a_record_and_one_from_outside_is_tried_at_the_next_start(
@@ -276,7 +283,8 @@ def test_a_failure_is_a_record_and_one_from_outside_is_tried_at_the_next_start(
 ) -> None:
     study, arms = make(tmp_path / "study", ["base", "odd", "killed", "idles"], tune=tune)
     drawn, ideas = Drawn({}), ["odd", "killed", "idles"]
-    errors = {"odd": "its process failed", "killed": f"the arm killed process failed: {why}"}
+    killed = why if why.startswith("the cluster") else f"the arm killed process failed: {why}"
+    errors = {"odd": "its process failed", "killed": killed}
 
     def train(arm: Arm, seeds: Iterable[Seeds]) -> Iterator[Trial]:
         if arm.name in errors and list(seeds)[0][0] not in TUNE_SEEDS:
@@ -331,12 +339,18 @@ def test_a_study_refuses_other_rules_and_other_code(tmp_path: Path) -> None:
 
 def test_code_counts_and_docstrings_do_not() -> None:
     source = '"""One."""\nfrom quern.model.gpt import GPT\n\nclass Mine(GPT):\n    """Two."""\n    x = 1\n'
-    code = code_fingerprint(source)
-    assert code == code_fingerprint(source.replace("One", "Three").replace("Two", "Four") + "# end\n")
-    assert code != code_fingerprint(source.replace("x = 1", "x = 2"))
-    assert code != code_fingerprint(
-        source.replace("quern.model.gpt import GPT", "quern.model.llama import Llama as GPT")
-    )
+    code = code_fingerprint(source, RECIPE)
+    assert code == code_fingerprint(source.replace("One", "Three").replace("Two", "Four") + "# end\n", RECIPE)
+    assert code != code_fingerprint(source.replace("x = 1", "x = 2"), RECIPE)
+    assert code != code_fingerprint(source.replace("gpt import GPT", "llama import Llama as GPT"), RECIPE)
+
+
+@pytest.mark.parametrize("module", ["model.gpt", "train.step"])
+def test_the_model_that_a_recipe_names_as_text_and_the_step_count(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, read = code_fingerprint(None, RECIPE), study_module._module
+    changed = lambda name: ("other", []) if name == f"quern.{module}" else read(name)  # noqa: E731
+    monkeypatch.setattr(study_module, "_module", changed)
+    assert code_fingerprint(None, RECIPE) != before
 
 
 def test_a_rung_sets_what_an_idea_leaves_open() -> None:
@@ -405,3 +419,6 @@ def test_every_arm_tunes_the_same_multiples_on_seeds_of_their_own(tmp_path: Path
     assert trained["idea", 0.01] == set(TUNE_SEEDS) and set(range(3)) <= trained["idea", 0.04]
     # Seeds that chose the value would favour the arm that they chose it for.
     assert judged(study, 0).findings["idea"].pairs == len(study.runs("idea", 0, 0.04)) - len(TUNE_SEEDS) == 3
+    study, arms = make(tmp_path / "above", ["base", "idea"], tune="matrix_lr")
+    start(study, arms, train, ["idea"], rungs=(1,))
+    assert report.judgements_of(study).keys() == {1}, "trials that tune are on rung 0, which is not judged"

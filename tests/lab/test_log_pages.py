@@ -16,6 +16,7 @@ from quern.lab.log.publish import idea_files, run
 from quern.lab.options import LogOptions, SweepOptions
 from quern.lab.search.sweep import run as run_sweep
 from quern.lab.study import start_facts
+from quern.recipe import Recipe
 from quern.report.plots import log_ticks
 from tests.lab import test_scaling, test_sweep
 from tests.lab.sweep_worker import RECIPE
@@ -34,10 +35,12 @@ def publish(out: Path, project: Path, name: str) -> tuple[str, dict[Path, str]]:
     return files[project / "docs" / "experiments" / f"{name}.md"], files
 
 
-def swept(folder: Path, **changed: Any) -> tuple[SweepOptions, str, dict[Path, str]]:
+def swept(
+    folder: Path, trainer: SweepTrainer | None = None, **changed: Any
+) -> tuple[SweepOptions, str, dict[Path, str]]:
     """Runs a sweep and publishes it; returns its options, and as `publish`."""
     given = test_sweep.options(folder / "out", **changed)
-    run_sweep(given, lambda line: None, SweepTrainer(), facts=start_facts(CPU, "quern lab sweep"))
+    run_sweep(given, lambda line: None, trainer or SweepTrainer(), facts=start_facts(CPU, "quern lab sweep"))
     return given, *publish(folder / "out", folder / "project", "s")
 
 
@@ -91,8 +94,14 @@ def test_a_sweep_without_a_finished_trial_has_a_page(tmp_path: Path) -> None:
 def test_published_records_name_files_and_no_folders(tmp_path: Path) -> None:
     recipe = replace(RECIPE, data="/private/a/x.txt\n/private/a/x.txt.d\nplain.txt", val="/private/v.txt")
     recipe = replace(recipe, text=replace(recipe.text, tokenizer='/private/b/my "own".json'))
-    _, _, files = swept(tmp_path, recipe=recipe, trials=2)
-    published = json.loads(files[tmp_path / "project/experiments/records/s/results.json"])["plan"]["recipe"]
+
+    def fits(recipe: Recipe) -> None:
+        raise MemoryError("no room:\n/private/c/x.bin, '/private/y.bin'")
+
+    _, _, files = swept(tmp_path, SweepTrainer(before=fits), recipe=recipe, trials=2)
+    records = tmp_path / "project/experiments/records/s"
+    assert r"no room:\nx.bin, 'y.bin'" in files[records / "sweep.jsonl"]
+    published = json.loads(files[records / "results.json"])["plan"]["recipe"]
     assert published["data"] == "x.txt\nx.txt.d\nplain.txt" and published["val"] == "v.txt"
     assert published["text"]["tokenizer"] == 'my "own".json'
 

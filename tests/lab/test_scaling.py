@@ -177,9 +177,10 @@ def test_fit_reads_a_study_that_another_process_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = options(tmp_path)
+    assert options(tmp_path, study="").folder == given.folder
     monkeypatch.setattr("quern.machine.detect", None)  # the compiler is not tried: nothing trains
     assert main.main(["lab", "scaling", "--fit", "--out", str(tmp_path)]) == 1
-    assert re.search(r"there is no study in .*: train it first", capsys.readouterr().err)
+    assert re.search(r"there is no study in .*/lab/scaling: train it first", capsys.readouterr().err)
     assert not list(tmp_path.iterdir())
 
     def look(number: int, recipe: Recipe) -> None:
@@ -255,7 +256,7 @@ def test_plan_writes_nothing(tmp_path: Path) -> None:
         ({"recipe": replace(RECIPE, train=replace(RECIPE.train, minutes=1.0))}, "leave out train.minutes"),
         ({"study": "../evil"}, "a study cannot be called '../evil'"),
         ({"budgets": (10.0,)}, "no run meets its budget"),
-        ({"check": "none"}, "there is no fitted study in .*none"),
+        ({"check": "none"}, "there is no fitted study in .*none: `quern lab scaling --study none --out /.*` makes one"),
     ],
 )
 def test_a_plan_that_fits_nothing_is_refused(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:

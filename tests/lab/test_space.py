@@ -48,6 +48,7 @@ REFUSED = {
     "optim.matrix-lr=0..0.1:log": "with :log both ends must be above 0",
     "optim.matrix-lr=0.01..0.1:lin": "LOW..HIGH, LOW..HIGH:log or LOW..HIGH:STEP, in numbers",
     "optim.matrix-lr=0.01..0.1:0.04": "a whole number of steps of 0.04 must lead from 0.01 to 0.1",
+    "optim.matrix-lr=0.01..0.1:": "LOW..HIGH, LOW..HIGH:log or LOW..HIGH:STEP, in numbers",
     "optim.matrix-lr=0.01": "at least two choices",
     "optim.matrix-lr=0.01,0.01": "all different",
     "optim.matrix-lr=-1..1": "optim.matrix-lr must be a number between 0 and 1,000, not -1.0",
@@ -61,7 +62,7 @@ REFUSED = {
     "model.vocab-size=100,200": "follows from the tokenizer: set --text.vocab-size",
     "model.mlp-width=100,200": "does nothing in the 'gpt' recipe",
     "sft.epochs=1..2": "is for fine-tuning, and a study compares pretraining",
-    "train.minutes=1..2": "its trials run for --train.steps",
+    "train.minutes=1..2": "its trials have a fixed number of steps",
     "train.recompute=true,false": "does not change what is learned",
 }
 

@@ -114,9 +114,12 @@ def test_trials_without_a_score_are_kept_with_a_finite_value(tmp_path: Path) -> 
 
 
 def test_the_command_line_of_a_sweep_and_of_its_workers() -> None:
-    arguments = "--train.steps 9 --workers 2 --space optim.matrix-lr=0.1..0.2 a.toml --pruner hyperband --workers 1"
+    arguments = (
+        "--seed 1000 --train.steps 9 --workers 2 --space optim.matrix-lr=0.1..0.2 a.toml --pruner hyperband --workers 1"
+    )
     given = parse(SweepOptions, BASELINE, Arguments(arguments.split()), verb="lab plan")
     assert given.space == ("optim.matrix-lr=0.1..0.2", "a.toml") and given.recipe.train.steps == 9
+    assert given.recipe.seed == 1000
     assert given.workers == 1  # a worker gets the command of the sweep with --workers 1 at its end
     assert given.folder == Path("out/lab/a")
 

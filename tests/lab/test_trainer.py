@@ -17,6 +17,7 @@ from quern.cluster import connect
 from quern.flags.recipe_file import read_recipe_file
 from quern.lab.arms import Arm, Seeds, Train, in_process, on_cluster
 from quern.lab.ladder.study import Comparison
+from quern.lab.options import WorkerOptions
 from quern.lab.trainer import Trainer, Trial
 from quern.model.gpt import GPT
 from quern.recipe import ModelRecipe, Recipe, TextRecipe, TrainRecipe
@@ -233,6 +234,11 @@ def test_calibration_records_the_command_that_was_typed(
     assert main.main(["lab", "calibrate", "base.py", "answers.json", "--delta", "0.01"]) == 0
     assert "quern lab calibrate base.py answers.json --delta 0.01" in seen
     assert seen[-1] == {"answers": {"idea": ["no difference"]}}
+
+
+def test_a_cluster_is_asked_for_the_device_that_was_found() -> None:
+    options = WorkerOptions(dtype="fp32", compile=False)
+    assert options.arguments(1)["device"] == options.detect().device.type
 
 
 @pytest.fixture

@@ -82,6 +82,7 @@ def test_further_seeds_of_the_baseline_help_where_pairs_do_not_correlate() -> No
     assert 0.8 < np.mean(shares) < 0.95  # the best that is possible is √(1.5 / 2) = 0.87
     close: dict[str, Runs] = {k: {at: base[at] + 0.01 * x for at, x in one.items()} for k, one in ideas.items()}  # type: ignore[operator]
     assert judge(base, close, RULES).findings["0"].error < 0.01
+    assert (many.sd, many.shared) == (few.sd, few.shared), "of the differences of pairs, which are the same"
     assert few.floor is None and many.floor is not None and many.floor.pairs == 6
 
 

@@ -285,7 +285,7 @@ def _trial(trial: dict[str, Any], recipes: dict[str, Any]) -> Entry:
     entry.status = "diverged" if trial.get("bpb") is None else "finished"
     entry.steps = steps if is_number(steps := trial.get("steps")) else None
     entry.recipe = flat(recipe) if isinstance(recipe, dict) else {}
-    entry.recipe |= {k: trial[k] for k in ("seed", "data_seed", "pair", "rung", "value") if k in trial}
+    entry.recipe |= {k: trial[k] for k in ("seed", "data_seed", "rung", "value") if k in trial}
     entry.recipe |= {"arm": arm, "train.steps": entry.steps}
     return entry
 

@@ -6,8 +6,8 @@
     POST /api/curves               points that the page does not have yet (`Board.curves`)
 
 Every answer but the page and a report is JSON. The name of a run in a request is compared with the runs that were
-found. It never becomes a path. A request for another host name is refused, so that a page of another site cannot read
-the records through a name that resolves to 127.0.0.1.
+found before it becomes a path; `RunDir` checks the new name of a run. A request for another host name is refused, so
+that a page of another site cannot read the records through a name that resolves to 127.0.0.1.
 """
 
 from __future__ import annotations

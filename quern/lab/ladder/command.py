@@ -76,7 +76,7 @@ def run(
     records: list[ArmRecord] = []
     for arm in arms:
         public = map_paths(arm.recipe, lambda path: Path(path).name).to_json()  # names of files, not places
-        code = code_fingerprint(arm.source)
+        code = code_fingerprint(arm.source, arm.recipe)
         records.append(ArmRecord(arm.name, now(), facts["commit"], code, public, arm.source or ""))
     study = Comparison.of(folder, plan, records)
     for rung in sorted(options.rungs):
@@ -95,7 +95,8 @@ def run(
     write_verdicts(study)
     for line in [*study_lines(study), *(calibration(study, min(options.rungs), answers) if answers else ())]:
         log(line)
-    log(f"record: {folder}; the next step: `quern lab log --study {study.name}`, or `quern lab board`")
+    out = options.out_flag
+    log(f"record: {folder}; the next step: `quern lab log --study {study.name}{out}`, or `quern lab board{out}`")
     failed = any(one.error for runs in study.trials.values() for one in runs.values())
     return 0 if all(whole) and not failed else 1
 
@@ -105,7 +106,7 @@ def _check(base: Arm, options: CompareOptions, named: Collection[str], rungs: Ma
         raise ValueError(f"--tune {options.tune} is no rate: use a field of the optimizer, such as matrix_lr")
     if options.ladder:
         if set_by := sorted(set(SET_BY_RUNGS) & set(named)):
-            raise ValueError(f"a rung sets {', '.join(set_by)}: leave it out, or compare at one size without --ladder")
+            raise ValueError(f"a rung sets {', '.join(set_by)}: leave it out, or use `quern lab compare` at one size")
         if unknown := [str(rung) for rung in options.rungs if rung not in rungs]:
             raise ValueError(f"there is no rung {', '.join(unknown)}: use {', '.join(map(str, rungs))}")
     elif options.every or set(options.rungs) != {0}:

@@ -3,9 +3,9 @@ and how many known answers come out right.
 
 A compute multiplier says how much less compute an idea needs than the baseline for the same loss. The baseline's loss
 over compute C is L(C) = E + A / C^α, fitted to its mean loss on each rung (Hestness et al. 2017, arXiv 1712.00409). An
-idea that at a rung spends c and is better by d than the baseline there has the multiplier m = C(L(C₀) + d) / c, where
-C₀ is what the baseline spends and C(·) inverts L. Intervals are quantiles over draws of the baseline's means and of d;
-they do not cover the error of the law itself, which matters little close to C₀.
+idea that at a rung spends c and whose loss is the baseline's there + d (d below 0 is better) has the multiplier
+m = C(L(C₀) + d) / c, where C₀ is what the baseline spends and C(·) inverts L. Intervals are quantiles over draws of the
+baseline's means and of d; they do not cover the error of the law itself, which matters little close to C₀.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from quern.lab.ladder.study import Comparison
-from quern.lab.ladder.work import LOOKS, base_scores, finished, judged, judged_trials, proxy_line
+from quern.lab.ladder.work import LOOKS, TUNE_SEEDS, base_scores, finished, judged, judged_trials, proxy_line
 from quern.lab.verdict import Finding, Floats, Judgement, Rules, reach
 from quern.records import strict
 from quern.temporaries import write_whole
@@ -220,8 +220,9 @@ def rows(study: Comparison) -> list[Row]:
 
 
 def judgements_of(study: Comparison) -> dict[int, Judgement]:
-    """The judgement on each rung that has trials of ideas."""
-    rungs = {rung for (arm, rung, _) in study.trials if arm != study.plan.base}
+    """The judgement on each rung that has trials of ideas, beside those that tuned a field."""
+    tuned = set(TUNE_SEEDS)
+    rungs = {rung for (arm, rung, _), runs in study.trials.items() if arm != study.plan.base and runs.keys() - tuned}
     return {rung: judged(study, rung) for rung in sorted(rungs)}
 
 
@@ -253,8 +254,8 @@ class Prediction(NamedTuple):
 
 
 def predictions(study: Comparison, found: Sequence[Row]) -> list[Prediction]:
-    """Predicts each idea's multiplier on its highest rung from those below alone. The interval is that of the
-    measurement."""
+    """Predicts each idea's multiplier on its highest rung from those on the rungs below, all by the baseline's curve
+    over every rung. The interval is that of the measurement."""
     made: list[Prediction] = []
     for row in found:
         rungs = sorted(row.flops)
@@ -353,7 +354,7 @@ def calibration(study: Comparison, rung: int, answers: Mapping[str, Sequence[str
     for idea, expected in answers.items():
         one = judgement.findings.get(idea)
         got, difference = ("not measured", "") if one is None else (one.verdict, signed(one.difference))
-        ok, is_open = got.removesuffix(", small") in expected, got in ("not measured", "undecided")
+        ok, is_open = not {got, got.removesuffix(", small")}.isdisjoint(expected), got in ("not measured", "undecided")
         right, still_open = right + ok, still_open + is_open
         lines.append([idea, " or ".join(expected), got, difference, "right" if ok else "open" if is_open else "wrong"])
     scores = base_scores(study, rung)

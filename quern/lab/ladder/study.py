@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Self, TypedDict
 
 import quern
+from quern.field_types import code_path
 from quern.lab.axes import Speed
 from quern.lab.study import Study
 from quern.lab.trainer import Trial
@@ -92,16 +93,18 @@ ROOT = Path(quern.__file__).parent
 ROOTS = ("quern.train.loop", "quern.train.state", "quern.data.loader", "quern.eval.bits_per_byte")
 """Modules that every trial runs."""
 ROOMS = tuple(
-    "quern." + room for room in "model kernels optim recipes data resolve train.loop train.state grug".split()
+    f"quern.{room}"
+    for room in "model kernels optim recipes data resolve train.loop train.state train.step grug".split()
 )
 """Modules whose code decides what a trial learns; a fingerprint follows imports through these alone."""
 
 
-def code_fingerprint(source: str | None) -> str:
+def code_fingerprint(source: str | None, recipe: Recipe) -> str:
     """Returns 16 hex digits of the code of an idea's file (None for a recipe of quern) and of quern's modules that it
     trains with. Docstrings, comments and the layout of the text do not count."""
     own, imports = _parsed(source or "")
-    waiting, seen = [*ROOTS, *imports], dict[str, str]()
+    named = [code_path(code).partition(":")[0] for code in recipe.callables().values()]
+    waiting, seen = [*ROOTS, *imports, *named], dict[str, str]()
     while waiting:
         name = waiting.pop()
         if name not in seen and name.startswith((*ROOTS, *ROOMS)) and (found := _module(name)):
@@ -158,7 +161,7 @@ class Plan:
     """The rules that a comparison fixes before its first run: flags of `CompareOptions`, and what they rest on. rungs:
     by number, as text; numbers: by rung, fingerprints of the baseline's resolved numbers; text, data: fingerprint and
     name of the text; ladder: whether the rungs are sizes, else a baseline that a trigram beats is not refused; facts:
-    of the start; vary: what differs between pairs, initial weights and data order; metric: lower is better."""
+    of the start; metric: lower is better."""
 
     base: str
     rungs: dict[str, Rung]
@@ -169,7 +172,6 @@ class Plan:
     alpha: float
     most_pairs: int
     tune: str
-    vary: str = "both"
     ladder: bool
     facts: dict[str, Any]
     metric: str = "validation bits per byte after the last step"
@@ -189,9 +191,9 @@ class ArmRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRecord(Trial):
-    """A finished trial, and what it rests on. seed: of the pair; value: of the tuned field, None for the recipe's own;
-    changed: tracked files that differed from the commit; time: its end; text, numbers, code: fingerprints, as in `Plan`
-    and `ArmRecord`; error: why there is no result."""
+    """A trial that finished or ended in an error, and what it rests on. seed: of the pair; value: of the tuned field,
+    None for the recipe's own; changed: tracked files that differed from the commit; time: its end; text, numbers, code:
+    fingerprints, as in `Plan` and `ArmRecord`; error: why there is no result."""
 
     rung: int
     value: float | None = None
@@ -246,5 +248,5 @@ class Comparison(Study):
         return [name for name in self.arms if name != self.plan.base]
 
     def runs(self, arm: str, rung: int, value: float | None = None) -> Mapping[int, TrialRecord]:
-        """The finished trials of an arm at a rung, by seed."""
+        """The trials of an arm at a rung, by seed, those that ended in an error included."""
         return self.trials.get((arm, rung, value), {})

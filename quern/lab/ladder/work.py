@@ -27,9 +27,9 @@ BLOCK = 3  # seeds of the baseline that one process trains
 LEAST_MARGIN = 0.02  # bits per byte by which a baseline must be below the trigram, and three standard errors
 SURE = 0.9  # a delta is refused if even the lower limit (one-sided) of the baseline's noise leaves it out of reach
 SETTLED = ("worse", "worse, small", "no difference", "fails")  # verdicts with which an idea does not go up
-# Parts of messages of `process.Child.answer` that are no errors of the idea: a process died, a disk was full, a file
-# was changed meanwhile. The next start tries again.
-OUTSIDE = re.compile(r"ended with code|\[Errno \d+\]|has changed since the study began")
+# Parts of messages of `process.Child.answer` and `arms.on_cluster` that are no errors of the idea: a process died, a
+# disk was full, a file was changed meanwhile, a cluster had no room or lost a worker. The next start tries again.
+OUTSIDE = re.compile(r"ended with code|\[Errno \d+\]|has changed since the study began|^the cluster has ")
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,8 @@ class Worker:
         self.lost: set[tuple[str, int]] = set()
 
     def run(self, options: CompareOptions) -> bool:
-        """Trains until the study lacks no trial. Returns whether each could be trained; `lost` names the others."""
+        """Trains until the study lacks no trial. Returns False if a failure from outside left trials, which `lost`
+        names."""
         tune = self.study.plan.tune
         values = {
             name: [round(factor * getattr(arm.recipe.optim, tune), 10) for factor in TUNE_FACTORS if tune]

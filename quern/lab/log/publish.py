@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quern.lab.arms import read_idea, with_verdict
-from quern.lab.ladder.study import FILES, Comparison
+from quern.lab.ladder.study import ARMS, FILES, Comparison
 from quern.lab.log import pages
 from quern.lab.log.pages import HEADER, Page, Verdict
 from quern.lab.options import LogOptions
@@ -23,6 +23,8 @@ from quern.temporaries import write_whole
 from quern.terminal import counted
 
 OLD = "old baseline: "
+FOLDERS = re.compile(r"""(?:(?<![\w/:.])|(?<=\\n))/(?:[^\s/"'\\]+/)+""")
+"""The folders of absolute paths in messages."""
 KINDS: tuple[tuple[Sequence[str], Callable[[Path], Page]], ...] = (
     (FILES, lambda folder: pages.ComparisonPage(Comparison(folder)).page()),
     (pages.SWEEP_FILES, pages.read_sweep),
@@ -105,11 +107,12 @@ def _page(folder: Path) -> Page:
 
 
 def _public(source: Path, project: Path) -> dict[str, str]:
-    """The records of a study by file, without the folders of the texts and of the recipe files: records are published,
-    folders are private. The fingerprint identifies the text."""
+    """The records of a study by file, without the folders of the texts, of the recipe files and in messages: records
+    are published, folders are private. The fingerprint identifies the text."""
     texts = {file: (source / file).read_text(encoding="utf-8") for file in _kind(source)[0]}
     for file, text in texts.items():
         if not file.endswith(".json"):
+            texts[file] = text if file == ARMS else FOLDERS.sub("", text)  # arms hold the sources of ideas
             continue
         for name in sorted(set(_text_paths(json.loads(text))), key=len, reverse=True):  # one may begin another
             text = text.replace(json.dumps(name)[1:-1], json.dumps(Path(name).name)[1:-1])

@@ -148,7 +148,8 @@ def _predictions(options: ScalingOptions) -> dict[str, Any] | None:
         return None
     folder = options.out / "lab" / options.check
     if not (folder / FITS).is_file():
-        raise ValueError(f"there is no fitted study in {folder}: `quern lab scaling --study {folder.name}` makes one")
+        command = f"quern lab scaling --study {folder.name}{options.out_flag}"
+        raise ValueError(f"there is no fitted study in {folder}: `{command}` makes one")
     fits = read_json(folder / FITS, dict[str, Any])
     flops = fits["predictions"]["flops"]
     if not any(method for name in CONVENTIONS for method in fits["predictions"][name].values()):

@@ -48,7 +48,7 @@ def write_results(sweep: Study, trials: Sequence[Line], study: optuna.Study, spa
     the same trials."""
     folder = sweep.folder
     # The value of a trial that Wilcoxon's test ended is a mean over some seeds, though it is COMPLETE to Optuna.
-    whole = (trial for trial in trials if trial["bpb"] is not None and trial["outcome"] != "pruned")
+    whole = (trial for trial in trials if trial["outcome"] != "pruned")
     ranked = sorted(whole, key=lambda trial: trial["bpb"])
     if not ranked:
         return ["no trial has a value"]
@@ -71,8 +71,9 @@ def write_results(sweep: Study, trials: Sequence[Line], study: optuna.Study, spa
 
 
 def importances(study: optuna.Study) -> dict[str, float]:
-    """Shares with which each field decides whether a trial is among the best tenth (PED-ANOVA, Watanabe et al. 2023,
-    arXiv 2304.10255). Pruned trials count as worse than all others. Empty for too few trials."""
+    """Shares with which each field decides whether a trial is among the best tenth, at least five (PED-ANOVA, Watanabe
+    et al. 2023, arXiv 2304.10255). Trials that Wilcoxon's test ended count as the worst, those that Hyperband ended do
+    not count. Empty for too few trials."""
     import optuna
 
     def value(trial: optuna.trial.FrozenTrial) -> float:
@@ -149,7 +150,7 @@ def trial_table(facts: dict[str, Any], trials: Sequence[Line]) -> Table:
     """The best whole trials: number, bits per byte, their SD over the seeds, values of the most important fields."""
     weights = facts["importances"]
     names = sorted(weights or facts["plan"]["space"], key=lambda name: -weights.get(name, 0.0))[:SHOWN_FIELDS]
-    whole = [trial for trial in trials if trial["bpb"] is not None and trial["outcome"] in ("finished", "diverged")]
+    whole = [trial for trial in trials if trial["outcome"] in ("finished", "diverged")]
     rows: list[tuple[str, ...]] = []
     for trial in sorted(whole, key=lambda one: one["bpb"])[:SHOWN_TRIALS]:
         scores = [score(run["bpb"]) for run in trial["runs"]]
@@ -165,12 +166,15 @@ def _lines(folder: Path, facts: dict[str, Any], trials: Sequence[Line]) -> list[
         head, rows = importance_table(facts)
         lines += grid(head, rows[:SHOWN_TRIALS])
     elif len(facts["plan"]["space"]) > 1:
-        lines.append(f"importances need {FEWEST_FOR_IMPORTANCES} trials, {FEWEST_BEST} or more of them not pruned")
+        lines.append(
+            f"importances need {FEWEST_FOR_IMPORTANCES} trials that Hyperband did not end, of which a tenth, and at "
+            f"least {FEWEST_BEST}, have a score and were not pruned"
+        )
     lines += [f"warning: {line}" for line in facts["edges"]]
     if facts["best"]:
         lines += [
             f"best: {' '.join(starmap(_as_flag, facts['best']['values'].items()))}",
-            "confirm it with `quern lab compare` on other seeds",
+            "confirm it with `quern lab compare`, whose seeds are 0, 1, …: sweep with --seed 1000 for others",
         ]
     return [*lines, f"written: {folder / RESULTS}, {folder / TRIALS}, {folder / FIGURE}"]
 

@@ -58,7 +58,7 @@ class Dimension:
         return getattr(self.distribution, "log", False)
 
     def values(self) -> tuple[Any, ...]:
-        """All values, for a grid; empty for a range without a step."""
+        """All values, for a grid; empty for a range without a step, such as one with :log."""
         of = self.distribution
         if self.choices or self.log or ":" not in self.text:
             return self.choices
@@ -188,7 +188,7 @@ def _range(name: str, text: str, parts: tuple[str, str, str], kinds: tuple[type,
     kind = int if whole else float
     try:
         ends = read_value(kind, low), read_value(kind, high)
-        step = None if how in ("", "log") else read_value(kind, how)
+        step = None if how == "log" or ":" not in text else read_value(kind, how)
     except ValueError as error:
         numbers = "whole numbers" if whole else "numbers"
         raise ValueError(f"{wrong}: LOW..HIGH, LOW..HIGH:log or LOW..HIGH:STEP, in {numbers}; {FORMS}") from error

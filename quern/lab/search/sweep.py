@@ -349,7 +349,7 @@ def fill(study: optuna.Study, lines: Sequence[dict[str, Any]], space: Space) -> 
                 params=line["values"],
                 distributions=distributions(space),
                 value=None if pruned else line["bpb"],
-                intermediate_values={int(at): value for at, value in line["reported"].items() if value is not None},
+                intermediate_values={int(at): value for at, value in line["reported"].items()},
                 user_attrs={"outcome": line["outcome"]},
                 system_attrs=line.get("brackets", {}),
             )

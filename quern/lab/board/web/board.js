@@ -66,13 +66,17 @@ async function fetchJson(path, body) {
   const options = body === undefined ? {} : { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
   const response = await fetch(path, options);
   const answer = await response.json();
-  if (!response.ok) throw new Error(answer.error);
+  if (!response.ok) throw Object.assign(new Error(answer.error), { status: response.status });
   return answer;
 }
 
 async function refreshList() {
   const study = choice.study;
-  const answer = await fetchJson(study ? `/api/list?study=${encodeURIComponent(study)}` : "/api/list");
+  const asked = fetchJson(study ? `/api/list?study=${encodeURIComponent(study)}` : "/api/list");
+  const answer = await asked.catch((error) => {
+    if (!study || error.status !== 404) throw error;
+    if (study === choice.study) chooseStudy(""); // it was removed
+  });
   if (study === choice.study) Object.assign(board, { registered: null, verdicts: [], arms: [] }, answer);
 }
 
@@ -112,7 +116,7 @@ function update() {
       do { // again if another study was chosen on the way
         study = choice.study;
         await refreshList();
-        chooseFirst();
+        if (study === choice.study) chooseFirst();
         if (study !== choice.study) continue; // another list
         showControls();
         await refreshCurves();

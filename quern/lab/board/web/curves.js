@@ -81,7 +81,7 @@ export function fieldText(value) {
   return typeof value === "string" ? value : JSON.stringify(value);
 }
 
-const SEEDS = new Set(["seed", "data_seed", "pair"]);
+const SEEDS = new Set(["seed", "data_seed"]);
 
 // The group of a run. by: "" for none, "*" for all fields but the seeds, or a field.
 export function groupOf(run, by, constant) {

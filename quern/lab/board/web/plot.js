@@ -35,7 +35,7 @@ export class Plot {
     box.addEventListener("keydown", (event) => this.key(event));
   }
 
-  // lines: {label, x, y, low, high, index}; faint: {x, y, index or null, strong}; scene: {logx, logy, xLabel, yLabel}.
+  // lines: {label, x, y, low, high, index}; faint: {x, y, index or null, strong}; scene: {logx, logy, xLabel, yLabel, empty}.
   show(lines, faint, scene) {
     const positive = (curve) => curve.x.length > 0;
     const cut = (curve) => positiveOnly(curve, scene);

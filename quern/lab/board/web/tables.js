@@ -2,7 +2,7 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 
-// columns: {name, value(row), text(row), number, sort, cell(row, td)}; rows have ids. order: {name, down} or null.
+// columns: {name, value(row), text(row), number, head, fixed, cell(row, td)}; rows have ids. order: {name, down} or null.
 export function renderTable(table, columns, rows, { id = (row) => row.id, order = null, onSort = null, caption, rowClass } = {}) {
   renderHead(table, columns, order, onSort, caption);
   const body = table.tBodies[0] ?? table.createTBody();

@@ -68,6 +68,9 @@ function nameCell(run, cell) {
   cell.classList.toggle("under", view.under.has(run.id));
 }
 
+// A word of a command, quoted for the shell where that is needed.
+const quoted = (word) => (/^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", `'"'"'`)}'`);
+
 // Report and samples are pages of the board; the chat needs a command, which is copied.
 function linksCell(run, cell) {
   const shape = view.under.has(run.id) ? "" : `${run.run} ${run.report}`;
@@ -75,7 +78,7 @@ function linksCell(run, cell) {
   cell.dataset.shape = shape;
   const link = (text, end) => Object.assign(document.createElement("a"), { textContent: text, href: `/report/${encodeURIComponent(run.run)}${end}` });
   const chat = Object.assign(document.createElement("button"), { type: "button", textContent: "chat", className: "link" });
-  const command = `quern serve --run ${run.run} --out ${board.folder}`;
+  const command = `quern serve --run ${quoted(run.run)} --out ${quoted(board.folder)}`;
   chat.title = `Copies the command: ${command}`;
   chat.addEventListener("click", async () => {
     const copied = await navigator.clipboard?.writeText(command).then(() => " (copied)", () => "");
