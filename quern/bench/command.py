@@ -45,11 +45,12 @@ BENCHMARKS: dict[str, Callable[[Setup], Iterator[Figure]]] = {
 }
 
 
-def run(options: BenchOptions, log: Callable[[str], None]) -> int:
-    """Runs the named benchmarks and returns the exit code. Raises OSError if there can be no folder for the records."""
+def run(options: BenchOptions, log: Callable[[str], None], command: str = "") -> int:
+    """Runs the named benchmarks and returns the exit code. command: the command line. Raises OSError if there can be
+    no folder for the records."""
     (folder := options.out / "bench").mkdir(parents=True, exist_ok=True)
     machine = select_attention(options.detect())
-    setup = Setup(machine, options.seed, options.quick, options.rounds, log=log, options=options)
+    setup = Setup(machine, options.seed, options.quick, options.rounds, log=log, command=command, options=options)
     for line in (*machine.notes, *introduction(setup)):
         log(line)
     for what in dict.fromkeys(options.what or list(BENCHMARKS)[: len(QUICK)]):

@@ -230,7 +230,7 @@ def _loader(corpus: Corpus, seed: int) -> Loader:
 
 
 def _epoch_steps(corpus: Corpus, seed: int) -> int:
-    """Returns the number of whole batches in the first epoch."""
+    """Returns the batches of the first epoch before the last one, which may not be whole; at least 1."""
     return max(1, _loader(corpus, seed).steps_per_epoch - 1)
 
 

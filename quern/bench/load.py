@@ -1,7 +1,7 @@
 """A load generator for OpenAI-compatible servers: clients that stream replies, and when each piece of text arrived.
 
 A client of a closed loop sends its next request when the last one has ended; in an open loop, requests are sent at
-random times (Poisson), however many are open. Token ids are sent, so the server's tokenizer plays no part. Run as
+random times (Poisson), up to 256 of them open. Token ids are sent, so the server's tokenizer plays no part. Run as
 `python -m quern.bench.load`, it is a child process (quern/process.py) whose order is a `Load`.
 """
 
@@ -25,18 +25,18 @@ MOST_OPEN = 256
 
 @dataclass(frozen=True)
 class Load:
-    """Requests to send. seconds: no request starts later; rate: requests a second of the open loop, 0 for a closed one;
+    """Requests to send. seconds: none is due later; rate: requests a second of the open loop, 0 for a closed one;
     long_tokens: prompts of client 0 of a closed loop, 0 for the others' length."""
 
     port: int
     model: str
     vocab_size: int
     bos: int
-    clients: int = 32
-    seconds: float = 10.0
-    prompt_tokens: int = 64
-    reply_tokens: int = 128
-    seed: int = 0
+    clients: int
+    seconds: float
+    prompt_tokens: int
+    reply_tokens: int
+    seed: int
     rate: float = 0.0
     long_tokens: int = 0
 

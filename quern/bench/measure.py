@@ -58,6 +58,7 @@ class Bench:
         deadline: When the benchmark has to stop, on `time.monotonic`.
         settings: The sizes used, which the benchmark fills in for its record.
         log: Takes lines for the user.
+        command: The command line, for the records of runs.
         problems: Lines about jobs that failed; None ends the benchmark with the first error.
     """
 
@@ -69,6 +70,7 @@ class Bench:
     settings: dict[str, Any] = field(default_factory=dict)
     problems: list[str] | None = None
     log: Callable[[str], None] = print
+    command: str = ""
 
     def check_time(self) -> None:
         """Raises OutOfTime after the deadline."""

@@ -47,7 +47,7 @@ class BenchOptions(DeviceOptions):
     """Text for tokenizer, encode, prepare and packing: a file or a folder. Default: the built-in world. `quality`: a
     second text, such as articles of an encyclopedia, large enough to be read once; its validation text is held out."""
     megabytes: Amount = 8.0
-    """How much of that text to use."""
+    """How much of it tokenizer, encode, prepare and packing use."""
     documents: Annotated[int, Interval(ge=1, le=10**9)] = 1_000_000
     """`packing`: documents of the corpus whose loader is started and resumed; 100,000,000 takes minutes."""
     train: Path | None = None
@@ -64,6 +64,8 @@ class BenchOptions(DeviceOptions):
     def __post_init__(self) -> None:
         if self.batch_tokens % 512:
             raise ValueError(f"--batch-tokens must be a multiple of the 512 tokens of a row, not {self.batch_tokens}")
+        if "ranks" in self.what and self.batch_tokens < 1024 and not self.quick:
+            raise ValueError(f"ranks needs a row for each of two: set --batch-tokens 1024, not {self.batch_tokens}")
         none = self.train is self.data is None
         if "quality" in self.what and ((self.train is None) != (self.val is None) or none):
             raise ValueError(

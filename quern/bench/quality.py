@@ -28,7 +28,7 @@ from quern.text.documents import read
 from quern.text.sources import files
 from quern.text.tokenizer import well_formed
 
-WINDOW_TOKENS = 512
+WINDOW_TOKENS, QUICK_MINUTES = 512, 0.005
 ALL_MEGABYTES = 1e6
 """More than any validation text has: all of it is scored."""
 
@@ -36,31 +36,30 @@ ALL_MEGABYTES = 1e6
 def quality(setup: Setup) -> Iterator[Figure]:
     """Trains a new run under `--out` on each text and scores its last checkpoint. Raises RuntimeError if that fails."""
     given = setup.options
-    depth: Any = {} if given.depth is None else {"depth": given.depth}
-    usual = replace(RECIPE, **depth, seed=setup.seed, train=TrainRecipe(minutes=given.minutes))
-    named = {name: getattr(given, name) for name in ("train", "val", "data", "minutes", "depth", "seed")}
-    flags = (f"--{name} {value}" for name, value in named.items() if value is not None)
-    command, asked = " ".join(["quern bench quality", *flags]), ("train.minutes", *depth)
+    minutes, layers = (QUICK_MINUTES, 1) if setup.quick else (given.minutes, given.depth)
+    depth: Any = {} if layers is None else {"depth": layers}
+    usual = replace(RECIPE, **depth, seed=setup.seed, train=TrainRecipe(minutes=minutes))
+    asked = ("train.minutes", *depth)
     if given.train and given.val:
         text = replace(RECIPE.text, val_megabytes=ALL_MEGABYTES)
         recipe = replace(usual, data=str(given.train), val=str(given.val), text=text)
-        yield from trained(setup, recipe, asked, given.out, command, "validation")
+        yield from trained(setup, recipe, asked, given.out, "validation")
         whole = sum(len(well_formed(text).encode("utf-8")) for text in read(files(given.val)))
         setup.settings["validation_bytes_of_text"] = whole
     if given.data:
         recipe = replace(usual, data=str(given.data))
-        yield from trained(setup, recipe, asked, given.out, command, "text read once", "_once")
+        yield from trained(setup, recipe, asked, given.out, "text read once", "_once")
 
 
 def trained(
-    bench: Bench, recipe: Recipe, asked: Collection[str], out: Path, command: str, name: str, ending: str = ""
+    bench: Bench, recipe: Recipe, asked: Collection[str], out: Path, name: str, ending: str = ""
 ) -> Iterator[Figure]:
-    """Trains a recipe and scores the run. asked: fields that are not fitted to the text; command: what the user typed,
-    for the run's record; name: of the text, for the figures; ending: of the run's name and of the settings."""
+    """Trains a recipe and scores the run. asked: fields that are not fitted to the text; name: of the text, for the
+    figures; ending: of the run's name and of the settings."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     run_dir = RunDir(out, f"bench-quality-{stamp}{ending.replace('_', '-')}")
     session = Session(
-        stage="pretrain", machine=bench.machine, run_dir=run_dir, command=command, log=bench.log, named=asked
+        stage="pretrain", machine=bench.machine, run_dir=run_dir, command=bench.command, log=bench.log, named=asked
     )
     if code := pretrain.run(recipe, session):
         raise RuntimeError(f"training ended with code {code}, so there is nothing to score: see {run_dir.folder}")

@@ -358,11 +358,11 @@ def verb_bench(verb: str, rest: Arguments) -> int:
         gpu_options = read(GpuOptions, rest[1:], prog="quern bench gpu")
         from quern.bench.gpu import command as gpu_command
 
-        return gpu_command.run(gpu_options, log)
+        return gpu_command.run(gpu_options, log, rest.command("bench"))
     options = read(BenchOptions, rest, prog="quern bench")
     from quern.bench import command
 
-    return command.run(options, log)
+    return command.run(options, log, rest.command("bench"))
 
 
 def in_file(path: str, told: bool = True) -> Callable[[str, Arguments], int]:

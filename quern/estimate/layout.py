@@ -82,7 +82,8 @@ def lay_out(recipe: Resolved, dtype: torch.dtype, dp: int, tp: int, zero: int = 
     context, batch_tokens = recipe.model.context, recipe.train.batch_tokens
     rows = max(1, batch_tokens // context)
     if dp > rows:
-        raise ValueError(f"a batch of {rows:,} rows cannot feed {dp:,} replicas: raise train.batch-tokens, or --tp")
+        instead = "raise --train.batch-tokens, or use fewer --gpus"
+        raise ValueError(f"a batch of {rows:,} rows cannot feed {dp:,} replicas: {instead}")
     mesh = unconnected(dp, tp, zero)
     whole = weightless(recipe, dtype)
     shard = shard_model(weightless(recipe, dtype), mesh)

@@ -176,7 +176,7 @@ class Activations:
 
 
 def activations(layout: Layout, device: str, compiled: bool) -> Activations:
-    """Counts what autograd keeps of one row. Raises ValueError when the model cannot run on the "meta" device."""
+    """Counts what autograd keeps of one row. Raises RuntimeError when the model cannot run on the "meta" device."""
     shape = layout.recipe.model
     tokens_BT = torch.empty(1, shape.context, dtype=torch.int64, device="meta")
     model = layout.shard

@@ -1,5 +1,5 @@
 """Refuses to start what cannot be cut into shards or cannot fit in memory, with what to set instead; before any text
-is prepared.
+is prepared, and again if depth or batch is fitted to the text.
 
 What a rank will need is worked out from the recipe (memory.py), and is right to within a tenth; only what does
 not fit even a tenth below it is refused. A GPU has its own memory, CPU ranks share their machine's.
@@ -111,6 +111,14 @@ def _needed(resolved: Resolved, machine: Machine, dp: int, tp: int, zero: int) -
     return memory(lay_out(resolved, machine.dtype, dp, tp, zero), machine.device.type, machine.compile)
 
 
+def _cut(recipe: Recipe, mesh: Mesh) -> bool:
+    """Whether the shards can share the model."""
+    try:
+        return mesh.tp == 1 or bool(shard_model(weightless(resolve(recipe, mesh.dp)), mesh))
+    except ValueError:
+        return False
+
+
 def _remedy(recipe: Recipe, machine: Machine, mesh: Mesh, room: float) -> str:
     """The first that helps: smaller micro-batches, blocks that run again, ZeRO-3, more GPUs, a smaller model."""
 
@@ -147,7 +155,7 @@ def _remedy(recipe: Recipe, machine: Machine, mesh: Mesh, room: float) -> str:
     # Micro-batches of one row; some architectures pair their layers.
     step = 2 if depth % 2 == 0 else 1
     depths = [replace(recipe, depth=each) for each in range(step, depth, step)]
-    smaller = [with_train(one, micro_batch_tokens=resolve(one).model.context) for one in depths]
+    smaller = [with_train(one, micro_batch_tokens=resolve(one).model.context) for one in depths if _cut(one, mesh)]
     if fitting := bisect_left(smaller, True, key=lambda one: not fits(one)):
         found = smaller[fitting - 1]
         return f"set --depth {found.depth} --train.micro-batch-tokens {found.train.micro_batch_tokens}"

@@ -56,7 +56,11 @@ def run(options: PlanOptions, log: Callable[[str], None]) -> int:
     # One candidate for each number of shards that divides the ranks and fits into a machine.
     sizes = [tp for tp in range(1, min(cluster.per_machine, options.gpus) + 1) if options.gpus % tp == 0]
     with waiting("the memory of each layout to be counted", log=log):
-        candidates = [_candidate(options, cluster, recipe, options.gpus // tp, tp) for tp in sizes]
+        try:
+            candidates = [_candidate(options, cluster, recipe, options.gpus // tp, tp) for tp in sizes]
+        except RuntimeError as error:
+            why = str(error).splitlines()[0]
+            raise ValueError(f"a model that needs numbers cannot be planned, only trained: {why}") from error
     found = sorted(candidates, key=lambda one: one.seconds)
     for line in report(options, cluster, found):
         log(line)

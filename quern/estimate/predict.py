@@ -2,12 +2,12 @@
 
 Time is a model with these parts, in seconds of one rank:
 
-- products: FLOPs of its tokens (model/count.py), of blocks that run again in the backward pass, and of its share of the
-  update, at the rate of large matrix products;
+- products: FLOPs of its tokens (model/count.py) and of blocks that run again in the backward pass, at the rate of large
+  matrix products;
 - pointwise: the operations between products, bound by memory. The forward pass writes and reads what autograd keeps,
-  the backward pass reads it and writes its gradient: four passes, and two more over what is computed again. Each
-  optimizer buffer is read and written;
-- update: also the way of masters and moments to a GPU and back, where they are kept in the CPU's memory;
+  the backward pass reads it and writes its gradient: four passes, and two more over what is computed again;
+- update: FLOPs of its share, at the same rate; each optimizer buffer, read and written; and the way of masters and
+  moments to a GPU and back, where they are kept in the CPU's memory;
 - model: the collectives of tensor parallelism, which nothing hides;
 - data: gradients, hidden behind the backward pass of the last micro-batch except for the last bucket; parameters,
   hidden behind the update in the same way, or both behind all passes where replicas share parameters; and matrices

@@ -176,8 +176,11 @@ def find_chat_tasks(
         raise ValueError(f"chat has no task '{unknown[0]}': use {', '.join(BY_NAME)}")
     wanted = [task for task in TASKS if task.name in names or not names]
     with_files = [task.name for task in wanted if task.read]
-    folder = folder or fetch_tests(with_files, out)
-    paths = {name: find_file(folder, name, f"{name}_test", inside=(name, f"openai_{name}")) for name in with_files}
+    apart, folder = folder is None, folder or fetch_tests(with_files, out)
+    paths = {
+        name: find_file(folder / name if apart else folder, name, f"{name}_test", inside=(name, f"openai_{name}"))
+        for name in with_files
+    }
     absent = [name for name, path in paths.items() if path is None]
     if absent and names:
         raise ValueError(f"{folder} has no file for {', '.join(absent)}: give its folder, or leave the task out")

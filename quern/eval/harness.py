@@ -86,7 +86,9 @@ class LM(TemplateLM):
     def _example(self, group: Sequence[Pair]) -> Example:
         """Requests under one context, as the rows of one example."""
         for request, _, continuation in group:
-            if not 0 < len(continuation) <= self.context:
+            if not continuation:
+                raise ValueError(f"a continuation is empty: leave out its task ({str(request)[:80]})")
+            if len(continuation) > self.context:
                 raise ValueError(
                     f"a continuation has {len(continuation)} tokens, and the context is {self.context}: leave out its "
                     f"task, or take a model with a longer context ({str(request)[:80]})"

@@ -50,7 +50,7 @@ class KVCache:
         self.last = {name: torch.zeros(rows, n, dtype=dtype, device=device) for name, n in model.remembered.items()}
         self.positions_B = torch.zeros(rows, dtype=torch.int64, device=device)
         self.recent_BN = torch.full((rows, model.lookback), -1, dtype=torch.int64, device=device)  # the newest N tokens
-        self.filled = 0  # an upper bound of the tokens in any row
+        self.filled = 0  # at least the tokens in any row, without those of `decode`
 
     def take(self, rows: Tensor, length: int | None = None) -> KVCache:
         """A new cache whose row i is a copy of this one's row rows[i].
@@ -360,10 +360,6 @@ class PrefixCache:
             self.bytes += prefix.bytes
         while self.bytes > self._max_bytes or len(self) > MAX_PREFIXES:
             self.bytes -= self._prefixes.popitem(last=False)[1].bytes
-
-    def clear(self) -> None:
-        self._prefixes.clear()
-        self.bytes = 0
 
     def _alike(self, key: bytes) -> Iterator[bytes]:
         """The known keys with the same first tokens."""

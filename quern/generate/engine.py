@@ -52,7 +52,7 @@ class Engine:
     Args:
         max_rows: The most rows in one batch; further rows wait until one of them leaves.
         prefix_megabytes: Memory for the states of prompts that were read, for later prompts that begin alike. With 0,
-            every prompt is read in full. Call `prefixes.clear` after the weights have changed.
+            every prompt is read in full, which weights that change need.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class Engine:
         return done
 
     def events(self, prompts: Sequence[Sequence[int]], **options: Any) -> Iterator[Event]:
-        """Yields the final pieces of every sample, each sample's `Completion` last; closing the iterator stops the
-        work. Arguments and errors are those of `submit`."""
+        """Yields the final pieces of every sample, each sample's `Completion` last; closing the iterator after its
+        first event stops the work. Arguments and errors are those of `submit`."""
         generation = self.submit(prompts, **options)
 
         def produced() -> Iterator[Event]:
@@ -126,7 +126,8 @@ class Engine:
         part: tokens read at a time, between two steps of other work. Raises ValueError for a text that is too long.
         """
         if len(prompt) > self.context:
-            raise _overflow(len(prompt), self.context)
+            has = f"the text has {len(prompt)} tokens and the model's context holds {self.context}"
+            raise ValueError(f"{has}: shorten it to {self.context} tokens or fewer")
         cache = KVCache(self.model, 1, len(prompt))
         for start in range(0, len(prompt) - 1, part):
             tokens = prompt[start : start + part + 1]
@@ -154,7 +155,8 @@ class Engine:
         calls: Grammar | None = None,
         must_call: bool = False,
     ) -> Generation:
-        """Queues prompts. Their rows join the running batch as seats are free, in the order of arrival.
+        """Queues prompts. Their rows join the running batch as seats are free, in the order of arrival; in `step` with
+        `prefill_tokens`, later ones pass a generation that has its share of seats.
 
         Args:
             prompts: Token ids starting with BOS, each prompt shorter than the context.
@@ -220,8 +222,8 @@ class Engine:
     def step(self, prefill_tokens: int | None = None) -> None:
         """Computes one token for every running row of every generation, and prompts of waiting ones.
 
-        prefill_tokens: The most prompt tokens to read, so that running rows wait little. None reads prompts until no
-        seat is free: the highest throughput, when nobody watches.
+        prefill_tokens: The most prompt tokens to read while rows run, so that these wait little. None reads prompts
+        until no seat is free: the highest throughput, when nobody watches.
 
         If it fails, all rows are lost, and the engine can be used again.
         """
@@ -238,6 +240,11 @@ class Engine:
         seats = zip(self.batch.taken, self.batch.rows, strict=True)
         if gone := [seat for seat, row in seats if row.generation.cancelled]:
             self.batch.leave(gone)
+        for entry in self._wave:
+            if rest := [row for row in entry.rows if not row.generation.cancelled]:
+                entry.rows = rest
+            else:  # nobody waits for it
+                entry.read, entry.joined = len(entry.tokens), True
         busy = len(self.batch) > 0
         if busy:
             self.batch.decode(shrink=not self.waiting)

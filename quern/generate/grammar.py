@@ -13,8 +13,8 @@ import re
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,17 @@ class CostlyError(GrammarError):
     """A form is too long, or takes too long to compile."""
 
 
+@contextmanager
+def _told() -> Iterator[None]:
+    """Other errors of a form, such as lone surrogates in it, as GrammarError."""
+    try:
+        yield
+    except GrammarError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(str(error)) from None
+
+
 class Grammars:
     """Compiles forms for one tokenizer and keeps the last ones. Several threads may use it."""
 
@@ -77,23 +88,24 @@ class Grammars:
         self._child: process.Child | None = None
         weakref.finalize(self, self._running.close)
 
-    def json(self, schema: Mapping[str, Any] | bool) -> Grammar:
+    @_told()
+    def json(self, schema: Mapping[str, Any]) -> Grammar:
         """JSON that fits a schema, without white space between its parts. Raises GrammarError."""
-        try:
-            text = json.dumps({} if schema is True else schema, allow_nan=False)
-            grammar = self._matcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
-            return self._compile(grammar, trial=True)
-        except (ValueError, RecursionError) as error:
-            raise GrammarError(str(error)) from None
+        text = json.dumps(schema, allow_nan=False)
+        grammar = self._matcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
+        return self._compile(grammar, trial=True)
 
+    @_told()
     def regex(self, pattern: str) -> Grammar:
         """Text that a regular expression matches as a whole. Raises GrammarError."""
         return self._compile(self._matcher.grammar_from_regex(pattern))
 
+    @_told()
     def choice(self, texts: Sequence[str]) -> Grammar:
         """One of several texts. Raises GrammarError."""
         return self._compile(self._matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, texts))))
 
+    @_told()
     def calls(self, tools: Mapping[str, Mapping[str, Any]]) -> Grammar:
         """A call of one of several tools, by the schemas of their arguments. Raises GrammarError."""
         rules = ["start: " + " | ".join(f"call{number}" for number in range(len(tools)))]

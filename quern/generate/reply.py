@@ -55,8 +55,8 @@ class Completion:
     text: str
     """The assistant's text, without tool calls and outputs; `parts` has them too."""
     finish_reason: FinishReason
-    """"stop" for an end token or a stop string, "length" for max_tokens or the end of the context, "tool_calls" for a
-    call of the caller's tools, "error" for a form that became too complex to follow."""
+    """"stop" for an end token or a stop string, "length" for max_tokens or the end of the context, also where no call
+    fits any more, "tool_calls" for a call of the caller's tools, "error" for a form that became too complex."""
     parts: list[ContentPart]
     prompt_tokens: int
     sampled: list[bool] = field(default_factory=list)

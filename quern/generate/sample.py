@@ -122,7 +122,7 @@ def _race(weights_BV: Tensor, uniform_BN: Tensor) -> Tensor:
     """The winners (B,): the spans race by their sums, then the tokens of the winning span race."""
     B, V = weights_BV.shape
     spans = -(-V // SPAN)
-    times_BN = -uniform_BN.log()
+    times_BN = -uniform_BN.clamp(min=2**-25).log()  # of a draw of 0, too: by infinity, all quotients would be 0
     if V % SPAN:
         weights_BV = torch.nn.functional.pad(weights_BV, (0, spans * SPAN - V))
     weights_BGS = weights_BV.view(B, spans, SPAN)

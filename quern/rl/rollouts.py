@@ -89,7 +89,7 @@ class Tally:
             "pass_1": total["right"] / replies,
             "dropped": total["dropped"] / max(1.0, total["groups"]),
             "entropy": -total["logprob"] / tokens,
-            "reply_tokens": tokens / replies,
+            "reply_tokens": total["tokens"] / replies,
             "truncated": total["truncated"] / replies,
             "too_long": total["too_long"],
         }

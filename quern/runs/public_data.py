@@ -211,8 +211,8 @@ def fetch_conversations(asked: ConversationSource, out: Path) -> dict[str, tuple
 
 
 def fetch_tests(names: Iterable[str], out: Path) -> Path:
-    """Downloads the test files of question sets by name. Returns the folder that holds them all. Raises OSError, which
-    says what to do, if one cannot be downloaded."""
+    """Downloads the test files of question sets by name. Returns the folder that has a folder NAME for each. Raises
+    OSError, which says what to do, if one cannot be downloaded."""
     try:
         for name in names:
             _find(name, out, "test", "conversations").fetch(name, shards=0)

@@ -289,8 +289,8 @@ class Gate:
     log: Callable[[str], None] | None = None
     """Takes a JSON line for each request when it has ended; no line has text of a prompt or a reply."""
     per_minute: int = 0
-    """The most POST requests that the holder of a key may make in a minute; 0 for any number. Without keys, this and
-    `at_once` count by the client's address."""
+    """POST requests a minute on average of the holder of a key, up to as many at once after a pause; 0 for any number.
+    Without keys, this and `at_once` count by the client's address."""
     at_once: int = 0
     """The most POST requests that a holder may have open at the same time; 0 for any number."""
     origins: Sequence[str] = ()
@@ -391,7 +391,7 @@ class Frontier:
 
     def _refusal(self, host: str, path: str, holder: str | None, method: str) -> ApiError | None:
         if self._gate.hosts is not None and host not in self._gate.hosts:
-            message = f"This server does not answer for the host {host!r}: name it with --allowed-hosts."
+            message = f"This server does not answer for {host.partition(':')[0]!r}: name it with --allowed-hosts."
             return ApiError(message, status=403, code="foreign_host")
         # A browser asks with OPTIONS, without a key, whether a page of another origin may send its request.
         if self._gate.keys is not None and holder is None and path not in PUBLIC and method != "OPTIONS":

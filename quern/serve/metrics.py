@@ -29,7 +29,7 @@ class Metrics:
             return kind(f"quern:{name}", text, ("model_name", *labels), registry=self.registry, **more)
 
         seconds = partial(made, Histogram, buckets=LATENCIES)
-        self.running = made(Gauge, "num_requests_running", "Replies in the running batch.")
+        self.running = made(Gauge, "num_requests_running", "Replies that run, or whose prompts are being read.")
         self.waiting = made(Gauge, "num_requests_waiting", "Replies that wait for a seat.")
         self.usage = made(Gauge, "kv_cache_usage_perc", "Share of the seats that are taken.")
         self.prompt = made(Counter, "prompt_tokens", "Prompt tokens of finished requests.")

@@ -60,7 +60,7 @@ def read_texts(engine: Engine, request: CompletionRequest) -> tuple[list[list[in
     for prompt in sent:
         require_tokens(tokenizer, [] if isinstance(prompt, str) else prompt, "prompt")
     # Ids are taken as they are; a text is the beginning of a document.
-    prompts = [render_text(tokenizer, prompt) if isinstance(prompt, str) else prompt for prompt in sent]
+    prompts = [_text_tokens(tokenizer, prompt) if isinstance(prompt, str) else prompt for prompt in sent]
     for prompt in prompts:
         _require_room(prompt, engine.context, "prompt", min(wanted, 1))
     options = _options(engine, request, max(prompts, key=len), wanted)
@@ -74,8 +74,16 @@ def tokens_of(tokenizer: Tokenizer, request: TokenizeRequest) -> list[int]:
         raise ApiError("Send either 'prompt' or 'messages'.", param="prompt", code="invalid_value")
     if request.messages is not None:
         return _chat_tokens(tokenizer, request.messages, request.tools or [])
-    text = request.prompt or ""
-    return tokenizer.encode(text) if request.add_special_tokens is False else render_text(tokenizer, text)
+    tokens = _text_tokens(tokenizer, request.prompt or "")
+    return tokens[1:] if request.add_special_tokens is False else tokens
+
+
+def _text_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of the beginning of a document. Raises ApiError for a text that the tokenizer cannot split."""
+    try:
+        return render_text(tokenizer, text)
+    except ValueError as error:
+        raise invalid("prompt", error) from None
 
 
 def require_tokens(tokenizer: Tokenizer, ids: Sequence[int], param: str) -> None:

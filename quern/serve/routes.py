@@ -245,8 +245,8 @@ async def completions(http: Request, request: CompletionRequest, model: Worker) 
 
 
 async def _echo(model: Worker, prompt: Sequence[int], logprobs: bool | int, from_text: bool) -> tuple[str, list[Token]]:
-    """The text of a prompt, without the BOS in front, and, if they are asked for, its tokens' log-probabilities, which
-    are read in parts between two tokens of the replies that run."""
+    """The text of a prompt, without the BOS that the server puts in front of a text, and, if they are asked for, its
+    tokens' log-probabilities, which are read in parts between two tokens of the replies that run."""
     tokenizer = model.tokenizer
     own = prompt[1:] if from_text else prompt
     scored: list[Token] = []

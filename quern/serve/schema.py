@@ -294,7 +294,7 @@ Request = TypeVar("Request", bound=Strict)
 
 
 def parse_request(kind: type[Request], body: Any) -> Request:
-    """Validates a decoded JSON body. Raises ApiError naming the first wrong parameter."""
+    """Validates a decoded JSON body. Raises ApiError naming the wrong parameter, the deepest if several are."""
     if not isinstance(body, dict):
         required = [f"'{name}'" for name, field in kind.model_fields.items() if field.is_required()]
         raise ApiError(f"The body must be a JSON object with {' and '.join(required) or 'the parameters'}.")
@@ -348,7 +348,10 @@ def _refusal(error: ValidationError, kind: type[Strict], body: Any) -> ApiError:
     where = f"for '{param}'" if param else "in the body"
     # Inside messages and items, pydantic's message is specific enough.
     name = param if param.startswith(("messages", "input")) else re.split(r"[.\[]", param)[0]
-    why = kind.instead.get(name, first["msg"].partition(" or instance of")[0])
+    why = first["msg"].partition(" or instance of")[0]
+    if name in kind.instead:
+        told = first["type"] in ("string_pattern_mismatch", "string_too_long", "string_unicode", "too_long")
+        why = f"{why}; {kind.instead[name]}" if told else kind.instead[name]
     if first["type"] == "literal_error" and isinstance(first["input"], str):
         why = f"'{first['input'][:40]}' is not supported, {why.replace('Input should be', 'use')}"
     return ApiError(f"Invalid value {where}: {why}.", param=param or None, code="invalid_value")

@@ -101,8 +101,8 @@ def run(
 ) -> None:
     """Serves until interrupted. Raises OSError for a taken port or an unreadable file, and the errors of `runs.load`.
 
-    port: 0 picks a free one; watch_seconds: between two looks for newer checkpoints, 0 for never; tls: as in
-    `configure`; replica: the place of this process, whose port it shares; invite: makes what is printed at last from
+    port: 0 picks a free one; watch_seconds: between two looks for newer checkpoints, 0 for never; tls: see
+    `Files`; replica: the place of this process, whose port it shares; invite: makes what is printed at last from
     the scheme and the port.
     """
     prefix = f"replica {replica.number}: " if replica else ""
@@ -213,7 +213,7 @@ async def give_memory_back() -> None:
 
 
 def serve(app: Starlette, listeners: Sequence[socket.socket], trusted: Sequence[str] = (), tls: Files = None) -> None:
-    """Serves an application of `create_app` until interrupted; `trusted` and `tls` as in `configure`.
+    """Serves an application of `create_app` until interrupted. trusted: as in `configure`; tls: see `Files`.
 
     Call it in the main thread, which runs the engines; the event loop has another one. SIGINT raises KeyboardInterrupt
     after the normal end. An error that ends the engines or the event loop ends both, and is raised.

@@ -41,7 +41,7 @@ def measured(out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     """The records of `quern bench` by name, and what it printed."""
     said: list[str] = []
     options = read(BenchOptions, [*arguments, "--out", str(out)], prog="quern bench")
-    assert command.run(options, said.append) == 0
+    assert command.run(options, said.append, "quern bench typed") == 0
     bodies = [json.loads(path.read_text(encoding="utf-8")) for path in (out / "bench").iterdir()]
     return {body["what"]: body for body in bodies}, "\n".join(said)
 
@@ -194,7 +194,7 @@ def test_quality_counts_every_byte_once(tmp_path: Path) -> None:
     for path, part in zip(paths.values(), (texts[40:], texts[:40]), strict=True):
         write_rows(path, [{"text": text} for text in part])
     files = [str(part) for split, path in paths.items() for part in (f"--{split}", path)]
-    flags = ["--data", str(paths["train"]), "--minutes", "0.005", "--depth", "1", *PLAIN]
+    flags = ["--data", str(paths["train"]), "--minutes", "0.01", "--quick", *PLAIN]
     found, shown = measured(tmp_path, "quality", *files, *flags)
     body = found["quality"]
     size = sum(len(text.encode("utf-8")) for text in texts[:40])
@@ -203,7 +203,9 @@ def test_quality_counts_every_byte_once(tmp_path: Path) -> None:
     nats = next(m for m in body["measures"] if m["unit"] == "nats/token")
     tokens = body["settings"]["validation_tokens"]
     assert scored["median"] == pytest.approx(nats["median"] * tokens / math.log(2) / size)
-    tokenizer = Tokenizer.load(tmp_path / "runs" / body["settings"]["run"] / "tokenizer.json")
+    run = tmp_path / "runs" / body["settings"]["run"]
+    assert json.loads((run / "run.json").read_text(encoding="utf-8"))["command"] == "quern bench typed"
+    tokenizer = Tokenizer.load(run / "tokenizer.json")
     assert tokens == sum(len(tokenizer.encode(text)) for text in texts[:40])
     assert f"{size:,} bytes" in shown and " 1 thread," in shown
     assert body["settings"]["layers"] == body["settings"]["layers_once"] == 1  # as asked, not as fitted to the text
@@ -219,6 +221,7 @@ def test_quality_counts_every_byte_once(tmp_path: Path) -> None:
         (["quality"], "give --train and --val"),
         (["quality", "--train", "x"], "give --train and --val"),
         (["train", "--batch-tokens", "700"], "multiple of the 512"),
+        (["ranks", "--batch-tokens", "512"], "set --batch-tokens 1024"),
     ],
 )
 def test_nonsense_is_refused_before_anything_is_measured(arguments: list[str], message: str) -> None:

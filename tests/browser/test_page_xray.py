@@ -76,6 +76,8 @@ def test_colours_are_the_engines_numbers(browser: Chrome) -> None:
             assert len(said) > 10
             assert [one.split()[0] for one in said] == levels[len(ids) - 1 :][: len(said)], name
             assert len(set(levels)) > 3, f"{name}: the test has too few colours"
+        page.click(".prompt .token", 0)
+        assert page.run(FACTS)["probability"] == "none: nothing stands before it"
 
 
 def test_the_card_tells_a_token_and_its_alternatives(page: Page) -> None:
@@ -230,10 +232,15 @@ def test_bytes_that_are_no_character_and_replies_without_a_record(page: Page) ->
             expected.append("".join(f"⟨{byte:02X}⟩" for byte in raw))
     assert page.texts(".text .token") == expected
     page.set("alternatives", "0")
-    page.engine.will_say("plain", seconds=0.1)  # it is drawn before its end
+    page.engine.will_say("plain", seconds=0.1, reason="length")  # it is drawn before its end
     page.ask("again")
     assert page.engine.asked[-1][1]["logprobs"] is False
-    assert "No probabilities were recorded" in page.said()[-1] and page.said()[-1].endswith("plain")
+    assert "No probabilities were recorded" in page.said()[-1] and "plain" in page.said()[-1]
+    page.set("alternatives", "5")
+    page.engine.will_say(" more")
+    go_on(page, "more")
+    page.click(".message:last-child .text .token", 0)
+    assert page.run(FACTS)["probability"] == "none was recorded"
 
 
 def go_on(page: Page, text: str) -> None:

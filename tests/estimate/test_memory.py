@@ -144,6 +144,13 @@ def test_what_the_refusal_advises_fits(
     memory_check(changed, machine, unconnected(values.get("ranks", ranks), 1, values.get("zero", 2)), print, room)
 
 
+def test_the_depth_that_is_advised_can_be_cut() -> None:
+    """Heads are half of the depth: four shards cannot share those of 10, 12 and 14 layers."""
+    asked = replace(gpt.RECIPE, depth=16, model=ModelRecipe(context=64, vocab_size=500))
+    small = replace(asked, train=TrainRecipe(steps=4, batch_tokens=256, micro_batch_tokens=64, recompute=16))
+    assert advice(small, CPU, unconnected(1, 4), 250e6)["depth"] == "8"
+
+
 def test_models_that_are_far_too_large_are_not_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
 

@@ -41,8 +41,23 @@ def test_a_layout_that_does_not_fit_is_refused_with_numbers(tmp_path: Path, caps
     assert "Nothing fits: use more GPUs (--gpus 2), a smaller --depth" in capsys.readouterr().out
     planned(tmp_path, "--gpus", "1024", "--model.context", "512", code=1)
     shown = capsys.readouterr().out
-    assert "dp 1,024 × tp 1: a batch of 128 rows cannot feed 1,024 replicas" in shown
+    assert "dp 1,024 × tp 1: a batch of 128 rows cannot feed 1,024 replicas: raise --train.b" in shown
     assert "Nothing fits: use fewer --gpus, or a larger --train.batch-tokens" in shown
+
+
+def test_a_model_that_needs_numbers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        "from dataclasses import replace",
+        "from quern.model.gpt import GPT",
+        "from quern.recipes import gpt",
+        "class Curious(GPT):",
+        "    def forward(self, tokens_BT, context):",
+        "        return super().forward(tokens_BT, context) * float(self.backout_scale.detach())",
+        "RECIPE = replace(gpt.RECIPE, make_model=Curious)",
+    ]
+    (tmp_path / "curious.py").write_text("\n".join(lines), encoding="utf-8")
+    assert main.main(["lab", "plan", str(tmp_path / "curious.py"), *SMALL, "--gpus", "1"]) == 1
+    assert "a model that needs numbers cannot be planned, only trained: " in capsys.readouterr().err
 
 
 def test_what_saves_memory_is_used_where_it_is_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,6 +76,8 @@ def test_log_probabilities_are_those_of_one_request_at_a_time(loaded: LoadedMode
     assert text.bos not in lm.tok_encode("<|bos|>")[1:]
     with pytest.raises(ValueError, match="a continuation has .* tokens, and the context is 48"):
         lm.loglikelihood([request("loglikelihood", "a", long)])
+    with pytest.raises(ValueError, match="a continuation is empty"):
+        lm.loglikelihood([request("loglikelihood", "a", "")])
 
 
 def test_rolling_windows_predict_each_token_once(loaded: LoadedModel) -> None:

@@ -78,6 +78,12 @@ def test_senseless_arguments_and_long_prompts_are_refused(arguments: dict, words
         toy_engine(context=32).events(**{"prompts": [[BOS]], **arguments})  # before the first event: no header is sent
 
 
+def test_a_text_to_score_may_fill_the_context() -> None:
+    assert len(next(toy_engine(context=32).read([BOS] * 32))) == 31
+    with pytest.raises(ValueError, match="the text has 33 tokens .* 32: shorten it to 32 tokens"):
+        next(toy_engine(context=32).read([BOS] * 33))
+
+
 def test_a_tokenizer_larger_than_the_model_is_refused() -> None:
     with pytest.raises(ValueError, match="do not belong together"):
         Engine(toy_model(vocab_size=96), TOKENIZER, CPU)
@@ -118,6 +124,22 @@ def test_closing_the_events_stops_the_work() -> None:
     cast(torch.nn.Module, engine.model).register_forward_hook(lambda _, given, x_BTD: rows.append(len(x_BTD)))
     engine.generate([[BOS]], max_tokens=9)
     assert rows and set(rows) == {1}
+
+
+def test_a_cancelled_prompt_is_read_no_further() -> None:
+    engine = toy_engine(context=64, max_rows=2)
+    long = {"bias": {TOKENIZER.special("<|assistant_end|>"): -100.0}, "max_tokens": 20}
+    engine.events([[BOS, 65]], **long)
+    engine.step(16)
+    cancelled = engine.submit([[BOS] * 40], **long)
+    engine.step(16)
+    assert engine.running == 2
+    cancelled.cancel()
+    engine.step(16)
+    assert engine.running == 1
+    after = engine.submit([[BOS, 66]], max_tokens=1)
+    engine.step(16)
+    assert not cancelled.events and not after.unfinished
 
 
 def test_a_request_of_many_rows_leaves_seats_for_others() -> None:
@@ -174,5 +196,3 @@ def test_the_longest_beginning_is_found_and_the_least_recently_used_leave() -> N
             order = order[-40:]
         assert len(cache) == len(order)
     assert found > 100 and parted > 30 and cache.bytes == 40 * 1000
-    cache.clear()
-    assert cache.find(list(order[-1]) + [0]) is None and len(cache) == 0

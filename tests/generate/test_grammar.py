@@ -113,16 +113,25 @@ def test_one_of_several_texts() -> None:
     assert {walk(form, 40, seed)[0] for seed in range(60)} == set(texts)
 
 
+def deep() -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(20_000):
+        schema = {"not": schema}
+    return schema
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda: grammars().json({"type": "strin"}), "Invalid type: strin"),
         (lambda: grammars().json({"$ref": "#/none"}), "does not exist"),
         (lambda: grammars().json({"not": {"type": "string"}}), "not"),
-        (lambda: grammars().json(False), "object"),
+        (lambda: grammars().json(deep()), "maximum recursion depth"),
         (lambda: grammars().json({"oneOf": [{"type": "integer"}, {"type": "number"}]}), "overlap: use anyOf$"),
         (lambda: grammars().regex("(a|b"), "unclosed group"),
         (lambda: grammars().regex("(?=x)"), "look-around"),
+        (lambda: grammars().regex("a\ud800b"), "surrogates not allowed"),
+        (lambda: grammars().calls({"f": deep()}), "maximum recursion depth"),
         (lambda: grammars().choice(["x" * 70_000]), "65,536 at most"),
     ],
 )

@@ -80,10 +80,12 @@ def test_min_p_keeps_exactly_the_tokens_of_the_numpy_definition(min_p: float, se
 
 
 def test_extreme_numbers_and_temperatures_never_leave_the_vocabulary() -> None:
+    forbidden_V = torch.where(torch.arange(V) > 0, LOGITS, -torch.inf)
     for u in (0.0, 1 - 2**-24):
         uniform_BN = torch.full_like(draw([generator(0, [], 0)], V), u)
         for sampling in (Sampling(1e-30), Sampling(100), Sampling(top_p=0.5), Sampling(top_k=4)):
             assert 0 <= sample(LOGITS[None], sampling, uniform_BN).item() < V
+            assert sample(forbidden_V[None], sampling, uniform_BN).item() > 0
     half = torch.full_like(draw([generator(0, [], 0)], V), 0.5)
     for tiny in (1e-30, 1e-38, 1e-45):
         assert sample(100 * LOGITS[None], Sampling(tiny), half).item() == LOGITS.argmax()

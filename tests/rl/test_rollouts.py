@@ -16,7 +16,16 @@ from quern.mesh import alone
 from quern.optim.schedule import multipliers
 from quern.recipe import OptimRecipe
 from quern.rl.environment import Environment, draw_item, fingerprint, is_held_out, load_environment
-from quern.rl.rollouts import Rollout, advantages, clipped_ratios, divergence, is_uniform, overlong_penalty, pass_at_k
+from quern.rl.rollouts import (
+    Rollout,
+    Tally,
+    advantages,
+    clipped_ratios,
+    divergence,
+    is_uniform,
+    overlong_penalty,
+    pass_at_k,
+)
 from quern.text.tinyworld.skills import PRACTICE_WORDS
 from quern.text.tinyworld.world import WORDS
 from quern.train.manifest import CheckpointError
@@ -184,6 +193,10 @@ def test_an_environment_in_a_file(tmp_path: Path) -> None:
 
 
 STEPS = 16
+
+
+def test_no_reply_has_no_tokens() -> None:
+    assert Tally().means()["reply_tokens"] == 0
 
 
 def test_the_reward_rises() -> None:

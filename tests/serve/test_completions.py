@@ -10,10 +10,13 @@ import torch
 
 from quern.generate.engine import Engine
 from quern.generate.sampling import Sampling
+from quern.serve.prompts import read_texts, tokens_of
+from quern.serve.schema import ApiError, CompletionRequest, TokenizeRequest
 from quern.text.chat import render_prompt, render_text
+from quern.text.tokenizer import GPT2_SPLIT_PATTERN, Tokenizer
 from tests.serve.conftest import CONTEXT, HELLO, NAME, NO_END, post
 from tests.support.http_server import counters
-from tests.support.toy_engine import toy_tokenizer
+from tests.support.toy_engine import CPU, toy_model, toy_tokenizer
 
 TOKENIZER = toy_tokenizer()
 TEXT = "The miller grinds"
@@ -23,6 +26,17 @@ FORMS: dict[str, Any] = {
     "ids": render_text(TOKENIZER, TEXT),
     "lists of ids": [render_text(TOKENIZER, TEXT), [5, 6, 7]],
 }
+
+
+def test_a_text_that_the_vocabulary_cannot_split_is_refused_by_name() -> None:
+    tokenizer, text = Tokenizer(TOKENIZER.merges, GPT2_SPLIT_PATTERN), " " * 1_000_000 + "a"
+    engine = Engine(toy_model(vocab_size=tokenizer.vocab_size), tokenizer, CPU)
+    for read in (
+        lambda: tokens_of(tokenizer, TokenizeRequest(prompt=text)),
+        lambda: read_texts(engine, CompletionRequest(model=NAME, prompt=text)),
+    ):
+        with pytest.raises(ApiError, match="for 'prompt': .*(pattern cannot split a text|Max stack size exceeded)"):
+            read()
 
 
 def ids_of(form: Any) -> list[list[int]]:

@@ -50,8 +50,8 @@ AIMS = (  # description, section, figure, unit, least or most, limit
 )
 
 
-def run(options: GpuOptions, log: Callable[[str], None]) -> int:
-    """Runs the named sections and returns the exit code: 1 without a GPU."""
+def run(options: GpuOptions, log: Callable[[str], None], command: str = "") -> int:
+    """Runs the named sections and returns the exit code: 1 without a GPU. command: the command line."""
     if not torch.cuda.is_available() and not options.quick:
         log("there is no GPU here that torch can use: run this on a machine with one, or try it with --quick")
         return 1
@@ -60,7 +60,8 @@ def run(options: GpuOptions, log: Callable[[str], None]) -> int:
     machine = select_attention(options.detect())
     chosen = round(time.monotonic() - began, 2)
     limits = measure_limits(machine, options.quick)
-    bench = GpuBench(machine, options.seed, options.quick, 2 if options.quick else 5, limits=limits, options=options)
+    rounds = 2 if options.quick else 5
+    bench = GpuBench(machine, options.seed, options.quick, rounds, command=command, limits=limits, options=options)
     body = head("gpu", bench) | {"load_average_before": load, "notes": list(machine.notes)}
     body |= {"seconds_to_choose_attention": chosen, "limits": vars(limits), "seconds": 0.0, "sections": {}}
     found = body["machine"]

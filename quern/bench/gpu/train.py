@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from quern.bench.material import random_batch
 from quern.bench.measure import Bench, Figure, call_seconds, figure, seconds_of
 from quern.bench.options import GpuOptions
-from quern.bench.quality import trained
+from quern.bench.quality import QUICK_MINUTES, trained
 from quern.bench.train import take_step
 from quern.machine import Machine, measure_peak_flops, peak_memory, reset_peak_memory
 from quern.model.count import FlopCounter
@@ -165,8 +165,7 @@ def real(bench: GpuBench) -> Iterator[Figure]:
         bench.problems.append("no text to train on: give --data, a file or folder of text")
         return
     left = max(0.1, (bench.deadline - time.monotonic()) / 60)  # also for the text's preparation, and for compilation
-    train = TrainRecipe(minutes=0.005 if bench.quick else min(REAL_MINUTES, left / 4))
+    train = TrainRecipe(minutes=QUICK_MINUTES if bench.quick else min(REAL_MINUTES, left / 4))
     text, depth = replace(RECIPE.text, tokenizer=tokenizer), 1 if bench.quick else 12
     recipe = replace(RECIPE, data=data, text=text, depth=depth, seed=bench.seed, train=train)
-    asked, command = ("depth", "train.minutes"), "quern bench gpu --sections real"
-    yield from trained(bench, recipe, asked, bench.options.out, command, "real run")
+    yield from trained(bench, recipe, ("depth", "train.minutes"), bench.options.out, "real run")

@@ -195,16 +195,18 @@ class Sandbox:
 
     Raises:
         SandboxError: No tier works. The message says why, and what to install.
-        ValueError: A number of workers outside its range.
+        ValueError: A number of workers outside its range, or an unknown tier.
     """
 
     def __init__(self, workers: int = 2, limits: Limits | None = None, tier: str | None = None) -> None:
         refuse_outside(Few, workers, "workers")
+        if tier not in (None, *TIERS):
+            raise ValueError(f"the sandbox has no tier '{tier}': use {', '.join(TIERS)}")
         if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
             here = f"{sys.platform} {platform.machine()}"  # the guest has no system call numbers for it
             raise SandboxError(f"the sandbox runs on Linux, x86_64 or aarch64, not on {here}")
         self.limits = limits or Limits()
-        # A guest dies with the thread that starts it, and these threads live as long as the sandbox.
+        # A guest of bubblewrap dies with the thread that starts it, and these threads live as long as the sandbox.
         self._threads = ThreadPoolExecutor(workers, "sandbox")
         self._idle: SimpleQueue[Worker] = SimpleQueue()
         self._workers: list[Worker] = []
@@ -256,7 +258,8 @@ class Sandbox:
 
 
 class Worker:
-    """A guest, which dies with the thread that makes the worker. Raises SandboxError for one that does not confine."""
+    """A guest, which dies with the thread that makes the worker; under landlock, with its socket. Raises SandboxError
+    for one that does not confine."""
 
     def __init__(self, tier: str) -> None:
         self.tier = tier
@@ -304,7 +307,7 @@ class Worker:
         self._resources.close()
 
     def run(self, program: Program, limits: Limits) -> Outcome:
-        """Runs a program. A guest that is lost is started again, once for each program. Raises SandboxError if it
+        """Runs a program, once more if the guest is lost, which is started again each time. Raises SandboxError if it
         cannot."""
         for _ in range(2):
             try:

@@ -57,7 +57,7 @@ function unpackOne(given, index) {
   need(isObject(given) && isObject(given.nodes), `${where} is damaged.`);
   const entries = Object.entries(given.nodes);
   need(entries.length <= MOST_NODES, `${where} has more than ${MOST_NODES} messages.`);
-  // Maps, because the ids are a stranger's: "__proto__" must be an id like any other.
+  // Maps, because a stranger's parent, pick or leaf may be "__proto__", which every object has.
   const nodes = new Map(entries.map(([id, node]) => [id, unpackNode(id, node, where)]));
   for (const node of nodes.values()) {
     need(node.parent === null || nodes.has(node.parent), `${where}: a message answers one that is missing.`);

@@ -58,9 +58,9 @@ const percent = (value) => (value >= 0.9995 ? "100 %" : value >= 0.01 ? `${(100 
 const quoted = (token) => `“${shownText(token).replace(/\n/g, "↵").replace(/\t/g, "⇥")}”`;
 const isSpecial = (token) => /^<\|.+\|>$/.test(token.text);
 
-/** Tokens as a list one can walk with the arrow keys. cached: so many at the start were not read again. */
+/** Tokens as a list one can walk with the arrow keys. cached: of a prompt, so many at its start were not read again. */
 export class TokenView {
-  constructor(box, label, { cached = 0, branch = null } = {}) {
+  constructor(box, label, { cached = null, branch = null } = {}) {
     this.box = box;
     this.cached = cached;
     this.branch = branch; // (index, alternative) → begins a branch there; null where there is none
@@ -203,10 +203,11 @@ class Card {
     const place = rank(token);
     const bits = entropy(token);
     const cached = index < this.view.cached;
+    const none = this.view.cached !== null && index === 0 ? "none: nothing stands before it" : "none was recorded";
     const facts = [
       ["id", token.id],
       ["bytes", token.bytes.map(hex).join(" ") || "none"],
-      ["probability", token.logprob === null ? "none: nothing stands before it" : percent(probability(token))],
+      ["probability", token.logprob === null ? none : percent(probability(token))],
       ["rank", token.logprob === null ? null : place ?? `beyond ${token.top.length}`],
       ["entropy", bits === null ? null : `≥ ${bits.toFixed(2)} bits`],
       ["prompt cache", cached ? "known: not read again" : null],

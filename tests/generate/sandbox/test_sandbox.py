@@ -217,6 +217,8 @@ def test_without_a_tier_the_way_to_install_one_is_named(monkeypatch: pytest.Monk
         raise SandboxError("it is not here")
 
     monkeypatch.setattr(pool, "TIERS", {"bubblewrap": missing, "landlock": missing})
+    with pytest.raises(ValueError, match="no tier 'docker': use bubblewrap, landlock"):
+        Sandbox(1, tier="docker")
     with pytest.raises(SandboxError, match=r"bubblewrap: it is not here; landlock: .*apt install bubblewrap"):
         Sandbox(1)
 

@@ -48,7 +48,7 @@ def pack(value: Any) -> Any:
 
 
 def unpack(value: Any) -> Any:
-    """The value of a JSON text that `pack` wrote. Raises ValueError or TypeError for any other."""
+    """The value of a JSON text that `pack` wrote. Raises an exception for any other."""
     if not isinstance(value, list):
         if isinstance(value, dict):
             raise ValueError("a JSON object is not a packed value")
