@@ -80,11 +80,11 @@ test: $(DEV)
 check: $(DEV)
 	@$(MAKE) --no-print-directory $(patsubst %,--%,$(filter output-sync,$(.FEATURES))) --jobs 2 changed-types lint layers
 
-types:
+types: $(DEV)
 	$(BIN)/pyright --threads $(JOBS)
 
 # In a clean clone these are all files.
-changed-types:
+changed-types: $(DEV)
 	@mkdir -p $(dir $(TYPED)) && touch $(TYPED).new
 	@files=$$($(BIN)/python tests/changed.py $(TYPED)); case $$files in \
 		all) $(MAKE) --no-print-directory types;; \
@@ -93,11 +93,11 @@ changed-types:
 	esac
 	@mv $(TYPED).new $(TYPED)
 
-lint:
+lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-layers:
+layers: $(DEV)
 	$(PYTEST) -q tests/test_layers.py
 
 laws: $(DEV)

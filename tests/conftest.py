@@ -46,7 +46,8 @@ def eager() -> Iterator[None]:
 
 
 SERVERS = ("grug", "faulty_server", "bench", "browser", "llama")
-"""Fixtures that start a process. All tests that use one run in one worker, so it starts once."""
+"""Fixtures that start a process. All tests that use one run in one worker, so it starts once. `ranks` and `interpreted`
+start one in each worker that needs it."""
 SLOWEST_FIRST = (
     "grug",
     "bench",

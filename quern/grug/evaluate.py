@@ -73,9 +73,10 @@ def flops_per_token(cfg: StepConfig) -> float:
     return 6 * (sizes["matrices"] + sizes["head"]) + 12 * shape.heads * shape.head_dim * float(sum(spans))
 
 
-def measure_peak_flops(dtype: str, mesh: Mesh, size: int = 2048) -> float:
-    """Measures the FLOP/s of the fastest of eight products of (size, size) matrices on one device, accumulated in fp32,
-    times the devices. Those of a CPU count as one."""
+def measure_peak_flops(dtype: str, mesh: Mesh) -> float:
+    """Measures the FLOP/s of the fastest of eight products of square matrices on one device, accumulated in fp32, times
+    the devices. Those of a CPU count as one."""
+    size = 2048
     device = next(device for device in mesh.devices.flat if device.process_index == jax.process_index())
     devices, alone = jax.process_count() if device.platform == "cpu" else mesh.devices.size, make_mesh(devices=[device])
     with jax.set_mesh(alone):

@@ -119,7 +119,10 @@ def join_processes(coordinator: str | None, processes: int | None, process_id: i
         with waiting(whom, START_SECONDS):
             jax.distributed.initialize(coordinator, processes, process_id, initialization_timeout=2 * START_SECONDS)
     except ValueError as error:
-        raise ValueError(f"cannot join the other processes ({error}): give coordinator, processes and id") from error
+        raise ValueError(
+            f"cannot join the other processes ({error}): give --processes.coordinator, --processes.count and "
+            "--processes.id"
+        ) from error
     finally:
         timer.cancel()
 

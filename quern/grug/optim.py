@@ -38,6 +38,24 @@ def rules(recipe: ResolvedOptim, dtype: jnp.dtype, depth: int) -> dict[str, opta
     }
 
 
+def with_factor(
+    name: str, rules: dict[str, optax.GradientTransformationExtraArgs]
+) -> optax.GradientTransformationExtraArgs:
+    """A group's rule, whose rate has the group's factor in `Multipliers.groups`. Its update raises ValueError for
+    factors of a group that does not exist."""
+    rule = optax.with_extra_args_support(rules[name])
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        told: Multipliers = extra["multipliers"]
+        factors = told.groups or {}
+        if unknown := factors.keys() - rules.keys():
+            raise ValueError(f"the schedule has factors for {sorted(unknown)}: the model's groups are {sorted(rules)}")
+        own = told._replace(lr=told.lr * factors.get(name, 1.0))
+        return rule.update(updates, state, params, **extra | {"multipliers": own})
+
+    return optax.GradientTransformationExtraArgs(rule.init, update)
+
+
 def adamw(group: constants.AdamWGroup, eps: float) -> optax.GradientTransformationExtraArgs:
     """optax.adamw with the learning rate group.lr · multipliers.lr."""
     moments = optax.scale_by_adam(group.beta1, group.beta2, eps)

@@ -36,7 +36,7 @@ Batch = dict[str, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class JaxTrainState:
-    """Everything that a step changes. params: fp32; rng: a new key in each step, for models that draw numbers."""
+    """Everything that a step changes. params: fp32; rng: a key, new in each step, that nothing draws from yet."""
 
     params: Params
     opt_state: Any
@@ -60,8 +60,8 @@ class Grug:
 
 @dataclass(frozen=True)
 class StepConfig:
-    """Static arguments of a step. dtype: of weights and activations in the forward pass ("float32" or "bfloat16");
-    block_tokens: see `loss_fn`; core: the functions."""
+    """Static arguments of a step. dtype: of weights and activations in the forward pass ("float32", "bfloat16" or
+    "float16"); block_tokens: see `loss_fn`; core: the functions."""
 
     model: ResolvedModel
     optim: ResolvedOptim
@@ -79,7 +79,8 @@ def step_config(recipe: Resolved, dtype: str, core: type[Grug] = Grug) -> StepCo
 
 def make_optimizer(cfg: StepConfig) -> Any:
     """Returns the optimizer: `update(grads, state, params, multipliers=…)` returns the changes to add."""
-    return optax.partition({**cfg.core.rules(cfg.optim, jnp.dtype(cfg.dtype), cfg.model.depth)}, cfg.core.group_of)
+    rules = cfg.core.rules(cfg.optim, jnp.dtype(cfg.dtype), cfg.model.depth)
+    return optax.partition({name: optim.with_factor(name, rules) for name in rules}, cfg.core.group_of)
 
 
 @partial(jax.jit, static_argnames="cfg")

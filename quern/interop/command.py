@@ -37,7 +37,8 @@ class ExportOptions:
     """Flags of `quern export`."""
 
     dir: Path
-    """hf: the folder to write; it must be empty or missing. gguf: the file (….gguf), or a folder for it."""
+    """hf: the folder to write; it must be empty or missing, and not the current folder. gguf: the file (….gguf), or a
+    folder for it."""
     to: Literal["hf", "gguf"] = "hf"
     """hf: Hugging Face's format, for transformers. gguf: llama.cpp's, also for ollama; for runs of the recipe llama."""
     run: str = "first"
@@ -135,7 +136,7 @@ class ImportOptions:
     """Flags of `quern import`."""
 
     folder: Annotated[Path, Mark.POSITIONAL]
-    """The folder to read: config.json, *.safetensors and tokenizer.json."""
+    """The folder to read: config.json, model.safetensors or the files of its index, and tokenizer.json."""
     run: str
     """The new run's name."""
     out: Path = Path("out")
@@ -148,10 +149,17 @@ class ImportOptions:
     """The text for evaluation."""
 
 
-def import_model(arguments: Sequence[str], log: Callable[[str], None], description: str) -> int:
+def import_model(arguments: Arguments, log: Callable[[str], None], description: str) -> int:
     options = check_flags.read(ImportOptions, arguments, prog="quern import", description=description)
     from quern.interop import import_hf
 
-    run_dir, recipe = RunDir(options.out, options.run), replace(load_recipe("llama")[0], data=options.data)
-    import_hf.run(options.folder, run_dir, recipe, stage=options.stage, tokenizer=options.tokenizer, log=log)
+    import_hf.run(
+        options.folder,
+        RunDir(options.out, options.run),
+        replace(load_recipe("llama")[0], data=options.data),
+        stage=options.stage,
+        tokenizer=options.tokenizer,
+        log=log,
+        command=arguments.command("import"),
+    )
     return 0

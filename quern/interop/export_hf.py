@@ -38,7 +38,7 @@ def run(run_dir: RunDir, folder: Path, *, stage: str | None, dtype: torch.dtype,
     """Writes the newest intact checkpoint of a stage (None: the last one) to `folder`.
 
     Raises FileNotFoundError for a missing run, ImportError without `tokenizers`, ValueError if `folder` is not empty,
-    the model is of a class of its own, or a record is damaged.
+    the model is of a class of its own or a Llama that Hugging Face's cannot represent, or a record is damaged.
     """
     target = folder.resolve()  # what a link names
     if target == Path.cwd() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
@@ -229,7 +229,7 @@ def _model_card(loaded: LoadedModel, run_dir: RunDir, weights: Mapping[str, Tens
     score_head = ("task", "measure", "value", "95% interval", "guessing", "of")
     stage_head = ("stage", "learned from", "steps", "tokens", "loss", "held-out loss", "bits per byte")
     return CARD.format(
-        architecture=loaded.recipe.name,
+        architecture=type(loaded.model).__name__.lower(),
         run=run_dir.run,
         parameters=sum(tensor.numel() for tensor in weights.values()),
         step=loaded.step,

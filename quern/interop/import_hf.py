@@ -22,7 +22,7 @@ from quern.machine import detect
 from quern.recipe import Recipe
 from quern.records import FileName, read_json
 from quern.resolve import resolve
-from quern.runs.origin import Origin
+from quern.runs.origin import Origin, with_absolute_paths
 from quern.runs.run_dir import RunDir
 from quern.runs.training import model_facts
 from quern.stages.session import describe_run, open_folder
@@ -37,11 +37,19 @@ LFS = b"version https://git-lfs.github.com/"
 
 
 def run(
-    folder: Path, run_dir: RunDir, recipe: Recipe, *, stage: str, tokenizer: Path | None, log: Callable[[str], None]
+    folder: Path,
+    run_dir: RunDir,
+    recipe: Recipe,
+    *,
+    stage: str,
+    tokenizer: Path | None,
+    log: Callable[[str], None],
+    command: str = "",
 ) -> None:
     """Creates the run. Its fp32 masters equal the weights in the folder.
 
-    recipe: unresolved, of the architecture; tokenizer: a tokenizer.json of quern, None for the one in the folder.
+    recipe: unresolved, of the architecture; tokenizer: a tokenizer.json of quern, None for the one in the folder;
+    command: the one that was given, for run.json.
 
     Raises FileNotFoundError for a missing file, ValueError for another kind of model, or if the run exists.
     """
@@ -57,7 +65,7 @@ def run(
             raise ValueError(f"the tokenizer has {words.vocab_size:,} tokens, and the model {shape.vocab_size:,}")
         tied = bool(config.get("tie_word_embeddings", False))
         weights = weights_from(_read_weights(folder), shape.depth, tied=tied)
-        resolved = resolve(replace(recipe, depth=shape.depth, model=replace(shape, bos=words.bos)))
+        resolved = resolve(replace(with_absolute_paths(recipe), depth=shape.depth, model=replace(shape, bos=words.bos)))
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
     machine = detect("cpu", "fp32", compile=False)
@@ -70,7 +78,7 @@ def run(
         undo.callback(remove_whole, run_dir.folder)
         words.save(run_dir.folder / "tokenizer.json")
         facts = {"imported": str(folder), "model": model_facts(resolved, state.model, machine)}
-        describe_run(run_dir, machine, f"quern import {folder} --run {run_dir.run}", facts)
+        describe_run(run_dir, machine, command, facts)
         origin = Origin(words.fingerprint, recipe=resolved.to_json())
         with open_folder(run_dir.stage(stage), origin, None) as records:
             records.event("import", folder=str(folder))

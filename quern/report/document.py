@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from quern.estimate.own_text import more
@@ -301,9 +302,10 @@ def _summary(run: RunRecords) -> str:
         text += f" of {depth:,.0f} layers, {width:,.0f} wide"
     if parameters is not None:
         text += f", with {human(parameters)} parameters"
-    text += f", trained on {human(tokens)} tokens" if tokens is not None else ", not trained yet"
-    data = run.recipe.get("data")
-    if isinstance(data, str):
+    source, data = run.run.get("imported"), run.recipe.get("data")
+    untrained = f", imported from {Path(source).name}" if isinstance(source, str) else ", not trained yet"
+    text += f", trained on {human(tokens)} tokens" if tokens is not None else untrained
+    if tokens is not None and isinstance(data, str):
         text += f" of {', '.join(name.rstrip('/').rsplit('/', 1)[-1] for name in data.splitlines()[:3])}"
     if seconds is not None:
         text += f" in {duration(seconds)}"

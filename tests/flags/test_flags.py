@@ -2,6 +2,7 @@
 given. Those of the JAX stages may come from a YAML or JSON file; none of it starts JAX."""
 
 import inspect
+import io
 import json
 import re
 import sys
@@ -20,6 +21,7 @@ from quern.recipe import ConversationSource, Recipe
 from quern.recipes import gpt, llama
 from quern.recipes.gpt import RECIPE
 from quern.stages.jax import command
+from quern.terminal import silent
 
 
 @dataclass
@@ -193,8 +195,8 @@ def test_a_recipe_file_with_the_name_of_a_module_leaves_the_module_to_others(tmp
 # Flags from a file ----------------------------------------------------------------------------------------------------
 
 
-def told(path: Path) -> command.JaxTrainOptions:
-    return command.training(Arguments(["--config", str(path)]), RECIPE)
+def told(path: Path, *flags: str) -> command.JaxTrainOptions:
+    return command.training(command.with_config(Arguments(["--config", str(path), *flags])), RECIPE)
 
 
 def test_a_file_fills_in_the_flags(tmp_path: Path) -> None:
@@ -215,7 +217,7 @@ def test_a_file_fills_in_the_flags(tmp_path: Path) -> None:
         assert (recipe.depth, recipe.train.steps, recipe.model.width) == (3, 7, 96)
         assert recipe.train.log_every == RECIPE.train.log_every and recipe.make_model is RECIPE.make_model
         assert (where.run, where.mesh.model, options.resume, options.track) == ("named", 2, True, ("tensorboard",))
-        later = command.training(Arguments(["--train.steps", "9", "--config", str(path), "--no-resume"]), RECIPE)
+        later = told(path, "--train.steps", "9", "--no-resume")
         assert (later.recipe.train.steps, later.recipe.depth, later.resume) == (9, 3, False)
     assert command.training(Arguments([]), RECIPE).recipe == RECIPE
 
@@ -238,3 +240,48 @@ def test_what_a_file_may_not_say(tmp_path: Path, body: object, message: str) -> 
     path.write_text(body if isinstance(body, str) else json.dumps(body), encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         told(path)
+
+
+def test_flags_override_a_file_field_by_field_and_both_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    body = {"track": ["tensorboard", "wandb"], "data": ["a.txt", "b.txt"], "text": {"vocab-size": 320}, "depth": 3}
+    path.write_text(json.dumps(body), encoding="utf-8")
+    given = command.with_config(Arguments(["--config", str(path), "--track", "wandb", "--data=c.txt"]))
+    options = command.training(given, RECIPE)
+    assert (options.track, options.recipe.data, options.recipe.depth) == (("wandb",), "c.txt", 3)
+    assert given.given.keys() == {"config", "track", "data", "text.vocab_size", "depth"}
+
+
+def test_the_recipe_of_a_file_may_not_set_what_the_twin_ignores() -> None:
+    recipe = replace(RECIPE, name="mine", train=replace(RECIPE.train, fp8="all"))
+    with pytest.raises(ValueError, match="^train.fp8, which the recipe 'mine' sets, is for `quern pretrain`: the JAX"):
+        command.training(Arguments(), recipe)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("train --data -", "needs extra packages"),
+        ("train --data tinyworld --val own.txt", "--val is for a --data of your own"),
+        ("train --val own.txt --resume", "needs extra packages"),  # the run's data are not known yet
+        ("export --processes.scheduler", "--processes is for `quern grug eval and import`: leave it out, export runs"),
+        ("export --config all.json", "needs extra packages"),
+        ("export --config threads.json", "--cpu-devices must be"),
+    ],
+)
+def test_what_is_refused_before_jax_is_needed(
+    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a text")))
+    files = {
+        "all.json": json.dumps({"depth": 3, "dtype": "bf16", "processes.scheduler": True, "mesh": {"model": 2}}),
+        "threads.json": json.dumps({"cpu-devices": 0}),
+    }
+    for name, text in files.items():
+        Path(name).write_text(text, encoding="utf-8")
+    monkeypatch.setitem(sys.modules, "jax", None)
+    with pytest.raises((ImportError, ValueError), match=re.escape(message)):
+        command.main(Arguments(words.split()), silent)
+    kept = [path.read_text(encoding="utf-8") for path in Path("out/downloads").rglob("*.txt")]
+    assert kept == ["a text"] * words.endswith(" -")

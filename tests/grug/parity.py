@@ -209,9 +209,10 @@ def updates(steps: int = 3, files: Sequence[str] = ()) -> dict[str, float]:
             grads = {name: rng.normal(size=w.shape).astype(np.float32) for name, w in before.items()}
             for name, p in torch_state.model.named_parameters():
                 p.grad = torch.from_numpy(grads[name].copy())
-            torch_state.optimizer.step(step, schedule(step))
+            told = schedule(step)._replace(groups={"matrices": 0.5, "head": 2.0})
+            torch_state.optimizer.step(step, told)
             ours, on_mesh = (from_torch(x, cfg.model, mesh) for x in (grads, before))
-            changes, opt_state = update(ours, opt_state, on_mesh, schedule(step))
+            changes, opt_state = update(ours, opt_state, on_mesh, told)
             changes = to_torch(changes)
             for name, after in weights_of(torch_state).items():
                 kind = "Muon" if kinds[name] == "matrices" else "AdamW"

@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from quern.bench.material import reference
 from quern.grug import attention as paths
 from quern.grug import gauntlet
 from quern.grug.attention import AttentionMask, choose, reference_attention
@@ -27,7 +28,7 @@ from quern.grug.state import Grug, JaxTrainState, device_batch, init_state, step
 from quern.model.count import FlopCounter
 from quern.optim.constants import AdamWGroup
 from quern.optim.schedule import Multipliers
-from quern.recipe import Resolved
+from quern.recipe import Resolved, ResolvedModel
 from quern.stages.jax.backend import arrays_of
 from quern.stages.jax.train import core_of, from_torch, to_torch
 from quern.train import checkpoint, manifest
@@ -131,6 +132,8 @@ def check_steps_share_one_program_and_a_bad_one_changes_nothing() -> None:
         assert np.isnan(float(metrics["loss"])) and bytes_of((state.params, state.opt_state)) == kept
         assert counter._cache_size() - before == 1 and len(keys) == 4
         assert losses[0] > losses[1] > losses[2], losses
+        with pytest.raises(ValueError, match=r"the schedule has factors for \['heads'\]: the model's groups are \["):
+            step(state, batch, Multipliers(groups={"heads": 0.5}), cfg)
 
 
 def bytes_of(tree: Any) -> bytes:
@@ -239,6 +242,10 @@ def check_the_attention_of_each_platform() -> None:
     cases = [case for case in gauntlet.CASES if case[2] == "bfloat16"]
     found = gauntlet.check_attention(Grug, cases)
     assert len(found) == 3 and all(value["passed"] for value in found.values()), found
+
+
+def check_the_timed_model_is_that_of_the_benchmarks() -> None:
+    assert replace(gauntlet.REFERENCE, bos=None) == ResolvedModel(**vars(reference(False, 0).model))
 
 
 def check_a_broken_experiment_is_noticed() -> None:

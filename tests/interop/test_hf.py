@@ -57,7 +57,9 @@ def imported(folder: Path, run: str = "copy", tokenizer: Path | None = None) -> 
 # A toy, the whole way ---------------------------------------------------------------------------------------
 
 
-def test_a_llama_the_whole_way_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_llama_the_whole_way_and_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Pretrained, resumed, fine-tuned, talked to; exported, imported, talked to again."""
     steps = ("--train.steps", "8", "--run", "toy", *PLAIN)
     command("pretrain", tmp_path, "llama", *TOY, "--train.steps", "4", *steps[2:])
@@ -71,11 +73,15 @@ def test_a_llama_the_whole_way_and_back(tmp_path: Path, capsys: pytest.CaptureFi
     assert "step 6 of sft" in capsys.readouterr().out
     modes = {path.name: path.stat().st_mode for path in (tmp_path / "hf").iterdir()}
     assert modes["model.safetensors"] == modes["config.json"]
-    command("import", tmp_path, str(tmp_path / "hf"), "--run", "copy", "--stage", "sft")
+    (tmp_path / "text.txt").write_text("The miller grinds the grain.\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    command("import", Path(), "hf", "--run", "copy", "--stage", "sft", "--data", "text.txt")
     copy = tmp_path / "runs" / "copy"
+    assert '"data": "' + str(tmp_path / "text.txt") in (copy / "sft" / "recipe.json").read_text(encoding="utf-8")
     assert [event["kind"] for event in read_events(copy / "sft")] == ["import"]
     facts = json.loads((copy / "run.json").read_text(encoding="utf-8"))
     one, other = (load(RunDir(tmp_path, name), FP32, silent) for name in ("toy", "copy"))
+    assert facts["command"] == "quern import hf --run copy --stage sft --data text.txt --out ."
     assert facts["model"]["parameters"]["total"] == parameters(one.recipe).total
     before, after = one.model.state_dict(), other.model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -273,6 +273,18 @@ def test_the_headline_is_about_what_the_run_learned(tmp_path, data, conversation
     assert ("held-out questions" in markdown) == sft
 
 
+@pytest.mark.parametrize(
+    ("run", "summary"),
+    [({"imported": "models/hf"}, "A model, imported from hf."), ({}, "A model, not trained yet.")],
+)
+def test_a_model_that_quern_has_not_trained_learned_from_no_data(tmp_path, run, summary):
+    (tmp_path / "run.json").write_text(json.dumps(run), encoding="utf-8")
+    lines(tmp_path / "pretrain" / "events.jsonl", [{"kind": "import"}])
+    (tmp_path / "pretrain" / "recipe.json").write_text('{"data": "tinyworld"}', encoding="utf-8")
+    markdown, page = report(tmp_path)
+    assert summary in markdown and summary in page.text
+
+
 def test_a_stage_without_questions_gets_no_column_of_dashes(tmp_path):
     score = {"stage": "sft", "task": "t", "metric": "accuracy", "value": 0.25, "count": 200}
     bpb = {"stage": "pretrain", "task": "validation", "metric": "bpb", "value": 1.5, "count": 10}

@@ -1,6 +1,8 @@
 """Damages files in every way that a disk, another program or an attacker does, and runs the command that reads them.
 
-    python tests/support/damage.py FOLDER SEED TRIALS      a JSON line on stdout for each trial
+    python tests/support/damage.py FOLDER SEED TRIALS [ONLY]      a JSON line on stdout for each trial
+
+ONLY is a part of the paths of the files to damage; by default all are.
 
 Every trial runs a command of `quern` in a forked child on its own copy of the files, with limits: SECONDS of time and
 MEGABYTES of memory beyond those of the parent. An outcome is "read" (the command took the file as it is), "refused"

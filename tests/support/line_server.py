@@ -10,26 +10,25 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 class LineServer:
-    """The client; use it in a `with` block. arguments: of the program; log: gets the process's standard error."""
+    """The client; use it in a `with` block. arguments: of the program."""
 
     def __init__(
         self,
         arguments: Sequence[str],
         folder: Path = ROOT,
         env: dict[str, str] = ENVIRONMENT,
-        log: IO[str] | None = None,
         program: str = sys.executable,
     ) -> None:
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
-            [program, *arguments], stdin=pipe, stdout=pipe, stderr=log, encoding="utf-8", cwd=folder, env=env
+            [program, *arguments], stdin=pipe, stdout=pipe, encoding="utf-8", cwd=folder, env=env
         )
 
     def ask(self, request: Any, gone: Any) -> Any:

@@ -1,8 +1,9 @@
 """llama.cpp in a child process, the oracle of GGUF export: loads a file, gives ids, probabilities and chat prompts.
 
 It is the prebuilt binary of the npm package node-llama-cpp. npm installs it once into pytest's cache (85 MB, about
-10 s). Besides axe-core, it is the one thing that the suite fetches from another machine: npm is a child process, which
-the guard of tests/conftest.py does not reach. Where npm is missing or cannot install it, the tests are skipped.
+10 s). Besides axe-core and, in a campaign, the clients of tests/serve/test_clients.py, it is the one thing that the
+suite fetches from another machine: npm is a child process, which the guard of tests/conftest.py does not reach. Where
+npm is missing or cannot install it, the tests are skipped.
 """
 
 from __future__ import annotations

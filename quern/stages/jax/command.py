@@ -19,14 +19,15 @@ from annotated_types import Interval
 from quern.field_types import Few, Threads
 from quern.flags import check_flags
 from quern.flags.check_flags import Mark, negated
-from quern.flags.recipe_flags import FINE_TUNING, FOLLOWING, RL, WORKERS, Arguments, Refusal, parse
+from quern.flags.recipe_flags import FINE_TUNING, FOLLOWING, RL, WORKERS, Arguments, Refusal, parse, refuse_idle
 from quern.recipe import Recipe
 from quern.recipes import chosen_recipe, load_recipe
 from quern.records import find_trackers, read_regular
 from quern.runs.public_data import with_local_data
 from quern.runs.run_dir import RunDir
+from quern.stages.prepare_tokens import is_tokens
 from quern.terminal import listed, silent
-from quern.validate import extra, flag, nearest
+from quern.validate import extra, flag, is_set, nearest
 
 VERBS = {
     "train": "train the `gpt` recipe, or that of a file, in JAX",
@@ -119,6 +120,13 @@ class JaxMoveOptions:
     """Only `import`: the PyTorch stage. Default: the run's last stage."""
 
 
+LIMITED = {
+    "dtype": (("eval",), "writes fp32"),
+    "processes": (("eval", "import"), "runs in one process, which reads the files of all"),
+}
+"""Fields of `JaxRunOptions` that not all verbs of `JaxMoveOptions` take: the verbs that do, and what the others do."""
+
+
 @dataclass
 class GauntletOptions:
     """Flags of `quern grug gauntlet`."""
@@ -143,8 +151,9 @@ def main(arguments: Arguments, log: Callable[[str], None]) -> int:
         raise ValueError(f"there is no 'grug {verb}'{nearest(verb, VERBS)}; all of them: quern grug")
     if verb in ("train", "gauntlet"):
         return (_train if verb == "train" else _gauntlet)(rest, log)
-    known = {f.name for f in fields(JaxRunOptions)}
-    told = as_flags({name: value for name, value in read_config(rest).items() if name in known})
+    known = {f.name for f in fields(JaxRunOptions) if f.name not in LIMITED or verb in LIMITED[f.name][0]}
+    body = {name.replace("-", "_"): value for name, value in read_config(rest).items()}
+    told = as_flags({name: value for name, value in body.items() if name.partition(".")[0] in known})
     prog, description = f"quern grug {verb}", VERBS[verb]
     return _move(verb, check_flags.read(JaxMoveOptions, [*told, *rest], prog=prog, description=description), log)
 
@@ -162,14 +171,17 @@ def _train(rest: Arguments, log: Callable[[str], None]) -> int:
     recipe, source = chosen_recipe("grug train", rest)
     given = with_config(rest)
     options = training(given, recipe)
-    options.recipe = with_local_data(options.recipe, options.where.out, given, log)
+    out = options.where.out
+    options.recipe = with_local_data(options.recipe, out, given, log)
+    if "data" in given.given or not options.resume:  # which takes the data of its run
+        refuse_idle(options.recipe, given.given, is_tokens(options.recipe.data, out))
     _need_jax()
     from quern.grug.evaluate import choose_dtype
     from quern.stages.jax import train
     from quern.stages.jax.backend import processes
 
     mesh, dtype = open_mesh(options.where), choose_dtype(options.where.dtype)
-    run_dir, ranks = RunDir(options.where.out, options.where.run), processes()  # rank 0 alone prints and tracks
+    run_dir, ranks = RunDir(out, options.where.run), processes()  # rank 0 alone prints and tracks
     stage = train.JaxStage(
         stage=train.STAGE,
         run_dir=run_dir,
@@ -195,17 +207,22 @@ def with_config(arguments: Arguments) -> Arguments:
 def training(arguments: Arguments, recipe: Recipe) -> JaxTrainOptions:
     """The options of `quern grug train`: the recipe, changed by the flags, those of `with_config` among them."""
     try:
-        return parse(JaxTrainOptions, recipe, arguments, verb="grug train", description=VERBS["train"])
+        options = parse(JaxTrainOptions, recipe, arguments, verb="grug train", description=VERBS["train"])
     except ValueError as error:
         path = arguments.value("config")
         raise ValueError(f"{error} (with the fields of {path})" if path else str(error)) from error
+    for name, reason, _ in JaxTrainOptions.refusals:
+        if name.startswith("train.") and is_set(recipe, name):
+            raise ValueError(f"{flag(name)}, which the recipe '{recipe.name}' sets, {reason}")
+    return options
 
 
 def _move(verb: str, options: JaxMoveOptions, log: Callable[[str], None]) -> int:
     if options.stage is not None and verb != "import":
         raise ValueError(f"--stage is for `quern grug import`: leave it out, {verb} takes the run's JAX model")
-    if options.where.dtype is not None and verb != "eval":
-        raise ValueError(f"--dtype is for `quern grug eval`: leave it out, {verb} writes fp32")
+    for name, (verbs, does) in LIMITED.items():
+        if verb not in verbs and getattr(options.where, name) != getattr(JaxRunOptions(), name):
+            raise ValueError(f"--{name} is for `quern grug {' and '.join(verbs)}`: leave it out, {verb} {does}")
     _need_jax()
     from quern.grug.evaluate import choose_dtype
     from quern.stages.jax import train
