@@ -61,7 +61,7 @@ def attention(setup: Setup) -> Iterator[Figure]:
         for name, path in chosen.items():
             if name != "full":
                 yield figure(f"T={T}: full / {name}, as picked", "×", own["full"] / own[name])
-            if path != SDPA.name and (stock := both.get(f"T={T}, {name}: {SDPA.name}")):
+            if path != SDPA.name and (stock := both.get(f"T={T}, {name}: {SDPA.name}")) is not None:
                 yield figure(f"T={T}, {name}: sdpa / {path}", "×", stock / own[name])
 
 
