@@ -147,5 +147,5 @@ def _check_sizes(model: Any, dims: Mapping[str, int | None], shards: int, ranks:
     common = math.gcd(*sizes.values())
     if common % shards:
         valid = [size for size in range(1, common + 1) if common % size == 0 and ranks % size == 0]
-        counts = ", ".join(f"{size} {what}" for what, size in sizes.items())
+        counts = ", ".join(f"{size} {what}" for what, size in sizes.items() if size % shards)
         raise ValueError(f"{shards} shards cannot share {counts} evenly: use --tp of one of {valid}")

@@ -41,7 +41,7 @@ PERSON = {
     "additionalProperties": False,
 }
 SCHEMAS: dict[str, Any] = {
-    "any": True,
+    "any": {},
     "object": {"type": "object"},
     "person": PERSON,
     "recursive": {"$defs": {"n": NODE}, "$ref": "#/$defs/n"},

@@ -48,7 +48,7 @@ def test_what_cannot_be_cut_is_refused_and_unchanged() -> None:
         (
             sharded.whole_model("gpt"),
             8,
-            r"8 shards cannot share 8 heads, 4 key-value heads evenly: .*one of \[1, 2, 4\]",
+            r"8 shards cannot share 4 key-value heads evenly: .*one of \[1, 2, 4\]",
         ),
         # 2 and 4 divide the heads, but not the ranks
         (sharded.whole_model("gpt"), 3, r"evenly: use --tp of one of \[1\]$"),

@@ -167,5 +167,5 @@ def test_the_formula_by_hand(monkeypatch: Any) -> None:
 
 
 def test_more_replicas_than_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match="12 rows cannot feed 13 replicas: raise train.batch-tokens"):
+    with pytest.raises(ValueError, match="cannot feed 13 replicas: raise --train.batch-tokens, or use fewer --gpus"):
         lay_out(recipe("gpt"), torch.float32, 13, 1)

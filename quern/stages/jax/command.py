@@ -23,9 +23,7 @@ from quern.flags.recipe_flags import FINE_TUNING, FOLLOWING, RL, WORKERS, Argume
 from quern.recipe import Recipe
 from quern.recipes import chosen_recipe, load_recipe
 from quern.records import find_trackers, read_regular
-from quern.runs.public_data import with_local_data
 from quern.runs.run_dir import RunDir
-from quern.stages.prepare_tokens import is_tokens
 from quern.terminal import listed, silent
 from quern.validate import extra, flag, is_set, nearest
 
@@ -171,6 +169,9 @@ def _train(rest: Arguments, log: Callable[[str], None]) -> int:
     recipe, source = chosen_recipe("grug train", rest)
     given = with_config(rest)
     options = training(given, recipe)
+    from quern.runs.public_data import with_local_data
+    from quern.stages.prepare_tokens import is_tokens
+
     out = options.where.out
     options.recipe = with_local_data(options.recipe, out, given, log)
     if "data" in given.given or not options.resume:  # which takes the data of its run
