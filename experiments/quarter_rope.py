@@ -3,7 +3,7 @@
 Hypothesis: few channels with a position are enough.
 Source: Partial RoPE from parameter-golf. nanochat's experiment log, 2026-03-24: slightly worse.
 Expected effect: slightly worse.
-Verdict: undecided on rung 0 (+0.0055 bits per byte, 5 pairs); multiplier × 0.955 [0.926, 0.986]. Study ladder-2.
+Verdict: undecided on rung 0 (+0.0050 bits per byte, 5 pairs); multiplier × 0.959 [0.930, 0.989]. Study ladder-2.
 Before: old baseline: worse on rung 0 (+0.0104 bits per byte, 5 pairs); multiplier × 0.943 [0.921, 0.966]. Study ladder.
 
 The head dim must be at least 8.

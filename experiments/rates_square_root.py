@@ -4,7 +4,7 @@ Hypothesis: the square root was fitted to batches of 2^18 tokens and more. At so
 are too low.
 Source: nanochat's scaling rules, at every batch.
 Expected effect: worse, the smaller the batch.
-Verdict: worse on rung 0 (+0.0348 bits per byte, 3 pairs); multiplier × 0.747 [0.716, 0.782]. Study ladder-2. Before:
+Verdict: worse on rung 0 (+0.0343 bits per byte, 3 pairs); multiplier × 0.754 [0.722, 0.787]. Study ladder-2. Before:
 old baseline: worse on rung 0 (+0.0306 bits per byte, 3 pairs); multiplier × 0.842 [0.820, 0.862]. Study ladder.
 
 The baselines of the studies `data` and `calm` differ in this idea alone (100 steps of 2,048 tokens, width 64): 2.526 ±
