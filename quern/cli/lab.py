@@ -79,7 +79,7 @@ def _calibrate(rest: Arguments, help_text: str) -> int:
 
 def _sweep(rest: Arguments, help_text: str) -> int:
     options, source = _options(SweepOptions, "lab sweep", rest, help_text)
-    if options.workers > 1 and "-" in rest:
+    if options.workers > 1 and {"-", "--data=-"} & {*rest}:
         raise ValueError("--data - can be read by one process: save the text in a file for several --workers")
     from quern import machine as machines
     from quern.lab.study import start_facts

@@ -43,7 +43,7 @@ STYLE: dict[Any, Any] = {
     "text.color": MUTED,
 }
 STEPS_OF_A_CURVE = 800
-PLACES = re.compile(r' (?:d|x|y|transform)="[^"]*"')
+PLACES = re.compile(r' (?:d|x|y)="[^"]*"|(?:translate|rotate)\([^)]*\)')
 FINER = re.compile(r"-?\d+\.\d{3,}")
 """A number with more decimals than an image shows; processors disagree about the last ones."""
 PASS = "val_pass_"

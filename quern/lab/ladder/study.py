@@ -161,7 +161,7 @@ class Plan:
     """The rules that a comparison fixes before its first run: flags of `CompareOptions`, and what they rest on. rungs:
     by number, as text; numbers: by rung, fingerprints of the baseline's resolved numbers; text, data: fingerprint and
     name of the text; ladder: whether the rungs are sizes, else a baseline that a trigram beats is not refused; facts:
-    of the start; metric: lower is better."""
+    of the start; vary: what differs between pairs, initial weights and data order; metric: lower is better."""
 
     base: str
     rungs: dict[str, Rung]
@@ -172,6 +172,7 @@ class Plan:
     alpha: float
     most_pairs: int
     tune: str
+    vary: str = "both"
     ladder: bool
     facts: dict[str, Any]
     metric: str = "validation bits per byte after the last step"

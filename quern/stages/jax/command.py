@@ -150,7 +150,7 @@ def main(arguments: Arguments, log: Callable[[str], None]) -> int:
     if verb in ("train", "gauntlet"):
         return (_train if verb == "train" else _gauntlet)(rest, log)
     known = {f.name for f in fields(JaxRunOptions) if f.name not in LIMITED or verb in LIMITED[f.name][0]}
-    body = {name.replace("-", "_"): value for name, value in read_config(rest).items()}
+    body = {str(name).replace("-", "_"): value for name, value in read_config(rest).items()}
     told = as_flags({name: value for name, value in body.items() if name.partition(".")[0] in known})
     prog, description = f"quern grug {verb}", VERBS[verb]
     return _move(verb, check_flags.read(JaxMoveOptions, [*told, *rest], prog=prog, description=description), log)
