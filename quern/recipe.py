@@ -223,7 +223,7 @@ class SftRecipe:
     """Optimizer steps; by default from epochs."""
     batch_tokens: Count | None = None
     """Tokens in one optimizer step; pretraining's, or fewer where the conversations would not last for 1,000 steps."""
-    lr_share: Annotated[float, Interval(gt=0, le=1000)] = 0.3
+    lr_share: Rate = 0.3
     """Share of sqrt(batch / 2^19) that multiplies every peak rate; below depth 8 gpt's head gets its root."""
     warmdown_share: Share = 1.0
     """The rate falls over this share of the steps, the last ones, to nothing."""
@@ -252,7 +252,7 @@ class RlRecipe:
     """Replies to each question; their mean reward is the baseline of its group."""
     max_tokens: Count = 96
     """The most tokens in a reply."""
-    lr_share: Annotated[float, Interval(gt=0, le=1000)] = 0.012
+    lr_share: Rate = 0.012
     """Share of sqrt(batch / 2^19), by pretraining's batch, that multiplies every rate of the first step; below depth 8
     gpt's head gets its root."""
     warmdown_share: Share = 1.0

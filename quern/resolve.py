@@ -98,8 +98,10 @@ def table_decay_rule(recipe: Resolved, text_tokens: int) -> float:
 
 
 def fine_tuning_rates(recipe: Resolved, share: float, batch_tokens: int) -> Resolved:
-    """Rates of fine-tuning and RL on a base model's recipe: `share` of sqrt(batch / 2^19), without weight
-    decay."""
+    """Rates of fine-tuning and RL on a base model's recipe: `share` of sqrt(batch / 2^19), without weight decay. Raises
+    ValueError for a share of 0."""
+    if not share:  # not in `check`, which reads saved recipes too
+        raise ValueError("lr-share must be above 0, not 0: nothing would be learned")
     scale = share * math.sqrt(batch_tokens / REFERENCE_BATCH_TOKENS)
     no_decay = {name: 0.0 for name in ("decay_scale", "table_decay_scale") if f"optim.{name}" not in recipe.unused}
     return replace(recipe, optim=replace(recipe.optim, lr_scale=scale, matrix_decay=0.0, **no_decay))

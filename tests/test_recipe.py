@@ -137,8 +137,6 @@ def test_conversations_in_a_recipe_file() -> None:
             0.0,
             "must be a number above 0 and .*, not 0.0: give a large one, such as 1e9, for no clipping",
         ),
-        ("sft", "lr_share", 0.0, "sft.lr-share must be a number above 0 and at most 1,000, not 0.0"),
-        ("rl", "lr_share", 0.0, "rl.lr-share must be a number above 0 and at most 1,000, not 0.0"),
         ("model", "windows", "SLX", "a pattern of S .short. and L .long., such as SSSL, not 'SLX'"),
         ("model", "head_dim", 63, "model.head-dim must be even for rotary embeddings, not 63"),
         ("model", "kv_heads", 3, r"model.kv-heads must divide the 4 heads: one of \[1, 2, 4\], not 3"),

@@ -65,7 +65,7 @@ class BenchOptions(DeviceOptions):
         if self.batch_tokens % 512:
             raise ValueError(f"--batch-tokens must be a multiple of the 512 tokens of a row, not {self.batch_tokens}")
         if "ranks" in self.what and self.batch_tokens < 1024 and not self.quick:
-            raise ValueError(f"ranks needs a row for each of two: set --batch-tokens 1024, not {self.batch_tokens}")
+            raise ValueError(f"ranks has two ranks of a row each: set --batch-tokens 1024, not {self.batch_tokens}")
         none = self.train is self.data is None
         if "quality" in self.what and ((self.train is None) != (self.val is None) or none):
             raise ValueError(

@@ -57,8 +57,8 @@ def _ladder(rest: Arguments, help_text: str) -> int:
 
 
 def _calibrate(rest: Arguments, help_text: str) -> int:
-    """Trains ideas whose outcome is known (`quern lab calibrate BASELINE ANSWERS.json`); they lie beside that file
-    or in folders below."""
+    """Trains ideas whose outcome is known (`quern lab calibrate BASELINE ANSWERS.json`). Their files are in the folder
+    of ANSWERS.json, or below it."""
     if rest.asks_for_help:
         return _compare(rest, help_text, "calibrate")
     if len(rest.recipes) != 2 or not rest[1].endswith(".json"):

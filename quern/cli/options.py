@@ -355,7 +355,7 @@ class ServeOptions(_ModelOptions):
     replicas: Annotated[int, Interval(ge=1, le=2**10)] = 1
     """Processes that each have the models and share the port; on GPUs, one GPU each. The log names a port of each."""
     requests_per_minute: Annotated[int, Interval(ge=0, le=10**9)] = 0
-    """POST requests a minute on average, after a pause all at once, by one holder of a key or one address; 0: any."""
+    """POST requests a minute, on average, of one holder of a key or one address; 0 for any number."""
     requests_at_once: Annotated[int, Interval(ge=0, le=10**9)] = 0
     """The most open POST requests by one holder of a key, or by one address without keys; 0 for any number."""
     request_seconds: Annotated[Amount, Mark.RARE] = 600.0

@@ -60,7 +60,7 @@ def run(options: PlanOptions, log: Callable[[str], None]) -> int:
             candidates = [_candidate(options, cluster, recipe, options.gpus // tp, tp) for tp in sizes]
         except RuntimeError as error:
             why = str(error).splitlines()[0]
-            raise ValueError(f"a model that needs numbers cannot be planned, only trained: {why}") from error
+            raise ValueError(f"the model reads values, which a plan does not have: train it ({why})") from error
     found = sorted(candidates, key=lambda one: one.seconds)
     for line in report(options, cluster, found):
         log(line)

@@ -114,11 +114,7 @@ def list_source(
     """
     if not isinstance(source, str | Path):
         own = [one for one in source if len(source) == 1 or apart is None or one.resolve() != apart.resolve()]
-        listed = [list_source(one, formats, include, exclude, apart) for one in own]
-        # Each once, though named twice.
-        read = {os.path.realpath(entry.path): entry for one in listed for entry in one.read}
-        ignored = {os.path.realpath(entry.path): entry for one in listed for entry in one.ignored}
-        return Listing(tuple(read.values()), tuple(entry for path, entry in ignored.items() if path not in read))
+        return _joined([list_source(one, formats, include, exclude, apart) for one in own])
     source = Path(source)
     if source.is_file():
         entry = Entry(source, source.stat().st_size, _kind(source))
@@ -150,6 +146,13 @@ def list_source(
             f"nothing to read in {source}{there_are}: no file ends in {_accepted(formats)}{matches}{_needs(ignored)}"
         )
     return Listing(tuple(read), tuple(ignored))
+
+
+def _joined(listings: Sequence[Listing]) -> Listing:
+    """The files of several listings, each once, though named twice."""
+    read = {os.path.realpath(entry.path): entry for one in listings for entry in one.read}
+    ignored = {os.path.realpath(entry.path): entry for one in listings for entry in one.ignored}
+    return Listing(tuple(read.values()), tuple(entry for path, entry in ignored.items() if path not in read))
 
 
 def list_talks(source: Where, apart: Path | None = None) -> Listing:

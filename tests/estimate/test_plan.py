@@ -57,7 +57,7 @@ def test_a_model_that_needs_numbers_is_refused(tmp_path: Path, capsys: pytest.Ca
     ]
     (tmp_path / "curious.py").write_text("\n".join(lines), encoding="utf-8")
     assert main.main(["lab", "plan", str(tmp_path / "curious.py"), *SMALL, "--gpus", "1"]) == 1
-    assert "a model that needs numbers cannot be planned, only trained: " in capsys.readouterr().err
+    assert "the model reads values, which a plan does not have: train it (" in capsys.readouterr().err
 
 
 def test_what_saves_memory_is_used_where_it_is_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

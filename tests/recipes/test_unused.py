@@ -82,6 +82,8 @@ def test_a_run_of_it_is_opened_again_although_resolving_and_fine_tuning_set_what
     nothing = replace(gpt.RECIPE, unused=tuple({*field_names(gpt.RECIPE)} - {"unused"}))
     recipe = {"": nothing, **{one.name: one for one in ALL}}.get(name) or read(name)
     resolved = resolve(recipe)
+    with pytest.raises(ValueError, match="lr-share must be above 0"):
+        fine_tuning_rates(resolved, 0.0, 2**14)
     for saved in (resolved, fine_tuning_rates(resolved, 0.3, 2**14)):
         body = json.loads(json.dumps(saved.to_json()))
         assert RunDir(tmp_path, "a").read_recipe(body, "sft", callables=recipe.callables()) == saved

@@ -307,7 +307,7 @@ class Worker:
         self._resources.close()
 
     def run(self, program: Program, limits: Limits) -> Outcome:
-        """Runs a program, once more if the guest is lost, which is started again each time. Raises SandboxError if it
+        """Runs a program, and once more if the guest is lost. A lost guest is started again. Raises SandboxError if it
         cannot."""
         for _ in range(2):
             try:
