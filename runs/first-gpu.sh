@@ -6,7 +6,8 @@
 #   TOY=1 runs/first-gpu.sh FOLDER_OF_TEXT        every part at toy size, on any machine
 #
 #   exact    each kernel against its plain twin, bf16 and fp16, odd lengths, windows, documents   5 minutes
-#   bench    attention, RoPE, cross-entropy, training with a profile, FP8, decoding              10 minutes
+#   bench    training with a profile, attention, decoding, cross-entropy, RoPE, Muon, FP8,
+#            a minute of training on the text; each with a limit of its own                     15 minutes
 #   ladder   the baseline on the third and the fourth rung                                        10 minutes
 #   ideas    ten ideas (IDEAS="swiglu …") on the same rungs, as far as they come                  10 minutes
 #   jax      tokens/s of the JAX twin beside torch's                                              3 minutes
@@ -16,7 +17,7 @@
 set -uo pipefail
 
 if [ $# -lt 1 ]; then
-    sed -n '2,16s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,17s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 data=$1
@@ -47,12 +48,12 @@ fi
 mkdir -p "$out"
 failed=0
 
-# part NAME SECONDS COMMAND…
+# part NAME[-OF_IT] SECONDS COMMAND…
 part() {
     local name=$1 seconds began=$SECONDS code
     seconds=$(awk "BEGIN { print int($2 * ${SCALE:-1}) }")
     shift 2
-    [[ " $parts " == *" $name "* ]] || return 0
+    [[ " $parts " == *" ${name%%-*} "* ]] || return 0
     echo "== $name, at most $seconds s"
     timeout --signal=INT --kill-after=20 "$seconds" "$@" 2>&1 | tee "$out/$name.log"
     code=${PIPESTATUS[0]}
@@ -61,8 +62,14 @@ part() {
     echo "== $name: exit code $code after $((SECONDS - began)) s"
 }
 
-part exact 300 "${quern[@]}" bench gpu --sections exactness --out "$out/exact" "${quick[@]}"
-part bench 600 "${quern[@]}" bench gpu --data "$data" --out "$out" "${quick[@]}"
+part exact 300 "${quern[@]}" bench exactness --out "$out" "${quick[@]}"
+part bench-train 210 "${quern[@]}" bench train --no-start --out "$out" "${quick[@]}"
+part bench-attention 150 "${quern[@]}" bench attention --out "$out" "${quick[@]}"
+part bench-decode 120 "${quern[@]}" bench decode --out "$out" "${quick[@]}"
+part bench-loss 70 "${quern[@]}" bench cross-entropy --out "$out" "${quick[@]}"
+part bench-kernels 70 "${quern[@]}" bench rope muon --out "$out" "${quick[@]}"
+part bench-fp8 150 "${quern[@]}" bench fp8 --out "$out" "${quick[@]}"
+part bench-quality 150 "${quern[@]}" bench quality --data "$data" --depth 12 --minutes 1 --out "$out" "${quick[@]}"
 part ladder 600 "${quern[@]}" "${ladder[@]}"
 part ideas 600 "${quern[@]}" "${compare[@]}"
 part jax 180 "${quern[@]}" bench grug --out "$out" "${quick[@]}"

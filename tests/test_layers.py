@@ -36,7 +36,7 @@ LAYERS = (
     ("stages", "serve"),
     ("stages.jax", "interop", "chat", "lab.axes"),
     ("bench", "lab"),
-    ("bench.gpu", "lab.board", "lab.ladder", "lab.scaling", "lab.search"),
+    ("lab.board", "lab.ladder", "lab.scaling", "lab.search"),
     ("lab.log",),
     ("cli",),  # verbs over all of the above
     ("__main__",),
@@ -44,13 +44,12 @@ LAYERS = (
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 LEAVES = {
     "report": {"stages.run_all", "lab.log", "lab.search"},
-    "bench": {"bench.gpu"},
     "lab": {"lab.board", "lab.ladder", "lab.log", "lab.scaling", "lab.search"},
     "lab.axes": {"lab", "lab.ladder"},
     "lab.ladder": {"lab.log"},
     "lab.scaling": {"lab.log"},
     "lab.search": {"lab.log"},
-    **{room: set() for room in ("bench.gpu", "lab.board", "lab.log")},
+    **{room: set() for room in ("bench", "lab.board", "lab.log")},
 }
 """Rooms that the command line alone imports, and who else may."""
 MOST_FILES, MOST_LINES = 14, 400

@@ -1,11 +1,12 @@
 """`quern bench`: how fast each part of quern is on this machine, and how good a model some minutes of training make.
 
 Each benchmark prints its figures with their spread and writes a record to <out>/bench/<what>.json. docs/benchmarks/
-README.md says how each figure is measured. `quern bench gpu` is gpu/command.py.
+README.md says how each figure is measured.
 """
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 
@@ -13,11 +14,11 @@ import torch
 
 from quern.bench.data import Setup, encode, loading, packing, prepare, tokenizer
 from quern.bench.generate import decode, prefill
-from quern.bench.kernels import attention, cross_entropy, windows
+from quern.bench.kernels import attention, cross_entropy, exactness, muon, rope, windows
 from quern.bench.measure import Figure, head, table, versions, write
 from quern.bench.options import BenchOptions
 from quern.bench.quality import quality
-from quern.bench.train import ranks, train
+from quern.bench.train import fp8, ranks, train
 from quern.kernels.attention.autotune import select_attention
 from quern.process import waiting
 from quern.terminal import counted
@@ -40,38 +41,64 @@ def serve(setup: Setup) -> Iterator[Figure]:
 
 QUICK = tokenizer, encode, packing, loading, train, prefill, decode, attention, windows, cross_entropy
 """The benchmarks that run when no name is given."""
+GPU = "train", "attention", "exactness", "decode", "cross-entropy", "rope", "muon", "fp8"
+"""What "gpu" stands for. If one of these fails, its record has its figures so far and its errors; the next one runs."""
 BENCHMARKS: dict[str, Callable[[Setup], Iterator[Figure]]] = {
-    run.__name__.replace("_", "-"): run for run in (*QUICK, prepare, ranks, grug, serve, quality)
+    run.__name__.replace("_", "-"): run
+    for run in (*QUICK, prepare, ranks, grug, serve, quality, exactness, rope, muon, fp8)
 }
 
 
 def run(options: BenchOptions, log: Callable[[str], None], command: str = "") -> int:
-    """Runs the named benchmarks and returns the exit code. command: the command line. Raises OSError if there can be
-    no folder for the records."""
-    (folder := options.out / "bench").mkdir(parents=True, exist_ok=True)
-    machine = select_attention(options.detect())
+    """Runs the named benchmarks and returns the exit code, 1 if something of `GPU` failed. command: the
+    command line. Raises OSError if there can be no folder for the records."""
+    (options.out / "bench").mkdir(parents=True, exist_ok=True)
+    machine, failed = select_attention(options.detect()), False
     setup = Setup(machine, options.seed, options.quick, options.rounds, log=log, command=command, options=options)
     for line in (*machine.notes, *introduction(setup)):
         log(line)
-    for what in dict.fromkeys(options.what or list(BENCHMARKS)[: len(QUICK)]):
-        body, start = head(what, setup), time.monotonic()
-        # Each benchmark starts with the same random numbers and threads, whichever ran before it.
+    named = options.what or list(BENCHMARKS)[: len(QUICK)]
+    for what in dict.fromkeys(one for name in named for one in (GPU if name == "gpu" else [name])):
+        # Each benchmark starts with the same random numbers and threads, whichever ran before it; on a GPU without the
+        # memory and the compiled code of another.
         torch.manual_seed(setup.seed)
         torch.set_num_threads(machine.threads)
+        if setup.on_gpu:
+            torch.compiler.reset()
+            gc.collect()
+            torch.cuda.empty_cache()
         setup.settings.clear()
+        measure(what, setup)
+        failed = failed or "failures" in setup.settings
+    return int(failed)
+
+
+def measure(what: str, setup: Setup) -> None:
+    """Runs a benchmark, writes its record and prints its figures."""
+    body, start, log = head(what, setup), time.monotonic(), setup.log
+    measures: list[Figure] = []
+    interrupted = None
+    try:
         with waiting(f"the figures of {what}, which are printed together", log=log):
-            measures = list(BENCHMARKS[what](setup))
-        seconds = round(time.monotonic() - start, 2)
-        body |= {"rounds": setup.rounds, "seconds": seconds, "settings": setup.settings}
-        path = folder / f"{what}.json"
-        write(path, body | {"measures": measures})
-        log(f"\n{what}  ({seconds:.0f} s, load average before {body['load_average_before']:.1f})")
-        sizes = {name.replace("_", " "): v for name, v in setup.settings.items() if not isinstance(v, dict)}
-        if sizes:
-            log("  " + ", ".join(f"{name} {f'{v:,}' if isinstance(v, int) else v}" for name, v in sizes.items()))
-        for line in (*table(measures), f"  record: {path}"):
-            log(line)
-    return 0
+            for one in BENCHMARKS[what](setup):
+                measures.append(one)
+    except (Exception, KeyboardInterrupt) as error:  # also the end of a time limit, which keeps the figures so far
+        if what not in GPU:
+            raise
+        setup.failed(what, error)
+        interrupted = error if isinstance(error, KeyboardInterrupt) else None
+    seconds = round(time.monotonic() - start, 2)
+    body |= {"rounds": setup.rounds, "seconds": seconds, "settings": setup.settings}
+    path = setup.options.out / "bench" / f"{what}.json"
+    write(path, body | {"measures": measures})
+    log(f"\n{what}  ({seconds:.0f} s, load average before {body['load_average_before']:.1f})")
+    sizes = {name.replace("_", " "): v for name, v in setup.settings.items() if not isinstance(v, dict)}
+    if sizes:
+        log("  " + ", ".join(f"{name} {f'{v:,}' if isinstance(v, int) else v}" for name, v in sizes.items()))
+    for line in (*table(measures), f"  record: {path}"):
+        log(line)
+    if interrupted is not None:
+        raise interrupted
 
 
 def introduction(setup: Setup) -> Iterator[str]:

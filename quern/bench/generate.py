@@ -9,38 +9,44 @@ from torch.utils.benchmark.utils.timer import timer
 
 from quern.bench.data import Setup
 from quern.bench.material import reference
-from quern.bench.measure import Figure, alternate, figure, seconds_of
+from quern.bench.measure import Bench, Figure, alternate, call_seconds, figure, seconds_of
+from quern.generate.cache import KVCache
 from quern.generate.engine import Engine
 from quern.generate.sampling import Sampling
 from quern.machine import Machine
+from quern.model.count import parameters
 from quern.recipe import Resolved
 from quern.text.tokenizer import SPECIAL_TOKENS, Tokenizer
 from quern.train.state import build_model
 
-ROWS = (1, 8, 32)
 PREFILL_PROMPT_TOKENS = 384
-PROMPT_TOKENS, REPLY_TOKENS = 64, 192
 
 
 def prefill(setup: Setup) -> Iterator[Figure]:
     """Prompt tokens per second, up to the first token of each reply."""
     setup.settings["prompt_tokens"] = length = 16 if setup.quick else PREFILL_PROMPT_TOKENS
-    engine = _engine(setup)
-    taken = alternate(setup.rounds, {str(rows): _replies(engine, setup.seed, rows, length, 1) for rows in ROWS})
-    yield from (figure(f"prefill, batch {rows}", "tokens/s", rows * length / taken[str(rows)]) for rows in ROWS)
+    engine, batches = _engine(setup), setup.sizes.rows
+    taken = alternate(setup.rounds, {str(rows): _replies(engine, setup.seed, rows, length, 1) for rows in batches})
+    yield from (figure(f"prefill, batch {rows}", "tokens/s", rows * length / taken[str(rows)]) for rows in batches)
 
 
 def decode(setup: Setup) -> Iterator[Figure]:
-    """Reply tokens per second: eager, as a chat begins, and after `warm_up`, where the machine compiles."""
-    length, reply = (8, 12) if setup.quick else (PROMPT_TOKENS, REPLY_TOKENS)
+    """Reply tokens per second: eager, as a chat begins, and after `warm_up`, where the machine compiles. Of greedy
+    replies also the share of the memory's bandwidth."""
+    length, reply, batches = setup.sizes.prompt_tokens, setup.sizes.reply_tokens, setup.sizes.rows
     setup.settings.update(prompt_tokens=length, reply_tokens=reply, temperature="1, greedy: 0")
     ways = {"eager": (_engine(setup), 1.0)}
     if setup.machine.compile:
         ways["warmed up"] = warm, _ = _engine(setup), 1.0
-        yield figure("warm-up, once", "s", seconds_of(lambda: warm.warm_up(ROWS)), f"batch {', '.join(map(str, ROWS))}")
+        yield figure(
+            "warm-up, once", "s", seconds_of(lambda: warm.warm_up(batches)), f"batch {', '.join(map(str, batches))}"
+        )
     faster = list(ways)[-1]
-    ways[f"{faster}, greedy"] = ways[faster][0], 0.0
-    for rows in ROWS:
+    greedy = f"{faster}, greedy"
+    ways[greedy] = fastest, _ = ways[faster][0], 0.0
+    bandwidth, cache = copied_bytes_per_second(setup), KVCache(fastest.model, 1, fastest.context)
+    yield figure("copying memory", "GB/s", bandwidth / 1e9)
+    for rows in batches:
 
         def tail(engine: Engine, temperature: float, rows: int = rows) -> Callable[[], float]:
             whole, first = (_replies(engine, setup.seed, rows, length, n, temperature) for n in (reply, 1))
@@ -49,12 +55,27 @@ def decode(setup: Setup) -> Iterator[Figure]:
         taken = alternate(setup.rounds, {name: tail(*way) for name, way in ways.items()})
         for name, seconds in taken.items():
             yield figure(f"batch {rows}, {name}", "tokens/s", rows * (reply - 1) / seconds)
+        moved = bytes_of_a_step(_recipe(setup), cache, rows, length + reply // 2)
+        share = 100 * moved * (reply - 1) / bandwidth / taken[greedy]
+        yield figure(f"batch {rows}, {greedy}: of the bandwidth", "%", share, f"{moved / 1e6:,.0f} MB a step")
         if setup.machine.compile:
             yield figure(f"batch {rows}, warmed up / eager", "×", taken["eager"] / taken["warmed up"])
 
 
+def _recipe(setup: Setup) -> Resolved:
+    return reference(setup.quick, setup.seed, device=setup.machine.device.type)
+
+
 def _engine(setup: Setup) -> Engine:
-    return talking_engine(reference(setup.quick, setup.seed), setup.machine)
+    return talking_engine(_recipe(setup), setup.machine)
+
+
+def copied_bytes_per_second(bench: Bench) -> float:
+    """Measures a large copy of random numbers: on zeros a GPU draws less power and runs faster than on data."""
+    copied, machine = bench.sizes.copied, bench.machine
+    x = torch.randint(0, 100, (copied,), device=machine.device, dtype=torch.int8)
+    y = torch.empty_like(x)
+    return 2 * copied / min(call_seconds(lambda: y.copy_(x), machine, bench.quick) for _ in range(3))
 
 
 def _replies(
@@ -74,6 +95,14 @@ def _replies(
         return seconds
 
     return job
+
+
+def bytes_of_a_step(recipe: Resolved, cache: KVCache, rows: int, seen: int) -> int:
+    """Returns the bytes of the weights that multiply each token, and of the keys and values that each query sees."""
+    shape = recipe.model
+    slots = sum(min(ring, seen) for ring in cache.rings if ring)
+    values = parameters(recipe).kaplan + rows * 2 * slots * shape.kv_heads * shape.head_dim
+    return cache.keys_BKRE[0].element_size() * values
 
 
 def pair_tokenizer(vocab_size: int) -> Tokenizer:

@@ -1,15 +1,19 @@
-"""Benchmarks of kernels: attention by path, length and mask, training with windows, and the loss.
+"""Benchmarks of kernels: attention by path, length and mask, and its errors; training with windows; the loss; rotation;
+Muon's iteration.
 
-A path's changes of layout are included, and calls are eager. The loss is head, softcap and cross-entropy with their
+A path's changes of layout are included, and calls are eager. TFLOP/s of attention count the pairs of query and key that
+see each other: 4 · pairs · heads · head dim forward, 2.5 times that backward (FlashAttention-2, arXiv 2307.08691). GB/s
+count each input read once and each output written once. The loss is head, softcap and cross-entropy with their
 gradients; the child, `python -m quern.bench.kernels`, measures the memory of one of its paths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -20,54 +24,107 @@ from quern.bench.material import reference, sizes_of
 from quern.bench.measure import Bench, Figure, Job, Seconds, alternate, figure, peak_bytes
 from quern.bench.train import take_step, training_state
 from quern.kernels import cross_entropy as kernels
-from quern.kernels.attention.attend import MaskSpec
-from quern.kernels.attention.autotune import BLOCKED, PLAIN, SDPA, Backend, Picked, available, fits, problem_with
-from quern.kernels.softcap import Cap, TanhCap
+from quern.kernels.attention.attend import MaskSpec, attend_plain, visible
+from quern.kernels.attention.autotune import (
+    BLOCKED,
+    HIDING,
+    PLAIN,
+    SDPA,
+    AttendFunction,
+    Backend,
+    Picked,
+    available,
+    fits,
+    kind_of,
+)
+from quern.kernels.rope import rotate, rotate_plain
+from quern.kernels.softcap import Cap, SigmoidCap, TanhCap
 from quern.machine import Machine, detect, machine_flags
+from quern.model.layers import rotary_table
+from quern.optim.muon import polar_express
 from quern.process import serve, start
 from quern.recipe import Resolved
 
-TOKENS, HEADS, HEAD_DIM = 4096, 4, 64
-LENGTHS = (256, 512, 1024, 2048)
-CONTEXT = 2048
+HEAD_DIM, WINDOW, CONTEXT = 64, 1024, 2048
+EXACTNESS = (("bfloat16", 128), ("bfloat16", 64), ("float16", 128), ("bfloat16", 256), ("bfloat16", 32))
+BY_SHAPE = ((128, 16_384), (128, 4096))
+"""The shapes of flex_attention, which compiles for each."""
+FLOPS = {"forward": 1.0, "backward": 2.5}
 CAP = TanhCap(15.0)
 
 
 def attention(setup: Setup) -> Iterator[Figure]:
-    tokens, lengths = (128, (32, 64)) if setup.quick else (TOKENS, LENGTHS)
-    picked = setup.machine.attention
-    setup.settings.update(tokens=tokens, heads=HEADS, head_dim=HEAD_DIM, picked=str(picked))
-    on_cpu = setup.machine.device.type == "cpu"
-    paths = [BLOCKED, SDPA, PLAIN] if on_cpu else [*available(setup.machine), BLOCKED, PLAIN]
-    served = [
-        (kind, path)
-        for kind, path in product(("full", "window", "documents"), paths)  # a path that skips none builds dense masks
-        if (fits(path, kind) or not path.skips) and (on_cpu or problem_with(path, kind, setup.machine) is None)
-    ]
-    for T in lengths:
-        masks = example_masks(setup, tokens // T, T, T // 4, 4 / T)
+    """Time of each path and mask, on a GPU also TFLOP/s; gains of masks, and of the picked path over SDPA."""
+    sizes = setup.sizes
+    setup.settings.update(tokens=sizes.tokens, width=sizes.width, picked=str(setup.machine.attention))
+    for E, T in sizes.shapes:
+        rows, heads, place = sizes.tokens // T, sizes.width // E, f"T={T}{f', head dim {E}' * (E != HEAD_DIM)}"
+        masks = example_masks(setup, rows, T)
+        compared = [*paths(setup), *([flex(setup)] if setup.on_gpu and (E, T) in BY_SHAPE else [])]
         cases = {
-            f"T={T}, {name}: {path.name}": (mask, path)
-            for (name, mask), path in product(masks.items(), paths)
-            if (name.split()[0], path) in served
+            f"{place}, {name}: {path.name}": (mask, path)
+            for (name, mask), path in itertools.product(masks.items(), compared)
+            if fits(path, kind_of(mask, T)) or not (setup.on_gpu or path.skips)  # such a path builds dense masks
         }
-        taken = attention_seconds(setup, cases, (tokens // T, T, HEADS, HEAD_DIM))
-        yield from (figure(name, "ms", 1e3 * seconds) for name, seconds in taken.items())
-        both = {name: taken[f"{name} forward"] + taken[f"{name} backward"] for name in cases}
-        chosen = {
-            name: (picked.path(mask, T) if isinstance(picked, Picked) else BLOCKED).name for name, mask in masks.items()
-        }
-        own = {name: both[f"T={T}, {name}: {path}"] for name, path in chosen.items()}
-        for name, path in chosen.items():
-            if name != "full":
-                yield figure(f"T={T}: full / {name}, as picked", "×", own["full"] / own[name])
-            if path != SDPA.name and (stock := both.get(f"T={T}, {name}: {SDPA.name}")) is not None:
-                yield figure(f"T={T}, {name}: sdpa / {path}", "×", stock / own[name])
+        taken = attention_seconds(setup, cases, (rows, T, heads, E))
+        for name, seconds in taken.items():
+            yield figure(name, "ms", 1e3 * seconds)
+            if setup.on_gpu:
+                case, _, way = name.rpartition(" ")
+                work = FLOPS[way] * 4 * rows * heads * E * pairs(cases[case][0], T)
+                yield figure(name, "TFLOP/s", work / 1e12 / seconds)
+        yield from _gains(setup, place, T, masks, taken)
 
 
-def example_masks(bench: Bench, rows: int, T: int, window: int, starts: float) -> dict[str, MaskSpec]:
-    """Returns masks by name: full, a window, documents of random lengths. starts: documents that begin in a token."""
-    begins_BT = torch.rand(rows, T, generator=bench.machine.generator(bench.seed)) < starts
+def _gains(setup: Setup, place: str, T: int, masks: Mapping[str, MaskSpec], taken: Seconds) -> Iterator[Figure]:
+    """Yields the ratios of both passes together, of the paths that work."""
+    picked, cases = setup.machine.attention, {name.rpartition(" ")[0] for name in taken}
+    both = {case: taken[f"{case} forward"] + taken[f"{case} backward"] for case in cases}
+    full = None
+    for name, mask in masks.items():
+        path = (picked.path(mask, T) if isinstance(picked, Picked) else BLOCKED).name
+        seconds = both.get(f"{place}, {name}: {path}")
+        if seconds is None:
+            continue
+        if name == "full":
+            full = seconds
+        elif full is not None:
+            yield figure(f"{place}: full / {name}, as picked", "×", full / seconds)
+        if path != SDPA.name and (stock := both.get(f"{place}, {name}: {SDPA.name}")) is not None:
+            yield figure(f"{place}, {name}: sdpa / {path}", "×", stock / seconds)
+
+
+def paths(bench: Bench) -> list[Backend]:
+    return available(bench.machine) if bench.on_gpu else [BLOCKED, SDPA, PLAIN]
+
+
+def flex(bench: Bench) -> Backend:
+    """torch's flex_attention, to compare with: no model uses it. It makes the blocks of a mask once."""
+    from torch.nn.attention import flex_attention as flexible
+
+    functions: tuple[Any, Any] = (flexible.flex_attention, flexible.create_block_mask)
+    attend, make_blocks = map(bench.compiled, functions)
+    made: dict[int, tuple[MaskSpec, Any]] = {}
+
+    def attend_flex(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
+        (B, T, H, _), K, ids_BT = q_BTHE.shape, k_BTKE.size(2), mask.documents_BT
+
+        def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            near = (q >= k) & (q - k < (mask.window or T))
+            return near if ids_BT is None else near & (ids_BT[b, q] == ids_BT[b, k])
+
+        if id(mask) not in made:
+            made[id(mask)] = mask, make_blocks(sees, None if ids_BT is None else B, None, T, T, q_BTHE.device)
+        heads_first = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
+        return attend(*heads_first, block_mask=made[id(mask)][1], scale=scale, enable_gqa=K != H).transpose(1, 2)
+
+    return Backend("flex_attention", attend_flex, HIDING)
+
+
+def example_masks(bench: Bench, rows: int, T: int) -> dict[str, MaskSpec]:
+    """Returns masks by name: full, a window, documents of random lengths, a quarter of a row on average."""
+    window = min(WINDOW, T // 4)
+    begins_BT = torch.rand(rows, T, generator=bench.machine.generator(bench.seed)) < 4 / T
     documents_BT = begins_BT.cumsum(1).int().to(bench.machine.device)
     return {"full": MaskSpec(), f"window {window}": MaskSpec(window), "documents": MaskSpec(None, documents_BT)}
 
@@ -77,16 +134,101 @@ Cases = dict[str, tuple[MaskSpec, Backend]]
 
 
 def attention_seconds(bench: Bench, cases: Cases, shape: tuple[int, int, int, int]) -> Seconds:
-    """Times all cases, which alternate, by "<name> forward" and "<name> backward". shape: (B, T, H, E)."""
+    """Times the cases that work, which alternate, by "<name> forward" and "<name> backward". shape: (B, T, H, E)."""
     q, k, v, grad = (bench.random(*shape, seed=i) for i in range(4))
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    forwards = {name: partial(path.attend, q, k, v, mask, None) for name, (mask, path) in cases.items()}
+    forwards: dict[str, Callable[[], Tensor]] = {}
+    for name, (mask, path) in cases.items():
+        forward = partial(path.attend, q, k, v, mask, None)
+        try:
+            torch.autograd.grad(forward(), inputs, grad)
+        except Exception as error:  # kernels, drivers and the compiler raise errors of any type
+            bench.failed(name, error)
+        else:
+            forwards[name] = forward
     return bench.passes(forwards, inputs, grad)
+
+
+def pairs(mask: MaskSpec, T: int) -> float:
+    """Returns the number of pairs of query and key that see each other, on average over the rows."""
+    positions = torch.arange(T)
+    seen = positions + 1
+    if mask.window is not None:
+        seen = seen.clamp(max=int(mask.window))
+    if mask.documents_BT is not None:
+        ids = mask.documents_BT.cpu().contiguous()
+        seen = torch.minimum(seen, positions - torch.searchsorted(ids, ids) + 1)
+    return seen.double().sum(-1).mean().item()
+
+
+def exactness(bench: Bench) -> Iterator[Figure]:
+    """The worst error over the grid, by path, dtype and head dim; also of the definition computed in the dtype."""
+    rounded = Backend("definition", attend_rounded, HIDING)
+    kinds = (("float32", 16),) if bench.quick else EXACTNESS
+    for (dtype, E), path in itertools.product(kinds, [*paths(bench), rounded]):
+        if not path.skips:
+            continue
+        place, worst = f"{path.name}, {dtype}, head dim {E}: error", (0.0, "")
+        try:
+            for T, groups, mask in grid(bench):
+                if fits(path, kind_of(mask, T)):
+                    shapes = enumerate((4, 4 // groups, 4 // groups, 4))
+                    *inputs, grad = (bench.random(2, T, H, E, dtype=getattr(torch, dtype), seed=i) for i, H in shapes)
+                    ours, plain = bound(path.attend, mask), bound(attend_plain, mask)
+                    case = f"{T} tokens, groups of {groups}, window {mask.window}"
+                    case += "" if mask.documents_BT is None else ", documents"
+                    worst = max(worst, (worst_error(ours, plain, inputs, grad), case))
+        except Exception as error:  # as above
+            bench.failed(place, error)
+        else:
+            yield figure(place, "relative", *worst)
+
+
+def bound(attend: AttendFunction, mask: MaskSpec) -> Callable[..., Tensor]:
+    return lambda q, k, v: attend(q, k, v, mask, None)
+
+
+def grid(bench: Bench) -> Iterator[tuple[int, int, MaskSpec]]:
+    """Yields length, groups and mask of each case."""
+    lengths = (1, 17, 65) if bench.quick else (1, 17, 127, 129, 1000, 2049)
+    for T, window, groups in itertools.product(lengths, (None, 1, 64, 66, 5000), (1, 2, 4)):
+        yield T, groups, MaskSpec(window)
+    for T, window, each in itertools.product(lengths, (None, 64), (1, 7, 150)):
+        ids_T = torch.arange(T, dtype=torch.int32, device=bench.machine.device)
+        yield T, 2, MaskSpec(window, torch.stack([ids_T // each, ids_T // (2 * each)]))
+
+
+def worst_error(
+    function: Callable[..., Tensor], plain: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor
+) -> float:
+    """Returns the largest relative error (2-norm) of the output and the gradients, against `plain` in fp32."""
+
+    def with_gradients(function: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in inputs]
+        y = function(*leaves)
+        return [y.detach(), *torch.autograd.grad(y, leaves, grad.to(y.dtype))]
+
+    worst = 0.0
+    for x, e in zip(with_gradients(function, inputs[0].dtype), with_gradients(plain, torch.float32), strict=True):
+        size = e.norm().item()
+        if size >= 1e-6 * math.sqrt(e.numel()):  # smaller gradients are zero except for rounding
+            error = (x.float() - e).norm().item() / size
+            worst = max(worst, error if math.isfinite(error) else math.inf)
+    return worst
+
+
+def attend_rounded(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
+    """Computes the definition with every operation in the dtype of the inputs."""
+    k, v = (x.repeat_interleave(q.size(2) // k.size(2), dim=2) for x in (k, v))
+    scores = torch.einsum("bqhe,bkhe->bhqk", q, k) * (scale or q.size(-1) ** -0.5)
+    hidden = ~visible(q.size(1), mask, q.device)
+    return torch.einsum("bhqk,bkhe->bqhe", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
 
 
 def windows(setup: Setup) -> Iterator[Figure]:
     """Tokens/s of training, and the gain of windows over the two other ways."""
-    recipe, machine = reference(setup.quick, setup.seed), setup.machine
+    machine = setup.machine
+    recipe = reference(setup.quick, setup.seed, device=machine.device.type)
     recipe = replace(recipe, model=replace(recipe.model, context=64 if setup.quick else CONTEXT))
     setup.settings.update(sizes_of(recipe), windows="SSSL, L", attention=str(machine.attention))
     stock = replace(machine, attention=SDPA)
@@ -107,18 +249,27 @@ def _steps(recipe: Resolved, windows: str, machine: Machine) -> Callable[[], flo
 
 
 def cross_entropy(setup: Setup) -> Iterator[Figure]:
-    machine, sizes = setup.machine, (512, 32, 4096) if setup.quick else (4096, 256, 32768)
+    machine, sizes = setup.machine, setup.sizes.loss
     setup.settings.update(zip(("tokens", "width", "vocabulary"), sizes, strict=True), softcap=str(CAP))
-    whole = ["full", *(["full, compiled"] if machine.compile else [])]
+    whole = ["full", "full, compiled"] if machine.compile else ["full"]
+    whole = whole[-1:] if setup.on_gpu else whole  # the eager one holds more than some GPUs have
     names = ["chunked", *whole]
+    (x, weight), (chunked, full) = loss_inputs(setup, *sizes), loss_paths(setup, sizes[0], sizes[2])
+    for cap in (CAP, SigmoidCap(30.0, 7.5 * sizes[1] ** 0.5)):
+        ours, plain = partial(chunked, cap=cap), partial(full, cap=cap)
+        error = worst_error(ours, plain, [x[:2048], weight], torch.ones((), device=x.device))
+        yield figure(f"chunked, {cap}: error", "relative", error)
     jobs = loss_jobs(setup, *sizes)
     taken = setup.seconds({name: jobs[name] for name in names})
     yield from (figure(f"{name}: time", "ms", 1e3 * taken[name]) for name in names)
     yield from (figure(f"{name} / chunked: time", "×", taken[name] / taken["chunked"]) for name in whole)
-    # In processes of their own: memory that an earlier call has freed, and the allocator keeps, would count.
+    # On a CPU in processes of their own: memory that an earlier call has freed, and the allocator keeps, would count.
     order = {"sizes": sizes, "seed": setup.seed, "machine": machine_flags(machine)}
     held: dict[str, Any] = {}
     for name in names:
+        if setup.on_gpu:
+            held[name] = peak_bytes(jobs[name], machine)
+            continue
         with start("quern.bench.kernels", name, order | {"name": name}) as process:
             held[name] = process.answer()["bytes"]
     if None in held.values():
@@ -156,6 +307,35 @@ def loss_jobs(bench: Bench, N: int, D: int, V: int) -> dict[str, Job]:
         return torch.autograd.grad(loss(*inputs), inputs)
 
     return {name: partial(once, loss) for name, loss in losses.items()}
+
+
+def rope(bench: Bench) -> Iterator[Figure]:
+    """GB/s and error of the rotation, alone and with the norm of queries and keys."""
+    B, T, H, E = (2, 16, 2, 8) if bench.quick else (32, 2048, 6, 128)
+    x, grad = bench.random(B, T, H, E).requires_grad_(), bench.random(B, T, H, E, seed=1)
+    cos, sin = rotary_table(torch.arange(T, device=x.device)[None], E, 1e5)
+    turned, normed = {"cos": cos, "sin": sin}, {"cos": cos, "sin": sin, "gain": 1.2}
+    kinds = {  # the kernel, the plain definition, tensors moved backward
+        "rotation": (partial(rotate, **turned), partial(rotate_plain, **turned), 2),
+        "norm and rotation": (partial(rotate, **normed), partial(rotate_plain, **normed), 3),
+    }
+    for name, (ours, plain, tensors_back) in kinds.items():
+        for label, turn in (("ours", ours), ("plain", plain)):
+            yield figure(f"{name}: error, {label}", "relative", worst_error(turn, plain, [x], grad))
+        turns = {"ours": ours, "plain, compiled": bench.compiled(plain)}
+        forwards = {f"{name}: {label}": partial(turn, x) for label, turn in turns.items()}
+        for job, seconds in bench.passes(forwards, [x], grad).items():
+            tensors = 2 if job.endswith("forward") else tensors_back
+            yield figure(job, "GB/s", tensors * x.nbytes / 1e9 / seconds)
+
+
+def muon(bench: Bench) -> Iterator[Figure]:
+    """Time of the iteration over the matrices of 12 layers."""
+    width, layers = (32, 2) if bench.quick else (768, 12)
+    for name, count, factor in (("attention's", 4, 1), ("feed-forward's", 2, 4)):
+        job = partial(bench.compiled(polar_express), bench.random(count * layers, width, factor * width))
+        for place, seconds in bench.seconds({f"{name} matrices": job}).items():
+            yield figure(place, "ms", 1e3 * seconds)
 
 
 def answers(order: dict[str, Any], _: Iterator[Any]) -> Iterator[dict[str, Any]]:

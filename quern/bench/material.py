@@ -5,7 +5,7 @@ Run as a child process (`python -m quern.bench.material`), it opens such shards 
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,55 @@ from quern.resolve import MICRO_BATCH_TOKENS, resolve
 SHARD_TOKENS = 100_000_000
 
 
-def reference(quick: bool, seed: int, batch_tokens: int = MICRO_BATCH_TOKENS) -> Resolved:
-    """Returns the resolved reference recipe, or a tiny one. batch_tokens: of a step, in micro-batches of at most
-    4,096."""
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes that follow the device.
+
+    Attributes:
+        tokens: Of all rows of a call of attention.
+        width: Heads of attention times their dim.
+        shapes: Head dim and tokens of a row of each call of attention.
+        loss: Tokens, width and vocabulary.
+        rows: Batch sizes of prefill and decode.
+        prompt_tokens: Of a prompt of decode.
+        reply_tokens: Of its reply.
+        product: Rows of the matrices that give the matmul peak.
+        copied: Bytes of the copy that gives the bandwidth.
+    """
+
+    tokens: int
+    width: int
+    shapes: tuple[tuple[int, int], ...]
+    loss: tuple[int, int, int]
+    rows: tuple[int, ...]
+    prompt_tokens: int
+    reply_tokens: int
+    product: int
+    copied: int
+
+
+CPU_SHAPES = (64, 256), (64, 512), (64, 1024), (64, 2048)
+GPU_SHAPES = *((128, T) for T in (16_384, 4096, 1024, 2048, 8192)), *((64, T) for T in (16_384, 4096, 1024))
+SIZES = {
+    "quick": Sizes(128, 256, ((64, 32), (64, 64)), (512, 32, 4096), (1, 8, 32), 8, 12, 256, 2**20),
+    "cpu": Sizes(4096, 256, CPU_SHAPES, (4096, 256, 32_768), (1, 8, 32), 64, 192, 2048, 2**28),
+    "cuda": Sizes(16_384, 2048, GPU_SHAPES, (65_536, 768, 32_768), (1, 8, 64), 512, 64, 8192, 2**31),
+}
+
+
+def reference(quick: bool, seed: int, batch_tokens: int | None = None, device: str = "cpu") -> Resolved:
+    """Returns the resolved reference recipe of a device, or a tiny one. batch_tokens: of a step; by default those of
+    the largest micro-batch: 4,096, on "cuda" 32 rows of 2,048."""
     if quick:
         model = ModelRecipe(width=32, heads=2, head_dim=16, vocab_size=512, context=64, windows="L")
         depth, batch_tokens, micro = 2, 128, 128
+    elif device == "cuda":
+        model, depth, micro = ModelRecipe(vocab_size=32_768, context=2048), 12, 32 * 2048
     else:
         model = ModelRecipe(width=256, heads=4, vocab_size=8192, context=512, windows="L")
-        depth, micro = 4, min(batch_tokens, MICRO_BATCH_TOKENS)
-    train = TrainRecipe(batch_tokens=batch_tokens, micro_batch_tokens=micro, steps=1000)
+        depth, micro = 4, MICRO_BATCH_TOKENS
+    batch_tokens = batch_tokens or micro
+    train = TrainRecipe(batch_tokens=batch_tokens, micro_batch_tokens=min(batch_tokens, micro), steps=1000)
     return resolve(replace(RECIPE, name="reference", depth=depth, seed=seed, model=model, train=train))
 
 

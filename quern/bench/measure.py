@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import json
-import math
 import os
 import platform
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,6 +30,7 @@ from torch.utils.benchmark import Timer
 from torch.utils.benchmark.utils.timer import timer
 
 import quern
+from quern.bench.material import SIZES, Sizes
 from quern.machine import Machine
 from quern.process import peak_resident, reset_peak_resident, resident
 from quern.records import git_hash
@@ -44,10 +45,6 @@ Figure = dict[str, Any]
 """name, unit, median, low, high, values (one for each round), and a note where there is one."""
 
 
-class OutOfTime(Exception):
-    """A benchmark has used its time; the record keeps its figures so far."""
-
-
 @dataclass(frozen=True)
 class Bench:
     """Context of a benchmark.
@@ -55,33 +52,32 @@ class Bench:
     Attributes:
         quick: Use tiny sizes, whose figures mean nothing.
         rounds: Values of each figure.
-        deadline: When the benchmark has to stop, on `time.monotonic`.
         settings: The sizes used, which the benchmark fills in for its record.
         log: Takes lines for the user.
         command: The command line, for the records of runs.
-        problems: Lines about jobs that failed; None ends the benchmark with the first error.
     """
 
     machine: Machine
     seed: int = 0
     quick: bool = False
     rounds: int = 5
-    deadline: float = math.inf
     settings: dict[str, Any] = field(default_factory=dict)
-    problems: list[str] | None = None
     log: Callable[[str], None] = print
     command: str = ""
 
-    def check_time(self) -> None:
-        """Raises OutOfTime after the deadline."""
-        if time.monotonic() > self.deadline:
-            raise OutOfTime
+    @property
+    def on_gpu(self) -> bool:
+        return self.machine.device.type == "cuda"
 
-    def failed(self, name: str, error: Exception) -> None:
-        """Records the error of a job, or raises it."""
-        if self.problems is None:
-            raise error
-        self.problems.append(f"{name}: {first_line(error)}")
+    @property
+    def sizes(self) -> Sizes:
+        return SIZES["quick" if self.quick else "cuda" if self.on_gpu else "cpu"]
+
+    def failed(self, name: str, error: BaseException) -> None:
+        """Says and records that a job failed, in the handler of its error; the other jobs go on."""
+        self.settings.setdefault("failures", {})[name] = traceback.format_exc()[-4000:]
+        first = str(error).strip().partition("\n")[0][:200]
+        self.log(f"  ! {name}: {f'{type(error).__name__}: {first}'.removesuffix(': ')}")
 
     def random(self, *shape: int, dtype: torch.dtype | None = None, seed: int = 0) -> Tensor:
         """Returns standard normal numbers on the device, in the compute dtype by default."""
@@ -96,41 +92,27 @@ class Bench:
         """Returns the seconds of each job, called once in each round: for jobs that take long."""
         return alternate(self.rounds, {name: partial(seconds_of, job) for name, job in jobs.items()})
 
-    def seconds(self, jobs: Mapping[str, Job], graph: bool = False) -> Seconds:
-        """Returns the seconds of a call of each job that works, after one that is not counted. graph: times each job as
-        a CUDA graph, without the cost of kernel launches."""
-        working: dict[str, Callable[[], float]] = {}
-        for name, job in jobs.items():
-            self.check_time()
-            timed = partial(call_seconds, job, self.machine, self.quick, graph)
-            try:
-                timed()
-            except Exception as error:  # kernels, drivers and the compiler raise errors of any type
-                self.failed(name, error)
-            else:
-                working[name] = timed
-        return alternate(self.rounds, working, warm_up=False)
+    def seconds(self, jobs: Mapping[str, Job]) -> Seconds:
+        """Returns the seconds of a call of each job, after one that is not counted."""
+        timed = {name: partial(call_seconds, job, self.machine, self.quick) for name, job in jobs.items()}
+        return alternate(self.rounds, timed)
 
     def passes(self, forwards: Mapping[str, Callable[[], Tensor]], inputs: Sequence[Tensor], grad: Tensor) -> Seconds:
         """Returns the seconds of "<name> forward" and "<name> backward": the time of both passes less the forward."""
         both = {name: lambda f=f: torch.autograd.grad(f(), inputs, grad) for name, f in forwards.items()}
         taken = self.seconds({**{f"{name} forward": f for name, f in forwards.items()}, **both})
         found: Seconds = {}
-        for name in (name for name in both if name in taken):
+        for name in both:
             found[f"{name} forward"] = first = taken[f"{name} forward"]
             found[f"{name} backward"] = np.maximum(taken[name] - first, 1e-9)
         return found
 
 
-def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}".removesuffix(": ")
-
-
-def alternate(rounds: int, jobs: Mapping[str, Callable[[], float]], warm_up: bool = True) -> Seconds:
-    """Runs each job once per round and returns the values by job. Every other round runs in reverse order. warm_up:
-    begin with a round that is not counted."""
+def alternate(rounds: int, jobs: Mapping[str, Callable[[], float]]) -> Seconds:
+    """Runs each job once per round, after a round that is not counted, and returns the values by job. Every other round
+    runs in reverse order."""
     taken: dict[str, list[float]] = {name: [] for name in jobs}
-    for turn in range(0 if warm_up else 1, rounds + 1):
+    for turn in range(rounds + 1):
         for name in list(jobs)[:: 1 if turn % 2 == 0 else -1]:
             value = jobs[name]()
             if turn:
@@ -145,15 +127,15 @@ def seconds_of(job: Job) -> float:
     return timer() - start
 
 
-def call_seconds(job: Job, machine: Machine, quick: bool = False, graph: bool = False) -> float:
+def call_seconds(job: Job, machine: Machine, quick: bool = False) -> float:
     """Returns the median seconds of a call over `MEASURED_MS`; one block of calls suffices for `quick`."""
     if machine.device.type != "cuda":
         timed = Timer("job()", globals={"job": job}, num_threads=machine.threads)
         return timed.blocked_autorange(min_run_time=1e-6 if quick else MEASURED_MS / 1e3).median
-    from triton.testing import do_bench, do_bench_cudagraph
+    from triton.testing import do_bench
 
-    on_gpu: Any = do_bench_cudagraph if graph else partial(do_bench, warmup=WARM_UP_MS)
-    return on_gpu(job, rep=MEASURED_MS, return_mode="median") / 1e3
+    milliseconds: Any = do_bench(job, warmup=WARM_UP_MS, rep=MEASURED_MS, return_mode="median")
+    return milliseconds / 1e3
 
 
 def peak_bytes(job: Job, machine: Machine) -> int | None:

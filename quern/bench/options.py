@@ -1,21 +1,20 @@
-"""Flags of `quern bench` and of `quern bench gpu`, read without PyTorch, which takes seconds to import."""
+"""Flags of `quern bench`, read without PyTorch, which takes seconds to import."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from annotated_types import Interval
 
 from quern.field_types import Amount, Count, Few, Seed
 from quern.flags.check_flags import DeviceOptions, Mark
-from quern.resolve import MICRO_BATCH_TOKENS
 from quern.validate import refuse_missing
 
-Section = Literal["training", "attention", "exactness", "decode", "loss", "rope", "muon", "fp8", "real"]
 What = Literal["tokenizer", "encode", "packing", "loading", "train", "prefill", "decode", "attention", "windows",
-               "cross-entropy", "prepare", "ranks", "grug", "serve", "quality"]  # fmt: skip
+               "cross-entropy", "prepare", "ranks", "grug", "serve", "quality", "exactness", "rope", "muon", "fp8",
+               "gpu"]  # fmt: skip
 
 
 @dataclass
@@ -26,19 +25,21 @@ class BenchOptions(DeviceOptions):
 
     example: quern bench quality --train train.parquet --val val.parquet --data encyclopedia/ --minutes 10
 
-    example: quern bench gpu --help
+    example: quern bench gpu --no-start
     """
 
     what: Annotated[tuple[What, ...], Mark.POSITIONAL] = ()
-    """Parts to measure. Default: all except prepare, ranks, grug, serve and quality, which take minutes."""
+    """Parts to measure; gpu stands for train, attention, exactness, decode, cross-entropy, rope, muon and fp8. Default:
+    all before prepare."""
     out: Path = Path("out")
     """The folder of the records, which are written to bench/ in it."""
     rounds: Few = 5
     """How often each figure is measured."""
     seed: Seed = 0
     """Seed of the weights and the data."""
-    batch_tokens: Count = MICRO_BATCH_TOKENS
-    """`train`, `ranks`, `grug`: tokens of one optimizer step, in micro-batches of at most 4,096."""
+    batch_tokens: Count | None = None
+    """`train`, `fp8`, `ranks`, `grug`: tokens of one optimizer step. Default: 4,096; 65,536 for `train` and `fp8` on
+    CUDA. A micro-batch has at most as many."""
     trace: Path | None = None
     """`ranks`: also write a timeline of some steps to this file, for ui.perfetto.dev. Default: none."""
     start: bool = True
@@ -62,10 +63,11 @@ class BenchOptions(DeviceOptions):
     """Use tiny sizes, to see that everything runs; the figures mean nothing."""
 
     def __post_init__(self) -> None:
-        if self.batch_tokens % 512:
-            raise ValueError(f"--batch-tokens must be a multiple of the 512 tokens of a row, not {self.batch_tokens}")
-        if "ranks" in self.what and self.batch_tokens < 1024 and not self.quick:
-            raise ValueError(f"ranks has two ranks of a row each: set --batch-tokens 1024, not {self.batch_tokens}")
+        tokens = self.batch_tokens or 1024
+        if tokens % 512:
+            raise ValueError(f"--batch-tokens must be a multiple of the 512 tokens of a row, not {tokens}")
+        if "ranks" in self.what and tokens < 1024 and not self.quick:
+            raise ValueError(f"ranks has two ranks of a row each: set --batch-tokens 1024, not {tokens}")
         none = self.train is self.data is None
         if "quality" in self.what and ((self.train is None) != (self.val is None) or none):
             raise ValueError(
@@ -73,26 +75,3 @@ class BenchOptions(DeviceOptions):
             )
         for name in ("train", "val", "data"):  # before the minutes of the first text
             refuse_missing(name, getattr(self, name))
-
-
-@dataclass
-class GpuOptions(DeviceOptions):
-    """Nine minutes of measurements that need a GPU.
-
-    example: quern bench gpu --data texts/
-    """
-
-    sections: tuple[Section, ...] = get_args(Section)
-    """The sections to run, of which each has its share of the time."""
-    minutes: Amount = 9.0
-    """When to stop."""
-    data: str | None = None
-    """`real`: the text to train on, a file or a folder, or prepared tokens (.bin)."""
-    tokenizer: str | None = None
-    """`real`: the tokenizer of prepared tokens."""
-    out: Path = Path("out")
-    """The folder of the record, which is written to bench/ in it."""
-    seed: Seed = 0
-    """Seed of the weights and the data."""
-    quick: bool = False
-    """Use tiny sizes, to see that everything runs; the figures mean nothing."""

@@ -10,24 +10,29 @@ import json
 import socket
 import statistics
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
-from torch.profiler import record_function
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.benchmark.utils.timer import timer
 
 from quern.bench.data import Setup
 from quern.bench.material import left_to_itself, random_batch, reference, sizes_of
 from quern.bench.measure import Figure, alternate, figure
 from quern.data.batch import Batch
+from quern.estimate.options import PROCESSORS
 from quern.kernels.attention.autotune import select_attention
-from quern.machine import Machine, detect, machine_flags, measure_peak_flops, peak_memory
+from quern.machine import Machine, detect, machine_flags, measure_peak_flops, peak_memory, reset_peak_memory
 from quern.mesh import connect, disconnect
+from quern.model.base import LanguageModel
 from quern.model.count import FlopCounter
+from quern.model.fp8 import use_fp8
 from quern.optim.groups import make_groups
 from quern.optim.schedule import Multipliers
 from quern.parallel.zero2 import Zero2
@@ -45,11 +50,12 @@ STARTS, START_STEPS = 3, 4
 START_NOTES = {"cold": "everything compiled", "warm": "the compiler's cache is there", "eager": "eager"}
 RANKS, STEPS = 2, 6
 TRACED_STEPS = 3
+"""Steps of a timeline, and of a profile of kernels."""
 
 
-def training_state(recipe: Resolved, machine: Machine) -> TrainState:
-    """Returns a new model and optimizer; the model is compiled where the machine compiles."""
-    state = build_state(recipe, machine, build_model(recipe, machine, recipe.seed))
+def training_state(recipe: Resolved, machine: Machine, model: LanguageModel | None = None) -> TrainState:
+    """Returns the model, by default a new one, and its optimizer; it is compiled where the machine compiles."""
+    state = build_state(recipe, machine, build_model(recipe, machine, recipe.seed) if model is None else model)
     compile_model(state.model, machine)
     return state
 
@@ -66,34 +72,46 @@ def take_step(state: TrainState, recipe: Resolved, machine: Machine, batch: Batc
     return seconds, result.loss
 
 
-def train(setup: Setup) -> Iterator[Figure]:
-    recipe = reference(setup.quick, setup.seed, setup.options.batch_tokens)
-    starts = list(_starts(setup)) if setup.options.start else []
-    state = training_state(recipe, setup.machine)
+def train(setup: Setup, fp8: bool = False) -> Iterator[Figure]:
+    machine = setup.machine
+    recipe = reference(setup.quick, setup.seed, setup.options.batch_tokens, machine.device.type)
+    starts = list(_starts(setup)) if setup.options.start and not fp8 else []
+    model = build_model(recipe, machine, recipe.seed)
+    if fp8:
+        setup.settings["computed"] = str(use_fp8(model))
+    state = training_state(recipe, machine, model)
     sizes = {of.train.batch_tokens: of for of in (recipe, left_to_itself(recipe)) if of.train.batch_tokens}
 
     def seconds_at(tokens: int) -> float:
-        return take_step(state, sizes[tokens], setup.machine)[0]
+        return take_step(state, sizes[tokens], machine)[0]
 
     def peak() -> float:
-        return measure_peak_flops(setup.machine, 256 if setup.quick else 2048)
+        return measure_peak_flops(machine, setup.sizes.product)
 
     first = next(iter(sizes))
     usual = min([seconds_at(first) for _ in range(4)][1:])  # the first one compiles
     steps = {tokens: 2 if setup.quick else max(1, round(ROUND_SECONDS / usual * first / tokens)) for tokens in sizes}
+    reset_peak_memory(machine.device)
     peaks, taken = [peak()], []
     for _ in range(setup.rounds):
         for tokens in sizes:
             taken.append(statistics.median(seconds_at(tokens) for _ in range(steps[tokens])))
             peaks.append(peak())
-    flops, dtype = FlopCounter(recipe).per_token(), str(setup.machine.dtype).removeprefix("torch.")
+    flops, dtype = FlopCounter(recipe).per_token(), str(machine.dtype).removeprefix("torch.")
     speeds = np.resize(list(sizes), len(taken)) / taken
     usage = 100 * flops * speeds / np.convolve(peaks, [0.5, 0.5], "valid")
+    sheet = data_sheet(machine)
     for place, tokens in enumerate(sizes):
         rounds, step = slice(place, None, len(sizes)), f"steps of {tokens:,} tokens"
         yield figure(f"training, {step}", "tokens/s", speeds[rounds])
         yield figure(f"MFU, {step}", "%", usage[rounds], f"of the {dtype} matmul peak of its round")
+        if sheet is not None:
+            note = f"of {sheet / 1e12:,.0f} TFLOP/s"
+            yield figure(f"MFU of the data sheet, {step}", "%", 100 * flops / sheet * speeds[rounds], note)
     yield figure("matmul peak", "TFLOP/s", 1e-12 * np.array(peaks), dtype)
+    if setup.on_gpu:
+        yield figure("memory", "GB", peak_memory(machine.device) / 1e9, "at most, of these steps")
+        yield from slowest_kernels(lambda: seconds_at(first), True, usual)
     yield from starts
     setup.settings.update(
         sizes_of(recipe),
@@ -102,6 +120,34 @@ def train(setup: Setup) -> Iterator[Figure]:
         MFLOP_per_token=round(flops / 1e6, 2),
         steps_per_round=" and ".join(str(steps[tokens]) for tokens in sizes),
     )
+
+
+def fp8(setup: Setup) -> Iterator[Figure]:
+    """Training in FP8; its MFU, too, is over the peak of the compute dtype."""
+    return train(setup, fp8=True)
+
+
+def data_sheet(machine: Machine) -> float | None:
+    """Returns the maker's bf16 FLOP/s of a known device (of several versions, the fastest), None in another dtype."""
+    name = str(machine.describe()["processor"]).lower().replace(" ", "")
+    known = (chip.peak_flops for part, chip in PROCESSORS.items() if part in name)
+    return next(known, None) if machine.dtype == torch.bfloat16 else None
+
+
+def slowest_kernels(step: Callable[[], object], on_gpu: bool, usual: float) -> Iterator[Figure]:
+    """Percent of a step's usual seconds: the rest that no kernel takes, and the 15 kernels that take longest; on a CPU
+    operators."""
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as taken:
+        for _ in range(TRACED_STEPS):
+            step()
+    kernels: Any = Counter()  # of floats
+    for event in taken.key_averages():
+        # An operator's device time includes that of its kernels: on a GPU only kernels count.
+        if not on_gpu or event.device_type.name == "CUDA":
+            spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+            kernels[f"kernel {event.key[:70]}"] += spent / 1e4 / TRACED_STEPS / usual
+    yield figure("idle", "%", max(0.0, 100 - sum(kernels.values())))
+    yield from (figure(name, "%", share) for name, share in kernels.most_common(15))
 
 
 def _starts(setup: Setup) -> Iterator[Figure]:
@@ -231,7 +277,7 @@ def answers(order: dict[str, Any], requests: Iterator[Any]) -> Iterator[dict[str
     """Runs in a child: takes the steps of each request on the rows of its rank."""
     machine = select_attention(detect(**order["machine"]))
     mesh = connect(1, machine.device, order["rank"], order["ranks"])
-    recipe = reference(order["quick"], order["seed"], order["batch_tokens"])
+    recipe = reference(order["quick"], order["seed"], order["batch_tokens"], machine.device.type)
     model = build_model(recipe, machine, recipe.seed)
     groups = make_groups(model.parameter_groups(), recipe.make_rules(recipe), model.named_parameters())
     optimizer = DelayedZero2(groups, dtype_ns=machine.dtype, compile=machine.compile, mesh=mesh)

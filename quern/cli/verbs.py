@@ -352,13 +352,8 @@ def verb_report(verb: str, rest: Arguments) -> int:
 
 
 def verb_bench(verb: str, rest: Arguments) -> int:
-    from quern.bench.options import BenchOptions, GpuOptions
+    from quern.bench.options import BenchOptions
 
-    if rest[:1] == ("gpu",):
-        gpu_options = read(GpuOptions, rest[1:], prog="quern bench gpu")
-        from quern.bench.gpu import command as gpu_command
-
-        return gpu_command.run(gpu_options, log, rest.command("bench"))
     options = read(BenchOptions, rest, prog="quern bench")
     from quern.bench import command
 

@@ -60,7 +60,7 @@ def test_without_a_verb_it_says_what_there_is(arguments: list[str], capsys: pyte
     )
 
 
-HELP = [*verbs.VERBS, "serve keys", "serve keys add", "bench gpu", *(f"lab {tool}" for tool in lab.TOOLS)]
+HELP = [*verbs.VERBS, "serve keys", "serve keys add", *(f"lab {tool}" for tool in lab.TOOLS)]
 HELP += [f"grug {verb}" for verb in ("train", "eval", "export", "import", "gauntlet")]
 
 
