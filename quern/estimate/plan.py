@@ -10,11 +10,12 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any
 
 from quern import machine as machines
 from quern.estimate.layout import Layout, lay_out
-from quern.estimate.memory import Activations, Memory, activations, memory
+from quern.estimate.memory import Memory, activations, memory
 from quern.estimate.memory_check import machine_memory
 from quern.estimate.options import NETWORKS, PROCESSORS, PlanOptions, cpu_rank
 from quern.estimate.predict import Cluster, Step, predict
@@ -31,8 +32,8 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout; an impossible one has a `refusal` and no `step`. `recomputed` blocks run again in the backward pass,
-    for the reason in `note`."""
+    """One layout; an impossible one has a `refusal` and no `step`. recomputed: blocks that run again in the backward
+    pass."""
 
     dp: int
     tp: int
@@ -42,7 +43,6 @@ class Candidate:
     memory: Memory | None = None
     step: Step | None = None
     refusal: str = ""
-    note: str = ""
     optimizer_memory: str = "device"
 
     @property
@@ -86,73 +86,42 @@ def cluster_of(options: PlanOptions) -> Cluster:
 
 
 def _candidate(options: PlanOptions, cluster: Cluster, recipe: Resolved, dp: int, tp: int) -> Candidate:
-    """Returns the fastest of this layout. What saves memory is tried in turn: blocks that run again, parameters that
-    replicas share, and masters and moments in the CPU's memory."""
-    try:
-        layout = lay_out(recipe, DTYPES[options.dtype], dp, tp)
-    except ValueError as error:
-        return Candidate(dp, tp, refusal=str(error))
-    traced = activations(layout, "cpu" if options.gpu == "cpu" else "cuda", options.compile)
-    best, zero = _fastest(options, cluster, layout, traced), 3 if dp > 1 else 2
-    if dp > 1 and (best.step is None or best.recomputed > recipe.train.recompute):
-        shared = _fastest(options, cluster, lay_out(recipe, DTYPES[options.dtype], dp, tp, zero), traced)
-        best = _better(best, shared, "with whole parameters (--zero 2) it")
-    if best.step is None and options.gpu != "cpu" and recipe.train.optimizer_memory == "device":
-        recipe = replace(recipe, train=replace(recipe.train, optimizer_memory="cpu"))
-        away = _fastest(options, cluster, lay_out(recipe, DTYPES[options.dtype], dp, tp, zero), traced)
-        best = _better(best, away, "with masters and moments on the GPU it")
-    return best
-
-
-def _better(one: Candidate, other: Candidate, without: str) -> Candidate:
-    """Returns the faster one. If it is the other, its note begins with what is wrong without it."""
-    if one.seconds <= other.seconds < math.inf:
-        return one
-    return replace(other, note="; ".join(filter(None, [f"{without} {one.refusal or 'is slower'}", other.note])))
-
-
-def _fastest(options: PlanOptions, cluster: Cluster, layout: Layout, traced: Activations) -> Candidate:
-    """Returns the candidate with the best micro-batch, and with as few blocks that run again as fit."""
-    device, zero = "cpu" if options.gpu == "cpu" else "cuda", 3 if layout.parts else 2
-    flops = flop_counter(layout.recipe).per_token()
-    room = cluster.processor.memory - cluster.processor.reserved
-    found: list[Candidate] = []
-    for sized in _sized(layout, fixed=options.recipe.train.micro_batch_tokens is not None):
-        train = sized.recipe.train
-        one = Candidate(layout.dp, layout.tp, zero, train.micro_batch_tokens, optimizer_memory=train.optimizer_memory)
-        note = ""
-        for again in _recomputed(sized):
-            needed = memory(again, device, options.compile, traced)
-            one = replace(one, recomputed=again.recipe.train.recompute, memory=needed)
+    """Returns the fastest of this layout that fits, or that of the least memory. Parameters that replicas share, and
+    masters and moments in the CPU's memory, are tried until no block must run again."""
+    device, chip, traced = "cpu" if options.gpu == "cpu" else "cuda", cluster.processor, None
+    room, flops = chip.memory - chip.reserved, flop_counter(recipe).per_token()
+    asked, tried = recipe.train.optimizer_memory, list[Candidate]()
+    for place, zero in product(dict.fromkeys((asked, asked if device == "cpu" else "cpu")), (2, 3) if dp > 1 else (2,)):
+        made = replace(recipe, train=replace(recipe.train, optimizer_memory=place))
+        try:
+            layout = lay_out(made, DTYPES[options.dtype], dp, tp, zero)
+        except ValueError as error:
+            return Candidate(dp, tp, refusal=str(error))
+        traced = traced or activations(layout, device, options.compile)
+        for again in _settings(layout, fixed=options.recipe.train.micro_batch_tokens is not None):
+            train, needed = again.recipe.train, memory(again, device, options.compile, traced)
+            one = Candidate(dp, tp, zero, train.micro_batch_tokens, train.recompute, needed, optimizer_memory=place)
             if needed.peak <= room:
-                found.append(replace(one, step=predict(again, needed, cluster, flops), note=note))
-                break
-            need = f"needs {needed.peak / GB:.1f} GB of the {room / GB:.1f} GB that are free"
-            note = note or f"with the activations of all blocks it {need}"
-        else:
-            return min([*found, replace(one, refusal=need)], key=lambda one: one.seconds)
-    return min(found, key=lambda one: one.seconds)
+                one = replace(one, step=predict(again, needed, cluster, flops))
+            else:
+                need = f"needs {needed.peak / GB:.1f} GB of the {room / GB:.1f} GB that are free"
+                one = replace(one, refusal=need)
+            tried.append(one)
+        if any(one.step and one.recomputed == recipe.train.recompute for one in tried):
+            break
+    return min(tried, key=lambda one: (one.seconds, one.memory.peak if one.memory else 0))
 
 
-def _sized(layout: Layout, fixed: bool) -> list[Layout]:
-    """Returns the layout with micro-batches of 1, 2, 4, … and all rows of a replica, or the recipe's (`fixed`)."""
-    if fixed:
-        return [layout]
+def _settings(layout: Layout, fixed: bool) -> list[Layout]:
+    """Returns the layout with micro-batches of 1, 2, 4, … and all rows of a replica, or the recipe's (`fixed`); each
+    with none of its blocks run again in the backward pass, a quarter … all, or the recipe's."""
+    asked, depth = layout.recipe.train, len(layout.whole.blocks)
     context, rows = layout.recipe.model.context, layout.rows
-    counts = [2**power for power in range(rows.bit_length()) if 2**power < rows] + [rows]
-    return [_trained(layout, micro_batch_tokens=count * context) for count in counts]
-
-
-def _recomputed(layout: Layout) -> list[Layout]:
-    """Returns the layout with none of its blocks run again in the backward pass, a quarter … all; or the recipe's."""
-    asked, depth = layout.recipe.train.recompute, len(layout.whole.blocks)
-    counts = [asked] if asked else sorted({-(-depth * quarter // 4) for quarter in range(5)})
-    return [_trained(layout, recompute=count) for count in counts]
-
-
-def _trained(layout: Layout, **fields: int) -> Layout:
-    train = replace(layout.recipe.train, **fields)
-    return replace(layout, recipe=replace(layout.recipe, train=train))
+    powers = [2**power for power in range(rows.bit_length()) if 2**power < rows]
+    sizes = [asked.micro_batch_tokens] if fixed else [count * context for count in (*powers, rows)]
+    counts = [asked.recompute] if asked.recompute else sorted({-(-depth * quarter // 4) for quarter in range(5)})
+    found = [replace(asked, micro_batch_tokens=size, recompute=count) for size, count in product(sizes, counts)]
+    return [replace(layout, recipe=replace(layout.recipe, train=train)) for train in found]
 
 
 # Output -----------------------------------------------------------------------------------------------------
@@ -181,25 +150,25 @@ def report(options: PlanOptions, cluster: Cluster, found: list[Candidate]) -> li
         remedy = f"{more} a smaller --depth, or --train.micro-batch-tokens {recipe.model.context}"
         if all(one.memory is None for one in found):  # none was cut so far that its memory could be counted
             remedy = "use fewer --gpus, or a larger --train.batch-tokens"
-        return [*lines, "", "why", *_whys(found, best), "", f"Nothing fits: {remedy}"]
+        return [*lines, "", "why", *_refusals(found), "", f"Nothing fits: {remedy}"]
     flags = f"--tp {best.tp} --train.micro-batch-tokens {best.micro_batch_tokens}"
     flags += f" --train.recompute {best.recomputed}" if best.recomputed else ""
     flags += " --zero 3" if best.zero == 3 else ""
     flags += " --train.optimizer-memory cpu" if best.optimizer_memory == "cpu" else ""
-    lines += ["", f"best: dp {best.dp:,} × tp {best.tp}: {flags}", *([f"      {best.note}"] if best.note else []), ""]
+    lines += ["", f"best: dp {best.dp:,} × tp {best.tp}: {flags}", ""]
     lines += [f"memory of {one_of}{'' if options.gpu != 'cpu' else ' (the interpreter comes on top)'}"]
     lines += [f"  {name:22} {size / GB:9.3f} GB  {note}" for name, size, note in _categories(best.memory)]
     lines += ["", f"{one_of} sends per step"]
     lines += [f"  {kind:22} {size / GB:9.3f} GB" for kind, size in best.step.traffic.items()] or ["  nothing"]
-    lines += ["", "why not the others", *_whys(found[1:], best)] if len(found) > 1 else []
-    return [*lines, "", *ASSUMED]
+    refusals = _refusals(found)
+    return [*lines, *(["", "why not the others", *refusals] if refusals else []), "", *ASSUMED]
 
 
 HEAD = ("dp", "tp", "zero", "micro-batch", "again", "memory GB", "products", "pointwise", "update", "model", "data",
         "step ms", "tokens/s", "MFU %", "days", "dollars")  # fmt: skip
 ASSUMED = (
     "zero: 3 where replicas must share parameters and gradients, or it is faster than running blocks again. again: the",
-    "first so many blocks run again in the backward pass (--train.recompute), as few quarters as fit.",
+    "first so many blocks run again in the backward pass (--train.recompute), in quarters.",
     "The columns from products to data are ms of a step. model: collectives of tensor parallelism; data: collectives",
     "of data parallelism that nothing hides. Memory and bytes are counted. Times are a model without kernel launches,",
     "stragglers and waiting for data: trust a measured run more (docs/parallelism.md).",
@@ -252,24 +221,8 @@ def _categories(one: Memory) -> list[tuple[str, int, str]]:
     ]
 
 
-def _whys(others: Sequence[Candidate], best: Candidate) -> list[str]:
-    return [f"  dp {one.dp:,} × tp {one.tp}: {_why(one, best)}" for one in others]
-
-
-def _why(one: Candidate, best: Candidate) -> str:
-    if one.step is None:
-        return one.refusal
-    assert best.step is not None
-    parts = {
-        "smaller or worse shared products": one.step.products - best.step.products,
-        "memory traffic between products": one.step.pointwise - best.step.pointwise,
-        "the update": one.step.update - best.step.update,
-        "collectives of tensor parallelism": one.step.model - best.step.model,
-        "collectives of data parallelism that nothing hides": one.step.data - best.step.data,
-    }
-    worst = max(parts, key=lambda name: parts[name])
-    slower = 100 * (one.step.seconds / best.step.seconds - 1)
-    return f"{slower:.1f} % slower, most of it {worst} (+{1e3 * parts[worst]:,.2f} ms)"
+def _refusals(found: Sequence[Candidate]) -> list[str]:
+    return [f"  dp {one.dp:,} × tp {one.tp}: {one.refusal}" for one in found if one.step is None]
 
 
 def as_json(options: PlanOptions, cluster: Cluster, found: list[Candidate]) -> dict[str, Any]:

@@ -65,14 +65,14 @@ def test_what_saves_memory_is_used_where_it_is_needed(tmp_path: Path, capsys: py
     flags = ("--gpus", "8", "--gpu", "rtx4090", "--per-machine", "8", "--model.width", "12288")
     found = planned(tmp_path, *flags, "--train.batch-tokens", "4096")["candidates"]
     (shared,) = (one for one in found if one["dp"] == 8)
-    assert shared["zero"] == 3 and shared["step"] and "with whole parameters (--zero 2) it needs" in shared["note"]
+    assert shared["zero"] == 3 and shared["step"] and shared["optimizer_memory"] == "device"
     flags = ("--gpus", "1", "--gpu", "rtx4090", "--model.width", "9216", "--train.batch-tokens", "4096")
     (away,) = planned(tmp_path, *flags)["candidates"]
-    assert away["optimizer_memory"] == "cpu" and "with masters and moments on the GPU it needs" in away["note"]
+    assert away["optimizer_memory"] == "cpu"
     assert away["memory"]["masters"] == away["memory"]["moments"] == 0 < away["memory"]["away"]
     rows = ("--model.width", "256", "--train.batch-tokens", "786432", "--train.micro-batch-tokens", "786432")
     (best,) = planned(tmp_path, "--gpus", "1", "--gpu", "rtx4090", *rows)["candidates"]
-    assert best["recomputed"] == 3 and "with the activations of all blocks it needs 32.1 GB" in best["note"]
+    assert best["recomputed"] == 3
     assert "--train.recompute 3" in capsys.readouterr().out
 
 
