@@ -8,12 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from quern.bench.data import Setup
 from quern.bench.material import sizes_of
-from quern.bench.measure import Bench, Figure, figure
+from quern.bench.measure import Figure, figure
 from quern.data.packing import windows
 from quern.eval.bits_per_byte import bits_per_byte
 from quern.recipe import Recipe, TrainRecipe
@@ -43,30 +42,28 @@ def quality(setup: Setup) -> Iterator[Figure]:
     if given.train and given.val:
         text = replace(RECIPE.text, val_megabytes=ALL_MEGABYTES)
         recipe = replace(usual, data=str(given.train), val=str(given.val), text=text)
-        yield from trained(setup, recipe, asked, given.out, "validation")
+        yield from _trained(setup, recipe, asked, "validation")
         whole = sum(len(well_formed(text).encode("utf-8")) for text in read(files(given.val)))
         setup.settings["validation_bytes_of_text"] = whole
     if given.data:
         recipe = replace(usual, data=str(given.data))
-        yield from trained(setup, recipe, asked, given.out, "text read once", "_once")
+        yield from _trained(setup, recipe, asked, "text read once", "_once")
 
 
-def trained(
-    bench: Bench, recipe: Recipe, asked: Collection[str], out: Path, name: str, ending: str = ""
-) -> Iterator[Figure]:
+def _trained(setup: Setup, recipe: Recipe, asked: Collection[str], name: str, ending: str = "") -> Iterator[Figure]:
     """Trains a recipe and scores the run. asked: fields that are not fitted to the text; name: of the text, for the
     figures; ending: of the run's name and of the settings."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-    run_dir = RunDir(out, f"bench-quality-{stamp}{ending.replace('_', '-')}")
+    run_dir = RunDir(setup.options.out, f"bench-quality-{stamp}{ending.replace('_', '-')}")
     session = Session(
-        stage="pretrain", machine=bench.machine, run_dir=run_dir, command=bench.command, log=bench.log, named=asked
+        stage="pretrain", machine=setup.machine, run_dir=run_dir, command=setup.command, log=setup.log, named=asked
     )
     if code := pretrain.run(recipe, session):
         raise RuntimeError(f"training ended with code {code}, so there is nothing to score: see {run_dir.folder}")
-    loaded = load(run_dir, bench.machine, bench.log, "pretrain")
-    corpora, rows = data_of_run(loaded.recipe, run_dir, bench.log), loaded.recipe.micro_batch_rows
+    loaded = load(run_dir, setup.machine, setup.log, "pretrain")
+    corpora, rows = data_of_run(loaded.recipe, run_dir, setup.log), loaded.recipe.micro_batch_rows
     batches = windows(corpora.val, WINDOW_TOKENS, rows=rows, multiple=WINDOW_TOKENS)
-    score = bits_per_byte(loaded.model, batches, loaded.tokenizer.token_bytes(), bench.machine)
+    score = bits_per_byte(loaded.model, batches, loaded.tokenizer.token_bytes(), setup.machine)
     settings = sizes_of(loaded.recipe) | {
         "run": run_dir.run,
         "vocabulary": loaded.tokenizer.vocab_size,
@@ -74,7 +71,7 @@ def trained(
         "validation_bytes_counted": score.bytes,
         "validation_tokens": score.tokens,
     }
-    bench.settings.update({key + ending: value for key, value in settings.items()})
+    setup.settings.update({key + ending: value for key, value in settings.items()})
     lines = read_metrics(run_dir.stage("pretrain") / "metrics.jsonl")
     spent, tokens, flops = (max(line.get(key, 0) for line in lines) for key in ("seconds", "tokens", "flops"))
     yield figure(name, "bits/byte", score.bpb, f"windows of {WINDOW_TOKENS}, {score.bytes:,} bytes")

@@ -171,15 +171,14 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of one step by part; `data`: what nothing hides of its communication, `hidden` the rest; `flops`: of the
-    model over all ranks; `traffic`: bytes that a rank sends, by collective."""
+    """Seconds of one step by part; `data`: what nothing hides of its communication; `flops`: of the model over all
+    ranks; `traffic`: bytes that a rank sends, by collective."""
 
     products: float
     pointwise: float
     update: float
     model: float
     data: float
-    hidden: float
     flops: float
     traffic: dict[str, int]
 
@@ -215,8 +214,7 @@ def predict(layout: Layout, memory: Memory, cluster: Cluster, flops_per_token: f
     small = cluster.ring_seconds(layout.dp, layout.tp, traffic.get("data/all_reduce", 0), 3, 2)
     small += cluster.ring_seconds(layout.dp * layout.tp, 1, traffic.get("world/all_reduce", 0), 1, 2)
     model, flops = _model_seconds(layout, cluster, traffic), flops_per_token * batch_tokens
-    data, hidden = exposed + moved + small, there + back - exposed
-    return Step(products, pointwise, update, model, data, hidden, flops, traffic)
+    return Step(products, pointwise, update, model, exposed + moved + small, flops, traffic)
 
 
 def _exposed(seconds: float, calls: Sequence[int], beside: float) -> float:
