@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from quern.estimate.own_text import more
-from quern.recipe import BUILT_IN_CONVERSATIONS
 from quern.records import objects
 from quern.report.plots import Panel, panels
 from quern.report.records import (
@@ -28,11 +27,10 @@ from quern.report.records import (
     human,
     human_flops,
     number,
-    percent,
     plain,
     tables,
 )
-from quern.report.scores import ScorePlot, ScoreRow, ScoreTable, score_rows, score_settings, score_stages, score_tables
+from quern.report.scores import ScorePlot, ScoreTable, score_rows, score_settings, score_tables
 
 BPB_HEADER = ["with", "bits per byte of held-out text, about"]
 EVENT_HEADER = ["time (UTC)", "event", "step", "details"]
@@ -135,7 +133,7 @@ def _tiles(run: RunRecords) -> Pairs:
             ("tokens per second", statistics.median(speeds) if speeds else None, human),
             ("bits per byte, held out", stage.last("val_bpb"), "{:.3f}".format),
         ]
-    asked = _asked(run) if _trained_on_tinyworld(run) else []
+    asked = [row for row in score_rows(run) if row.metric == "accuracy" and row.standing is not None]
     above = [("kinds of question above chance", f"{sum(not row.standing for row in asked)} of {len(asked)}")]
     return [*(above if asked else []), *_shown(tiles)]
 
@@ -293,7 +291,7 @@ def _reproduction(run: RunRecords) -> list[Group]:
 
 
 def _summary(run: RunRecords) -> str:
-    """Three sentences at most, from the facts that are recorded."""
+    """One sentence, from the facts that are recorded."""
     model, stage = as_object(run.recipe.get("model")), run.main_stage
     depth, width, parameters = finite(model.get("depth")), finite(model.get("width")), run.parameters("total")
     tokens, seconds = (stage.last("tokens"), stage.last("seconds")) if stage else (None, None)
@@ -309,52 +307,4 @@ def _summary(run: RunRecords) -> str:
         text += f" of {', '.join(name.rstrip('/').rsplit('/', 1)[-1] for name in data.splitlines()[:3])}"
     if seconds is not None:
         text += f" in {duration(seconds)}"
-    return text + "." + ((_average_accuracy(run) if _trained_on_tinyworld(run) else "") or _bits_per_byte(run))
-
-
-def _trained_on_tinyworld(run: RunRecords) -> bool:
-    """Whether the run learned from the built-in world. Its questions measure nothing otherwise."""
-    if run.recipe.get("data", "tinyworld") == "tinyworld":
-        return True
-    sft = run.stage("sft")
-    if sft is None:
-        return False
-    talks = sft.recipe.get("conversations")
-    sources = [as_object(one).get("source") for one in talks] if isinstance(talks, list) else [talks]
-    return talks is None or any(source in BUILT_IN_CONVERSATIONS for source in sources)
-
-
-def _bits_per_byte(run: RunRecords) -> str:
-    row = next((row for row in score_rows(run) if row.metric == "bpb"), None)
-    scores = zip(score_stages(run), row.scores, strict=True) if row else ()
-    known = {name: score.value for name, score in scores if score is not None}
-    untrained = known.pop("untrained", None)
-    value = list(known.values())[-1] if known else run.main_stage.last("val_bpb") if run.main_stage else None
-    before = f", {untrained:.3f} before training" if untrained is not None else ""
-    return "" if value is None else f" It predicts held-out text at {value:.3f} bits per byte{before}."
-
-
-def _average_accuracy(run: RunRecords) -> str:
-    """The mean over all tasks, so that the summary does not pick the best one."""
-    stages = score_stages(run)
-    if not stages:
-        return ""
-    scores = [row.scores[-1] for row in score_rows(run) if row.metric == "accuracy"]
-    known = [score for score in scores if score is not None]
-    if not known or len(known) < len(scores):
-        return ""
-    tasks = f"{len(known)} kinds of held-out question" if len(known) > 1 else "held-out questions"
-    text = f" Over {tasks} it is right {percent(statistics.mean(score.value for score in known))} of the time"
-    chances = [score.chance for score in known if score.chance is not None]
-    if len(chances) == len(known):
-        text += f", where guessing would be {percent(statistics.mean(chances))} of the time"
-    low = [row.task.rpartition("/")[2].replace("_", " ") for row in _asked(run) if row.standing]
-    if low:
-        named = " and ".join(filter(None, [", ".join(low[:-1]), low[-1]]))
-        text += f". It is no better than guessing at {named}"
-    return f"{text}."
-
-
-def _asked(run: RunRecords) -> list[ScoreRow]:
-    """The kinds of question whose accuracy can be compared with guessing."""
-    return [row for row in score_rows(run) if row.metric == "accuracy" and row.standing is not None]
+    return text + "."

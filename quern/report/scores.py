@@ -143,23 +143,10 @@ def score_tables(run: RunRecords) -> tuple[list[ScoreTable | ScorePlot], list[Sc
 
     centred = CENTRED if any(row.metric == MEAN for row in rows) else ""
     tasks = table("Task", INTRODUCTION + centred, lambda row: _of_questions(row.metric), chart=True)
-    texts = table("Text", f"{TEXTS} {_example(rows)}".strip(), lambda row: row.metric == "bpb" and "/" not in row.task)
+    texts = table("Text", TEXTS, lambda row: row.metric == "bpb" and "/" not in row.task)
     kinds = table("Kind of text", "", lambda row: row.metric == "bpb" and "/" in row.task)
     others = table("Measure", "", lambda row: row.metric != "bpb" and not _of_questions(row.metric))
     return [*(plot for one in tasks for plot in _plot(one)), *texts, *others], [*tasks, *kinds]
-
-
-def _example(rows: list[ScoreRow]) -> str:
-    """The meaning of the first bits per byte of the table, in words."""
-    scores = next((row.scores for row in rows if row.metric == "bpb"), [])
-    if not (known := [score.value for score in scores if score]):
-        return ""
-    before = f", and untrained it was {2 ** known[0]:.3g}" if len(known) > 1 and scores[0] else ""
-    return (
-        f"An example: {known[-1]:.3g} bits per byte are the uncertainty of a choice among {2 ** known[-1]:.3g} equally "
-        f"likely bytes (about a letter each){before}. As a compressor, the model would write 1,000 letters of such "
-        f"text in {known[-1] * 1000 / 8:,.0f} bytes."
-    )
 
 
 def _plot(table: ScoreTable) -> list[ScorePlot]:

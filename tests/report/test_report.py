@@ -243,37 +243,6 @@ def test_each_source_of_conversations_has_a_row(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("data", "conversations", "sft", "headline"),
-    [
-        ("tinyworld", None, True, "Over 2 kinds of held-out question it is right 55% of the time"),
-        ("texts/", None, True, "Over 2 kinds of held-out question it is right 55% of the time"),
-        ("texts/", [{"source": "a"}, {"source": "tinyworld"}], True, "Over 2 kinds of held-out question it is right"),
-        ("texts/", [{"source": "talks.jsonl"}], True, "It predicts held-out text at 1.250 bits per byte, 2.500 before"),
-        ("texts/", "talks.jsonl", True, "It predicts held-out text at 1.250 bits per byte, 2.500 before training."),
-        ("texts/", None, False, "It predicts held-out text at 1.250 bits per byte, 2.500 before training."),
-        ("tinyworld", None, False, "It predicts held-out text at 1.250 bits per byte, 2.500 before training."),
-    ],
-)
-def test_the_headline_is_about_what_the_run_learned(tmp_path, data, conversations, sft, headline):
-    folder = tmp_path / "run"
-    for stage in ("pretrain", "sft")[: 1 + sft]:
-        lines(folder / stage / "events.jsonl", [{"kind": "start"}])
-        recipe = {"data": data, "conversations": conversations}
-        (folder / stage / "recipe.json").write_text(json.dumps(recipe), encoding="utf-8")
-    scores = [
-        {"stage": "untrained", "task": "validation", "metric": "bpb", "value": 2.5},
-        {"stage": "pretrain", "task": "validation", "metric": "bpb", "value": 1.25},
-    ]
-    for task in ("tinyworld/facts", "tinyworld/sums")[: 2 * sft]:
-        scores.append({"stage": "sft", "task": task, "metric": "accuracy", "value": 0.55})
-    lines(folder / "evaluate.jsonl", scores)
-    markdown, page = report(folder)
-    assert headline in markdown.replace("\\", "") and headline in page.text
-    assert ("tinyworld/facts" in markdown) == ("tinyworld/facts" in page.text) == sft
-    assert ("held-out questions" in markdown) == sft
-
-
-@pytest.mark.parametrize(
     ("run", "summary"),
     [({"imported": "models/hf"}, "A model, imported from hf."), ({}, "A model, not trained yet.")],
 )
