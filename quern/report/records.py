@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from quern.records import EVENTS, METRICS, read_events, read_json, read_lines, read_metrics
 
 Record = dict[str, Any]
@@ -50,21 +48,11 @@ class StageRecords:
         return values[-1] if values else None
 
     def column(self, key: str, against: str = "step") -> tuple[list[float], list[float]]:
-        """(x, y) of the lines in which a metric is finite: against another one. Names with `val_` are of validations,
-        whose lines get an x that they lack by interpolation at their step."""
+        """(x, y) of the lines in which a metric and another one, x, are finite. Validations have names with `val_`."""
         lines = self.validations if key.startswith("val_") else self.metrics
-        xs, ys, steps = ([finite(line.get(name)) for line in lines] for name in (against, key, "step"))
-        if None in xs and (known := self._over_steps(against)):
-            found = np.interp(np.array(steps, float), *known)
-            xs = [finite(other) if x is None else x for x, other in zip(xs, found, strict=True)]
-        points = [(x, y) for x, y in zip(xs, ys, strict=True) if x is not None and y is not None]
+        pairs = ((finite(line.get(against)), finite(line.get(key))) for line in lines)
+        points = [(x, y) for x, y in pairs if x is not None and y is not None]
         return [x for x, _ in points], [y for _, y in points]
-
-    def _over_steps(self, key: str) -> tuple[list[float], list[float]] | None:
-        """A metric of the training lines over their steps, from zero at step zero; None if no line has it."""
-        known = [(finite(line.get("step")), finite(line.get(key))) for line in self.metrics]
-        points = [(0.0, 0.0), *((at, value) for at, value in known if at is not None and value is not None)]
-        return ([at for at, _ in points], [value for _, value in points]) if points[1:] else None
 
     def steps_of(self, kind: str) -> list[float]:
         """The steps at which events of a kind happened."""

@@ -190,7 +190,7 @@ def _steps(
         for every, evaluator in plan.evaluators:
             if horizon.due(run.step, every) or last:
                 with mesh.progress.during(EVALUATING):
-                    folder.metric(step=run.step, tokens=run.tokens, **backend.evaluate(evaluator))
+                    folder.metric(**metrics.counts(run), **backend.evaluate(evaluator))
         kept = horizon.reaches(plan.keep_step, run.step)
         finite = not run.guard.skips_in_row  # else the weights may be lost: a run that diverged goes on before them
         if plan.save_every and ((finite and horizon.due(run.step, plan.save_every)) or kept or last or stopping):

@@ -47,6 +47,11 @@ class Window:
         return self.positions / self.seconds if self.seconds else self.earlier
 
 
+def counts(run: Any) -> dict[str, float]:
+    """What a run (`Counters` of state.py) has done so far. Every line begins with it."""
+    return {"step": run.step, "tokens": run.tokens, "flops": run.flops.total, "seconds": round(run.seconds, 4)}
+
+
 def line(run: Any, last: Any, window: Window, lr: float, peak_flops: float) -> dict[str, float]:
     """Computes a line of the log.
 
@@ -54,7 +59,7 @@ def line(run: Any, last: Any, window: Window, lr: float, peak_flops: float) -> d
     lr: the multiplier of the learning rates in the last step; peak_flops: of the machine, per second.
     """
     loss = run.unlogged_nats / run.unlogged_tokens if run.unlogged_tokens else last.loss  # since the last line
-    found = {"step": run.step, "tokens": run.tokens, "flops": run.flops.total, "seconds": round(run.seconds, 4)}
+    found = counts(run)
     found |= {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}  # e^710 exceeds a float
     if window.seconds:
         found["tokens_per_second"] = round(window.positions / window.seconds, 1)

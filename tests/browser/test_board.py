@@ -41,7 +41,7 @@ def line(step: int, above: float) -> str:
     fields = {"step": step, "tokens": tokens, "flops": tokens * 1e6, "seconds": step / 4}
     text = json.dumps(fields | {"loss": 2 + 5 / math.sqrt(step) + above / 10, "tokens_per_second": 4e3}) + "\n"
     if step % 50 == 0:
-        text += json.dumps({"step": step, "tokens": tokens, "val_bpb": 1 + 2 / math.sqrt(step) + above / 10}) + "\n"
+        text += json.dumps(fields | {"val_bpb": 1 + 2 / math.sqrt(step) + above / 10}) + "\n"
     return text
 
 

@@ -111,25 +111,10 @@ def test_a_page_gets_only_the_points_it_lacks_and_all_after_a_rewind(tmp_path: P
     assert again["fresh"] and again["x"] == list(range(10, 4001, 10)) and again["y"][-1] == 1.5
 
 
-def test_x_of_a_validation_is_interpolated(tmp_path: Path) -> None:
-    rows = [
-        {"step": 10, "tokens": 100, "flops": 1000.0, "seconds": 1.0, "loss": 3.0},
-        {"step": 15, "tokens": 150, "val_bpb": 1.5},
-        {"step": 20, "tokens": 200, "flops": 2000.0, "seconds": 5.0, "loss": 2.0},
-        {"step": 25, "tokens": 250, "val_bpb": 1.25},
-    ]
-    write_run(tmp_path, "a", "".join(json.dumps(row) + "\n" for row in rows))
-    board = Board(tmp_path)
-    board.listing()
-    for x, expected in {"steps": [15, 25], "tokens": [150, 250], "flops": [1500, 2500], "seconds": [3, 6.25]}.items():
-        found = ask(board, "a/pretrain", x=x, y="val_bpb")["a/pretrain"]
-        assert (found["x"], found["y"]) == (expected, [1.5, 1.25])
-
-
 HOUR = 3600
 START = {"kind": "start", "step": 0, "steps": 500}
 SAVE, STOP = {"kind": "save", "step": 20}, {"kind": "stop", "step": 20, "reason": "signal"}
-SLOW = [{"step": step, "tokens": step, "seconds": 300.0 * step, "loss": 2.0} for step in (1, 2, 3)]
+SLOW = [{"step": at, "seconds": 300.0 * at, name: 2.0} for at, name in ((1, "loss"), (2, "loss"), (2, "val_bpb"))]
 
 
 @pytest.mark.parametrize(

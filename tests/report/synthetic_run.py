@@ -148,7 +148,8 @@ def _stage(folder: Path, rng: random.Random, steps: int, start: float, end: floa
         )
         if val and step % 150 == 0:
             val_loss = loss + 0.05
-            metrics.append({"step": step, "val_loss": val_loss, "val_bpb": val_loss / math.log(2) / 3.9})
+            counts = {name: metrics[-1][name] for name in ("step", "tokens", "flops", "seconds")}
+            metrics.append(counts | {"val_loss": val_loss, "val_bpb": val_loss / math.log(2) / 3.9})
     lines(folder / "metrics.jsonl", metrics)
     (folder / "recipe.json").write_text(json.dumps(RECIPE), encoding="utf-8")
     events: list[dict[str, Any]] = [

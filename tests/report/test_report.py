@@ -186,19 +186,6 @@ def test_odd_numbers_do_not_break_the_curves(tmp_path):
     report(tmp_path)
 
 
-def test_validation_lines_take_time_and_tokens_from_their_neighbours(tmp_path):
-    records = [
-        {"step": 10, "tokens": 100, "seconds": 20.0, "loss": 3.0},
-        {"step": 20, "tokens": 200, "seconds": 30.0, "loss": 2.0},
-        {"step": 5, "val_bpb": 3.0}, {"step": 20, "val_bpb": 2.0}, {"step": 15, "val_bpb": 2.5},
-        {"step": 25, "val_bpb": 1.9},
-    ]  # fmt: skip
-    lines(tmp_path / "pretrain" / "metrics.jsonl", records)
-    stage = read_run(tmp_path).stages[0]
-    assert stage.column("val_bpb", "seconds") == ([10.0, 25.0, 30.0, 30.0], [3.0, 2.5, 2.0, 1.9])
-    assert stage.column("val_bpb", "tokens")[0] == [50.0, 150.0, 200.0, 200.0]
-
-
 def test_only_the_latest_evaluation_and_answer_to_a_prompt_are_shown(tmp_path):
     line = {"stage": "sft", "task": "t", "metric": "accuracy", "value": 0.25, "count": 8}
     lines(tmp_path / "evaluate.jsonl", [line, line | {"value": 0.75}])

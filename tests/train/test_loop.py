@@ -116,6 +116,8 @@ def test_it_evaluates_and_saves_when_due_and_at_the_end_on_the_trained_state(tmp
     assert len({norm for _, _, norm in seen}) == 4
     evaluated = [line for line in read_metrics(tmp_path) if "often" in line]
     assert [(line["step"], line["often"]) for line in evaluated] == [(4, 4), (8, 8), (10, 10)]
+    counts = {(line["tokens"], line["flops"], line["seconds"]) for line in read_metrics(tmp_path)}
+    assert len(counts) == 10, "an evaluation has the counts of its step"
     assert manifest.steps(tmp_path / "checkpoints") == [8, 10]
     assert [event["step"] for event in read_events(tmp_path) if event["kind"] == "save"] == [4, 8, 10]
     assert kinds(tmp_path)[0] == "start" and kinds(tmp_path)[-1] == "finish"

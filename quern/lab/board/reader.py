@@ -13,8 +13,6 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, BinaryIO, TypeVar
 
-import numpy as np
-
 from quern.records import EVENTS, METRICS, objects, strict
 from quern.runs.origin import flat
 
@@ -157,26 +155,9 @@ class Entry:
         """The values of y over x in the lines after an offset."""
         rows = self.curve.rows
         first = bisect_left(rows, after + 1, key=lambda row: row[0])
-        found = [fields for _, fields in rows[first:] if is_number(fields.get(y))]
-        xs = [fields.get("step") for fields in found] if x == "steps" else self._along(x, found)
-        pairs: list[Any] = [(at, fields[y]) for at, fields in zip(xs, found, strict=True) if is_number(at)]
-        return [at for at, _ in pairs], [value for _, value in pairs]
-
-    def _along(self, x: str, rows: list[dict[str, Any]]) -> list[Any]:
-        """The x of each row. A line of a validation has tokens only: the rest is interpolated between other lines, and
-        has the mean rate after the last one."""
-        if all(x in fields for fields in rows):
-            return [fields[x] for fields in rows]
-        pairs = ((fields.get("tokens"), fields.get(x)) for _, fields in self.curve.rows)
-        tokens_N, values_N = np.array([(0, 0), *(pair for pair in pairs if all(map(is_number, pair)))], float).T
-        last, rate = tokens_N[-1], values_N[-1] / max(tokens_N[-1], 1)
-
-        def at(own: Any) -> float | None:
-            if not is_number(own) or not last:
-                return None
-            return float(rate * own if own >= last else np.interp(own, tokens_N, values_N))
-
-        return [fields[x] if x in fields else at(fields.get("tokens")) for fields in rows]
+        along = "step" if x == "steps" else x
+        found = [fields for _, fields in rows[first:] if is_number(fields.get(y)) and is_number(fields.get(along))]
+        return [fields[along] for fields in found], [fields[y] for fields in found]
 
 
 class Run(Entry):
@@ -207,7 +188,8 @@ class Run(Entry):
             self.reason = "no line for long: the run waits, or its process was killed" if self.status == "stuck" else ""
 
     def _patience(self) -> float:
-        times = [f["seconds"] for _, f in self.curve.rows[-12:] if is_number(f.get("seconds"))]
+        # A validation has the time of the step before it.
+        times = [f["seconds"] for _, f in self.curve.rows[-12:] if "loss" in f and is_number(f.get("seconds"))]
         if not self.curve.rows:
             return FIRST_LINE_SECONDS
         return max(STUCK_SECONDS, STUCK_GAPS * (times[-1] - times[-2]) if len(times) > 1 else 0)
