@@ -239,6 +239,9 @@ def test_a_twin_changes_nothing_and_hides_no_noise(tmp_path: Path) -> None:
     assert len(study.runs("twin", 0)) == 3 and not study.runs("twin", 1)
     assert found.sd > 1e-4
     assert {str(told(row.flops[0])) for row in rows(study) if row.idea == "twin"} == {"1.000 [1.000, 1.000]"}
+    report.write_verdicts(study)  # the board shows these fields
+    shown = {"axis": "steps, rung 0", "n": 3, "mean": 0, "low": 0, "high": 0, "verdict": "no difference"}
+    assert {"idea": "twin", **shown} in json.loads((study.folder / "verdicts.json").read_text(encoding="utf-8"))
 
 
 def test_runs_that_fail_are_no_numbers_anywhere(tmp_path: Path) -> None:

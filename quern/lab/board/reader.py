@@ -10,7 +10,6 @@ import json
 import os
 from bisect import bisect_left
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any, BinaryIO, TypeVar
 
 from quern.records import EVENTS, METRICS, objects, strict
@@ -233,16 +232,9 @@ class Study:
         return named.get(self._trials.path.name, "Ladder" if several else "Study")
 
     def tables(self) -> dict[str, Any]:
-        """The registered rules, the verdicts, and the mean final score of each arm."""
-        arms: dict[tuple[str, int | None], list[Entry]] = {}
-        for entry in self.entries.values():
-            arms.setdefault((entry.name, entry.steps), []).append(entry)
+        """The registered rules, and the verdicts as they were written."""
         shown = {k: v for k, v in self.registered.items() if k not in ("recipe", "rungs", "plan")}
-        return {
-            "registered": flat(shown),
-            "verdicts": [_verdict(row) for row in objects(self._verdicts.json([]))],
-            "arms": [_arm(entries) for entries in arms.values()],
-        }
+        return {"registered": flat(shown), "verdicts": objects(self._verdicts.json([]))}
 
 
 def _runs(line: dict[str, Any]) -> list[dict[str, Any]]:
@@ -270,26 +262,3 @@ def _trial(trial: dict[str, Any], recipes: dict[str, Any]) -> Entry:
     entry.recipe |= {k: trial[k] for k in ("seed", "data_seed", "rung", "value") if k in trial}
     entry.recipe |= {"arm": arm, "train.steps": entry.steps}
     return entry
-
-
-def _arm(entries: list[Entry]) -> dict[str, Any]:
-    def values(name: str) -> list[float]:
-        return [entry.curve.last[name] for entry in entries if is_number(entry.curve.last.get(name))]
-
-    scores, rates = values("val_bpb"), values("tokens_per_second")
-    return {
-        "arm": entries[0].name,
-        "steps": entries[0].steps,
-        "n": len(entries),
-        "diverged": len(entries) - len(scores),
-        "mean": mean(scores) if scores else None,
-        "sd": stdev(scores) if len(scores) > 1 else None,
-        "tokens_per_second": mean(rates) if rates else None,
-    }
-
-
-def _verdict(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of verdicts.json. Every field may be missing."""
-    if isinstance(row.get("interval"), list) and len(row["interval"]) == 2:
-        row["low"], row["high"] = row["interval"]
-    return {name: row.get(name) for name in ("idea", "axis", "n", "mean", "low", "high", "verdict")}

@@ -340,7 +340,8 @@ def write_verdicts(study: Comparison) -> None:
     for row in rows(study):
         for rung, one in row.findings.items():
             cell = {"idea": row.idea, "axis": f"steps, rung {rung}", "n": one.pairs, "mean": one.difference}
-            body.append(strict({**cell, "interval": one.interval, "verdict": one.verdict}))
+            low, high = one.interval
+            body.append(strict({**cell, "low": low, "high": high, "verdict": one.verdict}))
     write_whole(study.folder / "verdicts.json", json.dumps(body, indent=1) + "\n")
 
 

@@ -77,7 +77,7 @@ async function refreshList() {
     if (!study || error.status !== 404) throw error;
     if (study === choice.study) chooseStudy(""); // it was removed
   });
-  if (study === choice.study) Object.assign(board, { registered: null, verdicts: [], arms: [] }, answer);
+  if (study === choice.study) Object.assign(board, { registered: null, verdicts: [] }, answer);
 }
 
 // Asks for the curves that are new, have grown, or are too coarse for the number of runs that is shown.

@@ -144,7 +144,7 @@ export function showStudy() {
   element("study-heading").textContent = `${board.kinds[choice.study]}: ${choice.study}`;
   const facts = Object.entries(board.registered).filter(([name, value]) => !name.startsWith("facts.") && value !== null && String(value).length < 120);
   element("registered").textContent = facts.map(([name, value]) => `${name} ${fieldText(value)}`).join(" · ");
-  const rows = board.verdicts.map((row, index) => ({ id: index, ...row }));
+  const rows = board.verdicts.map((row, index) => ({ ...row, id: index }));
   const finite = rows.flatMap((row) => [row.low, row.mean, row.high, 0]).filter((value) => typeof value === "number");
   const range = [Math.min(...finite, 0), Math.max(...finite, 0)];
   const sign = (value) => (value > 0 ? "+" : value < 0 ? "−" : "");
@@ -153,18 +153,11 @@ export function showStudy() {
     { name: "Idea", head: true, value: (row) => row.idea }, { name: "Equal", value: (row) => row.axis },
     { name: "n", number: true, value: (row) => row.n },
     { name: "Mean difference", number: true, text: (row) => signed(row.mean) },
-    { name: "Interval", number: true, text: (row) => (row.n ? `[${signed(row.low) || "−∞"}, ${signed(row.high) || "∞"}]` : "") },
+    { name: "Interval", number: true, text: (row) => (row.n && row.low !== undefined ? `[${signed(row.low) || "−∞"}, ${signed(row.high) || "∞"}]` : "") },
     { name: "", cell: (row, cell) => cell.replaceChildren(...(typeof row.mean === "number" ? [whisker(row.low, row.mean, row.high, range)] : [])) },
     { name: "Verdict", cell: (row, cell) => { cell.textContent = row.verdict ?? ""; cell.className = /^(better|worse)/.exec(row.verdict)?.[0] ?? ""; } },
   ];
   renderTable(element("verdicts"), columns, rows, { caption: "Difference of each idea to the baseline; lower is better" });
-  const arms = [
-    { name: "Arm", head: true, value: (row) => row.arm }, { name: "Steps", number: true, text: (row) => number(row.steps) },
-    { name: "n", number: true, value: (row) => row.n }, { name: "Diverged", number: true, value: (row) => row.diverged },
-    { name: "Mean bits per byte", number: true, text: (row) => decimal(row.mean) }, { name: "SD", number: true, text: (row) => number(row.sd, 3) },
-    { name: "Tokens/s", number: true, text: (row) => number(row.tokens_per_second) },
-  ];
-  renderTable(element("arms"), arms, board.arms, { id: (row) => `${row.arm} ${row.steps}`, caption: "Final scores of each arm" });
 }
 
 export function showCounts() {
