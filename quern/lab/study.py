@@ -20,7 +20,7 @@ from quern.machine import Machine
 from quern.process import to_stderr
 from quern.records import append_synced, drop_torn_end, git_hash, read_json, strict
 from quern.runs.origin import flat
-from quern.temporaries import alone_in, holder, write_whole
+from quern.temporaries import alone_in, write_whole
 
 FIXED = {"device": "--device", "dtype": "--dtype", "compiled": "--compile"}
 """Facts of the machine that change the numbers, and the flags that set them."""
@@ -113,15 +113,12 @@ class Study:
         """Holds a claim for the length of the block. Yields whether this process got it."""
         folder = self.folder / "claims"
         folder.mkdir(exist_ok=True)
-        with (folder / name).open("a+", encoding="utf-8") as lock:
+        with (folder / name).open("a", encoding="utf-8") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 yield False
                 return
-            lock.truncate(0)
-            lock.write(holder())
-            lock.flush()
             self.refresh()
             yield True
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from quern.machine import Machine, peak_memory, reset_peak_memory
+from quern.machine import Machine
 from quern.model.base import LanguageModel
 from quern.model.count import Parameters, count, flop_counter
 from quern.recipe import Recipe, Resolved
@@ -52,8 +52,7 @@ class Point:
 class Trial:
     """One finished training run of an arm. tokens: targets trained on; flops: of all positions, with `flops_parts` as
     in `model.count.Flops`; seconds: of all steps, at the speed of those after the first, which may compile; bpb: of the
-    last validation, None if it diverged; peak_bytes: of the GPU, or of the process on a CPU; parameters: as in
-    `model.count.Parameters`."""
+    last validation, None if it diverged; parameters: as in `model.count.Parameters`."""
 
     recipe: str
     steps: int = 0
@@ -64,7 +63,6 @@ class Trial:
     seconds: float = 0.0
     bpb: float | None = None
     tokens_per_second: float = 0.0
-    peak_bytes: int = 0
     parameters: dict[str, int] = field(default_factory=dict)
     curve: tuple[Point, ...] = ()
     flops_parts: dict[str, float] = field(default_factory=dict)
@@ -103,7 +101,6 @@ class Trainer:
         Returns:
             The trial. One that diverged has no `bpb`.
         """
-        reset_peak_memory(self.machine.device)
         prepared = self._data(resolved := resolve(recipe))
         resolved = replace(fit_to_text(resolved, prepared.tokenizer, prepared.train), seed=seed, data_seed=data_seed)
         curve: list[Point] = []
@@ -134,7 +131,6 @@ class Trainer:
             seconds=seconds,
             bpb=curve[-1].bpb if code == EXIT_DONE else None,
             tokens_per_second=state.tokens / seconds if seconds else 0.0,
-            peak_bytes=peak_memory(self.machine.device),
             parameters=asdict(counts),
             curve=tuple(curve),
         )

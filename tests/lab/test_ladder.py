@@ -65,7 +65,7 @@ class Drawn:
             shared = np.random.default_rng([seed, rung]).normal() * self.noise
             bpb = loss(SIZES[rung] * self.savings.get(arm.name, {}).get(rung, 1.0)) + shared + own
             seconds = SIZES[rung] / 1e11
-            yield Trial(arm.name, 10, seed, data_seed, 10, SIZES[rung], seconds, bpb, 1.0, 1, {}, ())
+            yield Trial(arm.name, 10, seed, data_seed, 10, SIZES[rung], seconds, bpb, 1.0, {}, ())
 
 
 def make(folder: Path, arms: list[str], most_pairs: int = 8, tune: str = "") -> tuple[Comparison, dict[str, Arm]]:
@@ -414,7 +414,7 @@ def test_every_arm_tunes_the_same_multiples_on_seeds_of_their_own(tmp_path: Path
         for seed, data_seed in seeds:
             trained.setdefault((arm.name, rate), set()).add(seed)
             bpb = 2.0 + np.log(rate / best[arm.name]) ** 2 + 0.001 * np.sin(9 * seed + len(arm.name))
-            yield Trial(arm.name, 10, seed, data_seed, 10, 1e13, 1.0, bpb, 1.0, 1, {}, ())
+            yield Trial(arm.name, 10, seed, data_seed, 10, 1e13, 1.0, bpb, 1.0, {}, ())
 
     start(study, arms, train, ["idea"])
     assert {arm: chosen(study, arm) for arm in best} == best

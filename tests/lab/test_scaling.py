@@ -61,7 +61,7 @@ class FakeTrainer(Trainer):
         noise = np.random.default_rng([seed, data_seed, kaplan, tokens]).normal(0, NOISE)
         bpb = float(TRUE.loss(kaplan, tokens) * np.exp(noise))
         flops = train.steps * counter.step(train.batch_tokens).model
-        return Trial(name, train.steps, seed, data_seed, tokens, flops, 1.0, bpb, 1000.0, 1, asdict(counts), ())
+        return Trial(name, train.steps, seed, data_seed, tokens, flops, 1.0, bpb, 1000.0, asdict(counts), ())
 
 
 def options(out: Path, **changes: Any) -> ScalingOptions:

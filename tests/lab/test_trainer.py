@@ -77,7 +77,7 @@ def test_a_trial_is_the_pretraining_with_its_seeds(text: Path, out: Path, traine
     last = {key: line[key] for line in pretrained(replace(recipe, seed=3, data_seed=4), out, "seeds") for key in line}
     assert trial.bpb == last["val_bpb"] and trial.tokens == last["tokens"] and trial.flops == last["flops"]
     assert [step for step, _ in seen] == [1, 2, 3, 4, 5, 6] and trial.curve[-1].bpb == trial.bpb
-    assert trial.parameters["total"] > trial.parameters["transformer"] > 0 and trial.peak_bytes > 1e6
+    assert trial.parameters["total"] > trial.parameters["transformer"] > 0
 
     other = trainer.train(recipe, name="toy", seed=3, data_seed=5)
     again = trainer.train(recipe, name="toy", seed=3, data_seed=4, evaluations=3)

@@ -252,7 +252,7 @@ def _trial(trial: dict[str, Any], recipes: dict[str, Any]) -> Entry:
     points = objects(trial.get("curve"))
     curve.rows = [(number, point | {"val_bpb": point.pop("bpb", None)}) for number, point in enumerate(points, 1)]
     curve.end, curve.identity = len(points), 1
-    names = ("tokens", "flops", "seconds", "tokens_per_second", "peak_bytes")
+    names = ("tokens", "flops", "seconds", "tokens_per_second")
     curve.last = {name: trial[name] for name in names if name in trial}
     curve.last |= {"step": trial.get("steps"), "val_bpb": trial.get("bpb")}
     entry = Entry(arm, f"seed {trial.get('seed')}", curve)
