@@ -24,7 +24,7 @@ from tests.support.http_server import running
 from tests.support.toy_engine import toy_engine
 
 CALLS = Path(__file__).parent / "clients"
-PYTHON = ("openai", "litellm", "langchain-openai", "instructor", "pydantic-ai", "llm")
+PYTHON = ("litellm", "langchain-openai", "instructor", "pydantic-ai", "llm")
 NPM = ("openai@6", "ai@6", "@ai-sdk/openai@3", "@ai-sdk/openai-compatible@2", "zod@4")
 JAVASCRIPT = ("openai", "ai")
 INSTALL_SECONDS, CALL_SECONDS = 900, 240
