@@ -1,6 +1,6 @@
 """`quern serve --replicas 2` as a program: whole answers, metrics of each replica, a killed replica, SIGTERM.
 
-Answers are compared with those of an engine alone (as in test_load.py), whichever replica gives them.
+Answers are compared with those of an engine alone, whichever replica gives them.
 """
 
 from __future__ import annotations
