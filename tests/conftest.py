@@ -57,7 +57,6 @@ SLOWEST_FIRST = (
     "tests/train/test_launch.py",
     "tests/serve/test_replicas.py",
     "tests/serve/test_load.py",
-    "tests/laws/test_grug_resume_law.py",
     "tests/stages/test_run_ownership.py",
     "tests/generate/sandbox/test_sandbox.py",
     "tests/estimate/test_memory.py",

@@ -1,8 +1,9 @@
 """Law: a run that is killed, anywhere and as often as one likes, and resumed = the run that nobody touched.
 
-Real commands (`quern pretrain`, `quern sft`, `quern rl`) in real processes that die by SIGKILL, some in the middle of a
-save, some while resuming. Bit for bit: every logged line but for what a clock says, and every tensor, counter and file
-name of what is left. Over more than two epochs, so that some runs resume past one, some twice within one.
+Real commands (`quern pretrain`, `quern sft`, `quern rl`, `quern grug train`) in real processes that die by SIGKILL,
+some in the middle of a save, some while resuming. Bit for bit: every logged line but for what a clock says, and every
+tensor, counter and file name of what is left. Over more than two epochs, so that some runs resume past one, some twice
+within one.
 """
 
 import json
@@ -15,7 +16,7 @@ import pytest
 from quern.records import read_events, read_metrics
 from quern.train.guard import EXIT_STOPPED
 from tests.laws.table import Law
-from tests.support.run_bench import PRETRAIN, RL, SFT, Bench, differences
+from tests.support.run_bench import GRUG, PRETRAIN, RL, SFT, Bench, differences
 
 # Kills ------------------------------------------------------------------------------------------------------
 
@@ -53,7 +54,9 @@ def killed_and_resumed(
 
 
 FEW = [(PRETRAIN, "fp32", 2, 2), (PRETRAIN, "bf16", 1, 1), (SFT, "fp32", 1, 1), (RL, "fp32", 1, 1)]
+FEW += [(GRUG, "fp32", 2, 2)]
 MANY = [(PRETRAIN, "fp32", 40, 3), (PRETRAIN, "bf16", 20, 3), (SFT, "fp32", 20, 3), (RL, "fp32", 20, 3)]
+MANY += [(GRUG, "fp32", 25, 4)]
 
 
 @pytest.mark.parametrize(
@@ -82,17 +85,25 @@ def test_the_runs_go_on_past_their_second_epoch(bench: Bench) -> None:
     assert 2 * next(event for event in events if event["kind"] == "data")["rows"] < 19 * 4
 
 
-def test_killed_and_then_stopped_by_a_signal(bench: Bench, law: Law) -> None:
+@pytest.mark.parametrize(
+    ("command", "again"),
+    [
+        (PRETRAIN, "pretrain --resume --run {} --no-comp"),
+        (GRUG, f"{' '.join(GRUG)} --resume --out out --run {{}} --dtype fp32`"),
+    ],
+    ids=["pretrain", "grug"],
+)
+def test_killed_and_then_stopped_by_a_signal(command: Sequence[str], again: str, bench: Bench, law: Law) -> None:
     """It dies; its resumption gets SIGTERM in a step, saves and exits with 75; the resumption of that ends the run."""
-    (reference, events), name = bench.reference(PRETRAIN, "fp32"), bench.fresh(PRETRAIN, "fp32")
-    bench.run(PRETRAIN, name, "fp32", kill=["train", int(0.5 * events["train"])])
-    known = len(bench.log())
+    (reference, events), name = bench.reference(command, "fp32"), bench.fresh(command, "fp32")
+    bench.run(command, name, "fp32", kill=["train", int(0.5 * events["train"])])
+    known, resume = len(bench.log()), [*command, "--resume"]
     stop = ["train", int(0.2 * events["train"])]
-    assert bench.run([*PRETRAIN, "--resume"], name, "fp32", kill=stop, signal=signal.SIGTERM)["status"] == EXIT_STOPPED
-    assert f"as asked, and saved: continue with `quern pretrain --resume --run {name} --no-comp" in bench.log()[known:]
-    bench.run([*PRETRAIN, "--resume"], name, "fp32")
+    assert bench.run(resume, name, "fp32", kill=stop, signal=signal.SIGTERM)["status"] == EXIT_STOPPED
+    assert f"as asked, and saved: continue with `quern {again.format(name)}" in bench.log()[known:]
+    bench.run(resume, name, "fp32")
     # The step it was stopped at was saved as well, so another one may be kept.
-    differing = differences(bench.stage(name, PRETRAIN), reference, ignored="kept")
+    differing = differences(bench.stage(name, command), reference, ignored="kept")
     law("resumed = uninterrupted: killed, then stopped by SIGTERM", len(differing), "0")
     assert differing == []
 

@@ -151,7 +151,8 @@ def test_two_processes_on_one_run(bench: Bench, law: Law) -> None:
     """The first one stands still while the second one begins."""
     (reference, _), name = bench.reference(PRETRAIN, "fp32"), bench.fresh(PRETRAIN, "fp32")
     lock, known = bench.stage(name, PRETRAIN).parent / ".lock", len(bench.log())
-    command, pipe = [sys.executable, "-m", "quern.cli.main", *PRETRAIN, *Bench.flags(name, "fp32")], subprocess.PIPE
+    arguments, pipe = Bench.arguments(PRETRAIN, name, "fp32"), subprocess.PIPE
+    command = [sys.executable, "-m", "quern.cli.main", *arguments]
     with subprocess.Popen(
         command, stdout=pipe, stderr=subprocess.STDOUT, text=True, cwd=bench.folder, env=ENVIRONMENT
     ) as first:

@@ -5,7 +5,7 @@
 Everything slow to import is imported once, also what a command imports when it needs it, and the command runs once in
 the server, so that what a process traces and registers is there for all children: one costs milliseconds. A
 request holds `arguments` (the command line's) and, optionally, `kill`: [part, number], or `counted`: true. Events
-(events.py) begin with `Session.train`: what comes before, such as the flags and the model, writes nothing of the run's
+(events.py) begin with `Stage.train`: what comes before, such as the flags and the model, writes nothing of the run's
 stage, and a death there proves little. `part` is "save" (inside a checkpoint's save), "resume" (inside the loop's
 resume) or "train" (anywhere else). The machine's peak, which only the `mfu` column shows, is not measured. A request's
 `signal` is sent instead of SIGKILL.
@@ -31,23 +31,24 @@ from quern.cli import main, options, verbs  # noqa: F401
 from quern.kernels.attention import autotune  # noqa: F401
 from quern.recipes import gpt  # noqa: F401
 from quern.stages import pretrain, rl, session, sft  # noqa: F401
+from quern.stages.jax import train as jax_train  # JAX itself starts in the children
 from quern.train import checkpoint, loop
 from tests.support.events import Events
 from tests.support.line_server import run_first, serve_forks
 
-TRAINING = ("train", "parallel", "optim", "model", "kernels", "records.py", "data/loader.py", "data/token_file.py")
+TRAINING = "train stages/jax parallel optim model kernels records.py data/loader.py data/token_file.py".split()
 PARTS: dict[CodeType, str] = {checkpoint.save.__code__: "save", loop.resume.__code__: "resume"}
 
 
 def profiled(events: Events) -> None:
     """Makes the training of this process call `events`."""
-    train = session.Session.train
+    train = session.Stage.train
 
     def begin(*args: Any, **kwargs: Any) -> int:
         sys.setprofile(events)
         return train(*args, **kwargs)
 
-    session.Session.train = begin
+    session.Stage.train = begin
 
 
 def child(request: dict[str, Any], answer: int) -> int:
@@ -58,7 +59,7 @@ def child(request: dict[str, Any], answer: int) -> int:
             os.write(answer, json.dumps({"place": place}).encode())
         os.kill(os.getpid(), which)
 
-    events = Events(TRAINING, kill and tuple(kill), die, PARTS)
+    events = Events((*TRAINING,), kill and tuple(kill), die, PARTS)
     if kill or request.get("counted"):
         profiled(events)
     try:
@@ -73,6 +74,7 @@ def child(request: dict[str, Any], answer: int) -> int:
 
 if __name__ == "__main__":
     session.measure_peak_flops = lambda machine: 1e12
+    jax_train.measure_peak_flops = lambda dtype, mesh: 1e12  # type: ignore[assignment]
     at = sys.argv.index("--run") + 1
     run_first(lambda name: main.main([*sys.argv[2:at], name, *sys.argv[at + 1 :]]), sys.argv[at])
     gc.collect()

@@ -16,6 +16,7 @@ from quern.records import read_metrics
 from quern.text.tinyworld import corpus
 from quern.train import checkpoint, manifest
 from quern.train.guard import EXIT_STOPPED
+from tests.support.jax_process import environment
 from tests.support.line_server import ROOT, LineServer
 from tests.support.small_text import write_text
 
@@ -23,6 +24,7 @@ TIMED = {"seconds", "tokens_per_second", "mfu"}
 PRETRAIN = """pretrain --data text.jsonl --depth 2 --text.vocab-size 320 --model.width 32 --model.head-dim 16
  --model.kv-heads 1 --model.context 48 --train.batch-tokens 192 --train.micro-batch-tokens 144 --train.steps 23
  --optim.lr-scale 0.3 --train.log-every 3 --train.eval-every 8 --train.save-every 5""".split()
+GRUG = ["grug", "train", *PRETRAIN[1:]]
 SFT = "sft --conversations talks.jsonl --sft.steps 19 --sft.batch-tokens 192 --train.log-every 2".split()
 RL = """rl --rl.rewards vowels.py --rl.steps 8 --rl.groups 3 --rl.samples 3 --rl.max-tokens 10 --rl.updates 2
  --rl.kl 0.1 --rl.lr-share 2 --rl.val-questions 2 --rl.val-samples 2 --train.log-every 2 --train.save-every 3""".split()
@@ -48,21 +50,23 @@ class Bench(LineServer):
             talks = sorted(corpus.conversations(0, 40, "train"), key=lambda talk: len(str(talk)))[:20]
             file.writelines(json.dumps({"messages": talk}) + "\n" for talk in talks)
         server = [str(ROOT / "tests/support/fork_server.py"), str(folder / "log.txt")]
-        super().__init__([*server, *PRETRAIN, *self.flags(BASE, "fp32")], folder)
+        env = environment(folder / "compiled", devices=1)
+        super().__init__([*server, *self.arguments(PRETRAIN, BASE, "fp32")], folder, env)
 
     def run(
         self, command: Sequence[str], name: str, dtype: str, *, refused: bool = False, **request: Any
     ) -> dict[str, Any]:
         """Runs a command to its end, or to where the request kills it. refused: it is expected to end with 1."""
-        answer = self.ask({"arguments": [*command, *self.flags(name, dtype)], **request}, gone={})
+        answer = self.ask({"arguments": self.arguments(command, name, dtype), **request}, gone={})
         stopped = EXIT_STOPPED if "signal" in request else -signal.SIGKILL
         expected = (int(refused), stopped) if "kill" in request else (int(refused),)
         assert answer.get("status") in expected, (command, answer, self.log()[-3000:])
         return answer
 
     @staticmethod
-    def flags(name: str, dtype: str) -> list[str]:
-        return ["--out", "out", "--run", name, "--no-compile", "--dtype", dtype, "--threads", "1"]
+    def arguments(command: Sequence[str], name: str, dtype: str) -> list[str]:
+        of_torch = [] if command[0] == "grug" else ["--no-compile", "--threads", "1"]
+        return [*command, "--out", "out", "--run", name, *of_torch, "--dtype", dtype]
 
     def log(self) -> str:
         return (self.folder / "log.txt").read_text(encoding="utf-8")
@@ -126,7 +130,8 @@ def final(stage: Path) -> dict[str, Any]:
     assert newest is not None
     tensors, meta = checkpoint.load(newest[0])
     meta["state"].pop("seconds")
-    found: dict[str, Any] = {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
+    flat = {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in tensors.items()}
+    found: dict[str, Any] = {name: tensor.numpy().tobytes() for name, tensor in flat.items()}
     return found | {"json": meta, "kept": manifest.steps(stage / "checkpoints")[-2:]}
 
 
