@@ -19,7 +19,7 @@ import pytest
 
 from quern.chat.lines import HISTORY_LINES, Entry, Screen, Terminal, next_entry, of_pipe, recall, remember
 from quern.runs.run_dir import RunDir
-from tests.support.llama_run import llama_recipe, write_run
+from tests.support.exported import toy_recipe, write_run
 
 COLUMNS = 30
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
@@ -183,7 +183,7 @@ class Chat:
 
 @pytest.fixture
 def screen(tmp_path: Path) -> Iterator[Chat]:
-    write_run(tmp_path, llama_recipe(context=48))
+    write_run(tmp_path, toy_recipe("llama", context=48))
     remember(RunDir(tmp_path, "first").chat_history, "/temperature 0.25")
     screen = Chat(tmp_path)
     yield screen

@@ -36,7 +36,7 @@ from quern.rl.environment import draw_item, is_right_number, last_number, load_e
 from quern.text.chat import Message, render
 from quern.text.tokenizer import Tokenizer
 from tests.eval.test_evaluate import evaluate
-from tests.support.llama_run import llama_recipe, write_run
+from tests.support.exported import toy_recipe, write_run
 from tests.support.rows import write_rows
 from tests.support.tiny_model import CPU, tiny_model
 
@@ -285,7 +285,7 @@ def test_a_base_model_continues_text(folder: Path) -> None:
 def test_the_command_asks_chat_tasks_and_finds_planted_questions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = llama_recipe(context=128)
+    recipe = toy_recipe("llama", context=128)
     text = tmp_path / "text.txt"
     planted = "the miller of the old valley ground seven sacks of corn on a cold night"
     text.write_text(f"Some words before, {planted} and 7 more words after it.\n" * 400, encoding="utf-8")

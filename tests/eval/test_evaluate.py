@@ -24,7 +24,7 @@ from quern.stages.evaluate import Questions, refuse_unequal
 from quern.text.chat import render_prompt
 from quern.text.tinyworld.corpus import QUESTION_KINDS
 from quern.train import checkpoint, manifest
-from tests.support.llama_run import llama_recipe, random_state, write_run
+from tests.support.exported import random_state, toy_recipe, write_run
 from tests.support.rows import write_rows
 from tests.support.small_text import write_text
 from tests.support.tiny_model import CPU, tiny_model, tiny_tokenizer
@@ -61,7 +61,7 @@ def core(out: Path, *flags: str) -> Lines:
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An output folder with a run on the built-in world."""
     out = tmp_path_factory.mktemp("world")
-    write_run(out, llama_recipe(context=128))
+    write_run(out, toy_recipe("llama", context=128))
     return out
 
 
@@ -70,7 +70,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An output folder with a run on another text, and its answers to a task of CORE."""
     out = tmp_path_factory.mktemp("out")
     write_text(out)
-    write_run(out, replace(llama_recipe(context=128), data=str(out / "text.jsonl")))
+    write_run(out, replace(toy_recipe("llama", context=128), data=str(out / "text.jsonl")))
     rows = [{"query": f"{n} and", "choices": ["one", "two"], "gold": n % 2} for n in range(9)]
     write_rows(out / "copa.jsonl", rows)
     core(out)
@@ -132,7 +132,7 @@ def test_a_default_task_suits_the_data() -> None:
     own = {"data": "texts/", "conversations": "talk.jsonl"}
     stages = {"untrained", "pretrain", *CHAT_STAGES}
     for changes, suited in (({}, stages), ({"data": "texts/"}, {*CHAT_STAGES}), (own, set())):
-        recipe = Resolved.of(llama_recipe(), **changes)
+        recipe = Resolved.of(toy_recipe("llama"), **changes)
         assert {stage for stage in stages if task.suits(recipe, stage)} == suited
 
 
@@ -159,7 +159,7 @@ def test_questions_that_do_not_fit_are_counted_and_the_others_scored() -> None:
 
 def test_a_run_whose_context_holds_no_question_is_evaluated_all_the_same(tmp_path: Path) -> None:
     write_text(tmp_path)
-    write_run(tmp_path, replace(llama_recipe(context=4), data=str(tmp_path / "text.jsonl")))
+    write_run(tmp_path, replace(toy_recipe("llama", context=4), data=str(tmp_path / "text.jsonl")))
     lines = evaluate(tmp_path, "--questions", "2", "--stage", "pretrain", "--tasks", "tinyworld")
     (sums,) = [line for line in lines if line["task"] == "tinyworld/sums"]
     assert (sums["value"], sums["count"], sums["skipped"]) == (None, 0, 2)
@@ -192,7 +192,7 @@ def test_answers_of_the_weights_before_are_not_those_of_the_run(out: Path) -> No
     run_dir, before = RunDir(out, "first"), read_lines(answers(out))
     (file,) = manifest.steps(run_dir.checkpoints("pretrain"))
     shutil.rmtree(run_dir.checkpoints("pretrain"))
-    recipe = replace(llama_recipe(context=128), data=str(out / "text.jsonl"))
+    recipe = replace(toy_recipe("llama", context=128), data=str(out / "text.jsonl"))
     state, tokenizer = random_state(recipe), run_dir.tokenizer().fingerprint
     tensors = {name: 0.5 * tensor for name, tensor in state.tensors().items()}
     meta = {"recipe": recipe.to_json(), "tokenizer": tokenizer, "seed": 0, "state": state.meta()}

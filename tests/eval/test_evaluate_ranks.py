@@ -13,8 +13,8 @@ import pytest
 
 from quern.cli import main
 from tests.eval.test_core import rows_of
+from tests.support.exported import toy_recipe, write_run
 from tests.support.faulty_ranks import FaultyRanks
-from tests.support.llama_run import llama_recipe, write_run
 from tests.support.rows import write_rows
 from tests.support.small_text import write_text
 
@@ -29,7 +29,7 @@ class Runs:
     def __init__(self, folder: Path, server: FaultyRanks) -> None:
         self.folder, self.server = folder, server
         write_text(folder)
-        write_run(folder / "source", replace(llama_recipe(context=128), data=str(folder / "text.jsonl")))
+        write_run(folder / "source", replace(toy_recipe("llama", context=128), data=str(folder / "text.jsonl")))
         for name, kind, count in (("copa", "choice", 80), ("winograd_wsc", "schema", 20), ("lambada_openai", "", 20)):
             rows = rows_of(kind, count, random.Random(name))
             # So long that the questions of a task are several batches.

@@ -1,6 +1,6 @@
 """Export of `gpt` and `unet` as someone uses it: a process without quern, the model card, what is refused.
 
-That the numbers agree is a law of its own (tests/laws/test_export_code_law.py).
+That the numbers agree is a law of its own (tests/laws/test_export_law.py).
 """
 
 import json
@@ -23,8 +23,16 @@ from quern.model.llama import Llama
 from quern.records import StageFolder
 from quern.runs.run_dir import RunDir
 from quern.terminal import silent
-from tests.support.exported_code import exported, load_exported, model_of, modules_in, random_state, toy_recipe
-from tests.support.llama_run import MODEL_FILES, TOKENIZER_FILES, llama_recipe, write_run
+from tests.support.exported import (
+    MODEL_FILES,
+    TOKENIZER_FILES,
+    exported,
+    load_exported,
+    model_of,
+    modules_in,
+    toy_recipe,
+    write_run,
+)
 from tests.support.toy_engine import toy_tokenizer
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -183,7 +191,7 @@ def card_of(run_dir: RunDir, folder: Path) -> str:
 
 def test_the_card_says_what_the_records_say(tmp_path: Path) -> None:
     recipe = toy_recipe("unet")
-    run_dir = write_run(tmp_path / "out", recipe, state=random_state(recipe))
+    run_dir = write_run(tmp_path / "out", recipe)
     with StageFolder(run_dir.stage("pretrain")) as records:
         records.write_recipe(recipe.to_json() | {"data": "/home/somebody/private/letters.txt"}, None)
         records.metric(step=7, tokens=1234567, loss=3.25)
@@ -210,7 +218,7 @@ def test_the_card_says_what_the_records_say(tmp_path: Path) -> None:
 
 
 def test_the_card_of_a_llama_needs_no_code(tmp_path: Path) -> None:
-    recipe = replace(llama_recipe(), name="llama_adamw")  # as of a file
+    recipe = replace(toy_recipe("llama"), name="llama_adamw")  # as of a file
     card = card_of(write_run(tmp_path / "out", recipe), tmp_path / "hf")
     assert f"architecture `{Llama.__name__.lower()}`" in card and "trust_remote_code" not in card
     assert "## Scores" not in card and "## License" in card
@@ -228,7 +236,7 @@ def test_the_code_in_the_card_runs(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     recipe = toy_recipe("gpt")
-    run_dir = write_run(tmp_path / "out", recipe, state=random_state(recipe))
+    run_dir = write_run(tmp_path / "out", recipe)
     (run_dir.folder / "evaluate.jsonl").write_text("{\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"evaluate.jsonl, line 1, is not a record .*: remove that line"):
         card_of(run_dir, tmp_path / "hf")

@@ -17,14 +17,13 @@ from quern.cli import main
 from quern.flags.recipe_flags import Arguments
 from quern.interop import export_gguf
 from quern.interop.command import export_plan, plan
-from quern.recipes.gpt import RECIPE as GPT_RECIPE
 from quern.runs.run_dir import RunDir
 from quern.terminal import silent
 from quern.text.tokenizer import Tokenizer
+from tests.support.exported import model_of, toy_recipe, write_run
 from tests.support.full_disk import full_disk
 from tests.support.gguf_run import BLOCKS, gguf_recipe, single_digits
 from tests.support.llama_cpp import LlamaCpp
-from tests.support.llama_run import llama_recipe, model_of, write_run
 from tests.support.toy_engine import toy_tokenizer
 
 gguf = pytest.importorskip("gguf")
@@ -186,7 +185,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path) -> None:
 REFUSED: list[tuple[Callable[[Path], RunDir], str]] = [
     (lambda out: toy_run(out, windows="SL"), r"windows \(SL\), the Llama of other programs sees everything"),
     (
-        lambda out: write_run(out, llama_recipe(base=GPT_RECIPE, mlp_width=None, norm_eps=None)),
+        lambda out: write_run(out, toy_recipe("gpt")),
         "holds a GPT, for which other programs have no name: export a run of the recipe",
     ),
     (lambda out: toy_run(out, vocab_size=320), "the model has 320 embeddings for 330 tokens"),

@@ -26,8 +26,8 @@ from quern.terminal import silent
 from quern.text.hugging_face import read_tokenizer, tokenizer_json
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint, manifest
+from tests.support.exported import FP32, MODEL_FILES, TOKENIZER_FILES, model_of, toy_recipe, write_run
 from tests.support.full_disk import full_disk
-from tests.support.llama_run import FP32, MODEL_FILES, TOKENIZER_FILES, llama_recipe, model_of, write_run
 from tests.support.toy_engine import toy_tokenizer
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -95,7 +95,7 @@ def test_a_llama_the_whole_way_and_back(
 
 def test_an_imported_model_is_scored_in_its_own_words(tmp_path: Path) -> None:
     """Text is split by the tokenizer that came with it, not by one trained for the text."""
-    recipe = llama_recipe(context=256)
+    recipe = toy_recipe("llama", context=256)
     export(write_run(tmp_path, recipe), tmp_path / "hf")
     text = tmp_path / "text.txt"
     text.write_text("The miller grinds the grain at dawn, and the stone hums.\n" * 40, encoding="utf-8")
@@ -112,7 +112,7 @@ def test_an_imported_model_is_scored_in_its_own_words(tmp_path: Path) -> None:
 
 
 def test_a_folder_in_use_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_dir, folder = write_run(tmp_path, llama_recipe()), tmp_path / "hf"
+    run_dir, folder = write_run(tmp_path, toy_recipe("llama")), tmp_path / "hf"
     folder.mkdir()
     export(run_dir, folder)  # an empty one is taken
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -134,14 +134,14 @@ def test_a_folder_in_use_is_left_alone(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_next_export_removes_what_a_killed_one_left(tmp_path: Path) -> None:
-    run_dir, left = write_run(tmp_path / "out", llama_recipe()), tmp_path / ".hf.tmp-0123"
+    run_dir, left = write_run(tmp_path / "out", toy_recipe("llama")), tmp_path / ".hf.tmp-0123"
     (left / "hf").mkdir(parents=True)
     export(run_dir, tmp_path / "hf")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
 
 
 def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "out", llama_recipe())
+    run_dir = write_run(tmp_path / "out", toy_recipe("llama"))
     with full_disk(1000), pytest.raises(OSError, match=r"cannot write .*/hf \(.*too large.*\): choose another fol"):
         export(run_dir, tmp_path / "hf")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -155,14 +155,14 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_a_llama_that_theirs_cannot_be_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path, llama_recipe(**changes))
+    run_dir = write_run(tmp_path, toy_recipe("llama", **changes))
     with pytest.raises(ValueError, match=message):
         export(run_dir, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 
 
 def test_a_tokenizer_of_unknown_meaning_stays_behind(tmp_path: Path) -> None:
-    recipe, own = llama_recipe(), Tokenizer(toy_tokenizer().merges, r"\p{L}+|\P{L}+")
+    recipe, own = toy_recipe("llama"), Tokenizer(toy_tokenizer().merges, r"\p{L}+|\P{L}+")
     run_dir = write_run(tmp_path, recipe, tokenizer=own)
     said: list[str] = []
     export(run_dir, tmp_path / "hf", said.append)
@@ -186,7 +186,7 @@ def test_without_the_extra_the_command_that_installs_it_is_named(monkeypatch: py
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("exported")
-    export(write_run(path, llama_recipe()), path / "hf")
+    export(write_run(path, toy_recipe("llama")), path / "hf")
     return path
 
 
@@ -325,7 +325,7 @@ def test_the_older_spelling_of_a_configuration_is_read(folder: Path) -> None:
 
 def test_a_small_vocabulary_comes_back(tmp_path: Path) -> None:
     words = Tokenizer(toy_tokenizer().merges[:9], toy_tokenizer().pattern)
-    export(write_run(tmp_path, llama_recipe(vocab_size=words.vocab_size, bos=words.bos), words), tmp_path / "hf")
+    export(write_run(tmp_path, toy_recipe("llama", vocab_size=words.vocab_size, bos=words.bos), words), tmp_path / "hf")
     copy = load(imported(tmp_path / "hf"), FP32, silent)
     assert copy.tokenizer.fingerprint == words.fingerprint and copy.recipe.model.vocab_size == words.vocab_size < 300
 
@@ -345,7 +345,7 @@ def test_an_imported_run_can_be_fine_tuned_from(folder: Path) -> None:
     tensors, meta = checkpoint.load(found[0])
     assert meta["state"]["step"] == 0
     masters = {name.removeprefix("master."): t for name, t in tensors.items() if name.startswith("master.")}
-    expected = model_of(llama_recipe()).state_dict()
+    expected = model_of(toy_recipe("llama")).state_dict()
     assert masters.keys() == expected.keys() and all(torch.equal(masters[n], expected[n]) for n in masters)
     assert all((t == 0).all() for name, t in tensors.items() if not name.startswith("master."))
 

@@ -19,17 +19,16 @@ from quern.interop import export_gguf
 from quern.text.chat import render, render_prompt
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import GPT2_SPLIT_PATTERN, Tokenizer, split_pattern
+from tests.support.exported import CHAT, LLAMAS
 from tests.support.gguf_run import BLOCKS, gguf_recipe, log_probabilities, single_digits, toy, write_toy
 from tests.support.llama_cpp import LlamaCpp
-from tests.support.llama_run import CHAT
-from tests.support.llama_run import SHAPES as ALL_SHAPES
 
 pytestmark = pytest.mark.usefixtures("eager")
 
 pytest.importorskip("gguf")
 
 BAR = 1e-4
-SHAPES = ALL_SHAPES | {"rows without a token": {"vocab_size": 336}}
+SHAPES = LLAMAS | {"rows without a token": {"vocab_size": 336}}
 
 
 def ids(T: int = 41) -> list[int]:

@@ -1,6 +1,6 @@
 """Every architecture: what it may see, its layout, and how it starts.
 
-What it computes: tests/laws/test_export_law.py and test_export_code_law.py.
+What it computes: tests/laws/test_export_law.py.
 """
 
 import math

@@ -16,7 +16,7 @@ from quern.recipes import load_recipe, recipe_names
 from quern.runs.origin import Origin, source_digest
 from quern.runs.run_dir import RunDir, require_trusted, trust
 from quern.text.tokenizer import Tokenizer
-from tests.support.llama_run import llama_recipe, write_run
+from tests.support.exported import toy_recipe, write_run
 
 SOURCE = """
 from dataclasses import replace
@@ -54,8 +54,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     made, ran, path = folder / "made", folder / "ran", folder / "own.py"
     path.write_text(SOURCE.format(ran=str(ran)), encoding="utf-8")
     recipe, source = read_recipe_file(path)
-    stage = write_run(made, replace(llama_recipe(), make_model=recipe.make_model)).stage("pretrain")
-    own = replace(llama_recipe(), make_model=recipe.make_model).to_json()
+    stage = write_run(made, replace(toy_recipe("llama"), make_model=recipe.make_model)).stage("pretrain")
+    own = replace(toy_recipe("llama"), make_model=recipe.make_model).to_json()
     origin = Origin(Tokenizer.load(stage.parent / "tokenizer.json").fingerprint, source=source_digest(source))
     for name, text in {"recipe.json": own, "origin.json": origin.to_json()}.items():
         (stage / name).write_text(json.dumps(text), encoding="utf-8")
@@ -105,7 +105,7 @@ def test_a_file_that_no_callable_needs_is_not_carried_on_unread(
     """Preparation in a child process executes the recipe's file also where the recipe names quern's own functions."""
     out, ran = theirs
     stage = out / "runs/first/pretrain"
-    (stage / "recipe.json").write_text(json.dumps(llama_recipe().to_json()), encoding="utf-8")
+    (stage / "recipe.json").write_text(json.dumps(toy_recipe("llama").to_json()), encoding="utf-8")
     assert main.main(["pretrain", "--resume", *PLAIN, "--out", str(out)]) == 1
     assert "--trust-code" in capsys.readouterr().err and not ran.exists()
 
@@ -131,7 +131,7 @@ def test_rewards_that_a_saved_recipe_names_are_code_too(
     """The recipe of the fine-tuned model, or that of the stage itself."""
     ran, evil, out = tmp_path / "ran", tmp_path / "rewards.py", tmp_path / "out"
     evil.write_text(f"open({str(ran)!r}, 'w').close()\n", encoding="utf-8")
-    recipe = replace(llama_recipe(), rl=RlRecipe(rewards=(str(evil),)))
+    recipe = replace(toy_recipe("llama"), rl=RlRecipe(rewards=(str(evil),)))
     stage = write_run(out, recipe).stage("pretrain")
     (stage / "recipe.json").write_text(json.dumps(recipe.to_json()), encoding="utf-8")
     stage = stage.rename(stage.with_name("sft"))
@@ -148,8 +148,8 @@ def test_a_saved_recipe_names_only_what_recipes_are_made_of(tmp_path: Path) -> N
     run_dir = RunDir(tmp_path / "out", "first")
     for name in ("quern.cli.main:os.system", "quern.cli.main:main", "quern.temporaries:sha256_of"):
         with pytest.raises(ValueError, match="has a recipe of its own"):
-            run_dir.read_recipe(llama_recipe().to_json() | {"make_model": name}, "pretrain")
+            run_dir.read_recipe(toy_recipe("llama").to_json() | {"make_model": name}, "pretrain")
         with pytest.raises(ValueError, match="lives outside quern"):
-            Recipe.from_json(llama_recipe().to_json() | {"make_model": name})
+            Recipe.from_json(toy_recipe("llama").to_json() | {"make_model": name})
     named = [value for name in recipe_names() for value in load_recipe(name)[0].to_json().values()]
     assert {value for value in named if isinstance(value, str) and ":" in value} == CONSTRUCTORS

@@ -27,8 +27,8 @@ from quern.serve import replicas
 from quern.serve.server import listen
 from quern.text.chat import render_prompt
 from tests.serve.conftest import CHAT, NO_END, post
+from tests.support.exported import FP32, model_of
 from tests.support.http_server import counters, web
-from tests.support.llama_run import FP32, model_of
 from tests.support.serve_process import MODEL, Served, serving, small_recipe
 from tests.support.toy_engine import SENTENCES, toy_tokenizer
 from tests.support.waiting import until

@@ -30,8 +30,8 @@ from quern.stages.session import Session
 from quern.text import repositories
 from quern.text.repositories import DATASETS, DataSet
 from quern.text.tokenizer import Tokenizer
+from tests.support.exported import toy_recipe, write_run
 from tests.support.hub_server import Hub, hub_server, parquet
-from tests.support.llama_run import llama_recipe, write_run
 from tests.support.memory_corpus import texts_of
 from tests.support.small_text import token_shard
 from tests.support.toy_training import CPU
@@ -143,7 +143,7 @@ def test_a_set_to_fine_tune_on_is_prepared(served: None, tmp_path: Path, name: s
 def test_the_files_of_chat_tasks_are_downloaded_by_name(
     served: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_run(tmp_path, replace(llama_recipe(context=128), data=str(tmp_path / "text.txt")))
+    write_run(tmp_path, replace(toy_recipe("llama", context=128), data=str(tmp_path / "text.txt")))
     (tmp_path / "text.txt").write_text("The grain and the bread.\n" * 400, encoding="utf-8")
     names = of_kind("questions", "tests")
     assert sorted(names) == sorted(task.name for task in TASKS if task.read)

@@ -15,7 +15,7 @@ from quern.model.context import CausalContext
 from quern.stages.complete import read_prompt
 from quern.terminal import CONTROL
 from quern.train import checkpoint
-from tests.support.llama_run import llama_recipe, model_of, random_state, write_run
+from tests.support.exported import model_of, random_state, toy_recipe, write_run
 from tests.support.toy_engine import toy_tokenizer
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -31,7 +31,7 @@ GREEDY = ("--temperature", "0", "--max-tokens", "30", "-p", PROMPT)
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder whose run `first` has a random base model and nothing else."""
     out = tmp_path_factory.mktemp("base")
-    write_run(out, llama_recipe(context=CONTEXT))
+    write_run(out, toy_recipe("llama", context=CONTEXT))
     return out
 
 
@@ -39,7 +39,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder whose run `first` has another random model as its stage sft."""
     out = tmp_path_factory.mktemp("tuned")
-    recipe = llama_recipe(context=CONTEXT)
+    recipe = toy_recipe("llama", context=CONTEXT)
     places, state = write_run(out, recipe), random_state(recipe)
     meta = {"recipe": recipe.to_json(), "tokenizer": TOKENIZER.fingerprint, "seed": 0, "state": state.meta()}
     turned = {name: tensor.flip(-1).contiguous() for name, tensor in state.tensors().items()}
@@ -87,7 +87,7 @@ def greedy(model: Any, prompt: str, max_tokens: int) -> str:
 @pytest.mark.parametrize("prompt", ["", "Grüße aus Köln! 👋🏽", "a <|bos|> b"])
 def test_it_is_greedy_generation_without_a_cache(prompt: str, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = run(capsys, base, "--temperature", "0", "--max-tokens", "30", "-p", prompt)
-    expected = greedy(model_of(llama_recipe(context=CONTEXT)), prompt, 30)
+    expected = greedy(model_of(toy_recipe("llama", context=CONTEXT)), prompt, 30)
     assert printed == expected + "\n" and len(expected) > len(prompt)
 
 

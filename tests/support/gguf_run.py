@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from quern.interop import export_gguf
+from quern.model.base import LanguageModel
 from quern.model.context import CausalContext
-from quern.model.llama import Llama
 from quern.recipe import Resolved, TextRecipe
 from quern.text.tokenizer import Tokenizer, split_pattern
-from tests.support.llama_run import llama_recipe, model_of
+from tests.support.exported import model_of, toy_recipe
 from tests.support.toy_engine import SENTENCES
 
 BLOCKS: dict[str, Any] = {"width": 64, "head_dim": 16, "heads": 4, "kv_heads": 2, "mlp_width": 96}
@@ -27,11 +27,11 @@ def single_digits() -> Tokenizer:
 
 
 def gguf_recipe(tokenizer: Tokenizer, **shape: Any) -> Resolved:
-    recipe = llama_recipe(**{"vocab_size": tokenizer.vocab_size, "bos": tokenizer.bos, **shape})
+    recipe = toy_recipe("llama", **{"vocab_size": tokenizer.vocab_size, "bos": tokenizer.bos, **shape})
     return replace(recipe, text=TextRecipe(vocab_size=max(300, tokenizer.vocab_size), digits=1))
 
 
-def toy(recipe: Resolved, *, tied: bool = False) -> Llama:
+def toy(recipe: Resolved, *, tied: bool = False) -> LanguageModel:
     """The random model; tied: its head equals its embedding."""
     model = model_of(recipe)
     if tied:
@@ -50,7 +50,7 @@ def write_toy(
     return weights
 
 
-def log_probabilities(model: Llama, ids: list[int]) -> Tensor:
+def log_probabilities(model: LanguageModel, ids: list[int]) -> Tensor:
     """(T, V) in fp64: of the token that follows each position."""
     with torch.no_grad():
         logits = model.logits(model(torch.tensor([ids]), CausalContext()))[0].double()

@@ -9,12 +9,14 @@ from quern.recipes import gpt, llama, unet
 RECIPES = {"gpt": gpt.RECIPE, "llama": llama.RECIPE, "unet": unet.RECIPE}
 
 
-def randomized(model: Any, vectors: float = 0.5, seed: int = 3) -> Any:
-    """Every parameter random: no path through the model is silent. vectors: the deviation of scales and norms."""
+def randomized(model: Any, vectors: float = 0.5, seed: int = 3, matrices: float = 1.0) -> Any:
+    """Every parameter random: no path through the model is silent. vectors: the deviation of scales and norms;
+    matrices: of their products with vectors whose entries deviate by 1."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
-            p.copy_((p.size(-1) ** -0.5 if p.dim() > 1 else vectors) * torch.randn(p.shape, generator=generator))
+            size = matrices * p.size(-1) ** -0.5 if p.dim() > 1 else vectors
+            p.copy_(size * torch.randn(p.shape, generator=generator))
     return model.eval()
 
 

@@ -14,19 +14,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from quern.recipe import Resolved
-from quern.recipes.gpt import RECIPE
+from tests.support.exported import toy_recipe, write_run
 from tests.support.line_server import ENVIRONMENT
-from tests.support.llama_run import llama_recipe, write_run
 
 RUN, MODEL = "first", "quern-first"
 ON_CPU = "--no-compile --dtype fp32 --threads 1 --device cpu"
 
 
 def small_recipe(context: int = 256) -> Resolved:
-    """A `gpt` of two layers, the first with a short window. `llama_run.model_of` is its model, with random weights."""
-    return llama_recipe(
-        RECIPE, width=32, head_dim=8, heads=4, kv_heads=4, context=context, windows="SL", mlp_width=None, norm_eps=None
-    )
+    """A `gpt` of two layers, the first with a short window. `exported.model_of` is its model, with random weights."""
+    return toy_recipe("gpt", depth=2, context=context, windows="SL")
 
 
 class Served:
