@@ -31,7 +31,7 @@ COMPILED := PYTHONDONTWRITEBYTECODE=
 PYTEST := $(COMPILED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # A file, or a group of files that share a server process, runs in one worker; tests/conftest.py puts the slowest first.
 PARALLEL := -n $(JOBS) --dist loadgroup --no-loadscope-reorder
-LAWS := out/laws.json
+LAWS := out/laws.xml
 
 .PHONY: help setup quickstart rl test check types changed-types lint layers laws bench campaign clean
 
@@ -101,7 +101,7 @@ layers: $(DEV)
 	$(PYTEST) -q tests/test_layers.py
 
 laws: $(DEV)
-	$(PYTEST) $(PARALLEL) --laws-out $(LAWS) tests/laws
+	$(PYTEST) $(PARALLEL) --junitxml $(LAWS) tests/laws
 	$(BIN)/python tests/laws/table.py $(LAWS) README.md docs/laws.md
 
 bench: $(STAMP)

@@ -1,7 +1,7 @@
 """Shared by every test: the `law` fixture, reproducible hypothesis, no network, the compiler and the threads as before,
 the server processes that several files use, and the order of files under xdist.
 
-`pytest --laws-out FILE` writes what the `law` fixture recorded in tests that passed as JSON, also under xdist.
+`pytest --junitxml FILE` also writes what the `law` fixture recorded, as properties of the tests.
 """
 
 import gc
@@ -11,7 +11,6 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
@@ -27,10 +26,6 @@ if TYPE_CHECKING:
 
 hypothesis.settings.register_profile("quern", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("quern")
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--laws-out", type=Path, help="write the laws' measured deviations here (JSON)")
 
 
 @pytest.fixture
@@ -95,6 +90,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: place.get(group_of(item), len(place)))
     for item in items:
         item.add_marker(pytest.mark.xdist_group(group_of(item)))
+
+
+def pytest_configure() -> None:
+    gc.disable()  # until all tests are collected: an eighth of that time
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -162,31 +161,6 @@ def llama(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 # Laws --------------------------------------------------------------------------------------------------------
 
 
-class LawRecorder:
-    """Collects the `law` records of passed tests in the controlling process and writes them at the end."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.records: list[dict[str, Any]] = []
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" and report.passed:
-            self.records += [value for key, value in report.user_properties if key == "law"]  # type: ignore[misc]
-
-    def pytest_sessionfinish(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        ordered = sorted(self.records, key=lambda r: (r["test"], r["law"], str(r["deviation"])))
-        self.path.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    gc.disable()  # until all tests are collected: an eighth of that time
-    path = config.getoption("--laws-out")
-    is_worker = hasattr(config, "workerinput")  # xdist workers send their reports to the controller
-    if path is not None and not is_worker:
-        config.pluginmanager.register(LawRecorder(path), "law-recorder")
-
-
 @pytest.fixture
 def law(request: pytest.FixtureRequest) -> Law:
     """law(name, deviation, bar) records a measured deviation. It asserts nothing; the test does that itself.
@@ -201,10 +175,10 @@ def law(request: pytest.FixtureRequest) -> Law:
         if isinstance(deviation, bool):
             deviation = "equal" if deviation else "differs"
         elif not isinstance(deviation, str):
-            deviation = float(deviation)  # xdist cannot serialise a NumPy or torch scalar
+            deviation = float(deviation)  # a NumPy or torch scalar is no JSON
         test = request.node.nodeid.split("::")[0]
         entry = {"law": name, "deviation": deviation, "bar": bar, "test": test}
-        request.node.user_properties.append(("law", entry))
+        request.node.user_properties.append(("law", json.dumps(entry)))
 
     return record
 
