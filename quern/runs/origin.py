@@ -157,7 +157,7 @@ def require_same(
             continue
         other = f"train on from its model with `quern {stage} {run_dir.start_flags}`"
         again = f"{instead}, or {other if stage in STAGES else 'name another run with --run'}"
-        remedy = run_dir.put_back_tokenizer(before) if name == "tokenizer" else again
+        remedy = run_dir.put_back_tokenizer if name == "tokenizer" else again
         marks = f"({str(before)[:SHOWN]}, now {str(found)[:SHOWN]})"
         raise ValueError(f"{changed} changed since {what or f'run {run_dir.run!r}'} began with it {marks}: {remedy}")
 

@@ -131,24 +131,23 @@ class RunDir:
         return dict(read_json(path, RunFacts, "put back a copy of it, or remove it")) if path.exists() else {}
 
     def tokenizer(self) -> Tokenizer:
-        """The run's tokenizer. Raises FileNotFoundError or ValueError, which names a copy, if it is lost or damaged."""
+        """The run's tokenizer. Raises FileNotFoundError or ValueError if it is lost or damaged."""
         from quern.text.tokenizer import Tokenizer  # help does not need NumPy
 
         path = self.folder / "tokenizer.json"
         if not path.exists() and not any(self.checkpoints(stage).is_dir() for stage in STAGES):
             raise FileNotFoundError(self.has_no("model"))
-        mark = self.facts().get("tokenizer", {}).get("fingerprint")
         try:
             if not path.exists():
                 raise FileNotFoundError(f"{path} is missing")
             return Tokenizer.load(path)
         except (FileNotFoundError, ValueError) as error:
-            raise type(error)(f"{error}. The run's model needs it: {self.put_back_tokenizer(mark)}") from error
+            raise type(error)(f"{error}. The run's model needs it: {self.put_back_tokenizer}") from error
 
-    def put_back_tokenizer(self, mark: str | None) -> str:
-        """The advice for a tokenizer that is lost. mark: the start of its fingerprint."""
-        where = f"`grep -l {mark} {self.out / 'tokenizers'}/*` finds" if mark else f"{self.out / 'tokenizers'} may have"
-        return f"put a copy back as {self.folder / 'tokenizer.json'}; {where} one"
+    @property
+    def put_back_tokenizer(self) -> str:
+        """The advice for a tokenizer that is lost."""
+        return f"put a copy back as {self.folder / 'tokenizer.json'}; {self.out / 'tokenizers'} may have one"
 
     def has_no(self, what: str, verb: str = "run") -> str:
         """The message for a missing part of the run, or a missing run. verb: the command that makes the part."""
@@ -240,8 +239,7 @@ def runs_in(out: Path) -> list[RunDir]:
 def instead_of_no_run(out: Path) -> str:
     """Names the runs of an output folder, if it has some, for messages."""
     if runs := runs_in(out):
-        names = ", ".join(one.run for one in runs[:SHOWN_RUNS])
-        return f"name one of {names}" + (f" and {len(runs) - SHOWN_RUNS} more" if len(runs) > SHOWN_RUNS else "")
+        return f"name one of {', '.join(one.run for one in runs[:SHOWN_RUNS])}"
     return "make one with `quern run`, or name another folder with --out"
 
 

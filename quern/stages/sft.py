@@ -23,7 +23,6 @@ from quern.runs.training import rates_fall, ready_model
 from quern.stages.session import Session, main_first
 from quern.terminal import counted
 from quern.text.tokenizer import Tokenizer
-from quern.train import manifest
 from quern.train.state import TrainState, build_state, weights_of
 from quern.train.step import Evaluator, TorchBackend
 from quern.validate import check_rows
@@ -57,15 +56,8 @@ def _run(asked: Recipe, session: Session) -> int:
     weights = start and weights_of(start.tensors)
     model, facts, precision = ready_model(recipe, tokenizer, machine, mesh, log, weights=weights)
     state = build_state(recipe, machine, model, mesh)
-    newest = max(manifest.steps(run_dir.checkpoints("pretrain")), default=0)
-    if start is not None:
-        if not state.go_on(start.tensors, start.state):
-            log("the optimizer begins without the base model's state, which is another optimizer's")
-    elif first.base is not None and first.base["run"] is None and newest > first.base["step"]:
-        log(
-            f"fine-tuning began with step {first.base['step']:,} of the base model, which has {newest:,} now: to "
-            f"fine-tune that one, `quern sft {run_dir.start_flags}`"
-        )
+    if start is not None and not state.go_on(start.tensors, start.state):
+        log("the optimizer begins without the base model's state, which is another optimizer's")
     steps = recipe.sft.steps
     assert steps is not None  # `prepare_lessons` filled it in
     schedule = rates_fall(steps, recipe.sft.warmdown_share)
