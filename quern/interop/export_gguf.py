@@ -27,19 +27,17 @@ from quern.runs.load import load
 from quern.runs.run_dir import RunDir
 from quern.temporaries import sync_path, whole_file
 from quern.text.hugging_face import CHAT_TEMPLATE, merge_pairs, spell
-from quern.text.tinyworld import corpus
 from quern.text.tokenizer import GPT2_SPLIT_PATTERN, Tokenizer, split_pattern
 from quern.validate import extra
 
 ROTATED = ("attn_q.weight", "attn_k.weight")
 
-PRE_TOKENIZERS = {split_pattern(1): "qwen35", GPT2_SPLIT_PATTERN: "gpt-2"}
+NEAREST = "qwen35"
+"""llama.cpp's name of the split that a tokenizer with an unknown pattern gets."""
+PRE_TOKENIZERS = {split_pattern(1): NEAREST, GPT2_SPLIT_PATTERN: "gpt-2"}
 """quern's split patterns that llama.cpp has, and its names for them (tokenizer.ggml.pre)."""
-NEAREST = split_pattern(1)
-"""The split that llama.cpp uses for a tokenizer with another pattern."""
 NORMAL, CONTROL, UNUSED = 1, 3, 5
 """Kinds of tokens (tokenizer.ggml.token_type). llama.cpp reads a control token from text only where it is asked to."""
-SAMPLE_MEGABYTES, SAMPLE_CHARACTERS = 0.5, 400
 
 
 def tensors(weights: Mapping[str, Tensor], shape: ResolvedModel) -> dict[str, Tensor]:
@@ -83,7 +81,7 @@ def metadata(shape: ResolvedModel, tokenizer: Tokenizer, name: str) -> dict[str,
         "llama.attention.value_length": shape.head_dim,
         "llama.attention.layer_norm_rms_epsilon": float(shape.norm_eps or NORM_EPS),
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": PRE_TOKENIZERS.get(tokenizer.pattern, PRE_TOKENIZERS[NEAREST]),
+        "tokenizer.ggml.pre": PRE_TOKENIZERS.get(tokenizer.pattern, NEAREST),
         "tokenizer.ggml.tokens": [*words, *tokenizer.special_tokens, *(f"[unused {i}]" for i in range(spare))],
         "tokenizer.ggml.token_type": [
             *[NORMAL] * len(words),
@@ -104,28 +102,12 @@ def metadata(shape: ResolvedModel, tokenizer: Tokenizer, name: str) -> dict[str,
 
 
 def other_ids(tokenizer: Tokenizer) -> str:
-    """Why llama.cpp would give some texts other ids than the tokenizer does, with a share measured by quern's own
-    encoder under both split patterns (`sample_texts`); "" if it does not."""
+    """Why llama.cpp would give some texts other ids than the tokenizer does; "" if it does not."""
     lost = len(tokenizer.merges) - len(merge_pairs(tokenizer))
     if lost:
         return f"llama.cpp never forms {lost:,} of the tokenizer's {len(tokenizer.merges):,} merges"
-    if tokenizer.pattern in PRE_TOKENIZERS:
-        return ""
-    there = Tokenizer(tokenizer.merges, NEAREST, tokenizer.special_tokens, single_bytes=tokenizer.single_bytes)
-    shares = []
-    for kind, texts in sample_texts().items():
-        differing = sum(tokenizer.encode(text) != there.encode(text) for text in texts)
-        shares.append(f"{differing:,} of {len(texts):,} {kind} ({differing / len(texts):.0%})")
-    return f"llama.cpp has no split like this tokenizer's; its nearest one gives other ids to {' and '.join(shares)}"
-
-
-def sample_texts() -> dict[str, list[str]]:
-    """Kind → texts: openings of the built-in world's documents, and numbers."""
-    documents = corpus.documents(0, SAMPLE_MEGABYTES, "val")
-    return {
-        "openings of texts": [text[:SAMPLE_CHARACTERS] for text in documents],
-        "numbers from 10 to 9,999": [str(number) for number in range(10, 10_000)],
-    }
+    known = tokenizer.pattern in PRE_TOKENIZERS
+    return "" if known else "llama.cpp has no split like this tokenizer's, so ids would differ"
 
 
 TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
@@ -170,7 +152,7 @@ def run(
                 f"{difference}: train with a tokenizer of --text.digits 1 (quern pretrain llama --text.digits 1), "
                 "or accept the other ids with --accept-other-ids"
             )
-        log(f"warning: {difference}, which makes the model's answers there worse")
+        log(f"warning: {difference}, which makes the model's answers worse")
     shape = loaded.recipe.model
     weights = tensors(loaded.model.state_dict(), shape)
     kinds = kinds_of(weights, TYPES[dtype], log)

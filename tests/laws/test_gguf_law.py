@@ -166,14 +166,11 @@ def test_ids_are_llama_cpps(
 
 
 @pytest.mark.parametrize("digits", [2, 3])
-def test_the_refusal_measures_what_llama_cpp_does(digits: int, llama: LlamaCpp, tmp_path: Path) -> None:
-    """Groups of digits: the shares in the message are those that llama.cpp itself has."""
+def test_a_split_that_is_refused_has_other_ids(digits: int, llama: LlamaCpp, tmp_path: Path) -> None:
     tokenizer = trained(split_pattern(digits))
+    assert export_gguf.other_ids(tokenizer)
     opened(llama, tmp_path / "a.gguf", tokenizer)
-    said = export_gguf.other_ids(tokenizer)
-    for kind, texts in export_gguf.sample_texts().items():
-        found = len(differing(llama, tokenizer, texts))
-        assert f"{found:,} of {len(texts):,} {kind}" in said and found > 10
+    assert differing(llama, tokenizer, ["in 2024", "a b"]) == ["in 2024"]
 
 
 def test_what_llama_cpp_splits_otherwise(llama: LlamaCpp, tmp_path: Path) -> None:
