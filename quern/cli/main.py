@@ -24,7 +24,11 @@ EXIT_UNREAD = 141  # 128 + SIGPIPE. The signal stays ignored, because the defaul
 
 def main(arguments: list[str] | None = None) -> int:
     """The console script. Returns the exit code."""
-    open_closed()
+    while (file := os.open(os.devnull, os.O_RDWR)) <= 2:  # the number of a closed stream (`>&-`): no file must get it
+        pass
+    os.close(file)
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
         try:
             with prompt_signals({signal.SIGINT: interrupted}):
@@ -39,23 +43,6 @@ def main(arguments: list[str] | None = None) -> int:
         if not discard_unread():
             raise
         return EXIT_UNREAD
-    except OSError as error:  # such as the error of a full disk, in `quern --help > file`
-        if environment().get("QUERN_TRACEBACK"):
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        print(f"quern: the output cannot be written ({error.strerror}): send it elsewhere", file=sys.stderr)
-        return 1
-
-
-def open_closed() -> None:
-    """Opens the null device for each standard stream that was closed before the start (`>&-`). Otherwise the next file
-    that is opened would get the number of the stream, and messages would be written into it."""
-    while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(file)
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
 
 
 def interrupted(number: int) -> KeyboardInterrupt:

@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import io
 import os.path
 import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.machinery import PathFinder, SourceFileLoader
+from importlib.machinery import PathFinder
 from pathlib import Path
-from types import CodeType
+from types import ModuleType
 from typing import Any, TypeVar
 
 from quern.recipe import Made, Recipe
@@ -49,18 +47,17 @@ def read_object(path: Path, constant: str, kind: type[T], name: str | None = Non
     """Executes a Python file; returns one of its constants, of a class, and the file's source. Raises ValueError if the
     file fails, with the line, or does not define the constant. name: the module's; by default the file's."""
     name = name or _free_name(path)
-    spec = importlib.util.spec_from_file_location(name, path, loader=(loader := _SourceLoader(name, str(path))))
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
+    module = sys.modules[name] = ModuleType(name)
+    module.__file__ = str(path.absolute())
+    try:  # read once: the text that is kept is the one that runs
+        text = path.read_text(encoding="utf-8-sig")
+        exec(compile(text, path, "exec", dont_inherit=True), vars(module))  # noqa: S102
     except Exception as error:  # the file's code can raise anything
         raise ValueError(f"{_place(path, error)}: {type(error).__name__}: {_reason(error)}") from error
     found = getattr(module, constant, None)
     if not isinstance(found, kind):
         raise ValueError(f"{path} does not end in {constant} = … (a {kind.__module__}.{kind.__name__})")
-    return found, loader.text
+    return found, text
 
 
 def _free_name(path: Path) -> str:
@@ -68,17 +65,6 @@ def _free_name(path: Path) -> str:
     found = PathFinder.find_spec(path.stem)
     other = found is not None and found.origin not in (None, str(path.resolve()))
     return f"{path.stem}_recipe" if other or path.stem in sys.stdlib_module_names else path.stem
-
-
-class _SourceLoader(SourceFileLoader):
-    """Compiles the file's text, never bytecode beside it (__pycache__), which can be that of another program."""
-
-    text: str
-
-    def get_code(self, fullname: str) -> CodeType:
-        content = self.get_data(self.path)  # read once: the text that is kept is the one that runs
-        self.text = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()
-        return self.source_to_code(content, self.path)
 
 
 def _place(path: Path, error: Exception) -> str:

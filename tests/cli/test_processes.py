@@ -112,18 +112,6 @@ def test_closed_streams_are_nowhere_and_no_file_gets_their_numbers(tmp_path: Pat
     assert int((tmp_path / "file").read_text(encoding="utf-8")) > 2
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
-def test_a_full_disk_is_one_line_without_a_traceback() -> None:
-    with open("/dev/full", "w", encoding="utf-8") as full:
-        command = [sys.executable, "-m", "quern", "--help"]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-        traced = subprocess.run(
-            command, stdout=full, stderr=subprocess.PIPE, env=os.environ | {"QUERN_TRACEBACK": "1"}, check=False
-        )
-    said = "quern: the output cannot be written (No space left on device): send it elsewhere\n"
-    assert (done.returncode, done.stderr) == (1, said) and traced.stderr.startswith(b"Traceback")
-
-
 # What a process imports -----------------------------------------------------------------------------------------------
 
 
