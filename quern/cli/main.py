@@ -24,9 +24,8 @@ EXIT_UNREAD = 141  # 128 + SIGPIPE. The signal stays ignored, because the defaul
 
 def main(arguments: list[str] | None = None) -> int:
     """The console script. Returns the exit code."""
-    while (file := os.open(os.devnull, os.O_RDWR)) <= 2:  # the number of a closed stream (`>&-`): no file must get it
-        pass
-    os.close(file)
+    # A stream that was closed (`>&-`) is the null device: no file that is opened later gets its number.
+    sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
