@@ -26,25 +26,11 @@ EPS = 1e-6
 def rotary_angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines (…, T, 1, E / 2), fp32, of the angles at positions (…, T), by frequencies (E / 2,) in radians.
 
-    Compiled, for several tokens, this is a custom operator, because the compiler would otherwise compute the cosines
-    again for every element of every layer. For one token the call of the operator would cost more than that.
+    For several tokens, call it outside of compiled code: the compiler would compute the cosines again for every element
+    of every layer.
     """
-    compiled = torch.compiler.is_compiling() and positions.size(-1) > 1
-    return (_rotary_angles if compiled else _angles)(positions, frequencies)
-
-
-def _angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     angles = positions.float()[..., None, None] * frequencies
     return angles.cos(), angles.sin()
-
-
-_rotary_angles = torch.library.custom_op("quern::rotary_angles", mutates_args=())(_angles)
-
-
-@_rotary_angles.register_fake
-def _(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    shape = (*positions.shape, 1, *frequencies.shape)
-    return frequencies.new_empty(shape), frequencies.new_empty(shape)
 
 
 def rotate(x_BTHE: Tensor, cos: Tensor, sin: Tensor, gain: float | None = None) -> Tensor:
