@@ -9,6 +9,7 @@ Rates and constants: research on small models at width 768 and a batch of 2^19 t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -78,7 +79,10 @@ def make_groups(
     reported: `model.parameter_groups()`; all_parameters: `model.named_parameters()`. Raises ValueError if a parameter
     is missing, unknown or reported twice, or a rule does not fit its group.
     """
-    check_complete(reported, all_parameters)
+    found = Counter((name, id(p)) for parameters in reported.values() for name, p in parameters)
+    expected = Counter((name, id(p)) for name, p in all_parameters)
+    if wrong := sorted({name for name, _ in (found - expected) | (expected - found)}):
+        raise ValueError(f"correct parameter_groups(): {', '.join(wrong)} must be in exactly one optimizer group")
     unknown = sorted(set(reported) - set(rules))
     if unknown:
         raise ValueError(f"no optimizer group is called {', '.join(unknown)}: use one of {', '.join(rules)}")
@@ -120,27 +124,3 @@ def table(recipe: Resolved) -> dict[str, GroupRule]:
     for name, group in adamw_groups(optim, recipe.depth).items():
         rules[name] = GroupRule(AdamW((group.beta1, group.beta2), optim.eps, group.weight_decay), group.lr)
     return rules
-
-
-def check_complete(
-    reported: Mapping[str, Sequence[tuple[str, Parameter]]], all_parameters: Iterable[tuple[str, Parameter]]
-) -> None:
-    """Raises ValueError unless every parameter is in exactly one group and the groups hold nothing else."""
-    expected = {id(parameter): name for name, parameter in all_parameters}
-    places: dict[int, list[str]] = {}
-    for group, parameters in reported.items():
-        for name, parameter in parameters:
-            places.setdefault(id(parameter), []).append(f"{group}: {name}")
-    problems = {
-        "in no group": [name for key, name in expected.items() if key not in places],
-        "reported more than once": [" and ".join(found) for found in places.values() if len(found) > 1],
-        "not among the model's parameters": [
-            " and ".join(found) for key, found in places.items() if key not in expected
-        ],
-    }
-    told = [f"{problem}: {', '.join(names)}" for problem, names in problems.items() if names]
-    if told:
-        raise ValueError(
-            f"every parameter must be in exactly one optimizer group; {'; '.join(told)}. "
-            "Correct the model's parameter_groups()."
-        )
