@@ -9,11 +9,9 @@ counted, left out of the batch, and replaced by another one.
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -26,11 +24,8 @@ from quern.generate.sampling import Sampling
 from quern.mesh import Mesh, alone
 from quern.model.base import LanguageModel, loss_sum
 from quern.recipe import RlRecipe
-from quern.records import read_json
 from quern.rl.environment import Environment, draw_item, reward_of
-from quern.temporaries import write_whole
 from quern.text.chat import render_prompt
-from quern.train.checkpoint import failing_together
 
 MULTIPLE = 64
 """Rows are padded to a multiple of this many tokens."""
@@ -95,14 +90,6 @@ class Tally:
         }
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """The file that keeps a round's replies."""
-
-    tally: dict[str, float]
-    rollouts: list[Rollout]
-
-
 @dataclass(eq=False)
 class Rollouts:
     """The batches of reinforcement learning."""
@@ -115,22 +102,21 @@ class Rollouts:
     seed: int  # of questions and replies
     micro_batch_rows: int  # rows of a whole context in one forward pass
     reference: LanguageModel | None = None  # the divergence is measured from it, if `settings.kl` is above 0
-    folder: Path | None = None  # where the replies of a round are kept, if several updates use them
-    kept_steps: Callable[[], Sequence[int]] = tuple
-    """The steps of the checkpoints from which training can go on. Older rounds are removed."""
     mesh: Mesh = field(default_factory=alone)
-    """The ranks. Those of its model axis sample the same replies; the first of them rewards them and keeps them."""
+    """The ranks. Those of its model axis sample the same replies; the first of them rewards them."""
     tally: Tally = field(default_factory=Tally, init=False)
     _round: int = field(default=-1, init=False)
     _kept: list[Rollout] = field(default_factory=list[Rollout], init=False)
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
-        """This rank's replies of a step. A rank without a useful reply gets a row without targets."""
+        """This rank's replies of a step. A rank without a useful reply gets a row without targets.
+
+        A round is sampled for the first of its steps that is asked for: training has to begin at the first of all.
+        """
         updates = self.settings.updates
         number, part = divmod(step, updates)
         if number != self._round:
-            self._kept = self._read(number, rank, ranks) if part else self._collect(number, rank, ranks)
-            self._round = number
+            self._kept, self._round = self._collect(number, rank, ranks), number
         if updates == 1:
             return self._batch(self._kept)
         order = np.random.default_rng((self.seed, number)).permutation(self.settings.groups)
@@ -229,7 +215,6 @@ class Rollouts:
         if settings.updates > 1:
             before = self.logprobs(rows) if rows else []
             rows = [replace(one, logprobs=values.tolist()) for one, values in zip(rows, before, strict=True)]
-            self._write(number, rank, ranks, rows)
         return rows
 
     def _with_divergence(self, rows: Sequence[Rollout]) -> list[Rollout]:
@@ -261,34 +246,6 @@ class Rollouts:
             mask[row, one.span] = one.sampled
             weight[row, one.span] = one.weights or 0.0
         return replace(Batch.of_rows(ids, mask), weight=weight)
-
-    def _path(self, number: int, rank: int, ranks: int) -> Path:
-        assert self.folder is not None
-        return self.folder / f"{number:06}.{rank}-of-{ranks}.json"
-
-    def _write(self, number: int, rank: int, ranks: int, rows: Sequence[Rollout]) -> None:
-        """Keeps a round's replies: a run that stops between two updates needs them, and their model is gone."""
-        with failing_together(self.mesh.world):
-            if self.folder is None or self.mesh.model.rank != 0:
-                return
-            self.folder.mkdir(parents=True, exist_ok=True)
-            body = {"tally": self.tally.sums, "rollouts": [asdict(one) for one in rows]}
-            write_whole(self._path(number, rank, ranks), json.dumps(body))
-            oldest = min((step for step in self.kept_steps() if step), default=0) // self.settings.updates
-            for path in self.folder.glob(f"*.{rank}-of-{ranks}.json"):
-                if int(path.name.partition(".")[0]) < oldest:
-                    path.unlink()
-
-    def _read(self, number: int, rank: int, ranks: int) -> list[Rollout]:
-        path = self._path(number, rank, ranks)
-        if not path.exists():
-            raise ValueError(
-                f"the replies of round {number} for {ranks} ranks are not in {path.parent}: continue with as many "
-                f"ranks as before; if the files are lost, remove {path.parents[1]} and begin again"
-            )
-        body = read_json(path, _Kept, "continue from an earlier checkpoint")
-        self.tally.sums = body.tally
-        return body.rollouts
 
 
 @contextmanager

@@ -75,8 +75,6 @@ def _run(asked: Recipe, session: Session) -> int:
         recipe.seed if recipe.rl.seed is None else recipe.rl.seed,
         micro_batch_rows=recipe.micro_batch_rows,
         reference=reference.eval(),
-        folder=session.folder / "rollouts",
-        kept_steps=lambda: manifest.steps(run_dir.checkpoints("rl")),
         mesh=mesh,
     )
 
@@ -90,8 +88,10 @@ def _run(asked: Recipe, session: Session) -> int:
         schedule=rates_fall(recipe.rl.steps, recipe.rl.warmdown_share),
         keep_step=0,  # the divergence from the first weights is measured to the end
         row_tokens=recipe.model.context,
+        together=recipe.rl.updates,
     )
-    plan = replace(plan, evaluators=[(1, tally), *plan.evaluators])
+    rounds = -(-recipe.train.save_every // recipe.rl.updates)
+    plan = replace(plan, evaluators=[(1, tally), *plan.evaluators], save_every=rounds * recipe.rl.updates)
     replies = recipe.rl.groups * recipe.rl.samples
     told = (
         f"reinforcement learning: {counted(plan.steps, 'step')} of {replies} replies to {recipe.rl.groups} questions "

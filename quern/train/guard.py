@@ -69,11 +69,12 @@ class Stop:
     without a reader is dropped and raises nothing.
 
     alone: False on one of several ranks. Then rank 0 reports the stop, once all ranks know of it, and later signals are
-    ignored: the scheduler and the launcher may each send one, and the launcher uses SIGKILL. saves: for the message.
+    ignored: the scheduler and the launcher may each send one, and the launcher uses SIGKILL. saves, part: for the
+    message, which says that this part of the run is finished.
     """
 
-    def __init__(self, alone: bool = True, saves: bool = True) -> None:
-        self.alone = alone
+    def __init__(self, alone: bool = True, saves: bool = True, part: str = "step") -> None:
+        self.alone, self._part = alone, part
         self._saving = " saving," if saves else ""
         self.signal: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
@@ -109,7 +110,7 @@ class Stop:
             return
         name = signal.Signals(number).name
         more = "" if number == signal.SIGHUP else "; once more exits at once"
-        note = f"\n{name}: finishing this step,{self._saving} then exiting{more}.\n"
+        note = f"\n{name}: finishing this {self._part},{self._saving} then exiting{more}.\n"
         with contextlib.suppress(OSError):  # the reader may be gone
             os.write(2, note.encode())  # print() is not reentrant
 

@@ -77,6 +77,8 @@ class TrainingPlan:
     """A step that is saved and whose checkpoint is never removed, such as the last one before the rates fall."""
     budget_seconds: float | None = None
     """Time in steps that the run takes: the steps are planned again while it trains (horizon.py)."""
+    together: int = 1
+    """A signal ends the run after a multiple of so many steps. save_every is a multiple of it, too."""
     recorded: Sequence[Plan] = ()  # plans that the run made before it was interrupted, for the steps that it repeats
     meta: dict[str, Any] = field(default_factory=dict)
     """Goes into every checkpoint beside the state: the recipe, the tokenizer's fingerprint, …"""
@@ -114,7 +116,7 @@ def train(
     more = {"plans": plan.recorded} if plan.recorded else {}
     folder.event("resume" if run.step else "start", step=run.step, steps=horizon.steps, **more)
     with (
-        Stop(alone=mesh.world.size == 1, saves=bool(plan.save_every)) as stop,
+        Stop(mesh.world.size == 1, bool(plan.save_every), "step" if plan.together == 1 else "round") as stop,
         closing(_batches(backend, loader, plan, horizon)) as batches,
     ):
         try:
@@ -181,7 +183,7 @@ def _steps(
             folder.metric(**metrics.line(run, result, window, multipliers.lr, plan.peak_flops))
             run.unlogged_nats, run.unlogged_tokens = 0.0, 0
             window = metrics.Window(window.rate())
-        stopping = not last and any(told[0] for told in heard)
+        stopping = not last and run.step % plan.together == 0 and any(told[0] for told in heard)
         if not alone and (slow := stragglers.observe([told[1] for told in heard])):
             folder.event("slow", step=run.step, reason=slow)
             log(slow)

@@ -89,16 +89,17 @@ def test_the_runs_go_on_past_their_second_epoch(bench: Bench) -> None:
     ("command", "again"),
     [
         (PRETRAIN, "pretrain --resume --run {} --no-comp"),
+        (RL, "rl --resume --run {} --no-comp"),
         (GRUG, f"{' '.join(GRUG)} --resume --out out --run {{}} --dtype fp32`"),
     ],
-    ids=["pretrain", "grug"],
+    ids=["pretrain", "rl", "grug"],
 )
 def test_killed_and_then_stopped_by_a_signal(command: Sequence[str], again: str, bench: Bench, law: Law) -> None:
     """It dies; its resumption gets SIGTERM in a step, saves and exits with 75; the resumption of that ends the run."""
     (reference, events), name = bench.reference(command, "fp32"), bench.fresh(command, "fp32")
     bench.run(command, name, "fp32", kill=["train", int(0.5 * events["train"])])
     known, resume = len(bench.log()), [*command, "--resume"]
-    stop = ["train", int(0.2 * events["train"])]
+    stop = ["train", int(0.1 * events["train"])]
     assert bench.run(resume, name, "fp32", kill=stop, signal=signal.SIGTERM)["status"] == EXIT_STOPPED
     assert f"as asked, and saved: continue with `quern {again.format(name)}" in bench.log()[known:]
     bench.run(resume, name, "fp32")

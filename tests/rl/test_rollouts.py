@@ -28,11 +28,9 @@ from quern.rl.rollouts import (
 )
 from quern.text.tinyworld.skills import PRACTICE_WORDS
 from quern.text.tinyworld.world import WORDS
-from quern.train.manifest import CheckpointError
 from quern.train.state import build_model, build_state
 from quern.train.step import train_step
 from tests.rl.ranks import LETTERS, NEVER, SETTINGS, advanced, ask, rl_recipe, rl_state, rollouts_of
-from tests.support.full_disk import full_disk
 from tests.support.toy_training import CPU
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -107,27 +105,10 @@ def test_the_pull_to_the_reference_is_the_gradient_of_the_divergence() -> None:
     assert np.abs(far.weight - none.weight).max() > 0.01
 
 
-def test_a_round_that_is_not_kept_cannot_go_on(tmp_path: Path) -> None:
-    settings = replace(SETTINGS, updates=2)
-    state = rl_state(alone())
-    rollouts = rollouts_of(state, settings, folder=tmp_path)
-    first, second = rollouts.batch(0), rollouts.batch(1)
-    assert sum(batch.mask.any(axis=1).sum() for batch in (first, second)) % SETTINGS.samples == 0
-    resumed = rollouts_of(state, settings, folder=tmp_path).batch(1)
-    assert (resumed.tokens == second.tokens).all() and (resumed.weight == second.weight).all()
-    with pytest.raises(ValueError, match=f"not in {tmp_path}: continue with as many ranks as before"):
-        rollouts_of(state, settings, folder=tmp_path).batch(1, 0, 2)
-    with full_disk(100), pytest.raises(CheckpointError, match=r"cannot write .*000001.0-of-1.json: .*then resume"):
-        rollouts_of(state, settings, folder=tmp_path).batch(2)
-
-
-def test_rounds_that_no_checkpoint_needs_are_removed(tmp_path: Path) -> None:
-    steps = [0]
-    rollouts = rollouts_of(rl_state(alone()), replace(SETTINGS, updates=2), folder=tmp_path, kept_steps=lambda: steps)
-    for number, saved in enumerate(([0], [0], [0, 3], [0, 5])):
-        steps[:] = saved
-        rollouts.batch(2 * number)
-    assert sorted(int(path.name[:6]) for path in tmp_path.iterdir()) == [2, 3], "5 is in the middle of round 2"
+def test_the_steps_of_a_round_share_its_replies() -> None:
+    whole, parts = rollouts_of(rl_state(alone())), rollouts_of(rl_state(alone()), replace(SETTINGS, updates=2))
+    first, second = [sorted(batch.targets.tolist()) for batch in (parts.batch(0), parts.batch(1))]
+    assert first and second and sorted(first + second) == sorted(whole.batch(0).targets.tolist())
 
 
 def test_prompts_that_do_not_fit_are_left_out() -> None:

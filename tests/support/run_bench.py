@@ -27,7 +27,7 @@ PRETRAIN = """pretrain --data text.jsonl --depth 2 --text.vocab-size 320 --model
 GRUG = ["grug", "train", *PRETRAIN[1:]]
 SFT = "sft --conversations talks.jsonl --sft.steps 19 --sft.batch-tokens 192 --train.log-every 2".split()
 RL = """rl --rl.rewards vowels.py --rl.steps 8 --rl.groups 3 --rl.samples 3 --rl.max-tokens 10 --rl.updates 2
- --rl.kl 0.1 --rl.lr-share 2 --rl.val-questions 2 --rl.val-samples 2 --train.log-every 2 --train.save-every 3""".split()
+ --rl.kl 0.1 --rl.lr-share 2 --rl.val-questions 2 --rl.val-samples 2 --train.log-every 2 --train.save-every 1""".split()
 BASE = "base"  # the run that is fine-tuned
 TUNED = "tuned"  # the run for reinforcement learning
 VOWELS = """
@@ -52,6 +52,7 @@ class Bench(LineServer):
         server = [str(ROOT / "tests/support/fork_server.py"), str(folder / "log.txt")]
         env = environment(folder / "compiled", devices=1)
         super().__init__([*server, *self.arguments(PRETRAIN, BASE, "fp32")], folder, env)
+        self.ask({"arguments": ["--version"]}, gone={})  # it answers when the base model is there
 
     def run(
         self, command: Sequence[str], name: str, dtype: str, *, refused: bool = False, **request: Any

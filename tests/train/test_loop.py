@@ -20,7 +20,7 @@ from quern.recipes.llama import RECIPE
 from quern.records import StageFolder, read_events, read_metrics
 from quern.resolve import resolve
 from quern.train import checkpoint, manifest
-from quern.train.guard import EXIT_DIVERGED, EXIT_DONE, EXIT_NOT_SAVED
+from quern.train.guard import EXIT_DIVERGED, EXIT_DONE, EXIT_NOT_SAVED, EXIT_STOPPED
 from quern.train.loop import TrainingPlan, resume, train
 from quern.train.state import TrainState, build_model, build_state
 from quern.train.step import train_step
@@ -221,6 +221,22 @@ def test_a_signal_in_the_last_step_finishes_the_run_and_ends_what_would_follow(
         assert go(tmp_path, toy_state(), plan, more_follows=more_follows)[0] == EXIT_DONE
     assert manifest.steps(tmp_path / "checkpoints") == [3]
     assert kinds(tmp_path)[-1] == "finish"
+
+
+@pytest.mark.parametrize(
+    ("asked", "code", "saved"), [(1, EXIT_STOPPED, [3]), (3, EXIT_STOPPED, [6]), (6, EXIT_DONE, [6, 8])]
+)
+def test_a_signal_stops_after_the_steps_that_belong_together(
+    asked: int, code: int, saved: list[int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def evaluate(state: TrainState) -> dict[str, float]:
+        if state.step == asked:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {}
+
+    assert go(tmp_path, toy_state(), toy_plan(8, evaluators=[(1, evaluate)], together=3, save_every=6))[0] == code
+    assert manifest.steps(tmp_path / "checkpoints") == saved
+    assert "finishing this round" in capfd.readouterr().err
 
 
 # Dropout ----------------------------------------------------------------------------------------------------
