@@ -111,14 +111,12 @@ class Rollouts:
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
         """This rank's replies of a step. A rank without a useful reply gets a row without targets.
 
-        A round is sampled for the first of its steps that is asked for: training has to begin at the first of all.
+        The first call for a round samples it, with the weights of then: resume at a round's first step.
         """
         updates = self.settings.updates
         number, part = divmod(step, updates)
         if number != self._round:
             self._kept, self._round = self._collect(number, rank, ranks), number
-        if updates == 1:
-            return self._batch(self._kept)
         order = np.random.default_rng((self.seed, number)).permutation(self.settings.groups)
         rows = [one for one in self._kept if order[one.slot] % updates == part]
         return self._batch(self._with_ratios(rows) if part else rows)
