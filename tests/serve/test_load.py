@@ -20,7 +20,6 @@ import pytest
 
 from quern.serve.routes import MAX_BODY_BYTES
 from tests.serve.conftest import CHAT, NO_END, RESPONSES, TEXT
-from tests.support.exported import FP32, model_of
 from tests.support.http_server import counters
 from tests.support.load_clients import (
     Case,
