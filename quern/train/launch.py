@@ -22,11 +22,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from quern import compiler
 from quern.machine import Machine
 from quern.mesh import EVALUATING, Mesh, PeersLostError, alone, connect, disconnect
 from quern.process import environment, prompt_signals, set_child_env, waiting
@@ -228,6 +230,21 @@ def finish(code: int) -> int:
     return 0
 
 
+def agreed(machine: Machine, mesh: Mesh, log: Callable[[str], None]) -> Machine:
+    """Returns the machine as all ranks use it: bf16 and the compiler only where every rank has chosen them. Ranks that
+    differ would exchange numbers of other types, or their gradients in another order (parallel/zero3.py)."""
+    chosen = mesh.world.gather_objects((machine.dtype == torch.bfloat16, machine.compile))
+    narrow, compiled = (all(column) for column in zip(*chosen, strict=True))
+    if machine.dtype == torch.bfloat16 and not narrow:
+        log(f"rank {mesh.rank} computes in fp32, because another rank does")
+        machine = replace(machine, dtype=torch.float32)
+    if machine.compile and not compiled:
+        log(f"rank {mesh.rank} runs eagerly, because another rank does")
+        compiler.set_eager(True)
+        machine = replace(machine, compile=False)
+    return machine
+
+
 @contextmanager
 def joined(
     command: str, tp: int, detect: Callable[[int | None], Machine], threads: int | None, timeout: float, zero: int = 2
@@ -266,7 +283,7 @@ def joined(
             mesh = connect(tp, machine.device, here.rank, here.ranks, met=timer.start, zero=zero)
             timer.cancel()
             heartbeat = Heartbeat(mesh, timeout, log, parent)
-            yield machine, mesh
+            yield agreed(machine, mesh, log), mesh
             mesh.world.barrier()
             heartbeat.close()
             mesh.world.barrier()  # no rank's store is closed while another heartbeat uses it

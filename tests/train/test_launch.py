@@ -15,12 +15,14 @@ import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from quern.machine import Machine
+from quern.mesh import Mesh
 from quern.records import read_metrics
 from quern.train import checkpoint, launch, manifest
 from quern.train.guard import EXIT_STOPPED
 from tests.support.faulty_ranks import PRETRAIN
 from tests.support.line_server import ENVIRONMENT, ROOT
-from tests.support.ranks import free_port
+from tests.support.ranks import Ranks, free_port
 from tests.support.small_text import write_text
 
 STATED_SECONDS = 30
@@ -41,6 +43,20 @@ def test_an_error_of_the_system_has_its_path_and_what_to_do() -> None:
     error = PermissionError(errno.EACCES, "Permission denied", "out")
     launch._report(error, launch.Place(0, 2, 0, 0), said.append, None)  # pyright: ignore[reportPrivateUsage]
     assert said == ["out: Permission denied: make it readable and writable, or choose another place"]
+
+
+def chosen(mesh: Mesh) -> list[object]:
+    said: list[str] = []
+    own = Machine(torch.device("cpu"), (torch.bfloat16, torch.float32)[mesh.rank], compile=mesh.rank == 1, threads=1)
+    all_use = launch.agreed(own, mesh, said.append)
+    return [str(all_use.dtype), all_use.compile, said]
+
+
+def test_ranks_use_what_all_of_them_have(ranks: Ranks) -> None:
+    """Numbers of two types, or gradients in two orders, would meet in one sum."""
+    first = ["torch.float32", False, ["rank 0 computes in fp32, because another rank does"]]
+    second = ["torch.float32", False, ["rank 1 runs eagerly, because another rank does"]]
+    assert ranks(2, "tests.train.test_launch:chosen") == [first, second]
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, pytest.param(signal.SIGTERM, marks=pytest.mark.campaign)])
