@@ -147,15 +147,10 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Bench"]:
 
 
 @pytest.fixture(scope="session")
-def llama(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[llama_cpp.LlamaCpp]:
-    """llama.cpp, installed into pytest's cache: tests/support/llama_cpp.py. Skips where npm cannot install it."""
-    cache = request.config.cache
-    folder = cache.mkdir("llama_cpp") if cache else tmp_path_factory.mktemp("llama_cpp")
-    try:
-        with llama_cpp.LlamaCpp(folder) as oracle:
-            yield oracle
-    except llama_cpp.NoLlamaCpp as error:
-        pytest.skip(str(error))
+def llama(request: pytest.FixtureRequest) -> Iterator[llama_cpp.LlamaCpp]:
+    """llama.cpp, which npm installs: tests/support/llama_cpp.py."""
+    with llama_cpp.LlamaCpp(request.config.cache.mkdir("npm")) as oracle:
+        yield oracle
 
 
 # Laws --------------------------------------------------------------------------------------------------------

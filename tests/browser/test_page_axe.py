@@ -1,7 +1,5 @@
 """axe-core finds no violation on any state of the chat page, on the board and in a report, in both colour schemes."""
 
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from tests.browser.test_board import board, open_board
 from tests.browser.test_board import write_run as board_run
 from tests.browser.test_page_chat import MARKDOWN
 from tests.report.synthetic_run import add_rl, write_run
+from tests.support.npm import installed
 
 AXE = "axe-core@4.14.1"
 RUN = (
@@ -23,15 +22,9 @@ RUN = (
 
 
 @pytest.fixture(scope="module")
-def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The source of axe-core, which npm fetches: half a megabyte that only this file needs."""
-    if shutil.which("npm") is None:
-        pytest.skip("needs npm, which fetches axe-core")
-    folder = tmp_path_factory.mktemp("axe")
-    command = ["npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", "--prefer-offline", AXE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
-    if done.returncode != 0:
-        pytest.skip(f"npm could not fetch {AXE}: {done.stderr[-300:]}")
+def axe(pytestconfig: pytest.Config) -> str:
+    """The source of axe-core, half a megabyte."""
+    folder = installed(pytestconfig.cache.mkdir("npm"), AXE)
     return (folder / "node_modules/axe-core/axe.min.js").read_text(encoding="utf-8")
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from quern.generate.engine import Engine
 from quern.generate.reply import STOP_TOKENS, Generation
 from quern.serve.server import create_app
 from tests.support.http_server import running
+from tests.support.npm import installed
 from tests.support.toy_engine import toy_engine
 
 CALLS = Path(__file__).parent / "clients"
@@ -46,19 +46,14 @@ def url() -> Iterator[str]:
         yield f"{base}/v1"
 
 
-def install(folder: Path, *commands: Sequence[str]) -> Path:
-    """Runs commands in a new folder, unless a run before has; skips the test where one fails."""
-    if (folder / "installed").exists():
-        return folder
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    for command in commands:
-        if command[0] == "npm" and shutil.which("npm") is None:
-            pytest.skip("npm is not installed")
-        done = subprocess.run(command, cwd=folder, capture_output=True, timeout=INSTALL_SECONDS, check=False)
-        if done.returncode:
-            pytest.skip(f"{' '.join(command[:4])}… failed: {done.stderr.decode(errors='replace')[-300:]}")
-    (folder / "installed").touch()
+def python_with(folder: Path, packages: Sequence[str]) -> Path:
+    """A folder with a virtual environment that has the packages, made unless it is there; skips where pip cannot."""
+    if not (folder / "installed").exists():
+        for command in ([sys.executable, "-m", "venv", "--clear", folder], [folder / "bin/pip", "install", *packages]):
+            done = subprocess.run(command, capture_output=True, timeout=INSTALL_SECONDS, check=False)
+            if done.returncode:
+                pytest.skip(f"{command[:3]} failed: {done.stderr.decode(errors='replace')[-300:]}")
+        (folder / "installed").touch()
     return folder
 
 
@@ -69,12 +64,10 @@ def test_every_call_of_a_program_behaves_as_expected(url: str, program: str, pyt
     name, cache = program.removesuffix(" (npm)"), pytestconfig.cache.mkdir("clients")
     if name == program:
         packages = ["pydantic-ai-slim[openai]" if one == "pydantic-ai" else one for one in PYTHON]
-        folder = cache / "python"
-        pip = [f"{folder}/bin/python", "-m", "pip", "install", "--quiet", *packages]
-        install(folder, [sys.executable, "-m", "venv", "."], pip)
+        folder = python_with(cache / "python", packages)
         command = [folder / "bin" / "python", CALLS / "calls.py", name]
     else:
-        folder = install(cache / "npm", ["npm", "install", "--prefix", ".", "--no-audit", "--no-fund", *NPM])
+        folder = installed(cache, *NPM)
         command = ["node", CALLS / "calls.mjs", name]
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"HOME": str(folder)}
     done = subprocess.run(
