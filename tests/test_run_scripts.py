@@ -1,5 +1,5 @@
-"""The scripts under runs/: their commands are commands of the real CLI, their numbers suit every stage, and the whole
-way runs on three ranks.
+"""The scripts under runs/: their commands are commands of the real CLI, the flagship can be laid out on the ranks, and
+the whole way runs on three ranks.
 
 A copy of a script runs with stand-ins for `quern` and for Slurm's programs, which only note their arguments.
 """
@@ -14,23 +14,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from quern.cli import verbs
 from quern.cli.options import PretrainOptions, RunAllOptions
-from quern.data.loader import Loader
-from quern.data.shards import Corpus
 from quern.estimate.layout import lay_out
 from quern.flags.recipe_flags import Arguments
 from quern.resolve import resolve
-from quern.runs.training import make_batches
-from quern.stages.sft import fit_to_conversations, sft_recipe
 from tests.eval.test_core import rows_of
 from tests.parallel.test_faults import lines_with
 from tests.support.faulty_ranks import FaultyRanks
-from tests.support.memory_corpus import memory_corpus
 
 RUNS = Path(__file__).parents[1] / "runs"
 STAND_INS = {
@@ -135,38 +129,14 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_next_one(tmp_path: Path) -
     assert calls[8].startswith("lab ladder ") and calls[9].startswith("lab compare ") and "--rungs 2 3" in calls[9]
 
 
-@pytest.fixture(scope="module")
-def talks() -> Callable[[int], Corpus]:
-    """Makes so many conversations of 600 tokens."""
-    ids = np.arange(600, dtype=np.int32)
-    one = memory_corpus([ids], [ids > 300])
-    return lambda count: one.part(np.zeros(count, dtype=np.int64))
-
-
 @pytest.mark.parametrize("ranks", [3, 8])
-def test_the_numbers_of_the_flagship_suit_every_stage(
-    ranks: int, commands: Commands, talks: Callable[[int], Corpus]
-) -> None:
-    """The script's own command, for depths from 4 to 26: model and optimizer are laid out for the ranks, without
-    memory, and each rank reads rows of a batch of each stage. Fine-tuning has steps enough, and not too many."""
+def test_the_flagship_can_be_laid_out_on_the_ranks(ranks: int, commands: Commands) -> None:
+    """The script's own command at several depths: model, optimizer and the rows of a batch, without memory."""
     *_, run, _, _, _ = commands(["runs/speedrun-gpt.sh"], GPUS=str(ranks))
-    assert run[0] == "run"
     options, _ = verbs.parse("run", Arguments(run[1:]), RunAllOptions)
-    for depth in (4, 5, 7, 8, 11, 15, 20, 26):
-        base = resolve(replace(options.recipe, depth=depth), options.ranks // options.tp)
-        if depth in (4, 8, 26):
-            lay_out(base, torch.bfloat16, options.ranks, options.tp)
-        batches = make_batches(base, talks(100))
-        assert all(batches.batch(0, rank, ranks).rows for rank in range(ranks))
-        steps = []
-        for count in (3, 30_000, 500_000):
-            tuned = fit_to_conversations(sft_recipe(options.recipe, base), talks(count), ranks)
-            context, tokens = tuned.model.context or 0, tuned.sft.batch_tokens or 0
-            assert tokens <= (base.train.batch_tokens or 0) and tokens % context == 0
-            loader = Loader(talks(3), context, tokens // context, too_long="crop")
-            assert all(loader.batch(0, rank, ranks).rows for rank in range(ranks))
-            steps.append(2 * count * 600 / tokens)
-        assert steps[1] > 500 and (depth < 8 or steps[2] < 3000), (depth, steps)
+    for depth in (4, 7, 8, 11, 26):
+        made = resolve(replace(options.recipe, depth=depth), options.ranks // options.tp)
+        lay_out(made, torch.bfloat16, options.ranks, options.tp)
 
 
 TOY = {
