@@ -1,8 +1,8 @@
 """The shape of the package, enforced: import layers, torch-free folders, sizes. Ruff has the other habits.
 
 Every file under quern/ is parsed, never run, so an import inside a function or under TYPE_CHECKING counts
-too. LAYERS gives each room (a file or a folder of quern/, or a folder in it) its layer; a file may import
-lower layers and its own room, and nothing imports a leaf.
+too. The table of docs/architecture.md gives each room (a file or a folder of quern/, or a folder in it) its layer; a
+file may import lower layers and its own room, and nothing imports a leaf.
 """
 
 import ast
@@ -21,27 +21,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "quern").rglob("*.py"))
 
-LAYERS = (
-    (
-        *"machine compiler mesh recipe resolve validate".split(),
-        *"field_types records temporaries terminal process cluster".split(),
-    ),  # files of quern/ itself; these may import each other
-    ("text", "data", "flags", "kernels", "kernels.attention", "optim"),
-    ("text.tinyworld", "text.clean", "model"),
-    ("parallel", "generate", "generate.sandbox", "recipes"),
-    ("train", "eval", "grug", "mixture", "estimate"),
-    ("rl",),
-    ("runs", "eval.core", "report"),
-    ("eval.chat", "eval.harness"),
-    ("stages", "serve"),
-    ("stages.jax", "interop", "chat", "lab.axes"),
-    ("bench", "lab"),
-    ("lab.board", "lab.ladder", "lab.scaling", "lab.search"),
-    ("lab.log",),
-    ("cli",),  # verbs over all of the above
-    ("__main__",),
-)
-LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
+TABLE = re.findall(r"^\| (\d+) \| ([^|]+) \|", (ROOT / "docs/architecture.md").read_text("utf-8"), re.MULTILINE)
+LAYER = {room: int(number) for number, rooms in TABLE for room in re.findall(r"`([\w.]+)`", rooms)}
+assert len(LAYER) > 40 and LAYER["cli"] > 10, "docs/architecture.md has no table of layers"
 LEAVES = {
     "report": {"stages.run_all", "lab.log", "lab.search"},
     "lab": {"lab.board", "lab.ladder", "lab.log", "lab.scaling", "lab.search"},
@@ -66,7 +48,7 @@ IMPORTERS = {"import_module", "importlib.import_module", "__import__"}
 
 
 def room_of(module: str) -> str:
-    """The longest room of LAYERS that holds a module: `quern.text.chat` → `text`, `quern.text.tinyworld.world` →
+    """The longest room of the table that holds a module: `quern.text.chat` → `text`, `quern.text.tinyworld.world` →
     `text.tinyworld`, `quern.machine` → `machine`, `quern` → `__init__`; an unknown one is its first part."""
     parts = module.split(".")[1:]
     for end in range(len(parts), 0, -1):
@@ -108,7 +90,7 @@ def may_import(module: str, name: str) -> bool:
 def import_faults(name: str, module: str) -> Iterator[str]:
     top, importer = name.split(".")[0], room_of(module)
     if top == "quern" and not may_import(module, name):
-        yield f"{importer} may not import {name}: it is not on a lower layer, or a leaf (see LAYERS, LEAVES)"
+        yield f"{importer} may not import {name}: it is not on a lower layer (docs/architecture.md), or a leaf"
     if top in ("experiments", "tests"):
         yield f"quern may not import {top}: those build on quern"
     if importer.split(".")[0] in NO_TENSORS and top in TENSOR_LIBRARIES:
@@ -128,7 +110,7 @@ def faults(path: str, source: str) -> list[str]:
         found.append(f"{path}:{getattr(node, 'lineno', 1)}: {message}")
 
     if importer not in LAYER and importer not in MAY_IMPORT:
-        fault(tree, f"{importer} has no layer: give it one in tests/test_layers.py")
+        fault(tree, f"{importer} has no layer: give it one in docs/architecture.md")
     if ast.get_docstring(tree) is None:
         fault(tree, "no opening docstring: say what this is, what it is not, units, source")
     if "allow_pickle=True" in source:
