@@ -6,7 +6,7 @@ ONLY is a part of the paths of the files to damage; by default all are.
 
 Every trial runs a command of `quern` in a forked child on its own copy of the files, with limits: SECONDS of time and
 MEGABYTES of memory beyond those of the parent. An outcome is "read" (the command took the file as it is), "refused"
-(one clear line, nothing published), or a failure: the traceback's last line, a hang, too much memory or a death.
+(one clear line, nothing published) or "failed": an exception, an unclear end, too much time or memory, a death.
 """
 
 import base64
@@ -17,20 +17,21 @@ import gzip
 import importlib
 import io
 import json
+import multiprocessing
 import os
 import random
+import re
 import resource
-import select
 import shutil
 import signal
 import struct
 import sys
-import time
+import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
@@ -322,67 +323,47 @@ def damage(path: Path, rng: random.Random) -> str:
 # Trials -----------------------------------------------------------------------------------------------------
 
 
-def child(arguments: Sequence[str], answer: int) -> None:
-    """Runs a command with limits, and writes (exit code, standard error, traceback)."""
+def child(arguments: Sequence[str], answer: IO[str]) -> None:
+    """Runs a command with limits, and writes its outcome and its last words."""
     with open("/proc/self/statm", encoding="ascii") as file:
         pages = int(file.read().split()[0])
     limit = pages * resource.getpagesize() + MEGABYTES * 10**6
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    said, code, failure = io.StringIO(), 99, ""
-    sys.stdout, sys.stderr = io.StringIO(), said
+    signal.alarm(round(15 * SECONDS))  # other programs share the processor, whose time is the bar
+    sys.stdout, sys.stderr, code = io.StringIO(), io.StringIO(), None
     try:
         code = run(*arguments)
     except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
+        code = error.code
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
         ours = next((frame for frame in reversed(frames) if "/quern/" in frame.filename), frames[-1])
         place = f"{ours.filename.rpartition('/quern/')[2]}:{ours.lineno}"
-        failure = f"{type(error).__name__}: {str(error)[:150]} [{place}]"
-    os.write(answer, json.dumps([code, said.getvalue()[-4000:], failure]).encode())
+        print(f"\n{type(error).__name__}: {str(error)[:150]!r} [{place}]", file=sys.stderr)
+    said = sys.stderr.getvalue()[-4000:]
+    lines = [line for line in said.splitlines() if line.strip()]
+    clear = lines and lines[-1].startswith("quern ") and not re.search("Traceback|bad_alloc|MemoryError|allocate", said)
+    outcome = "read" if code in (0, 75) else "refused" if clear else "failed"
+    json.dump({"outcome": outcome, "said": "\n".join(lines[-3:])[-600:]}, answer)
+    answer.flush()
 
 
 def trial(arguments: Sequence[str]) -> dict[str, Any]:
     """Runs a command in a child of its own → its outcome, its last words and its seconds."""
-    reader, writer = os.pipe()
-    started = time.monotonic()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            child(arguments, writer)
-        finally:
-            os._exit(99)
-    os.close(writer)
-    raw, hung = b"", False
-    while True:
-        left = started + 15 * SECONDS - time.monotonic()  # other programs share the processor, whose time is the bar
-        if left <= 0 or not select.select([reader], [], [], left)[0]:
-            hung = True
-            os.kill(pid, signal.SIGKILL)
-            break
-        if not (piece := os.read(reader, 1 << 16)):
-            break
-        raw += piece
-    os.close(reader)
-    _, status, used = os.wait4(pid, 0)
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as answer:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                child(arguments, answer)
+            finally:
+                os._exit(99)
+        _, status, used = os.wait4(pid, 0)
+        answer.seek(0)
+        found = json.loads(answer.read() or json.dumps({"outcome": "failed", "said": f"ended with status {status}"}))
     seconds = used.ru_utime + used.ru_stime
-    code, said, failure = json.loads(raw) if raw else (None, "", "")
-    lines = [line for line in said.splitlines() if line.strip()]
-    if hung or seconds > SECONDS:
-        outcome = "hang"
-    elif not raw:
-        outcome = f"death: {status}"
-    elif failure:
-        outcome = "traceback"
-    elif code in (0, 75):
-        outcome = "read"
-    elif "bad_alloc" in said or "MemoryError" in said or "allocate" in said:
-        outcome = "memory"
-    elif not (lines and lines[-1].startswith("quern ")) or any("Traceback" in line for line in lines):
-        outcome = "unclear"
-    else:
-        outcome = "refused"
-    return {"outcome": outcome, "said": (failure or "\n".join(lines[-3:]))[-600:], "seconds": round(seconds, 2)}
+    if seconds > SECONDS:
+        found["outcome"] = "failed"
+    return found | {"seconds": round(seconds, 2)}
 
 
 @contextlib.contextmanager
@@ -414,19 +395,8 @@ def trials(folder: Path, seed: int, count: int, only: str = "") -> Iterator[dict
             done = damage(copy / path, rng)
             found = trial(command)
             if found["outcome"] == "refused" and (copy / "experiments/records/s").exists():
-                found["outcome"] = "published"
+                found |= {"outcome": "failed", "said": "it published"}
             yield {"kind": path, "damage": done, "command": command[0], **found}
-
-
-def apart(function: Callable[[], object]) -> None:
-    """Runs a function in a child, so that no pool of threads is started here: a fork would not have its threads."""
-    pid = os.fork()
-    if pid == 0:
-        with contextlib.redirect_stdout(sys.stderr):
-            function()
-            sys.stdout.flush()
-        os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0, function
 
 
 def warm(folder: Path, seed: int, count: int, only: str = "") -> None:
@@ -442,7 +412,12 @@ def warm(folder: Path, seed: int, count: int, only: str = "") -> None:
 def begin(folder: Path, *trials: Any) -> None:
     if not folder.exists():
         folder.mkdir(parents=True)
-        apart(lambda: build(folder, *trials))
+        # In a child, so that no pool of threads is started here: a fork would not have its threads.
+        builder = multiprocessing.get_context("fork").Process(target=build, args=(folder, *trials))
+        with contextlib.redirect_stdout(sys.stderr):
+            builder.start()
+        builder.join()
+        assert builder.exitcode == 0
     for name in folder.with_name("modules").read_text(encoding="utf-8").split():
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
