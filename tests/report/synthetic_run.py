@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -75,13 +74,13 @@ STORY = (
     "“Good morning, Mira,” said the fox. “Is it windy on the hill?”\n\nShe nodded. The wheel had turned all night."
 )
 CONTINUED = (("Mira the otter", STORY), ("12 + 30 =", " 42\n7 + 15 = 22\n60 - 4 = 56"))
+REASONS = {"skip": "the gradient is not finite", "stop": "SIGTERM"}
 
 
 def write_run(folder: Path) -> Path:
     """Everything that pretraining and fine-tuning leave for the report."""
-    rng = random.Random(1)
-    _stage(folder / "pretrain", rng, steps=1500, start=9.01, end=1.42, val=True)
-    _stage(folder / "sft", rng, steps=300, start=1.9, end=0.31, val=False)
+    _stage(folder / "pretrain", steps=1500, start=9.01, end=1.42, val=True)
+    _stage(folder / "sft", steps=300, start=1.9, end=0.31, val=False)
     (folder / "run.json").write_text(json.dumps(RUN), encoding="utf-8")
     lines(folder / "evaluate.jsonl", _scores())
     talks = ([*QUESTION, {"role": "assistant", "content": PARTS}], TALK)
@@ -92,10 +91,10 @@ def write_run(folder: Path) -> Path:
 
 def add_rl(folder: Path) -> None:
     """Reinforcement learning after the run of `write_run`: its records, and the scores of all stages on more tasks."""
-    rng, metrics = random.Random(2), list[dict[str, Any]]()
+    metrics: list[dict[str, Any]] = []
     for step in range(1, 61):
         share = step / 60
-        reward = {"reward": 0.3 + 0.5 * share + rng.gauss(0, 0.04), "reward_std": 0.45 - 0.1 * share}
+        reward = {"reward": 0.3 + 0.5 * share, "reward_std": 0.45 - 0.1 * share}
         lengths = {"reply_tokens": 40 + 20 * share, "truncated": 0.1 * (1 - share), "entropy": 0.9 - 0.5 * share}
         metrics.append({"step": step, "loss": -0.01, "dropped": 0.2 + 0.4 * share, "grad_norm": 0.3} | reward | lengths)
         if step % 10 == 0:
@@ -124,49 +123,24 @@ def lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 
-def _stage(folder: Path, rng: random.Random, steps: int, start: float, end: float, val: bool) -> None:
+def _stage(folder: Path, steps: int, start: float, end: float, val: bool) -> None:
     metrics: list[dict[str, Any]] = []
-    seconds = 0.0
     for step in range(10, steps + 1, 10):
-        share = step / steps
-        loss = end + (start - end) * math.exp(-9 * share**0.62) + rng.gauss(0, 0.035)
-        speed = 16_000 * (1 + rng.gauss(0, 0.015)) * (0.5 if step == 10 else 1)
-        seconds += 81_920 / speed
-        lr = min(1.0, step / 40, 0.05 + 0.95 * (1 - share) / 0.65)
-        metrics.append(
-            {
-                "step": step,
-                "tokens": step * 8192,
-                "flops": step * 8192 * 37_748_736,
-                "seconds": seconds,
-                "loss": loss,
-                "lr_multiplier": lr,
-                "tokens_per_second": speed,
-                "mfu": speed * 37_748_736 / 9.6e11,
-                "grad_norm": 0.4 + 2 * math.exp(-8 * share) + abs(rng.gauss(0, 0.05)),
-            }
-        )
+        share, tokens = step / steps, step * 8192
+        loss, speed = start + share * (end - start), {"tokens_per_second": 16_000.0, "mfu": 0.63}
+        counts = {"step": step, "tokens": tokens, "flops": tokens * 37_748_736, "seconds": tokens / 16_000}
+        metrics.append(counts | speed | {"loss": loss, "lr_multiplier": 1 - share, "grad_norm": 1 - share})
         if val and step % 150 == 0:
-            val_loss = loss + 0.05
-            counts = {name: metrics[-1][name] for name in ("step", "tokens", "flops", "seconds")}
-            metrics.append(counts | {"val_loss": val_loss, "val_bpb": val_loss / math.log(2) / 3.9})
+            metrics.append(counts | {"val_loss": loss + 0.05, "val_bpb": (loss + 0.05) / 2.7})
     lines(folder / "metrics.jsonl", metrics)
     (folder / "recipe.json").write_text(json.dumps(RECIPE), encoding="utf-8")
-    events: list[dict[str, Any]] = [
-        {"kind": "start", "time": "2026-03-01T10:00:00Z", "step": 0},
-        {"kind": "compile", "time": "2026-03-01T10:00:14Z", "step": 0, "seconds": 13.7},
+    happened = [("start", 0), ("compile", 0), *(("save", 150 * number) for number in range(1, 5))]
+    happened += [("skip", 655), ("stop", 730), ("resume", 730)] if val else []
+    events = [
+        {"kind": kind, "time": f"2026-03-01T10:{minute:02}:00Z", "step": step, "seconds": 0.4}
+        | ({"reason": REASONS[kind]} if kind in REASONS else {})
+        for minute, (kind, step) in enumerate([*happened, ("finish", steps)])
     ]
-    events += [
-        {"kind": "save", "time": f"2026-03-01T10:0{i}:00Z", "step": 150 * i, "seconds": 0.4} for i in range(1, 5)
-    ]
-    if val:
-        bad = {"step": 655, "reason": "the gradient is not finite"}
-        events += [
-            {"kind": "skip", "time": "2026-03-01T10:04:30Z", **bad},
-            {"kind": "stop", "time": "2026-03-01T10:05:00Z", "step": 730, "reason": "SIGTERM"},
-            {"kind": "resume", "time": "2026-03-01T10:09:00Z", "step": 730},
-        ]
-    events.append({"kind": "finish", "time": "2026-03-01T10:16:00Z", "step": steps})
     lines(folder / "events.jsonl", events)
 
 
