@@ -3,9 +3,7 @@ comparison of the parameter conventions."""
 
 import functools
 import json
-import os
 import re
-import signal
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -113,64 +111,34 @@ def test_a_study_finds_the_law_and_predicts_the_next_budget(tmp_path: Path) -> N
     assert surface["leave_out"][-1]["label"].partition(",")[0] in ("1e+13 FLOPs", "3e+14 FLOPs")  # a corner of the grid
 
 
-def test_a_killed_study_repeats_no_finished_run(tmp_path: Path) -> None:
-    whole, given = options(tmp_path / "whole"), options(tmp_path / "killed")
-    study(whole)
-
-    def kill_at(number: int, recipe: Recipe) -> None:
+def test_a_study_that_was_stopped_repeats_no_finished_run_and_keeps_its_plan(tmp_path: Path) -> None:
+    def stop(number: int, recipe: Recipe) -> None:
         if number == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
+            raise KeyboardInterrupt
 
-    for done in (3, 6):
-        child = os.fork()
-        if child == 0:
-            run(given, FakeTrainer(kill_at), lambda line: None)
-            os._exit(1)  # not killed
-        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-        assert len(cells(given)) == done
+    def on(device: str) -> dict[str, Any]:
+        return {"commit": "abc", "machine": {"device": device, "dtype": "float32", "compiled": True, "torch": "2.9"}}
+
+    whole, given = options(tmp_path / "whole"), options(tmp_path / "stopped")
+    study(whole)
+    with pytest.raises(KeyboardInterrupt):
+        run(given, FakeTrainer(stop), lambda line: None, facts=on("cpu"))
     with (given.folder / "cells.jsonl").open("a", encoding="utf-8") as file:
         file.write(TORN)
-    rest = FakeTrainer()
-    assert "6 runs finished before, 22 are left" in study(given, rest)[1]
-    assert rest.trained == 22
+    logged = replace(given, recipe=replace(RECIPE, train=replace(RECIPE.train, log_every=99)), tokens_per_second=9.0)
+    _, said = study(logged, rest := FakeTrainer())  # which changes nothing that is learned
+    assert "3 runs finished before, 25 are left" in said and rest.trained == 25
     assert cells(given) == cells(whole) and fits(given) == fits(whole)
-    again = FakeTrainer()
-    study(given, again)
-    assert again.trained == 0
-
-
-def test_another_plan_in_the_same_folder_is_refused(tmp_path: Path) -> None:
-    given, trained = options(tmp_path), list[Recipe]()
-
-    def stop(number: int, recipe: Recipe) -> None:
-        trained.append(recipe)
-        raise KeyboardInterrupt
-
-    said, machine = list[str](), {"device": "cpu", "dtype": "float32", "compiled": True, "torch": "2.9"}
-
-    def start(**changes: Any) -> None:
-        source, commit, device = (changes.pop(name, None) for name in ("source", "commit", "device"))
-        facts = {"commit": commit or "abc", "machine": machine | {"device": device or "cpu"}}
-        run(replace(given, **changes), FakeTrainer(stop), said.append, source=source, facts=facts)
-
-    with pytest.raises(KeyboardInterrupt):
-        start()
-    assert not [line for line in said if line.startswith("warning")]
-    with pytest.raises(KeyboardInterrupt):
-        start(commit="def")
-    assert "started by other software: commit abc then, def now" in said[-1]
     with pytest.raises(ValueError, match=r"another --device \(cpu then, cuda now\)"):
-        start(device="cuda")
-    for changes, named in (
-        ({"budgets": (*BUDGETS, 1e15)}, "budgets, cells"),
-        ({"recipe": replace(RECIPE, optim=replace(RECIPE.optim, matrix_lr=0.03))}, r"recipe\.optim\.matrix_lr"),
-        ({"source": "RECIPE = …"}, "source"),
+        run(given, FakeTrainer(), said.append, facts=on("cuda"))
+    rates = replace(RECIPE, optim=replace(RECIPE.optim, matrix_lr=0.03))
+    for changes, source, named in (
+        ({"budgets": (*BUDGETS, 1e15)}, None, "budgets, cells"),
+        ({"recipe": rates}, None, r"recipe\.optim\.matrix_lr"),
+        ({}, "RECIPE = …", "source"),
     ):
         with pytest.raises(ValueError, match=f"registered with another {named}, which must not change"):
-            start(**changes)
-    assert len(trained) == 2
-    with pytest.raises(KeyboardInterrupt):  # changes nothing that is learned
-        start(recipe=replace(RECIPE, train=replace(RECIPE.train, log_every=99)), tokens_per_second=9.0)
+            run(replace(given, **changes), FakeTrainer(), said.append, source=source)
 
 
 def test_fit_reads_a_study_that_another_process_trains(
