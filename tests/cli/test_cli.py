@@ -268,6 +268,17 @@ pretrain --val a.txt → --val is for a --data of your own: the built-in world m
 pretrain --train.steps 3 --train.minutes 1 → --train.steps and --train.minutes contradict each other
 sft --sft.epochs 3 --sft.steps 5 → --sft.epochs and --sft.steps contradict each other: give one of them
 pretrain unet --depth 3 --no-compile --dtype fp32 → unet needs an even depth|depth must be even
+run --no-sft --text.tinyworld-conversations 5 --no-compile → --text.tinyworld-conversations asks .*, and --no-sft for
+export --to hf --dtype q8_0 --dir x → --to hf takes --dtype fp32 or bf16, not q8_0: only gguf has that one
+export --to hf --dtype fp16 --dir x → --to hf takes --dtype fp32 or bf16, not fp16: only gguf has that one
+export --to gguf --dtype fp8 → --dtype takes one of fp32, bf16, fp16, q8_0, not 'fp8'
+export --to hf --accept-other-ids --dir x → --accept-other-ids is for --to gguf
+run gpt --for ollama → ollama cannot read a model of the recipe 'gpt': leave --for ollama out, or train one of llama
+run llama --model.windows SSSL --for llama.cpp → train with --model.windows L
+run llama --model.windows SSSL --for transformers → train with --model.windows L
+run llama --model.heads 3 --for transformers → transformers refuses a width of 256 for 3 heads
+run llama --text.digits 2 --for ollama → use --text.digits 1 with --for ollama
+run --for lmstudio → --for takes one of ollama, llama.cpp, transformers
 """
 """Command lines, and the message of each as a regular expression."""
 

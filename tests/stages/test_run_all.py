@@ -70,20 +70,12 @@ def test_every_stage_left_its_records_and_the_report_stands_alone(out: Path) -> 
     assert {path.name for path in out.iterdir()} <= {"runs", "tokenizers", "data"}
 
 
-@pytest.mark.parametrize(
-    ("named", "flags", "message"),
-    [
-        ("sft.steps", {}, "^--sft.steps asks for fine-tuning, and a text of your own gets it with --chat or --conv"),
-        ("text.tinyworld_conversations", {"sft": False}, "^--text.tinyworld-conversations asks .*, and --no-sft for"),
-        ("train.steps", {"chat": True, "sft": False}, "^--chat asks for fine-tuning, and --no-sft for none: leave one"),
-    ],
-)
-def test_what_is_asked_of_fine_tuning_is_refused_where_there_is_none(
-    tmp_path: Path, named: str, flags: dict[str, bool], message: str
-) -> None:
-    session = Session(stage="pretrain", machine=CPU, run_dir=RunDir(tmp_path / "out", "a"), named={named, "sft"})
-    with pytest.raises(ValueError, match=message):
-        run_all.run(replace(RECIPE, data="a.txt"), session, questions=1, **flags)
+def test_fine_tuning_after_a_text_of_ones_own_is_asked_for(tmp_path: Path) -> None:
+    session = Session(stage="pretrain", machine=CPU, run_dir=RunDir(tmp_path / "out", "a"), named={"sft.steps", "sft"})
+    with pytest.raises(
+        ValueError, match=r"^--sft.steps asks for .*, and a text of your own gets it with --chat or --c"
+    ):
+        run_all.run(replace(RECIPE, data="a.txt"), session, questions=1)
     assert not list(tmp_path.iterdir())
 
 
