@@ -30,10 +30,6 @@ gguf = pytest.importorskip("gguf")
 
 pytestmark = pytest.mark.usefixtures("eager")
 
-TOY = """--depth 2 --text.vocab-size 400 --text.tinyworld-megabytes 0.1 --text.tokenizer-megabytes 0.1
- --text.val-megabytes 0.01 --model.width 32 --model.head-dim 16 --model.context 256 --train.batch-tokens 512
- --train.steps 2 --no-compile --dtype fp32 --threads 1""".split()
-
 
 def toy_run(out: Path, tokenizer: Tokenizer | None = None, **shape: Any) -> RunDir:
     tokenizer = tokenizer or single_digits()
@@ -49,15 +45,15 @@ def test_a_run_becomes_a_file_that_llama_cpp_loads(
 ) -> None:
     """From the command line, with the tokenizer that llama.cpp has; then refused without it."""
     out = ["--out", str(tmp_path)]
-    assert main.main(["pretrain", "llama", *TOY, "--text.digits", "1", "--run", "one", *out]) == 0
-    export = ["export", "--to", "gguf", "--dtype", "q8_0", "--run", "one", "--dir", str(tmp_path / "files"), *out]
+    toy_run(tmp_path / "one", **BLOCKS)
+    export = f"export --to gguf --dtype q8_0 --dir {tmp_path}/files --out {tmp_path}/one".split()
     assert main.main(export) == 0
-    assert "step 2 of pretrain" in capsys.readouterr().out
-    facts = llama.open(tmp_path / "files" / "one-q8_0.gguf")
-    assert facts["metadata"]["general"]["name"] == "one" and facts["context"] == 256
+    assert "step 7 of pretrain" in capsys.readouterr().out
+    facts = llama.open(tmp_path / "files" / "first-q8_0.gguf")
+    assert facts["metadata"]["general"]["name"] == "first" and facts["context"] == 48
     assert facts["metadata"]["tokenizer"]["ggml"]["pre"] == "qwen35"
     assert main.main(export) == 1
-    assert "one-q8_0.gguf is there already: name another file with --dir" in capsys.readouterr().err
+    assert "first-q8_0.gguf is there already: name another file with --dir" in capsys.readouterr().err
     toy_run(tmp_path, toy_tokenizer())
     export = ["export", "--to", "gguf", "--run", "first", "--dir", str(tmp_path / "two.gguf"), *out]
     assert main.main(export) == 1

@@ -1,4 +1,4 @@
-"""Hugging Face's format as someone uses it: a toy Llama the whole way and back; what is refused; nothing by halves.
+"""Hugging Face's format as someone uses it: a toy Llama there and back; what is refused; nothing by halves.
 
 That the numbers agree with transformers' is a law of its own (tests/laws/test_export_law.py).
 """
@@ -19,7 +19,7 @@ from quern.cli import main
 from quern.interop import export_hf, import_hf
 from quern.model.count import parameters
 from quern.recipes.llama import RECIPE
-from quern.records import read_events, read_metrics
+from quern.records import read_events
 from quern.runs.load import load
 from quern.runs.run_dir import RunDir
 from quern.terminal import silent
@@ -34,10 +34,6 @@ pytestmark = pytest.mark.usefixtures("eager")
 
 INDEX = "model.safetensors.index.json"
 PLAIN = ["--no-compile", "--dtype", "fp32", "--threads", "1"]
-TOY = """--depth 2 --text.vocab-size 400 --text.tinyworld-megabytes 0.1 --text.tokenizer-megabytes 0.1
- --text.val-megabytes 0.01 --model.width 32 --model.head-dim 16 --model.context 256 --model.dropout 0.1
- --train.batch-tokens 512 --train.log-every 2 --train.save-every 4""".split()
-SFT = "--text.tinyworld-conversations 100 --sft.steps 6 --sft.batch-tokens 512".split()
 
 
 def command(verb: str, out: Path, *arguments: str) -> None:
@@ -54,41 +50,34 @@ def imported(folder: Path, run: str = "copy", tokenizer: Path | None = None) -> 
     return run_dir
 
 
-# A toy, the whole way ---------------------------------------------------------------------------------------
+# There and back ---------------------------------------------------------------------------------------------
 
 
-def test_a_llama_the_whole_way_and_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_llama_is_exported_and_comes_back(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pretrained, resumed, fine-tuned, talked to; exported, imported, talked to again."""
-    steps = ("--train.steps", "8", "--run", "toy", *PLAIN)
-    command("pretrain", tmp_path, "llama", *TOY, "--train.steps", "4", *steps[2:])
-    command("pretrain", tmp_path, "llama", *TOY, *steps, "--resume")
-    command("sft", tmp_path, *SFT, "--run", "toy", *PLAIN)
-    run = tmp_path / "runs" / "toy"
-    assert "resumed at step 4" in capsys.readouterr().out
-    assert [manifest.steps(run / s / "checkpoints")[-1] for s in ("pretrain", "sft")] == [8, 6]
-    assert all(0 < line["loss"] < 10 for line in read_metrics(run / "pretrain") if "loss" in line)
-    command("export", tmp_path, "--run", "toy", "--to", "hf", "--dir", str(tmp_path / "hf"))
-    assert "step 6 of sft" in capsys.readouterr().out
-    modes = {path.name: path.stat().st_mode for path in (tmp_path / "hf").iterdir()}
+    """From the command line, and asked on both sides."""
+    out = folder.parent
+    command("export", out, "--run", "first", "--to", "hf", "--dir", str(out / "again"))
+    assert "step 7 of pretrain" in capsys.readouterr().out
+    modes = {path.name: path.stat().st_mode for path in (out / "again").iterdir()}
     assert modes["model.safetensors"] == modes["config.json"]
-    (tmp_path / "text.txt").write_text("The miller grinds the grain.\n", encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    command("import", Path(), "hf", "--run", "copy", "--stage", "sft", "--data", "text.txt")
-    copy = tmp_path / "runs" / "copy"
-    assert '"data": "' + str(tmp_path / "text.txt") in (copy / "sft" / "recipe.json").read_text(encoding="utf-8")
+    (out / "text.txt").write_text("The miller grinds the grain.\n", encoding="utf-8")
+    monkeypatch.chdir(out)
+    command("import", Path(), "again", "--run", "copy", "--stage", "sft", "--data", "text.txt")
+    copy = out / "runs" / "copy"
+    assert '"data": "' + str(out / "text.txt") in (copy / "sft" / "recipe.json").read_text(encoding="utf-8")
     assert [event["kind"] for event in read_events(copy / "sft")] == ["import"]
     facts = json.loads((copy / "run.json").read_text(encoding="utf-8"))
-    one, other = (load(RunDir(tmp_path, name), FP32, silent) for name in ("toy", "copy"))
-    assert facts["command"] == "quern import hf --run copy --stage sft --data text.txt --out ."
+    one, other = (load(RunDir(out, name), FP32, silent) for name in ("first", "copy"))
+    assert facts["command"] == "quern import again --run copy --stage sft --data text.txt --out ."
     assert facts["model"]["parameters"]["total"] == parameters(one.recipe).total
     before, after = one.model.state_dict(), other.model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     replies = []
-    for name in ("toy", "copy"):
+    for name, stage in (("first", "pretrain"), ("copy", "sft")):
         capsys.readouterr()
-        command("chat", tmp_path, "--run", name, "-p", "Who are you?", "--max-tokens", "8", *PLAIN)
+        command("complete", out, "--run", name, "--stage", stage, "-p", "Who are you?", "--max-tokens", "8", *PLAIN)
         replies.append(capsys.readouterr().out)
     assert replies[0] == replies[1]
 
