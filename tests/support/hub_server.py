@@ -4,8 +4,6 @@ import hashlib
 import http.server
 import io
 import json
-import socket
-import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -41,7 +39,6 @@ class Hub:
         sent: OWNER/NAME/PATH → other bytes than those that are listed.
         statuses: The answers to the next requests for files, instead of the file.
         cuts: The next answers of files break off after so many bytes; None for a whole one.
-        reset: They end by a reset, not by an orderly close.
         asked: (path, authorization, range) of each request.
     """
 
@@ -55,20 +52,11 @@ class Hub:
     sent: dict[str, bytes] = field(default_factory=dict)
     statuses: list[int] = field(default_factory=list)
     cuts: list[int | None] = field(default_factory=list)
-    reset: bool = False
     asked: list[tuple[str, str | None, str | None]] = field(default_factory=list)
 
     def files_asked(self) -> list[str]:
         """The paths of the files that were sent, in order."""
         return [path.partition("/cdn/")[2] for path, _, _ in self.asked if path.startswith("/cdn/")]
-
-
-class _Server(http.server.ThreadingHTTPServer):
-    def shutdown_request(self, request: socket.socket) -> None:  # type: ignore[override]
-        self.close_request(request)  # no orderly shutdown first, so that SO_LINGER 0 sends a reset
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        pass  # connections break on purpose here
 
 
 @contextmanager
@@ -131,10 +119,8 @@ def hub_server() -> Iterator[Hub]:
             cut = hub.cuts.pop(0) if hub.cuts else None
             with suppress(OSError):
                 self.wfile.write(body[start:][:cut])
-            if cut is not None and hub.reset:
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
-    server = _Server(("127.0.0.1", 0), Handler)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     hub.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
