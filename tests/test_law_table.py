@@ -43,9 +43,9 @@ def test_two_bars_for_one_law_and_an_empty_record_are_refused() -> None:
 
 def test_what_passed_is_written_and_the_rest_of_the_readme_stays(tmp_path: Path) -> None:
     report, page, laws = paths = [tmp_path / name for name in ("laws.xml", "README.md", "laws.md")]
-    values = (quoteattr(json.dumps(record("a = b", deviation))) for deviation in (3.26e-7, 1.0))
+    values = (quoteattr(json.dumps(record("a = b", deviation))) for deviation in (3.26e-7, 1.0, 2.0))
     case = "<testcase><properties><property name='law' value={}/></properties>{}</testcase>"
-    cases = map(case.format, values, ("", "<failure/>"))
+    cases = map(case.format, values, ("", "<failure/>", "<skipped/>"))
     report.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>", encoding="utf-8")
     page.write_text("before\n| a = b | stale |\n| a = c | kept |\n\nafter", encoding="utf-8")
     for _ in range(2):  # writing twice changes nothing more
@@ -53,6 +53,9 @@ def test_what_passed_is_written_and_the_rest_of_the_readme_stays(tmp_path: Path)
     row = "| a = b | ≤ 1e-5 | 3.3e-07 | [test_a.py](tests/laws/test_a.py) |"
     assert page.read_text(encoding="utf-8") == f"before\n{row}\n| a = c | kept |\n\nafter"
     assert laws.read_text(encoding="utf-8").endswith(f"|---|\n{row.replace('(tests', '(../tests')}\n")
+    page.write_text(row.replace("a = b", "a = c"), encoding="utf-8")
+    with pytest.raises(ValueError, match="no test recorded the law of this row of the page: . a = c"):
+        table.main(list(map(str, paths)))
 
 
 def test_the_pages_list_every_law_file_and_no_other() -> None:

@@ -216,7 +216,7 @@ class Stage:
                     meter.total = state.plans[-1][1] if state.plans else plan.steps
                     meter.at(state.step, self.shown(loss, tokens_per_second))
 
-                how = self.go_on, self.locked  # `quern run` locks, and goes on
+                how = self.go_on, self._lower_rates(origin), self.locked  # `quern run` locks, and goes on
                 code = loop.train(backend, batches, plan, folder, meter.log, advance, *how)
         if code == EXIT_DONE and self.mesh.main:
             self._tell_end(state)
@@ -235,6 +235,12 @@ class Stage:
                 f"warning: {counted(state.guard.skips, 'step')} had a loss or gradients that were not finite, and "
                 "changed nothing: if they are many, train again with lower rates"
             )
+
+    def _lower_rates(self, origin: Origin) -> str:
+        """The flag that halves the stage's rates; "" for a recipe whose rules use none."""
+        part, name = (self.stage, "lr_share") if self.stage in ("sft", "rl") else ("optim", "lr_scale")
+        rate = origin.recipe[part][name]
+        return "" if rate is None else f"--{flag(f'{part}.{name}')} {rate / 2:.3g}"
 
     def _has_finished(self) -> bool:
         """Whether the stage's last event is its end. A process that is killed after the last save leaves none."""

@@ -92,6 +92,7 @@ def train(
     log: Callable[[str], None],
     advance: Callable[[float, float | None], None] = lambda loss, tokens_per_second: None,
     go_on: str = "--resume",
+    lower_rates: str = "",
     more_follows: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> int:
@@ -100,7 +101,8 @@ def train(
     Args:
         folder: This rank's records; checkpoints are below its path.
         advance: Called after each step with its loss, and the tokens per second once they are known.
-        go_on: The command that continues a run that ended early, for the user, "" for none.
+        go_on: The command that continues a run that ended early, for the user, "" for none; lower_rates: its flag for
+            lower rates, "" for none.
         more_follows: Whether the caller begins something else after the last step.
         clock: Read before and after each step.
 
@@ -130,7 +132,7 @@ def train(
             log(f"stopped at step {run.step}: {error}")
             return EXIT_NOT_SAVED
         if code == EXIT_DIVERGED:
-            _explain_divergence(run, folder, log, go_on)
+            _explain_divergence(run, folder, log, f"{go_on} {lower_rates}".strip())
         elif code == EXIT_STOPPED:
             folder.event("stop", step=run.step, reason="signal")
             saved, advice = ", and saved" if plan.save_every else "", f": continue with `{go_on}`" if go_on else ""
@@ -249,8 +251,7 @@ def _count(run: Counters, result: StepResult, folder: Records) -> None:
 def _explain_divergence(run: Counters, folder: Records, log: Callable[[str], None], go_on: str) -> None:
     reason, advice = "there is no checkpoint yet", "lower the rates"
     if found := manifest.latest(folder.path / "checkpoints", log):
-        reason = f"the last good checkpoint is {found[0]}"
-        advice = f"go on from there with lower rates (--optim.lr-scale; --sft.lr-share, --rl.lr-share): `{go_on}`"
+        reason, advice = f"the last good checkpoint is {found[0]}", f"go on from there with lower rates, `{go_on}`"
     reason = f"{run.guard.skips_in_row} steps in a row were not finite; {reason}"
     folder.event("stop", step=run.step, reason=reason)
     log(f"stopped at step {run.step}: {reason}. Next, {advice}")

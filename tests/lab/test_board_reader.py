@@ -227,6 +227,7 @@ def test_a_study(tmp_path: Path) -> None:
     trials = [trial("gpt", 0, 1.25), trial("gpt", 1, 1.75), trial("idea", 0, None)]
     (folder / "trials.jsonl").write_text("".join(json.dumps(one) + "\n" for one in trials))
     verdicts = [{"idea": "idea", "axis": "steps", "n": 5, "mean": -0.1, "low": -0.2, "verdict": "worse"}, {}]
+    verdicts += [{"interval": [-0.2, None]}, {"interval": 3}]
     (folder / "verdicts.json").write_text(json.dumps(verdicts))
     board = Board(tmp_path)
     listing = board.listing("night")
@@ -238,6 +239,7 @@ def test_a_study(tmp_path: Path) -> None:
         ("idea", "diverged", 0),
     ]
     assert listing["runs"][2]["recipe"] == {"optim.lr": 0.2, "arm": "idea", "seed": 0, "data_seed": 0}
+    verdicts[2] |= {"low": -0.2, "high": None}  # of an earlier version
     assert listing["verdicts"] == verdicts
     found = ask(board, "0", x="seconds", y="val_bpb", study="night")
     assert (found["0"]["x"], found["0"]["y"]) == ([0.25, 0.5, 1.0], [2.0, 1.5, 1.25])

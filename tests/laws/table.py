@@ -39,7 +39,7 @@ def show(deviation: float | str) -> str:
 def records(report: Path) -> list[dict[str, Any]]:
     """What the `law` fixture recorded in tests that passed."""
     cases = ElementTree.parse(report).iter("testcase")
-    passed = (case for case in cases if case.find("failure") is None and case.find("error") is None)
+    passed = (case for case in cases if all(case.find(end) is None for end in ("failure", "error", "skipped")))
     found = (one for case in passed for one in case.iterfind("properties/property[@name='law']"))
     return [json.loads(one.attrib["value"]) for one in found]
 
@@ -77,9 +77,13 @@ def markdown(table: Sequence[Row], root: str) -> str:
 
 
 def updated(page: str, table: str) -> str:
-    """The page with the table's row in place of each line whose first cell is the row's."""
+    """The page with the table's row in place of each line whose first cell is the row's. Raises ValueError if the table
+    has no row for a law of the page."""
     rows = {line.split(" | ")[0]: line for line in table.splitlines()}
-    return "\n".join(rows.get(line.split(" | ")[0], line) for line in page.split("\n"))
+    lines = page.split("\n")
+    if gone := [line for line in lines if "](tests/laws/" in line and line.split(" | ")[0] not in rows]:
+        raise ValueError(f"no test recorded the law of this row of the page: {gone[0]}")
+    return "\n".join(rows.get(line.split(" | ")[0], line) for line in lines)
 
 
 def main(arguments: Sequence[str]) -> int:

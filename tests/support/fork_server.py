@@ -31,12 +31,11 @@ from quern.cli import main, options, verbs  # noqa: F401
 from quern.kernels.attention import autotune  # noqa: F401
 from quern.recipes import gpt  # noqa: F401
 from quern.stages import pretrain, rl, session, sft  # noqa: F401
-from quern.stages.jax import train as jax_train  # JAX itself starts in the children
 from quern.train import checkpoint, loop
 from tests.support.events import Events
 from tests.support.line_server import run_first, serve_forks
 
-TRAINING = "train stages/jax parallel optim model kernels records.py data/loader.py data/token_file.py".split()
+TRAINING = ("train", "parallel", "optim", "model", "kernels", "records.py", "data/loader.py", "data/token_file.py")
 PARTS: dict[CodeType, str] = {checkpoint.save.__code__: "save", loop.resume.__code__: "resume"}
 
 
@@ -59,7 +58,7 @@ def child(request: dict[str, Any], answer: int) -> int:
             os.write(answer, json.dumps({"place": place}).encode())
         os.kill(os.getpid(), which)
 
-    events = Events((*TRAINING,), kill and tuple(kill), die, PARTS)
+    events = Events((*TRAINING, "stages/jax"), kill and tuple(kill), die, PARTS)
     if kill or request.get("counted"):
         profiled(events)
     try:
@@ -73,6 +72,8 @@ def child(request: dict[str, Any], answer: int) -> int:
 
 
 if __name__ == "__main__":
+    from quern.stages.jax import train as jax_train  # JAX itself starts in the children
+
     session.measure_peak_flops = lambda machine: 1e12
     jax_train.measure_peak_flops = lambda dtype, mesh: 1e12  # type: ignore[assignment]
     at = sys.argv.index("--run") + 1

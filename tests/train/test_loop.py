@@ -19,6 +19,9 @@ from quern.recipe import ModelRecipe, Recipe
 from quern.recipes.llama import RECIPE
 from quern.records import StageFolder, read_events, read_metrics
 from quern.resolve import resolve
+from quern.runs.origin import Origin
+from quern.runs.run_dir import RunDir
+from quern.stages.session import Stage
 from quern.train import checkpoint, manifest
 from quern.train.guard import EXIT_DIVERGED, EXIT_DONE, EXIT_NOT_SAVED, EXIT_STOPPED
 from quern.train.loop import TrainingPlan, resume, train
@@ -53,14 +56,15 @@ def go(
     again: bool = False,
     seed: int = 0,
     more_follows: bool = False,
+    rates: str = "--optim.lr-scale",
 ) -> tuple[int, list[str]]:
     """Trains in the folder `path`; returns the exit code and what was said."""
     said, backend = list[str](), replace(toy_backend(state), seed=seed)
     with StageFolder(path) as folder:
         if again:
             resume(backend, folder.path / "checkpoints", said.append)
-        how = plan or toy_plan(), folder, said.append
-        code = train(backend, loader or toy_loader(), *how, more_follows=more_follows)
+        how = {"lower_rates": rates, "more_follows": more_follows}
+        code = train(backend, loader or toy_loader(), plan or toy_plan(), folder, said.append, **how)
     return code, said
 
 
@@ -180,19 +184,23 @@ def test_a_poisoned_step_is_skipped_recorded_and_training_goes_on(tmp_path: Path
     assert (state.guard.skips, state.guard.skips_in_row) == (1, 0)
 
 
-@pytest.mark.parametrize("saved", [True, False])
-def test_too_many_in_a_row_stop_and_name_the_last_good_checkpoint(saved: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("saved", "rate"), [(True, 0.5), (True, None), (False, 0.5)])
+def test_too_many_in_a_row_stop_and_name_the_last_good_checkpoint(
+    saved: bool, rate: float | None, tmp_path: Path
+) -> None:
+    stage, began = Stage(stage="pretrain", run_dir=RunDir(tmp_path, "r")), {"optim": {"lr_scale": rate}}
+    rates = stage._lower_rates(Origin("", recipe=began))  # pyright: ignore[reportPrivateUsage]
     first = 5 if saved else 1
     state = toy_state(toy_recipe(max_skips=2))
     # A save of every second step is due while the steps are not finite.
-    code, said = go(tmp_path, state, toy_plan(save_every=2), loader=poisoned_loader(*range(first, 12)))
+    code, said = go(tmp_path, state, toy_plan(save_every=2), loader=poisoned_loader(*range(first, 12)), rates=rates)
     assert code == EXIT_DIVERGED == 70
     (line,) = said
     good = tmp_path / "checkpoints" / "step-00000004"
     assert f"stopped at step {first + 3}: 3 steps in a row were not finite" in line
     assert (f"the last good checkpoint is {good}" if saved else "there is no checkpoint yet") in line
-    flags = "(--optim.lr-scale; --sft.lr-share, --rl.lr-share)"
-    advice = f"go on from there with lower rates {flags}: `--resume`" if saved else "lower the rates"
+    again = "--resume" if rate is None else "--resume --optim.lr-scale 0.25"
+    advice = f"go on from there with lower rates, `{again}`" if saved else "lower the rates"
     assert line.endswith(f"Next, {advice}")
     assert kinds(tmp_path)[-1] == "stop" and kinds(tmp_path).count("skip") == 3
     # Exactly the weights of the last clean step.

@@ -234,7 +234,12 @@ class Study:
     def tables(self) -> dict[str, Any]:
         """The registered rules, and the verdicts as they were written."""
         shown = {k: v for k, v in self.registered.items() if k not in ("recipe", "rungs", "plan")}
-        return {"registered": flat(shown), "verdicts": objects(self._verdicts.json([]))}
+        verdicts = objects(self._verdicts.json([]))
+        for row in verdicts:
+            match row:
+                case {"interval": [low, high]}:  # an earlier version wrote both ends as a pair
+                    row |= {"low": low, "high": high}
+        return {"registered": flat(shown), "verdicts": verdicts}
 
 
 def _runs(line: dict[str, Any]) -> list[dict[str, Any]]:
