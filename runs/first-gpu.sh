@@ -1,31 +1,38 @@
 #!/usr/bin/env bash
-# The first figures of a GPU, in parts. Each part has a time limit and writes its records at once; a part that fails or
-# runs out of time is told, and the next one begins.
+# The first figures of a GPU, in parts. Each part has a time limit and writes its records as it goes; a part that fails
+# or runs out of time is told, and the next one begins.
 #
 #   runs/first-gpu.sh FOLDER_OF_TEXT [PART …]     the text: 64 MB or more, to be read once
 #   TOY=1 runs/first-gpu.sh FOLDER_OF_TEXT        every part at toy size, on any machine
 #
-#   exact    each kernel against its plain twin, bf16 and fp16, odd lengths, windows, documents   5 minutes
-#   bench    training with a profile, attention, decoding, cross-entropy, RoPE, Muon, FP8,
-#            a minute of training on the text; each with a limit of its own                     15 minutes
-#   ladder   the baseline on the third and the fourth rung                                        10 minutes
-#   ideas    ten ideas (IDEAS="swiglu …") on the same rungs, as far as they come                  10 minutes
-#   jax      tokens/s of the JAX twin beside torch's                                              3 minutes
-#   serve    a server under load                                                                  3 minutes
+#   bench    its pieces, which can be asked for alone: bench-train, with a profile (at most 240 s), bench-attention
+#            (270), bench-decode (240), bench-kernels: cross-entropy, RoPE, Muon (160), bench-fp8 (210),
+#            bench-quality: half a minute of training on the text (270)
+#   exact    each kernel against its plain twin, bf16 and fp16, odd lengths, windows, documents (300)
+#   ladder   the baseline on the third and the fourth rung (540)
+#   ideas    ten ideas (IDEAS="swiglu …") on the same rungs, as far as they come (540)
+#   jax      tokens/s of the JAX twin beside torch's (180)
+#   serve    a server under load (240)
+#
+# Where a call ends after 600 s, and a machine after 1,800 s, the first machine's calls are
+#   bench-train bench-attention      exact bench-decode      bench-kernels bench-fp8 jax
+# (at most 510, 540 and 550 s), and a second machine's are
+#   bench-quality serve              ladder                  ideas
 #
 # OUT is the folder of the records, by default out/first-gpu; SCALE multiplies every limit (0.5: half the time).
 set -uo pipefail
 
 if [ $# -lt 1 ]; then
-    sed -n '2,17s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,25s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 data=$1
 shift
-all="exact bench ladder ideas jax serve"
+all="bench exact ladder ideas jax serve"
+pieces="bench-train bench-attention bench-decode bench-kernels bench-fp8 bench-quality"
 parts=${*:-$all}
 for name in $parts; do
-    [[ " $all " == *" $name "* ]] || { echo "$0: there is no part $name: use $all" >&2; exit 2; }
+    [[ " $all $pieces " == *" $name "* ]] || { echo "$0: there is no part $name: use $all $pieces" >&2; exit 2; }
 done
 . "$(dirname "$0")/find-quern.sh"
 project=$(cd "$(dirname "$0")/.." && pwd)
@@ -36,9 +43,9 @@ for idea in baseline $ideas; do files+=("$project/experiments/$idea.py"); done
 lab=(--study gpu --data "$data" --out "$out" --most-pairs 3 --any-delta)
 ladder=(lab ladder "${files[0]}" "${lab[@]}" --rungs 2 3)
 compare=(lab compare "${files[@]}" "${lab[@]}" --ladder --rungs 2 3 --every)
-quick=()
+flags=(--out "$out" --device cuda)  # without a GPU that works, refused
 if [ -n "${TOY:-}" ]; then
-    quick=(--quick)
+    flags=(--out "$out" --quick)
     toy=(--depth 1 --model.width 32 --model.head-dim 16 --model.context 32 --text.vocab-size 300 --train.steps 4
         --train.batch-tokens 64 --text.tokenizer-megabytes 0.1 --text.val-megabytes 0.01)
     ladder=(lab compare "${files[@]:0:2}" "${lab[@]}" "${toy[@]}")
@@ -53,7 +60,7 @@ part() {
     local name=$1 seconds began=$SECONDS code
     seconds=$(awk "BEGIN { print int($2 * ${SCALE:-1}) }")
     shift 2
-    [[ " $parts " == *" ${name%%-*} "* ]] || return 0
+    [[ " $parts " == *" $name "* || " $parts " == *" ${name%%-*} "* ]] || return 0
     echo "== $name, at most $seconds s"
     timeout --signal=INT --kill-after=20 "$seconds" "$@" 2>&1 | tee "$out/$name.log"
     code=${PIPESTATUS[0]}
@@ -62,16 +69,16 @@ part() {
     echo "== $name: exit code $code after $((SECONDS - began)) s"
 }
 
-part exact 300 "${quern[@]}" bench exactness --out "$out" "${quick[@]}"
-part bench-train 210 "${quern[@]}" bench train --no-start --out "$out" "${quick[@]}"
-part bench-attention 150 "${quern[@]}" bench attention --out "$out" "${quick[@]}"
-part bench-decode 120 "${quern[@]}" bench decode --out "$out" "${quick[@]}"
-part bench-loss 70 "${quern[@]}" bench cross-entropy --out "$out" "${quick[@]}"
-part bench-kernels 70 "${quern[@]}" bench rope muon --out "$out" "${quick[@]}"
-part bench-fp8 150 "${quern[@]}" bench fp8 --out "$out" "${quick[@]}"
-part bench-quality 150 "${quern[@]}" bench quality --data "$data" --depth 12 --minutes 1 --out "$out" "${quick[@]}"
-part ladder 600 "${quern[@]}" "${ladder[@]}"
-part ideas 600 "${quern[@]}" "${compare[@]}"
-part jax 180 "${quern[@]}" bench grug --out "$out" "${quick[@]}"
-part serve 180 "${quern[@]}" bench serve --out "$out" "${quick[@]}"
+bench=("${quern[@]}" bench)
+part bench-train 240 "${bench[@]}" train --no-start --rounds 3 "${flags[@]}"
+part bench-attention 270 "${bench[@]}" attention "${flags[@]}"
+part exact 300 "${bench[@]}" exactness "${flags[@]}"
+part bench-decode 240 "${bench[@]}" decode "${flags[@]}"
+part bench-kernels 160 "${bench[@]}" cross-entropy rope muon "${flags[@]}"
+part bench-fp8 210 "${bench[@]}" fp8 --rounds 3 "${flags[@]}"
+part bench-quality 270 "${bench[@]}" quality --data "$data" --depth 12 --minutes 0.4 "${flags[@]}"
+part ladder 540 "${quern[@]}" "${ladder[@]}"
+part ideas 540 "${quern[@]}" "${compare[@]}"
+part jax 180 "${bench[@]}" grug "${flags[@]}"
+part serve 240 "${bench[@]}" serve --rounds 2 "${flags[@]}"
 exit "$failed"

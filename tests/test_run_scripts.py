@@ -121,12 +121,16 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_next_one(tmp_path: Path) -
     assert subprocess.run(script, env=env, cwd=tmp_path, timeout=60, check=False).returncode == 1
     parts = [json.loads(line) for line in (tmp_path / "records/parts.jsonl").read_text("utf-8").splitlines()]
     assert [(one["part"], one["exit"]) for one in parts] == [
-        ("exact", 3),
-        *((f"bench-{name}", 0) for name in ("train", "attention", "decode", "loss", "kernels", "fp8", "quality")),
+        *(("bench-train", 0), ("bench-attention", 0), ("exact", 3)),
+        *((f"bench-{name}", 0) for name in ("decode", "kernels", "fp8", "quality")),
         *(("ladder", 0), ("ideas", 0), ("jax", 124), ("serve", 0)),
     ]
     calls = (tmp_path / "calls").read_text(encoding="utf-8").splitlines()
-    assert calls[8].startswith("lab ladder ") and calls[9].startswith("lab compare ") and "--rungs 2 3" in calls[9]
+    assert calls[7].startswith("lab ladder ") and calls[8].startswith("lab compare ") and "--rungs 2 3" in calls[8]
+    assert all(call.endswith(" --device cuda") for call in calls if call.startswith("bench "))
+    asked = [*script, "bench-fp8", "serve"]
+    assert subprocess.run(asked, env=env, cwd=tmp_path, timeout=60, check=False).returncode == 0
+    assert [call.split()[1] for call in (tmp_path / "calls").read_text("utf-8").splitlines()[11:]] == ["fp8", "serve"]
 
 
 @pytest.mark.parametrize("ranks", [3, 8])

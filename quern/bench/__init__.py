@@ -1,4 +1,4 @@
 """`quern bench`: speed of each part on this machine, one file per subject, and the records of what was measured.
 
-Only the command line imports this folder. gpu/ measures what only a GPU runs.
+Only the command line imports this folder.
 """

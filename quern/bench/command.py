@@ -15,7 +15,7 @@ import torch
 from quern.bench.data import Setup, encode, loading, packing, prepare, tokenizer
 from quern.bench.generate import decode, prefill
 from quern.bench.kernels import attention, cross_entropy, exactness, muon, rope, windows
-from quern.bench.measure import Figure, head, table, versions, write
+from quern.bench.measure import Figure, head, line_of, versions, write
 from quern.bench.options import BenchOptions
 from quern.bench.quality import quality
 from quern.bench.train import fp8, ranks, train
@@ -59,14 +59,6 @@ def run(options: BenchOptions, log: Callable[[str], None], command: str = "") ->
         log(line)
     named = options.what or list(BENCHMARKS)[: len(QUICK)]
     for what in dict.fromkeys(one for name in named for one in (GPU if name == "gpu" else [name])):
-        # Each benchmark starts with the same random numbers and threads, whichever ran before it; on a GPU without the
-        # memory and the compiled code of another.
-        torch.manual_seed(setup.seed)
-        torch.set_num_threads(machine.threads)
-        if setup.on_gpu:
-            torch.compiler.reset()
-            gc.collect()
-            torch.cuda.empty_cache()
         setup.settings.clear()
         measure(what, setup)
         failed = failed or "failures" in setup.settings
@@ -74,29 +66,43 @@ def run(options: BenchOptions, log: Callable[[str], None], command: str = "") ->
 
 
 def measure(what: str, setup: Setup) -> None:
-    """Runs a benchmark, writes its record and prints its figures."""
+    """Runs a benchmark, prints its figures and writes its record, after each of them; without a figure it replaces no
+    earlier record."""
     body, start, log = head(what, setup), time.monotonic(), setup.log
     measures: list[Figure] = []
-    interrupted = None
+    interrupted, path = None, setup.options.out / "bench" / f"{what}.json"
+
+    def keep() -> None:
+        seconds = round(time.monotonic() - start, 2)
+        body.update(rounds=setup.rounds, seconds=seconds, settings=setup.settings, measures=measures)
+        if measures or not path.exists():
+            write(path, body)
+
+    log(f"\n{what}  (load average before {body['load_average_before']:.1f})")
     try:
-        with waiting(f"the figures of {what}, which are printed together", log=log):
+        # Each benchmark starts with the same random numbers and threads, whichever ran before it; on a GPU without the
+        # memory and the compiled code of another.
+        torch.manual_seed(setup.seed)
+        torch.set_num_threads(setup.machine.threads)
+        if setup.on_gpu:
+            torch.compiler.reset()
+            gc.collect()
+            torch.cuda.empty_cache()
+        with waiting(f"the figures of {what}", log=log):
             for one in BENCHMARKS[what](setup):
                 measures.append(one)
+                keep()
+                log(line_of(one))
     except (Exception, KeyboardInterrupt) as error:  # also the end of a time limit, which keeps the figures so far
         if what not in GPU:
             raise
         setup.failed(what, error)
         interrupted = error if isinstance(error, KeyboardInterrupt) else None
-    seconds = round(time.monotonic() - start, 2)
-    body |= {"rounds": setup.rounds, "seconds": seconds, "settings": setup.settings}
-    path = setup.options.out / "bench" / f"{what}.json"
-    write(path, body | {"measures": measures})
-    log(f"\n{what}  ({seconds:.0f} s, load average before {body['load_average_before']:.1f})")
+    keep()
     sizes = {name.replace("_", " "): v for name, v in setup.settings.items() if not isinstance(v, dict)}
     if sizes:
         log("  " + ", ".join(f"{name} {f'{v:,}' if isinstance(v, int) else v}" for name, v in sizes.items()))
-    for line in (*table(measures), f"  record: {path}"):
-        log(line)
+    log(f"  after {body['seconds']:.0f} s{f', record: {path}' if measures else ', no figure'}")
     if interrupted is not None:
         raise interrupted
 

@@ -9,11 +9,13 @@ from torch.utils.benchmark.utils.timer import timer
 
 from quern.bench.data import Setup
 from quern.bench.material import reference
-from quern.bench.measure import Bench, Figure, alternate, call_seconds, figure, seconds_of
+from quern.bench.measure import Bench, Figure, Seconds, alternate, call_seconds, figure, seconds_of
 from quern.generate.cache import KVCache
+from quern.generate.compiled import SPAN, CompiledDecode
 from quern.generate.engine import Engine
 from quern.generate.sampling import Sampling
 from quern.machine import Machine
+from quern.model.base import LanguageModel
 from quern.model.count import parameters
 from quern.recipe import Resolved
 from quern.text.tokenizer import SPECIAL_TOKENS, Tokenizer
@@ -32,7 +34,7 @@ def prefill(setup: Setup) -> Iterator[Figure]:
 
 def decode(setup: Setup) -> Iterator[Figure]:
     """Reply tokens per second: eager, as a chat begins, and after `warm_up`, where the machine compiles. Of greedy
-    replies also the share of the memory's bandwidth."""
+    replies also the share of the memory's bandwidth, and that of the compiled step without the engine."""
     length, reply, batches = setup.sizes.prompt_tokens, setup.sizes.reply_tokens, setup.sizes.rows
     setup.settings.update(prompt_tokens=length, reply_tokens=reply, temperature="1, greedy: 0")
     ways = {"eager": (_engine(setup), 1.0)}
@@ -46,6 +48,10 @@ def decode(setup: Setup) -> Iterator[Figure]:
     ways[greedy] = fastest, _ = ways[faster][0], 0.0
     bandwidth, cache = copied_bytes_per_second(setup), KVCache(fastest.model, 1, fastest.context)
     yield figure("copying memory", "GB/s", bandwidth / 1e9)
+    if setup.machine.compile:
+        share = 100 * bytes_of_a_step(_recipe(setup), cache, 1, length + 1) / bandwidth
+        for name, seconds in step_alone(setup, fastest.model, fastest.context, length).items():
+            yield figure(f"batch 1, {name}: of the bandwidth", "%", share / seconds, f"{1e3 * min(seconds):.2f} ms")
     for rows in batches:
 
         def tail(engine: Engine, temperature: float, rows: int = rows) -> Callable[[], float]:
@@ -62,12 +68,28 @@ def decode(setup: Setup) -> Iterator[Figure]:
             yield figure(f"batch {rows}, warmed up / eager", "×", taken["eager"] / taken["warmed up"])
 
 
+@torch.inference_mode()
+def step_alone(bench: Bench, model: LanguageModel, context: int, length: int) -> Seconds:
+    """Times the compiled step of one row, without the engine; each call decodes from the same position."""
+    step, device = CompiledDecode(model, context), bench.machine.device
+    step.warm_up(1)
+    cache, tokens_BT = KVCache(model, 1, step.max_tokens), torch.zeros(1, length, dtype=torch.int64, device=device)
+    cache.prefill(model, tokens_BT, torch.full((1,), length, device=device), bench.machine.attention)
+    position_B, slots_S = cache.positions_B.clone(), torch.arange((length // SPAN + 1) * SPAN, device=device)
+
+    def once() -> object:
+        cache.positions_B.copy_(position_B)
+        return step(cache, tokens_BT[:, 0].contiguous(), slots_S)
+
+    return bench.seconds({"the compiled step alone": once})
+
+
 def _recipe(setup: Setup) -> Resolved:
     return reference(setup.quick, setup.seed, device=setup.machine.device.type)
 
 
 def _engine(setup: Setup) -> Engine:
-    return talking_engine(_recipe(setup), setup.machine)
+    return talking_engine(_recipe(setup), setup.machine, max_rows=max(64, *setup.sizes.rows))
 
 
 def copied_bytes_per_second(bench: Bench) -> float:
@@ -112,7 +134,7 @@ def pair_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 @torch.no_grad()
-def talking_engine(recipe: Resolved, machine: Machine, prefix_megabytes: float = 0) -> Engine:
+def talking_engine(recipe: Resolved, machine: Machine, prefix_megabytes: float = 0, max_rows: int = 64) -> Engine:
     """Returns an engine with a random model whose replies never end early or call a tool: the logits spread over the
     whole softcap, and those of the special tokens are zero, so that it draws one of them about once in a million
     tokens."""
@@ -124,4 +146,4 @@ def talking_engine(recipe: Resolved, machine: Machine, prefix_megabytes: float =
             parameter.copy_(torch.randn(parameter.shape, generator=numbers) * parameter.size(-1) ** -0.5)
     model.head.weight.mul_(model.head.weight.size(-1) ** 0.5)
     model.head.weight[list(tokenizer.special_ids.values())] = 0
-    return Engine(model.eval(), tokenizer, machine, prefix_megabytes=prefix_megabytes)
+    return Engine(model.eval(), tokenizer, machine, max_rows, prefix_megabytes)

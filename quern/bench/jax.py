@@ -33,17 +33,20 @@ if TYPE_CHECKING:
 
 NAMES = {"whole": "JAX, whole loss", "blocks": "JAX, blockwise loss"}
 STEPS = 4
+CUDA_TOKENS = 16_384
 
 
 def grug(setup: Setup) -> Iterator[Figure]:
     from quern.bench.measure import alternate, figure
     from quern.bench.train import take_step, training_state
 
-    recipe, machine = reference(setup.quick, setup.seed, setup.options.batch_tokens), setup.machine
+    machine, tokens = setup.machine, setup.options.batch_tokens or (CUDA_TOKENS if setup.on_gpu else None)
+    recipe = reference(setup.quick, setup.seed, tokens, machine.device.type)
     block_tokens = 16 if setup.quick else BLOCK_TOKENS
     order = {"recipe": recipe.to_json(), "block_tokens": block_tokens}
     order |= {"device": machine.device.type, "threads": machine.threads}
-    with start("quern.bench.jax", "JAX", order) as process:
+    # JAX would take three quarters of a GPU's memory, which PyTorch needs as well.
+    with start("quern.bench.jax", "JAX", order, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}) as process:
         facts = process.ask("facts")  # JAX compiles before PyTorch does
         state, batches = training_state(recipe, machine), [random_batch(recipe, seed) for seed in range(2)]
         take_step(state, recipe, machine, batches[0])  # compiles

@@ -47,8 +47,9 @@ from quern.recipe import Resolved
 
 HEAD_DIM, WINDOW, CONTEXT = 64, 1024, 2048
 EXACTNESS = (("bfloat16", 128), ("bfloat16", 64), ("float16", 128), ("bfloat16", 256), ("bfloat16", 32))
-BY_SHAPE = ((128, 16_384), (128, 4096))
-"""The shapes of flex_attention, which compiles for each."""
+FLEX_SHAPE = 128, 16_384
+FLEX = "flex_attention"
+"""The shape of flex_attention, which compiles for each."""
 FLOPS = {"forward": 1.0, "backward": 2.5}
 CAP = TanhCap(15.0)
 
@@ -60,29 +61,31 @@ def attention(setup: Setup) -> Iterator[Figure]:
     for E, T in sizes.shapes:
         rows, heads, place = sizes.tokens // T, sizes.width // E, f"T={T}{f', head dim {E}' * (E != HEAD_DIM)}"
         masks = example_masks(setup, rows, T)
-        compared = [*paths(setup), *([flex(setup)] if setup.on_gpu and (E, T) in BY_SHAPE else [])]
+        compared = [*paths(setup), *([flex(setup)] if setup.on_gpu and (E, T) == FLEX_SHAPE else [])]
         cases = {
             f"{place}, {name}: {path.name}": (mask, path)
-            for (name, mask), path in itertools.product(masks.items(), compared)
+            for name, mask in masks.items()
+            for path in (*compared, *([BLOCKED] if picked(setup, mask, T) == BLOCKED else []))
             if fits(path, kind_of(mask, T)) or not (setup.on_gpu or path.skips)  # such a path builds dense masks
         }
+        cases.pop(f"{place}, documents: {FLEX}", None)  # the blocks of its mask take long
         taken = attention_seconds(setup, cases, (rows, T, heads, E))
         for name, seconds in taken.items():
             yield figure(name, "ms", 1e3 * seconds)
             if setup.on_gpu:
                 case, _, way = name.rpartition(" ")
                 work = FLOPS[way] * 4 * rows * heads * E * pairs(cases[case][0], T)
-                yield figure(name, "TFLOP/s", work / 1e12 / seconds)
+                yield figure(f"{name}: rate", "TFLOP/s", work / 1e12 / seconds)
         yield from _gains(setup, place, T, masks, taken)
 
 
 def _gains(setup: Setup, place: str, T: int, masks: Mapping[str, MaskSpec], taken: Seconds) -> Iterator[Figure]:
-    """Yields the ratios of both passes together, of the paths that work."""
-    picked, cases = setup.machine.attention, {name.rpartition(" ")[0] for name in taken}
+    """Yields the ratios of the paths that work: of both passes together, and full / window of each pass."""
+    cases = {name.rpartition(" ")[0] for name in taken}
     both = {case: taken[f"{case} forward"] + taken[f"{case} backward"] for case in cases}
     full = None
     for name, mask in masks.items():
-        path = (picked.path(mask, T) if isinstance(picked, Picked) else BLOCKED).name
+        path = picked(setup, mask, T).name
         seconds = both.get(f"{place}, {name}: {path}")
         if seconds is None:
             continue
@@ -92,6 +95,16 @@ def _gains(setup: Setup, place: str, T: int, masks: Mapping[str, MaskSpec], take
             yield figure(f"{place}: full / {name}, as picked", "×", full / seconds)
         if path != SDPA.name and (stock := both.get(f"{place}, {name}: {SDPA.name}")) is not None:
             yield figure(f"{place}, {name}: sdpa / {path}", "×", stock / seconds)
+    window = next(name for name in masks if name.startswith("window"))
+    for case, seconds in taken.items():
+        path = case.removeprefix(f"{place}, {window}: ")
+        if path != case and (whole := taken.get(f"{place}, full: {path}")) is not None:
+            yield figure(f"{place}: full / {window}, {path}", "×", whole / seconds)
+
+
+def picked(bench: Bench, mask: MaskSpec, T: int) -> Backend:
+    chosen = bench.machine.attention
+    return chosen.path(mask, T) if isinstance(chosen, Picked) else BLOCKED
 
 
 def paths(bench: Bench) -> list[Backend]:
@@ -118,7 +131,7 @@ def flex(bench: Bench) -> Backend:
         heads_first = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
         return attend(*heads_first, block_mask=made[id(mask)][1], scale=scale, enable_gqa=K != H).transpose(1, 2)
 
-    return Backend("flex_attention", attend_flex, HIDING)
+    return Backend(FLEX, attend_flex, HIDING)
 
 
 def example_masks(bench: Bench, rows: int, T: int) -> dict[str, MaskSpec]:
@@ -137,15 +150,7 @@ def attention_seconds(bench: Bench, cases: Cases, shape: tuple[int, int, int, in
     """Times the cases that work, which alternate, by "<name> forward" and "<name> backward". shape: (B, T, H, E)."""
     q, k, v, grad = (bench.random(*shape, seed=i) for i in range(4))
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    forwards: dict[str, Callable[[], Tensor]] = {}
-    for name, (mask, path) in cases.items():
-        forward = partial(path.attend, q, k, v, mask, None)
-        try:
-            torch.autograd.grad(forward(), inputs, grad)
-        except Exception as error:  # kernels, drivers and the compiler raise errors of any type
-            bench.failed(name, error)
-        else:
-            forwards[name] = forward
+    forwards = {name: partial(path.attend, q, k, v, mask, None) for name, (mask, path) in cases.items()}
     return bench.passes(forwards, inputs, grad)
 
 
@@ -178,7 +183,7 @@ def exactness(bench: Bench) -> Iterator[Figure]:
                     case = f"{T} tokens, groups of {groups}, window {mask.window}"
                     case += "" if mask.documents_BT is None else ", documents"
                     worst = max(worst, (worst_error(ours, plain, inputs, grad), case))
-        except Exception as error:  # as above
+        except Exception as error:  # kernels, drivers and the compiler raise errors of any type
             bench.failed(place, error)
         else:
             yield figure(place, "relative", *worst)
@@ -190,7 +195,7 @@ def bound(attend: AttendFunction, mask: MaskSpec) -> Callable[..., Tensor]:
 
 def grid(bench: Bench) -> Iterator[tuple[int, int, MaskSpec]]:
     """Yields length, groups and mask of each case."""
-    lengths = (1, 17, 65) if bench.quick else (1, 17, 127, 129, 1000, 2049)
+    lengths = (1, 17, 65) if bench.quick or not bench.on_gpu else (1, 17, 127, 129, 1000, 2049)
     for T, window, groups in itertools.product(lengths, (None, 1, 64, 66, 5000), (1, 2, 4)):
         yield T, groups, MaskSpec(window)
     for T, window, each in itertools.product(lengths, (None, 64), (1, 7, 150)):
@@ -257,10 +262,13 @@ def cross_entropy(setup: Setup) -> Iterator[Figure]:
     (x, weight), (chunked, full) = loss_inputs(setup, *sizes), loss_paths(setup, sizes[0], sizes[2])
     for cap in (CAP, SigmoidCap(30.0, 7.5 * sizes[1] ** 0.5)):
         ours, plain = partial(chunked, cap=cap), partial(full, cap=cap)
-        error = worst_error(ours, plain, [x[:2048], weight], torch.ones((), device=x.device))
+        # The gradient of the sum over tokens: that of the mean is so small that `worst_error` takes it for zero.
+        grad = torch.full((), float(sizes[0]), device=x.device)
+        error = worst_error(ours, plain, [x[:2048], weight], grad)
         yield figure(f"chunked, {cap}: error", "relative", error)
     jobs = loss_jobs(setup, *sizes)
     taken = setup.seconds({name: jobs[name] for name in names})
+    names, whole = list(taken), [name for name in whole if {name, "chunked"} <= taken.keys()]
     yield from (figure(f"{name}: time", "ms", 1e3 * taken[name]) for name in names)
     yield from (figure(f"{name} / chunked: time", "×", taken[name] / taken["chunked"]) for name in whole)
     # On a CPU in processes of their own: memory that an earlier call has freed, and the allocator keeps, would count.
@@ -311,7 +319,7 @@ def loss_jobs(bench: Bench, N: int, D: int, V: int) -> dict[str, Job]:
 
 def rope(bench: Bench) -> Iterator[Figure]:
     """GB/s and error of the rotation, alone and with the norm of queries and keys."""
-    B, T, H, E = (2, 16, 2, 8) if bench.quick else (32, 2048, 6, 128)
+    B, T, H, E = (2, 16, 2, 8) if bench.quick else (256 if bench.on_gpu else 32, 2048, 6, 128)
     x, grad = bench.random(B, T, H, E).requires_grad_(), bench.random(B, T, H, E, seed=1)
     cos, sin = rotary_table(torch.arange(T, device=x.device)[None], E, 1e5)
     turned, normed = {"cos": cos, "sin": sin}, {"cos": cos, "sin": sin, "gain": 1.2}

@@ -14,7 +14,7 @@ import platform
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -92,15 +92,30 @@ class Bench:
         """Returns the seconds of each job, called once in each round: for jobs that take long."""
         return alternate(self.rounds, {name: partial(seconds_of, job) for name, job in jobs.items()})
 
+    def working(self, jobs: Mapping[str, Job]) -> dict[str, Job]:
+        """Returns the jobs that can be called; the others are said and recorded."""
+        found: dict[str, Job] = {}
+        for name, job in jobs.items():
+            try:
+                job()
+                self.machine.synchronize()
+            except Exception as error:  # kernels, drivers and the compiler raise errors of any type
+                self.failed(name, error)
+            else:
+                found[name] = job
+        return found
+
     def seconds(self, jobs: Mapping[str, Job]) -> Seconds:
-        """Returns the seconds of a call of each job, after one that is not counted."""
-        timed = {name: partial(call_seconds, job, self.machine, self.quick) for name, job in jobs.items()}
+        """Returns the seconds of a call of each job that works, after calls that are not counted."""
+        working = self.working(jobs)
+        timed = {name: partial(call_seconds, job, self.machine, self.quick) for name, job in working.items()}
         return alternate(self.rounds, timed)
 
     def passes(self, forwards: Mapping[str, Callable[[], Tensor]], inputs: Sequence[Tensor], grad: Tensor) -> Seconds:
-        """Returns the seconds of "<name> forward" and "<name> backward": the time of both passes less the forward."""
-        both = {name: lambda f=f: torch.autograd.grad(f(), inputs, grad) for name, f in forwards.items()}
-        taken = self.seconds({**{f"{name} forward": f for name, f in forwards.items()}, **both})
+        """Returns the seconds of "<name> forward" and "<name> backward", the time of both passes less the forward, of
+        what works."""
+        both = self.working({name: lambda f=f: torch.autograd.grad(f(), inputs, grad) for name, f in forwards.items()})
+        taken = self.seconds({**{f"{name} forward": forwards[name] for name in both}, **both})
         found: Seconds = {}
         for name in both:
             found[f"{name} forward"] = first = taken[f"{name} forward"]
@@ -177,14 +192,11 @@ def number(value: float) -> str:
     return f"{value:,.{digits}f}"
 
 
-def table(figures: Iterable[Figure]) -> list[str]:
-    """Returns one line for each figure: name, median, unit, spread, note."""
-    rows = [
-        (f["name"], number(f["median"]), f["unit"], f"{number(f['low'])} .. {number(f['high'])}", f.get("note", ""))
-        for f in figures
-    ]
-    name, median, unit, spread = (max((len(row[i]) for row in rows), default=0) for i in range(4))
-    return [f"  {a:{name}}  {b:>{median}} {c:{unit}}  {d:>{spread}}  {e}".rstrip() for a, b, c, d, e in rows]
+def line_of(one: Figure) -> str:
+    """Returns the line of a figure: name, median, unit, spread, note."""
+    spread = f"{number(one['low'])} .. {number(one['high'])}"
+    line = f"  {one['name']:48}  {number(one['median']):>7} {one['unit']:8}  {spread:>18}  {one.get('note', '')}"
+    return line.rstrip()
 
 
 def versions() -> dict[str, str]:
@@ -200,6 +212,7 @@ def head(what: str, bench: Bench) -> dict[str, Any]:
         "what": what,
         "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": bench.machine.describe(),
+        "notes": list(bench.machine.notes),
         "versions": versions(),
         "seed": bench.seed,
         "quick": bench.quick,

@@ -65,7 +65,8 @@ class BenchOptions(DeviceOptions):
     def __post_init__(self) -> None:
         tokens = self.batch_tokens or 1024
         if tokens % 512:
-            raise ValueError(f"--batch-tokens must be a multiple of the 512 tokens of a row, not {tokens}")
+            row = "the 512 tokens of a row (on CUDA 2,048)"
+            raise ValueError(f"--batch-tokens must be a multiple of {row}, not {tokens}")
         if "ranks" in self.what and tokens < 1024 and not self.quick:
             raise ValueError(f"ranks has two ranks of a row each: set --batch-tokens 1024, not {tokens}")
         none = self.train is self.data is None

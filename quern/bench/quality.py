@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from quern.bench.data import Setup
-from quern.bench.material import sizes_of
+from quern.bench.material import reference, sizes_of
 from quern.bench.measure import Figure, figure
 from quern.data.packing import windows
 from quern.eval.bits_per_byte import bits_per_byte
@@ -37,7 +37,10 @@ def quality(setup: Setup) -> Iterator[Figure]:
     given = setup.options
     minutes, layers = (QUICK_MINUTES, 1) if setup.quick else (given.minutes, given.depth)
     depth: Any = {} if layers is None else {"depth": layers}
-    usual = replace(RECIPE, **depth, seed=setup.seed, train=TrainRecipe(minutes=minutes))
+    micro: Any = {}
+    if setup.on_gpu and not setup.quick:
+        micro = {"micro_batch_tokens": reference(False, setup.seed, device="cuda").train.micro_batch_tokens}
+    usual = replace(RECIPE, **depth, seed=setup.seed, train=TrainRecipe(minutes=minutes, **micro))
     asked = ("train.minutes", *depth)
     if given.train and given.val:
         text = replace(RECIPE.text, val_megabytes=ALL_MEGABYTES)

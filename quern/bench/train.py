@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -49,8 +49,19 @@ ROUND_SECONDS = 2.5
 STARTS, START_STEPS = 3, 4
 START_NOTES = {"cold": "everything compiled", "warm": "the compiler's cache is there", "eager": "eager"}
 RANKS, STEPS = 2, 6
+LEARNING_STEPS = 20
+"""Steps on one batch, whose last loss shows whether a dtype learns."""
 TRACED_STEPS = 3
 """Steps of a timeline, and of a profile of kernels."""
+
+KINDS = {
+    "rotation": "turn_kernel norm_gradient_kernel",
+    "attention": "flash fmha forward_kernel query_gradient key_gradients statistics_k attend_ sdpa",
+    "loss": "loss_kernel",
+    "matrix products": "gemm nvjet cutlass xmma cublas scaled_mm ::mm ::bmm ::baddbmm ::addmm",
+    "copies": "memcpy memset ::copy_",
+}
+"""Kinds of work by parts of a kernel's name, of which the first match counts; other kernels are elementwise work."""
 
 
 def training_state(recipe: Resolved, machine: Machine, model: LanguageModel | None = None) -> TrainState:
@@ -89,15 +100,26 @@ def train(setup: Setup, fp8: bool = False) -> Iterator[Figure]:
         return measure_peak_flops(machine, setup.sizes.product)
 
     first = next(iter(sizes))
-    usual = min([seconds_at(first) for _ in range(4)][1:])  # the first one compiles
+    learned = [take_step(state, recipe, machine, random_batch(recipe, 0))[1] for _ in range(LEARNING_STEPS)]
+    reset_peak_memory(machine.device)  # the first one compiled
+    usual = min(seconds_at(first) for _ in range(3))
     steps = {tokens: 2 if setup.quick else max(1, round(ROUND_SECONDS / usual * first / tokens)) for tokens in sizes}
-    reset_peak_memory(machine.device)
+    flops, dtype = FlopCounter(recipe).per_token(), str(machine.dtype).removeprefix("torch.")
+    setup.settings.update(
+        sizes_of(recipe),
+        batch_tokens=" and ".join(f"{tokens:,}" for tokens in sizes),
+        micro_batch_tokens=recipe.train.micro_batch_tokens,
+        MFLOP_per_token=round(flops / 1e6, 2),
+        steps_per_round=" and ".join(str(steps[tokens]) for tokens in sizes),
+    )
+    yield figure("loss of a batch", "nats", learned[-1], f"its {LEARNING_STEPS}th step, {learned[0]:.3f} at the first")
+    if setup.on_gpu:
+        yield figure("memory", "GB", peak_memory(machine.device) / 1e9, f"at most, in steps of {first:,} tokens")
     peaks, taken = [peak()], []
     for _ in range(setup.rounds):
         for tokens in sizes:
             taken.append(statistics.median(seconds_at(tokens) for _ in range(steps[tokens])))
             peaks.append(peak())
-    flops, dtype = FlopCounter(recipe).per_token(), str(machine.dtype).removeprefix("torch.")
     speeds = np.resize(list(sizes), len(taken)) / taken
     usage = 100 * flops * speeds / np.convolve(peaks, [0.5, 0.5], "valid")
     sheet = data_sheet(machine)
@@ -110,16 +132,8 @@ def train(setup: Setup, fp8: bool = False) -> Iterator[Figure]:
             yield figure(f"MFU of the data sheet, {step}", "%", 100 * flops / sheet * speeds[rounds], note)
     yield figure("matmul peak", "TFLOP/s", 1e-12 * np.array(peaks), dtype)
     if setup.on_gpu:
-        yield figure("memory", "GB", peak_memory(machine.device) / 1e9, "at most, of these steps")
-        yield from slowest_kernels(lambda: seconds_at(first), True, usual)
+        yield from slowest_kernels(lambda: seconds_at(first), True, statistics.median(taken[:: len(sizes)]))
     yield from starts
-    setup.settings.update(
-        sizes_of(recipe),
-        batch_tokens=" and ".join(f"{tokens:,}" for tokens in sizes),
-        micro_batch_tokens=recipe.train.micro_batch_tokens,
-        MFLOP_per_token=round(flops / 1e6, 2),
-        steps_per_round=" and ".join(str(steps[tokens]) for tokens in sizes),
-    )
 
 
 def fp8(setup: Setup) -> Iterator[Figure]:
@@ -135,19 +149,26 @@ def data_sheet(machine: Machine) -> float | None:
 
 
 def slowest_kernels(step: Callable[[], object], on_gpu: bool, usual: float) -> Iterator[Figure]:
-    """Percent of a step's usual seconds: the rest that no kernel takes, and the 15 kernels that take longest; on a CPU
-    operators."""
+    """Percent of a step's usual seconds: the rest that no kernel takes, the kinds of kernels, and the 15 kernels that
+    take longest; on a CPU operators."""
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as taken:
         for _ in range(TRACED_STEPS):
             step()
-    kernels: Any = Counter()  # of floats
+    kernels, kinds = cast(tuple[Any, Any], (Counter(), Counter()))  # of floats
     for event in taken.key_averages():
         # An operator's device time includes that of its kernels: on a GPU only kernels count.
-        if not on_gpu or event.device_type.name == "CUDA":
+        if not event.is_user_annotation and (not on_gpu or event.device_type.name == "CUDA"):
             spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-            kernels[f"kernel {event.key[:70]}"] += spent / 1e4 / TRACED_STEPS / usual
+            share = spent / 1e4 / TRACED_STEPS / usual
+            kernels[f"kernel {event.key[:70]}"] += share
+            kinds[kind_of_kernel(event.key)] += share
     yield figure("idle", "%", max(0.0, 100 - sum(kernels.values())))
-    yield from (figure(name, "%", share) for name, share in kernels.most_common(15))
+    yield from (figure(name, "%", share) for name, share in (*kinds.most_common(), *kernels.most_common(15)))
+
+
+def kind_of_kernel(name: str) -> str:
+    found = (kind for kind, parts in KINDS.items() if any(part in name.lower() for part in parts.split()))
+    return next(found, "elementwise")
 
 
 def _starts(setup: Setup) -> Iterator[Figure]:

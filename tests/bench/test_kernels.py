@@ -14,12 +14,13 @@ import torch
 from quern.bench import command
 from quern.bench.data import Setup
 from quern.bench.generate import bytes_of_a_step
-from quern.bench.kernels import attention_seconds, flex, pairs, worst_error
-from quern.bench.material import reference
+from quern.bench.kernels import attention_seconds, cross_entropy, flex, pairs, worst_error
+from quern.bench.material import SIZES, reference
 from quern.bench.measure import Figure, figure
 from quern.bench.options import BenchOptions
 from quern.bench.train import data_sheet, slowest_kernels
 from quern.generate.cache import KVCache
+from quern.kernels import cross_entropy as kernels
 from quern.kernels.attention.attend import MaskSpec, attend_plain, visible
 from quern.kernels.attention.autotune import PLAIN, Backend
 from quern.machine import Machine
@@ -61,6 +62,9 @@ def test_all_that_gpu_stands_for_runs(tmp_path: Path) -> None:
     medians = {(name, m["name"]): m["median"] for name, body in found.items() for m in body["measures"]}
     assert medians["exactness", "blocked, float32, head dim 16: error"] < 1e-5
     assert medians["cross-entropy", "chunked, TanhCap(limit=15.0): error"] < 2e-2
+    for name in ("train", "fp8"):
+        first = float(next(m["note"] for m in found[name]["measures"] if m["name"] == "loss of a batch").split()[-4])
+        assert medians[name, "loss of a batch"] < first, "both learn"
     assert "12 layers at dynamic scales" in found["fp8"]["settings"]["computed"]
     assert "computed" not in found["train"]["settings"]
     assert 0 < medians["decode", "batch 1, eager, greedy: of the bandwidth"] < 100
@@ -80,6 +84,12 @@ def test_a_benchmark_that_fails_or_runs_out_of_time_keeps_its_figures(
     def goes_on(setup: Setup) -> Iterator[Figure]:
         yield figure("all", "s", 3.0)
 
+    def looks(setup: Setup) -> Iterator[Figure]:
+        yield figure("one", "s", 1.0)
+        body = json.loads((tmp_path / "bench" / "muon.json").read_text(encoding="utf-8"))
+        assert [one["name"] for one in body["measures"]] == ["one"], "a killed process would lose it"
+        yield figure("two", "s", 2.0)
+
     monkeypatch.setattr(command, "BENCHMARKS", {"rope": fails, "muon": goes_on, "fp8": is_stopped, "encode": fails})
     code, found = measured(tmp_path, "rope", "muon")
     assert code == 1 and [body["measures"][0]["median"] for body in (found["rope"], found["muon"])] == [1.0, 3.0]
@@ -90,6 +100,10 @@ def test_a_benchmark_that_fails_or_runs_out_of_time_keeps_its_figures(
     assert json.loads((tmp_path / "bench" / "fp8.json").read_text(encoding="utf-8"))["measures"][0]["median"] == 2.0
     with pytest.raises(RuntimeError, match="no kernel image"):
         measured(tmp_path, "encode")
+    monkeypatch.setattr(command, "BENCHMARKS", {"rope": lambda setup: [][1], "muon": looks})
+    found = measured(tmp_path, "rope", "muon")[1]
+    assert found["rope"]["measures"], "an earlier record has figures, this one none"
+    assert len(found["muon"]["measures"]) == 2 and "failures" not in found["muon"]["settings"]
 
 
 def test_a_path_that_fails_stops_no_other() -> None:
@@ -98,6 +112,8 @@ def test_a_path_that_fails_stops_no_other() -> None:
     broken = Backend("broken", lambda *arguments: [][1])
     taken = attention_seconds(setup, {"a": (MaskSpec(), broken), "b": (MaskSpec(), PLAIN)}, (1, 8, 2, 4))
     assert list(taken) == ["b forward", "b backward"]
+    assert list(setup.seconds({"c": lambda: [][1], "d": lambda: 1})) == ["d"] and setup.settings["failures"].pop("c")
+    assert said.pop() == "  ! c: IndexError: list index out of range"
     assert said == ["  ! a: IndexError: list index out of range"] and list(setup.settings["failures"]) == ["a"]
 
 
@@ -130,6 +146,18 @@ def test_the_error_is_the_worst_of_output_and_gradients() -> None:
     assert worst_error(lambda x: x / 0, lambda x: 2 * x, [x], grad) == math.inf
 
 
+def test_a_wrong_gradient_of_the_loss_is_seen_at_the_size_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many tokens and as wide as there, which makes gradients small; the vocabulary is smaller."""
+    right = kernels.cross_entropy
+    wrong = lambda x, *rest: right(1.5 * x - 0.5 * x.detach(), *rest)  # noqa: E731 — the same loss
+    monkeypatch.setitem(SIZES, "quick", replace(SIZES["quick"], loss=(*SIZES["cuda"].loss[:2], 512)))
+    errors = []
+    for loss in (right, wrong):
+        monkeypatch.setattr(kernels, "cross_entropy", loss)
+        errors.append(next(cross_entropy(a_setup()))["median"])
+    assert errors[0] < 2e-2 and errors[1] == pytest.approx(0.5, abs=0.02)
+
+
 @pytest.mark.parametrize("window", [None, 1, 7, 100])
 def test_pairs_are_counted_as_the_mask_shows_them(window: int | None) -> None:
     ids = torch.tensor([[0] * 5 + [1] * 11 + [2] * 4, [0] * 20], dtype=torch.int32)
@@ -153,7 +181,10 @@ def test_shares_of_a_step_are_of_its_usual_time() -> None:
     seconds = time.perf_counter()
     step = lambda: [a @ a for _ in range(50)]  # noqa: E731
     step()
-    idle, first, *_ = slowest_kernels(step, False, 10 * (time.perf_counter() - seconds))
+    found = slowest_kernels(step, False, 10 * (time.perf_counter() - seconds))
+    idle, kind, *_ = figures = list(found)
+    first = next(one for one in figures if one["name"].startswith("kernel"))
+    assert kind["name"] == "matrix products" and kind["median"] >= first["median"]
     assert idle["name"] == "idle" and first["name"] == "kernel aten::mm" and 0 < first["median"] < 100
     assert idle["median"] <= 100 - first["median"]
 

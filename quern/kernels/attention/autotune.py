@@ -3,8 +3,7 @@
 A path is eligible if it is installed, agrees with the plain twin forward and backward on a small odd shape, and can be
 compiled where the machine compiles. The fastest eligible path at a usual shape wins; a later path must be clearly
 faster than an earlier one, so that the choice is the same at every start. A path that builds a dense mask serves
-windows and documents only if nothing else works, the blocked path included. `quern bench attention` times the paths, at
-smaller shapes.
+windows and documents only if nothing else works, the blocked path included. `quern bench attention` times the paths.
 """
 
 from __future__ import annotations
