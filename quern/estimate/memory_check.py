@@ -110,24 +110,26 @@ def _needed(resolved: Resolved, machine: Machine, dp: int, tp: int, zero: int) -
 
 
 def _remedy(recipe: Recipe, machine: Machine, mesh: Mesh, room: float) -> str:
-    """The settings that help: each row of the list comes on top of those before it."""
-    gpu, train, zero = machine.device.type == "cuda", recipe.train, mesh.zero
+    """The settings that help: each row of the list comes on top of those before it, or in the place of its flag's."""
+    gpu, train, zero, settings = machine.device.type == "cuda", recipe.train, mesh.zero, dict[str, int | str]()
+    resolved = resolve(recipe, mesh.dp)
+    context, held = resolved.model.context, resolved.micro_batch_rows
+    halves = [context * (held >> power) for power in range(1, held.bit_length())] or [context]
     rows: list[tuple[str, int | str, bool]] = [
-        ("train.micro-batch-tokens", resolve(recipe, mesh.dp).model.context, True),
+        *(("train.micro-batch-tokens", size, True) for size in halves),
         ("train.recompute", recipe.depth, True),
         ("zero", 3, mesh.dp > 1),
         ("train.optimizer-memory", "cpu", gpu),
     ]
-    advice = "set"
     for flag, value, possible in rows:
         if not possible:
             continue
-        advice += f" --{flag} {value}"
+        settings[flag] = value
         if flag == "zero":
             zero = 3
         else:
             train = replace(train, **{flag.removeprefix("train.").replace("-", "_"): value})
         needed = _needed(resolve(replace(recipe, train=train), mesh.dp), machine, mesh.dp, mesh.tp, zero)
         if needed.peak * (1 + ERROR) <= room:
-            return advice
+            return "set" + "".join(f" --{flag} {value}" for flag, value in settings.items())
     return f"set a smaller --depth{', or use more GPUs (quern lab plan)' if gpu else ''}"

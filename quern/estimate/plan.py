@@ -97,12 +97,15 @@ def _candidate(options: PlanOptions, cluster: Cluster, recipe: Resolved, dp: int
             layout = lay_out(made, DTYPES[options.dtype], dp, tp, zero)
         except ValueError as error:
             return Candidate(dp, tp, refusal=str(error))
-        traced = traced or activations(layout, device, options.compile)
+        traced, fitting = traced or activations(layout, device, options.compile), None
         for again in _settings(layout, fixed=options.recipe.train.micro_batch_tokens is not None):
-            train, needed = again.recipe.train, memory(again, device, options.compile, traced)
+            train = again.recipe.train
+            if train.micro_batch_tokens == fitting:
+                continue  # fewer blocks run again fit: more would only take longer
+            needed = memory(again, device, options.compile, traced)
             one = Candidate(dp, tp, zero, train.micro_batch_tokens, train.recompute, needed, optimizer_memory=place)
             if needed.peak <= room:
-                one = replace(one, step=predict(again, needed, cluster, flops))
+                one, fitting = replace(one, step=predict(again, needed, cluster, flops)), train.micro_batch_tokens
             else:
                 need = f"needs {needed.peak / GB:.1f} GB of the {room / GB:.1f} GB that are free"
                 one = replace(one, refusal=need)
@@ -146,8 +149,10 @@ def report(options: PlanOptions, cluster: Cluster, found: list[Candidate]) -> li
     lines += grid(HEAD, [_row(one, options, cluster, train.steps) for one in found])
     best, one_of = found[0], "one GPU" if options.gpu != "cpu" else "one rank"
     if best.step is None or best.memory is None:
-        more = f"use more GPUs (--gpus {2 * options.gpus})," if options.gpu != "cpu" else "use"
-        remedy = f"{more} a smaller --depth, or --train.micro-batch-tokens {recipe.model.context}"
+        ways = [f"more GPUs (--gpus {2 * options.gpus})"] * (options.gpu != "cpu") + ["a smaller --depth"]
+        if (options.recipe.train.micro_batch_tokens or 0) > recipe.model.context:  # otherwise the smallest was tried
+            ways.append(f"--train.micro-batch-tokens {recipe.model.context}")
+        remedy = f"use {', or '.join(ways)}"
         if all(one.memory is None for one in found):  # none was cut so far that its memory could be counted
             remedy = "use fewer --gpus, or a larger --train.batch-tokens"
         return [*lines, "", "why", *_refusals(found), "", f"Nothing fits: {remedy}"]
@@ -161,7 +166,7 @@ def report(options: PlanOptions, cluster: Cluster, found: list[Candidate]) -> li
     lines += ["", f"{one_of} sends per step"]
     lines += [f"  {kind:22} {size / GB:9.3f} GB" for kind, size in best.step.traffic.items()] or ["  nothing"]
     refusals = _refusals(found)
-    return [*lines, *(["", "why not the others", *refusals] if refusals else []), "", *ASSUMED]
+    return [*lines, *(["", "what does not fit", *refusals] if refusals else []), "", *ASSUMED]
 
 
 HEAD = ("dp", "tp", "zero", "micro-batch", "again", "memory GB", "products", "pointwise", "update", "model", "data",

@@ -156,6 +156,15 @@ def test_where_no_setting_helps_the_model_is_too_large(
         memory_check(asked, machine, alone(), print, room)
 
 
+def test_the_refusal_advises_the_largest_micro_batch_that_fits() -> None:
+    needed = {
+        rows: memory(lay_out(resolve(recipe(micro_batch_tokens=64 * rows)), CPU.dtype, 1, 1, 2), "cpu", False).peak
+        for rows in (8, 16)
+    }
+    room = 1.1 * (needed[8] + needed[16]) / 2
+    assert advice(recipe(micro_batch_tokens=4096), CPU, alone(), room) == {"train.micro-batch-tokens": "512"}
+
+
 def test_a_model_that_needs_numbers_is_not_held_up() -> None:
     class Curious(GPT):
         def forward(self, tokens_BT: torch.Tensor, context: object) -> torch.Tensor:

@@ -31,14 +31,16 @@ def test_every_layout_is_tried_and_the_best_comes_first(tmp_path: Path, capsys: 
     refused = [one for one in found if one["step"] is None]
     assert [one["tp"] for one in refused] == [8] and "use --tp of one of" in refused[0]["refusal"]
     shown = capsys.readouterr().out
-    assert "best: dp" in shown and "why not the others" in shown and "dp 2 × tp 8: 8 shards cannot share" in shown
+    assert "best: dp" in shown and "what does not fit" in shown and "dp 2 × tp 8: 8 shards cannot share" in shown
 
 
 def test_a_layout_that_does_not_fit_is_refused_with_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--gpus", "1", "--gpu", "rtx4090", "--model.width", "16384", "--model.head-dim", "128")
     (only,) = planned(tmp_path, *flags, code=1)["candidates"]
     assert only["step"] is None and "GB of the 22.0 GB" in only["refusal"]
-    assert "Nothing fits: use more GPUs (--gpus 2), a smaller --depth" in capsys.readouterr().out
+    assert "Nothing fits: use more GPUs (--gpus 2), or a smaller --depth\n" in capsys.readouterr().out
+    planned(tmp_path, *flags, "--train.micro-batch-tokens", "4096", code=1)
+    assert "a smaller --depth, or --train.micro-batch-tokens 512\n" in capsys.readouterr().out
     planned(tmp_path, "--gpus", "1024", "--model.context", "512", code=1)
     shown = capsys.readouterr().out
     assert "dp 1,024 × tp 1: a batch of 128 rows cannot feed 1,024 replicas: raise --train.b" in shown
