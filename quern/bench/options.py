@@ -38,8 +38,8 @@ class BenchOptions(DeviceOptions):
     seed: Seed = 0
     """Seed of the weights and the data."""
     batch_tokens: Count | None = None
-    """`train`, `fp8`, `ranks`, `grug`: tokens of one optimizer step. Default: 4,096; 65,536 for `train` and `fp8` on
-    CUDA. A micro-batch has at most as many."""
+    """`train`, `fp8`, `ranks`, `grug`: tokens of one optimizer step. Default: 4,096; on CUDA 65,536 for `train` and
+    `fp8`, 16,384 for `grug`. A micro-batch has at most as many."""
     trace: Path | None = None
     """`ranks`: also write a timeline of some steps to this file, for ui.perfetto.dev. Default: none."""
     start: bool = True

@@ -14,7 +14,7 @@ import torch
 from quern.bench import command
 from quern.bench.data import Setup
 from quern.bench.generate import bytes_of_a_step
-from quern.bench.kernels import attention_seconds, cross_entropy, flex, pairs, worst_error
+from quern.bench.kernels import attention, attention_seconds, cross_entropy, flex, pairs, worst_error
 from quern.bench.material import SIZES, reference
 from quern.bench.measure import Figure, figure
 from quern.bench.options import BenchOptions
@@ -22,7 +22,7 @@ from quern.bench.train import data_sheet, slowest_kernels
 from quern.generate.cache import KVCache
 from quern.kernels import cross_entropy as kernels
 from quern.kernels.attention.attend import MaskSpec, attend_plain, visible
-from quern.kernels.attention.autotune import PLAIN, Backend
+from quern.kernels.attention.autotune import BLOCKED, PLAIN, SDPA, Backend, Picked
 from quern.machine import Machine
 from quern.train.state import build_model
 from tests.support.deviation import random
@@ -117,6 +117,21 @@ def test_a_path_that_fails_stops_no_other() -> None:
     assert said == ["  ! a: IndexError: list index out of range"] and list(setup.settings["failures"]) == ["a"]
 
 
+class OnGpu(Setup):
+    on_gpu = True  # type: ignore[assignment]
+
+
+def test_on_a_gpu_the_picked_path_is_compared_and_no_name_stands_twice() -> None:
+    """With tiny sizes, and kernels that a CPU has."""
+    chosen = Picked({"full": SDPA, "window": BLOCKED, "growing": BLOCKED, "documents": SDPA})
+    setup = OnGpu(replace(CPU, attention=chosen), quick=True, rounds=1, log=lambda line: None)
+    units = [(one["name"], one["unit"]) for one in attention(setup)]
+    names = [name for name, _ in units]
+    assert len(set(names)) == len(names) and ("T=64, full: sdpa forward: rate", "TFLOP/s") in units
+    assert {"T=64, window 16: blocked forward", "T=64: full / window 16, as picked"} <= set(names)
+    assert not any("documents: blocked" in name for name in names)
+
+
 class Slow(torch.autograd.Function):
     """Doubles x; the forward pass takes 0.1 s."""
 
@@ -184,7 +199,7 @@ def test_shares_of_a_step_are_of_its_usual_time() -> None:
     found = slowest_kernels(step, False, 10 * (time.perf_counter() - seconds))
     idle, kind, *_ = figures = list(found)
     first = next(one for one in figures if one["name"].startswith("kernel"))
-    assert kind["name"] == "matrix products" and kind["median"] >= first["median"]
+    assert kind["name"] == "time: matrix products" and kind["median"] >= first["median"]
     assert idle["name"] == "idle" and first["name"] == "kernel aten::mm" and 0 < first["median"] < 100
     assert idle["median"] <= 100 - first["median"]
 
