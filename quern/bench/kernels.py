@@ -47,9 +47,8 @@ from quern.recipe import Resolved
 
 HEAD_DIM, WINDOW, CONTEXT = 64, 1024, 2048
 EXACTNESS = (("bfloat16", 128), ("bfloat16", 64), ("float16", 128), ("bfloat16", 256), ("bfloat16", 32))
-FLEX_SHAPE = 128, 16_384
-FLEX = "flex_attention"
-"""The shape of flex_attention, which compiles for each."""
+FLEX, FLEX_SHAPE = "flex_attention", (128, 16_384)
+"""torch's attention, and the only shape at which it is compared: it compiles for each shape and mask."""
 FLOPS = {"forward": 1.0, "backward": 2.5}
 CAP = TanhCap(15.0)
 
