@@ -7,9 +7,11 @@ not fit even a tenth below it is refused. A GPU has its own memory, CPU ranks sh
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,6 +32,7 @@ PLENTY = 4
 """The exact need is counted where its upper bound is more than this part of the room."""
 INTERPRETER_BYTES = 5e8
 """Python, torch and the compiler, of each rank on a CPU; on a GPU, its context and NCCL take more than that."""
+MORE_RANKS = (2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def machine_memory() -> float:
@@ -72,8 +75,7 @@ def memory_check(
         the need is not known beforehand.
 
     Raises:
-        ValueError: It cannot fit; the message holds the numbers, and settings that fit, if there are any. Or its model
-            cannot be cut.
+        ValueError: It cannot fit; the message holds the numbers and a setting that fits. Or its model cannot be cut.
     """
     room = room_of_a_rank(machine, mesh) if room is None else room
     resolved = resolve(recipe, mesh.dp)
@@ -109,27 +111,52 @@ def _needed(resolved: Resolved, machine: Machine, dp: int, tp: int, zero: int) -
     return memory(lay_out(resolved, machine.dtype, dp, tp, zero), machine.device.type, machine.compile)
 
 
+def _cut(recipe: Recipe, mesh: Mesh) -> bool:
+    """Whether the shards can share the model."""
+    try:
+        return mesh.tp == 1 or bool(shard_model(weightless(resolve(recipe, mesh.dp)), mesh))
+    except ValueError:
+        return False
+
+
 def _remedy(recipe: Recipe, machine: Machine, mesh: Mesh, room: float) -> str:
-    """The settings that help: each row of the list comes on top of those before it, or in the place of its flag's."""
-    gpu, train, zero, settings = machine.device.type == "cuda", recipe.train, mesh.zero, dict[str, int | str]()
-    resolved = resolve(recipe, mesh.dp)
-    context, held = resolved.model.context, resolved.micro_batch_rows
-    halves = [context * (held >> power) for power in range(1, held.bit_length())] or [context]
-    rows: list[tuple[str, int | str, bool]] = [
-        *(("train.micro-batch-tokens", size, True) for size in halves),
-        ("train.recompute", recipe.depth, True),
-        ("zero", 3, mesh.dp > 1),
-        ("train.optimizer-memory", "cpu", gpu),
-    ]
-    for flag, value, possible in rows:
-        if not possible:
-            continue
-        settings[flag] = value
-        if flag == "zero":
-            zero = 3
-        else:
-            train = replace(train, **{flag.removeprefix("train.").replace("-", "_"): value})
-        needed = _needed(resolve(replace(recipe, train=train), mesh.dp), machine, mesh.dp, mesh.tp, zero)
-        if needed.peak * (1 + ERROR) <= room:
-            return "set" + "".join(f" --{flag} {value}" for flag, value in settings.items())
-    return f"set a smaller --depth{', or use more GPUs (quern lab plan)' if gpu else ''}"
+    """The first that helps: smaller micro-batches, blocks that run again, ZeRO-3, more GPUs, a smaller model."""
+
+    def fits(other: Recipe, dp: int = mesh.dp, zero: int = mesh.zero) -> bool:
+        made = resolve(other, dp)
+        least = 2 * machine.dtype.itemsize * parameters(made).total / mesh.tp / (dp if zero == 3 else 1)
+        if least > room:  # the parameters and their gradients: to count the rest takes seconds for many layers
+            return False
+        return _needed(made, machine, dp, mesh.tp, zero).peak * (1 + ERROR) <= room
+
+    def with_train(other: Recipe, **fields: Any) -> Recipe:
+        return replace(other, train=replace(other.train, **fields))
+
+    resolved, gpu, depth = resolve(recipe, mesh.dp), machine.device.type == "cuda", recipe.depth
+    context, tokens = resolved.model.context, resolved.train.micro_batch_tokens
+    while tokens > context:
+        tokens = max(context, tokens // 2)
+        if fits(with_train(recipe, micro_batch_tokens=tokens)):
+            return f"set --train.micro-batch-tokens {tokens}"
+    smallest, least = with_train(recipe, micro_batch_tokens=context), f"--train.micro-batch-tokens {context}"
+    counts = range(recipe.train.recompute, depth + 1)
+    enough = bisect_left(counts, True, key=lambda blocks: fits(with_train(smallest, recompute=blocks)))
+    if enough < len(counts):
+        return f"set {least} --train.recompute {counts[enough]}"
+    if mesh.dp > 1 and mesh.zero == 2 and fits(with_train(smallest, recompute=depth), zero=3):
+        return f"set --zero 3 {least} --train.recompute {depth}"
+    if gpu and fits(with_train(smallest, recompute=depth, optimizer_memory="cpu")):
+        return f"set --train.optimizer-memory cpu {least} --train.recompute {depth}"
+    rows = max(1, resolved.train.batch_tokens // context)
+    for times in MORE_RANKS if gpu else ():  # CPU ranks would share the same memory
+        if mesh.dp * times <= rows and fits(smallest, dp=mesh.dp * times):
+            more = f"--ranks {mesh.world.size * times}"
+            return f"train on more GPUs, {more} {least} (quern lab plan says which way)"
+    # Micro-batches of one row; some architectures pair their layers.
+    step = 2 if depth % 2 == 0 else 1
+    depths = [replace(recipe, depth=each) for each in range(step, depth, step)]
+    smaller = [with_train(one, micro_batch_tokens=resolve(one).model.context) for one in depths if _cut(one, mesh)]
+    if fitting := bisect_left(smaller, True, key=lambda one: not fits(one)):
+        found = smaller[fitting - 1]
+        return f"set --depth {found.depth} --train.micro-batch-tokens {found.train.micro_batch_tokens}"
+    return "no depth fits: set a smaller --model.context, --text.vocab-size or --model.width"
