@@ -41,6 +41,7 @@ ideas=${IDEAS:-bigram trigram wide_mlp value_embeddings_all swiglu no_smear head
 files=()
 for idea in baseline $ideas; do files+=("$project/experiments/$idea.py"); done
 lab=(--study gpu --data "$data" --out "$out" --most-pairs 3 --any-delta)
+[ -n "${TOY:-}" ] || lab+=(--device cuda)
 ladder=(lab ladder "${files[0]}" "${lab[@]}" --rungs 2 3)
 compare=(lab compare "${files[@]}" "${lab[@]}" --ladder --rungs 2 3 --every)
 flags=(--out "$out" --device cuda)  # without a GPU that works, refused
@@ -62,7 +63,7 @@ part() {
     shift 2
     [[ " $parts " == *" $name "* || " $parts " == *" ${name%%-*} "* ]] || return 0
     echo "== $name, at most $seconds s"
-    timeout --signal=INT --kill-after=20 "$seconds" "$@" 2>&1 | tee "$out/$name.log"
+    timeout --signal=INT --kill-after=10 "$seconds" "$@" 2>&1 | tee "$out/$name.log"
     code=${PIPESTATUS[0]}
     [ "$code" -eq 0 ] || failed=1
     printf '{"part": "%s", "exit": %d, "seconds": %d}\n' "$name" "$code" $((SECONDS - began)) >> "$out/parts.jsonl"

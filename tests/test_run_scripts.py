@@ -127,7 +127,7 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_next_one(tmp_path: Path) -
     ]
     calls = (tmp_path / "calls").read_text(encoding="utf-8").splitlines()
     assert calls[7].startswith("lab ladder ") and calls[8].startswith("lab compare ") and "--rungs 2 3" in calls[8]
-    assert all(call.endswith(" --device cuda") for call in calls if call.startswith("bench "))
+    assert all(" --device cuda" in call for call in calls)
     asked = [*script, "bench-fp8", "serve"]
     assert subprocess.run(asked, env=env, cwd=tmp_path, timeout=60, check=False).returncode == 0
     assert [call.split()[1] for call in (tmp_path / "calls").read_text("utf-8").splitlines()[11:]] == ["fp8", "serve"]

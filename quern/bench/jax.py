@@ -70,6 +70,8 @@ def answers(order: dict[str, Any], requests: Iterator[str]) -> Iterator[dict[str
     keep_freed_memory()
     if order["device"] == "cpu":
         use_cpu(order["threads"])
+    elif jax.default_backend() != "gpu":
+        raise ValueError("JAX has no GPU here, and would be compared on the CPU: install jax[cuda13] or jax[cuda12]")
     # The twin's callables in place of the named ones, which import torch.
     recipe = Resolved.from_json(order["recipe"], make_model=init_parameters, make_rules=rules)
     dtype = choose_dtype(None)

@@ -86,7 +86,8 @@ def take_step(state: TrainState, recipe: Resolved, machine: Machine, batch: Batc
 def train(setup: Setup, fp8: bool = False) -> Iterator[Figure]:
     machine = setup.machine
     recipe = reference(setup.quick, setup.seed, setup.options.batch_tokens, machine.device.type)
-    starts = list(_starts(setup)) if setup.options.start and not fp8 else []
+    if setup.options.start and not fp8:
+        yield from _starts(setup)
     model = build_model(recipe, machine, recipe.seed)
     if fp8:
         setup.settings["computed"] = str(use_fp8(model))
@@ -133,7 +134,6 @@ def train(setup: Setup, fp8: bool = False) -> Iterator[Figure]:
     yield figure("matmul peak", "TFLOP/s", 1e-12 * np.array(peaks), dtype)
     if setup.on_gpu:
         yield from slowest_kernels(lambda: seconds_at(first), True, statistics.median(taken[:: len(sizes)]))
-    yield from starts
 
 
 def fp8(setup: Setup) -> Iterator[Figure]:

@@ -1,8 +1,9 @@
 """The command line: a verb, a recipe's name or file, and the recipe's fields as flags.
 
 The flags are the fields of dataclasses (options.py, or the file of the stage). A user error is printed as one
-line, without a traceback. Ctrl-C during imports is one line too. The exit codes are those of `train/guard.py`; 1 for
-an error; 2 for an unknown verb; 130 after Ctrl-C; 141 where nobody reads the output.
+line, without a traceback, unless the disk of the output is full. Ctrl-C during imports is one line too. The exit codes
+are those of `train/guard.py`; 1 for an error; 2 for an unknown verb; 130 after Ctrl-C; 141 where nobody reads the
+output.
 """
 
 from __future__ import annotations

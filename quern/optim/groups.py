@@ -82,7 +82,8 @@ def make_groups(
     found = Counter((name, id(p)) for parameters in reported.values() for name, p in parameters)
     expected = Counter((name, id(p)) for name, p in all_parameters)
     if wrong := sorted({name for name, _ in (found - expected) | (expected - found)}):
-        raise ValueError(f"correct parameter_groups(): {', '.join(wrong)} must be in exactly one optimizer group")
+        told = f"{', '.join(wrong)}: missing, named twice, or not the model's"
+        raise ValueError(f"every parameter must be in exactly one optimizer group; correct parameter_groups(): {told}")
     unknown = sorted(set(reported) - set(rules))
     if unknown:
         raise ValueError(f"no optimizer group is called {', '.join(unknown)}: use one of {', '.join(rules)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -136,7 +136,6 @@ def run(
     """
     mesh = mesh or alone()
     mesh.progress.begin(EVALUATING)
-    machine = replace(machine, dtype=mesh.world.broadcast_object(machine.dtype))  # each rank has measured its own
     stages = run_dir.require_trained(asked.stage)
     evaluation = _Evaluation(run_dir, machine, mesh, log, asked, asked.find(run_dir.out, mesh, log))
     prepared, kinds = None, list[str]()

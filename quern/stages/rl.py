@@ -90,8 +90,7 @@ def _run(asked: Recipe, session: Session) -> int:
         row_tokens=recipe.model.context,
         together=recipe.rl.updates,
     )
-    rounds = -(-recipe.train.save_every // recipe.rl.updates)
-    plan = replace(plan, evaluators=[(1, tally), *plan.evaluators], save_every=rounds * recipe.rl.updates)
+    plan = replace(plan, evaluators=[(1, tally), *plan.evaluators])
     replies = recipe.rl.groups * recipe.rl.samples
     told = (
         f"reinforcement learning: {counted(plan.steps, 'step')} of {replies} replies to {recipe.rl.groups} questions "
@@ -156,6 +155,10 @@ def rl_recipe(asked: Recipe, base: Resolved) -> Resolved:
     quarter = max(1, rl.steps // VALIDATIONS)
     own["eval_every"], own["save_every"] = own["eval_every"] or quarter, own["save_every"] or quarter
     recipe = resolve(replace(base, train=replace(base.train, **own), rl=with_absolute_paths(asked).rl))
+    if rl.steps % rl.updates:
+        raise ValueError(f"rl.steps must be a multiple of rl.updates, {rl.updates}, not {rl.steps}: it counts updates")
+    rounds = -(-recipe.train.save_every // rl.updates)  # checkpoints are between rounds
+    recipe = replace(recipe, train=replace(recipe.train, save_every=rounds * rl.updates))
     return fine_tuning_rates(recipe, recipe.rl.lr_share, recipe.train.batch_tokens)
 
 

@@ -23,7 +23,7 @@ from typing import Any, Literal, TextIO
 EXIT_DONE = 0
 EXIT_DIVERGED = 70  # EX_SOFTWARE: too many steps in a row were not finite; the message names the last good checkpoint
 EXIT_NOT_SAVED = 74  # EX_IOERR: a checkpoint or the records could not be written; earlier ones are intact
-EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped by a signal after a whole step, and saved: resume to continue
+EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped by a signal after a whole step (in RL a round), and saved: resume to continue
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 

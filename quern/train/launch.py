@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quern import compiler
+from quern.kernels.attention.autotune import select_attention
 from quern.machine import Machine
 from quern.mesh import EVALUATING, Mesh, PeersLostError, alone, connect, disconnect
 from quern.process import environment, prompt_signals, set_child_env, waiting
@@ -238,6 +239,7 @@ def agreed(machine: Machine, mesh: Mesh, log: Callable[[str], None]) -> Machine:
     if machine.dtype == torch.bfloat16 and not narrow:
         log(f"rank {mesh.rank} computes in fp32, because another rank does")
         machine = replace(machine, dtype=torch.float32)
+        machine = machine if machine.attention is None else select_attention(machine)  # it was picked for bf16
     if machine.compile and not compiled:
         log(f"rank {mesh.rank} runs eagerly, because another rank does")
         compiler.set_eager(True)

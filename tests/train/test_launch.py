@@ -15,6 +15,7 @@ import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from quern.kernels.attention.autotune import PLAIN
 from quern.machine import Machine
 from quern.mesh import Mesh
 from quern.records import read_metrics
@@ -47,15 +48,16 @@ def test_an_error_of_the_system_has_its_path_and_what_to_do() -> None:
 
 def chosen(mesh: Mesh) -> list[object]:
     said: list[str] = []
-    own = Machine(torch.device("cpu"), (torch.bfloat16, torch.float32)[mesh.rank], compile=mesh.rank == 1, threads=1)
+    dtype = (torch.bfloat16, torch.float32)[mesh.rank]
+    own = Machine(torch.device("cpu"), dtype, compile=mesh.rank == 1, threads=1, attention=PLAIN)
     all_use = launch.agreed(own, mesh, said.append)
-    return [str(all_use.dtype), all_use.compile, said]
+    return [str(all_use.dtype), all_use.compile, all_use.attention == PLAIN, said]
 
 
 def test_ranks_use_what_all_of_them_have(ranks: Ranks) -> None:
-    """Numbers of two types, or gradients in two orders, would meet in one sum."""
-    first = ["torch.float32", False, ["rank 0 computes in fp32, because another rank does"]]
-    second = ["torch.float32", False, ["rank 1 runs eagerly, because another rank does"]]
+    """Numbers of two types, or gradients in two orders, would meet in one sum. Attention is picked again for fp32."""
+    first = ["torch.float32", False, False, ["rank 0 computes in fp32, because another rank does"]]
+    second = ["torch.float32", False, True, ["rank 1 runs eagerly, because another rank does"]]
     assert ranks(2, "tests.train.test_launch:chosen") == [first, second]
 
 
