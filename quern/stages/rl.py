@@ -156,7 +156,8 @@ def rl_recipe(asked: Recipe, base: Resolved) -> Resolved:
     own["eval_every"], own["save_every"] = own["eval_every"] or quarter, own["save_every"] or quarter
     recipe = resolve(replace(base, train=replace(base.train, **own), rl=with_absolute_paths(asked).rl))
     if rl.steps % rl.updates:
-        raise ValueError(f"rl.steps must be a multiple of rl.updates, {rl.updates}, not {rl.steps}: it counts updates")
+        whole = -(-rl.steps // rl.updates) * rl.updates
+        raise ValueError(f"rl.steps must be a multiple of rl.updates, {rl.updates}, not {rl.steps}: set {whole}")
     rounds = -(-recipe.train.save_every // rl.updates)  # checkpoints are between rounds
     recipe = replace(recipe, train=replace(recipe.train, save_every=rounds * rl.updates))
     return fine_tuning_rates(recipe, recipe.rl.lr_share, recipe.train.batch_tokens)

@@ -48,7 +48,7 @@ class Window:
 
 
 def counts(run: Any) -> dict[str, float]:
-    """What a run (`Counters` of state.py) has done so far. Every line begins with it."""
+    """The counts with which every line begins. run: `Counters` of state.py."""
     return {"step": run.step, "tokens": run.tokens, "flops": run.flops.total, "seconds": round(run.seconds, 4)}
 
 

@@ -83,7 +83,7 @@ def test_what_is_not_asked_is_the_commands_default_not_the_bases() -> None:
         ({"train": TrainRecipe(keep=0)}, "train.keep must be a whole number between 1 and"),
         ({"rl": RlRecipe(samples=1)}, "rl.samples must be a whole number between 2 and"),
         ({"rl": RlRecipe(updates=17)}, "rl.updates must be at most rl.groups, 16, not 17"),
-        ({"rl": RlRecipe(updates=3, steps=7)}, "rl.steps must be a multiple of rl.updates, 3, not 7"),
+        ({"rl": RlRecipe(updates=3, steps=7)}, "rl.steps must be a multiple of rl.updates, 3, not 7: set 9"),
         ({"rl": RlRecipe(rewards=())}, "rl.rewards is empty: name what to practise"),
         ({"rl": RlRecipe(overlong_tokens=97)}, "rl.overlong-tokens must be at most rl.max-tokens, 96, not 97"),
     ],
