@@ -8,7 +8,7 @@ Changed: 2026-11-25T20:00, the hash was a sum of the ids, one of them times a pr
 Verdict: better on rung 0 (-0.0481 bits per byte, 3 pairs); multiplier × 1.500 [1.429, 1.576]. Study ladder-2. Before:
 old baseline: better on rung 0 (-0.0456 bits per byte, 3 pairs); multiplier × 1.452 [1.361, 1.551]. Study ladder-offset.
 Before: old baseline: better on rung 0 (-0.0632 bits per byte, 3 pairs); undecided on rung 1 (+0.0014 bits per byte, 3
-pairs); undecided on rung 2 (+0.0083 bits per byte, 2 pairs); multiplier × 0.991 [0.907, 1.085], fades. Study ladder.
+pairs); multiplier × 0.991 [0.907, 1.085], fades. Study ladder.
 
 Not the default, because both studies end within the first reading of the text. On 15.4 MB of English (depth 4, 4,096
 tokens a step, one seed) it is better by 0.063 bits per byte after 500 steps. In the third reading the training loss

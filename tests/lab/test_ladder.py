@@ -132,6 +132,24 @@ def test_multipliers_are_those_that_the_runs_were_drawn_with(climbed: Comparison
     assert told_ == ["too few pairs so far: idles"] and "idles" not in {cells[0] for cells in body}
 
 
+def test_a_page_tells_the_verdict_and_the_multiplier_of_the_highest_rung_that_is_judged(tmp_path: Path) -> None:
+    study, _ = climb(tmp_path / "experiments" / "records" / "study", every=True)
+    study.plan.facts.update(command="quern lab compare base.py", registered="")
+    for seed in sorted(runs := study.trials["grows", 2, None])[1:]:
+        del runs[seed]
+    page = ComparisonPage(study).page()
+    assert [one.rung for one in page.verdicts["grows"]] == [0, 1]
+    top = page.verdicts["grows"][-1]
+    assert top.decided and top.short.startswith("better on rung 1, × 1.2"), "one pair on rung 2 says nothing"
+    said = {
+        rung: [one.verdict for one in found.findings.values()] for rung, found in report.judgements_of(study).items()
+    }
+    assert f"Decided: {5 - said[0].count('undecided')} of 5 ideas on rung 0, " in page.files["study.md"]
+    assert f", {5 - said[2].count('undecided')} of 4 ideas on rung 2." in page.files["study.md"]
+    study.trials = {key: {seed: one} for key, found in study.trials.items() for seed, one in list(found.items())[:1]}
+    assert ComparisonPage(study).page().verdicts["grows"][-1].short == "undecided on rung 2"
+
+
 def test_worse_and_null_ideas_do_not_go_up(tmp_path: Path) -> None:
     study, drawn = climb(tmp_path / "study")
     up = {arm for arm, rung, _ in drawn.trained if rung > 0}
@@ -147,7 +165,7 @@ def test_worse_and_null_ideas_do_not_go_up(tmp_path: Path) -> None:
 def test_a_rung_that_gets_known_answers_wrong_is_not_to_be_used(climbed: Comparison, tmp_path: Path) -> None:
     answers = {"steady": ["better"], "fades": ["better", "no difference"], "wrecks": ["worse"], "absent": ["worse"]}
     text = "\n".join(report.calibration(climbed, 0, answers))
-    assert "3 of 4 known answers are right, 1 still open: do not use it" in text and "not measured" in text
+    assert "3 of 4 known answers are right, 1 still open: measure the others before it judges" in text
     assert "open" in next(line for line in text.splitlines() if "absent" in line) and "wrong" not in text
     assert "noise: SD of 6 seeds 0.00" in text and "8 pairs find an effect of 0.0" in text
     del answers["absent"]
@@ -155,7 +173,10 @@ def test_a_rung_that_gets_known_answers_wrong_is_not_to_be_used(climbed: Compari
     study, arms = make(tmp_path / "small", ["base", "slows"])
     start(study, arms, Drawn({"slows": {0: 0.98}}, noise=1e-4), ["slows"])
     for known, right in {"worse": 1, "worse, small": 1, "better, small": 0}.items():
-        assert f"{right} of 1 known answers" in "\n".join(report.calibration(study, 0, {"slows": [known]})), known
+        text = "\n".join(report.calibration(study, 0, {"slows": [known]}))
+        assert f"{right} of 1 known answers" in text and f": {'it may judge' if right else 'do not use it'}" in text, (
+            known
+        )
 
 
 def test_a_measured_speed_gives_a_multiplier_by_seconds_with_its_error(climbed: Comparison) -> None:

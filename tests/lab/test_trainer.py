@@ -205,10 +205,12 @@ def test_a_comparison_from_the_command_line(
     page = Path("docs/experiments/cap.md").read_text(encoding="utf-8")
     assert "(cap-multipliers.svg)" in page and str(text.parent) not in page
     assert re.search(
-        r"^Verdict: .+ on rung 0 \(.+, 3 pairs\); multiplier × ", Path("experiments/idea.py").read_text("utf-8"), re.M
+        r"^Verdict: .+ at 1x32, 4 steps \(.+, 3 pairs\); multiplier × ",
+        Path("experiments/idea.py").read_text("utf-8"),
+        re.M,
     )
     log = Path("experiments/LOG.md").read_text(encoding="utf-8")
-    assert "| idea | " in log and "old one" not in log
+    assert "| idea | " in log and "old one" not in log and "; it is 1x32, vocabulary 300, context 32, 4 steps" in log
     plan = Path("experiments/records/cap/study.json")
     plan.write_text(re.sub(r'"0": "\w+"', '"0": "other"', plan.read_text()))
     assert main.main(["lab", "log"]) == 0 and "old one" in Path("experiments/LOG.md").read_text(encoding="utf-8")

@@ -185,6 +185,11 @@ class Row:
     """FLOPs of the baseline by rung."""
 
     @property
+    def judged(self) -> list[int]:
+        """The rungs with a verdict or an interval, ascending: one or two pairs give neither."""
+        return sorted(at for at, one in self.findings.items() if one.verdict == "fails" or one.interval[1] < math.inf)
+
+    @property
     def course(self) -> Course | None:
         return course(*self.line(self.flops))
 
@@ -360,7 +365,9 @@ def calibration(study: Comparison, rung: int, answers: Mapping[str, Sequence[str
         lines.append([idea, " or ".join(expected), got, difference, "right" if ok else "open" if is_open else "wrong"])
     scores = base_scores(study, rung)
     known = [one.correlation for one in judgement.findings.values() if math.isfinite(one.correlation)]
-    usable = "it may judge" if right >= FEWEST_RIGHT * len(answers) else "do not use it"
+    unknown, needed = sum(line[2] == "not measured" for line in lines), FEWEST_RIGHT * len(answers)
+    poor = "do not use it" if right + unknown < needed else "measure the others before it judges"
+    usable = "it may judge" if right >= needed else poor
     spread = _measured(statistics.stdev(scores) if len(scores) > 1 else math.nan)
     undecided = f", {still_open} still open" if still_open else ""
     told_ = [

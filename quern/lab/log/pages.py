@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import dropwhile
 from pathlib import Path
@@ -19,15 +19,17 @@ from matplotlib.figure import Figure
 from quern.flags.recipe_flags import Arguments, parse
 from quern.lab.arms import Idea, read_idea
 from quern.lab.ladder.report import Row, calibration, interval, rows, signed, study_tables, told
-from quern.lab.ladder.study import Comparison, at_rung, numbers
+from quern.lab.ladder.study import Comparison, Rung, at_rung, numbers
 from quern.lab.options import CompareOptions
 from quern.lab.scaling.isoflop import CONVENTIONS
 from quern.lab.scaling.study import CELLS, FITS, Grid
 from quern.lab.search.results import FIGURE, RESULTS, TRIALS, best_line, importance_table, summary, trial_table
 from quern.lab.verdict import Finding
+from quern.recipe import Recipe
 from quern.recipes import load_recipe
 from quern.records import read_json, read_lines
 from quern.report.plots import log_ticks, svg
+from quern.resolve import resolve
 from quern.terminal import counted
 
 HEADER = "<!-- Generated from experiments/records by `quern lab log`. -->\n\n"
@@ -54,8 +56,9 @@ LABEL_POINTS = 7.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """A study's verdict on an idea on one rung. baseline: what identifies the baseline on that rung; old: it is another
-    one today; runs: runs of the idea that were judged; text: for the idea's docstring; short: for the index."""
+    """A study's verdict on an idea on one rung, -1 for a comparison at one size, which the ladder outranks. baseline:
+    what identifies the baseline on that rung; old: it is another one today; runs: runs of the idea that were judged;
+    text: for the idea's docstring; short: for the index."""
 
     study: str
     rung: int
@@ -81,8 +84,7 @@ class Page:
 
 def machine_line(facts: dict[str, Any]) -> str:
     """A sentence on the machine of a study's first start."""
-    machine = facts["machine"]
-    return f"Machine: {machine['processor']}, {machine['dtype']}, torch {machine['torch']}."
+    return "Machine: {processor}, {dtype}, torch {torch}.".format_map(facts["machine"])
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -148,7 +150,7 @@ class ComparisonPage:
     def page(self) -> Page:
         name, plan = self.study.name, self.study.plan
         files: dict[str, str] = {}
-        lines = [f"# {name}\n", self.setup() + "\n"]
+        lines = [f"# {name}\n", self.setup() + "\n", self.counts() + "\n"]
         if any(row.flops for row in self.rows):
             files[f"{name}-multipliers.svg"] = multipliers(self.rows)
             lines += [f"![Compute multipliers over the baseline's FLOPs]({name}-multipliers.svg)\n"]
@@ -178,20 +180,35 @@ class ComparisonPage:
         """One paragraph: what was compared with what."""
         plan = self.study.plan
         machines = {one.machine for runs in self.study.trials.values() for one in runs.values() if one.machine}
-        first = plan.rungs[str(min(self.rungs, default=min(map(int, plan.rungs))))]
-        size = ""
-        if first.width is not None:
-            size = f"{first.depth}x{first.width}, vocabulary {first.vocab_size:,}, context {first.context:,}, "
+        one = self.size(min(self.rungs, default=min(map(int, plan.rungs))))
         old = " **Its baseline is an old one: the defaults have changed since.**" if self.old else ""
         if self.aside:
             old += " **Flags of its command change the baseline, so no idea's file has these verdicts.**"
+        size = f"{one.depth}x{one.width}, vocabulary {one.vocab_size:,}, context {one.context:,}, {one.steps:,} steps"
         return (
-            f"Baseline `{plan.base}` on `{plan.data}` (text {plan.text}); the lowest rung is {size}{first.steps:,} "
-            f"steps of {first.batch_tokens:,} tokens. Registered {plan.facts['registered']}: {plan.metric}; "
-            f"δ {plan.delta:g}, α {plan.alpha:g} over {counted(len(self.study.ideas), 'idea')}, at most "
-            f"{plan.most_pairs} pairs. "
-            f"Trained on: {'; '.join(sorted(machines))}.{old}"
+            f"Baseline `{plan.base}` on `{plan.data}` (text {plan.text}); {'the lowest rung' if plan.ladder else 'it'} "
+            f"is {size} of {one.batch_tokens:,} tokens. Registered {plan.facts['registered']}: {plan.metric}; δ "
+            f"{plan.delta:g}, α {plan.alpha:g} over {counted(len(self.study.ideas), 'idea')}, at most {plan.most_pairs}"
+            f" pairs. Trained on: {'; '.join(sorted(machines))}.{old}"
         )
+
+    def size(self, rung: int) -> Rung:
+        """The size of the baseline on a rung, which of a comparison at one size is the recipe's own."""
+        plan, found = self.study.plan, self.study.plan.rungs[str(rung)]
+        if plan.ladder:
+            return found
+        own = resolve(at_rung(Recipe.from_json(self.study.arms[plan.base].recipe), found))
+        width, context, vocabulary = own.model.width, own.model.context, own.text.vocab_size
+        return replace(found, depth=own.depth, width=width, context=context, vocab_size=vocabulary)
+
+    def counts(self) -> str:
+        """How many ideas are decided on each rung, and how many of the decided ones are as their files expect."""
+        said = {rung: [row.findings[rung].verdict for row in self.rows if rung in row.judged] for rung in self.rungs}
+        decided = (f"{len(one) - one.count('undecided')} of {len(one)} ideas on rung {at}" for at, one in said.items())
+        yes, no = map([agreement(self.about(row.idea), row) for row in self.rows].count, ("yes", "no"))
+        told_ = f"Decided: {', '.join(decided)}. {yes} of {yes + no} decided ideas are as their files expect."
+        lines = [one for rung in self.rungs if self.answers for one in calibration(self.study, rung, self.answers)]
+        return " ".join([told_, *(f"R{one[1:]}." for one in lines if one.startswith("rung ") and ": 0 of" not in one)])
 
     def section(self) -> list[str]:
         """The study's section of experiments/LOG.md: a row for each idea, the largest multiplier first. A study with
@@ -205,24 +222,25 @@ class ComparisonPage:
             cells = (f"{one.verdict}, {signed(one.difference)} {interval(one)}" if one else "" for one in findings)
             trend = row.course.trend if row.course else ""
             body.append([row.idea, *cells, _multiplier(row), trend, about.direction or "", agreement(about, row)])
-        return [self.setup() + "\n", *table(head, body)]
+        return [self.setup() + "\n", self.counts() + "\n", *table(head, body)]
 
     def verdicts(self) -> dict[str, list[Verdict]]:
-        """The verdict on each idea, by rung. That on its highest rung also tells the multiplier and the trend. There is
-        none against a baseline that flags have changed: an idea's file compares with today's."""
+        """The verdict on each idea by rung, once it is judged there. That on the highest rung tells the multiplier and
+        the trend. There is none against a baseline that flags have changed: an idea's file compares with today's."""
         name, plan, found = self.study.name, self.study.plan, dict[str, list[Verdict]]()
         for row in () if self.aside else self.rows:
-            for rung, one in row.findings.items():
-                top = rung == max(row.findings)
-                short = f"{one.verdict} on rung {rung}"
+            for rung in row.judged or row.findings:
+                one, top, size = row.findings[rung], rung == max(row.judged, default=-1), self.size(rung)
+                place = f"on rung {rung}" if plan.ladder else f"at {size.depth}x{size.width}, {size.steps:,} steps"
+                short = f"{one.verdict} {place}"
                 text = f"{short} ({signed(one.difference)} bits per byte, {counted(one.pairs, 'pair')})"
                 if top and row.flops:
                     text, short = f"{text}; multiplier {_multiplier(row)}", f"{short}, {_multiplier(row)}"
                 if top and row.course:
                     text += f", {row.course.trend}"
                 baseline, runs = (plan.base, plan.text, plan.numbers[str(rung)]), one.pairs + one.failed
-                decided = one.verdict != "undecided"
-                verdict = Verdict(name, rung, baseline, self.old, runs, decided, text, short)
+                rank, decided = rung if plan.ladder else -1, one.verdict != "undecided"
+                verdict = Verdict(name, rank, baseline, self.old, runs, decided, text, short)
                 found.setdefault(row.idea, []).append(verdict)
         return found
 
@@ -239,7 +257,7 @@ def agreement(about: Idea, row: Row) -> str:
     """yes, no or open: whether the verdict on the highest rung is the expected one; "" without an expectation."""
     if about.direction is None or not row.findings:
         return ""
-    verdict = row.findings[max(row.findings)].verdict.partition(",")[0]
+    verdict = row.findings[max(row.judged)].verdict.partition(",")[0] if row.judged else "undecided"
     return "open" if verdict in ("undecided", "fails") else "yes" if verdict == about.direction else "no"
 
 
