@@ -6,6 +6,7 @@ The waits are in tests/support/waits.py: each runs as a verb of the command line
 
 import json
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -13,11 +14,12 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from quern.process import Child, start, together
+from quern.process import Child, peak_resident, start, together
 from tests.support.line_server import ROOT
 
 ECHO = """
@@ -105,6 +107,15 @@ def test_a_child_that_computes_ends_with_its_parent(tmp_path: Path) -> None:
         assert [child.ask(0), child.ask(600)] == [{"got": 0}, {"got": 600}]
         child.close()  # as the system does when the parent is killed
         assert child.process.wait(timeout=30) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(("platform", "unit"), [("darwin", 1), ("freebsd14", 1024)])
+def test_the_peak_of_memory_without_proc(monkeypatch: pytest.MonkeyPatch, platform: str, unit: int) -> None:
+    """Oracle: man 2 getrusage, by which macOS counts bytes and others kilobytes."""
+    monkeypatch.setattr("quern.process.Path", lambda path: Path("/nowhere"))
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=5_000_000))
+    assert peak_resident() == 5_000_000 * unit
 
 
 TOGETHER = """

@@ -3,16 +3,20 @@ an epoch holds every token of the corpus once, however long the documents. Each 
 whole, and for one that is shuffled in groups.
 """
 
+import inspect
 import itertools
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
+from quern.data import batch, packing, shards
+from quern.data import loader as loader_module
 from quern.data.batch import DOCUMENT_SIZE, Batches
 from quern.data.loader import SAVE_EVERY, Batch, Loader, StreamLoader
 from quern.data.packing import METHODS
@@ -204,6 +208,15 @@ def test_row_counts_of_other_batches_are_not_used(tmp_path: Path):
         loader = kind(Corpus.open(folder, "train"), **chosen)
         assert all(token_hash(loader, step) == token_hash(expected, step) for step in range(20)), other
     assert len(list((folder / "train-rows").iterdir())) == 1 + len(others)
+
+
+@pytest.mark.parametrize("module", [loader_module, batch, packing, shards])
+def test_row_counts_of_other_code_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType):
+    folder, source = write(tmp_path, documents()), inspect.getsource
+    for change in ("", "# a change"):
+        monkeypatch.setattr(inspect, "getsource", lambda one, more=change: source(one) + more * (one is module))
+        Counting(Corpus.open(folder, "train"), CONTEXT, BATCH_ROWS, SEED).batch(STEPS)
+    assert len(list((folder / "train-rows").iterdir())) == 2
 
 
 def test_groups_come_in_order_once_and_then_in_another_order():

@@ -56,6 +56,16 @@ def test_recipes_that_differ_in_no_product_are_counted_once() -> None:
         assert flop_counter(other) is not counter
 
 
+def test_padding_is_computed_like_tokens() -> None:
+    """A matrix product has 2 FLOPs for each weight and position forward, and 4 backward."""
+    shape = replace(SMALL, depth=1)
+    half = a_batch(shape)
+    half.tokens[:, 16:], half.mask[:, :16] = 0, True
+    full = replace(half, mask=np.ones_like(half.mask))
+    counter = FlopCounter(of(shape))
+    assert counter(half, 1.0).products == counter(full, 1.0).products > 3 * 32 * 6 * 48 * 101
+
+
 class Documents(GPT):
     def context(self, tokens_BT: torch.Tensor, progress: float = 1.0) -> CausalContext:
         return CausalContext((tokens_BT == 0).cumsum(1, dtype=torch.int32), progress=progress)

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from quern.serve.gate import HEADER_BYTES, Connection, Connections, Deadlines, Gate
+from quern.serve.gate import HEADER_BYTES, Connection, Connections, Deadlines, Gate, Pace
 from quern.serve.server import LOOPBACK, create_app
 from tests.serve.test_operations import ask, slow_engine
 from tests.support.http_server import running, web
@@ -200,6 +200,12 @@ def test_rates_believe_named_proxies_alone(trusted: list[str]) -> None:
             body = {"prompt": "x"}
             found.append(web.post(f"{url}/tokenize", json=body, headers={"x-forwarded-for": client}).status_code)
     assert found == [200, 200, 200 if trusted else 429]
+
+
+def test_a_limited_client_stays_limited_among_more_clients_than_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quern.serve.gate.MOST_CLIENTS", 2)
+    rate = Pace(1 / 60, 0, lambda: 100.0)
+    assert [rate.wait(client, patient=False) for client in "abaca"] == pytest.approx([0, 0, 60, 0, 60])
 
 
 def test_a_request_that_is_no_http_leaves_no_line_in_the_log(capsys: pytest.CaptureFixture[str]) -> None:

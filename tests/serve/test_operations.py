@@ -30,6 +30,7 @@ from quern.runs.run_dir import RunDir
 from quern.serve.access import Keys
 from quern.serve.gate import BURST, PACE, Gate, Pace
 from quern.serve.metrics import append_to
+from quern.serve.schema import ApiError
 from quern.serve.server import LOOPBACK, Source, create_app, listen, open_app, prepare_process, serve
 from quern.serve.worker import Limits, Models
 from quern.text.tokenizer import Tokenizer
@@ -117,6 +118,22 @@ def test_a_client_gains_requests_as_time_passes() -> None:
     now[0] = 1e6  # an hour of silence is worth a minute of requests
     assert [rate.wait("a", patient=False) for _ in range(7)] == pytest.approx([0] * 6 + [10])
     assert [pace.wait("a") for _ in range(BURST + 2)][-2:] == pytest.approx([0, 1 / PACE])
+
+
+def test_rows_that_wait_are_counted_and_what_waits_is_answered_at_the_end() -> None:
+    async def ask_it() -> None:
+        worker = Models({"toy": toy_engine()}, Limits(waiting=3)).find(None)
+        worker.submit(pytest.fail, rows=3)
+        with pytest.raises(ApiError, match="3 replies are waiting already") as busy:
+            worker.submit(pytest.fail)
+        call = asyncio.ensure_future(worker.call(pytest.fail))
+        await asyncio.sleep(0)
+        worker.stop()
+        with pytest.raises(ApiError, match="the server is stopping") as stopped:
+            await asyncio.wait_for(call, 5)
+        assert (busy.value.status, stopped.value.status) == (429, 503)
+
+    asyncio.run(ask_it())
 
 
 def test_what_is_loaded_is_not_searched_for_garbage_and_a_replaced_model_is_freed() -> None:

@@ -262,7 +262,7 @@ def records_of(data: bytes) -> Iterator[bytes]:
 def test_both_trackers_have_every_number_of_a_stage(cold: tuple[Path, list[dict[str, Any]]], stage: str) -> None:
     folder = cold[0] / "shards/runs/shards" / stage
     numbers = of_quern(folder)
-    assert {("loss", 6), ("val_loss", 6)} <= numbers.keys()
+    assert {("loss", 6), ("val_loss", 6), ("lr_multiplier", 6)} <= numbers.keys()
     assert dict(of_tensorboard(folder)) == {key: pytest.approx(value, rel=1e-6) for key, value in numbers.items()}
     found, (begun,) = of_wandb(folder)
     assert found == numbers
