@@ -10,10 +10,11 @@ A row's tokens do not depend on the other rows: it has its own cache, its own ra
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,8 +32,17 @@ from quern.text.tokenizer import Tokenizer
 
 PREFILL_TOKENS = 8192  # prompt tokens in one forward pass, padding included
 SHARE = 7  # seats of a request of many rows, for each one that stays free for others
-INTERLEAVED_TOKENS = 256
-"""Prompt tokens, or tokens of a text to score, that a server reads between two tokens of the replies that run."""
+
+
+class Policy(NamedTuple):
+    """How waiting prompts take their turns."""
+
+    tokens: int  # the most to read of prompts while rows run, so that these wait little
+    fair: bool  # generations leave seats to others
+
+
+THROUGHPUT = Policy(sys.maxsize, fair=False)  # reads prompts until no seat is free, when nobody watches
+INTERLEAVED = Policy(256, fair=True)  # a server's, which also reads a text to score in such parts
 
 
 def _overflow(prompt_tokens: int, context: int) -> ValueError:
@@ -120,7 +130,7 @@ class Engine:
 
         return produced()
 
-    def read(self, prompt: Sequence[int], top: int = 0, part: int = INTERLEAVED_TOKENS) -> Iterator[list[Token]]:
+    def read(self, prompt: Sequence[int], top: int = 0, part: int = INTERLEAVED.tokens) -> Iterator[list[Token]]:
         """Yields the tokens of a text after its first one with their log-probabilities, and `top` likeliest ones each.
 
         part: tokens read at a time, between two steps of other work. Raises ValueError for a text that is too long.
@@ -155,8 +165,8 @@ class Engine:
         calls: Grammar | None = None,
         must_call: bool = False,
     ) -> Generation:
-        """Queues prompts. Their rows join the running batch as seats are free, in the order of arrival; in `step` with
-        `prefill_tokens`, later ones pass a generation that has its share of seats.
+        """Queues prompts. Their rows join the running batch as seats are free, in the order of arrival; where `step`
+        has a fair policy, later ones pass a generation that has its share of seats.
 
         Args:
             prompts: Token ids starting with BOS, each prompt shorter than the context.
@@ -219,22 +229,19 @@ class Engine:
         self._wave, self._wave_cache = [], None
         self.batch.leave(self.batch.taken)
 
-    def step(self, prefill_tokens: int | None = None) -> None:
+    def step(self, policy: Policy = THROUGHPUT) -> None:
         """Computes one token for every running row of every generation, and prompts of waiting ones.
-
-        prefill_tokens: The most prompt tokens to read while rows run, so that these wait little. None reads prompts
-        until no seat is free: the highest throughput, when nobody watches.
 
         If it fails, all rows are lost, and the engine can be used again.
         """
         try:
             with torch.inference_mode():
-                self._step(prefill_tokens)
+                self._step(policy)
         except BaseException:
             self.reset()
             raise
 
-    def _step(self, prefill_tokens: int | None) -> None:
+    def _step(self, policy: Policy) -> None:
         if any(row.generation.cancelled for row in self.waiting):
             self.waiting = deque(row for row in self.waiting if not row.generation.cancelled)
         seats = zip(self.batch.taken, self.batch.rows, strict=True)
@@ -248,10 +255,9 @@ class Engine:
         busy = len(self.batch) > 0
         if busy:
             self.batch.decode(shrink=not self.waiting)
-        left = PREFILL_TOKENS if prefill_tokens is None else prefill_tokens
-        while left > 0 and (self._wave or self._next_wave(left, fair=prefill_tokens is not None)):
-            computed = self._read(left if busy else PREFILL_TOKENS)
-            left -= computed if prefill_tokens is not None else 0
+        left = policy.tokens
+        while left > 0 and (self._wave or self._next_wave(min(left, PREFILL_TOKENS), policy.fair)):
+            left -= self._read(min(left, PREFILL_TOKENS) if busy else PREFILL_TOKENS)
         if len(self.batch):
             self._choose()
 

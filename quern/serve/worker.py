@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from quern.generate.engine import INTERLEAVED_TOKENS, Engine
+from quern.generate.engine import INTERLEAVED, Engine
 from quern.generate.reply import Event, Generation
 from quern.serve.metrics import Metrics
 from quern.serve.schema import ApiError
@@ -193,7 +193,7 @@ class Worker:
             del function, future  # as in `call`
         if self._jobs:
             try:
-                self.engine.step(INTERLEAVED_TOKENS)
+                self.engine.step(INTERLEAVED)
             except Exception as error:  # the readers report the error; the worker goes on
                 _send([(job, error) for job in self._jobs])
                 self._jobs = []

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from itertools import groupby
 from typing import Any, cast
 
-from quern.generate.engine import Engine
+from quern.generate.engine import THROUGHPUT, Engine, Policy
 from quern.generate.reply import Completion, Delta, Event, Generation, Token
 from quern.serve.server import create_app
 from quern.text.tokenizer import Tokenizer
@@ -63,7 +63,7 @@ class Parrot(Engine):
         self.coming.append(done)
         return self.open
 
-    def step(self, prefill_tokens: int | None = None) -> None:
+    def step(self, policy: Policy = THROUGHPUT) -> None:
         if not self.coming:  # a prompt was scored: nothing is generated
             return
         if len(self.coming) == 1 and self.failure is not None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from quern.generate.engine import Engine
+from quern.generate.engine import THROUGHPUT, Engine, Policy
 from quern.machine import Machine
 from quern.model.gpt import GPT
 from quern.model.unet import UNet
@@ -79,9 +79,9 @@ class Hooked(Engine):
         super().__init__(other.model, other.tokenizer, other.machine, other.max_rows)
         self._before = before
 
-    def step(self, prefill_tokens: int | None = None) -> None:
+    def step(self, policy: Policy = THROUGHPUT) -> None:
         self._before()
-        super().step(prefill_tokens)
+        super().step(policy)
 
 
 def toy_engine(
