@@ -35,15 +35,15 @@ def is_eager() -> bool:
 
 
 @contextmanager
-def eager(on: bool = True) -> Iterator[None]:
-    """Runs what this thread does inside as it is written, even what has been compiled; on=False: compiled again.
+def eager() -> Iterator[None]:
+    """Runs what this thread does inside as it is written, even what has been compiled.
 
     PyTorch has one stance for all threads. While one thread is inside, another one runs compiled modules as they are
     written too: slower, with the same results.
     """
     thread = threading.get_ident()
     before = _eager.get(thread)
-    set_eager(on, thread)
+    set_eager(True, thread)
     try:
         yield
     finally:

@@ -184,21 +184,21 @@ def test_a_probe_that_fails_returns_the_first_line_of_the_error(monkeypatch: pyt
 
 
 def test_a_thread_without_the_compiler_leaves_the_others_as_they_were() -> None:
-    before, entered, left, seen = compiler.is_eager(), Event(), Event(), []
+    entered, left, seen = Event(), Event(), []
 
     def other() -> None:
         seen.append(compiler.is_eager())
-        with compiler.eager(not before):
+        with compiler.eager():
             entered.set()
             left.wait(10)
             seen.append(compiler.is_eager())
         seen.append(compiler.is_eager())
 
-    with compiler.eager(not before):
+    with compiler.eager():
         thread = Thread(target=other)
         thread.start()
         assert entered.wait(10)
-    assert compiler.is_eager() == before
+    assert not compiler.is_eager()
     left.set()
     thread.join(10)
-    assert seen == [before, not before, before] and compiler.is_eager() == before
+    assert seen == [False, True, False] and not compiler.is_eager()

@@ -141,15 +141,14 @@ class Screen:
     """Writes text to a terminal as it arrives. A word that reaches the edge is taken back, and begins the
     next line."""
 
-    def __init__(
-        self, write: Callable[[str], None], columns: Callable[[], int] = lambda: shutil.get_terminal_size().columns
-    ) -> None:
-        self._write, self._columns = write, columns
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
         self._at = self._room = 0  # columns of the line, and of its unfinished word, that are taken
         self._word = ""
 
     def __call__(self, text: str) -> None:
-        shown, most = "", self._columns() - 1  # terminals differ in what follows a letter in the last column
+        shown = ""
+        most = shutil.get_terminal_size().columns - 1  # terminals differ in what follows a letter in the last column
         for piece in PIECES.findall(text):
             width = 8 - self._at % 8 if piece == "\t" else cell_len(piece) if len(piece) == 1 else 0
             ends = piece.isspace() or width > 1  # also beside a letter of Chinese or Japanese

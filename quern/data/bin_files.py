@@ -57,7 +57,7 @@ def read_bin(*paths: str | Path, bos: int = 50256, vocab_size: int = 1 << 32) ->
         if ending and first and whole:  # the first document has no delimiter before it
             tokens = map_tokens(path, headerless=True)[:first]
             with_bos = np.concatenate([np.array([bos], tokens.dtype), tokens])
-            parts.append(Part.of_arrays(with_bos, np.zeros(1, np.int64)))
+            parts.append(Part(len(with_bos), 1, lambda: np.zeros(1, np.int64), lambda read=with_bos: (read, None)))
         skipped = 0 if ending and whole else first
         whole = bool(found[-1] == count - 1)
         parts.append(_part(path, found if ending and whole else np.append(found, count), skipped))

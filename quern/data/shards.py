@@ -40,10 +40,6 @@ class Part:
     mapped_bytes: int = 0  # size of the files that `read` maps
     skipped: int = 0  # tokens of the file that belong to no document
 
-    @classmethod
-    def of_arrays(cls, tokens: np.ndarray, starts: np.ndarray, mask: np.ndarray | None = None) -> Part:
-        return cls(len(tokens), len(starts), lambda: starts, lambda: (tokens, mask), mask is not None)
-
 
 def _shard(folder: Path, entry: dict[str, Any], dtype: str) -> Part:
     """A prepared shard. Sizes and the header are checked here, the hash of each file once, before it is read."""

@@ -94,7 +94,7 @@ def _step(
         return decode(model, cache, tokens_B, slots_S)
 
 
-def turned_is_faster(model: nn.Module, rows: int, rounds: int = 4) -> bool:
+def turned_is_faster(model: nn.Module, rows: int) -> bool:
     """Measures alternately whether w · xᵀ of all the model's matrices is faster than x · wᵀ."""
     pairs = [
         (linear.weight, torch.ones(rows, linear.in_features, dtype=linear.weight.dtype))
@@ -102,7 +102,7 @@ def turned_is_faster(model: nn.Module, rows: int, rounds: int = 4) -> bool:
         if type(linear) is nn.Linear
     ]
     best = {True: float("inf"), False: float("inf")}
-    for turned in [True, False] * rounds:
+    for turned in [True, False] * 4:
         start = time.perf_counter()
         for weight, x in pairs:
             _ = weight @ x.t() if turned else F.linear(x, weight)

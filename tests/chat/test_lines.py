@@ -42,13 +42,14 @@ def rows(written: str) -> list[str]:
     return found
 
 
-def test_words_wrap_at_the_edge_as_they_arrive() -> None:
+def test_words_wrap_at_the_edge_as_they_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracle: Python's textwrap, which has the whole text at once."""
+    monkeypatch.setenv("COLUMNS", str(COLUMNS))
     draw = random.Random(0)
     for _ in range(50):
         words = ["".join(draw.choices("abc,.", k=draw.randint(1, COLUMNS - 1))) for _ in range(30)]
         text, shown = " ".join(words), list[str]()
-        screen = Screen(shown.append, lambda: COLUMNS)
+        screen = Screen(shown.append)
         while text:
             count = draw.randint(1, 9)
             screen(text[:count])
@@ -70,10 +71,13 @@ def test_words_wrap_at_the_edge_as_they_arrive() -> None:
         ("\tone\ttwo\tthree four", ["\tone\ttwo\tthree", "four"]),
     ],
 )
-def test_lines_long_words_colours_and_wide_letters(text: str, expected: list[str]) -> None:
+def test_lines_long_words_colours_and_wide_letters(
+    monkeypatch: pytest.MonkeyPatch, text: str, expected: list[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(COLUMNS))
     for size in (1, 3, len(text)):
         shown: list[str] = []
-        screen = Screen(shown.append, lambda: COLUMNS)
+        screen = Screen(shown.append)
         for piece in STYLE.sub(lambda found: f"\0{found[0]}\0", text).split("\0"):
             for at in range(0, len(piece), len(piece) if piece.startswith("\x1b") else size):
                 screen(piece[at:] if piece.startswith("\x1b") else piece[at : at + size])

@@ -123,9 +123,9 @@ def test_the_forms_for_few_rows_are_used_and_agree() -> None:
 def test_the_form_of_a_product_is_the_one_that_is_measured_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 48, bias=False), torch.nn.Linear(48, 64, bias=False))
     monkeypatch.setattr(F, "linear", lambda x, weight: time.sleep(0.01))
-    assert turned_is_faster(model, 4, rounds=5)
+    assert turned_is_faster(model, 4)
     monkeypatch.setattr(F, "linear", lambda x, weight: None)
-    assert not turned_is_faster(model, 4, rounds=5)
+    assert not turned_is_faster(model, 4)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])

@@ -97,7 +97,7 @@ def test_noise_that_often_hides_the_minimum_leaves_no_finite_interval() -> None:
 def test_intervals_of_the_envelope_cover_the_truth_in_200_trials() -> None:
     hits = np.zeros(4)
     for seed in range(200):
-        found = envelope(*study(5e-3, seed), resamples=200, seed=seed)
+        found = envelope(*study(5e-3, seed), resamples=200)
         ahead, first = found.predict(10 * BUDGETS[-1])["parameters"], found.optima[0].parameters
         assert found.parameters and found.tokens and first
         truths = (EXPONENT, 1 - EXPONENT, best_size(10 * BUDGETS[-1]), best_size(BUDGETS[0]))

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from quern import compiler
 from quern.kernels.fp8 import HeadProducts
 from quern.model.base import loss_sum
 from quern.model.fp8 import Fp8Linear, use_fp8
@@ -142,7 +141,7 @@ def trained_part(name: str, compiled: bool) -> list[Any]:
     made = built(name, depth=2)
     use_fp8(made)
     ids = torch.arange(32).view(2, 16)
-    with compiler.eager(False):
+    with torch.compiler.set_stance("default"):
         if compiled:
             made.blocks[1].mlp.compile(backend="aot_eager", fullgraph=True, dynamic=False)
         x = made(ids, made.context(ids))

@@ -177,12 +177,12 @@ def compiled(mesh: Mesh, architecture: str, depth: int) -> dict[str, float]:
         model = shard_model(sharded.whole_model(architecture), mesh)
         model.compile(backend="eager")
         for window in (0.3, 0.6, 0.9):
-            with compiler.eager(eager):
-                x_BTD = model(tokens, model.context(tokens, window))
-            with compiler.eager():  # the loss is compiled elsewhere
-                total, _ = model.criterion(
-                    x_BTD.flatten(0, 1), model.head.weight, targets.flatten(), scale.flatten(), model.cap
-                )
+            compiler.set_eager(eager)
+            x_BTD = model(tokens, model.context(tokens, window))
+            compiler.set_eager(True)  # the loss is compiled elsewhere
+            total, _ = model.criterion(
+                x_BTD.flatten(0, 1), model.head.weight, targets.flatten(), scale.flatten(), model.cap
+            )
             total.backward()
         results.append([p.grad for p in model.parameters()])
     return {"deviation": deviation(*results), "graphs": counters["stats"]["unique_graphs"]}

@@ -15,7 +15,9 @@ def memory_corpus(
     lengths = np.array([len(document) for document in ids], dtype=np.int64)
     tokens = np.concatenate([np.asarray(document, dtype=np.int32) for document in ids])
     mask = None if masks is None else np.concatenate([np.asarray(m, dtype=bool) for m in masks])
-    return Corpus([Part.of_arrays(tokens, np.cumsum(lengths) - lengths, mask)], int(ids[0][0]))
+    starts = np.cumsum(lengths) - lengths
+    part = Part(len(tokens), len(starts), lambda: starts, lambda: (tokens, mask), mask is not None)
+    return Corpus([part], int(ids[0][0]))
 
 
 def ids_of(corpus: Corpus) -> list[list[int]]:

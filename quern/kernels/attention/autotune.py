@@ -229,12 +229,12 @@ def problem_with(backend: Backend, kind: str, machine: Machine) -> str | None:
     return None
 
 
-def seconds_of(backend: Backend, kind: str, machine: Machine, sizes: tuple[int, ...], repeats: int = 5) -> float:
+def seconds_of(backend: Backend, kind: str, machine: Machine, sizes: tuple[int, ...]) -> float:
     """The fastest of a few runs, forward and backward. sizes: rows, tokens, heads, key/value heads, head dim."""
     (q, k, v), grad = inputs(machine, *sizes)
     mask = example(kind, sizes[1], machine.device)
     best = float("inf")
-    for _ in range(repeats + 2):
+    for _ in range(7):
         machine.synchronize()
         start = time.perf_counter()
         torch.autograd.grad(backend.attend(q, k, v, mask, None), (q, k, v), grad)

@@ -159,9 +159,7 @@ def _points(optima: Sequence[Optimum]) -> Array:
     return np.log([[one.parameters.value, one.tokens.value] for one in optima if one.parameters and one.tokens])
 
 
-def envelope(
-    budget: ArrayLike, n: ArrayLike, d: ArrayLike, loss: ArrayLike, *, resamples: int = 1000, seed: int = 0
-) -> Envelope:
+def envelope(budget: ArrayLike, n: ArrayLike, d: ArrayLike, loss: ArrayLike, *, resamples: int = 1000) -> Envelope:
     """Fits a parabola to each budget, and power laws to their minima.
 
     The sizes are chosen, so the bootstrap draws the runs' deviations from the parabolas, not the sizes: residuals are
@@ -170,10 +168,10 @@ def envelope(
     Args:
         budget: The planned FLOPs of each run: runs with equal values form a parabola.
         n, d, loss: Parameters, tokens and loss of each run.
-        resamples, seed: Of the bootstrap.
+        resamples: Samples of the bootstrap.
     """
     budget, n, d, loss = (np.asarray(values, float) for values in (budget, n, d, loss))
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     groups = {float(flops): budget == flops for flops in np.unique(budget)}
     fitted = [group for group in groups.values() if len(np.unique(n[group])) >= FEWEST_CELLS]
     pool = np.concatenate([_residuals(n[group], loss[group]) for group in fitted] or [np.zeros(1)])
