@@ -1,7 +1,8 @@
 """Downloads files of the Hugging Face Hub, with its own library, and of other servers. Only this file downloads.
 
 A file gets its final name only when it is whole: its length is that of the repository's listing, and its SHA-256 is the
-listed or the published one. Until then a file of the Hub is `<name>.<commit>.part`, which a later call continues.
+listed or the published one. Until then it is `<name>.part` or, of the Hub, `<name>.<commit>.part`, which a later call
+continues.
 """
 
 from __future__ import annotations
@@ -9,10 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote, urlsplit
 
 from quern.process import environment, set_child_env, waiting
@@ -23,7 +21,8 @@ QUIET_HUB = {"HF_HUB_DISABLE_TELEMETRY": "1"}
 """The Hub's library reads it when it is imported. Without it, the library asks the Hub for a list of programs, of which
 it would report this one, and keeps the list in the home folder."""
 PAUSES = (4.0, 16.0, 60.0)
-"""Seconds before each further try, where the server is busy or what arrived is not the file."""
+"""Seconds before each further try, where the server is busy, the connection broke or what arrived is not the file."""
+BUSY, BROKEN_TRIES = (408, 429, *range(500, 600)), 2
 LIMIT_SECONDS = 30.0
 NEEDS_TOKEN = ": a set that asks for it needs the token in the variable HF_TOKEN"
 ADVICE = {401: NEEDS_TOKEN, 403: NEEDS_TOKEN, 404: ": remove listing.json, and the files are listed again"}
@@ -32,20 +31,6 @@ OTHERS: dict[int, str] = dict.fromkeys((401, 403, 404, 410), ": check the addres
 """Advice about an answer of any other server."""
 Progress = Callable[[str, int, int], None]
 """(file name, bytes so far, total bytes), called as bytes arrive."""
-
-
-class _Bar(AbstractContextManager["_Bar"]):
-    """A progress bar as the library drives it, for the bytes of one file: it calls `said(done, total)`."""
-
-    def __init__(self, said: Callable[..., None], total: int | None = None, initial: int = 0, **_: object) -> None:
-        self.said, self.total, self.done = said, total, initial
-
-    def update(self, size: float) -> None:
-        self.done += int(size)
-        self.said(self.done, self.total)
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
 
 def endpoint() -> str:
@@ -87,50 +72,38 @@ def download(repository: Repository, file: str, path: Path, progress: Progress =
 
 
 def retrieve(url: str, sha256: str | None, path: Path, progress: Progress = lambda *step: None) -> None:
-    """Downloads a file of another server, unless it is there. Each call starts from its first byte. Raises OSError as
-    `download`. sha256: None takes what comes."""
+    """Downloads a file of another server, unless it is there. Raises OSError as `download`. sha256: None takes what
+    comes."""
     if not path.exists() or sha256 not in (None, sha256_of(path)):
         _fetch(url, path, path.with_name(f"{path.name}.part"), None, sha256, progress)
 
 
 def _fetch(url: str, path: Path, part: Path, size: int | None, sha256: str | None, progress: Progress) -> None:
     """Downloads a file to `part`, which becomes `path` when it is whole. size: None for a file of another server than
-    the Hub, whose part is not continued."""
+    the Hub."""
     set_child_env(QUIET_HUB)
     import huggingface_hub
-    from huggingface_hub.constants import HF_HUB_DOWNLOAD_TIMEOUT
-    from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers
 
-    huggingface_hub.logging.set_verbosity_error()  # what breaks is told in one line, below
-    headers, advice = (build_hf_headers(), ADVICE) if size is not None else ({"Accept-Encoding": "identity"}, OTHERS)
+    headers, advice = (build_hf_headers(), ADVICE) if size is not None else ({}, OTHERS)
     path.parent.mkdir(parents=True, exist_ok=True)
-    host, tries, farthest = urlsplit(url).netloc, 0, 0
+    host, tries, farthest, checked = urlsplit(url).netloc, 0, 0, (size, sha256) != (None, None)
     while True:
         try:
-            with waiting(f"bytes of {path.name} from {host}", HF_HUB_DOWNLOAD_TIMEOUT) as arrived:
-
-                def advance(done: int, total: int | None) -> None:
-                    arrived()
-                    progress(path.name, done, size or total or done)
-
-                with open(part, "ab") as target:
-                    have = target.tell() if target.tell() <= (size or 0) else target.truncate(0)
-                    bar: Any = partial(_Bar, advance)  # the library goes on by itself where a connection breaks
-                    how: Any = {"headers": headers, "expected_size": size, "tqdm_class": bar}
-                    http_get(url, target, resume_size=have, **how)
-                    os.fsync(target.fileno())
-            found = sha256_of(part)
-            if sha256 in (None, found):
+            _receive(url, path, part, headers, checked, progress)
+            have, found = part.stat().st_size, sha256_of(part)
+            if size in (None, have) and sha256 in (None, found):
                 break
             part.unlink()
             reason, most, status = f"its SHA-256 is {found}, expected {sha256}", 1, 0
+            reason = reason if size in (None, have) else f"it has {have:,} bytes, expected {size:,}"
         except (OSError, huggingface_hub.errors.HTTPError) as error:
             status = getattr(getattr(error, "response", None), "status_code", 0)
             reason = f"the server answers {status}{advice.get(status, '')}" if status else _reason(error)
-            # A full disk and a missing file do not change. The library has tried again where connections break.
-            most = len(PAUSES) if status >= 500 else int(not isinstance(error, OSError))
-        have = part.stat().st_size if part.exists() and size else 0
+            # A full disk and a missing file do not change.
+            broken = 0 if status or isinstance(error, OSError) else BROKEN_TRIES
+            most = len(PAUSES) if status in BUSY else broken
+        have = part.stat().st_size if part.exists() else 0
         if have > farthest:
             tries, farthest = 0, have
         if tries >= most:
@@ -140,9 +113,36 @@ def _fetch(url: str, path: Path, part: Path, size: int | None, sha256: str | Non
         with waiting(f"{host} before try {tries + 1} of {most + 1} ({reason})", PAUSES[tries - 1]):
             time.sleep(PAUSES[tries - 1])
     os.replace(part, path)
+    part.with_suffix(".etag").unlink(missing_ok=True)
     sync_path(path.parent)
 
 
+def _receive(url: str, path: Path, part: Path, headers: dict[str, str], checked: bool, progress: Progress) -> None:
+    """Appends to `part` the bytes of a file that it lacks. checked: whether the whole file will be checked; otherwise
+    the part is continued only while the server has the same version of the file, by its ETag."""
+    from huggingface_hub import constants, get_session
+
+    whom, seconds = f"bytes of {path.name} from {urlsplit(url).netloc}", constants.HF_HUB_DOWNLOAD_TIMEOUT
+    version = part.with_suffix(".etag")
+    etag = version.read_text(encoding="utf-8") if version.exists() else ""
+    with waiting(whom, seconds) as arrived, open(part, "ab") as target:
+        have = target.tell() if checked or etag else target.truncate(0)
+        rest = {"Range": f"bytes={have}-"} | ({} if checked else {"If-Range": etag}) if have else {}
+        asked = {**headers, "Accept-Encoding": "identity", **rest}
+        with get_session().stream("GET", url, headers=asked, timeout=seconds) as answer:
+            if have and answer.status_code == 416:
+                return  # the part is whole, or longer than the file, which its check tells
+            answer.raise_for_status()
+            have = have if answer.status_code == 206 else target.truncate(0)
+            if not checked:
+                version.write_text(answer.headers.get("ETag", ""), encoding="utf-8")
+            total = have + int(answer.headers.get("Content-Length", 0))
+            for chunk in answer.iter_bytes():
+                have += target.write(chunk)
+                arrived()
+                progress(path.name, have, max(have, total))
+        os.fsync(target.fileno())
+
+
 def _reason(error: Exception) -> str:
-    text = str(error).partition("\nThis is usually")[0]  # then the Hub's library advises what only its callers can do
-    return " ".join(text.split()).rstrip(".")
+    return " ".join(str(error).split()).rstrip(".")

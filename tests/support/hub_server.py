@@ -109,9 +109,13 @@ def hub_server() -> Iterator[Hub]:
         def file(self, body: bytes) -> None:
             if hub.statuses and (status := hub.statuses.pop(0)) != 200:
                 return self.answer(status, b"{}")
-            wanted = self.headers.get("Range")
+            etag = f'"{hashlib.sha256(body).hexdigest()}"'
+            wanted = self.headers.get("Range") if self.headers.get("If-Range", etag) == etag else None
             start = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted else 0
+            if wanted and start >= len(body):
+                return self.answer(416, b"")
             self.send_response(206 if start else 200)
+            self.send_header("ETag", etag)
             if start:
                 self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
             self.send_header("Content-Length", str(len(body) - start))

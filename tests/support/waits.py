@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import huggingface_hub.file_download  # noqa: F401  (slow)
+from huggingface_hub import errors, get_session  # noqa: F401  (slow)
 
 from quern.cli import main, summaries, verbs
 from quern.machine import detect
