@@ -35,7 +35,7 @@ FileName = Annotated[str, msgspec.Meta(pattern=f"^{_NAME}$")]
 """A file in the folder of the file that names it."""
 FilePath = Annotated[str, msgspec.Meta(pattern=f"^{_NAME}(?:/{_NAME})*$")]
 """A file in that folder or below it."""
-Natural = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+Natural = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]  # msgspec does not read annotated-types
 
 
 class _Metrics(TypedDict, total=False):
@@ -301,18 +301,21 @@ def append_synced(file: Path, fields: dict[str, Any]) -> None:
         os.fsync(stream.fileno())
 
 
-def read_lines(file: Path, kind: Any = dict[str, Any]) -> list[Any]:
-    """The JSON lines of a file, without a torn last line, each of type `kind`; empty if there is no file.
+def read_lines(file: Path, kind: Any = dict[str, Any], having: bytes = b"", skip_damaged: bool = False) -> list[Any]:
+    """The JSON lines of a file that have these bytes, without a torn last line, each of type `kind`; empty if there is
+    no file.
 
-    Raises ValueError, which names it, for a complete line that is not JSON, or of another type.
+    Raises ValueError, which names it, for a complete line that is not JSON, or of another type, unless it is skipped.
     """
     lines = read_regular(file).splitlines(True) if file.exists() else []
     records = []
     for number, line in enumerate((line for line in lines if line.endswith(b"\n")), start=1):
         try:
-            records.append(typed(json.loads(line), kind))
+            if having in line:
+                records.append(typed(json.loads(line), kind))
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{file}, line {number}, is not a record ({error}): remove that line") from error
+            if not skip_damaged:
+                raise ValueError(f"{file}, line {number}, is not a record ({error}): remove that line") from error
     return records
 
 

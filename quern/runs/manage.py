@@ -5,7 +5,6 @@ Facts come from records and the sizes of files: no checkpoint is opened. Renamin
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -17,7 +16,7 @@ from typing import Annotated, Any
 
 from quern.flags import check_flags
 from quern.flags.check_flags import Mark
-from quern.records import read_lines, read_regular
+from quern.records import METRICS, read_lines
 from quern.runs.run_dir import STAGES, RunDir, instead_of_no_run, runs_in
 from quern.runs.run_lock import refuse_in_use, run_lock
 from quern.temporaries import remove_whole
@@ -119,11 +118,8 @@ def _files(run_dir: RunDir) -> tuple[int, float]:
 
 def bits_per_byte(run_dir: RunDir) -> float | None:
     """The last validation of the run's pretraining; None if there is none."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        whole = read_regular(run_dir.stage("pretrain") / "metrics.jsonl").split(b"\n")[:-1]
-        for line in reversed(whole):
-            if b'"val_bpb"' in line:
-                return float(json.loads(line)["val_bpb"])
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        return float(read_lines(run_dir.stage("pretrain") / METRICS, having=b'"val_bpb"')[-1]["val_bpb"])
     return None
 
 

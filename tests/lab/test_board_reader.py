@@ -149,11 +149,12 @@ def test_damage_does_not_hide_the_other_runs(tmp_path: Path) -> None:
         '{"step": 10, "loss": NaN}\n{"st\nnull\n{"step": "x", "loss": 1e999}\n{"step": 30, "loss": 2.0}\n',
     )
     (bad / "recipe.json").write_text("{")
-    (bad / "events.jsonl").write_bytes(b"\xff\n[]\n")
+    (bad / "events.jsonl").write_bytes(b'\xff\n{"kind": "finish"}\n[]\n')
     board = Board(tmp_path)
     listing = board.listing()
     json.dumps(listing, allow_nan=False)
     assert {run["run"]: run["damaged"] for run in listing["runs"]} == {"good": 0, "bad": 2}
+    assert {run["run"]: run["status"] for run in listing["runs"]} == {"good": "running", "bad": "finished"}
     found = ask(board, "bad/pretrain", "good/pretrain", "no/such", "../../etc")
     assert (found["bad/pretrain"]["x"], found["bad/pretrain"]["y"]) == ([30], [2.0])
     assert set(found) == {"bad/pretrain", "good/pretrain"} and len(found["good/pretrain"]["x"]) == 10

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 from bisect import bisect_left
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from quern.records import EVENTS, METRICS, objects, strict
+from quern.records import EVENTS, METRICS, objects, read_json, read_lines, strict
 from quern.runs.origin import flat
 
 Body = TypeVar("Body", dict[str, Any], list[Any])
@@ -36,19 +37,15 @@ class KeptFile:
 
     def json(self, empty: Body) -> Body:
         """The file's object or list; `empty` if it is missing or damaged, since the board must show the other runs."""
-        (body,) = _parse([self._content()])
-        return strict(body) if isinstance(body, type(empty)) else empty
+        with suppress(OSError, ValueError):
+            return strict(read_json(self.path, type(empty)))
+        return empty
 
     def lines(self) -> list[dict[str, Any]]:
-        """The objects of a JSONL file."""
-        lines = [line for line in self._content().split(b"\n") if line]
-        return [strict(row) for row in objects(_parse(lines))]
-
-    def _content(self) -> bytes:
-        try:
-            return self.path.read_bytes()
-        except OSError:
-            return b""
+        """The objects of a JSONL file, without damaged lines."""
+        with suppress(OSError, ValueError):
+            return strict(read_lines(self.path, skip_damaged=True))
+        return []
 
 
 def is_number(value: Any) -> bool:
@@ -62,7 +59,7 @@ VALIDATION = b'"val_'
 
 
 class Curve:
-    """The sampled lines of a metrics file, which may be missing.
+    """The sampled lines of a metrics file, which may be missing; `read_lines` would parse all lines each time.
 
     Attributes:
         rows: The offset after each line, and the line's fields; in file order.
@@ -203,8 +200,8 @@ def find_studies(out: Path) -> dict[str, Path]:
     return {path.parent.name: path.parent for trials in KINDS for path in out.glob(f"lab/*/{trials}")}
 
 
-class Study:
-    """A study: its trials, read again as the file grows, and its verdicts."""
+class StudyRecords:
+    """A study's trials, read again as the file grows, and its verdicts."""
 
     def __init__(self, folder: Path) -> None:
         trials = next((name for name in KINDS if (folder / name).exists()), "trials.jsonl")

@@ -25,7 +25,7 @@ from socketserver import ThreadingTCPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from quern.lab.board.reader import Entry, Run, Study, find_studies, is_number
+from quern.lab.board.reader import Entry, Run, StudyRecords, find_studies, is_number
 from quern.lab.options import BoardOptions
 from quern.records import METRICS, read_regular
 from quern.runs import manage
@@ -52,7 +52,7 @@ class Board:
         self.out = out
         self._lock = threading.Lock()
         self._runs: dict[str, Run] = {}
-        self._studies: dict[str, Study] = {}
+        self._studies: dict[str, StudyRecords] = {}
 
     def listing(self, study: str | None = None) -> dict[str, Any]:
         """All runs, or all trials of a study, with status and last values. Raises NotFound."""
@@ -134,7 +134,7 @@ class Board:
         folders = sorted((path.parent for path in self.out.glob(f"runs/*/*/{METRICS}")), key=_order)
         self._runs = {(name := f"{f.parent.name}/{f.name}"): self._runs.get(name) or Run(f) for f in folders}
         found = find_studies(self.out).items()
-        self._studies = {name: self._studies.get(name) or Study(folder) for name, folder in found}
+        self._studies = {name: self._studies.get(name) or StudyRecords(folder) for name, folder in found}
         for run in self._runs.values():
             run.refresh(OVERVIEW_POINTS, now)
         for study in self._studies.values():
