@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from quern.serve.answers import Chat, as_api_error, encode, server_sent
-from quern.serve.schema import MAX_TOOLS, ChatRequest, Items, JsonSchema, Name, Strict, parse_request
+from quern.serve.schema import MAX_TOOLS, ChatRequest, Items, JsonSchema, Name, Strict, Tokens, parse_request
 
 NAMES = {
     r"^messages$": "input",
@@ -94,7 +94,7 @@ class ResponsesRequest(Strict):
     model: str
     input: str | Annotated[Items[MessageItem | CallItem | OutputItem], Field(min_length=1)]
     instructions: str | None = None
-    max_output_tokens: int | None = Field(default=None, ge=1)
+    max_output_tokens: Tokens | None = None
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None

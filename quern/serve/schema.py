@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
+from annotated_types import Interval
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from quern.field_types import annotations_of
@@ -99,6 +100,7 @@ Item = TypeVar("Item")
 Items = Annotated[list[Item], Field(fail_fast=True)]
 """A list whose validation ends with the first wrong item: an error for each of 100,000 takes seconds to build."""
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+Tokens = Annotated[int, Interval(ge=1)]
 
 
 class TextPart(Strict):
@@ -188,9 +190,9 @@ class StreamOptions(Strict):
 
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _Id = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
-_Bias = Annotated[float, Field(ge=-100, le=100)]
+_Bias = Annotated[float, Interval(ge=-100, le=100)]
 _Ids = Annotated[Items[int], Field(min_length=1)]
-_OWN = {"temperature": Annotated[float, Field(ge=0, le=2)]}
+_OWN = {"temperature": Annotated[float, Interval(ge=0, le=2)]}
 """Fields whose range is narrower in OpenAI's API than in `Sampling`."""
 _SAMPLING_FIELDS: dict[str, Any] = {
     name: (kind | None, None) for name, kind in {**annotations_of(Sampling), **_OWN}.items()
@@ -204,9 +206,9 @@ class Generating(_SamplingRequest):
 
     instead: ClassVar[Mapping[str, str]] = INSTEAD
     model: str
-    max_tokens: int | None = Field(default=None, ge=1)
-    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    max_tokens: Tokens | None = None
+    n: Annotated[int, Interval(ge=1, le=MAX_CHOICES)] | None = None
+    seed: Annotated[int, Interval(ge=-(2**63), lt=2**63)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: _Stop | Annotated[Items[_Stop], Field(max_length=MAX_STOPS)] | None = None
@@ -230,9 +232,9 @@ class ChatRequest(Generating):
     """A chat. The fields after `tool_choice` are accepted only with their default effect."""
 
     messages: Items[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    top_logprobs: Annotated[int, Interval(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Items[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = None
 
@@ -252,9 +254,9 @@ class CompletionRequest(Generating):
     }
     prompt: str | _Ids | Annotated[Items[str | _Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
     # 0 is of use with `echo` only: the prompt's own log-probabilities.
-    max_tokens: int | None = Field(default=None, ge=0)
+    max_tokens: Annotated[int, Interval(ge=0)] | None = None
     echo: bool | None = None
-    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    logprobs: Annotated[int, Interval(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     suffix: None = None
     best_of: Literal[1] | None = None
 
