@@ -219,12 +219,12 @@ def keep_freed_memory() -> None:
             libc.free(block)  # the heap keeps the addresses
 
 
-def reset_peak_memory(device: torch.device) -> None:
-    """Begins `peak_memory` again; on a CPU without Linux it counts from the start of the process."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        reset_peak_resident()
+def reset_peak_memory(device: torch.device) -> bool:
+    """Begins `peak_memory` again. Returns whether it can: on a CPU without Linux it counts from the process's start."""
+    if device.type != "cuda":
+        return reset_peak_resident()
+    torch.cuda.reset_peak_memory_stats()
+    return True
 
 
 def peak_memory(device: torch.device) -> int:

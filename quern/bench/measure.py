@@ -31,8 +31,8 @@ from torch.utils.benchmark.utils.timer import timer
 
 import quern
 from quern.bench.material import SIZES, Sizes
-from quern.machine import Machine
-from quern.process import peak_resident, reset_peak_resident, resident
+from quern.machine import Machine, peak_memory, reset_peak_memory
+from quern.process import resident
 from quern.records import git_hash
 from quern.temporaries import write_whole
 
@@ -155,18 +155,13 @@ def call_seconds(job: Job, machine: Machine, quick: bool = False) -> float:
 
 def peak_bytes(job: Job, machine: Machine) -> int | None:
     """Returns the most memory that a call held beyond what was held before it, or None if the system does not say."""
-    if machine.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        job()
-        return torch.cuda.max_memory_allocated() - before
     with suppress(OSError, AttributeError):  # no glibc
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-    before = resident()
-    if before is None or not reset_peak_resident():
+    before = torch.cuda.memory_allocated() if machine.device.type == "cuda" else resident()
+    if before is None or not reset_peak_memory(machine.device):
         return None
     job()
-    return peak_resident() - before
+    return peak_memory(machine.device) - before
 
 
 def children_peak_bytes() -> int:
