@@ -35,7 +35,7 @@ MAGIC = 20240520
 HEADER_BYTES = 1024
 VERSIONS = {1: np.dtype("<u2"), 2: np.dtype("<u4")}
 MANIFEST = "manifest.json"
-Positive = Annotated[int, msgspec.Meta(ge=1, lt=2**62)]
+Positive = Annotated[int, msgspec.Meta(ge=1, lt=2**62)]  # msgspec does not read annotated-types
 
 
 class _File(FileFacts):

@@ -119,7 +119,7 @@ def open_tokenizer(path: Path) -> Tokenizer:
     return Tokenizer.load(path)
 
 
-Id = Annotated[int, msgspec.Meta(ge=0, lt=2**24)]
+Id = Annotated[int, msgspec.Meta(ge=0, lt=2**24)]  # msgspec does not read annotated-types
 
 
 class _Added(TypedDict):
