@@ -21,7 +21,7 @@ from quern.recipe import Resolved
 from quern.recipes.gpt import RECIPE as BASELINE
 
 MEMORY_SHARE = 0.02
-"""Of the run: the average's time constant in steps."""
+"""The average's time constant in steps, as a share of the run."""
 
 
 class Averaged:

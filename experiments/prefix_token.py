@@ -23,7 +23,7 @@ from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE as BASELINE
 
 WEIGHT = 0.2
-"""Of the loss on the prefix at the start. It falls linearly, because a prefix is not what follows in the text."""
+"""Weight of the loss on the prefix at the start. It falls linearly: a prefix is not what follows in the text."""
 ENDS = 2 / 3
 """The share of the run after which prefixes are no longer predicted."""
 NONE = -1

@@ -20,7 +20,7 @@ from quern.recipe import ResolvedModel
 from quern.recipes.gpt import RECIPE as BASELINE
 
 STD = 0.8
-"""Of the embedding's initial values."""
+"""Standard deviation of the embedding's initial values."""
 
 
 class TiedGPT(GPT):

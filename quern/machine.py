@@ -52,9 +52,9 @@ class Machine:
     """The hardware of a run, and how it is used."""
 
     device: torch.device
-    dtype: torch.dtype  # of parameters and activations
+    dtype: torch.dtype  # parameters and activations
     compile: bool  # whether torch.compile is used
-    threads: int  # of the CPU
+    threads: int  # CPU threads
     notes: tuple[str, ...] = ()  # a line for the user for each fallback
     attention: Attention | None = None  # until `select_attention` (kernels/attention/autotune.py) has chosen a kernel
 

@@ -342,7 +342,7 @@ def read_json(path: Path, kind: type[Kind], instead: str = "put back a copy of i
 
     Args:
         kind: A dataclass, a TypedDict or a plain type such as dict[str, int].
-        instead: What to do about a damaged file, which ends the message.
+        instead: The advice on a damaged file, which ends the message.
 
     Raises:
         FileNotFoundError: There is no such file.

@@ -31,7 +31,7 @@ def resolve(recipe: Recipe, replicas: int = 1) -> Resolved:
     """Returns the recipe with every field filled in that follows from `depth`, and checks every value.
 
     Args:
-        recipe: What the user asked for.
+        recipe: The user's recipe.
         replicas: Data-parallel ranks, of which each reads at least one row of every batch.
 
     Raises:

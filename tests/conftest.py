@@ -30,7 +30,7 @@ hypothesis.settings.load_profile("quern")
 
 @pytest.fixture
 def eager() -> Iterator[None]:
-    """What `machine.detect(compile=False)` sets: nothing is compiled, not even the loss."""
+    """Turns the compiler off, as `machine.detect(compile=False)` does: nothing is compiled, not even the loss."""
     from quern import compiler
 
     with compiler.eager():
@@ -97,7 +97,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What is there by now stays, so no search for garbage looks at it."""
+    """Freezes the objects that exist, so searches for garbage skip them."""
     gc.freeze()
     gc.enable()
     if "quern.compiler" in sys.modules and sys.modules["quern.compiler"].is_eager():
@@ -163,7 +163,7 @@ def law(request: pytest.FixtureRequest) -> Law:
     Args of the returned function:
         name: The law, the same in every case that shares a row of the table.
         deviation: A number (also a NumPy or torch scalar), words such as "equal", or a bool: equal or not.
-        bar: What the deviation is compared with, and its unit.
+        bar: The limit of the deviation, and its unit.
     """
 
     def record(name: str, deviation: float | int | str, bar: str) -> None:

@@ -41,7 +41,7 @@ def anchors(page: str) -> set[str]:
 
 
 def faults(page: str, folder: Path) -> Iterator[str]:
-    """What a page in this folder names that does not exist."""
+    """Yields the names on a page in this folder of things that do not exist."""
     for path in re.findall(r"(?<![\w/.>…])((?:[\w.-]+/)*[\w-]+\.py)\b", page):
         if (
             not path.startswith("path/to/")

@@ -98,7 +98,7 @@ def import_faults(name: str, module: str) -> Iterator[str]:
 
 
 def faults(path: str, source: str) -> list[str]:
-    """What is wrong with one file of quern/; `path` is relative to the root, as in quern/text/chat.py."""
+    """Returns the faults of one file of quern/; `path` is relative to the root, as in quern/text/chat.py."""
     tree = ast.parse(source, path)
     names = path.removesuffix(".py").split("/")
     is_package = names[-1] == "__init__"

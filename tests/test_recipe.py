@@ -188,7 +188,7 @@ OPEN = set(
     """text.separator text.tokenizer model.bos model.mlp_width model.norm_eps model.dropout optim.table_decay_scale
  train.minutes train.clip_norm sft.batch_tokens sft.steps sft.tests""".split()
 )
-"""What stays None: not asked for, or known only once the data is."""
+"""Fields that stay None: not asked for, or known only once the data is."""
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4, 7, 8, 12, 26])

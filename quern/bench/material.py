@@ -28,13 +28,13 @@ class Sizes:
     """Sizes that follow the device.
 
     Attributes:
-        tokens: Of all rows of a call of attention.
+        tokens: Tokens of all rows of a call of attention.
         width: Heads of attention times their dim.
         shapes: Head dim and tokens of a row of each call of attention.
         loss: Tokens, width and vocabulary.
         rows: Batch sizes of prefill and decode.
-        prompt_tokens: Of a prompt of decode.
-        reply_tokens: Of its reply.
+        prompt_tokens: Tokens of a prompt of decode.
+        reply_tokens: Tokens of its reply.
         product: Rows of the matrices that give the matmul peak.
         copied: Bytes of the copy that gives the bandwidth.
     """
@@ -60,8 +60,8 @@ SIZES = {
 
 
 def reference(quick: bool, seed: int, batch_tokens: int | None = None, device: str = "cpu") -> Resolved:
-    """Returns the resolved reference recipe of a device, or a tiny one. batch_tokens: of a step; by default those of
-    the largest micro-batch: 4,096, on "cuda" 32 rows of 2,048."""
+    """Returns the resolved reference recipe of a device, or a tiny one. batch_tokens: tokens of a step;
+    by default the largest micro-batch: 4,096, on "cuda" 32 rows of 2,048."""
     if quick:
         model = ModelRecipe(width=32, heads=2, head_dim=16, vocab_size=512, context=64, windows="L")
         depth, batch_tokens, micro = 2, 128, 128

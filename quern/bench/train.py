@@ -154,7 +154,7 @@ def slowest_kernels(step: Callable[[], object], on_gpu: bool, usual: float) -> I
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as taken:
         for _ in range(TRACED_STEPS):
             step()
-    kernels, kinds = cast(tuple[Any, Any], (Counter(), Counter()))  # of floats
+    kernels, kinds = cast(tuple[Any, Any], (Counter(), Counter()))  # counters of floats
     for event in taken.key_averages():
         # An operator's device time includes that of its kernels: on a GPU only kernels count.
         if not event.is_user_annotation and (not on_gpu or event.device_type.name == "CUDA"):

@@ -29,7 +29,7 @@ def ask(
 ) -> Completion:
     """Streams the reply to `messages`, with sums and their results in brackets (`tools.spoken`), and returns it.
 
-    dim: colours what is not the reply's own text; options: of `Engine.submit`. Raises ValueError for messages that
+    dim: colours what is not the reply's own text; options: `Engine.submit`'s. Raises ValueError for messages that
     leave no room for a reply.
     """
     held: list[ContentPart] = []  # calls and outputs since the last words

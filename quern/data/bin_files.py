@@ -40,7 +40,7 @@ NANOGPT = BinFormat("train.bin", "val.bin", header=False, begins=False, file_tok
 
 
 def read_bin(*paths: str | Path, bos: int = 50256, vocab_size: int = 1 << 32) -> Corpus:
-    """Opens the files of one text, in order. bos, vocab_size: of the tokenizer that made them.
+    """Opens the files of one text, in order. bos, vocab_size: from the tokenizer that made them.
 
     Documents end with the delimiter if the text ends with it and does not begin with it; else they begin with it, and
     tokens before the first one in a file are skipped: modded-nanogpt cuts a document that a file has no room for.
@@ -65,7 +65,7 @@ def read_bin(*paths: str | Path, bos: int = 50256, vocab_size: int = 1 << 32) ->
 
 
 def _part(path: Path, starts: np.ndarray, skipped: int) -> Part:
-    """The documents of a file. starts: of each, and the end of the last."""
+    """The documents of a file. starts: the start of each, and the end of the last."""
     begin, end = int(starts[0]), int(starts[-1])
     own = starts[:-1] - begin
     return Part(

@@ -1,4 +1,4 @@
-"""Loaders: of packed rows (`Loader`), and of documents end to end (`StreamLoader`).
+"""Loaders of packed rows (`Loader`), and of documents end to end (`StreamLoader`).
 
 An epoch permutes the pieces (packing.py) of each group (batch.py) by (seed, epoch, group), cuts the permutation into
 chunks, packs each chunk into rows, and shuffles its rows. The rows of all epochs form one endless sequence; step s
@@ -43,7 +43,7 @@ class _Chunk:
     """A packed chunk."""
 
     packing: Packing
-    source: np.ndarray  # of each segment: the position in the corpus of the token that its BOS replaces
+    source: np.ndarray  # by segment: the position in the corpus of the token that its BOS replaces
     resumed: np.ndarray  # whether it begins in mid-document
     broken: np.ndarray  # whether it ends in mid-document
     order: np.ndarray  # the rows, shuffled
@@ -100,7 +100,7 @@ class Loader(Batches):
 
     Args:
         packing: A key of `packing.METHODS`, or a packer.
-        too_long: What happens to a document longer than context + 1 tokens: "split" cuts it into pieces (best-fit
+        too_long: The treatment of a document longer than context + 1 tokens: "split" cuts it into pieces (best-fit
             then keeps tails, unless there are masks), "crop" keeps its head, "drop" leaves it out.
 
     Raises:
@@ -167,7 +167,7 @@ class Loader(Batches):
         """Measures the first group of the first epoch; a corpus of up to `group_size` is one group.
 
         Returns:
-            documents: Number of documents of the corpus; documents_measured: of the group.
+            documents: Number of documents of the corpus; documents_measured: of these, in the group.
             documents_without_target: Number of documents of the group that are left out: no target, or dropped.
             documents_too_long: Documents longer than a row, left out or not.
             pieces: Documents that begin in the first chunk.

@@ -32,7 +32,7 @@ import numpy as np
 from quern.data.batch import Batch
 from quern.data.shards import Corpus
 
-MASK_TOKENS = 1 << 18  # of masks that are read at a time
+MASK_TOKENS = 1 << 18  # tokens whose masks are read at a time
 
 
 @dataclass(frozen=True)

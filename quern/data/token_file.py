@@ -69,7 +69,7 @@ def fingerprint(*parts: str) -> str:
     """SHA-256 (hex) over strings; the length of each is hashed too, so ("ab", "c") differs from ("a", "bc")."""
     digest = hashlib.sha256()
     for part in parts:
-        raw = part.encode("utf-8", "surrogatepass")  # of a file name that is no UTF-8
+        raw = part.encode("utf-8", "surrogatepass")  # for a file name that is no UTF-8
         digest.update(len(raw).to_bytes(8, "little") + raw)
     return digest.hexdigest()
 
@@ -170,7 +170,7 @@ class ShardWriter:
         shard_tokens: A file is closed as soon as it has this many tokens.
         vocab_size: Ids must be below it. They are written as uint16 if they fit, else as uint32.
         bos: The id that every document starts with.
-        fingerprint: What the tokens are made from; see `fingerprint`. Equal fingerprints, equal documents.
+        fingerprint: Identifies what the tokens are made from (`fingerprint`): equal fingerprints, equal documents.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class ShardWriter:
             first, begin = last, end
 
     def _write(self, ids: np.ndarray, starts: np.ndarray, mask: np.ndarray | None) -> None:
-        """Appends documents to the open shard. starts: of the documents in `ids`."""
+        """Appends documents to the open shard. starts: the documents' starts in `ids`."""
         if self._file is None:
             path = self._temporary / f"{self.split}-{len(self._shards):05d}.bin"
             self._file = open(path, "wb")  # noqa: SIM115

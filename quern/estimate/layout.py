@@ -1,7 +1,7 @@
 """The tensors that a rank of a mesh would hold, computed without its memory and without the other ranks.
 
 The code of training makes the sharded model and the optimizer's buckets, but on torch's "meta" device, which keeps
-shapes and no numbers, and with groups that send nothing. So sizes are those of training, padding included. predict.py
+shapes and no numbers, and with groups that send nothing. So sizes are as in training, padding included. predict.py
 and memory.py count what they cost.
 """
 

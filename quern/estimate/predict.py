@@ -188,7 +188,7 @@ class Step:
 
 
 def predict(layout: Layout, memory: Memory, cluster: Cluster, flops_per_token: float) -> Step:
-    """Predicts a step of a layout whose memory is known; flops_per_token: of training the whole model."""
+    """Predicts a step of a layout whose memory is known; flops_per_token: to train the whole model."""
     chip, context, batch_tokens = cluster.processor, layout.recipe.model.context, layout.recipe.train.batch_tokens
     rate, bandwidth = chip.peak_flops * chip.attained, chip.memory_bandwidth * ATTAINED_BANDWIDTH
     blocks = len(layout.whole.blocks)

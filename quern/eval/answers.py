@@ -44,7 +44,7 @@ Scores = dict[tuple[str, int], float]
 @dataclass(frozen=True)
 class Answered:
     """An item with the model's answer. parts: text, tool calls and outputs; text: the reply's, or the option that the
-    model picked; number: the item's among those of its kind; losses: of each option that was scored, mean nats."""
+    model picked; number: the item's within its kind; losses: the mean nats of each option that was scored."""
 
     item: Item
     parts: list[ContentPart]
@@ -57,7 +57,7 @@ class Answered:
 @dataclass(frozen=True)
 class Comparison:
     """Two models on one task. first, second: mean scores; only_first, only_second: items with a higher score of that
-    model; p: of McNemar's exact test, two-sided, None where scores are not 0 or 1; low, high: 95 % interval of first −
+    model; p: McNemar's exact test, two-sided, None where scores are not 0 or 1; low, high: 95 % interval of first −
     second."""
 
     task: str
@@ -94,7 +94,7 @@ def write_answers(path: Path, header: dict[str, Any], answers: Sequence[tuple[An
 
 
 def kept_score(path: Path, settings: dict[str, Any]) -> Score | None:
-    """The score of the answers in a file, if they are whole and those of the same settings."""
+    """The score of the answers in a file, if they are whole and have the same settings."""
     if not path.is_file():
         return None
     try:

@@ -48,7 +48,7 @@ LABEL = "Question: "  # CORE's files begin their questions with it
 GENERATED = 256  # questions of spelling and of counting, without a limit
 ORDER_SEED = 1337
 BASE_STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # a base model's function ends before, as in the paper
-SAMPLING = Sampling(temperature=0.8, top_p=0.95)  # of pass@k, as in the paper for many samples
+SAMPLING = Sampling(temperature=0.8, top_p=0.95)  # for pass@k, as in the paper for many samples
 K = (1, 10, 100)
 
 
@@ -218,8 +218,8 @@ def run_chat(
     """Asks chat tasks.
 
     Args:
-        tasks: As from `find_chat_tasks`.
-        records: Where the answers are written.
+        tasks: The tasks, by `find_chat_tasks`.
+        records: The answers' folder and settings.
         base: The model was not fine-tuned.
         samples: Replies to each problem of HumanEval, from which pass@k is estimated; 1: none besides the greedy one.
         group: The ranks that ask some batches each; rank 0 writes.

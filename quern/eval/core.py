@@ -157,7 +157,7 @@ def make_example(task: CoreTask, rows: Sequence[Row], item: int, tokenizer: Toke
     """The item with an index in a task's rows; None if a scored span, with one token before it, does not fit the
     context (tokens that the model reads)."""
     drawn = random.Random(SHOTS_SEED + item).sample(range(len(rows) - 1), task.shots)
-    shots = [rows[at + (at >= item)] for at in drawn]  # of all rows but this one
+    shots = [rows[at + (at >= item)] for at in drawn]  # from all rows but this one
     before = "".join(f"{task.delimiter.join(_parts(task, shot))}\n\n" for shot in shots)
     row = rows[item]
 

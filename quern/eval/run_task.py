@@ -70,7 +70,7 @@ def run_task(
     if not items:
         raise ValueError(f"{task.name}: no questions to score; ask for at least one")
     graded = Graded([], [])
-    facts = {  # what answers depend on
+    facts = {  # the facts that answers depend on
         **(records.identity if records else {}),
         "format": FORMAT,
         "data": task.data,

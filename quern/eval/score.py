@@ -6,7 +6,7 @@ interval leaves the unit range. Values, intervals and chances are in the metric'
 accuracy, bits per byte for bpb.
 Source: Wilson (1927), "Probable inference, the law of succession, and statistical inference", JASA 22.
 
-Ranks: the batches are those of one process, and each is computed whole by one rank. So a result does not depend on the
+Ranks: the batches are the same as in one process, and one rank computes each whole. So a result does not depend on the
 number of ranks: with equal threads and dtype its bits are the same. Every rank gets all results.
 """
 
@@ -98,7 +98,7 @@ def accuracy(task: str, correct: Sequence[bool], chances: Sequence[float], **set
 
 
 def mean_score(name: str, parts: Sequence[tuple[Score, float]]) -> Score:
-    """The mean of the centred accuracies (p − b) / (1 − b) of tasks, given p and b of each; without those of no value.
+    """The mean of the centred accuracies (p − b) / (1 − b) of tasks, given p and b of each; without valueless tasks.
 
     The interval takes the tasks as independent, although two of CORE's ask the same questions, with and without shots.
     """
@@ -115,7 +115,7 @@ def suite_score(
 ) -> Score:
     """The `mean_score` of a suite of `total` tasks. It has the suite's name only if all their questions were asked.
 
-    whole: No task was limited; version: of the baselines; limited: how tasks were limited, for the name.
+    whole: No task was limited; version: the baselines'; limited: how tasks were limited, for the name.
     """
     measured, skipped = sum(score.value is not None for score, _ in parts), sum(score.skipped for score, _ in parts)
     name = f"{suite} {version}".rstrip()

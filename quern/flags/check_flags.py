@@ -92,10 +92,10 @@ class Flag:
     """A flag of a field."""
 
     name: str  # such as --train.log-every; empty for the positional argument
-    part: str  # of the options, such as train; empty for none
+    part: str  # the part of the options, such as train; empty for none
     path: tuple[str, ...]  # the names of its parts and its field
     owner: type  # the class of its field
-    annotation: Any  # that of its field
+    annotation: Any  # its field's
     kind: Any  # the type of one value
     many: bool  # whether it takes several values
     default: Any  # the field's, or MISSING
@@ -223,7 +223,7 @@ def show_help(flags: Sequence[Flag], arguments: Sequence[str], prog: str, descri
 
 
 def check(flags: Iterable[Flag], arguments: Sequence[str], prog: str) -> dict[str, Any]:
-    """Reads the values of flags, by field; those of a part are a dict. Raises ValueError for the first flag that is
+    """Reads the values of flags, by field; a part is a dict of its own. Raises ValueError for the first flag that is
     unknown or missing, and the first value that cannot be read."""
     known = {spelling: flag for flag in flags for spelling in flag.spellings or [""]}
     values, given, rest = dict[str, Any](), set[str](), list(arguments)

@@ -45,7 +45,7 @@ class RunningBatch:
         self._model, self._vocab_size, self._max_rows, self._compiled = model, vocab_size, max_rows, compiled
         self._seats: list[Row | None] = []
         self._cache: KVCache | None = None
-        self._spare: KVCache | None = None  # of the last batch of a compiled size, for the next one
+        self._spare: KVCache | None = None  # from the last batch of a compiled size, for the next one
         self._logits_SV = torch.empty(0)
 
     def __len__(self) -> int:

@@ -105,7 +105,7 @@ class Engine:
                 self._compiled.warm_up(count)
 
     def generate(self, prompts: Sequence[Sequence[int]], *, samples: int = 1, **options: Any) -> list[list[Completion]]:
-        """`samples` completions of each prompt. Arguments and errors are those of `submit`."""
+        """Returns `samples` completions of each prompt. Takes the arguments of `submit` and raises its errors."""
         done: list[list[Any]] = [[None] * samples for _ in prompts]
         for event in self.events(prompts, samples=samples, **options):
             if isinstance(event.value, Completion):
@@ -114,7 +114,7 @@ class Engine:
 
     def events(self, prompts: Sequence[Sequence[int]], **options: Any) -> Iterator[Event]:
         """Yields the final pieces of every sample, each sample's `Completion` last; closing the iterator after its
-        first event stops the work. Arguments and errors are those of `submit`."""
+        first event stops the work. Takes the arguments of `submit` and raises its errors."""
         generation = self.submit(prompts, **options)
 
         def produced() -> Iterator[Event]:

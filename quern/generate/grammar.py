@@ -84,7 +84,7 @@ class Grammars:
         )
         self._tokens = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Vocabulary(tokenizer)))
         self._known = lru_cache(KEPT)(self._make)
-        self._lock, self._running = threading.Lock(), ExitStack()  # of the child that compiles on trial
+        self._lock, self._running = threading.Lock(), ExitStack()  # for the child that compiles on trial
         self._child: process.Child | None = None
         weakref.finalize(self, self._running.close)
 
@@ -205,7 +205,7 @@ class Constraint:
     def __init__(self, matcher: LLMatcher, tokenizer: Tokenizer, end: int) -> None:
         self._matcher, self._tokenizer, self._end = matcher, tokenizer, end
         self._ending: list[int] | None = None  # from here on, if it was searched at the token before
-        self._length = self._first = 0  # of the ending that was found last, and of the first one
+        self._length = self._first = 0  # lengths of the ending that was found last, and of the first one
         self._unchecked = CHECK_EVERY
         self.failed = False
         """Whether the form became too complex to follow further. Another thread may ask, while the matcher computes."""

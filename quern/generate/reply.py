@@ -35,7 +35,7 @@ class Delta(NamedTuple):
 
 
 class Token(NamedTuple):
-    """A token of a reply, with its log-probability and those of the likeliest tokens in its place.
+    """A token of a reply, with its log-probability and the likeliest tokens in its place, with theirs.
 
     start: where its characters begin in the assistant's text; None if they belong to a call, its output, or no part.
     """
@@ -131,7 +131,7 @@ class Reply:
         self._forced: deque[int] = deque([self._tools.tool_start] if must_call else [])
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="ignore")
         self._withheld = ""
-        self._characters = 0  # of the assistant's text, withheld ones included
+        self._characters = 0  # the assistant's text, withheld characters included
         self._parts: list[ContentPart] = []
 
     def allowed(self) -> np.ndarray | None:

@@ -87,7 +87,7 @@ def draw(generators: Sequence[np.random.Generator], vocabulary: int) -> Tensor:
 
 
 def sample(logits_BV: Tensor, sampling: Sampling, uniform_BN: Tensor | None = None) -> Tensor:
-    """Picks one token per row, ids (B,), int64. uniform_BN: of `draw`; None is enough at temperature 0."""
+    """Picks one token per row, ids (B,), int64. uniform_BN: from `draw`; None is enough at temperature 0."""
     if sampling.temperature == 0:
         return _argmax(logits_BV)
     assert uniform_BN is not None

@@ -24,9 +24,9 @@ class Sampling:
     min_p: Share = 0.0
     """Choose among the tokens with at least this share of the most likely token's probability; 0 for all."""
     presence_penalty: Annotated[float, Interval(ge=-2, le=2)] = 0.0
-    """Subtracted from the logit of each token that is in the reply already."""
+    """Subtract this from the logit of each token that is in the reply already."""
     frequency_penalty: Annotated[float, Interval(ge=-2, le=2)] = 0.0
-    """Subtracted from a token's logit for each time that it is in the reply."""
+    """Subtract this from a token's logit for each time that it is in the reply."""
     repetition_penalty: Annotated[float, Interval(ge=0.01, le=100)] = 1.0
     """Logits of tokens of the prompt and the reply are divided by it, negative ones multiplied; 1 is none."""
 

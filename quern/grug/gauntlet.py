@@ -47,7 +47,7 @@ from quern.process import peak_resident
 from quern.recipe import ResolvedModel, ResolvedOptim
 from quern.temporaries import write_whole
 
-TOLERANCE = 1e-5  # of fp32, relative
+TOLERANCE = 1e-5  # relative error in fp32
 ROWS = 8
 OPTIM = ResolvedOptim(lr_scale=0.1, decay_scale=0.1, width_scale=1.0)
 TINY = ResolvedModel(
@@ -171,7 +171,7 @@ def bounds(
     """Returns what rounding may change in each element of the output, and of the gradients of q, k and v, in one layer
     with this mask; g is the cotangent of the output, and q is rounded once more after the scale if `scaled` (splash).
 
-    Each product is replaced by that of absolute values, each weight by its largest error. A weight's relative error is
+    Each product is taken of absolute values, each weight is replaced by its largest error. A weight's relative error is
     ROUNDINGS · u, with u half an ulp of the dtype, plus the error of its score and the mean error of its row's scores.
     """
     (T, E), info = (q.shape[1], q.shape[-1]), jnp.finfo(q.dtype)

@@ -153,7 +153,7 @@ def first_process_first() -> Iterator[None]:
     gather("")
 
 
-M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of malloc.h; a threshold of -1 means never
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # from malloc.h; a threshold of -1 means never
 
 
 def use_cpu(threads: int) -> None:

@@ -103,8 +103,8 @@ def layout(cfg: ResolvedModel, mesh: AnyMesh) -> Params:
 
 
 def init_parameters(cfg: ResolvedModel, *, key: jax.Array) -> Params:
-    """Returns new fp32 parameters, sharded over the current mesh, which does not change their values. Their
-    distributions are those of the PyTorch model, not its values."""
+    """Returns new fp32 parameters, sharded over the current mesh, which does not change their values. They
+    have the distributions of the PyTorch model, not its values."""
     shapes = layout(cfg, jax.sharding.get_abstract_mesh())
     bound = math.sqrt(3.0 / cfg.width)
     keys = iter(jax.random.split(key, len(jax.tree.leaves(shapes))))

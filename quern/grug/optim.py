@@ -1,7 +1,7 @@
 """The optimizer: optax's AdamW and our Muon, each on its groups of parameters; the twin of quern/optim/.
 
 Rates, Muon's momentum and its decay are arguments of every update, as arrays, so a schedule never causes a
-recompilation. Muon needs whole matrices: those of one shape are stacked, and the stack is sharded over all devices.
+recompilation. Muon needs whole matrices: matrices of one shape form a stack, which is sharded over all devices.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def group_of(params: Params) -> Params:
 
 
 def rules(recipe: ResolvedOptim, dtype: jnp.dtype, depth: int) -> dict[str, optax.GradientTransformationExtraArgs]:
-    """Returns each group's rule with its peak rate and constants. dtype: of Muon's matrix products."""
+    """Returns each group's rule with its peak rate and constants. dtype: the dtype of Muon's matrix products."""
     lr, decay = constants.muon_rate(recipe)
     return {"matrices": muon(lr, recipe.muon_beta2, decay, recipe.muon_steps, dtype)} | {
         name: adamw(group, recipe.eps) for name, group in constants.adamw_groups(recipe, depth).items()

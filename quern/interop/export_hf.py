@@ -272,7 +272,7 @@ def _stages(loaded: LoadedModel, run_dir: RunDir) -> list[Sequence[Any]]:
 
 
 def _learned_from(run_dir: RunDir, stage: str) -> str:
-    """The sources of a stage, as a reader elsewhere may see them: of a path, its last part."""
+    """The sources of a stage, as a reader elsewhere may see them: only the last part of a path."""
     path = run_dir.stage(stage) / "recipe.json"
     recipe = read_json(path, dict[str, Any]) if path.exists() else {}
     if (imported := run_dir.facts().get("imported")) and stage == next(filter(run_dir.has_trained, STAGES)):

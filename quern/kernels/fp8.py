@@ -140,7 +140,7 @@ class HeadProducts:
     """
 
     def __init__(self, x_ND: Tensor, weight_VD: Tensor, bound: Tensor, emulated: bool) -> None:
-        """bound: of the magnitude of the gradients with respect to the logits, 0-dim."""
+        """bound: a bound of the magnitude of the gradients with respect to the logits, 0-dim."""
         self.dtype, self.emulated = x_ND.dtype, emulated
         self.x = _quantise_compiled(x_ND, E4M3, _constant(math.sqrt(x_ND.size(1)) / 448, x_ND.device))
         self.weight = _quantise_compiled(weight_VD, E4M3, _constant(24 / 448, x_ND.device))

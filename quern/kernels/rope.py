@@ -20,7 +20,7 @@ from torch import Tensor
 from quern.compiler import TRITON_FOUND
 
 EPS = 1e-6
-"""Added to the mean square of a head."""
+"""The constant added to the mean square of a head."""
 
 
 def rotary_angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ def turn(x_BTHE: Tensor, cos: Tensor, sin: Tensor, *, back: bool, gain: float | 
 
 
 def turn_back_normed(grad_BTHE: Tensor, x_BTHE: Tensor, cos: Tensor, sin: Tensor, *, gain: float, eps: float) -> Tensor:
-    """Returns the gradient of x, given that of `turn` with a gain."""
+    """Returns the gradient of x, given the gradient of what `turn` returns with a gain."""
     dx_BTHE = torch.empty(x_BTHE.shape, dtype=x_BTHE.dtype, device=x_BTHE.device)
     x_BTHE, grad_BTHE = _readable(x_BTHE), _readable(grad_BTHE)
     tensors = {"x": x_BTHE, "x_strides": x_BTHE.stride()[:3], "grad": grad_BTHE, "dx": dx_BTHE}
@@ -64,7 +64,7 @@ def places(B, T, H, E: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def load_angles(cos, sin, stride, where, E: tl.constexpr):
-    """Cosines and sines (ROWS, HALF). stride: of the tables' batch, 0 where all rows share one."""
+    """Cosines and sines (ROWS, HALF). stride: the tables' batch stride, 0 where all rows share one."""
     batch, token, _, column, there = where
     at = batch * stride + token * (E // 2) + column
     return tl.load(cos + at, mask=there, other=0.0), tl.load(sin + at, mask=there, other=0.0)

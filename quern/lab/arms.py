@@ -89,7 +89,7 @@ class Arm:
 
 
 Seeds = tuple[int, int]
-"""The seeds of a trial: of the initial weights, and of the order of the data."""
+"""The seeds of a trial: one for the initial weights, one for the order of the data."""
 Train = Callable[[Arm, Iterable[Seeds]], Iterator[Trial]]
 """Trains an arm with each of some seeds; RuntimeError if its process fails."""
 

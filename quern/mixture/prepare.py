@@ -57,9 +57,9 @@ class Mixture:
     train: Corpus  # with repeats
     val: Corpus  # held out, without repeats
     sources: list[dict[str, Any]]
-    """For each source its name and repeats, the `conversations` and `tokens` of an epoch, the conversations that are
-    `held_out`, the `copies` of held-out ones that are not trained on, those that are `lost` because the context holds
-    no reply of theirs, and the test rows of tasks that are `left_out`."""
+    """The name and repeats of each source, the `conversations` and `tokens` of an epoch, the conversations that are
+    `held_out`, the `copies` of held-out ones that are not trained on, the ones that are `lost` because the context
+    holds no reply of theirs, and the test rows of tasks that are `left_out`."""
 
     def lines(self) -> list[str]:
         """The sources for the user; none if there is a single one, read as it is."""
@@ -74,7 +74,7 @@ class Mixture:
 
 
 class _Facts(TypedDict):
-    hashes: list[Natural]  # of each conversation's tokens, split after split
+    hashes: list[Natural]  # each conversation's tokens, split after split
     left_out: int  # test rows
 
 
@@ -84,7 +84,7 @@ class _Prepared:
 
     whole: Corpus  # with the conversations that are held out of it
     val: Corpus
-    hashes: np.ndarray  # of each conversation in `whole`
+    hashes: np.ndarray  # each conversation in `whole`
     hidden: np.ndarray  # the hashes of what no source may train on
     held: int  # how many of `whole` are held out
     lost: int
@@ -125,7 +125,7 @@ def prepare_mixture(recipe: Resolved, tokenizer: Tokenizer, out: Path, fetch: Fe
 
 
 def _open(recipe: Resolved, out: Path, fetch: Fetch, log: Log) -> tuple[list[OpenSource], TaskRows]:
-    """The sources, and the test rows that files are compared with: of the named folder, of public sets that are there,
+    """The sources, and the test rows that files are compared with: the named folder's, the public sets' that are there,
     and the built-in world's questions where the run learns that world."""
     opened, rows = [open_source(asked, recipe, out, fetch, log) for asked in recipe.conversation_sources], TaskRows()
     if recipe.sft.tests is not None:

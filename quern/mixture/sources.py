@@ -211,12 +211,12 @@ def read_rows(
     Args:
         listing: The files, by `list_talks`.
         log: Called with lines about read, ignored and skipped files, records and keys.
-        column: Has the lists of messages; None for those of all shapes. Of WhatsApp's export, the person whom the model
+        column: Has the lists of messages; None for lists of all shapes. Of WhatsApp's export, the person whom the model
             learns to write as.
         limit: The most conversations to read.
 
     Raises:
-        ValueError, OSError: As `converted`, or no conversation has an assistant turn to learn.
+        ValueError, OSError: The errors of `converted`, or no conversation has an assistant turn to learn.
     """
     say = log or silent
     for line in listing.lines("conversations"):

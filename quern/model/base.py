@@ -36,7 +36,7 @@ class LanguageModel(nn.Module):
     """Tokens → normed hidden states (`forward`) → logits."""
 
     group_kinds: ClassVar[Mapping[str, str]] = {}
-    """For an optimizer group, one of KINDS, where neither its name nor that it holds vectors alone says it."""
+    """The kind of an optimizer group, one of KINDS, where neither its name nor that it holds vectors alone says it."""
     optimizer_groups: ClassVar[Mapping[str, str]] = {}
     """Optimizer group of each parameter or child that is not in the default one. Any module may have this attribute;
     the nearest module that names a parameter decides."""
@@ -51,7 +51,7 @@ class LanguageModel(nn.Module):
     """The most tokens before the current one that `context.previous_tokens` is asked for. A cache keeps as many."""
 
     remembered: Mapping[str, int] = {}
-    """For each name that `context.previous` is asked for, the number of channels. A cache keeps the last token's."""
+    """Channels of each name that `context.previous` is asked for. A cache keeps the last token's."""
 
     shape: ResolvedModel
     """Resolved."""
@@ -59,13 +59,13 @@ class LanguageModel(nn.Module):
     blocks: nn.ModuleList
     head: nn.Linear
     cap: Cap
-    """Applied to the logits."""
+    """The function that bounds the logits."""
     windows: list[int | None]
-    """For each layer, the tokens that a query sees, itself included; None is all of them."""
+    """The tokens that a query of each layer sees, itself included; None is all of them."""
     attention_layers: list[int]
     """The layers that attend: the others need no keys and values."""
     shards: int = 1
-    """Among so many shards parallel/ has divided the heads."""
+    """The number of shards among which parallel/ has divided the heads."""
     products: MakeProducts = PlainProducts
     """The products of the head in the loss where gradients are recorded. fp8.py replaces them."""
     criterion: Any = staticmethod(cross_entropy)
@@ -136,7 +136,7 @@ class LanguageModel(nn.Module):
         return matrices if name.startswith("blocks.") and p.ndim >= 2 else others
 
     def compile(self, **options: Any) -> None:
-        """Compiles by block, so that layers of one kind share a compilation. options: of torch.compile."""
+        """Compiles by block, so that layers of one kind share a compilation. options: torch.compile's."""
         for block in self.blocks:
             block.compile(**options)
         for name in self.compiled_parts:
@@ -177,7 +177,7 @@ def recompute(model: Any, blocks: int) -> None:
     """Makes the first `blocks` blocks of a model, or all if it has fewer, keep their inputs only and run again in the
     backward pass (activation checkpointing, arXiv 1604.06174), in place. Call it after compilation.
 
-    Their activations would live longest, and when the backward pass reaches them those of the later blocks are gone.
+    Their activations would live longest, and when the backward pass reaches them the later blocks have freed theirs.
     The second run stops at the last tensor that the backward pass needs, so the last product of a block is not
     repeated. It makes the same calls as the first one, so gradients are the same, bit for bit; under tensor parallelism
     the collectives within a block are repeated too (parallel/plan.py).
@@ -189,7 +189,7 @@ def recompute(model: Any, blocks: int) -> None:
 def wrap_calls(module: nn.Module, wrapper: Callable[..., Any]) -> Callable[[], None]:
     """Makes calls of a module, its hooks and compiled code included, go through `wrapper(call, *args, **kwargs)`.
     Returns a function that restores it."""
-    before = module._compiled_call_impl  # what nn.Module calls in place of itself, if anything
+    before = module._compiled_call_impl  # the function, if any, that nn.Module calls in place of itself
     call = before or module._call_impl
     module._compiled_call_impl = partial(wrapper, call)
 

@@ -31,7 +31,7 @@ class Context(Protocol):
         ...
 
     def windows(self, full: Sequence[int | None]) -> Sequence[Window]:
-        """The tokens that a query of each layer sees now, at most those of `full`: windows may grow in training."""
+        """The tokens that a query of each layer sees now, at most `full`: windows may grow in training."""
         ...
 
     def attend(
@@ -44,7 +44,7 @@ class Context(Protocol):
         ...
 
     def previous(self, x_BTD: Tensor, name: str) -> Tensor:
-        """x shifted right by one token; zeros before the first token. name: of the model's `remembered`."""
+        """x shifted right by one token; zeros before the first token. name: a key of the model's `remembered`."""
         ...
 
     def previous_tokens(self, tokens_BT: Tensor, n: int) -> Tensor:

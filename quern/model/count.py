@@ -122,7 +122,7 @@ class FlopCounter:
     """Counts the FLOPs of a resolved recipe's training steps; it is called with a batch.
 
     The products of a position are counted on one row, and again where the model asks how much of a run is done and they
-    change with it. Windows and documents are those of each batch.
+    change with it. Windows and documents are taken from each batch.
     """
 
     def __init__(self, recipe: Resolved) -> None:

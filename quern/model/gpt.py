@@ -2,7 +2,7 @@
 
 RoPE, QK norm, ReLU², no biases, parameter-free RMSNorm (also after the embedding), untied head, grouped queries,
 a residual and an x0 scalar per layer, value embeddings on alternating layers, smear, backout, tanh softcap, sliding
-windows; with `model.key_offset` keys that are partly those of the token before. How the attention itself is computed
+windows; with `model.key_offset` keys that come in part from the token before. How the attention itself is computed
 (whole rows, cached, sharded) is the context's business.
 """
 
@@ -84,7 +84,7 @@ class CausalSelfAttention(nn.Module):
     def keys(self, k_BTKE: Tensor, context: Context) -> Tensor:
         """The keys that queries see, from normed and rotated ones.
 
-        With `key_offset` the pairs without a position, those (i, i + E/2) with i ≥ E/4, are those of the token before.
+        With `key_offset` the pairs without a position, (i, i + E/2) with i ≥ E/4, come from the token before.
         A query that matches them reads what followed a token, which otherwise takes two layers (modded-nanogpt's pull
         request 169).
         """
@@ -202,7 +202,7 @@ class GPT(LanguageModel):
         return layer % 2 == (self.shape.depth - 1) % 2
 
     def has_key_offset(self, layer: int) -> bool:
-        """Whether half of the channels of a layer's keys are those of the token before, as where it sees all tokens."""
+        """Whether half of the channels of a layer's keys come from the token before, as where it sees all tokens."""
         return self.shape.key_offset and self.windows[layer] is None
 
     def make_block(self, layer: int) -> nn.Module:

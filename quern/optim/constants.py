@@ -36,7 +36,7 @@ ROW_FLOOR = 1e-6
 MOST_DECAY = 0.1
 """Share of the head and the value embeddings that decays in one step, at most; runs of a few steps reach it."""
 VARIANCE_EPS = 1e-10
-"""Added to the second moment of Muon's variance reduction."""
+"""The constant added to the second moment of Muon's variance reduction."""
 
 
 def polar_coefficients(steps: int) -> list[tuple[float, float, float]]:

@@ -28,7 +28,7 @@ class Rule(Protocol):
     """An update rule with its constants. Immutable: everything that changes is in the tensors and scalars it gets."""
 
     stacked: ClassVar[bool]
-    """True: the rule takes (N, R, C) stacks of matrices of one shape. False: it is elementwise, on one flat buffer."""
+    """Whether the rule takes (N, R, C) stacks of matrices of one shape; else it is elementwise, on one flat buffer."""
 
     def init_state(self, master: Tensor) -> State:
         """Returns fresh state by name: flat like the master, or a stack of N whose parts belong to the N matrices."""
@@ -43,7 +43,7 @@ class Rule(Protocol):
     ) -> None:
         """Updates the fp32 master and its state in place, by a gradient of any floating dtype.
 
-        dtype: of matrix products; out: receives the new master, rounded to its own dtype.
+        dtype: the dtype of matrix products; out: receives the new master, rounded to its own dtype.
         """
         ...
 

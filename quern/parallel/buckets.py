@@ -24,7 +24,7 @@ from quern.optim.groups import ParameterGroup, Rule
 from quern.parallel.sharding import Ownership, Stack, sharding_of, share_out, units_together
 
 ALIGNMENT = 64
-"""In elements: a parameter of a small bucket starts at a multiple of it, since fast matmuls need aligned operands."""
+"""A parameter of a small bucket starts at a multiple of so many elements: fast matmuls need aligned operands."""
 
 Named = list[tuple[str, Parameter]]
 
@@ -66,7 +66,7 @@ class Bucket:
     end: int
     small: bool
     stack: Stack | None = None
-    """For a rule on stacks: who owns the matrices, and how they travel."""
+    """The owners of the matrices of a rule on stacks, and how the matrices travel."""
     share: Share | None = None
     visits: bool = False
     """Masters and state are kept on the CPU, and copied to the device of the parameters for the update."""
@@ -74,7 +74,7 @@ class Bucket:
     travelling: Tensor | None = field(default=None, repr=False)
     """Parts of matrices that travel between regions and owners."""
     held: Tensor | None = field(default=None, repr=False)
-    """For a group that is updated every n-th step: the sum of this rank's gradients of `held_steps` steps."""
+    """The sum of this rank's gradients of `held_steps` steps, in a group that is updated every n-th step."""
     held_steps: int = 0
 
     @property
@@ -206,7 +206,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Settings:
-    """dtype_ns: of Muon's matrix products; compile: run the rules through torch.compile; fp32_gradients: sum gradients
+    """dtype_ns: Muon's matrix products; compile: run the rules through torch.compile; fp32_gradients: sum gradients
     in fp32 rather than in the parameters' dtype; parts: the number of the module of each parameter that replicas may
     share; on_cpu: keep masters and state there."""
 
@@ -225,7 +225,7 @@ LEAST_ELEMENTS = 2**18
 """A group is split into buckets of an eighth of all parameters, within these bounds: large enough for the bandwidth of
 a link, small enough that the first buckets are reduced early in the backward pass."""
 LEAST_REGION = 2**19
-"""In elements per replica: with smaller regions, a ring waits longer than it sends."""
+"""The fewest elements of a replica's region: with smaller ones, a ring waits longer than it sends."""
 
 
 def make_buckets(groups: Sequence[ParameterGroup], settings: Settings) -> list[Bucket]:
@@ -282,7 +282,7 @@ def _split(parameters: Named, most: int) -> list[Named]:
 
 
 def _shared_out(stacks: Sequence[Named], replicas: int, shards: int) -> dict[str, Ownership]:
-    """Ownership by the name of a stack's first parameter. The cost of a unit is that of its matrix products."""
+    """Ownership by the name of a stack's first parameter. A unit costs as much as its matrix products."""
     work = [[0] * shards for _ in range(replicas)]
     costs = {stack[0][0]: _cost(stack[0][1], shards) for stack in stacks}
     owned = {}

@@ -125,7 +125,7 @@ class Ownership:
         return [_overlap((low, high), self._region(other)) for other in range(self.replicas)]
 
     def sent(self, replica: int) -> tuple[int, int]:
-        """Elements that one rank of the replica sends to other replicas in a step: of gradients, and of parameters."""
+        """Elements of gradients and of parameters that one rank of the replica sends to other replicas in a step."""
         low, high = self._region(replica)
         summed = min(high, self.cuts[-1] * self.size) - min(low, self.cuts[-1] * self.size)
         kept = _overlap((low, high), self._owned(replica))
@@ -157,7 +157,7 @@ def units_together(units: int, size: int, most: int, largest: int, ranks: int) -
 
 
 def share_out(units: int, cost: int, work: list[list[int]], whole: bool) -> tuple[int, ...]:
-    """Divides units of one cost among the ranks, and returns the cuts between the owners. work: of each shard of each
+    """Divides units of one cost among the ranks, and returns the cuts between the owners. work: each shard's on each
     replica, which grows; whole: every shard updates all units of its replica."""
     counts: list[int] = []
     for shards, count in zip(work, _spread(units, cost, [sum(shards) for shards in work]), strict=True):
@@ -184,7 +184,7 @@ def _spread(units: int, cost: int, work: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Stack:
-    """shape: of this rank's part of a parameter, one matrix or several. exchange: the dimension of (N, R, C) that
+    """shape: this rank's part of a parameter, one matrix or several. exchange: the dimension of (N, R, C) that
     tensor parallelism cuts; None where this rank has whole matrices."""
 
     ownership: Ownership

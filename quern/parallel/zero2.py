@@ -38,7 +38,7 @@ class Zero2:
     """
 
     fetched_ahead: ClassVar[int] = 1
-    """So many buckets' matrices are on their way to their owners while a bucket is updated."""
+    """Number of buckets whose matrices are on their way to their owners while a bucket is updated."""
 
     def __init__(self, groups: Sequence[ParameterGroup], mesh: Mesh | None = None, **options: Any) -> None:
         settings = Settings(mesh or alone(), **options)
@@ -153,7 +153,7 @@ class Zero2:
     def grad_norm(self) -> Tensor:
         """The global 2-norm of the gradients that this step uses: fp32, 0-dim.
 
-        Not finite when any gradient is not, on any rank, those of groups that are not updated in this step included.
+        Not finite when any gradient is not, on any rank, groups that are not updated in this step included.
         """
         self._reduce()
         norms = []

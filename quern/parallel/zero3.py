@@ -2,10 +2,10 @@
 
     forward    gather the parameters of a module, and of the one that is called next; compute; free them
     backward   the same for blocks in reverse. Once all gradients of a bucket are there, they are summed over the
-               replicas into the region, and freed; those of micro-batches add up in the region
+               replicas into the region, and freed; micro-batches add up in the region
 
 The modules are the blocks, the tables of embeddings and the head (`parts_of`); the rest is as in zero2.py. The calls of
-one pass tell those of the next; in the first pass nothing is gathered ahead. An autograd graph refers to the memory of
+one pass predict the next pass; in the first pass nothing is gathered ahead. An autograd graph refers to the memory of
 parameters, not to their numbers: it is freed and allocated again under the tensors (as in FSDP, arXiv 2304.11277). All
 replicas must run equally many passes. Before the update, matrices travel to their owners all at once.
 """
@@ -66,7 +66,7 @@ class Gathered:
         self._pending: list[Pending] | None = None
         self.in_backward = False
         self.without_gradient = self.parameters
-        """In a backward pass: how many parameters have no gradient yet."""
+        """Number of parameters that have no gradient yet in a backward pass."""
 
     @property
     def parameters(self) -> int:
@@ -109,7 +109,7 @@ class Zero3(Zero2):
             for number in range(len(parts))
         ]
         self._calls: list[Gathered] = []
-        """The current pass: its parts in the order of their calls, those of the backward pass included."""
+        """The current pass: its parts in the order of their calls, the backward pass included."""
         self._records = False
         self._earlier: dict[bool, list[Gathered]] = {True: [], False: []}
         """The last pass with gradients, and the last one without."""

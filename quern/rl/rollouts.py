@@ -74,7 +74,7 @@ class Tally:
             self.sums[name] += value
 
     def means(self, sums: Sequence[float] | None = None) -> dict[str, float]:
-        """The recorded means. sums: those of all ranks, in the order of NAMES; by default this rank's."""
+        """The recorded means. sums: all ranks' sums, in the order of NAMES; by default this rank's."""
         total = dict(zip(self.NAMES, sums, strict=True)) if sums is not None else self.sums
         replies, tokens = max(1.0, total["replies"]), max(1.0, total["tokens"])
         mean = total["reward"] / replies
@@ -99,7 +99,7 @@ class Rollouts:
     engine: Engine  # generates with the model in training
     environments: Sequence[Environment]  # where questions come from; they take turns
     settings: RlRecipe
-    seed: int  # of questions and replies
+    seed: int  # draws questions and replies
     micro_batch_rows: int  # rows of a whole context in one forward pass
     reference: LanguageModel | None = None  # the divergence is measured from it, if `settings.kl` is above 0
     mesh: Mesh = field(default_factory=alone)

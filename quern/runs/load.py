@@ -91,7 +91,7 @@ def load(
 
     Raises:
         FileNotFoundError: There is no checkpoint; the message names the command to run first.
-        CheckpointError, ValueError: As from `open_checkpoint`.
+        CheckpointError, ValueError: The errors of `open_checkpoint`.
     """
     start = open_checkpoint(run_dir, run_dir.require_trained(stage)[-1], log, callables=callables)
     model = build_model(start.recipe, machine, None, weights_of(start.tensors))
@@ -99,9 +99,9 @@ def load(
 
 
 def open_start(run_dir: RunDir, stages: Sequence[str], log: Callable[[str], None], at: str, callables: Code) -> Start:
-    """Loads the checkpoint that another run or stage starts from: of the first of these stages that has some.
+    """Loads the checkpoint that another run or stage starts from: the last one of the first stage here that has any.
 
-    Raises FileNotFoundError if there is no such run, or no checkpoint; and as `open_checkpoint`.
+    Raises FileNotFoundError if there is no such run, or no checkpoint, and the errors of `open_checkpoint`.
     """
     (stage,) = run_dir.require_trained(next(filter(run_dir.has_trained, stages), stages[0]))
     return open_checkpoint(run_dir, stage, log, at, callables)

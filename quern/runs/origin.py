@@ -275,7 +275,7 @@ def find_saved(verb: str, arguments: Arguments, recipe: Recipe, source: str | No
 def _asked_before(
     verb: str, run_dir: RunDir, recipe: Recipe, named: Collection[str]
 ) -> tuple[Recipe, str | None] | None:
-    """The recipe with what that of the model with which the stage begins asks of the stage, such as conversations. The
+    """The recipe, with the settings that the recipe of the stage's first model has for it, such as conversations. The
     stage reads the rest, and the code. Fine-tuned models ask for no fine-tuning: their steps followed from theirs."""
     before = {"sft": ("pretrain",), "rl": ("sft", "rl")}[verb]
     body = next((meta["recipe"] for stage in before if (meta := newest_meta(run_dir.stage(stage)))), None)
@@ -310,7 +310,7 @@ def overlay(saved: Made, given: Recipe, named: Collection[str]) -> Made:
 def to_continue(saved: Resolved, named: Collection[str], at_peak: bool = False) -> Recipe:
     """The recipe for a new run that continues a finished one.
 
-    Length, batch and learning rates are those of the finished run; the order of the documents is new. Fields that
+    Length, batch and learning rates come from the finished run; the order of the documents is new. Fields that
     depend on a named field are derived again. at_peak: the checkpoint is from before the rates fell, so no warm-up is
     needed.
     """

@@ -82,7 +82,7 @@ def ready_model(
         compiled: Whether the machine may compile it.
 
     Returns:
-        The model, facts for run.json, and those of them that say how its precision is lowered.
+        The model, facts for run.json, and the facts among them that say how its precision is lowered.
     """
     model = build_model(recipe, machine, recipe.seed if weights is None else None, weights)
     facts = {"model": model_facts(recipe, model, machine)}

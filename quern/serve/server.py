@@ -52,7 +52,7 @@ Files = tuple[Path, Path] | None
 
 @dataclass(frozen=True)
 class Place:
-    """The place of this process among the replicas. own_port: of this one alone, 0 for any; link: to the parent."""
+    """The place of this process among the replicas. own_port: this one's alone, 0 for any; link: to the parent."""
 
     number: int
     port: int
@@ -79,7 +79,7 @@ class Source:
         return None
 
     def open(self, log: Callable[[str], None]) -> tuple[Engine, str]:
-        """An engine that is ready to serve, and what it holds. Errors are those of `runs.load.load`."""
+        """An engine that is ready to serve, and what it holds. Raises the errors of `runs.load.load`."""
         loaded = load(self.run_dir, self.machine, log, self.stage)
         engine = Engine(loaded.model, loaded.tokenizer, self.machine, WARM_ROWS[-1], self.prefix_megabytes)
         engine.warm_up(WARM_ROWS)
@@ -145,7 +145,7 @@ def open_app(
         log(f"serving {name} ({what}){where}")
 
     async def watch(models: Models) -> None:
-        told: dict[str, list[str]] = {}  # of a try for each model that failed
+        told: dict[str, list[str]] = {}  # a try for each model that failed
         while True:
             await asyncio.sleep(watch_seconds)
             for name, source in sources.items():

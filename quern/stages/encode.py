@@ -35,7 +35,7 @@ FEW_UNITS = 8
 RESTARTS = 10
 """How often an encoder of a cluster may be lost."""
 ENOUGH_WORKERS = 16
-"""So many workers by default at most: this process reads and writes some 200 MB/s, which a dozen workers encode."""
+"""The most workers by default: this process reads and writes some 200 MB/s, which a dozen workers encode."""
 
 
 class Encoded(NamedTuple):
@@ -196,7 +196,7 @@ def write_shards(
 ) -> None:
     """Writes a split, or what an earlier writer of the same split has left to do.
 
-    Arguments are those of `ShardWriter` and `encoded`; megabytes: the size of the text, for the time left, if known.
+    Takes the arguments of `ShardWriter` and `encoded`; megabytes: the size of the text, for the time left, if known.
 
     Raises:
         ValueError: There are no documents.

@@ -35,7 +35,7 @@ HELD_OUT_EVERY = 20
 SAMPLED_DOCUMENTS = 50
 GPT2_BOS, LOOKED_AT = 50_256, 1 << 22
 VALIDATION = re.compile(r"(?<![a-z])val(id(ation)?)?(?![a-z])")
-"""In the name of a file for validation: as a word, not as in "retrieval"."""
+"""The mark in the name of a file for validation: a word, not the letters in "retrieval"."""
 
 
 def is_tokens(data: str, out: Path | None = None) -> bool:
@@ -142,7 +142,7 @@ def token_listings(recipe: Resolved, public: PublicData | None) -> tuple[Listing
 
 
 def _listing(data: str) -> Listing:
-    """The .bin files that are named, and those of a named folder itself, not of its subfolders."""
+    """The .bin files that are named, and the ones directly in a named folder, not in its subfolders."""
     paths = data_paths(data) or [Path(data)]
     missing = f"{data}: there is no .bin file of that name, nor one in a folder of that name"
     try:

@@ -132,7 +132,7 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
 
 def _refuse_other_model(recipe: Resolved, start: Start) -> None:
     """Raises ValueError if the weights of another run's checkpoint do not fit the recipe's model. Its vocabulary is
-    that of the other run's tokenizer."""
+    the other run's."""
     vocabulary = {name: getattr(start.recipe.model, name) for name in ("vocab_size", "bos")}
     recipe = replace(recipe, model=replace(recipe.model, **vocabulary))
     try:
@@ -321,7 +321,7 @@ def fit_depth(recipe: Recipe, session: Session, prepared: Prepared) -> Recipe:
 
 def fit_batch(recipe: Recipe, session: Session, prepared: Prepared) -> Recipe:
     """The recipe with the batch of a run that ends before it reads a small text too often, where steps are asked for
-    and no batch. The recipe's own batch is that of a whole horizon, which may read such a text a hundred times."""
+    and no batch. The recipe's own batch fits a whole horizon, which may read such a text a hundred times."""
     if recipe.train.steps is None or recipe.train.batch_tokens is not None:
         return recipe
     own, tokens = resolve(recipe, session.mesh.dp), prepared.train.num_tokens

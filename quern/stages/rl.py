@@ -1,6 +1,6 @@
 """Reinforcement learning: a fine-tuned model practises questions whose answers a program checks.
 
-The loop, the optimizer and the checkpoints are those of the other stages. Only the batches differ: the model's own
+The loop, the optimizer and the checkpoints are the same as in other stages. Only the batches differ: the model's own
 replies, weighted by their advantages (quern/rl/). The model is not compiled: replies are short and of many lengths, and
 compiling each shape, or padding all to the context, takes longer than it saves.
 """

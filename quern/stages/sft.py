@@ -97,7 +97,7 @@ class Lessons:
 def prepare_lessons(asked: Recipe, base: Resolved, tokenizer: Tokenizer, session: Session) -> Lessons:
     """Prepares the conversations, and refuses what fine-tuning on them would refuse. On a mesh every rank calls this.
 
-    asked: What the user asked for; base, tokenizer: of the base model. `quern run` calls this before pretraining too.
+    asked: The user's recipe; base, tokenizer: the base model's. `quern run` calls this before pretraining too.
     """
     recipe, out, mesh = sft_recipe(asked, base), session.run_dir.out, session.mesh
     with main_first(mesh):
@@ -144,7 +144,7 @@ def sft_recipe(asked: Recipe, base: Resolved) -> Resolved:
 
 
 def _held_out_loss(corpus: Corpus, recipe: Resolved, machine: Machine) -> Evaluator:
-    """The mean loss over the assistant's tokens of held-out conversations: of `VAL_BATCHES` batches at most."""
+    """The mean loss over the assistant's tokens of held-out conversations, in `VAL_BATCHES` batches at most."""
     loader = Loader(corpus, recipe.model.context, recipe.micro_batch_rows, 0, "first-fit-decreasing", too_long="crop")
 
     def evaluate(state: TrainState) -> dict[str, float]:

@@ -39,7 +39,7 @@ def read(
     encoding: str = UTF8,
 ) -> Iterator[str]:
     """Reads the documents of files of texts (`sources.files`). column: the column or the key of the text in tables and
-    JSON. Other arguments, and errors, are those of `converted`."""
+    JSON. `converted` has the other arguments, and the errors."""
     found = converted(paths, (column,), partial(_text, column=column), log, separator, encoding)
     return (text for text, _, _ in found if text)
 
@@ -214,8 +214,8 @@ def read_rows(
 
     Args:
         what: The rows, for messages.
-        columns, log: As for `converted`.
-        convert: Takes a row, an object. Raises as for `converted`.
+        columns, log: `wanted` and `log` of `converted`.
+        convert: Takes a row, an object. Raises the errors that `converted` names for a malformed one.
 
     Raises:
         ValueError: A row cannot be converted, or there is none; the message names the file and the row.

@@ -1,8 +1,7 @@
 """Downloads files of the Hugging Face Hub, with its own library, and of other servers. Only this file downloads.
 
-A file gets its final name only when it is whole: its length is that of the repository's listing, and its SHA-256 is the
-listed or the published one. Until then it is `<name>.part` or, of the Hub, `<name>.<commit>.part`, which a later call
-continues.
+A file gets its final name only when it is whole: it has the length of the repository's listing, and the listed
+or published SHA-256. Until then a file of the Hub is `<name>.<commit>.part`, which a later call continues.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class Repository:
 
 
 def data_set(repository: Repository, name: HubName, split: str, kind: Literal["documents", "conversations"]) -> DataSet:
-    """The files of a split, and of documents those of the validation split where another one is asked for. Raises
+    """The files of a split; for documents, also the validation split's where another one is asked for. Raises
     ValueError, which lists what there is, if there is no such config or split, or no file that quern reads."""
     splits = {key: files for key, files in _splits(repository, name, split).items() if files}
     train = _of(splits, split)
@@ -160,7 +160,7 @@ def local_copy(
     or beside a card alone.
 
     Raises:
-        ValueError: As `data_set`, or the card is damaged.
+        ValueError: The errors of `data_set`, or the card is damaged.
     """
     if not folder.is_dir():
         return None

@@ -99,11 +99,11 @@ def list_source(
 
     Args:
         source: A file, a folder, or several of these.
-        formats: The extensions to read, without that of a compression.
+        formats: The extensions to read, without a compression's.
         include: Patterns, separated by spaces, of which a file of a folder must match one, by its name or its path in
             the folder. None includes all.
         exclude: Patterns of files of a folder that are ignored.
-        apart: A folder that is never listed: that of the outputs, which may be in the source.
+        apart: A folder that is never listed: the outputs' folder, which may be in the source.
 
     Returns:
         The files to read, sorted by their path in the source, and the ignored ones.

@@ -6,7 +6,7 @@ parent, and only then removes checkpoints older than the newest `keep` complete 
 every earlier checkpoint intact. Reading checks every hash, because the readers of safetensors load a flipped byte
 silently.
 
-The format is that of torch.distributed.checkpoint's Hugging Face storage, without its import, which takes half a
+The format is torch.distributed.checkpoint's for Hugging Face storage, without its import, which takes half a
 second. On a mesh every rank writes its slices and hashes its files, and rank 0 does the rest.
 """
 
@@ -35,7 +35,7 @@ from quern.temporaries import sha256_of, sync_path
 from quern.train.manifest import FOLDER, CheckpointError, candidates, is_kept, read_manifest, verify, write_manifest
 
 OFFSETS = "DCP_SHARDING_INFO"
-"""In the header of a safetensors file: JSON, name → saved_offsets."""
+"""The key of a safetensors header under which JSON gives name → saved_offsets."""
 _TRASH = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]+")
 Tensors = Mapping[str, torch.Tensor | Slice]
 
@@ -52,7 +52,7 @@ def save(
 
     Args:
         tensors: Any dtype, shape and device, saved bit for bit; shared storage is written once per name. On a mesh,
-            the slices that this rank holds; in a sequence, those of each file.
+            the slices that this rank holds; in a sequence, the slices of each file.
         meta: Plain JSON (string keys, lists not tuples, finite numbers), so that it reads back equal; rank 0's is
             saved. With a true `kept`, this checkpoint is never removed, and later saves do not count it.
         keep: Number of complete checkpoints to leave, this one included. They are verified before any is removed.

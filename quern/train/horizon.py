@@ -93,7 +93,7 @@ class Horizon:
 
 
 def recorded_plans(folder: Path) -> list[Plan]:
-    """The plans of the run in a stage's folder: those that it repeated when it began last, and those since."""
+    """The plans of the run in a stage's folder: the ones that it repeated when it began last, and the later ones."""
     plans: list[Plan] = []
     for event in read_events(folder):
         if event["kind"] in ("start", "resume"):

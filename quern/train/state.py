@@ -37,7 +37,7 @@ class Counters:
     unlogged_nats: float = 0.0
     unlogged_tokens: int = 0  # loss since the last line of the log: a resumed run logs what the uninterrupted one would
     earlier_updates: int = 0
-    """Made by the stage whose optimizer state this one goes on with. AdamW's bias corrections count them."""
+    """Updates by the stage whose optimizer state this one continues. AdamW's bias corrections count them."""
     plans: list[tuple[int, int]] = field(default_factory=list)  # plans of a run that trains for a time (horizon.py)
 
     @property
@@ -113,8 +113,8 @@ def build_model(
 ) -> Any:
     """The recipe's model on the machine, in its compute dtype.
 
-    seed: of the initial weights; None leaves them to be loaded. weights: by parameter name. Raises ValueError if they
-    are not those of such a model, which then takes no memory.
+    seed: draws the initial weights; None leaves them to be loaded. weights: by parameter name. Raises ValueError,
+    before the model takes memory, if they do not fit it.
     """
     if weights is not None:
         refuse_other_weights(recipe, weights)
@@ -127,7 +127,7 @@ def build_model(
 
 
 def refuse_other_weights(recipe: Resolved, weights: dict[str, torch.Tensor]) -> None:
-    """Raises ValueError unless the weights are those of the recipe's model."""
+    """Raises ValueError unless the weights fit the recipe's model."""
     states = weightless(recipe).state_dict(), weights
     expected, found = ({name: tuple(one.shape) for name, one in state.items()} for state in states)
     if wrong := sorted(name for name, _ in expected.items() ^ found.items())[:1]:

@@ -162,7 +162,7 @@ def test_the_error_is_the_worst_of_output_and_gradients() -> None:
 
 
 def test_a_wrong_gradient_of_the_loss_is_seen_at_the_size_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many tokens and as wide as there, which makes gradients small; the vocabulary is smaller."""
+    """Tokens and width are a GPU's, which makes gradients small; the vocabulary is smaller."""
     right = kernels.cross_entropy
     wrong = lambda x, *rest: right(1.5 * x - 0.5 * x.detach(), *rest)  # noqa: E731 — the same loss
     monkeypatch.setitem(SIZES, "quick", replace(SIZES["quick"], loss=(*SIZES["cuda"].loss[:2], 512)))

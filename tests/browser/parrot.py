@@ -1,4 +1,4 @@
-"""What the tests of the chat page share: an engine that says what it is told to, and a hand on the page."""
+"""Shared by the tests of the chat page: an engine that says what it is told to, and a hand on the page."""
 
 import codecs
 import json
@@ -19,7 +19,7 @@ from tests.support.toy_engine import toy_engine
 READY = "document.body.dataset.ready !== undefined && document.getElementById('model').value !== ''"
 DONE = "document.getElementById('send').hidden === false && document.querySelectorAll('.waiting').length === 0"
 LOGPROB = -0.25
-"""Of each token that the parrot says."""
+"""The log-probability of each token that the parrot says."""
 
 
 class Parrot(Engine):

@@ -127,7 +127,7 @@ def rows(chrome: Chrome, table: str) -> list[list[str]]:
 
 
 def pixels(chrome: Chrome) -> str:
-    """What the plot shows, as a PNG."""
+    """The picture of the plot, as a PNG."""
     return chrome.run("document.querySelector('#plot canvas').toDataURL()")
 
 

@@ -1,4 +1,4 @@
-"""What the chat page keeps: conversations over a reload, their titles, search, files, and the branches of a tree."""
+"""The chat page keeps conversations over a reload, their titles, search, files, and the branches of a tree."""
 
 import json
 from pathlib import Path

@@ -249,7 +249,7 @@ def go_on(page: Page, text: str) -> None:
 
 
 def test_one_reply_is_written_at_a_time(page: Page) -> None:
-    """What is clicked twice, or while a reply is written, begins no second one, which Stop would not reach."""
+    """A click that comes twice, or while a reply is written, begins no second reply: Stop would not reach it."""
     page.engine.will_say("The miller", reason="length")
     page.ask("go")
     page.engine.will_say(" grinds")

@@ -56,7 +56,7 @@ class Chat:
         self.conversation = Conversation(engine, sampling, max_tokens, seed, self.shown.append)
 
     def enter(self, *lines: str | type[BaseException], interactive: bool = False) -> str:
-        """What is shown when these lines are typed, and then the input ends; an exception is a key pressed instead.
+        """Returns what the chat shows when these lines are typed and the input ends. An exception: a pressed key.
 
         interactive: in a terminal, which shows prompts.
         """
@@ -92,7 +92,7 @@ def engine() -> Engine:
 
 
 def talk(engine: Engine, *lines: str | type[BaseException]) -> str:
-    """What a terminal shows of a new conversation."""
+    """Returns the text that a terminal shows of a new conversation."""
     return Chat(engine, GREEDY, 8, seed=0).enter(*lines, interactive=True)
 
 

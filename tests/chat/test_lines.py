@@ -26,7 +26,7 @@ STYLE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def rows(written: str) -> list[str]:
-    """What a terminal shows that breaks no line by itself: the cursor goes back and the rest of a row is erased."""
+    """The rows of a terminal that breaks no line by itself: the cursor goes back and the rest of a row is erased."""
     found, at = [""], 0
     for code, count, letter in re.findall(r"(\x1b\[(\d*)[DK])|(.)", STYLE.sub("", written), re.DOTALL):
         if code.endswith("D"):
@@ -173,7 +173,7 @@ class Chat:
         self.handle = ours
 
     def until(self, mark: str, seconds: float = 120) -> str:
-        """What is shown up to a mark."""
+        """Reads the output up to a mark."""
         shown, end = "", time.monotonic() + seconds
         while mark not in STYLE.sub("", shown):
             ready, _, _ = select.select([self.handle], [], [], max(0.0, end - time.monotonic()))

@@ -125,7 +125,7 @@ COMPLETED = {
     "grug train --train.st": "--train.steps",
     "runs rem": "remove",
 }
-"""What is typed after quern, and what the Tab key offers."""
+"""Words typed after quern → what the Tab key offers."""
 WORDS = """source ./script
 while read -r typed; do COMP_WORDS=(quern $typed); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); _quern; echo "${COMPREPLY[@]}"
 done"""

@@ -1,4 +1,4 @@
-"""What every file of experiments/ must keep, at toy size; a new idea is covered by being there.
+"""The contracts that every file of experiments/ must keep, at toy size; a new idea is covered by being there.
 
 The contracts of the model alone run once for all ideas that have the same model, resuming and two ranks once for all
 that have the same code and differ in numbers.

@@ -1,4 +1,4 @@
-"""What ranks run to measure the memory of a training step: the most that a process held, less what it held before."""
+"""Ranks run this to measure the memory of a training step: the most that a process held, less what it held before."""
 
 import ctypes
 import gc

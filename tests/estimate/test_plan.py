@@ -63,7 +63,7 @@ def test_a_model_that_needs_numbers_is_refused(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_what_saves_memory_is_used_where_it_is_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of 24 GB: parameters and gradients of 5.5 billion take 22, and activations of 1,536 rows take 31."""
+    """The GPU has 24 GB: parameters and gradients of 5.5 billion take 22, and activations of 1,536 rows take 31."""
     flags = ("--gpus", "8", "--gpu", "rtx4090", "--per-machine", "8", "--model.width", "12288")
     found = planned(tmp_path, *flags, "--train.batch-tokens", "4096")["candidates"]
     (shared,) = (one for one in found if one["dp"] == 8)

@@ -37,7 +37,7 @@ from quern.kernels.attention.flash_launch import (
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled is thrown away, instead of staying in the home folder."""
+    """Compiled code goes to the test's folder, not to the home folder."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
 
 
@@ -51,10 +51,10 @@ def compile_for_gpu(
     architecture: int = 90,
     multiples: Collection[str] | None = None,
 ) -> Any:
-    """Returns what Triton's compiler makes of a kernel.
+    """Compiles a kernel with Triton.
 
     Args:
-        types: Of the arguments that are not constant.
+        types: The types of the arguments that are not constant.
         architecture: 80 or 90.
         multiples: Integers that are multiples of 16, as all pointers and strides are; None for all.
     """

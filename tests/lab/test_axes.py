@@ -1,5 +1,5 @@
-"""What studies measure ideas by: Witten-Bell n-grams against a plain dictionary implementation, and on what must not
-count; the ratio of two arms' speeds on a simulated machine with drift and disturbances, and of two real recipes."""
+"""The measures of ideas: Witten-Bell n-grams against a plain dictionary implementation, and on what must not count;
+the ratio of two arms' speeds on a simulated machine with drift and disturbances, and of two real recipes."""
 
 import math
 from collections import Counter, defaultdict

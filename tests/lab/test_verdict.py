@@ -43,7 +43,7 @@ def test_the_boundary_is_pococks_and_obrien_flemings(
 
 
 def test_variances_are_moderated_as_far_as_they_agree() -> None:
-    """Of 500 ideas the moments find the scaled inverse chi-square from which the variances are drawn."""
+    """The moments of 500 ideas' variances find the scaled inverse chi-square from which these are drawn."""
     rng = np.random.default_rng(0)
     alike, drawn = (np.ones(500), 8 / rng.chisquare(8, 500))
     common, weight = moderate(4 * drawn * rng.chisquare(30, 500) / 30, 30)

@@ -37,7 +37,7 @@ def show(deviation: float | str) -> str:
 
 
 def records(report: Path) -> list[dict[str, Any]]:
-    """What the `law` fixture recorded in tests that passed."""
+    """The entries that the `law` fixture recorded in tests that passed."""
     cases = ElementTree.parse(report).iter("testcase")
     passed = (case for case in cases if all(case.find(end) is None for end in ("failure", "error", "skipped")))
     found = (one for case in passed for one in case.iterfind("properties/property[@name='law']"))

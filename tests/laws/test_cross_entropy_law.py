@@ -98,7 +98,7 @@ def test_cross_entropy_is_its_plain_twin_in_fp32(cap: str, compiled: bool, law: 
 
 @by_cap
 def test_cross_entropy_in_bf16_is_as_good_as_bf16(cap: str, eager: None, law: Law) -> None:
-    """Root mean squares over shapes: of a handful of targets, one rounding can make the whole error."""
+    """Takes root mean squares over shapes: with a handful of targets, one rounding can make the whole error."""
     shapes = itertools.product((7, 8, 30, 1000, CHUNK_TOKENS + 300), (37, 1001))
     errors = [loss_bf16_errors(*shape, CAPS[cap]) for shape in shapes]
     ours, own = (torch.tensor(part) for part in zip(*errors, strict=True))
@@ -120,7 +120,7 @@ def by_triton(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, cap: Ca
 
 
 def triton_deviation(cap: str, shapes: tuple[tuple[int, int], ...]) -> float:
-    """Of losses and gradients; of the losses without gradients too."""
+    """The largest deviation of losses and gradients, and of losses computed without gradients."""
     worst = max(loss_deviation(by_triton, cap, (N,), (V,)) for N, V in shapes)
     inputs = loss_inputs(17, 5000)
     with torch.no_grad():

@@ -51,7 +51,7 @@ pytestmark = pytest.mark.usefixtures("eager")
 BAR = 4
 """Standard deviations of rounding, of the largest logit."""
 LENGTHS = {"llama": (1, 41), "gpt": (1, 7, 8, 9, 31, 32, 50), "unet": (1, 40, 127, 128, 129, 200, 300)}
-"""Of gpt and unet: shorter and longer than the short window, and longer than the context."""
+"""Tokens; for gpt and unet shorter and longer than the short window, and longer than the context."""
 OURS = ("gpt", "unet")
 """The architectures whose code is exported."""
 AGREE = {"llama": "exported Llama = transformers' Llama"} | {kind: f"exported {kind} = native" for kind in OURS}

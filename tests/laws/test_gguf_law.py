@@ -59,7 +59,7 @@ def test_probabilities_are_llama_cpps(
 
 
 MATRICES_IN_SERIES = 4 * 2 + 1
-"""Of two layers: query, out, gate, down; and the head."""
+"""Query, out, gate and down of two layers, and the head."""
 ROUNDING = {"F16": 2.0**-11, "BF16": 2.0**-8, "Q8_0": 2.0**-7}
 """Relative error of a number. Q8_0: half a step of 1/127 of its block's largest, which is about twice the rms."""
 
@@ -96,7 +96,7 @@ WORDS = (
 
 @cache
 def characters() -> list[str]:
-    """Those of Unicode 3.2, which every program knows, and emoji: programs know different versions of Unicode."""
+    """Characters of Unicode 3.2, which every program knows, and emoji: programs know different versions of Unicode."""
     known = unicodedata.ucd_3_2_0
     found = [chr(code) for code in range(0x30000) if known.category(chr(code)) not in ("Cn", "Cs")]
     return [*found, *map(chr, range(0x1F300, 0x1F650))]

@@ -92,7 +92,7 @@ def test_five_steps_come_near_the_polar_factor(dtype: torch.dtype, law: Callable
 
 
 def response(orthogonalize: Callable[..., torch.Tensor], values: np.ndarray) -> np.ndarray:
-    """What five steps make of singular values given as shares of the Frobenius norm.
+    """Returns the singular values after five steps; `values` are shares of the Frobenius norm.
 
     A (2, 2) diagonal matrix holds the value and what is left of the norm.
     """

@@ -63,7 +63,7 @@ def write_again(path: Path, rng: random.Random) -> None:
 
 
 CHANGES = {append: True, remove_a_line: True, change_a_letter: True, touch: False, write_again: False}
-"""What is done to a file, and whether its content is another one then."""
+"""Change to a file → whether its content differs afterwards."""
 
 
 def trial(bench: Bench, number: int, references: dict[str, tuple[Path, dict[str, int]]]) -> tuple[str, list[str]]:

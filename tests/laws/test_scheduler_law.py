@@ -49,7 +49,7 @@ SAMPLINGS = (
 
 @dataclass
 class Request:
-    """What arrives, and what came of it."""
+    """A request that arrives, and its outcome."""
 
     at: int
     prompt: list[int]

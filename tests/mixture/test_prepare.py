@@ -252,7 +252,7 @@ def peak_bytes(path: str, out: Path) -> int:
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each conversation its place, length and piece are kept, and nothing of its 750 bytes of text."""
+    """Memory has each conversation's place, length and piece, and nothing of its 750 bytes of text."""
     monkeypatch.setattr(sources, "CHUNK_BYTES", 1 << 12)
     monkeypatch.setattr(packing, "MASK_TOKENS", 1 << 12)
     monkeypatch.setattr(origin, "HASHED_DOCUMENTS", 16)

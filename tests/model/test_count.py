@@ -1,4 +1,4 @@
-"""What a recipe's model costs, against real models, sums by hand and a real cache."""
+"""The costs of a recipe's model, against real models, sums by hand and a real cache."""
 
 from collections.abc import Callable
 from dataclasses import replace

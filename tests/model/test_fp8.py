@@ -1,4 +1,4 @@
-"""What `use_fp8` replaces, what it leaves alone and why; that parameters stay themselves; what is recorded."""
+"""`use_fp8`: what it replaces, what it leaves alone and why; parameters stay themselves; what is recorded."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What ranks run for the laws of sharding: the same steps as one process, and how far the results lie apart."""
+"""Ranks run this for the laws of sharding: the same steps as one process, and how far the results lie apart."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def apart(one: float, other: float) -> float:
 
 
 def gradients_apart(optimizer: Zero2, expected: dict[str, torch.Tensor]) -> float:
-    """Of the regions that this rank sums, after clipping."""
+    """The largest deviation in the regions that this rank sums, after clipping."""
     ours, theirs = [], []
     for bucket in optimizer.buckets:
         whole = torch.zeros_like(bucket.grads)
@@ -242,7 +242,7 @@ def state_apart(ours: TrainState, expected: Snapshot) -> float:
 
 
 def _local_count() -> None:
-    """As most trainers do."""
+    """Counts the targets of each rank alone, as most trainers do."""
     reduce = ProcessGroup.all_reduce
 
     def all_reduce(self: ProcessGroup, tensor: torch.Tensor, op: str = "sum") -> Pending:
@@ -252,7 +252,7 @@ def _local_count() -> None:
 
 
 def silent(mesh: Mesh) -> str:
-    """What a parameter without gradient leads to."""
+    """Returns the error of a step in which a parameter has no gradient."""
     state = sharded_state(mesh)
     batch = toy_loader().batch(0, mesh.data.rank, mesh.data.size)
     state.model.value_embeddings = torch.nn.ModuleDict()  # the model forgets them

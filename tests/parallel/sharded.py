@@ -1,4 +1,4 @@
-"""What ranks run for the laws of tensor parallelism: a model cut into shards, and how far it lies from a whole one."""
+"""Ranks run this for the laws of tensor parallelism: a model cut into shards, and how far it lies from a whole one."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def evaluated(model: Any, tokens_BT: Tensor, targets_BT: Tensor) -> list[Tensor]
 
 
 def terms_of_scales(architecture: str, whole: tuple[Tensor, ...]) -> dict[str, float]:
-    """Of each parameter of single numbers, the largest sum of what the rows add to a gradient, without their signs.
+    """For each parameter of single numbers, the largest sum of what the rows add to a gradient, without their signs.
 
     Such a gradient is one sum over all tokens and channels, in which rows can cancel to a thousandth of themselves:
     fp32 then holds as many digits fewer, in whatever order it is summed. It is compared relative to what was added.
@@ -175,7 +175,7 @@ def terms_of_scales(architecture: str, whole: tuple[Tensor, ...]) -> dict[str, f
 
 
 def gradients_apart(model: Any, expected: dict[str, Tensor], terms: dict[str, float]) -> float:
-    """Of what this rank holds; infinite where padding has a gradient. terms: see `terms_of_scales`."""
+    """The largest deviation in this rank's shards; infinite where padding has a gradient. terms: `terms_of_scales`."""
     worst = 0.0
     for name, p in model.named_parameters():
         held, wanted, found = sharding_of(p), expected[name], p.grad

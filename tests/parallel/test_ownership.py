@@ -27,7 +27,7 @@ def layout(architecture: str, depth: int, dp: int, tp: int) -> Layout:
 
 
 def unit_flops(bucket: Bucket, tp: int) -> int:
-    """Of the Gram matrices of one parameter, whole, up to a factor."""
+    """FLOPs of the Gram matrices of one parameter, whole, up to a factor."""
     assert bucket.stack is not None
     *several, R, C = bucket.parameters[0][1].shape
     if bucket.stack.exchange is not None:

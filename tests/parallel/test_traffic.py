@@ -67,7 +67,7 @@ def counted(mesh: Mesh, architecture: str) -> dict[str, int]:
 
 
 def leaving(mesh: Mesh, architecture: str) -> list[list[int]]:
-    """Of three steps: how many buckets were sent after the first, second… gradient of the last backward pass."""
+    """For three steps, how many buckets were sent after the first, second… gradient of the last backward pass."""
     compiler.set_eager(True)
     small_cuts()
     state, step = stepping(mesh, architecture)

@@ -95,7 +95,7 @@ def trained(mesh: Mesh, architecture: str, dtype: str, compiled: bool = False, r
 
 
 def apart(found: list[Any], expected: list[Any]) -> float:
-    """Of the losses: owners of matrices differ between layouts, and the law compares their state."""
+    """The deviation of the losses: owners of matrices differ between layouts, and the law compares their state."""
     return max(
         deviation([torch.tensor(one[0])], [torch.tensor(other[0])]) for one, other in zip(found, expected, strict=True)
     )

@@ -1,4 +1,4 @@
-"""What ranks run for the laws of reinforcement learning."""
+"""Ranks run this for the laws of reinforcement learning."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def advanced(state: TrainState, rollouts: Rollouts, mesh: Mesh, micro_batch_rows
 
 
 def replies(mesh: Mesh, unequal: bool = False) -> list[Any]:
-    """What the mesh samples, token by token, and each reply's reward. unequal: each rank rewards otherwise."""
+    """The replies that the mesh samples, token by token, and their rewards. unequal: each rank rewards otherwise."""
     compiler.set_eager(True)
     spread = Environment("spread", ask, lambda item, reply: len(reply) + mesh.rank * unequal)
     rollouts = rollouts_of(rl_state(mesh), SETTINGS, spread, mesh=mesh)

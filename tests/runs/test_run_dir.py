@@ -165,7 +165,7 @@ def changes(other: Recipe, besides: Sequence[str] = ()) -> list[str]:
 
 @pytest.mark.parametrize("name", list(field_names(HERE)))
 def test_each_field_is_refused_or_may_change(name: str) -> None:
-    """What text and conversations are named is not compared: their content is (test_run_ownership.py)."""
+    """The names of text and conversations are not compared: their content is (test_run_ownership.py)."""
     assert changes(HERE) == []
     other = with_other(name)
     if name in BY_CONTENT:

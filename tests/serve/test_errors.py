@@ -1,4 +1,4 @@
-"""What cannot be done is a 400 that names the field that the client sent, in the words of its own path."""
+"""A request that cannot be done is a 400 that names the field that the client sent, in the words of its own path."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What OpenAI accepts is accepted: any order of roles, structured outputs, tools of the caller, `/v1/responses`."""
+"""The server accepts what OpenAI does: any order of roles, structured outputs, a caller's tools, `/v1/responses`."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What someone who runs the server relies on: rates, time limits, CORS, HTTPS, several models, newer checkpoints."""
+"""The operation of a server: rates, time limits, CORS, HTTPS, several models, newer checkpoints."""
 
 import asyncio
 import gc

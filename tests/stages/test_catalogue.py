@@ -125,7 +125,7 @@ def test_a_set_to_pretrain_on_is_prepared(served: None, tmp_path: Path, name: st
 
 @pytest.mark.parametrize("name", of_kind("conversations", "questions"))
 def test_a_set_to_fine_tune_on_is_prepared(served: None, tmp_path: Path, name: str) -> None:
-    """Of questions, one row in fifty is held out. Of conversations, the test split is."""
+    """One row in fifty of questions is held out, and the test split of conversations."""
     dataset = DATASETS[name]
     limit = f",limit={FILES * dataset.file_rows}" if dataset.file_rows else ""
     recipe = Resolved.of(RECIPE, model=replace(RECIPE.model, context=4096), conversations=(f"{name}{limit}",))

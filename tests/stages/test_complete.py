@@ -48,7 +48,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(capsys: pytest.CaptureFixture[str], out: Path, *arguments: str, verb: str = "complete") -> str:
-    """What the command prints on standard output."""
+    """Returns what the command prints on standard output."""
     capsys.readouterr()
     assert main.main([verb, "--out", str(out), *FLAGS, *arguments]) == 0
     return capsys.readouterr().out

@@ -74,7 +74,7 @@ def speed(peak_flops: float, device: str = "cpu") -> float:
 
 
 def test_the_speed_of_training_is_that_of_three_cpus_about() -> None:
-    """As measured: half of a usual CPU's matrix products, two thirds of a slow one's, a fifth of an AMX unit's."""
+    """Measured: half of a usual CPU's matrix products, two thirds of a slow one's, a fifth of an AMX unit's."""
     for peak_flops, reached in ((0.43e12, 0.28e12), (0.9e12, 0.45e12), (2.5e12, 0.53e12)):
         assert speed(peak_flops) == pytest.approx(reached, rel=0.17)
     assert speed(1e15, "cuda") == 0.5e15

@@ -121,7 +121,7 @@ def test_validation_of_its_own_takes_nothing_from_training(tmp_path: Path) -> No
 
 
 def files_under(folder: Path) -> dict[str, int]:
-    """Of what is made; the cache of digests may change."""
+    """The time of each file that is made; the cache of digests may change."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name != "digests.json")
     return {str(path): path.stat().st_mtime_ns for path in files}
 
@@ -266,7 +266,7 @@ def test_a_folder_that_has_the_outputs_is_the_same_text_again(tmp_path: Path) ->
 def test_the_names_of_all_files_and_of_the_output_folder_are_the_same_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As --data *, where the command runs again. Together the names are longer than a file name may be."""
+    """A shell makes these names of --data *, with `out` at the second run: longer together than a file name may be."""
     monkeypatch.chdir(tmp_path)
     names = [f"chapter {number:02d}.txt" for number in range(40)]
     for name, text in zip(names, documents(40), strict=True):

@@ -266,8 +266,8 @@ def test_a_new_run_begins_with_weights_and_moments_of_a_checkpoint_and_needs_the
 
 
 def test_one_command_begins_a_run_and_goes_on_with_it(runs: Runs) -> None:
-    """As a job's script gives it again and again: --resume where there is nothing yet, with --from or without. What a
-    killed first save left is no model."""
+    """A job's script gives the command again and again: --resume where there is nothing yet, with --from or without.
+    The folder that a killed first save left is no model."""
     (runs.stage(run="job") / "checkpoints/step-00000002.tmp-abcd").mkdir(parents=True)
     shutil.copy(runs.stage().parent / "tokenizer.json", runs.stage(run="job").parent)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What `quern sft` and `quern rl` take from the command and what from their model's recipe, and what they refuse."""
+"""`quern sft` and `quern rl`: what they take from the command, what from their model's recipe, what they refuse."""
 
 import re
 from dataclasses import fields, replace

@@ -1,4 +1,4 @@
-"""What two loaders are compared by."""
+"""Figures by which two loaders are compared."""
 
 import hashlib
 

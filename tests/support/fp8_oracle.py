@@ -48,6 +48,6 @@ def scale_of(x: np.ndarray, to: Format) -> np.float32:
 
 
 def through(x: np.ndarray, to: Format, scale: np.float32 | None = None) -> np.ndarray:
-    """What is left of x after the format: rounded(x / scale) · scale, the division in fp32, in float64."""
+    """Returns x after the format: rounded(x / scale) · scale, the division in fp32, in float64."""
     scale = scale_of(x, to) if scale is None else scale
     return rounded(x.astype(np.float32) / scale, to) * np.float64(scale)

@@ -26,14 +26,14 @@ def parquet(rows: list[dict[str, Any]]) -> bytes:
 
 @dataclass
 class Hub:
-    """What the server has and was asked for.
+    """The contents of the server and the requests that it got.
 
     Args:
         url: Its address.
         sets: OWNER/NAME → path → bytes.
         others: Path → bytes that are no data set's.
         cards: OWNER/NAME → the list `configs` of the card.
-        revisions: Those that exist besides the default one.
+        revisions: Revisions that exist besides the default one.
         token: Needed for every set, if it is not empty.
         digests: Whether the listing has the SHA-256 of files.
         sent: OWNER/NAME/PATH → other bytes than those that are listed.

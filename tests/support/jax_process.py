@@ -26,7 +26,7 @@ Grug = Callable[..., Any]
 
 
 def environment(cache: Path, devices: int = 8) -> dict[str, str]:
-    """Of a process that computes in JAX; what it compiles is kept under `cache`."""
+    """The environment of a process that computes in JAX; what it compiles is kept under `cache`."""
     return ENVIRONMENT | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": FLAGS.format(devices=devices),

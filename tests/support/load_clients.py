@@ -54,7 +54,7 @@ def post(path: str, body: bytes, media_type: str = "application/json") -> bytes:
 
 
 class Answer(NamedTuple):
-    """What a stream said. ended: whether its last event is the one that has to be the last."""
+    """The reply of a stream. ended: whether its last event is the one that has to be the last."""
 
     text: str
     reason: str | None
@@ -94,7 +94,7 @@ def read_stream(body: bytes) -> Answer:
 
 
 def difference(case: Case, status: int, body: bytes) -> str:
-    """What is wrong with the answer to a case; empty for a right one."""
+    """The fault in the answer to a case; empty for a right one."""
     if status != 200:
         return f"{case.path}: status {status}: {body[:300]!r}"
     answer = read_stream(body)
@@ -162,7 +162,7 @@ class Connection:
 
 @dataclass
 class Totals:
-    """What the clients have seen. wrong: answers that are not as expected, and requests that failed."""
+    """The clients' counts. wrong: answers that are not as expected, and requests that failed."""
 
     counts: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
@@ -177,11 +177,11 @@ class Load:
 
     Args:
         port: The server's.
-        cases: What ordinary requests are drawn from.
-        slow: What slow readers ask for: completions with log-probabilities.
-        long: What is given up; it takes longer than anyone waits.
+        cases: The cases from which ordinary requests are drawn.
+        slow: The request of slow readers: completions with log-probabilities.
+        long: The request that clients give up; it takes longer than anyone waits.
         malformed: Bytes that are no good request, with the status that is the answer.
-        seed: Of every client's choices.
+        seed: Seed of every client's choices.
     """
 
     port: int

@@ -11,7 +11,7 @@ RECIPES = {"gpt": gpt.RECIPE, "llama": llama.RECIPE, "unet": unet.RECIPE}
 
 def randomized(model: Any, vectors: float = 0.5, seed: int = 3, matrices: float = 1.0) -> Any:
     """Every parameter random: no path through the model is silent. vectors: the deviation of scales and norms;
-    matrices: of their products with vectors whose entries deviate by 1."""
+    matrices: the deviation of their products with vectors whose entries deviate by 1."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():

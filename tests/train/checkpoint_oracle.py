@@ -1,4 +1,4 @@
-"""What is whole on disk, told by the safetensors package alone, never by the manifest that is under test."""
+"""The checkpoints that are whole on disk, told by the package safetensors alone, never by the manifest under test."""
 
 import os
 import shutil

@@ -84,7 +84,7 @@ def forward_operator(
     varying: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Returns y and the log-sum-exp (B, H, T) fp32. first_BT, last_BT: of `document_bounds`."""
+    """Returns y and the log-sum-exp (B, H, T) fp32. first_BT, last_BT: from `document_bounds`."""
     from quern.kernels.attention.flash_launch import forward  # imports Triton
 
     with torch.cuda.device_of(q_BTHE):

@@ -41,7 +41,7 @@ KERNELS: dict[str, Any] = {
     "query_gradient": query_gradient_kernel,
     "key_gradients": key_gradients_kernel,
 }
-OWN_TILE = {"forward": QUERIES, "query_gradient": QUERIES, "key_gradients": KEYS}  # what one program computes
+OWN_TILE = {"forward": QUERIES, "query_gradient": QUERIES, "key_gradients": KEYS}  # the tile that one program computes
 READ_IN_TILES = {
     "forward": {"q": QUERIES, "k": KEYS, "v": KEYS},
     "query_gradient": {"q": QUERIES, "grad": QUERIES, "k": KEYS, "v": KEYS},
@@ -81,7 +81,7 @@ def backward(
     window: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dq, dk, dv in the inputs' shapes and dtypes. first_BT, last_BT: of `document_bounds`."""
+    """Returns dq, dk, dv in the inputs' shapes and dtypes. first_BT, last_BT: from `document_bounds`."""
     B, T, H, E = q_BTHE.shape
     K = k_BTKE.size(2)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_BTHE, k_BTKE, v_BTKE))

@@ -65,7 +65,7 @@ class Estimate(NamedTuple):
 class Curve:
     """The baseline's loss over compute: a fit, and DRAWS fits of redrawn means, whose first is the fit itself.
 
-    Two rungs give a straight line in logarithms (E = 0), three or more the whole law. means: of at least two rungs.
+    Two rungs give a straight line in logarithms (E = 0), three or more the whole law. means: at least two rungs'.
     """
 
     def __init__(self, means: Sequence[Mean]) -> None:
@@ -99,8 +99,8 @@ class Curve:
 
 def multiplier(curve: Curve, base: float, own: float, found: Finding, key: str = "") -> Floats:
     """ln of an idea's compute multiplier, by draw; the first is the estimate. base, own: what the baseline and the idea
-    spend; key: names the draws of the difference, which differ from those of other ideas and rungs; those of the
-    baseline's curve are the same for all."""
+    spend; key: names the draws of the difference, which each idea and rung has for itself; all have the same draws
+    of the baseline's curve."""
     degrees, generator = found.degrees, np.random.default_rng([SEED, *key.encode()])
     noise = generator.standard_t(min(degrees, 1e6), DRAWS) if degrees > 0 else np.full(DRAWS, math.nan)
     noise[0] = 0.0
@@ -115,7 +115,7 @@ def told(logs_D: Floats) -> Estimate:
 
 
 class Course(NamedTuple):
-    """The change of a multiplier over the rungs. factor: multiplier of one rung over that of the rung below."""
+    """The change of a multiplier over the rungs. factor: a rung's multiplier over the one of the rung below."""
 
     factor: Estimate
     trend: Trend
@@ -154,7 +154,7 @@ def extrapolate(computes: Sequence[float], logs_RD: Sequence[Floats], to: float,
     variance = math.inf if found is None else float(np.var(slope_D))
     prior = spread * (abs(float(height_D[0])) + SMALL)
     trust = prior**2 / (prior**2 + variance)
-    noise = generator.standard_normal(DRAWS) * prior * math.sqrt(1 - trust)  # of the slope, given its estimate
+    noise = generator.standard_normal(DRAWS) * prior * math.sqrt(1 - trust)  # the slope's, given its estimate
     noise[0] = 0.0
     return height_D + (trust * slope_D[0] + noise) * (math.log(to) - middle)
 
@@ -194,7 +194,7 @@ class Row:
         return course(*self.line(self.flops))
 
     def line(self, rungs: Iterable[int]) -> tuple[list[float], list[Floats]]:
-        """The computes and the multipliers on those of some rungs that have one, ascending."""
+        """The computes and the multipliers of the rungs, among some, that have a multiplier; ascending."""
         kept = sorted(set(rungs) & set(self.flops))
         return [self.computes[rung] for rung in kept], [self.flops[rung] for rung in kept]
 
@@ -259,8 +259,8 @@ class Prediction(NamedTuple):
 
 
 def predictions(study: Comparison, found: Sequence[Row]) -> list[Prediction]:
-    """Predicts each idea's multiplier on its highest rung from those on the rungs below, all by the baseline's curve
-    over every rung. The interval is that of the measurement."""
+    """Predicts each idea's multiplier on its highest rung from its multipliers below, all by the baseline's curve over
+    every rung. The interval is the measurement's."""
     made: list[Prediction] = []
     for row in found:
         rungs = sorted(row.flops)

@@ -2,7 +2,7 @@
 
 Rungs are sizes on the baseline's compute-optimal line, about a factor of four in FLOPs apart. Every rung reads its text
 once, and trains its whole schedule. All share one vocabulary and one context: both change the loss by themselves.
-Fingerprints are those of a recipe's numbers, and of an idea's code.
+Fingerprints identify a recipe's numbers and an idea's code.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class ArmRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRecord(Trial):
-    """A trial that finished or ended in an error, and what it rests on. seed: of the pair; value: of the tuned field,
+    """A trial that finished or ended in an error, and what it rests on. seed: the pair's; value: the tuned field's,
     None for the recipe's own; changed: tracked files that differed from the commit; time: its end; text, numbers, code:
     fingerprints, as in `Plan` and `ArmRecord`; error: why there is no result."""
 

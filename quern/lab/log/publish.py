@@ -172,7 +172,7 @@ def idea_files(studies: Sequence[Page], folder: Path) -> dict[Path, str]:
 
 
 def _told(found: Sequence[Verdict]) -> tuple[str, str]:
-    """The verdicts that count, and that of the index, on the highest rung of today's baseline. found: the newest study
+    """The verdicts that count, and the index's, on the highest rung of today's baseline. found: the newest study
     first. On one rung against one baseline, the verdict with the most runs counts: a study that was interrupted does
     not replace a whole one. Of equally many, a decided one counts before an undecided, then the newest."""
     most: dict[Any, Verdict] = {}

@@ -19,7 +19,7 @@ Array = NDArray[Any]
 
 FEWEST_CELLS = 4  # points of a parabola: its three coefficients and one more
 FEWEST_BUDGETS = 3
-LEVEL = 0.95  # of the intervals
+LEVEL = 0.95  # confidence of the intervals
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Estimate:
 
 def estimate(value: float, samples: Array, dof: int, inflation: float = 1.0) -> Estimate:
     """The expanded percentile interval of a bootstrap (Hesterberg 2015, arXiv 1411.5279): plain percentiles are too
-    narrow for few runs, so the tails are those of Student's t.
+    narrow for few runs, so the tails are Student's t.
     """
     lost = float(np.isnan(samples).mean())
     tail = float(special.ndtr(-special.stdtrit(dof, (1 + LEVEL) / 2) * inflation)) - lost
@@ -168,7 +168,7 @@ def envelope(budget: ArrayLike, n: ArrayLike, d: ArrayLike, loss: ArrayLike, *, 
     Args:
         budget: The planned FLOPs of each run: runs with equal values form a parabola.
         n, d, loss: Parameters, tokens and loss of each run.
-        resamples: Samples of the bootstrap.
+        resamples, seed: Resamples and seed of the bootstrap.
     """
     budget, n, d, loss = (np.asarray(values, float) for values in (budget, n, d, loss))
     rng = np.random.default_rng(0)

@@ -117,7 +117,7 @@ def against_baseline(best: Line, trials: Sequence[Line]) -> dict[str, float] | N
 
 
 def summary(facts: dict[str, Any]) -> str:
-    """A sentence on a sweep. facts: those of `RESULTS`, here and below."""
+    """A sentence on a sweep. facts: the contents of `RESULTS`, here and below."""
     plan, recipe = facts["plan"], facts["plan"]["recipe"]
     outcomes = ", ".join(f"{count:,} {outcome}" for outcome, count in facts["outcomes"].items())
     fields, seeds = counted(len(plan["space"]), "field"), counted(len(plan["seeds"]), "seed")

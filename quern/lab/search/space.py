@@ -67,8 +67,8 @@ class Dimension:
         return tuple(one if isinstance(one, int) else min(of.high, float(f"{one:.12g}")) for one in found)
 
     def edge(self, value: Any) -> str | None:
-        """Whether a value is at the "lower" or "upper" edge, beyond which the field could go: no limit of its range. Of
-        choices, only those of at least three numbers have edges."""
+        """Whether a value is at the "lower" or "upper" edge, beyond which the field could go: no limit of its range.
+        Choices have edges only if they are at least three numbers."""
         known = (one for one in self.choices if not isinstance(one, bool))
         numbers, within = [one for one in known if isinstance(one, int | float)], 0.0
         if not self.choices:

@@ -1,6 +1,6 @@
 """`quern lab sweep`: searches the fields of a recipe for the lowest validation bits per byte, with Optuna.
 
-docs/sweeps.md explains trials, kills and workers. Claims are those of all studies (lab/study.py), not Optuna's
+docs/sweeps.md explains trials, kills and workers. Claims work as in all studies (lab/study.py), not by Optuna's
 heartbeat: that needs a database, notices a dead worker after minutes, and repeats its trial under another number.
 
 `sweep.jsonl` has a line for each finished trial. `running.jsonl` has lines of the trials that have begun: their values,
@@ -63,7 +63,7 @@ def run(
     source: str | None = None,
 ) -> int:
     """Runs trials until all have finished, then writes and logs the results. Returns the exit code. command: starts one
-    more worker, with `--workers 1`; variables: environment of a worker by its number, from 1; facts: of this start, as
+    more worker, with `--workers 1`; variables: environment of a worker by its number, from 1; facts: this start's, as
     from `study.start_facts`; source: the text of the recipe's file."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     baseline = resolve(options.recipe)
@@ -148,7 +148,7 @@ def _points(options: SweepOptions, space: Space, baseline: Recipe) -> list[dict[
 
 
 def _sampler(options: SweepOptions, number: int) -> optuna.samplers.BaseSampler:
-    """A sampler whose random numbers differ from those of other trials."""
+    """A sampler with random numbers that no other trial has."""
     seed = int(np.random.SeedSequence((0, number)).generate_state(1)[0])
     if options.sampler == "gp":
         return samplers.GPSampler(seed=seed, deterministic_objective=False)

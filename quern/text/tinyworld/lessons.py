@@ -44,7 +44,7 @@ def spelling(pen: Pen) -> str:
 def counting(pen: Pen) -> str:
     """Questions for the number of letters, with the word spelled and its letters numbered; also of letters in a row.
 
-    Nothing but copying predicts mixed letters, so a model that numbers them can number those of any word.
+    Nothing but copying predicts mixed letters, so a model that numbers them can number the letters of any word.
     """
     return "\n".join(
         _mixed_letters(pen) if pen.maybe(0.5) else _worked(skills.counting_exercise(pen), 1)

@@ -1,6 +1,6 @@
 """The tinyworld's prose: stories, biographies, dialogues, letters, diaries, comparisons and lists.
 
-Each function takes a Pen (a seeded random generator) and returns one document as plain text. The facts are those of
+Each function takes a Pen (a seeded random generator) and returns one document as plain text. The facts come from
 world.py. Who appears, what happens and how it is told is random.
 """
 

@@ -1,6 +1,6 @@
-"""What attention may see and what it reads, its operators and their compilation. The grids of shapes are the laws'.
+"""The tokens that attention may see and reads, its operators and their compilation. The laws have the grids of shapes.
 
-What launches flash attention's kernels runs in Triton's interpreter, in a child process (`interpreter.py`).
+Tests that launch flash attention's kernels run in Triton's interpreter, in a child process (`interpreter.py`).
 """
 
 import warnings

@@ -74,7 +74,7 @@ def _tasks_of_user() -> int:
 
 
 def apply(ruleset: int | None, limits: dict[str, Any]) -> None:
-    """Confines this process for good, under the fields of `Limits`. ruleset: of `landlock`; None for namespaces."""
+    """Confines this process for good, under the fields of `Limits`. ruleset: from `landlock`; None for namespaces."""
     user, is_root, parent = FIRST_USER + os.getpid() % USERS, os.geteuid() == 0, os.getppid()
     size = limits["file_megabytes"] * MEGABYTE
     if ruleset is None:

@@ -31,7 +31,7 @@ CONFINED = "confined"
 """The first message of each process. Without it, the host reports that the sandbox failed."""
 DYING = 2.0
 """Seconds that a process may take to end after it closed its files."""
-_ABOVE = 32  # of the numbers that the zygote's files have
+_ABOVE = 32  # higher than the numbers of the zygote's files
 
 
 def main(tier: str, readable: str) -> None:
