@@ -7,9 +7,8 @@ Expected effect: worse, the smaller the batch.
 Verdict: worse on rung 0 (+0.0343 bits per byte, 3 pairs); multiplier × 0.754 [0.722, 0.787]. Study ladder-2. Before:
 old baseline: worse on rung 0 (+0.0306 bits per byte, 3 pairs); multiplier × 0.842 [0.820, 0.862]. Study ladder.
 
-The baselines of the studies `data` and `calm` differ in this idea alone (100 steps of 2,048 tokens, width 64): 2.526 ±
-0.010 bits per byte with the cube root and 2.575 ± 0.004 with the square root, seven seeds each. So the cube root is
-better and noisier.
+In 100 steps of 2,048 tokens at width 64, the cube root comes to 2.526 ± 0.010 bits per byte and the square root to
+2.575 ± 0.004, seven seeds each. So the cube root is better and noisier.
 
 Single runs of one seed, earlier: 14.6 MB of English, 4,096 tokens a step, nine minutes on one core, before the decay of
 the tables followed the horizon. Four layers of 128: 1.551 with the square root, 1.536 at twice its rates, 1.539 at 3.2

@@ -33,7 +33,7 @@ VALIDATION, TRAIN = "validation", "train"
 
 @dataclass(frozen=True)
 class BitsPerByte:
-    """The measure and its parts; `tokens` and `bytes` count the targets that count."""
+    """The measure and its parts; `tokens` and `bytes` are sums over the targets that count."""
 
     bpb: float
     nats_per_token: float
