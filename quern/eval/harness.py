@@ -39,16 +39,17 @@ class LM(TemplateLM):
     """A model for lm-eval.
 
     Args:
-        run: The folder of a run (out/runs/NAME), whose last stage it is, or a loaded model.
+        run: The folder of a run (out/runs/NAME), or a loaded model.
         machine: The machine that computes. Default: as `detect` decides, without compilation.
+        stage: The stage of a run's folder: pretrain, sft or rl. Default: the last one.
     """
 
-    def __init__(self, run: str | Path | LoadedModel, machine: Machine | None = None) -> None:
+    def __init__(self, run: str | Path | LoadedModel, machine: Machine | None = None, stage: str | None = None) -> None:
         super().__init__()
         self.machine = machine or detect(compile=False)
         if not isinstance(run, LoadedModel):
             folder = Path(run)
-            run = load(RunDir(folder.parent.parent, folder.name), self.machine, print)
+            run = load(RunDir(folder.parent.parent, folder.name), self.machine, print, stage)
         self.model = run.model
         self.text = run.tokenizer
         self.context = int(run.model.shape.context or 0)
