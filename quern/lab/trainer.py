@@ -115,7 +115,7 @@ class Trainer:
             plan = replace(plan, log_every=plan.steps, save_every=None)
             batches, folder = make_batches(resolved, prepared.train), Records(self.out)
             state, advance = backend.run, lambda *step: on_step(state.step, state.seconds)
-            code = loop.train(backend, batches, plan, folder, self.log, advance, "", more_follows=True)
+            code = loop.train(backend, batches, plan, folder, loop.Reporter(self.log, advance), more_follows=True)
         if code not in (EXIT_DONE, EXIT_DIVERGED):
             self.log("the runs that have finished are kept: the same command goes on with the study")
             raise KeyboardInterrupt

@@ -27,7 +27,7 @@ from quern.runs.public_data import name_of_set, with_shards
 from quern.runs.training import fit_to_text, make_batches, ready_model, validation
 from quern.stages.complete import GOES_ON, continuations, continued
 from quern.stages.prepare import Prepared, fit_vocabulary, own_megabytes
-from quern.stages.session import Session
+from quern.stages.session import Opening, Session
 from quern.terminal import counted, duration, human_size
 from quern.text.tokenizer import Tokenizer
 from quern.train import loop
@@ -124,7 +124,7 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
     lines.append(f"pretraining: {counted(plan.steps, 'step')} of {recipe.train.batch_tokens:,} tokens")
     facts = prepared.facts and {**prepared.facts, **facts, "packing": packing}
     backend = TorchBackend(state, machine, recipe.train.clip_norm, recipe.seed)
-    code = session.train(backend, batches, plan, origin, prepared.tokenizer, changed=changed, lines=lines, facts=facts)
+    code = session.train(backend, batches, plan, origin, Opening(lines, changed, prepared.tokenizer, facts))
     if code == EXIT_DONE and mesh.world.size == 1 and not session.locked:  # `quern run` goes on, and shows more
         _show(Engine(state.model.eval(), prepared.tokenizer, machine), recipe, prepared.val, log)
     return code

@@ -23,7 +23,7 @@ from quern.runs.load import Start, open_checkpoint
 from quern.runs.origin import compare, source_digest, with_absolute_paths
 from quern.runs.run_dir import require_trusted, trust
 from quern.runs.training import rates_fall, ready_model
-from quern.stages.session import Session
+from quern.stages.session import Opening, Session
 from quern.temporaries import sha256_of
 from quern.terminal import counted
 from quern.train import manifest
@@ -96,17 +96,11 @@ def _run(asked: Recipe, session: Session) -> int:
         f"reinforcement learning: {counted(plan.steps, 'step')} of {replies} replies to {recipe.rl.groups} questions "
         f"({', '.join(recipe.rl.rewards)})"
     )
-    return replace(session, shown=lambda *step: f"reward {rollouts.tally.means()['reward']:.3f}").train(
-        TorchBackend(state, machine, recipe.train.clip_norm, recipe.seed),
-        rollouts,
-        plan,
-        origin,
-        tokenizer,
-        changed=changed,
-        lines=[told],
-        facts=start and start.facts_in(run_dir, facts),
-        data={"environments": list(recipe.rl.rewards)} | precision,
-    )
+    data = {"environments": list(recipe.rl.rewards)} | precision
+    opening = Opening([told], changed, tokenizer, start and start.facts_in(run_dir, facts), data)
+    backend = TorchBackend(state, machine, recipe.train.clip_norm, recipe.seed)
+    session = replace(session, shown=lambda *step: f"reward {rollouts.tally.means()['reward']:.3f}")
+    return session.train(backend, rollouts, plan, origin, opening)
 
 
 def _environments(rl: RlRecipe, session: Session) -> list[Environment]:

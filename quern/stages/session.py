@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -58,6 +58,13 @@ WORDS = {
     "grug": ("training", "trained", "name another with --run"),
 }
 """A stage for the user: the noun, the participle, and what to do instead with a run that has it."""
+FIELDS = {
+    "pretrain": ("train.steps", "optim.lr_scale"),
+    "sft": ("sft.steps", "sft.lr_share"),
+    "rl": ("rl.steps", "rl.lr_share"),
+    "grug": ("train.steps", "optim.lr_scale"),
+}
+"""Fields of the recipe with the number of a stage's steps, and with a factor of all its rates."""
 
 
 def loss_and_speed(loss: float, tokens_per_second: float | None) -> str:
@@ -93,6 +100,17 @@ def _last_names(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_last_names(one) for one in value]
     return [Path(line).name for line in value.split("\n")] if isinstance(value, str) else value
+
+
+class Opening(NamedTuple):
+    """What a stage says and records before its first step."""
+
+    lines: Sequence[str]  # for the user
+    changed: Sequence[str]  # the fields that the user changed in the recipe of a stage that is resumed, as lines
+    tokenizer: Tokenizer
+    facts: dict[str, Any] | None
+    """On the run. A stage that begins writes them, where there are any, and the tokenizer; None writes neither."""
+    data: dict[str, Any] | None = None  # facts on the data, for the stage's events
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,30 +185,15 @@ class Stage:
             yield
 
     def train(
-        self,
-        backend: loop.Backend,
-        batches: BatchSource,
-        plan: loop.TrainingPlan,
-        origin: Origin,
-        tokenizer: Tokenizer,
-        *,
-        changed: Sequence[str],
-        lines: Sequence[str],
-        facts: dict[str, Any] | None,
-        data: dict[str, Any] | None = None,
+        self, backend: loop.Backend, batches: BatchSource, plan: loop.TrainingPlan, origin: Origin, opening: Opening
     ) -> int:
         """Resumes or begins the stage, runs the loop, logs the result, and returns an exit code of `train.guard`.
 
         Args:
             backend: Its state is fresh, with the weights to begin with.
             origin: Every checkpoint holds it.
-            changed: The fields that the user changed in the recipe of a stage that is resumed, as lines.
-            lines: For the user, before the first step.
-            facts: On the run. A stage that begins writes them, where there are any, and the tokenizer; None writes
-                neither.
-            data: Facts on the data, for the stage's events.
         """
-        noun = WORDS[self.stage][0]
+        noun, changed = WORDS[self.stage][0], opening.changed
         self.require_alike(origin.recipe)
         state, plan = backend.run, replace(plan, meta=origin.meta())
         resumed = self._resume(backend, plan, origin, changed)
@@ -201,14 +204,14 @@ class Stage:
             self.log(f"{noun}: finished already, after {counted(end, 'step')}")
             return EXIT_DONE
         if not resumed:
-            self._begin(backend, plan, tokenizer, facts)
+            self._begin(backend, plan, opening)
         with open_folder(self.folder, origin, self.source, self.trackers, self.mesh) as folder:
             if resumed:
                 self.log(f"resumed at step {state.step:,}")
                 folder.event("command", command=self.command, changed=list(changed))
-            if data is not None:
-                folder.event("data", **data)
-            for line in (*changed, *lines):
+            if opening.data is not None:
+                folder.event("data", **opening.data)
+            for line in (*changed, *opening.lines):
                 self.log(line)
             with Meter(noun, plan.steps, "steps", silent=not self.mesh.main, keeps=True) as meter:
 
@@ -216,8 +219,8 @@ class Stage:
                     meter.total = state.plans[-1][1] if state.plans else plan.steps
                     meter.at(state.step, self.shown(loss, tokens_per_second))
 
-                how = self.go_on, self._lower_rates(origin), self.locked  # `quern run` locks, and goes on
-                code = loop.train(backend, batches, plan, folder, meter.log, advance, *how)
+                reporter = loop.Reporter(meter.log, advance, self.go_on, self._lower_rates(origin))
+                code = loop.train(backend, batches, plan, folder, reporter, more_follows=self.locked)  # by `quern run`
         if code == EXIT_DONE and self.mesh.main:
             self._tell_end(state)
         return code
@@ -238,31 +241,28 @@ class Stage:
 
     def _lower_rates(self, origin: Origin) -> str:
         """The flag that halves the stage's rates; "" for a recipe whose rules use none."""
-        part, name = (self.stage, "lr_share") if self.stage in ("sft", "rl") else ("optim", "lr_scale")
-        rate = origin.recipe[part][name]
-        return "" if rate is None else f"--{flag(f'{part}.{name}')} {rate / 2:.3g}"
+        _, name = FIELDS[self.stage]
+        rate = flat(origin.recipe)[name]
+        return "" if rate is None else f"--{flag(name)} {rate / 2:.3g}"
 
     def _has_finished(self) -> bool:
         """Whether the stage's last event is its end. A process that is killed after the last save leaves none."""
         events = read_events(self.folder) if self.mesh.main else []
         return self.mesh.world.broadcast_object(bool(events) and events[-1]["kind"] == "finish")
 
-    def _begin(
-        self, backend: loop.Backend, plan: loop.TrainingPlan, tokenizer: Tokenizer, facts: dict[str, Any] | None
-    ) -> None:
+    def _begin(self, backend: loop.Backend, plan: loop.TrainingPlan, opening: Opening) -> None:
         """Writes what a new stage begins with: the run's facts and tokenizer, and the weights of another run."""
-        if self.mesh.main and facts:
-            self.describe(facts)
-        if self.mesh.main and facts is not None:
-            tokenizer.save(self.run_dir.folder / "tokenizer.json")
+        if self.mesh.main and opening.facts:
+            self.describe(opening.facts)
+        if self.mesh.main and opening.facts is not None:
+            opening.tokenizer.save(self.run_dir.folder / "tokenizer.json")
         if self.start is not None or plan.keep_step == 0:  # the run never needs the other one again
             meta = plan.meta | {"state": backend.run.meta(), "kept": plan.keep_step == 0}
             checkpoint.save(self.folder / "checkpoints", 0, backend.save(), meta, plan.keep, mesh=self.mesh)
 
     def _resume(self, backend: loop.Backend, plan: loop.TrainingPlan, origin: Origin, changed: Sequence[str]) -> bool:
         """Restores the newest good checkpoint, if `resume` asks for it. Returns whether there was one."""
-        name, steps = self.run_dir.run, f"{self.stage if self.stage in ('sft', 'rl') else 'train'}.steps"
-        state = backend.run
+        name, state, (steps, _) = self.run_dir.run, backend.run, FIELDS[self.stage]
 
         def check(meta: dict[str, Any], path: Path) -> None:
             require_same(Origin.of_checkpoint(meta), origin, self.run_dir, self.stage, what=str(path))

@@ -20,7 +20,7 @@ from quern.resolve import fine_tuning_rates, resolve, sft_batch_rule
 from quern.runs.origin import compare, corpus_fingerprint, source_digest, with_absolute_paths
 from quern.runs.public_data import fetch_conversations
 from quern.runs.training import rates_fall, ready_model
-from quern.stages.session import Session, main_first
+from quern.stages.session import Opening, Session, main_first
 from quern.terminal import counted
 from quern.text.tokenizer import Tokenizer
 from quern.train.state import TrainState, build_state, weights_of
@@ -66,17 +66,11 @@ def _run(asked: Recipe, session: Session) -> int:
     rounded = {name: round(value, 5) for name, value in report.items()}
     talked = counted(talks.train.num_documents, "conversation")
     told = f"fine-tuning: {counted(plan.steps, 'step')} on {talked}{_lost(report, recipe)}"
-    return session.train(
-        TorchBackend(state, machine, recipe.train.clip_norm, recipe.seed),
-        batches,
-        plan,
-        origin,
-        tokenizer,
-        changed=changed,
-        lines=[told, *talks.lines()],
-        facts=start and start.facts_in(run_dir, facts),
-        data={**rounded, **precision, "sources": talks.sources},
-    )
+    data = {**rounded, **precision, "sources": talks.sources}
+    written = start and start.facts_in(run_dir, facts)
+    opening = Opening([told, *talks.lines()], changed, tokenizer, written, data)
+    backend = TorchBackend(state, machine, recipe.train.clip_norm, recipe.seed)
+    return session.train(backend, batches, plan, origin, opening)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from quern.data.batch import Batch, BatchSource, prefetch
 from quern.mesh import EVALUATING, FIRST_STEP, SAMPLING, TRAINING, Mesh, alone
@@ -84,15 +84,22 @@ class TrainingPlan:
     """Goes into every checkpoint beside the state: the recipe, the tokenizer's fingerprint, …"""
 
 
+class Reporter(NamedTuple):
+    """What a run tells its user."""
+
+    log: Callable[[str], None]
+    advance: Callable[[float, float | None], None] = lambda loss, tokens_per_second: None
+    """Takes each step's loss, and the tokens per second once they are known."""
+    go_on: str = ""  # the command that continues a run that ended early; "" for none
+    lower_rates: str = ""  # its flag for lower rates; "" for none
+
+
 def train(
     backend: Backend,
     loader: BatchSource,
     plan: TrainingPlan,
     folder: Records,
-    log: Callable[[str], None],
-    advance: Callable[[float, float | None], None] = lambda loss, tokens_per_second: None,
-    go_on: str = "--resume",
-    lower_rates: str = "",
+    reporter: Reporter,
     more_follows: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> int:
@@ -100,9 +107,6 @@ def train(
 
     Args:
         folder: This rank's records; checkpoints are below its path.
-        advance: Called after each step with its loss, and the tokens per second once they are known.
-        go_on: The command that continues a run that ended early, for the user, "" for none; lower_rates: its flag for
-            lower rates, "" for none.
         more_follows: Whether the caller begins something else after the last step.
         clock: Read before and after each step.
 
@@ -122,21 +126,22 @@ def train(
         closing(_batches(backend, loader, plan, horizon)) as batches,
     ):
         try:
-            code = _steps(backend, batches, plan, horizon, stop, folder, log, advance, clock)
+            code = _steps(backend, batches, plan, horizon, stop, folder, reporter, clock)
             if code == EXIT_DONE:
                 folder.event("finish", step=run.step, tokens=run.tokens, seconds=round(run.seconds, 3))
                 with checkpoint.failing_together(alone().world):
                     folder.flush()
         except CheckpointError as error:
             folder.event("stop", step=run.step, reason=str(error))
-            log(f"stopped at step {run.step}: {error}")
+            reporter.log(f"stopped at step {run.step}: {error}")
             return EXIT_NOT_SAVED
         if code == EXIT_DIVERGED:
-            _explain_divergence(run, folder, log, f"{go_on} {lower_rates}".strip())
+            _explain_divergence(run, folder, reporter)
         elif code == EXIT_STOPPED:
             folder.event("stop", step=run.step, reason="signal")
-            saved, advice = ", and saved" if plan.save_every else "", f": continue with `{go_on}`" if go_on else ""
-            log(f"stopped after step {run.step} as asked{saved}{advice}")
+            saved = ", and saved" if plan.save_every else ""
+            advice = f": continue with `{reporter.go_on}`" if reporter.go_on else ""
+            reporter.log(f"stopped after step {run.step} as asked{saved}{advice}")
     if code == EXIT_DONE and more_follows and stop.requested and stop.alone:
         raise KeyboardInterrupt
     return code
@@ -149,8 +154,7 @@ def _steps(
     horizon: Horizon,
     stop: Stop,
     folder: Records,
-    log: Callable[[str], None],
-    advance: Callable[[float, float | None], None],
+    reporter: Reporter,
     clock: Callable[[], float],
 ) -> int:
     """Takes the steps that are left, and returns an exit code of guard.py."""
@@ -173,7 +177,7 @@ def _steps(
             window.add(result, seconds)
         fresh = False
         _count(run, result, folder)
-        advance(result.loss, window.rate())
+        reporter.advance(result.loss, window.rate())
         if result.verdict == "stop":
             return EXIT_DIVERGED
         if alone:
@@ -188,7 +192,7 @@ def _steps(
         stopping = not last and run.step % plan.together == 0 and any(told[0] for told in heard)
         if not alone and (slow := stragglers.observe([told[1] for told in heard])):
             folder.event("slow", step=run.step, reason=slow)
-            log(slow)
+            reporter.log(slow)
         for every, evaluator in plan.evaluators:
             if horizon.due(run.step, every) or last:
                 with mesh.progress.during(EVALUATING):
@@ -248,13 +252,14 @@ def _count(run: Counters, result: StepResult, folder: Records) -> None:
         folder.event("skip", step=run.step, loss=result.loss, grad_norm=result.grad_norm)
 
 
-def _explain_divergence(run: Counters, folder: Records, log: Callable[[str], None], go_on: str) -> None:
+def _explain_divergence(run: Counters, folder: Records, reporter: Reporter) -> None:
     reason, advice = "there is no checkpoint yet", "lower the rates"
-    if found := manifest.latest(folder.path / "checkpoints", log):
-        reason, advice = f"the last good checkpoint is {found[0]}", f"go on from there with lower rates, `{go_on}`"
+    if found := manifest.latest(folder.path / "checkpoints", reporter.log):
+        again = f"{reporter.go_on} {reporter.lower_rates}".strip()
+        reason, advice = f"the last good checkpoint is {found[0]}", f"go on from there with lower rates, `{again}`"
     reason = f"{run.guard.skips_in_row} steps in a row were not finite; {reason}"
     folder.event("stop", step=run.step, reason=reason)
-    log(f"stopped at step {run.step}: {reason}. Next, {advice}")
+    reporter.log(f"stopped at step {run.step}: {reason}. Next, {advice}")
 
 
 def resume(

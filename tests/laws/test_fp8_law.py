@@ -22,7 +22,7 @@ from quern.machine import Machine
 from quern.model.base import loss_sum, token_losses
 from quern.model.fp8 import Fp8Linear, use_fp8
 from quern.records import StageFolder, read_metrics
-from quern.train.loop import resume, train
+from quern.train.loop import Reporter, resume, train
 from quern.train.state import TrainState, build_model, weights_of
 from quern.train.step import TorchBackend, to_device, train_step
 from tests.laws.table import Law
@@ -196,7 +196,7 @@ def test_resumed_is_uninterrupted_in_fp8(tmp_path: Path, law: Law) -> None:
                 plan = toy_plan(stop, schedule=toy_schedule(6), save_every=20)
                 with StageFolder(path) as folder:
                     resume(TorchBackend(state, machine), folder.path / "checkpoints", print)
-                    train(TorchBackend(state, machine), toy_loader(), plan, folder, print)
+                    train(TorchBackend(state, machine), toy_loader(), plan, folder, Reporter(print))
             lines = [{k: line[k] for k in ("step", "loss", "grad_norm")} for line in read_metrics(path)]
             runs.append((copy_of(state.tensors()), lines))
         (tensors, lines), (others, other_lines) = runs

@@ -18,7 +18,7 @@ from quern.mesh import Mesh
 from quern.records import Records, StageFolder, read_events, read_metrics
 from quern.train.guard import EXIT_DONE
 from quern.train.horizon import Horizon, recorded_plans
-from quern.train.loop import TrainingPlan, resume, train
+from quern.train.loop import Reporter, TrainingPlan, resume, train
 from quern.train.state import TrainState, build_model, build_state
 from tests.laws.table import Law
 from tests.support.ranks import Ranks
@@ -81,7 +81,7 @@ def spent(path: Path, machine: str, plan: TrainingPlan) -> tuple[float, TrainSta
     _dice.seed(1)
     state = toy_state(SMALL)
     with StageFolder(path) as folder:
-        code = train(toy_backend(state), toy_loader(), plan, folder, print, clock=clock_of(MACHINES[machine]))
+        code = train(toy_backend(state), toy_loader(), plan, folder, Reporter(print), clock=clock_of(MACHINES[machine]))
         assert code == EXIT_DONE
     return state.seconds / STEPS, state
 
@@ -117,7 +117,8 @@ def on_a_rank(mesh: Mesh) -> tuple[Any, ...]:
     state = build_state(SMALL, CPU, build_model(SMALL, CPU, 0), mesh)
     slow = 3.0 * mesh.rank
     clock = clock_of(lambda share: slow + MACHINES["halves at 50 %"](share))
-    assert train(toy_backend(state), toy_loader(), budgeted(), Records(Path()), print, clock=clock) == EXIT_DONE
+    code = train(toy_backend(state), toy_loader(), budgeted(), Records(Path()), Reporter(print), clock=clock)
+    assert code == EXIT_DONE
     return state.plans, state.seconds / STEPS, state.step, float(state.model.head.weight.double().sum())
 
 
@@ -146,7 +147,7 @@ def test_a_resumed_run_repeats_the_plans_that_it_recorded(tmp_path: Path, law: L
             assert 0 < state.step < recorded[-1][0], "it repeats steps at which it planned"
             clock = clock_of(lambda share: 0.25)
             again = replace(plan, recorded=plans, save_every=None)
-            assert train(toy_backend(state), toy_loader(), again, folder, print, clock=clock) == EXIT_DONE
+            assert train(toy_backend(state), toy_loader(), again, folder, Reporter(print), clock=clock) == EXIT_DONE
         ends.append(differing(snapshot(state), snapshot(whole)))
     law("resumed = uninterrupted: train.minutes, on a machine of another speed", len(ends[0]), "0")
     assert ends[0] == [] and ends[1] != [], "without the record, the steps that it repeats are others"

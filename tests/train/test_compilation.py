@@ -86,6 +86,7 @@ def test_nothing_is_compiled_after_the_first_step(
         3, micro_batch_rows=ROWS // 2, evaluators=[(1, evaluate)], schedule=recipe.make_schedule(recipe.train)
     )
     with StageFolder(tmp_path) as folder:
-        assert loop.train(TorchBackend(state, MACHINE), toy_loader(), plan, folder, pytest.fail) == 0
+        reporter = loop.Reporter(pytest.fail)
+        assert loop.train(TorchBackend(state, MACHINE), toy_loader(), plan, folder, reporter) == 0
     assert seen == [seen[0]] * 3 and counter.graphs == seen[0], "something was compiled after the first step"
     assert 0 < seen[0] <= most

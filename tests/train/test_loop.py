@@ -24,7 +24,7 @@ from quern.runs.run_dir import RunDir
 from quern.stages.session import Stage
 from quern.train import checkpoint, manifest
 from quern.train.guard import EXIT_DIVERGED, EXIT_DONE, EXIT_NOT_SAVED, EXIT_STOPPED
-from quern.train.loop import TrainingPlan, resume, train
+from quern.train.loop import Reporter, TrainingPlan, resume, train
 from quern.train.state import TrainState, build_model, build_state
 from quern.train.step import train_step
 from tests.support.full_disk import full_disk
@@ -63,8 +63,8 @@ def go(
     with StageFolder(path) as folder:
         if again:
             resume(backend, folder.path / "checkpoints", said.append)
-        how = {"lower_rates": rates, "more_follows": more_follows}
-        code = train(backend, loader or toy_loader(), plan or toy_plan(), folder, said.append, **how)
+        reporter = Reporter(said.append, go_on="--resume", lower_rates=rates)
+        code = train(backend, loader or toy_loader(), plan or toy_plan(), folder, reporter, more_follows)
     return code, said
 
 
@@ -190,6 +190,11 @@ def test_too_many_in_a_row_stop_and_name_the_last_good_checkpoint(
 ) -> None:
     stage, began = Stage(stage="pretrain", run_dir=RunDir(tmp_path, "r")), {"optim": {"lr_scale": rate}}
     rates = stage._lower_rates(Origin("", recipe=began))  # pyright: ignore[reportPrivateUsage]
+    for name in ("sft", "rl"):
+        own = replace(stage, stage=name)._lower_rates(  # pyright: ignore[reportPrivateUsage]
+            Origin("", recipe={name: {"lr_share": 0.5}} | began)
+        )
+        assert own == f"--{name}.lr-share 0.25"
     first = 5 if saved else 1
     state = toy_state(toy_recipe(max_skips=2))
     # A save of every second step is due while the steps are not finite.

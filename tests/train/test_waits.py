@@ -87,8 +87,7 @@ def waits(mesh: Mesh) -> list[list[str]]:
             toy_loader(masked=True, rows=7),  # one of two replicas has more micro-batches
             toy_plan(STEPS, save_every=None),
             Records(Path("unused")),
-            lambda line: None,
-            lambda *step: ends.append(len(machine.waits)),
+            loop.Reporter(lambda line: None, lambda *step: ends.append(len(machine.waits))),
         )
     assert len(ends) == STEPS
     return [machine.waits[first:last] for first, last in zip(ends[1:], ends[2:], strict=False)]

@@ -37,7 +37,7 @@ from quern.runs.run_dir import RunDir
 from quern.runs.training import fit_to_text, make_batches, plan_of
 from quern.stages.jax.backend import JaxBackend, JaxRun, arrays_of, name_of, processes
 from quern.stages.prepare import Prepared, data_of_run, fit_vocabulary, own_megabytes
-from quern.stages.session import Stage, loss_and_speed
+from quern.stages.session import Opening, Stage, loss_and_speed
 from quern.temporaries import whole_file, write_whole
 from quern.terminal import counted
 from quern.text.tokenizer import Tokenizer
@@ -86,16 +86,10 @@ def run(asked: Recipe, mesh: Mesh, stage: JaxStage, *, dtype: str) -> int:
         plan = make_plan(recipe, cfg, evaluators)
         plan = replace(plan, peak_flops=measure_peak_flops(cfg.dtype, mesh))
         steps = f"{counted(plan.steps, 'step')} of {recipe.train.batch_tokens:,} tokens"
-        return stage.train(
-            JaxBackend(fresh_run(recipe, cfg, mesh), stage.mesh),
-            make_batches(recipe, prepared.train),
-            plan,
-            origin,
-            prepared.tokenizer,
-            changed=changed,
-            lines=[f"training: {steps} in {dtype} on {describe(mesh)}"],
-            facts={} if began is None else None,
-        )
+        told = f"training: {steps} in {dtype} on {describe(mesh)}"
+        opening = Opening([told], changed, prepared.tokenizer, {} if began is None else None)
+        backend, batches = JaxBackend(fresh_run(recipe, cfg, mesh), stage.mesh), make_batches(recipe, prepared.train)
+        return stage.train(backend, batches, plan, origin, opening)
 
 
 def loss_and_perplexity(loss: float, tokens_per_second: float | None) -> str:
