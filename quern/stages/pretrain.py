@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from quern.estimate.memory_check import memory_check
 from quern.estimate.own_text import LEAST_BYTES, MINUTES, best_depth, expectation, most_readings, parameters_of
 from quern.generate.engine import Engine
 from quern.machine import measure_peak_flops
-from quern.mesh import Mesh
+from quern.model.base import LanguageModel
 from quern.optim.schedule import Multipliers
 from quern.recipe import FOR_FINE_TUNING, FOR_RL, Recipe, Resolved
 from quern.resolve import batch_rule, resolve
@@ -65,40 +65,17 @@ def run(recipe: Recipe, session: Session, check: Check = lambda recipe, tokenize
     if recipe.train.minutes is not None and session.mesh.tp > 1:
         raise ValueError("train.minutes cannot be measured with --tp: give train.steps instead")
     with session.opened():
-        return _run(recipe, session, check)
+        return _run(with_absolute_paths(recipe), session, check)
 
 
 def _run(asked: Recipe, session: Session, check: Check) -> int:
-    machine, run_dir, mesh, log, start = session.machine, session.run_dir, session.mesh, session.log, session.start
+    machine, run_dir, mesh, start = session.machine, session.run_dir, session.mesh, session.start
     began = read_origin(session.folder) if session.resume else None
-    asked = with_absolute_paths(asked)
-    own = None if began or start else own_megabytes(asked, run_dir.out)
-    if own is not None:
-        asked = fit_time(asked, session, own)
-    if start is not None:
-        _refuse_other_model(resolve(asked, mesh.dp), start)
-    needed = memory_check(asked, machine, mesh, log)
-    prepared = session.text(resolve(asked, mesh.dp), began, session.encoders)
-    asked = with_shards(asked, prepared.public)
-    if own is not None and (fitted := fit_batch(fit_depth(asked, session, prepared), session, prepared)) != asked:
-        asked, needed = fitted, memory_check(fitted, machine, mesh, log)
-    recipe = fit_to_text(resolve(asked, mesh.dp), prepared.tokenizer, prepared.train)
-    check(recipe, prepared.tokenizer)
-    model, facts, _ = ready_model(recipe, prepared.tokenizer, machine, mesh, log)
-    if recipe.train.minutes is not None:
-        steps = _fit_minutes(recipe, asked, session, began, model, prepared.train)
-        asked = replace(asked, train=replace(asked.train, **steps))
-        if own is not None:
-            asked = fit_readings(asked, session, prepared)
-        recipe = fit_to_text(resolve(asked), prepared.tokenizer, prepared.train)
-        model.initialize(recipe.seed)
-    first = began or (None if start is None else start.origin_in(run_dir))
-    origin = replace(
-        prepared.origin,
-        recipe=recipe.to_json(),
-        source=source_digest(session.source) or (began and began.source),
-        base=first and first.base,
-    )
+    fitted = _fit(asked, session, began, check)
+    recipe, prepared = fitted.recipe, fitted.prepared
+    first = began or (start and start.origin_in(run_dir))
+    source = source_digest(session.source) or (began and began.source)
+    origin = replace(prepared.origin, recipe=recipe.to_json(), source=source, base=first and first.base)
     changed = compare(began, origin, run_dir, session.stage, besides=(*FOR_FINE_TUNING, *FOR_RL))
     if recipe.make_batches is not None and any(line.startswith("train.steps ") for line in changed):
         raise ValueError(
@@ -106,28 +83,66 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
             f"of steps: train on from its model with `quern pretrain {run_dir.start_flags}`"
         )
     batches = make_batches(recipe, prepared.train)
-    state = build_state(recipe, machine, model, mesh)
+    state = build_state(recipe, machine, fitted.model, mesh)
     if start is not None:
         fits = state.go_on(start.tensors, start.state)
         moments = "with its optimizer state" if fits else "without its optimizer state: the optimizer is another one"
-        log(f"weights: step {start.step:,} of {start.stage} in run '{start.run_dir.run}'; {moments}")
+        session.log(f"weights: step {start.step:,} of {start.stage} in run '{start.run_dir.run}'; {moments}")
     plan = _plan(recipe, session, prepared, changed)
-    made_by = getattr(recipe.make_batches, "__qualname__", None)
-    packing = {"method": made_by or recipe.train.packing, **batches.report()}
-    counts = facts["model"]["parameters"]
-    flops = recipe.train.steps * recipe.train.batch_tokens * plan.flops.per_token()
-    asked_for = recipe.train.minutes and 60 * recipe.train.minutes
-    seconds = asked_for or flops / training_speed(session, plan.peak_flops)
-    lines = overview(recipe, counts, seconds, prepared, needed, mesh, own=own is not None)
+    packing = {"method": getattr(recipe.make_batches, "__qualname__", recipe.train.packing), **batches.report()}
+    lines = overview(fitted, plan, session)
     if packing.get("cropped_share", 0) > 0:
         lines.append(f"{packing['cropped_share']:.1%} of the text is in no row: --train.packing best-fit loses none")
     lines.append(f"pretraining: {counted(plan.steps, 'step')} of {recipe.train.batch_tokens:,} tokens")
-    facts = prepared.facts and {**prepared.facts, **facts, "packing": packing}
+    facts = prepared.facts and {**prepared.facts, **fitted.facts, "packing": packing}
     backend = TorchBackend(state, machine, recipe.train.clip_norm, recipe.seed)
     code = session.train(backend, batches, plan, origin, Opening(lines, changed, prepared.tokenizer, facts))
     if code == EXIT_DONE and mesh.world.size == 1 and not session.locked:  # `quern run` goes on, and shows more
-        _show(Engine(state.model.eval(), prepared.tokenizer, machine), recipe, prepared.val, log)
+        _show(Engine(state.model.eval(), prepared.tokenizer, machine), recipe, prepared.val, session.log)
     return code
+
+
+class Fitted(NamedTuple):
+    """What is trained, with nothing left open."""
+
+    recipe: Resolved
+    prepared: Prepared
+    model: LanguageModel  # with its first weights
+    facts: dict[str, Any]  # on the model, for run.json
+    memory: tuple[float, float] | None  # as `memory_check` returns it
+    own: bool  # whether the text is one's own, in a run that begins with no other model
+
+
+def _fit(asked: Recipe, session: Session, began: Origin | None, check: Check) -> Fitted:
+    """Fills in what the user left open, prepares the text and builds the model.
+
+    The recipe is resolved before its text is prepared, and again where more is fitted: a size to the text of one's own,
+    the steps to the minutes.
+    """
+    machine, mesh, log, start = session.machine, session.mesh, session.log, session.start
+    megabytes = None if began or start else own_megabytes(asked, session.run_dir.out)
+    if megabytes is not None:
+        asked = fit_time(asked, session, megabytes)
+    recipe = resolve(asked, mesh.dp)
+    if start is not None:
+        _refuse_other_model(recipe, start)
+    memory = memory_check(asked, machine, mesh, log)
+    prepared = session.text(recipe, began, session.encoders)
+    if megabytes is not None and (sized := fit_batch(fit_depth(asked, session, prepared), session, prepared)) != asked:
+        asked, recipe, memory = sized, resolve(sized, mesh.dp), memory_check(sized, machine, mesh, log)
+
+    def in_text(recipe: Resolved) -> Resolved:
+        return fit_to_text(with_shards(recipe, prepared.public), prepared.tokenizer, prepared.train)
+
+    recipe = in_text(recipe)
+    check(recipe, prepared.tokenizer)
+    model, facts, _ = ready_model(recipe, prepared.tokenizer, machine, mesh, log)
+    if recipe.train.minutes is not None:
+        asked = _fit_minutes(asked, recipe, session, began, model, prepared.train)
+        asked = asked if megabytes is None else fit_readings(asked, session, prepared)
+        recipe = in_text(resolve(asked, mesh.dp))
+        model.initialize(recipe.seed)
+    return Fitted(recipe, prepared, model, facts, memory, megabytes is not None)
 
 
 def _refuse_other_model(recipe: Resolved, start: Start) -> None:
@@ -168,9 +183,9 @@ def _plan(recipe: Resolved, session: Session, prepared: Prepared, changed: Seque
 
 
 def _fit_minutes(
-    recipe: Resolved, asked: Recipe, session: Session, began: Origin | None, model: Any, corpus: Corpus
-) -> dict[str, int]:
-    """Finds `steps` and `batch_tokens` of `train`: a first plan of what fits into its minutes (train/horizon.py).
+    asked: Recipe, recipe: Resolved, session: Session, began: Origin | None, model: LanguageModel, corpus: Corpus
+) -> Recipe:
+    """What is asked for, with a first plan of the steps and the batch that fit into the minutes (train/horizon.py).
 
     A resumed run keeps its first plan. Otherwise a few steps are timed, which changes the model. Unless a batch was
     asked for, it follows from the horizon, and the horizon from the batch and the speed: iterated until they agree.
@@ -178,7 +193,8 @@ def _fit_minutes(
     mesh = session.mesh
     assert recipe.train.minutes is not None
     if began is not None:
-        return {name: began.recipe["train"][name] for name in ("steps", "batch_tokens")}
+        plan = {name: began.recipe["train"][name] for name in ("steps", "batch_tokens")}
+        return replace(asked, train=replace(asked.train, **plan))
     micro_seconds, update_seconds = mesh.world.broadcast_object(_time_parts(recipe, session, model, corpus))
     micro_tokens = recipe.micro_batch_rows * recipe.model.context
     steps, batch_tokens = 1, recipe.train.batch_tokens
@@ -192,10 +208,10 @@ def _fit_minutes(
         f"{recipe.train.minutes:g} minutes are about {steps:,} steps of {batch_tokens:,} tokens on this machine; "
         "planned again as they are spent"
     )
-    return {"steps": steps, "batch_tokens": batch_tokens}
+    return replace(asked, train=replace(asked.train, steps=steps, batch_tokens=batch_tokens))
 
 
-def _time_parts(recipe: Resolved, session: Session, model: Any, corpus: Corpus) -> tuple[float, float]:
+def _time_parts(recipe: Resolved, session: Session, model: LanguageModel, corpus: Corpus) -> tuple[float, float]:
     """Median seconds of one micro-batch forward and backward, and of one optimizer update."""
     machine, mesh, rows = session.machine, session.mesh, recipe.micro_batch_rows
     state = build_state(recipe, machine, model, mesh)
@@ -215,31 +231,23 @@ def _time_parts(recipe: Resolved, session: Session, model: Any, corpus: Corpus) 
     return float(np.median(passes[2:])), float(np.median(updates[2:]))
 
 
-def overview(
-    recipe: Resolved,
-    parameters: dict[str, int],
-    seconds: float,
-    data: Prepared,
-    memory: tuple[float, float] | None,
-    mesh: Mesh,
-    own: bool,
-) -> list[str]:
-    """Describes a run of so many seconds of steps before its first step, and what to expect of a text of one's own.
-
-    parameters: as `model.count` counts them; memory: as `memory_check` returns it.
-    """
+def overview(fitted: Fitted, plan: loop.TrainingPlan, session: Session) -> list[str]:
+    """Describes a run before its first step, and what to expect of a text of one's own."""
+    recipe, data, parameters = fitted.recipe, fitted.prepared, fitted.facts["model"]["parameters"]
     tokens, public, total = recipe.train.steps * recipe.train.batch_tokens, data.public, parameters["total"]
+    asked_for = recipe.train.minutes and 60 * recipe.train.minutes
+    seconds = asked_for or tokens * plan.flops.per_token() / training_speed(session, plan.peak_flops)
     epochs = tokens / max(1, data.train.num_tokens)
     many, lines = float(MANY_EPOCHS), list[str]()
-    if own:
+    if fitted.own:
         text_bytes, read_bytes = (count * data.bytes_per_token for count in (data.train.num_tokens, tokens))
         untrained = math.log2(data.tokenizer.vocab_size) / data.bytes_per_token
         many = most_readings(parameters["kaplan"], text_bytes)
         lines = expectation(parameters["kaplan"], text_bytes, read_bytes, untrained)
     room = ""
-    if memory is not None:
-        each = " for each rank" if mesh.world.size > 1 else ""
-        room = f"; memory: at most {human_size(memory[0])} of {human_size(memory[1])}{each}"
+    if fitted.memory is not None:
+        each = " for each rank" if session.mesh.world.size > 1 else ""
+        room = "; memory: at most {} of {}".format(*map(human_size, fitted.memory)) + each
     lines += [
         f"model: {total:,} parameters; text: {data.train.num_tokens:,} tokens to train on, "
         f"{data.val.num_tokens:,} to validate on",
