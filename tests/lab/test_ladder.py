@@ -30,7 +30,7 @@ from quern.lab.ladder.study import (
     numbers,
 )
 from quern.lab.ladder.work import LOOKS, TUNE_SEEDS, Worker, chosen, judged, proxy_line
-from quern.lab.log.pages import ComparisonPage
+from quern.lab.log.comparison import ComparisonPage
 from quern.lab.options import CompareOptions
 from quern.lab.trainer import Trial
 from quern.lab.verdict import Finding
@@ -137,7 +137,10 @@ def test_a_page_tells_the_verdict_and_the_multiplier_of_the_highest_rung_that_is
     study.plan.facts.update(command="quern lab compare base.py", registered="")
     for seed in sorted(runs := study.trials["grows", 2, None])[1:]:
         del runs[seed]
+    for seed, one in (fading := study.trials["fades", 2, None]).items():
+        fading[seed] = replace(one, bpb=None)
     page = ComparisonPage(study).page()
+    assert page.verdicts["fades"][-1].short == "fails on rung 2", "without the multiplier of a lower rung"
     assert [one.rung for one in page.verdicts["grows"]] == [0, 1]
     top = page.verdicts["grows"][-1]
     assert top.decided and top.short.startswith("better on rung 1, × 1.2"), "one pair on rung 2 says nothing"
@@ -165,8 +168,8 @@ def test_worse_and_null_ideas_do_not_go_up(tmp_path: Path) -> None:
 def test_a_rung_that_gets_known_answers_wrong_is_not_to_be_used(climbed: Comparison, tmp_path: Path) -> None:
     answers = {"steady": ["better"], "fades": ["better", "no difference"], "wrecks": ["worse"], "absent": ["worse"]}
     text = "\n".join(report.calibration(climbed, 0, answers))
-    assert "3 of 4 known answers are right, 1 still open: measure the others before it judges" in text
-    assert "open" in next(line for line in text.splitlines() if "absent" in line) and "wrong" not in text
+    assert "3 of 4 known answers are right, 1 not measured: measure the others before it judges" in text
+    assert "not measured" in next(line for line in text.splitlines() if "absent" in line) and "wrong" not in text
     assert "noise: SD of 6 seeds 0.00" in text and "8 pairs find an effect of 0.0" in text
     del answers["absent"]
     assert "3 of 3 known answers are right: it may judge" in "\n".join(report.calibration(climbed, 0, answers))

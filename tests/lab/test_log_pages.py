@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 
 from quern.lab.arms import with_verdict
 from quern.lab.ladder.study import Comparison
-from quern.lab.log.pages import ComparisonPage, Page, Verdict
+from quern.lab.log.comparison import ComparisonPage
+from quern.lab.log.pages import Page, Verdict
 from quern.lab.log.publish import idea_files, run
 from quern.lab.options import LogOptions, SweepOptions
 from quern.lab.search.sweep import run as run_sweep

@@ -353,26 +353,39 @@ def write_verdicts(study: Comparison) -> None:
 # Calibration ------------------------------------------------------------------------------------------------
 
 
+def known_answers(judgement: Judgement, answers: Mapping[str, Sequence[str]]) -> list[list[str]]:
+    """A row for each known answer: idea, answer, verdict, difference, and right, wrong, open or not measured."""
+    rows = list[list[str]]()
+    for idea, expected in answers.items():
+        if (one := judgement.findings.get(idea)) is None:
+            rows.append([idea, " or ".join(expected), "", "", "not measured"])
+            continue
+        right = not {one.verdict, one.verdict.removesuffix(", small")}.isdisjoint(expected)
+        said = "right" if right else "open" if one.verdict == "undecided" else "wrong"
+        rows.append([idea, " or ".join(expected), one.verdict, signed(one.difference), said])
+    return rows
+
+
+def usable(rows: Sequence[Sequence[str]]) -> str:
+    """Says from the rows of `known_answers` how many a rung gets right, and whether it may judge."""
+    right, still_open, unknown = map([row[-1] for row in rows].count, ("right", "open", "not measured"))
+    others = "".join(
+        f", {count} {name}" for count, name in ((still_open, "still open"), (unknown, "not measured")) if count
+    )
+    needed = FEWEST_RIGHT * len(rows)
+    poor = "do not use it" if right + unknown < needed else "measure the others before it judges"
+    return f"{right} of {len(rows)} known answers are right{others}: {'it may judge' if right >= needed else poor}"
+
+
 def calibration(study: Comparison, rung: int, answers: Mapping[str, Sequence[str]]) -> list[str]:
     """Says how many known answers a rung gets right, its noise, and what it can find."""
     judgement = judged(study, rung)
-    lines, right, still_open = list[list[str]](), 0, 0
-    for idea, expected in answers.items():
-        one = judgement.findings.get(idea)
-        got, difference = ("not measured", "") if one is None else (one.verdict, signed(one.difference))
-        ok, is_open = not {got, got.removesuffix(", small")}.isdisjoint(expected), got in ("not measured", "undecided")
-        right, still_open = right + ok, still_open + is_open
-        lines.append([idea, " or ".join(expected), got, difference, "right" if ok else "open" if is_open else "wrong"])
-    scores = base_scores(study, rung)
+    lines, scores = known_answers(judgement, answers), base_scores(study, rung)
     known = [one.correlation for one in judgement.findings.values() if math.isfinite(one.correlation)]
-    unknown, needed = sum(line[2] == "not measured" for line in lines), FEWEST_RIGHT * len(answers)
-    poor = "do not use it" if right + unknown < needed else "measure the others before it judges"
-    usable = "it may judge" if right >= needed else poor
     spread = _measured(statistics.stdev(scores) if len(scores) > 1 else math.nan)
-    undecided = f", {still_open} still open" if still_open else ""
     told_ = [
         *grid(("idea", "known answer", "verdict", "difference", ""), lines),
-        f"rung {rung}: {right} of {len(answers)} known answers are right{undecided}: {usable}",
+        f"rung {rung}: {usable(lines)}",
         f"noise: SD of {len(scores)} seeds {spread} bits per byte, SD of a pair's difference "
         f"{_measured(judgement.sd)}, correlation of pairs {_measured(statistics.median(known or [math.nan]), 2)}",
     ]

@@ -17,6 +17,7 @@ from typing import Any
 from quern.lab.arms import read_idea, with_verdict
 from quern.lab.ladder.study import ARMS, FILES, Comparison
 from quern.lab.log import pages
+from quern.lab.log.comparison import ComparisonPage
 from quern.lab.log.pages import HEADER, Page, Verdict
 from quern.lab.options import LogOptions
 from quern.temporaries import write_whole
@@ -26,7 +27,7 @@ OLD = "old baseline: "
 FOLDERS = re.compile(r"""(?:(?<![\w/:.])|(?<=\\n))/(?:[^\s/"'\\]+/)+""")
 """The folders of absolute paths in messages."""
 KINDS: tuple[tuple[Sequence[str], Callable[[Path], Page]], ...] = (
-    (FILES, lambda folder: pages.ComparisonPage(Comparison(folder)).page()),
+    (FILES, lambda folder: ComparisonPage(Comparison(folder)).page()),
     (pages.SWEEP_FILES, pages.read_sweep),
     (pages.SCALING_FILES, pages.read_scaling),
 )
