@@ -9,8 +9,11 @@ import os
 import random
 import shutil
 import subprocess
+import sys
+import tarfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +91,7 @@ def test_the_command_is_one_of_pretrain(
     assert options.recipe.depth == (12 if script == "speedrun.sh" else 20)
 
 
-@pytest.mark.parametrize("place", [".venv/bin/quern", "bin/quern", "bin/python"])
+@pytest.mark.parametrize("place", [".venv/bin/quern", "bin/quern", "bin/python", "bin/python3"])
 def test_quern_is_found_without_an_active_environment(place: str, tmp_path: Path) -> None:
     """In the .venv of the clone, in PATH, or as a module of Python."""
     shutil.copytree(RUNS, tmp_path / "runs")
@@ -96,7 +99,7 @@ def test_quern_is_found_without_an_active_environment(place: str, tmp_path: Path
     env = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
     script = [tmp_path / "runs/speedrun.sh", "tokens", "--help"]
     told = subprocess.run(script, env=env, cwd="/", capture_output=True, text=True, timeout=60, check=False)
-    assert told.stdout.startswith(f"{found}{' -m quern' * (place == 'bin/python')} pretrain unet --run speedrun ")
+    assert told.stdout.startswith(f"{found}{' -m quern' * ('python' in place)} pretrain unet --run speedrun ")
 
 
 def test_the_file_for_a_rented_machine_starts_the_whole_way(commands: Commands) -> None:
@@ -115,22 +118,54 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_next_one(tmp_path: Path) -
     shutil.copytree(RUNS, tmp_path / "runs")
     body = 'echo "$@" >> calls; case "$*" in *exactness*) exit 3;; "bench grug"*) sleep 60;; esac'
     program(tmp_path / "quern", body)
-    env = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SCALE": "0.01", "OUT": "records"}
+    program(tmp_path / "python", "cat > program")  # which finds nothing missing
+    env = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SCALE": "0.01", "RECORDS": "records"}
     script = [tmp_path / "runs/first-gpu.sh", "texts"]
     assert subprocess.run([*script, "idea"], env=env, cwd=tmp_path, timeout=60, check=False).returncode == 2
     assert subprocess.run(script, env=env, cwd=tmp_path, timeout=60, check=False).returncode == 1
     parts = [json.loads(line) for line in (tmp_path / "records/parts.jsonl").read_text("utf-8").splitlines()]
     assert [(one["part"], one["exit"]) for one in parts] == [
-        *(("bench-train", 0), ("bench-attention", 0), ("exact", 3)),
-        *((f"bench-{name}", 0) for name in ("decode", "kernels", "fp8", "quality")),
-        *(("ladder", 0), ("ideas", 0), ("jax", 124), ("serve", 0)),
+        *(("bench-train", 0), ("bench-attention", 0), ("exact", 123), ("bench-decode", 0)),
+        *(("laws-resume", 1), ("laws-decode", 0), ("laws-jax", 0), ("jax", 124)),  # no checkpoint is there to resume
+        *((f"bench-{name}", 0) for name in ("kernels", "fp8", "quality")),
+        *(("ladder", 0), ("ideas", 0), ("serve", 0)),
     ]
-    calls = (tmp_path / "calls").read_text(encoding="utf-8").splitlines()
-    assert calls[7].startswith("lab ladder ") and calls[8].startswith("lab compare ") and "--rungs 2 3" in calls[8]
-    assert all(" --device cuda" in call for call in calls)
+    (tmp_path / "calls").rename(tmp_path / "all")
+    calls = (tmp_path / "all").read_text(encoding="utf-8").splitlines()
+    assert calls.count(next(call for call in calls if call.startswith("lab ladder "))) == 2
+    assert calls.count(next(call for call in calls if call.startswith("lab compare ") and "--rungs 2 3" in call)) == 6
+    assert all(" --device cuda" in call for call in calls if "gauntlet" not in call)
+    (tmp_path / "records/model.safetensors").touch()
     asked = [*script, "bench-fp8", "serve"]
-    assert subprocess.run(asked, env=env, cwd=tmp_path, timeout=60, check=False).returncode == 0
-    assert [call.split()[1] for call in (tmp_path / "calls").read_text("utf-8").splitlines()[11:]] == ["fp8", "serve"]
+    again = partial(subprocess.run, asked, cwd=tmp_path, timeout=60, check=False)
+    assert again(env=env | {"OUT": "home"}).returncode == 0
+    assert [call.split()[1] for call in (tmp_path / "calls").read_text("utf-8").splitlines()] == ["fp8", "serve"]
+    with tarfile.open(tmp_path / "home/first-gpu.tar.gz") as kept:
+        assert {"parts.jsonl", "exact.log", "serve.log"} < set(
+            kept.getnames()
+        ) and "model.safetensors" not in kept.getnames()
+    assert again(env=env | {"LIMIT": "0"}).returncode == 1, "no time is left"
+    assert len((tmp_path / "calls").read_text("utf-8").splitlines()) == 2
+
+
+def test_what_a_machine_lacks_is_said_before_its_time_is_spent(tmp_path: Path) -> None:
+    shutil.copytree(RUNS, tmp_path / "runs")
+    shutil.copy(RUNS.parent / "pyproject.toml", tmp_path)
+    program(tmp_path / "quern", "touch called")
+    env = os.environ | {
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(RUNS.parent),
+        "TOY": "1",
+    }
+    run = partial(subprocess.run, cwd=tmp_path, env=env, timeout=120, check=False, capture_output=True, text=True)
+    asked = [tmp_path / "runs/first-gpu.sh", "texts", "serve"]
+    program(tmp_path / "python", f'exec {sys.executable} -S "$@"')  # without the installed packages
+    told = run(asked)
+    assert told.returncode == 1 and not (tmp_path / "called").exists() and told.stderr.count("\n") == 1
+    assert all(f" {name}," in told.stderr for name in ("msgspec", "annotated-types", "rustbpe", "starlette"))
+    program(tmp_path / "python", f'exec {sys.executable} "$@"')
+    told = run(asked)
+    assert told.returncode == 0 and (tmp_path / "called").exists(), told.stderr
 
 
 @pytest.mark.parametrize("ranks", [3, 8])

@@ -39,10 +39,7 @@ def decode(setup: Setup) -> Iterator[Figure]:
     setup.settings.update(prompt_tokens=length, reply_tokens=reply, temperature="1, greedy: 0")
     ways = {"eager": (_engine(setup), 1.0)}
     if setup.machine.compile:
-        ways["warmed up"] = warm, _ = _engine(setup), 1.0
-        yield figure(
-            "warm-up, once", "s", seconds_of(lambda: warm.warm_up(batches)), f"batch {', '.join(map(str, batches))}"
-        )
+        ways["warmed up"] = _engine(setup), 1.0
     faster = list(ways)[-1]
     greedy = f"{faster}, greedy"
     ways[greedy] = fastest, _ = ways[faster][0], 0.0
@@ -53,6 +50,7 @@ def decode(setup: Setup) -> Iterator[Figure]:
         for name, seconds in step_alone(setup, fastest.model, fastest.context, length).items():
             yield figure(f"batch 1, {name}: of the bandwidth", "%", share / seconds, f"{1e3 * min(seconds):.2f} ms")
     for rows in batches:
+        warm_up = seconds_of(lambda rows=rows: fastest.warm_up([rows]))
 
         def tail(engine: Engine, temperature: float, rows: int = rows) -> Callable[[], float]:
             whole, first = (_replies(engine, setup.seed, rows, length, n, temperature) for n in (reply, 1))
@@ -65,6 +63,7 @@ def decode(setup: Setup) -> Iterator[Figure]:
         share = 100 * moved * (reply - 1) / bandwidth / taken[greedy]
         yield figure(f"batch {rows}, {greedy}: of the bandwidth", "%", share, f"{moved / 1e6:,.0f} MB a step")
         if setup.machine.compile:
+            yield figure(f"batch {rows}, warm-up", "s", warm_up)
             yield figure(f"batch {rows}, warmed up / eager", "×", taken["eager"] / taken["warmed up"])
 
 

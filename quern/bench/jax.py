@@ -1,10 +1,10 @@
 """Benchmark of both trainers: PyTorch and JAX train the reference recipe on the same random batches.
 
 Each runs in its own process and in the dtype that it chooses on this machine. They alternate, a few steps at a time,
-and so do the whole and the blockwise loss of JAX: its default (`measured_block`) rests on their ratio.
+and so do the whole and, not on a GPU, the blockwise loss of JAX: its default (`measured_block`) rests on their ratio.
 
 `python -m quern.bench.jax` is the JAX process. It imports no torch: JAX is measured as `quern grug train` runs it. To
-"facts" it answers its dtype and default loss, to "whole" and "blocks" the seconds of a step with that loss.
+"facts" it answers its dtype, default loss and jobs; to "whole" and "blocks" the seconds of a step with that loss.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def grug(setup: Setup) -> Iterator[Figure]:
 
     machine, tokens = setup.machine, setup.options.batch_tokens or (CUDA_TOKENS if setup.on_gpu else None)
     recipe = reference(setup.quick, setup.seed, tokens, machine.device.type)
-    block_tokens = 16 if setup.quick else BLOCK_TOKENS
+    block_tokens = None if setup.on_gpu else 16 if setup.quick else BLOCK_TOKENS
     order = {"recipe": recipe.to_json(), "block_tokens": block_tokens}
     order |= {"device": machine.device.type, "threads": machine.threads}
     # JAX would take three quarters of a GPU's memory, which PyTorch needs as well.
@@ -54,7 +54,7 @@ def grug(setup: Setup) -> Iterator[Figure]:
         def torch_seconds() -> float:
             return median(take_step(state, recipe, machine, batches[n % 2])[0] for n in range(STEPS))
 
-        jobs = {name: lambda job=job: process.ask(job)["seconds"] for job, name in NAMES.items()}
+        jobs = {NAMES[job]: lambda job=job: process.ask(job)["seconds"] for job in facts["jobs"]}
         taken = alternate(setup.rounds, {"PyTorch": torch_seconds, **jobs})
     setup.settings.update(sizes_of(recipe), steps_per_round=STEPS, jax=jax.__version__)
     dtype, whole, blocks, default = facts["dtype"], NAMES["whole"], NAMES["blocks"], NAMES[facts["default"]]
@@ -63,7 +63,8 @@ def grug(setup: Setup) -> Iterator[Figure]:
     for name, seconds in taken.items():
         yield figure(name, "tokens/s", setup.settings["batch_tokens"] / seconds, notes[name])
     yield figure("JAX / PyTorch", "", taken["PyTorch"] / taken[default], f"the default: {default}")
-    yield figure("whole / blockwise", "", taken[blocks] / taken[whole])
+    if blocks in taken:
+        yield figure("whole / blockwise", "", taken[blocks] / taken[whole])
 
 
 def answers(order: dict[str, Any], requests: Iterator[str]) -> Iterator[dict[str, Any]]:
@@ -76,9 +77,9 @@ def answers(order: dict[str, Any], requests: Iterator[str]) -> Iterator[dict[str
     recipe = Resolved.from_json(order["recipe"], make_model=init_parameters, make_rules=rules)
     dtype = choose_dtype(None)
     cfg = step_config(recipe, dtype)
-    sizes = {"whole": None, "blocks": order["block_tokens"]}
+    sizes = {"whole": None} | ({"blocks": order["block_tokens"]} if order["block_tokens"] else {})
     jobs = {name: _job(recipe, replace(cfg, block_tokens=size)) for name, size in sizes.items()}
-    facts = {"dtype": dtype, "default": "whole" if cfg.block_tokens is None else "blocks"}
+    facts = {"dtype": dtype, "default": "whole" if cfg.block_tokens is None else "blocks", "jobs": list(jobs)}
     for request in requests:
         yield facts if request == "facts" else {"seconds": jobs[request]()}
 

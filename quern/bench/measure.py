@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
+from importlib.util import find_spec
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -195,8 +196,8 @@ def line_of(one: Figure) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of quern, its source, Python and the measured packages."""
-    found = {name: version(name) for name in PACKAGES}
+    """Returns the versions of quern, its source, Python and the measured packages that are installed."""
+    found = {name: version(name) for name in PACKAGES if find_spec(name)}
     git = git_hash(Path(__file__).parent) or "unknown"
     return {"quern": quern.__version__, "python": platform.python_version(), **found, "git": git}
 

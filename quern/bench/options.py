@@ -61,6 +61,8 @@ class BenchOptions(DeviceOptions):
     """`quality`: the depth of the recipe. Default: fitted to text and time."""
     quick: bool = False
     """Use tiny sizes, to see that everything runs; the figures mean nothing."""
+    only: Literal["bfloat16-128", "bfloat16-64", "float16-128", "bfloat16-256", "bfloat16-32"] | None = None
+    """`exactness`: the only dtype and head dim. Default: all of them, one after another."""
 
     def __post_init__(self) -> None:
         tokens = self.batch_tokens or 1024

@@ -46,7 +46,7 @@ def serve(setup: Setup) -> Iterator[Figure]:
     """32 clients in a closed loop, one, 31 beside prompts of a whole context, an open loop at half the rate; chats."""
     length, reply, seconds = (8, 12, 1.0) if setup.quick else (PROMPT_TOKENS, REPLY_TOKENS, 10.0)
     setup.settings.update(prompt_tokens=length, reply_tokens=reply, clients=ROWS, seconds=seconds)
-    recipe = reference(setup.quick, setup.seed)
+    recipe = reference(setup.quick, setup.seed, device=setup.machine.device.type)
     tokenizer = pair_tokenizer(recipe.model.vocab_size)
     ordinary = tokenizer.vocab_size - len(tokenizer.special_ids)
     order = {"machine": machine_flags(setup.machine), "quick": setup.quick, "seed": setup.seed}
@@ -116,7 +116,7 @@ def sent(load: Load) -> list[Reply]:
 
 def second_turns(setup: Setup, port: int, context: int) -> Iterator[Figure]:
     """Chats of one client whose first question fills the context: how much sooner a second turn answers. In the
-    benchmark's tokenizer a character is a token."""
+    benchmark's tokenizer a character is a token, or in a large vocabulary a pair of them."""
     rounds = []
     for number in range(setup.rounds + 1):
         numbers = random.Random(f"{setup.seed} {number}")
@@ -152,7 +152,8 @@ def main() -> None:
     threading.Thread(target=end_with_parent, args=(requests,), daemon=True).start()
     with replying() as reply, server.listen("127.0.0.1", 0) as listener:
         machine = select_attention(detect(**order["machine"]))
-        engine = talking_engine(reference(order["quick"], order["seed"]), machine, prefix_megabytes=256)
+        recipe = reference(order["quick"], order["seed"], device=machine.device.type)
+        engine = talking_engine(recipe, machine, prefix_megabytes=256)
         seconds = seconds_of(lambda: engine.warm_up(server.WARM_ROWS))
         app = server.create_app({NAME: engine})
         worker = app.state.models.find(NAME)

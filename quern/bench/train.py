@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -97,10 +98,7 @@ def train(setup: Setup, fp8: bool = False) -> Iterator[Figure]:
     def seconds_at(tokens: int) -> float:
         return take_step(state, sizes[tokens], machine)[0]
 
-    def peak() -> float:
-        return measure_peak_flops(machine, setup.sizes.product)
-
-    first = next(iter(sizes))
+    first, peak = next(iter(sizes)), partial(measure_peak_flops, machine, setup.sizes.product)
     learned = [take_step(state, recipe, machine, random_batch(recipe, 0))[1] for _ in range(LEARNING_STEPS)]
     reset_peak_memory(machine.device)  # the first one compiled
     usual = min(seconds_at(first) for _ in range(3))

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from quern.bench import command
+from quern.bench import kernels as benchmarks
 from quern.bench.data import Setup
 from quern.bench.generate import bytes_of_a_step
-from quern.bench.kernels import attention, attention_seconds, cross_entropy, flex, pairs, worst_error
+from quern.bench.kernels import attention, attention_seconds, cross_entropy, exactness, flex, pairs, worst_error
 from quern.bench.material import SIZES, reference
-from quern.bench.measure import Figure, figure
+from quern.bench.measure import Figure, figure, versions
 from quern.bench.options import BenchOptions
 from quern.bench.train import data_sheet, slowest_kernels
 from quern.generate.cache import KVCache
@@ -60,7 +61,7 @@ def test_all_that_gpu_stands_for_runs(tmp_path: Path) -> None:
         for measure in body["measures"]:
             assert all(math.isfinite(value) and value >= 0 for value in measure["values"]), measure
     medians = {(name, m["name"]): m["median"] for name, body in found.items() for m in body["measures"]}
-    assert medians["exactness", "blocked, float32, head dim 16: error"] < 1e-5
+    assert all(medians["exactness", f"{path}, float32, head dim 16: error"] < 1e-5 for path in ("blocked", "sdpa"))
     assert medians["cross-entropy", "chunked, TanhCap(limit=15.0): error"] < 2e-2
     for name in ("train", "fp8"):
         first = float(next(m["note"] for m in found[name]["measures"] if m["name"] == "loss of a batch").split()[-4])
@@ -115,6 +116,25 @@ def test_a_path_that_fails_stops_no_other() -> None:
     assert list(setup.seconds({"c": lambda: [][1], "d": lambda: 1})) == ["d"] and setup.settings["failures"].pop("c")
     assert said.pop() == "  ! c: IndexError: list index out of range"
     assert said == ["  ! a: IndexError: list index out of range"] and list(setup.settings["failures"]) == ["a"]
+
+
+def test_the_errors_of_one_dtype_and_head_dim(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path that reads hidden keys is asked for several tokens only: cuDNN takes no single one."""
+
+    def several(q: torch.Tensor, *rest: Any) -> torch.Tensor:
+        assert q.size(1) > 1
+        return attend_plain(q, *rest)
+
+    monkeypatch.setattr(benchmarks, "grid", lambda setup: [(T, 1, MaskSpec()) for T in (1, 3)])
+    monkeypatch.setattr(benchmarks, "paths", lambda setup: [Backend("several", several)])
+    setup = Setup(CPU, options=BenchOptions(only="float16-128"), log=lambda line: None)
+    names = [one["name"] for one in exactness(setup)]
+    assert names == [f"{path}, float16, head dim 128: error" for path in ("several", "definition")]
+
+
+def test_a_package_that_is_missing_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quern.bench.measure.PACKAGES", ("torch", "not_installed"))
+    assert "torch" in versions() and "not_installed" not in versions()
 
 
 class OnGpu(Setup):
