@@ -21,7 +21,7 @@
 #   LIMIT=570 … bench-fp8 bench-quality         LIMIT=570 … serve                  … ladder          … ideas
 #
 # RECORDS is the folder of the records, by default out/first-gpu (toy: out/first-gpu-toy), with compiled code and
-# prepared text for the next call. OUT is a folder for first-gpu.tar.gz, the records alone, which each part writes again.
+# prepared text for the next call. OUT is a folder for first-gpu.tar.gz, the records alone, which each part writes anew.
 # LIMIT is the seconds of all parts together; SCALE multiplies the limit of each (0.5: half the time).
 set -uo pipefail
 
@@ -115,8 +115,8 @@ part() {
 bench=("${quern[@]}" bench)
 part bench-train 320 "${bench[@]}" train --no-start --rounds 3 "${flags[@]}"
 part bench-attention 240 "${bench[@]}" attention "${flags[@]}"
-# Each dtype and head dim in a process: most of the time is that of compilers. It comes after bench-attention, because the
-# tiles that kernels choose are kept, and processes that share the GPU choose worse.
+# Each dtype and head dim in a process: most of the time is that of compilers. It comes after bench-attention, because
+# the tiles that kernels choose are kept, and processes that share the GPU choose worse.
 part exact 270 xargs -P 5 -I{} "${bench[@]}" exactness --only {} --out "$records/exact/{}" "${flags[@]:2}" \
     < <(printf '%s\n' "${exact[@]}")
 part bench-decode 290 "${bench[@]}" decode --rounds 3 "${flags[@]}"
