@@ -36,7 +36,7 @@ def is_eager() -> bool:
 
 @contextmanager
 def eager() -> Iterator[None]:
-    """Runs what this thread does inside as it is written, even what has been compiled.
+    """Runs the body eagerly, including functions that were compiled before.
 
     PyTorch has one stance for all threads. While one thread is inside, another one runs compiled modules as they are
     written too: slower, with the same results.

@@ -52,7 +52,7 @@ class Machine:
     """The hardware of a run, and how it is used."""
 
     device: torch.device
-    dtype: torch.dtype  # parameters and activations
+    dtype: torch.dtype  # dtype of parameters and activations
     compile: bool  # whether torch.compile is used
     threads: int  # CPU threads
     notes: tuple[str, ...] = ()  # a line for the user for each fallback

@@ -34,7 +34,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 SET_UP_TIMEOUT = timedelta(minutes=20)
-"""Time limit of collectives while ranks start: they load data and compile at different speeds."""
+"""Time limit of meeting and of every collective: ranks load data and compile at different speeds."""
 
 
 WAITING = "waiting: "
@@ -53,7 +53,7 @@ SETTING_UP, SAMPLING, EVALUATING = "setting up", "sampling replies", "evaluating
 class Progress:
     """This rank's current step and collective."""
 
-    phase: str = SETTING_UP  # the rank's work
+    phase: str = SETTING_UP  # the activity of the rank
     step: int | None = None  # None before training
     calls: int = 0  # collectives that the rank began within the step
     call: str = "none yet"  # the last one of them
@@ -218,7 +218,7 @@ class Mesh:
     world: ProcessGroup  # all ranks
     progress: Progress = field(default_factory=Progress)
     store: Any = None  # torch's Store, through which ranks find each other; None for one process
-    zero: int = 2  # shared by the replicas: 2, the optimizer's state; 3, also parameters and gradients
+    zero: int = 2  # ZeRO's stage: replicas share in 2 the optimizer's state, in 3 also parameters and gradients
 
     @property
     def main(self) -> bool:
@@ -316,7 +316,7 @@ def _open_store(rank: int, ranks: int, timeout: timedelta) -> Any:
             time.sleep(0.1)
     left = timedelta(seconds=max(1.0, until - time.monotonic()))
     store = TCPStore(host, port, ranks, hosts, left, wait_for_workers=False, multi_tenant=True)
-    store.set_timeout(timeout)  # of what follows
+    store.set_timeout(timeout)  # for later calls of the store
     return store
 
 

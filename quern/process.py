@@ -155,7 +155,7 @@ def while_parent_lives(requests: Iterable[Any]) -> Iterator[Any]:
 def together(count: int, work: Callable[[int], None]) -> None:
     """Calls `work` with 0 … count - 1 at the same time, and waits. Raises the first error when all have ended.
 
-    The threads end with the process: an exception in the main thread, such as Ctrl-C's, waits for none of them.
+    The threads end with the process: an exception in the main thread, such as KeyboardInterrupt, waits for none.
     """
     from concurrent.futures import Future, wait
 

@@ -33,7 +33,7 @@ NAMES = "backslashreplace"
 
 @contextmanager
 def temporary_folder(final: Path) -> Iterator[Path]:
-    """A locked folder beside `final`, whose parent exists, for the body. Removes folders of killed processes."""
+    """A locked folder beside `final`, whose parent exists, for the body. Removes such folders of killed processes."""
     remove_abandoned(final.parent, final.name)
     path, lock = _temporary(final, folder=True)
     try:
@@ -98,7 +98,7 @@ def holder(command: str = "") -> str:
 
 
 def remove_abandoned(folder: Path, name: str | None = None) -> None:
-    """Removes the temporaries in a folder, if it exists, whose owners have exited. name: one path's; None: all."""
+    """Removes temporaries in a folder, if it exists, whose owners have exited. name: name of their path; None: any."""
     for path in folder.glob(f".{'*' if name is None else glob.escape(name)}.tmp-*"):
         try:
             if path.lstat().st_uid != os.getuid():

@@ -1,6 +1,6 @@
 """Checks recipes: each invalid value raises a ValueError of one line that says what to do instead.
 
-`resolve` runs all checks. Models check the limits of their own architecture, and stages the machine's.
+`resolve` runs all checks. Models check the limits of their own architecture, and stages the limits of the machine.
 """
 
 from __future__ import annotations

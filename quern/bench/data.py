@@ -113,7 +113,7 @@ def prepare(setup: Setup) -> Iterator[Figure]:
         children[workers] = children_peak_bytes()
 
     def write(workers: int) -> None:
-        before = sum(os.times()[:4])  # this process and its children that have ended
+        before = sum(os.times()[:4])  # CPU seconds of this process and of its children that have ended
         with scratch_folder() as folder:
             unit = UNIT_CHARACTERS // (8 if setup.quick else 1)  # workers start for eight units
             how = {"workers": workers, "megabytes": megabytes, "unit_characters": unit}

@@ -33,8 +33,8 @@ def prefill(setup: Setup) -> Iterator[Figure]:
 
 
 def decode(setup: Setup) -> Iterator[Figure]:
-    """Reply tokens per second: eager, as a chat begins, and after `warm_up`, where the machine compiles. Greedy
-    replies also have the share of the memory's bandwidth; the compiled step without the engine has its own."""
+    """Reply tokens per second: eager, as a chat begins, and after `warm_up`, where the machine compiles. For greedy
+    replies and for the compiled step without the engine, also the share of the memory's bandwidth that they use."""
     length, reply, batches = setup.sizes.prompt_tokens, setup.sizes.reply_tokens, setup.sizes.rows
     setup.settings.update(prompt_tokens=length, reply_tokens=reply, temperature="1, greedy: 0")
     ways = {"eager": (_engine(setup), 1.0)}

@@ -79,7 +79,7 @@ def attention(setup: Setup) -> Iterator[Figure]:
 
 
 def _gains(setup: Setup, place: str, T: int, masks: Mapping[str, MaskSpec], taken: Seconds) -> Iterator[Figure]:
-    """Yields ratios of the paths that work: both passes together, and full / window of each pass."""
+    """Yields the ratios of the paths that work: for both passes together, and full / window for each pass."""
     cases = {name.rpartition(" ")[0] for name in taken}
     both = {case: taken[f"{case} forward"] + taken[f"{case} backward"] for case in cases}
     full = None

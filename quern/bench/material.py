@@ -61,7 +61,7 @@ SIZES = {
 
 def reference(quick: bool, seed: int, batch_tokens: int | None = None, device: str = "cpu") -> Resolved:
     """Returns the resolved reference recipe of a device, or a tiny one. batch_tokens: tokens of a step;
-    by default the largest micro-batch: 4,096, on "cuda" 32 rows of 2,048."""
+    by default as many as in the largest micro-batch: 4,096, on "cuda" 32 rows of 2,048."""
     if quick:
         model = ModelRecipe(width=32, heads=2, head_dim=16, vocab_size=512, context=64, windows="L")
         depth, batch_tokens, micro = 2, 128, 128

@@ -54,8 +54,8 @@ def quality(setup: Setup) -> Iterator[Figure]:
 
 
 def _trained(setup: Setup, recipe: Recipe, asked: Collection[str], name: str, ending: str = "") -> Iterator[Figure]:
-    """Trains a recipe and scores the run. asked: fields that are not fitted to the text; name: the text's, for the
-    figures; ending: ends the run's name and the settings."""
+    """Trains a recipe and scores the run. asked: fields that are not fitted to the text; name: name of the text, for
+    the figures; ending: end of the run's name and of the settings' names."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     run_dir = RunDir(setup.options.out, f"bench-quality-{stamp}{ending.replace('_', '-')}")
     session = Session(

@@ -29,8 +29,8 @@ def ask(
 ) -> Completion:
     """Streams the reply to `messages`, with sums and their results in brackets (`tools.spoken`), and returns it.
 
-    dim: colours what is not the reply's own text; options: `Engine.submit`'s. Raises ValueError for messages that
-    leave no room for a reply.
+    dim: colours what is not the reply's own text; options: arguments of `Engine.submit`. Raises ValueError for messages
+    that leave no room for a reply.
     """
     held: list[ContentPart] = []  # calls and outputs since the last words
     silent = True

@@ -56,7 +56,7 @@ def interrupted(number: int) -> KeyboardInterrupt:
 
 
 def discard_unread() -> bool:
-    """Redirects stdout and stderr to nowhere where the reader closed the pipe. Returns whether there was one."""
+    """Redirects each of stdout and stderr whose reader closed the pipe to nowhere. Returns whether there was one."""
     poll = select.poll()
     for file in (1, 2):
         poll.register(file, 0)

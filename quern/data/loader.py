@@ -167,7 +167,7 @@ class Loader(Batches):
         """Measures the first group of the first epoch; a corpus of up to `group_size` is one group.
 
         Returns:
-            documents: Number of documents of the corpus; documents_measured: of these, in the group.
+            documents: Number of documents of the corpus; documents_measured: number of them in the group.
             documents_without_target: Number of documents of the group that are left out: no target, or dropped.
             documents_too_long: Documents longer than a row, left out or not.
             pieces: Documents that begin in the first chunk.

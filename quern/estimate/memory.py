@@ -130,7 +130,7 @@ def owned_counts(bucket: Bucket, layout: Layout) -> list[int]:
 
 
 def _whole(layout: Layout) -> int:
-    """The most bytes of shared parameters that are whole at a time: the last block and the head, or two blocks."""
+    """The most bytes of parameters that replicas share, while whole: the last block and the head, or two blocks."""
     sizes = [0] * len(layout.parts)
     for bucket in layout.buckets:
         if bucket.share is not None:

@@ -25,7 +25,7 @@ ENOUGH_BYTES = 100_000
 MINUTES = 10.0
 """The training time of `quern run` on a text of one's own, where no length is asked for."""
 LEAST_DEPTH, MOST_DEPTH = 2, 7
-"""Bounds of the depth that is chosen: one layer copies no phrases; 8 and more have other contexts and batches."""
+"""Bounds of the default depth: one layer copies no phrases; recipes of 8 and more have other contexts and batches."""
 TOKENS_PER_PARAMETER = 3
 """Below it, a smaller model learns more in the same time (measured: docs/your-own-text.md)."""
 E, A, B = 1.0, 18.4, 54.2
@@ -47,7 +47,7 @@ EXPECTED = (
 
 
 def bits_per_byte(parameters: float, text_bytes: float, read_bytes: float) -> float:
-    """Returns the law's bits per byte. parameters: matrices and head; read_bytes: repeated ones included."""
+    """Returns the law's bits per byte. parameters: number in matrices and head; read_bytes: repeated bytes included."""
     again = max(0.0, read_bytes / text_bytes - 1)
     worth = min(read_bytes, text_bytes) + text_bytes * REPEATS_WORTH * -math.expm1(-again / REPEATS_WORTH)
     parameters = min(parameters, PARAMETERS_PER_BYTE * text_bytes)

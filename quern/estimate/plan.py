@@ -86,8 +86,8 @@ def cluster_of(options: PlanOptions) -> Cluster:
 
 
 def _candidate(options: PlanOptions, cluster: Cluster, recipe: Resolved, dp: int, tp: int) -> Candidate:
-    """Returns the fastest variant of this layout that fits, or the one of the least memory. Shared parameters, and
-    masters and moments in the CPU's memory, are tried until no block must run again."""
+    """Returns the fastest variant of this layout that fits, or the one of the least memory. Parameters that replicas
+    share, and masters and moments in the CPU's memory, are tried until no block must run again."""
     device, chip, traced = "cpu" if options.gpu == "cpu" else "cuda", cluster.processor, None
     room, flops = chip.memory - chip.reserved, flop_counter(recipe).per_token()
     asked, tried = recipe.train.optimizer_memory, list[Candidate]()

@@ -44,7 +44,7 @@ Scores = dict[tuple[str, int], float]
 @dataclass(frozen=True)
 class Answered:
     """An item with the model's answer. parts: text, tool calls and outputs; text: the reply's, or the option that the
-    model picked; number: the item's within its kind; losses: the mean nats of each option that was scored."""
+    model picked; number: the item's number within its kind; losses: the mean nats of each option that was scored."""
 
     item: Item
     parts: list[ContentPart]
@@ -57,8 +57,8 @@ class Answered:
 @dataclass(frozen=True)
 class Comparison:
     """Two models on one task. first, second: mean scores; only_first, only_second: items with a higher score of that
-    model; p: McNemar's exact test, two-sided, None where scores are not 0 or 1; low, high: 95 % interval of first −
-    second."""
+    model; p: p-value of McNemar's exact test, two-sided, None where scores are not 0 or 1; low, high: 95 % interval of
+    first − second."""
 
     task: str
     count: int

@@ -219,7 +219,7 @@ def run_chat(
 
     Args:
         tasks: The tasks, by `find_chat_tasks`.
-        records: The answers' folder and settings.
+        records: The folder of the answers, and what their files say about the model.
         base: The model was not fine-tuned.
         samples: Replies to each problem of HumanEval, from which pass@k is estimated; 1: none besides the greedy one.
         group: The ranks that ask some batches each; rank 0 writes.

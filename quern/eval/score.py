@@ -98,7 +98,7 @@ def accuracy(task: str, correct: Sequence[bool], chances: Sequence[float], **set
 
 
 def mean_score(name: str, parts: Sequence[tuple[Score, float]]) -> Score:
-    """The mean of the centred accuracies (p − b) / (1 − b) of tasks, given p and b of each; without valueless tasks.
+    """The mean centred accuracy (p − b) / (1 − b) of the tasks that have a value, given p and b of each task.
 
     The interval takes the tasks as independent, although two of CORE's ask the same questions, with and without shots.
     """
@@ -115,7 +115,7 @@ def suite_score(
 ) -> Score:
     """The `mean_score` of a suite of `total` tasks. It has the suite's name only if all their questions were asked.
 
-    whole: No task was limited; version: the baselines'; limited: how tasks were limited, for the name.
+    whole: No task was limited; version: version of the baselines; limited: how tasks were limited, for the name.
     """
     measured, skipped = sum(score.value is not None for score, _ in parts), sum(score.skipped for score, _ in parts)
     name = f"{suite} {version}".rstrip()

@@ -95,7 +95,7 @@ class Flag:
     part: str  # the part of the options, such as train; empty for none
     path: tuple[str, ...]  # the names of its parts and its field
     owner: type  # the class of its field
-    annotation: Any  # its field's
+    annotation: Any  # the annotation of its field
     kind: Any  # the type of one value
     many: bool  # whether it takes several values
     default: Any  # the field's, or MISSING
@@ -223,8 +223,8 @@ def show_help(flags: Sequence[Flag], arguments: Sequence[str], prog: str, descri
 
 
 def check(flags: Iterable[Flag], arguments: Sequence[str], prog: str) -> dict[str, Any]:
-    """Reads the values of flags, by field; a part is a dict of its own. Raises ValueError for the first flag that is
-    unknown or missing, and the first value that cannot be read."""
+    """Reads the values of flags, by field; the values of a part are a dict. Raises ValueError for the first flag that
+    is unknown or missing, and the first value that cannot be read."""
     known = {spelling: flag for flag in flags for spelling in flag.spellings or [""]}
     values, given, rest = dict[str, Any](), set[str](), list(arguments)
     while rest:

@@ -61,7 +61,7 @@ def read_object(path: Path, constant: str, kind: type[T], name: str | None = Non
 
 
 def _free_name(path: Path) -> str:
-    """The file's name without its ending; changed where another module, which others import, has this name."""
+    """The file's name without its ending; changed where another module, which others still import, has this name."""
     found = PathFinder.find_spec(path.stem)
     other = found is not None and found.origin not in (None, str(path.resolve()))
     return f"{path.stem}_recipe" if other or path.stem in sys.stdlib_module_names else path.stem

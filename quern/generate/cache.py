@@ -79,7 +79,7 @@ class KVCache:
         self.filled = max(self.filled, length)
 
     def grow(self, max_tokens: int, windows: Sequence[int | None]) -> None:
-        """Makes room for `max_tokens` tokens in each row. windows: the model's."""
+        """Makes room for `max_tokens` tokens in each row. windows: windows of the model."""
         for layer, (ring, window) in enumerate(zip(self.rings, windows, strict=True)):
             more = min(window or max_tokens, max_tokens) - ring
             if ring and more > 0:  # no row has gone round this ring: its slots keep their positions
@@ -300,7 +300,7 @@ MAX_PREFIXES = 512
 
 @dataclass(frozen=True)
 class Prefix:
-    """The state of a row after `length` tokens. logits_V: the next token's, if they were computed."""
+    """The state of a row after `length` tokens. logits_V: logits of the next token, if they were computed."""
 
     length: int
     cache: KVCache
@@ -345,7 +345,7 @@ class PrefixCache:
     ) -> None:
         """Keeps the state of a row after these tokens, unless there are few or it is kept already.
 
-        logits_V: the next token's, if they are known; alone: the row is all of a cache that nobody else uses.
+        logits_V: logits of the next token, if they are known; alone: the row is all of a cache that nobody else uses.
         """
         key = _key(tokens)
         old = self._prefixes.get(key)

@@ -35,14 +35,14 @@ SHARE = 7  # seats of a request of many rows, for each one that stays free for o
 
 
 class Policy(NamedTuple):
-    """How waiting prompts take their turns."""
+    """The rules by which waiting prompts take their turns."""
 
     tokens: int  # the most to read of prompts while rows run, so that these wait little
     fair: bool  # generations leave seats to others
 
 
 THROUGHPUT = Policy(sys.maxsize, fair=False)  # reads prompts until no seat is free, when nobody watches
-INTERLEAVED = Policy(256, fair=True)  # a server's, which also reads a text to score in such parts
+INTERLEAVED = Policy(256, fair=True)  # policy of a server, which also reads a text to score in such parts
 
 
 def _overflow(prompt_tokens: int, context: int) -> ValueError:

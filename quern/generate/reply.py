@@ -131,7 +131,7 @@ class Reply:
         self._forced: deque[int] = deque([self._tools.tool_start] if must_call else [])
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="ignore")
         self._withheld = ""
-        self._characters = 0  # the assistant's text, withheld characters included
+        self._characters = 0  # characters of the assistant's text, withheld ones included
         self._parts: list[ContentPart] = []
 
     def allowed(self) -> np.ndarray | None:

@@ -22,9 +22,9 @@ from quern.text.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 200
 MAX_DEPTH = 50
-MAX_BITS = 512  # a numerator or a denominator at most: about 154 digits
-MAX_DIGITS = 40  # a result's integer part at most; a longer one is useless to a small model
-SIGNIFICANT_DIGITS = 10  # a result that is not an integer
+MAX_BITS = 512  # bits of a numerator or a denominator: about 154 digits
+MAX_DIGITS = 40  # digits of a result's integer part; a longer one is useless to a small model
+SIGNIFICANT_DIGITS = 10  # digits of a result that is not an integer
 
 ERROR = "error"  # the output for an expression that cannot be computed
 MAX_CALLS = 8  # tool calls answered in one reply

@@ -60,7 +60,7 @@ class Grug:
 
 @dataclass(frozen=True)
 class StepConfig:
-    """Static arguments of a step. dtype: the weights' and activations' in the forward pass ("float32", "bfloat16" or
+    """Static arguments of a step. dtype: dtype of weights and activations in the forward pass ("float32", "bfloat16" or
     "float16"); block_tokens: see `loss_fn`; core: the functions."""
 
     model: ResolvedModel

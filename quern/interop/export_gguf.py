@@ -42,7 +42,7 @@ NORMAL, CONTROL, UNUSED = 1, 3, 5
 
 def tensors(weights: Mapping[str, Tensor], shape: ResolvedModel) -> dict[str, Tensor]:
     """quern's weights with GGUF's names and layouts, without the head if it equals the embedding (a tied head). `gguf`
-    finds its names by Hugging Face's."""
+    maps Hugging Face's names to GGUF's."""
     gguf = library()
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, shape.depth)
     theirs = weights_to(weights, shape.depth)

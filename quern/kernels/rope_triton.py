@@ -29,7 +29,7 @@ def turn(x_BTHE: Tensor, cos: Tensor, sin: Tensor, *, back: bool, gain: float | 
 
 
 def turn_back_normed(grad_BTHE: Tensor, x_BTHE: Tensor, cos: Tensor, sin: Tensor, *, gain: float, eps: float) -> Tensor:
-    """Returns the gradient of x, given the gradient of what `turn` returns with a gain."""
+    """Returns the gradient of x, given the gradient of the output of `turn` with a gain."""
     dx_BTHE = torch.empty(x_BTHE.shape, dtype=x_BTHE.dtype, device=x_BTHE.device)
     x_BTHE, grad_BTHE = _readable(x_BTHE), _readable(grad_BTHE)
     tensors = {"x": x_BTHE, "x_strides": x_BTHE.stride()[:3], "grad": grad_BTHE, "dx": dx_BTHE}

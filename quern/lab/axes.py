@@ -94,7 +94,7 @@ def _look_up(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.nda
 
 
 PARTS, RESAMPLES = 4, 500
-WARMUP_STEPS = 3  # each arm's first steps, which compile, are not timed
+WARMUP_STEPS = 3  # steps of each arm that are not timed: the first ones compile
 LEAST_PAIRS = 6  # in each part before the first estimate of the error; each later estimate has a quarter more pairs
 ERROR, MOST_SECONDS = 0.005, 120.0  # standard error of ln(ratio) that is small enough; time of a measurement
 TURN_SECONDS = 0.2  # least time of the steps that an arm takes before the other one follows
@@ -103,7 +103,7 @@ TURN_SECONDS = 0.2  # least time of the steps that an arm takes before the other
 @dataclass(frozen=True)
 class Speed:
     """An idea's speed. ratio: its seconds over the baseline's, at equal steps; error: standard error of ln(ratio);
-    seconds: a step of the baseline, meanwhile; pairs: pairs of turns."""
+    seconds: seconds of a step of the baseline, meanwhile; pairs: number of pairs of turns."""
 
     ratio: float
     error: float

@@ -78,7 +78,7 @@ class Study:
 
     def compare_facts(self, facts: dict[str, Any] | None, log: Callable[[str], None]) -> None:
         """Logs a warning if other code or another PyTorch made the first start. Raises ValueError if the device, the
-        dtype or the use of torch.compile differ. facts: this start's; None if they are unknown."""
+        dtype or the use of torch.compile differ. facts: facts of this start; None if they are unknown."""
         before = self.body["facts"]
         if before is None or facts is None:
             return

@@ -50,9 +50,9 @@ class Point:
 
 @dataclass(frozen=True)
 class Trial:
-    """One finished training run of an arm. tokens: targets trained on; flops: all positions', with `flops_parts` as
-    in `model.count.Flops`; seconds: all steps', at the speed after the first, which may compile; bpb: the last
-    validation's, None if it diverged; parameters: as in `model.count.Parameters`."""
+    """One finished training run of an arm. tokens: targets trained on; flops: FLOPs of all positions, with
+    `flops_parts` as in `model.count.Flops`; seconds: time of all steps, at the speed after the first, which may
+    compile; bpb: bits per byte at the end, None if it diverged; parameters: as in `model.count.Parameters`."""
 
     recipe: str
     steps: int = 0
@@ -91,7 +91,7 @@ class Trainer:
         """Trains a recipe to the end of its steps.
 
         Args:
-            recipe: A recipe of `quern pretrain`. Its own seed decides the text of the built-in world and nothing else.
+            recipe: A recipe as for `quern pretrain`. Its own seed decides the text of the built-in world, nothing else.
             name: Name of the arm, for the record.
             seed, data_seed: Seeds of the initial weights, and of the order of the batches.
             evaluations: Validations during the trial, at most; evenly spaced, the last one at the end.

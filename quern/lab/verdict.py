@@ -40,7 +40,7 @@ FAILURES = 0.05
 @dataclass(frozen=True)
 class Rules:
     """The rules that a study registers before its first run. delta: a smaller difference, in bits per byte, does not
-    matter; most_pairs: an idea stays undecided after them; alpha: expected share of false verdicts of each
+    matter; most_pairs: an idea stays undecided after them; alpha: expected share of false verdicts among those of each
     kind, and the probability of any "better" or "worse" where no idea makes a difference."""
 
     delta: float
@@ -52,8 +52,8 @@ class Rules:
 class Finding:
     """An idea against the baseline, in bits per byte; nan without a pair. pairs: runs of both that finished; failed:
     runs of the idea; difference, error, degrees: idea - baseline, with its standard error and degrees of freedom;
-    interval: the true difference's, from which the verdict follows, except "fails"; correlation: Pearson's, of the
-    runs of a pair, for three pairs or more."""
+    interval: interval of the true difference, from which the verdict follows, except "fails"; correlation: Pearson's,
+    of the runs of a pair, for three pairs or more."""
 
     verdict: Verdict
     pairs: int
@@ -67,7 +67,7 @@ class Finding:
 
 class Judgement(NamedTuple):
     """The findings by idea. floor: the baseline against itself, on the seeds that no idea has; None for fewer than two;
-    sd: a pair's difference, as the ideas have it in common, or nan; shared: degrees of freedom that it counts for."""
+    sd: SD of a pair's difference, common to the ideas, or nan; shared: degrees of freedom that it counts for."""
 
     findings: dict[str, Finding]
     floor: Finding | None
@@ -215,7 +215,7 @@ class Estimate(NamedTuple):
 def estimate(found: Moments) -> Estimate:
     """Estimates idea - baseline: mean of (idea - a · baseline) over the pairs, - (1 - a) · mean of the other seeds. a
     is 1 in studies of fewer than four ideas. For runs of equal variance σ² whose differences have the variance τ² the
-    best is 1 - (others / all seeds) · τ² / 2σ²; any a is unbiased, and the error belongs to the a used."""
+    best is 1 - (others / all seeds) · τ² / 2σ²; any a is unbiased, and the error is that of the a used."""
     n, degrees = np.maximum(found.pairs, 1.0), np.maximum(found.pairs - 1, 0.0)
     others, seeds = np.maximum(found.others, 1.0), np.maximum(found.pairs + found.others, 2.0)
 
@@ -322,7 +322,7 @@ class Reach(NamedTuple):
 
 def reach(sd: float, rules: Rules, ideas: int, baseline_seeds: int = 1, shared: float = math.inf) -> Reach:
     """Computes what a study can find by its most pairs. shared: degrees of freedom that the ideas' common variance
-    counts for; by default as for equal variances."""
+    counts for; by default the number for equal variances."""
     n, power = rules.most_pairs, 0.8
     weight = min(shared, float(moderate(np.ones(ideas), n - 1)[1][0]))
     degrees = n - 1 + weight

@@ -74,7 +74,7 @@ class Mixture:
 
 
 class _Facts(TypedDict):
-    hashes: list[Natural]  # each conversation's tokens, split after split
+    hashes: list[Natural]  # hash of each conversation's tokens, split after split
     left_out: int  # test rows
 
 
@@ -84,7 +84,7 @@ class _Prepared:
 
     whole: Corpus  # with the conversations that are held out of it
     val: Corpus
-    hashes: np.ndarray  # each conversation in `whole`
+    hashes: np.ndarray  # hash of each conversation in `whole`
     hidden: np.ndarray  # the hashes of what no source may train on
     held: int  # how many of `whole` are held out
     lost: int
@@ -125,8 +125,8 @@ def prepare_mixture(recipe: Resolved, tokenizer: Tokenizer, out: Path, fetch: Fe
 
 
 def _open(recipe: Resolved, out: Path, fetch: Fetch, log: Log) -> tuple[list[OpenSource], TaskRows]:
-    """The sources, and the test rows that files are compared with: the named folder's, the public sets' that are there,
-    and the built-in world's questions where the run learns that world."""
+    """The sources, and the test rows that files are compared with: rows of the named folder, of the public sets that
+    are there, and the built-in world's questions where the run learns that world."""
     opened, rows = [open_source(asked, recipe, out, fetch, log) for asked in recipe.conversation_sources], TaskRows()
     if recipe.sft.tests is not None:
         rows.read(Path(recipe.sft.tests), "--sft.tests")

@@ -211,7 +211,7 @@ def read_rows(
     Args:
         listing: The files, by `list_talks`.
         log: Called with lines about read, ignored and skipped files, records and keys.
-        column: Has the lists of messages; None for lists of all shapes. Of WhatsApp's export, the person whom the model
+        column: Has the lists of messages; None for lists of all shapes. In WhatsApp's export, the person whom the model
             learns to write as.
         limit: The most conversations to read.
 

@@ -51,7 +51,7 @@ class LanguageModel(nn.Module):
     """The most tokens before the current one that `context.previous_tokens` is asked for. A cache keeps as many."""
 
     remembered: Mapping[str, int] = {}
-    """Channels of each name that `context.previous` is asked for. A cache keeps the last token's."""
+    """Number of channels of each name that `context.previous` is asked for. A cache keeps the last token's."""
 
     shape: ResolvedModel
     """Resolved."""
@@ -136,7 +136,7 @@ class LanguageModel(nn.Module):
         return matrices if name.startswith("blocks.") and p.ndim >= 2 else others
 
     def compile(self, **options: Any) -> None:
-        """Compiles by block, so that layers of one kind share a compilation. options: torch.compile's."""
+        """Compiles by block, so that layers of one kind share a compilation. options: options of torch.compile."""
         for block in self.blocks:
             block.compile(**options)
         for name in self.compiled_parts:

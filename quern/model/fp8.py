@@ -97,7 +97,7 @@ def use_fp8(model: Any, *, head_only: bool = False) -> Fp8Report:
             model.products = partial(HeadProducts, emulated=emulated)
             static.append(name)
         else:
-            outputs, inputs = module.weight.shape  # this shard's
+            outputs, inputs = module.weight.shape  # sizes of this shard
             replaced = Fp8Linear(inputs, outputs, bias=False, device="meta")
             replaced.weight, replaced.emulated = module.weight, emulated  # the same parameter
             model.set_submodule(name, replaced.train(module.training))

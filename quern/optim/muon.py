@@ -83,8 +83,8 @@ def reduce_variance_(x_NRC: Tensor, second: Tensor, beta2: Scalar) -> Tensor:
     """Divides rows (second is (N, R, 1)) or columns ((N, 1, C)) by their running RMS, and keeps the Frobenius norm.
 
     NorMuon (arXiv 2510.05491) does this per row. Here the longer side has the running means, max(R, C) numbers per
-    matrix: in an orthogonalised matrix the vectors of the shorter side have norm 1, so only the longer side's
-    vary. There is no bias correction, since a common factor cancels with the norm.
+    matrix: in an orthogonalised matrix the vectors of the shorter side have norm 1, so only the vectors of the longer
+    side vary. There is no bias correction, since a common factor cancels with the norm.
     """
     dim = -1 if second.size(-1) == 1 else -2
     energy = x_NRC.square().mean(dim=dim, keepdim=True)

@@ -206,9 +206,9 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Settings:
-    """dtype_ns: Muon's matrix products; compile: run the rules through torch.compile; fp32_gradients: sum gradients
-    in fp32 rather than in the parameters' dtype; parts: the number of the module of each parameter that replicas may
-    share; on_cpu: keep masters and state there."""
+    """dtype_ns: dtype of Muon's matrix products; compile: run the rules through torch.compile; fp32_gradients: sum
+    gradients in fp32 rather than in the parameters' dtype; parts: the number of the module of each parameter that
+    replicas may share; on_cpu: keep masters and state there."""
 
     mesh: Mesh
     dtype_ns: torch.dtype = torch.float32

@@ -157,8 +157,8 @@ def units_together(units: int, size: int, most: int, largest: int, ranks: int) -
 
 
 def share_out(units: int, cost: int, work: list[list[int]], whole: bool) -> tuple[int, ...]:
-    """Divides units of one cost among the ranks, and returns the cuts between the owners. work: each shard's on each
-    replica, which grows; whole: every shard updates all units of its replica."""
+    """Divides units of one cost among the ranks, and returns the cuts between the owners. work: work of each shard of
+    each replica, which grows; whole: every shard updates all units of its replica."""
     counts: list[int] = []
     for shards, count in zip(work, _spread(units, cost, [sum(shards) for shards in work]), strict=True):
         parts = [count] if whole else _spread(count, cost, shards)
@@ -184,7 +184,7 @@ def _spread(units: int, cost: int, work: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Stack:
-    """shape: this rank's part of a parameter, one matrix or several. exchange: the dimension of (N, R, C) that
+    """shape: shape of this rank's part of a parameter, one matrix or several. exchange: the dimension of (N, R, C) that
     tensor parallelism cuts; None where this rank has whole matrices."""
 
     ownership: Ownership

@@ -153,7 +153,7 @@ class Zero2:
     def grad_norm(self) -> Tensor:
         """The global 2-norm of the gradients that this step uses: fp32, 0-dim.
 
-        Not finite when any gradient is not, on any rank, groups that are not updated in this step included.
+        Not finite when any gradient is not, on any rank, also gradients of groups that this step does not update.
         """
         self._reduce()
         norms = []

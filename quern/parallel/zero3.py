@@ -2,12 +2,12 @@
 
     forward    gather the parameters of a module, and of the one that is called next; compute; free them
     backward   the same for blocks in reverse. Once all gradients of a bucket are there, they are summed over the
-               replicas into the region, and freed; micro-batches add up in the region
+               replicas into the region, and freed; gradients of micro-batches add up in the region
 
 The modules are the blocks, the tables of embeddings and the head (`parts_of`); the rest is as in zero2.py. The calls of
-one pass predict the next pass; in the first pass nothing is gathered ahead. An autograd graph refers to the memory of
-parameters, not to their numbers: it is freed and allocated again under the tensors (as in FSDP, arXiv 2304.11277). All
-replicas must run equally many passes. Before the update, matrices travel to their owners all at once.
+one pass predict the calls of the next; in the first pass nothing is gathered ahead. An autograd graph refers to the
+memory of parameters, not to their numbers: it is freed and allocated again under the tensors (as in FSDP, arXiv
+2304.11277). All replicas must run equally many passes. Before the update, matrices travel to their owners all at once.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Zero3(Zero2):
             for number in range(len(parts))
         ]
         self._calls: list[Gathered] = []
-        """The current pass: its parts in the order of their calls, the backward pass included."""
+        """The current pass: its parts in the order of their calls, calls of the backward pass included."""
         self._records = False
         self._earlier: dict[bool, list[Gathered]] = {True: [], False: []}
         """The last pass with gradients, and the last one without."""

@@ -238,7 +238,7 @@ def _more(run: RunRecords) -> Iterable[Group]:
 
 
 def _samples(run: RunRecords) -> Iterable[Group]:
-    """The latest stage first. Samples of the untrained model are folded beside another stage's."""
+    """The latest stage first. Samples of the untrained model are folded beside samples of another stage."""
     stages = list(dict.fromkeys(str(sample.get("stage", "")) for sample in run.samples))[::-1]
     for stage in stages:
         own = [sample for sample in run.samples if str(sample.get("stage", "")) == stage]

@@ -220,8 +220,8 @@ def _programs(name: str, folder: Path | None) -> Environment:
 def program_in(reply: str) -> str:
     """The program of a reply: its first fenced block of Python, or all of it if it has no fenced block.
 
-    CommonMark says what a block is. Without one that is called Python, it is the first that has no tag and looks like
-    Python; else the first without a tag; else the first.
+    Blocks follow CommonMark. Without one that is called Python, it is the first that has no tag and looks like Python;
+    else the first without a tag; else the first.
     """
 
     def doubts(block: Token) -> int:

@@ -99,7 +99,7 @@ def load(
 
 
 def open_start(run_dir: RunDir, stages: Sequence[str], log: Callable[[str], None], at: str, callables: Code) -> Start:
-    """Loads the checkpoint that another run or stage starts from: the last one of the first stage here that has any.
+    """Loads the checkpoint that another run or stage starts from: `at`, in the first of these stages that has any.
 
     Raises FileNotFoundError if there is no such run, or no checkpoint, and the errors of `open_checkpoint`.
     """

@@ -275,7 +275,7 @@ def find_saved(verb: str, arguments: Arguments, recipe: Recipe, source: str | No
 def _asked_before(
     verb: str, run_dir: RunDir, recipe: Recipe, named: Collection[str]
 ) -> tuple[Recipe, str | None] | None:
-    """The recipe, with the settings that the recipe of the stage's first model has for it, such as conversations. The
+    """The recipe with the stage's settings, such as conversations, from the recipe of the model it begins with. The
     stage reads the rest, and the code. Fine-tuned models ask for no fine-tuning: their steps followed from theirs."""
     before = {"sft": ("pretrain",), "rl": ("sft", "rl")}[verb]
     body = next((meta["recipe"] for stage in before if (meta := newest_meta(run_dir.stage(stage)))), None)

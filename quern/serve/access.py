@@ -78,7 +78,7 @@ class KeysFile(Keys):
             raise ValueError(_no_key(path))
 
     def holder(self, authorization: str) -> str | None:
-        """The same as in `Keys`, by the file as it is now."""
+        """The holder as in `Keys`, by the file as it is now."""
         if (version := _version(self._path)) != self._seen:
             self._seen = version
             try:

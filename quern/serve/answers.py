@@ -60,7 +60,7 @@ class Choice:
         self._calls = calls
         self.front, self.tokens = front[0], list(front[1])
         self.completion: Completion | None = None
-        self.kinds: list[str] = []  # the parts that a chat's stream has told
+        self.kinds: list[str] = []  # kinds of the parts that a chat's stream has told
         self._waiting: list[Token] = []  # their text is still to come
         self._written = len(self.front)  # characters of text
 

@@ -102,7 +102,7 @@ def page_paths() -> dict[str, Path]:
 
 
 def routes(models: Models) -> list[Route]:
-    """Every path: the API's, and each file of the page. The application's state has the `Welcome`."""
+    """Every path: paths of the API, and one for each file of the page. The application's state has the `Welcome`."""
     posts: dict[str, tuple[type[Strict], Callable[..., Awaitable[Response]]]] = {
         "/v1/chat/completions": (ChatRequest, chat),
         "/v1/completions": (CompletionRequest, completions),

@@ -1,9 +1,9 @@
 """The requests of the API: fields, ranges, and the error for a wrong one. responses.py has those of `/v1/responses`.
 
-Field names and error shapes are OpenAI's, so its clients work unchanged. A wrong value is refused by the
-name of its field; unknown fields are ignored. Additions are the fields of `Sampling` that the API
-lacks (top_k, min_p, repetition_penalty), `stop_token_ids`, `structured_outputs` (json, regex or choice), and `parts`,
-which holds the calculator's calls and their outputs in an assistant message and in a stream's delta.
+Field names and error shapes follow OpenAI's API, so its clients work unchanged. A wrong value is refused by the name of
+its field; unknown fields are ignored. Additions are the fields of `Sampling` that the API lacks (top_k, min_p,
+repetition_penalty), `stop_token_ids`, `structured_outputs` (json, regex or choice), and `parts`, which holds the
+calculator's calls and their outputs in an assistant message and in a stream's delta.
 
 Sources: https://platform.openai.com/docs/api-reference/chat, https://platform.openai.com/docs/api-reference/completions;
 https://docs.vllm.ai/en/stable/serving/openai_compatible_server/ for the additions and for tokenizing.
@@ -335,7 +335,7 @@ def ignored_fields(request: Any, sent: Any, where: str = "") -> Iterator[str]:
 
 
 def _refusal(error: ValidationError, kind: type[Strict], body: Any) -> ApiError:
-    """The deepest error: pydantic lists each branch of a union, and the deepest error is in the one that was meant."""
+    """The deepest error, which is in the branch of a union that was meant: pydantic lists errors of all branches."""
     errors = error.errors(include_url=False, include_context=False)[:MOST_ERRORS]
     literals = [one["loc"] for one in errors if one["type"] == "literal_error"]
     others = {loc[:-1] for loc in literals if loc[-1] == "type"}  # branches for another `type`

@@ -52,7 +52,7 @@ Files = tuple[Path, Path] | None
 
 @dataclass(frozen=True)
 class Place:
-    """The place of this process among the replicas. own_port: this one's alone, 0 for any; link: to the parent."""
+    """The place among the replicas. own_port: a port of this process alone, 0 for any; link: to the parent."""
 
     number: int
     port: int
@@ -145,7 +145,7 @@ def open_app(
         log(f"serving {name} ({what}){where}")
 
     async def watch(models: Models) -> None:
-        told: dict[str, list[str]] = {}  # a try for each model that failed
+        told: dict[str, list[str]] = {}  # lines of the last try for each model that failed
         while True:
             await asyncio.sleep(watch_seconds)
             for name, source in sources.items():

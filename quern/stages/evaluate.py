@@ -49,7 +49,7 @@ Lines = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class _Found:
-    """The tasks that the user named: CORE's with their files, chat tasks, lm-eval's, and others."""
+    """The tasks that the user named: tasks of CORE with their files, chat tasks, lm-eval's, and others."""
 
     core: Sequence[tuple[CoreTask, Path]]
     chat: Sequence[Asked]
@@ -175,7 +175,7 @@ class _Evaluation:
         return self.found.chosen or [task for task in BUILT_IN.values() if task.suits(recipe, stage)]
 
     def tasks(self, loaded: LoadedModel) -> Sequence[Task]:
-        """The tasks besides CORE's, chat's and lm-eval's. A run should not take longer for scores of a model that
+        """The tasks besides those of CORE, chat and lm-eval. A run should not take longer for scores of a model that
         was never taught to answer; an untrained one answers at random, without an end."""
         found = self.found
         if loaded.stage == UNTRAINED:
@@ -258,7 +258,7 @@ class _Evaluation:
                     yield tokenizer.decode(train.gather(number, 1).tolist())
                     meter.at(number + 1)
 
-        texts: dict[str, list[str]] = {}  # the questions of each score
+        texts: dict[str, list[str]] = {}  # texts of the questions of each score
         suiting = self.suiting(recipe, CHAT_STAGES[0])
         items = [(f"{task.name}/{item.kind}", item) for task in suiting for item in task.items(0, self.asked.questions)]
         items += [(f"{CHAT}/{asked.task.name}", item) for asked in self.found.chat for item in asked.items]
@@ -305,7 +305,7 @@ def _with_shares(lines: Lines, shares: Mapping[str, float], stage: str, log: Log
 
 
 def chats(recipe: Resolved, out: Path) -> Sequence[tuple[str, ...]]:
-    """The user's turns of the shown conversations: the built-in world's, or first turns of held-out conversations."""
+    """The user's turns of the shown conversations: turns of the built-in world, or first turns of held-out ones."""
     own = next((one for one in recipe.conversations or () if Path(one.source).exists()), None)
     if own is None or recipe.has_built_in_conversations:
         return CHATS

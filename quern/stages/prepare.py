@@ -37,7 +37,7 @@ from quern.text.sources import AS_TEXT, DOCUMENTS, Listing, content_fingerprint,
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import Tokenizer, compression_report
 
-HOLD_OUT_VERSION = "2"  # another one means that `hold_out` splits the same text otherwise
+HOLD_OUT_VERSION = "2"  # version of `hold_out`: another one means other splits of the same text
 EVERY = 20
 ENOUGH_BYTES = 1 << 16
 LEAST_SHARE, MOST_SHARE = 1 / 40, 1 / 5
@@ -49,7 +49,7 @@ SMALL_VALIDATION_BYTES = 4000
 """About a thousand tokens."""
 SPACE = re.compile(r"\s")
 NAME_CHARACTERS = 40
-"""The most characters of a text's name in its folder's and tokenizer's names; a file name has at most 255 bytes."""
+"""The most characters of a text's name in the names of its folder and tokenizer; a file name has at most 255 bytes."""
 
 
 @dataclass(frozen=True)

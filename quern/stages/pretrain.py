@@ -103,12 +103,12 @@ def _run(asked: Recipe, session: Session, check: Check) -> int:
 
 
 class Fitted(NamedTuple):
-    """What is trained, with nothing left open."""
+    """The recipe, the text and the model to train, with nothing left open."""
 
     recipe: Resolved
     prepared: Prepared
     model: LanguageModel  # with its first weights
-    facts: dict[str, Any]  # on the model, for run.json
+    facts: dict[str, Any]  # facts on the model, for run.json
     memory: tuple[float, float] | None  # as `memory_check` returns it
     own: bool  # whether the text is one's own, in a run that begins with no other model
 
@@ -147,7 +147,7 @@ def _fit(asked: Recipe, session: Session, began: Origin | None, check: Check) ->
 
 def _refuse_other_model(recipe: Resolved, start: Start) -> None:
     """Raises ValueError if the weights of another run's checkpoint do not fit the recipe's model. Its vocabulary is
-    the other run's."""
+    the vocabulary of the other run's tokenizer."""
     vocabulary = {name: getattr(start.recipe.model, name) for name in ("vocab_size", "bos")}
     recipe = replace(recipe, model=replace(recipe.model, **vocabulary))
     try:
@@ -185,7 +185,7 @@ def _plan(recipe: Resolved, session: Session, prepared: Prepared, changed: Seque
 def _fit_minutes(
     asked: Recipe, recipe: Resolved, session: Session, began: Origin | None, model: LanguageModel, corpus: Corpus
 ) -> Recipe:
-    """What is asked for, with a first plan of the steps and the batch that fit into the minutes (train/horizon.py).
+    """Returns `asked` with a first plan of the steps and the batch that fit into its minutes (train/horizon.py).
 
     A resumed run keeps its first plan. Otherwise a few steps are timed, which changes the model. Unless a batch was
     asked for, it follows from the horizon, and the horizon from the batch and the speed: iterated until they agree.

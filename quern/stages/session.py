@@ -64,7 +64,7 @@ FIELDS = {
     "rl": ("rl.steps", "rl.lr_share"),
     "grug": ("train.steps", "optim.lr_scale"),
 }
-"""Fields of the recipe with the number of a stage's steps, and with a factor of all its rates."""
+"""The recipe's fields with the number of each stage's steps, and with a factor of all its rates."""
 
 
 def loss_and_speed(loss: float, tokens_per_second: float | None) -> str:
@@ -103,13 +103,13 @@ def _last_names(value: Any) -> Any:
 
 
 class Opening(NamedTuple):
-    """What a stage says and records before its first step."""
+    """The lines and records of a stage before its first step."""
 
     lines: Sequence[str]  # for the user
     changed: Sequence[str]  # the fields that the user changed in the recipe of a stage that is resumed, as lines
     tokenizer: Tokenizer
     facts: dict[str, Any] | None
-    """On the run. A stage that begins writes them, where there are any, and the tokenizer; None writes neither."""
+    """Facts on the run. A stage that begins writes them, if there are any, and the tokenizer; None writes neither."""
     data: dict[str, Any] | None = None  # facts on the data, for the stage's events
 
 

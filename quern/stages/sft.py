@@ -90,9 +90,8 @@ class Lessons:
 
 def prepare_lessons(asked: Recipe, base: Resolved, tokenizer: Tokenizer, session: Session) -> Lessons:
     """Prepares the conversations, and refuses what fine-tuning on them would refuse. On a mesh every rank calls this.
-
-    asked: The user's recipe; base, tokenizer: the base model's. `quern run` calls this before pretraining too.
-    """
+    `quern run` calls this before pretraining too. asked: the user's recipe; base, tokenizer: recipe and tokenizer of
+    the base model."""
     recipe, out, mesh = sft_recipe(asked, base), session.run_dir.out, session.mesh
     with main_first(mesh):
         talks = prepare_mixture(recipe, tokenizer, out, partial(fetch_conversations, out=out), session.log)

@@ -34,7 +34,7 @@ VOCABULARIES: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 """Name → the file that holds the vocabulary, and its SHA-256."""
 
-SAMPLE_VERSION = "1"  # another one means that `sampled` takes other samples of the same text
+SAMPLE_VERSION = "1"  # version of `sampled`: another one means other samples of the same text
 MOST_BYTES = 2_000_000_000
 """A longer text is sampled up to here: it is read twice."""
 

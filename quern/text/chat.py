@@ -5,8 +5,8 @@
 
 Inside an assistant's turn, <|tool_start|>expression<|tool_end|> calls the calculator and
 <|output_start|>result<|output_end|> holds its output. In conversations only this file inserts special tokens; generate/
-runs the tools and frames their outputs. Content goes through `Tokenizer.encode`, so text that spells a special token
-stays text in every role.
+runs the tools, and adds the special tokens of their outputs. Content goes through `Tokenizer.encode`, so text that
+spells a special token stays text in every role.
 
 The mask is True on the tokens that the model produces: the assistant's text, its tool calls including their special
 tokens, and the end of its turn. It is False on system and user messages, on tool outputs, and on what has the weight 0.

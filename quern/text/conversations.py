@@ -234,7 +234,7 @@ def _without_nulls(value: Any) -> Any:
 def _join_tools(turns: Iterable[Any], own_tool: bool) -> list[Any]:
     """Joins tool calls, their outputs and the text after them into one assistant turn."""
     messages: list[Any] = []
-    called: list[ContentPart] | None = None  # the current assistant turn, if it has tool calls
+    called: list[ContentPart] | None = None  # parts of the current assistant turn with tool calls
     waiting: list[tuple[str | None, ContentPart]] = []  # (id, call) without an output yet
     for index, turn in enumerate(turns):
         role = turn.get("role") if isinstance(turn, Mapping) else None

@@ -39,7 +39,7 @@ def read(
     encoding: str = UTF8,
 ) -> Iterator[str]:
     """Reads the documents of files of texts (`sources.files`). column: the column or the key of the text in tables and
-    JSON. `converted` has the other arguments, and the errors."""
+    JSON. Takes the other arguments of `converted`, and raises its errors."""
     found = converted(paths, (column,), partial(_text, column=column), log, separator, encoding)
     return (text for text, _, _ in found if text)
 

@@ -63,7 +63,7 @@ class Malformed(ValueError):
 
 
 def format_of(path: Path) -> str:
-    """The extension without a compression's, such as .txt; "" for a compressed file of another format."""
+    """The extension without the one of a compression, such as .txt; "" for a compressed file of another format."""
     name = path.name.lower()
     plain = name
     for compressed in COMPRESSED:

@@ -117,7 +117,7 @@ class Repository:
 
 
 def data_set(repository: Repository, name: HubName, split: str, kind: Literal["documents", "conversations"]) -> DataSet:
-    """The files of a split; for documents, also the validation split's where another one is asked for. Raises
+    """The files of a split; for documents, also files of the validation split where another one is asked for. Raises
     ValueError, which lists what there is, if there is no such config or split, or no file that quern reads."""
     splits = {key: files for key, files in _splits(repository, name, split).items() if files}
     train = _of(splits, split)

@@ -99,7 +99,7 @@ def list_source(
 
     Args:
         source: A file, a folder, or several of these.
-        formats: The extensions to read, without a compression's.
+        formats: The extensions to read, without the one of a compression.
         include: Patterns, separated by spaces, of which a file of a folder must match one, by its name or its path in
             the folder. None includes all.
         exclude: Patterns of files of a folder that are ignored.

@@ -131,7 +131,7 @@ class Tokenizer:
             raise ValueError("special tokens must differ from each other and contain <|bos|>")
         self.pattern = pattern
         self.merges = tuple(merges)
-        self.ranks: Mapping[bytes, int] = ranks  # the single bytes and the merges → their ids
+        self.ranks: Mapping[bytes, int] = ranks  # ids of the single bytes and the merges
         self.single_bytes = single_bytes
         self.special_tokens = tuple(special_tokens)
         self.special_ids = {name: len(ranks) + i for i, name in enumerate(special_tokens)}

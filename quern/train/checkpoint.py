@@ -6,7 +6,7 @@ parent, and only then removes checkpoints older than the newest `keep` complete 
 every earlier checkpoint intact. Reading checks every hash, because the readers of safetensors load a flipped byte
 silently.
 
-The format is torch.distributed.checkpoint's for Hugging Face storage, without its import, which takes half a
+The format is the one of torch.distributed.checkpoint's Hugging Face storage, without its import, which takes half a
 second. On a mesh every rank writes its slices and hashes its files, and rank 0 does the rest.
 """
 

@@ -106,7 +106,7 @@ def launch(
                 RESULT: str(result),
                 PARENT: str(os.getpid()),
                 "OMP_NUM_THREADS": "1",
-                "LOGLEVEL": "CRITICAL",  # the agent's: the ranks report failures in more detail
+                "LOGLEVEL": "CRITICAL",  # for the agent: the ranks report failures in more detail
                 "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",  # `_forwarding` handles the others
             }
         )
@@ -256,8 +256,8 @@ def joined(
     With several ranks nothing is raised: an error in the body is reported, with the rank and the step, and ends the
     process. So does the failure of a peer rank (train/heartbeat.py).
 
-    command: begins every report; detect: takes the number of CPU threads; threads: this rank's; None shares the cores
-    equally.
+    command: begins every report; detect: takes the number of CPU threads; threads: number of threads of this rank; None
+    shares the cores equally.
     """
     here = place()
     if here.ranks == 1:

@@ -85,7 +85,7 @@ class TrainingPlan:
 
 
 class Reporter(NamedTuple):
-    """What a run tells its user."""
+    """The messages of a run to its user, and the functions that take them."""
 
     log: Callable[[str], None]
     advance: Callable[[float, float | None], None] = lambda loss, tokens_per_second: None

@@ -56,7 +56,7 @@ def line(run: Any, last: Any, window: Window, lr: float, peak_flops: float) -> d
     """Computes a line of the log.
 
     run: `Counters` of state.py; last: the last `StepResult` of step.py; window: the timed steps since the last line;
-    lr: the multiplier of the learning rates in the last step; peak_flops: the machine's, per second.
+    lr: the multiplier of the learning rates in the last step; peak_flops: peak FLOPs of the machine per second.
     """
     loss = run.unlogged_nats / run.unlogged_tokens if run.unlogged_tokens else last.loss  # since the last line
     found = counts(run)

@@ -37,7 +37,7 @@ class Counters:
     unlogged_nats: float = 0.0
     unlogged_tokens: int = 0  # loss since the last line of the log: a resumed run logs what the uninterrupted one would
     earlier_updates: int = 0
-    """Updates by the stage whose optimizer state this one continues. AdamW's bias corrections count them."""
+    """Number of updates by the stage whose optimizer state this one continues. AdamW's bias corrections count them."""
     plans: list[tuple[int, int]] = field(default_factory=list)  # plans of a run that trains for a time (horizon.py)
 
     @property

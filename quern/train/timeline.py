@@ -45,7 +45,7 @@ def merge(path: Path, ranks: Sequence[dict[str, Any]]) -> None:
         late = (trace["baseTimeNanoseconds"] - begin) / 1e3
         for event in trace["traceEvents"]:
             if isinstance(event["pid"], int) and event["ph"] != "M":  # others describe the profiler itself
-                own = {"id": event["id"] * len(ranks) + rank} if "id" in event else {}  # arrows between operators
+                own = {"id": event["id"] * len(ranks) + rank} if "id" in event else {}  # ids of arrows
                 events.append(event | own | {"pid": rank, "ts": event["ts"] + late})
         events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
     write_whole(path, json.dumps({"baseTimeNanoseconds": begin, "displayTimeUnit": "ms", "traceEvents": events}))

@@ -192,9 +192,9 @@ class ArmRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRecord(Trial):
-    """A trial that finished or ended in an error, and what it rests on. seed: the pair's; value: the tuned field's,
-    None for the recipe's own; changed: tracked files that differed from the commit; time: its end; text, numbers, code:
-    fingerprints, as in `Plan` and `ArmRecord`; error: why there is no result."""
+    """A trial that finished or ended in an error, and what it rests on. seed: seed of the pair; value: value of the
+    tuned field, None for the recipe's own; changed: tracked files that differed from the commit; time: its end; text,
+    numbers, code: fingerprints, as in `Plan` and `ArmRecord`; error: why there is no result."""
 
     rung: int
     value: float | None = None

@@ -22,7 +22,7 @@ from quern.records import changed_files, git_output
 LOOKS = (3, 5, 8, 12, 16)  # pairs after which an idea is judged: they train in one process, which compiles once
 TUNE_FACTORS = (0.5, 0.7, 1.0, 1.4, 2.0)  # multiples of the tuned field that every arm tries
 TUNE_SEEDS = (1_000, 1_001)  # seeds that no verdict uses
-CURVE_SEEDS = 3  # the baseline's on the rung above the highest one, which its loss over compute needs
+CURVE_SEEDS = 3  # seeds of the baseline on the rung above the highest one, which its loss over compute needs
 BLOCK = 3  # seeds of the baseline that one process trains
 LEAST_MARGIN = 0.02  # bits per byte by which a baseline must be below the trigram, and three standard errors
 SURE = 0.9  # a delta is refused if even the lower limit (one-sided) of the baseline's noise leaves it out of reach
@@ -34,8 +34,8 @@ OUTSIDE = re.compile(r"ended with code|\[Errno \d+\]|has changed since the study
 
 @dataclass(frozen=True)
 class Job:
-    """Missing trials of one arm at one rung, which one process trains. value: the tuned field's; block: which `BLOCK`
-    of the baseline's seeds."""
+    """Missing trials of one arm at one rung, which one process trains. value: value of the tuned field; block: which
+    `BLOCK` of the baseline's seeds."""
 
     arm: str
     rung: int
@@ -96,8 +96,8 @@ def chosen(study: Comparison, arm: str) -> float | None:
 def wanted(
     study: Comparison, options: CompareOptions, values: Mapping[str, Sequence[float]], machine: str
 ) -> list[Job]:
-    """The jobs that the study lacks now; none once all ideas of this start are judged. values: the tuned field's, by
-    arm of this start, the baseline first; machine: this one, in a line."""
+    """The jobs that the study lacks now; none once all ideas of this start are judged. values: values of the tuned
+    field, by arm of this start, the baseline first; machine: this one, in a line."""
     lowest, ideas = min(map(int, study.plan.rungs)), list(values)[1:]
     jobs = [
         Job(arm, lowest, missing, value)

@@ -173,9 +173,9 @@ def idea_files(studies: Sequence[Page], folder: Path) -> dict[Path, str]:
 
 
 def _told(found: Sequence[Verdict]) -> tuple[str, str]:
-    """The verdicts that count, and the index's, on the highest rung of today's baseline. found: the newest study
-    first. On one rung against one baseline, the verdict with the most runs counts: a study that was interrupted does
-    not replace a whole one. Of equally many, a decided one counts before an undecided, then the newest."""
+    """The verdicts that count, and the verdict in the index, on the highest rung of today's baseline. found: the newest
+    study first. On one rung against one baseline, the verdict with the most runs counts: a study that was interrupted
+    does not replace a whole one. Of equally many, a decided one counts before an undecided, then the newest."""
     most: dict[Any, Verdict] = {}
     for one in sorted(found, key=lambda one: (-one.runs, not one.decided)):
         most.setdefault((one.baseline, one.rung), one)

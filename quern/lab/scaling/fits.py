@@ -41,7 +41,7 @@ class Estimate:
 
 def estimate(value: float, samples: Array, dof: int, inflation: float = 1.0) -> Estimate:
     """The expanded percentile interval of a bootstrap (Hesterberg 2015, arXiv 1411.5279): plain percentiles are too
-    narrow for few runs, so the tails are Student's t.
+    narrow for few runs, so the tails follow Student's t.
     """
     lost = float(np.isnan(samples).mean())
     tail = float(special.ndtr(-special.stdtrit(dof, (1 + LEVEL) / 2) * inflation)) - lost
@@ -168,7 +168,7 @@ def envelope(budget: ArrayLike, n: ArrayLike, d: ArrayLike, loss: ArrayLike, *, 
     Args:
         budget: The planned FLOPs of each run: runs with equal values form a parabola.
         n, d, loss: Parameters, tokens and loss of each run.
-        resamples, seed: Resamples and seed of the bootstrap.
+        resamples: Number of resamples of the bootstrap.
     """
     budget, n, d, loss = (np.asarray(values, float) for values in (budget, n, d, loss))
     rng = np.random.default_rng(0)

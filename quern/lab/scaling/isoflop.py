@@ -43,8 +43,8 @@ CONVENTIONS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One planned run. size: as given by the user; seed: draws the initial weights and the data order; flops: the
-    model's alone, since the update's share falls as batches grow; parameters: by convention."""
+    """One planned run. size: as given by the user; seed: draws the initial weights and the data order; flops: FLOPs of
+    the model alone, since the update's share falls as batches grow; parameters: by convention."""
 
     budget: float
     size: str

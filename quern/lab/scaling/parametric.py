@@ -18,9 +18,9 @@ from quern.lab.scaling.fits import Array, Estimate, estimate
 FEWEST_RUNS = 8  # that differ in N or D: the five constants and three more
 HUBER_DELTA = 1e-3
 SCALE = 1e3  # multiplies the objective: L-BFGS stops early without it
-EXPONENTS = np.geomspace(0.05, 1.6, 8)  # the starts: all pairs
+EXPONENTS = np.geomspace(0.05, 1.6, 8)  # exponents of the starts: all pairs
 STARTS = 3  # the best ones are optimised
-LEAST_E = 1e-3  # a start's, as a share of the lowest loss; the fit may go below, where the gradient in ln E vanishes
+LEAST_E = 1e-3  # E of a start, as a share of the lowest loss; the fit may go below, where the gradient in ln E vanishes
 HIGHEST_SHARE = 0.02  # share of the runs that the leave-out row of the highest losses lacks
 
 
@@ -77,7 +77,7 @@ class SurfaceFit:
 
     def predict(self, flops: float) -> dict[str, Estimate]:
         """The best parameters and tokens for a budget, their ratio, and the loss there. The interval of the loss is
-        the surface's; one run deviates by `residual_sd` more."""
+        the interval of the surface; one run deviates by `residual_sd` more."""
         assert self.surface is not None
         s = self.surface
         with np.errstate(divide="ignore"):  # E may be 0
@@ -116,7 +116,7 @@ def fit_surface(
     seed: int = 0,
 ) -> SurfaceFit:
     """Fits the surface to runs of n parameters, d tokens and a final loss. budget: planned FLOPs, each of which the
-    leave-out table drops once; flops: each run's, for `predict`; labels: names of the runs, for the table."""
+    leave-out table drops once; flops: FLOPs of each run, for `predict`; labels: names of the runs, for the table."""
     n, d, loss, budget = (np.asarray(values, float) for values in (n, d, loss, budget))
     runs = len(n)
     if refusal := _too_few(n, d):

@@ -73,7 +73,7 @@ def run(
     facts: dict[str, Any] | None = None,
 ) -> int:
     """Trains what the study lacks, then fits. Returns the exit code: 1 if a run failed; to diverge is not to fail.
-    trainer: None fits what there is; source: the text of the recipe's file; facts: this start's, as from
+    trainer: None fits what there is; source: the text of the recipe's file; facts: facts of this start, as from
     `study.start_facts`."""
     recipe = options.recipe.to_json()
     recipe["train"] = {name: value for name, value in recipe["train"].items() if f"train.{name}" not in OPERATIONAL}

@@ -63,8 +63,8 @@ def run(
     source: str | None = None,
 ) -> int:
     """Runs trials until all have finished, then writes and logs the results. Returns the exit code. command: starts one
-    more worker, with `--workers 1`; variables: environment of a worker by its number, from 1; facts: this start's, as
-    from `study.start_facts`; source: the text of the recipe's file."""
+    more worker, with `--workers 1`; variables: environment of a worker by its number, from 1; facts: facts of this
+    start, as from `study.start_facts`; source: the text of the recipe's file."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     baseline = resolve(options.recipe)
     space = space_of(options)

@@ -206,7 +206,7 @@ def with_config(arguments: Arguments) -> Arguments:
 
 
 def training(arguments: Arguments, recipe: Recipe) -> JaxTrainOptions:
-    """The options of `quern grug train`: the recipe, changed by the flags, `with_config`'s included."""
+    """The options of `quern grug train`: the recipe, changed by the flags, those of `with_config` among them."""
     try:
         options = parse(JaxTrainOptions, recipe, arguments, verb="grug train", description=VERBS["train"])
     except ValueError as error:

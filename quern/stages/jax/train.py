@@ -62,7 +62,7 @@ class JaxStage(Stage):
 def run(asked: Recipe, mesh: Mesh, stage: JaxStage, *, dtype: str) -> int:
     """Trains to the recipe's horizon and returns an exit code of `train.guard`. Every process of the mesh calls this.
 
-    asked: the `gpt` recipe, or one whose `make_model` is a `Grug`; dtype: the weights' and activations' in a step.
+    asked: the `gpt` recipe, or one whose `make_model` is a `Grug`; dtype: dtype of weights and activations in a step.
 
     Raises:
         ValueError: On every process, the run exists and `resume` is false, or its recipe, text or tokenizer differs, or
