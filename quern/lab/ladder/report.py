@@ -65,7 +65,7 @@ class Estimate(NamedTuple):
 class Curve:
     """The baseline's loss over compute: a fit, and DRAWS fits of redrawn means, whose first is the fit itself.
 
-    Two rungs give a straight line in logarithms (E = 0), three or more the whole law. means: at least two rungs'.
+    Two rungs give a straight line in logarithms (E = 0), three or more the whole law. means: of two rungs or more.
     """
 
     def __init__(self, means: Sequence[Mean]) -> None:
@@ -154,7 +154,7 @@ def extrapolate(computes: Sequence[float], logs_RD: Sequence[Floats], to: float,
     variance = math.inf if found is None else float(np.var(slope_D))
     prior = spread * (abs(float(height_D[0])) + SMALL)
     trust = prior**2 / (prior**2 + variance)
-    noise = generator.standard_normal(DRAWS) * prior * math.sqrt(1 - trust)  # the slope's, given its estimate
+    noise = generator.standard_normal(DRAWS) * prior * math.sqrt(1 - trust)  # of the slope, given its estimate
     noise[0] = 0.0
     return height_D + (trust * slope_D[0] + noise) * (math.log(to) - middle)
 
