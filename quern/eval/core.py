@@ -293,7 +293,7 @@ def core_bundle(out: Path, log: Callable[[str], None], bundle: tuple[str, str] =
     try:
         with alone_in(folder, log), Meter("fetching the evaluation bundle", None, "MB of this file") as meter:
             if not unpacked.is_dir():
-                retrieve(*bundle, folder / ARCHIVE, lambda file, done, total: meter.at(done / 1e6, file))
+                retrieve(*bundle, folder / ARCHIVE, lambda file, done: meter.at(done / 1e6, file))
                 _unpack(folder / ARCHIVE, unpacked)
     except OSError as error:
         raise OSError(f"{error}; or name a folder with CORE's files with --bundle") from error

@@ -55,7 +55,7 @@ class _Known:
         found = {split: tuple(self.folder / split / file for file in files) for split, files in names.items()}
         with Meter(f"fetching {name}", None, "MB of this file") as meter, alone_in(self.folder, meter.log):
 
-            def advance(file: str, done: int, total: int) -> None:
+            def advance(file: str, done: int) -> None:
                 meter.at(done / 1e6, file)
 
             if self.files.tokenizer and self.tokenizer:
@@ -128,7 +128,7 @@ def with_local_data(recipe: Recipe, out: Path, arguments: Sequence[str], log: Lo
         path = folder / (stem if Path(stem).suffix else f"{stem or 'page'}.txt")
         known = path.exists()
         with Meter(f"fetching {name}", None, "MB") as meter, alone_in(folder, log):
-            downloads.retrieve(name, None, path, lambda file, done, total: meter.at(done / 1e6, file))
+            downloads.retrieve(name, None, path, lambda file, done: meter.at(done / 1e6, file))
         log(f"{name}: {'kept in' if known else 'saved in'} {path}, SHA-256 {sha256_of(path)}")
         return str(path)
 

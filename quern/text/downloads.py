@@ -1,14 +1,16 @@
 """Downloads files of the Hugging Face Hub, with its own library, and of other servers. Only this file downloads.
 
-A file gets its final name only when it is whole: it has the length of the repository's listing, and the listed
-or published SHA-256. Until then a file of the Hub is `<name>.<commit>.part`, which a later call continues.
+A file gets its final name only when it is whole: it has the length of the repository's listing, and the listed or
+published SHA-256. Until then it is `<name>.part` or, of the Hub, `<name>.<commit>.part`, which a later call continues.
+A file of which neither is known starts afresh in each call; there, only bytes of the same version continue it.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
@@ -21,15 +23,17 @@ QUIET_HUB = {"HF_HUB_DISABLE_TELEMETRY": "1"}
 it would report this one, and keeps the list in the home folder."""
 PAUSES = (4.0, 16.0, 60.0)
 """Seconds before each further try, where the server is busy, the connection broke or what arrived is not the file."""
-BUSY, BROKEN_TRIES = (408, 429, *range(500, 600)), 2
+LONGEST_PAUSE = 600.0  # the most seconds for which a busy server can ask
+BUSY = (408, 429, *range(500, 600))  # answers of a server that is tried again after each of the pauses
+BROKEN_TRIES = 2  # further tries after a broken connection, unless bytes arrived
 LIMIT_SECONDS = 30.0
 NEEDS_TOKEN = ": a set that asks for it needs the token in the variable HF_TOKEN"
 ADVICE = {401: NEEDS_TOKEN, 403: NEEDS_TOKEN, 404: ": remove listing.json, and the files are listed again"}
 """Advice for the user about an answer of the Hub."""
 OTHERS: dict[int, str] = dict.fromkeys((401, 403, 404, 410), ": check the address")
 """Advice about an answer of any other server."""
-Progress = Callable[[str, int, int], None]
-"""(file name, bytes so far, total bytes), called as bytes arrive."""
+Progress = Callable[[str, int], None]
+"""(file name, bytes so far), called as bytes arrive."""
 
 
 def endpoint() -> str:
@@ -82,22 +86,28 @@ def _fetch(url: str, path: Path, part: Path, size: int | None, sha256: str | Non
     the Hub."""
     set_child_env(QUIET_HUB)
     import huggingface_hub
-    from huggingface_hub.utils import build_hf_headers
+    from huggingface_hub.constants import HF_HUB_DOWNLOAD_TIMEOUT
 
-    headers, advice = (build_hf_headers(), ADVICE) if size is not None else ({}, OTHERS)
+    host, advice, version = urlsplit(url).netloc, OTHERS if size is None else ADVICE, None if size or sha256 else ""
     path.parent.mkdir(parents=True, exist_ok=True)
-    host, tries, farthest, checked = urlsplit(url).netloc, 0, 0, (size, sha256) != (None, None)
+    tries, farthest = 0, 0
     while True:
         try:
-            _receive(url, path, part, headers, checked, progress)
+            with waiting(f"bytes of {path.name} from {host}", HF_HUB_DOWNLOAD_TIMEOUT) as arrived:
+                for have, came in _receive(url, part, size, version):
+                    version = came
+                    arrived()
+                    progress(path.name, have)
+            sync_path(part)
             have, found = part.stat().st_size, sha256_of(part)
             if size in (None, have) and sha256 in (None, found):
                 break
             part.unlink()
-            reason, most, status = f"its SHA-256 is {found}, expected {sha256}", 1, 0
+            reason, most, status, busy = f"its SHA-256 is {found}, expected {sha256}", 1, 0, {}
             reason = reason if size in (None, have) else f"it has {have:,} bytes, expected {size:,}"
         except (OSError, huggingface_hub.errors.HTTPError) as error:
-            status = getattr(getattr(error, "response", None), "status_code", 0)
+            answer = getattr(error, "response", None)
+            status, busy = getattr(answer, "status_code", 0), getattr(answer, "headers", {})
             reason = f"the server answers {status}{advice.get(status, '')}" if status else _reason(error)
             # A full disk and a missing file do not change.
             broken = 0 if status or isinstance(error, OSError) else BROKEN_TRIES
@@ -108,39 +118,45 @@ def _fetch(url: str, path: Path, part: Path, size: int | None, sha256: str | Non
         if tries >= most:
             again = f"; run it again{f' to go on from {have:,} of {size:,} bytes' if size else ''}"
             raise OSError(f"cannot fetch {url}: {reason}{'' if status in advice else again}")
-        tries += 1
-        with waiting(f"{host} before try {tries + 1} of {most + 1} ({reason})", PAUSES[tries - 1]):
-            time.sleep(PAUSES[tries - 1])
+        asked = re.findall(r"(?:^|;\s*r=0;\s*t=)(\d{1,9})", f"{busy.get('Retry-After')} {busy.get('RateLimit')}")
+        pause, tries = max([PAUSES[tries], *(min(int(one) + 1, LONGEST_PAUSE) for one in asked)]), tries + 1
+        with waiting(f"{host} before try {tries + 1} of {most + 1} ({reason})", pause):
+            time.sleep(pause)
     os.replace(part, path)
-    part.with_suffix(".etag").unlink(missing_ok=True)
     sync_path(path.parent)
 
 
-def _receive(url: str, path: Path, part: Path, headers: dict[str, str], checked: bool, progress: Progress) -> None:
-    """Appends to `part` the bytes of a file that it lacks. checked: whether the whole file will be checked; otherwise
-    the part is continued only while the server has the same version of the file, by its ETag."""
-    from huggingface_hub import constants, get_session
+def _receive(url: str, part: Path, size: int | None, version: str | None) -> Iterator[tuple[int, str | None]]:
+    """Appends to `part` the bytes that it lacks; yields its length and version as they arrive. version: the ETag or the
+    date that the rest must have too; "" if there is none, so the part starts afresh; None if the whole will be checked.
+    Raises HTTPError for a refusal, an early end, or bytes that do not continue the part, which is then emptied."""
+    import huggingface_hub
+    from huggingface_hub.constants import HF_HUB_DOWNLOAD_TIMEOUT
+    from huggingface_hub.utils import build_hf_headers, get_session
 
-    whom, seconds = f"bytes of {path.name} from {urlsplit(url).netloc}", constants.HF_HUB_DOWNLOAD_TIMEOUT
-    version = part.with_suffix(".etag")
-    etag = version.read_text(encoding="utf-8") if version.exists() else ""
-    with waiting(whom, seconds) as arrived, open(part, "ab") as target:
-        have = target.tell() if checked or etag else target.truncate(0)
-        rest = {"Range": f"bytes={have}-"} | ({} if checked else {"If-Range": etag}) if have else {}
-        asked = {**headers, "Accept-Encoding": "identity", **rest}
-        with get_session().stream("GET", url, headers=asked, timeout=seconds) as answer:
-            if have and answer.status_code == 416:
-                return  # the part is whole, or longer than the file, which its check tells
-            answer.raise_for_status()
-            have = have if answer.status_code == 206 else target.truncate(0)
-            if not checked:
-                version.write_text(answer.headers.get("ETag", ""), encoding="utf-8")
-            total = have + int(answer.headers.get("Content-Length", 0))
+    with open(part, "ab") as target:
+        have = target.truncate(0) if version == "" else target.tell()
+        if size and have >= size:
+            return  # its check tells whether it is the file
+        rest = {"Range": f"bytes={have}-"} | ({"If-Range": version} if version else {}) if have else {}
+        asked = ({} if size is None else build_hf_headers()) | {"Accept-Encoding": "identity"} | rest
+        with get_session().stream("GET", url, headers=asked, timeout=HF_HUB_DOWNLOAD_TIMEOUT) as answer:
+            came, span = answer.headers.get("ETag") or answer.headers.get("Last-Modified", ""), None
+            weak = came.startswith("W/") or came == answer.headers.get("Date")  # by RFC 9110, 8.8
+            came = None if version is None else "" if weak else came
+            if answer.status_code in (206, 416):
+                span = re.fullmatch(rf"bytes {have}-\d+/(\d+)", answer.headers.get("Content-Range", ""))
+                if not span or (have and came != version) or "Content-Encoding" in answer.headers:
+                    target.truncate(0)
+                    raise huggingface_hub.errors.HTTPError("the server sent other bytes than the rest of the file")
+            else:
+                answer.raise_for_status()
+                have = target.truncate(0)
             for chunk in answer.iter_bytes():
                 have += target.write(chunk)
-                arrived()
-                progress(path.name, have, max(have, total))
-        os.fsync(target.fileno())
+                yield have, came
+            if span and have != int(span[1]):
+                raise huggingface_hub.errors.HTTPError(f"the answer ended at {have:,} of {int(span[1]):,} bytes")
 
 
 def _reason(error: Exception) -> str:

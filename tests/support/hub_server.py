@@ -5,7 +5,7 @@ import http.server
 import io
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +38,10 @@ class Hub:
         digests: Whether the listing has the SHA-256 of files.
         sent: OWNER/NAME/PATH → other bytes than those that are listed.
         statuses: The answers to the next requests for files, instead of the file.
+        busy: Headers of these answers.
+        headers: Headers of files; None for an ETag, which is the SHA-256.
+        conditions: Whether If-Range is obeyed.
+        rest: (first, last) byte of the rest of a file → those of the answer, and its other headers, without empty ones.
         cuts: The next answers of files break off after so many bytes; None for a whole one.
         asked: (path, authorization, range) of each request.
     """
@@ -51,6 +55,10 @@ class Hub:
     digests: bool = True
     sent: dict[str, bytes] = field(default_factory=dict)
     statuses: list[int] = field(default_factory=list)
+    busy: dict[str, str] = field(default_factory=dict)
+    headers: dict[str, str] | None = None
+    conditions: bool = True
+    rest: Callable[[int, int], tuple[int, int, dict[str, str]]] = lambda first, last: (first, last, {})
     cuts: list[int | None] = field(default_factory=list)
     asked: list[tuple[str, str | None, str | None]] = field(default_factory=list)
 
@@ -108,21 +116,26 @@ def hub_server() -> Iterator[Hub]:
 
         def file(self, body: bytes) -> None:
             if hub.statuses and (status := hub.statuses.pop(0)) != 200:
-                return self.answer(status, b"{}")
-            etag = f'"{hashlib.sha256(body).hexdigest()}"'
-            wanted = self.headers.get("Range") if self.headers.get("If-Range", etag) == etag else None
-            start = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted else 0
-            if wanted and start >= len(body):
+                return self.answer(status, b"{}", **hub.busy)
+            etag = {"ETag": f'"{hashlib.sha256(body).hexdigest()}"'}
+            headers = {"Date": self.date_time_string()} | (etag if hub.headers is None else hub.headers)
+            wanted, condition = self.headers.get("Range"), self.headers.get("If-Range")
+            if hub.conditions and condition and condition not in headers.values():
+                wanted = None
+            start, last, more = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted else 0, len(body) - 1, {}
+            if wanted and start > last:
                 return self.answer(416, b"")
-            self.send_response(206 if start else 200)
-            self.send_header("ETag", etag)
-            if start:
-                self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
-            self.send_header("Content-Length", str(len(body) - start))
+            if wanted:
+                start, last, more = hub.rest(start, last)
+                headers["Content-Range"] = f"bytes {start}-{last}/{len(body)}"
+            self.send_response_only(206 if wanted else 200)
+            for name, value in ({**headers, "Content-Length": str(last + 1 - start)} | more).items():
+                if value:
+                    self.send_header(name, value)
             self.end_headers()
             cut = hub.cuts.pop(0) if hub.cuts else None
             with suppress(OSError):
-                self.wfile.write(body[start:][:cut])
+                self.wfile.write(body[start : last + 1][:cut])
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     hub.url = f"http://127.0.0.1:{server.server_port}"

@@ -6,8 +6,10 @@ Whatever happens, a file under its final name is byte for byte the listed one, o
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -214,7 +216,7 @@ def test_a_later_call_goes_on_where_an_earlier_one_gave_up(hub: Hub, listed: Rep
         download(listed, "x.parquet", path)
     assert not path.exists()
     hub.cuts, hub.asked, seen = [], [], list[int]()
-    download(listed, "x.parquet", path, lambda name, done, total: seen.append(done))
+    download(listed, "x.parquet", path, lambda name, done: seen.append(done))
     assert path.read_bytes() == BODY and ranges(hub) == ["bytes=100000-"]
     assert 100_000 < seen[0] < seen[-1] == len(BODY) and seen == sorted(seen)
     download(listed, "x.parquet", path)
@@ -257,6 +259,25 @@ def test_busy_servers_are_tried_again_and_refusals_are_not(hub: Hub, listed: Rep
         assert len(ranges(hub)) == 1
 
 
+@pytest.mark.parametrize(
+    ("status", "busy", "expected"),
+    [
+        (429, {"Retry-After": "280"}, [281, 281]),
+        (429, {"RateLimit": '"resolvers";r=0;t=55', "Retry-After": "soon"}, [56, 56]),
+        (429, {"RateLimit": '"resolvers";r=7;t=55'}, [4, 16]),
+        (408, {"Retry-After": "1"}, [4, 16]),
+        (503, {"Retry-After": "86400"}, [600, 600]),
+    ],
+)
+def test_a_busy_server_is_given_the_time_that_it_asks_for(
+    hub: Hub, path: Path, monkeypatch: pytest.MonkeyPatch, status: int, busy: dict[str, str], expected: list[float]
+) -> None:
+    hub.statuses, hub.busy, pauses = [status] * 2, busy, list[float]()
+    monkeypatch.setattr("time.sleep", pauses.append)
+    retrieve(f"{hub.url}/v.txt", SHA256, path)
+    assert path.read_bytes() == BODY and pauses == expected
+
+
 def test_a_name_that_the_hub_refuses_is_an_error_of_the_listing() -> None:
     with pytest.raises(OSError, match="cannot list hf:own--er/name at .*; check the name"):
         list_repository(HubName("own--er/name"))
@@ -270,7 +291,7 @@ def test_a_full_disk_is_reported_at_once(hub: Hub, listed: Repository, path: Pat
 
 def test_a_file_of_another_server_is_checked_and_kept(hub: Hub, tmp_path: Path) -> None:
     url, path, seen = f"{hub.url}/v.txt", tmp_path / "deep" / "v.txt", list[int]()
-    retrieve(url, SHA256, path, lambda name, done, total: seen.append(done))
+    retrieve(url, SHA256, path, lambda name, done: seen.append(done))
     assert path.read_bytes() == BODY and seen[-1] == len(BODY) and seen == sorted(seen)
     asked = len(hub.asked)
     retrieve(url, SHA256, path)
@@ -283,20 +304,78 @@ def test_a_file_of_another_server_is_checked_and_kept(hub: Hub, tmp_path: Path) 
         with pytest.raises(OSError, match=message):
             retrieve(other, sha256, tmp_path / "other.txt")
         assert not (tmp_path / "other.txt").exists()
+    hub.statuses, hub.busy = [206], {"ETag": '"1"', "Content-Range": "bytes 0-1/2"}
+    retrieve(url, None, tmp_path / "whole.txt")
+    assert (tmp_path / "whole.txt").read_bytes() == b"{}", "a whole file under status 206"
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["checked by its SHA-256", "by the server's ETag"])
-def test_a_later_call_goes_on_with_the_same_file_of_another_server(hub: Hub, path: Path, known: bool) -> None:
-    for after in (BODY, BODY[::-1]):
-        hub.others, hub.cuts = {"v.txt": BODY}, [100_000, *[0] * 40]
-        with pytest.raises(OSError, match="cannot fetch http://127.*v.txt: .*; run it again$"):
-            retrieve(f"{hub.url}/v.txt", SHA256 if known else None, path)
-        hub.others, hub.cuts, hub.asked = {"v.txt": after}, [], []
-        retrieve(f"{hub.url}/v.txt", hashlib.sha256(after).hexdigest() if known else None, path)
-        assert path.read_bytes() == after and hub.asked[0][2] == "bytes=100000-"
-        assert len(hub.asked) == (2 if known and after != BODY else 1)
-        assert [one.name for one in path.parent.iterdir()] == [path.name]
-        path.unlink()
+@pytest.mark.parametrize("sha256", [SHA256, None], ids=["known", "unknown"])
+def test_a_later_call_goes_on_with_a_file_of_another_server_if_its_whole_is_checked(
+    hub: Hub, path: Path, sha256: str | None
+) -> None:
+    hub.cuts = [100_000, *[0] * 40]
+    with pytest.raises(OSError, match="cannot fetch http://127.*v.txt: .*; run it again$"):
+        retrieve(f"{hub.url}/v.txt", sha256, path)
+    hub.cuts, hub.asked = [], []
+    retrieve(f"{hub.url}/v.txt", sha256, path)
+    assert path.read_bytes() == BODY and [wanted for *_, wanted in hub.asked] == ["bytes=100000-" if sha256 else None]
+
+
+REST, DATE = "bytes=100000-", "Mon, 01 Jan 2024 00:00:00 GMT"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "asked"),
+    [
+        # The same version is continued, by a strong validator only.
+        ({"ETag": '"1"'}, {"ETag": '"1"'}, [None, REST]),
+        ({"Last-Modified": DATE}, {"Last-Modified": DATE}, [None, REST]),
+        ({"ETag": 'W/"1"', "Last-Modified": DATE}, {"ETag": 'W/"1"', "Last-Modified": DATE}, [None, None]),
+        ({"Last-Modified": DATE, "Date": DATE}, {"Last-Modified": DATE, "Date": DATE}, [None, None]),
+        ({}, {}, [None, None]),
+        # Another version is not; the servers of the last three ignore If-Range.
+        ({"ETag": '"1"'}, {"ETag": '"2"'}, [None, REST]),
+        ({"ETag": '"1"'}, {"ETag": '"2"'}, [None, REST, None]),
+        ({"ETag": '"1"'}, {}, [None, REST, None]),
+        ({"Last-Modified": DATE}, {"Last-Modified": DATE.replace("2024", "2025")}, [None, REST, None]),
+    ],
+)
+@pytest.mark.parametrize("length", [300_000, 60_000])
+def test_a_file_that_cannot_be_checked_has_bytes_of_one_version(
+    hub: Hub, path: Path, monkeypatch: pytest.MonkeyPatch, before: dict, after: dict, asked: list, length: int
+) -> None:
+    body = BODY if after == before else BODY[::-1][:length]
+    hub.headers, hub.conditions, hub.cuts = before, len(asked) == 2, [100_000]
+    monkeypatch.setattr("time.sleep", lambda seconds: vars(hub).update(headers=after, others={"v.txt": body}))
+    seen: list[int] = []
+    retrieve(f"{hub.url}/v.txt", None, path, lambda name, done: seen.append(done))
+    assert path.read_bytes() == body and seen[-1] == len(body) and [wanted for *_, wanted in hub.asked] == asked
+
+
+@pytest.mark.parametrize(
+    ("rest", "starts"),
+    [
+        (lambda first, last: (0, last, {}), [100_000, 0]),
+        (lambda first, last: (first, last, {"Content-Range": f"bytes {first}-{last}/*"}), [100_000, 0]),
+        (lambda first, last: (first, last, {"Content-Encoding": "gzip"}), [100_000, 0]),
+        (lambda first, last: (first, min(last, first + 79_999), {}), [100_000, 180_000, 260_000]),
+        (lambda first, last: (first, min(last, first + 79_999),
+         {"Content-Length": "", "Content-Range": f"bytes {first}-{last}/300000"}), [100_000, 180_000, 260_000]),
+    ],
+    ids=["from the first byte", "of no length", "encoded", "a part of the range", "closed early, without its length"],
+)  # fmt: skip
+@pytest.mark.parametrize("known", ["size", "SHA-256", "nothing"])
+def test_an_answer_with_a_part_of_a_file_continues_it_only_where_it_fits(
+    hub: Hub, listed: Repository, path: Path, rest: Callable[..., Any], starts: list[int], known: str
+) -> None:
+    hub.rest, hub.cuts, hub.asked = rest, [100_000], []
+    if known == "size":
+        download(replace(listed, files={"x.parquet": (len(BODY), None)}), "x.parquet", path)
+    else:
+        retrieve(f"{hub.url}/v.txt", SHA256 if known == "SHA-256" else None, path)
+    wanted = [one for name, _, one in hub.asked if name.startswith(("/cdn/", "/v.txt"))]
+    assert path.read_bytes() == BODY
+    assert wanted == [None, *(f"bytes={start}-" if start else None for start in starts)]
 
 
 @pytest.mark.parametrize("more", [b"", b"more"], ids=["whole", "longer"])
@@ -309,6 +388,7 @@ def test_a_part_with_nothing_left_to_ask_for(hub: Hub, listed: Repository, path:
         fetch()
         assert path.read_bytes() == BODY and [one.name for one in path.parent.iterdir()] == [path.name]
         path.unlink()
+    assert len(ranges(hub)) == bool(more), "a whole part is not asked for"
 
 
 def test_the_catalogue_is_consistent() -> None:
