@@ -302,10 +302,10 @@ def append_synced(file: Path, fields: dict[str, Any]) -> None:
 
 
 def read_lines(file: Path, kind: Any = dict[str, Any], having: bytes = b"", skip_damaged: bool = False) -> list[Any]:
-    """The JSON lines of a file that have these bytes, without a torn last line, each of type `kind`; empty if there is
-    no file.
+    """The JSON lines of a file, without a torn last line, each of type `kind`; empty if there is no file.
 
-    Raises ValueError, which names it, for a complete line that is not JSON, or of another type, unless it is skipped.
+    having: Bytes that a line must have; lines without them are neither returned nor checked. Raises ValueError, which
+    names it, for a complete line that is not JSON, or of another type, unless it is skipped.
     """
     lines = read_regular(file).splitlines(True) if file.exists() else []
     records = []

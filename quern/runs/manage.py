@@ -119,7 +119,8 @@ def _files(run_dir: RunDir) -> tuple[int, float]:
 def bits_per_byte(run_dir: RunDir) -> float | None:
     """The last validation of the run's pretraining; None if there is none."""
     with suppress(OSError, ValueError, LookupError, TypeError):
-        return float(read_lines(run_dir.stage("pretrain") / METRICS, having=b'"val_bpb"')[-1]["val_bpb"])
+        metrics = run_dir.stage("pretrain") / METRICS
+        return float(read_lines(metrics, having=b'"val_bpb"', skip_damaged=True)[-1]["val_bpb"])
     return None
 
 

@@ -68,7 +68,8 @@ def test_a_run_that_has_just_begun_has_a_line_too(mine: RunDir, capsys: pytest.C
     assert re.search(r" books  +–  +1 s$", lines["mine"].rstrip())
     assert lines["empty"].split() == ["empty", "–", "–", "0", "B", "–", "–", "1", "s"]
     with (mine.stage("pretrain") / "metrics.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"step": 2, "val_bpb": 1.5}\n{"step": 3, "val_bpb": 1.')  # a crash tore the last line
+        file.write('{"step": 2, "val_bpb": \n{"step": 2, "val_bpb": 1.5}\n')  # the first of them is damaged
+        file.write('{"step": 3, "val_bpb": 1.')  # a crash tore the last line
     assert manage.bits_per_byte(mine) == 1.5
 
 

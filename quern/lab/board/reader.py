@@ -42,7 +42,7 @@ class KeptFile:
         return empty
 
     def lines(self) -> list[dict[str, Any]]:
-        """The objects of a JSONL file, without damaged lines."""
+        """The objects of a JSONL file, without damaged lines and a last line that has no newline."""
         with suppress(OSError, ValueError):
             return strict(read_lines(self.path, skip_damaged=True))
         return []
