@@ -5,7 +5,7 @@ Source: parameter-golf. nanochat's experiment log, 2026-03-24: slightly better p
 time.
 Expected effect: slightly better at equal steps.
 Verdict: undecided on rung 0 (-0.0038 bits per byte, 3 pairs); better on rung 1 (-0.0063 bits per byte, 3 pairs);
-undecided on rung 2 (-0.0065 bits per byte, 3 pairs); multiplier × 1.070 [1.046, 1.092], unclear. Study ladder-2.
+undecided on rung 2 (-0.0065 bits per byte, 3 pairs); multiplier × 1.070 [1.049, 1.091], unclear. Study ladder-2.
 Before: old baseline: no difference on rung 0 (-0.0011 bits per byte, 5 pairs); multiplier × 1.006 [0.997, 1.016]. Study
 ladder.
 """
