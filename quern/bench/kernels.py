@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch import Tensor
 from quern.bench.data import Setup
 from quern.bench.material import reference, sizes_of
 from quern.bench.measure import Bench, Figure, Job, Seconds, alternate, figure, peak_bytes
+from quern.bench.options import DtypeAndHeadDim
 from quern.bench.train import take_step, training_state
 from quern.kernels import cross_entropy as kernels
 from quern.kernels.attention.attend import MaskSpec, attend_plain, visible
@@ -46,7 +47,6 @@ from quern.process import serve, start
 from quern.recipe import Resolved
 
 HEAD_DIM, WINDOW, CONTEXT = 64, 1024, 2048
-EXACTNESS = (("bfloat16", 128), ("bfloat16", 64), ("float16", 128), ("bfloat16", 256), ("bfloat16", 32))
 FLEX, FLEX_SHAPE = "flex_attention", (128, 16_384)
 """torch's attention, and the only shape at which it is compared: it compiles for each shape and mask."""
 FLOPS = {"forward": 1.0, "backward": 2.5}
@@ -168,8 +168,8 @@ def pairs(mask: MaskSpec, T: int) -> float:
 def exactness(setup: Setup) -> Iterator[Figure]:
     """The worst error over the grid, by path, dtype and head dim; also of the definition computed in the dtype."""
     rounded = Backend("definition", attend_rounded, HIDING)
-    kinds = [(dtype, E) for dtype, E in EXACTNESS if setup.options.only in (None, f"{dtype}-{E}")]
-    kinds = [("float32", 16)] if setup.quick else kinds
+    asked = [setup.options.only] if setup.options.only else get_args(DtypeAndHeadDim)
+    kinds = [(dtype, int(E)) for dtype, E in (name.split("-") for name in (["float32-16"] if setup.quick else asked))]
     for (dtype, E), path in itertools.product(kinds, [*paths(setup), rounded]):
         place, worst = f"{path.name}, {dtype}, head dim {E}: error", (0.0, "")
         try:

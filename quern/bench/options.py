@@ -15,6 +15,7 @@ from quern.validate import refuse_missing
 What = Literal["tokenizer", "encode", "packing", "loading", "train", "prefill", "decode", "attention", "windows",
                "cross-entropy", "prepare", "ranks", "grug", "serve", "quality", "exactness", "rope", "muon", "fp8",
                "gpu"]  # fmt: skip
+DtypeAndHeadDim = Literal["bfloat16-128", "bfloat16-64", "float16-128", "bfloat16-256", "bfloat16-32"]
 
 
 @dataclass
@@ -61,7 +62,7 @@ class BenchOptions(DeviceOptions):
     """`quality`: the depth of the recipe. Default: fitted to text and time."""
     quick: bool = False
     """Use tiny sizes, to see that everything runs; the figures mean nothing."""
-    only: Literal["bfloat16-128", "bfloat16-64", "float16-128", "bfloat16-256", "bfloat16-32"] | None = None
+    only: DtypeAndHeadDim | None = None
     """`exactness`: the only dtype and head dim. Default: all of them, one after another."""
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ from quern.lab.ladder.work import LOOKS, TUNE_SEEDS, base_scores, finished, judg
 from quern.lab.verdict import Finding, Floats, Judgement, Rules, reach
 from quern.records import strict
 from quern.temporaries import write_whole
-from quern.terminal import grid
+from quern.terminal import counted, grid
 
 DRAWS, SEED, LEVEL = 2_000, 7, 0.95
 LIMITS = 64
@@ -305,7 +305,11 @@ def study_tables(study: Comparison) -> list[Table]:
         floor = f"{signed(one.difference)} {interval(one)}, {one.verdict}" if one else "not measured"
         noise = f"SD of a pair's difference {_measured(judgement.sd)}; A/A floor: {floor}"
         failed = [name for name in study.ideas if any(one.error for one in judged_trials(study, name, rung).values())]
-        lines = [proxy_line(study, rung), noise, *([f"could not be trained: {', '.join(failed)}"] if failed else [])]
+        spent = [one.seconds for key, runs in study.trials.items() if key[1] == rung for one in runs.values()]
+        middle, hours = statistics.median(spent), sum(spent) / 3600
+        cost = f"{counted(len(spent), 'run')}, median {middle:,.0f} s, in all {hours:.1f} h"
+        lines = [proxy_line(study, rung), noise, cost]
+        lines += [f"could not be trained: {', '.join(failed)}"] if failed else []
         body = [
             [row.idea, str(one.pairs), signed(one.difference), interval(one), one.verdict]
             + [str(told(logs[rung])) if rung in logs else "" for logs in (row.flops, row.seconds)]

@@ -161,7 +161,7 @@ class ComparisonPage:
         agree = [agreement(self.about(row.idea), row) for row in self.rows]
         yes, all_ = agree.count("yes"), agree.count("yes") + agree.count("no")
         parts = [f"Decided: {', '.join(decided)}."] if decided else []
-        parts += [f"Of the {all_} decided ideas whose files expect a verdict, {yes} have it."] if all_ else []
+        parts += [f"As their files expect: {yes} of {all_}."] if all_ else []
         for rung in self.rungs if self.answers else ():
             known = known_answers(judged(self.study, rung), self.answers)
             parts += [f"Rung {rung}: {usable(known)}."] if any(row[-1] in ("right", "wrong") for row in known) else []
