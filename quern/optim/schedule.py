@@ -44,20 +44,12 @@ def weight_decay(step: float, steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(1.0, step / max(1, steps))))
 
 
-def multipliers(
-    step: float, steps: int, *, warmup_steps: int = 40, warmdown_share: float = 0.4, final_lr: float = 0.05
-) -> Multipliers:
-    """Returns the values of both schedules; Muon's momentum is constant."""
-    return Multipliers(
-        lr=learning_rate(step, steps, warmup_steps=warmup_steps, warmdown_share=warmdown_share, final=final_lr),
-        decay=weight_decay(step, steps),
-        progress=step / steps,
-    )
-
-
 def warmup_stable_decay(train: ResolvedTrain) -> Callable[[float], Multipliers]:
     """Returns the schedule of a resolved recipe: a function of the step, which counts from 0."""
-    steps, warmup = train.steps, train.warmup_steps
-    return lambda step: multipliers(
-        step, steps, warmup_steps=warmup, warmdown_share=train.warmdown_share, final_lr=train.final_lr
-    )
+    steps, warmup, share, final = train.steps, train.warmup_steps, train.warmdown_share, train.final_lr
+
+    def multipliers(step: float) -> Multipliers:
+        lr = learning_rate(step, steps, warmup_steps=warmup, warmdown_share=share, final=final)
+        return Multipliers(lr=lr, decay=weight_decay(step, steps), progress=step / steps)
+
+    return multipliers

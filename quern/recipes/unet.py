@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from quern.field_types import Deferred
 from quern.optim.constants import or_one
-from quern.optim.schedule import Multipliers, learning_rate
+from quern.optim.schedule import Multipliers, warmup_stable_decay
 from quern.recipe import ModelRecipe, OptimRecipe, Recipe, Resolved, ResolvedTrain, TrainRecipe
 from quern.resolve import REFERENCE_BATCH_TOKENS
 
@@ -48,15 +48,8 @@ def rules(recipe: Resolved) -> dict[str, GroupRule]:
 
 def schedule(train: ResolvedTrain) -> Callable[[float], Multipliers]:
     """Rates flat, then linear down; momentum from 0.85 up to 0.95 and there to the end; windows grow all along."""
-    steps, warmup = train.steps, train.warmup_steps
-    momentum_steps = min(MOMENTUM_WARMUP_STEPS, MOMENTUM_WARMUP_SHARE * steps)
-
-    def told(step: float) -> Multipliers:
-        lr = learning_rate(step, steps, warmup_steps=warmup, warmdown_share=train.warmdown_share, final=train.final_lr)
-        momentum = 0.85 + 0.10 * min(1.0, step / momentum_steps)
-        return Multipliers(lr=lr, momentum=momentum, decay=0.0, progress=step / steps)
-
-    return told
+    told, momentum_steps = warmup_stable_decay(train), min(MOMENTUM_WARMUP_STEPS, MOMENTUM_WARMUP_SHARE * train.steps)
+    return lambda step: told(step)._replace(momentum=0.85 + 0.10 * min(1.0, step / momentum_steps), decay=0.0)
 
 
 RECIPE = Recipe(

@@ -25,9 +25,9 @@ from quern.mesh import Mesh, ProcessGroup
 from quern.model.base import LanguageModel, recompute
 from quern.model.count import Flops, count, flop_counter, kv_elements_per_token
 from quern.model.fp8 import use_fp8
-from quern.optim.schedule import Multipliers, multipliers
+from quern.optim.schedule import Multipliers, warmup_stable_decay
 from quern.parallel.plan import shard_model
-from quern.recipe import Resolved
+from quern.recipe import Resolved, TrainRecipe
 from quern.resolve import table_decay_rule
 from quern.text.tokenizer import Tokenizer
 from quern.train.loop import TrainingPlan
@@ -163,9 +163,6 @@ def _shared_out(batches: Iterator[Batch], replicas: ProcessGroup) -> Iterator[Ba
 
 def rates_fall(steps: int, share: float) -> Callable[[float], Multipliers]:
     """Rates that fall to zero over this share of the steps; what grows in pretraining (`progress`) has grown."""
-
-    def schedule(step: float) -> Multipliers:
-        told = multipliers(step, steps, warmup_steps=0, warmdown_share=share, final_lr=0.0)
-        return told._replace(progress=1.0)
-
-    return schedule
+    train: Any = TrainRecipe(steps=steps, warmup_steps=0, warmdown_share=share, final_lr=0.0)
+    told = warmup_stable_decay(train)
+    return lambda step: told(step)._replace(progress=1.0)

@@ -1,6 +1,7 @@
 """The group table: rates follow the recipe, and every parameter is in exactly one group; the schedules of the rates."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ from torch.nn import Parameter
 from quern.optim.adamw import AdamW
 from quern.optim.groups import make_groups, table
 from quern.optim.muon import Muon
-from quern.optim.schedule import learning_rate, multipliers, weight_decay
-from quern.recipe import OptimRecipe, Resolved
+from quern.optim.schedule import learning_rate, warmup_stable_decay, weight_decay
+from quern.recipe import OptimRecipe, Resolved, TrainRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 
@@ -122,8 +123,9 @@ def test_rates_rise_in_the_warm_up_and_never_after(steps: int) -> None:
     assert steps < 100 or rates[-1] < rates[-2] < rates[len(rates) // 2]
 
 
-def test_multipliers_put_them_together() -> None:
-    told = multipliers(80, 100, warmup_steps=5, warmdown_share=0.5, final_lr=0.1)
+def test_the_schedule_puts_them_together() -> None:
+    train: Any = TrainRecipe(steps=100, warmup_steps=5, warmdown_share=0.5, final_lr=0.1)
+    told = warmup_stable_decay(train)(80)
     assert told.lr == pytest.approx(0.1 + 0.9 * 20 / 50)
     assert told.momentum == 0.95
     assert told.decay == weight_decay(80, 100)

@@ -10,11 +10,12 @@ from torch.nn import Parameter
 from quern.optim.adamw import AdamW
 from quern.optim.groups import ParameterGroup, make_groups, table
 from quern.optim.muon import Muon
-from quern.optim.schedule import Multipliers, multipliers
+from quern.optim.schedule import Multipliers
 from quern.parallel.zero2 import Zero2
 from quern.recipe import OptimRecipe, Resolved
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
+from tests.support.toy_training import toy_schedule
 
 
 class Toy(nn.Module):
@@ -61,7 +62,7 @@ def driver(model: Toy, **every: int) -> Zero2:
 def train(model: Toy, optimizer: Zero2, steps: range) -> None:
     for step in steps:
         model.loss(step).backward()
-        optimizer.step(step, multipliers(step, 10, warmup_steps=2))
+        optimizer.step(step, toy_schedule(10)(step))
         optimizer.drop_grads()
 
 

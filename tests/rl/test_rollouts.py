@@ -13,7 +13,6 @@ import torch
 
 from quern.eval.task import Item, question
 from quern.mesh import alone
-from quern.optim.schedule import multipliers
 from quern.recipe import OptimRecipe
 from quern.rl.environment import Environment, draw_item, fingerprint, is_held_out, load_environment
 from quern.rl.rollouts import (
@@ -31,7 +30,7 @@ from quern.text.tinyworld.world import WORDS
 from quern.train.state import build_model, build_state
 from quern.train.step import train_step
 from tests.rl.ranks import LETTERS, NEVER, SETTINGS, advanced, ask, rl_recipe, rl_state, rollouts_of
-from tests.support.toy_training import CPU
+from tests.support.toy_training import CPU, toy_schedule
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -185,10 +184,11 @@ def test_the_reward_rises() -> None:
     recipe = replace(rl_recipe(), optim=optim)
     state = build_state(recipe, CPU, build_model(recipe, CPU, 0))
     rollouts, found = rollouts_of(state, replace(SETTINGS, groups=8, samples=8)), []
+    schedule = toy_schedule(STEPS, warmup_steps=0, warmdown_share=0.0)
     for step in range(STEPS):
         batch = rollouts.batch(step)
         found.append(rollouts.tally.means()["reward"])
-        train_step(state, batch, multipliers(step, STEPS, warmup_steps=0, warmdown_share=0.0), CPU, micro_batch_rows=99)
+        train_step(state, batch, schedule(step), CPU, micro_batch_rows=99)
     assert found[0] < 0.3 and found[-1] > 0.8, found
 
 

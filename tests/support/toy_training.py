@@ -10,7 +10,7 @@ from quern.data.loader import Batch, Loader
 from quern.data.shards import Corpus
 from quern.machine import Machine
 from quern.model.count import FlopCounter, Flops
-from quern.optim.schedule import Multipliers, multipliers
+from quern.optim.schedule import warmup_stable_decay
 from quern.recipe import ModelRecipe, OptimRecipe, Resolved, TrainRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
@@ -59,10 +59,7 @@ def toy_backend(state: TrainState) -> TorchBackend:
 
 
 def toy_schedule(steps: int, **options: Any) -> Any:
-    def schedule(step: int) -> Multipliers:
-        return multipliers(step, steps, **{"warmup_steps": 2, **options})
-
-    return schedule
+    return warmup_stable_decay(TrainRecipe(**{"steps": steps, "warmup_steps": 2, **options}))  # type: ignore
 
 
 class ToyFlops(FlopCounter):
