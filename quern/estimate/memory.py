@@ -36,7 +36,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from quern import compiler
 from quern.estimate.layout import Layout
 from quern.kernels.attention.attend import attend_in_blocks
-from quern.kernels.attention.autotune import attend_flash
+from quern.kernels.attention.flash import flash_attention
 from quern.kernels.cross_entropy import COMPILED, TRITON
 from quern.kernels.softcap import has_kernel
 from quern.model.base import wrap_calls
@@ -182,7 +182,7 @@ def activations(layout: Layout, device: str, compiled: bool) -> Activations:
     _move_tables(model)
     context = model.context(tokens_BT, 1.0)
     # `attend` would choose neither for tensors on "meta". One GPU kernel stands for all: none keeps probabilities.
-    context._attend = attend_in_blocks if device == "cpu" else attend_flash
+    context._attend = attend_in_blocks if device == "cpu" else flash_attention
     origins = Origins(model.parameters())
     traced = Activations([], [], {})
 

@@ -93,7 +93,8 @@ def inputs(case: Case) -> tuple[list[Tensor], Tensor | None]:
 
 def ours(case: Case) -> list[Tensor]:
     (*qkv, grad), documents = inputs(case)
-    return with_gradients(lambda q, k, v: flash_attention(q, k, v, case.window, documents, case.scale), qkv, grad)
+    mask = MaskSpec(case.window, documents)
+    return with_gradients(lambda q, k, v: flash_attention(q, k, v, mask, case.scale), qkv, grad)
 
 
 def plain(case: Case) -> list[Tensor]:

@@ -9,7 +9,7 @@ windows and documents only if nothing else works, the blocked path included. `qu
 from __future__ import annotations
 
 import importlib
-import time
+import timeit
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -70,13 +70,7 @@ def cudnn() -> Backend:
 def triton_flash() -> Backend:
     """The kernels of this project. Raises ImportError where Triton is not installed."""
     importlib.import_module("quern.kernels.attention.flash_launch")
-    return Backend("triton", attend_flash, HIDING)
-
-
-def attend_flash(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
-    """`flash_attention` with the arguments of `attend`."""
-    scale = scale_or_default(scale, q_BTHE.size(-1))
-    return flash_attention(q_BTHE, k_BTKE, v_BTKE, mask.window, mask.documents_BT, scale)
+    return Backend("triton", flash_attention, HIDING)
 
 
 def installed_flash(module: str) -> Backend:
@@ -233,11 +227,10 @@ def seconds_of(backend: Backend, kind: str, machine: Machine, sizes: tuple[int, 
     """The fastest of a few runs, forward and backward. sizes: rows, tokens, heads, key/value heads, head dim."""
     (q, k, v), grad = inputs(machine, *sizes)
     mask = example(kind, sizes[1], machine.device)
-    best = float("inf")
-    for _ in range(7):
-        machine.synchronize()
-        start = time.perf_counter()
+
+    def run() -> None:
         torch.autograd.grad(backend.attend(q, k, v, mask, None), (q, k, v), grad)
         machine.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return best
+
+    machine.synchronize()
+    return min(timeit.repeat(run, number=1, repeat=7))

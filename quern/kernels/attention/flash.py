@@ -19,34 +19,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quern.kernels.attention.attend import split_window, window_now
+from quern.kernels.attention.attend import MaskSpec, scale_or_default, split_window, window_now
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def flash_attention(
-    q_BTHE: Tensor,
-    k_BTKE: Tensor,
-    v_BTKE: Tensor,
-    window: int | Tensor | None,
-    documents_BT: Tensor | None,
-    scale: float,
+    q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None = None
 ) -> Tensor:
-    """Causal attention → (B, T, H, E) in q's dtype. Slices of one merged projection need no copy.
-
-    Args:
-        window: The number of keys that a query sees at most, itself included; None and 0 are no limit. An int, or a
-            0-dim integer tensor on the CPU, which may change without a new compilation of the model.
-        documents_BT: Document ids, integers that never decrease along T; None is one document per row.
-
-    Raises:
-        ValueError: The head dim is above 256.
-    """
+    """Causal attention → (B, T, H, E) in q's dtype. Slices of one merged projection need no copy. Raises ValueError for
+    a head dim above 256."""
+    E, documents_BT = q_BTHE.size(-1), mask.documents_BT
+    scale = scale_or_default(scale, E)
     _check(q_BTHE, k_BTKE, v_BTKE, documents_BT, scale)
     first_BT, last_BT = (None, None) if documents_BT is None else document_bounds(documents_BT)
-    fixed, varying = split_window(window, q_BTHE.size(1))
-    E = q_BTHE.size(-1)
+    fixed, varying = split_window(mask.window, q_BTHE.size(1))
     if more := min(dim for dim in HEAD_DIMS if dim >= E) - E:
         q_BTHE, k_BTKE, v_BTKE = (F.pad(x, (0, more)) for x in (q_BTHE, k_BTKE, v_BTKE))
     return forward_operator(q_BTHE, k_BTKE, v_BTKE, first_BT, last_BT, fixed, varying, scale)[0][..., :E]

@@ -138,7 +138,7 @@ def compilations(windows: list[int | Tensor]) -> int:
 
     @torch.compile(backend=count, fullgraph=True)
     def block(q: Tensor, k: Tensor, v: Tensor, window: int | Tensor) -> Tensor:
-        return flash_attention(2 * q, k, v, window, documents, SCALE) + 1
+        return flash_attention(2 * q, k, v, MaskSpec(window, documents), SCALE) + 1
 
     for window in windows:
         expected = attend_plain(2 * q, k, v, MaskSpec(int(window), documents), SCALE) + 1
@@ -164,12 +164,12 @@ def layouts() -> dict[str, float]:
     found = {}
     for name, view in views.items():
         q, k, v = view.split([H, K, K], dim=2)
-        found[name] = deviation([flash_attention(q, k, v, 0, None, SCALE)], [expected])
+        found[name] = deviation([flash_attention(q, k, v, MaskSpec(), SCALE)], [expected])
     gradients = []
     for flash in (True, False):
         leaf = merged.clone().requires_grad_()
         q, k, v = leaf.split([H, K, K], dim=2)
-        y = flash_attention(q, k, v, 0, None, SCALE) if flash else attend_plain(q, k, v, MaskSpec(), SCALE)
+        y = (flash_attention if flash else attend_plain)(q, k, v, MaskSpec(), SCALE)
         y.sum().backward()
         gradients.append(leaf.grad)
     return found | {"expanded gradient": deviation(gradients[:1], gradients[1:])}
@@ -189,7 +189,7 @@ def finite(spot: str, window: int, documents: Tensor | None) -> list[bool]:
     q, k, v = (x.requires_grad_() for x in inputs[:3])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # NumPy's, about the largest of numbers that are none
-        y = flash_attention(q, k, v, window, documents, SCALE)
+        y = flash_attention(q, k, v, MaskSpec(window, documents), SCALE)
         y.backward(inputs[3])
     return [bool(x[:, watched].isfinite().all()) for x in (y, q.grad, k.grad, v.grad) if x is not None]
 
