@@ -10,7 +10,7 @@ Shapes: N tokens, D inputs, O outputs, V vocabulary; M, N, K of a product a_MK Â
 from __future__ import annotations
 
 import math
-import time
+import timeit
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -97,12 +97,7 @@ def has_fast_product(device: torch.device) -> bool:
 
 
 def _best_seconds(a: Quantised, b: Quantised, *, emulated: bool) -> float:
-    best = math.inf
-    for _ in range(3):
-        start = time.perf_counter()
-        product(a, b, torch.float32, emulated=emulated).sum().item()
-        best = min(best, time.perf_counter() - start)
-    return best
+    return min(timeit.repeat(lambda: product(a, b, torch.float32, emulated=emulated).sum().item(), number=1, repeat=3))
 
 
 def fp8_linear(x_ND: Tensor, weight_OD: Tensor, emulated: bool) -> Tensor:

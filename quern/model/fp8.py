@@ -9,7 +9,7 @@ evaluation during training. kernels/fp8.py has the arithmetic.
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -53,9 +53,6 @@ class Fp8Report:
     static: tuple[str, ...]
     skipped: dict[str, str]
     emulated: bool
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def __str__(self) -> str:
         """Returns one line for the user."""

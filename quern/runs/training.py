@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any
 
@@ -134,7 +134,7 @@ def set_up_training(
     if recipe.train.fp8 != "off":
         report = use_fp8(model, head_only=recipe.train.fp8 == "head")  # before the model is compiled
         log(str(report))
-        facts["fp8"] = report.to_json()
+        facts["fp8"] = asdict(report)
     if compiled:
         compile_model(model, machine)
     recompute(model, recipe.train.recompute)
