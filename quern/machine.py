@@ -16,7 +16,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -123,16 +123,11 @@ def detect(
 
 
 def _device(name: str | None) -> torch.device:
-    available = ["cpu"]
-    if torch.cuda.is_available():
-        available.insert(0, "cuda")
-    if torch.backends.mps.is_available():
-        available.insert(0, "mps")
-    if name is None:
-        return torch.device(available[0])
-    if name not in available:
+    usable = {"mps": torch.backends.mps.is_available(), "cuda": torch.cuda.is_available(), "cpu": True}
+    available = [kind for kind, here in usable.items() if here]
+    if name not in (None, *available):
         raise ValueError(f"device '{name}' is not available here: use one of {', '.join(available)}")
-    return torch.device(name)
+    return torch.device(name or available[0])
 
 
 def _compute_dtype(device: torch.device) -> torch.dtype:
@@ -140,8 +135,7 @@ def _compute_dtype(device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.get_device_capability(device)[0] >= 8 else torch.float32
     if device.type == "cpu" and not hopeless_in_bf16():
-        narrow, wide = matmul_seconds((torch.bfloat16, torch.float32))
-        return torch.bfloat16 if narrow * 1.5 < wide else torch.float32
+        return torch.bfloat16 if relative_bf16_time() * 1.5 < 1 else torch.float32
     return torch.float32
 
 
@@ -149,8 +143,7 @@ def _compute_dtype(device: torch.device) -> torch.dtype:
 def hopeless_in_bf16() -> bool:
     """Returns whether a small bf16 matmul takes eight times as long as an fp32 one on the CPU: a large one, which
     decides between the two, would take seconds."""
-    narrow, wide = matmul_seconds((torch.bfloat16, torch.float32), size=128, rounds=8, seconds=0)
-    return narrow > 8 * wide
+    return relative_bf16_time(size=128, rounds=8, seconds=0) > 8
 
 
 @cache
@@ -179,13 +172,11 @@ def _override(library: torch.library.Library, name: str) -> None:
         library.impl(name, multiply, "CPU", with_keyset=True)
 
 
-def matmul_seconds(
-    dtypes: Sequence[torch.dtype], size: int = 512, rounds: int = 20, seconds: float = PROBE_SECONDS
-) -> list[float]:
-    """The best wall time in seconds of a (size, size) matmul on the CPU for each dtype. They alternate for at least
-    `rounds` and `seconds`, longer than a time slice of the scheduler: else only one of them might wait for its
+def relative_bf16_time(size: int = 512, rounds: int = 20, seconds: float = PROBE_SECONDS) -> float:
+    """The best wall time of a (size, size) matmul on the CPU in bf16, divided by that in fp32. They alternate for at
+    least `rounds` and `seconds`, longer than a time slice of the scheduler: else only one of them might wait for its
     thread."""
-    operands = [torch.ones(size, size, dtype=dtype) for dtype in dtypes]
+    operands = [torch.ones(size, size, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
     best, begin = [float("inf")] * len(operands), time.perf_counter()
     while rounds > 0 or time.perf_counter() - begin < seconds:
         rounds -= 1
@@ -193,7 +184,7 @@ def matmul_seconds(
             start = time.perf_counter()
             torch.mm(a, a)
             best[number] = min(best[number], time.perf_counter() - start)
-    return best
+    return best[0] / best[1]
 
 
 @cache

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quern import compiler
-from quern.machine import Machine, detect, hopeless_in_bf16, matmul_seconds, processor_name
+from quern.machine import Machine, detect, hopeless_in_bf16, processor_name, relative_bf16_time
 from tests.support.line_server import ENVIRONMENT, ROOT
 
 
@@ -26,8 +26,7 @@ def test_bf16_is_chosen_on_a_cpu_only_where_it_is_measured_faster() -> None:
     """The decision is a measurement. Where it is clear on this machine, `detect` must agree with it."""
     if torch.cuda.is_available() or torch.backends.mps.is_available():
         pytest.skip("this machine has more than a CPU")
-    probes = [matmul_seconds((torch.float32, torch.bfloat16), rounds=2) for _ in range(3)]
-    ratios = [wide / narrow for wide, narrow in probes]
+    ratios = [1 / relative_bf16_time(rounds=2) for _ in range(3)]
     chosen = detect(compile=False).dtype
     if min(ratios) > 2:
         assert chosen == torch.bfloat16
