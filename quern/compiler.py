@@ -87,9 +87,8 @@ def in_eager_inference() -> bool:
     return not (torch.is_grad_enabled() or torch.compiler.is_compiling())
 
 
-def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Returns `function`, which torch.compile does not trace (torch.compiler.disable imports it at once)."""
-    return _disable_dynamo(function)
+untraced = _disable_dynamo
+"""Decorates a function that torch.compile does not trace (torch.compiler.disable would import the compiler at once)."""
 
 
 @cache

@@ -102,15 +102,6 @@ class Progress:
             self.waiting = False
 
 
-@dataclass
-class Traffic:
-    """Bytes and calls of one rank by kind of collective, and the seconds that it waited for them."""
-
-    bytes: Counter[str] = field(default_factory=Counter)
-    calls: Counter[str] = field(default_factory=Counter)
-    waited_seconds: float = 0.0
-
-
 class Pending:
     """A running collective. Call `wait` before you read or write its tensors."""
 
@@ -132,7 +123,8 @@ class ProcessGroup:
     def __init__(self, name: str, size: int, rank: int, group: Any = None, progress: Progress | None = None) -> None:
         self.name, self.size, self.rank, self.group = name, size, rank, group
         self.progress = progress or Progress()
-        self.traffic = Traffic()
+        self.sent_bytes: Counter[str] = Counter()  # of this rank, by kind of collective
+        self.waited_seconds = 0.0
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
         """Reduces in place. op: "sum" or "max"."""
@@ -189,7 +181,7 @@ class ProcessGroup:
         start = time.perf_counter()
         with record_function(f"{WAITING}{call}"), self.progress.calling(call, begins):
             yield
-        self.traffic.waited_seconds += time.perf_counter() - start
+        self.waited_seconds += time.perf_counter() - start
 
     def _ring(self, size_in_bytes: int) -> int:
         """Bytes that a ring sends of a tensor: all but this rank's part."""
@@ -199,8 +191,7 @@ class ProcessGroup:
         """Starts a collective and counts it. A group of one has nothing to wait for."""
         if self.size == 1:
             return Pending(None, self)
-        self.traffic.bytes[kind] += sent_bytes
-        self.traffic.calls[kind] += 1
+        self.sent_bytes[kind] += sent_bytes
         call = f"{kind} over {self.name}"
         with self.progress.calling(call, waits=False):
             return Pending(start(*args, group=self.group, async_op=True, **options), self, call)
@@ -230,12 +221,12 @@ class Mesh:
         return {
             f"{group.name}/{kind}": count
             for group in (self.data, self.model, self.world)
-            for kind, count in sorted(group.traffic.bytes.items())
+            for kind, count in sorted(group.sent_bytes.items())
         }
 
     def waited_seconds(self) -> float:
         """Returns how long this process was blocked in collectives. On GPUs the device waits, so this stays small."""
-        return sum(group.traffic.waited_seconds for group in (self.data, self.model, self.world))
+        return sum(group.waited_seconds for group in (self.data, self.model, self.world))
 
 
 def alone() -> Mesh:

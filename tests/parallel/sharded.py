@@ -13,7 +13,7 @@ from torch import Tensor
 from quern import compiler
 from quern.estimate.predict import bytes_sent
 from quern.generate.cache import KVCache, decode
-from quern.mesh import Mesh, Traffic
+from quern.mesh import Mesh
 from quern.model.base import loss_sum, recompute, token_losses
 from quern.model.gpt import GPT
 from quern.model.llama import Llama
@@ -48,7 +48,7 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
 
 def reset_traffic(mesh: Mesh) -> None:
     for group in (mesh.data, mesh.model, mesh.world):
-        group.traffic = Traffic()
+        group.sent_bytes.clear()
 
 
 def whole_model(architecture: str) -> Any:

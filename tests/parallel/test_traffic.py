@@ -71,11 +71,13 @@ def leaving(mesh: Mesh, architecture: str) -> list[list[int]]:
     compiler.set_eager(True)
     small_cuts()
     state, step = stepping(mesh, architecture)
-    parameters, left, found = list(state.model.parameters()), [], []
+    parameters, left, found, calls = list(state.model.parameters()), [], [], []
+    send = mesh.data.reduce_scatter
+    mesh.data.reduce_scatter = lambda *tensors: calls.append(tensors) or send(*tensors)
     for parameter in parameters:  # these hooks come after the optimizer's
-        parameter.register_post_accumulate_grad_hook(lambda _: left.append(mesh.data.traffic.calls["reduce_scatter"]))
+        parameter.register_post_accumulate_grad_hook(lambda _: left.append(len(calls)))
     for _ in range(3):
-        reset_traffic(mesh)
+        calls.clear()
         step()
         found.append(left[-len(parameters) :])
     return found
