@@ -112,9 +112,7 @@ class LanguageModel(nn.Module):
                 cast(Any, module).init_parameters(draw)
         missing = [name for name, _ in self.named_parameters() if name not in draw.filled]
         if missing:
-            raise ValueError(
-                f"no initial value is given for {', '.join(missing)}: set it in init_parameters of its module"
-            )
+            raise ValueError(f"no initial value for {', '.join(missing)}: set it in init_parameters of its module")
 
     def parameter_groups(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
         """Every parameter once, with its name, by optimizer group."""

@@ -172,10 +172,8 @@ class UNet(LanguageModel):
             if layer >= half:
                 x_BTD = self._merge(x_BTD, skips.pop(), self.skip_scales[layer - half])
             which = value_embedding_of(layer, depth)
-            if which is not None and which == len(
-                values
-            ):  # where it is used: the backward pass takes the newest nodes first
-                values.append(self.value_embeddings[which](tokens_BT))
+            if which == len(values):  # made where it is used: the backward pass takes the newest nodes first
+                values.append(self.value_embeddings[len(values)](tokens_BT))
             x_BTD = block(x_BTD, x0_BTD, None if which is None else values[which], rotary, windows[layer], context)
             if layer < half:
                 skips.append(x_BTD.view_as(x_BTD))  # an object of its own, as above: the first skip skips nothing
@@ -225,9 +223,6 @@ def _check(shape: ResolvedModel) -> None:
     if shape.depth % 2:
         raise ValueError(f"unet pairs the layers of its two halves: depth must be even, not {shape.depth}")
     if shape.kv_heads != shape.heads:
-        raise ValueError(
-            f"unet has one weight for queries, keys and values: leave out model.kv-heads ({shape.kv_heads}), "
-            f"or give it the number of heads, {shape.heads}"
-        )
+        raise ValueError(f"unet has keys and values for each head: leave out model.kv-heads ({shape.kv_heads})")
     if shape.head_dim % 4:
         raise ValueError(f"unet turns half of each head's pairs: model.head-dim must divide by 4, not {shape.head_dim}")

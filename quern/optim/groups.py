@@ -1,10 +1,7 @@
 """Parameter groups: which rule updates which parameters, at which rate and how often.
 
 A model reports its parameters by kind (`parameter_groups()`). A recipe gives the rule of each kind (`make_rules`). The
-table below is the default; its betas and decays are in constants.py. `parallel/zero2.py` moves the
-tensors.
-
-Rates and constants: research on small models at width 768 and a batch of 2^19 tokens (the values that nanochat tuned).
+table below is the default; its betas and decays are in constants.py. `parallel/zero2.py` moves the tensors.
 """
 
 from __future__ import annotations
@@ -94,10 +91,8 @@ def make_groups(
         parameters = tuple(reported.get(name, ()))
         for parameter_name, parameter in parameters:
             if rule.stacked and parameter.ndim < 2:
-                raise ValueError(
-                    f"'{parameter_name}' has {parameter.ndim} dimensions, but group '{name}' takes matrices: "
-                    "report it under a group that AdamW updates"
-                )
+                told = f"'{parameter_name}' is no matrix, as group '{name}' takes"
+                raise ValueError(f"{told}: report it under a group that AdamW updates")
         if parameters:
             groups.append(ParameterGroup(name, rule, parameters, lr, every))
     return groups

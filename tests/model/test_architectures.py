@@ -101,7 +101,7 @@ def test_initial_values() -> None:
 def test_a_parameter_without_initial_value_is_named(kind: type[LanguageModel]) -> None:
     model = kind(SHAPE)
     model.forgotten = torch.nn.Parameter(torch.empty(3))
-    with pytest.raises(ValueError, match="no initial value is given for forgotten: set it in init_parameters"):
+    with pytest.raises(ValueError, match="no initial value for forgotten: set it in init_parameters"):
         model.initialize(0)
 
 
