@@ -47,12 +47,10 @@ class SigmoidCap:
 class NoCap:
     """Logits as they are, without a bound."""
 
+    tanh_form = None
+
     def __call__(self, logits: Tensor) -> Tensor:
         return logits
-
-    @property
-    def tanh_form(self) -> None:
-        return None
 
 
 Cap = TanhCap | SigmoidCap | NoCap | Callable[[Tensor], Tensor]

@@ -6,9 +6,6 @@ keys up to itself, at most `window` of them, of its own document.
 
 This file has the checks, the operators, and their shapes and gradients for torch.compile. The device code is in
 `flash_triton.py`. `flash_launch.py` runs it, and is imported late, since Triton is not installed everywhere.
-autotune.py decides whether attention uses it.
-
-Source: Dao 2023, FlashAttention-2 (arXiv 2307.08691).
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """Launches flash attention's Triton kernels: arguments, grids, descriptors, and the choice of tile sizes.
 
-It imports Triton; the choice of a path (autotune.py) or the first call of a kernel (`flash.py`) imports it, so that the
-package needs no Triton.
-
 Tile sizes: on a GPU the first call with a class of shapes (head dim, dtype, bounded or not, length to within a factor
 of four) times its candidates. A trial runs the kernel into the real outputs, which is harmless:
 every run writes all of them and reads none, and the chosen candidate runs last. Triton stores the choice on disk with
