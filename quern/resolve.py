@@ -26,6 +26,8 @@ ROPE_BASE, OFFSET_ROPE_BASE = 100_000.0, 1024.0
 READINGS_OF_FULL_DECAY = 5
 """Readings of the text from which the tables' decay follows batch and horizon as the matrices' decay does."""
 
+_filled: Any = replace  # which does not know that a part without gaps has another type
+
 
 def resolve(recipe: Recipe, replicas: int = 1) -> Resolved:
     """Returns the recipe with every field filled in that follows from `depth`, and checks every value.
@@ -62,11 +64,6 @@ def resolve(recipe: Recipe, replicas: int = 1) -> Resolved:
     optim = _resolve_optim(recipe, train, width, small)
     seed = recipe.seed if recipe.data_seed is None else recipe.data_seed
     return Resolved.of(recipe, data_seed=seed, text=text, model=model, train=train, optim=optim)
-
-
-def _filled(part: Any, **values: Any) -> Any:
-    """The part with the values in its gaps."""
-    return replace(part, **values)
 
 
 def _resolve_optim(recipe: Recipe, train: ResolvedTrain, width: int, small: bool) -> ResolvedOptim:
@@ -109,10 +106,7 @@ def fine_tuning_rates(recipe: Resolved, share: float, batch_tokens: int) -> Reso
 
 def _resolve_train(train: TrainRecipe, model: ResolvedModel, replicas: int) -> ResolvedTrain:
     parameters = 12 * model.depth * model.width**2 + model.vocab_size * model.width
-    if train.steps is not None and train.batch_tokens is not None:
-        horizon_tokens = float(train.steps * train.batch_tokens)
-    else:
-        horizon_tokens = train.horizon_ratio * parameters
+    horizon_tokens = train.horizon_ratio * parameters
     batch_tokens = train.batch_tokens or batch_rule(horizon_tokens, model.context, replicas)
     steps = train.steps or max(1, round(horizon_tokens / batch_tokens))
     return _filled(
