@@ -277,12 +277,10 @@ def connect(
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
     mesh = init_device_mesh(device.type, (ranks // tp, tp), mesh_dim_names=("data", "model"))
     progress = Progress()
+    found = {"data": mesh.get_group("data"), "model": mesh.get_group("model"), "world": dist.group.WORLD}
     groups = {}
-    for name in ("data", "model"):
-        group = mesh.get_group(name)
-        size = dist.get_world_size(group)
-        groups[name] = ProcessGroup(name, size, dist.get_rank(group), group if size > 1 else None, progress)
-    groups["world"] = ProcessGroup("world", ranks, rank, dist.group.WORLD, progress)
+    for name, group in found.items():
+        groups[name] = ProcessGroup(name, dist.get_world_size(group), dist.get_rank(group), group, progress)
     return Mesh(ranks // tp, tp, rank, **groups, progress=progress, store=store, zero=zero)
 
 
