@@ -16,7 +16,7 @@ import re
 import subprocess
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TextIO, TypedDict, TypeVar, is_typeddict
@@ -76,7 +76,7 @@ class Records:
         pass
 
 
-class StageFolder(Records):
+class StageFolder(Records, AbstractContextManager["StageFolder"]):
     """A stage folder open for writing, by one process at a time. Use it in a `with` block or call close().
 
     Lines for which the disk has no room wait in memory until a later line or `flush` finds room.
@@ -138,9 +138,6 @@ class StageFolder(Records):
         for tracker in self._trackers:
             tracker.close()
 
-    def __enter__(self) -> StageFolder:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -169,9 +166,7 @@ def git_output(path: Path, *arguments: str) -> str | None:
 def git_hash(path: Path) -> str | None:
     """Short hash of the commit at `path`, with "-dirty" if tracked files differ; None outside a git repository."""
     commit = git_output(path, "rev-parse", "--short", "HEAD")
-    if not commit:
-        return None
-    return commit + ("-dirty" if changed_files(path) else "")
+    return commit and commit + ("-dirty" if changed_files(path) else "")
 
 
 def changed_files(path: Path) -> list[str]:
@@ -229,10 +224,8 @@ class WandbTracker:
                 settings=wandb.Settings(console="off"),
             )
         except wandb.Error as error:
-            raise ValueError(
-                f"Weights & Biases does not start ({error}): log in with `wandb login`, or set WANDB_MODE=offline and "
-                "send the files later with `wandb sync`"
-            ) from error
+            instead = "log in with `wandb login`, or set WANDB_MODE=offline and send the files later with `wandb sync`"
+            raise ValueError(f"Weights & Biases does not start ({error}): {instead}") from error
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         self._run.log(_numbers(metrics), step=step)

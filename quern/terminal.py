@@ -8,6 +8,7 @@ import shutil
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -56,7 +57,7 @@ def silent(line: str) -> None:
     """Takes lines that nobody reads."""
 
 
-class Meter:
+class Meter(AbstractContextManager["Meter"]):
     """A progress bar: `with Meter("tokenizing", total, "documents") as meter: meter.at(n, "…")`."""
 
     def __init__(self, title: str, total: float | None, unit: str, silent: bool = False, keeps: bool = False) -> None:
@@ -68,9 +69,6 @@ class Meter:
         self.bar: Progress | None = None
         self._first: tuple[float, float] | None = None
         self._kept = [0.0, 0.5] if keeps else []
-
-    def __enter__(self) -> Meter:
-        return self
 
     def at(self, done: float, note: str = "") -> None:
         """Reports progress; can be called at any rate."""

@@ -40,8 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
     except BrokenPipeError:  # the reader has closed the pipe, as in `quern --help | head -1`
-        if not discard_unread():
-            raise
+        discard_unread()
         return EXIT_UNREAD
 
 
