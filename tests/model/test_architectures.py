@@ -235,7 +235,7 @@ def test_a_unets_windows_grow_by_blocks_of_128_as_in_the_source() -> None:
     ("changes", "message"),
     [
         ({"depth": 5}, "depth must be even, not 5"),
-        ({"kv_heads": 1}, r"leave out model.kv-heads \(1\), or give it the number of heads, 2"),
+        ({"kv_heads": 1}, r"leave out model.kv-heads \(1\)"),
         ({"head_dim": 10}, "model.head-dim must divide by 4, not 10"),
     ],
 )

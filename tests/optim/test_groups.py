@@ -88,7 +88,7 @@ def test_parameters_that_are_not_in_one_group_are_named(group: str, name: str) -
     ("group", "every", "message"),
     [
         ("matrixes", 1, "no optimizer group is called matrixes: use one of matrices, head"),
-        ("matrices", 1, "'bias' has 1 dimensions"),
+        ("matrices", 1, "'bias' is no matrix"),
         ("matrices", 0, "group 'matrices' cannot be updated every 0 steps: every must be at least 1"),
     ],
 )
