@@ -19,6 +19,7 @@ from quern.kernels.rope import rotary_angles, rotate
 from quern.kernels.softcap import NoCap
 from quern.model.base import LanguageModel
 from quern.model.context import Context, Window
+from quern.model.gpt import CausalSelfAttention
 from quern.model.layers import Draw, Embedding, Merged, Rotary
 from quern.recipe import ResolvedModel
 
@@ -43,19 +44,13 @@ class RMSNorm(nn.Module):
         return self.weight * F.rms_norm(x_BTD.float(), (x_BTD.size(-1),), eps=self.eps).to(x_BTD.dtype)
 
 
-class LlamaAttention(nn.Module):
-    """Causal self-attention with rotary positions; head counts are read off the projections' shapes."""
+class LlamaAttention(CausalSelfAttention):
+    """The projections and heads of `gpt`, without norms, gates and value embeddings."""
 
     def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int, *, layer: int, out_std: float) -> None:
         """out_std: standard deviation of the initial weights that write to the residual stream."""
-        super().__init__()
+        super().__init__(width, heads, kv_heads, head_dim, layer=layer, gated=False)
         self.out_std = out_std
-        self.layer = layer
-        self.head_dim = head_dim
-        self.query = nn.Linear(width, heads * head_dim, bias=False)
-        self.key = nn.Linear(width, kv_heads * head_dim, bias=False)
-        self.value = nn.Linear(width, kv_heads * head_dim, bias=False)
-        self.out = nn.Linear(heads * head_dim, width, bias=False)
 
     def init_parameters(self, draw: Draw) -> None:
         for linear in (self.query, self.key, self.value):
@@ -64,14 +59,11 @@ class LlamaAttention(nn.Module):
 
     def forward(self, x_BTD: Tensor, rotary: Rotary, window: Window, context: Context) -> Tensor:
         """x: (B, T, D), normed → (B, T, D)."""
-        B, T, _ = x_BTD.shape
-        q_BTHE = self.query(x_BTD).view(B, T, -1, self.head_dim)
-        k_BTKE = self.key(x_BTD).view(B, T, -1, self.head_dim)
-        v_BTKE = self.value(x_BTD).view(B, T, -1, self.head_dim)
+        return super().forward(x_BTD, None, rotary, window, context)
+
+    def rotate(self, x_BTHE: Tensor, rotary: Rotary) -> Tensor:
         cos, sin = rotary
-        # Counter-clockwise, as Llama has it: `rotate` turns the other way.
-        y_BTHE = context.attend(self.layer, rotate(q_BTHE, cos, -sin), rotate(k_BTKE, cos, -sin), v_BTKE, window)
-        return self.out(y_BTHE.reshape(B, T, -1))
+        return rotate(x_BTHE, cos, -sin)  # counter-clockwise, as Llama has it
 
 
 class SwiGLU(Merged):
