@@ -58,10 +58,6 @@ class Machine:
     notes: tuple[str, ...] = ()  # a line for the user for each fallback
     attention: Attention | None = None  # until `select_attention` (kernels/attention/autotune.py) has chosen a kernel
 
-    def generator(self, seed: int) -> torch.Generator:
-        """Returns a generator on the CPU for any device, so that initial weights don't depend on the hardware."""
-        return torch.Generator(device="cpu").manual_seed(seed)
-
     def read_later(self, tensor: torch.Tensor) -> Callable[[], list[Any]]:
         """Starts to copy a tensor to the host. Returns a function that waits for it and returns its `tolist`."""
         if self.device.type != "cuda":

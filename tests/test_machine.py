@@ -139,15 +139,6 @@ def test_without_compile_nothing_is_compiled_not_even_what_is_decorated() -> Non
     assert double(torch.ones(2)).tolist() == [2, 2] and len(calls) == 1
 
 
-def test_initial_weights_do_not_depend_on_the_device_or_on_other_draws() -> None:
-    machine = detect("cpu", "fp32", compile=False)
-    torch.manual_seed(4)
-    first = torch.rand(5, generator=machine.generator(9))
-    torch.manual_seed(5)
-    assert machine.generator(9).device.type == "cpu"
-    assert torch.equal(torch.rand(5, generator=machine.generator(9)), first)
-
-
 BROKEN_COMPILER = """
 import json
 import torch

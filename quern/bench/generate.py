@@ -140,7 +140,7 @@ def talking_engine(recipe: Resolved, machine: Machine, prefix_megabytes: float =
     tokens."""
     tokenizer = pair_tokenizer(recipe.model.vocab_size)
     model = build_model(recipe, machine, recipe.seed)
-    numbers = machine.generator(recipe.seed)
+    numbers = torch.Generator().manual_seed(recipe.seed)
     for parameter in model.parameters():
         if parameter.dim() == 2:
             parameter.copy_(torch.randn(parameter.shape, generator=numbers) * parameter.size(-1) ** -0.5)

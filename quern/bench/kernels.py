@@ -136,7 +136,7 @@ def flex(bench: Bench) -> Backend:
 def example_masks(bench: Bench, rows: int, T: int) -> dict[str, MaskSpec]:
     """Returns masks by name: full, a window, documents of random lengths, a quarter of a row on average."""
     window = min(WINDOW, T // 4)
-    begins_BT = torch.rand(rows, T, generator=bench.machine.generator(bench.seed)) < 4 / T
+    begins_BT = torch.rand(rows, T, generator=torch.Generator().manual_seed(bench.seed)) < 4 / T
     documents_BT = begins_BT.cumsum(1).int().to(bench.machine.device)
     return {"full": MaskSpec(), f"window {window}": MaskSpec(window), "documents": MaskSpec(None, documents_BT)}
 
@@ -285,7 +285,7 @@ def cross_entropy(setup: Setup) -> Iterator[Figure]:
 
 def loss_paths(bench: Bench, N: int, V: int) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """Returns the chunked and the plain mean loss as functions of (x, weight, cap); x holds the first of N tokens."""
-    targets_N = torch.randint(V, (N,), generator=bench.machine.generator(bench.seed)).to(bench.machine.device)
+    targets_N = torch.randint(V, (N,), generator=torch.Generator().manual_seed(bench.seed)).to(bench.machine.device)
     scale_N = torch.full((N,), 1 / N, device=bench.machine.device)
 
     def chunked(x: Tensor, weight: Tensor, cap: Cap = CAP) -> Tensor:

@@ -193,7 +193,7 @@ def example(kind: str, T: int, device: torch.device | None = None) -> MaskSpec:
 
 def inputs(machine: Machine, B: int, T: int, H: int, K: int, E: int) -> tuple[list[Tensor], Tensor]:
     """Random q, k, v that require gradients, and a gradient for y."""
-    numbers = machine.generator(0)
+    numbers = torch.Generator().manual_seed(0)
     sizes = [(B, T, H, E), (B, T, K, E), (B, T, K, E), (B, T, H, E)]
     *x, grad = (torch.randn(size, generator=numbers).to(machine.device, machine.dtype) for size in sizes)
     return [one.requires_grad_() for one in x], grad
