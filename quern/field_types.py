@@ -7,7 +7,6 @@ interval ends the message about a value outside it.
 
 from __future__ import annotations
 
-import math
 import pkgutil
 import re
 from collections.abc import Callable, Mapping
@@ -80,11 +79,8 @@ def range_of(annotation: Any) -> Range | None:
 
 
 def refuse_outside(annotation: Any, value: Any, shown_name: str) -> None:
-    """Raises ValueError for a value outside the range in a field's annotation, with this name of the field. Without a
-    range, any finite number is in range."""
+    """Raises ValueError for a value outside the range in a field's annotation, with this name of the field."""
     allowed = range_of(annotation)
-    if allowed is None and isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{shown_name} must be a finite number, not {value}")
     if allowed is not None and value not in allowed:
         given = repr(value)
         given = given if len(given) <= SHOWN_CHARACTERS else f"{given[:SHOWN_CHARACTERS]}…"

@@ -13,7 +13,6 @@ import ctypes
 import os
 import platform
 import re
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -192,8 +191,6 @@ def keep_freed_memory() -> None:
     processor time of a small fp32 training step. Other C libraries are left alone.
     """
     M_TRIM_THRESHOLD, M_MMAP_MAX, MADV_HUGEPAGE, PAGE_BYTES = -1, -4, 14, 4096
-    if sys.platform != "linux":
-        return
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(M_MMAP_MAX, 0)

@@ -311,8 +311,7 @@ def _converted(flag: Flag, typed: str, value: str) -> Any:
         found = {str(one): one for one in flag.choices}[value] if flag.choices else read_value(flag.kind, value)
     except (ValueError, KeyError) as error:
         raise ValueError(f"{typed} takes {flag.takes}, not '{value}'") from error
-    if flag.kind in NUMBERS:
-        refuse_outside(flag.annotation, found, flag.name)
+    refuse_outside(flag.annotation, found, flag.name)
     return found
 
 
