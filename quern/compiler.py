@@ -25,13 +25,13 @@ R = TypeVar("R")
 TRITON_FOUND = importlib.util.find_spec("triton") is not None
 """Whether Triton is installed: torch's builds for CUDA on Linux include it. Files *_triton.py import it at the top."""
 _lock = threading.Lock()
-_eager: dict[int | None, bool] = {None: False}
-"""Whether code runs as it is written, by thread inside `eager`; None: in all other threads."""
+_eager: set[int | None] = set()
+"""The threads inside `eager`, in which code runs as it is written; None: in all threads."""
 
 
 def is_eager() -> bool:
     """Whether functions run as they are written, in this thread."""
-    return _eager.get(threading.get_ident(), _eager[None])
+    return not _eager.isdisjoint((None, threading.get_ident()))
 
 
 @contextmanager
@@ -42,25 +42,20 @@ def eager() -> Iterator[None]:
     written too: slower, with the same results.
     """
     thread = threading.get_ident()
-    before = _eager.get(thread)
+    within = thread in _eager
     set_eager(True, thread)
     try:
         yield
     finally:
-        set_eager(before, thread)
+        set_eager(within, thread)
 
 
-def set_eager(eager: bool | None, thread: int | None = None) -> None:
-    """Sets whether code runs without the compiler from now on. thread: this is for one thread only, which is inside
-    `eager`; eager=None brings back for it what holds for all threads."""
+def set_eager(eager: bool, thread: int | None = None) -> None:
+    """Sets whether code runs without the compiler from now on: in one thread, or in all of them."""
     with _lock:
-        if eager is None:
-            del _eager[thread]
-        else:
-            _eager[thread] = eager
+        (_eager.add if eager else _eager.discard)(thread)
         if "torch._dynamo" in sys.modules:  # else nothing is compiled yet
-            inside = [own for key, own in _eager.items() if key is not None]
-            torch.compiler.set_stance("force_eager" if any(inside or [_eager[None]]) else "default")
+            torch.compiler.set_stance("force_eager" if _eager else "default")
 
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:

@@ -210,7 +210,7 @@ def peak_not_measured() -> Iterator[None]:
 def _machine_as_before() -> Iterator[None]:
     """Compile, or not, and on as many threads as before: a command sets both for its whole process."""
     # Not is_eager(), which is this thread's: a fixture inside `eager` would leave that to all tests after it.
-    before = "quern.compiler" in sys.modules and sys.modules["quern.compiler"]._eager[None]
+    before = "quern.compiler" in sys.modules and None in sys.modules["quern.compiler"]._eager
     threads = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None
     yield
     if "quern.compiler" in sys.modules:
