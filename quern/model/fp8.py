@@ -22,26 +22,21 @@ from quern.kernels.softcap import has_kernel
 from quern.model.layers import Merged
 
 
-@dataclass(frozen=True)
-class Fp8Product:
-    """F.linear whose three products run in FP8 with dynamic scales where gradients are recorded."""
-
-    emulated: bool
-
-    def __call__(self, x: Tensor, weight_OD: Tensor) -> Tensor:
-        """x: (…, D) → (…, O) in x's dtype."""
-        if not torch.is_grad_enabled():
-            return F.linear(x, weight_OD)
-        return fp8_linear(x.flatten(0, -2), weight_OD, self.emulated).view(*x.shape[:-1], -1)
+def multiply(x: Tensor, weight_OD: Tensor, emulated: bool) -> Tensor:
+    """F.linear whose three products run in FP8 with dynamic scales where gradients are recorded: x (…, D) → (…, O) in
+    x's dtype."""
+    if not torch.is_grad_enabled():
+        return F.linear(x, weight_OD)
+    return fp8_linear(x.flatten(0, -2), weight_OD, emulated).view(*x.shape[:-1], -1)
 
 
 class Fp8Linear(nn.Linear):
-    """nn.Linear that multiplies by an `Fp8Product`."""
+    """nn.Linear that multiplies in FP8."""
 
     emulated: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        return Fp8Product(self.emulated)(x, self.weight)
+        return multiply(x, self.weight, self.emulated)
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,7 @@ def use_fp8(model: Any, *, head_only: bool = False) -> Fp8Report:
         if reason is not None:
             skipped[name] = reason
         elif isinstance(module, Merged):
-            module.multiply = Fp8Product(emulated)
+            module.multiply = partial(multiply, emulated=emulated)
             dynamic.append(name)
         elif module is model.head:
             model.products = partial(HeadProducts, emulated=emulated)
@@ -105,7 +100,7 @@ def use_fp8(model: Any, *, head_only: bool = False) -> Fp8Report:
 def _obstacle(module: nn.Linear | Merged, context: int) -> str | None:
     """The reason why this layer cannot be multiplied in FP8; None if it can."""
     if isinstance(module, Merged):
-        if isinstance(module.multiply, Fp8Product):
+        if module.multiply is not F.linear:
             return "it is multiplied in FP8 already"
         matrices, each, inputs = module.stacked_weight().shape
         outputs = matrices * each
