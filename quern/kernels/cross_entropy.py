@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,28 +41,19 @@ def cross_entropy_plain(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, cap:
     return F.cross_entropy(cap((x_ND @ weight_VD.T).float()), targets_N, reduction="none")
 
 
-class Products(Protocol):
-    """The three products of hidden states and a head's weight, for a slice of the tokens at a time."""
-
-    def logits(self, part: slice) -> Tensor:
-        """x Wᵀ, in x's dtype."""
-        ...
-
-    def gradients(self, part: slice, grad_NV: Tensor, factor_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns dx of the slice and its part of dW; grad · factor[:, None] is the gradient by its logits."""
-        ...
-
-
-class PlainProducts:
-    """Products in the dtype of the operands; `bound` is not used."""
+class Products:
+    """The three products of hidden states and a head's weight, for a slice of the tokens at a time. These are in the
+    dtype of the operands, and do not use `bound`."""
 
     def __init__(self, x_ND: Tensor, weight_VD: Tensor, bound: Tensor) -> None:
         self.x_ND, self.weight_VD = x_ND, weight_VD
 
     def logits(self, part: slice) -> Tensor:
+        """x Wᵀ, in x's dtype."""
         return self.x_ND[part] @ self.weight_VD.T
 
     def gradients(self, part: slice, grad_NV: Tensor, factor_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns dx of the slice and its part of dW; grad · factor[:, None] is the gradient by its logits."""
         dx = (grad_NV @ self.weight_VD) * factor_N[:, None]
         return dx, grad_NV.T @ (self.x_ND[part] * factor_N[:, None]).to(self.x_ND.dtype)
 
@@ -97,7 +88,7 @@ def cross_entropy(
     targets_N: Tensor,
     scale_N: Tensor,
     cap: Cap,
-    products: MakeProducts = PlainProducts,
+    products: MakeProducts = Products,
     path: ChunkPath | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes the loss of a linear head.

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quern import compiler
+from quern.kernels.cross_entropy import Products
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
@@ -125,8 +126,8 @@ class _Linear(torch.autograd.Function):
         return dx, dw, None
 
 
-class HeadProducts:
-    """The products of a head for the chunked loss (`cross_entropy.Products`), in FP8 with static scales.
+class HeadProducts(Products):
+    """The products of a head for the chunked loss, in FP8 with static scales.
 
     At these scales the bounds become the largest numbers of the formats, 448 of E4M3 and 57,344 of E5M2. x is normed,
     so no entry exceeds sqrt(width), except by the gain of llama's norm: it is clamped. Weights are assumed to stay

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from quern.kernels.cross_entropy import MakeProducts, PlainProducts, cross_entropy
+from quern.kernels.cross_entropy import MakeProducts, Products, cross_entropy
 from quern.kernels.softcap import Cap, has_kernel
 from quern.machine import Attention
 from quern.model.context import CausalContext
@@ -66,7 +66,7 @@ class LanguageModel(nn.Module):
     """The layers that attend: the others need no keys and values."""
     shards: int = 1
     """The number of shards among which parallel/ has divided the heads."""
-    products: MakeProducts = PlainProducts
+    products: MakeProducts = Products
     """The products of the head in the loss where gradients are recorded. fp8.py replaces them."""
     criterion: Any = staticmethod(cross_entropy)
     """The kernel of the loss. parallel/ replaces it where the head holds a part of the vocabulary."""

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quern.compiler import untraced
-from quern.kernels.cross_entropy import ChunkPath, MakeProducts, PlainProducts, cross_entropy, path_for
+from quern.kernels.cross_entropy import ChunkPath, MakeProducts, Products, cross_entropy, path_for
 from quern.kernels.softcap import Cap
 from quern.mesh import ProcessGroup
 from quern.model.context import Context, Window
@@ -316,7 +316,7 @@ class VocabularyHead:
         targets_N: Tensor,
         scale_N: Tensor,
         cap: Cap,
-        products: MakeProducts = PlainProducts,
+        products: MakeProducts = Products,
     ) -> tuple[Tensor, Tensor]:
         """Computes `kernels.cross_entropy.cross_entropy` from this part of the weight.
 
