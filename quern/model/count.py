@@ -20,6 +20,7 @@ from torch import Tensor
 from quern import compiler
 from quern.data.batch import Batch
 from quern.kernels.attention.attend import MaskSpec
+from quern.kernels.attention.autotune import Backend
 from quern.model.base import KINDS, LanguageModel
 from quern.model.context import CausalContext
 from quern.optim.groups import ParameterGroup, dry_run, make_groups
@@ -181,9 +182,16 @@ class FlopCounter:
         return self._products[progress]
 
     def _trace(self, progress: float) -> None:
-        """Runs a row forward and backward, which counts its products and the spans of its attention."""
-        spans = _Spans()
-        context = self._model.context(self._row, progress).with_backend(spans)
+        """Runs a row forward and backward, which counts its products and, by window, attention's for a visible pair."""
+        spans: Counter[int | None] = Counter()
+
+        def attend(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
+            # The scores and the mix of the values; backward two products for each of them.
+            spans[_size(mask.window)] += 3 * 2 * q_BTHE.size(2) * (q_BTHE.size(3) + v_BTKE.size(3))
+            # Attention's shape and gradients of all inputs, without a product.
+            return q_BTHE[..., :1] + (k_BTKE[..., :1] + v_BTKE).repeat_interleave(q_BTHE.size(2) // k_BTKE.size(2), 2)
+
+        context = self._model.context(self._row, progress).with_backend(Backend("none", attend))
         if type(context) is CausalContext:
             context = _Watched(context)
         row = self._row.to("meta")
@@ -197,7 +205,7 @@ class FlopCounter:
         self._products[progress] = _products(train) / row.numel()
         own = type(self._model).context is not LanguageModel.context
         self._asks |= own or not isinstance(context, _Watched) or context.asked
-        self._spans[self._windows(context)] = spans.found
+        self._spans[self._windows(context)] = spans
 
     def _windows(self, context: CausalContext) -> tuple[int | None, ...]:
         return tuple(_size(window) for window in context.windows(self._model.windows))
@@ -234,33 +242,6 @@ class _Watched(CausalContext):
         if name == "progress":
             self.asked = True
         return super().__getattribute__(name)
-
-
-class _Spans:
-    """Attention that computes nothing and notes, for each window, the FLOPs of a visible pair."""
-
-    def __init__(self) -> None:
-        self.found: Counter[int | None] = Counter()
-
-    def attend(
-        self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None = None
-    ) -> Tensor:
-        # The scores and the mix of the values; backward two products for each of them.
-        self.found[_size(mask.window)] += 3 * 2 * q_BTHE.size(2) * (q_BTHE.size(3) + v_BTKE.size(3))
-        return _NoAttention.apply(q_BTHE, k_BTKE, v_BTKE)
-
-
-class _NoAttention(torch.autograd.Function):
-    """The shapes of attention and of its gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, *qkv: Tensor) -> Tensor:
-        ctx.save_for_backward(*qkv)
-        return qkv[0].new_empty(*qkv[0].shape[:3], qkv[2].size(3))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        return tuple(map(torch.empty_like, ctx.saved_tensors))
 
 
 def _size(window: int | Tensor | None) -> int | None:
