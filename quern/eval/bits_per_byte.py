@@ -25,7 +25,7 @@ from quern.data.shards import Corpus
 from quern.eval.score import SINGLE, Score, own_part
 from quern.machine import Machine
 from quern.mesh import ProcessGroup
-from quern.model.base import LanguageModel, token_losses
+from quern.model.base import LanguageModel, loss_sum
 from quern.text.tokenizer import Tokenizer
 
 VALIDATION, TRAIN = "validation", "train"
@@ -96,8 +96,8 @@ def batch_losses(model: LanguageModel, tokens_BT: np.ndarray, targets_BT: np.nda
     with torch.no_grad(), compiler.eager():
         tokens = torch.from_numpy(np.ascontiguousarray(tokens_BT, dtype=np.int64)).to(machine.device)
         targets = torch.from_numpy(np.ascontiguousarray(targets_BT, dtype=np.int64)).to(machine.device)
-        context = model.context(tokens).with_backend(machine.attention)
-        losses = token_losses(model, model(tokens, context), targets, context)
+        zeros = torch.zeros(targets.shape, device=machine.device)
+        losses = loss_sum(model, tokens, targets, zeros, attention=machine.attention)[1]
     return losses.float().cpu().numpy().astype(np.float64)
 
 

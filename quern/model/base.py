@@ -161,16 +161,6 @@ def loss_sum(
     return model.loss(model(tokens_BT, context), targets_BT, scale_BT, context)
 
 
-@torch.no_grad()
-def token_losses(
-    model: LanguageModel, x_BTD: Tensor, targets_BT: Tensor, context: CausalContext | None = None
-) -> Tensor:
-    """Nats of each target (B, T) in fp32 from hidden states, in chunks where the cap has a kernel. Not
-    differentiable."""
-    zeros = torch.zeros(targets_BT.shape, dtype=torch.float32, device=targets_BT.device)
-    return model.loss(x_BTD, targets_BT, zeros, context or CausalContext())[1]
-
-
 def recompute(model: Any, blocks: int) -> None:
     """Makes the first `blocks` blocks of a model, or all if it has fewer, keep their inputs only and run again in the
     backward pass (activation checkpointing, arXiv 1604.06174), in place. Call it after compilation.

@@ -14,7 +14,7 @@ from quern import compiler
 from quern.estimate.predict import bytes_sent
 from quern.generate.cache import KVCache, decode
 from quern.mesh import Mesh
-from quern.model.base import loss_sum, recompute, token_losses
+from quern.model.base import loss_sum, recompute
 from quern.model.gpt import GPT
 from quern.model.llama import Llama
 from quern.model.unet import UNet
@@ -154,8 +154,8 @@ def logits_of(model: Any) -> list[Tensor]:
 def evaluated(model: Any, tokens_BT: Tensor, targets_BT: Tensor) -> list[Tensor]:
     """Losses of all rows, and all logits of the last one, without gradients."""
     with torch.no_grad():
-        x_BTD = model(tokens_BT, model.context(tokens_BT, 1.0))
-        return [token_losses(model, x_BTD, targets_BT), model.logits(x_BTD[-1])]
+        losses = loss_sum(model, tokens_BT, targets_BT, torch.zeros(targets_BT.shape))[1]
+        return [losses, model.logits(model(tokens_BT, model.context(tokens_BT, 1.0))[-1])]
 
 
 def terms_of_scales(architecture: str, whole: tuple[Tensor, ...]) -> dict[str, float]:
