@@ -13,12 +13,13 @@ import timeit
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from quern.compiler import TRITON_FOUND
 from quern.kernels.attention.attend import (
     MaskSpec,
     attend_in_blocks,
@@ -48,29 +49,20 @@ class Backend:
         return self.name
 
 
+def attend_cudnn(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
+    """SDPA by cuDNN only, which is faster than torch's first choice on some GPUs."""
+    if q_BTHE.size(-1) % 8 or q_BTHE.size(-1) > 128:  # cuDNN has no kernel for such heads
+        return attend_sdpa(q_BTHE, k_BTKE, v_BTKE, mask, scale)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return attend_sdpa(q_BTHE, k_BTKE, v_BTKE, mask, scale)
+
+
 PLAIN = Backend("plain", attend_plain)
 SDPA = Backend("sdpa", attend_sdpa)
+CUDNN = Backend("cudnn", attend_cudnn)
+FLASH = Backend("triton", flash_attention, HIDING)
 BLOCKED = Backend("blocked", attend_in_blocks, HIDING)
 """`attend` on a CPU; on other devices the substitute where no kernel skips hidden keys."""
-
-
-def cudnn() -> Backend:
-    """SDPA by cuDNN only, which is faster than torch's first choice on some GPUs."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    def attend_cudnn(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
-        if q_BTHE.size(-1) % 8 or q_BTHE.size(-1) > 128:  # cuDNN has no kernel for such heads
-            return attend_sdpa(q_BTHE, k_BTKE, v_BTKE, mask, scale)
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return attend_sdpa(q_BTHE, k_BTKE, v_BTKE, mask, scale)
-
-    return Backend("cudnn", attend_cudnn)
-
-
-def triton_flash() -> Backend:
-    """The kernels of this project. Raises ImportError where Triton is not installed."""
-    importlib.import_module("quern.kernels.attention.flash_launch")
-    return Backend("triton", flash_attention, HIDING)
 
 
 def installed_flash(module: str) -> Backend:
@@ -131,15 +123,13 @@ def fits(backend: Backend, kind: str) -> bool:
 
 def available(machine: Machine) -> list[Backend]:
     """The installed paths, whether they work or not, in the order of preference."""
-    makers: list[Callable[[], Backend]] = [lambda: SDPA]
-    if machine.device.type == "cuda":
-        modules = ("flash_attn_interface", "flash_attn.cute", "flash_attn")
-        makers = [triton_flash, cudnn, *makers, *(partial(installed_flash, module) for module in modules)]
-    installed = []
-    for make in makers:
+    if machine.device.type != "cuda":
+        return [SDPA]
+    paths = [*[FLASH] * TRITON_FOUND, CUDNN, SDPA]
+    for module in ("flash_attn_interface", "flash_attn.cute", "flash_attn"):
         with suppress(ImportError):  # not installed
-            installed.append(make())
-    return installed
+            paths.append(installed_flash(module))
+    return paths
 
 
 def select_attention(machine: Machine) -> Machine:

@@ -14,18 +14,18 @@ from torch import Tensor
 from quern.kernels.attention.attend import MaskSpec, attend, attend_plain
 from quern.kernels.attention.autotune import (
     BLOCKED,
+    CUDNN,
+    FLASH,
     HIDING,
     KINDS,
     SDPA,
     Backend,
     Picked,
-    cudnn,
     example,
     installed_flash,
     pick,
     problem_with,
     select_attention,
-    triton_flash,
 )
 from quern.machine import Machine
 from tests.support.deviation import deviation, random, with_gradients
@@ -122,23 +122,21 @@ def test_a_cpu_has_one_path_and_the_others_come_by_kind() -> None:
 def test_what_is_not_installed_is_an_import_error() -> None:
     with pytest.raises(ImportError):
         installed_flash("flash_attn_interface_that_nobody_has")
-    assert cudnn().name == "cudnn"
 
 
 @pytest.mark.parametrize("E", [100, 256])
 def test_heads_that_cudnn_has_no_kernel_for_take_another(E: int) -> None:
     """On a CPU it has none for any, and says so."""
     q, k, v = (torch.randn(1, 9, heads, E) for heads in (4, 2, 2))
-    found = cudnn().attend(q, k, v, MaskSpec(), None)
+    found = CUDNN.attend(q, k, v, MaskSpec(), None)
     assert (found - attend_plain(q, k, v, MaskSpec())).abs().max() <= 1e-5
 
 
 def triton_deviation(kind: str) -> float:
     """Runs where Triton interprets."""
-    backend = triton_flash()
     mask = example(kind, 70)
     q, k, v, grad = (random(2, 70, heads, 16, seed=seed) for seed, heads in enumerate((4, 2, 2, 4)))
-    paths = (backend.attend, attend_plain)
+    paths = (FLASH.attend, attend_plain)
     ours, expected = (with_gradients(partial(path, mask=mask, scale=0.3), (q, k, v), grad) for path in paths)
     return deviation(ours, expected)
 
