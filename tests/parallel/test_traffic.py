@@ -73,7 +73,7 @@ def leaving(mesh: Mesh, architecture: str) -> list[list[int]]:
     state, step = stepping(mesh, architecture)
     parameters, left, found, calls = list(state.model.parameters()), [], [], []
     send = mesh.data.reduce_scatter
-    mesh.data.reduce_scatter = lambda *tensors: calls.append(tensors) or send(*tensors)
+    mesh.data.reduce_scatter = lambda out, whole: calls.append(out) or send(out, whole)
     for parameter in parameters:  # these hooks come after the optimizer's
         parameter.register_post_accumulate_grad_hook(lambda _: left.append(len(calls)))
     for _ in range(3):
