@@ -112,39 +112,29 @@ class Ownership:
     @cached_property
     def moves(self) -> bool:
         """Whether some unit is outside its owner's region."""
-        return any(self._outside(replica) for replica in range(self.replicas))
+        return any(self._shared(one, one) < len(self.units(one)) * self.size for one in range(self.replicas))
 
     def owners_of_region(self, replica: int) -> list[int]:
         """Number of elements of the replica's region that each replica owns, in the order of the region."""
-        low, high = self._region(replica)
-        return [_overlap((low, high), self._owned(other)) for other in range(self.replicas)]
+        return [self._shared(replica, other) for other in range(self.replicas)]
 
     def owned_in_regions(self, replica: int) -> list[int]:
         """Number of elements that the replica owns in each region."""
-        low, high = self._owned(replica)
-        return [_overlap((low, high), self._region(other)) for other in range(self.replicas)]
+        return [self._shared(other, replica) for other in range(self.replicas)]
 
     def sent(self, replica: int) -> tuple[int, int]:
         """Elements of gradients and of parameters that one rank of the replica sends to other replicas in a step."""
-        low, high = self._region(replica)
-        summed = min(high, self.cuts[-1] * self.size) - min(low, self.cuts[-1] * self.size)
-        kept = _overlap((low, high), self._owned(replica))
-        return (summed - kept, self._outside(replica)) if self.moves else (0, 0)
+        kept = self._shared(replica, replica)
+        return sum(self.owners_of_region(replica)) - kept, len(self.units(replica)) * self.size - kept
 
-    def _outside(self, replica: int) -> int:
-        low, high = self._owned(replica)
-        return high - low - _overlap((low, high), self._region(replica))
-
-    def _region(self, replica: int) -> tuple[int, int]:
-        return replica * self.region, (replica + 1) * self.region
-
-    def _owned(self, replica: int) -> tuple[int, int]:
-        units = self.units(replica)
-        return units.start * self.size, units.stop * self.size
-
-
-def _overlap(one: tuple[int, int], other: tuple[int, int]) -> int:
-    return max(0, min(one[1], other[1]) - max(one[0], other[0]))
+    def _shared(self, region: int, owner: int) -> int:
+        """Number of elements of one replica's region that a replica owns."""
+        units = self.units(owner)
+        low, high = (
+            max(region * self.region, units.start * self.size),
+            min((region + 1) * self.region, units.stop * self.size),
+        )
+        return max(0, high - low)
 
 
 def units_together(units: int, size: int, most: int, largest: int, ranks: int) -> int:

@@ -230,13 +230,6 @@ class Zero2:
             torch.cuda.current_stream(device).synchronize()  # masters and state on their way to the CPU
         return {name: part for bucket in self.buckets for name, part in _slices_of(bucket).items()}
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """`slices` as whole tensors. Raises ValueError unless this process holds everything."""
-        slices = self.slices()
-        if self.mesh.world.size > 1:
-            raise ValueError("the state is spread over several processes: read it by `slices`")
-        return {name: part.tensor for name, part in slices.items()}
-
     @torch.no_grad()
     def load_state_tensors(self, tensors: Mapping[str, Tensor], *, weights_alone: bool = False) -> None:
         """Restores this rank's part of whole logical tensors, bit for bit, and sets the parameters from the masters.

@@ -130,16 +130,16 @@ def open_checkpoint(
                 )
             path = found[0]
         else:
-            steps = manifest.steps(folder)
+            there = manifest.candidates(folder)
             step = int(at) if at.isdecimal() else None
             if at == BEFORE_WARMDOWN:
-                step = max(manifest.kept_steps(folder), default=None)
-            if step not in steps:
+                step = max((one for one, path in there.items() if manifest.is_kept(path)), default=None)
+            if step not in there:
                 raise ValueError(
                     f"--from-step {at}: run '{run_dir.run}' has no such checkpoint; there are {NEWEST} and the steps "
-                    f"{', '.join(map(str, steps))}"
+                    f"{', '.join(map(str, sorted(there)))}"
                 )
-            manifest.verify(path := manifest.path_of(folder, step))
+            manifest.verify(path := there[step])
         tensors, meta = checkpoint.load(path, verified=True)
     try:
         typed(meta, _Meta)

@@ -88,7 +88,7 @@ def save(
         with failing_together(world, refused):
             if mesh.main:
                 facts = dict(sorted((name, one) for part in gathered for name, one in part.items()))
-                write_manifest(temporary, step, facts, meta, {"torch": torch.__version__})
+                write_manifest(temporary, step, facts, meta, torch.__version__)
                 _put_in_place(temporary, final)
     except CheckpointError:
         shutil.rmtree(temporary, ignore_errors=True)  # best effort: the next save cleans up too

@@ -1,8 +1,7 @@
 """Guard: how training handles a step that is not finite, and a request to stop. No tensors here.
 
-`Guard` decides what happens to a step whose loss or gradient is not finite. Its state is JSON, so a resumed run decides
-as the uninterrupted run would. `Stop` turns SIGTERM, SIGINT and SIGHUP into a flag that the loop reads between steps.
-This file also defines the exit codes of the training commands.
+`Guard` decides what happens to a step whose loss or gradient is not finite. `Stop` turns SIGTERM, SIGINT and SIGHUP
+into a flag that the loop reads between steps. This file also defines the exit codes of the training commands.
 """
 
 from __future__ import annotations
@@ -47,14 +46,6 @@ class Guard:
         self.skips_in_row += 1
         self.skips += 1
         return "stop" if self.skips_in_row > self.max_skips else "skip"
-
-    def state(self) -> dict[str, int]:
-        """Returns JSON for the checkpoint, without `max_skips`, which is part of the recipe."""
-        return {"skips_in_row": self.skips_in_row, "skips": self.skips}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.skips_in_row = int(state["skips_in_row"])
-        self.skips = int(state["skips"])
 
 
 class Stop:

@@ -35,13 +35,13 @@ class CheckpointError(RuntimeError):
 
 
 def write_manifest(
-    temporary: Path, step: int, files: dict[str, dict[str, Any]], meta: dict[str, Any], library: dict[str, str]
+    temporary: Path, step: int, files: dict[str, dict[str, Any]], meta: dict[str, Any], torch: str
 ) -> None:
     """Writes and syncs the manifest, then syncs the folder, which has its temporary name.
 
-    files: size in bytes and hash of each file, by name; library: name and version of the one that wrote the files.
+    files: size in bytes and hash of each file, by name; torch: the version of the library that wrote the files.
     """
-    content = {"schema": SCHEMA, "step": step, **library, "files": files, "meta": meta}
+    content = {"schema": SCHEMA, "step": step, "torch": torch, "files": files, "meta": meta}
     manifest = temporary / MANIFEST
     text = json.dumps(content | {"sha256": _content_hash(content)}, indent=1, allow_nan=False)
     manifest.write_text(text + "\n", encoding="utf-8")
@@ -83,11 +83,6 @@ FOLDER = re.compile(r"step-(\d{8,})(?P<old>\.old-[0-9a-f]+)?")
 def steps(folder: Path) -> list[int]:
     """Returns the steps with a checkpoint folder, ascending, unverified; empty when `folder` does not exist."""
     return sorted(candidates(folder))
-
-
-def kept_steps(folder: Path) -> list[int]:
-    """Returns the steps whose checkpoint is never removed, ascending, unverified."""
-    return sorted(step for step, path in candidates(folder).items() if is_kept(path))
 
 
 def path_of(folder: Path, step: int) -> Path:

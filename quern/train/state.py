@@ -49,11 +49,12 @@ class Counters:
         """Returns JSON for a checkpoint."""
         counts = {one.name: getattr(self, one.name) for one in fields(Counters)}
         plans = [list(plan) for plan in self.plans]
-        return counts | {"flops": asdict(self.flops), "plans": plans, "guard": self.guard.state()}
+        guard = {"skips_in_row": self.guard.skips_in_row, "skips": self.guard.skips}  # max_skips is the recipe's
+        return counts | {"flops": asdict(self.flops), "plans": plans, "guard": guard}
 
     def count_from(self, meta: dict[str, Any]) -> None:
         """Puts the counters where `meta` left them."""
-        self.guard.load_state(meta["guard"])
+        self.guard.skips_in_row, self.guard.skips = meta["guard"]["skips_in_row"], meta["guard"]["skips"]
         self.step, self.tokens, self.seconds = meta["step"], meta["tokens"], meta["seconds"]
         self.flops = Flops(**meta.get("flops", {}))
         self.empty_steps, self.earlier_updates = meta.get("empty_steps", 0), meta.get("earlier_updates", 0)
@@ -70,7 +71,9 @@ class TrainState(Counters):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors by logical name; views of live memory. On one process only."""
-        return self.optimizer.state_tensors()
+        if self.optimizer.mesh.world.size > 1:
+            raise ValueError("the state is spread over several processes: read it by `slices`")
+        return {name: part.tensor for name, part in self.slices().items()}
 
     def slices(self) -> dict[str, Slice]:
         """The part of `tensors` that this rank holds."""

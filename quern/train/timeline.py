@@ -17,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from quern.mesh import WAITING
-from quern.temporaries import scratch_folder, write_whole
+from quern.temporaries import whole_file, write_whole
 
 Span = tuple[float, float]
 """Begin and end in microseconds."""
@@ -31,10 +31,8 @@ def recorded(path: Path) -> Iterator[None]:
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     with profile(activities=kinds) as profiler:
         yield
-    with scratch_folder() as folder:
-        file = folder / "trace.json"
+    with whole_file(path) as file:
         profiler.export_chrome_trace(str(file))
-        write_whole(path, file.read_text(encoding="utf-8"))
 
 
 def merge(path: Path, ranks: Sequence[dict[str, Any]]) -> None:
