@@ -12,7 +12,7 @@ Source: The Pile (Gao et al., 2020, arXiv 2101.00027, section 3.1).
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,20 +72,29 @@ def bits_per_byte(
     Raises:
         ValueError: No target counts.
     """
-    table = np.asarray(token_bytes, dtype=np.int64)
-    nats, tokens, num_bytes = 0.0, 0, 0
-    for batch in batches:
-        bytes_BT = np.where(batch.mask, table[np.where(batch.mask, batch.targets, 0)], 0)
-        counts_BT = bytes_BT > 0
-        losses_BT = batch_losses(model, batch.tokens, batch.targets, machine)
-        nats += float(losses_BT[counts_BT].sum())
-        tokens += int(counts_BT.sum())
-        num_bytes += int(bytes_BT.sum())
+    nats, tokens, num_bytes = sums(
+        batches, token_bytes, lambda batch: batch_losses(model, batch.tokens, batch.targets, machine)
+    )
     if replicas.size > 1:
         totals = torch.tensor([nats, tokens, num_bytes], dtype=torch.float64, device=machine.device)
         replicas.all_reduce(totals).wait()
         nats, tokens, num_bytes = totals[0].item(), int(totals[1]), int(totals[2])
     return BitsPerByte.of(nats, tokens, num_bytes)
+
+
+def sums(
+    batches: Iterable[Batch], token_bytes: np.ndarray, losses: Callable[[Batch], np.ndarray]
+) -> tuple[float, int, int]:
+    """Nats, tokens and bytes over the targets that count. losses: computes the nats of a batch's targets, float64."""
+    table = np.asarray(token_bytes, dtype=np.int64)
+    nats, tokens, num_bytes = 0.0, 0, 0
+    for batch in batches:
+        bytes_BT = np.where(batch.mask, table[np.where(batch.mask, batch.targets, 0)], 0)
+        counts_BT = bytes_BT > 0
+        nats += float(losses(batch)[counts_BT].sum())
+        tokens += int(counts_BT.sum())
+        num_bytes += int(bytes_BT.sum())
+    return nats, tokens, num_bytes
 
 
 def batch_losses(model: LanguageModel, tokens_BT: np.ndarray, targets_BT: np.ndarray, machine: Machine) -> np.ndarray:

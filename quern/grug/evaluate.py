@@ -1,10 +1,9 @@
-"""Bits per byte on the validation text (as quern/eval/bits_per_byte.py), FLOPs of a token, the devices' peak, and the
-default dtype: bf16 on accelerators, and on CPUs where a probe measures it to be clearly faster (docs/grug.md).
+"""FLOPs of a token, the devices' peak, and the default dtype: bf16 on accelerators, and on CPUs where a probe measures
+it to be clearly faster (docs/grug.md).
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,42 +17,13 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from quern.data.packing import windows
-from quern.data.shards import Corpus
-from quern.grug.mesh import BATCH, gather, make_mesh, place, product
-from quern.grug.model import Params
-from quern.grug.state import StepConfig, eval_step
+from quern.grug.mesh import gather, make_mesh, place, product
+from quern.grug.state import StepConfig
 
 ROWS, TOKENS, WIDTH, CHANNELS = 8, 256, 256, 1024
 ROUNDS = 7
 CLEARLY = 1.2
 """bf16 must be this many times as fast: below that the rest of a step, mostly in fp32, decides."""
-
-
-def validate(
-    params: Params, corpus: Corpus, token_bytes: np.ndarray, rows: int, mesh: Mesh, cfg: StepConfig
-) -> dict[str, Any]:
-    """Measures val_bpb and val_loss (nats per token) over every target that encodes at least one byte.
-
-    token_bytes: bytes of each token, by id; rows: rows of a batch, a multiple of its shards; mesh: the current mesh.
-    Sums are float64. Raises ValueError when no target encodes a byte.
-    """
-    context, table = cfg.model.context, np.asarray(token_bytes, dtype=np.int64)
-    nats, tokens, size = 0.0, 0, 0
-    # Widths are multiples of `multiple`; each width is compiled once.
-    for batch in windows(corpus, context, rows=rows, multiple=max(64, context // 4)):
-        bytes_BT = np.where(batch.mask, table[np.where(batch.mask, batch.targets, 0)], 0)
-        counts_BT = bytes_BT > 0
-        if not counts_BT.any():
-            continue
-        inputs, targets = (place(x, P(BATCH, None), mesh) for x in (batch.tokens, batch.targets))
-        losses_BT = np.asarray(eval_step(params, inputs, targets, cfg), dtype=np.float64)
-        nats += float(losses_BT[counts_BT].sum())
-        tokens += int(counts_BT.sum())
-        size += int(bytes_BT.sum())
-    if not size:
-        raise ValueError("bits per byte needs at least one target that stands for text: hand in more validation text")
-    return {"val_bpb": nats / (math.log(2) * size), "val_loss": nats / tokens}
 
 
 def group_sizes(cfg: StepConfig) -> Counter[str]:

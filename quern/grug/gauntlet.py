@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from quern.data.batch import Batch
 from quern.grug.attention import (
     AttentionMask,
     by_head,
@@ -32,16 +33,7 @@ from quern.grug.attention import (
 )
 from quern.grug.mesh import BATCH, batch_shards, make_mesh, place
 from quern.grug.model import logits
-from quern.grug.state import (
-    Batch,
-    Grug,
-    JaxTrainState,
-    StepConfig,
-    init_state,
-    loss_fn,
-    measured_block,
-    train_step,
-)
+from quern.grug.state import Grug, StepConfig, device_batch, init_state, loss_fn, measured_block, train_step
 from quern.optim.schedule import Multipliers
 from quern.process import peak_resident
 from quern.recipe import ResolvedModel, ResolvedOptim
@@ -151,7 +143,7 @@ def _worst(cfg: StepConfig, attend: Callable[..., jax.Array], scaled: bool) -> f
             lambda p: draw(p.shape, P() if p.sharding is None else p.sharding.spec),
             jax.eval_shape(lambda: core.init_parameters(shape, key=jax.random.key(0))),
         )
-        tokens = _placed(random_batch(shape, 0, 1, rows=1), mesh)["tokens"]
+        tokens = device_batch(random_batch(shape, 0, 1, rows=1), 1, mesh)["tokens"][0]
         heads = (shape.kv_heads, shape.kv_heads, shape.heads)
         inputs = (draw((1, shape.context, n, shape.head_dim), P(BATCH, None, "model", None)) for n in heads)
         return float(jax.jit(run)(params, tokens, *inputs))
@@ -218,19 +210,21 @@ def measure(core: type[Grug], steps: int) -> dict[str, float]:
     cfg = StepConfig(REFERENCE, OPTIM, dtype, None, measured_block(platform, dtype, context), core)
     with jax.set_mesh(mesh):
         state = jax.block_until_ready(init_state(0, cfg))
-        batches = [_placed(random_batch(REFERENCE, seed, 1), mesh) for seed in range(2)]
+        batches = [device_batch(random_batch(REFERENCE, seed, 1), ROWS, mesh) for seed in range(2)]
         times = [time.perf_counter()]
         for step in range(steps + 2):
-            state, metrics = _step(state, batches[step % 2], cfg)
+            state, metrics = train_step(state, batches[step % 2], Multipliers(), cfg)
             jax.block_until_ready(metrics)
             times.append(time.perf_counter())
     seconds = np.diff(times).tolist()
     usual = statistics.median(seconds[2:])
+    # Of this process where the device does not count it.
+    peak = (mesh.devices.flat[0].memory_stats() or {}).get("peak_bytes_in_use") or peak_resident()
     return {
         "seconds to first step": round(seconds[0], 3),
         "seconds per step": round(usual, 5),
         "tokens per second": round(ROWS * context / usual, 1),
-        "peak memory MB": round(_peak_bytes(mesh) / 1e6, 1),
+        "peak memory MB": round(peak / 1e6, 1),
     }
 
 
@@ -239,18 +233,17 @@ def single_mesh() -> Mesh:
     return make_mesh(devices=jax.devices()[:1])
 
 
-def random_batch(shape: ResolvedModel, seed: int, multiple: int, rows: int = ROWS) -> dict[str, np.ndarray]:
+def random_batch(shape: ResolvedModel, seed: int, multiple: int, rows: int = ROWS) -> Batch:
     """Returns random tokens, `rows` rounded up to a multiple, with a tenth of the targets masked."""
     rng = np.random.default_rng(seed)
     rows = -(-rows // multiple) * multiple
     row_tokens = rng.integers(0, shape.vocab_size, (rows, shape.context + 1), dtype=np.int32)
     counts = rng.random((rows, shape.context)) < 0.9
-    scale = counts.astype(np.float32) / counts.sum()
-    return {"tokens": row_tokens[:, :-1], "targets": row_tokens[:, 1:], "scale": scale}
+    return Batch(row_tokens[:, :-1], row_tokens[:, 1:], counts)
 
 
 def _evaluated(
-    cfg: StepConfig, host: dict[str, np.ndarray], mesh: Mesh, paths: Sequence[Callable[..., jax.Array]]
+    cfg: StepConfig, host: Batch, mesh: Mesh, paths: Sequence[Callable[..., jax.Array]]
 ) -> tuple[list[np.ndarray], float, dict[str, np.ndarray]]:
     """Logits on each path, loss and gradients, at perturbed weights: zero weights would zero other gradients."""
     core, shape = cfg.core, cfg.model
@@ -260,7 +253,7 @@ def _evaluated(
 
     with jax.set_mesh(mesh):
         params = jax.jit(partial(jax.tree.map, moved))(init_state(0, cfg).params)
-        batch = _placed(host, mesh)
+        batch = jax.tree.map(lambda x: x[0], device_batch(host, host.rows, mesh))
         outputs = [np.asarray(jax.jit(partial(logits_of, attend=path))(params, batch["tokens"])) for path in paths]
         loss, grads = jax.jit(jax.value_and_grad(lambda p: loss_fn(p, batch, shape, forward=core.forward)))(params)
         leaves = jax.tree_util.tree_leaves_with_path(grads)
@@ -273,21 +266,13 @@ def moved(p: jax.Array) -> jax.Array:
     return p + 0.05 * jax.reshard(jnp.asarray(noise), jax.typeof(p).sharding.spec)
 
 
-def _progress(cfg: StepConfig, host: dict[str, np.ndarray]) -> float:
+def _progress(cfg: StepConfig, host: Batch) -> float:
     with jax.set_mesh(mesh := single_mesh()):
-        state, batch, losses = init_state(0, cfg), _placed(host, mesh), []
+        state, batch, losses = init_state(0, cfg), device_batch(host, host.rows, mesh), []
         for _ in range(4):
-            state, metrics = _step(state, batch, cfg)
+            state, metrics = train_step(state, batch, Multipliers(), cfg)
             losses.append(float(metrics["loss"]))
     return losses[-1] / losses[0]
-
-
-def _step(state: JaxTrainState, batch: Batch, cfg: StepConfig) -> tuple[JaxTrainState, dict[str, jax.Array]]:
-    return train_step(state, jax.tree.map(lambda x: x[None], batch), Multipliers(), cfg)
-
-
-def _placed(host: dict[str, np.ndarray], mesh: Mesh) -> Batch:
-    return {name: place(array, P(BATCH, None), mesh) for name, array in host.items()}
 
 
 def relative(found: Any, expected: Any) -> float:
@@ -298,8 +283,3 @@ def relative(found: Any, expected: Any) -> float:
 
 def _found(value: float, limit: float, bar: str) -> dict[str, Any]:
     return {"value": value, "bar": bar, "passed": bool(value <= limit)}
-
-
-def _peak_bytes(mesh: Mesh) -> float:
-    """Peak memory of the device where it is counted, else of this process."""
-    return (mesh.devices.flat[0].memory_stats() or {}).get("peak_bytes_in_use") or peak_resident()

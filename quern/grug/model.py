@@ -110,32 +110,23 @@ def init_parameters(cfg: ResolvedModel, *, key: jax.Array) -> Params:
     keys = iter(jax.random.split(key, len(jax.tree.leaves(shapes))))
     share = np.arange(cfg.depth, dtype=np.float32) / max(1, cfg.depth - 1)
 
-    def uniform(shape: Leaf, low: float, high: float) -> jax.Array:
-        return jax.random.uniform(next(keys), shape.shape, minval=low, maxval=high)
+    def uniform(low: float, high: float) -> Callable[[Any], jax.Array]:
+        return lambda shape: jax.random.uniform(next(keys), shape, minval=low, maxval=high)
 
-    def block(one: JaxBlock) -> JaxBlock:
-        return JaxBlock(
-            query=uniform(one.query, -bound, bound),
-            key=uniform(one.key, -bound, bound),
-            value=uniform(one.value, -bound, bound),
-            out=jnp.zeros(one.out.shape),
-            up=uniform(one.up, -0.4 * bound, 0.4 * bound),
-            down=jnp.zeros(one.down.shape),
-            value_gate=None if one.value_gate is None else uniform(one.value_gate, 0.0, 0.02),
-            value_embedding=None if one.value_embedding is None else uniform(one.value_embedding, -bound, bound),
-        )
-
-    fresh = Params(
-        embedding=0.8 * jax.random.normal(next(keys), shapes.embedding.shape),
-        head=0.001 * jax.random.normal(next(keys), shapes.head.shape),
-        blocks=tuple(block(one) for one in shapes.blocks),
-        residual_scales=jnp.asarray(1.15 - 0.10 * share),
-        x0_scales=jnp.asarray(0.20 - 0.15 * share),
-        smear_gate=uniform(shapes.smear_gate, 0.0, 0.02),
-        smear_scale=jnp.zeros(1),
-        backout_scale=jnp.full(1, 0.2),
+    fresh: dict[str, Callable[[Any], jax.Array]] = {
+        "embedding": lambda shape: 0.8 * jax.random.normal(next(keys), shape),
+        "head": lambda shape: 0.001 * jax.random.normal(next(keys), shape),
+        **dict.fromkeys(("query", "key", "value", "value_embedding"), uniform(-bound, bound)),
+        "up": uniform(-0.4 * bound, 0.4 * bound),
+        **dict.fromkeys(("out", "down", "smear_scale"), jnp.zeros),
+        **dict.fromkeys(("value_gate", "smear_gate"), uniform(0.0, 0.02)),
+        "residual_scales": lambda shape: jnp.asarray(1.15 - 0.10 * share),
+        "x0_scales": lambda shape: jnp.asarray(0.20 - 0.15 * share),
+        "backout_scale": lambda shape: jnp.full(shape, 0.2),
+    }
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: jax.reshard(fresh[path[-1].name](leaf.shape), leaf.sharding.spec), shapes
     )
-    return jax.tree.map(lambda x, shape: jax.reshard(x, shape.sharding.spec), fresh, shapes)
 
 
 def forward(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -96,15 +97,10 @@ def muon(
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         multipliers: Multipliers = extra["multipliers"]
-
-        def mean(momentum: jax.Array, grad: jax.Array) -> jax.Array:
-            return momentum + (1 - multipliers.momentum) * (grad - momentum)
-
-        momentum = jax.tree.map(mean, state.momentum, updates)
+        momentum = jax.tree.map(lambda m, g: m + (1 - multipliers.momentum) * (g - m), state.momentum, updates)
         nesterov = jax.tree.map(lambda g, m: g + multipliers.momentum * (m - g), updates, momentum)
-        direction, second = _by_shape(
-            lambda x, second: _direction(x, second, beta2, steps, dtype), nesterov, state.second
-        )
+        turn = partial(_direction, beta2=beta2, steps=steps, dtype=dtype)
+        direction, second = _by_shape(turn, nesterov, state.second)
 
         def step(p: jax.Array, d: jax.Array) -> jax.Array:
             lr = peak * multipliers.lr * max(1.0, p.shape[0] / p.shape[1]) ** 0.5

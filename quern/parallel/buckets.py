@@ -1,11 +1,10 @@
-"""Buckets: parameters that share one buffer and one update rule, and are communicated together (docs/parallelism.md).
+"""Buckets: parameters that share one buffer and one update rule, and are communicated together.
 
-A buffer is cut into one equal region per rank of the data group, where the gradients are summed and the parameters come
-from. There are three kinds: rows of elementwise rules, cut at multiples of a row; stacks of matrices of one shape, each
-owned whole by one rank (sharding.py); and small buckets, which are not cut and which every rank updates. A group that
-is updated every n-th step (`GroupRule.every`) adds its gradients to `held` on the other steps, without communication.
-Where replicas share the parameters (zero3.py), `Share` holds their regions, and buffers have memory only while a block
-computes. On one process a region is the whole buffer.
+A buffer is cut into one equal region per rank of the data group; on one process a region is the whole buffer. Its kinds
+are in docs/parallelism.md, "Who holds what": rows of elementwise rules, stacks of matrices, and small buckets, which
+are not cut. A group that is updated every n-th step (`GroupRule.every`) adds its gradients to `held` on the other
+steps, without communication. Where replicas share the parameters (zero3.py), `Share` holds their regions, and buffers
+have memory only while a block computes.
 """
 
 from __future__ import annotations

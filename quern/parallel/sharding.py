@@ -61,25 +61,18 @@ def sliced(tensor: Tensor, sharding: Sharding | None, first_row: int, rows: int,
     offsets, whole = [0] * tensor.ndim, list(tensor.shape)
     offsets[0], whole[0] = first_row, rows
     if sharding is not None:
-        tensor = tensor.narrow(sharding.dim, 0, _held(tensor, sharding, first_row))
+        begin = first_row if sharding.dim == 0 else 0
+        tensor = tensor.narrow(sharding.dim, 0, max(0, min(tensor.size(sharding.dim), sharding.size - begin)))
         offsets[sharding.dim] += sharding.offset
         whole[sharding.dim] = sharding.whole
     return Slice(tensor, tuple(offsets), tuple(whole), saved) if tensor.numel() else None
 
 
-def _held(tensor: Tensor, sharding: Sharding, first_row: int) -> int:
-    """Counts the indices along the cut dimension that are not padding."""
-    begin = first_row if sharding.dim == 0 else 0
-    return max(0, min(tensor.size(sharding.dim), sharding.size - begin))
-
-
 # Who owns which matrices, and the collectives that bring them whole to their owners and back ------------------
 #
-# Parameters of one shape ("units") are consecutive in a buffer, which is cut into one equal region per replica,
-# possibly within a unit. One rank owns a unit whole, in the same order, so a replica owns one interval of the buffer.
-# Where the units divide by the replicas, regions and ownership are the same. Otherwise each unit goes to the rank with
-# the least work, the most costly shapes first (longest processing time first: Graham, 1969), and its parts travel to
-# the owner before the update and back after it. The shards of a replica divide its units in the same way.
+# Parameters of one shape ("units") are consecutive in a buffer (docs/parallelism.md, "Who holds what"). One rank owns a
+# unit whole, in the same order, so a replica owns one interval of the buffer. Which rank, follows from the longest
+# processing time first (Graham, 1969). The shards of a replica divide its units in the same way.
 
 
 @dataclass(frozen=True)
@@ -191,13 +184,13 @@ class Stack:
         """Returns this rank's part (n, r, c) of the matrices that its replica owns, from a buffer of all regions, or
         from the part of it that starts at element `begin`."""
         units, size = self.ownership.units(self.mesh.data.rank), self.ownership.size
-        return self._matrices(buffer[units.start * size - begin : units.stop * size - begin])
+        return buffer[units.start * size - begin : units.stop * size - begin].view(-1, *self.shape[-2:])
 
     def fetch(self, region: Tensor) -> tuple[Tensor, Pending]:
         """Starts to fetch `of_replica` of the gradients; read it after the wait. region: this replica's, flat."""
         here, there = self._lengths()
         parts = region.new_empty(sum(here))
-        return self._matrices(parts), self.mesh.data.all_to_all(parts, region[: sum(there)], here, there)
+        return parts.view(-1, *self.shape[-2:]), self.mesh.data.all_to_all(parts, region[: sum(there)], here, there)
 
     def put_together(self, parts: Tensor) -> Tensor:
         """`of_replica` → (N, R, C), the whole matrices that this rank owns."""
@@ -222,9 +215,6 @@ class Stack:
         """The inverse of `fetch`, into a flat region of parameters. Keep `parts` until the wait."""
         here, there = self._lengths()
         return self.mesh.data.all_to_all(region[: sum(there)], parts.view(-1), there, here)
-
-    def _matrices(self, flat: Tensor) -> Tensor:
-        return flat.view(-1, *self.shape[-2:])
 
     def _lengths(self) -> tuple[list[int], list[int]]:
         """Number of elements that this replica owns in each region, and each replica in this region."""

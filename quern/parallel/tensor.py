@@ -45,10 +45,6 @@ def _reduce_scatter(whole: Tensor, group: ProcessGroup) -> Tensor:
     return part
 
 
-def _own_part(whole: Tensor, group: ProcessGroup) -> Tensor:
-    return whole.chunk(group.size)[group.rank]
-
-
 class _Exchange(torch.autograd.Function):
     """A collective along the first dim of a tensor, and in the backward pass its transpose, of the gradient."""
 
@@ -100,7 +96,7 @@ def reduce_scatter(x_BTD: Tensor, group: ProcessGroup) -> Tensor:
 
 def collect(part: Tensor, group: ProcessGroup) -> Tensor:
     """Parts → whole, along the first dim. Every shard computes the same from the result, and holds its gradient."""
-    return _exchange(part, group, _all_gather, _own_part)
+    return _exchange(part, group, _all_gather, lambda whole, group: whole.chunk(group.size)[group.rank])
 
 
 class StreamContext:

@@ -1,13 +1,10 @@
 """ZeRO, stage 3: replicas share parameters and gradients too, and gather a module's parameters when it computes.
 
-    forward    gather the parameters of a module, and of the one that is called next; compute; free them
-    backward   the same for blocks in reverse. Once all gradients of a bucket are there, they are summed over the
-               replicas into the region, and freed; gradients of micro-batches add up in the region
-
-The modules are the blocks, the tables of embeddings and the head (`parts_of`); the rest is as in zero2.py. The calls of
-one pass predict the calls of the next; in the first pass nothing is gathered ahead. An autograd graph refers to the
-memory of parameters, not to their numbers: it is freed and allocated again under the tensors (as in FSDP, arXiv
-2304.11277). All replicas must run equally many passes. Before the update, matrices travel to their owners all at once.
+docs/parallelism.md, "When each byte moves", shows a pass. The modules are the blocks, the tables of embeddings and the
+head (`parts_of`); the rest is as in zero2.py. Gradients of micro-batches add up in the region. The calls of one pass
+predict the calls of the next; in the first pass nothing is gathered ahead. An autograd graph refers to the memory of
+parameters, not to their numbers: it is freed and allocated again under the tensors (as in FSDP, arXiv 2304.11277). All
+replicas must run equally many passes. Before the update, matrices travel to their owners all at once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""The paths of a run. All of them are inside one output folder: `out/`, or the one that `--out` names.
-
-out/tokenizers/<name>-<fingerprint>.json     out/data/<name>-<fingerprint>/     out/downloads/<data set>/  out/trusted/
-out/runs/<run>/  run.json  tokenizer.json  .lock  evaluate.jsonl  samples.jsonl  report.md  report.html  chat_history
-out/runs/<run>/{pretrain,sft,rl}/  recipe.json  origin.json  metrics.jsonl  events.jsonl  checkpoints/
+"""The paths of a run (docs/architecture.md, "A run on disk"). All of them are inside one output folder: `out/`, or the
+one that `--out` names.
 """
 
 from __future__ import annotations

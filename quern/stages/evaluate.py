@@ -45,16 +45,8 @@ CHATS: tuple[tuple[str, ...], ...] = (
 SHOWN_CHATS = len(CHATS)
 Log = Callable[[str], None]
 Lines = list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class _Found:
-    """The tasks that the user named: tasks of CORE with their files, chat tasks, lm-eval's, and others."""
-
-    core: Sequence[tuple[CoreTask, Path]]
-    chat: Sequence[Asked]
-    harness: Callable[[LoadedModel, Machine], list[Score]] | None
-    chosen: Sequence[Task]
+Harness = Callable[[LoadedModel, Machine], list[Score]]
+"""Asks the tasks of lm-evaluation-harness."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +63,10 @@ class Questions:
     samples: int = 1
     contamination: bool = False
 
-    def find(self, out: Path, mesh: Mesh, log: Log) -> _Found:
-        """Finds the tasks that are named; needs no model.
+    def find(
+        self, out: Path, mesh: Mesh, log: Log
+    ) -> tuple[Sequence[tuple[CoreTask, Path]], Sequence[Asked], Harness | None, Sequence[Task]]:
+        """Finds the tasks that are named: of CORE with their files, chat tasks, lm-eval's, others. Needs no model.
 
         Raises:
             ValueError: A task does not exist, its file fails, or flags do not fit.
@@ -111,7 +105,7 @@ class Questions:
             if core and (bundle is None or bundle == Path(CORE) and not bundle.is_dir()):
                 bundle = core_bundle(out, log)
             asked = find_chat_tasks(self.chat_data, out, _parts(chat, CHAT), self.limit, log) if chat else []
-        return _Found(find_tasks(bundle, _parts(core, CORE)) if bundle else [], asked, harness, chosen)
+        return find_tasks(bundle, _parts(core, CORE)) if bundle else [], asked, harness, chosen
 
 
 def run(
@@ -137,7 +131,7 @@ def run(
     mesh = mesh or alone()
     mesh.progress.begin(EVALUATING)
     stages = run_dir.require_trained(asked.stage)
-    evaluation = _Evaluation(run_dir, machine, mesh, log, asked, asked.find(run_dir.out, mesh, log))
+    evaluation = _Evaluation(run_dir, machine, mesh, log, asked, *asked.find(run_dir.out, mesh, log))
     prepared, kinds = None, list[str]()
     shares: dict[str, float] | None = None
     for name in stages if asked.stage else [UNTRAINED, *stages]:
@@ -169,23 +163,25 @@ class _Evaluation:
     mesh: Mesh
     log: Log
     asked: Questions
-    found: _Found
+    core: Sequence[tuple[CoreTask, Path]]
+    chat: Sequence[Asked]
+    harness: Harness | None
+    chosen: Sequence[Task]
 
     def suiting(self, recipe: Resolved, stage: str) -> Sequence[Task]:
-        return self.found.chosen or [task for task in BUILT_IN.values() if task.suits(recipe, stage)]
+        return self.chosen or [task for task in BUILT_IN.values() if task.suits(recipe, stage)]
 
     def tasks(self, loaded: LoadedModel) -> Sequence[Task]:
         """The tasks besides those of CORE, chat and lm-eval. A run should not take longer for scores of a model that
         was never taught to answer; an untrained one answers at random, without an end."""
-        found = self.found
         if loaded.stage == UNTRAINED:
             return []
-        left_out = found.core or found.chat or found.harness or loaded.stage == "pretrain" and not self.asked.stage
-        return [] if left_out and not found.chosen else self.suiting(loaded.recipe, loaded.stage)
+        left_out = self.core or self.chat or self.harness or loaded.stage == "pretrain" and not self.asked.stage
+        return [] if left_out and not self.chosen else self.suiting(loaded.recipe, loaded.stage)
 
     def score(self, loaded: LoadedModel, prepared: Prepared, kinds: Sequence[str]) -> Lines:
         """Scores one stage, and returns its lines of evaluate.jsonl."""
-        name, log, found, world = loaded.stage, self.log, self.found, self.mesh.world
+        name, log, world = loaded.stage, self.log, self.mesh.world
         folder, chats = self.run_dir.folder, name in CHAT_STAGES
         engine = Engine(loaded.model, loaded.tokenizer, self.machine)
         identity = {"run": folder.name, "stage": name, "step": loaded.step, "weights": loaded.weights()}
@@ -220,18 +216,18 @@ class _Evaluation:
         lines = _lines(loaded, scores, log)
         if name == UNTRAINED:
             return lines
-        if found.core:
+        if self.core:
             log(f"CORE: {name}")
-            scores = run_core(engine, found.core, records, log, limit=self.asked.limit, group=world)
+            scores = run_core(engine, self.core, records, log, limit=self.asked.limit, group=world)
             lines += _lines(loaded, scores, silent)
-        if found.chat:
+        if self.chat:
             log(f"chat tasks: {name}")
             replies = self.asked.samples
-            scores = run_chat(engine, found.chat, records, base=not chats, samples=replies, group=world)
+            scores = run_chat(engine, self.chat, records, base=not chats, samples=replies, group=world)
             lines += _lines(loaded, scores, log)
-        if found.harness:
+        if self.harness:
             log(f"lm-evaluation-harness: {name}")
-            lines += _lines(loaded, found.harness(loaded, self.machine), log)
+            lines += _lines(loaded, self.harness(loaded, self.machine), log)
         return lines
 
     def _samples(self, engine: Engine, loaded: LoadedModel, val: Corpus) -> Lines:
@@ -261,10 +257,10 @@ class _Evaluation:
         texts: dict[str, list[str]] = {}  # texts of the questions of each score
         suiting = self.suiting(recipe, CHAT_STAGES[0])
         items = [(f"{task.name}/{item.kind}", item) for task in suiting for item in task.items(0, self.asked.questions)]
-        items += [(f"{CHAT}/{asked.task.name}", item) for asked in self.found.chat for item in asked.items]
+        items += [(f"{CHAT}/{asked.task.name}", item) for asked in self.chat for item in asked.items]
         for name, item in items:
             texts.setdefault(name, []).append(passage(item))
-        for task, path in self.found.core:
+        for task, path in self.core:
             texts[f"{CORE}/{task.name}"] = core_passages(task, path, self.asked.limit)
         return contaminated_shares(texts, documents(), group)
 

@@ -15,12 +15,12 @@ import numpy as np
 from quern.generate.engine import Engine
 from quern.mesh import Mesh
 from quern.parallel.plan import shard_model
-from quern.recipe import IN_FINE_TUNING, Recipe, Resolved, RlRecipe
+from quern.recipe import FOR_RL, IN_FINE_TUNING, Recipe, Resolved, RlRecipe
 from quern.resolve import fine_tuning_rates, resolve
 from quern.rl.environment import Environment, draw_item, fingerprint, load_environment
 from quern.rl.rollouts import Rollouts, divergence, pass_at_k
 from quern.runs.load import Start, open_checkpoint
-from quern.runs.origin import compare, source_digest, with_absolute_paths
+from quern.runs.origin import compare, overlay, source_digest, with_absolute_paths
 from quern.runs.run_dir import require_trusted, trust
 from quern.runs.training import rates_fall, ready_model
 from quern.stages.session import Opening, Session
@@ -145,10 +145,10 @@ def rl_recipe(asked: Recipe, base: Resolved) -> Resolved:
         raise ValueError(
             f"rl.updates must be at most rl.groups, {rl.groups}, not {rl.updates}: each update needs a group"
         )
-    own = {name.removeprefix("train."): getattr(asked.train, name.removeprefix("train.")) for name in IN_FINE_TUNING}
+    recipe = overlay(base, with_absolute_paths(asked), (*FOR_RL, *IN_FINE_TUNING))
     quarter = max(1, rl.steps // VALIDATIONS)
-    own["eval_every"], own["save_every"] = own["eval_every"] or quarter, own["save_every"] or quarter
-    recipe = resolve(replace(base, train=replace(base.train, **own), rl=with_absolute_paths(asked).rl))
+    every = {name: getattr(recipe.train, name) or quarter for name in ("eval_every", "save_every")}
+    recipe = resolve(replace(recipe, train=replace(recipe.train, **every)))
     if rl.steps % rl.updates:
         whole = -(-rl.steps // rl.updates) * rl.updates
         raise ValueError(f"rl.steps must be a multiple of rl.updates, {rl.updates}, not {rl.steps}: set {whole}")

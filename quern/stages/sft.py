@@ -5,7 +5,7 @@ Only the batches differ: the mask leaves nothing but the assistant's words and t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -15,9 +15,9 @@ from quern.data.shards import Corpus
 from quern.eval.bits_per_byte import batch_losses
 from quern.machine import Machine
 from quern.mixture.prepare import Mixture, prepare_mixture
-from quern.recipe import FOR_RL, IN_FINE_TUNING, Recipe, Resolved, TrainRecipe
+from quern.recipe import FOR_FINE_TUNING, FOR_RL, IN_FINE_TUNING, Recipe, Resolved, TrainRecipe
 from quern.resolve import fine_tuning_rates, resolve, sft_batch_rule
-from quern.runs.origin import compare, corpus_fingerprint, source_digest, with_absolute_paths
+from quern.runs.origin import compare, corpus_fingerprint, overlay, source_digest, with_absolute_paths
 from quern.runs.public_data import fetch_conversations
 from quern.runs.training import rates_fall, ready_model
 from quern.stages.session import Opening, Session, main_first
@@ -48,10 +48,10 @@ def run(recipe: Recipe, session: Session) -> int:
 def _run(asked: Recipe, session: Session) -> int:
     machine, run_dir, mesh, log = session.machine, session.run_dir, session.mesh, session.log
     session, first, base, tokenizer, start = session.begin(asked, "pretrain")
-    lessons = prepare_lessons(asked, base, tokenizer, session)
-    recipe, batches, talks = lessons.recipe, lessons.batches, lessons.talks
+    recipe, batches, evaluator, talks = prepare_lessons(asked, base, tokenizer, session)
     digest = source_digest(session.source) or first.source
-    origin = replace(first, recipe=recipe.to_json(), conversations=lessons.fingerprint, source=digest)
+    conversations = corpus_fingerprint(talks.train, talks.val)
+    origin = replace(first, recipe=recipe.to_json(), conversations=conversations, source=digest)
     changed = compare(None if start else first, origin, run_dir, session.stage, FOR_RL)
     weights = start and weights_of(start.tensors)
     model, facts, precision = ready_model(recipe, tokenizer, machine, mesh, log, weights=weights)
@@ -61,7 +61,7 @@ def _run(asked: Recipe, session: Session) -> int:
     steps = recipe.sft.steps
     assert steps is not None  # `prepare_lessons` filled it in
     schedule = rates_fall(steps, recipe.sft.warmdown_share)
-    plan = session.plan(recipe, lessons.evaluator, steps=steps, schedule=schedule)
+    plan = session.plan(recipe, evaluator, steps=steps, schedule=schedule)
     report = batches.report()
     rounded = {name: round(value, 5) for name, value in report.items()}
     talked = counted(talks.train.num_documents, "conversation")
@@ -73,25 +73,16 @@ def _run(asked: Recipe, session: Session) -> int:
     return session.train(backend, batches, plan, origin, opening)
 
 
-@dataclass(frozen=True)
-class Lessons:
-    """Conversations that are ready to be trained on."""
-
-    recipe: Resolved  # resolved, with the batch, the rates and the steps that follow from the conversations
-    batches: Loader
-    evaluator: Evaluator  # the loss on the held-out conversations
-    talks: Mixture
-
-    @property
-    def fingerprint(self) -> str:
-        """The fingerprint of the conversations' tokens."""
-        return corpus_fingerprint(self.talks.train, self.talks.val)
-
-
-def prepare_lessons(asked: Recipe, base: Resolved, tokenizer: Tokenizer, session: Session) -> Lessons:
+def prepare_lessons(
+    asked: Recipe, base: Resolved, tokenizer: Tokenizer, session: Session
+) -> tuple[Resolved, Loader, Evaluator, Mixture]:
     """Prepares the conversations, and refuses what fine-tuning on them would refuse. On a mesh every rank calls this.
     `quern run` calls this before pretraining too. asked: the user's recipe; base, tokenizer: recipe and tokenizer of
-    the base model."""
+    the base model.
+
+    Returns the recipe with the batch, the rates and the steps that follow from the conversations; the batches; the
+    loss on the held-out conversations; the conversations.
+    """
     recipe, out, mesh = sft_recipe(asked, base), session.run_dir.out, session.mesh
     with main_first(mesh):
         talks = prepare_mixture(recipe, tokenizer, out, partial(fetch_conversations, out=out), session.log)
@@ -104,7 +95,7 @@ def prepare_lessons(asked: Recipe, base: Resolved, tokenizer: Tokenizer, session
     steps = recipe.sft.steps or max(1, round(batches.steps_per_epoch * recipe.sft.epochs))
     every = {name: getattr(asked.train, name) or max(1, steps // 4) for name in ("eval_every", "save_every")}
     recipe = replace(recipe, sft=replace(recipe.sft, steps=steps), train=replace(recipe.train, **every))
-    return Lessons(recipe, batches, _held_out_loss(talks.val, recipe, session.machine), talks)
+    return recipe, batches, _held_out_loss(talks.val, recipe, session.machine), talks
 
 
 def fit_to_conversations(recipe: Resolved, corpus: Corpus, replicas: int) -> Resolved:
@@ -130,10 +121,7 @@ def _lost(report: dict[str, float], recipe: Resolved) -> str:
 def sft_recipe(asked: Recipe, base: Resolved) -> Resolved:
     """The base model's recipe, resolved except for what the conversations decide, with `sft`, the sources of
     conversations and the fields `IN_FINE_TUNING` that are asked for. Raises ValueError for values that do not fit."""
-    own = {name.removeprefix("train."): getattr(asked.train, name.removeprefix("train.")) for name in IN_FINE_TUNING}
-    text = replace(base.text, tinyworld_conversations=asked.text.tinyworld_conversations)
-    train = replace(base.train, **own)
-    return resolve(replace(base, text=text, train=train, sft=asked.sft, conversations=asked.conversations))
+    return resolve(overlay(base, asked, (*FOR_FINE_TUNING, *IN_FINE_TUNING)))
 
 
 def _held_out_loss(corpus: Corpus, recipe: Resolved, machine: Machine) -> Evaluator:

@@ -63,10 +63,6 @@ class Place(NamedTuple):
     local_rank: int
     restart: int
 
-    @property
-    def main(self) -> bool:
-        return self.rank == 0
-
 
 def place() -> Place:
     """Reads torchrun's variables; without them this is the only process."""
@@ -326,7 +322,7 @@ def _report(error: BaseException, here: Place, log: Callable[[str], None], heart
         return 1
     step = heartbeat.mesh.progress.step
     if isinstance(error, USERS) and step is None:
-        if here.main:
+        if here.rank == 0:
             heartbeat.report(plainly(error), final=True)
             log(plainly(error))
             return finish(1)

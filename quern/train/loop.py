@@ -228,16 +228,12 @@ def _batches(backend: Backend, loader: BatchSource, plan: TrainingPlan, horizon:
         return
     if run.step >= horizon.steps:
         return
-    ahead, last = None, plan.steps if plan.budget_seconds is None else None
+    last = plan.steps if plan.budget_seconds is None else None
     with closing(prefetch(loader, run.step, last, **own)) as batches:
-        for sent in map(send, batches):
-            if ahead is not None:
-                yield ahead
-                if run.step == horizon.steps:
-                    return
-            ahead = sent
-    if ahead is not None:
-        yield ahead
+        for sent, _ in itertools.pairwise(itertools.chain(map(send, batches), [None])):  # the next one is on its way
+            yield sent
+            if run.step == horizon.steps:
+                return
 
 
 def _count(run: Counters, result: StepResult, folder: Records) -> None:

@@ -6,6 +6,7 @@ function of (seed, step), so the position in the data is the step.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -131,10 +132,14 @@ def build_model(
 
 def refuse_other_weights(recipe: Resolved, weights: dict[str, torch.Tensor]) -> None:
     """Raises ValueError unless the weights fit the recipe's model."""
-    states = weightless(recipe).state_dict(), weights
-    expected, found = ({name: tuple(one.shape) for name, one in state.items()} for state in states)
-    if wrong := sorted(name for name, _ in expected.items() ^ found.items())[:1]:
-        differ = f"shape {found.get(wrong[0], 'none')} instead of {expected.get(wrong[0], 'none')}"
+    refuse_other_shapes(weightless(recipe).state_dict(), weights)
+
+
+def refuse_other_shapes(expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Raises ValueError, which names one, for tensors of other names or shapes."""
+    ours, theirs = ({name: tuple(one.shape) for name, one in state.items()} for state in (expected, found))
+    if wrong := sorted(name for name, _ in ours.items() ^ theirs.items())[:1]:
+        differ = f"shape {theirs.get(wrong[0], 'none')} instead of {ours.get(wrong[0], 'none')}"
         raise ValueError(f"the weights do not fit the model: {wrong[0]} has {differ}")
 
 
@@ -178,10 +183,8 @@ def refuse_unequal_replicas(state: TrainState) -> None:
         return
     tensors = _replicated(state)
     device = state.optimizer.buckets[0].params.device
-    own = torch.stack([checksum(tensor).to(device) for tensor in tensors.values()])
-    found = own.new_empty(mesh.world.size * len(own))
-    mesh.world.all_gather(found, own).wait()
-    rows = found.view(mesh.world.size, -1).tolist()
+    own = torch.stack([checksum(tensor).to(device) for tensor in tensors.values()]).tolist()
+    rows = mesh.world.gather_objects(own)
     for rank, row in enumerate(rows):
         reference = rank % mesh.tp  # the first replica of its shard
         if places := [name for name, a, b in zip(tensors, row, rows[reference], strict=True) if a != b]:

@@ -8,6 +8,7 @@ trace event format. Times are in microseconds after the file's `baseTimeNanoseco
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,27 +62,15 @@ def communication(trace: dict[str, Any]) -> dict[str, tuple[float, float]]:
             waits.append(span)
         elif name.startswith(BACKENDS):
             spans.setdefault(name, []).append(span)
-    waits = _union(waits)
-    ran = {name: _union(found) for name, found in spans.items()}
-    return {name: (_seconds(found), _seconds(_common(found, waits))) for name, found in ran.items()}
-
-
-def _union(spans: Sequence[Span]) -> list[Span]:
-    """The spans in order, those that touch each other joined."""
-    joined: list[Span] = []
-    for begin, end in sorted(spans):
-        if joined and begin <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(end, joined[-1][1])
-        else:
-            joined.append((begin, end))
-    return joined
-
-
-def _common(ours: Sequence[Span], theirs: Sequence[Span]) -> list[Span]:
-    """The parts that two unions share."""
-    both = ((max(a, c), min(b, d)) for a, b in ours for c, d in theirs)
-    return [(begin, end) for begin, end in both if begin < end]
+    waited = _seconds(waits)
+    ran = {name: (_seconds(found), _seconds([*found, *waits])) for name, found in spans.items()}
+    return {name: (seconds, seconds + waited - together) for name, (seconds, together) in ran.items()}
 
 
 def _seconds(spans: Sequence[Span]) -> float:
-    return sum(end - begin for begin, end in spans) / 1e6
+    """The length of the union of some spans."""
+    total, reached = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total / 1e6

@@ -20,7 +20,7 @@ from quern.mesh import Mesh, ProcessGroup, alone
 from quern.model.count import Flops
 from quern.optim.schedule import Multipliers
 from quern.parallel.sharding import Slice
-from quern.train.state import Counters
+from quern.train.state import Counters, refuse_other_shapes
 from quern.train.step import Evaluator, StepResult, Told
 
 
@@ -106,15 +106,9 @@ def arrays_of(
     devices: Devices,
     name_of: Callable[[Any], str] = name_of,
 ) -> Any:
-    """Places whole tensors, by name, on a mesh, `like` a pytree of arrays or `jax.ShapeDtypeStruct`. Raises ValueError,
-    which names one, for tensors of other names or shapes."""
-    shapes = {name_of(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(like)}
-    found = {name: tuple(one.shape) for name, one in tensors.items()}
-    if wrong := sorted(name for name, _ in shapes.items() ^ found.items()):
-        raise ValueError(
-            f"these weights are another model's: {wrong[0]} has shape {found.get(wrong[0], 'none')} instead of "
-            f"{shapes.get(wrong[0], 'none')}"
-        )
+    """Places whole tensors, by name, on a mesh, `like` a pytree of arrays or `jax.ShapeDtypeStruct`. Raises as
+    `refuse_other_shapes`."""
+    refuse_other_shapes({name_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(like)}, tensors)
 
     def one(path: Any, leaf: Any) -> jax.Array:
         spec = P() if leaf.sharding is None else leaf.sharding.spec  # tracing omits that of replicated arrays

@@ -241,12 +241,14 @@ def _move(verb: str, options: JaxMoveOptions, log: Callable[[str], None]) -> int
 def _gauntlet(rest: Arguments, log: Callable[[str], None]) -> int:
     options = check_flags.read(GauntletOptions, rest, prog="quern grug gauntlet", description=VERBS["gauntlet"])
     _need_jax()
+    import jax
+
     from quern.grug import gauntlet
     from quern.grug.mesh import keep_freed_memory
     from quern.stages.jax.train import core_of
 
     keep_freed_memory()
-    _split_cpu(options.cpu_devices)
+    jax.config.update("jax_num_cpu_devices", options.cpu_devices)
     recipe = load_recipe(options.file)[0]
     passed = gauntlet.run(core_of(recipe), recipe.name, options.out, options.steps, log)
     return 0 if passed else 1
@@ -254,6 +256,8 @@ def _gauntlet(rest: Arguments, log: Callable[[str], None]) -> int:
 
 def open_mesh(where: JaxRunOptions) -> Any:
     """Joins the other processes, if any, and makes the mesh. It must be the first use of JAX."""
+    import jax
+
     from quern.grug.mesh import join_processes, keep_freed_memory, make_mesh
 
     processes = where.processes
@@ -263,7 +267,7 @@ def open_mesh(where: JaxRunOptions) -> Any:
         raise ValueError("each of several processes needs --processes.coordinator host:port, the address of process 0")
     keep_freed_memory()
     if where.cpu_devices is not None:
-        _split_cpu(where.cpu_devices)
+        jax.config.update("jax_num_cpu_devices", where.cpu_devices)
     if several:
         join_processes(processes.coordinator, processes.count, processes.id)
     return make_mesh(**vars(where.mesh))
@@ -300,9 +304,3 @@ def as_flags(body: dict[str, Any], prefix: str = "") -> list[str]:
         elif value is not None:
             flags.append(f"--{name}={value}")
     return flags
-
-
-def _split_cpu(devices: int) -> None:
-    import jax
-
-    jax.config.update("jax_num_cpu_devices", devices)

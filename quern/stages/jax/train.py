@@ -18,13 +18,17 @@ import jax
 import numpy as np
 import torch
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save
 
+from quern.data.batch import Batch
+from quern.data.packing import windows
+from quern.eval.bits_per_byte import BitsPerByte, sums
 from quern.field_types import code_path
-from quern.grug.evaluate import flops_per_token, measure_peak_flops, validate
-from quern.grug.mesh import batch_shards, check_model_axis, check_rows, first_process_first
+from quern.grug.evaluate import flops_per_token, measure_peak_flops
+from quern.grug.mesh import BATCH, batch_shards, check_model_axis, check_rows, first_process_first, place
 from quern.grug.model import Params, layout
-from quern.grug.state import Grug, StepConfig, init_state, state_of, step_config
+from quern.grug.state import Grug, StepConfig, eval_step, init_state, state_of, step_config
 from quern.model.count import Flops
 from quern.recipe import Recipe, Resolved, ResolvedModel
 from quern.recipes import gpt
@@ -174,9 +178,17 @@ def describe(mesh: Mesh) -> str:
 
 def validate_run(run: JaxRun, recipe: Resolved, prepared: Prepared, mesh: Mesh) -> dict[str, Any]:
     """Measures a state on the validation text, in batches of about a micro-batch: a multiple of its shards."""
-    shards, token_bytes = batch_shards(mesh), prepared.tokenizer.token_bytes()
+    shards, context = batch_shards(mesh), recipe.model.context
     rows = max(1, recipe.micro_batch_rows // shards) * shards
-    return validate(run.arrays.params, prepared.val, token_bytes, rows, mesh, run.cfg)
+
+    def losses(batch: Batch) -> np.ndarray:
+        inputs, targets = (place(x, P(BATCH, None), mesh) for x in (batch.tokens, batch.targets))
+        return np.asarray(eval_step(run.arrays.params, inputs, targets, run.cfg), dtype=np.float64)
+
+    # Widths are multiples of `multiple`; each width is compiled once.
+    batches = windows(prepared.val, context, rows=rows, multiple=max(64, context // 4))
+    score = BitsPerByte.of(*sums(batches, prepared.tokenizer.token_bytes(), losses))
+    return {"val_bpb": score.bpb, "val_loss": score.nats_per_token}
 
 
 def _write_facts(path: Path, cfg: StepConfig, mesh: Mesh, command: str) -> None:
@@ -199,18 +211,8 @@ def _write_facts(path: Path, cfg: StepConfig, mesh: Mesh, command: str) -> None:
 # Weights are copied, optimizer state is not: training continues with fresh moments. Both sides store weights as
 # (outputs, inputs) in fp32, so parameters are only renamed, and a round trip changes no bit.
 
-_TORCH_NAMES = {
-    "embedding": "embedding.weight",
-    "head": "head.weight",
-    "smear_gate": "smear_gate.weight",
-    "query": "attention.query.weight",
-    "key": "attention.key.weight",
-    "value": "attention.value.weight",
-    "out": "attention.out.weight",
-    "value_gate": "attention.value_gate.weight",
-    "up": "mlp.up.weight",
-    "down": "mlp.down.weight",
-}
+_MODULES = dict.fromkeys(("query", "key", "value", "out", "value_gate"), "attention.") | {"up": "mlp.", "down": "mlp."}
+"""The module of a block that has a parameter."""
 
 
 def _torch_name(path: Any) -> str:
@@ -218,7 +220,8 @@ def _torch_name(path: Any) -> str:
     *block, field = name_of(path).split(".")
     if field == "value_embedding":
         return f"value_embeddings.{block[1]}.weight"
-    return ".".join([*block, _TORCH_NAMES.get(field, field)])
+    own = field if field.endswith(("scale", "scales")) else f"{field}.weight"
+    return ".".join([*block, _MODULES.get(field, "") + own])
 
 
 def to_torch(params: Params) -> dict[str, np.ndarray]:
