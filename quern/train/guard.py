@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal, TextIO
@@ -121,18 +121,15 @@ class _Unread:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with self._dropped():
-            self._stream.write(text)
+        self._dropping(self._stream.write, text)
         return len(text)
 
     def flush(self) -> None:
-        with self._dropped():
-            self._stream.flush()
+        self._dropping(self._stream.flush)
 
-    @contextlib.contextmanager
-    def _dropped(self) -> Iterator[None]:
+    def _dropping(self, call: Callable[..., object], *text: str) -> None:
         try:
-            yield
+            call(*text)
         except OSError as error:
             if error.errno not in (errno.EIO, errno.EPIPE):  # a terminal that hung up, a pipe that was closed
                 raise
