@@ -2,7 +2,7 @@
 
 As in PyTorch, the loss is a sum over valid targets divided by their number in the whole batch, so micro-batches do not
 change it: the caller's `scale` combines mask, weight and normaliser. A step whose loss or gradient norm is not finite
-changes only the random key.
+changes nothing.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ Batch = dict[str, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class JaxTrainState:
-    """Everything that a step changes. params: fp32; rng: a key, new in each step, that nothing draws from yet."""
+    """Everything that a step changes. params: fp32."""
 
     params: Params
     opt_state: Any
-    rng: jax.Array
 
 
 class Grug:
@@ -86,14 +85,13 @@ def make_optimizer(cfg: StepConfig) -> Any:
 @partial(jax.jit, static_argnames="cfg")
 def init_state(seed: int, cfg: StepConfig) -> JaxTrainState:
     """Returns a new state on the current mesh."""
-    init, rng = jax.random.split(jax.random.key(seed))
-    return state_of(cfg.core.init_parameters(cfg.model, key=init), rng, cfg)
+    return state_of(cfg.core.init_parameters(cfg.model, key=jax.random.split(jax.random.key(seed))[0]), cfg)
 
 
 @partial(jax.jit, static_argnames="cfg")
-def state_of(params: Params, rng: jax.Array, cfg: StepConfig) -> JaxTrainState:
+def state_of(params: Params, cfg: StepConfig) -> JaxTrainState:
     """Returns a state with these parameters and fresh moments, each sharded like its parameter."""
-    return JaxTrainState(params, make_optimizer(cfg).init(params), jax.random.key_data(rng))
+    return JaxTrainState(params, make_optimizer(cfg).init(params))
 
 
 def device_batch(batch: HostBatch, micro_rows: int, mesh: Mesh) -> Batch:
@@ -131,11 +129,9 @@ def train_step(
         scale = 1.0 if cfg.clip_norm is None else jnp.minimum(1.0, cfg.clip_norm / (norm + 1e-6))
         clipped = jax.tree.map(lambda g: g * scale, grads) if cfg.clip_norm is not None else grads
         updates, opt_state = make_optimizer(cfg).update(clipped, state.opt_state, state.params, multipliers=multipliers)
-        return JaxTrainState(jax.tree.map(jnp.add, state.params, updates), opt_state, state.rng)
+        return JaxTrainState(jax.tree.map(jnp.add, state.params, updates), opt_state)
 
-    state = jax.lax.cond(finite, update, lambda state: state, state)
-    rng = jax.random.key_data(jax.random.split(jax.random.wrap_key_data(state.rng))[0])
-    return JaxTrainState(state.params, state.opt_state, rng), {"loss": loss, "grad_norm": norm}
+    return jax.lax.cond(finite, update, lambda state: state, state), {"loss": loss, "grad_norm": norm}
 
 
 def loss_and_grads(params: Params, batch: Batch, cfg: StepConfig) -> tuple[jax.Array, Params]:

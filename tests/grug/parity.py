@@ -131,7 +131,7 @@ def batch_of(kind: str, step: int = 0) -> Batch:
 
 
 def state_on(weights: Arrays, cfg: StepConfig, mesh: Mesh) -> JaxTrainState:
-    return state_of(from_torch(weights, cfg.model, mesh), jax.random.key(0), cfg)
+    return state_of(from_torch(weights, cfg.model, mesh), cfg)
 
 
 # Against PyTorch --------------------------------------------------------------------------------------------

@@ -275,7 +275,7 @@ def bring_over(run_dir: RunDir, mesh: Mesh, stage: str | None, log: Callable[[st
     recipe, core = start.recipe, core_of(start.recipe)
     with jax.set_mesh(mesh):
         cfg = step_config(recipe, "float32", core)
-        arrays = state_of(from_torch(weights_of(start.tensors), recipe.model, mesh), jax.random.key(recipe.seed), cfg)
+        arrays = state_of(from_torch(weights_of(start.tensors), recipe.model, mesh), cfg)
     run = JaxRun(arrays, cfg, mesh, guard=Guard(0), step=start.step, tokens=start.state["tokens"])
     meta = Origin(start.tokenizer.fingerprint, recipe=recipe.to_json()).meta() | {"state": run.meta()}
     ranks = processes()
