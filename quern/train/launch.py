@@ -63,6 +63,10 @@ class Place(NamedTuple):
     local_rank: int
     restart: int
 
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
 
 def place() -> Place:
     """Reads torchrun's variables; without them this is the only process."""
@@ -322,7 +326,7 @@ def _report(error: BaseException, here: Place, log: Callable[[str], None], heart
         return 1
     step = heartbeat.mesh.progress.step
     if isinstance(error, USERS) and step is None:
-        if here.rank == 0:
+        if here.main:
             heartbeat.report(plainly(error), final=True)
             log(plainly(error))
             return finish(1)

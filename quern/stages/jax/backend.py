@@ -31,7 +31,7 @@ class Processes(ProcessGroup):
         return gather(value)
 
     def broadcast_object(self, value: Any) -> Any:
-        return self.gather_objects(value)[0]
+        return gather(value)[0]
 
 
 def processes() -> Mesh:
