@@ -7,20 +7,22 @@ README.md says how each figure is measured.
 from __future__ import annotations
 
 import gc
+import json
 import time
 from collections.abc import Callable, Iterator
 
 import torch
 
-from quern.bench.data import Setup, encode, loading, packing, prepare, tokenizer
+from quern.bench.data import encode, loading, packing, prepare, tokenizer
 from quern.bench.generate import decode, prefill
 from quern.bench.kernels import attention, cross_entropy, exactness, muon, rope, windows
-from quern.bench.measure import Figure, head, line_of, versions, write
+from quern.bench.measure import Figure, Setup, head, line_of, versions
 from quern.bench.options import BenchOptions
 from quern.bench.quality import quality
 from quern.bench.train import fp8, ranks, train
 from quern.kernels.attention.autotune import select_attention
 from quern.process import waiting
+from quern.temporaries import write_whole
 from quern.terminal import counted
 from quern.validate import extra
 
@@ -55,7 +57,7 @@ def run(options: BenchOptions, log: Callable[[str], None], command: str = "") ->
     command line. Raises OSError if there can be no folder for the records."""
     (options.out / "bench").mkdir(parents=True, exist_ok=True)
     machine, failed = select_attention(options.detect()), False
-    setup = Setup(machine, options.seed, options.quick, options.rounds, log=log, command=command, options=options)
+    setup = Setup(machine=machine, log=log, command=command, **vars(options))
     for line in (*machine.notes, *introduction(setup)):
         log(line)
     named = options.what or list(BENCHMARKS)[: len(QUICK)]
@@ -71,13 +73,13 @@ def measure(what: str, setup: Setup) -> None:
     earlier record."""
     body, start, log = head(what, setup), time.monotonic(), setup.log
     measures: list[Figure] = []
-    interrupted, path = None, setup.options.out / "bench" / f"{what}.json"
+    interrupted, path = None, setup.out / "bench" / f"{what}.json"
 
     def keep() -> None:
         seconds = round(time.monotonic() - start, 2)
         body.update(rounds=setup.rounds, seconds=seconds, settings=setup.settings, measures=measures)
         if measures or not path.exists():
-            write(path, body)
+            write_whole(path, json.dumps(body, indent=2, ensure_ascii=False) + "\n")
 
     log(f"\n{what}  (load average before {body['load_average_before']:.1f})")
     try:

@@ -8,27 +8,24 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
+from multiprocessing import active_children
 
 import numpy as np
 
 from quern.bench.material import write_empty_shards
-from quern.bench.measure import Bench, Figure, alternate, children_peak_bytes, figure, peak_bytes, seconds_of
-from quern.bench.options import BenchOptions
+from quern.bench.measure import Figure, Setup, alternate, figure, peak_bytes, seconds_of
 from quern.data.batch import prefetch
 from quern.data.loader import Loader
 from quern.data.packing import METHODS, pack
 from quern.data.shards import Corpus
 from quern.data.token_file import ShardWriter
-from quern.process import start
+from quern.process import resident, start
 from quern.stages.encode import UNIT_CHARACTERS, write_shards
-from quern.stages.prepare import first
 from quern.temporaries import scratch_folder
 from quern.terminal import counted, silent
 from quern.text.documents import read
 from quern.text.sources import files
-from quern.text.tinyworld import corpus
 from quern.text.tokenizer import Tokenizer
 
 CONTEXT, BATCH_ROWS = 512, 32
@@ -41,38 +38,6 @@ MANY_CONTEXT, MANY_MEAN_TOKENS = 2048, 1000
 """Tokens of the context and of a mean document in the benchmark of many documents."""
 SHARES = {"utilisation": "utilisation", "padding": "padding_share", "cropped": "cropped_share"}
 """Names in the record of fields of a packing report."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup(Bench):
-    """Context of the benchmarks of `quern bench`; the text is made at first use."""
-
-    options: BenchOptions = field(default_factory=BenchOptions)
-
-    @cached_property
-    def texts(self) -> list[str]:
-        """Documents of `--megabytes` in all, or all documents of a smaller source."""
-        megabytes, data = 0.2 if self.quick else self.options.megabytes, self.options.data
-        found = list(corpus.documents(self.seed, megabytes) if data is None else first(read(files(data)), megabytes))
-        if not any(found):
-            raise ValueError(f"--data {data} has no text: give a file or a folder of text")
-        return found
-
-    @cached_property
-    def text_bytes(self) -> int:
-        return sum(len(text.encode("utf-8", "replace")) for text in self.texts)
-
-    @property
-    def text_name(self) -> str:
-        return "tinyworld" if self.options.data is None else self.options.data.name
-
-    @property
-    def vocab_size(self) -> int:
-        return 512 if self.quick else 8192
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        return Tokenizer.train(self.texts, self.vocab_size)
 
 
 def tokenizer(setup: Setup) -> Iterator[Figure]:
@@ -101,7 +66,7 @@ def encode(setup: Setup) -> Iterator[Figure]:
 
 def prepare(setup: Setup) -> Iterator[Figure]:
     """Text to shards, the text several times over: reading, encoding, and writing; one worker is this process."""
-    tokenizer, data = setup.tokenizer, setup.options.data
+    tokenizer, data = setup.tokenizer, setup.data
     passes = max(1, round((3e6 if setup.quick else PREPARED_BYTES) / setup.text_bytes))
     megabytes = passes * setup.text_bytes / 1e6
     children: dict[int, int] = {}
@@ -110,7 +75,7 @@ def prepare(setup: Setup) -> Iterator[Figure]:
     def documents(workers: int) -> Iterator[str]:
         for _ in range(passes):
             yield from (setup.texts if data is None else itertools.islice(read(files(data)), len(setup.texts)))
-        children[workers] = children_peak_bytes()
+        children[workers] = sum(resident("VmHWM", str(worker.pid)) or 0 for worker in active_children())
 
     def write(workers: int) -> None:
         before = sum(os.times()[:4])  # CPU seconds of this process and of its children that have ended
@@ -160,7 +125,7 @@ def packing(setup: Setup) -> Iterator[Figure]:
             note = ", ".join(f"{key} {share:.4f}" for key, share in shares[method].items())
             yield figure(f"{name}: pack, {method}", "tokens/s", tokens / taken[method], note)
         yield figure(f"{name}: pack and load, best-fit", "tokens/s", steps * BATCH_TOKENS / taken["load"])
-    yield from _many_documents(setup, 20_000 if setup.quick else setup.options.documents)
+    yield from _many_documents(setup, 20_000 if setup.quick else setup.documents)
 
 
 def _many_documents(setup: Setup, documents: int) -> Iterator[Figure]:

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.utils.benchmark.utils.timer import timer
 
-from quern.bench.data import Setup
 from quern.bench.material import reference
-from quern.bench.measure import Bench, Figure, Seconds, alternate, call_seconds, figure, seconds_of
+from quern.bench.measure import Figure, Seconds, Setup, alternate, call_seconds, figure, seconds_of
 from quern.generate.cache import KVCache
 from quern.generate.compiled import SPAN, CompiledDecode
 from quern.generate.engine import Engine
@@ -68,12 +67,12 @@ def decode(setup: Setup) -> Iterator[Figure]:
 
 
 @torch.inference_mode()
-def step_alone(bench: Bench, model: LanguageModel, context: int, length: int) -> Seconds:
+def step_alone(setup: Setup, model: LanguageModel, context: int, length: int) -> Seconds:
     """Times the compiled step of one row, without the engine; each call decodes from the same position."""
-    step, device = CompiledDecode(model, context), bench.machine.device
+    step, device = CompiledDecode(model, context), setup.machine.device
     step.warm_up(1)
     cache, tokens_BT = KVCache(model, 1, step.max_tokens), torch.zeros(1, length, dtype=torch.int64, device=device)
-    cache.prefill(model, tokens_BT, torch.full((1,), length, device=device), bench.machine.attention)
+    cache.prefill(model, tokens_BT, torch.full((1,), length, device=device), setup.machine.attention)
     position_B, slots_S = cache.positions_B.clone(), torch.arange((length // SPAN + 1) * SPAN, device=device)
     token_B = torch.zeros(1, dtype=torch.int64, device=device)  # with the stride that was warmed up
 
@@ -81,7 +80,7 @@ def step_alone(bench: Bench, model: LanguageModel, context: int, length: int) ->
         cache.positions_B.copy_(position_B)
         return step(cache, token_B, slots_S)
 
-    return bench.seconds({"the compiled step alone": once})
+    return setup.seconds({"the compiled step alone": once})
 
 
 def _recipe(setup: Setup) -> Resolved:
@@ -92,12 +91,12 @@ def _engine(setup: Setup) -> Engine:
     return talking_engine(_recipe(setup), setup.machine, max_rows=max(64, *setup.sizes.rows))
 
 
-def copied_bytes_per_second(bench: Bench) -> float:
+def copied_bytes_per_second(setup: Setup) -> float:
     """Measures a large copy of random numbers: on zeros a GPU draws less power and runs faster than on data."""
-    copied, machine = bench.sizes.copied, bench.machine
+    copied, machine = setup.sizes.copied, setup.machine
     x = torch.randint(0, 100, (copied,), device=machine.device, dtype=torch.int8)
     y = torch.empty_like(x)
-    return 2 * copied / min(call_seconds(lambda: y.copy_(x), machine, bench.quick) for _ in range(3))
+    return 2 * copied / min(call_seconds(lambda: y.copy_(x), machine, setup.quick) for _ in range(3))
 
 
 def _replies(

@@ -28,8 +28,7 @@ from quern.process import serve, start
 from quern.recipe import Resolved
 
 if TYPE_CHECKING:
-    from quern.bench.data import Setup
-    from quern.bench.measure import Figure
+    from quern.bench.measure import Figure, Setup
 
 NAMES = {"whole": "JAX, whole loss", "blocks": "JAX, blockwise loss"}
 STEPS = 4
@@ -40,7 +39,7 @@ def grug(setup: Setup) -> Iterator[Figure]:
     from quern.bench.measure import alternate, figure
     from quern.bench.train import take_step, training_state
 
-    machine, tokens = setup.machine, setup.options.batch_tokens or (CUDA_TOKENS if setup.on_gpu else None)
+    machine, tokens = setup.machine, setup.batch_tokens or (CUDA_TOKENS if setup.on_gpu else None)
     recipe = reference(setup.quick, setup.seed, tokens, machine.device.type)
     block_tokens = None if setup.on_gpu else 16 if setup.quick else BLOCK_TOKENS
     order = {"recipe": recipe.to_json(), "block_tokens": block_tokens}

@@ -19,9 +19,8 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from quern.bench.data import Setup
 from quern.bench.material import reference, sizes_of
-from quern.bench.measure import Bench, Figure, Job, Seconds, alternate, figure, peak_bytes
+from quern.bench.measure import Figure, Seconds, Setup, alternate, figure, peak_bytes
 from quern.bench.options import DtypeAndHeadDim
 from quern.bench.train import take_step, training_state
 from quern.kernels import cross_entropy as kernels
@@ -31,7 +30,6 @@ from quern.kernels.attention.autotune import (
     HIDING,
     PLAIN,
     SDPA,
-    AttendFunction,
     Backend,
     Picked,
     available,
@@ -101,21 +99,21 @@ def _gains(setup: Setup, place: str, T: int, masks: Mapping[str, MaskSpec], take
             yield figure(f"{place}: full / {window}, {path}", "×", whole / seconds)
 
 
-def picked(bench: Bench, mask: MaskSpec, T: int) -> Backend:
-    chosen = bench.machine.attention
+def picked(setup: Setup, mask: MaskSpec, T: int) -> Backend:
+    chosen = setup.machine.attention
     return chosen.path(mask, T) if isinstance(chosen, Picked) else BLOCKED
 
 
-def paths(bench: Bench) -> list[Backend]:
-    return available(bench.machine) if bench.on_gpu else [BLOCKED, SDPA, PLAIN]
+def paths(setup: Setup) -> list[Backend]:
+    return available(setup.machine) if setup.on_gpu else [BLOCKED, SDPA, PLAIN]
 
 
-def flex(bench: Bench) -> Backend:
+def flex(setup: Setup) -> Backend:
     """torch's flex_attention, to compare with: no model uses it. It makes the blocks of a mask once."""
     from torch.nn.attention import flex_attention as flexible
 
     functions: tuple[Any, Any] = (flexible.flex_attention, flexible.create_block_mask)
-    attend, make_blocks = map(bench.compiled, functions)
+    attend, make_blocks = map(setup.compiled, functions)
     made: dict[int, tuple[MaskSpec, Any]] = {}
 
     def attend_flex(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
@@ -133,24 +131,22 @@ def flex(bench: Bench) -> Backend:
     return Backend(FLEX, attend_flex, HIDING)
 
 
-def example_masks(bench: Bench, rows: int, T: int) -> dict[str, MaskSpec]:
+def example_masks(setup: Setup, rows: int, T: int) -> dict[str, MaskSpec]:
     """Returns masks by name: full, a window, documents of random lengths, a quarter of a row on average."""
     window = min(WINDOW, T // 4)
-    begins_BT = torch.rand(rows, T, generator=torch.Generator().manual_seed(bench.seed)) < 4 / T
-    documents_BT = begins_BT.cumsum(1).int().to(bench.machine.device)
+    begins_BT = torch.rand(rows, T, generator=torch.Generator().manual_seed(setup.seed)) < 4 / T
+    documents_BT = begins_BT.cumsum(1).int().to(setup.machine.device)
     return {"full": MaskSpec(), f"window {window}": MaskSpec(window), "documents": MaskSpec(None, documents_BT)}
 
 
-Cases = dict[str, tuple[MaskSpec, Backend]]
-"""A mask and the path that computes it, by the name of the figure without its pass."""
-
-
-def attention_seconds(bench: Bench, cases: Cases, shape: tuple[int, int, int, int]) -> Seconds:
+def attention_seconds(
+    setup: Setup, cases: Mapping[str, tuple[MaskSpec, Backend]], shape: tuple[int, int, int, int]
+) -> Seconds:
     """Times the cases that work, which alternate, by "<name> forward" and "<name> backward". shape: (B, T, H, E)."""
-    q, k, v, grad = (bench.random(*shape, seed=i) for i in range(4))
+    q, k, v, grad = (setup.random(*shape, seed=i) for i in range(4))
     inputs = [x.requires_grad_() for x in (q, k, v)]
     forwards = {name: partial(path.attend, q, k, v, mask, None) for name, (mask, path) in cases.items()}
-    return bench.passes(forwards, inputs, grad)
+    return setup.passes(forwards, inputs, grad)
 
 
 def pairs(mask: MaskSpec, T: int) -> float:
@@ -168,7 +164,7 @@ def pairs(mask: MaskSpec, T: int) -> float:
 def exactness(setup: Setup) -> Iterator[Figure]:
     """The worst error over the grid, by path, dtype and head dim; also of the definition computed in the dtype."""
     rounded = Backend("definition", attend_rounded, HIDING)
-    asked = [setup.options.only] if setup.options.only else get_args(DtypeAndHeadDim)
+    asked = [setup.only] if setup.only else get_args(DtypeAndHeadDim)
     kinds = [(dtype, int(E)) for dtype, E in (name.split("-") for name in (["float32-16"] if setup.quick else asked))]
     for (dtype, E), path in itertools.product(kinds, [*paths(setup), rounded]):
         place, worst = f"{path.name}, {dtype}, head dim {E}: error", (0.0, "")
@@ -177,7 +173,7 @@ def exactness(setup: Setup) -> Iterator[Figure]:
                 if fits(path, kind_of(mask, T)) and (path.skips or T > 1):  # cuDNN takes no single token
                     shapes = enumerate((4, 4 // groups, 4 // groups, 4))
                     *inputs, grad = (setup.random(2, T, H, E, dtype=getattr(torch, dtype), seed=i) for i, H in shapes)
-                    ours, plain = bound(path.attend, mask), bound(attend_plain, mask)
+                    ours, plain = (partial(way, mask=mask, scale=None) for way in (path.attend, attend_plain))
                     ids = ", documents" * (mask.documents_BT is not None)
                     case = f"{T} tokens, groups of {groups}, window {mask.window}{ids}"
                     worst = max(worst, (worst_error(ours, plain, inputs, grad), case))
@@ -186,17 +182,13 @@ def exactness(setup: Setup) -> Iterator[Figure]:
             setup.failed(place, error)
 
 
-def bound(attend: AttendFunction, mask: MaskSpec) -> Callable[..., Tensor]:
-    return lambda q, k, v: attend(q, k, v, mask, None)
-
-
-def grid(bench: Bench) -> Iterator[tuple[int, int, MaskSpec]]:
+def grid(setup: Setup) -> Iterator[tuple[int, int, MaskSpec]]:
     """Yields length, groups and mask of each case."""
-    lengths = (1, 17, 65) if bench.quick or not bench.on_gpu else (1, 17, 127, 129, 1000, 2049)
+    lengths = (1, 17, 65) if setup.quick or not setup.on_gpu else (1, 17, 127, 129, 1000, 2049)
     for T, window, groups in itertools.product(lengths, (None, 1, 64, 66, 5000), (1, 2, 4)):
         yield T, groups, MaskSpec(window)
     for T, window, each in itertools.product(lengths, (None, 64), (1, 7, 150)):
-        ids_T = torch.arange(T, dtype=torch.int32, device=bench.machine.device)
+        ids_T = torch.arange(T, dtype=torch.int32, device=setup.machine.device)
         yield T, 2, MaskSpec(window, torch.stack([ids_T // each, ids_T // (2 * each)]))
 
 
@@ -255,14 +247,14 @@ def cross_entropy(setup: Setup) -> Iterator[Figure]:
     setup.settings.update(zip(("tokens", "width", "vocabulary"), sizes, strict=True), softcap=str(CAP))
     whole = ["full", "full, compiled"] if machine.compile else ["full"]
     whole = whole[-1:] if setup.on_gpu else whole  # the eager one holds more than some GPUs have
-    (x, weight), (chunked, full) = loss_inputs(setup, *sizes), loss_paths(setup, sizes[0], sizes[2])
+    inputs, losses = mean_losses(setup, *sizes)
     for cap in (CAP, SigmoidCap(30.0, 7.5 * sizes[1] ** 0.5)):
-        ours, plain = partial(chunked, cap=cap), partial(full, cap=cap)
+        ours, plain = (partial(losses[name], cap=cap) for name in ("chunked", "full"))
         # The gradient of the sum over tokens: that of the mean is so small that `worst_error` takes it for zero.
-        grad = torch.full((), float(sizes[0]), device=x.device)
-        error = worst_error(ours, plain, [x[:2048], weight], grad)
+        grad = torch.full((), float(sizes[0]), device=machine.device)
+        error = worst_error(ours, plain, [inputs[0][:2048], inputs[1]], grad)
         yield figure(f"chunked, {cap}: error", "relative", error)
-    jobs = loss_jobs(setup, *sizes)
+    jobs = {name: partial(gradients, loss, inputs) for name, loss in losses.items()}
     taken = setup.seconds({name: jobs[name] for name in ["chunked", *whole]})
     names, whole = list(taken), [name for name in whole if {name, "chunked"} <= taken.keys()]
     yield from (figure(f"{name}: time", "ms", 1e3 * taken[name]) for name in names)
@@ -283,10 +275,12 @@ def cross_entropy(setup: Setup) -> Iterator[Figure]:
     yield from (figure(f"{name} / chunked: memory", "×", held[name] / held["chunked"]) for name in whole)
 
 
-def loss_paths(bench: Bench, N: int, V: int) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """Returns the chunked and the plain mean loss as functions of (x, weight, cap); x holds the first of N tokens."""
-    targets_N = torch.randint(V, (N,), generator=torch.Generator().manual_seed(bench.seed)).to(bench.machine.device)
-    scale_N = torch.full((N,), 1 / N, device=bench.machine.device)
+def mean_losses(setup: Setup, N: int, D: int, V: int) -> tuple[list[Tensor], dict[str, Callable[..., Tensor]]]:
+    """Returns random hidden states and a random head, which require gradients, and the mean loss by path, as functions
+    of (x, weight, cap); x holds the first of N tokens."""
+    inputs = [setup.random(N, D).requires_grad_(), setup.random(V, D, seed=1).mul_(D**-0.5).requires_grad_()]
+    targets_N = torch.randint(V, (N,), generator=torch.Generator().manual_seed(setup.seed)).to(setup.machine.device)
+    scale_N = torch.full((N,), 1 / N, device=setup.machine.device)
 
     def chunked(x: Tensor, weight: Tensor, cap: Cap = CAP) -> Tensor:
         return kernels.cross_entropy(x, weight, targets_N[: len(x)], scale_N[: len(x)], cap)[0]
@@ -294,60 +288,46 @@ def loss_paths(bench: Bench, N: int, V: int) -> tuple[Callable[..., Tensor], Cal
     def full(x: Tensor, weight: Tensor, cap: Cap = CAP) -> Tensor:
         return (kernels.cross_entropy_plain(x, weight, targets_N[: len(x)], cap) * scale_N[: len(x)]).sum()
 
-    return chunked, full
+    return inputs, {"chunked": chunked, "full": full, "full, compiled": setup.compiled(full)}
 
 
-def loss_inputs(bench: Bench, N: int, D: int, V: int) -> tuple[Tensor, Tensor]:
-    """Returns random hidden states and a random head, which require gradients."""
-    return bench.random(N, D).requires_grad_(), bench.random(V, D, seed=1).mul_(D**-0.5).requires_grad_()
+def gradients(loss: Callable[..., Tensor], inputs: Sequence[Tensor]) -> object:
+    return torch.autograd.grad(loss(*inputs), inputs)
 
 
-def loss_jobs(bench: Bench, N: int, D: int, V: int) -> dict[str, Job]:
-    """Returns functions that compute the loss with its gradients, by path."""
-    inputs, (chunked, full) = loss_inputs(bench, N, D, V), loss_paths(bench, N, V)
-    losses = {"chunked": chunked, "full": full, "full, compiled": bench.compiled(full)}
-
-    def once(loss: Callable[..., Tensor]) -> object:
-        return torch.autograd.grad(loss(*inputs), inputs)
-
-    return {name: partial(once, loss) for name, loss in losses.items()}
-
-
-def rope(bench: Bench) -> Iterator[Figure]:
+def rope(setup: Setup) -> Iterator[Figure]:
     """GB/s and error of the rotation, alone and with the norm of queries and keys."""
-    B, T, H, E = (2, 16, 2, 8) if bench.quick else (256 if bench.on_gpu else 32, 2048, 6, 128)
-    x, grad = bench.random(B, T, H, E).requires_grad_(), bench.random(B, T, H, E, seed=1)
+    B, T, H, E = (2, 16, 2, 8) if setup.quick else (256 if setup.on_gpu else 32, 2048, 6, 128)
+    x, grad = setup.random(B, T, H, E).requires_grad_(), setup.random(B, T, H, E, seed=1)
     cos, sin = rotary_table(torch.arange(T, device=x.device)[None], E, 1e5)
-    turned, normed = {"cos": cos, "sin": sin}, {"cos": cos, "sin": sin, "gain": 1.2}
-    kinds = {  # the kernel, the plain definition, tensors moved backward
-        "rotation": (partial(rotate, **turned), partial(rotate_plain, **turned), 2),
-        "norm and rotation": (partial(rotate, **normed), partial(rotate_plain, **normed), 3),
-    }
-    for name, (ours, plain, tensors_back) in kinds.items():
+    # The gain of the norm, and the tensors that are moved backward.
+    for name, gain, tensors_back in (("rotation", {}, 2), ("norm and rotation", {"gain": 1.2}, 3)):
+        ours, plain = (partial(turn, cos=cos, sin=sin, **gain) for turn in (rotate, rotate_plain))
         for label, turn in (("ours", ours), ("plain", plain)):
             yield figure(f"{name}: error, {label}", "relative", worst_error(turn, plain, [x], grad))
-        turns = {"ours": ours, "plain, compiled": bench.compiled(plain)}
+        turns = {"ours": ours, "plain, compiled": setup.compiled(plain)}
         forwards = {f"{name}: {label}": partial(turn, x) for label, turn in turns.items()}
-        for job, seconds in bench.passes(forwards, [x], grad).items():
+        for job, seconds in setup.passes(forwards, [x], grad).items():
             tensors = 2 if job.endswith("forward") else tensors_back
             yield figure(job, "GB/s", tensors * x.nbytes / 1e9 / seconds)
 
 
-def muon(bench: Bench) -> Iterator[Figure]:
+def muon(setup: Setup) -> Iterator[Figure]:
     """Time of the iteration over the matrices of 12 layers."""
-    width, layers = (32, 2) if bench.quick else (768, 12)
+    width, layers = (32, 2) if setup.quick else (768, 12)
     for name, count, factor in (("attention's", 4, 1), ("feed-forward's", 2, 4)):
-        job = partial(bench.compiled(polar_express), bench.random(count * layers, width, factor * width))
-        for place, seconds in bench.seconds({f"{name} matrices": job}).items():
+        job = partial(setup.compiled(polar_express), setup.random(count * layers, width, factor * width))
+        for place, seconds in setup.seconds({f"{name} matrices": job}).items():
             yield figure(place, "ms", 1e3 * seconds)
 
 
 def answers(order: dict[str, Any], _: Iterator[Any]) -> Iterator[dict[str, Any]]:
     """Runs in its own process: answers with the memory of one call."""
-    machine = detect(**order["machine"])
-    job = loss_jobs(Bench(machine, order["seed"]), *order["sizes"])[order["name"]]
+    setup = Setup(machine=detect(**order["machine"]), seed=order["seed"])
+    inputs, losses = mean_losses(setup, *order["sizes"])
+    job = partial(gradients, losses[order["name"]], inputs)
     job()  # compiles
-    yield {"bytes": peak_bytes(job, machine)}
+    yield {"bytes": peak_bytes(job, setup.machine)}
 
 
 if __name__ == "__main__":

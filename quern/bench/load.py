@@ -1,8 +1,7 @@
 """A load generator for OpenAI-compatible servers: clients that stream replies, and when each piece of text arrived.
 
 A client of a closed loop sends its next request when the last one has ended; in an open loop, requests are sent at
-random times (Poisson), up to 256 of them open. Token ids are sent, so the server's tokenizer plays no part. Run as
-`python -m quern.bench.load`, it is a child process (quern/process.py) whose order is a `Load`.
+random times (Poisson), up to 256 of them open. Token ids are sent, so the server's tokenizer plays no part.
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
-
-from quern.process import serve
 
 MOST_OPEN = 256
 """Requests of an open loop that are sent at the same time; more of them wait."""
@@ -107,11 +104,3 @@ def run(load: Load) -> list[Reply]:
                 sent.append(pool.submit(send, len(sent), random.Random(f"{load.seed} {len(sent)}")))
             replies = [future.result() for future in sent]
     return replies
-
-
-def _child(order: dict[str, Any], _: Iterator[Any]) -> Iterator[dict[str, Any]]:
-    yield {"replies": [asdict(reply) for reply in run(Load(**order))]}
-
-
-if __name__ == "__main__":
-    serve(_child)

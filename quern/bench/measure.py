@@ -1,4 +1,4 @@
-"""Measurement for all benchmarks: their context (`Bench`), seconds of jobs in rounds, peak memory, figures, records.
+"""Measurement for all benchmarks: their context (`Setup`), seconds of jobs in rounds, peak memory, figures, records.
 
 Timings on a shared machine are noisy. Compared jobs therefore alternate, a figure has a value for each round, and a
 ratio is a ratio of two arrays of rounds. A short call is timed by `triton.testing.do_bench` on CUDA and by
@@ -8,7 +8,6 @@ ratio is a ratio of two arrays of rounds. A short call is timed by `triton.testi
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import platform
 import statistics
@@ -17,10 +16,8 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import version
-from importlib.util import find_spec
-from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +29,15 @@ from torch.utils.benchmark.utils.timer import timer
 
 import quern
 from quern.bench.material import SIZES, Sizes
+from quern.bench.options import BenchOptions
 from quern.machine import Machine, peak_memory, reset_peak_memory
 from quern.process import resident
 from quern.records import git_hash
-from quern.temporaries import write_whole
+from quern.stages.prepare import first
+from quern.text.documents import read
+from quern.text.sources import files
+from quern.text.tinyworld import corpus
+from quern.text.tokenizer import Tokenizer
 
 PACKAGES = ("torch", "numpy", "tiktoken", "rustbpe")
 WARM_UP_MS, MEASURED_MS = 5, 20
@@ -46,22 +48,17 @@ Figure = dict[str, Any]
 """name, unit, median, low, high, values (one for each round), and a note where there is one."""
 
 
-@dataclass(frozen=True)
-class Bench:
-    """Context of a benchmark.
+@dataclass(kw_only=True)
+class Setup(BenchOptions):
+    """Context of a benchmark: its options, and what follows from them; the text is made at first use.
 
     Attributes:
-        quick: Use tiny sizes, whose figures mean nothing.
-        rounds: Values of each figure.
         settings: The sizes used, which the benchmark fills in for its record.
         log: Takes lines for the user.
         command: The command line, for the records of runs.
     """
 
     machine: Machine
-    seed: int = 0
-    quick: bool = False
-    rounds: int = 5
     settings: dict[str, Any] = field(default_factory=dict)
     log: Callable[[str], None] = print
     command: str = ""
@@ -73,6 +70,31 @@ class Bench:
     @property
     def sizes(self) -> Sizes:
         return SIZES["quick" if self.quick else "cuda" if self.on_gpu else "cpu"]
+
+    @cached_property
+    def texts(self) -> list[str]:
+        """Documents of `--megabytes` in all, or all documents of a smaller source."""
+        megabytes, data = 0.2 if self.quick else self.megabytes, self.data
+        found = list(corpus.documents(self.seed, megabytes) if data is None else first(read(files(data)), megabytes))
+        if not any(found):
+            raise ValueError(f"--data {data} has no text: give a file or a folder of text")
+        return found
+
+    @cached_property
+    def text_bytes(self) -> int:
+        return sum(len(text.encode("utf-8", "replace")) for text in self.texts)
+
+    @property
+    def text_name(self) -> str:
+        return "tinyworld" if self.data is None else self.data.name
+
+    @property
+    def vocab_size(self) -> int:
+        return 512 if self.quick else 8192
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.train(self.texts, self.vocab_size)
 
     def failed(self, name: str, error: BaseException) -> None:
         """Says and records that a job failed, in the handler of its error; the other jobs go on."""
@@ -165,11 +187,6 @@ def peak_bytes(job: Job, machine: Machine) -> int | None:
     return peak_memory(machine.device) - before
 
 
-def children_peak_bytes() -> int:
-    """Returns the most memory that the workers of this process have held, added up; 0 if the system does not say."""
-    return sum(resident("VmHWM", str(worker.pid)) or 0 for worker in active_children())
-
-
 # Figures and records -------------------------------------------------------------------------------------------------
 
 
@@ -196,25 +213,21 @@ def line_of(one: Figure) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of quern, its source, Python and the measured packages that are installed."""
-    found = {name: version(name) for name in PACKAGES if find_spec(name)}
+    """Returns the versions of quern, its source, Python and the measured packages."""
+    found = {name: version(name) for name in PACKAGES}
     git = git_hash(Path(__file__).parent) or "unknown"
     return {"quern": quern.__version__, "python": platform.python_version(), **found, "git": git}
 
 
-def head(what: str, bench: Bench) -> dict[str, Any]:
+def head(what: str, setup: Setup) -> dict[str, Any]:
     """Returns the fields that all records begin with."""
     return {
         "what": what,
         "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "machine": bench.machine.describe(),
-        "notes": list(bench.machine.notes),
+        "machine": setup.machine.describe(),
+        "notes": list(setup.machine.notes),
         "versions": versions(),
-        "seed": bench.seed,
-        "quick": bench.quick,
+        "seed": setup.seed,
+        "quick": setup.quick,
         "load_average_before": os.getloadavg()[0],
     }
-
-
-def write(path: Path, body: Mapping[str, Any]) -> None:
-    write_whole(path, json.dumps(body, indent=2, ensure_ascii=False) + "\n")

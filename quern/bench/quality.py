@@ -10,9 +10,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
-from quern.bench.data import Setup
 from quern.bench.material import reference, sizes_of
-from quern.bench.measure import Figure, figure
+from quern.bench.measure import Figure, Setup, figure
 from quern.data.packing import windows
 from quern.eval.bits_per_byte import bits_per_byte
 from quern.recipe import Recipe, TrainRecipe
@@ -34,22 +33,21 @@ ALL_MEGABYTES = 1e6
 
 def quality(setup: Setup) -> Iterator[Figure]:
     """Trains a new run under `--out` on each text and scores its last checkpoint. Raises RuntimeError if that fails."""
-    given = setup.options
-    minutes, layers = (QUICK_MINUTES, 1) if setup.quick else (given.minutes, given.depth)
+    minutes, layers = (QUICK_MINUTES, 1) if setup.quick else (setup.minutes, setup.depth)
     depth: Any = {} if layers is None else {"depth": layers}
     micro: Any = {}
     if setup.on_gpu and not setup.quick:
         micro = {"micro_batch_tokens": reference(False, setup.seed, device="cuda").train.micro_batch_tokens}
     usual = replace(RECIPE, **depth, seed=setup.seed, train=TrainRecipe(minutes=minutes, **micro))
     asked = ("train.minutes", *depth)
-    if given.train and given.val:
+    if setup.train and setup.val:
         text = replace(RECIPE.text, val_megabytes=ALL_MEGABYTES)
-        recipe = replace(usual, data=str(given.train), val=str(given.val), text=text)
+        recipe = replace(usual, data=str(setup.train), val=str(setup.val), text=text)
         yield from _trained(setup, recipe, asked, "validation")
-        whole = sum(len(well_formed(text).encode("utf-8")) for text in read(files(given.val)))
+        whole = sum(len(well_formed(text).encode("utf-8")) for text in read(files(setup.val)))
         setup.settings["validation_bytes_of_text"] = whole
-    if given.data:
-        recipe = replace(usual, data=str(given.data))
+    if setup.data:
+        recipe = replace(usual, data=str(setup.data))
         yield from _trained(setup, recipe, asked, "text read once", "_once")
 
 
@@ -57,7 +55,7 @@ def _trained(setup: Setup, recipe: Recipe, asked: Collection[str], name: str, en
     """Trains a recipe and scores the run. asked: fields that are not fitted to the text; name: name of the text, for
     the figures; ending: end of the run's name and of the settings' names."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-    run_dir = RunDir(setup.options.out, f"bench-quality-{stamp}{ending.replace('_', '-')}")
+    run_dir = RunDir(setup.out, f"bench-quality-{stamp}{ending.replace('_', '-')}")
     session = Session(
         stage="pretrain", machine=setup.machine, run_dir=run_dir, command=setup.command, log=setup.log, named=asked
     )

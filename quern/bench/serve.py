@@ -11,17 +11,16 @@ import random
 import string
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from quern.bench.data import Setup
 from quern.bench.generate import pair_tokenizer, talking_engine
-from quern.bench.load import Load, Reply, post, stream
+from quern.bench.load import Load, Reply, post, run, stream
 from quern.bench.material import reference
-from quern.bench.measure import Figure, figure, seconds_of
+from quern.bench.measure import Figure, Setup, figure, seconds_of
 from quern.generate.engine import Engine
 from quern.generate.sampling import Sampling
 from quern.kernels.attention.autotune import select_attention
@@ -62,20 +61,20 @@ def serve(setup: Setup) -> Iterator[Figure]:
             alone = {"seed": setup.seed + turn, "ordinary": ordinary, "length": length, "reply": reply}
             with post(port, OFFLINE, alone) as answer:
                 offline.append(json.loads(answer.read())["rate"])
-            closed.append(sent(replace(load, seed=next(seeds))))
+            closed.append(run(replace(load, seed=next(seeds))))
         rates = np.array([rate(one) for one in closed])
         yield figure(f"engine alone, batch {ROWS}", "tokens/s", offline)
         yield figure(f"{ROWS} clients, closed loop", "tokens/s", rates)
         yield figure(f"{ROWS} clients / engine alone", "×", rates / np.array(offline))
         yield from latencies(f"{ROWS} clients", closed)
-        single = [sent(replace(load, clients=1, seed=next(seeds))) for _ in range(setup.rounds)]
+        single = [run(replace(load, clients=1, seed=next(seeds))) for _ in range(setup.rounds)]
         yield figure("1 client", "tokens/s", [rate(one) for one in single])
         yield from latencies("1 client", single)
         whole = replace(load, long_tokens=recipe.model.context - reply - 1)
-        beside = [[one for one in sent(replace(whole, seed=next(seeds))) if one.client] for _ in range(setup.rounds)]
+        beside = [[one for one in run(replace(whole, seed=next(seeds))) if one.client] for _ in range(setup.rounds)]
         yield from latencies(f"{ROWS - 1} clients beside prompts of {whole.long_tokens} tokens", beside)
         half = rates.mean() / reply / 2
-        opened = [sent(replace(load, rate=half, seed=next(seeds))) for _ in range(setup.rounds)]
+        opened = [run(replace(load, rate=half, seed=next(seeds))) for _ in range(setup.rounds)]
         yield from latencies(f"open loop, {half:.1f} requests/s", opened)
         yield from second_turns(setup, port, recipe.model.context)
 
@@ -106,12 +105,6 @@ def latencies(name: str, rounds: Sequence[Sequence[Reply]]) -> Iterator[Figure]:
             yield figure(f"{name}: {title}, {share}th percentile", "ms", found)
     ratios = [np.percentile(own, 95) / np.percentile(own, 50) for own in gaps]
     yield figure(f"{name}: 95th percentile / median of gaps", "×", ratios)
-
-
-def sent(load: Load) -> list[Reply]:
-    """Runs the load generator in a process of its own. Raises RuntimeError if a request fails."""
-    with start("quern.bench.load", "load generator", asdict(load)) as process:
-        return [Reply(**one) for one in process.answer()["replies"]]
 
 
 def second_turns(setup: Setup, port: int, context: int) -> Iterator[Figure]:

@@ -23,9 +23,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.benchmark.utils.timer import timer
 
-from quern.bench.data import Setup
 from quern.bench.material import left_to_itself, random_batch, reference, sizes_of
-from quern.bench.measure import Figure, alternate, figure
+from quern.bench.measure import Figure, Setup, alternate, figure
 from quern.data.batch import Batch
 from quern.estimate.options import PROCESSORS
 from quern.kernels.attention.autotune import select_attention
@@ -86,8 +85,8 @@ def take_step(state: TrainState, recipe: Resolved, machine: Machine, batch: Batc
 
 def train(setup: Setup, fp8: bool = False) -> Iterator[Figure]:
     machine = setup.machine
-    recipe = reference(setup.quick, setup.seed, setup.options.batch_tokens, machine.device.type)
-    if setup.options.start and not fp8:
+    recipe = reference(setup.quick, setup.seed, setup.batch_tokens, machine.device.type)
+    if setup.start and not fp8:
         yield from _starts(setup)
     model = build_model(recipe, machine, recipe.seed)
     if fp8:
@@ -192,7 +191,7 @@ def _starts(setup: Setup) -> Iterator[Figure]:
 
 
 def ranks(setup: Setup) -> Iterator[Figure]:
-    tokens = reference(setup.quick, setup.seed, setup.options.batch_tokens).train.batch_tokens
+    tokens = reference(setup.quick, setup.seed, setup.batch_tokens).train.batch_tokens
     waits: dict[bool, list[float]] = {True: [], False: []}
     with _crew(setup, 1, threads=RANKS) as one, _crew(setup, RANKS, threads=1) as two:
         for crew in (one, two):
@@ -205,7 +204,7 @@ def ranks(setup: Setup) -> Iterator[Figure]:
 
         jobs = {"two": lambda: together(True), "after": lambda: together(False)}
         taken = alternate(setup.rounds, {"one": lambda: _steps(one, STEPS, overlap=True)[0], **jobs})
-        path = setup.options.trace
+        path = setup.trace
         traced = [] if path is None else list(_trace(path, two, setup))
     visible, without = (np.array(waits[overlap][1:]) for overlap in (True, False))
     setup.settings.update(batch_tokens=tokens, ranks=RANKS, steps_per_round=STEPS)
@@ -289,7 +288,7 @@ class DelayedZero2(Zero2):
 
 def child_order(setup: Setup, ranks: int = 1) -> dict[str, Any]:
     order = {"machine": machine_flags(setup.machine), "seed": setup.seed, "quick": setup.quick}
-    return order | {"batch_tokens": setup.options.batch_tokens, "rank": 0, "ranks": ranks}
+    return order | {"batch_tokens": setup.batch_tokens, "rank": 0, "ranks": ranks}
 
 
 def answers(order: dict[str, Any], requests: Iterator[Any]) -> Iterator[dict[str, Any]]:

@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from quern.bench import command
-from quern.bench.data import Setup
 from quern.bench.generate import talking_engine
 from quern.bench.load import Reply
 from quern.bench.material import left_to_itself, random_batch, reference
-from quern.bench.measure import alternate, number
+from quern.bench.measure import Setup, alternate, number
 from quern.bench.options import BenchOptions
 from quern.bench.serve import NAME, QUESTION, TURN_REPLY, rate, second_turns
 from quern.flags.check_flags import read
@@ -272,7 +271,7 @@ def test_a_second_turn_reads_only_what_is_new(megabytes: float) -> None:
     recipe = reference(quick=True, seed=0)
     recipe = replace(recipe, model=replace(recipe.model, context=256))
     engine = talking_engine(recipe, CPU, prefix_megabytes=megabytes)
-    setup = Setup(CPU, quick=True, rounds=1)
+    setup = Setup(machine=CPU, quick=True, rounds=1)
     with running(create_app({NAME: engine})) as url:
         first, second, ratio = second_turns(setup, int(url.rpartition(":")[2]), engine.context)
         hits = counters(url)["prefix_cache_hits_total"]

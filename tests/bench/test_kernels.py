@@ -13,11 +13,10 @@ import torch
 
 from quern.bench import command
 from quern.bench import kernels as benchmarks
-from quern.bench.data import Setup
 from quern.bench.generate import bytes_of_a_step
 from quern.bench.kernels import attention, attention_seconds, cross_entropy, exactness, flex, pairs, worst_error
 from quern.bench.material import SIZES, reference
-from quern.bench.measure import Figure, figure, versions
+from quern.bench.measure import Figure, Setup, figure
 from quern.bench.options import BenchOptions
 from quern.bench.train import data_sheet, slowest_kernels
 from quern.generate.cache import KVCache
@@ -31,7 +30,7 @@ from tests.support.toy_training import CPU
 
 
 def a_setup() -> Setup:
-    return Setup(CPU, quick=True, rounds=2, log=lambda line: None)
+    return Setup(machine=CPU, quick=True, rounds=2, log=lambda line: None)
 
 
 def measured(out: Path, *what: Any) -> tuple[int, dict[str, Any]]:
@@ -121,20 +120,15 @@ def test_a_path_that_fails_stops_no_other() -> None:
 def test_the_errors_of_one_dtype_and_head_dim(monkeypatch: pytest.MonkeyPatch) -> None:
     """A path that reads hidden keys is asked for several tokens only: cuDNN takes no single one."""
 
-    def several(q: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def several(q: torch.Tensor, *rest: Any, **how: Any) -> torch.Tensor:
         assert q.size(1) > 1
-        return attend_plain(q, *rest)
+        return attend_plain(q, *rest, **how)
 
     monkeypatch.setattr(benchmarks, "grid", lambda setup: [(T, 1, MaskSpec()) for T in (1, 3)])
     monkeypatch.setattr(benchmarks, "paths", lambda setup: [Backend("several", several)])
-    setup = Setup(CPU, options=BenchOptions(only="float16-128"), log=lambda line: None)
+    setup = Setup(machine=CPU, only="float16-128", log=lambda line: None)
     names = [one["name"] for one in exactness(setup)]
     assert names == [f"{path}, float16, head dim 128: error" for path in ("several", "definition")]
-
-
-def test_a_package_that_is_missing_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quern.bench.measure.PACKAGES", ("torch", "not_installed"))
-    assert "torch" in versions() and "not_installed" not in versions()
 
 
 class OnGpu(Setup):
@@ -144,7 +138,7 @@ class OnGpu(Setup):
 def test_on_a_gpu_the_picked_path_is_compared_and_no_name_stands_twice() -> None:
     """With tiny sizes, and kernels that a CPU has."""
     chosen = Picked({"full": SDPA, "window": BLOCKED, "growing": BLOCKED, "documents": SDPA})
-    setup = OnGpu(replace(CPU, attention=chosen), quick=True, rounds=1, log=lambda line: None)
+    setup = OnGpu(machine=replace(CPU, attention=chosen), quick=True, rounds=1, log=lambda line: None)
     units = [(one["name"], one["unit"]) for one in attention(setup)]
     names = [name for name, _ in units]
     assert len(set(names)) == len(names) and ("T=64, full: sdpa forward: rate", "TFLOP/s") in units
