@@ -51,12 +51,8 @@ def tokenizer(setup: Setup) -> Iterator[Figure]:
 def encode(setup: Setup) -> Iterator[Figure]:
     texts, made = setup.texts, setup.tokenizer
     tokens, megabytes = sum(len(made.encode(text)) for text in texts), setup.text_bytes / 1e6
-
-    def arrays() -> None:
-        for text in texts:
-            made.encode_array(text)
-
-    taken = setup.once({"list": lambda: [made.encode(text) for text in texts], "array": arrays})
+    jobs = {"list": lambda: list(map(made.encode, texts)), "array": lambda: deque(map(made.encode_array, texts), 0)}
+    taken = setup.once(jobs)
     setup.settings.update(text=setup.text_name, bytes=setup.text_bytes, tokens=tokens)
     setup.settings.update(bytes_per_token=round(setup.text_bytes / tokens, 3), vocabulary=made.vocab_size)
     yield figure("one thread", "MB/s", megabytes / taken["list"])

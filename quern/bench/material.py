@@ -14,40 +14,26 @@ import numpy as np
 from quern.data.batch import Batch
 from quern.data.loader import Loader
 from quern.data.shards import Corpus
-from quern.data.token_file import HEADER_BYTES, VERSIONS, describe, header, write_manifest
+from quern.data.token_file import HEADER_BYTES, SHARD_TOKENS, VERSIONS, describe, header, write_manifest
 from quern.process import resident, serve
 from quern.recipe import ModelRecipe, Resolved, TrainRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import MICRO_BATCH_TOKENS, resolve
 
-SHARD_TOKENS = 100_000_000
-
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes that follow the device.
+    """Sizes that follow the device."""
 
-    Attributes:
-        tokens: Tokens of all rows of a call of attention.
-        width: Heads of attention times their dim.
-        shapes: Head dim and tokens of a row of each call of attention.
-        loss: Tokens, width and vocabulary.
-        rows: Batch sizes of prefill and decode.
-        prompt_tokens: Tokens of a prompt of decode.
-        reply_tokens: Tokens of its reply.
-        product: Rows of the matrices that give the matmul peak.
-        copied: Bytes of the copy that gives the bandwidth.
-    """
-
-    tokens: int
-    width: int
-    shapes: tuple[tuple[int, int], ...]
-    loss: tuple[int, int, int]
-    rows: tuple[int, ...]
-    prompt_tokens: int
-    reply_tokens: int
-    product: int
-    copied: int
+    tokens: int  # of all rows of a call of attention
+    width: int  # heads of attention times their dim
+    shapes: tuple[tuple[int, int], ...]  # head dim and tokens of a row of each call of attention
+    loss: tuple[int, int, int]  # tokens, width and vocabulary
+    rows: tuple[int, ...]  # batch sizes of prefill and decode
+    prompt_tokens: int  # of decode
+    reply_tokens: int  # of decode
+    product: int  # rows of the matrices that give the matmul peak
+    copied: int  # bytes of the copy that gives the bandwidth
 
 
 CPU_SHAPES = (64, 256), (64, 512), (64, 1024), (64, 2048)

@@ -50,18 +50,12 @@ Figure = dict[str, Any]
 
 @dataclass(kw_only=True)
 class Setup(BenchOptions):
-    """Context of a benchmark: its options, and what follows from them; the text is made at first use.
-
-    Attributes:
-        settings: The sizes used, which the benchmark fills in for its record.
-        log: Takes lines for the user.
-        command: The command line, for the records of runs.
-    """
+    """Context of a benchmark: its options, and what follows from them; the text is made at first use."""
 
     machine: Machine
-    settings: dict[str, Any] = field(default_factory=dict)
-    log: Callable[[str], None] = print
-    command: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)  # the sizes used, for the record; the benchmark fills it in
+    log: Callable[[str], None] = print  # takes lines for the user
+    command: str = ""  # the command line, for the records of runs
 
     @property
     def on_gpu(self) -> bool:
