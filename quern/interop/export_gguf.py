@@ -112,8 +112,6 @@ def other_ids(tokenizer: Tokenizer) -> str:
 
 TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
 """quern's names of dtypes, and GGUF's."""
-FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
-"""general.file_type: what most matrices have."""
 BLOCK = 32
 """Q8_0 stores blocks of so many weights of a row with one scale."""
 FP16_MAX = 65_504
@@ -156,10 +154,9 @@ def run(
     shape = loaded.recipe.model
     weights = tensors(loaded.model.state_dict(), shape)
     kinds = kinds_of(weights, TYPES[dtype], log)
-    facts = metadata(shape, loaded.tokenizer, run_dir.run) | {
-        "general.file_type": FILE_TYPES[TYPES[dtype]],
-        "general.quantization_version": 2,
-    }
+    most = library().LlamaFileType["ALL_F32" if dtype == "fp32" else f"MOSTLY_{TYPES[dtype]}"].value
+    facts = metadata(shape, loaded.tokenizer, run_dir.run)
+    facts |= {"general.file_type": most, "general.quantization_version": 2}
     try:
         write(path, facts, weights, kinds)
     except OSError as error:  # NumPy's, of a full disk, says only how much it has written
