@@ -19,7 +19,7 @@ from quern.text.tinyworld.chat import EXCHANGES
 from quern.text.tinyworld.corpus import QUESTION_KINDS, check
 from quern.text.tinyworld.prose import Pen
 from quern.text.tinyworld.skills import HELD_OUT_WORDS, PRACTICE_WORDS, TRAIN_WORDS, Exercise, is_asked_in_conversations
-from quern.text.tinyworld.world import CAST, CHARACTERS, QUESTIONS, RELATIONS, VALUES, WORDS
+from quern.text.tinyworld.world import CAST, CHARACTERS, RELATIONS, VALUES, WORDINGS, WORDS
 
 
 def sentences(text: str) -> set[str]:
@@ -256,7 +256,7 @@ def test_a_quarter_of_the_facts_is_never_asked_in_conversations(conversations):
     assert 0.15 < len(unasked) / (len(CAST) * len(RELATIONS)) < 0.35
     said = {spoken(message) for messages in conversations for message in messages if message["role"] == "user"}
     for character, relation in unasked:
-        for template in QUESTIONS[relation][:6]:
+        for template in WORDINGS["questions"][relation][:6]:
             his = "her" if character.she else "his"
             assert template.format(name=character.name, his=his) not in said
 

@@ -34,8 +34,9 @@ def of_exercise(exercise: Exercise) -> Exchange:
 def fact(pen: Pen) -> Exchange:
     character, relation = skills.askable(pen)
     name = character.name
-    asked = upper_first(pen.ask(character, relation).replace(name, pen.pick(world.EPITHETS) + name))
-    return exchange(pen.pick(world.OPENINGS) + asked + pen.pick(world.CLOSINGS), pen.answer(character, relation))
+    asked = upper_first(pen.say("questions", character, relation).replace(name, pen.pick(world.EPITHETS) + name))
+    question = pen.pick(world.OPENINGS) + asked + pen.pick(world.CLOSINGS)
+    return exchange(question, pen.say("answers", character, relation))
 
 
 def introduction(pen: Pen) -> Exchange:
@@ -45,14 +46,12 @@ def introduction(pen: Pen) -> Exchange:
         character = pen.someone()
         known = [relation for relation in RELATIONS if is_asked_in_conversations(character.name, relation)]
         order = pen.rng.sample(known, min(4, len(known)))
-    words = FIELDS[character.name]
-    tails = [pen.pick(world.TAILS[relation]) for relation in order[:2]]
-    reply = f"{{name}} {tails[0]} and {tails[1]}.".format_map(words)
-    messages = exchange(pen.pick(_W["introductions"]).format_map(words), reply)
+    tails = [pen.say("tails", character, relation) for relation in order[:2]]
+    question = pen.pick(_W["introductions"]).format_map(FIELDS[character.name])
+    messages = exchange(question, f"{character.name} {tails[0]} and {tails[1]}.")
     for relation in order[2:]:
         if pen.maybe(0.7):
-            question = pen.pick(world.FOLLOW_UPS[relation]).format_map(words)
-            messages += exchange(question, pen.answer(character, relation))
+            messages += exchange(*(pen.say(what, character, relation) for what in ("follow_ups", "answers")))
     return messages
 
 

@@ -18,16 +18,14 @@ from functools import partial
 
 from quern.terminal import ascii_signs
 from quern.text.chat import Message
-from quern.text.tinyworld import lessons, prose, skills, world
+from quern.text.tinyworld import lessons, prose, skills
 from quern.text.tinyworld.chat import conversation, fits, held_out_small_talk
 from quern.text.tinyworld.prose import Pen
 from quern.text.tinyworld.skills import Exercise
-from quern.text.tinyworld.world import CHARACTERS, FIELDS, RELATIONS, VALUES, blind_guess, upper_first
-
-Maker = Callable[[Pen], str]
+from quern.text.tinyworld.world import CHARACTERS, RELATIONS, VALUES, blind_guess, upper_first
 
 # The percentage of documents of each kind, the kind of text for reports, and the function that makes one
-DOCUMENTS: tuple[tuple[int, str, Maker], ...] = (
+DOCUMENTS: tuple[tuple[int, str, Callable[[Pen], str]], ...] = (
     (11, "stories", prose.story),
     (10, "biographies", prose.biography),
     (3, "lists", prose.profile),
@@ -101,8 +99,7 @@ def kinds_of_text(seed: int = 0) -> dict[str, str]:
 
 def _fact_question(pen: Pen) -> Exercise:
     character, relation = pen.someone(), pen.pick(RELATIONS)
-    text = pen.pick(world.HELD_OUT_QUESTIONS[relation]).format_map(FIELDS[character.name])
-    reply = pen.answer(character, relation)
+    text, reply = (pen.say(what, character, relation) for what in ("held_out_questions", "answers"))
     return Exercise("facts", text, character.fact(relation), reply, chance=blind_guess(relation))
 
 

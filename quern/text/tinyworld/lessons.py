@@ -87,7 +87,8 @@ def questions_and_answers(pen: Pen) -> str:
         if several:
             character = pen.someone()
         gap = "\n" if label[0] else " "
-        text.append(f"{label[0]}{pen.ask(character, relation)}{gap}{label[1]}{pen.answer(character, relation)}")
+        question, answer = (pen.say(what, character, relation) for what in ("questions", "answers"))
+        text.append(f"{label[0]}{question}{gap}{label[1]}{answer}")
     return "\n".join(text)
 
 
@@ -127,14 +128,11 @@ def order(pen: Pen) -> str:
     return " ".join(text) if pen.maybe(0.5) else "\n".join(text)
 
 
-CATALOGUE_NAMES = tuple(world.CATALOGUE)
-
-
 def catalogue(pen: Pen) -> str:
     """The words of some categories, as lists or sentences."""
     style = pen.below(3)
     text = []
-    for category in pen.rng.sample(CATALOGUE_NAMES, 2 + pen.below(4)):
+    for category in pen.rng.sample(tuple(world.CATALOGUE), 2 + pen.below(4)):
         words = pen.rng.sample(world.CATALOGUE[category], 3 + pen.below(4))
         title = upper_first(_T["plurals"].get(category, f"{category}s"))
         if style == 0:

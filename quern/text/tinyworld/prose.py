@@ -21,7 +21,8 @@ def _with_pronoun(templates: Sequence[str]) -> tuple[str, ...]:
     return tuple(told + [t.replace("{name}", "{He}") for t in once if t.startswith("{name} ") and " and {" not in t])
 
 
-PRONOUN_STATEMENTS = {relation: _with_pronoun(world.STATEMENTS[relation]) for relation in RELATIONS}
+STATEMENTS = world.WORDINGS["statements"]
+PRONOUN_STATEMENTS = {relation: _with_pronoun(STATEMENTS[relation]) for relation in RELATIONS}
 
 T = TypeVar("T")
 Row = TypeVar("Row", bound=tuple[Any, ...])
@@ -39,13 +40,8 @@ class Pen:
         return options[int(self._uniform() * len(options))]
 
     def pick_by_share(self, rows: Sequence[Row]) -> Row:
-        """A row of a table whose first column is the row's share in percent."""
-        left = self.below(100)
-        for row in rows:
-            left -= row[0]
-            if left < 0:
-                return row
-        raise ValueError("the shares of a table add up to less than 100")
+        """A row of a table whose first column is the row's share."""
+        return self.rng.choices(rows, [row[0] for row in rows])[0]
 
     def below(self, bound: int) -> int:
         return int(self._uniform() * bound)
@@ -74,17 +70,12 @@ class Pen:
 
     def tell(self, character: Character, relation: str, pronoun: float = 0.0) -> str:
         """One fact in one sentence. `pronoun` is the probability of a pronoun in place of the name."""
-        told = PRONOUN_STATEMENTS if self.maybe(pronoun) else world.STATEMENTS
-        return self.pick(told[relation] or world.STATEMENTS[relation]).format_map(FIELDS[character.name])
+        told = PRONOUN_STATEMENTS if self.maybe(pronoun) else STATEMENTS
+        return self.pick(told[relation] or STATEMENTS[relation]).format_map(FIELDS[character.name])
 
-    def ask(self, character: Character, relation: str) -> str:
-        return self.pick(world.QUESTIONS[relation]).format_map(FIELDS[character.name])
-
-    def answer(self, character: Character, relation: str) -> str:
-        return self.pick(world.ANSWERS[relation]).format_map(FIELDS[character.name])
-
-    def own(self, character: Character, relation: str) -> str:
-        return self.pick(world.SELF_STATEMENTS[relation]).format_map(FIELDS[character.name])
+    def say(self, wordings: str, character: Character, relation: str) -> str:
+        """One fact, or the question for it. wordings: a key of `world.WORDINGS`."""
+        return self.pick(world.WORDINGS[wordings][relation]).format_map(FIELDS[character.name])
 
 
 def joined(words: Sequence[str]) -> str:
@@ -151,8 +142,8 @@ def _life(pen: Pen, character: Character) -> str:
     index = 1
     while index < len(order):
         if index + 1 < len(order) and pen.maybe(0.3):
-            first, second = (pen.pick(world.TAILS[r]) for r in order[index : index + 2])
-            text.append(f"{character.name} {first} and {second}.".format_map(FIELDS[character.name]))
+            first, second = (pen.say("tails", character, relation) for relation in order[index : index + 2])
+            text.append(f"{character.name} {first} and {second}.")
             index += 2
         else:
             text.append(pen.tell(character, order[index], 0.5))
@@ -184,16 +175,16 @@ def dialogue(pen: Pen) -> str:
         greeting = pen.pick(_W["greetings"])
         text.append(f"{asker.name}: {greeting}" if script else f'"{greeting}" said {asker.name}.')
     for relation in pen.relations(3 + pen.below(4)):
-        question, reply = pen.pick(world.DIRECT_QUESTIONS[relation]), pen.own(teller, relation)
+        question, reply = pen.say("direct_questions", teller, relation), pen.say("self_statements", teller, relation)
         if script:
             text += [f"{asker.name}: {question}", f"{teller.name}: {reply}"]
             if pen.maybe(0.4):
-                text.append(f"{asker.name}: {pen.own(asker, relation)}")
+                text.append(f"{asker.name}: {pen.say('self_statements', asker, relation)}")
             continue
         answer = quoted(reply, pen.pick(_W["replied"]), teller)
         text.append(f'"{question}" {pen.pick(_W["said"])} {asker.name}. {answer}')
         if pen.maybe(0.4):
-            text.append(quoted(pen.own(asker, relation), "said", asker))
+            text.append(quoted(pen.say("self_statements", asker, relation), "said", asker))
     if not script:
         text.append(pen.pick(_W["farewells"]).format_map(words))
     return "\n".join(text)
@@ -206,7 +197,7 @@ def letter(pen: Pen) -> str:
     words = {**FIELDS[writer.name], **OTHER_FIELDS[reader.name], **pen.chance_fields()}
     body = [pen.pick(_W["letter_openings"]).format_map(words)]
     told = [relation for relation in pen.relations(2 + pen.below(3)) if writer.fact(relation) != reader.name]
-    body += [pen.own(writer, relation) for relation in told]
+    body += [pen.say("self_statements", writer, relation) for relation in told]
     third = pen.other(reader)
     if third is not writer:
         body.append(pen.pick(_W["letter_news"]).format_map({**words, **FIELDS[third.name]}))
@@ -224,7 +215,7 @@ def diary(pen: Pen) -> str:
     for day in range(2 + pen.below(3)):
         friend = CHARACTERS[writer.friend]
         words = {**FIELDS[writer.name], **OTHER_FIELDS[friend.name], **pen.chance_fields()}
-        text = [pen.pick(_W["diary"]).format_map(words), pen.own(writer, pen.pick(RELATIONS))]
+        text = [pen.pick(_W["diary"]).format_map(words), pen.say("self_statements", writer, pen.pick(RELATIONS))]
         if pen.maybe(0.6):
             text.append(pen.tell(pen.other(writer), pen.pick(RELATIONS)))
         entries.append(f"{world.DAYS[(first + day) % 7]}. {' '.join(text)}")
@@ -240,13 +231,11 @@ def comparison(pen: Pen) -> str:
         relation = pen.pick(RELATIONS)
         if one.fact(relation) == other.name:
             continue
-        words = {**FIELDS[one.name], **OTHER_FIELDS[other.name]}
+        first = pen.say("tails", one, relation)
         if one.fact(relation) == other.fact(relation):
-            tail = pen.pick(world.TAILS[relation]).format_map(words)
-            text.append(f"{one.name} {tail}, and so {'is' if tail.startswith('is ') else 'does'} {other.name}.")
+            text.append(f"{one.name} {first}, and so {'is' if first.startswith('is ') else 'does'} {other.name}.")
             continue
-        first = pen.pick(world.TAILS[relation]).format_map(FIELDS[one.name])
-        second = pen.pick(world.TAILS[relation]).format_map(FIELDS[other.name])
+        second = pen.say("tails", other, relation)
         text.append(f"{one.name} {first}{pen.pick((', but ', ', while ', ', and '))}{other.name} {second}.")
     return " ".join(text)
 

@@ -128,10 +128,11 @@ def sum_exercise(pen: Pen, held_out: bool = False) -> Exercise:
 # ---------------------------------------------------------------------------------------- word problems
 
 PROBLEMS = [
-    (kind["operator"], problem, reply)
-    for kind, read in zip(world.table("skills")["problems"], _W["problems"], strict=True)
-    for problem in read["problem"]
-    for reply in read["reply"]
+    (operator, problem, reply)
+    for kind in _W["problems"]
+    for operator in kind["operator"]
+    for problem in kind["problem"]
+    for reply in kind["reply"]
 ]
 
 
@@ -233,7 +234,6 @@ CATEGORIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "a month": ("calendar", world.MONTHS),
 } | {a(category): (_GROUP.get(category, "objects"), members) for category, members in world.CATALOGUE.items()}
 CATEGORY_NAMES = tuple(CATEGORIES)
-CATEGORY_MEMBERS = tuple(CATEGORIES.values())
 
 
 def line_of(options: Sequence[str], option: str) -> str:
@@ -253,8 +253,7 @@ def choice_exercise(pen: Pen, held_out: bool = False) -> Exercise:
     kind = pen.rng.random()
     if kind < 0.6:
         character, relation = (pen.someone(), pen.pick(RELATIONS)) if held_out else askable(pen)
-        asked = world.HELD_OUT_QUESTIONS if held_out else world.QUESTIONS
-        stem = pen.pick(asked[relation]).format_map(FIELDS[character.name])
+        stem = pen.say(f"{held}questions", character, relation)
         right = character.fact(relation)
         wrong = [value for value in VALUES[relation] if value not in (right, character.name)]
     elif kind < 0.85:
@@ -262,7 +261,7 @@ def choice_exercise(pen: Pen, held_out: bool = False) -> Exercise:
         stem = pen.pick(_W[f"{held}category_questions"]).format(category=category)
         group, members = CATEGORIES[category]
         right = pen.pick(members)
-        wrong = [pen.pick(words) for other, words in pen.rng.sample(CATEGORY_MEMBERS, 14) if other != group]
+        wrong = [pen.pick(words) for other, words in pen.rng.sample(tuple(CATEGORIES.values()), 14) if other != group]
     else:
         stem = pen.pick(_W[f"{held}largest_questions"])
         numbers = pen.rng.sample(range(1, (20, 100, 1000)[pen.below(3)]), count)
@@ -345,7 +344,7 @@ def _of_facts(pen: Pen, count: int) -> tuple[list[str], list[Asked]]:
     values = [one.fact(relation) for one in characters]
     rest = [value for value in VALUES[relation] if value not in values and value not in {c.name for c in characters}]
     values += pen.rng.sample(rest, count - len(values))
-    return _shuffled(pen, values), [(pen.ask(one, relation), one.fact(relation)) for one in characters]
+    return _shuffled(pen, values), [(pen.say("questions", one, relation), one.fact(relation)) for one in characters]
 
 
 def _of_categories(pen: Pen, count: int) -> tuple[list[str], list[Asked]]:

@@ -1,17 +1,18 @@
 """The tinyworld itself: the words and wordings of this folder's TOML files, and its facts: who lives in the valley, and
 eight relations from a character to one word.
 
-Training text contains QUESTIONS only; HELD_OUT_QUESTIONS are for the evaluation. The cast is 72 characters in 12
-villages. A constant seed deals the values of facts.toml to the characters, so every seed of the corpus describes the
-same world. Templates take their fields from `FIELDS`.
+Training text asks in the wordings `questions` only; `held_out_questions` are for the evaluation. The cast is 72
+characters in 12 villages. A constant seed deals the values of facts.toml to the characters, so every seed of the corpus
+describes the same world. Templates take their fields from `FIELDS`.
 """
 
 import random
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +73,8 @@ DAYS, MONTHS = CHANCES["day"], CHANCES["month"]
 STORY_OPENINGS, ENDINGS, BRIDGES, MORALS = (_PLOT_WORDINGS[key] for key in "openings endings bridges morals".split())
 PLOTS: tuple[tuple[tuple[str, ...], ...], ...] = tuple(plot["scenes"] for plot in _PLOT_WORDINGS["plots"])
 
-_WORDINGS: dict[str, Mapping[str, tuple[str, ...]]] = wordings("wordings")
-QUESTIONS, HELD_OUT_QUESTIONS, DIRECT_QUESTIONS, FOLLOW_UPS, ANSWERS, STATEMENTS, SELF_STATEMENTS, TAILS = (
-    _WORDINGS[key]
-    for key in (
-        "questions held_out_questions direct_questions follow_ups answers statements self_statements tails".split()
-    )
-)
+WORDINGS: dict[str, Mapping[str, tuple[str, ...]]] = wordings("wordings")
+"""Kind of wording → relation → the wordings."""
 OPENINGS, CLOSINGS, EPITHETS = (table("wordings")[key] for key in ("openings", "closings", "epithets"))
 
 _FACTS = table("facts")
@@ -109,13 +105,6 @@ class Character:
         return getattr(self, relation)
 
 
-def _dealt(values: Sequence[str], count: int, rng: random.Random) -> list[str]:
-    """`count` values in random order, each as often as the others, so that all blind guesses are alike."""
-    hand = [values[index % len(values)] for index in range(count)]
-    rng.shuffle(hand)
-    return hand
-
-
 def _make_cast() -> tuple[Character, ...]:
     rng = random.Random(WORLD_SEED)
     people = [(name, she) for she, key in ((False, "he"), (True, "she")) for name in words(_FACTS["names"][key])]
@@ -126,8 +115,11 @@ def _make_cast() -> tuple[Character, ...]:
     friend = {}
     for left, right in zip(pairs[0::2], pairs[1::2], strict=True):
         friend[names[left]], friend[names[right]] = names[right], names[left]
-    values = (KINDS, list(HOMES), list(WORKS), FOODS, COLOURS, HOBBIES, TREASURES)
-    columns = [_dealt(column, len(people), rng) for column in values]
+    values = (KINDS, tuple(HOMES), tuple(WORKS), FOODS, COLOURS, HOBBIES, TREASURES)
+    # Each value as often as the others, so that all blind guesses are alike.
+    columns = [[*islice(cycle(column), len(people))] for column in values]
+    for column in columns:
+        rng.shuffle(column)
     cast = [
         Character(name, she, kind, home, work, friend[name], *rest)
         for (name, she), kind, home, work, *rest in zip(people, *columns, strict=True)
