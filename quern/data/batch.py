@@ -39,13 +39,9 @@ class Batch:
         """A batch from rows of T + 1 tokens, (B, T + 1) int32, and the mask of the targets, (B, T) bool."""
         return cls(*map(np.ascontiguousarray, (rows[:, :-1], rows[:, 1:], mask)))
 
-    @property
-    def rows(self) -> int:
-        return len(self.tokens)
-
     def split(self, rows: int) -> Iterator[Batch]:
         """Micro-batches of `rows` rows, in order; the last one may be smaller."""
-        for at in range(0, self.rows, rows):
+        for at in range(0, len(self.tokens), rows):
             part = slice(at, at + rows)
             weight = None if self.weight is None else self.weight[part]
             yield Batch(self.tokens[part], self.targets[part], self.mask[part], weight)

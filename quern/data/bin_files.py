@@ -27,16 +27,14 @@ BATCH_TOKENS = 1 << 22
 class BinFormat:
     """The layout of a token file."""
 
-    train: str  # names of the files; {name} is that of the data, {number} that of the file
-    val: str
-    first: int = 0  # the number of the first training file
-    header: bool = True  # the file begins with a header
-    begins: bool = True  # the delimiter begins documents; else it ends them
+    train: str  # names of the files; {name} is that of the data, {number} that of the file, from 1
+    val: str  # {number} is 0
+    bare: bool = False  # no header, and the delimiter ends documents; else it begins them
     file_tokens: int | None = 100_000_000  # a file is closed as soon as it has this many tokens; None for one file
 
 
-MODDED_NANOGPT = BinFormat("{name}_train_{number:06d}.bin", "{name}_val_{number:06d}.bin", first=1)
-NANOGPT = BinFormat("train.bin", "val.bin", header=False, begins=False, file_tokens=None)
+MODDED_NANOGPT = BinFormat("{name}_train_{number:06d}.bin", "{name}_val_{number:06d}.bin")
+NANOGPT = BinFormat("train.bin", "val.bin", bare=True, file_tokens=None)
 
 
 def read_bin(*paths: str | Path, bos: int = 50256, vocab_size: int = 1 << 32) -> Corpus:
@@ -122,7 +120,7 @@ def write_bin(
     written = 0
     with temporary_folder(folder / "bin") as temporary:
         for split, corpus in splits.items():
-            pattern, first = (form.train, form.first) if split == "train" else (form.val, 0)
+            pattern, first = (form.train, 1) if split == "train" else (form.val, 0)
             files = _groups(corpus, slice(0, corpus.num_documents), form.file_tokens or corpus.num_tokens)
             for number, documents in enumerate(files, start=first):
                 path = temporary / pattern.format(name=name, number=number)
@@ -150,11 +148,11 @@ def _groups(corpus: Corpus, documents: slice, tokens: int) -> Iterator[slice]:
 def _write_file(path: Path, corpus: Corpus, documents: slice, form: BinFormat) -> Iterator[int]:
     """Yields the number of tokens of each piece that was written."""
     with open(path, "wb") as file:
-        if form.header:
+        if not form.bare:
             file.write(header(int(corpus.lengths[documents].sum()), np.dtype("<u2")))
         for group in _groups(corpus, documents, BATCH_TOKENS):
             out = corpus.slices(corpus.starts[group], corpus.lengths[group])
-            if not form.begins:  # each document's first token, BOS, goes behind its last
+            if form.bare:  # each document's first token, BOS, goes behind its last
                 out = np.append(out[1:], np.int32(corpus.bos))
             refuse_ids(int(out.max()))
             file.write(out.astype("<u2").tobytes())

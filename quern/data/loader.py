@@ -59,7 +59,6 @@ class _RowCounts:
 
     def __init__(self, path: Path | None) -> None:
         self.path, self.chunks = path, _read_counts(path)
-        self._saved = len(self.chunks)
 
     @property
     def total(self) -> int:
@@ -75,9 +74,8 @@ class _RowCounts:
     def append(self, turn: int, part: int, rows: int) -> None:
         """Adds the next chunk."""
         self.chunks.append((turn, part, self.total + rows))
-        if self.path is None or len(self.chunks) < self._saved + SAVE_EVERY:
+        if self.path is None or len(self.chunks) % SAVE_EVERY:
             return
-        self._saved = len(self.chunks)
         body = np.array(self.chunks, dtype="<i8").tobytes()
         try:
             if len(_read_counts(self.path)) < len(self.chunks):  # other ranks write it too

@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
 from array import array
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any, BinaryIO, Literal, NotRequired, TypedDict
@@ -104,18 +103,17 @@ def map_tokens(path: Path, headerless: bool = False) -> np.ndarray:
         raise ValueError(f"{path} is empty")
     with open(path, "rb") as file:
         magic, version, count = np.frombuffer(file.read(12).ljust(12, b"\0"), dtype="<i4").tolist()
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if magic == MAGIC:
         if version not in VERSIONS:
             raise ValueError(f"{path} has version {version}; known are {sorted(VERSIONS)}")
         if count < 1 or size != HEADER_BYTES + count * VERSIONS[version].itemsize:
             raise ValueError(f"{path} is damaged: its header says {count:,} tokens, its size is {size:,} bytes")
-        return np.frombuffer(mapped, dtype=VERSIONS[version], offset=HEADER_BYTES)
+        return np.memmap(path, VERSIONS[version], "r", HEADER_BYTES).view(np.ndarray)
     if not headerless:
         raise ValueError(f"{path} is damaged: it does not begin with the magic number {MAGIC}")
     if size % 2:
         raise ValueError(f"{path} is neither a token file with a header nor bare uint16: {size:,} bytes is odd")
-    return np.frombuffer(mapped, dtype="<u2")
+    return np.memmap(path, "<u2", "r").view(np.ndarray)
 
 
 def shard_files(shard: dict[str, Any]) -> list[dict[str, Any]]:
@@ -160,7 +158,7 @@ def write_manifest(folder: Path, fingerprint: str, splits: dict[str, Any], unfin
 SHARD_TOKENS = 100_000_000
 
 
-class ShardWriter:
+class ShardWriter(AbstractContextManager["ShardWriter"]):
     """Writes one split. Use it in a `with` block. Give it the documents from number `documents` on: shards that an
     earlier writer finished hold those before.
 
@@ -199,9 +197,6 @@ class ShardWriter:
         self._file: BinaryIO | None = None
         self._mask: BinaryIO | None = None
         self._starts, self._tokens = array("q"), 0
-
-    def __enter__(self) -> ShardWriter:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         with self._ending as stack:

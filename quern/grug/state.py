@@ -107,7 +107,7 @@ def device_batch(batch: HostBatch, micro_rows: int, mesh: Mesh) -> Batch:
     if batch.weight is not None:
         scale *= batch.weight
     scale /= valid
-    padding = ((0, -batch.rows % micro_rows), (0, 0))
+    padding = ((0, -len(batch.tokens) % micro_rows), (0, 0))
     arrays = {"tokens": batch.tokens, "targets": batch.targets, "scale": scale}
     split = {name: rearrange(np.pad(x, padding), "(m b) t -> m b t", b=micro_rows) for name, x in arrays.items()}
     return {name: place(x, P(None, BATCH, None), mesh) for name, x in split.items()}

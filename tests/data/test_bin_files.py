@@ -11,7 +11,7 @@ from quern.data.shards import Corpus
 from tests.support.memory_corpus import ids_of, memory_corpus
 
 EOT = 50256
-SMALL = BinFormat(MODDED_NANOGPT.train, MODDED_NANOGPT.val, first=1, file_tokens=50)
+SMALL = BinFormat(MODDED_NANOGPT.train, MODDED_NANOGPT.val, file_tokens=50)
 
 
 def documents(count: int, seed: int) -> list[list[int]]:

@@ -39,11 +39,12 @@ def test_a_batch_holds_weighted_replies() -> None:
     rollouts = rollouts_of(rl_state(alone()))
     batch = rollouts.batch(0)
     assert batch.weight is not None and batch.mask.any(axis=1).all()
-    assert batch.rows % SETTINGS.samples == 0 and batch.tokens.shape[1] <= 48
-    for row in range(batch.rows):
+    rows, width = batch.tokens.shape
+    assert rows % SETTINGS.samples == 0 and width <= 48
+    for row in range(rows):
         weights = set(batch.weight[row][batch.mask[row]].tolist())
         assert len(weights) == 1  # one advantage for all tokens of a reply
-    per_reply = [batch.weight[row][batch.mask[row]][0] for row in range(batch.rows)]
+    per_reply = [batch.weight[row][batch.mask[row]][0] for row in range(rows)]
     assert np.array(per_reply).reshape(-1, SETTINGS.samples).sum(axis=1) == pytest.approx(0, abs=1e-6)
     again = rollouts_of(rl_state(alone())).batch(0)
     assert (again.tokens == batch.tokens).all() and (again.weight == batch.weight).all()
@@ -65,7 +66,7 @@ def test_questions_without_a_difference_are_counted_replaced_and_left_out() -> N
     assert 0 < facts["dropped"] < 1
     assert len(asked) > SETTINGS.groups * SETTINGS.samples
     assert len(asked) == rollouts.tally.sums["replies"]
-    assert batch.rows <= SETTINGS.groups * SETTINGS.samples and batch.weight is not None
+    assert len(batch.tokens) <= SETTINGS.groups * SETTINGS.samples and batch.weight is not None
     assert (np.abs(batch.weight).sum(axis=1) > 0).any()
 
 
