@@ -13,7 +13,7 @@ import json
 import re
 import sys
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -26,7 +26,7 @@ from quern.data.shards import Corpus
 from quern.data.token_file import ShardWriter, fingerprint, prepared
 from quern.generate import tools
 from quern.mixture import sources
-from quern.mixture.sources import HELD_OUT_EVERY, Conversation, Fetch, OpenSource, multiple_choice, open_source
+from quern.mixture.sources import HELD_OUT_EVERY, Fetch, OpenSource, multiple_choice, open_source
 from quern.recipe import Resolved
 from quern.records import Natural, read_json
 from quern.temporaries import alone_in, write_whole
@@ -141,17 +141,17 @@ def _open(recipe: Resolved, out: Path, fetch: Fetch, log: Log) -> tuple[list[Ope
     return opened, rows
 
 
-def _read(source: OpenSource, split: str, rows: TaskRows, facts: _Facts) -> Iterator[Conversation]:
+def _read(source: OpenSource, split: str, rows: TaskRows, facts: _Facts) -> Iterator[list[Message]]:
     """The conversations of a split that hold no test row. Those of a public set that do are counted in `facts`."""
-    for conversation in source.read(split):
-        row = None if source.built_in else rows.find(conversation.messages)
+    for messages, where in source.read(split):
+        row = None if source.built_in else rows.find(messages)
         if row is None:
-            yield conversation
+            yield messages
         elif source.public:
             facts["left_out"] += 1
         else:
             raise ValueError(
-                f"{conversation.place}: the conversation holds a test question, that of {row}: remove it, since a "
+                f"{where}: the conversation holds a test question, that of {row}: remove it, since a "
                 "model that has learned it cannot be tested on it"
             )
 
@@ -205,8 +205,8 @@ def _tokenize(source: OpenSource, rows: TaskRows, tokenizer: Tokenizer, folder: 
             Meter(f"tokenizing {source.asked.source}", source.asked.limit, "conversations") as meter,
         ):
             finished = writer.documents  # by a writer that was stopped
-            for number, conversation in enumerate(chain([first], read)):
-                ids, learned = chat.render(tokenizer, conversation.messages)
+            for number, messages in enumerate(chain([first], read)):
+                ids, learned = chat.render(tokenizer, messages)
                 if number >= finished:
                     writer.add(ids, learned)
                 digest = hashlib.blake2b(ids.tobytes(), digest_size=7).digest()
@@ -250,8 +250,8 @@ class TaskRows:
     """A set of test rows. fingerprint: SHA-256 (hex) of all questions."""
 
     def __init__(self) -> None:
-        self._short: dict[bytes, str] = {}
-        self._long: dict[str, dict[int, dict[bytes, str]]] = {}  # first words → number of words → digest → row
+        self._short: dict[str, str] = {}  # question → row
+        self._long: dict[str, dict[str, str]] = {}  # first words → question → row
         self._digest = hashlib.sha256()
 
     @property
@@ -263,12 +263,10 @@ class TaskRows:
         words = _words(_LABEL.sub("", question))
         if not words:
             return
-        digest = _hash(words)
-        self._digest.update(digest)
-        if len(words) < SHORTEST:
-            self._short.setdefault(digest, row)
-        else:
-            self._long.setdefault(" ".join(words[:SHORTEST]), {}).setdefault(len(words), {}).setdefault(digest, row)
+        text = " ".join(words)
+        self._digest.update(f"{text}\n".encode("utf-8", "surrogatepass"))
+        found = self._short if len(words) < SHORTEST else self._long.setdefault(" ".join(words[:SHORTEST]), {})
+        found.setdefault(text, row)
 
     def read(self, folder: Path, task: str) -> None:
         """Adds the rows of the test files in a folder. Files with the word "train" or "training" in their name are not
@@ -284,12 +282,11 @@ class TaskRows:
         """The test row that a conversation holds; None if it holds none."""
         for message in messages:
             words = _words(" ".join(part["text"] for part in parts(message)))
-            short = len(words) < SHORTEST and message["role"] == "user"
-            if short and (row := self._short.get(_hash(words))):
+            if message["role"] == "user" and (row := self._short.get(" ".join(words))):
                 return row
             for at in range(len(words) - SHORTEST + 1):
-                for size, rows in self._long.get(" ".join(words[at : at + SHORTEST]), {}).items():
-                    if at + size <= len(words) and (row := rows.get(_hash(words[at : at + size]))):
+                for question, row in self._long.get(" ".join(words[at : at + SHORTEST]), {}).items():
+                    if " ".join(words[at : at + question.count(" ") + 1]) == question:
                         return row
         return None
 
@@ -322,7 +319,3 @@ def _questions(value: Any) -> Iterator[str]:
 
 def _words(text: str) -> list[str]:
     return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
-
-
-def _hash(words: Iterable[str]) -> bytes:
-    return hashlib.blake2b(" ".join(words).encode("utf-8", "surrogatepass"), digest_size=16).digest()

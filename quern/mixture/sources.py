@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import ascii_uppercase
-from typing import Any, NamedTuple
+from typing import Any
 
 from quern.generate.tools import ToolError, calculate
 from quern.recipe import BUILT_IN_CONVERSATIONS, ConversationSource, Recipe
 from quern.temporaries import sha256_of
-from quern.terminal import Meter, silent
+from quern.terminal import silent
 from quern.text import conversations, repositories, tinyworld
 from quern.text.chat import ContentPart, Message, parts
 from quern.text.documents import Log, converted, place, refuse_surrogates
@@ -106,6 +106,8 @@ FEWEST_HELD_OUT = 8
 ALL = "all"
 """The split of a source that has no splits of its own."""
 
+Conversation = tuple[list[Message], str]
+"""A conversation, and its place for messages: its file and record."""
 Fetch = Callable[[ConversationSource], Mapping[str, Where]]
 """A public data set → the files of its splits "train" and "val", downloaded if needed."""
 
@@ -187,20 +189,14 @@ def _of_files(
 ) -> OpenSource:
     """splits: split → its files."""
     listed = [file for listing in splits.values() for file in listing.read]
-    with Meter("looking for changes in the conversations", sum(file.size for file in listed) / 1e6, "MB") as meter:
-        cache, paths = out / "data" / "digests.json", [file.path for file in listed]
-        content = content_fingerprint(paths, cache, lambda done: meter.at(done / 1e6))
-    marks = ("files", content, *splits, *map(format_of, paths), str(asked.limit), str(asked.column))
+    content = content_fingerprint(listed, out, "conversations")
+    formats = [format_of(file.path) for file in listed]
+    marks = ("files", content, *splits, *formats, str(asked.limit), str(asked.column))
 
     def read(split: str) -> Iterator[Conversation]:
         return read_rows(splits[split], log, asked.column, asked.limit)
 
     return OpenSource(asked, marks, tuple(splits), read, public)
-
-
-class Conversation(NamedTuple):
-    messages: list[Message]
-    place: str  # its file and record, for messages
 
 
 def read_rows(
@@ -242,7 +238,7 @@ def read_rows(
             break
         if any(_learned(message) for message in messages):
             count += 1
-            yield Conversation(messages, place(path, record))
+            yield messages, place(path, record)
         else:
             skipped += 1
             first = first or place(path, record)
@@ -279,7 +275,7 @@ def _built_in(asked: ConversationSource, recipe: Recipe) -> OpenSource:
     def read(split: str) -> Iterator[Conversation]:
         made = corpus.conversations if asked.source == "tinyworld" else spelling
         for number, messages in enumerate(made(seed, counts[split], split)):
-            yield Conversation(messages, f"{asked.source}, conversation {number + 1}")
+            yield messages, f"{asked.source}, conversation {number + 1}"
 
     # Another version of the world makes other conversations.
     code = map(sha256_of, sorted(Path(tinyworld.__path__[0]).glob("*.*")))

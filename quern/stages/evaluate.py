@@ -306,7 +306,7 @@ def chats(recipe: Resolved, out: Path) -> Sequence[tuple[str, ...]]:
     if own is None or recipe.has_built_in_conversations:
         return CHATS
     first = islice(read_rows(own_files(own, out), column=own.column), SHOWN_CHATS)  # mixture/ holds these out
-    asked = [next((m["content"] for m in row.messages if m["role"] == "user"), None) for row in first]
+    asked = [next((m["content"] for m in messages if m["role"] == "user"), None) for messages, _ in first]
     return [(text,) for text in asked if isinstance(text, str)]
 
 

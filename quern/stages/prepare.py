@@ -28,12 +28,11 @@ from quern.stages.encode import StartWorkers, on_processes, write_shards
 from quern.stages.prepare_tokens import is_tokens, open_tokens, sample, token_listings
 from quern.stages.tokenizers import Read, Source, named_tokenizer, train_tokenizer
 from quern.temporaries import alone_in, remove_abandoned
-from quern.terminal import Meter
 from quern.text.clean.steps import read_records, recorded
 from quern.text.documents import read, warning_of
 from quern.text.readers import UTF8, format_of, text_megabytes
 from quern.text.repositories import TRAIN, local_copy
-from quern.text.sources import AS_TEXT, DOCUMENTS, Listing, content_fingerprint, data_paths, list_source
+from quern.text.sources import AS_TEXT, DOCUMENTS, content_fingerprint, data_paths, list_source
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import Tokenizer, compression_report
 
@@ -155,19 +154,12 @@ def _of_files(recipe: Resolved, out: Path, log: Callable[[str], None]) -> Source
     for what, listing in listings.items():
         # Another reader finds another text in the same bytes; .md and code are read as .txt.
         marks += [what, *(".txt" if (form := format_of(path)) in AS_TEXT else form for path in listing.files)]
-        marks.append(_digest(listing, out))
+        marks.append(content_fingerprint(listing.read, out, "text"))
 
     def megabytes() -> float | None:
         return None if filter_marks else text_megabytes(listings["text"].files, recipe.text.column)
 
     return Source(name, fingerprint(*marks, *filter_marks), filtered, megabytes, public=public)
-
-
-def _digest(listing: Listing, out: Path) -> str:
-    cache = out / "data" / "digests.json"
-    megabytes = sum(entry.size for entry in listing.read) / 1e6
-    with Meter("looking for changes in the text", megabytes, "MB") as meter:
-        return content_fingerprint(listing.files, cache, lambda done: meter.at(done / 1e6))
 
 
 def _tinyworld(recipe: Resolved, log: Callable[[str], None]) -> Source:
@@ -321,7 +313,8 @@ def text_fingerprint(recipe: Resolved, out: Path, public: PublicData | None = No
     if not is_tokens(recipe.data, out):
         return open_source(recipe, out).fingerprint
     listings = [listing for listing in token_listings(recipe, public or public_data(recipe, out)) if listing]
-    return fingerprint(str(recipe.text.val_megabytes), *(_digest(listing, out) for listing in listings))
+    digests = (content_fingerprint(listing.read, out, "text") for listing in listings)
+    return fingerprint(str(recipe.text.val_megabytes), *digests)
 
 
 def open_data(

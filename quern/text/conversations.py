@@ -281,11 +281,7 @@ def _message(turn: Mapping[str, Any]) -> Message:
     found = list[dict[str, Any]]()
     for part in parts(turn):
         own = weight if part.get("weight") is None else part.get("weight")
-        found.append({"type": part["type"], "text": part["text"]} | _unless_learned(own))
+        found.append({"type": part["type"], "text": part["text"]} | ({"weight": 0} if own == 0 else {}))
     plain = all(part["type"] == "text" and "weight" not in part for part in found)
     content = "".join(str(part["text"]) for part in found) if plain else found
-    return cast(Message, {"role": turn["role"], "content": content} | _unless_learned(weight))
-
-
-def _unless_learned(weight: Any) -> dict[str, Any]:
-    return {"weight": 0} if weight == 0 else {}
+    return cast(Message, {"role": turn["role"], "content": content} | ({"weight": 0} if weight == 0 else {}))

@@ -64,13 +64,10 @@ class DataSet:
 def _read(path: Path) -> dict[str, DataSet]:
     tables: dict[str, dict[str, Any]] = tomllib.loads(path.read_text(encoding="utf-8"))
     for table in tables.values():
-        for key in ("train", "val"):
-            names: list[Any] = table[key]
-            if len(names) == 3 and isinstance(names[1], int):
-                template, count, first = names
-                table[key] = [template.format(number) for number in range(first, first + count)]
-        table |= {key: tuple(value) for key, value in table.items() if isinstance(value, list)}
-    return {name: DataSet(**table) for name, table in tables.items()}
+        match table["train"]:
+            case [template, int(count), int(first)]:
+                table["train"] = [template.format(number) for number in range(first, first + count)]
+    return typed(tables, dict[str, DataSet])
 
 
 DATASETS: Mapping[str, DataSet] = MappingProxyType(_read(Path(__file__).with_name("data_sets.toml")))
@@ -165,7 +162,7 @@ def local_copy(
     if not folder.is_dir():
         return None
     found = {entry.path.relative_to(folder).as_posix(): entry.size for entry in listing.read}
-    files = {file: (size, None) for file, size in found.items() if _format(file) in READ}
+    files = {file: (size, None) for file, size in found.items() if format_of(Path(file)) in READ}
     card = (folder / CARD).read_text(encoding="utf-8", errors="replace") if (folder / CARD).is_file() else ""
     head = "".join(re.findall(r"\A---\s*\n(.*?)^---", card, re.DOTALL | re.MULTILINE))
     keys = re.findall(r"^(configs|dataset_info):", head, re.MULTILINE)
@@ -228,15 +225,11 @@ def _readable(repository: Repository, name: HubName) -> tuple[str, ...]:
     safe = (file for file in repository.files if ".." not in file.split("/") and not file.startswith("/"))
     plain = sorted(file for file in safe if file.rpartition("/")[2] not in DESCRIPTIONS)
     for wanted in ((".parquet",), (".jsonl",), READ):
-        if found := tuple(file for file in plain if _format(file) in wanted):
+        if found := tuple(file for file in plain if format_of(Path(file)) in wanted):
             return found
     converted = replace(name, revision="refs/convert/parquet")
     hint = "" if isinstance(name, _Copy) else f": many data sets have a copy in Parquet, at {converted}"
     raise ValueError(f"{name} has no file that ends in {' '.join(READ)}{hint}")
-
-
-def _format(file: str) -> str:
-    return format_of(Path(file))
 
 
 def _by_words(files: Iterable[str], split: str) -> dict[str, tuple[str, ...]]:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatch
 from glob import glob
 from pathlib import Path
@@ -21,7 +21,7 @@ import msgspec
 
 from quern.records import read_json
 from quern.temporaries import write_whole
-from quern.terminal import human_size
+from quern.terminal import Meter, human_size
 from quern.text.readers import COMPRESSED, CONVERTED, FORMATS, PLAIN, can_convert, format_of, looks_like_text
 from quern.validate import install
 
@@ -266,38 +266,40 @@ def _accepted(formats: Sequence[str]) -> str:
     return f"{plain} (also compressed, such as {formats[0]}.gz or {formats[0]}.zst) or .parquet{more}"
 
 
-def content_fingerprint(paths: Iterable[Path], cache: Path, progress: Callable[[int], None]) -> str:
+def content_fingerprint(entries: Sequence[Entry], out: Path, what: str) -> str:
     """Hashes the contents of files in the given order; names, paths and times do not matter.
 
     Args:
-        cache: A JSON file of known digests, path → `Digest`. A file is hashed again when its size or a time differs. A
-            damaged cache is made again, and deleted files are dropped from it.
-        progress: Called with the number of bytes hashed so far.
+        out: The output folder, with a JSON file of known digests, path → `Digest`. A file is hashed again when its size
+            or a time differs. A damaged cache is made again, and deleted files are dropped from it.
+        what: The files, for the progress bar.
 
     Returns SHA-256 (hex) over the SHA-256 of each file.
     """
+    cache = out / "data" / "digests.json"
     try:
         known = read_json(cache, dict[str, Digest])
     except (FileNotFoundError, ValueError):
         known = dict[str, Digest]()
     kept = {name: entry for name, entry in known.items() if os.path.exists(name)}
     done, whole = 0, hashlib.sha256()
-    for path in paths:
-        info, name = path.stat(), str(path.resolve())
-        mark = (info.st_size, info.st_mtime_ns, info.st_ctime_ns)
-        if name not in kept or kept[name][:3] != mark:
-            digest = hashlib.sha256()
-            try:
-                with open(path, "rb") as file:
-                    while chunk := file.read(CHUNK_BYTES):
-                        digest.update(chunk)
-                        done += len(chunk)
-                        progress(done)
-            except OSError:
-                whole.update(b"unreadable")  # whoever reads the file skips or refuses it
-                continue
-            kept[name] = (*mark, digest.hexdigest())
-        whole.update(bytes.fromhex(kept[name][3]))
+    with Meter(f"looking for changes in the {what}", sum(entry.size for entry in entries) / 1e6, "MB") as meter:
+        for path in (entry.path for entry in entries):
+            info, name = path.stat(), str(path.resolve())
+            mark = (info.st_size, info.st_mtime_ns, info.st_ctime_ns)
+            if name not in kept or kept[name][:3] != mark:
+                digest = hashlib.sha256()
+                try:
+                    with open(path, "rb") as file:
+                        while chunk := file.read(CHUNK_BYTES):
+                            digest.update(chunk)
+                            done += len(chunk)
+                            meter.at(done / 1e6)
+                except OSError:
+                    whole.update(b"unreadable")  # whoever reads the file skips or refuses it
+                    continue
+                kept[name] = (*mark, digest.hexdigest())
+            whole.update(bytes.fromhex(kept[name][3]))
     if kept != known:
         write_whole(cache, json.dumps(kept, indent=1))
     return whole.hexdigest()

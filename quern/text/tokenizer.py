@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import tiktoken
 
@@ -173,13 +174,10 @@ class Tokenizer:
         few = f"The corpus has too few different words for {vocab_size:,} tokens: the vocabulary has {reached:,}."
         return cls(merges, pattern, notes=[few] if reached < vocab_size else ())
 
-    def _contents(self) -> dict[str, str | list[str]]:
-        return {
-            **({"single_bytes": _text(self.single_bytes)} if self.single_bytes != IN_ORDER else {}),
-            "pattern": self.pattern,
-            "special_tokens": list(self.special_tokens),
-            "merges": [_text(token) for token in self.merges],
-        }
+    def _contents(self) -> dict[str, Any]:
+        order = {} if self.single_bytes == IN_ORDER else {"single_bytes": self.single_bytes}
+        rest = {"pattern": self.pattern, "special_tokens": self.special_tokens, "merges": self.merges}
+        return msgspec.to_builtins(order | rest)  # bytes in base64
 
     def save(self, path: Path) -> Path:
         """Writes the tokenizer as JSON, atomically."""
@@ -296,10 +294,6 @@ def well_formed(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return text
-
-
-def _text(token: bytes) -> str:
-    return base64.b64encode(token).decode("ascii")
 
 
 def training_pieces(texts: Iterable[str], max_bytes: int) -> Iterator[str]:

@@ -47,4 +47,4 @@ def read_source(source: Where, *how: Any, **named: Any) -> Iterator[str]:
 
 def read_conversations(source: Where, log: Callable[[str], None] | None = None) -> Iterator[list[Message]]:
     """The messages alone of `read_rows`."""
-    return (row.messages for row in read_rows(list_talks(source), log))
+    return (messages for messages, _ in read_rows(list_talks(source), log))

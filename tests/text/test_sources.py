@@ -18,7 +18,7 @@ from quern.runs.public_data import with_local_data
 from quern.text import sources
 from quern.text.documents import warning_of
 from quern.text.readers import recognized
-from quern.text.sources import DOCUMENTS, content_fingerprint, data_paths, files, list_source, list_talks
+from quern.text.sources import DOCUMENTS, Entry, content_fingerprint, data_paths, files, list_source, list_talks
 from tests.support.hub_server import hub_server
 from tests.support.small_text import read_source as read
 
@@ -229,12 +229,19 @@ def paths(tmp_path: Path) -> list[Path]:
 
 def hashed(paths: list[Path], cache: Path) -> tuple[str, int]:
     """The fingerprint, and how many bytes were read for it."""
-    done = [0]
-    return content_fingerprint(paths, cache, done.append), done[-1]
+    read = [0]
+
+    def opened(path: Path, mode: str) -> Any:
+        read.append(path.stat().st_size if path.is_file() else 0)
+        return open(path, mode)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "open", opened, raising=False)
+        return content_fingerprint([Entry(path, 0, "") for path in paths], cache.parents[1], "text"), sum(read)
 
 
 def test_an_edit_that_keeps_size_and_time_is_seen(paths: list[Path], tmp_path: Path) -> None:
-    cache, info = tmp_path / "digests.json", paths[1].stat()
+    cache, info = tmp_path / "data" / "digests.json", paths[1].stat()
     mark, _ = hashed(paths, cache)
     paths[1].write_text("text of B", encoding="utf-8")
     os.utime(paths[1], ns=(info.st_atime_ns, info.st_mtime_ns))
@@ -243,7 +250,7 @@ def test_an_edit_that_keeps_size_and_time_is_seen(paths: list[Path], tmp_path: P
 
 
 def test_only_what_changed_is_read_again(paths: list[Path], tmp_path: Path) -> None:
-    cache = tmp_path / "digests.json"
+    cache = tmp_path / "data" / "digests.json"
     mark, read = hashed(paths, cache)
     assert read == 27
     written = cache.stat()
@@ -257,7 +264,7 @@ def test_only_what_changed_is_read_again(paths: list[Path], tmp_path: Path) -> N
 
 
 def test_what_cannot_be_read_is_another_content_and_is_tried_again(paths: list[Path], tmp_path: Path) -> None:
-    cache = tmp_path / "digests.json"
+    cache = tmp_path / "data" / "digests.json"
     mark, _ = hashed(paths, cache)
     entries = json.loads(cache.read_text(encoding="utf-8"))
     cache.write_text(json.dumps(entries | {"/" + "x" * 300: entries[str(paths[0])]}), encoding="utf-8")
@@ -273,7 +280,7 @@ def test_what_cannot_be_read_is_another_content_and_is_tried_again(paths: list[P
 
 @pytest.mark.parametrize("damage", ["{", "[1]", "swap"])
 def test_a_damaged_cache_is_made_again(paths: list[Path], tmp_path: Path, damage: str) -> None:
-    cache = tmp_path / "digests.json"
+    cache = tmp_path / "data" / "digests.json"
     mark, _ = hashed(paths, cache)
     entries = json.loads(cache.read_text(encoding="utf-8"))
     broken = {name: [*entry[:3], entry[3][:-1]] for name, entry in entries.items()}
