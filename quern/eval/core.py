@@ -240,7 +240,7 @@ def run_core(
     for task, path in tasks:
         began, rows = time.monotonic(), read_rows(path, task)
         items = as_task(task, rows, sha256_of(path)[:16], limit)
-        [score] = run_task(engine, items, base=True, group=group, records=records).scores
+        [score], _ = run_task(engine, items, base=True, group=group, records=records)
         scores.append(replace(score, shots=task.shots))
         whole &= score.count == len(rows)
         log(f"  {_told(task, scores[-1], engine.context, time.monotonic() - began)}")

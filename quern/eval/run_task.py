@@ -36,14 +36,6 @@ class Records:
     identity: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Graded:
-    """One Score per kind, in the order in which the kinds first appear, and every reply that was not there before."""
-
-    scores: list[Score]
-    replies: list[Answered]
-
-
 def run_task(
     engine: Engine,
     task: Task,
@@ -52,7 +44,7 @@ def run_task(
     base: bool = False,
     group: ProcessGroup = SINGLE,
     records: Records | None = None,
-) -> Graded:
+) -> tuple[list[Score], list[Answered]]:
     """Asks the items of a task. An item whose prompt leaves the context no room for a reply is counted as skipped.
 
     Args:
@@ -62,6 +54,9 @@ def run_task(
         records: Where rank 0 writes the answers to each kind once they are complete. Where `task.data` is given, equal
             answers that are there are not asked again. None: nowhere.
 
+    Returns:
+        A score per kind, in the order in which the kinds first appear, and every reply that was not there before.
+
     Raises:
         ValueError: The task has no items, a kind has items with and without choices, or an answer is not among its
             item's choices.
@@ -69,7 +64,7 @@ def run_task(
     items = task.items(0, count)
     if not items:
         raise ValueError(f"{task.name}: no questions to score; ask for at least one")
-    graded = Graded([], [])
+    scores, given = list[Score](), list[Answered]()
     facts = {  # the facts that answers depend on
         **(records.identity if records else {}),
         "format": FORMAT,
@@ -94,12 +89,12 @@ def run_task(
             chances = [1 / len(one.item.choices) if one.item.choices else one.item.chance for one in replies]
             settings["skipped"] = len(of_kind) - len(replies)
             score = accuracy(name, [reply.correct for reply in replies], chances, **settings)
-            graded.replies.extend(replies)
+            given.extend(replies)
             if path and group.rank == 0:
                 answers = [(reply, int(reply.correct)) for reply in replies]
                 write_answers(path, header | {"score": asdict(score)}, answers)
-        graded.scores.append(score)
-    return graded
+        scores.append(score)
+    return scores, given
 
 
 def fitting(engine: Engine, task: Task, items: Sequence[Item], base: bool) -> list[tuple[int, list[int]]]:

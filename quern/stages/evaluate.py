@@ -203,12 +203,12 @@ class _Evaluation:
             )
         samples: Lines = []
         for task in self.tasks(loaded):
-            graded = run_task(
+            of_task, replies = run_task(
                 engine, task, count=self.asked.questions, base=name == "pretrain", group=world, records=records
             )
-            scores += graded.scores
+            scores += of_task
             if chats:  # one reply of each kind
-                shown = {reply.item.kind: reply for reply in graded.replies}.values()
+                shown = {reply.item.kind: reply for reply in replies}.values()
                 talks = [[*reply.item.messages, {"role": "assistant", "content": reply.parts}] for reply in shown]
                 samples += [{"stage": name, "kind": "chat", "messages": talk} for talk in talks]
         if self.mesh.main:

@@ -143,17 +143,19 @@ def test_questions_that_do_not_fit_are_counted_and_the_others_scored() -> None:
         for kind in QUESTION_KINDS
     }
     context = sorted(lengths["facts"])[count // 2]
-    graded = run_task(Engine(tiny_model(tokenizer.vocab_size, context), tokenizer, CPU), TINYWORLD, count=count)
-    for kind, score in zip(QUESTION_KINDS, graded.scores, strict=True):
+    scores, replies = run_task(
+        Engine(tiny_model(tokenizer.vocab_size, context), tokenizer, CPU), TINYWORLD, count=count
+    )
+    for kind, score in zip(QUESTION_KINDS, scores, strict=True):
         fitting = sum(length + 1 <= context for length in lengths[kind])
         assert (score.task, score.count, score.skipped) == (f"tinyworld/{kind}", fitting, count - fitting)
         assert (score.value is None) == (fitting == 0)
-        assert sum(reply.item.kind == kind for reply in graded.replies) == fitting
+        assert sum(reply.item.kind == kind for reply in replies) == fitting
         left = f"; asked {fitting} of {count} questions, the others do not fit a context of {context} tokens"
         assert (left in score.described(context)) == (0 < fitting < count)
         none = f"not measured: none of its {count} questions fits a context of {context} tokens"
         assert (score.described(context) == none) == (fitting == 0)
-    counts = {score.count for score in graded.scores}
+    counts = {score.count for score in scores}
     assert 0 in counts and len(counts) > 2  # some fit, none, all but a few
 
 

@@ -42,20 +42,20 @@ def toy(items: list[Item], max_tokens: int = 12) -> Task:
 
 
 def test_scores_follow_the_grades_and_the_kinds(engine):
-    graded = run_task(engine, toy(asked()))
-    assert [score.task for score in graded.scores] == ["toy/facts", "toy/sums"]
-    assert [reply.item for reply in graded.replies] == asked()
+    scores, replies = run_task(engine, toy(asked()))
+    assert [score.task for score in scores] == ["toy/facts", "toy/sums"]
+    assert [reply.item for reply in replies] == asked()
     prompts = [render_prompt(engine.tokenizer, item.messages) for item in asked()]
     greedy = engine.generate(prompts, max_tokens=12, sampling=GREEDY)
-    assert [reply.text for reply in graded.replies] == [one.text for (one,) in greedy]
-    for score, replies in zip(graded.scores, (graded.replies[:5], graded.replies[5:]), strict=True):
-        assert [reply.correct for reply in replies] == [short(reply.item, reply.text) for reply in replies]
-        assert score.value == sum(reply.correct for reply in replies) / 5
+    assert [reply.text for reply in replies] == [one.text for (one,) in greedy]
+    for score, own in zip(scores, (replies[:5], replies[5:]), strict=True):
+        assert [reply.correct for reply in own] == [short(reply.item, reply.text) for reply in own]
+        assert score.value == sum(reply.correct for reply in own) / 5
         assert (score.count, score.bos, score.shots) == (5, True, 0)
         assert score.low is not None and score.value is not None and score.high is not None
         assert score.low <= score.value <= score.high
-    assert graded.scores[0].prompt_hash != graded.scores[1].prompt_hash
-    assert graded.scores[0].chance == np.mean([item.chance for item in asked()[:5]])
+    assert scores[0].prompt_hash != scores[1].prompt_hash
+    assert scores[0].chance == np.mean([item.chance for item in asked()[:5]])
     with pytest.raises(ValueError, match="no questions"):
         run_task(engine, toy([]))
 
@@ -63,33 +63,33 @@ def test_scores_follow_the_grades_and_the_kinds(engine):
 def test_a_base_reply_ends_where_the_task_says(engine):
     prompts = [render_text(engine.tokenizer, f"Question: {item.messages[0]['content']}\nAnswer:") for item in asked()]
     greedy = engine.generate(prompts, max_tokens=12, sampling=GREEDY, stop=("\n",), plain=True)
-    replies = [reply.text for reply in run_task(engine, toy(asked()), base=True).replies]
+    replies = [reply.text for reply in run_task(engine, toy(asked()), base=True)[1]]
     assert replies == [one.text for (one,) in greedy]
     whole = max(replies, key=len)
     stop = whole[len(whole) // 2 :][:2]
     task = replace(toy(asked()), base_stop=(stop,))
-    assert whole[: whole.index(stop)] in [reply.text for reply in run_task(engine, task, base=True).replies]
+    assert whole[: whole.index(stop)] in [reply.text for reply in run_task(engine, task, base=True)[1]]
     assert task.base_stop != Task.base_stop == ("\n",)
 
 
 def test_tinyworld_asks_every_kind_the_same_way_every_time(engine):
     task = replace(TINYWORLD, max_tokens=4)
-    one = run_task(engine, task, count=2)
-    assert [score.task for score in one.scores] == [f"tinyworld/{kind}" for kind in QUESTION_KINDS]
-    assert all(score.count == 2 and score.prompt_hash for score in one.scores)
-    assert run_task(engine, task, count=2) == one
-    other = run_task(engine, toy(TINYWORLD.items(2, 2)[:2], max_tokens=4))  # type: ignore[arg-type]
-    assert other.scores[0].prompt_hash != one.scores[0].prompt_hash
+    scores, replies = run_task(engine, task, count=2)
+    assert [score.task for score in scores] == [f"tinyworld/{kind}" for kind in QUESTION_KINDS]
+    assert all(score.count == 2 and score.prompt_hash for score in scores)
+    assert run_task(engine, task, count=2) == (scores, replies)
+    other, _ = run_task(engine, toy(TINYWORLD.items(2, 2)[:2], max_tokens=4))  # type: ignore[arg-type]
+    assert other[0].prompt_hash != scores[0].prompt_hash
 
 
 @pytest.mark.parametrize("base", [False, True])
 @pytest.mark.parametrize("choices", [("A", "B", "C", "D"), ("corn", "the miller of the valley", "B"), ("日本語", "B")])
 def test_the_choice_picked_has_the_least_loss_per_byte(engine, base, choices):
     items = [question(f"Which of the {number}?", "B", choices) for number in range(6)]
-    graded = run_task(engine, replace(TINYWORLD, items=lambda seed, count: items), base=base)
-    assert graded.scores[0].chance == pytest.approx(1 / len(choices))
+    [score], replies = run_task(engine, replace(TINYWORLD, items=lambda seed, count: items), base=base)
+    assert score.chance == pytest.approx(1 / len(choices))
     tokenizer = engine.tokenizer
-    for item, reply in zip(items, graded.replies, strict=True):
+    for item, reply in zip(items, replies, strict=True):
         prompt = (
             render_text(tokenizer, TINYWORLD.base_prompt(item)) if base else render_prompt(tokenizer, item.messages)
         )
@@ -99,12 +99,12 @@ def test_the_choice_picked_has_the_least_loss_per_byte(engine, base, choices):
         nats = np.concatenate([one.nats(example) for one, example in zip(answers, examples, strict=True)])
         assert reply.text == choices[int(np.argmin(nats / np.array([len(choice.encode()) for choice in choices])))]
         assert reply.correct == (reply.text == "B")
-    assert graded.scores[0].value == sum(reply.text == "B" for reply in graded.replies) / 6
+    assert score.value == sum(reply.text == "B" for reply in replies) / 6
 
 
 def test_an_item_with_an_option_that_is_longer_than_the_context_is_left_out(engine):
     items = [question("Which?", "a", ("a", "b")), question("Which?", "a", ("a", "b" * 2000))]
-    [score] = run_task(engine, toy(items)).scores
+    [score], _ = run_task(engine, toy(items))
     assert (score.count, score.skipped) == (1, 1)
 
 

@@ -93,7 +93,7 @@ def test_generated_answers(tokenizer, law, monkeypatch):
         graded.append(run_task(engine, task))
         of_base.append(run_task(engine, task, base=True))
     equal = all(one == graded[0] for one in graded) and all(one == of_base[0] for one in of_base)
-    assert len({reply.text for reply in graded[0].replies}) > 1 and graded[0].replies != of_base[0].replies
+    assert len({reply.text for reply in graded[0][1]}) > 1 and graded[0][1] != of_base[0][1]
     law("generated answers at batch 1 = at batch N", equal, "equal")
     assert equal
 
