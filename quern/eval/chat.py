@@ -101,13 +101,9 @@ def program_of(item: Item, reply: str) -> Program:
     return Program(f"{item.question}\n{code}" if whole else item.question + code, check)
 
 
-def run_programs(programs: Sequence[Program]) -> list[bool]:
-    """Whether each program passes its check, in the sandbox."""
-    return [outcome.passed for outcome in open_sandbox(workers=2).run(programs)]
-
-
 def _passed(items: Sequence[Item], replies: Sequence[str]) -> list[bool]:
-    return run_programs([program_of(item, reply) for item, reply in zip(items, replies, strict=True)])
+    programs = [program_of(item, reply) for item, reply in zip(items, replies, strict=True)]
+    return [outcome.passed for outcome in open_sandbox(workers=2).run(programs)]
 
 
 @dataclass(frozen=True)
@@ -232,7 +228,7 @@ def run_chat(
     for asked in tasks:
         name, task = asked.task.name, asked.task.task(asked.items)
         count = len(asked.items)
-        [scores[name]] = run_task(engine, task, count=count, base=base, group=group, records=records).scores
+        [scores[name]], _ = run_task(engine, task, count=count, base=base, group=group, records=records)
         if name != "humaneval" or samples == 1:
             continue
         fits = fitting(engine, task, asked.items, base)

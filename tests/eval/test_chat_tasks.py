@@ -53,9 +53,13 @@ CODE = {
 }
 
 
-def trusting(programs: Sequence[Program]) -> list[bool]:
-    """Runs the programs of this file, which need no sandbox."""
-    passes = []
+def outcomes(passes: Sequence[bool]) -> list[types.SimpleNamespace]:
+    return [types.SimpleNamespace(passed=one) for one in passes]
+
+
+def trusting(programs: Sequence[Program]) -> list[types.SimpleNamespace]:
+    """The outcomes of the programs of this file, which need no sandbox."""
+    passes = list[bool]()
     for program in programs:
         names: dict[str, Any] = {}
         try:
@@ -64,7 +68,7 @@ def trusting(programs: Sequence[Program]) -> list[bool]:
             passes.append(True)
         except Exception:
             passes.append(False)
-    return passes
+    return outcomes(passes)
 
 
 @pytest.fixture
@@ -84,8 +88,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The programs of this file run without a sandbox, which may not work on this machine."""
-    monkeypatch.setattr("quern.eval.chat.run_programs", trusting)
-    monkeypatch.setattr("quern.eval.chat.open_sandbox", lambda workers: None)
+    monkeypatch.setattr("quern.eval.chat.open_sandbox", lambda workers: types.SimpleNamespace(run=trusting))
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +183,7 @@ def test_a_limit_takes_the_first_of_one_order(tmp_path: Path) -> None:
 def test_a_reply_is_a_body_or_a_whole_function(tmp_path: Path, reply: str, right: bool) -> None:
     (item,) = read_items(write_rows(tmp_path / "humaneval.jsonl", [CODE]), "humaneval")
     program = program_of(item, reply)
-    assert trusting([program]) == [right]
+    assert trusting([program]) == outcomes([right])
     try:
         with Sandbox(workers=1) as sandbox:
             assert [outcome.passed for outcome in sandbox.run([program])] == [right]
@@ -249,7 +252,8 @@ def test_pass_at_k_is_the_estimate_of_many_samples(
     engine = engine_of(tiny_model(tokenizer.vocab_size, 64), tokenizer)
     passes = iter([[True] * 3 + [False] * 9, [False] * 12])
     prompt = [tokenizer.bos, *tokenizer.encode("def")]
-    monkeypatch.setattr("quern.eval.chat.run_programs", lambda programs: next(passes))
+    sandbox = types.SimpleNamespace(run=lambda programs: outcomes(next(passes)))
+    monkeypatch.setattr("quern.eval.chat.open_sandbox", lambda workers: sandbox)
     scores, right = sampled_scores(engine, task, [(item, prompt) for item in items], 12, base=True)
     assert right == [3, 0] and [score.metric for score in scores] == ["pass@1", "pass@10"]
     missed = math.comb(9, 10) / math.comb(12, 10)
