@@ -201,7 +201,7 @@ class Rollouts:
                 self.tally.add(group)
                 rewards = np.array([one.reward for one in group])
                 if group and not is_uniform(rewards):
-                    values = advantages(rewards[None], settings.normalize)[0]
+                    values = advantages(rewards, settings.normalize)
                     kept[slot] = [
                         replace(one, slot=slot, weights=[float(value)] * len(one.ids))
                         for one, value in zip(group, values, strict=True)
@@ -274,18 +274,13 @@ def divergence(logprobs: np.ndarray, reference: np.ndarray) -> np.ndarray:
     return np.expm1(reference - logprobs) - (reference - logprobs)
 
 
-def advantages(rewards_GS: np.ndarray, normalize: bool = False) -> np.ndarray:
-    """The reward of each reply minus the mean of its group, float64 (G, S).
+def advantages(rewards_S: np.ndarray, normalize: bool = False) -> np.ndarray:
+    """The reward of each of S replies to a question minus their mean, float64 (S,).
 
-    Args:
-        rewards_GS: Rewards of S replies to each of G questions.
-        normalize: Also divide by the group's standard deviation.
+    normalize: Also divide by their standard deviation.
     """
-    centred_GS = rewards_GS - rewards_GS.mean(axis=1, keepdims=True)
-    if normalize:
-        deviation_G1 = rewards_GS.std(axis=1, keepdims=True)
-        centred_GS = np.divide(centred_GS, deviation_G1, out=np.zeros_like(centred_GS), where=deviation_G1 > 0)
-    return centred_GS
+    deviation = rewards_S.std() if normalize else 1.0
+    return (rewards_S - rewards_S.mean()) / deviation if deviation > 0 else np.zeros(len(rewards_S))
 
 
 def is_uniform(rewards_S: np.ndarray) -> bool:
