@@ -15,7 +15,7 @@ import pytest
 from quern.lab.arms import Arm, Seeds, Train
 from quern.lab.ladder import report
 from quern.lab.ladder import study as study_module
-from quern.lab.ladder.report import Curve, Mean, course, multiplier, predictions, rows, told
+from quern.lab.ladder.report import Curve, course, multiplier, predictions, rows, told
 from quern.lab.ladder.study import (
     BASELINES,
     RUNGS,
@@ -403,7 +403,7 @@ def finding(difference: float, error: float, degrees: float) -> Finding:
 
 
 def test_a_curve_inverts_itself_and_needs_two_rungs() -> None:
-    means = [Mean(c, loss(c), 1e-4) for c in (1e13, 4e13, 1.6e14, 6.4e14)]
+    means = [(c, loss(c), 1e-4) for c in (1e13, 4e13, 1.6e14, 6.4e14)]
     curve = Curve(means)
     assert curve.loss(2e13)[0] == pytest.approx(loss(2e13), abs=2e-3)
     saves = finding(loss(1.3 * 4e13) - loss(4e13), 1e-4, 10.0)
@@ -416,7 +416,7 @@ def test_a_curve_inverts_itself_and_needs_two_rungs() -> None:
 
 def test_the_trend_of_a_multiplier_that_holds_is_rarely_called_another() -> None:
     """Multipliers of 1.1 at three rungs, measured with an error: the factor's interval covers 1 as often as it says."""
-    curve, rng, covered = Curve([Mean(c, loss(c), 1e-3) for c in SIZES.values()]), np.random.default_rng(0), []
+    curve, rng, covered = Curve([(c, loss(c), 1e-3) for c in SIZES.values()]), np.random.default_rng(0), []
     for study in range(200):
         logs = []
         for compute in SIZES.values():

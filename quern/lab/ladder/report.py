@@ -14,14 +14,14 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from quern.lab.ladder.study import Comparison
-from quern.lab.ladder.work import LOOKS, TUNE_SEEDS, base_scores, finished, judged, judged_trials, proxy_line
-from quern.lab.verdict import Finding, Floats, Judgement, Rules, reach
+from quern.lab.ladder.work import TUNE_SEEDS, base_scores, finished, judged, judged_trials, proxy_line
+from quern.lab.verdict import FIRST_LOOK, Finding, Floats, Judgement, reach
 from quern.records import strict
 from quern.temporaries import write_whole
 from quern.terminal import counted, grid
@@ -43,14 +43,6 @@ FEWEST_RIGHT = 6 / 7
 Trend = Literal["grows", "holds", "fades", "unclear"]
 
 
-class Mean(NamedTuple):
-    """A mean loss, with its standard error, at a compute (FLOPs or seconds)."""
-
-    compute: float
-    loss: float
-    error: float
-
-
 class Estimate(NamedTuple):
     """A value with the ends of its 95 % interval."""
 
@@ -65,10 +57,11 @@ class Estimate(NamedTuple):
 class Curve:
     """The baseline's loss over compute: a fit, and DRAWS fits of redrawn means, whose first is the fit itself.
 
-    Two rungs give a straight line in logarithms (E = 0), three or more the whole law. means: of two rungs or more.
+    Two rungs give a straight line in logarithms (E = 0), three or more the whole law. means: of two rungs or more, the
+    compute (FLOPs or seconds), the mean loss there, and its standard error.
     """
 
-    def __init__(self, means: Sequence[Mean]) -> None:
+    def __init__(self, means: Sequence[tuple[float, float, float]]) -> None:
         noise = np.random.default_rng(SEED).standard_normal((DRAWS, len(means))) * (np.arange(DRAWS) > 0)[:, None]
         compute_R, loss_R, error_R = np.array(sorted(means)).T
         losses_DR, x_R = loss_R + noise * error_R, np.log(compute_R)
@@ -208,7 +201,7 @@ def rows(study: Comparison) -> list[Row]:
         row = Row(idea, {rung: one.findings[idea] for rung, one in judgements.items() if idea in one.findings})
         for rung, finding in row.findings.items():
             base, own = finished(study, study.plan.base, rung), finished(study, idea, rung)
-            if flops is None or finding.pairs < min(LOOKS[0], study.plan.most_pairs):
+            if flops is None or finding.pairs < FIRST_LOOK:
                 continue
             key, spent = f"{idea} {rung}", statistics.fmean(one.flops for one in base)
             row.computes[rung] = spent
@@ -234,14 +227,14 @@ def judgements_of(study: Comparison) -> dict[int, Judgement]:
 def baseline_curve(study: Comparison, axis: str, most: float = math.inf) -> Curve | None:
     """The baseline's loss over "flops" or "seconds", on the rungs up to `most`; None for fewer than two rungs with two
     seeds."""
-    means: list[Mean] = []
+    means: list[tuple[float, float, float]] = []
     for rung in map(int, study.plan.rungs):
         trials = finished(study, study.plan.base, rung)
         if len(trials) < 2 or rung > most:
             continue
         scores = base_scores(study, rung)
         compute = statistics.median(getattr(one, axis) for one in trials)
-        means.append(Mean(compute, statistics.fmean(scores), statistics.stdev(scores) / math.sqrt(len(scores))))
+        means.append((compute, statistics.fmean(scores), statistics.stdev(scores) / math.sqrt(len(scores))))
     return Curve(means) if len(means) > 1 else None
 
 
@@ -288,8 +281,7 @@ def study_tables(study: Comparison) -> list[Table]:
     if len(judgements) > 1:
         head = ("idea", *(f"rung {rung}" for rung in judgements), "from rung to rung", "trend")
         body: list[list[str]] = []
-        first = min(LOOKS[0], study.plan.most_pairs)
-        begun = [row for row in found if any(one.pairs >= first for one in row.findings.values())]
+        begun = [row for row in found if any(one.pairs >= FIRST_LOOK for one in row.findings.values())]
         for row in begun:
             cells = [str(told(row.flops[rung])) if rung in row.flops else "" for rung in judgements]
             way = row.course
@@ -394,7 +386,7 @@ def calibration(study: Comparison, rung: int, answers: Mapping[str, Sequence[str
         f"{_measured(judgement.sd)}, correlation of pairs {_measured(statistics.median(known or [math.nan]), 2)}",
     ]
     for pairs in (3, 5, 8, 12) if math.isfinite(judgement.sd) else ():
-        rules, ideas = Rules(study.plan.delta, pairs, study.plan.alpha), max(1, len(study.ideas))
-        found = reach(judgement.sd, rules, ideas, 2, judgement.shared)
+        rules = replace(study.plan, most_pairs=pairs)
+        found = reach(judgement.sd, rules, max(1, len(study.ideas)), 2, judgement.shared)
         told_.append(f"{pairs} pairs find an effect of {found.effect:.4f}, and can show a δ of {found.delta:.4f}")
     return told_

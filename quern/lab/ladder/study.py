@@ -21,6 +21,7 @@ from quern.field_types import code_path
 from quern.lab.axes import Speed
 from quern.lab.study import Study
 from quern.lab.trainer import Trial
+from quern.lab.verdict import Rules
 from quern.recipe import OPERATIONAL, Recipe
 from quern.records import read_lines, typed
 from quern.resolve import resolve
@@ -157,7 +158,7 @@ Ngrams = TypedDict("Ngrams", {"rung": int, "1": float, "2": float, "3": float})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(Rules):
     """The rules that a comparison fixes before its first run: flags of `CompareOptions`, and what they rest on. rungs:
     by number, as text; numbers: by rung, fingerprints of the baseline's resolved numbers; text, data: fingerprint and
     name of the text; ladder: whether the rungs are sizes, else a baseline that a trigram beats is not refused; facts:
@@ -168,9 +169,6 @@ class Plan:
     numbers: dict[str, str]
     text: str
     data: str
-    delta: float
-    alpha: float
-    most_pairs: int
     tune: str
     vary: str = "both"
     ladder: bool

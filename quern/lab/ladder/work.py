@@ -16,10 +16,16 @@ from quern.lab.arms import Arm, Train
 from quern.lab.ladder.study import TRIALS, Comparison, TrialRecord, at_rung
 from quern.lab.options import CompareOptions
 from quern.lab.study import now
-from quern.lab.verdict import Finding, Judgement, Rules, is_score, judge, reach, score
+from quern.lab.verdict import FIRST_LOOK, Finding, Judgement, is_score, judge, reach, score
 from quern.records import changed_files, git_output
 
-LOOKS = (3, 5, 8, 12, 16)  # pairs after which an idea is judged: they train in one process, which compiles once
+LOOKS = (
+    FIRST_LOOK,
+    5,
+    8,
+    12,
+    16,
+)  # pairs after which an idea is judged: they train in one process, which compiles once
 TUNE_FACTORS = (0.5, 0.7, 1.0, 1.4, 2.0)  # multiples of the tuned field that every arm tries
 TUNE_SEEDS = (1_000, 1_001)  # seeds that no verdict uses
 CURVE_SEEDS = 3  # seeds of the baseline on the rung above the highest one, which its loss over compute needs
@@ -56,15 +62,11 @@ def judged(study: Comparison, rung: int) -> Judgement:
     base = _scores(study, study.plan.base, rung)
     runs = {name: scores for name in study.ideas if (scores := _scores(study, name, rung))}
     same = {name for name, own in runs.items() if all(is_score(bpb) and bpb == base.get(at) for at, bpb in own.items())}
-    found = judge(base, {name: scores for name, scores in runs.items() if name not in same}, _rules(study))
+    found = judge(base, {name: scores for name, scores in runs.items() if name not in same}, study.plan)
     equal = {
         name: Finding("no difference", len(runs[name]), 0, 0.0, 0.0, math.inf, (0.0, 0.0), math.nan) for name in same
     }
     return found._replace(findings=found.findings | equal)
-
-
-def _rules(study: Comparison) -> Rules:
-    return Rules(study.plan.delta, study.plan.most_pairs, study.plan.alpha)
 
 
 def _scores(study: Comparison, arm: str, rung: int) -> dict[int, float | None]:
@@ -119,8 +121,7 @@ def wanted(
 
 def _at_rung(study: Comparison, rung: int, ideas: Sequence[str], machine: str) -> list[Job]:
     limit = study.plan.most_pairs
-    first = min(LOOKS[0], limit)
-    if jobs := _baseline(study, rung, first):
+    if jobs := _baseline(study, rung, FIRST_LOOK):
         return jobs
     base = judged_trials(study, study.plan.base, rung)
     # The same seed ends elsewhere on a processor of another kind, so both runs of a pair are trained on one.
@@ -128,14 +129,14 @@ def _at_rung(study: Comparison, rung: int, ideas: Sequence[str], machine: str) -
     check_proxy(study, rung)
     verdicts = judged(study, rung).findings
     # Twice the first look's seeds of the baseline: the further ones are compared with the others, an A/A floor.
-    jobs, count = list[tuple[int, Job]](), max(2 * first, len(base))
+    jobs, count = list[tuple[int, Job]](), max(2 * FIRST_LOOK, len(base))
     urgent = -1 if count > len(base) else limit  # pairs of an idea that waits for the baseline
     for name in ideas:
         runs = judged_trials(study, name, rung)
         if any(one.error for one in runs.values()):
             continue
         pairs = len(runs)
-        if name in verdicts and pairs >= first and verdicts[name].verdict != "undecided":
+        if name in verdicts and pairs >= FIRST_LOOK and verdicts[name].verdict != "undecided":
             continue
         goal = min(next((look for look in LOOKS if look > pairs), limit), limit)
         free, lacking = [seed for seed in here if seed not in runs], goal - pairs
@@ -268,7 +269,7 @@ def check_reach(study: Comparison, rung: int, any_delta: bool) -> str:
     scores = base_scores(study, rung)
     if len(scores) < 2 or any(judged_trials(study, name, rung) for name in study.ideas):
         return ""
-    sd, rules, degrees = math.sqrt(2) * statistics.stdev(scores), _rules(study), len(scores) - 1
+    sd, rules, degrees = math.sqrt(2) * statistics.stdev(scores), study.plan, len(scores) - 1
     # Fewer than four ideas use pairs alone; for more, the baseline has twice their first look's seeds.
     found = reach(sd, rules, len(study.ideas), baseline_seeds=2)
     least = math.sqrt(degrees / special.chdtri(degrees, 1 - SURE))
