@@ -27,12 +27,13 @@ import torch
 
 from quern.data.batch import Batch
 from quern.machine import Machine
+from quern.mesh import alone
 from quern.recipe import Recipe
 from quern.resolve import resolve
-from quern.runs.training import fit_to_text, make_batches, set_up_training
+from quern.runs.training import fit_to_text, make_batches, ready_model
 from quern.stages.prepare import prepare
 from quern.terminal import silent
-from quern.train.state import build_model, build_state
+from quern.train.state import build_state
 from quern.train.step import train_step
 
 ORDER = 3
@@ -124,7 +125,7 @@ def measure_speed(base: Recipe, idea: Recipe, out: Path, machine: Machine) -> Sp
             for number in range(WARMUP_STEPS):
                 arm.step((number + 0.5) / WARMUP_STEPS)
         turn = [max(1, math.ceil(TURN_SECONDS / arm.step(0.5))) for arm in arms]
-        return _alternate([lambda share, arm=arm: arm.step(share) for arm in arms], max(turn), ERROR, MOST_SECONDS)
+        return _alternate([arm.step for arm in arms], max(turn), ERROR, MOST_SECONDS)
     finally:
         for arm in arms:
             arm.state.optimizer.close()
@@ -171,8 +172,7 @@ class _Arm:
             raise ValueError(f"{recipe.name} is no model of PyTorch, whose speed alone is measured")
         prepared = prepare(resolve(recipe), out, silent)
         self.recipe, self.machine = fit_to_text(resolve(recipe), prepared.tokenizer, prepared.train), machine
-        model = build_model(self.recipe, machine, self.recipe.seed)
-        set_up_training(self.recipe, model, prepared.tokenizer, machine, silent)
+        model, *_ = ready_model(self.recipe, prepared.tokenizer, machine, alone(), silent)
         self.state = build_state(self.recipe, machine, model)
         self.batches = make_batches(self.recipe, prepared.train)
         self.schedule = self.recipe.make_schedule(self.recipe.train)
