@@ -82,10 +82,6 @@ class Plan:
     cells: tuple[Cell, ...]
     refused: tuple[str, ...] = ()
 
-    @property
-    def flops(self) -> float:
-        return sum(cell.flops for cell in self.cells)
-
 
 def make_plan(recipe: Recipe, budgets: Sequence[float], sizes: Sequence[str], seeds: Sequence[int] = (0,)) -> Plan:
     """Plans a study."""

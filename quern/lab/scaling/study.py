@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
@@ -207,18 +207,14 @@ def fit_study(plan: Plan, finished: dict[Key, dict[str, Any]], resamples: int) -
     lines += [f"{kind.replace('_', ' ')}: {'; '.join(names)}" for kind, names in notes.items() if names]
     for name, one in CONVENTIONS.items():
         lines += ["", f"{name}: {one.meaning}", *report[name]]
-    return _as_json(body), [*lines, "", *report["stability"]]
+    # A number that is not finite becomes None.
+    body = json.loads(json.dumps(body, default=_shown), parse_constant=lambda name: None)
+    return body, [*lines, "", *report["stability"]]
 
 
-def _as_json(value: Any) -> Any:
-    """JSON types. A dataclass becomes its fields but those hidden in its repr; a number that is not finite, None."""
-    if is_dataclass(value):
-        return {f.name: _as_json(getattr(value, f.name)) for f in fields(value) if f.repr}
-    if isinstance(value, dict):
-        return {str(name): _as_json(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_json(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _shown(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass but those hidden in its repr."""
+    return {f.name: getattr(value, f.name) for f in fields(value) if f.repr}
 
 
 # Tables -----------------------------------------------------------------------------------------------------
@@ -241,8 +237,9 @@ def plan_lines(plan: Plan, flops_per_second: float | None) -> list[str]:
         )
         for cell in plan.cells
     ]
-    total = f"{counted(len(plan.cells), 'run')} of {plan.flops:.3g} FLOPs in all"
-    total += f", about {duration(plan.flops / flops_per_second)}" if flops_per_second else ""
+    flops = sum(cell.flops for cell in plan.cells)
+    total = f"{counted(len(plan.cells), 'run')} of {flops:.3g} FLOPs in all"
+    total += f", about {duration(flops / flops_per_second)}" if flops_per_second else ""
     return [*grid(head, rows), *(f"not planned: {reason}" for reason in plan.refused), total]
 
 

@@ -94,8 +94,11 @@ def run(
         shown = "" if best is None else f", best {best:.4f}"
         log(f"{ended}; {len(sweep.finished):,} of {wanted:,} finished{shown}")
 
+    def missing() -> list[int]:
+        return sorted(set(range(wanted)) - {line["trial"] for line in sweep.finished})
+
     with _more_workers(options, command, variables, log):
-        sweep.work(lambda: sweep.missing(wanted), lambda number: f"trial-{number}", do)
+        sweep.work(missing, lambda number: f"trial-{number}", do)
     if not is_worker:
         study = fill(optuna.create_study(study_name=sweep.name), sweep.finished, space)
         for line in write_results(sweep, sweep.finished, study, space):
@@ -221,10 +224,6 @@ class Sweep(Study):
                 self.begun[line["trial"]].runs.append(line["run"])
             else:
                 self.begun[line["trial"]].failures += 1
-
-    def missing(self, wanted: int) -> list[int]:
-        """The numbers of the trials that have not finished."""
-        return sorted(set(range(wanted)) - {line["trial"] for line in self.finished})
 
 
 @dataclass
