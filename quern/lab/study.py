@@ -82,15 +82,14 @@ class Study:
         before = self.body["facts"]
         if before is None or facts is None:
             return
-        old, new = before["machine"], facts["machine"]
+        old, new = (one | one["machine"] for one in (before, facts))
         fixed = [f"{flag} ({old[key]} then, {new[key]} now)" for key, flag in FIXED.items() if old[key] != new[key]]
         if fixed:
             raise ValueError(
                 f"the study '{self.name}' was started with another {', '.join(fixed)}, so its runs could not be "
                 "compared: give the same flags, or name another study with --study"
             )
-        pairs = [(key, before.get(key), facts.get(key)) for key in ("quern", "commit")]
-        pairs.append(("torch", old.get("torch"), new.get("torch")))
+        pairs = [(key, old.get(key), new.get(key)) for key in ("quern", "commit", "torch")]
         if changed := [f"{key} {one} then, {other} now" for key, one, other in pairs if one != other]:
             log(f"warning: the study '{self.name}' was started by other software: {'; '.join(changed)}")
 

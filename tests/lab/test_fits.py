@@ -49,8 +49,8 @@ FEW = "3 of at least 4 different values of the size"
     ],
 )
 def test_a_parabola_without_a_measured_minimum_is_refused(x: list[float], loss: list[float], reason: str) -> None:
-    vertex = parabola(x, loss)
-    assert reason in vertex.refusal and np.isnan(vertex.n)
+    found = parabola(x, loss)
+    assert isinstance(found, str) and reason in found
 
 
 def test_a_budget_that_is_no_parabola_lacks_fit() -> None:
@@ -122,9 +122,9 @@ def noisy(noise: float, seed: int, surface: Surface = TRUE) -> Any:
     return surface.loss(N, D) * np.exp(np.random.default_rng(seed).normal(0, noise, len(N)))
 
 
-def fit(loss: Any, kept: Any = slice(None), resamples: int = 4, seed: int = 0, flops: Any = FLOPS) -> SurfaceFit:
+def fit(loss: Any, kept: Any = slice(None), resamples: int = 4, flops: Any = FLOPS) -> SurfaceFit:
     about = {"budget": FLOPS[kept], "flops": flops[kept], "labels": [f"run {run}" for run in np.arange(len(N))[kept]]}
-    return fit_surface(N[kept], D[kept], loss[kept], **about, resamples=resamples, seed=seed)
+    return fit_surface(N[kept], D[kept], loss[kept], **about, resamples=resamples)
 
 
 def constants(found: SurfaceFit) -> list[float]:
@@ -201,7 +201,7 @@ def test_intervals_cover_the_constants(trials: int, bar: float) -> None:
     truths = {name: getattr(TRUE, name) for name in CONSTANTS} | {"exponent": TRUE.beta / (TRUE.alpha + TRUE.beta)}
     hits = dict.fromkeys(truths, 0)
     for seed in range(trials):
-        found = fit(noisy(3e-3, seed), resamples=200, seed=seed)
+        found = fit(noisy(3e-3, seed), resamples=200)
         for name, truth in truths.items():
             hits[name] += found.intervals[name].low <= truth <= found.intervals[name].high
     assert min(hits.values()) >= bar * trials

@@ -107,22 +107,16 @@ def told(logs_D: Floats) -> Estimate:
     return Estimate(*(math.exp(min(one, 700.0)) for one in (logs_D[0], *ends)))
 
 
-class Course(NamedTuple):
-    """The change of a multiplier over the rungs. factor: a rung's multiplier over the one of the rung below."""
-
-    factor: Estimate
-    trend: Trend
-
-
-def course(computes: Sequence[float], logs_RD: Sequence[Floats]) -> Course | None:
-    """Fits a line to ln m over ln C, weighted by the rungs' variances; None for one rung."""
+def course(computes: Sequence[float], logs_RD: Sequence[Floats]) -> tuple[Estimate, Trend] | None:
+    """The change of a multiplier over the rungs: a rung's over the one of the rung below, and the trend. It is of a
+    line that is fitted to ln m over ln C, weighted by the rungs' variances; None for one rung."""
     found = _lines(computes, logs_RD)
     if found is None:
         return None
     factor = told(found[1] * STEP)
     if factor.low > 1 or factor.high < 1:
-        return Course(factor, "grows" if factor.low > 1 else "fades")
-    return Course(factor, "holds" if factor.low >= 1 - HOLDS and factor.high <= 1 + HOLDS else "unclear")
+        return factor, "grows" if factor.low > 1 else "fades"
+    return factor, "holds" if factor.low >= 1 - HOLDS and factor.high <= 1 + HOLDS else "unclear"
 
 
 def _lines(computes: Sequence[float], logs_RD: Sequence[Floats]) -> tuple[Floats, Floats, float] | None:
@@ -183,7 +177,7 @@ class Row:
         return sorted(at for at, one in self.findings.items() if one.verdict == "fails" or one.interval[1] < math.inf)
 
     @property
-    def course(self) -> Course | None:
+    def course(self) -> tuple[Estimate, Trend] | None:
         return course(*self.line(self.flops))
 
     def line(self, rungs: Iterable[int]) -> tuple[list[float], list[Floats]]:
@@ -284,8 +278,8 @@ def study_tables(study: Comparison) -> list[Table]:
         begun = [row for row in found if any(one.pairs >= FIRST_LOOK for one in row.findings.values())]
         for row in begun:
             cells = [str(told(row.flops[rung])) if rung in row.flops else "" for rung in judgements]
-            way = row.course
-            body.append([row.idea, *cells, *([str(way.factor), way.trend] if way else ["", ""])])
+            factor, trend = row.course or ("", "")
+            body.append([row.idea, *cells, str(factor), trend])
         waiting = [row.idea for row in found if row not in begun]
         few = [f"too few pairs so far: {', '.join(waiting)}"] if waiting else []
         tables.append(("Compute multipliers, by FLOPs", few, head, body))

@@ -177,7 +177,7 @@ class ComparisonPage:
         for row in self.rows:
             about, findings = self.about(row.idea), (row.findings.get(rung) for rung in self.rungs)
             cells = (f"{one.verdict}, {signed(one.difference)} {interval(one)}" if one else "" for one in findings)
-            trend = row.course.trend if row.course else ""
+            _, trend = row.course or ("", "")
             body.append([row.idea, *cells, _multiplier(row), trend, about.direction or "", agreement(about, row)])
         return [self.setup() + "\n", self.counts() + "\n", *table(head, body)]
 
@@ -193,7 +193,7 @@ class ComparisonPage:
                 if top and rung in row.flops:
                     text, short = f"{text}; multiplier {_multiplier(row)}", f"{short}, {_multiplier(row)}"
                 if top and row.course:
-                    text += f", {row.course.trend}"
+                    text += f", {row.course[1]}"
                 baseline, runs = (plan.base, plan.text, plan.numbers[str(rung)]), one.pairs + one.failed
                 rank, decided = rung if plan.ladder else -1, one.verdict != "undecided"
                 verdict = Verdict(name, rank, baseline, self.old, runs, decided, text, short)

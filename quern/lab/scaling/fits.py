@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -54,31 +54,23 @@ def estimate(value: float, samples: Array, dof: int, inflation: float = 1.0) -> 
 # Parabolas --------------------------------------------------------------------------------------------------
 
 
-class Vertex(NamedTuple):
-    """The minimum of a parabola in ln N. refusal: why there is no minimum."""
-
-    n: float = np.nan
-    loss: float = np.nan
-    refusal: str = ""
-
-
-def parabola(n: ArrayLike, loss: ArrayLike) -> Vertex:
-    """Fits loss = a (ln N)² + b ln N + c by least squares (arXiv 2203.15556, approach 2). A maximum is refused, a
-    vertex outside the measured sizes, and fewer than `FEWEST_CELLS` sizes."""
+def parabola(n: ArrayLike, loss: ArrayLike) -> tuple[float, float] | str:
+    """Fits loss = a (ln N)² + b ln N + c by least squares (arXiv 2203.15556, approach 2). Returns N and the loss at the
+    minimum, or why there is none: a maximum, a vertex outside the measured sizes, fewer than `FEWEST_CELLS` sizes."""
     n, loss = np.asarray(n, float), np.asarray(loss, float)
     distinct = len(np.unique(n))
     if distinct < FEWEST_CELLS:
-        return Vertex(refusal=f"{distinct} of at least {FEWEST_CELLS} different values of the size have a loss")
+        return f"{distinct} of at least {FEWEST_CELLS} different values of the size have a loss"
     centre, projection = _parabola(n)
     a, b, c = projection @ loss
     if a <= 0:
-        return Vertex(refusal="the parabola has a maximum: the loss has no minimum in the size")
+        return "the parabola has a maximum: the loss has no minimum in the size"
     vertex = float(np.exp(np.clip(centre - b / (2 * a), -700, 700)))
     if not n.min() <= vertex <= n.max():
         end, more, limit = ("below", "smaller", n.min()) if vertex < n.min() else ("above", "larger", n.max())
         reason = f"the minimum, {vertex:.3g}, is {end} the measured range of the size, which ends at {limit:.3g}"
-        return Vertex(refusal=f"{reason}: measure {more} values")
-    return Vertex(vertex, float(c - b * b / (4 * a)))
+        return f"{reason}: measure {more} values"
+    return vertex, float(c - b * b / (4 * a))
 
 
 def _parabola(x: Array) -> tuple[float, Array]:
@@ -189,8 +181,8 @@ def _optimum(flops: float, n: Array, d: Array, loss: Array, deviations: Array, d
     """The optimum of one budget, and ln N* and ln D* (resamples, 2) with these deviations (resamples, cells) of the
     losses; NaN where the parabola has a maximum."""
     vertex = parabola(n, loss)
-    if vertex.refusal:
-        return Optimum(flops, len(n), vertex.refusal), np.empty((0, 2))
+    if isinstance(vertex, str):
+        return Optimum(flops, len(n), vertex), np.empty((0, 2))
     centre, projection = _parabola(n)
     x = np.log(n) - centre
     a, b, c = ((np.vander(x, 3) @ (projection @ loss) + deviations) @ projection.T).T
@@ -198,10 +190,10 @@ def _optimum(flops: float, n: Array, d: Array, loss: Array, deviations: Array, d
         at = np.where(a > 0, -b / (2 * a), np.nan)
     inside = (at >= x.min()) & (at <= x.max())
     curve = np.polyfit(x, np.log(d), 2)  # at one budget, ln D is a smooth function of ln N
-    best = np.log(vertex.n) - centre
+    best = np.log(vertex[0]) - centre
     log_n, log_d = np.append(at, best) + centre, np.polyval(curve, np.append(at, best))  # the optimum is the last one
     parameters, tokens, ratio = (estimate(one[-1], one[:-1], dof).exp() for one in (log_n, log_d, log_d - log_n))
-    lowest, outside = estimate(vertex.loss, c + b * at / 2, dof), float(1 - inside.mean())
+    lowest, outside = estimate(vertex[1], c + b * at / 2, dof), float(1 - inside.mean())
     found = Optimum(flops, len(n), "", parameters, tokens, ratio, lowest, outside)
     return found, np.stack([log_n, log_d], axis=1)[:-1]
 

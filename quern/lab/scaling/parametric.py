@@ -113,7 +113,6 @@ def fit_surface(
     flops: ArrayLike,
     labels: Sequence[str],
     resamples: int = 1000,
-    seed: int = 0,
 ) -> SurfaceFit:
     """Fits the surface to runs of n parameters, d tokens and a final loss. budget: planned FLOPs, each of which the
     leave-out table drops once; flops: FLOPs of each run, for `predict`; labels: names of the runs, for the table."""
@@ -132,7 +131,7 @@ def fit_surface(
     gamma, log_kappa = np.polyfit(np.log(n), np.log(np.asarray(flops) / d), 1)
     least = np.log(LEAST_E * loss.min())
     at_zero, best[0] = best[0] < least, max(best[0], least)  # the resamples start where the gradient does not vanish
-    counts = np.random.default_rng(seed).multinomial(runs, np.full(runs, 1 / runs), resamples)
+    counts = np.random.default_rng(0).multinomial(runs, np.full(runs, 1 / runs), resamples)
     samples = problem.refit(best, counts)
     values = [*whole, surface.beta / (surface.alpha + surface.beta)]
     drawn = [*samples.T, samples[:, 4] / (samples[:, 3] + samples[:, 4])]

@@ -39,7 +39,7 @@ from quern.lab.trainer import Point, Trainer
 from quern.lab.verdict import WORST, score
 from quern.process import end_with_parent, environment
 from quern.recipe import Recipe
-from quern.records import read_lines, strict
+from quern.records import read_lines
 from quern.resolve import resolve
 from quern.terminal import counted
 from quern.validate import flag
@@ -239,9 +239,6 @@ class Trial:
     def begun(self) -> Begun:
         return self.sweep.begun[self.number]
 
-    def note(self, **line: Any) -> None:
-        self.sweep.add(RUNNING, {"trial": self.number, **line})
-
     def run(self, trainer: Trainer, log: Callable[[str], None]) -> str:
         """Trains the trial and records its value. Returns a line about it. An error ends the worker; after
         `MOST_FAILURES` of them the trial is finished as "failed"."""
@@ -254,7 +251,7 @@ class Trial:
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            self.note(failure=reason)
+            self.sweep.add(RUNNING, {"trial": self.number, "failure": reason})
             if self.begun.failures < MOST_FAILURES:
                 log(f"trial {self.number} failed: {reason}")
                 raise
@@ -299,7 +296,7 @@ class Trial:
                 except (MemoryError, torch.OutOfMemoryError) as error:
                     self._report_missing()
                     return "out of memory", WORST, str(error)
-                self.note(run=strict(asdict(done)))
+                self.sweep.add(RUNNING, {"trial": self.number, "run": asdict(done)})
             scores.append(score(self.begun.runs[pair]["bpb"]))
             if plan["pruner"] == "wilcoxon":
                 self.optuna.report(scores[-1], pair)
