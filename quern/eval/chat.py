@@ -18,7 +18,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from string import ascii_uppercase
@@ -231,17 +231,14 @@ def run_chat(
         [scores[name]], _ = run_task(engine, task, count=count, base=base, group=group, records=records)
         if name != "humaneval" or samples == 1:
             continue
-        fits = fitting(engine, task, asked.items, base)
-        prompts = [(asked.items[number], ids) for number, ids in fits]
-        found, right = sampled_scores(engine, task, prompts, samples, base=base, group=group)
-        if fits and group.rank == 0:
+        sampled, right = sampled_scores(engine, task, asked.items, samples, base=base, group=group)
+        if right and group.rank == 0:
             header = {**records.identity, "task": f"{CHAT}/{name}, pass@1 of {samples} samples"}
             scored = [
                 (Answered(asked.items[number], [], f"{n} of {samples}", n == samples, number), n / samples)
-                for (number, _), n in zip(fits, right, strict=True)
+                for number, n in right.items()
             ]
             write_answers(records.folder / CHAT / f"{name}.samples{ENDING}", header, scored)
-        sampled += [replace(score, skipped=len(asked.items) - len(fits)) for score in found]
     mean = chat_core(tasks, scores)
     return [*scores.values(), *sampled, *([mean] if mean else [])]
 
@@ -249,24 +246,25 @@ def run_chat(
 def sampled_scores(
     engine: Engine,
     task: Task,
-    asked: Sequence[tuple[Item, list[int]]],
+    items: Sequence[Item],
     samples: int,
     *,
     base: bool,
     group: ProcessGroup = SINGLE,
-) -> tuple[list[Score], list[int]]:
+) -> tuple[list[Score], dict[int, int]]:
     """Estimates pass@k of sampled programs, for each k of `K` up to their number, with intervals over the problems.
-    Also returns the number of right replies to each problem."""
+    Also returns the number of right replies to each problem that leaves room for one."""
+    asked = fitting(engine, task, items, base)
     if not asked:
-        return [], []
-    prompts, name = [ids for _, ids in asked], f"{CHAT}/{asked[0][0].kind}"
+        return [], {}
+    prompts, name = [ids for _, ids in asked], f"{CHAT}/{items[0].kind}"
 
     def compute(batch: Sequence[int]) -> list[int]:
         (at,) = batch
         stop = task.base_stop if base else ()
         how = {"max_tokens": task.max_tokens, "sampling": SAMPLING, "stop": stop, "plain": base}
         (replies,) = engine.generate([prompts[at]], samples=samples, **how)
-        return [sum(_passed([asked[at][0]] * samples, [reply.text for reply in replies]))]
+        return [sum(_passed([items[asked[at][0]]] * samples, [reply.text for reply in replies]))]
 
     with Meter(f"{name}, {samples} samples", len(asked), "problems", silent=group.rank != 0) as meter:
         right = on_ranks([[at] for at in range(len(asked))], compute, group, meter.at)
@@ -277,9 +275,9 @@ def sampled_scores(
         low, high = interval(mean, error)
         # Equal shares, such as all 0, say nothing about the spread.
         ends = (max(0.0, low), min(1.0, high)) if error else (None, None)
-        settings = Prompts(engine.tokenizer.bos, prompts).settings()
+        settings = {**Prompts(engine.tokenizer.bos, prompts).settings(), "skipped": len(items) - len(asked)}
         scores.append(Score(name, f"pass@{k}", mean, *ends, len(asked), 0.0, **settings))
-    return scores, right
+    return scores, {number: one for (number, _), one in zip(asked, right, strict=True)}
 
 
 def chat_core(tasks: Sequence[Asked], scores: Mapping[str, Score]) -> Score | None:

@@ -78,8 +78,6 @@ class Task:
     base_prompt: Callable[[Item], str] = lambda item: f"Question: {item.question}\nAnswer:"
     """The text that a base model continues to answer the item."""
     max_tokens: int = 96  # the largest number of tokens of a reply
-    suits: Callable[[Resolved, str], bool] = lambda recipe, stage: True
-    """Whether `quern evaluate` asks this stage of this recipe by default. Built-in tasks only."""
     base_stop: tuple[str, ...] = ("\n",)  # a base model's reply ends before any of these texts
     grade_all: Callable[[Sequence[Item], Sequence[str]], Sequence[bool]] | None = None
     """(items, replies) → whether each reply is right, where they are graded together, such as programs that a sandbox
@@ -112,13 +110,12 @@ def world_prompt(item: Item) -> str:
     return BASE_PROMPTS.get(item.kind, "Question: {}\nAnswer:").format(item.question)
 
 
-def _suits(recipe: Resolved, stage: str) -> bool:
+TINYWORLD = Task("tinyworld", world_items, world_grade, world_prompt)
+
+
+def knows_world(recipe: Resolved, stage: str) -> bool:
     """Whether the stage's model has learned from the built-in world: its documents, or then its conversations."""
     return recipe.data == "tinyworld" or (stage in CHAT_STAGES and recipe.has_built_in_conversations)
-
-
-TINYWORLD = Task("tinyworld", world_items, world_grade, world_prompt, suits=_suits)
-BUILT_IN = {TINYWORLD.name: TINYWORLD}
 
 
 def load_task(name: str) -> Task:
@@ -127,11 +124,11 @@ def load_task(name: str) -> Task:
     Raises:
         ValueError: There is no such task, or the file fails; the message names the tasks or the line.
     """
-    if name in BUILT_IN:
-        return BUILT_IN[name]
+    if name == TINYWORLD.name:
+        return TINYWORLD
     path = Path(name)
     if path.suffix != ".py" or not path.is_file():
-        raise ValueError(f"there is no task '{name}': use {', '.join(BUILT_IN)}, core, chat, or the path of a .py file")
+        raise ValueError(f"there is no task '{name}': use {TINYWORLD.name}, core, chat, or the path of a .py file")
     return read_object(path, "TASK", Task)[0]
 
 

@@ -27,20 +27,6 @@ TRIALS = (
 """The refusals of the verbs that train trials."""
 
 
-@dataclass(kw_only=True)
-class WorkerOptions(DeviceOptions):
-    """The device of the workers of a study."""
-
-    def arguments(self, workers: int) -> dict[str, Any]:
-        """Arguments of `machine.detect` for one of some workers, which share the CPU's threads."""
-        import torch
-
-        machine = self.detect()
-        if machine.device.type == "cuda" and workers > torch.cuda.device_count():
-            raise ValueError(f"--workers {workers} needs as many GPUs, and there are {torch.cuda.device_count()}")
-        return asdict(self) | {"device": machine.device.type, "threads": max(1, machine.threads // workers)}
-
-
 def refuse_name(study: str) -> None:
     """Raises ValueError if a study cannot have this name, which is its folder's."""
     if not re.fullmatch(r"\w[\w.-]*", study):
@@ -54,7 +40,7 @@ class StudyOptions:
     refusals: ClassVar = TRIALS
 
     recipe: Annotated[Recipe, Mark.FLAT]
-    where: Annotated[WorkerOptions, Mark.FLAT] = field(default_factory=WorkerOptions, kw_only=True)
+    where: Annotated[DeviceOptions, Mark.FLAT] = field(default_factory=DeviceOptions, kw_only=True)
     out: Path = field(default=Path("out"), kw_only=True)
     """The output folder; studies are in its folder lab."""
     study: str | None = field(default=None, kw_only=True)
@@ -65,6 +51,15 @@ class StudyOptions:
         refuse_name(self.study or self.default)
         if self.recipe.train.minutes is not None:
             raise ValueError("a trial trains for steps, so that trials are comparable: leave out train.minutes")
+
+    def device(self, workers: int) -> dict[str, Any]:
+        """Arguments of `machine.detect` for one of some workers, which share the CPU's threads."""
+        import torch
+
+        machine = self.where.detect()
+        if machine.device.type == "cuda" and workers > torch.cuda.device_count():
+            raise ValueError(f"--workers {workers} needs as many GPUs, and there are {torch.cuda.device_count()}")
+        return asdict(self.where) | {"device": machine.device.type, "threads": max(1, machine.threads // workers)}
 
     @property
     def folder(self) -> Path:

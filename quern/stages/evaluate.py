@@ -15,7 +15,7 @@ from quern.eval.chat import CHAT, Asked, find_chat_tasks, run_chat
 from quern.eval.core import CORE, CoreTask, core_bundle, core_passages, find_tasks, named_tasks, run_core
 from quern.eval.run_task import Records, run_task
 from quern.eval.score import Score
-from quern.eval.task import BUILT_IN, CHAT_STAGES, Task, contaminated_shares, load_task, passage
+from quern.eval.task import CHAT_STAGES, TINYWORLD, Task, contaminated_shares, knows_world, load_task, passage
 from quern.generate.engine import Engine
 from quern.generate.sampling import GREEDY
 from quern.machine import Machine
@@ -169,7 +169,7 @@ class _Evaluation:
     chosen: Sequence[Task]
 
     def suiting(self, recipe: Resolved, stage: str) -> Sequence[Task]:
-        return self.chosen or [task for task in BUILT_IN.values() if task.suits(recipe, stage)]
+        return self.chosen or ([TINYWORLD] if knows_world(recipe, stage) else [])
 
     def tasks(self, loaded: LoadedModel) -> Sequence[Task]:
         """The tasks besides those of CORE, chat and lm-eval. A run should not take longer for scores of a model that

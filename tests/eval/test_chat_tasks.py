@@ -251,11 +251,10 @@ def test_pass_at_k_is_the_estimate_of_many_samples(
     task = replace(BY_NAME["humaneval"].task(items), max_tokens=2)
     engine = engine_of(tiny_model(tokenizer.vocab_size, 64), tokenizer)
     passes = iter([[True] * 3 + [False] * 9, [False] * 12])
-    prompt = [tokenizer.bos, *tokenizer.encode("def")]
     sandbox = types.SimpleNamespace(run=lambda programs: outcomes(next(passes)))
     monkeypatch.setattr("quern.eval.chat.open_sandbox", lambda workers: sandbox)
-    scores, right = sampled_scores(engine, task, [(item, prompt) for item in items], 12, base=True)
-    assert right == [3, 0] and [score.metric for score in scores] == ["pass@1", "pass@10"]
+    scores, right = sampled_scores(engine, task, items, 12, base=True)
+    assert right == {0: 3, 1: 0} and [score.metric for score in scores] == ["pass@1", "pass@10"]
     missed = math.comb(9, 10) / math.comb(12, 10)
     assert [score.value for score in scores] == pytest.approx([3 / 12 / 2, (1 - missed) / 2])
 

@@ -14,7 +14,7 @@ import pytest
 from quern.cli import main
 from quern.eval.answers import kept_score, read_answers
 from quern.eval.run_task import run_task
-from quern.eval.task import CHAT_STAGES, TINYWORLD, load_task, world_items
+from quern.eval.task import CHAT_STAGES, TINYWORLD, knows_world, world_items
 from quern.generate.engine import Engine
 from quern.mesh import Mesh, ProcessGroup, alone
 from quern.recipe import Resolved
@@ -128,12 +128,11 @@ def test_core_is_asked_from_a_folder_of_files(out: Path) -> None:
 
 
 def test_a_default_task_suits_the_data() -> None:
-    task = load_task("tinyworld")
     own = {"data": "texts/", "conversations": "talk.jsonl"}
     stages = {"untrained", "pretrain", *CHAT_STAGES}
     for changes, suited in (({}, stages), ({"data": "texts/"}, {*CHAT_STAGES}), (own, set())):
         recipe = Resolved.of(toy_recipe("llama"), **changes)
-        assert {stage for stage in stages if task.suits(recipe, stage)} == suited
+        assert {stage for stage in stages if knows_world(recipe, stage)} == suited
 
 
 def test_questions_that_do_not_fit_are_counted_and_the_others_scored() -> None:

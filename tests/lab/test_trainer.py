@@ -14,10 +14,11 @@ from torch import Tensor
 
 from quern.cli import main
 from quern.cluster import connect
+from quern.flags.check_flags import DeviceOptions
 from quern.flags.recipe_file import read_recipe_file
 from quern.lab.arms import Arm, Seeds, Train, in_process, on_cluster
 from quern.lab.ladder.study import Comparison
-from quern.lab.options import WorkerOptions
+from quern.lab.options import CompareOptions
 from quern.lab.trainer import Trainer, Trial
 from quern.model.gpt import GPT
 from quern.recipe import ModelRecipe, Recipe, TextRecipe, TrainRecipe
@@ -239,8 +240,8 @@ def test_calibration_records_the_command_that_was_typed(
 
 
 def test_a_cluster_is_asked_for_the_device_that_was_found() -> None:
-    options = WorkerOptions(dtype="fp32", compile=False)
-    assert options.arguments(1)["device"] == options.detect().device.type
+    where = DeviceOptions(dtype="fp32", compile=False)
+    assert CompareOptions(RECIPE, where=where).device(1)["device"] == where.detect().device.type
 
 
 @pytest.fixture

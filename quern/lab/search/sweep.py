@@ -32,7 +32,7 @@ from optuna.exceptions import ExperimentalWarning, TrialPruned
 from optuna.trial import TrialState
 
 from quern.lab.options import SweepOptions
-from quern.lab.search.results import TRIALS, write_results
+from quern.lab.search.results import MEASURED, TRIALS, write_results
 from quern.lab.search.space import Space, apply, distributions, point, read_space, shown
 from quern.lab.study import Study
 from quern.lab.trainer import Point, Trainer
@@ -247,6 +247,8 @@ class Trial:
             outcome, value, reason = self._measure(trainer)
         except TrialPruned:
             outcome, value = "pruned", list(self._reported().values())[-1]
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            outcome, value, reason = "out of memory", WORST, str(error)
         except OSError:  # of the disk: the values are not the reason
             raise
         except Exception as error:
@@ -256,7 +258,9 @@ class Trial:
                 log(f"trial {self.number} failed: {reason}")
                 raise
             outcome, value = "failed", WORST
-            self._report_missing()
+        if outcome not in MEASURED and self.sweep.body["pruner"] == "wilcoxon":
+            for pair in range(len(self.begun.runs), len(self.sweep.body["seeds"])):
+                self.optuna.report(WORST, pair)  # its test needs all seeds if the trial is the best
         attributes = self.optuna.study.trials[self.optuna.number].system_attrs
         line = {
             "trial": self.number,
@@ -283,7 +287,6 @@ class Trial:
         try:
             resolve(recipe)
         except ValueError as error:
-            self._report_missing()
             return "refused", WORST, str(error)
         scores: list[float] = []
         for pair, (seed, data_seed) in enumerate(plan["seeds"]):
@@ -291,11 +294,7 @@ class Trial:
                 train = partial(trainer.train, recipe, name=f"trial {self.number}", seed=seed, data_seed=data_seed)
                 if plan["pruner"] == "hyperband" and pair == 0:
                     train = partial(train, on_eval=self._report)
-                try:
-                    done = train(evaluations=plan["evaluations"])
-                except (MemoryError, torch.OutOfMemoryError) as error:
-                    self._report_missing()
-                    return "out of memory", WORST, str(error)
+                done = train(evaluations=plan["evaluations"])
                 self.sweep.add(RUNNING, {"trial": self.number, "run": asdict(done)})
             scores.append(score(self.begun.runs[pair]["bpb"]))
             if plan["pruner"] == "wilcoxon":
@@ -310,12 +309,6 @@ class Trial:
         self.optuna.report(score(point.bpb), 1 + len(self._reported()))
         if self.optuna.should_prune():
             raise TrialPruned
-
-    def _report_missing(self) -> None:
-        """Tells Wilcoxon's test the value of seeds that are not trained: it needs them if the trial is the best."""
-        if self.sweep.body["pruner"] == "wilcoxon":
-            for pair in range(len(self.begun.runs), len(self.sweep.body["seeds"])):
-                self.optuna.report(WORST, pair)
 
     def _reported(self) -> dict[int, float]:
         return self.optuna.study.trials[self.optuna.number].intermediate_values
