@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quern.eval.answers import ENDING, Answered, write_answers
+from quern.eval.answers import Answered, answers_file, write_answers
 from quern.eval.run_task import Records, fitting, run_task
 from quern.eval.score import SINGLE, Prompts, Score, interval, on_ranks, suite_score
 from quern.eval.task import Item, Task, question, world_grade, world_items, world_prompt
@@ -195,10 +195,10 @@ def find_chat_tasks(
 
 def _asked(task: ChatTask, path: Path | None, limit: int | None) -> Asked:
     if path is None:
-        count = GENERATED if limit is None else min(limit, GENERATED)
-        return Asked(task, world_items(0, count, [task.name]), count == GENERATED)
-    items = read_items(path, task.name)
-    random.Random(ORDER_SEED).shuffle(items)
+        items = world_items(0, GENERATED, [task.name])
+    else:
+        items = read_items(path, task.name)
+        random.Random(ORDER_SEED).shuffle(items)
     return Asked(task, items[:limit], limit is None or limit >= len(items))
 
 
@@ -238,7 +238,7 @@ def run_chat(
                 (Answered(asked.items[number], [], f"{n} of {samples}", n == samples, number), n / samples)
                 for number, n in right.items()
             ]
-            write_answers(records.folder / CHAT / f"{name}.samples{ENDING}", header, scored)
+            write_answers(answers_file(records.folder, CHAT, f"{name}.samples"), header, scored)
     mean = chat_core(tasks, scores)
     return [*scores.values(), *sampled, *([mean] if mean else [])]
 

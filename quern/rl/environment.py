@@ -23,7 +23,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from quern.data.token_file import fingerprint as marks_of
-from quern.eval.task import Item, question
+from quern.eval.task import Item, question, world_grade
 from quern.flags.recipe_file import read_object
 from quern.flags.recipe_flags import REWARDS_OF_FILES
 from quern.generate.sandbox import Limits, Program, Sandbox
@@ -33,7 +33,6 @@ from quern.text.chat import validate
 from quern.text.documents import read_rows
 from quern.text.sources import find_file
 from quern.text.tinyworld import skills
-from quern.text.tinyworld.corpus import check
 from quern.text.tinyworld.prose import Pen
 
 HELD_OUT_SHARE = 10
@@ -197,8 +196,7 @@ def _word_problems(name: str, folder: Path | None) -> Environment:
     path = find_file(folder, "train") if folder is not None else None
     if path is None:
         raise _without(name, "train.jsonl", folder)
-    columns = ("question", "answer")
-    return _of_file(name, path, columns, word_problem, lambda item, reply: float(is_right_number(item, reply)))
+    return _of_file(name, path, ("question", "answer"), word_problem, is_right_number)
 
 
 # Programs ---------------------------------------------------------------------------------------------------
@@ -213,7 +211,7 @@ def _programs(name: str, folder: Path | None) -> Environment:
         path,
         ("prompt", "check"),
         lambda row: question(str(row["prompt"]), str(row["check"]), kind=name),
-        lambda item, reply: float(open_sandbox(1, LIMITS).run([Program(program_in(reply), item.answer)])[0].passed),
+        lambda item, reply: open_sandbox(1, LIMITS).run([Program(program_in(reply), item.answer)])[0].passed,
     )
 
 
@@ -248,10 +246,7 @@ def _exercises(name: str, folder: Path | None) -> Environment:
         made = EXERCISES[name](Pen(f"rl:{seed}"))
         return question(made.question, made.answer, kind=name, chance=made.chance)
 
-    def reward(item: Item, reply: str) -> float:
-        return float(check(item.kind, item.question, item.answer, reply))
-
-    return Environment(name, ask, reward)
+    return Environment(name, ask, world_grade)
 
 
 BUILT_IN: dict[str, Callable[[str, Path | None], Environment]] = {
