@@ -95,15 +95,13 @@ def write_answers(path: Path, header: dict[str, Any], answers: Sequence[tuple[An
 
 def kept_score(path: Path, settings: dict[str, Any]) -> Score | None:
     """The score of the answers in a file, if they are whole and have the same settings."""
-    if not path.is_file():
-        return None
     try:
         first, *items = read_lines(path)
         score, right = typed(first["score"], Score), sum(line["score"] for line in items)
         whole = len(items) == score.count and (not items or right == round((score.value or 0.0) * score.count))
         return score if whole and {name: first.get(name) for name in settings} == settings else None
     except (ValueError, KeyError, TypeError, AttributeError):
-        return None  # damaged: the items are asked again
+        return None  # missing or damaged: the items are asked again
 
 
 def _plain(name: str) -> str:

@@ -140,8 +140,6 @@ def read_rows(path: Path, task: CoreTask) -> list[Row]:
 
 
 def _checked(row: Row, kind: Kind) -> Row:
-    if missing := [field for field in FIELDS[kind] if field not in row]:
-        raise ValueError(f"it has no {', '.join(missing)}")
     texts = [row[field] for field in FIELDS[kind] if field not in (*OPTIONS, "gold")]
     if not all(isinstance(text, str) for text in texts) or row.get("continuation") == "":
         raise ValueError("a text of it is empty, or no text")

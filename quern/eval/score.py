@@ -73,9 +73,7 @@ class Score:
 
 
 def wilson(correct: int, count: int) -> tuple[float, float]:
-    """The 95% Wilson interval (low, high) of the share `correct` / `count`; (0, 1) if count is 0."""
-    if count == 0:
-        return 0.0, 1.0
+    """The 95% Wilson interval (low, high) of the share `correct` / `count`, which is above 0."""
     z = CONFIDENT
     share = correct / count
     centre = (share + z * z / (2 * count)) / (1 + z * z / count)

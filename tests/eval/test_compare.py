@@ -77,7 +77,6 @@ def test_accuracy_says_what_was_asked():
     assert score.low is not None and score.high is not None and score.low < 0.75 < score.high
     assert not Prompts(9, [[1, 9]]).settings()["bos"]
     assert Score(**json.loads(json.dumps(asdict(score)))) == score
-    assert wilson(0, 0) == (0.0, 1.0)
     assert accuracy("sums", [], [], skipped=3) == Score("sums", "accuracy", None, None, None, 0, None, skipped=3)
 
 

@@ -155,7 +155,7 @@ def test_the_mean_of_all_tasks_has_a_name_and_a_version(bundle: Path, tokenizer:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{}", "it has no query, choices, gold"),
+        ("{}", "the key 'query' is missing"),
         ('{"query": "q", "choices": "ab", "gold": 1}', "its options are no list of texts"),
         ('{"query": "q", "choices": ["a", "b"], "gold": "1"}', "gold '1' is none of its 2 options"),
         ('{"query": 7, "choices": ["a", "b"], "gold": 1}', "a text of it is empty, or no text"),

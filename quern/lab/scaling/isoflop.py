@@ -148,7 +148,7 @@ class Stability:
 def most_stable(envelopes: Mapping[str, Envelope]) -> Stability:
     """Compares the conventions over the budgets that have an optimum in all of them."""
     common = set.intersection(*({one.flops for one in found.accepted} for found in envelopes.values()))
-    if len(common) < FEWEST_BUDGETS or any(found.refusal for found in envelopes.values()):
+    if len(common) < FEWEST_BUDGETS:
         reason = f"{len(common)} of at least {FEWEST_BUDGETS} budgets have an optimum in every convention"
         return Stability(refusal=reason)
     spreads, drawn = {}, []
