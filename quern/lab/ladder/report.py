@@ -232,23 +232,14 @@ def baseline_curve(study: Comparison, axis: str, most: float = math.inf) -> Curv
     return Curve(means) if len(means) > 1 else None
 
 
-class Prediction(NamedTuple):
-    """An idea's multiplier on the top rung, as the rungs below predict it and as it was measured."""
-
-    idea: str
-    rung: int
-    predicted: Estimate
-    measured: float
-
-    @property
-    def holds(self) -> bool:
-        return self.predicted.low <= self.measured <= self.predicted.high
-
-
-def predictions(study: Comparison, found: Sequence[Row]) -> list[Prediction]:
+def predictions(study: Comparison, found: Sequence[Row]) -> list[tuple[str, int, Estimate, float, bool]]:
     """Predicts each idea's multiplier on its highest rung from its multipliers below, all by the baseline's curve over
-    every rung. The interval is the measurement's."""
-    made: list[Prediction] = []
+    every rung. The interval is the measurement's.
+
+    Returns:
+        For each idea: its name, the rung, the predicted multiplier, the measured one, and whether the interval has it.
+    """
+    made: list[tuple[str, int, Estimate, float, bool]] = []
     for row in found:
         rungs = sorted(row.flops)
         if len(rungs) < 2:
@@ -260,7 +251,8 @@ def predictions(study: Comparison, found: Sequence[Row]) -> list[Prediction]:
         logs_D = extrapolate(*row.line(below), row.computes[top], spread)
         noise = np.random.default_rng(top).permutation(row.flops[top] - row.flops[top][0])
         noise[0] = 0.0
-        made.append(Prediction(row.idea, top, told(logs_D + noise), math.exp(float(row.flops[top][0]))))
+        predicted, measured = told(logs_D + noise), math.exp(float(row.flops[top][0]))
+        made.append((row.idea, top, predicted, measured, predicted.low <= measured <= predicted.high))
     return made
 
 
@@ -303,8 +295,8 @@ def study_tables(study: Comparison) -> list[Table]:
         ]
         tables.append((f"Rung {rung}", lines, head, body))
     if made := predictions(study, found):
-        held = f"The interval holds for {sum(one.holds for one in made)} of {len(made)} ideas."
-        body = [[one.idea, str(one.rung), str(one.predicted), f"{one.measured:.3f}"] for one in made]
+        held = f"The interval holds for {sum(holds for *_, holds in made)} of {len(made)} ideas."
+        body = [[idea, str(rung), str(predicted), f"{measured:.3f}"] for idea, rung, predicted, measured, _ in made]
         head = ("idea", "rung", "predicted", "measured")
         tables.append(("The highest rung, predicted from those below", [held], head, body))
     return tables
