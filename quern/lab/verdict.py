@@ -312,26 +312,19 @@ def fails(
     return (failed > 0) & (special.bdtrc(failed - 1.0, runs, usual) <= alpha / ideas / 5)
 
 
-class Reach(NamedTuple):
-    """Differences in bits per byte that a study can find with a probability of 80 %: a single `effect`, and the
-    smallest margin `delta` with which ideas without effect end as "no difference"."""
-
-    effect: float
-    delta: float
-
-
-def reach(sd: float, rules: Rules, ideas: int, baseline_seeds: int = 1, shared: float = math.inf) -> Reach:
-    """Computes what a study can find by its most pairs. shared: degrees of freedom that the ideas' common variance
-    counts for; by default the number for equal variances."""
+def reach(sd: float, rules: Rules, ideas: int, shared: float = math.inf) -> tuple[float, float]:
+    """Computes what a study can find by its most pairs with a probability of 80 %, in bits per byte: a single effect,
+    and the smallest margin (delta) with which ideas without effect end as "no difference". The baseline has twice the
+    pairs' seeds. shared: degrees of freedom that the ideas' common variance counts for; by default the number for equal
+    variances."""
     n, power = rules.most_pairs, 0.8
     weight = min(shared, float(moderate(np.ones(ideas), n - 1)[1][0]))
     degrees = n - 1 + weight
-    error = sd * math.sqrt((1 + 1 / (baseline_seeds if weight else 1)) / (2 * n))
+    # Fewer than four ideas use pairs alone.
+    error = sd * math.sqrt((1 + 1 / (2 if weight else 1)) / (2 * n))
 
     def score(level: float) -> float:
         return -float(special.stdtrit(degrees, special.ndtr(-critical(level, n))))
 
-    return Reach(
-        error * (score(rules.alpha / ideas) + special.ndtri(power)),
-        error * (score(2 * power * rules.alpha) + special.ndtri((1 + power) / 2)),
-    )
+    effect = error * (score(rules.alpha / ideas) + special.ndtri(power))
+    return effect, error * (score(2 * power * rules.alpha) + special.ndtri((1 + power) / 2))

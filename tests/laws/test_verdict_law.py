@@ -197,11 +197,11 @@ def test_effects_and_margins_in_reach_are_found(ideas: int, law: Law) -> None:
     """A single effect among ideas without any, and the margin of these, at the promised 80 %."""
     base, runs = null("Gaussian", ideas, 0.0, 800)
     rules = Rules(1.0, PAIRS, ALPHA)
-    promised = reach(np.sqrt(2), rules, ideas, 2)
-    runs[..., 0] -= promised.effect
+    effect, delta = reach(np.sqrt(2), rules, ideas)
+    runs[..., 0] -= effect
     found = np.isin(run(base, runs, rules)[0].codes[:, 0], DIFFERENT).mean()
     base, runs = null("Gaussian", ideas, 0.0, 800, seed=1)
-    same = (run(base, runs, Rules(promised.delta, PAIRS, ALPHA))[0].codes == SAME).mean()
+    same = (run(base, runs, Rules(delta, PAIRS, ALPHA))[0].codes == SAME).mean()
     worst = float(max(abs(found - 0.8), abs(same - 0.8)))
     law("found of the effects and margins in reach, promised 0.8: difference", worst, "≤ 0.1")
     assert worst <= 0.1

@@ -373,6 +373,6 @@ def calibration(study: Comparison, rung: int, answers: Mapping[str, Sequence[str
     ]
     for pairs in (3, 5, 8, 12) if math.isfinite(judgement.sd) else ():
         rules = replace(study.plan, most_pairs=pairs)
-        found = reach(judgement.sd, rules, max(1, len(study.ideas)), 2, judgement.shared)
-        told_.append(f"{pairs} pairs find an effect of {found.effect:.4f}, and can show a δ of {found.delta:.4f}")
+        effect, delta = reach(judgement.sd, rules, max(1, len(study.ideas)), judgement.shared)
+        told_.append(f"{pairs} pairs find an effect of {effect:.4f}, and can show a δ of {delta:.4f}")
     return told_

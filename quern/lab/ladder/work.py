@@ -270,18 +270,17 @@ def check_reach(study: Comparison, rung: int, any_delta: bool) -> str:
     if len(scores) < 2 or any(judged_trials(study, name, rung) for name in study.ideas):
         return ""
     sd, rules, degrees = math.sqrt(2) * statistics.stdev(scores), study.plan, len(scores) - 1
-    # Fewer than four ideas use pairs alone; for more, the baseline has twice their first look's seeds.
-    found = reach(sd, rules, len(study.ideas), baseline_seeds=2)
+    effect, delta = reach(sd, rules, len(study.ideas))
     least = math.sqrt(degrees / special.chdtri(degrees, 1 - SURE))
-    if study.plan.ladder and least * found.delta > rules.delta and not any_delta:
+    if study.plan.ladder and least * delta > rules.delta and not any_delta:
         raise ValueError(
             f"rung {rung}: {rules.most_pairs} pairs whose differences have a standard deviation of {sd:.2g} cannot "
             f"show that an idea changes less than {rules.delta:g} bits per byte: give --any-delta, or, in a new study, "
-            f"--delta {found.delta:.2g} or more pairs with --most-pairs"
+            f"--delta {delta:.2g} or more pairs with --most-pairs"
         )
     return (
-        f"rung {rung}: {rules.most_pairs} pairs find an effect of {found.effect:.4f} bits per byte with a probability "
-        f"of 80 %, and can show that an idea changes less than {found.delta:.4f}, if pairs do not correlate"
+        f"rung {rung}: {rules.most_pairs} pairs find an effect of {effect:.4f} bits per byte with a probability "
+        f"of 80 %, and can show that an idea changes less than {delta:.4f}, if pairs do not correlate"
     )
 
 
