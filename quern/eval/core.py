@@ -185,13 +185,6 @@ def _parts(task: CoreTask, row: Row) -> tuple[str, str]:
     return row["context"].strip(), row["continuation"]
 
 
-@dataclass(frozen=True)
-class CoreItem(Item):
-    """A row of a task. number: which of the task's rows it is."""
-
-    number: int = 0
-
-
 def as_task(task: CoreTask, rows: Sequence[Row], data: str, limit: int | None = None) -> Task:
     """The first rows of a task's file as a task. data: the fingerprint of the file."""
     items: list[Item] = []
@@ -199,10 +192,9 @@ def as_task(task: CoreTask, rows: Sequence[Row], data: str, limit: int | None = 
         asked, answer = _parts(task, row)
         options = next((tuple(row[field]) for field in FIELDS[task.kind] if field in OPTIONS), None)
         answer = options[row["gold"]] if options else answer
-        items.append(CoreItem(task.name, [{"role": "user", "content": asked}], answer, options, number=number))
+        items.append(Item(task.name, [{"role": "user", "content": asked}], answer, options, number=number))
 
     def example(item: Item, tokenizer: Tokenizer, context: int) -> Example | None:
-        assert isinstance(item, CoreItem)
         return make_example(task, rows, item.number, tokenizer, context)
 
     return Task(CORE, lambda seed, count: items, example=example, data=data)

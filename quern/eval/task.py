@@ -40,6 +40,7 @@ class Item:
         choices: The options, of which the model picks the one of least loss per byte. None: the model answers in its
             own words.
         chance: The accuracy of the best blind guess. With `choices`, the score uses 1 / len(choices) instead.
+        number: Which of the task's rows it is, for `Task.example`.
     """
 
     kind: str
@@ -47,6 +48,7 @@ class Item:
     answer: str
     choices: tuple[str, ...] | None = None
     chance: float = 0.0
+    number: int = 0
 
     @property
     def question(self) -> str:

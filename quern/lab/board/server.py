@@ -199,8 +199,7 @@ class Server(ThreadingTCPServer):
         self.board = Board(options.out)
         self.hosts = Hosts(options.host)
         try:
-            found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
-            self.address_family = found[0]
+            self.address_family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0][0]
             super().__init__((options.host, options.port), Handler)
         except OSError as error:
             raise OSError(
