@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,16 +120,13 @@ def measure_speed(base: Recipe, idea: Recipe, out: Path, machine: Machine) -> Sp
     """Measures an idea against the baseline until the error of the ratio is small enough, or the time is over."""
     if machine.compile:
         torch.compiler.reset()  # the compiler keeps a few versions of a function, and earlier arms have used them
-    arms = [_Arm(recipe, out, machine) for recipe in (base, idea)]
-    try:
-        for arm in arms:
+    with _stepping(base, out, machine) as first, _stepping(idea, out, machine) as second:
+        steps = [first, second]
+        for step in steps:
             for number in range(WARMUP_STEPS):
-                arm.step((number + 0.5) / WARMUP_STEPS)
-        turn = [max(1, math.ceil(TURN_SECONDS / arm.step(0.5))) for arm in arms]
-        return _alternate([arm.step for arm in arms], max(turn), ERROR, MOST_SECONDS)
-    finally:
-        for arm in arms:
-            arm.state.optimizer.close()
+                step((number + 0.5) / WARMUP_STEPS)
+        turn = max(1, *(math.ceil(TURN_SECONDS / step(0.5)) for step in steps))
+        return _alternate(steps, turn, ERROR, MOST_SECONDS)
 
 
 def _alternate(steps: list[Callable[[float], float]], turn: int, error: float, most_seconds: float) -> Speed:
@@ -164,29 +162,29 @@ def _ratio(times: np.ndarray, rng: np.random.Generator) -> tuple[float, float]:
     return float(ratio(logs)), float(np.log(ratio(drawn)).std(ddof=1))
 
 
-class _Arm:
-    """A recipe that is ready to take any of its steps."""
+@contextmanager
+def _stepping(recipe: Recipe, out: Path, machine: Machine) -> Iterator[Callable[[float], float]]:
+    """Readies a recipe for the body, to take any of its steps. Yields a function that trains on a batch at a share of
+    the run, and returns the seconds, which on a GPU hide the making of the batch behind the step, as training does."""
+    if isinstance(recipe.make_model, type) and not issubclass(recipe.make_model, torch.nn.Module):
+        raise ValueError(f"{recipe.name} is no model of PyTorch, whose speed alone is measured")
+    prepared = prepare(resolve(recipe), out, silent)
+    recipe = fit_to_text(resolve(recipe), prepared.tokenizer, prepared.train)
+    model, *_ = ready_model(recipe, prepared.tokenizer, machine, alone(), silent)
+    state, batches = build_state(recipe, machine, model), make_batches(recipe, prepared.train)
+    train, schedule, on_cpu = recipe.train, recipe.make_schedule(recipe.train), machine.device.type == "cpu"
+    clock = time.process_time if on_cpu and machine.threads == 1 else time.perf_counter
+    how = {"micro_batch_rows": recipe.micro_batch_rows, "clip_norm": train.clip_norm}
 
-    def __init__(self, recipe: Recipe, out: Path, machine: Machine) -> None:
-        if isinstance(recipe.make_model, type) and not issubclass(recipe.make_model, torch.nn.Module):
-            raise ValueError(f"{recipe.name} is no model of PyTorch, whose speed alone is measured")
-        prepared = prepare(resolve(recipe), out, silent)
-        self.recipe, self.machine = fit_to_text(resolve(recipe), prepared.tokenizer, prepared.train), machine
-        model, *_ = ready_model(self.recipe, prepared.tokenizer, machine, alone(), silent)
-        self.state = build_state(self.recipe, machine, model)
-        self.batches = make_batches(self.recipe, prepared.train)
-        self.schedule = self.recipe.make_schedule(self.recipe.train)
-
-    def step(self, share: float) -> float:
-        """Trains on a batch at this share of the run. Returns the seconds, which on a GPU hide the making of the
-        batch behind the step, as training does."""
-        train = self.recipe.train
-        on_cpu, threads = self.machine.device.type == "cpu", self.machine.threads
-        clock = time.process_time if on_cpu and threads == 1 else time.perf_counter
+    def step(share: float) -> float:
         number, start = min(train.steps - 1, int(share * train.steps)), clock()
-        batch, made = self.batches.batch(number), clock()
-        how = {"micro_batch_rows": self.recipe.micro_batch_rows, "clip_norm": train.clip_norm}
-        train_step(self.state, batch, self.schedule(number), self.machine, **how)
-        self.machine.synchronize()
+        batch, made = batches.batch(number), clock()
+        train_step(state, batch, schedule(number), machine, **how)
+        machine.synchronize()
         making, training = made - start, clock() - made
         return making + training if on_cpu else max(making, training)
+
+    try:
+        yield step
+    finally:
+        state.optimizer.close()
