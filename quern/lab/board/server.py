@@ -227,13 +227,13 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.headers.get("Host", "") not in self.server.hosts:
             self.close_connection = True  # the body, if any, was not read
-            return self._error(403, "this server does not answer for that host name")
+            return self._json({"error": "this server does not answer for that host name"}, 403)
         try:
             (self._get if self.command == "GET" else self._post)()
         except NotFound as error:
-            self._error(404, str(error) or "there is no such page")
+            self._json({"error": str(error) or "there is no such page"}, 404)
         except (ValueError, OSError) as error:
-            self._error(400, str(error))
+            self._json({"error": str(error)}, 400)
 
     do_POST = do_GET
 
@@ -273,9 +273,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def _json(self, body: Any, status: int = 200) -> None:
         self._send(status, "application/json", json.dumps(body, allow_nan=False).encode("ascii"))
-
-    def _error(self, status: int, message: str) -> None:
-        self._json({"error": message}, status)
 
     def _send(self, status: int, media_type: str, content: bytes, more: Mapping[str, str] = SECURITY_HEADERS) -> None:
         self.send_response(status)
