@@ -68,8 +68,8 @@ def run(
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     baseline = resolve(options.recipe)
     space = space_of(options)
-    points, is_grid = _points(options, space, baseline), options.sampler == "grid"
-    wanted = len(points) if is_grid else options.trials
+    points = _points(options, space, baseline)
+    wanted = len(points) if options.sampler == "grid" else options.trials
     sweep = Sweep.register(options.folder, _plan(options, space, baseline.seed, source) | {"facts": facts})
     sweep.compare_facts(facts, log)
     if is_worker := WORKER in environment():
@@ -88,7 +88,7 @@ def run(
             log(f"trial {number} was left unfinished: it goes on")
         fixed = points[number] if number < len(points) else None
         study = optuna.create_study(study_name=sweep.name, sampler=_sampler(options, number), pruner=_pruner(options))
-        trial = begin(sweep, number, space, fixed, fixed is not None and not is_grid, study)
+        trial = begin(sweep, number, space, fixed, study)
         ended = Trial(sweep, number, options.recipe, trial).run(trainer, log)
         best = min((one["bpb"] for one in sweep.finished if one["outcome"] != "pruned"), default=None)
         shown = "" if best is None else f", best {best:.4f}"
@@ -314,9 +314,7 @@ class Trial:
         return self.optuna.study.trials[self.optuna.number].intermediate_values
 
 
-def begin(
-    sweep: Sweep, number: int, space: Space, values: dict[str, Any] | None, baseline: bool, study: optuna.Study
-) -> optuna.Trial:
+def begin(sweep: Sweep, number: int, space: Space, values: dict[str, Any] | None, study: optuna.Study) -> optuna.Trial:
     """Begins a trial, or goes on with one that was left. values: its own, if the sampler does not make them; study:
     empty, with sampler and pruner."""
     begun, fill_in = sweep.begun.get(number), fill(study, sweep.finished, space)
@@ -324,6 +322,7 @@ def begin(
         fill_in.enqueue_trial(known)
     trial = fill_in.ask(distributions(space))
     if begun is None:
+        baseline = values is not None and not sweep.body["grid"]
         sweep.add(RUNNING, {"trial": number, "values": trial.params, "baseline": baseline})
     return trial
 
