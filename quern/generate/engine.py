@@ -22,7 +22,7 @@ from quern import compiler
 from quern.generate.batch import Entry, RunningBatch
 from quern.generate.cache import KVCache, PrefixCache, pad
 from quern.generate.compiled import CompiledDecode
-from quern.generate.grammar import Grammar, GrammarError, Grammars
+from quern.generate.grammar import Grammar, Grammars
 from quern.generate.reply import Completion, Event, Generation, Reply, Row, Token
 from quern.generate.sample import choose, generator, log_probabilities
 from quern.generate.sampling import Sampling
@@ -188,8 +188,8 @@ class Engine:
             The open generation; `step` adds its events.
 
         Raises:
-            GrammarError: No text of the form is short enough.
-            ValueError: A prompt is empty or leaves no room for a token, a stop string is empty, a number out of range.
+            ValueError: A prompt is empty or leaves no room for a token, a stop string is empty, a number out of range;
+                no text of the form is short enough.
         """
         self._refuse(prompts, samples, max_tokens, [*stop_ids, *(bias or {})])
         seeds = [seed] * len(prompts) if isinstance(seed, int) else seed
@@ -199,7 +199,7 @@ class Engine:
             room = min(max_tokens, self.context - len(prompt))
             for demanded, what, most in ((form, "text", room), (calls if must_call else None, "call", room - 1)):
                 if demanded is not None and demanded.shortest(most) is None:
-                    raise GrammarError(f"no {what} of the form that ends within {most} tokens was found")
+                    raise ValueError(f"no {what} of the form that ends within {most} tokens was found")
             for s in range(samples):
                 reply = Reply(self.tokenizer, len(prompt), room, stop, plain, stop_ids, form, calls, must_call)
                 random = generator(seeds[p], prompt, s)

@@ -13,8 +13,8 @@ import re
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -50,31 +50,19 @@ OPTION = re.compile(r"\. Enable 'coerce_one_of'.*")
 """llguidance's advice about oneOf: an option that a client of the server cannot set."""
 
 
-class GrammarError(ValueError):
-    """The form cannot be followed, with the reason."""
-
-
-class CostlyError(GrammarError):
+class CostlyError(ValueError):
     """A form is too long, or takes too long to compile."""
 
 
-@contextmanager
-def _told() -> Iterator[None]:
-    """Other errors of a form, such as lone surrogates in it, as GrammarError."""
-    try:
-        yield
-    except GrammarError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise GrammarError(str(error)) from None
-
-
 class Grammars:
-    """Compiles forms for one tokenizer and keeps the last ones. Several threads may use it."""
+    """Compiles forms for one tokenizer and keeps the last ones. Several threads may use it.
+
+    Its methods raise ValueError, with the reason, or RecursionError for a form that cannot be followed.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         try:
-            import llguidance
+            import llguidance.tiktoken
         except ImportError as error:
             raise ImportError("replies in a given form need llguidance: pip install llguidance") from error
         self.tokenizer = tokenizer
@@ -82,32 +70,29 @@ class Grammars:
         self._limits = llguidance.LLParserLimits(
             initial_lexer_fuel=FORM_FUEL, step_lexer_fuel=LEXER_FUEL, max_lexer_states=MOST_STATES, verbose_errors=False
         )
-        self._tokens = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Vocabulary(tokenizer)))
+        # llguidance knows one end token, BOS; `Constraint` puts its own in its place.
+        self._tokens = llguidance.tiktoken.lltokenizer_from_encoding(tokenizer.encoding, eos_token=tokenizer.bos)
         self._known = lru_cache(KEPT)(self._make)
         self._lock, self._running = threading.Lock(), ExitStack()  # for the child that compiles on trial
         self._child: process.Child | None = None
         weakref.finalize(self, self._running.close)
 
-    @_told()
     def json(self, schema: Mapping[str, Any]) -> Grammar:
-        """JSON that fits a schema, without white space between its parts. Raises GrammarError."""
+        """JSON that fits a schema, without white space between its parts."""
         text = json.dumps(schema, allow_nan=False)
         grammar = self._matcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
         return self._compile(grammar, trial=True)
 
-    @_told()
     def regex(self, pattern: str) -> Grammar:
-        """Text that a regular expression matches as a whole. Raises GrammarError."""
+        """Text that a regular expression matches as a whole."""
         return self._compile(self._matcher.grammar_from_regex(pattern))
 
-    @_told()
     def choice(self, texts: Sequence[str]) -> Grammar:
-        """One of several texts. Raises GrammarError."""
+        """One of several texts."""
         return self._compile(self._matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, texts))))
 
-    @_told()
     def calls(self, tools: Mapping[str, Mapping[str, Any]]) -> Grammar:
-        """A call of one of several tools, by the schemas of their arguments. Raises GrammarError."""
+        """A call of one of several tools, by the schemas of their arguments."""
         rules = ["start: " + " | ".join(f"call{number}" for number in range(len(tools)))]
         for number, (name, schema) in enumerate(tools.items()):
             head = json.dumps(f'{{"name":{json.dumps(name)},"arguments":')
@@ -134,7 +119,7 @@ class Grammars:
         if made.is_error():
             lines = made.get_error().strip().splitlines()
             reason = " ".join(lines[:1] + [line for line in lines[1:] if line.startswith("error:")])
-            raise GrammarError(OPTION.sub(" for alternatives that overlap: use anyOf", reason))
+            raise ValueError(OPTION.sub(" for alternatives that overlap: use anyOf", reason))
         return Grammar(made, self.tokenizer)
 
     def _try(self, grammar: str) -> None:
@@ -150,20 +135,6 @@ class Grammars:
                 if code is None or code >= 0:  # no signal ended it: an error of the child itself
                     raise
                 raise CostlyError("it takes too long to compile: simplify it") from None
-
-
-class _Vocabulary:
-    """The tokenizer as llguidance reads it. It knows one end token, BOS; `Constraint` puts its own in its place."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.eos_token_id = self.bos_token_id = tokenizer.bos
-        self.tokens = [tokenizer.decode_bytes([id]) for id in range(256)]
-        self.tokens += [*tokenizer.merges, *(name.encode("utf-8") for name in tokenizer.special_tokens)]
-        self.special_token_ids = list(tokenizer.special_ids.values())
-        self._tokenizer = tokenizer
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        return self._tokenizer.encode(text if isinstance(text, str) else text.decode("utf-8", "replace"))
 
 
 class Grammar:

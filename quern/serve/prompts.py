@@ -6,11 +6,12 @@ tool tokens, and its form is enforced.
 
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from quern.generate.engine import Engine
-from quern.generate.grammar import CostlyError, Grammar, GrammarError, Grammars
+from quern.generate.grammar import CostlyError, Grammar, Grammars
 from quern.serve.schema import (
     ApiError,
     ChatMessage,
@@ -29,7 +30,8 @@ from quern.text.tokenizer import Tokenizer
 
 DEFAULT_TEXT_TOKENS = 16
 """Tokens of a completion whose request does not say, as in OpenAI's API."""
-NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+NO_ARGUMENTS = ANY_OBJECT | {"properties": {}, "additionalProperties": False}
 
 
 def read_chat(engine: Engine, request: ChatRequest) -> tuple[list[int], dict[str, Any]]:
@@ -60,7 +62,8 @@ def read_texts(engine: Engine, request: CompletionRequest) -> tuple[list[list[in
     for prompt in sent:
         require_tokens(tokenizer, [] if isinstance(prompt, str) else prompt, "prompt")
     # Ids are taken as they are; a text is the beginning of a document.
-    prompts = [_text_tokens(tokenizer, prompt) if isinstance(prompt, str) else prompt for prompt in sent]
+    with _refused_as("prompt"):
+        prompts = [render_text(tokenizer, prompt) if isinstance(prompt, str) else prompt for prompt in sent]
     for prompt in prompts:
         _require_room(prompt, engine.context, "prompt", min(wanted, 1))
     options = _options(engine, request, max(prompts, key=len), wanted)
@@ -74,16 +77,18 @@ def tokens_of(tokenizer: Tokenizer, request: TokenizeRequest) -> list[int]:
         raise ApiError("Send either 'prompt' or 'messages'.", param="prompt", code="invalid_value")
     if request.messages is not None:
         return _chat_tokens(tokenizer, request.messages, request.tools or [])
-    tokens = _text_tokens(tokenizer, request.prompt or "")
+    with _refused_as("prompt"):
+        tokens = render_text(tokenizer, request.prompt or "")
     return tokens[1:] if request.add_special_tokens is False else tokens
 
 
-def _text_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of the beginning of a document. Raises ApiError for a text that the tokenizer cannot split."""
+@contextmanager
+def _refused_as(param: str) -> Iterator[None]:
+    """What the body cannot read is an error of this field."""
     try:
-        return render_text(tokenizer, text)
-    except ValueError as error:
-        raise invalid("prompt", error) from None
+        yield
+    except (ValueError, RecursionError) as error:
+        raise invalid(param, error) from None
 
 
 def require_tokens(tokenizer: Tokenizer, ids: Sequence[int], param: str) -> None:
@@ -146,18 +151,14 @@ def form_of(grammars: Grammars, request: ChatRequest | CompletionRequest) -> tup
         if len(given) != 1 or asked is not None:
             raise invalid("structured_outputs", "give exactly one of json, regex and choice, and no response_format")
         [(name, value)] = given.items()
-        return _compiled(getattr(grammars, name), value, f"structured_outputs.{name}"), f"structured_outputs.{name}"
-    if asked is None:
+        param = f"structured_outputs.{name}"
+    elif asked is None:
         return None, ""
-    own, param = asked.json_schema, "response_format" + (".json_schema.schema" if asked.json_schema else "")
-    return _compiled(grammars.json, {"type": "object"} if own is None else own.schema_, param), param
-
-
-def _compiled(compile: Callable[[Any], Grammar], form: Any, param: str) -> Grammar:
-    try:
-        return compile(form)
-    except GrammarError as error:
-        raise invalid(param, error) from None
+    else:
+        own, name = asked.json_schema, "json"
+        value, param = (own.schema_, "response_format.json_schema.schema") if own else (ANY_OBJECT, "response_format")
+    with _refused_as(param):
+        return getattr(grammars, name)(value), param
 
 
 def calls_of(grammars: Grammars, tools: Sequence[Tool], choice: ToolChoice | None) -> Grammar:
@@ -174,9 +175,10 @@ def calls_of(grammars: Grammars, tools: Sequence[Tool], choice: ToolChoice | Non
     schemas = {function.name: function.parameters or NO_ARGUMENTS for function in chosen}
     try:
         return grammars.calls(schemas)
-    except GrammarError as error:
+    except (ValueError, RecursionError) as error:
         for name, schema in () if isinstance(error, CostlyError) else schemas.items():
-            _compiled(grammars.json, schema, f"tools[{names.index(name)}].function.parameters")
+            with _refused_as(f"tools[{names.index(name)}].function.parameters"):
+                grammars.json(schema)
         raise invalid("tools", error) from None
 
 
@@ -184,10 +186,8 @@ def calls_of(grammars: Grammars, tools: Sequence[Tool], choice: ToolChoice | Non
 
 
 def _chat_tokens(tokenizer: Tokenizer, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[int]:
-    try:
+    with _refused_as("messages"):
         return render_prompt(tokenizer, turns(messages, tools))
-    except (ValueError, RecursionError) as error:
-        raise invalid("messages", error) from None
 
 
 def turns(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[Message]:

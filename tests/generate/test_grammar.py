@@ -19,7 +19,7 @@ import pytest
 
 from quern import process
 from quern.generate import grammar
-from quern.generate.grammar import Grammar, GrammarError, Grammars
+from quern.generate.grammar import Grammar, Grammars
 from quern.generate.reply import Reply
 from quern.generate.sampling import Sampling
 from quern.text.chat import render_prompt
@@ -136,7 +136,7 @@ def deep() -> dict[str, Any]:
     ],
 )
 def test_what_cannot_be_followed_is_refused_with_the_reason(make: Any, words: str) -> None:
-    with pytest.raises(GrammarError, match=words):
+    with pytest.raises((ValueError, RecursionError), match=words):
         make()
 
 
@@ -151,10 +151,10 @@ def test_one_process_tries_out_the_schemas_until_one_takes_too_long(monkeypatch:
     forms = Grammars(TOKENIZER)
     for most in range(8):
         forms.json({"type": "integer", "maximum": most})
-        with pytest.raises(GrammarError, match="Invalid type"):
+        with pytest.raises(ValueError, match="Invalid type"):
             forms.json({"type": f"strin{most}"})
     assert len(started) == 1
-    with pytest.raises(GrammarError, match="too long to compile"):
+    with pytest.raises(ValueError, match="too long to compile"):
         forms.calls({"f": {"allOf": PATTERNS}})  # hours, and all memory
     forms.json({"type": "integer", "maximum": 8})
     assert len(started) == 2
@@ -197,7 +197,7 @@ def test_an_untrained_model_answers_in_json() -> None:
         jsonschema_rs.validator_for(SCHEMAS[name]).validate(read(reply.text))
     [[greedy]] = engine.generate([prompt], max_tokens=90, sampling=Sampling(0), form=forms[0])
     jsonschema_rs.validator_for(PERSON).validate(read(greedy.text))
-    with pytest.raises(GrammarError, match="ends within 12 tokens"):
+    with pytest.raises(ValueError, match="ends within 12 tokens"):
         engine.submit([prompt], max_tokens=12, form=forms[0])
 
 
