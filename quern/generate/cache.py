@@ -105,15 +105,6 @@ class KVCache:
     def prefill(
         self, model: LanguageModel, tokens_BT: Tensor, lengths_B: Tensor, attention: Attention | None = None
     ) -> Tensor:
-        """Appends tokens to the rows as `append` does; returns the hidden state (B, D) of each row's last token.
-
-        The state of a row of length 0 is undefined.
-        """
-        return take_token(self.append(model, tokens_BT, lengths_B, attention), lengths_B - 1)
-
-    def append(
-        self, model: LanguageModel, tokens_BT: Tensor, lengths_B: Tensor, attention: Attention | None = None
-    ) -> Tensor:
         """Appends tokens, padded on the right; returns their hidden states (B, T, D), undefined for padding.
 
         A long prompt may be split over several calls. lengths_B: tokens of each row without padding; attention: the one

@@ -140,11 +140,6 @@ def _side_by_side(model: LanguageModel) -> tuple[LanguageModel, list[tuple[Tenso
     return cast(LanguageModel, own), copies
 
 
-def _of_arguments(guards: Sequence[Any]) -> list[bool]:
-    """Selects the guards on the owner and the rows: those on their parts would cost a twentieth of a step."""
-    return [guard.name in ARGUMENTS for guard in guards]
-
-
 class CompiledDecode:
     """`decode` for the numbers of rows it has been warmed up for."""
 
@@ -159,9 +154,9 @@ class CompiledDecode:
         self._owner = secrets.randbits(48)
         # dynamic=False: each number of rows has its own version; only the length that `warm_up` marks is symbolic.
         # On a CPU, the hundred calls between kernels are C++ too: from Python each takes some microseconds.
-        self._step = torch.compile(
-            _step, fullgraph=True, dynamic=False, options={"cpp_wrapper": on_cpu, "guard_filter_fn": _of_arguments}
-        )
+        # Guards are on the owner and the rows: those on their parts would cost a twentieth of a step.
+        options = {"cpp_wrapper": on_cpu, "guard_filter_fn": lambda guards: [one.name in ARGUMENTS for one in guards]}
+        self._step = torch.compile(_step, fullgraph=True, dynamic=False, options=options)
 
     @torch.inference_mode()
     def warm_up(self, rows: int) -> None:

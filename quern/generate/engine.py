@@ -14,13 +14,13 @@ import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from quern import compiler
 from quern.generate.batch import Entry, RunningBatch
-from quern.generate.cache import KVCache, PrefixCache, pad
+from quern.generate.cache import KVCache, PrefixCache, pad, take_token
 from quern.generate.compiled import CompiledDecode
 from quern.generate.grammar import Grammar, Grammars
 from quern.generate.reply import Completion, Event, Generation, Reply, Row, Token
@@ -31,26 +31,8 @@ from quern.model.base import LanguageModel
 from quern.text.tokenizer import Tokenizer
 
 PREFILL_TOKENS = 8192  # prompt tokens in one forward pass, padding included
+SERVED_TOKENS = 256  # prompt tokens, also of a text to score, that a server reads between two tokens of its replies
 SHARE = 7  # seats of a request of many rows, for each one that stays free for others
-
-
-class Policy(NamedTuple):
-    """The rules by which waiting prompts take their turns."""
-
-    tokens: int  # the most to read of prompts while rows run, so that these wait little
-    fair: bool  # generations leave seats to others
-
-
-THROUGHPUT = Policy(sys.maxsize, fair=False)  # reads prompts until no seat is free, when nobody watches
-INTERLEAVED = Policy(256, fair=True)  # policy of a server, which also reads a text to score in such parts
-
-
-def _overflow(prompt_tokens: int, context: int) -> ValueError:
-    """The error of a prompt that leaves no room for a reply."""
-    return ValueError(
-        f"the prompt has {prompt_tokens} tokens and the model's context holds {context}, of which at "
-        f"least one is for the answer: shorten the prompt to {context - 1} tokens or fewer"
-    )
 
 
 class Engine:
@@ -130,7 +112,7 @@ class Engine:
 
         return produced()
 
-    def read(self, prompt: Sequence[int], top: int = 0, part: int = INTERLEAVED.tokens) -> Iterator[list[Token]]:
+    def read(self, prompt: Sequence[int], top: int = 0, part: int = SERVED_TOKENS) -> Iterator[list[Token]]:
         """Yields the tokens of a text after its first one with their log-probabilities, and `top` likeliest ones each.
 
         part: tokens read at a time, between two steps of other work. Raises ValueError for a text that is too long.
@@ -143,7 +125,7 @@ class Engine:
             tokens = prompt[start : start + part + 1]
             with torch.inference_mode(), compiler.eager():
                 tokens_BT, lengths_B = pad([tokens[:-1]], 0, cache.positions_B.device)
-                x_BTD = cache.append(self.model, tokens_BT, lengths_B, self.machine.attention)
+                x_BTD = cache.prefill(self.model, tokens_BT, lengths_B, self.machine.attention)
                 logits_TV = self.model.logits(x_BTD[0])[:, : self.tokenizer.vocab_size]
                 scored = log_probabilities(logits_TV, tokens[1:], top)
             yield [Token(id, value, best, 0) for id, (value, best) in zip(tokens[1:], scored, strict=True)]
@@ -159,14 +141,14 @@ class Engine:
         stop: Sequence[str] = (),
         stop_ids: Sequence[int] = (),
         plain: bool = False,
-        logprobs: bool | int = False,
+        logprobs: int | None = None,
         bias: Mapping[int, float] | None = None,
         form: Grammar | None = None,
         calls: Grammar | None = None,
         must_call: bool = False,
     ) -> Generation:
         """Queues prompts. Their rows join the running batch as seats are free, in the order of arrival; where `step`
-        has a fair policy, later ones pass a generation that has its share of seats.
+        is fair, later ones pass a generation that has its share of seats.
 
         Args:
             prompts: Token ids starting with BOS, each prompt shorter than the context.
@@ -178,7 +160,7 @@ class Engine:
             stop_ids: A completion ends with any of these tokens.
             plain: Continue each prompt as text. Any special token ends it, and no tool is called.
             logprobs: Also compute the log-probability of every token (`Completion.logprobs`), and of so many of the
-                likeliest tokens in its place (`Completion.top_logprobs`).
+                likeliest tokens in its place (`Completion.top_logprobs`); None for neither.
             bias: Added to the logits of these tokens; -inf forbids one.
             form: The form of each text, from `grammars`; special tokens cannot occur in it.
             calls: The form of a call of the caller's tools, from `grammars`; they replace the calculator.
@@ -194,7 +176,6 @@ class Engine:
         self._refuse(prompts, samples, max_tokens, [*stop_ids, *(bias or {})])
         seeds = [seed] * len(prompts) if isinstance(seed, int) else seed
         generation, rows = Generation(len(prompts) * samples), list[Row]()
-        top = {False: None, True: 0}[logprobs] if isinstance(logprobs, bool) else logprobs
         for p, prompt in enumerate(prompts):
             room = min(max_tokens, self.context - len(prompt))
             for demanded, what, most in ((form, "text", room), (calls if must_call else None, "call", room - 1)):
@@ -203,7 +184,7 @@ class Engine:
             for s in range(samples):
                 reply = Reply(self.tokenizer, len(prompt), room, stop, plain, stop_ids, form, calls, must_call)
                 random = generator(seeds[p], prompt, s)
-                rows.append(Row(generation, p, s, prompt, reply, random, sampling or Sampling(), bias or {}, top))
+                rows.append(Row(generation, p, s, prompt, reply, random, sampling or Sampling(), bias or {}, logprobs))
         self.waiting.extend(rows)
         return generation
 
@@ -215,7 +196,10 @@ class Engine:
             if not prompt:
                 raise ValueError("a prompt is empty: begin it with the tokenizer's BOS")
             if len(prompt) >= self.context:
-                raise _overflow(len(prompt), self.context)
+                raise ValueError(
+                    f"the prompt has {len(prompt)} tokens and the model's context holds {self.context}, of which at "
+                    f"least one is for the answer: shorten the prompt to {self.context - 1} tokens or fewer"
+                )
         for token in tokens:
             if not 0 <= token < self.tokenizer.vocab_size:
                 raise ValueError(f"{token} is no token: ids are 0 to {self.tokenizer.vocab_size - 1}")
@@ -229,19 +213,22 @@ class Engine:
         self._wave, self._wave_cache = [], None
         self.batch.leave(self.batch.taken)
 
-    def step(self, policy: Policy = THROUGHPUT) -> None:
+    def step(self, most: int | None = None) -> None:
         """Computes one token for every running row of every generation, and prompts of waiting ones.
+
+        most: The most tokens to read of prompts while rows run, so that these wait little; generations then also leave
+        seats to others, which is fair. None, when nobody watches, reads prompts until no seat is free.
 
         If it fails, all rows are lost, and the engine can be used again.
         """
         try:
             with torch.inference_mode():
-                self._step(policy)
+                self._step(most)
         except BaseException:
             self.reset()
             raise
 
-    def _step(self, policy: Policy) -> None:
+    def _step(self, most: int | None) -> None:
         if any(row.generation.cancelled for row in self.waiting):
             self.waiting = deque(row for row in self.waiting if not row.generation.cancelled)
         seats = zip(self.batch.taken, self.batch.rows, strict=True)
@@ -255,8 +242,8 @@ class Engine:
         busy = len(self.batch) > 0
         if busy:
             self.batch.decode(shrink=not self.waiting)
-        left = policy.tokens
-        while left > 0 and (self._wave or self._next_wave(min(left, PREFILL_TOKENS), policy.fair)):
+        left = sys.maxsize if most is None else most
+        while left > 0 and (self._wave or self._next_wave(min(left, PREFILL_TOKENS), fair=most is not None)):
             left -= self._read(min(left, PREFILL_TOKENS) if busy else PREFILL_TOKENS)
         if len(self.batch):
             self._choose()
@@ -313,7 +300,7 @@ class Engine:
             tokens_BT, lengths_B = pad(chunks, self.tokenizer.bos, cache.positions_B.device)
             computed = tokens_BT.numel()
             with compiler.eager():  # a model in training is compiled for its training shape
-                x_BD = cache.prefill(self.model, tokens_BT, lengths_B, self.machine.attention)
+                x_BTD = cache.prefill(self.model, tokens_BT, lengths_B, self.machine.attention)
             ends: list[Entry] = []
             for entry, chunk in zip(wave, chunks, strict=True):
                 entry.read += len(chunk)
@@ -322,8 +309,9 @@ class Engine:
                 elif chunk and entry.read == entry.cut and self.prefixes is not None:
                     self.prefixes.keep(entry.tokens[: entry.read], cache, entry.at)
             if ends:
-                index_N = torch.tensor([entry.at for entry in ends], device=x_BD.device)
-                logits_NV = self.model.logits(x_BD[index_N])[:, : self.tokenizer.vocab_size]
+                index_N = torch.tensor([entry.at for entry in ends], device=x_BTD.device)
+                x_ND = take_token(x_BTD, lengths_B - 1)[index_N]
+                logits_NV = self.model.logits(x_ND)[:, : self.tokenizer.vocab_size]
                 for entry, logits_V in zip(ends, logits_NV, strict=True):
                     entry.logits_V = logits_V
                     if self.prefixes is not None:

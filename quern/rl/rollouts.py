@@ -142,7 +142,7 @@ class Rollouts:
         prompts = [render_prompt(self.engine.tokenizer, item.messages) for _, item in items]
         fits = [number for number, prompt in enumerate(prompts) if len(prompt) < self.engine.context]
         most, overlong = self.settings.max_tokens, self.settings.overlong_tokens
-        how = {"samples": samples, "max_tokens": most, "sampling": Sampling(), "logprobs": True}
+        how = {"samples": samples, "max_tokens": most, "sampling": Sampling(), "logprobs": 0}
         with _evaluating(self.engine.model):
             digests = [hashlib.blake2b(seeds[at].encode(), digest_size=7).digest() for at in fits]
             own = [int.from_bytes(digest, "big") for digest in digests]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from itertools import groupby
 from typing import Any, cast
 
-from quern.generate.engine import THROUGHPUT, Engine, Policy
+from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Delta, Event, Generation, Token
 from quern.serve.server import create_app
 from quern.text.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ class Parrot(Engine):
         self.asked.append(([list(prompt) for prompt in prompts], arguments))
         self._refuse(prompts, 1, 1, [])
         self.open, self.coming = Generation(1), []
-        logprobs, start, ids = arguments.get("logprobs", False), 0, []
+        logprobs, start, ids = arguments.get("logprobs"), 0, []
         decoder = codecs.getincrementaldecoder("utf-8")()
         for piece in self.script:
             if piece.kind != "text":
@@ -49,7 +49,7 @@ class Parrot(Engine):
                 continue
             for id in self.tokenizer.encode(piece.text):
                 text = decoder.decode(self.tokenizer.decode_bytes([id]))
-                if logprobs is not False:
+                if logprobs is not None:
                     self.coming.append(Token(id, LOGPROB, alternatives(id, self.tokenizer)[:logprobs], start))
                 if text:
                     self.coming.append(Delta("text", text))
@@ -63,7 +63,7 @@ class Parrot(Engine):
         self.coming.append(done)
         return self.open
 
-    def step(self, policy: Policy = THROUGHPUT) -> None:
+    def step(self, most: int | None = None) -> None:
         if not self.coming:  # a prompt was scored: nothing is generated
             return
         if len(self.coming) == 1 and self.failure is not None:

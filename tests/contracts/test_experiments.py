@@ -111,8 +111,8 @@ def cached_apart(recipe: Resolved) -> float:
         cache = KVCache(model, len(ids), ids.size(1))
         found = []
         for part in (ids[:, :5], ids[:, 5:7]):
-            x = cache.prefill(model, part, torch.full((len(ids),), part.size(1)))
-            found.append(model.logits(x))
+            x_BTD = cache.prefill(model, part, torch.full((len(ids),), part.size(1)))
+            found.append(model.logits(x_BTD[:, -1]))
         for at in range(7, ids.size(1)):
             found.append(decode(model, cache, ids[:, at], torch.arange(ids.size(1))))
     expected = [whole[:, 4], whole[:, 6], *whole[:, 7:].unbind(1)]

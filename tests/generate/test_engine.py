@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quern.generate.cache import LEAST_TOKENS, KVCache, PrefixCache
-from quern.generate.engine import INTERLEAVED, Engine, Policy
+from quern.generate.engine import SERVED_TOKENS, Engine
 from quern.generate.sampling import GREEDY, Sampling
 from quern.kernels.attention.attend import attend_plain, attend_sdpa
 from quern.kernels.attention.autotune import Backend
@@ -130,15 +130,15 @@ def test_a_cancelled_prompt_is_read_no_further() -> None:
     engine = toy_engine(context=64, max_rows=2)
     long = {"bias": {TOKENIZER.special("<|assistant_end|>"): -100.0}, "max_tokens": 20}
     engine.events([[BOS, 65]], **long)
-    engine.step(Policy(16, fair=True))
+    engine.step(16)
     cancelled = engine.submit([[BOS] * 40], **long)
-    engine.step(Policy(16, fair=True))
+    engine.step(16)
     assert engine.running == 2
     cancelled.cancel()
-    engine.step(Policy(16, fair=True))
+    engine.step(16)
     assert engine.running == 1
     after = engine.submit([[BOS, 66]], max_tokens=1)
-    engine.step(Policy(16, fair=True))
+    engine.step(16)
     assert not cancelled.events and not after.unfinished
 
 
@@ -147,15 +147,15 @@ def test_a_request_of_many_rows_leaves_seats_for_others() -> None:
     kept: dict[str, Any] = {"bias": {TOKENIZER.special("<|assistant_end|>"): -100.0}}
     prompts = [[BOS, 65], [BOS, 66], [BOS, 67]]
     many = [engine.submit([prompt], samples=40, max_tokens=20, **kept) for prompt in prompts[:2]]
-    engine.step(INTERLEAVED)
+    engine.step(SERVED_TOKENS)
     seats = [sum(row.generation is one for row in engine.batch.rows) for one in many]
     assert seats == [28, 3], "the second one has less, and still leaves a seat"
     late = engine.submit(prompts[2:], samples=1, max_tokens=3, **kept)
     for _ in range(3):
-        engine.step(INTERLEAVED)
+        engine.step(SERVED_TOKENS)
     assert not late.unfinished and all(one.unfinished == 40 for one in many)
     while any(one.unfinished for one in many):
-        engine.step(INTERLEAVED)
+        engine.step(SERVED_TOKENS)
     engine.submit(prompts[:1], samples=40, max_tokens=20)
     engine.step()
     assert engine.running == 32, "nobody watches: all seats are used"

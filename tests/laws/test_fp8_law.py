@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quern.data.loader import Loader
-from quern.generate.cache import KVCache, decode
+from quern.generate.cache import KVCache, decode, take_token
 from quern.kernels.fp8 import E4M3, E5M2, fp8_linear, product, quantise
 from quern.machine import Machine
 from quern.model.base import loss_sum
@@ -179,8 +179,9 @@ def test_what_was_trained_in_fp8_evaluates_as_its_weights_do(law: Law) -> None:
 def greedy(model: torch.nn.Module, steps: int = 6) -> Tensor:
     """Logits of the tokens that greedy decoding chooses."""
     cache = KVCache(model, 2, CONTEXT)  # type: ignore[arg-type]
-    x = cache.prefill(model, torch.tensor([[0, 3, 5], [0, 9, 0]]), torch.tensor([3, 2]))  # type: ignore[arg-type]
-    logits = [model.logits(x)]  # type: ignore[operator]
+    tokens_BT, lengths_B = torch.tensor([[0, 3, 5], [0, 9, 0]]), torch.tensor([3, 2])
+    x_BTD = cache.prefill(model, tokens_BT, lengths_B)  # type: ignore[arg-type]
+    logits = [model.logits(take_token(x_BTD, lengths_B - 1))]  # type: ignore[operator]
     for _ in range(steps):
         logits.append(decode(model, cache, logits[-1].argmax(-1), torch.arange(CONTEXT)))  # type: ignore[arg-type]
     return torch.stack(logits)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quern.generate import cache as cache_module
-from quern.generate.cache import DecodeContext, KVCache, PrefillContext, decode, pad
+from quern.generate.cache import DecodeContext, KVCache, PrefillContext, decode, pad, take_token
 from quern.generate.reply import Completion, Delta
 from quern.generate.sampling import GREEDY, Sampling
 from quern.model.base import LanguageModel
@@ -83,7 +83,7 @@ def cached(model: LanguageModel, prompts: list[list[int]], steps: int, chunk: in
     x_BD = torch.zeros(len(prompts), model.embedding.weight.size(1))
     for start in range(0, tokens_BT.size(1), chunk):
         piece_B = (lengths_B - start).clamp(0, chunk)
-        piece_BD = cache.prefill(model, tokens_BT[:, start : start + chunk], piece_B)
+        piece_BD = take_token(cache.prefill(model, tokens_BT[:, start : start + chunk], piece_B), piece_B - 1)
         x_BD = torch.where(piece_B[:, None] > 0, piece_BD, x_BD)
     logits = [model.logits(x_BD)]
     for _ in range(steps - 1):

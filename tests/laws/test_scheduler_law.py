@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from experiments.bigram import BigramGPT
-from quern.generate.engine import THROUGHPUT, Engine, Policy
+from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Generation
 from quern.generate.sampling import GREEDY, Sampling
 from quern.model.base import LanguageModel
@@ -84,7 +84,7 @@ def requests(seed: int, count: int = 7) -> list[Request]:
     return made
 
 
-def run(engine: Engine, asked: list[Request], policy: Policy) -> None:
+def run(engine: Engine, asked: list[Request], most: int | None) -> None:
     """Submits each request at its step; asks again with the reply appended, as the next turn of a chat does."""
     turns: list[Request] = []
     for step in range(2000):
@@ -93,7 +93,7 @@ def run(engine: Engine, asked: list[Request], policy: Policy) -> None:
                 request.generation = engine.submit([request.prompt], **request.options)
             if request.cancelled_at == step and request.generation is not None:
                 request.generation.cancel()
-        engine.step(policy)
+        engine.step(most)
         for number, request in enumerate([*asked, *turns]):
             while request.generation is not None and request.generation.events:
                 event = request.generation.events.popleft()
@@ -114,7 +114,7 @@ def deviation(make_model: Callable[[], LanguageModel], seed: int, budget: int | 
     model = make_model()
     busy, alone = Engine(model, TOKENIZER, CPU, max_rows, prefix_megabytes=4), Engine(model, TOKENIZER, CPU)
     asked = requests(seed)
-    run(busy, asked, Policy(budget, fair=True) if budget else THROUGHPUT)
+    run(busy, asked, budget)
     assert any(reply.cached_tokens for request in asked for reply in request.replies.values()) and not busy.running
     worst, answered = 0.0, 0
     for request in asked:
@@ -171,7 +171,7 @@ def test_a_failed_step_leaves_a_usable_engine(monkeypatch: pytest.MonkeyPatch) -
             engine.generate([prompt], max_tokens=9, seed=3)
     assert engine.running == 0
     assert engine.generate([prompt], max_tokens=9, seed=3) == expected
-    lost = engine.events([prompt], max_tokens=9, seed=3, **{**NO_END, "logprobs": True})
+    lost = engine.events([prompt], max_tokens=9, seed=3, **{**NO_END, "logprobs": 0})
     next(iter(lost))
     engine.reset()
     list(lost)  # ends, although its rows are gone
@@ -182,11 +182,11 @@ def test_a_burst_of_prompts_is_read_whole_in_the_order_of_arrival(budget: int, a
     """The first of four prompts of eight tokens does not wait for the last one."""
     engine = Engine(MODELS["gpt"](), TOKENIZER, CPU)
     engine.submit([[TOKENIZER.bos]], max_tokens=60, **NO_END)
-    engine.step(Policy(budget, fair=True))
+    engine.step(budget)
     late = [engine.submit([[TOKENIZER.bos, number] + [5] * 6], max_tokens=9, **NO_END) for number in range(4)]
     found = []
     for _ in range(4):
-        engine.step(Policy(budget, fair=True))
+        engine.step(budget)
         found.append(len(engine.batch))
         assert [row.generation for row in engine.batch.rows][1:] == late[: found[-1] - 1]
     assert found == answering and all(one.unfinished for one in late)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quern import compiler
 from quern.estimate.predict import bytes_sent
-from quern.generate.cache import KVCache, decode
+from quern.generate.cache import KVCache, decode, take_token
 from quern.mesh import Mesh
 from quern.model.base import loss_sum, recompute
 from quern.model.gpt import GPT
@@ -147,7 +147,7 @@ def logits_of(model: Any) -> list[Tensor]:
     tokens_BT, lengths = batch(5)[0], torch.tensor([[9, 1, 4, 7, 2], [3, 8, 0, 9, 5]])
     cache, found = KVCache(model, 5, T), []
     for part, own in zip(tokens_BT.split(9, dim=1), lengths, strict=False):
-        found.append(model.logits(cache.prefill(model, part, own)[own > 0]))
+        found.append(model.logits(take_token(cache.prefill(model, part, own), own - 1)[own > 0]))
     return [*found, *(decode(model, cache, tokens_B, torch.arange(32)) for tokens_B in tokens_BT[:, -5:].T)]
 
 

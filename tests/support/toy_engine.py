@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from quern.generate.engine import THROUGHPUT, Engine, Policy
+from quern.generate.engine import Engine
 from quern.machine import Machine
 from quern.model.gpt import GPT
 from quern.model.unet import UNet
@@ -79,9 +79,9 @@ class Hooked(Engine):
         super().__init__(other.model, other.tokenizer, other.machine, other.max_rows)
         self._before = before
 
-    def step(self, policy: Policy = THROUGHPUT) -> None:
+    def step(self, most: int | None = None) -> None:
         self._before()
-        super().step(policy)
+        super().step(most)
 
 
 def toy_engine(
