@@ -21,14 +21,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, fields
 from math import ceil
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 
@@ -146,12 +146,10 @@ def bubblewrap() -> list[str]:
     return [*command, "--remount-ro", "/", "--chdir", "/", "--", *_python("bubblewrap", "/sandbox")]
 
 
-def landlock() -> list[str]:
-    """The command of the tier "landlock". The guest itself finds out whether the kernel has it."""
-    return _python("landlock", str(GUEST.parent))
-
-
-TIERS: dict[str, Callable[[], list[str]]] = {"bubblewrap": bubblewrap, "landlock": landlock}
+TIERS: dict[str, Callable[[], list[str]]] = {
+    "bubblewrap": bubblewrap,
+    "landlock": lambda: _python("landlock", str(GUEST.parent)),  # the guest finds out whether the kernel has it
+}
 
 
 PATIENCE = 60.0
@@ -188,7 +186,7 @@ def open_doors():
 """A program that finds every door closed in a sandbox that works."""
 
 
-class Sandbox:
+class Sandbox(AbstractContextManager["Sandbox"]):
     """Runs untrusted Python programs, each in processes of its own that share nothing with another program.
 
     A context manager: leaving it ends all processes. tier: "bubblewrap" or "landlock"; None takes the first that works.
@@ -250,9 +248,6 @@ class Sandbox:
         for worker in self._workers:
             worker.close()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -267,25 +262,20 @@ class Worker:
 
     def _start(self) -> None:
         command = TIERS[self.tier]()
-        self._resources = ExitStack()
-        self._host, guest = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._host.settimeout(PATIENCE)
-        self._resources.callback(self._host.close)
-        self._errors = self._resources.enter_context(_memory_file())
-        how: Any = {"stdout": subprocess.DEVNULL, "env": ENVIRONMENT, "cwd": "/", "start_new_session": True}
-        try:
-            with guest:
-                process = subprocess.Popen(command, stdin=guest.fileno(), stderr=self._errors, **how)
-        except OSError as error:
-            self.close()
-            raise SandboxError(f"{error.filename or command[0]}: {error.strerror}") from error
-        self._resources.callback(process.wait)
-        self._resources.callback(process.kill)
-        try:
+        with ExitStack() as started:
+            self._host, guest = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            started.enter_context(self._host).settimeout(PATIENCE)
+            self._errors = _memory_file(started)
+            how: Any = {"stdout": subprocess.DEVNULL, "env": ENVIRONMENT, "cwd": "/", "start_new_session": True}
+            try:
+                with guest:
+                    process = subprocess.Popen(command, stdin=guest.fileno(), stderr=self._errors, **how)
+            except OSError as error:
+                raise SandboxError(f"{error.filename or command[0]}: {error.strerror}") from error
+            started.callback(process.wait)
+            started.callback(process.kill)
             self._probe()
-        except BaseException:
-            self.close()
-            raise
+            self._resources = started.pop_all()
 
     def _probe(self) -> None:
         try:
@@ -320,7 +310,7 @@ class Worker:
     def _attempt(self, program: Program, limits: Limits) -> Outcome:
         end = secrets.token_hex(16)
         with ExitStack() as stack:
-            source, check, stdout, stderr = (stack.enter_context(_memory_file()) for _ in range(4))
+            source, check, stdout, stderr = (_memory_file(stack) for _ in range(4))
             os.write(source, json.dumps({"source": program.source, "end": end}).encode())
             os.write(check, json.dumps({"check": program.check, "end": end}).encode())
             reader, writer = os.pipe()
@@ -368,13 +358,11 @@ def _reason(found: dict[str, Any] | None, ended: Any, limits: Limits, in_time: b
     return "killed" if code < 0 else "exit"
 
 
-@contextmanager
-def _memory_file() -> Iterator[int]:
+def _memory_file(stack: ExitStack) -> int:
+    """A file that is closed with the stack."""
     file = os.memfd_create("sandbox")
-    try:
-        yield file
-    finally:
-        os.close(file)
+    stack.callback(os.close, file)
+    return file
 
 
 def _read(reader: int, deadline: float) -> tuple[bytes, bool]:

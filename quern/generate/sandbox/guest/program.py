@@ -82,12 +82,12 @@ class Channel:
     """Messages over two pipes."""
 
     def __init__(self, reader: int, writer: int) -> None:
-        self.reader, self.writer = reader, writer
+        self._reader, self._writer = os.fdopen(reader, "rb"), os.fdopen(writer, "wb")
 
     def write(self, data: bytes) -> None:
         """Writes a message of `encode`."""
-        while data:
-            data = data[os.write(self.writer, data) :]
+        self._writer.write(data)
+        self._writer.flush()
 
     def receive(self) -> Any:
         """The next message. Raises EOFError at the end, ValueError for a message that is too long."""
@@ -96,13 +96,10 @@ class Channel:
         return json.loads(self._read(length))
 
     def _read(self, length: int) -> bytes:
-        parts = bytearray()
-        while len(parts) < length:
-            part = os.read(self.reader, min(length - len(parts), 1 << 16))
-            if not part:
-                raise EOFError("the process at the other end is gone")
-            parts += part
-        return bytes(parts)
+        data = self._reader.read(length)
+        if len(data) < length:
+            raise EOFError("the process at the other end is gone")
+        return data
 
 
 def run_text(text: str, name: str, namespace: dict[str, Any], tree: ast.Module | None = None) -> None:
