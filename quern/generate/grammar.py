@@ -102,8 +102,8 @@ class Grammars:
 
     def _compile(self, grammar: str, trial: bool = False) -> Grammar:
         found = self._known(grammar, trial)
-        if found.failed:
-            found.renew(self._read(grammar))
+        if found.last is not None and found.last.failed:  # perhaps because of the states of the replies before it
+            found.matcher, found.last = self._read(grammar), None
         return found
 
     def _read(self, grammar: str) -> LLMatcher:
@@ -141,24 +141,16 @@ class Grammar:
     """A compiled form. `start` makes the state of one reply."""
 
     def __init__(self, matcher: LLMatcher, tokenizer: Tokenizer) -> None:
-        self._start, self._tokenizer = matcher, tokenizer
+        self.matcher, self._tokenizer = matcher, tokenizer
         self._least: int | None = None
         self._none_within = 0
-        self._last: Constraint | None = None
-
-    @property
-    def failed(self) -> bool:
-        """Whether the last reply failed, perhaps because of the states of the replies before it."""
-        return self._last is not None and self._last.failed
-
-    def renew(self, matcher: LLMatcher) -> None:
-        """Takes a matcher without the states of earlier replies."""
-        self._start, self._last = matcher, None
+        self.last: Constraint | None = None
+        """The state of the reply that began last."""
 
     def shortest(self, most: int) -> int | None:
         """Tokens of the shortest reply that is found, its end token included; None if it has more than `most`."""
         if most > self._none_within and (self._least is None or self._least > most):
-            if (ending := _ending(self._start, self._tokenizer, most)) is None:
+            if (ending := _ending(self.matcher, self._tokenizer, most)) is None:
                 self._none_within = most
             else:
                 self._least = len(ending) + 1
@@ -166,8 +158,8 @@ class Grammar:
 
     def start(self, end: int) -> Constraint:
         """end: the token that ends the reply."""
-        self._last = Constraint(self._start.deep_copy(), self._tokenizer, end)
-        return self._last
+        self.last = Constraint(self.matcher.deep_copy(), self._tokenizer, end)
+        return self.last
 
 
 class Constraint:
