@@ -313,7 +313,6 @@ def verb_serve(verb: str, rest: Arguments) -> int:
         from quern.serve.access import Hosts, KeysFile, admit_lan
         from quern.serve.gate import Gate
         from quern.serve.metrics import append_to
-        from quern.serve.worker import Limits
     here = replicas.join()
     if here is None:  # a port that is taken is refused before the machine is tried out, which may compile
         server.listen(options.host, options.port).close()
@@ -334,7 +333,7 @@ def verb_serve(verb: str, rest: Arguments) -> int:
         hosts = Hosts(options.host, options.allowed_hosts)
         gate = Gate(hosts, keys, access, *rates, options.cors, options.trusted_proxy)
         server.run(
-            sources, options.host, options.port, gate, Limits(seconds=options.request_seconds), log,
+            sources, options.host, options.port, gate, options.request_seconds, log,
             watch_seconds=options.watch_seconds, tls=options.tls, replica=here, invite=invite,
         )  # fmt: skip
     return 0

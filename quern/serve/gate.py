@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
@@ -34,29 +34,22 @@ from quern.serve.schema import ApiError
 HEADER_BYTES = 1 << 16
 RAW_BODY_BYTES = 2 * MAX_BODY_BYTES  # chunk sizes, extensions and trailers included
 MOST_CONNECTIONS = 4096
+# After so long a connection is closed:
+HEADER_SECONDS = 10.0  # from the connection, or the last response, to the end of a request's headers
+BODY_SECONDS = 60.0  # from the end of the headers to the end of the body
+UNREAD_SECONDS = 60.0  # for which a client may leave a response unread
 SEPARATOR = b"\r\n\r\n"
-
-
-class Deadlines(NamedTuple):
-    """Seconds after which a connection is closed."""
-
-    headers: float = 10.0  # from the connection, or the last response, to the end of a request's headers
-    body: float = 60.0  # from the end of the headers to the end of the body
-    unread: float = 60.0  # for which a client may leave a response unread
 
 
 class Connections:
     """Every open connection of a server. A proxy, in `trusted`, may have all connections, another address half of them.
     When all are taken, the one that has waited longest for a request is closed for a new one."""
 
-    def __init__(
-        self, trusted: Sequence[str] = (), most: int | None = None, deadlines: Deadlines | None = None
-    ) -> None:
-        self.deadlines = deadlines or Deadlines()
+    def __init__(self, trusted: Sequence[str] = ()) -> None:
         self.tls: ssl.SSLContext | None = None  # the certificate, for HTTPS
         self._trusted = [ipaddress.ip_network(one) for one in trusted]
         files = os.sysconf("SC_OPEN_MAX")  # -1: as many as one likes
-        self._most = most or (max(8, min(MOST_CONNECTIONS, files // 2)) if files > 0 else MOST_CONNECTIONS)
+        self._most = max(8, min(MOST_CONNECTIONS, files // 2)) if files > 0 else MOST_CONNECTIONS
         self._open: dict[Connection, str] = {}
         self._of: Counter[str] = Counter()
 
@@ -144,7 +137,7 @@ class Connection(asyncio.Protocol):
     def accepted(self, transport: Any) -> bool:
         """Counts the connection in, and begins its deadlines. Returns False if there is no room for it."""
         self._transport = transport
-        self.within(self._all.deadlines.headers)
+        self.within(HEADER_SECONDS)
         peer = transport.get_extra_info("peername")
         return self._all.enter(self, str(peer[0]) if isinstance(peer, tuple) else "")
 
@@ -170,7 +163,7 @@ class Connection(asyncio.Protocol):
         return self.inner.eof_received()
 
     def pause_writing(self) -> None:
-        self._unread = self._loop.call_later(self._all.deadlines.unread, self._transport.abort)
+        self._unread = self._loop.call_later(UNREAD_SECONDS, self._transport.abort)
         self.inner.pause_writing()
 
     def resume_writing(self) -> None:
@@ -182,7 +175,7 @@ class Connection(asyncio.Protocol):
         """Notes that the headers of a request are complete."""
         self.waits_for_request, self._headers_seen, self._body_missing = False, True, has_body
         self._bytes = 0
-        self.within(self._all.deadlines.body if has_body else None)
+        self.within(BODY_SECONDS if has_body else None)
 
     def read(self) -> None:
         """Notes that the body of the request is complete: what comes next is another request."""
@@ -194,7 +187,7 @@ class Connection(asyncio.Protocol):
         """Notes that the response is complete. A body that nobody read may still arrive."""
         self.since = time.monotonic()
         self.waits_for_request, self._headers_seen, self._tail = True, False, b""
-        self.within(self._all.deadlines.body if self._body_missing else self._all.deadlines.headers)
+        self.within(BODY_SECONDS if self._body_missing else HEADER_SECONDS)
 
     def close(self) -> None:
         self._transport.close()
@@ -221,7 +214,7 @@ class Connection(asyncio.Protocol):
         self._deadline = None if seconds is None else self._loop.call_later(seconds, self.close)
 
     def _refuse(self, status: int, message: str) -> None:
-        body = json.dumps({"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}})
+        body = json.dumps(ApiError(message).body)
         head = f"HTTP/1.1 {status} Refused\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
         self._transport.write(f"{head}connection: close\r\nretry-after: 1\r\n\r\n{body}".encode())
         self._transport.close()
@@ -248,10 +241,9 @@ class Handshake(asyncio.Protocol):
         self._all.leave(self._connection)
 
     async def _agree(self, transport: asyncio.Transport) -> None:
-        tls, seconds = partial(asyncio.get_running_loop().start_tls, server_side=True), self._all.deadlines.headers
+        tls = partial(asyncio.get_running_loop().start_tls, transport, self, self._context, server_side=True)
         try:
-            how = transport, self, self._context
-            secured = await tls(*how, ssl_handshake_timeout=seconds, ssl_shutdown_timeout=seconds)
+            secured = await tls(ssl_handshake_timeout=HEADER_SECONDS, ssl_shutdown_timeout=HEADER_SECONDS)
         except OSError:  # no TLS, a client that left or waited, a certificate that it refuses
             secured = None
         if secured is None or secured.is_closing():

@@ -35,7 +35,7 @@ from quern.runs.run_dir import STAGES, RunDir
 from quern.serve.access import Hosts
 from quern.serve.gate import HEADER_BYTES, Connections, Frontier, Gate
 from quern.serve.routes import ON_ERROR, Welcome, read_welcome, routes
-from quern.serve.worker import IDLE_SECONDS, Limits, Models
+from quern.serve.worker import IDLE_SECONDS, Models
 from quern.train import manifest
 
 TRIM_SECONDS = 5.0
@@ -91,7 +91,7 @@ def run(
     host: str,
     port: int,
     gate: Gate,
-    limits: Limits,
+    request_seconds: float,
     log: Callable[[str], None],
     *,
     watch_seconds: float,
@@ -109,7 +109,7 @@ def run(
     with listen(host, replica.own_port if replica else port) as own:  # clients that come now wait for the model
         scheme, bound = f"http{'s' if tls else ''}", own.getsockname()[1]
         where = f" at {scheme}://{address(host, bound)}"
-        app = open_app(sources, gate, limits, lambda line: log(prefix + line), where, watch_seconds)
+        app = open_app(sources, gate, request_seconds, lambda line: log(prefix + line), where, watch_seconds)
         listeners = [own]
         if replica:
             listeners.append(listen(host, replica.port, shared=True))
@@ -123,7 +123,7 @@ def run(
 def open_app(
     sources: Mapping[str, Source],
     gate: Gate,
-    limits: Limits,
+    request_seconds: float,
     log: Callable[[str], None],
     where: str,
     watch_seconds: float,
@@ -169,24 +169,26 @@ def open_app(
                 app.state.welcome = greeting
                 await models.replace(name, engine)
 
-    app = create_app(engines, gate, limits, watch if watch_seconds else None, begins)
+    app = create_app(engines, gate, request_seconds, watch if watch_seconds else None, begins)
     return app
 
 
 def create_app(
     engines: Mapping[str, Engine],
     gate: Gate | None = None,
-    limits: Limits | None = None,
+    request_seconds: float = 600.0,
     watch: Callable[[Models], Awaitable[None]] | None = None,
     welcome: Welcome | None = None,
 ) -> Starlette:
-    """Builds the application. watch: runs beside the server, to replace models. gate: by default a loopback host's."""
-    models, gate = Models(engines, limits or Limits()), gate or Gate(hosts=LOOPBACK)
+    """Builds the application. Something else runs its models, `app.state.models.run`.
+
+    gate: by default a loopback host's; watch: runs beside the server, to replace models.
+    """
+    models, gate = Models(engines, request_seconds), gate or Gate(hosts=LOOPBACK)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(TOKENIZING_THREADS))
-        models.start()
         running = [asyncio.ensure_future(give_memory_back())]
         if watch is not None:
             running.append(asyncio.ensure_future(watch(models)))
@@ -222,7 +224,6 @@ def serve(app: Starlette, listeners: Sequence[socket.socket], trusted: Sequence[
     server = uvicorn.Server(configure(app, trusted, tls, timeout_graceful_shutdown=DRAIN_SECONDS))
     engines = app.state.models
     with ended_by_signals(server.handle_exit), ThreadPoolExecutor(1, "quern-http") as threads:
-        engines.elsewhere = True
         answering = threads.submit(server.run, sockets=list(listeners))
         answering.add_done_callback(lambda _: engines.end())
         try:

@@ -14,16 +14,16 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from quern.generate.engine import INTERLEAVED, Engine
+from quern.generate.engine import SERVED_TOKENS, Engine
 from quern.generate.reply import Event, Generation
 from quern.serve.metrics import Metrics
 from quern.serve.schema import ApiError
 
 STOP_SECONDS = 10.0
+WAITING_ROWS = 256  # of one engine; further requests are refused
 IDLE_SECONDS = 0.5
 """Python runs the handler of a signal that came just before a wait only after that wait."""
 
@@ -31,16 +31,6 @@ IDLE_SECONDS = 0.5
 STREAM_SECONDS = 0.04
 """The time between two pieces of a stream. The first piece and the end are sent at once. One piece for each token costs
 32 clients a quarter of the throughput (docs/serving.md)."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of one engine's requests."""
-
-    waiting: int = 256
-    """Rows that may wait for a seat; further requests are refused."""
-    seconds: float = 600.0
-    """The longest time from a request's arrival to its last token."""
 
 
 class Job:
@@ -106,9 +96,9 @@ class Worker:
     A request holds the model (`with worker:`) until its jobs are submitted.
     """
 
-    def __init__(self, name: str, engine: Engine, metrics: Metrics, limits: Limits, wake: Callable[[], None]) -> None:
+    def __init__(self, name: str, engine: Engine, metrics: Metrics, seconds: float, wake: Callable[[], None]) -> None:
         self.name, self.engine, self.tokenizer = name, engine, engine.tokenizer
-        self._metrics, self._limits, self._wake = metrics, limits, wake
+        self._metrics, self._seconds, self._wake = metrics, seconds, wake
         metrics.watch(name, engine, lambda: self.waiting)
         self.created = int(time.time())
         self.alive = True
@@ -150,14 +140,14 @@ class Worker:
         Raises ApiError: too many rows are waiting (429) or more than can wait (400), or the worker has stopped (503).
         """
         self._require_life()
-        most = self.engine.max_rows + self._limits.waiting
+        most = self.engine.max_rows + WAITING_ROWS
         if rows > most:
             message = f"The request asks for {rows} replies, prompts times 'n'; this server takes up to {most} at once."
             raise ApiError(message, param="n", code="invalid_value")
-        if (waiting := self.waiting) and waiting + rows > self._limits.waiting:
+        if (waiting := self.waiting) and waiting + rows > WAITING_ROWS:
             message = f"The server is busy: {waiting} replies are waiting already. Try again later."
             raise ApiError(message, status=429, kind="rate_limit_error")
-        job = Job(submit, rows, self, self._limits.seconds)
+        job = Job(submit, rows, self, self._seconds)
         self.open += 1
         self._arrived.append(job)
         self._wake()
@@ -193,7 +183,7 @@ class Worker:
             del function, future  # as in `call`
         if self._jobs:
             try:
-                self.engine.step(INTERLEAVED)
+                self.engine.step(SERVED_TOKENS)
             except Exception as error:  # the readers report the error; the worker goes on
                 _send([(job, error) for job in self._jobs])
                 self._jobs = []
@@ -274,22 +264,21 @@ def _send(items: list[tuple[Job, Any]]) -> None:
 class Models:
     """Every model of a server, by the names that requests use; each is the worker of an engine.
 
-    Their workers run in turn, from `start`, or in the thread that calls `run`, until `stop`. There is one thread, and
-    in `quern serve` it is the program's first, in which the models were loaded: OpenMP keeps threads for every thread
-    that has computed. Once all of them are more than there are cores, they wait for each other by system calls, and a
-    step takes two to three times as long.
+    Their workers run in turn, in the thread that calls `run`, until `stop`. In `quern serve` it is the program's first,
+    in which the models were loaded: OpenMP keeps threads for every thread that has computed. Once all of them are more
+    than there are cores, they wait for each other by system calls, and a step takes two to three times as long.
+
+    seconds: The longest time from a request's arrival to its last token.
     """
 
-    def __init__(self, engines: Mapping[str, Engine], limits: Limits) -> None:
-        self.metrics, self._limits = Metrics(), limits
+    def __init__(self, engines: Mapping[str, Engine], seconds: float = 600.0) -> None:
+        self.metrics, self._seconds = Metrics(), seconds
         self._wake, self._stopping, self._ended = threading.Event(), threading.Event(), threading.Event()
-        self.elsewhere = False
-        """A caller will use `run`: then `start` does nothing."""
         self._running: list[Worker] = []
         self._models = {name: self._add(name, engine) for name, engine in engines.items()}
 
     def _add(self, name: str, engine: Engine) -> Worker:
-        self._running.append(Worker(name, engine, self.metrics, self._limits, self._wake.set))
+        self._running.append(Worker(name, engine, self.metrics, self._seconds, self._wake.set))
         return self._running[-1]
 
     def all(self) -> list[Worker]:
@@ -317,11 +306,6 @@ class Models:
             gc.unfreeze()
             gc.collect()
             gc.freeze()
-
-    def start(self) -> None:
-        """Runs the workers in a new thread."""
-        if not self.elsewhere:
-            threading.Thread(target=self.run, name="quern-engines", daemon=True).start()
 
     def run(self) -> None:
         """Runs the workers until the end of `stop`."""

@@ -10,7 +10,6 @@ import pytest
 
 from quern.generate.engine import Engine
 from quern.serve.server import create_app
-from quern.serve.worker import Limits
 from tests.support.http_server import running, web
 from tests.support.toy_engine import toy_engine, toy_tokenizer
 
@@ -52,7 +51,7 @@ def engine() -> Engine:
 @pytest.fixture(scope="session")
 def url(engine: Engine) -> Iterator[str]:
     served = Engine(engine.model, engine.tokenizer, engine.machine, max_rows=SEATS, prefix_megabytes=8)
-    with running(create_app({NAME: served}, limits=Limits(waiting=100))) as base:
+    with running(create_app({NAME: served})) as base:
         yield base
 
 

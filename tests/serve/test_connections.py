@@ -12,21 +12,30 @@ from pathlib import Path
 import httpx
 import pytest
 
-from quern.serve.gate import HEADER_BYTES, Connection, Connections, Deadlines, Gate, Pace
+from quern.serve.gate import HEADER_BYTES, Connection, Connections, Gate, Pace
 from quern.serve.server import LOOPBACK, create_app
 from tests.serve.test_operations import ask, slow_engine
 from tests.support.http_server import running, web
 from tests.support.toy_engine import toy_engine
 
-QUICK = Deadlines(headers=0.5, body=0.8, unread=0.8)
+QUICK = {"HEADER_SECONDS": 0.5, "BODY_SECONDS": 0.8, "UNREAD_SECONDS": 0.8}
 HEAD = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
 
 
-@pytest.fixture(scope="module")
+@contextmanager
+def changed(**values: float) -> Iterator[None]:
+    """Other constants of the gate."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in values.items():
+            patch.setattr(f"quern.serve.gate.{name}", value)
+        yield
+
+
+@pytest.fixture
 def url() -> Iterator[str]:
-    with running(create_app({"toy": toy_engine()}), connections=Connections(deadlines=QUICK)) as base:
+    with changed(**QUICK), running(create_app({"toy": toy_engine()})) as base:
         yield base
 
 
@@ -155,8 +164,8 @@ def test_a_client_that_does_not_read_its_response_is_closed(url: str) -> None:
 
 def crowded(opened: ExitStack, most: int) -> str:
     """The URL of a server with so few places."""
-    app = create_app({"toy": slow_engine()}, Gate(LOOPBACK))
-    return opened.enter_context(running(app, connections=Connections(most=most)))
+    opened.enter_context(changed(MOST_CONNECTIONS=most))
+    return opened.enter_context(running(create_app({"toy": slow_engine()}, Gate(LOOPBACK))))
 
 
 def test_half_headers_shut_nobody_out() -> None:
@@ -247,8 +256,10 @@ def test_https(certificate: tuple[Path, Path]) -> None:
 
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["nothing", "half a record"])
 def test_handshakes_that_never_end_shut_nobody_out(certificate: tuple[Path, Path], sent: bytes) -> None:
-    app, connections = create_app({"toy": toy_engine()}), Connections(most=8, deadlines=QUICK)
-    with running(app, tls=certificate, connections=connections) as url, ExitStack() as opened:
+    with ExitStack() as opened:
+        opened.enter_context(changed(MOST_CONNECTIONS=8, **QUICK))
+        app, connections = create_app({"toy": toy_engine()}), Connections()
+        url = opened.enter_context(running(app, tls=certificate, connections=connections))
         start, attackers = time.monotonic(), []
         for number in range(20):
             attackers.append(opened.enter_context(connected(url, f"127.0.0.{1 + number % 3}")))

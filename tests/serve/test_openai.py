@@ -83,9 +83,9 @@ def test_top_p_of_0_takes_the_likeliest_token(url: str) -> None:
 def test_128_choices_in_turn_on_32_seats_and_more_than_can_wait(url: str) -> None:
     answer = post(url, CHAT, {"n": 128, "max_tokens": 2}).json()
     assert [choice["index"] for choice in answer["choices"]] == list(range(128))
-    refused = post(url, TEXT, {"prompt": ["?"] * 2, "n": 128, "max_tokens": 2})
+    refused = post(url, TEXT, {"prompt": ["?"] * 3, "n": 128, "max_tokens": 2})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "n"
-    assert "asks for 256 replies" in refused.text and "up to 132 at once" in refused.text
+    assert "asks for 384 replies" in refused.text and "up to 288 at once" in refused.text
 
 
 @pytest.mark.parametrize("stream", [False, True])

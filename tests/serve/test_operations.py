@@ -32,7 +32,7 @@ from quern.serve.gate import BURST, PACE, Gate, Pace
 from quern.serve.metrics import append_to
 from quern.serve.schema import ApiError
 from quern.serve.server import LOOPBACK, Source, create_app, listen, open_app, prepare_process, serve
-from quern.serve.worker import Limits, Models
+from quern.serve.worker import WAITING_ROWS, Models
 from quern.text.tokenizer import Tokenizer
 from quern.train.manifest import CheckpointError
 from tests.serve.conftest import CHAT, NO_END, post
@@ -122,9 +122,9 @@ def test_a_client_gains_requests_as_time_passes() -> None:
 
 def test_rows_that_wait_are_counted_and_what_waits_is_answered_at_the_end() -> None:
     async def ask_it() -> None:
-        worker = Models({"toy": toy_engine()}, Limits(waiting=3)).find(None)
-        worker.submit(pytest.fail, rows=3)
-        with pytest.raises(ApiError, match="3 replies are waiting already") as busy:
+        worker = Models({"toy": toy_engine()}).find(None)
+        worker.submit(pytest.fail, rows=WAITING_ROWS)
+        with pytest.raises(ApiError, match="256 replies are waiting already") as busy:
             worker.submit(pytest.fail)
         call = asyncio.ensure_future(worker.call(pytest.fail))
         await asyncio.sleep(0)
@@ -140,14 +140,14 @@ def test_what_is_loaded_is_not_searched_for_garbage_and_a_replaced_model_is_free
     """Searching the whole heap stops all streams for some 0.2 s."""
     engine = toy_engine(context=256, prefix_megabytes=1)
     old = weakref.ref(engine)
-    models = Models({"toy": engine}, Limits())
+    models = Models({"toy": engine})
     interval = sys.getswitchinterval()
     try:
         prepare_process()
         assert gc.get_freeze_count() > 0.9 * len(gc.get_objects(2)) and gc.get_freeze_count() > 10_000
         engine.generate([[0] * 20], max_tokens=1)
         del engine
-        models.start()
+        threading.Thread(target=models.run, daemon=True).start()
         models.metrics.hits.labels("toy").inc(9)
         asyncio.run(models.replace("toy", toy_engine(context=256, seed=1, prefix_megabytes=1)))
         hits = models.metrics.registry.get_sample_value("quern:prefix_cache_hits_total", {"model_name": "toy"})
@@ -177,7 +177,7 @@ def test_rates_over_http() -> None:
 
 
 def test_a_request_that_takes_too_long_ends_with_an_error() -> None:
-    with running(create_app({"toy": slow_engine()}, limits=Limits(seconds=1))) as url:
+    with running(create_app({"toy": slow_engine()}, request_seconds=1)) as url:
         late = ask(url, max_tokens=200)
         assert late.status_code == 504 and late.json()["error"]["code"] == "timeout"
         text = ask(url, max_tokens=200, stream=True).text
@@ -318,7 +318,7 @@ class Changing(Source):
 def test_the_server_looks_for_newer_checkpoints_also_after_a_look_or_an_opening_that_failed(tmp_path: Path) -> None:
     source, lines = Changing(RunDir(tmp_path, "toy"), None, CPU, 0), list[str]()
     Changing.looks, Changing.failures = [1, 1, OSError("the disk is gone"), 2], [None] * 4
-    app = open_app({"toy": source}, Gate(LOOPBACK), Limits(), lines.append, "", 0.05)
+    app = open_app({"toy": source}, Gate(LOOPBACK), 600, lines.append, "", 0.05)
     assert app.state.welcome.completes, "a base model"
     Changing.failures = []
     with running(app) as url:
@@ -346,7 +346,7 @@ def test_samples_that_are_none_are_refused_before_a_model_is_opened(tmp_path: Pa
     run.folder.mkdir(parents=True)
     (run.folder / "samples.jsonl").write_text('{"stage": "sft", "messages": ["Who?"]}\n')
     with pytest.raises(ValueError, match=r"samples\.jsonl, line 1, is not a record .*messages.*remove that line"):
-        open_app({"toy": Source(run, None, CPU, 0)}, Gate(LOOPBACK), Limits(), print, "", 0)
+        open_app({"toy": Source(run, None, CPU, 0)}, Gate(LOOPBACK), 600, print, "", 0)
 
 
 def test_the_container_copies_what_exists_and_starts_with_flags_that_exist() -> None:

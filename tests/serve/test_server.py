@@ -31,7 +31,6 @@ from quern.serve.gate import Gate
 from quern.serve.routes import MAX_BODY_BYTES, MAX_MARKS, marks
 from quern.serve.schema import ChatRequest, parse_request
 from quern.serve.server import LOOPBACK, create_app, listen
-from quern.serve.worker import Limits
 from quern.terminal import silent
 from quern.text.chat import render_prompt
 from quern.text.tokenizer import Tokenizer
@@ -435,9 +434,10 @@ def test_requests_share_the_batch(url: str, slow: Steps) -> None:
     assert slow.count < 60, f"{slow.count} steps of the model for eight replies of 30 tokens"
 
 
-def test_too_many_waiting_are_told_to_come_back(engine: Engine, slow: Steps) -> None:
+def test_too_many_waiting_are_told_to_come_back(engine: Engine, slow: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quern.serve.worker.WAITING_ROWS", 1)
     narrow = Engine(engine.model, engine.tokenizer, engine.machine, max_rows=1)
-    with running(create_app({NAME: narrow}, limits=Limits(waiting=1))) as base:
+    with running(create_app({NAME: narrow})) as base:
         slow.seconds = 0.1
         with ThreadPoolExecutor(5) as pool:
             results = [*pool.map(lambda _: post(base, CHAT, ask(max_tokens=10, temperature=0)), range(5))]

@@ -1,4 +1,4 @@
-"""A real server in a thread, on a free loopback port, for the tests that talk to it over a socket."""
+"""A real server in two threads, on a free loopback port, for the tests that talk to it over a socket."""
 
 import re
 import socket
@@ -35,6 +35,7 @@ def running(app: Starlette, **more: Any) -> Iterator[str]:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         server = uvicorn.Server(configure(app, timeout_graceful_shutdown=2, **more))
+        threading.Thread(target=app.state.models.run, name="quern-engines", daemon=True).start()
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         deadline = time.monotonic() + 30
