@@ -37,11 +37,12 @@ class Delta(NamedTuple):
 class Token(NamedTuple):
     """A token of a reply, with its log-probability and the likeliest tokens in its place, with theirs.
 
-    start: where its characters begin in the assistant's text; None if they belong to a call, its output, or no part.
+    logprob: None for the first token of a text; start: where its characters begin in the assistant's text; None if they
+    belong to a call, its output, or no part.
     """
 
     id: int
-    logprob: float
+    logprob: float | None
     top: list[tuple[int, float]]
     start: int | None
 

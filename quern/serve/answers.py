@@ -21,8 +21,6 @@ from quern.serve.worker import Job
 from quern.text.tokenizer import Tokenizer
 
 encode = json.JSONEncoder(allow_nan=False).encode
-UNKNOWN = float("inf")
-"""Stands for the log-probability of a token with nothing before it."""
 Front = tuple[str, Sequence[Token]]
 """The text that a choice begins with, such as an echoed prompt, and its scored tokens."""
 NO_FRONT: Front = ("", ())
@@ -117,16 +115,14 @@ class Answer(ABC):
     def __init__(
         self,
         job: Job,
-        tokenizer: Tokenizer,
-        model: str,
         prompts: Sequence[Sequence[int]],
         samples: int,
         logprobs: bool,
         calls: bool = False,
         fronts: Sequence[Front] | None = None,
     ) -> None:
-        self.job, self.tokenizer, self.model, self.logprobs = job, tokenizer, model, logprobs
-        self.prompts, self.samples = prompts, samples
+        self.job, self.tokenizer, self.model = job, job.worker.tokenizer, job.worker.name
+        self.prompts, self.samples, self.logprobs = prompts, samples, logprobs
         self.choices = [Choice(calls, front) for front in fronts or [NO_FRONT] * len(prompts) for _ in range(samples)]
         self._identifier, self.created = f"{self.prefix}{uuid.uuid4().hex}", int(time.time())
 
@@ -280,7 +276,7 @@ class Text(Answer):
     def told(self, tokens: Sequence[Token]) -> dict[str, Any]:
         return {
             "tokens": [_spelled(self.tokenizer, token.id) for token in tokens],
-            "token_logprobs": [None if token.logprob == UNKNOWN else token.logprob for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [
                 {_spelled(self.tokenizer, id): value for id, value in reversed(token.top)} or None for token in tokens
             ],
@@ -302,10 +298,9 @@ def _spelled(tokenizer: Tokenizer, id: int) -> str:
 def _content(tokenizer: Tokenizer, tokens: Sequence[Token]) -> list[dict[str, Any]]:
     """Tokens with their likeliest alternatives: OpenAI's fields, and the tokens' ids."""
 
-    def scored(id: int, logprob: float) -> dict[str, Any]:
-        value = None if logprob == UNKNOWN else logprob
+    def scored(id: int, logprob: float | None) -> dict[str, Any]:
         own = list(tokenizer.decode_bytes([id]))
-        return {"token": _spelled(tokenizer, id), "logprob": value, "bytes": own, "id": id}
+        return {"token": _spelled(tokenizer, id), "logprob": logprob, "bytes": own, "id": id}
 
     return [
         {**scored(token.id, token.logprob), "top_logprobs": [scored(id, value) for id, value in token.top]}

@@ -24,7 +24,7 @@ from quern.serve.schema import (
     invalid,
     read_json,
 )
-from quern.text.chat import Message, render_prompt, render_text
+from quern.text.chat import Message, parts, render_prompt, render_text
 from quern.text.conversations import to_messages
 from quern.text.tokenizer import Tokenizer
 
@@ -43,7 +43,7 @@ def read_chat(engine: Engine, request: ChatRequest) -> tuple[list[int], dict[str
     # The engine also ends the reply at the end of the context.
     wanted = min(request.max_completion_tokens or request.max_tokens or engine.context, engine.context)
     options = {"max_tokens": wanted, **_options(engine, request, prompt, wanted)}
-    options["logprobs"] = (request.top_logprobs or 0) if request.logprobs else False
+    options["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
     if choice == "none":
         options["bias"][tokenizer.special("<|tool_start|>")] = -math.inf
     if tools or choice not in (None, "auto", "none"):
@@ -67,8 +67,7 @@ def read_texts(engine: Engine, request: CompletionRequest) -> tuple[list[list[in
     for prompt in prompts:
         _require_room(prompt, engine.context, "prompt", min(wanted, 1))
     options = _options(engine, request, max(prompts, key=len), wanted)
-    logprobs = False if request.logprobs is None else request.logprobs
-    return prompts, options | {"max_tokens": min(wanted, engine.context), "plain": True, "logprobs": logprobs}
+    return prompts, options | {"max_tokens": min(wanted, engine.context), "plain": True, "logprobs": request.logprobs}
 
 
 def tokens_of(tokenizer: Tokenizer, request: TokenizeRequest) -> list[int]:
@@ -229,12 +228,12 @@ def _in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     system: list[dict[str, Any]] = []
     turns: list[dict[str, Any]] = []
     for message in messages:
-        parts, text = message["parts"] or [], message["content"] or ""
+        own, text = message["parts"] or [], message["content"] or ""
         if isinstance(text, list):
             text = "".join(one if isinstance(one, str) else one["text"] for one in text)
-        if parts and text and all(part["type"] != "text" for part in parts):  # a stream tells the text apart from them
-            parts = [*parts, {"type": "text", "text": text}]
-        message["content"] = parts or text
+        if own and text and all(part["type"] != "text" for part in own):  # a stream tells the text apart from them
+            own = [*own, {"type": "text", "text": text}]
+        message["content"] = own or text
         into = system if message["role"] in ("system", "developer") else turns
         before = into[-1] if into else None
         if before is None or (into is turns and (before["role"] != message["role"] or message["role"] == "tool")):
@@ -250,8 +249,7 @@ def _joined(one: Any, other: Any) -> Any:
     """Two contents as paragraphs of one, each a text or a list of parts."""
     if isinstance(one, str) and isinstance(other, str):
         return "\n\n".join(filter(None, (one, other)))
-    both = [[{"type": "text", "text": own}] if isinstance(own, str) else own for own in (one, other)]
-    return [*both[0], {"type": "text", "text": "\n\n"}, *both[1]]
+    return [*parts({"content": one}), {"type": "text", "text": "\n\n"}, *parts({"content": other})]
 
 
 def _calls(message: ChatMessage, where: str) -> set[str]:

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
@@ -27,7 +27,7 @@ from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Event, Generation, Token
 from quern.generate.sampling import CHAT
 from quern.records import read_lines
-from quern.serve.answers import JSON, UNKNOWN, Answer, Chat, EventStream, Text, as_api_error, error_response
+from quern.serve.answers import JSON, Answer, Chat, EventStream, Text, as_api_error, error_response
 from quern.serve.prompts import read_chat, read_texts, require_tokens, tokens_of
 from quern.serve.responses import Responses, ResponsesRequest
 from quern.serve.schema import (
@@ -54,16 +54,11 @@ LONG_BYTES = 1 << 16
 MOST_NAMES, NAME_CHARACTERS = 20, 80
 """The most ignored fields that the header names, and the most characters of each name."""
 WEB = Path(__file__).parent / "web"
-MEDIA_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".mjs": "text/javascript; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
+SCRIPT = "text/javascript"
+MEDIA_TYPES = {".html": "text/html", ".js": SCRIPT, ".mjs": SCRIPT, ".css": "text/css", ".svg": "image/svg+xml"}
+"""Starlette adds the charset to those of texts."""
 MOST_SUGGESTIONS = 6
 MOST_SUGGESTION_CHARACTERS = 160
-Body = TypeVar("Body", bound=Strict)
 
 
 @dataclass(frozen=True)
@@ -163,12 +158,11 @@ def _post(
         body = await read_body(http)
         with models.find(None) as first:
             read = partial(decode, kind, body)
-            found = await first.call(read) if len(body) > SMALL_BYTES else read()
-        request: Any = found[0]
+            request, ignored = await first.call(read) if len(body) > SMALL_BYTES else read()
         http.state.long = len(body) > LONG_BYTES
         with models.find(request.model) as model:
             response = await answer(http, request, model)
-        if ignored := found[1]:
+        if ignored:
             more = [f"and {len(ignored) - MOST_NAMES} more"] if len(ignored) > MOST_NAMES else []
             names = [json.dumps(name[:NAME_CHARACTERS])[1:-1] for name in ignored[:MOST_NAMES]]
             response.headers["x-ignored-fields"] = ", ".join([*names, *more])
@@ -211,8 +205,7 @@ async def start_chat(http: Request, model: Worker, request: ChatRequest) -> Chat
     """Queues a chat. Raises ApiError if it cannot be served."""
     prompt, options = await read_aside(read_chat, http, model, request)
     job = model.submit(lambda: model.engine.submit([prompt], **options), options["samples"])
-    given = job, model.tokenizer, model.name, [prompt], options["samples"], bool(request.logprobs)
-    return Chat(*given, calls="calls" in options)
+    return Chat(job, [prompt], options["samples"], bool(request.logprobs), calls="calls" in options)
 
 
 async def read_aside(read: Callable[[Engine, Any], Any], http: Request, model: Worker, request: Any) -> Any:
@@ -240,22 +233,22 @@ async def completions(http: Request, request: CompletionRequest, model: Worker) 
         return done
 
     job = model.submit(begin, len(prompts) * samples)
-    answer = Text(job, model.tokenizer, model.name, prompts, samples, logprobs is not False, fronts=echo)
+    answer = Text(job, prompts, samples, logprobs is not None, fronts=echo)
     return await respond(http, answer, answer.stream(request.include_usage) if request.stream else None)
 
 
-async def _echo(model: Worker, prompt: Sequence[int], logprobs: bool | int, from_text: bool) -> tuple[str, list[Token]]:
+async def _echo(model: Worker, prompt: Sequence[int], logprobs: int | None, from_text: bool) -> tuple[str, list[Token]]:
     """The text of a prompt, without the BOS that the server puts in front of a text, and, if they are asked for, its
     tokens' log-probabilities, which are read in parts between two tokens of the replies that run."""
     tokenizer = model.tokenizer
     own = prompt[1:] if from_text else prompt
     scored: list[Token] = []
-    if logprobs is not False:
+    if logprobs is not None:
         parts = model.engine.read(prompt, logprobs)
         while (part := await model.call(lambda: next(parts, None))) is not None:
             scored += part
-    if not from_text and logprobs is not False:  # nothing stands before its first token
-        scored.insert(0, Token(prompt[0], UNKNOWN, [], 0))
+    if not from_text and logprobs is not None:  # nothing stands before its first token
+        scored.insert(0, Token(prompt[0], None, [], 0))
     text, decoder, placed = "", codecs.getincrementaldecoder("utf-8")("replace"), []
     for token in scored:
         placed.append(token._replace(start=len(text)))
@@ -328,7 +321,7 @@ async def read_body(http: Request) -> bytes:
     return bytes(body)
 
 
-def decode(kind: type[Body], body: bytes) -> tuple[Body, list[str]]:
+def decode(kind: type[Strict], body: bytes) -> tuple[Any, list[str]]:
     """The request in a body, and the names of fields that are ignored. Raises ApiError if it is none."""
     try:
         decoded = read_json(body)

@@ -92,7 +92,7 @@ class Strict(BaseModel):
     """A part of a request: no value is converted; unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True)
-    instead: ClassVar[Mapping[str, str]] = {}
+    instead: ClassVar[Mapping[str, str]] = INSTEAD
     """The correct usage of a parameter, where pydantic's message does not name it."""
 
 
@@ -204,7 +204,6 @@ _SamplingRequest = create_model("_SamplingRequest", __base__=Strict, **_SAMPLING
 class Generating(_SamplingRequest):
     """The fields that requests for a reply share."""
 
-    instead: ClassVar[Mapping[str, str]] = INSTEAD
     model: str
     max_tokens: Tokens | None = None
     n: Annotated[int, Interval(ge=1, le=MAX_CHOICES)] | None = None
@@ -220,8 +219,7 @@ class Generating(_SamplingRequest):
 
     @property
     def sampling(self) -> Sampling:
-        given = {f.name: getattr(self, f.name) for f in fields(Sampling)}
-        return Sampling(**{name: value for name, value in given.items() if value is not None})
+        return Sampling(**self.model_dump(include={f.name for f in fields(Sampling)}, exclude_none=True))
 
     @property
     def include_usage(self) -> bool:
@@ -268,7 +266,6 @@ class CompletionRequest(Generating):
 class TokenizeRequest(Strict):
     """A text, or a chat as the model reads it."""
 
-    instead: ClassVar[Mapping[str, str]] = INSTEAD
     model: str | None = None
     prompt: str | None = None
     messages: Items[ChatMessage] | None = Field(default=None, min_length=1)
