@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
@@ -153,27 +154,45 @@ def llama(request: pytest.FixtureRequest) -> Iterator[llama_cpp.LlamaCpp]:
         yield oracle
 
 
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """A Ray cluster of two workers whose only machine is this one."""
+    ray = pytest.importorskip("ray", reason="the extra ray is not installed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+        yield
+        ray.shutdown()
+
+
 # Laws --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def law(request: pytest.FixtureRequest) -> Law:
-    """law(name, deviation, bar) records a measured deviation. It asserts nothing; the test does that itself.
+    """law(name, deviation, most, unit) records a measured deviation, and asserts that it is not above the bar.
 
     Args of the returned function:
         name: The law, the same in every case that shares a row of the table.
-        deviation: A number (also a NumPy or torch scalar), words such as "equal", or a bool: equal or not.
-        bar: The limit of the deviation, and its unit.
+        deviation: A number (also a NumPy or torch scalar), a list of what differs, or a bool: equal or not. By default
+            the test has seen that all is equal.
+        most: The bar.
+        unit: Of deviation and bar, or words for a bar of 0.
+        bar: Words for a bar of another kind, which the test asserts itself.
     """
 
-    def record(name: str, deviation: float | int | str, bar: str) -> None:
+    def record(name: str, deviation: Any = True, most: float = 0, unit: str = "", bar: str = "") -> None:
+        shown = bar or (f"≤ {most:.2g} {unit}".strip().replace("e-0", "e-") if most else unit or "0")
         if isinstance(deviation, bool):
-            deviation = "equal" if deviation else "differs"
-        elif not isinstance(deviation, str):
-            deviation = float(deviation)  # a NumPy or torch scalar is no JSON
-        test = request.node.nodeid.split("::")[0]
-        entry = {"law": name, "deviation": deviation, "bar": bar, "test": test}
+            holds, number, shown = deviation, "equal" if deviation else "differs", unit or "equal"
+        elif isinstance(deviation, str):
+            holds, number = True, deviation
+        else:  # a NumPy or torch scalar is no JSON
+            number = float(len(deviation) if isinstance(deviation, list) else deviation)
+            holds = number <= most
+        entry = {"law": name, "deviation": number, "bar": shown, "test": request.node.nodeid.split("::")[0]}
         request.node.user_properties.append(("law", json.dumps(entry)))
+        assert bar or holds, f"{name}: {deviation}, not {shown}"
 
     return record
 

@@ -72,7 +72,7 @@ def test_the_peak_is_as_predicted(case: Case, ranks: Ranks, law: Law) -> None:
     layout = lay_out(measured.recipe(case.architecture, **sizes), DTYPES[case.dtype], case.dp, case.tp, case.zero)
     expected = memory(layout, "cpu", compiled=False)
     off = max(found) / expected.peak - 1
-    law(f"peak memory of a rank = predicted: {case}", abs(off), "≤ 0.1")
+    law(f"peak memory of a rank = predicted: {case}", abs(off), bar="≤ 0.1")
     assert abs(off) <= 0.1, (found, expected.peak, expected)
 
 

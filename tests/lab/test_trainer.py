@@ -244,16 +244,6 @@ def test_a_cluster_is_asked_for_the_device_that_was_found() -> None:
     assert CompareOptions(RECIPE, where=where).device(1)["device"] == where.detect().device.type
 
 
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A Ray cluster whose only machine is this one."""
-    ray = pytest.importorskip("ray", reason="the extra ray is not installed")
-    monkeypatch.setenv("PYTHONPATH", str(EXPERIMENTS.parent))
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
-    yield
-    ray.shutdown()
-
-
 @pytest.mark.campaign
 def test_arms_on_a_cluster_are_the_arms_of_this_machine(cluster: None, text: Path, tmp_path: Path) -> None:
     machine, path = {"device": "cpu", "dtype": "fp32", "compile": False, "threads": 1}, EXPERIMENTS / "leaky_relu.py"

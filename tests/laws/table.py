@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-Law = Callable[[str, float | int | str, str], None]
+Law = Callable[..., None]
 """The fixture `law` of tests/conftest.py."""
 HEAD = """# The laws
 

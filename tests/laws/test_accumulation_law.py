@@ -70,8 +70,7 @@ def test_accumulated_is_whole(kind: str, law: Law) -> None:
     for rows in (1, 2, 3, 5):
         worst = [max(pair) for pair in zip(worst, deviation(kind, rows), strict=True)]
     for name, value in zip(("loss", "every gradient", "the weights after one update"), worst, strict=True):
-        law(f"accumulation N = 1: {name}", value, f"≤ {BAR:g} relative, fp32")
-    assert max(worst) <= BAR, worst
+        law(f"accumulation N = 1: {name}", value, BAR, "relative, fp32")
 
 
 def test_the_whole_step_is_the_same(law: Law) -> None:
@@ -91,8 +90,7 @@ def test_the_whole_step_is_the_same(law: Law) -> None:
         assert (many.tokens, many.verdict) == (one.tokens, one.verdict)
     weights = [torch.cat([p.flatten() for p in s.model.parameters()]) for s in (state, other)]
     worst = ((weights[1] - weights[0]).norm() / weights[0].norm()).item()
-    law("accumulation N = 1: weights after three clipped steps", worst, f"≤ {BAR:g} relative, fp32")
-    assert worst <= BAR
+    law("accumulation N = 1: weights after three clipped steps", worst, BAR, "relative, fp32")
 
 
 def in_bf16(rows: int, grad_dtype: str) -> torch.Tensor:
@@ -107,5 +105,5 @@ def test_gradients_in_fp32_accumulate_more_exactly(law: Law) -> None:
     """In bf16, of 8 micro-batches: one rounding of each part and of the whole is left, 0.17% · √2, plus noise."""
     whole = in_bf16(ROWS, "compute")
     apart = {dtype: float((in_bf16(1, dtype) - whole).norm() / whole.norm()) for dtype in ("fp32", "compute")}
-    law("accumulation N = 1: bf16, gradients summed in fp32", apart["fp32"], "≤ 0.0025 relative, 2-norm")
-    assert apart["fp32"] <= 2.5e-3 < apart["compute"], apart
+    law("accumulation N = 1: bf16, gradients summed in fp32", apart["fp32"], 2.5e-3, "relative, 2-norm")
+    assert apart["compute"] > 2.5e-3

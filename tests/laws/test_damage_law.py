@@ -24,5 +24,4 @@ def test_a_damaged_file_is_refused_in_a_line(trials: int, seed: int, law: Law, t
     outcomes = [row["outcome"] for row in rows]
     assert outcomes.count("refused") > trials / 4, "too little of the damage is noticed"
     failures = [json.dumps(row, ensure_ascii=False) for row in rows if row["outcome"] not in ("read", "refused")]
-    law(f"a damaged file is read or refused in one line: {trials:,} mutations, failures", len(failures), "0")
-    assert not failures, "\n".join(failures)
+    law(f"a damaged file is read or refused in one line: {trials:,} mutations, failures", failures)

@@ -118,8 +118,7 @@ def plain(case: Case) -> list[Tensor]:
 )
 def test_flash_attention_is_the_plain_twin(interpreted: Interpreted, law: Law, name: str, cases: list[Case]) -> None:
     worst = interpreted(worst_deviation, cases)
-    law(f"flash attention = plain twin, y and gradients: {name}", worst, f"≤ {FP32_BAR:g} relative, fp32")
-    assert worst <= FP32_BAR
+    law(f"flash attention = plain twin, y and gradients: {name}", worst, FP32_BAR, "relative, fp32")
 
 
 MISTAKES = {  # what stands in the device code, what is planted

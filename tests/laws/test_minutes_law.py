@@ -89,7 +89,7 @@ def spent(path: Path, machine: str, plan: TrainingPlan) -> tuple[float, TrainSta
 @pytest.mark.parametrize("machine", MACHINES)
 def test_the_time_spent_is_the_time_asked_for(machine: str, tmp_path: Path, law: Law) -> None:
     ratio, state = spent(tmp_path, machine, budgeted())
-    law(f"time spent = train.minutes: the machine {machine}", ratio, "0.95 … 1.05")
+    law(f"time spent = train.minutes: the machine {machine}", ratio, bar="0.95 … 1.05")
     assert 0.95 <= ratio <= 1.05
     lines = read_metrics(tmp_path)
     assert [line["step"] for line in lines] == list(range(1, state.step + 1))
@@ -107,7 +107,7 @@ def test_one_plan_fails_the_law(tmp_path: Path) -> None:
 def test_ranks_agree_by_the_clock_of_rank_0(ranks: Ranks, law: Law) -> None:
     (first, ratio, *facts), (second, _, *others) = ranks(2, "tests.laws.test_minutes_law:on_a_rank")
     assert first and first == second and facts == others
-    law("time spent = train.minutes: 2 ranks, and the machine of rank 0 halves", ratio, "0.95 … 1.05")
+    law("time spent = train.minutes: 2 ranks, and the machine of rank 0 halves", ratio, bar="0.95 … 1.05")
     assert 0.95 <= ratio <= 1.05
 
 
@@ -149,8 +149,8 @@ def test_a_resumed_run_repeats_the_plans_that_it_recorded(tmp_path: Path, law: L
             again = replace(plan, recorded=plans, save_every=None)
             assert train(toy_backend(state), toy_loader(), again, folder, Reporter(print), clock=clock) == EXIT_DONE
         ends.append(differing(snapshot(state), snapshot(whole)))
-    law("resumed = uninterrupted: train.minutes, on a machine of another speed", len(ends[0]), "0")
-    assert ends[0] == [] and ends[1] != [], "without the record, the steps that it repeats are others"
+    law("resumed = uninterrupted: train.minutes, on a machine of another speed", ends[0])
+    assert ends[1] != [], "without the record, the steps that it repeats are others"
     assert [e["kind"] for e in read_events(tmp_path / "killed")].count("start") == 1
 
 

@@ -21,9 +21,7 @@ OPTIMIZED, SHARDS = "tests.parallel.compared:optimized", "tests.parallel.compare
 def record(law: Law, name: str, found: list[dict[str, float]]) -> None:
     """Records and asserts the worst of all ranks for each measure."""
     for measure in found[0]:
-        worst = max(one[measure] for one in found)
-        assert worst <= BAR, (measure, found)
-        law(f"{name}: {measure}", worst, "≤ 1e-5")
+        law(f"{name}: {measure}", max(one[measure] for one in found), BAR)
 
 
 @pytest.mark.parametrize(
@@ -79,5 +77,5 @@ def test_resharded_is_not_resharded(chain: str, ranks: Ranks, tmp_path: Path, la
         assert found == [[]] * count
     first, last = (checkpoint.load(manifest.path_of(Path(file), 3)) for file in (files[0], files[-1]))
     differing = [name for name in first[0].keys() | last[0].keys() if not torch.equal(first[0][name], last[0][name])]
-    law(f"resharded = not resharded{chain}", len(differing), "0")
-    assert differing == [] and first[1] == last[1] and len(first[0]) > 40
+    law(f"resharded = not resharded{chain}", differing)
+    assert first[1] == last[1] and len(first[0]) > 40

@@ -1,6 +1,7 @@
-"""Law: blocks that run again in the backward pass leave the same bits, and send what the formula says.
+"""Law: blocks that run again in the backward pass leave the same bits.
 
-Every gradient, the loss and the losses of single tokens, for each architecture, with dropout too; on shards the bytes.
+Every gradient, the loss and the losses of single tokens, for each architecture, with dropout too.
+test_tensor_law.py has what they send on shards.
 """
 
 from dataclasses import replace
@@ -14,7 +15,6 @@ from quern.model.base import recompute
 from quern.model.llama import Llama
 from tests.laws.table import Law
 from tests.parallel.sharded import ARCHITECTURES, SHAPE, batch, passed, whole_model
-from tests.support.ranks import Ranks
 
 DROPPED = "llama with dropout"
 
@@ -47,8 +47,7 @@ def test_the_same_bits(architecture: str, law: Law) -> None:
     for blocks in (1, 1000):
         found, kept = results(architecture, blocks)
         differing = sum(not torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-        law(f"run again in the backward pass = kept: {architecture}", differing, "bit for bit")
-        assert differing == 0
+        law(f"run again in the backward pass = kept: {architecture}", differing, unit="bit for bit")
         assert kept < most * (0.95 if blocks == 1 else 0.5)
 
 
@@ -59,10 +58,3 @@ def test_the_law_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "checkpoint", lambda *args, **kw: checkpoint(*args, preserve_rng_state=False, **kw))
     expected, found = results(DROPPED, 0)[0], results(DROPPED, 2)[0]
     assert not all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_shards_repeat_their_collectives(architecture: str, ranks: Ranks) -> None:
-    (found, _) = ranks(2, "tests.parallel.sharded:compared", tp=2, architecture=architecture, recomputed=3)
-    assert found.pop("bytes") == 0
-    assert max(found.values()) <= 1e-5

@@ -45,8 +45,7 @@ class Runs:
         for name, (fault, flags) in zip(names, runs, strict=True):
             begin = PRETRAIN[3 if "--data" in flags else 1 :]  # one --data names all texts
             arguments = [PRETRAIN[0], *begin, *flags, "--run", name]
-            plain = {"faults": [fault], "ranks": 2, "restarts": 0, "counted": False}
-            requests.append({"arguments": arguments, **plain, **more})
+            requests.append({"arguments": arguments, "faults": [fault], **more})
         stages = [self.server.folder / f"out/runs/{name}/pretrain" for name in names]
         return [answer | {"stage": s} for answer, s in zip(self.server.together(requests), stages, strict=True)]
 
@@ -213,7 +212,7 @@ def test_fault_many_times(name: str, runs: Runs, events: list[dict[str, Any]], l
         KINDS[name].check(run, fault["rank"], fault["number"])
     seconds = [one["seconds"] for one in found if one["seconds"] is not None]
     if seconds:
-        law(f"{name}, {len(found)} times: seconds from the fault until no process is left", max(seconds), "< 35")
+        law(f"{name}, {len(found)} times: seconds from the fault until no process is left", max(seconds), bar="< 35")
 
 
 # Once each ---------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 does first may take longer than any collective waits, and its end is noticed. Metrics in the files of TensorBoard and
 Weights & Biases, both real and offline, are read back without quern."""
 
-import json
 import signal
 import struct
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from quern.records import StageFolder, TensorBoardTracker, find_trackers, read_metrics
+from quern.records import StageFolder, TensorBoardTracker, find_trackers, read_lines, read_metrics
 from quern.runs.run_dir import RunDir
 from quern.stages.session import Stage
 from quern.train import manifest
@@ -52,13 +51,16 @@ RL = """--rl.rewards counting --rl.kl 0.1 --rl.steps 2 --rl.groups 3 --rl.sample
  --rl.val-questions 2 --rl.val-samples 2 --no-compile --dtype fp32 --threads 1""".split()
 
 
+Cold = tuple[Path, list[dict[str, Any]]]
+
+
 def request(folder: Path, name: str, *arguments: str, **how: Any) -> dict[str, Any]:
     command = ["run", *arguments, *TOY, *CALM, "--run", name, "--out", str(folder / name)]
-    return {"arguments": command, "faults": [], "ranks": 2, "restarts": 0, "counted": False} | how
+    return {"arguments": command, **how}
 
 
 @pytest.fixture(scope="module")
-def cold(faulty_server: FaultyRanks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def cold(faulty_server: FaultyRanks, tmp_path_factory: pytest.TempPathFactory) -> Cold:
     """A folder with the runs of one process, of two replicas, of which one dies while they fine-tune, and of two
     shards; and the answers to the last two, and to a command whose fine-tuning fails by an error of the user."""
     folder = tmp_path_factory.mktemp("cold")
@@ -78,8 +80,7 @@ def cold(faulty_server: FaultyRanks, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def scores(folder: Path, name: str) -> list[dict[str, Any]]:
-    lines = (folder / name / "runs" / name / "evaluate.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+    return read_lines(folder / name / "runs" / name / "evaluate.jsonl")
 
 
 def titles(run: Path) -> list[str]:
@@ -88,7 +89,7 @@ def titles(run: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["replicas", "shards"])
-def test_two_ranks_leave_what_one_process_leaves(cold: tuple[Path, list[dict[str, Any]]], name: str) -> None:
+def test_two_ranks_leave_what_one_process_leaves(cold: Cold, name: str) -> None:
     folder, _ = cold
     runs = [folder / each / "runs" / each for each in ("alone", name)]
     left = [{p.relative_to(run) for p in run.rglob("*") if p.suffix != ".safetensors"} for run in runs]
@@ -107,9 +108,7 @@ def test_two_ranks_leave_what_one_process_leaves(cold: tuple[Path, list[dict[str
     assert titles(runs[0]) == titles(runs[1])
 
 
-def test_each_step_is_said_once_also_where_a_rank_dies_or_fine_tuning_fails(
-    cold: tuple[Path, list[dict[str, Any]]],
-) -> None:
+def test_each_step_is_said_once_also_where_a_rank_dies_or_fine_tuning_fails(cold: Cold) -> None:
     """The killed run goes on within fine-tuning. An error of the user ends all ranks, also after pretraining."""
     folder, (killed, shards, refused) = cold
     for found, times in ((killed, 2), (shards, 1)):
@@ -153,15 +152,12 @@ def test_ranks_may_have_their_files_in_other_folders(tmp_path: Path) -> None:
         start("/c", first="z")
 
 
-def test_shards_practise_as_one_process(cold: tuple[Path, list[dict[str, Any]]], faulty_server: FaultyRanks) -> None:
+def test_shards_practise_as_one_process(cold: Cold, faulty_server: FaultyRanks) -> None:
     """Reinforcement learning of the same model: the replies, and what is learned of them."""
     out = cold[0] / "alone"
     runs = {"practised": (), "practised-in-shards": ("--tp", "2")}
-    requests = [
-        {"arguments": ["rl", "--from", "alone", "--out", str(out), *RL, "--run", run, *flags], "faults": []}
-        | {"ranks": 2 if flags else 1, "restarts": 0, "counted": False}
-        for run, flags in runs.items()
-    ]
+    practise = ["rl", "--from", "alone", "--out", str(out), *RL, "--run"]
+    requests = [{"arguments": [*practise, run, *flags], "ranks": 2 if flags else 1} for run, flags in runs.items()]
     found = faulty_server.together(requests)
     assert [one["result"] for one in found] == [0, 0], [one["said"] for one in found]
     one, two = (read_metrics(out / "runs" / run / "rl") for run in runs)
@@ -199,7 +195,7 @@ def test_rank_0_takes_longer_than_the_collectives_wait_or_is_stopped(faulty_serv
         path = faulty_server.folder / f"{run}.py"
         path.write_text(FIRST.format(body=body), encoding="utf-8")
         arguments = ["pretrain", str(path), *PRETRAIN[1:], *SHORT, "--run", run, "--timeout", "4"]
-        requests.append({"arguments": arguments, "faults": [], "ranks": 2, "restarts": 0, "counted": False})
+        requests.append({"arguments": arguments})
     long, stopped = faulty_server.together(requests)
     for found, second in ((long, 1), (stopped, 0)):
         counts = [len(lines_with(f"prepared by rank {rank}", found["said"])) for rank in range(2)]
@@ -259,7 +255,7 @@ def records_of(data: bytes) -> Iterator[bytes]:
 
 @needs_trackers
 @pytest.mark.parametrize("stage", STAGES)
-def test_both_trackers_have_every_number_of_a_stage(cold: tuple[Path, list[dict[str, Any]]], stage: str) -> None:
+def test_both_trackers_have_every_number_of_a_stage(cold: Cold, stage: str) -> None:
     folder = cold[0] / "shards/runs/shards" / stage
     numbers = of_quern(folder)
     assert {("loss", 6), ("val_loss", 6), ("lr_multiplier", 6)} <= numbers.keys()

@@ -55,20 +55,13 @@ class FaultyRanks(LineServer):
         super().__init__([str(Path(__file__))], folder)
         self.folder = folder
 
-    def __call__(
-        self,
-        arguments: Sequence[str],
-        faults: Sequence[dict[str, Any] | None] = (),
-        ranks: int = 2,
-        restarts: int = 0,
-        counted: bool = False,
-    ) -> dict[str, Any]:
-        run = {"arguments": list(arguments), "faults": list(faults), "ranks": ranks, "restarts": restarts}
-        return self.together([run | {"counted": counted}])[0]
+    def __call__(self, arguments: Sequence[str], **more: Any) -> dict[str, Any]:
+        return self.together([{"arguments": list(arguments), **more}])[0]
 
     def together(self, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns the answers to several runs, in order."""
-        return self.ask(list(runs), gone=[{"said": "the server is gone"}])
+        """Returns the answers to several runs, in order. By default two ranks start once, without faults."""
+        plain = {"faults": [], "ranks": 2, "restarts": 0, "counted": False}
+        return self.ask([plain | run for run in runs], gone=[{"said": "the server is gone"}])
 
 
 # In a rank --------------------------------------------------------------------------------------------------

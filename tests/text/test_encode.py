@@ -76,16 +76,6 @@ def shards_in(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    ray = pytest.importorskip("ray", reason="the extra ray is not installed")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
-        yield
-        ray.shutdown()
-
-
 def encoders_there() -> list[int]:
     """Process ids of Ray's actors that encode."""
     titles = {int(path.parent.name): path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")}
