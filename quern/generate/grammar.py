@@ -62,7 +62,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         try:
-            import llguidance.tiktoken
+            import llguidance
         except ImportError as error:
             raise ImportError("replies in a given form need llguidance: pip install llguidance") from error
         self.tokenizer = tokenizer
@@ -70,8 +70,7 @@ class Grammars:
         self._limits = llguidance.LLParserLimits(
             initial_lexer_fuel=FORM_FUEL, step_lexer_fuel=LEXER_FUEL, max_lexer_states=MOST_STATES, verbose_errors=False
         )
-        # llguidance knows one end token, BOS; `Constraint` puts its own in its place.
-        self._tokens = llguidance.tiktoken.lltokenizer_from_encoding(tokenizer.encoding, eos_token=tokenizer.bos)
+        self._tokens = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Vocabulary(tokenizer)))
         self._known = lru_cache(KEPT)(self._make)
         self._lock, self._running = threading.Lock(), ExitStack()  # for the child that compiles on trial
         self._child: process.Child | None = None
@@ -135,6 +134,23 @@ class Grammars:
                 if code is None or code >= 0:  # no signal ended it: an error of the child itself
                     raise
                 raise CostlyError("it takes too long to compile: simplify it") from None
+
+
+class _Vocabulary:
+    """The tokenizer as llguidance reads it. It knows one end token, BOS; `Constraint` puts its own in its place.
+
+    llguidance's own reader of a tiktoken vocabulary takes twice the time, in which no other thread runs.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.eos_token_id = self.bos_token_id = tokenizer.bos
+        self.tokens = [tokenizer.decode_bytes([id]) for id in range(256)]
+        self.tokens += [*tokenizer.merges, *(name.encode("utf-8") for name in tokenizer.special_tokens)]
+        self.special_token_ids = list(tokenizer.special_ids.values())
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return self._tokenizer.encode(text if isinstance(text, str) else text.decode("utf-8", "replace"))
 
 
 class Grammar:

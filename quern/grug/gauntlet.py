@@ -253,7 +253,7 @@ def _evaluated(
 
     with jax.set_mesh(mesh):
         params = jax.jit(partial(jax.tree.map, moved))(init_state(0, cfg).params)
-        batch = jax.tree.map(lambda x: x[0], device_batch(host, host.rows, mesh))
+        batch = jax.tree.map(lambda x: x[0], device_batch(host, len(host.tokens), mesh))
         outputs = [np.asarray(jax.jit(partial(logits_of, attend=path))(params, batch["tokens"])) for path in paths]
         loss, grads = jax.jit(jax.value_and_grad(lambda p: loss_fn(p, batch, shape, forward=core.forward)))(params)
         leaves = jax.tree_util.tree_leaves_with_path(grads)
@@ -268,7 +268,7 @@ def moved(p: jax.Array) -> jax.Array:
 
 def _progress(cfg: StepConfig, host: Batch) -> float:
     with jax.set_mesh(mesh := single_mesh()):
-        state, batch, losses = init_state(0, cfg), device_batch(host, host.rows, mesh), []
+        state, batch, losses = init_state(0, cfg), device_batch(host, len(host.tokens), mesh), []
         for _ in range(4):
             state, metrics = train_step(state, batch, Multipliers(), cfg)
             losses.append(float(metrics["loss"]))

@@ -65,7 +65,11 @@ def refuse_windows(shape: ResolvedModel) -> None:
 
 def names(depth: int) -> dict[str, tuple[str, ...]]:
     """Hugging Face's names of all weights, by quern's: several are parts of one weight, in the order of its stack."""
-    found = {"embedding.weight": (EMBEDDING,), "norm.weight": ("model.norm.weight",), "head.weight": (HEAD,)}
+    found: dict[str, tuple[str, ...]] = {
+        "embedding.weight": (EMBEDDING,),
+        "norm.weight": ("model.norm.weight",),
+        "head.weight": (HEAD,),
+    }
     for layer in range(depth):
         for ours, theirs in INSIDE.items():
             found[f"blocks.{layer}.{ours}"] = tuple(f"model.layers.{layer}.{name}" for name in theirs)

@@ -140,7 +140,7 @@ class Tokenizer:
         self.vocab_size = len(ranks) + len(special_tokens)
         self.bos = self.special_ids["<|bos|>"]
         self._bytes = [*ranks, *(name.encode("utf-8") for name in special_tokens)]
-        self.encoding = tiktoken.Encoding(
+        self._encoding = tiktoken.Encoding(
             "quern", pat_str=_for_engine(pattern), mergeable_ranks=ranks, special_tokens=self.special_ids
         )
         self.fingerprint = hashlib.sha256(json.dumps(self._contents()).encode("utf-8")).hexdigest()
@@ -245,7 +245,7 @@ class Tokenizer:
     def encode_array(self, text: str) -> np.ndarray:
         """`encode` as an array, uint32, without a Python number for each id."""
         try:
-            return self.encoding.encode_to_numpy(well_formed(text), disallowed_special=())
+            return self._encoding.encode_to_numpy(well_formed(text), disallowed_special=())
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # tiktoken's, if a pattern of others backtracks too often
                 raise

@@ -45,6 +45,7 @@ def level(token: Token, name: str) -> int:
     """The class of a token's colour, from the engine's own numbers."""
     shares = [math.exp(value) for _, value in token.top]
     if name == "probability":
+        assert token.logprob is not None
         return first_at_most([-0.9, -0.6, -0.3, -0.1, -0.02], -math.exp(token.logprob))
     if name == "entropy":
         bits = -sum(p * math.log2(p) for p in [*shares, 1 - sum(shares)] if p > 1e-9)

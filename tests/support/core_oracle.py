@@ -8,6 +8,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -65,22 +66,13 @@ def _question(data: Sequence[dict[str, Any]], item: int, task: CoreTask, tokeniz
         texts, gold = ["\n\n".join([*solved, option]) for option in options], row["gold"]
     ids = [[tokenizer.bos, *tokenizer.encode(text)] for text in texts]
     if task.kind == "language":
-        prompt, whole = ids
-        return Question(item, [whole], [_alike(prompt, whole)], gold)
+        return Question(item, ids[1:], [len(commonprefix(ids))], gold)
     if task.kind == "schema":
-        ending = min(_alike(ids[0][::-1], other[::-1]) for other in ids[1:])
+        ending = len(commonprefix([each[::-1] for each in ids]))
         return Question(item, ids, [len(each) - ending for each in ids], gold)
     # An option that is the beginning of another one keeps its last token.
-    start = min(*(_alike(ids[0], other) for other in ids[1:]), *(len(each) - 1 for each in ids))
+    start = min(len(commonprefix(ids)), *(len(each) - 1 for each in ids))
     return Question(item, ids, [start] * len(ids), gold)
-
-
-def _alike(a: Sequence[int], b: Sequence[int]) -> int:
-    """The number of leading ids that two rows share."""
-    at = 0
-    while at < min(len(a), len(b)) and a[at] == b[at]:
-        at += 1
-    return at
 
 
 def verdict(model: LanguageModel, question: Question, kind: str, context: int, vocab_size: int) -> Verdict:

@@ -9,7 +9,6 @@ MEGABYTES of memory beyond those of the parent. An outcome is "read" (the comman
 (one clear line, nothing published) or "failed": an exception, an unclear end, too much time or memory, a death.
 """
 
-import base64
 import contextlib
 import csv
 import gc
@@ -33,9 +32,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from safetensors import safe_open
 
@@ -45,7 +42,9 @@ from quern.lab.ladder.study import FILES as STUDY
 from quern.serve.access import KeysFile
 from quern.stages import session
 from quern.text.tinyworld import corpus
-from tests.support.small_text import write_text
+from quern.text.tokenizer import Tokenizer
+from tests.support.rows import write_rows
+from tests.support.small_text import read_source, token_shard, write_text, write_tiktoken
 from tests.support.train_here import train_here
 
 SECONDS, MEGABYTES = 2.0, 200
@@ -143,7 +142,8 @@ def build(folder: Path, *asked: Any) -> None:
     (folder / "split/model.safetensors").unlink()
     index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "one.safetensors")}
     (folder / "split/model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    shutil.copy("out/runs/r/tokenizer.json", "vocabulary.json")
+    vocabulary = Path(shutil.copy("out/runs/r/tokenizer.json", "vocabulary.json"))
+    (folder / "tokens.bin").write_bytes(token_shard(Tokenizer.load(vocabulary), read_source(folder / "texts.jsonl")))
     if any(path.startswith("out/lab/") for path, _, _ in drawn(folder, *asked)):
         build_study(folder)
     warm(folder, *asked)
@@ -166,32 +166,22 @@ def _write_formats(folder: Path) -> None:
         ("texts", [{"text": text} for text in texts]),
         ("talks", [{"messages": talk} for talk in talks]),
     ):
-        lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        (folder / f"{name}.jsonl").write_bytes(lines)
+        for ending in ("jsonl", "jsonl.gz", "parquet"):
+            write_rows(folder / f"{name}.{ending}", rows)
+        lines = (folder / f"{name}.jsonl").read_bytes()
         (folder / f"{name}.json").write_text(json.dumps(rows), encoding="utf-8")
-        pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
-        (folder / f"{name}.jsonl.gz").write_bytes(gzip.compress(lines))
         (folder / f"{name}.jsonl.zst").write_bytes(pa.compress(lines, codec="zstd", asbytes=True))
     for ending, mark in (("csv", ","), ("tsv", "\t")):
         with (folder / f"texts.{ending}").open("w", encoding="utf-8", newline="") as file:
             csv.writer(file, delimiter=mark).writerows([["id", "text"], *([n, t] for n, t in enumerate(texts))])
     (folder / "texts.csv.gz").write_bytes(gzip.compress((folder / "texts.csv").read_bytes()))
     (folder / "texts.txt").write_text("\n".join(texts), encoding="utf-8")
-    rng = np.random.default_rng(0)
-    header = np.zeros(256, "<i4")
-    ids = np.where(rng.random(5000) < 0.02, 309, rng.integers(0, 300, 5000)).astype("<u2")
-    header[:3] = 20240520, 1, len(ids)
-    (folder / "tokens.bin").write_bytes(header.tobytes() + ids.tobytes())
-    words = [bytes([byte]) for byte in range(256)] + [b"th", b"he", b"in", b"the"]
-    ranks = (f"{base64.b64encode(word).decode()} {rank}\n" for rank, word in enumerate(words))
-    (folder / "words.tiktoken").write_text("".join(ranks), encoding="ascii")
-    (folder / "core").mkdir()
+    write_tiktoken(folder / "words.tiktoken", 260, [b"th", b"he", b"in", b"the"])
     rows = [{"query": f"it rains {n}", "choices": ["so", "but"], "gold": n % 2} for n in range(4)]
-    (folder / "core/copa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_rows(folder / "core/copa.jsonl", rows)
     problems = [{"question": f"What is {n} plus {n}?", "answer": f"It is {2 * n}. #### {2 * n}"} for n in range(9)]
     for name in ("chat/gsm8k_test.jsonl", "problems/train.jsonl"):
-        (folder / name).parent.mkdir()
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in problems), encoding="utf-8")
+        write_rows(folder / name, problems)
     (folder / "keys.txt").write_text(f"# of a server\n{'0a' * 32} anna\n{'1b' * 32} ben\n", encoding="utf-8")
 
 

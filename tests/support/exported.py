@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from quern.interop import export_hf
-from quern.machine import Machine
 from quern.model.base import LanguageModel
 from quern.recipe import Resolved, ResolvedModel, TextRecipe
 from quern.resolve import resolve
@@ -23,10 +22,10 @@ from quern.text.chat import Message
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint
 from quern.train.state import TrainState, build_model, build_state
+from tests.support.models import CPU as FP32
 from tests.support.models import RECIPES, randomized
 from tests.support.toy_engine import toy_tokenizer
 
-FP32 = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)
 EVEN = {"depth": 4, "width": 32, "head_dim": 8, "heads": 4, "kv_heads": 4}
 ODD = {"depth": 2, "width": 60, "head_dim": 10, "heads": 6, "kv_heads": 2, "mlp_width": 77}
 SIZES: dict[str, dict[str, Any]] = {

@@ -33,7 +33,7 @@ from quern.recipes import gpt  # noqa: F401
 from quern.stages import pretrain, rl, session, sft  # noqa: F401
 from quern.train import checkpoint, loop
 from tests.support.events import Events
-from tests.support.line_server import run_first, serve_forks
+from tests.support.line_server import run_first
 
 TRAINING = ("train", "parallel", "optim", "model", "kernels", "records.py", "data/loader.py", "data/token_file.py")
 PARTS: dict[CodeType, str] = {checkpoint.save.__code__: "save", loop.resume.__code__: "resume"}
@@ -71,6 +71,26 @@ def child(request: dict[str, Any], answer: int) -> int:
     return status
 
 
+def serve(log: Path) -> None:
+    for line in sys.stdin:
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            status = 99
+            try:
+                output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                os.dup2(output, 1)
+                os.dup2(output, 2)
+                status = child(json.loads(line), writer)
+            finally:
+                os._exit(status)
+        os.close(writer)
+        with os.fdopen(reader) as answers:
+            answer = {"place": None, "events": None} | json.loads(answers.read() or "{}")
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        print(json.dumps(answer | {"status": status}), flush=True)
+
+
 if __name__ == "__main__":
     from quern.stages.jax import train as jax_train  # JAX itself starts in the children
 
@@ -80,5 +100,5 @@ if __name__ == "__main__":
     run_first(lambda name: main.main([*sys.argv[2:at], name, *sys.argv[at + 1 :]]), sys.argv[at])
     gc.collect()
     gc.freeze()  # children need not copy these objects
-    serve_forks(child, Path(sys.argv[1]), {"place": None, "events": None})
+    serve(Path(sys.argv[1]))
     os._exit(0)  # a clean shutdown would take seconds

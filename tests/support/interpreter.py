@@ -21,20 +21,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any
 
 import pytest
 
 from tests.support.line_server import end_with_parent
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-class Interpreted(Protocol):
-    """Calls a function in the child and returns its result."""
-
-    def __call__(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
+Interpreted = Callable[..., Any]
+"""Calls a function, its first argument, in the child with the others and returns its result."""
 
 
 def prepare() -> None:
@@ -67,8 +61,4 @@ def running() -> Iterator[Interpreted]:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed: it has builds for Linux only")
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), prepare) as child:
-
-        def call(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-            return child.submit(function, *args, **kwargs).result()
-
-        yield call
+        yield lambda function, *arguments: child.submit(function, *arguments).result()

@@ -1,4 +1,4 @@
-"""Processes that answer lines of JSON with lines of JSON: their client in a test, and a server that forks for each."""
+"""Processes that answer lines of JSON with lines of JSON: their client in a test, and how one begins that forks."""
 
 from __future__ import annotations
 
@@ -83,27 +83,3 @@ def run_first(command: Callable[[str], int], name: str) -> None:
     for thread in set(threading.enumerate()) - {threading.main_thread()}:
         thread.join(20)  # that of the signals ends soon after the command
     assert threading.active_count() == 1, threading.enumerate()
-
-
-def serve_forks(child: Callable[[dict[str, Any], int], int], log: Path, unknown: dict[str, Any]) -> None:
-    """Answers each request with what a forked child writes to the descriptor that it gets, and its `status`.
-
-    child: returns the exit code; its output goes to the log. unknown: what a child that dies leaves out.
-    """
-    for line in sys.stdin:
-        reader, writer = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            status = 99
-            try:
-                output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-                os.dup2(output, 1)
-                os.dup2(output, 2)
-                status = child(json.loads(line), writer)
-            finally:
-                os._exit(status)
-        os.close(writer)
-        with os.fdopen(reader) as answers:
-            answer = json.loads(answers.read() or "{}")
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        print(json.dumps(unknown | answer | {"status": status}), flush=True)

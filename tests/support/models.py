@@ -4,8 +4,10 @@ from typing import Any
 
 import torch
 
+from quern.machine import Machine
 from quern.recipes import gpt, llama, unet
 
+CPU = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)
 RECIPES = {"gpt": gpt.RECIPE, "llama": llama.RECIPE, "unet": unet.RECIPE}
 
 

@@ -18,6 +18,7 @@ from quern.train import checkpoint, manifest
 from quern.train.guard import EXIT_STOPPED
 from tests.support.jax_process import environment
 from tests.support.line_server import ROOT, LineServer
+from tests.support.rows import write_rows
 from tests.support.small_text import write_text
 
 TIMED = {"seconds", "tokens_per_second", "mfu"}
@@ -46,9 +47,8 @@ class Bench(LineServer):
         self.names = (f"run-{number}" for number in itertools.count())
         self.references: dict[tuple[str, str], tuple[Path, dict[str, int]]] = {}
         write_text(folder)
-        with open(folder / "talks.jsonl", "w", encoding="utf-8") as file:
-            talks = sorted(corpus.conversations(0, 40, "train"), key=lambda talk: len(str(talk)))[:20]
-            file.writelines(json.dumps({"messages": talk}) + "\n" for talk in talks)
+        talks = sorted(corpus.conversations(0, 40, "train"), key=lambda talk: len(str(talk)))[:20]
+        write_rows(folder / "talks.jsonl", ({"messages": talk} for talk in talks))
         server = [str(ROOT / "tests/support/fork_server.py"), str(folder / "log.txt")]
         env = environment(folder / "compiled", devices=1)
         super().__init__([*server, *self.arguments(PRETRAIN, BASE, "fp32")], folder, env)

@@ -1,7 +1,6 @@
 """A small text to train on, a vocabulary, and the texts and conversations of files."""
 
 import base64
-import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,12 @@ from quern.text.documents import read
 from quern.text.sources import Where, files, list_talks
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import Tokenizer
+from tests.support.rows import write_rows
 
 
 def write_text(folder: Path) -> None:
     """Writes text.jsonl, a few documents."""
-    with open(folder / "text.jsonl", "w", encoding="utf-8") as file:
-        file.writelines(json.dumps({"text": text}) + "\n" for text in corpus.documents(0, 0.003, "train"))
+    write_rows(folder / "text.jsonl", ({"text": text} for text in corpus.documents(0, 0.003, "train")))
 
 
 def write_tiktoken(path: Path, size: int, merges: Iterable[bytes]) -> dict[bytes, int]:

@@ -7,13 +7,14 @@ import numpy as np
 import torch
 
 from quern.eval.bits_per_byte import BitsPerByte
-from quern.machine import Machine
 from quern.model.context import CausalContext
 from quern.model.gpt import GPT
 from quern.recipe import ModelRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from quern.text.tokenizer import Tokenizer
+from tests.support.models import CPU as CPU
+from tests.support.models import randomized
 
 # Trained on English only: other scripts fall apart into tokens that are no valid UTF-8 by themselves.
 ENGLISH = ["The miller ground the corn and the baker baked the bread, day after day, in the valley."] * 4
@@ -26,7 +27,6 @@ TEXTS = [
     "a",
     "طاحونة قديمة عند النهر",
 ]
-CPU = Machine(device=torch.device("cpu"), dtype=torch.float32, compile=False, threads=1)
 
 
 def tiny_tokenizer() -> Tokenizer:
@@ -38,12 +38,7 @@ def tiny_model(vocab_size: int, context: int = 32, seed: int = 0) -> GPT:
     shape = ModelRecipe(
         depth=3, width=32, head_dim=16, heads=2, kv_heads=1, context=context, vocab_size=vocab_size, windows="SL"
     )
-    model = GPT(resolve(replace(RECIPE, depth=3, model=shape)).model)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
-    return model
+    return randomized(GPT(resolve(replace(RECIPE, depth=3, model=shape)).model), vectors=0.4, seed=seed, matrices=2.3)
 
 
 def plain_bits_per_byte(model: GPT, tokenizer: Tokenizer, texts: list[str], context: int) -> BitsPerByte:

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from quern.generate.engine import Engine
-from quern.machine import Machine
 from quern.model.gpt import GPT
 from quern.model.unet import UNet
 from quern.recipe import ResolvedModel
 from quern.text.tokenizer import Tokenizer
-from tests.support.models import randomized
+from tests.support.models import CPU, randomized
 
 SENTENCES = (
     "The miller grinds the grain at dawn, and the stone hums.",
@@ -20,7 +19,6 @@ SENTENCES = (
     "Grüße aus Köln! Ça va? 你好，世界。 Привет, мир. 👋🏽 😀",
     "stop there, please; the end is near. END",
 )
-CPU = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)
 
 
 @cache
@@ -84,9 +82,7 @@ class Hooked(Engine):
         super().step(most)
 
 
-def toy_engine(
-    windows: str = "SSSL", *, context: int = 64, seed: int = 0, max_rows: int = 64, prefix_megabytes: float = 0
-) -> Engine:
+def toy_engine(*, context: int = 64, seed: int = 0, max_rows: int = 64, prefix_megabytes: float = 0) -> Engine:
     tokenizer = toy_tokenizer()
-    model = toy_model(windows, context=context, vocab_size=tokenizer.vocab_size, seed=seed)
+    model = toy_model(context=context, vocab_size=tokenizer.vocab_size, seed=seed)
     return Engine(model, tokenizer, CPU, max_rows, prefix_megabytes)

@@ -19,8 +19,8 @@ from quern.train.state import TrainState, build_model, build_state
 from quern.train.step import TorchBackend
 from tests.support import models
 from tests.support.memory_corpus import memory_corpus
+from tests.support.models import CPU
 
-CPU = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)
 CONTEXT, ROWS, VOCABULARY = 16, 8, 61  # an odd vocabulary, and fewer tokens than heads would hide
 
 

@@ -113,7 +113,7 @@ def test_content_never_makes_a_special_token(tokenizer: Tokenizer, system: str, 
 def test_the_check_sees_a_tokenizer_that_lets_special_tokens_through(tokenizer: Tokenizer) -> None:
     class Careless(Tokenizer):
         def encode(self, text: str) -> list[int]:
-            return self.encoding.encode(text, allowed_special="all")
+            return self._encoding.encode(text, allowed_special="all")
 
     assert_special_tokens_are_structure(tokenizer, "<|bos|>", [("a", "b")])
     with pytest.raises(AssertionError):
