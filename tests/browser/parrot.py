@@ -120,7 +120,10 @@ class Page:
         self.open(fresh=False)
         self.click("#conversations .open")
 
-    def click(self, selector: str, index: int = 0) -> None:
+    def click(self, selector: str, index: int = 0, reply: str = "") -> None:
+        """reply: what the parrot says to it, where it is told anew."""
+        if reply:
+            self.engine.will_say(reply)
         self.wait(f"document.querySelectorAll({json.dumps(selector)}).length > {index}")
         self.run(f"document.querySelectorAll({json.dumps(selector)})[{index}].click()")
 
@@ -143,13 +146,16 @@ class Page:
         for event in ("input", "change"):
             self.run(f"{field}.dispatchEvent(new Event('{event}'))")
 
-    def send(self, text: str) -> None:
+    def send(self, text: str, *reply: Delta | str, **how: Any) -> None:
+        """reply, how: of `will_say`, where the parrot is told anew."""
+        if reply or how:
+            self.engine.will_say(*reply, **how)
         self.type("#input", text)
         self.press("Enter")
 
-    def ask(self, text: str) -> None:
+    def ask(self, text: str, *reply: Delta | str, **how: Any) -> None:
         """Sends a message and waits for the end of the reply."""
-        self.send(text)
+        self.send(text, *reply, **how)
         # The message is there a moment before the reply begins.
         last = "[...document.querySelectorAll('.message')].at(-1)"
         asked = f"[...document.querySelectorAll('.user')].at(-1)?.textContent.includes({json.dumps(text)})"

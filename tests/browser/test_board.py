@@ -1,5 +1,6 @@
 """The board in a real browser, on a real server: curves, groups, keyboard, themes, live runs, hostile text."""
 
+import itertools
 import json
 import math
 import re
@@ -19,20 +20,21 @@ import pytest
 
 from quern.lab.board.server import WEB, BoardOptions, Server
 from tests.browser.chrome import Chrome
+from tests.support.rows import write_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 BITS = "Validation, bits per byte"
+AXES = ("step", "tokens", "flops", "seconds")
 PAYLOAD = "<img src=x onerror='window.pwned=1'>"
 
 
 def write_run(out: Path, name: str, *, seed: int = 0, lr: float = 0.02, steps: int = 400, done: bool = True) -> Path:
     folder = out / "runs" / name / "pretrain"
-    folder.mkdir(parents=True)
+    events = [{"kind": "start", "step": 0, "steps": 400}, *([{"kind": "finish", "step": steps}] if done else [])]
+    write_rows(folder / "events.jsonl", events)
     recipe = {"seed": seed, "depth": 4, "optim": {"matrix_lr": lr}, "train": {"eval_every": 50, "steps": 400}}
     (folder / "recipe.json").write_text(json.dumps(recipe))
     (folder / "metrics.jsonl").write_text("".join(line(step, seed + lr) for step in range(10, steps + 1, 10)))
-    events = [{"kind": "start", "step": 0, "steps": 400}, *([{"kind": "finish", "step": steps}] if done else [])]
-    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     return folder
 
 
@@ -47,19 +49,14 @@ def line(step: int, above: float) -> str:
 
 def write_study(out: Path) -> None:
     folder = out / "lab" / "night"
-    folder.mkdir(parents=True)
     recipes = {"gpt": {"depth": 4, "optim": {"lr": 0.1}}, "idea": {"depth": 4, "optim": {"lr": 0.2}}}
+    write_rows(folder / "arms.jsonl", ({"arm": arm, "recipe": recipe} for arm, recipe in recipes.items()))
     (folder / "study.json").write_text(json.dumps({"base": "gpt", "delta": 0.002}))
-    arms = [json.dumps({"arm": arm, "recipe": recipe}) + "\n" for arm, recipe in recipes.items()]
-    (folder / "arms.jsonl").write_text("".join(arms))
-    with (folder / "trials.jsonl").open("w") as file:
-        for seed in range(3):
-            for arm in recipes:
-                curve = [
-                    {"step": s, "tokens": s, "flops": s, "seconds": s, "bpb": 1 + seed / 9 + 1 / s} for s in (1, 2, 4)
-                ]
-                trial = {"recipe": arm, "seed": seed, "steps": 4, "bpb": curve[-1]["bpb"], "curve": curve}
-                file.write(json.dumps(trial) + "\n")
+    trials = []
+    for seed, arm in itertools.product(range(3), recipes):
+        curve = [dict.fromkeys(AXES, s) | {"bpb": 1 + seed / 9 + 1 / s} for s in (1, 2, 4)]
+        trials.append({"recipe": arm, "seed": seed, "steps": 4, "bpb": curve[-1]["bpb"], "curve": curve})
+    write_rows(folder / "trials.jsonl", trials)
     verdict = {"idea": "idea", "axis": "steps", "n": 3, "mean": -0.125, "low": -0.25, "high": None}
     (folder / "verdicts.json").write_text(json.dumps([verdict | {"verdict": "better, small"}]))
 
@@ -81,13 +78,13 @@ def out(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def board(out: Path) -> Iterator[str]:
-    """The URL of a board, while it is served."""
+def board(out: Path) -> Iterator[Server]:
+    """A board, while it is served."""
     with Server(BoardOptions(out, port=0)) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:
-            yield server.url
+            yield server
         finally:
             server.shutdown()
             thread.join(30)
@@ -95,8 +92,8 @@ def board(out: Path) -> Iterator[str]:
 
 @pytest.fixture
 def url(out: Path) -> Iterator[str]:
-    with board(out) as url:
-        yield url
+    with board(out) as server:
+        yield server.url
 
 
 def open_board(chrome: Chrome, url: str, view: str = "") -> None:

@@ -41,8 +41,7 @@ def check(page: Page, axe: str, state: str, *, narrow: bool = False) -> None:
 def test_no_violation_in_any_state(page: Page, axe: str) -> None:
     check(page, axe, "welcome")
     text = MARKDOWN.replace(r"\color{red}", "")  # the colour is the model's own
-    page.engine.will_say("Let me see. ", Delta("tool", "1+1"), Delta("output", "2"), text, reason="length")
-    page.ask("What is 1 + 1?")
+    page.ask("What is 1 + 1?", "Let me see. ", Delta("tool", "1+1"), Delta("output", "2"), text, reason="length")
     page.click("[aria-label='Try again']")
     page.wait(f"document.querySelectorAll('.walk').length === 1 && {DONE}")
     page.click(".call summary")
@@ -77,12 +76,12 @@ def test_no_violation_on_the_board_and_in_a_report(browser: Chrome, axe: str, tm
         board_run(tmp_path, f"run{seed}", seed=seed)
     add_rl(write_run(tmp_path / "runs" / "run0"))
     build(tmp_path / "runs" / "run0")
-    with board(tmp_path) as url:
-        open_board(browser, url)
+    with board(tmp_path) as server:
+        open_board(browser, server.url)
         browser.run("document.querySelector('#runs tbody input').click()")
         for path in ("", "/report/run0"):
             if path:
-                browser.open(url + path)
+                browser.open(server.url + path)
             browser.run(axe + "; for (const one of document.querySelectorAll('details')) one.open = true; 0")
             for width, dark in ((1100, True), (320, False)):
                 browser.screenshot(Path("/dev/null"), width=width, height=760, dark=dark)

@@ -71,8 +71,7 @@ def test_a_conversation_with_the_real_engine(browser: Chrome) -> None:
 
 def test_a_reply_streams_and_can_be_stopped(page: Page) -> None:
     engine = page.engine
-    engine.will_say(" ".join(str(n) for n in range(400)), seconds=0.02)
-    page.send("count")
+    page.send("count", " ".join(str(n) for n in range(400)), seconds=0.02)
     page.wait("(document.querySelector('.assistant .body')?.textContent ?? '').startsWith('0 1 2 ')")
     page.wait("/\\d+ tokens · [\\d.]+ tokens\\/s · first after/.test(document.querySelector('.stats').textContent)")
     page.press("Escape")
@@ -84,8 +83,7 @@ def test_a_reply_streams_and_can_be_stopped(page: Page) -> None:
     assert engine.said == before < 400, "the server went on after Stop"
     assert page.said()[1] == shown and "stopped" in page.texts(".assistant .stats")[0]
     # What had been said stays in the conversation, which goes on.
-    engine.will_say("fine")
-    page.ask("and now?")
+    page.ask("and now?", "fine")
     assert page.said() == ["count", shown, "and now?", "fine"]
     assert page.count(".message:last-child .text-button") == 0, "a reply that ended by itself has nothing to continue"
 
@@ -104,31 +102,26 @@ def test_stop_does_not_wait_for_the_tokens_of_a_text(page: Page) -> None:
 
 def test_a_cut_reply_is_continued_after_its_last_token(page: Page) -> None:
     engine, tokenizer = page.engine, page.engine.tokenizer
-    engine.will_say("The miller grinds", reason="length")
-    page.ask("go")
+    page.ask("go", "The miller grinds", reason="length")
     [[prompt]], first = [asked[0] for asked in engine.asked], tokenizer.encode("The miller grinds")
-    engine.will_say(" the grain")
-    page.click(".assistant .text-button")
+    page.click(".assistant .text-button", reply=" the grain")
     page.until_said("go", "The miller grinds the grain")
     assert engine.asked[0][0] == [[*prompt, *first]]
     assert page.texts(".assistant .walk span") == ["2 / 2"]
 
 
 def test_a_reply_that_an_error_cut_is_told_to_be_so_and_continued(page: Page) -> None:
-    page.engine.will_say("The miller", seconds=0.06, failure=RuntimeError("the server ends"))
-    page.send("go")
+    page.send("go", "The miller", seconds=0.06, failure=RuntimeError("the server ends"))
     page.wait("!document.getElementById('problem').hidden")
     page.reopen()
     [_, begun] = page.said()
     assert begun.startswith("The") and "stopped" in page.texts(".assistant .stats")[0]
-    page.engine.will_say(" grinds")
-    page.click(".assistant .text-button")
+    page.click(".assistant .text-button", reply=" grinds")
     page.until_said("go", f"{begun} grinds")
 
 
 def test_waiting_shows_a_clock(page: Page) -> None:
-    page.engine.will_say("x", seconds=0.9)
-    page.send("wait")
+    page.send("wait", "x", seconds=0.9)
     page.wait("/reading the prompt · 0\\.[3-9] s/.test(document.querySelector('.stats')?.textContent)")
     page.wait(DONE)
     assert re.search(r"first after \d", page.texts(".assistant .stats")[0])
@@ -157,8 +150,7 @@ def test_calls_of_the_calculator_are_cards(page: Page, tmp_path: Path) -> None:
 @pytest.mark.parametrize("pace", [0.0, 0.002])
 def test_markdown_code_tables_and_math(page: Page, pace: float) -> None:
     """The same at once and in a stream, and after loading the page again."""
-    page.engine.will_say(MARKDOWN, seconds=pace)
-    page.ask("show")
+    page.ask("show", MARKDOWN, seconds=pace)
     page.engine.will_say("")
     shapes = []
     for _ in range(2):
@@ -201,8 +193,7 @@ FORMULAS = {
 
 
 def test_dollars_of_money_and_shells_are_no_formulas(page: Page) -> None:
-    page.engine.will_say("\n\n".join(FORMULAS))
-    page.ask("show")
+    page.ask("show", "\n\n".join(FORMULAS))
     found = page.run("[...document.querySelectorAll('.block')].map((box) => box.querySelectorAll('.math').length)")
     assert found == list(FORMULAS.values())
     assert [text.strip() for text in page.texts(".block")[:5]] == list(FORMULAS)[:5]
@@ -238,28 +229,23 @@ def test_keys_of_an_input_method_are_its_own(page: Page) -> None:
 
 
 def test_errors_are_told_and_a_reply_is_asked_for_again(page: Page) -> None:
-    page.engine.will_say(failure=RuntimeError("<img src=x onerror=window.pwned=1>"))
-    page.send("hello?")
+    page.send("hello?", failure=RuntimeError("<img src=x onerror=window.pwned=1>"))
     page.wait("!document.getElementById('problem').hidden")
     assert page.texts("#problem span") == ["The server failed on this request."]
     assert page.said() == ["hello?"]
-    page.engine.will_say("here")
-    page.click("#problem button")
+    page.click("#problem button", reply="here")
     page.until_said("hello?", "here")
     assert page.run("document.getElementById('problem').hidden")
     # A question that was not answered is replaced by the next one: user and assistant take turns.
-    page.engine.will_say(failure=RuntimeError("again"))
-    page.send("and?")
+    page.send("and?", failure=RuntimeError("again"))
     page.wait("!document.getElementById('problem').hidden")
-    page.engine.will_say("well")
-    page.ask("now?")
+    page.ask("now?", "well")
     assert page.said() == ["hello?", "here", "now?", "well"]
     # Another try that failed is tried again in its place, not behind the reply that is there.
     page.engine.will_say(failure=RuntimeError("again"))
     page.click(".message:last-child [aria-label='Try again']")
     page.wait("!document.getElementById('problem').hidden")
-    page.engine.will_say("very well")
-    page.click("#problem button")
+    page.click("#problem button", reply="very well")
     page.until_said("hello?", "here", "now?", "very well")
 
 
@@ -275,8 +261,7 @@ def test_a_server_that_was_started_again_with_another_model_is_asked_for_it(page
 
 def test_text_from_right_to_left_is_laid_out_so(page: Page) -> None:
     """In Hebrew, the sign that ends a sentence stands on its left."""
-    page.engine.will_say("**שלום** עולם!\n\n- שלום!\n\nHello world!")
-    page.ask("שלום!")
+    page.ask("שלום!", "**שלום** עולם!\n\n- שלום!\n\nHello world!")
     page.type("#input", "שלום!")
     ends = page.run(
         "[...document.querySelectorAll('.user .text, .block p, .block li, .open, #title')].map((box) => {"
@@ -396,12 +381,10 @@ def test_a_server_with_keys_asks_for_one(browser: Chrome) -> None:
 
 def test_a_reader_who_scrolls_up_is_left_there(page: Page) -> None:
     view = "document.getElementById('conversation')"
-    page.engine.will_say("The miller grinds.\n\n" * 25)
-    page.ask("one")
+    page.ask("one", "The miller grinds.\n\n" * 25)
     distance = f"{view}.scrollHeight - {view}.scrollTop - {view}.clientHeight"
     page.wait(f"{distance} < 5")
-    page.engine.will_say("The stone hums.\n\n" * 60, seconds=0.005)
-    page.send("two")
+    page.send("two", "The stone hums.\n\n" * 60, seconds=0.005)
     page.wait("document.querySelectorAll('.message:last-child .block').length > 5")
     for _ in range(2):
         page.chrome.send("Input.dispatchMouseEvent", type="mouseWheel", x=600, y=300, deltaX=0, deltaY=-500)

@@ -33,8 +33,7 @@ def import_file(page: Page, path: Path, text: str) -> None:
 def test_conversations_are_kept_renamed_searched_and_deleted(page: Page) -> None:
     for question, answer in (("What does the miller do?", "He grinds rye."), ("Where is the bakery?", "In the lane.")):
         page.click("#new")
-        page.engine.will_say(answer)
-        page.ask(question)
+        page.ask(question, answer)
     page.open(fresh=False)
     assert titles(page) == ["Where is the bakery?", "What does the miller do?"]
     page.click("#conversations .open", 1)
@@ -82,30 +81,24 @@ def test_names_do_not_end_with_half_a_character(page: Page) -> None:
 
 
 def test_a_question_outlives_a_tab_that_is_closed_during_the_reply(page: Page) -> None:
-    page.engine.will_say("never " * 400, seconds=0.05)
-    page.send("Are you there?")
+    page.send("Are you there?", "never " * 400, seconds=0.05)
     page.wait("document.querySelector('.waiting .text') !== null")
     page.reopen()
     assert page.said() == ["Are you there?"]
-    page.engine.will_say("Yes.")
-    page.click("#problem button")
+    page.click("#problem button", reply="Yes.")
     page.until_said("Are you there?", "Yes.")
 
 
 def test_edits_and_other_tries_are_branches(page: Page) -> None:
     engine = page.engine
-    engine.will_say("one")
-    page.ask("first")
-    engine.will_say("two")
-    page.ask("second")
-    engine.will_say("another two")
-    page.click(".message:nth-child(4) [aria-label='Try again']")
+    page.ask("first", "one")
+    page.ask("second", "two")
+    page.click(".message:nth-child(4) [aria-label='Try again']", reply="another two")
     page.until_said("first", "one", "second", "another two")
     asked = engine.tokenizer.decode(engine.asked[-1][0][0])
     assert "one" in asked and "second" in asked and "two" not in asked
     # An edited first message has a branch of its own; the other one keeps its replies.
-    engine.will_say("changed")
-    page.click(".message:nth-child(1) [aria-label='Edit']")
+    page.click(".message:nth-child(1) [aria-label='Edit']", reply="changed")
     page.type(".edit textarea", "edited")
     page.press("Enter")
     page.until_said("edited", "changed")
@@ -131,10 +124,8 @@ def test_edits_and_other_tries_are_branches(page: Page) -> None:
 def test_another_try_that_fails_shows_what_was_shown_before(page: Page) -> None:
     """Not the last version, and the messages behind it stay."""
     for answer in ("one", "two"):
-        page.engine.will_say(answer)
-        page.ask(f"{answer}?")
-    page.engine.will_say("another one")
-    page.click(".message:nth-child(2) [aria-label='Try again']")
+        page.ask(f"{answer}?", answer)
+    page.click(".message:nth-child(2) [aria-label='Try again']", reply="another one")
     page.wait(f"document.querySelectorAll('.message').length === 2 && {DONE}")
     page.click(".message:nth-child(2) [aria-label='Previous version']")
     page.engine.will_say(failure=RuntimeError("no"))
@@ -148,8 +139,7 @@ def test_another_try_that_fails_shows_what_was_shown_before(page: Page) -> None:
 
 def test_an_open_edit_outlives_what_else_happens(page: Page) -> None:
     page.ask("first")
-    page.engine.will_say("word " * 200, seconds=0.02)
-    page.send("second")
+    page.send("second", "word " * 200, seconds=0.02)
     page.wait("document.querySelector('.waiting .text') !== null")
     page.click(".message:nth-child(1) [aria-label='Edit']")
     page.type(".edit textarea", "half an edit")
@@ -177,10 +167,8 @@ def test_an_open_edit_outlives_what_else_happens(page: Page) -> None:
 
 
 def test_a_file_brings_everything_back(page: Page, tmp_path: Path) -> None:
-    page.engine.will_say("The grain, 12 sacks.")
-    page.ask("How much?")
-    page.engine.will_say("Twelve sacks.")
-    page.click("[aria-label='Try again']")
+    page.ask("How much?", "The grain, 12 sacks.")
+    page.click("[aria-label='Try again']", reply="Twelve sacks.")
     page.until_said("How much?", "Twelve sacks.")
     data = exported(page, "#export")
     [conversation] = data["conversations"]
@@ -240,8 +228,7 @@ def test_damaged_files_are_refused_and_change_nothing(page: Page, tmp_path: Path
 
 
 def test_a_title_is_typed_to_its_end_when_a_reply_ends_meanwhile(page: Page) -> None:
-    page.engine.will_say("word " * 20, seconds=0.05)
-    page.send("first")
+    page.send("first", "word " * 20, seconds=0.05)
     page.wait("document.querySelector('.waiting .text') !== null")
     page.click("[aria-label='Rename first']")
     page.chrome.type("A title")
@@ -255,8 +242,7 @@ def test_a_title_is_typed_to_its_end_when_a_reply_ends_meanwhile(page: Page) -> 
 def test_the_focus_stays_on_its_button_when_a_reply_ends(page: Page) -> None:
     page.ask("first")
     for button in ("Export first", "Copy"):
-        page.engine.will_say("word " * 20, seconds=0.02)
-        page.send("more")
+        page.send("more", "word " * 20, seconds=0.02)
         page.wait("document.querySelector('.waiting .text') !== null")
         page.run(f"[...document.querySelectorAll('[aria-label={json.dumps(button)}]')].at(-1).focus()")
         page.wait(DONE)

@@ -46,8 +46,7 @@ def test_a_long_conversation_streams_at_sixty_frames(browser: Chrome, xray: bool
         if xray:
             page.click("#xray")
             page.wait(f"document.querySelectorAll('.token').length >= {KEPT_TOKENS}")
-        engine.will_say(REPLY, seconds=0.0006)
-        page.send("and now?")
+        page.send("and now?", REPLY, seconds=0.0006)
         page.wait(
             "document.querySelectorAll('.waiting').length === 1 && document.querySelector('.waiting .text') !== null"
         )

@@ -83,8 +83,7 @@ def test_colours_are_the_engines_numbers(browser: Chrome) -> None:
 
 def test_the_card_tells_a_token_and_its_alternatives(page: Page) -> None:
     tokenizer = page.engine.tokenizer
-    page.engine.will_say(REPLY)
-    page.ask("go")
+    page.ask("go", REPLY)
     page.click("#xray")
     ids = tokenizer.encode(REPLY)
     page.wait(f"document.querySelectorAll('.text .token').length === {len(ids)}")
@@ -129,8 +128,7 @@ def branch_at(page: Page, token: int, alternative: int) -> None:
 
 def test_an_alternative_begins_a_branch_there(page: Page) -> None:
     engine, tokenizer = page.engine, page.engine.tokenizer
-    engine.will_say(REPLY)
-    page.ask("go")
+    page.ask("go", REPLY)
     [[prompt]] = [asked[0] for asked in engine.asked]
     page.click("#xray")
     ids = tokenizer.encode(REPLY)
@@ -160,8 +158,7 @@ def test_an_alternative_begins_a_branch_there(page: Page) -> None:
 
 def test_a_branch_after_a_call_has_the_calls_tokens(page: Page) -> None:
     engine, tokenizer = page.engine, page.engine.tokenizer
-    engine.will_say("Well: ", Delta("tool", "2+3"), Delta("output", "5"), "It is five")
-    page.ask("2 + 3?")
+    page.ask("2 + 3?", "Well: ", Delta("tool", "2+3"), Delta("output", "5"), "It is five")
     [[prompt]] = [asked[0] for asked in engine.asked]
     page.click("#xray")
     page.wait("document.querySelectorAll('.assistant .text.tokens').length === 2")
@@ -198,19 +195,16 @@ def test_the_prompt_is_shown_as_it_was_read_and_its_cached_part_shaded(page: Pag
 def test_a_text_is_continued_and_branches_from_its_own_tokens(page: Page) -> None:
     engine, tokenizer = page.engine, page.engine.tokenizer
     page.click("input[value=text]")
-    engine.will_say(" grinds")
-    page.ask("The miller ")
+    page.ask("The miller ", " grinds")
     [[sent], options] = engine.asked[0]
     assert sent == [tokenizer.bos, *tokenizer.encode("The miller ")] and options["plain"]
-    engine.will_say(" more")
-    page.send("")
+    page.send("", " more")
     page.wait(f"document.querySelectorAll('.message').length === 3 && {DONE}")
     assert engine.asked[0][0] == [[tokenizer.bos, *tokenizer.encode("The miller  grinds")]]
     page.click("#xray")
     page.click(".prompt summary")
     page.wait("document.querySelectorAll('.prompt .token').length > 2")
-    engine.will_say("!")
-    page.click(".prompt .token", 2)
+    page.click(".prompt .token", 2, reply="!")
     chosen = page.run("document.querySelector('button.alternative:not(:disabled)').title.match(/id (\\d+)/)[1]")
     page.click("button.alternative:not(:disabled)")
     page.wait(f"document.querySelectorAll('.message').length === 2 && {DONE}")
@@ -219,8 +213,7 @@ def test_a_text_is_continued_and_branches_from_its_own_tokens(page: Page) -> Non
 
 
 def test_bytes_that_are_no_character_and_replies_without_a_record(page: Page) -> None:
-    page.engine.will_say("👋🏽")
-    page.ask("wave")
+    page.ask("wave", "👋🏽")
     page.click("#xray")
     page.wait("document.querySelectorAll('.text .token').length > 0")
     tokenizer = page.engine.tokenizer
@@ -251,8 +244,7 @@ def go_on(page: Page, text: str) -> None:
 
 def test_one_reply_is_written_at_a_time(page: Page) -> None:
     """A click that comes twice, or while a reply is written, begins no second reply: Stop would not reach it."""
-    page.engine.will_say("The miller", reason="length")
-    page.ask("go")
+    page.ask("go", "The miller", reason="length")
     page.engine.will_say(" grinds")
     page.run("(() => { const go = document.querySelector('.assistant .text-button'); go.click(); go.click(); })()")
     page.wait(f"document.querySelector('.assistant').textContent.includes('grinds') && {DONE}")
@@ -263,8 +255,7 @@ def test_one_reply_is_written_at_a_time(page: Page) -> None:
     page.click("#xray")
     page.click(".prompt summary")
     page.wait("document.querySelectorAll('.prompt .token').length > 2")
-    page.engine.will_say("word " * 20, seconds=0.05)
-    page.send("more")
+    page.send("more", "word " * 20, seconds=0.05)
     page.wait("document.querySelector('.waiting .text') !== null")
     page.click(".prompt .token", 2)
     page.click("button.alternative:not(:disabled)")
@@ -276,8 +267,7 @@ def test_another_model_goes_on_with_its_own_tokens(browser: Chrome) -> None:
     first, tokenizer = make_parrot(), Tokenizer.train(SENTENCES[1:] * 8, 300)
     second = Parrot(toy_model(context=512, vocab_size=tokenizer.vocab_size), tokenizer, CPU)
     with visiting(browser, {"first": first, "second": second}) as page:
-        first.will_say(REPLY, reason="length")
-        page.ask("go")
+        page.ask("go", REPLY, reason="length")
         page.run("document.getElementById('model').value = 'second'")
         second.will_say(" at dawn")
         go_on(page, "at dawn")
@@ -292,8 +282,7 @@ def test_another_model_goes_on_with_its_own_tokens(browser: Chrome) -> None:
 def test_the_prompt_of_a_text_that_is_too_long_is_shown_as_it_was_read(page: Page) -> None:
     engine, long = page.engine, "stop there, " * 200
     page.click("input[value=text]")
-    engine.will_say("please", reason="length")
-    page.ask(long)
+    page.ask(long, "please", reason="length")
     [[sent], _] = engine.asked[0]
     left_out = len(engine.tokenizer.encode(long)) + 1 - len(sent)
     assert left_out > 0 and f"the first {left_out} tokens were left out" in page.said()[1]

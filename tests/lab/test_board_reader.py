@@ -14,6 +14,7 @@ import pytest
 from quern.lab.board.reader import Curve
 from quern.lab.board.server import OVERVIEW_POINTS, Board, NotFound
 from quern.records import StageFolder
+from tests.support.rows import write_rows
 
 EVERY = 250
 
@@ -36,9 +37,8 @@ def lines(steps: int, seed: int = 0, pad: int = 0) -> list[str]:
 
 def write_run(out: Path, name: str, content: str, events: Sequence[dict[str, Any]] = ()) -> Path:
     folder = out / "runs" / name / "pretrain"
-    folder.mkdir(parents=True)
+    write_rows(folder / "events.jsonl", events)
     (folder / "metrics.jsonl").write_text(content)
-    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     (folder / "recipe.json").write_text(json.dumps({"depth": 4, "train": {"eval_every": EVERY, "steps": 1000}}))
     return folder
 
@@ -220,13 +220,11 @@ def test_an_empty_folder_and_wrong_requests(tmp_path: Path) -> None:
 
 def test_a_study(tmp_path: Path) -> None:
     folder = tmp_path / "lab" / "night"
-    folder.mkdir(parents=True)
     recipes = {"gpt": {"depth": 4, "optim": {"lr": 0.1}}, "idea": {"depth": 4, "optim": {"lr": 0.2}}}
-    (folder / "study.json").write_text(json.dumps({"base": "gpt", "delta": 0.002}))
     arms = [{"arm": name, "recipe": recipe, "source": "#" * 9000} for name, recipe in recipes.items()]
-    (folder / "arms.jsonl").write_text("".join(json.dumps(arm) + "\n" for arm in arms))
-    trials = [trial("gpt", 0, 1.25), trial("gpt", 1, 1.75), trial("idea", 0, None)]
-    (folder / "trials.jsonl").write_text("".join(json.dumps(one) + "\n" for one in trials))
+    write_rows(folder / "arms.jsonl", arms)
+    write_rows(folder / "trials.jsonl", [trial("gpt", 0, 1.25), trial("gpt", 1, 1.75), trial("idea", 0, None)])
+    (folder / "study.json").write_text(json.dumps({"base": "gpt", "delta": 0.002}))
     verdicts = [{"idea": "idea", "axis": "steps", "n": 5, "mean": -0.1, "low": -0.2, "verdict": "worse"}, {}]
     verdicts += [{"interval": [-0.2, None]}, {"interval": 3}]
     (folder / "verdicts.json").write_text(json.dumps(verdicts))

@@ -4,7 +4,6 @@ import http.client
 import json
 import socket
 import struct
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from quern.lab.board.server import PAGE, TYPES, WEB, BoardOptions, Server, run
+from tests.browser.test_board import board
 
 
 @pytest.fixture
@@ -21,12 +21,8 @@ def server(tmp_path: Path) -> Iterator[Server]:
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text('{"step": 10, "tokens": 80, "loss": 2.5}\n')
     (tmp_path / "secret.json").write_text('{"secret": 1}')
-    with Server(BoardOptions(out, port=0)) as found:
-        thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
+    with board(out) as found:
         yield found
-        found.shutdown()
-        thread.join(30)
 
 
 def ask(server: Server, path: str, body: bytes | None = None, **headers: str) -> tuple[int, Any, dict[str, str]]:

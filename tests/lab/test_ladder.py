@@ -36,6 +36,7 @@ from quern.lab.trainer import Trial
 from quern.lab.verdict import Finding
 from quern.recipe import TrainRecipe
 from quern.recipes.gpt import RECIPE
+from tests.support.rows import write_rows
 
 SIZES = {0: 1e13, 1: 4e13, 2: 1.6e14}
 """FLOPs of the baseline by rung."""
@@ -209,7 +210,7 @@ def test_the_top_rungs_multiplier_is_predicted_for_85_percent_of_ideas(tmp_path:
                 for name, saved in savings.items()
                 for at in range(10 if name == "base" else 5)
             ]
-        (study.folder / TRIALS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_rows(study.folder / TRIALS, lines)
         study.refresh()
         held += [holds for *_, holds in predictions(study, rows(study))]
     assert len(held) == 120 and np.mean(held) >= 0.85

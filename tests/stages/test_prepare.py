@@ -25,6 +25,7 @@ from quern.text.clean.steps import Cleaned, Step, exact_duplicates
 from quern.text.tinyworld import corpus as tinyworld_corpus
 from quern.text.tokenizer import Tokenizer
 from tests.support.memory_corpus import texts_of
+from tests.support.rows import write_rows
 
 
 def recipe_for(data: Path | str, **text: Any) -> Resolved:
@@ -44,8 +45,7 @@ def documents(count: int) -> list[str]:
 
 
 def write_jsonl(path: Path, texts: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    return path
+    return write_rows(path, ({"text": text} for text in texts))
 
 
 FILTER = """

@@ -35,6 +35,7 @@ from quern.stages.session import Session
 from quern.text.hugging_face import tokenizer_json
 from quern.text.tokenizer import Tokenizer
 from tests.support.memory_corpus import ids_of, texts_of
+from tests.support.rows import write_rows
 from tests.support.small_text import token_shard, write_tiktoken
 from tests.support.toy_training import CPU
 
@@ -216,8 +217,7 @@ def test_text_becomes_the_tokens_that_tiktoken_makes_and_is_read_back(
     rows = [f"{text}; köln 世界 😀 don't 12345\n\n  {number}" for number, text in enumerate(texts(90))]
     splits = {"train": rows[:80], "val": rows[80:]}
     for split, some in splits.items():
-        jsonl = "".join(json.dumps({"text": text}) + "\n" for text in some)
-        (tmp_path / f"{split}.jsonl").write_text(jsonl, encoding="utf-8")
+        write_rows(tmp_path / f"{split}.jsonl", ({"text": text} for text in some))
     flags = ["prepare", "--data", "train.jsonl", "--val", "val.jsonl", "--text.tokenizer", "r50k_base.tiktoken"]
     assert main([*flags, "--to", to, "--dir", "to kens"]) == 0
     said = capsys.readouterr().out

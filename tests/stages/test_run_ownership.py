@@ -20,7 +20,7 @@ import torch
 from quern.cli import main
 from quern.data.shards import Corpus
 from quern.estimate.own_text import READINGS
-from quern.records import read_events, read_metrics
+from quern.records import read_events, read_lines, read_metrics
 from quern.runs.origin import read_origin, read_saved
 from quern.runs.run_dir import RunDir
 from quern.runs.run_lock import run_lock
@@ -31,6 +31,7 @@ from quern.text.tinyworld import corpus
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint, manifest
 from quern.train.guard import EXIT_STOPPED
+from tests.support.rows import write_rows
 
 PLAIN = "--no-compile --dtype fp32 --threads 1".split()
 SHAPE = """--depth 2 --text.vocab-size 330 --text.tokenizer-megabytes 0.1 --text.val-megabytes 0.004 --model.width 16
@@ -98,7 +99,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs = Runs(tmp_path_factory.mktemp("ownership"))
     write_text(runs.text, seed=0)
     write_text(runs.other, seed=5)
-    write_talks(runs.talks, seed=0)
+    talks = sorted(corpus.conversations(0, 60, "train"), key=lambda talk: len(str(talk)))[:12]
+    write_rows(runs.talks, ({"messages": talk} for talk in talks))
     assert runs("pretrain", *SHAPE, "--data", runs.text) == 0
     assert runs("sft", *SFT, "--conversations", runs.talks) == 0
     assert runs("pretrain", *SHAPE, "--data", runs.other, run="other") == 0
@@ -114,15 +116,8 @@ def runs(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Runs
     return Runs(tmp_path, capsys)
 
 
-def write_text(path: Path, seed: int, megabytes: float = 0.012) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps({"text": text}) + "\n" for text in corpus.documents(seed, megabytes, "train"))
-
-
-def write_talks(path: Path, seed: int) -> None:
-    talks = sorted(corpus.conversations(seed, 60, "train"), key=lambda talk: len(str(talk)))[:12]
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps({"messages": talk}) + "\n" for talk in talks)
+def write_text(path: Path, seed: int) -> None:
+    write_rows(path, ({"text": text} for text in corpus.documents(seed, 0.012, "train")))
 
 
 def read(path: Path) -> Any:
@@ -348,8 +343,7 @@ def test_a_text_of_ones_own_makes_a_base_model_that_continues_what_was_held_out(
     run = runs.stage(run="plain").parent
     assert "fine-tun" not in said and "tinyworld/" not in said and not (run / "sft").exists()
     assert "your text: " in said and "to expect, if it is English prose: about " in said
-    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
-    prompts = [one["prompt"] for one in samples if one["stage"] == "pretrain"]
+    prompts = [one["prompt"] for one in read_lines(run / "samples.jsonl") if one["stage"] == "pretrain"]
     val = Corpus.open(runs.folder / "out" / read_origin(run / "pretrain").shards, "val")  # type: ignore[union-attr]
     tokenizer = Tokenizer.load(run / "tokenizer.json")
     held_out = [tokenizer.decode(val.gather(number).tolist()) for number in range(val.num_documents)]

@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from quern.mixture.sources import read_rows
@@ -13,6 +11,7 @@ from quern.text.chat import parts, render, validate
 from quern.text.conversations import to_messages
 from quern.text.sources import list_talks
 from quern.text.tokenizer import Tokenizer
+from tests.support.rows import write_rows
 from tests.support.small_text import read_conversations
 
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
@@ -174,19 +173,12 @@ def test_a_reply_of_weight_0_is_read_and_not_learned(key: str, no: Any, yes: Any
         assert (ids == render(tokenizer, to_messages(plain))[0]).all()
 
 
-def write(path: Path, records: list[Any]) -> Path:
-    lines = [json.dumps(record) for record in records]
-    body = "\n".join(lines) if path.suffix == ".jsonl" else f"[{','.join(lines)}]"
-    path.write_text(body, encoding="utf-8")
-    return path
-
-
 def test_every_shape_comes_from_every_file(tmp_path: Path) -> None:
     shapes = [SHAREGPT, ALPACA, {"messages": [USER, ANSWER]}, [USER, ANSWER]]
-    write(tmp_path / "a.jsonl", shapes)
-    write(tmp_path / "b.json", shapes)
-    pq.write_table(pa.Table.from_pylist([SHAREGPT] * 2), tmp_path / "c.parquet")
-    pq.write_table(pa.Table.from_pylist([ALPACA] * 2), tmp_path / "d.parquet")
+    write_rows(tmp_path / "a.jsonl", shapes)
+    (tmp_path / "b.json").write_text(json.dumps(shapes), encoding="utf-8")
+    write_rows(tmp_path / "c.parquet", [SHAREGPT] * 2)
+    write_rows(tmp_path / "d.parquet", [ALPACA] * 2)
     for name in ("README.md", "notes.txt"):  # of no use here: said, not read
         (tmp_path / name).write_text("x", encoding="utf-8")
     said: list[str] = []
@@ -199,10 +191,10 @@ def test_every_shape_comes_from_every_file(tmp_path: Path) -> None:
 
 def test_conversations_without_an_answer_are_skipped_or_refused(tmp_path: Path) -> None:
     said: list[str] = []
-    path = write(tmp_path / "a.jsonl", [[USER], [USER, ANSWER], [USER]])
+    path = write_rows(tmp_path / "a.jsonl", [[USER], [USER, ANSWER], [USER]])
     assert list(read_conversations(path, said.append)) == [[USER, ANSWER]]
     assert said[-1] == f"conversations: skipped 2 without an assistant's turn to learn, the first is {path}, line 1"
-    write(path, [[USER], [USER, {**ANSWER, "weight": 0}]])
+    write_rows(path, [[USER], [USER, {**ANSWER, "weight": 0}]])
     with pytest.raises(ValueError, match="a.jsonl, line 1: no assistant's turn is learned, here or in any .*, or give"):
         list(read_conversations(path))
 
@@ -220,9 +212,8 @@ def test_parquet_gives_the_tokens_of_json_lines(tmp_path: Path) -> None:
         row("many", {"list": [{"a": 1}, {"b": 2}]}, {"type": "object", "properties": {"list": {"type": "array"}}}),
         {**row("calculator", {"expression": "2*3"}, {}), "tools": None},
     ]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "talks.parquet")
-    found = list(read_conversations(tmp_path / "talks.parquet"))
-    assert found == list(read_conversations(write(tmp_path / "talks.jsonl", rows)))
+    found = list(read_conversations(write_rows(tmp_path / "talks.parquet", rows)))
+    assert found == list(read_conversations(write_rows(tmp_path / "talks.jsonl", rows)))
     calls = [part["text"] for messages in found for part in parts(messages[-1]) if part["type"] == "tool"]
     assert calls == [
         '{"name":"weather","arguments":{"city":"Rome","at":{"day":2}}}',
