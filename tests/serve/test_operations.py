@@ -230,9 +230,6 @@ def test_pages_of_named_origins_alone_may_use_the_api(keys: Keys | None) -> None
             assert answer.status_code == (401 if keys else 200)
             assert (answer.headers.get("access-control-allow-origin") == origin) is allowed
             assert "access-control-allow-credentials" not in answer.headers
-    with running(create_app({"toy": toy_engine()})) as url:
-        closed = web.options(f"{url}/v1/chat/completions", headers={"origin": "https://good.example"})
-        assert closed.status_code == 405 and "access-control-allow-origin" not in closed.headers
 
 
 # Several models, newer checkpoints ---------------------------------------------------------------------------
