@@ -20,7 +20,7 @@ from quern.kernels.softcap import Cap, NoCap, SigmoidCap, TanhCap
 from tests.laws.table import Law
 from tests.support.deviation import deviation
 from tests.support.interpreter import Interpreted
-from tests.support.mutant import planted
+from tests.support.mutant import with_mistake
 
 FP32_BAR = 1e-5
 BF16_BAR = 1.1
@@ -133,11 +133,6 @@ def test_triton_cross_entropy_is_its_plain_twin_in_fp32(cap: str, interpreted: I
     law(name, worst, FP32_BAR, "relative, fp32")
 
 
-def mutant_deviation(cap: str, right: str, wrong: str) -> float:
-    with planted("quern.kernels.cross_entropy_triton", right, wrong):
-        return triton_deviation(cap, ((17, 37),))
-
-
 @pytest.mark.parametrize(
     ("cap", "right", "wrong"),
     [
@@ -146,7 +141,8 @@ def mutant_deviation(cap: str, right: str, wrong: str) -> float:
     ],
 )
 def test_the_triton_check_can_fail(cap: str, right: str, wrong: str, interpreted: Interpreted) -> None:
-    assert interpreted(mutant_deviation, cap, right, wrong) > 10 * FP32_BAR
+    kernel = "quern.kernels.cross_entropy_triton"
+    assert interpreted(with_mistake, kernel, right, wrong, triton_deviation, cap, ((17, 37),)) > 10 * FP32_BAR
 
 
 def traced_deviation() -> float:

@@ -18,7 +18,7 @@ from quern.kernels.attention.flash import flash_attention
 from tests.laws.table import Law
 from tests.support.deviation import deviation, with_gradients
 from tests.support.interpreter import Interpreted
-from tests.support.mutant import planted
+from tests.support.mutant import with_mistake
 
 FP32_BAR = 1e-5
 
@@ -130,18 +130,18 @@ MISTAKES = {  # what stands in the device code, what is planted
 TELLING = [Case(129, 40, H=1, K=1), Case(33, H=4, K=2), Case(129, 20, "mixed", H=2, K=1)]
 
 
-def deviation_with(mistake: str) -> float:
-    """The first deviation that shows the mistake."""
+def telling_deviation() -> float:
+    """The first deviation that shows a mistake."""
     importer = "quern.kernels.attention.flash_launch"
-    with planted("quern.kernels.attention.flash_triton", *MISTAKES[mistake]):
-        kept = {importer: sys.modules.pop(importer)} if importer in sys.modules else {}
-        try:
-            found = (worst_deviation([case]) for case in TELLING)
-            return next((apart for apart in found if apart > 100 * FP32_BAR), 0.0)
-        finally:
-            sys.modules.update(kept)
+    kept = {importer: sys.modules.pop(importer)} if importer in sys.modules else {}
+    try:
+        found = (worst_deviation([case]) for case in TELLING)
+        return next((apart for apart in found if apart > 100 * FP32_BAR), 0.0)
+    finally:
+        sys.modules.update(kept)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_check_catches(interpreted: Interpreted, mistake: str) -> None:
-    assert interpreted(deviation_with, mistake) > 100 * FP32_BAR
+    kernels = "quern.kernels.attention.flash_triton"
+    assert interpreted(with_mistake, kernels, *MISTAKES[mistake], telling_deviation) > 100 * FP32_BAR

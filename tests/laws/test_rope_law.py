@@ -13,8 +13,9 @@ from quern.kernels.rope import rotate_operator, rotate_plain
 from tests.laws.table import Law
 from tests.support.deviation import deviation
 from tests.support.interpreter import Interpreted
-from tests.support.mutant import planted
+from tests.support.mutant import with_mistake
 
+TRITON = "quern.kernels.rope_triton"
 FP32_BAR = 1e-5
 GAIN = 1.2
 LENGTHS = (1, 17, 129)
@@ -63,11 +64,6 @@ def test_triton_rope_is_its_plain_twin(name: str, interpreted: Interpreted, law:
     law(f"Triton RoPE {name}".strip() + " = plain twin, y and gradient", worst, FP32_BAR, "relative, fp32")
 
 
-def mutant_deviation(name: str, right: str, wrong: str) -> float:
-    with planted("quern.kernels.rope_triton", right, wrong):
-        return rope_deviation(name, (17,))
-
-
 @pytest.mark.parametrize(
     ("name", "right", "wrong"),
     [
@@ -76,7 +72,7 @@ def mutant_deviation(name: str, right: str, wrong: str) -> float:
     ],
 )
 def test_the_check_can_fail(name: str, right: str, wrong: str, interpreted: Interpreted) -> None:
-    assert interpreted(mutant_deviation, name, right, wrong) > 10 * FP32_BAR
+    assert interpreted(with_mistake, TRITON, right, wrong, rope_deviation, name, (17,)) > 10 * FP32_BAR
 
 
 def check_operators() -> None:

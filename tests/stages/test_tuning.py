@@ -79,7 +79,6 @@ def test_what_is_not_asked_is_the_commands_default_not_the_bases() -> None:
     [
         ({"sft": SftRecipe(batch_tokens=100)}, "since rows have 48 tokens: 96 or 144, not 100"),
         ({"sft": SftRecipe(epochs=0.0)}, "sft.epochs must be a number above 0"),
-        ({"train": TrainRecipe(micro_batch_tokens=47)}, "must hold a row of model.context: at least 48, not 47"),
         ({"train": TrainRecipe(keep=0)}, "train.keep must be a whole number between 1 and"),
         ({"rl": RlRecipe(samples=1)}, "rl.samples must be a whole number between 2 and"),
         ({"rl": RlRecipe(updates=17)}, "rl.updates must be at most rl.groups, 16, not 17"),

@@ -1,23 +1,21 @@
 """A kernel's file with one mistake planted in it, to see that a check notices.
 
-    with planted("quern.kernels.rope_triton", "first * c + second * s", "first * c - second * s"):
-        assert deviation() > bar
+    assert with_mistake("quern.kernels.rope_triton", "first * c + second", "first * c - second", deviation) > bar
 
-Inside, whoever imports the module gets the broken one; the file itself is not touched. For modules that are imported
+Meanwhile, whoever imports the module gets the broken one; the file itself is not touched. For modules that are imported
 where they are used, as the ones of device code are.
 """
 
 import importlib.util
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
-@contextmanager
-def planted(name: str, right: str, wrong: str) -> Iterator[None]:
-    """The module `name` with `wrong` instead of `right`, which must stand in its file exactly once."""
+def with_mistake(name: str, right: str, wrong: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function returns while the module `name` has `wrong` for `right`, which is in its file exactly once."""
     found = importlib.util.find_spec(name)
     assert found is not None and found.origin is not None
     source = Path(found.origin).read_text(encoding="utf-8")
@@ -32,7 +30,7 @@ def planted(name: str, right: str, wrong: str) -> Iterator[None]:
         sys.modules[name] = module
         try:
             spec.loader.exec_module(module)
-            yield
+            return function(*arguments)
         finally:
             del sys.modules[name]
             if as_is is not None:

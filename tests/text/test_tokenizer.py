@@ -113,7 +113,6 @@ def test_lone_surrogates_become_replacement_characters(tokenizer: Tokenizer) -> 
         ("\ud83d\ude00", "😀"),
     ):
         assert tokenizer.decode(tokenizer.encode(text)) == clean
-        assert tokenizer.encode_array(text).tolist() == tokenizer.encode(clean)
         assert compression_report(tokenizer, {"odd": text})[0]["bytes"] == len(clean.encode("utf-8"))
     assert Tokenizer.train(["ab\ud800 ab ab"], 300).vocab_size > SMALLEST
 

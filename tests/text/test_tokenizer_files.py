@@ -228,10 +228,3 @@ def test_a_vocabulary_of_another_size_is_split_as_gpt2s_and_says_so(tmp_path: Pa
     write_tiktoken(path, 2000, trained_merges())
     (note,) = open_tokenizer(path).notes
     assert "has 2,000 tokens, as no vocabulary that quern knows: it splits text as GPT-2's" in note
-
-
-def test_a_run_of_white_space_that_the_split_cannot_read_is_refused() -> None:
-    ours = read_tokenizer(json.loads(llama3().to_str()))
-    for encode in (ours.encode, ours.encode_array):
-        with pytest.raises(ValueError, match="pattern cannot split a text|Max stack size exceeded"):
-            encode("x" + " " * 1_000_000)
