@@ -29,6 +29,7 @@ import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -43,6 +44,7 @@ from quern.serve.access import KeysFile
 from quern.stages import session
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import Tokenizer
+from tests.support.line_server import forked
 from tests.support.rows import write_rows
 from tests.support.small_text import read_source, token_shard, write_text, write_tiktoken
 from tests.support.train_here import train_here
@@ -313,7 +315,7 @@ def damage(path: Path, rng: random.Random) -> str:
 # Trials -----------------------------------------------------------------------------------------------------
 
 
-def child(arguments: Sequence[str], answer: IO[str]) -> None:
+def child(arguments: Sequence[str], answer: IO[str]) -> int:
     """Runs a command with limits, and writes its outcome and its last words."""
     with open("/proc/self/statm", encoding="ascii") as file:
         pages = int(file.read().split()[0])
@@ -336,18 +338,13 @@ def child(arguments: Sequence[str], answer: IO[str]) -> None:
     outcome = "read" if code in (0, 75) else "refused" if clear else "failed"
     json.dump({"outcome": outcome, "said": "\n".join(lines[-3:])[-600:]}, answer)
     answer.flush()
+    return 0
 
 
 def trial(arguments: Sequence[str]) -> dict[str, Any]:
     """Runs a command in a child of its own → its outcome, its last words and its seconds."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as answer:
-        pid = os.fork()
-        if pid == 0:
-            try:
-                child(arguments, answer)
-            finally:
-                os._exit(99)
-        _, status, used = os.wait4(pid, 0)
+        _, status, used = os.wait4(forked(partial(child, arguments, answer)), 0)
         answer.seek(0)
         found = json.loads(answer.read() or json.dumps({"outcome": "failed", "said": f"ended with status {status}"}))
     seconds = used.ru_utime + used.ru_stime

@@ -27,9 +27,9 @@ import socket
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from tests.support.events import Events
-from tests.support.line_server import ROOT, LineServer, run_first
+from tests.support.line_server import ROOT, LineServer, forked, run_first
 
 SHUTDOWN_SECONDS = 30
 AT_ONCE = 5
@@ -121,9 +121,10 @@ def put(answers: int, **facts: Any) -> None:
     os.write(answers, (json.dumps(facts) + "\n").encode())
 
 
-def run_rank(rank: int, request: dict[str, Any], attempt: int, answers: int) -> int:
+def run_rank(rank: int, request: dict[str, Any], attempt: int, answers: int, listener: socket.socket) -> int:
     from quern.cli import main
 
+    listener.close()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
     faults = request["faults"]
     fault = faults[attempt] if attempt < len(faults) else None
@@ -144,12 +145,9 @@ def run_rank(rank: int, request: dict[str, Any], attempt: int, answers: int) -> 
 # The agent --------------------------------------------------------------------------------------------------
 
 
-def run_agent(request: dict[str, Any], answers: int, folder: Path) -> None:
+def run_agent(request: dict[str, Any], answers: int, folder: Path) -> int:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    output = os.open(folder / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
     for attempt in range(request["restarts"] + 1):
         listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         port = listener.getsockname()[1]
@@ -163,16 +161,7 @@ def run_agent(request: dict[str, Any], answers: int, folder: Path) -> None:
         }
         pids = {}
         for rank in range(request["ranks"]):
-            pid = os.fork()
-            if pid == 0:
-                listener.close()
-                status = 99
-                try:
-                    status = run_rank(rank, request, attempt, answers)
-                finally:
-                    sys.stdout.flush()
-                    os._exit(status)
-            pids[pid] = rank
+            pids[forked(partial(run_rank, rank, request, attempt, answers, listener))] = rank
         store = TCPStore(  # created after the forks, which would lose its threads
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
@@ -180,7 +169,8 @@ def run_agent(request: dict[str, Any], answers: int, folder: Path) -> None:
         del store
         put(answers, exits=[exits[rank] for rank in range(request["ranks"])], ended=time.time())
         if not any(exits.values()):
-            return
+            break
+    return 0
 
 
 def supervised(pids: dict[int, int]) -> dict[int, int]:
@@ -212,14 +202,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         reader, writer = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                run_agent(request, writer, folder)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(0)
+        pid = forked(partial(run_agent, request, writer, folder), folder / "said")
         os.close(writer)
         at = None
         with os.fdopen(reader, encoding="utf-8") as stream:  # ends when the agent and every rank have exited

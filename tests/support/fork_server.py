@@ -20,6 +20,7 @@ import json
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -33,7 +34,7 @@ from quern.recipes import gpt  # noqa: F401
 from quern.stages import pretrain, rl, session, sft  # noqa: F401
 from quern.train import checkpoint, loop
 from tests.support.events import Events
-from tests.support.line_server import run_first
+from tests.support.line_server import forked, run_first
 
 TRAINING = ("train", "parallel", "optim", "model", "kernels", "records.py", "data/loader.py", "data/token_file.py")
 PARTS: dict[CodeType, str] = {checkpoint.save.__code__: "save", loop.resume.__code__: "resume"}
@@ -74,16 +75,7 @@ def child(request: dict[str, Any], answer: int) -> int:
 def serve(log: Path) -> None:
     for line in sys.stdin:
         reader, writer = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            status = 99
-            try:
-                output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-                os.dup2(output, 1)
-                os.dup2(output, 2)
-                status = child(json.loads(line), writer)
-            finally:
-                os._exit(status)
+        pid = forked(partial(child, json.loads(line), writer), log)
         os.close(writer)
         with os.fdopen(reader) as answers:
             answer = {"place": None, "events": None} | json.loads(answers.read() or "{}")

@@ -1,4 +1,4 @@
-"""Processes that answer lines of JSON with lines of JSON: their client in a test, and how one begins that forks."""
+"""Processes that answer lines of JSON with lines of JSON: their client in a test, and how one begins and forks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -52,6 +53,24 @@ class LineServer:
         self.close()
 
 
+def forked(child: Callable[[], int], output: Path | None = None) -> int:
+    """The id of a process that ends with what `child` returns. output: the file to which it writes what it prints."""
+    if pid := os.fork():
+        return pid
+    status = 99
+    try:
+        if output is not None:
+            file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+        status = child()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
 def end_with_parent() -> None:
     """Ends this process, which is one of a pool, as soon as its parent is gone: nobody else would."""
     parent = multiprocessing.parent_process()
@@ -72,10 +91,8 @@ def run_first(command: Callable[[str], int], name: str) -> None:
     """
     answers = os.dup(1)
     os.dup2(2, 1)
-    child = os.fork()
-    if child == 0:
-        os._exit(command(f"{name}-text"))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    pid = forked(lambda: command(f"{name}-text"))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert command(name) == 0
     sys.stdout.flush()
     os.dup2(answers, 1)

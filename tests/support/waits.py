@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from quern.temporaries import alone_in
 from quern.text import downloads
 from quern.text.repositories import Repository
 from quern.train import launch
+from tests.support.line_server import forked
 from tests.support.ranks import free_port
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -122,27 +124,18 @@ WAITS = {
 }
 
 
-def run_child(name: str, folder: Path) -> None:
+def run_child(name: str, folder: Path) -> int:
     folder.mkdir()
     os.setsid()
-    output = os.open(folder.with_suffix(".said"), os.O_WRONLY | os.O_CREAT)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     summaries.SUMMARIES["wait"] = "waits"
     verbs.VERBS["wait"] = lambda verb, rest: WAITS[name](folder)
-    code = 99
-    try:
-        code = main.main(["wait"])
-    finally:
-        os._exit(code)
+    return main.main(["wait"])
 
 
 def watch(name: str, line: str, which: signal.Signals, folder: Path) -> dict[str, Any]:
-    pid = os.fork()
-    if pid == 0:
-        run_child(name, folder)
     said, found = folder.with_suffix(".said"), ""
+    pid = forked(partial(run_child, name, folder), said)
     until = time.monotonic() + LONGEST_SECONDS
     while not re.search(f"^{line}$", found, re.M) and time.monotonic() < until and not os.waitpid(pid, os.WNOHANG)[0]:
         time.sleep(0.1)
