@@ -3,7 +3,6 @@ what cannot fit: it says what to set instead, and then it fits; nothing is writt
 
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,9 @@ from quern.recipe import ModelRecipe, Recipe, TrainRecipe
 from quern.recipes import gpt, llama, unet
 from quern.resolve import resolve
 from tests.estimate import measured
+from tests.laws.table import Law
 from tests.support.ranks import Ranks
 from tests.support.toy_training import CPU
-
-Law = Callable[[str, float | int | str, str], None]
 
 
 @dataclass(frozen=True)
