@@ -9,13 +9,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from functools import cached_property, partial
 from glob import glob
 from itertools import takewhile
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from quern.flags import check_flags
 from quern.recipe import FOR_FINE_TUNING, Recipe
@@ -161,9 +161,14 @@ def _within(name: str, parts: str) -> bool:
     return any(f"{name}.".startswith(f"{part}.") for part in parts.split())
 
 
-def field_names(recipe: Recipe) -> Iterator[str]:
+def field_names(part: Any, prefix: str = "") -> Iterator[str]:
     """The names of all fields of a recipe that a flag could set, such as train.steps."""
-    return (".".join(one.path) for one in check_flags.flags_of(type(recipe)))
+    for f in fields(part):
+        value = getattr(part, f.name)
+        if is_dataclass(value):
+            yield from field_names(value, f"{prefix}{f.name}.")
+        elif not (callable(value) or f.name.startswith("make_")):
+            yield prefix + f.name
 
 
 def _default(one: check_flags.Flag, filled: Recipe, of_the_run: bool) -> str | None:
