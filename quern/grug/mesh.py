@@ -49,6 +49,8 @@ def make_mesh(
     axes leave. Raises ValueError when the sizes do not multiply to the number of devices."""
     devices = jax.devices() if devices is None else list(devices)
     others = replica_dcn * replica * model
+    if min(replica_dcn, replica, model, data or 1) < 1:
+        raise ValueError("every axis of the mesh needs a size of at least 1")
     if data is None:
         data = max(1, len(devices) // others)
     if others * data != len(devices):
@@ -138,17 +140,17 @@ def gather(value: Any) -> list[Any]:
 @contextlib.contextmanager
 def first_process_first() -> Iterator[None]:
     """Runs the body on process 0, then on the others; these raise ValueError with its message if it failed there."""
-    problem, first = "", jax.process_index() == 0
-    if not first and (problem := gather("")[0]):
-        raise ValueError(problem)
+    if jax.process_index() > 0:
+        if problem := gather("")[0]:
+            raise ValueError(problem)
+        yield
+        return
     try:
         yield
     except Exception as error:
-        problem = str(error) or type(error).__name__
+        gather(str(error) or type(error).__name__)
         raise
-    finally:
-        if first:
-            gather(problem)
+    gather("")
 
 
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # from malloc.h; a threshold of -1 means never

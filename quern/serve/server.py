@@ -180,7 +180,8 @@ def create_app(
     watch: Callable[[Models], Awaitable[None]] | None = None,
     welcome: Welcome | None = None,
 ) -> Starlette:
-    """Builds the application. Something else runs its models, `app.state.models.run`.
+    """Builds the application. Use `serve`, or run `app.state.models.run` in a thread beside the server: until then no
+    request is answered.
 
     gate: by default a loopback host's; watch: runs beside the server, to replace models.
     """

@@ -34,6 +34,8 @@ def recorded(path: Path) -> Iterator[None]:
         yield
     with whole_file(path) as file:
         profiler.export_chrome_trace(str(file))
+        if not file.stat().st_size:  # the profiler tells of its errors on standard error alone
+            raise OSError(f"{path}: the trace could not be written")
 
 
 def merge(path: Path, ranks: Sequence[dict[str, Any]]) -> None:
@@ -64,7 +66,7 @@ def communication(trace: dict[str, Any]) -> dict[str, tuple[float, float]]:
             spans.setdefault(name, []).append(span)
     waited = _seconds(waits)
     ran = {name: (_seconds(found), _seconds([*found, *waits])) for name, found in spans.items()}
-    return {name: (seconds, seconds + waited - together) for name, (seconds, together) in ran.items()}
+    return {name: (seconds, max(0.0, seconds + waited - together)) for name, (seconds, together) in ran.items()}
 
 
 def _seconds(spans: Sequence[Span]) -> float:

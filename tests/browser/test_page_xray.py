@@ -228,7 +228,7 @@ def test_bytes_that_are_no_character_and_replies_without_a_record(page: Page) ->
     page.set("alternatives", "0")
     page.engine.will_say("plain", seconds=0.1, reason="length")  # it is drawn before its end
     page.ask("again")
-    assert page.engine.asked[-1][1]["logprobs"] is False
+    assert page.engine.asked[-1][1]["logprobs"] is None
     assert "No probabilities were recorded" in page.said()[-1] and "plain" in page.said()[-1]
     page.set("alternatives", "5")
     page.engine.will_say(" more")

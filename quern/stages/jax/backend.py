@@ -108,7 +108,6 @@ def arrays_of(
 ) -> Any:
     """Places whole tensors, by name, on a mesh, `like` a pytree of arrays or `jax.ShapeDtypeStruct`. Raises as
     `refuse_other_shapes`."""
-    tensors = {name: one for name, one in tensors.items() if name != "rng"}  # a key of earlier versions
     refuse_other_shapes({name_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(like)}, tensors)
 
     def one(path: Any, leaf: Any) -> jax.Array:
