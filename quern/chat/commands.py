@@ -14,7 +14,7 @@ from dataclasses import fields, replace
 from functools import partial
 from os.path import expanduser
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -106,8 +106,12 @@ def talk(conversation: Conversation, read: Read, interactive: bool) -> None:
             conversation.note(printable(plainly(error)))
 
 
-Command = tuple[Callable[[Conversation, str], None], str, str]
-"""What runs it, with the conversation and the text after its name; that text, for the help; the help."""
+class Command(NamedTuple):
+    """run: called with the conversation and the text after the command's name. takes: that text, for the help."""
+
+    run: Callable[[Conversation, str], None]
+    takes: str
+    help: str
 
 
 def run_command(conversation: Conversation, line: str) -> None:
@@ -120,10 +124,9 @@ def run_command(conversation: Conversation, line: str) -> None:
             f"there is no command {name}{nearest(name, COMMANDS)}; /help lists all; a question that begins with / goes "
             f"between {QUOTES} and {QUOTES}"
         )
-    runs, takes, _ = command
-    if text and not takes:
+    if text and not command.takes:
         raise ValueError(f"{name} takes nothing after it")
-    runs(conversation, text)
+    command.run(conversation, text)
 
 
 def greeting(conversation: Conversation) -> str:
@@ -131,7 +134,7 @@ def greeting(conversation: Conversation) -> str:
 
 
 def show_help(conversation: Conversation, text: str) -> None:
-    texts = {f"{name} {takes}": help for name, (_, takes, help) in COMMANDS.items() if help}
+    texts = {f"{name} {command.takes}": command.help for name, command in COMMANDS.items() if command.help}
     texts[f"/{SETTINGS[0]} NUMBER"] = "changes how replies are made; shows all settings without NUMBER"
     others = f"  Likewise {', '.join(f'/{name}' for name in SETTINGS[1:])}."
     conversation.put("\n".join([listed(texts), others, ENTRIES, ""]))
@@ -266,16 +269,16 @@ OF_SAMPLING = tuple(f.name for f in fields(Sampling))
 OF_CONVERSATION = {"max_tokens": Count, "seed": Seed}
 SETTINGS = (*OF_SAMPLING, *OF_CONVERSATION)
 COMMANDS: dict[str, Command] = {
-    "/help": (show_help, "", "lists the commands"),
-    "/new": (new, "", "starts another conversation with the same system message"),
-    "/chat": (partial(complete_or_chat, completing=False), "", "asks questions; the conversation goes on"),
-    "/complete": (partial(complete_or_chat, completing=True), "", "continues texts instead"),
-    "/system": (system, "TEXT", f"sets the system message; {NO_SYSTEM} removes it; shows it without TEXT"),
-    "/regenerate": (regenerate, "", "answers the last question again, with the next seed"),
-    "/undo": (undo, "", "removes the last question and its reply"),
-    "/xray": (xray, "", "shows the tokens of the last reply with their probabilities"),
-    "/save": (save, "FILE", "writes the conversation to a new file, as JSON"),
-    "/load": (load, "FILE", "goes on with a conversation from a file"),
-    **{f"/{name}": (partial(change, name=name), "NUMBER", "") for name in SETTINGS},
+    "/help": Command(show_help, "", "lists the commands"),
+    "/new": Command(new, "", "starts another conversation with the same system message"),
+    "/chat": Command(partial(complete_or_chat, completing=False), "", "asks questions; the conversation goes on"),
+    "/complete": Command(partial(complete_or_chat, completing=True), "", "continues texts instead"),
+    "/system": Command(system, "TEXT", f"sets the system message; {NO_SYSTEM} removes it; shows it without TEXT"),
+    "/regenerate": Command(regenerate, "", "answers the last question again, with the next seed"),
+    "/undo": Command(undo, "", "removes the last question and its reply"),
+    "/xray": Command(xray, "", "shows the tokens of the last reply with their probabilities"),
+    "/save": Command(save, "FILE", "writes the conversation to a new file, as JSON"),
+    "/load": Command(load, "FILE", "goes on with a conversation from a file"),
+    **{f"/{name}": Command(partial(change, name=name), "NUMBER", "") for name in SETTINGS},
 }
 """The help explains all settings in one line."""

@@ -13,7 +13,7 @@ from contextlib import suppress
 from glob import glob
 from os.path import expanduser
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from rich.cells import cell_len
 
@@ -30,11 +30,15 @@ Read = Callable[[str], str]
 """Shows a prompt if there is a terminal, and returns the next line. Raises EOFError at the end of the input."""
 
 
-def next_entry(read: Read) -> tuple[str, bool]:
-    """Reads one entry. Returns its text, and whether that was between triple quotes.
+class Entry(NamedTuple):
+    """quoted: the text was between triple quotes."""
 
-    The end of the input completes an unfinished entry; before an entry it raises EOFError.
-    """
+    text: str
+    quoted: bool = False
+
+
+def next_entry(read: Read) -> Entry:
+    """Reads one entry. The end of the input completes an unfinished entry; before an entry it raises EOFError."""
     lines = [read(PROMPT)]
     quoted = lines[0].lstrip().startswith(QUOTES)
     if quoted:
@@ -45,10 +49,10 @@ def next_entry(read: Read) -> tuple[str, bool]:
                 lines[-1] = lines[-1].removesuffix("\\")
             lines.append(read(MORE))
     if not quoted:
-        return "\n".join(lines), False
+        return Entry("\n".join(lines))
     if lines[-1].rstrip().endswith(QUOTES):  # and not the end of the input
         lines[-1] = lines[-1].rstrip().removesuffix(QUOTES)
-    return "\n".join(lines).removeprefix("\n").removesuffix("\n"), True
+    return Entry("\n".join(lines).removeprefix("\n").removesuffix("\n"), quoted=True)
 
 
 def of_pipe(stdin: TextIO | None) -> Read:
