@@ -101,7 +101,8 @@ class Grammars:
 
     def _compile(self, grammar: str, trial: bool = False) -> Grammar:
         found = self._known(grammar, trial)
-        if found.last is not None and found.last.failed:  # perhaps because of the states of the replies before it
+        last = found.last  # another thread may begin a reply
+        if last is not None and last.failed:  # perhaps because of the states of the replies before it
             found.matcher, found.last = self._read(grammar), None
         return found
 

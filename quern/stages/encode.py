@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from itertools import chain, cycle, islice
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -188,14 +188,15 @@ def write_shards(
     fingerprint: str,
     log: Callable[[str], None],
     *,
+    workers: int = 1,
     megabytes: float | None = None,
     shard_tokens: int = SHARD_TOKENS,
-    **how: Any,
+    unit_characters: int = UNIT_CHARACTERS,
+    start_workers: StartWorkers = on_processes,
 ) -> None:
     """Writes a split, or what an earlier writer of the same split has left to do.
 
-    Takes the arguments of `ShardWriter`; how: further ones of `encoded`; megabytes: the size of the text, for the time
-    left, if known.
+    Takes the arguments of `ShardWriter` and `encoded`; megabytes: the size of the text, for the time left, if known.
 
     Raises:
         ValueError: There are no documents.
@@ -210,7 +211,7 @@ def write_shards(
         start, done = time.monotonic(), 0
         with (
             Meter(f"tokenizing {split}", megabytes, "MB") as meter,
-            closing(encoded(texts, tokenizer, writer.dtype, **how)) as units,
+            closing(encoded(texts, tokenizer, writer.dtype, workers, unit_characters, start_workers)) as units,
         ):
             for unit in units:
                 writer.add_documents(unit.ids, unit.lengths)

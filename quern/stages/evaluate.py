@@ -131,7 +131,8 @@ def run(
     mesh = mesh or alone()
     mesh.progress.begin(EVALUATING)
     stages = run_dir.require_trained(asked.stage)
-    evaluation = _Evaluation(run_dir, machine, mesh, log, asked, *asked.find(run_dir.out, mesh, log))
+    core, chat, harness, chosen = asked.find(run_dir.out, mesh, log)
+    evaluation = _Evaluation(run_dir, machine, mesh, log, asked, core=core, chat=chat, harness=harness, chosen=chosen)
     prepared, kinds = None, list[str]()
     shares: dict[str, float] | None = None
     for name in stages if asked.stage else [UNTRAINED, *stages]:

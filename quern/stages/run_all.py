@@ -15,7 +15,7 @@ from quern.recipe import FOR_FINE_TUNING, ConversationSource, Recipe, Resolved
 from quern.records import read_lines
 from quern.report.build import build
 from quern.report.records import read_run
-from quern.runs.origin import corpus_fingerprint, overlay, read_origin, read_saved, require_same, with_absolute_paths
+from quern.runs.origin import overlay, read_origin, read_saved, require_same, with_absolute_paths
 from quern.runs.run_dir import STAGES, RunDir
 from quern.runs.run_lock import run_lock
 from quern.stages import evaluate, pretrain, sft
@@ -61,10 +61,9 @@ def _run(recipe: Recipe, session: Session, questions: int, fine_tune: bool) -> i
     def check(base: Resolved, tokenizer: Tokenizer) -> None:
         """Whatever fine-tuning would refuse is refused before hours of pretraining, not after."""
         if fine_tune:
-            *_, talks = sft.prepare_lessons(with_absolute_paths(chat_recipe), base, tokenizer, session)
+            lessons = sft.prepare_lessons(with_absolute_paths(chat_recipe), base, tokenizer, session)
             if run_dir.has_trained("sft") and (began := read_origin(run_dir.stage("sft"))):
-                conversations = corpus_fingerprint(talks.train, talks.val)
-                require_same(began, replace(began, conversations=conversations), run_dir, "sft")
+                require_same(began, replace(began, conversations=lessons.fingerprint), run_dir, "sft")
 
     before = [_newest(run_dir, name) for name in stages]
     for name in stages:

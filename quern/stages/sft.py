@@ -5,7 +5,7 @@ Only the batches differ: the mask leaves nothing but the assistant's words and t
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -48,10 +48,10 @@ def run(recipe: Recipe, session: Session) -> int:
 def _run(asked: Recipe, session: Session) -> int:
     machine, run_dir, mesh, log = session.machine, session.run_dir, session.mesh, session.log
     session, first, base, tokenizer, start = session.begin(asked, "pretrain")
-    recipe, batches, evaluator, talks = prepare_lessons(asked, base, tokenizer, session)
+    lessons = prepare_lessons(asked, base, tokenizer, session)
+    recipe, batches, talks = lessons.recipe, lessons.batches, lessons.talks
     digest = source_digest(session.source) or first.source
-    conversations = corpus_fingerprint(talks.train, talks.val)
-    origin = replace(first, recipe=recipe.to_json(), conversations=conversations, source=digest)
+    origin = replace(first, recipe=recipe.to_json(), conversations=lessons.fingerprint, source=digest)
     changed = compare(None if start else first, origin, run_dir, session.stage, FOR_RL)
     weights = start and weights_of(start.tensors)
     model, facts, precision = ready_model(recipe, tokenizer, machine, mesh, log, weights=weights)
@@ -61,7 +61,7 @@ def _run(asked: Recipe, session: Session) -> int:
     steps = recipe.sft.steps
     assert steps is not None  # `prepare_lessons` filled it in
     schedule = rates_fall(steps, recipe.sft.warmdown_share)
-    plan = session.plan(recipe, evaluator, steps=steps, schedule=schedule)
+    plan = session.plan(recipe, lessons.evaluator, steps=steps, schedule=schedule)
     report = batches.report()
     rounded = {name: round(value, 5) for name, value in report.items()}
     talked = counted(talks.train.num_documents, "conversation")
@@ -73,16 +73,25 @@ def _run(asked: Recipe, session: Session) -> int:
     return session.train(backend, batches, plan, origin, opening)
 
 
-def prepare_lessons(
-    asked: Recipe, base: Resolved, tokenizer: Tokenizer, session: Session
-) -> tuple[Resolved, Loader, Evaluator, Mixture]:
+@dataclass(frozen=True)
+class Lessons:
+    """Conversations that are ready to be trained on."""
+
+    recipe: Resolved  # resolved, with the batch, the rates and the steps that follow from the conversations
+    batches: Loader
+    evaluator: Evaluator  # the loss on the held-out conversations
+    talks: Mixture
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of the conversations' tokens."""
+        return corpus_fingerprint(self.talks.train, self.talks.val)
+
+
+def prepare_lessons(asked: Recipe, base: Resolved, tokenizer: Tokenizer, session: Session) -> Lessons:
     """Prepares the conversations, and refuses what fine-tuning on them would refuse. On a mesh every rank calls this.
     `quern run` calls this before pretraining too. asked: the user's recipe; base, tokenizer: recipe and tokenizer of
-    the base model.
-
-    Returns the recipe with the batch, the rates and the steps that follow from the conversations; the batches; the
-    loss on the held-out conversations; the conversations.
-    """
+    the base model."""
     recipe, out, mesh = sft_recipe(asked, base), session.run_dir.out, session.mesh
     with main_first(mesh):
         talks = prepare_mixture(recipe, tokenizer, out, partial(fetch_conversations, out=out), session.log)
@@ -95,7 +104,7 @@ def prepare_lessons(
     steps = recipe.sft.steps or max(1, round(batches.steps_per_epoch * recipe.sft.epochs))
     every = {name: getattr(asked.train, name) or max(1, steps // 4) for name in ("eval_every", "save_every")}
     recipe = replace(recipe, sft=replace(recipe.sft, steps=steps), train=replace(recipe.train, **every))
-    return recipe, batches, _held_out_loss(talks.val, recipe, session.machine), talks
+    return Lessons(recipe, batches, _held_out_loss(talks.val, recipe, session.machine), talks)
 
 
 def fit_to_conversations(recipe: Resolved, corpus: Corpus, replicas: int) -> Resolved:

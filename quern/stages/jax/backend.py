@@ -91,13 +91,18 @@ class JaxBackend:
         return list(parts.values())
 
     def restore(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
-        self.run.arrays = arrays_of(tensors, self.run.arrays, self.run.devices)
+        self.run.arrays = arrays_of(known(tensors), self.run.arrays, self.run.devices)
         self.run.count_from(meta)
 
 
 def name_of(path: Any) -> str:
     """The name of a leaf in a checkpoint, such as params.blocks.0.query."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def known(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint without the random key that earlier versions saved and nothing read."""
+    return {name: one for name, one in tensors.items() if name != "rng"}
 
 
 def arrays_of(

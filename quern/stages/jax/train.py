@@ -39,7 +39,7 @@ from quern.runs.origin import FILE, Origin, compare, read_origin, source_digest,
 from quern.runs.public_data import with_shards
 from quern.runs.run_dir import RunDir
 from quern.runs.training import fit_to_text, make_batches, plan_of
-from quern.stages.jax.backend import JaxBackend, JaxRun, arrays_of, name_of, processes
+from quern.stages.jax.backend import JaxBackend, JaxRun, arrays_of, known, name_of, processes
 from quern.stages.prepare import Prepared, data_of_run, fit_vocabulary, own_megabytes
 from quern.stages.session import Opening, Stage, loss_and_speed
 from quern.temporaries import whole_file, write_whole
@@ -151,7 +151,7 @@ def load(run_dir: RunDir, mesh: Mesh, dtype: str, log: Callable[[str], None]) ->
     recipe = start.recipe
     cfg = step_config(recipe, dtype, core_of(recipe))
     with jax.set_mesh(mesh):
-        arrays = arrays_of(start.tensors, jax.eval_shape(lambda: init_state(recipe.seed, cfg)), mesh)
+        arrays = arrays_of(known(start.tensors), jax.eval_shape(lambda: init_state(recipe.seed, cfg)), mesh)
     run = JaxRun(arrays, cfg, mesh, guard=Guard(recipe.train.max_skips))
     run.count_from(start.state)
     return run, recipe, start.tokenizer
@@ -211,8 +211,18 @@ def _write_facts(path: Path, cfg: StepConfig, mesh: Mesh, command: str) -> None:
 # Weights are copied, optimizer state is not: training continues with fresh moments. Both sides store weights as
 # (outputs, inputs) in fp32, so parameters are only renamed, and a round trip changes no bit.
 
-_MODULES = dict.fromkeys(("query", "key", "value", "out", "value_gate"), "attention.") | {"up": "mlp.", "down": "mlp."}
-"""The module of a block that has a parameter."""
+_TORCH_NAMES = {
+    "embedding": "embedding.weight",
+    "head": "head.weight",
+    "smear_gate": "smear_gate.weight",
+    "query": "attention.query.weight",
+    "key": "attention.key.weight",
+    "value": "attention.value.weight",
+    "out": "attention.out.weight",
+    "value_gate": "attention.value_gate.weight",
+    "up": "mlp.up.weight",
+    "down": "mlp.down.weight",
+}
 
 
 def _torch_name(path: Any) -> str:
@@ -220,8 +230,7 @@ def _torch_name(path: Any) -> str:
     *block, field = name_of(path).split(".")
     if field == "value_embedding":
         return f"value_embeddings.{block[1]}.weight"
-    own = field if field.endswith(("scale", "scales")) else f"{field}.weight"
-    return ".".join([*block, _MODULES.get(field, "") + own])
+    return ".".join([*block, _TORCH_NAMES.get(field, field)])
 
 
 def to_torch(params: Params) -> dict[str, np.ndarray]:
