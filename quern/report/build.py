@@ -28,10 +28,11 @@ MARKS = {"tool": "[{} → ", "output": "{}] "}
 def build(run_folder: Path) -> tuple[Path, Path]:
     """Writes report.md and report.html into the run's folder, and returns their paths. Raises FileNotFoundError if it
     holds no records, ValueError if one is damaged, OSError if a file cannot be written."""
-    report, paths = document(read_run(run_folder)), (run_folder / "report.md", run_folder / "report.html")
-    for path, text in zip(paths, (markdown(report), page(report)), strict=True):
-        write_whole(path, printable(text))
-    return paths
+    report = document(read_run(run_folder))
+    return (
+        _write(run_folder / "report.md", markdown(report)),
+        _write(run_folder / "report.html", page(report)),
+    )
 
 
 def page(report: Document) -> str:
@@ -41,6 +42,15 @@ def page(report: Document) -> str:
     environment.filters["position"] = "{:.2%}".format  # a length in CSS
     style = (FOLDER / "report.css").read_text(encoding="utf-8")
     return environment.get_template("report.html.jinja").render(report=report, style=style)
+
+
+def _write(path: Path, text: str) -> Path:
+    """Writes the file whole. Control characters and lone surrogates become a replacement sign."""
+    try:
+        write_whole(path, printable(text))
+    except OSError as error:
+        raise OSError(f"cannot write {path} ({error.strerror}): make room, or make its folder writable") from error
+    return path
 
 
 def markdown(report: Document) -> str:

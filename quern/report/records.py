@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from quern.records import EVENTS, METRICS, read_events, read_json, read_lines, read_metrics
-from quern.terminal import human_size
 
 Record = dict[str, Any]
 """A line of a record, or a whole file of JSON."""
@@ -180,6 +179,7 @@ LABELS = {
     "seconds": "duration",
     "git": "commit",
     "dtype": "compute dtype",
+    "bytes_per_token": "bytes per token",
 }
 SHARES = ("share", "final_lr", "utilisation", "mfu")
 
@@ -202,6 +202,11 @@ def number(value: float) -> str:
 def human(value: float) -> str:
     """1234567 → 1.23M."""
     return _scaled(value, ("T", "B", "M", "K")) or f"{value:.3g}"
+
+
+def human_bytes(value: float) -> str:
+    """24,000,000 → 24 MB."""
+    return _scaled(value, (" TB", " GB", " MB", " kB")) or f"{value:.0f} bytes"
 
 
 def human_flops(value: float) -> str:
@@ -270,7 +275,7 @@ def formatted(key: str, value: Any) -> str:
             return "yes" if value else "no"
         return ", ".join(map(plain, value)) if isinstance(value, list) else str(value)
     if key == "bytes" or key.endswith("_bytes") or key.endswith("bytes_per_token") and amount > 64:
-        return human_size(amount)
+        return human_bytes(amount)
     if key in SHARES or key.endswith(("_share", "_utilisation")):
         return percent(amount)
     if key.endswith("seconds"):
