@@ -7,6 +7,7 @@ interval ends the message about a value outside it.
 
 from __future__ import annotations
 
+import math
 import pkgutil
 import re
 from collections.abc import Callable, Mapping
@@ -79,8 +80,11 @@ def range_of(annotation: Any) -> Range | None:
 
 
 def refuse_outside(annotation: Any, value: Any, shown_name: str) -> None:
-    """Raises ValueError for a value outside the range in a field's annotation, with this name of the field."""
+    """Raises ValueError for a value outside the range in a field's annotation, with this name of the field. Without a
+    range, any finite number is in range."""
     allowed = range_of(annotation)
+    if allowed is None and isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{shown_name} must be a finite number, not {value}")
     if allowed is not None and value not in allowed:
         given = repr(value)
         given = given if len(given) <= SHOWN_CHARACTERS else f"{given[:SHOWN_CHARACTERS]}…"

@@ -118,7 +118,7 @@ class Pending:
 
 class ProcessGroup:
     """Some ranks of the mesh. Tensors must be contiguous. All ranks of a group make the same calls in the same order.
-    group: torch's process group; None for a group of one."""
+    group: torch's process group; None in a process that is alone."""
 
     def __init__(self, name: str, size: int, rank: int, group: Any = None, progress: Progress | None = None) -> None:
         self.name, self.size, self.rank, self.group = name, size, rank, group

@@ -7,6 +7,7 @@ A copy of a script runs with stand-ins for `quern` and for Slurm's programs, whi
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -112,6 +113,15 @@ def test_the_file_for_a_rented_machine_starts_the_whole_way(commands: Commands) 
     options, _ = verbs.parse("run", Arguments(found[3][1:]), RunAllOptions)
     assert (options.recipe.data, options.recipe.depth, options.ranks) == ("climbmix", 24, 8)
     assert options.where.run == "speedrun-gpt"
+
+
+def test_the_program_inside_the_script_for_a_gpu_runs() -> None:
+    """At toy size, without the compiler, which takes most of its time."""
+    program = re.split(r" << 'END'\n|\nEND\n", (RUNS / "first-gpu.sh").read_text(encoding="utf-8"))[-2]
+    env = os.environ | {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    call = [sys.executable, "-c", program, "toy"]
+    told = subprocess.run(call, env=env, cwd=RUNS.parent, capture_output=True, text=True, timeout=120, check=False)
+    assert told.returncode == 0 and "decoded = read at once" in told.stdout, told.stderr
 
 
 def test_a_part_that_fails_or_hangs_does_not_stop_the_next_one(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -207,8 +208,8 @@ def line_of(one: Figure) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of quern, its source, Python and the measured packages."""
-    found = {name: version(name) for name in PACKAGES}
+    """Returns the versions of quern, its source, Python and the measured packages that are installed."""
+    found = {name: version(name) for name in PACKAGES if find_spec(name)}
     git = git_hash(Path(__file__).parent) or "unknown"
     return {"quern": quern.__version__, "python": platform.python_version(), **found, "git": git}
 

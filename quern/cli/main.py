@@ -40,7 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
     except BrokenPipeError:  # the reader has closed the pipe, as in `quern --help | head -1`
-        discard_unread()
+        if not discard_unread():
+            raise
         return EXIT_UNREAD
 
 

@@ -73,7 +73,7 @@ class Score:
 
 
 def wilson(correct: int, count: int) -> tuple[float, float]:
-    """The 95% Wilson interval (low, high) of the share `correct` / `count`, which is above 0."""
+    """The 95% Wilson interval (low, high) of the share `correct` / `count`; count: above 0."""
     z = CONFIDENT
     share = correct / count
     centre = (share + z * z / (2 * count)) / (1 + z * z / count)

@@ -17,18 +17,23 @@ from quern.model.llama import INIT_STD, NORM_EPS, mlp_width
 from quern.recipe import ModelRecipe, ResolvedModel
 from quern.records import typed
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-INSIDE = {
-    "attention_norm.weight": ("input_layernorm.weight",),
-    "attention.query.weight": ("self_attn.q_proj.weight",),
-    "attention.key.weight": ("self_attn.k_proj.weight",),
-    "attention.value.weight": ("self_attn.v_proj.weight",),
-    "attention.out.weight": ("self_attn.o_proj.weight",),
-    "mlp_norm.weight": ("post_attention_layernorm.weight",),
-    "mlp.gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    "mlp.down.weight": ("mlp.down_proj.weight",),
+# Hugging Face's names of the weights, by quern's; those of a block follow its prefix.
+OUTSIDE = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
 }
-"""Hugging Face's names of the weights of a block, by quern's."""
+BLOCK = "model.layers.{}."
+INSIDE = {
+    "attention_norm.weight": "input_layernorm.weight",
+    "attention.query.weight": "self_attn.q_proj.weight",
+    "attention.key.weight": "self_attn.k_proj.weight",
+    "attention.value.weight": "self_attn.v_proj.weight",
+    "attention.out.weight": "self_attn.o_proj.weight",
+    "mlp_norm.weight": "post_attention_layernorm.weight",
+    "mlp.down.weight": "mlp.down_proj.weight",
+}
+STACKED, GATE_UP = "mlp.gate_up", ("mlp.gate_proj.weight", "mlp.up_proj.weight")
 PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}
 """Fields of config.json, and the only value that quern computes; it is also the value of a missing field."""
 RANGES = {
@@ -63,24 +68,13 @@ def refuse_windows(shape: ResolvedModel) -> None:
         )
 
 
-def names(depth: int) -> dict[str, tuple[str, ...]]:
-    """Hugging Face's names of all weights, by quern's: several are parts of one weight, in the order of its stack."""
-    found: dict[str, tuple[str, ...]] = {
-        "embedding.weight": (EMBEDDING,),
-        "norm.weight": ("model.norm.weight",),
-        "head.weight": (HEAD,),
-    }
-    for layer in range(depth):
-        for ours, theirs in INSIDE.items():
-            found[f"blocks.{layer}.{ours}"] = tuple(f"model.layers.{layer}.{name}" for name in theirs)
-    return found
-
-
 def weights_to(weights: Mapping[str, Tensor], depth: int) -> dict[str, Tensor]:
     """quern's weights with Hugging Face's names. Raises KeyError if a weight is missing."""
-    found: dict[str, Tensor] = {}
-    for ours, theirs in names(depth).items():
-        found |= zip(theirs, weights[ours] if len(theirs) > 1 else weights[ours][None], strict=True)
+    found = {theirs: weights[ours] for ours, theirs in OUTSIDE.items()}
+    for layer in range(depth):
+        before, after = f"blocks.{layer}.", BLOCK.format(layer)
+        found |= {after + theirs: weights[before + ours] for ours, theirs in INSIDE.items()}
+        found |= {after + theirs: part for theirs, part in zip(GATE_UP, weights[before + STACKED], strict=True)}
     return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
@@ -88,14 +82,22 @@ def weights_from(weights: Mapping[str, Tensor], depth: int, *, tied: bool) -> di
     """Hugging Face's weights with quern's names. Raises ValueError, naming missing and foreign ones."""
     left = {name: tensor for name, tensor in weights.items() if not name.endswith("rotary_emb.inv_freq")}
     if tied:
-        left.setdefault(HEAD, left.get(EMBEDDING, torch.empty(0)))
-    if missing := [name for theirs in names(depth).values() for name in theirs if name not in left]:
+        left.setdefault(OUTSIDE["head.weight"], left.get(OUTSIDE["embedding.weight"], torch.empty(0)))
+    missing: list[str] = []
+
+    def take(name: str) -> Tensor:
+        if name not in left:
+            missing.append(name)
+        return left.pop(name, torch.empty(0))
+
+    found = {ours: take(theirs).clone() for ours, theirs in OUTSIDE.items()}
+    for layer in range(depth):
+        before, after = f"blocks.{layer}.", BLOCK.format(layer)
+        found |= {before + ours: take(after + theirs) for ours, theirs in INSIDE.items()}
+        gate, up = (take(after + name) for name in GATE_UP)
+        found[before + STACKED] = torch.stack([gate, up]) if gate.shape == up.shape else gate
+    if missing:
         raise ValueError(f"weights are missing: {_some(missing)}")
-    found: dict[str, Tensor] = {}
-    for ours, theirs in names(depth).items():
-        parts = [left.pop(name) for name in theirs]
-        alike = all(part.shape == parts[0].shape for part in parts)
-        found[ours] = torch.stack(parts) if len(parts) > 1 and alike else parts[0].clone()
     if left:
         raise ValueError(f"these weights are no Llama's: {_some(sorted(left))}")
     return found

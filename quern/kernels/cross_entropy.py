@@ -107,7 +107,8 @@ def cross_entropy(
     """
     if cap.tanh_form is not None and cap.tanh_form[0] > MAX_HEIGHT:
         raise ValueError(
-            f"{cap} is too wide for the loss: keep the range of logits to {2 * MAX_HEIGHT:g}, or use NoCap()"
+            f"{cap} is too wide for the chunked loss: keep the range of logits to {2 * MAX_HEIGHT:g} "
+            f"(TanhCap({MAX_HEIGHT:g}), SigmoidCap({2 * MAX_HEIGHT:g})), or use NoCap()"
         )
     path = path or path_for(x_ND)
     if torch.is_grad_enabled():

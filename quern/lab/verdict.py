@@ -315,8 +315,8 @@ def fails(
 def reach(sd: float, rules: Rules, ideas: int, shared: float = math.inf) -> tuple[float, float]:
     """Computes what a study can find by its most pairs with a probability of 80 %, in bits per byte: a single effect,
     and the smallest margin (delta) with which ideas without effect end as "no difference". The baseline has twice the
-    pairs' seeds. shared: degrees of freedom that the ideas' common variance counts for; by default the number for equal
-    variances."""
+    pairs' seeds, which help where the ideas share a variance. shared: degrees of freedom that the ideas' common
+    variance counts for; by default the number for equal variances."""
     n, power = rules.most_pairs, 0.8
     weight = min(shared, float(moderate(np.ones(ideas), n - 1)[1][0]))
     degrees = n - 1 + weight

@@ -13,7 +13,7 @@ import json
 import re
 import sys
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -250,8 +250,8 @@ class TaskRows:
     """A set of test rows. fingerprint: SHA-256 (hex) of all questions."""
 
     def __init__(self) -> None:
-        self._short: dict[str, str] = {}  # question → row
-        self._long: dict[str, dict[str, str]] = {}  # first words → question → row
+        self._short: dict[bytes, str] = {}
+        self._long: dict[str, dict[int, dict[bytes, str]]] = {}  # first words → number of words → digest → row
         self._digest = hashlib.sha256()
 
     @property
@@ -263,10 +263,12 @@ class TaskRows:
         words = _words(_LABEL.sub("", question))
         if not words:
             return
-        text = " ".join(words)
-        self._digest.update(f"{text}\n".encode("utf-8", "surrogatepass"))
-        found = self._short if len(words) < SHORTEST else self._long.setdefault(" ".join(words[:SHORTEST]), {})
-        found.setdefault(text, row)
+        digest = _hash(words)
+        self._digest.update(digest)
+        if len(words) < SHORTEST:
+            self._short.setdefault(digest, row)
+        else:
+            self._long.setdefault(" ".join(words[:SHORTEST]), {}).setdefault(len(words), {}).setdefault(digest, row)
 
     def read(self, folder: Path, task: str) -> None:
         """Adds the rows of the test files in a folder. Files with the word "train" or "training" in their name are not
@@ -282,11 +284,12 @@ class TaskRows:
         """The test row that a conversation holds; None if it holds none."""
         for message in messages:
             words = _words(" ".join(part["text"] for part in parts(message)))
-            if message["role"] == "user" and (row := self._short.get(" ".join(words))):
+            short = len(words) < SHORTEST and message["role"] == "user"
+            if short and (row := self._short.get(_hash(words))):
                 return row
             for at in range(len(words) - SHORTEST + 1):
-                for question, row in self._long.get(" ".join(words[at : at + SHORTEST]), {}).items():
-                    if " ".join(words[at : at + question.count(" ") + 1]) == question:
+                for size, rows in self._long.get(" ".join(words[at : at + SHORTEST]), {}).items():
+                    if at + size <= len(words) and (row := rows.get(_hash(words[at : at + size]))):
                         return row
         return None
 
@@ -319,3 +322,7 @@ def _questions(value: Any) -> Iterator[str]:
 
 def _words(text: str) -> list[str]:
     return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+
+
+def _hash(words: Iterable[str]) -> bytes:
+    return hashlib.blake2b(" ".join(words).encode("utf-8", "surrogatepass"), digest_size=16).digest()

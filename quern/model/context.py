@@ -6,6 +6,7 @@ training and scoring: whole rows that start at position 0. generate/cache.py has
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -73,9 +74,12 @@ class CausalContext:
         self._attend: Callable[..., Tensor] = attend
 
     def with_backend(self, attention: Attention | None) -> CausalContext:
-        """This context; attention is computed so from now on (None: by the path that runs everywhere)."""
-        self._attend = attend if attention is None else attention.attend
-        return self
+        """This context, with attention computed so (None: by the path that runs everywhere)."""
+        if attention is None:
+            return self
+        through = copy.copy(self)
+        through._attend = attention.attend
+        return through
 
     def positions(self, x_BTD: Tensor) -> Tensor:
         return torch.arange(x_BTD.size(1), device=x_BTD.device)[None]

@@ -100,7 +100,7 @@ def use_fp8(model: Any, *, head_only: bool = False) -> Fp8Report:
 def _obstacle(module: nn.Linear | Merged, context: int) -> str | None:
     """The reason why this layer cannot be multiplied in FP8; None if it can."""
     if isinstance(module, Merged):
-        if module.multiply is not F.linear:
+        if getattr(module.multiply, "func", None) is multiply:
             return "it is multiplied in FP8 already"
         matrices, each, inputs = module.stacked_weight().shape
         outputs = matrices * each

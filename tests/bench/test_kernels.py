@@ -16,7 +16,7 @@ from quern.bench import kernels as benchmarks
 from quern.bench.generate import bytes_of_a_step
 from quern.bench.kernels import attention, attention_seconds, cross_entropy, exactness, flex, pairs, worst_error
 from quern.bench.material import SIZES, reference
-from quern.bench.measure import Figure, Setup, figure
+from quern.bench.measure import Figure, Setup, figure, versions
 from quern.bench.options import BenchOptions
 from quern.bench.train import data_sheet, slowest_kernels
 from quern.generate.cache import KVCache
@@ -129,6 +129,11 @@ def test_the_errors_of_one_dtype_and_head_dim(monkeypatch: pytest.MonkeyPatch) -
     setup = Setup(machine=CPU, only="float16-128", log=lambda line: None)
     names = [one["name"] for one in exactness(setup)]
     assert names == [f"{path}, float16, head dim 128: error" for path in ("several", "definition")]
+
+
+def test_a_package_that_is_missing_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quern.bench.measure.PACKAGES", ("torch", "not_installed"))
+    assert "torch" in versions() and "not_installed" not in versions()
 
 
 class OnGpu(Setup):

@@ -125,7 +125,7 @@ def available(machine: Machine) -> list[Backend]:
     """The installed paths, whether they work or not, in the order of preference."""
     if machine.device.type != "cuda":
         return [SDPA]
-    paths = [*[FLASH] * TRITON_FOUND, CUDNN, SDPA]
+    paths = [*([FLASH] if TRITON_FOUND else []), CUDNN, SDPA]
     for module in ("flash_attn_interface", "flash_attn.cute", "flash_attn"):
         with suppress(ImportError):  # not installed
             paths.append(installed_flash(module))

@@ -193,7 +193,8 @@ class ComparisonPage:
                 if top and rung in row.flops:
                     text, short = f"{text}; multiplier {_multiplier(row)}", f"{short}, {_multiplier(row)}"
                 if top and row.course:
-                    text += f", {row.course[1]}"
+                    _, trend = row.course
+                    text += f", {trend}"
                 baseline, runs = (plan.base, plan.text, plan.numbers[str(rung)]), one.pairs + one.failed
                 rank, decided = rung if plan.ladder else -1, one.verdict != "undecided"
                 verdict = Verdict(name, rank, baseline, self.old, runs, decided, text, short)

@@ -190,10 +190,11 @@ def _optimum(flops: float, n: Array, d: Array, loss: Array, deviations: Array, d
         at = np.where(a > 0, -b / (2 * a), np.nan)
     inside = (at >= x.min()) & (at <= x.max())
     curve = np.polyfit(x, np.log(d), 2)  # at one budget, ln D is a smooth function of ln N
-    best = np.log(vertex[0]) - centre
+    size, loss_there = vertex
+    best = np.log(size) - centre
     log_n, log_d = np.append(at, best) + centre, np.polyval(curve, np.append(at, best))  # the optimum is the last one
     parameters, tokens, ratio = (estimate(one[-1], one[:-1], dof).exp() for one in (log_n, log_d, log_d - log_n))
-    lowest, outside = estimate(vertex[1], c + b * at / 2, dof), float(1 - inside.mean())
+    lowest, outside = estimate(loss_there, c + b * at / 2, dof), float(1 - inside.mean())
     found = Optimum(flops, len(n), "", parameters, tokens, ratio, lowest, outside)
     return found, np.stack([log_n, log_d], axis=1)[:-1]
 
