@@ -3,7 +3,7 @@
 Hypothesis: orthogonalised updates learn more per step than elementwise ones.
 Source: ../adamw_everywhere.py, whose rates and constants these are; a test compares the updates of the two files.
 Expected effect: worse at equal steps; the update takes less time.
-Verdict: not yet measured.
+Verdict: worse on rung 0 (+0.0805 bits per byte, 5 pairs). Study ladder-jax.
 """
 
 from dataclasses import replace

@@ -3,7 +3,7 @@
 Hypothesis: heads with nothing to look for put their weight on the first token; a sink spares them that.
 Source: gpt-oss's sinks, after Xiao et al. 2023 (arXiv 2309.17453).
 Expected effect: none on speed; a slightly lower loss at equal steps, more so with short windows.
-Verdict: not yet measured.
+Verdict: no difference on rung 0 (-0.0003 bits per byte, 5 pairs). Study ladder-jax.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Hypothesis: attention across documents is noise.
 Source: ../document_mask.py, the same idea in PyTorch; a test compares a training step of the two files.
 Expected effect: no difference.
-Verdict: not yet measured.
+Verdict: no difference on rung 0 (-0.0013 bits per byte, 8 pairs). Study ladder-jax.
 """
 
 from __future__ import annotations
