@@ -100,8 +100,8 @@ def name_of(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def known(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint without the random key that earlier versions saved and nothing read."""
+def known(tensors: Mapping[str, torch.Tensor | np.ndarray]) -> dict[str, torch.Tensor | np.ndarray]:
+    """Returns the tensors of a checkpoint without the random key that earlier versions saved and nothing read."""
     return {name: one for name, one in tensors.items() if name != "rng"}
 
 
