@@ -30,8 +30,8 @@ class Sizes:
     shapes: tuple[tuple[int, int], ...]  # head dim and tokens of a row of each call of attention
     loss: tuple[int, int, int]  # tokens, width and vocabulary
     rows: tuple[int, ...]  # batch sizes of prefill and decode
-    prompt_tokens: int  # of decode
-    reply_tokens: int  # of decode
+    prompt_tokens: int  # of a prompt of decode
+    reply_tokens: int  # of the reply to it
     product: int  # rows of the matrices that give the matmul peak
     copied: int  # bytes of the copy that gives the bandwidth
 

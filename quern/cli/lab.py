@@ -88,7 +88,7 @@ def _sweep(rest: Arguments, help_text: str) -> int:
         from quern.lab.search import sweep
 
     sweep.space_of(options)  # refused before the machine is tried out, which compiles
-    trainer = _trainer(options.out, machines.detect(**options.device(options.workers)))
+    trainer = _trainer(options.out, machines.detect(**options.device_arguments(options.workers)))
     machine = trainer.machine
     worker = [sys.executable, "-m", "quern.cli.main", "lab", "sweep", *rest, "--threads", str(machine.threads)]
     facts = start_facts(machine, rest.command("lab sweep"))

@@ -107,7 +107,8 @@ def _candidate(options: PlanOptions, cluster: Cluster, recipe: Resolved, dp: int
             if needed.peak <= room:
                 one, fitting = replace(one, step=predict(again, needed, cluster, flops)), train.micro_batch_tokens
             else:
-                one = replace(one, refusal=f"needs {needed.peak / GB:.1f} GB of the {room / GB:.1f} GB that are free")
+                need = f"needs {needed.peak / GB:.1f} GB of the {room / GB:.1f} GB that are free"
+                one = replace(one, refusal=need)
             tried.append(one)
         if any(one.step and one.recomputed == recipe.train.recompute for one in tried):
             break
@@ -238,6 +239,7 @@ def as_json(options: PlanOptions, cluster: Cluster, found: list[Candidate]) -> d
         if one.memory:
             entry["memory"]["peak"] = one.memory.peak
         if one.step:
+            entry["step"]["seconds"] = one.step.seconds
             entry |= totals(one, options, cluster, recipe.train.steps)
         body.append(entry)
     return {

@@ -171,17 +171,20 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of one step by part, and of all parts; `data`: what nothing hides of its communication; `flops`: of the
-    model over all ranks; `traffic`: bytes that a rank sends, by collective."""
+    """Seconds of one step by part; `data`: what nothing hides of its communication; `flops`: of the model over all
+    ranks; `traffic`: bytes that a rank sends, by collective."""
 
     products: float
     pointwise: float
     update: float
     model: float
     data: float
-    seconds: float
     flops: float
     traffic: dict[str, int]
+
+    @property
+    def seconds(self) -> float:
+        return self.products + self.pointwise + self.update + self.model + self.data
 
 
 def predict(layout: Layout, memory: Memory, cluster: Cluster, flops_per_token: float) -> Step:
@@ -210,8 +213,8 @@ def predict(layout: Layout, memory: Memory, cluster: Cluster, flops_per_token: f
     moved = _moving_seconds(layout, cluster, traffic)
     small = cluster.ring_seconds(layout.dp, layout.tp, traffic.get("data/all_reduce", 0), 3, 2)
     small += cluster.ring_seconds(layout.dp * layout.tp, 1, traffic.get("world/all_reduce", 0), 1, 2)
-    parts = products, pointwise, update, _model_seconds(layout, cluster, traffic), exposed + moved + small
-    return Step(*parts, sum(parts), flops_per_token * batch_tokens, traffic)
+    model, flops = _model_seconds(layout, cluster, traffic), flops_per_token * batch_tokens
+    return Step(products, pointwise, update, model, exposed + moved + small, flops, traffic)
 
 
 def _exposed(seconds: float, calls: Sequence[int], beside: float) -> float:

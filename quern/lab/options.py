@@ -52,7 +52,7 @@ class StudyOptions:
         if self.recipe.train.minutes is not None:
             raise ValueError("a trial trains for steps, so that trials are comparable: leave out train.minutes")
 
-    def device(self, workers: int) -> dict[str, Any]:
+    def device_arguments(self, workers: int) -> dict[str, Any]:
         """Arguments of `machine.detect` for one of some workers, which share the CPU's threads."""
         import torch
 

@@ -83,7 +83,7 @@ def tokens_of(tokenizer: Tokenizer, request: TokenizeRequest) -> list[int]:
 
 @contextmanager
 def _refused_as(param: str) -> Iterator[None]:
-    """What the body cannot read is an error of this field."""
+    """Raises ApiError about this field where the body refuses its value."""
     try:
         yield
     except (ValueError, RecursionError) as error:

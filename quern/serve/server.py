@@ -35,7 +35,7 @@ from quern.runs.run_dir import STAGES, RunDir
 from quern.serve.access import Hosts
 from quern.serve.gate import HEADER_BYTES, Connections, Frontier, Gate
 from quern.serve.routes import ON_ERROR, Welcome, read_welcome, routes
-from quern.serve.worker import IDLE_SECONDS, Models
+from quern.serve.worker import IDLE_SECONDS, REQUEST_SECONDS, Models
 from quern.train import manifest
 
 TRIM_SECONDS = 5.0
@@ -176,7 +176,7 @@ def open_app(
 def create_app(
     engines: Mapping[str, Engine],
     gate: Gate | None = None,
-    request_seconds: float = 600.0,
+    request_seconds: float = REQUEST_SECONDS,
     watch: Callable[[Models], Awaitable[None]] | None = None,
     welcome: Welcome | None = None,
 ) -> Starlette:

@@ -24,6 +24,7 @@ from quern.serve.schema import ApiError
 
 STOP_SECONDS = 10.0
 WAITING_ROWS = 256  # of one engine; further requests are refused
+REQUEST_SECONDS = 600.0  # from a request's arrival to its last token
 IDLE_SECONDS = 0.5
 """Python runs the handler of a signal that came just before a wait only after that wait."""
 
@@ -271,7 +272,7 @@ class Models:
     seconds: The longest time from a request's arrival to its last token.
     """
 
-    def __init__(self, engines: Mapping[str, Engine], seconds: float = 600.0) -> None:
+    def __init__(self, engines: Mapping[str, Engine], seconds: float = REQUEST_SECONDS) -> None:
         self.metrics, self._seconds = Metrics(), seconds
         self._wake, self._stopping, self._ended = threading.Event(), threading.Event(), threading.Event()
         self._running: list[Worker] = []

@@ -6,6 +6,8 @@ keys up to itself, at most `window` of them, of its own document.
 
 This file has the checks, the operators, and their shapes and gradients for torch.compile. The device code is in
 `flash_triton.py`. `flash_launch.py` runs it, and is imported late, since Triton is not installed everywhere.
+
+Source: Dao 2023, FlashAttention-2 (arXiv 2307.08691).
 """
 
 from __future__ import annotations
@@ -25,8 +27,15 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def flash_attention(
     q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None = None
 ) -> Tensor:
-    """Causal attention → (B, T, H, E) in q's dtype. Slices of one merged projection need no copy. Raises ValueError for
-    a head dim above 256."""
+    """Causal attention → (B, T, H, E) in q's dtype. Slices of one merged projection need no copy.
+
+    Args:
+        mask: The keys that a query sees. A window of 0, like None, is no limit.
+        scale: The factor of the scores; None is 1 / sqrt(E).
+
+    Raises:
+        ValueError: The head dim is above 256.
+    """
     E, documents_BT = q_BTHE.size(-1), mask.documents_BT
     scale = scale_or_default(scale, E)
     _check(q_BTHE, k_BTKE, v_BTKE, documents_BT, scale)

@@ -57,7 +57,7 @@ def run(
     if not options.ladder and not options.study:
         options = replace(options, study="-".join(arm.name for arm in arms)[:60])
     folder = options.folder
-    device = options.device(1 if options.ray else options.workers)
+    device = options.device_arguments(1 if options.ray else options.workers)
     machine = machines.detect(**device)
     if options.ray:
         connect(options.ray)

@@ -108,8 +108,11 @@ def told(logs_D: Floats) -> Estimate:
 
 
 def course(computes: Sequence[float], logs_RD: Sequence[Floats]) -> tuple[Estimate, Trend] | None:
-    """The change of a multiplier over the rungs: a rung's over the one of the rung below, and the trend. It is of a
-    line that is fitted to ln m over ln C, weighted by the rungs' variances; None for one rung."""
+    """Fits a line to ln m over ln C, weighted by the rungs' variances.
+
+    Returns:
+        A rung's multiplier over that of the rung below, and the trend; None for one rung.
+    """
     found = _lines(computes, logs_RD)
     if found is None:
         return None
