@@ -241,7 +241,7 @@ def test_calibration_records_the_command_that_was_typed(
 
 def test_a_cluster_is_asked_for_the_device_that_was_found() -> None:
     where = DeviceOptions(dtype="fp32", compile=False)
-    assert CompareOptions(RECIPE, where=where).device(1)["device"] == where.detect().device.type
+    assert CompareOptions(RECIPE, where=where).device_arguments(1)["device"] == where.detect().device.type
 
 
 @pytest.mark.campaign
