@@ -156,10 +156,15 @@ class Loader(Batches):
     @property
     def steps_per_epoch(self) -> int:
         """Steps that read every row of the first epoch; other epochs differ by a few. Packs the whole epoch."""
+        return -(-self.rows_per_epoch // self.batch_rows)
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """Rows of the first epoch. Packs it."""
         while self._next_chunk()[0] < self._groups:
             self._append_chunk()
         chunks = self._counts.chunks
-        return -(-chunks[bisect_left(chunks, (self._groups,)) - 1][2] // self.batch_rows)
+        return chunks[bisect_left(chunks, (self._groups,)) - 1][2]
 
     def report(self) -> dict[str, float]:
         """Measures the first group of the first epoch; a corpus of up to `group_size` is one group.
@@ -238,8 +243,21 @@ class Loader(Batches):
         """The file of the row counts; its name changes with all that they depend on, the code included."""
         if self.corpus.cache is None or not isinstance(self.packing, str):
             return None
-        code = [inspect.getsource(module) for module in (sys.modules[__name__], batch, packing, shards)]
-        marks = [self.packing, self.too_long, self.seed, self.context, self.buffer, self.chunk_documents]
+        kinds = [kind.__module__ for kind in type(self).__mro__ if issubclass(kind, Batches)]  # may override anything
+        modules = [sys.modules[name] for name in dict.fromkeys([__name__, batch.__name__, *kinds])]
+        try:
+            code = [inspect.getsource(module) for module in (*modules, packing, shards)]
+        except (OSError, TypeError):  # a class without a file, as in a notebook
+            return None
+        marks = [
+            type(self).__qualname__,
+            self.packing,
+            self.too_long,
+            self.seed,
+            self.context,
+            self.buffer,
+            self.chunk_documents,
+        ]
         marks += [self.group_size, self.corpus.fingerprint, np.__version__, *code]
         return self.corpus.cache / f"{fingerprint(*map(str, marks))[:32]}.rows"
 

@@ -141,6 +141,7 @@ def _held_out_loss(corpus: Corpus, recipe: Resolved, machine: Machine) -> Evalua
         nats, count = 0.0, 0
         for step in range(min(VAL_BATCHES, loader.steps_per_epoch)):
             batch = loader.batch(step)
+            batch.mask[loader.rows_per_epoch - step * loader.batch_rows :] = False  # rows of the next epoch
             losses = batch_losses(state.model, batch.tokens, batch.targets, machine)
             nats += float(losses[batch.mask].sum())
             count += int(np.count_nonzero(batch.mask))

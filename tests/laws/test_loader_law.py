@@ -189,13 +189,21 @@ def test_resume_with_row_counts(tmp_path: Path, law, group_size):
     law(name, deviation, unit="bit for bit")
 
 
+class ShortFirst(Loader):
+    """Begins with the short documents."""
+
+    def _make_permutation(self, turn: int) -> np.ndarray:
+        pieces = self._pieces(self._group_of(turn)[1])
+        return np.argsort(pieces.lengths[pieces.document], kind="stable")
+
+
 def test_row_counts_of_other_batches_are_not_used(tmp_path: Path):
     folder, docs = write(tmp_path, documents()), documents()
     others = [{"seed": SEED + 1}, {"context": CONTEXT + 1}, {"packing": "greedy-pad"}, {"too_long": "crop"}]
-    others += [{"buffer": 5}, {"chunk_documents": 5}, {"group_size": GROUP}]
+    others += [{"buffer": 5}, {"chunk_documents": 5}, {"group_size": GROUP}, {"kind": ShortFirst}]
     for other in ({}, *others):
         chosen = {"context": CONTEXT, "batch_rows": BATCH_ROWS, "seed": SEED, **other}
-        kind = sized(Loader, chosen.pop("chunk_documents", 4), chosen.pop("buffer", 20))
+        kind = sized(chosen.pop("kind", Loader), chosen.pop("chunk_documents", 4), chosen.pop("buffer", 20))
         expected = kind(memory_corpus(docs), **chosen)
         loader = kind(Corpus.open(folder, "train"), **chosen)
         assert all(token_hash(loader, step) == token_hash(expected, step) for step in range(20)), other

@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from quern.stages import sft
 from quern.stages.rl import rl_recipe
 from quern.stages.sft import fit_to_conversations, sft_recipe
 from quern.train.step import train_step
+from tests.support.memory_corpus import memory_corpus
 from tests.support.toy_training import CPU, ROWS, toy_loader, toy_state
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -109,6 +111,17 @@ def test_the_optimizer_goes_on_where_the_base_models_was() -> None:
     for name, tensor in base.tensors().items():
         assert torch.equal(tensor, tuned.tensors()[name]) and torch.equal(tensor, resumed.tensors()[name]), name
     assert any(not torch.equal(tensor, fresh.tensors()[name]) for name, tensor in base.tensors().items())
+
+
+@pytest.mark.parametrize("rows", [2, 4, 32])
+def test_the_held_out_loss_counts_every_conversation_once(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """The loss of a token is its id, so that the mean says how often each of the five was counted."""
+    talks = [[0, *[number] * 40] for number in (1, 2, 4, 8, 16)]  # two do not fit a row
+    held_out = memory_corpus(talks, [[False] + [True] * 40] * 5)
+    monkeypatch.setattr(sft, "batch_losses", lambda model, tokens, targets, machine: targets.astype(np.float64))
+    recipe = replace(BASE, train=replace(BASE.train, micro_batch_tokens=48 * rows))
+    evaluate = sft._held_out_loss(held_out, recipe, CPU)  # pyright: ignore[reportPrivateUsage]
+    assert recipe.micro_batch_rows == rows and evaluate(toy_state()) == {"val_loss": 31 / 5}
 
 
 def test_what_grows_in_pretraining_has_grown() -> None:
